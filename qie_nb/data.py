@@ -208,7 +208,7 @@ class ImageDataset(Dataset):
         self.samples = list(samples) if samples is not None else find_samples(self.config.dataset_path)
         self.sizes = [tuple(picture_size(p) for p in ((s.target,) if s.target else ()) + s.controls) for s in self.samples]
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
-        self.epoch = 0
+        self.epoch, self.areas = 0, {}
         self.refresh()
 
     def __len__(self): return len(self.samples)
@@ -234,8 +234,14 @@ from fastcore.basics import patch
 def refresh(self:ImageDataset, identity:dict=None):
     "Take the encoders' identity from the cache's manifest (or as given) and settle the sizes; call it after the cache was filled."
     self.identity = identity or (self.cache.identity(self.cache_identity) if self.cache else None)
-    c, who = self.config, self.identity or {}
+    c, who = self.config, self.areas or self.identity or {}
     self.geometry = Geometry(tuple(c.image_size), c.crop, c.control_area or who.get("control_area") or 1024*1024, c.vl_area or who.get("vl_area"))
+
+@patch
+def set_areas(self:ImageDataset, areas:dict):
+    "The model's own picture areas, so that sizes and order do not depend on whether a cache was filled yet."
+    self.areas = areas
+    self.refresh(self.identity)
 
 @patch
 def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) of each control)
