@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['split_state', 'join_state', 'checkpoint_name', 'write_checkpoint', 'is_complete', 'complete_checkpoints',
-           'find_checkpoint', 'read_checkpoint', 'keep_newest']
+           'find_checkpoint', 'read_checkpoint', 'keep_newest', 'CheckpointCallback']
 
 # %% ../nbs/01a_checkpoint.ipynb #2166a9dc
-import json, re, shutil
+import json, re, shutil, time
 from pathlib import Path
 
 import torch
 
 from .cache import file_digest, write_atomic
+from .callback import Callback, due
 
 # %% ../nbs/01a_checkpoint.ipynb #5a457d5c
 def split_state(
@@ -118,3 +119,22 @@ def keep_newest(
     gone = complete_checkpoints(root)[:-n]
     for d in gone: shutil.rmtree(d)
     return [d.name for d in gone]
+
+# %% ../nbs/01a_checkpoint.ipynb #ec958887
+class CheckpointCallback(Callback):
+    "Saves every `save_interval` epochs and `save_steps` steps, and when a run ends before it is done."
+    def on_train_begin(self, t): self.t0, self.saved, self.longest = time.time(), t.global_step, 0.
+
+    def on_step_end(self, t):
+        c = t.config.train
+        if due(t.state, c.save_interval, c.save_steps): self.save(t)
+        left = c.max_hours * 3600 - (time.time() - self.t0) if c.max_hours else 1
+        if left <= 3 * self.longest: t.state.stop = t.state.stop or f"max_hours {c.max_hours} is nearly over"
+
+    def on_train_end(self, t):
+        if t.state.stop != "done" and self.saved != t.global_step: self.save(t)
+
+    def save(self, t):
+        began = time.time()
+        t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
+        self.saved, self.longest = t.global_step, max(self.longest, time.time() - began)

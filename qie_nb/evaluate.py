@@ -14,6 +14,7 @@ from . import flow
 from .cache import stable_seed
 from .callback import Callback, due
 from .data import IMAGE_SUFFIXES, loader
+from .step import is_cached
 
 # %% ../nbs/01b_evaluate.ipynb #34d047de
 SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -29,12 +30,11 @@ def held_out_loss(
     trainer.transformer.eval()
     sums, n = torch.zeros(len(sigmas)), 0
     for batch in loader(dataset, shuffle=False):
-        if "pixel_latent" not in batch: batch = {**batch, **trainer._encode_batch(batch)}
+        if not is_cached(batch): batch = {**batch, **trainer.encode_batch(batch)}
         x0 = batch["pixel_latent"]
         for k, s in enumerate(sigmas):
             eps = flow.sample_noise([stable_seed("held out", i, s) for i in batch["sample_id"]], x0.shape[1:])
-            loss = trainer.loss_at(x0, batch["control_latent"], batch["prompt_embed"], batch["prompt_embeds_mask"], eps, torch.full((len(x0),), float(s)))
-            sums[k] += loss.sum().cpu()
+            sums[k] += trainer.loss_at(batch, eps, torch.full((len(x0),), float(s))).sum().cpu()
         n += len(x0)
     trainer.transformer.train(was)
     return dict(held_out_loss=(sums.mean() / n).item()) | {f"held_out_loss/{s}": (v / n).item() for s, v in zip(sigmas, sums)}

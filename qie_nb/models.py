@@ -161,7 +161,7 @@ class Components:
         self.folder = resolve_model(name, revision=revision)
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
-        self.parts = {}
+        self.parts, self.built = {}, [] # what is in memory, and what was ever built
 
     def __repr__(self):
         v = self.variant
@@ -183,6 +183,7 @@ def get(self:Components, name:str):
             from qie_nb.quantise import quantise
             part = quantise(part, kind).to(device)
         self.parts[name] = part
+        self.built.append(name)
     return self.parts[name]
 
 @patch
