@@ -88,7 +88,7 @@ def find_checkpoint(
     "The checkpoint folder meant. Raises FileNotFoundError or ValueError: a run never starts over in silence."
     path = Path(str(which).removesuffix(".pt"))
     if path.name == "latest":
-        root = path.parent if path.parent.name else Path(root)
+        root = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
         named = root/(root/"latest").read_text().strip() if (root/"latest").is_file() else None
         if named and is_complete(named): return named
         if found := complete_checkpoints(root): return found[-1]

@@ -85,7 +85,7 @@ class TrainSection(Section):
     keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept")
     eval_interval: int = Field(5, ge=0, description="epochs between evaluations; 0 means none")
     eval_steps: Optional[int] = Field(None, ge=1, description="optimizer steps between evaluations, besides eval_interval")
-    eval_num_inference_steps: int = Field(20, ge=1, description="sampling steps of evaluation pictures")
+    eval_num_inference_steps: int = Field(20, ge=2, description="sampling steps of evaluation pictures")
     test_image_dir: OptionalPath = Field(None, description="folder with one sub-folder a style; each style's first picture is turned into every other")
     style_prompts: dict[str, str] = Field({}, description="instruction of each style; else the style folder's prompt.txt")
     val_fraction: float = Field(0.0, ge=0, lt=1, description="share of control pictures held out and never trained on")
@@ -160,9 +160,10 @@ def nearest_key(
     key:str, # dotted name that does not exist
 ) -> str: # the known dotted name that looks most like it
     "The known configuration key closest to a misspelt one."
-    known = list(_names(Config))
-    same = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    return (same or difflib.get_close_matches(key, known, 1, 0) or known)[0]
+    known, leaf = list(_names(Config)), key.rsplit(".", 1)[-1]
+    same = [k for k in known if k.rsplit(".", 1)[-1] == leaf] # the right name in the wrong section
+    longer = [k for k in known if set(leaf.split("_")) <= set(k.rsplit(".", 1)[-1].split("_"))] # a word left out
+    return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
 # %% ../nbs/00a_config.ipynb #1bb1bbd8
 _TAGS = {"str", "bool", "int", "float"} # pydantic appends the tried type of a union to the location

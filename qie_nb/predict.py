@@ -23,6 +23,8 @@ def sampling_schedule(
     device="cpu",
 ): # a fresh scheduler with its timesteps set
     "Noise levels from 1 down to 1/steps, shifted for the picture's size as the pipelines do it."
+    least = 2 if scheduler.config.get("shift_terminal") else 1 # stretching a single level to the terminal one divides by zero
+    if steps < least: raise ValueError(f"`num_inference_steps` must be at least {least} with this scheduler, got {steps}; 20 is usual")
     own = type(scheduler).from_config(scheduler.config)
     own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_mu(tokens, own.config), device=device)
     own.set_begin_index(0)

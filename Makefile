@@ -1,0 +1,43 @@
+# `make demo` and `make test` are all a fresh machine needs: python3, make, git and a C compiler.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+export PATH := $(abspath $(BIN)):$(PATH)
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_DISABLE_PROGRESS_BARS := 1
+
+.PHONY: demo test test-all check install clean breakages
+
+install: $(VENV)/.ready
+
+$(VENV)/.ready: settings.ini setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.ready ## precompute, train and predict on the embedded model and real photographs
+	$(BIN)/python -m qie_nb.cli demo --out demo_out
+
+test: $(VENV)/.ready ## everyday suite: notebooks, Kaggle notebooks, pytest without what is marked slow
+	$(BIN)/nbdev_test --n_workers 1
+	$(BIN)/nbdev_test --path kaggle --n_workers 1
+	$(BIN)/python -m pytest -m "not slow"
+	@echo "left out: tests marked slow (1 MP parity, the demo's figures, the breakages); make test-all runs them"
+
+test-all: $(VENV)/.ready ## everything
+	$(BIN)/nbdev_test --n_workers 1 --flags slow
+	$(BIN)/nbdev_test --path kaggle --n_workers 1
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday suite
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	$(BIN)/nbdev_clean --fname kaggle
+	git diff --exit-code
+	$(MAKE) test
+
+breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and see a test fail
+	$(BIN)/python tests/breakages.py
+
+clean:
+	rm -rf demo_out build dist *.egg-info

@@ -1,0 +1,40 @@
+"""Data sets made on the spot, and a count of the components that are built from disk."""
+import collections
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+def write_pairs(root, sizes, controls=1, caption="invert the colours", seed=0):
+    "Random pairs of the given (width, height); the target inverts the first control."
+    folders = [root/"training_images", root/"control_images", *(root/f"control_images_{n + 1}" for n in range(1, controls))]
+    for f in folders: f.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for i, (w, h) in enumerate(sizes):
+        pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for _ in range(controls)]
+        Image.fromarray(255 - pictures[0]).save(root/"training_images"/f"{i:04}.png")
+        (root/"training_images"/f"{i:04}.txt").write_text(caption if isinstance(caption, str) else caption[i])
+        for f, p in zip(folders[1:], pictures): Image.fromarray(p if f.name == "control_images" else np.ascontiguousarray(p.transpose(1, 0, 2))).save(f/f"{i:04}.png")
+    return root
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    return lambda sizes=((48, 32), (32, 48), (40, 40)), **kw: write_pairs(tmp_path/"set", sizes, **kw)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    "How often each real class was built from disk, counted at `from_pretrained`."
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+    from transformers import Qwen2_5_VLForConditionalGeneration
+    count = collections.Counter()
+    for cls in (AutoencoderKLQwenImage, QwenImageTransformer2DModel, Qwen2_5_VLForConditionalGeneration):
+        real = cls.from_pretrained.__func__
+
+        def counted(klass, *a, _real=real, **kw):
+            count[klass.__name__] += 1
+            return _real(klass, *a, **kw)
+        monkeypatch.setattr(cls, "from_pretrained", classmethod(counted))
+    return count

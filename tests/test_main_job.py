@@ -1,0 +1,247 @@
+"""The main job from a YAML file, for each variant: precompute, train, save, predict; what is loaded, what is refused."""
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from qie_nb.config import load_config_from_yaml
+from qie_nb.data import ImageDataset, loader
+from qie_nb.lora import lora_state
+from qie_nb.tiny import tiny_folder, tiny_pipeline
+from qie_nb.trainer import QwenImageEditTrainer
+
+VAE, TEXT, TRANSFORMER = "AutoencoderKLQwenImage", "Qwen2_5_VLForConditionalGeneration", "QwenImageTransformer2DModel"
+
+
+def settings(root, tmp_path, variant="2511", **sections):
+    base = dict(
+        model=dict(pretrained_model_name_or_path=str(tiny_folder(variant)), lora=dict(r=4, lora_alpha=8)),
+        data=dict(dataset_path=str(root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
+        train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0),
+        cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none"))
+    for name, values in sections.items(): base[name] = base[name] | values
+    return base
+
+
+def adapters_equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(lora_state(a.transformer).values(), lora_state(b.transformer).values(), strict=True))
+
+
+@pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 1), ("2509", 3), ("2511", 2)])
+def test_the_original_example_runs_as_it_stands(variant, controls, pairs, tmp_path, built):
+    file = tmp_path/"run.yaml"
+    root = pairs(controls=controls)
+    file.write_text(yaml.safe_dump(settings(root, tmp_path, variant)))
+    config = load_config_from_yaml(file)
+    trainer = QwenImageEditTrainer(config)
+    train_dataloader = loader(ImageDataset(config), batch_size=2)
+
+    assert trainer.cache_embeddings(train_dataloader).encoded == 3
+    assert built == {VAE: 1, TEXT: 1}
+    trainer.set_lora()
+    trainer.fit(train_dataloader)
+    assert built == {VAE: 1, TEXT: 1, TRANSFORMER: 1}, "cached training must build no encoder"
+    path = trainer.save_lora(tmp_path/"lora")
+    trainer.setup_predict()
+    images = [str(root/"control_images"/"0000.png")] + [str(root/f"control_images_{n}"/"0000.png") for n in range(2, controls + 1)]
+    image = trainer.predict(images if controls > 1 else images[0], "invert the colours", num_inference_steps=2)
+    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+    assert path.name == "pytorch_lora_weights.safetensors" and trainer.global_step == 6
+
+
+def test_a_second_precompute_builds_nothing(pairs, tmp_path, built):
+    root = pairs()
+    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    built.clear()
+    report = QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    assert (report.encoded, report.reused) == (0, 3) and not built
+
+
+def test_fit_works_straight_after_the_constructor_and_fills_the_cache(pairs, tmp_path, built):
+    root = pairs()
+    lazy = QwenImageEditTrainer(settings(root, tmp_path)).fit()
+    assert built[VAE] == built[TEXT] == 1
+    assert lazy.vae is None and lazy.qwen_vl is None, "once all is cached the encoders have left memory"
+    built.clear()
+    again = QwenImageEditTrainer(settings(root, tmp_path)).fit()
+    assert built == {TRANSFORMER: 1}
+    assert adapters_equal(lazy, again)
+
+
+@pytest.mark.parametrize("variant", ["v1", "2509", "2511"])
+def test_cached_and_uncached_training_are_the_same(variant, pairs, tmp_path):
+    root = pairs(((48, 32), (48, 32), (48, 32)), caption=["invert", "invert the colours of everything", "x"])
+    cached = QwenImageEditTrainer(settings(root, tmp_path, variant))
+    cached.cache_embeddings()
+    cached.fit()
+    plain = QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(use_cache=False))).fit()
+    assert adapters_equal(cached, plain)
+
+
+def test_gradient_checkpointing_changes_nothing(pairs, tmp_path):
+    root = pairs()
+    with_, without = (QwenImageEditTrainer(settings(root, tmp_path, train=dict(gradient_checkpointing=g))).fit() for g in (True, False))
+    for a, b in zip(lora_state(with_.transformer).values(), lora_state(without.transformer).values()): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_base_keeps_a_float32_adapter(pairs, tmp_path):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(mixed_precision="bf16", max_train_steps=2)))
+    trainer.cache_embeddings()
+    trainer.fit()
+    assert trainer.transformer.proj_out.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in trainer.transformer.parameters() if p.requires_grad} == {torch.float32}
+    assert torch.isfinite(torch.as_tensor(trainer.state.loss)) and trainer.predict(Image.new("RGB", (40, 30)), "x", num_inference_steps=2).ndim == 3
+
+
+def test_the_adapter_gives_diffusers_the_same_picture(pairs, tmp_path, monkeypatch):
+    import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as plus
+    root = pairs()
+    trainer = QwenImageEditTrainer(settings(root, tmp_path, optimizer=dict(lr=0.05))).fit()
+    trainer.save_lora(tmp_path/"lora")
+    areas = trainer.components.areas
+    monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", areas["control_area"])
+    monkeypatch.setattr(plus, "CONDITION_IMAGE_SIZE", areas["vl_area"])
+    picture = Image.open(root/"control_images"/"0000.png")
+
+    def by_diffusers(lora):
+        pipe = diffusers.QwenImageEditPlusPipeline.from_pretrained(tiny_folder("2511"))
+        pipe.set_progress_bar_config(disable=True)
+        if lora: pipe.load_lora_weights(str(tmp_path/"lora"))
+        return np.asarray(pipe(picture, "invert", negative_prompt=" ", true_cfg_scale=4.0, num_inference_steps=2, height=64, width=96, generator=torch.Generator().manual_seed(5)).images[0])
+    import diffusers
+    ours = trainer.predict(picture, "invert", num_inference_steps=2, height=64, width=96, seed=5)
+    assert (ours == by_diffusers(True)).all()
+    assert (ours != by_diffusers(False)).any(), "the adapter must show"
+
+
+def test_a_cut_run_resumes_exactly(pairs, tmp_path):
+    root = pairs(((48, 32),) * 5)
+    def run(out, **train): return QwenImageEditTrainer(settings(root, tmp_path/out, data=dict(batch_size=1), train=dict(output_dir=str(tmp_path/out)) | train))
+    whole = run("whole").fit()
+    first = run("cut", save_steps=7)
+    first.callbacks.append(StopAt(7))
+    first.fit()
+    second = run("cut", resume_checkpoint="checkpoints/latest.pt").fit()
+    assert second.global_step == 10 and adapters_equal(whole, second)
+    rows = [line for f in (tmp_path/"cut"/"checkpoints"/"logs").glob("*.csv") for line in f.read_text().splitlines()[1:]]
+    assert sorted(int(r.split(",")[1]) for r in rows) == list(range(1, 11))
+
+
+class StopAt:
+    def __init__(self, n): self.n = n
+    def on_train_begin(self, t): pass
+    def on_step_end(self, t):
+        if t.global_step == self.n: t.state.stop = "test"
+    def on_epoch_end(self, t): pass
+    def on_train_end(self, t): pass
+
+
+def test_pictures_reach_tensorboard_although_latents_are_cached(pairs, tmp_path):
+    from qie_nb.logging import read_events
+    root = pairs(((64, 64),) * 2)
+    trainer = QwenImageEditTrainer(settings(root, tmp_path, logging=dict(report_to="tensorboard", log_images_every=1)))
+    trainer.cache_embeddings()
+    trainer.fit()
+    scalars, images = read_events(tmp_path/"runs")
+    assert {"loss", "lr", "grad_norm"} <= set(scalars) and {"training/training_images", "training/control_images", "individual/training_image_0"} <= set(images)
+    on_disk = [np.asarray(Image.open(p)) for p in sorted((root/"training_images").glob("*.png"))]
+    assert any((images["individual/training_image_0"][0][1] == d).all() for d in on_disk)
+
+
+def test_foreign_batches_train(tmp_path, pairs):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, cache=dict(use_cache=False))).set_lora()
+    picture = np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    pictures = dict(image=[picture], control=[Image.fromarray(255 - picture)], prompt=["invert"])
+    loss = trainer.training_step(pictures)
+    loss.backward()
+    cached = trainer.encode_batch(pictures)
+    assert torch.equal(loss, trainer._training_step_cached(cached))
+    assert torch.equal(loss, trainer._training_step_compute(pictures))
+
+
+def test_held_out_pairs_are_never_trained_on(tmp_path, pairs):
+    trainer = QwenImageEditTrainer(settings(pairs(((48, 32),) * 6), tmp_path, train=dict(val_fraction=0.4, num_epochs=3, eval_interval=1)))
+    seen = set()
+    class Watch(StopAt):
+        def on_step_end(self, t): seen.update(t.batch["sample_id"])
+    trainer.callbacks.append(Watch(None))
+    trainer.fit()
+    held = {s.id for s in trainer.held_out.samples}
+    assert len(held) == 2 and not seen & held and len(seen) == 4
+    assert trainer.state.metrics["held_out_loss"] > 0
+
+
+# --- bad input: one sentence, with name, value and remedy, before any long work
+def break_nothing(root): pass
+def remove_control(root): (root/"control_images"/"0001.png").unlink()
+def empty_caption(root): (root/"training_images"/"0001.txt").write_text(" ")
+def two_of_a_name(root): Image.new("RGB", (8, 8)).save(root/"training_images"/"0001.jpg")
+def not_a_picture(root): (root/"control_images"/"0001.png").write_text("no picture")
+def truncated(root): (root/"training_images"/"0002.png").write_bytes((root/"training_images"/"0002.png").read_bytes()[:-40])
+
+
+@pytest.mark.parametrize("damage, changes, sentence", [
+    (break_nothing, dict(data=dict(dataset_path="/no/such/folder")), r"`data.dataset_path` '/no/such/folder' does not exist; give"),
+    (break_nothing, dict(data=dict(dataset_path="EMPTY")), r"holds no pictures; expected training_images/"),
+    (remove_control, {}, r"target '0001.png' has no control picture; expected .*control_images/0001"),
+    (not_a_picture, {}, r"picture .*control_images/0001.png' cannot be read \(not a picture or broken\); replace it"),
+    (truncated, {}, r"picture .*0002.png' cannot be read .*; replace it"),
+    (empty_caption, {}, r"caption of sample '0001' is empty; write the instruction into .*0001.txt"),
+    (two_of_a_name, {}, r"two samples are called '0001': 0001.jpg and 0001.png in .*; rename or remove one"),
+    (break_nothing, dict(data=dict(image_size=[64, 500])), r"`image_size` must be a multiple of 16, got 500; use 496 or 512"),
+    (break_nothing, dict(train=dict(max_steps=3)), r"`train.max_steps` is not a known key; did you mean `train.max_train_steps`\?"),
+    (break_nothing, dict(model=dict(pretrained_model_name_or_path="OTHER")), r"holds a StableDiffusionPipeline; this library needs QwenImageEditPipeline"),
+    (break_nothing, dict(model=dict(pretrained_model_name_or_path="/no/model")), r"`model.pretrained_model_name_or_path` '/no/model' is not a folder; give"),
+    (break_nothing, dict(train=dict(device="cuda:9")), r"device 'cuda:9' does not exist here; this machine has"),
+    (break_nothing, dict(cache=dict(vae_encoder_device="tpu")), r"device 'tpu' does not exist here; this machine has"),
+    (break_nothing, dict(predict=dict(devices=dict(vae="cuda:9"))), r"device 'cuda:9' does not exist here"),
+    (break_nothing, dict(model=dict(variant="v1")), r"`model.variant` is v1, but .* is 2511"),
+    (break_nothing, dict(train=dict(resume_checkpoint="checkpoints/epoch_0050.pt")), r"`resume_checkpoint` 'checkpoints/epoch_0050.pt' does not exist"),
+    (break_nothing, dict(model=dict(lora=dict(target_modules=["to_quit"]))), r"`model.lora.target_modules` \['to_quit'\] matches no layer"),
+    (break_nothing, dict(logging=dict(report_to="tensorbored")), r"`logging.report_to` 'tensorbored' is not supported; use tensorboard or none"),
+])
+def test_bad_input_is_one_sentence_and_no_encoder_runs(damage, changes, sentence, pairs, tmp_path, built):
+    root = pairs()
+    damage(root)
+    (tmp_path/"EMPTY").mkdir()
+    (tmp_path/"OTHER").mkdir()
+    (tmp_path/"OTHER"/"model_index.json").write_text(json.dumps(dict(_class_name="StableDiffusionPipeline")))
+    changes = json.loads(json.dumps(changes).replace("EMPTY", str(tmp_path/"EMPTY")).replace("OTHER", str(tmp_path/"OTHER")))
+    raw = dict(settings(root, tmp_path))
+    for section, values in changes.items(): raw[section] = raw.get(section, {}) | values
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: QwenImageEditTrainer(raw).fit()
+    assert "\n" not in str(e.value)
+    assert not built[VAE] and not built[TEXT] and not (tmp_path/"cache").exists()
+
+
+def test_predict_refuses_a_size_the_model_cannot_have(tmp_path, pairs):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
+    with pytest.raises(ValueError, match="`width` must be a multiple of 16, got 500; use 496 or 512"): trainer.predict(Image.new("RGB", (40, 30)), "x", width=500, height=64)
+
+
+def test_predict_refuses_a_schedule_without_a_noise_level(tmp_path, pairs):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
+    with pytest.raises(ValueError, match="`num_inference_steps` must be at least 2 with this scheduler, got 1"): trainer.predict(Image.new("RGB", (40, 30)), "x", num_inference_steps=1)
+
+
+def test_names_of_the_facade_exist():
+    names = """vae qwen_vl transformer tokenizer processor scheduler accelerator optimizer lr_scheduler global_step use_cache cache_exist cache_dir quantize weight_dtype
+        load_model setup_accelerator set_lora configure_optimizers fit training_step save_checkpoint cache_embeddings cache_step setup_predict predict encode_image_embedding
+        encode_prompt_image_embedding decode_vae_latent load_lora save_lora merge_lora quantize_model _training_step_cached _training_step_compute _compute_loss _encode_empty_prompt
+        _pack_latents _unpack_latents"""
+    trainer = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), train=dict(device="cpu")))
+    for name in names.split(): assert hasattr(trainer, name), name
+    assert trainer.load_model().processor is not None and trainer.vae is not None and trainer.setup_accelerator() is trainer.accelerator
+
+
+def test_quantised_prediction(tmp_path, pairs):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=1))).fit()
+    plain = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int)
+    trainer.quantize = True
+    trainer.setup_predict()
+    assert type(trainer.transformer.transformer_blocks[0].attn.to_q.base_layer).__name__ == "QLinear"
+    quantised = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int)
+    assert 0 < abs(plain - quantised).mean() < 12
