@@ -37,7 +37,7 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 	$(MAKE) test
 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and see a test fail
-	$(BIN)/python tests/breakages.py
+	$(BIN)/python -m pytest -s tests/test_breakages.py
 
 clean:
 	rm -rf demo_out build dist *.egg-info
