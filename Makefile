@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_PROGRESS_BARS := 1
+# threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
+export OMP_WAIT_POLICY := passive
 
 .PHONY: demo test test-all check install clean breakages
 

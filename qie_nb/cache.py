@@ -40,6 +40,13 @@ def _remembered() -> dict:
     try: return json.loads(_digest_store().read_text())
     except (OSError, ValueError): return {}
 
+# %% ../nbs/00_cache.ipynb #07996eee
+def _sha256(f) -> str:
+    h = hashlib.sha256()
+    while block := f.read(1 << 20): h.update(block)
+    return h.hexdigest()
+
+# %% ../nbs/00_cache.ipynb #08a2746a
 def file_digest(
     path, # a file
 ) -> str: # sha256 of its bytes, 64 hex digits
@@ -55,12 +62,14 @@ def file_digest(
     if large: write_atomic(_digest_store(), json.dumps({**_remembered(), note: digest}, indent=0).encode())
     return digest
 
-def _sha256(f) -> str:
-    h = hashlib.sha256()
-    while block := f.read(1 << 20): h.update(block)
-    return h.hexdigest()
+# %% ../nbs/00_cache.ipynb #d30dc565
+def _sync_folder(folder):
+    if os.name != "posix": return
+    fd = os.open(folder, os.O_RDONLY)
+    try: os.fsync(fd)
+    finally: os.close(fd)
 
-# %% ../nbs/00_cache.ipynb #07996eee
+# %% ../nbs/00_cache.ipynb #19d7af7b
 def write_atomic(
     path, # the file to write
     data:bytes, # its whole content
@@ -81,13 +90,7 @@ def write_atomic(
         raise
     _sync_folder(path.parent)
 
-def _sync_folder(folder):
-    if os.name != "posix": return
-    fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
-
-# %% ../nbs/00_cache.ipynb #08a2746a
+# %% ../nbs/00_cache.ipynb #11346555
 class CacheEntryError(ValueError):
     "A cache entry that must not be used, or a tensor that must not be stored."
 
@@ -96,6 +99,7 @@ def _checksum(kind, key, parts, dtype, shape, payload) -> str:
     h.update(payload)
     return h.hexdigest()
 
+# %% ../nbs/00_cache.ipynb #c9fb18ba
 def pack_entry(
     kind:str, # one of `KINDS`
     key:str, # the entry's digest
@@ -107,13 +111,14 @@ def pack_entry(
     from safetensors.torch import save
     t = tensor.detach().cpu().contiguous()
     if t.is_floating_point() and not bool(torch.isfinite(t).all()):
-        raise CacheEntryError(f"`{kind}` {key} holds NaN or inf and is not stored; encode in bfloat16 or float32, float16 overflows in this model")
+        raise CacheEntryError(f"`{kind}` {key} holds NaN or inf and is not stored; "
+                              "encode in bfloat16 or float32, float16 overflows in this model")
     text = json.dumps(parts or {}, sort_keys=True, ensure_ascii=False)
     payload = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
     sums = _checksum(kind, key, text, t.dtype, t.shape, payload)
     return save({kind: t}, metadata=dict(kind=kind, key=key, parts=text, checksum=sums, format="qie_nb-1"))
 
-# %% ../nbs/00_cache.ipynb #c9a04812
+# %% ../nbs/00_cache.ipynb #caa109f3
 def read_header(
     data:bytes, # a safetensors file, or its beginning
 ) -> dict: # the JSON header; our metadata is under `__metadata__`
@@ -123,6 +128,7 @@ def read_header(
     try: return json.loads(data[8:8 + n])
     except ValueError as e: raise CacheEntryError("unreadable header") from e
 
+# %% ../nbs/00_cache.ipynb #a9a9d868
 def unpack_entry(
     data:bytes, # a safetensors file as written by `pack_entry`
     kind:str, # the kind it must be
@@ -139,7 +145,7 @@ def unpack_entry(
     if _checksum(kind, key, meta["parts"], t.dtype, t.shape, payload) != meta.get("checksum"): raise CacheEntryError("checksum differs")
     return t, json.loads(meta["parts"])
 
-# %% ../nbs/00_cache.ipynb #1400b24b
+# %% ../nbs/00_cache.ipynb #975c43c4
 class EmbeddingCacheManager:
     "Save, find and load the tensors of a cache; entries are checked on every read and bad ones set aside."
     def __init__(self,
@@ -154,16 +160,17 @@ class EmbeddingCacheManager:
     def _path(self, layer, kind, key): return Path(layer)/_known(kind)/key[:2]/f"{_safe(key)}.safetensors"
     def _find(self, kind, key): return next((p for d in self.layers if (p := self._path(d, kind, key)).is_file()), None)
 
-# %% ../nbs/00_cache.ipynb #5d141aab
+# %% ../nbs/00_cache.ipynb #fa735678
 def _known(kind):
     if kind not in KINDS: raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}")
     return kind
 
 def _safe(key):
-    if not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{1,127}", key): raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
+    if not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{1,127}", key):
+        raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
     return key
 
-# %% ../nbs/00_cache.ipynb #11346555
+# %% ../nbs/00_cache.ipynb #adb83742
 from fastcore.basics import patch
 
 @patch
@@ -178,12 +185,13 @@ def save_cache(self:EmbeddingCacheManager,
     write_atomic(path, pack_entry(kind, file_hash, tensor, parts))
     return path
 
+# %% ../nbs/00_cache.ipynb #45b5cb9d
 @patch
 def cache_exists(self:EmbeddingCacheManager, kind:str, file_hash:str) -> bool:
     "Is there an entry of this kind and key in any layer?"
     return self._find(kind, file_hash) is not None
 
-# %% ../nbs/00_cache.ipynb #33bf68b5
+# %% ../nbs/00_cache.ipynb #6843343b
 @patch
 def load_cache(self:EmbeddingCacheManager,
     kind:str, # one of `KINDS`
@@ -197,6 +205,7 @@ def load_cache(self:EmbeddingCacheManager,
         except CacheEntryError as e: self._set_aside(path, str(e))
     return None
 
+# %% ../nbs/00_cache.ipynb #7b3766ce
 @patch
 def _set_aside(self:EmbeddingCacheManager, path, reason):
     "Move a bad entry to `quarantine/` where its layer can be written; remember it either way."
@@ -208,7 +217,7 @@ def _set_aside(self:EmbeddingCacheManager, path, reason):
     os.replace(path, target)
     write_atomic(target.with_suffix(".reason.txt"), f"{path.parent.parent.name}: {reason}\n".encode())
 
-# %% ../nbs/00_cache.ipynb #7c5d2097
+# %% ../nbs/00_cache.ipynb #22c8908f
 @patch
 def _entries(self:EmbeddingCacheManager, kind, layers=None):
     seen = set()
@@ -216,6 +225,7 @@ def _entries(self:EmbeddingCacheManager, kind, layers=None):
         for p in sorted((Path(layer)/_known(kind)).glob("??/*.safetensors")):
             if p.name not in seen: seen.add(p.name); yield p
 
+# %% ../nbs/00_cache.ipynb #662bd942
 @patch
 def get_cache_stats(self:EmbeddingCacheManager) -> dict: # {kind: {"count", "bytes"}, ..., "total": {...}, "quarantined": int}
     "How many entries and bytes of each kind, over all layers; an entry that two layers hold counts once."
@@ -227,7 +237,7 @@ def get_cache_stats(self:EmbeddingCacheManager) -> dict: # {kind: {"count", "byt
     stats["quarantined"] = sum(1 for d in self.layers for _ in (d/"quarantine").glob("*.safetensors"))
     return stats
 
-# %% ../nbs/00_cache.ipynb #a9a9d868
+# %% ../nbs/00_cache.ipynb #f1434421
 @patch
 def clear_cache(self:EmbeddingCacheManager,
     kind:str=None, # one of `KINDS`; None clears all of them
@@ -239,6 +249,7 @@ def clear_cache(self:EmbeddingCacheManager,
         shutil.rmtree(self.cache_dir/k, ignore_errors=True)
     return n
 
+# %% ../nbs/00_cache.ipynb #2f5f4c94
 @patch
 def verify(self:EmbeddingCacheManager) -> list: # (path, reason) of each bad entry
     "Read every entry and check it; nothing is moved or changed."
@@ -249,8 +260,9 @@ def verify(self:EmbeddingCacheManager) -> list: # (path, reason) of each bad ent
             except CacheEntryError as e: bad.append((str(p), str(e)))
     return bad
 
-# %% ../nbs/00_cache.ipynb #975c43c4
-_IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area") # what makes two identities different; a model's name and folder do not
+# %% ../nbs/00_cache.ipynb #c2c4c5a4
+# what makes two identities different; a model's name and folder do not
+_IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area")
 
 @patch
 def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
@@ -259,9 +271,12 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
     for layer in self.layers:
         try: found |= json.loads((layer/"manifest.json").read_text())["identities"]
         except FileNotFoundError: pass
-        except (ValueError, KeyError) as e: raise ValueError(f"{layer/'manifest.json'} is unreadable ({e}); delete it and precompute again, entries are kept") from e
+        except (ValueError, KeyError) as e:
+            raise ValueError(f"{layer/'manifest.json'} is unreadable ({e}); "
+                             "delete it and precompute again, entries are kept") from e
     return found
 
+# %% ../nbs/00_cache.ipynb #23c6891e
 @patch
 def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
     "Note in the manifest that these encoders fill the cache."
@@ -270,20 +285,23 @@ def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
         write_atomic(self.cache_dir/"manifest.json", json.dumps(dict(version=1, identities={**known, name: identity}), indent=1).encode())
     return name
 
+# %% ../nbs/00_cache.ipynb #e3dc5cc4
 @patch
 def identity(self:EmbeddingCacheManager,
     which:str=None, # an id from `identities()`, or None where there is only one
 ) -> dict: # or None where the cache is empty
     "The identity to look entries up by. Raises ValueError where there are several and none is named."
     known = self.identities()
-    if which is not None and which not in known: raise ValueError(f"`cache.identity` {which!r} is not in {self.cache_dir}; it holds {', '.join(known) or 'none'}")
+    if which is not None and which not in known:
+        raise ValueError(f"`cache.identity` {which!r} is not in {self.cache_dir}; it holds {', '.join(known) or 'none'}")
     if which is not None: return known[which]
     if len(known) > 1:
         names = ", ".join(f"{k} ({v.get('model')})" for k, v in known.items())
-        raise ValueError(f"{self.cache_dir} was filled by {len(known)} encoders: {names}; set `cache.identity` to one of them or use another `cache_dir`")
+        raise ValueError(f"{self.cache_dir} was filled by {len(known)} encoders: {names}; "
+                         "set `cache.identity` to one of them or use another `cache_dir`")
     return next(iter(known.values()), None)
 
-# %% ../nbs/00_cache.ipynb #17ca4c1b
+# %% ../nbs/00_cache.ipynb #c8e189e5
 def image_parts(
     image:str, # digest of the picture file's bytes
     size, # (width, height) it is resized to, pixels
@@ -291,8 +309,10 @@ def image_parts(
     crop=None, # aspect (width, height) cut out of the middle first, or None
 ) -> dict: # key parts of `pixel_latent` and `control_latent`
     "All that a latent depends on."
-    return dict(image=image, size=list(size), crop=list(crop) if crop else None, resize="lanczos-1", vae=identity["vae"], dtype=identity["dtype"])
+    return dict(image=image, size=list(size), crop=list(crop) if crop else None, resize="lanczos-1",
+                vae=identity["vae"], dtype=identity["dtype"])
 
+# %% ../nbs/00_cache.ipynb #63e41c60
 def prompt_parts(
     prompt:str, # the instruction; an empty one is encoded as " "
     controls, # digests of the control pictures, in order
@@ -301,10 +321,11 @@ def prompt_parts(
     crop=None, # as for the latents
 ) -> dict: # key parts of `prompt_embed` and `prompt_embeds_mask`
     "All that a prompt embedding depends on: the prompt, the ordered control pictures and their size, template and encoder."
-    return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls), vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop else None,
-                resize="lanczos-1", template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
+    return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls), vl_sizes=[list(s) for s in vl_sizes],
+                crop=list(crop) if crop else None, resize="lanczos-1",
+                template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
 
-# %% ../nbs/00_cache.ipynb #1d312cea
+# %% ../nbs/00_cache.ipynb #bab54dd7
 def check_cache_exists(
     cache_dir, # folder or list of folders; None means no cache
 ) -> bool:
@@ -313,15 +334,17 @@ def check_cache_exists(
     m = EmbeddingCacheManager(cache_dir)
     return any(True for kind in KINDS for _ in m._entries(kind))
 
-# %% ../nbs/00_cache.ipynb #080016c5
+# %% ../nbs/00_cache.ipynb #bd93102e
 @patch
 def _repr_html_(self:EmbeddingCacheManager) -> str:
     stats = self.get_cache_stats()
-    rows = "".join(f"<tr><td>{k}</td><td>{s['count']}</td><td>{s['bytes']/1e6:.2f} MB</td></tr>" for k, s in stats.items() if k != "quarantined")
+    rows = "".join(f"<tr><td>{k}</td><td>{s['count']}</td><td>{s['bytes']/1e6:.2f} MB</td></tr>"
+                   for k, s in stats.items() if k != "quarantined")
     who = "; ".join(f"{k}: {v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for k, v in self.identities().items()) or "nobody yet"
     return (f"<b>Cache</b> {escape(' + '.join(map(str, self.layers)))}<br>filled by {escape(who)}<br>"
             f"<table><tr><th>kind</th><th>entries</th><th>size</th></tr>{rows}</table>{stats['quarantined']} in quarantine")
 
+# %% ../nbs/00_cache.ipynb #8d1d9a67
 @patch
 def __repr__(self:EmbeddingCacheManager) -> str:
     total = self.get_cache_stats()["total"]

@@ -24,7 +24,7 @@ class RunState:
     epoch_ended: bool = False # did the last step end an epoch?
     metrics: dict = field(default_factory=dict) # what callbacks want logged with the next row, e.g. held_out_loss
 
-# %% ../nbs/00m_callback.ipynb #591b684c
+# %% ../nbs/00m_callback.ipynb #ff442fdd
 class Callback:
     "Override what you need; every method gets the trainer."
     def on_train_begin(self, trainer): pass
@@ -32,6 +32,7 @@ class Callback:
     def on_epoch_end(self, trainer): pass
     def on_train_end(self, trainer): pass
 
+# %% ../nbs/00m_callback.ipynb #7b5c1a50
 def call(
     callbacks, # in the order they are to hear of it
     event:str, # on_train_begin, on_step_end, on_epoch_end or on_train_end
@@ -40,7 +41,7 @@ def call(
     "Tell each callback."
     for c in callbacks: getattr(c, event)(trainer)
 
-# %% ../nbs/00m_callback.ipynb #bd8b1264
+# %% ../nbs/00m_callback.ipynb #9e6117f4
 def due(
     state:RunState,
     epochs:int=0, # every so many epochs; 0 means not by epochs
@@ -50,7 +51,7 @@ def due(
     by_step = bool(steps) and state.global_step % steps == 0
     return by_step or (state.epoch_ended and bool(epochs) and state.epoch % epochs == 0)
 
-# %% ../nbs/00m_callback.ipynb #cac19a37
+# %% ../nbs/00m_callback.ipynb #3a6d54e8
 class FreeEncoders(Callback):
     "Lets the encoders go after an epoch over a lazily filled cache: it now holds all that training needs."
     def on_epoch_end(self, trainer):

@@ -27,6 +27,7 @@ def split_state(
             else: rest["values"][f"{i}.{k}"] = v
     return tensors, rest
 
+# %% ../nbs/01a_checkpoint.ipynb #a8a2664b
 def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dict`
     "The inverse of `split_state`."
     state = {}
@@ -36,7 +37,7 @@ def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dic
     groups = [{**g, "betas": tuple(g["betas"])} if "betas" in g else g for g in rest["param_groups"]]
     return dict(state=state, param_groups=groups)
 
-# %% ../nbs/01a_checkpoint.ipynb #a8a2664b
+# %% ../nbs/01a_checkpoint.ipynb #61cae4b2
 def checkpoint_name(
     epoch:int, # epochs completed
     global_step:int, # optimizer steps done
@@ -45,6 +46,7 @@ def checkpoint_name(
     "epoch_0005, or step_00000500."
     return f"epoch_{epoch:04d}" if by_epoch else f"step_{global_step:08d}"
 
+# %% ../nbs/01a_checkpoint.ipynb #affb1781
 def write_checkpoint(
     folder, # of this checkpoint; replaced if it exists
     save_adapter, # called with the folder, writes the adapter there
@@ -66,6 +68,7 @@ def write_checkpoint(
     write_atomic(folder.parent/"latest", folder.name.encode())
     return folder
 
+# %% ../nbs/01a_checkpoint.ipynb #ec958887
 def is_complete(folder) -> bool:
     "Are all files there with the digests that `COMPLETE` lists?"
     folder = Path(folder)
@@ -73,7 +76,7 @@ def is_complete(folder) -> bool:
     except (OSError, ValueError): return False
     return all((folder/name).is_file() and file_digest(folder/name) == digest for name, digest in wanted.items())
 
-# %% ../nbs/01a_checkpoint.ipynb #61cae4b2
+# %% ../nbs/01a_checkpoint.ipynb #b1456eef
 def complete_checkpoints(
     root, # the checkpoints folder
 ) -> list: # complete ones, oldest first by step
@@ -81,6 +84,7 @@ def complete_checkpoints(
     found = [d for d in Path(root).glob("*_*") if d.is_dir() and re.fullmatch(r"epoch_\d+|step_\d+", d.name) and is_complete(d)]
     return sorted(found, key=lambda d: json.loads((d/"state.json").read_text())["global_step"])
 
+# %% ../nbs/01a_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
     which, # a checkpoint folder, `latest`, or an older name like checkpoints/epoch_0050.pt
     root="checkpoints", # where `latest` looks
@@ -95,12 +99,17 @@ def find_checkpoint(
         raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r}: no complete checkpoint in {str(root)!r}; start without it")
     if not path.is_dir(): path = Path(root)/path.name if (Path(root)/path.name).is_dir() else path
     if path.suffix == ".safetensors" or (path.is_dir() and not (path/"state.json").is_file()):
-        raise ValueError(f"`resume_checkpoint` {str(which)!r} is a bare LoRA without a training state; set `model.lora.pretrained_weight` to start a new run from it")
-    if not path.is_dir(): raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r} does not exist; complete ones: {', '.join(d.name for d in complete_checkpoints(root)) or 'none'}")
-    if not is_complete(path): raise ValueError(f"`resume_checkpoint` {str(which)!r} is incomplete or damaged; use latest, or one of {', '.join(d.name for d in complete_checkpoints(path.parent)) or 'none'}")
+        raise ValueError(f"`resume_checkpoint` {str(which)!r} is a bare LoRA without a training state; "
+                         "set `model.lora.pretrained_weight` to start a new run from it")
+    if not path.is_dir():
+        raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r} does not exist; "
+                                f"complete ones: {', '.join(d.name for d in complete_checkpoints(root)) or 'none'}")
+    if not is_complete(path):
+        raise ValueError(f"`resume_checkpoint` {str(which)!r} is incomplete or damaged; use latest, "
+                         f"or one of {', '.join(d.name for d in complete_checkpoints(path.parent)) or 'none'}")
     return path
 
-# %% ../nbs/01a_checkpoint.ipynb #affb1781
+# %% ../nbs/01a_checkpoint.ipynb #5d24ef11
 def read_checkpoint(
     folder, # a complete checkpoint
 ) -> tuple: # (state dict, optimizer state dict, rng tensor or None)
@@ -111,6 +120,7 @@ def read_checkpoint(
     rng = tensors.pop("rng", None)
     return state, join_state(tensors, state.pop("optimizer")), rng
 
+# %% ../nbs/01a_checkpoint.ipynb #1d528def
 def keep_newest(
     root, # the checkpoints folder
     n:int, # complete ones to keep
@@ -120,7 +130,7 @@ def keep_newest(
     for d in gone: shutil.rmtree(d)
     return [d.name for d in gone]
 
-# %% ../nbs/01a_checkpoint.ipynb #ec958887
+# %% ../nbs/01a_checkpoint.ipynb #9e0d7f0c
 class CheckpointCallback(Callback):
     "Saves every `save_interval` epochs and `save_steps` steps, and when a run ends before it is done."
     def on_train_begin(self, t): self.t0, self.saved, self.longest = time.time(), t.global_step, 0.

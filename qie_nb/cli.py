@@ -17,12 +17,14 @@ def _trainer(a):
     if getattr(a, "resume", None): config.train.resume_checkpoint = a.resume
     return QwenImageEditTrainer(config)
 
+# %% ../nbs/04_cli.ipynb #cf370451
 def precompute(a): _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
 
 def train(a):
     trainer = _trainer(a).fit()
     print(f"adapter: {trainer.save_lora(Path(trainer.config.train.output_dir)/'lora')}")
 
+# %% ../nbs/04_cli.ipynb #ef4d21bf
 def evaluate(a):
     from qie_nb.checkpoint import find_checkpoint
     from qie_nb.evaluate import find_styles, held_out_loss, style_matrix
@@ -32,11 +34,13 @@ def evaluate(a):
     t.make_loader()
     if t.held_out: print(json.dumps(held_out_loss(t, t.held_out), indent=1))
     if c.test_image_dir:
-        files = style_matrix(t, find_styles(c.test_image_dir, c.style_prompts), t.checkpoint_root()/"inference"/Path(a.checkpoint).stem, c.eval_num_inference_steps)
+        files = style_matrix(t, find_styles(c.test_image_dir, c.style_prompts),
+                             t.checkpoint_root()/"inference"/Path(a.checkpoint).stem, c.eval_num_inference_steps)
         print(f"{len(files)} pictures in {files[0].parent}")
-    if not t.held_out and not c.test_image_dir: raise ValueError("nothing to evaluate on; set `train.val_fraction`, `train.val_path` or `train.test_image_dir`")
+    if not t.held_out and not c.test_image_dir:
+        raise ValueError("nothing to evaluate on; set `train.val_fraction`, `train.val_path` or `train.test_image_dir`")
 
-# %% ../nbs/04_cli.ipynb #e541942b
+# %% ../nbs/04_cli.ipynb #dac50409
 def predict(a):
     from PIL import Image
     t = _trainer(a)
@@ -46,6 +50,7 @@ def predict(a):
     Image.fromarray(out).save(a.out)
     print(f"{a.out}: {out.shape[1]}x{out.shape[0]}")
 
+# %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     from qie_nb.cache import EmbeddingCacheManager
     m = EmbeddingCacheManager(a.cache_dir)
@@ -57,6 +62,7 @@ def cache(a):
         print(f"{m.get_cache_stats()['total']['count']} entries, {len(bad)} bad")
         return 1 if bad else 0
 
+# %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):
     from qie_nb.config import load_config_from_yaml
     from qie_nb.plan import format_plan, plan
@@ -66,6 +72,7 @@ def doctor(a):
     from qie_nb.plan import doctor
     for what, value, remedy in doctor(): print(f"{what:<16}{value}{'  ! ' + remedy if remedy else ''}")
 
+# %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
     from qie_nb.plan import selfcheck
     report = selfcheck(a.model)
@@ -76,7 +83,7 @@ def demo(a):
     from qie_nb.demo import demo
     demo(a.out)
 
-# %% ../nbs/04_cli.ipynb #d9861fb7
+# %% ../nbs/04_cli.ipynb #669c0ecf
 def parser() -> argparse.ArgumentParser:
     "Commands and their flags."
     p = argparse.ArgumentParser("qie-nb", description="Fine-tune Qwen-Image-Edit with LoRA")
@@ -89,16 +96,20 @@ def parser() -> argparse.ArgumentParser:
     add(precompute, "encode a data set into the cache", config, ("--start_idx", dict(type=int, default=0)), ("--end_idx", dict(type=int)))
     add(train, "train an adapter", config, ("--resume", dict(help="checkpoint folder, or latest")))
     add(evaluate, "held-out loss and style pictures of a checkpoint", config, ("--checkpoint", dict(default="latest")))
-    add(predict, "edit a picture", config, ("--image", dict(required=True, action="append", help="control picture; repeat for several")), ("--prompt", dict(required=True)),
-        ("--lora", dict()), ("--out", dict(default="edited.png")), ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, default=20)),
-        ("--cfg", dict(type=float, default=4.0)), ("--height", dict(type=int)), ("--width", dict(type=int)), ("--seed", dict(type=int, default=0)))
-    add(cache, "look into a cache", ("action", dict(choices=["stats", "verify", "clear"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()))
+    add(predict, "edit a picture", config,
+        ("--image", dict(required=True, action="append", help="control picture; repeat for several")),
+        ("--prompt", dict(required=True)), ("--lora", dict()), ("--out", dict(default="edited.png")),
+        ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, default=20)), ("--cfg", dict(type=float, default=4.0)),
+        ("--height", dict(type=int)), ("--width", dict(type=int)), ("--seed", dict(type=int, default=0)))
+    add(cache, "look into a cache",
+        ("action", dict(choices=["stats", "verify", "clear"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()))
     add(plan, "memory a run will take", config)
     add(doctor, "what this machine has and lacks")
     add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))
     return p
 
+# %% ../nbs/04_cli.ipynb #26ff30b2
 def main(
     argv=None, # arguments, default the process's
 ) -> int: # exit code
@@ -109,6 +120,6 @@ def main(
         print(f"qie-nb {a.command}: {e}", file=sys.stderr)
         return 2
 
-# %% ../nbs/04_cli.ipynb #788a16ee
+# %% ../nbs/04_cli.ipynb #8ad99c90
 #| eval: false
 if __name__ == "__main__": sys.exit(main())

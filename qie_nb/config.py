@@ -19,46 +19,56 @@ class Section(BaseModel):
     "A part of the configuration: unknown keys are refused, assignments are checked."
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
 
+# %% ../nbs/00a_config.ipynb #ce77ed53
 def _plain(v): return [_plain(x) for x in v] if isinstance(v, (list, tuple)) else str(v) if isinstance(v, Path) else v
 PathStr, OptionalPath = Annotated[str, BeforeValidator(_plain)], Annotated[Optional[str], BeforeValidator(_plain)]
 Folder = Annotated[Union[None, str, list[str]], BeforeValidator(_plain)] # a `Path` will do wherever a path is asked for
 
-# %% ../nbs/00a_config.ipynb #c2f05c0c
+# %% ../nbs/00a_config.ipynb #489378e8
 def _lora_targets(v): return v.split(",") if isinstance(v, str) and "," in v else v
 
 class LoraSection(Section):
     "The adapter that is trained."
     r: int = Field(16, ge=1, le=1024, description="rank of the adapter")
-    lora_alpha: Optional[float] = Field(None, gt=0, description="scale: the adapter's output is multiplied by lora_alpha / r; default r, so 1")
+    lora_alpha: Optional[float] = Field(None, gt=0,
+        description="scale: the adapter's output is multiplied by lora_alpha / r; default r, so 1")
     target_modules: Annotated[Union[str, list[str]], BeforeValidator(_lora_targets)] = Field(["to_q", "to_k", "to_v", "to_out.0"],
         description="names of the linear layers that get an adapter, as peft reads them: a list of suffixes, or one regular expression")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout in front of the adapter during training")
-    init_lora_weights: Union[bool, Literal["gaussian"]] = Field("gaussian", description="peft's name of the initialisation; B is zero in all")
+    init_lora_weights: Union[bool, Literal["gaussian"]] = Field("gaussian",
+        description="peft's name of the initialisation; B is zero in all")
     pretrained_weight: OptionalPath = Field(None, description="LoRA file or folder to start from")
 
-# %% ../nbs/00a_config.ipynb #ce77ed53
+# %% ../nbs/00a_config.ipynb #04bb776e
 class ModelSection(Section):
     "Which base model, and how it is held."
-    pretrained_model_name_or_path: PathStr = Field("tiny", min_length=1, description="local folder in diffusers format, hub id, or `tiny` for the learnt model inside this package")
+    pretrained_model_name_or_path: PathStr = Field("tiny", min_length=1,
+        description="local folder in diffusers format, hub id, or `tiny` for the learnt model inside this package")
     revision: Optional[str] = Field(None, description="hub revision")
     variant: Literal["auto", "v1", "2509", "2511"] = Field("auto", description="read from the model's own files when `auto`")
-    quantize: Union[bool, Literal["qfloat8", "qint8", "qint4"]] = Field(False, description="quantisation of the frozen transformer; true means qfloat8")
+    quantize: Union[bool, Literal["qfloat8", "qint8", "qint4"]] = Field(False,
+        description="quantisation of the frozen transformer; true means qfloat8")
     text_encoder_quantize: Union[bool, Literal["qfloat8", "qint8", "qint4"]] = Field(False, description="the same for the text encoder")
     lora: LoraSection = LoraSection()
 
-# %% ../nbs/00a_config.ipynb #179978b9
+# %% ../nbs/00a_config.ipynb #9a265a13
 def _side(name, v):
     if v % 16: raise ValueError(f"`{name}` must be a multiple of 16, got {v}; use {v // 16 * 16 or 16} or {v // 16 * 16 + 16}")
     return v
 
+# %% ../nbs/00a_config.ipynb #1bb1bbd8
 class DataSection(Section):
     "The pictures and captions, and what happens to them."
     dataset_path: Folder = Field(None, description="folder (or folders) with targets, controls and captions")
-    image_size: Annotated[list[int], Field(min_length=2, max_length=2)] = Field([1024, 1024], description="[width, height] in pixels: an area, or exact with `crop`")
+    image_size: Annotated[list[int], Field(min_length=2, max_length=2)] = Field([1024, 1024],
+        description="[width, height] in pixels: an area, or exact with `crop`")
     crop: bool = Field(False, description="cut every picture to exactly `image_size`'s aspect instead of keeping its own")
-    control_area: Optional[int] = Field(None, ge=1024, description="area of control latents in pixels; default the model's own (1024*1024, which the pipelines hard-code)")
-    vl_area: Optional[int] = Field(None, ge=1024, description="area the text encoder sees, in pixels; default the model's own (384*384 for Edit-Plus)")
-    caption_dropout_rate: float = Field(0.1, ge=0, le=1, description="share of samples trained on the empty prompt, with their own control pictures")
+    control_area: Optional[int] = Field(None, ge=1024,
+        description="area of control latents in pixels; default the model's own (1024*1024, which the pipelines hard-code)")
+    vl_area: Optional[int] = Field(None, ge=1024,
+        description="area the text encoder sees, in pixels; default the model's own (384*384 for Edit-Plus)")
+    caption_dropout_rate: float = Field(0.1, ge=0, le=1,
+        description="share of samples trained on the empty prompt, with their own control pictures")
     batch_size: int = Field(1, ge=1, description="samples a step and process")
     num_workers: int = Field(0, ge=0, description="loader processes")
     shuffle: bool = Field(True, description="new order each epoch, a function of (seed, epoch)")
@@ -67,7 +77,7 @@ class DataSection(Section):
     @classmethod
     def _multiple(cls, v): return [_side("image_size", side) for side in v]
 
-# %% ../nbs/00a_config.ipynb #489378e8
+# %% ../nbs/00a_config.ipynb #e56c15ea
 class TrainSection(Section):
     "The run: how long, how precise, what it leaves behind."
     output_dir: PathStr = Field(".", description="folder that gets `checkpoints/`")
@@ -76,33 +86,38 @@ class TrainSection(Section):
     num_epochs: int = Field(10, ge=1, description="passes over the data")
     max_train_steps: Optional[int] = Field(None, ge=1, description="optimizer steps; wins over num_epochs")
     gradient_accumulation_steps: int = Field(1, ge=1, description="batches an optimizer step")
-    gradient_checkpointing: bool = Field(True, description="recompute activations in the backward pass: less memory, about a third more work")
-    mixed_precision: Literal["bf16", "no"] = Field("bf16", description="dtype of the frozen weights: bf16, or no for float32. float16 overflows in this model")
+    gradient_checkpointing: bool = Field(True,
+        description="recompute activations in the backward pass: less memory, about a third more work")
+    mixed_precision: Literal["bf16", "no"] = Field("bf16",
+        description="dtype of the frozen weights: bf16, or no for float32. float16 overflows in this model")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 means not")
-    timestep_sampling: Literal["uniform", "logit_normal", "shift"] = Field("uniform", description="how noise levels are drawn; shift is the sampler's own for the target's size")
+    timestep_sampling: Literal["uniform", "logit_normal", "shift"] = Field("uniform",
+        description="how noise levels are drawn; shift is the sampler's own for the target's size")
     save_interval: int = Field(5, ge=0, description="epochs between checkpoints; 0 means none")
     save_steps: Optional[int] = Field(None, ge=1, description="optimizer steps between checkpoints, besides save_interval")
     keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept")
     eval_interval: int = Field(5, ge=0, description="epochs between evaluations; 0 means none")
     eval_steps: Optional[int] = Field(None, ge=1, description="optimizer steps between evaluations, besides eval_interval")
     eval_num_inference_steps: int = Field(20, ge=2, description="sampling steps of evaluation pictures")
-    test_image_dir: OptionalPath = Field(None, description="folder with one sub-folder a style; each style's first picture is turned into every other")
+    test_image_dir: OptionalPath = Field(None,
+        description="folder with one sub-folder a style; each style's first picture is turned into every other")
     style_prompts: dict[str, str] = Field({}, description="instruction of each style; else the style folder's prompt.txt")
     val_fraction: float = Field(0.0, ge=0, lt=1, description="share of control pictures held out and never trained on")
     val_path: OptionalPath = Field(None, description="data set that is only evaluated")
     resume_checkpoint: OptionalPath = Field(None, description="checkpoint folder, or `latest`")
     max_hours: Optional[float] = Field(None, gt=0, description="stop, with a checkpoint, before this many hours are over")
 
-# %% ../nbs/00a_config.ipynb #2f27426f
+# %% ../nbs/00a_config.ipynb #a7598665
 class CacheSection(Section):
     "Where frozen results are kept and which devices make them."
     use_cache: bool = Field(True, description="keep latents and prompt embeddings on disk")
     cache_dir: Folder = Field("cache", description="folder, or a list: all are read, the last is written")
     vae_encoder_device: str = Field("auto", description="device of the VAE while encoding")
     text_encoder_device: str = Field("auto", description="device of the text encoder while encoding")
-    batch_size: int = Field(1, ge=1, description="pictures encoded at once")
+    batch_size: int = Field(1, ge=1, le=1, description="pictures encoded at once; only 1 so far")
     identity: Optional[str] = Field(None, description="id of the encoders to look entries up by, where a cache holds several")
 
+# %% ../nbs/00a_config.ipynb #6b8c31b4
 class PredictDevices(Section):
     "Device of each component while predicting."
     vae: str = "auto"
@@ -113,7 +128,7 @@ class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = PredictDevices()
 
-# %% ../nbs/00a_config.ipynb #04bb776e
+# %% ../nbs/00a_config.ipynb #4de984d9
 class OptimizerSection(Section):
     "The optimizer of the adapter."
     name: Literal["adamw", "adamw8bit"] = Field("adamw", description="adamw8bit needs bitsandbytes")
@@ -122,23 +137,26 @@ class OptimizerSection(Section):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
     eps: float = Field(1e-8, gt=0, description="added to the denominator")
 
+# %% ../nbs/00a_config.ipynb #4e89d474
 class SchedulerSection(Section):
     "The learning rate over the run, with diffusers' names."
-    scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant_with_warmup"
+    scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine",
+                            "cosine_with_restarts", "polynomial"] = "constant_with_warmup"
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     num_cycles: Optional[float] = Field(None, gt=0, description="cycles of the cosine kinds; default diffusers'")
     power: float = Field(1.0, gt=0, description="exponent of `polynomial`")
 
-# %% ../nbs/00a_config.ipynb #3e4bfa48
+# %% ../nbs/00a_config.ipynb #c913993b
 class LoggingSection(Section):
     "What is written while training, and how often."
     log_dir: PathStr = Field("runs", description="TensorBoard event files")
-    report_to: Union[str, list[str], None] = Field("tensorboard", description="tensorboard, none, or the name of an accelerate tracker")
+    report_to: Union[str, list[str], None] = Field("tensorboard", description="tensorboard or none")
     log_every: int = Field(1, ge=1, description="optimizer steps between logged rows")
     log_images: bool = Field(True, description="show training pictures, also when latents are cached")
     log_images_every: int = Field(100, ge=1, description="optimizer steps between pictures")
     log_images_count: int = Field(2, ge=1, description="pictures each time")
 
+# %% ../nbs/00a_config.ipynb #2bc1746d
 class Config(Section):
     "The whole configuration."
     model: ModelSection = ModelSection()
@@ -150,12 +168,13 @@ class Config(Section):
     lr_scheduler: SchedulerSection = SchedulerSection()
     logging: LoggingSection = LoggingSection()
 
-# %% ../nbs/00a_config.ipynb #7481124b
+# %% ../nbs/00a_config.ipynb #0d7988af
 def _names(model, prefix=""):
     for k, f in model.model_fields.items():
         yield prefix + k
         if isinstance(f.annotation, type) and issubclass(f.annotation, BaseModel): yield from _names(f.annotation, f"{prefix}{k}.")
 
+# %% ../nbs/00a_config.ipynb #37d0d022
 def nearest_key(
     key:str, # dotted name that does not exist
 ) -> str: # the known dotted name that looks most like it
@@ -165,35 +184,38 @@ def nearest_key(
     longer = [k for k in known if set(leaf.split("_")) <= set(k.rsplit(".", 1)[-1].split("_"))] # a word left out
     return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
-# %% ../nbs/00a_config.ipynb #1bb1bbd8
+# %% ../nbs/00a_config.ipynb #2da81018
 _TAGS = {"str", "bool", "int", "float"} # pydantic appends the tried type of a union to the location
 
-def _sentence(error, raw) -> str:
+def _sentence(error) -> str:
     e = error.errors()[0]
     name = ".".join(str(p) for p in e["loc"] if not isinstance(p, str) or (p not in _TAGS and not set(p) & set("[(")))
     if e["type"] == "extra_forbidden": return f"`{name}` is not a known key; did you mean `{nearest_key(name)}`?"
     msg = e["msg"].removeprefix("Value error, ")
     return msg if msg.startswith("`") else f"`{name}`: {msg[0].lower() + msg[1:]}, got {e['input']!r}"
 
+# %% ../nbs/00a_config.ipynb #bae5be45
 def make_config(
     raw=None, # nested dict in the layout of the YAML, a `Config`, or None for the defaults
 ) -> Config:
     "A checked `Config`. Raises ValueError with one sentence: the name, the value, the remedy."
     if isinstance(raw, Config): return raw
-    if raw is not None and not isinstance(raw, dict): raise ValueError(f"a configuration must be a mapping of sections, got {type(raw).__name__}")
+    if raw is not None and not isinstance(raw, dict):
+        raise ValueError(f"a configuration must be a mapping of sections, got {type(raw).__name__}")
     raw, notes = translate(raw or {})
     _tell(notes)
     try: return Config(**raw)
-    except ValidationError as e: raise ValueError(_sentence(e, raw)) from None
+    except ValidationError as e: raise ValueError(_sentence(e)) from None
 
-# %% ../nbs/00a_config.ipynb #5e190e79
+# %% ../nbs/00a_config.ipynb #8bcd550d
 _TRAINING = dict(batch_size="data.batch_size", ode_integration_steps="train.eval_num_inference_steps", learning_rate="optimizer.lr",
                  lr="optimizer.lr", image_size="data.image_size", dataset_path="data.dataset_path", cache_dir="cache.cache_dir")
-_DATA = dict(cache_dir="cache.cache_dir", use_cache="cache.use_cache", folder_path="data.dataset_path", cache_latents_to_disk="cache.use_cache")
+_DATA = dict(cache_dir="cache.cache_dir", use_cache="cache.use_cache",
+             folder_path="data.dataset_path", cache_latents_to_disk="cache.use_cache")
 _TRAIN = dict(ode_integration_steps="train.eval_num_inference_steps")
 _OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "adam8bit": "adamw8bit", "adam": "adamw"}
 
-# %% ../nbs/00a_config.ipynb #e56c15ea
+# %% ../nbs/00a_config.ipynb #1128a49e
 def translate(
     raw:dict, # configuration as read from a file
 ) -> tuple: # (dict in today's spelling, list of "old -> new" notes)
@@ -218,7 +240,7 @@ def translate(
     if isinstance(out.get("train"), dict): move(out["train"], _TRAIN, "train")
     return out, notes
 
-# %% ../nbs/00a_config.ipynb #9000eeb0
+# %% ../nbs/00a_config.ipynb #20aebe92
 def _unwrap_class(out, name, notes):
     "`{class_path: ..., init_args: {...}}` becomes the arguments themselves."
     sec = out.get(name)
@@ -228,16 +250,18 @@ def _unwrap_class(out, name, notes):
         notes.append(f"{name}.init_args.* -> {name}.*")
     if "class_path" in sec:
         leaf = sec.pop("class_path").rsplit(".", 1)[-1].lower()
-        notes.append(f"{name}.class_path -> " + (f"optimizer.name: {_OPTIMIZERS.get(leaf, leaf)}" if name == "optimizer" else "ImageDataset"))
+        today = f"optimizer.name: {_OPTIMIZERS.get(leaf, leaf)}" if name == "optimizer" else "ImageDataset"
+        notes.append(f"{name}.class_path -> {today}")
         if name == "optimizer": sec.setdefault("name", _OPTIMIZERS.get(leaf, leaf))
 
+# %% ../nbs/00a_config.ipynb #7967c4a3
 _told = set()
 def _tell(notes):
     new = [n for n in dict.fromkeys(notes) if n not in _told]
     _told.update(new)
     if new: print("configuration: older names understood: " + "; ".join(new))
 
-# %% ../nbs/00a_config.ipynb #6b8c31b4
+# %% ../nbs/00a_config.ipynb #8d705341
 def load_config_from_yaml(
     path, # YAML or JSON file
 ) -> Config:
@@ -249,7 +273,7 @@ def load_config_from_yaml(
     except (yaml.YAMLError, ValueError) as e: raise ValueError(f"`config` {str(path)!r} is not valid: {' '.join(str(e).split())}") from None
     return make_config(raw)
 
-# %% ../nbs/00a_config.ipynb #97ebca66
+# %% ../nbs/00a_config.ipynb #e4a83a30
 def save_config(
     config:Config,
     path, # YAML file to write
@@ -259,7 +283,7 @@ def save_config(
     from qie_nb.cache import write_atomic
     write_atomic(path, yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True).encode())
 
-# %% ../nbs/00a_config.ipynb #bb3d786a
+# %% ../nbs/00a_config.ipynb #84819397
 def describe(
     model=Config, # a section, or the whole
     prefix:str="",

@@ -17,50 +17,59 @@ from PIL import Image
 EDIT = "duotone"
 SEEDS = (0, 1, 2)
 
+# %% ../nbs/03c_demo.ipynb #0ca9c0f5
 def demo_config(
     out:Path, # demo folder
-    steps:int=300, # optimizer steps
+    steps:int=150, # optimizer steps
 ) -> dict: # as in YAML
     "The demo's configuration; a real run differs in the model's name, the size and the length."
     return dict(
-        model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16)),
+        model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16, lora_alpha=16)),
         data=dict(dataset_path=str(out/"data"), image_size=[96, 96], batch_size=4, caption_dropout_rate=0.0),
-        train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False, max_train_steps=steps, save_interval=0, val_path=str(out/"held_out"), eval_interval=0, eval_steps=max(1, steps // 6)),
+        train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False,
+                   max_train_steps=steps, save_interval=0, val_path=str(out/"held_out"),
+                   eval_interval=0, eval_steps=max(1, steps // 5)),
         cache=dict(cache_dir=str(out/"cache")),
-        optimizer=dict(lr=2e-3), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=10),
-        logging=dict(log_dir=str(out/"runs"), log_images_every=100))
+        optimizer=dict(lr=5e-3, weight_decay=0.0), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=10),
+        logging=dict(log_dir=str(out/"runs"), log_images_every=50))
 
+# %% ../nbs/03c_demo.ipynb #7ce4b258
 def write_pairs(out:Path, pairs:int, held_out:int):
     "The data sets: pairs from training photographs, and pairs from photographs that nothing was ever trained on."
     from qie_nb.photos import make_pairs
     make_pairs(out/"data", EDIT, pairs, seed=0, split="train")
     make_pairs(out/"held_out", EDIT, held_out, seed=1, split="held_out")
 
-# %% ../nbs/03c_demo.ipynb #0ca9c0f5
+# %% ../nbs/03c_demo.ipynb #a111db4c
 def answers(
     trainer, # with or without an adapter
     held_out, # `ImageDataset`
     seeds=SEEDS,
-    steps:int=10, # sampling steps
+    steps:int=8, # sampling steps
 ) -> list: # per seed, per sample: uint8 [H, W, 3]
     "The model's answers on held-out crops."
     size = lambda i: dict(zip(("width", "height"), held_out.bucket(i)[0]))
-    return [[trainer.predict(s.controls[0], s.prompt, num_inference_steps=steps, true_cfg_scale=1.0, seed=seed, **size(i)) for i, s in enumerate(held_out.samples)] for seed in seeds]
+    answer = lambda i, s, seed: trainer.predict(s.controls[0], s.prompt, num_inference_steps=steps,
+                                                true_cfg_scale=1.0, seed=seed, **size(i))
+    return [[answer(i, s, seed) for i, s in enumerate(held_out.samples)] for seed in seeds]
 
+# %% ../nbs/03c_demo.ipynb #92fee4cb
 def truths(trainer, held_out) -> list: # uint8 [H, W, 3] per sample
     "The true edits, seen through the VAE."
     from qie_nb.encode import encode_image
     vae = trainer.components.get("vae")
-    return [trainer.decode_vae_latent(encode_image(vae, Image.fromarray(held_out.pictures(i)["image"]), held_out.bucket(i)[0]))[0] for i in range(len(held_out))]
+    latent = lambda i: encode_image(vae, Image.fromarray(held_out.pictures(i)["image"]), held_out.bucket(i)[0])
+    return [trainer.decode_vae_latent(latent(i))[0] for i in range(len(held_out))]
 
+# %% ../nbs/03c_demo.ipynb #31ff8d75
 def rms(a, b) -> float: return float(np.sqrt(np.mean((a.astype(float) - b.astype(float)) ** 2)))
 def errors(made, true) -> list: return [float(np.mean([rms(m, t) for m, t in zip(row, true)])) for row in made]
 
-# %% ../nbs/03c_demo.ipynb #7ce4b258
+# %% ../nbs/03c_demo.ipynb #e71b795f
 def demo(
     out="demo_out", # folder
-    steps:int=300, # optimizer steps
-    pairs:int=64, # training pairs
+    steps:int=150, # optimizer steps
+    pairs:int=48, # training pairs
     held_out:int=12, # crops to judge on
     seeds=SEEDS, # noise seeds to judge with
 ) -> dict: # what metrics.json holds
@@ -74,63 +83,46 @@ def demo(
     config = load_config_from_yaml(out/"config.yaml")
     trainer = QwenImageEditTrainer(config)
     print(trainer)
-    reports = [trainer.cache_embeddings(), _precompute_held_out(trainer, config)]
+    report = trainer.cache_embeddings()
     trained = QwenImageEditTrainer(config)
     t1 = time.time()
     trained.fit()
     t2 = time.time()
     trained.save_lora(out/"lora")
-    return _judge(out, config, trained, reports, seeds, dict(precompute=t1 - t0, train=t2 - t1), t2)
+    return _judge(out, config, trained, report, seeds, dict(precompute=t1 - t0, train=t2 - t1), t2)
 
-# %% ../nbs/03c_demo.ipynb #e1d40bf3
-def _precompute_held_out(trainer, config):
-    from qie_nb.data import ImageDataset
-    from qie_nb.encode import precompute
-    dataset = ImageDataset(config, samples=_held(config))
-    report = precompute(dataset, trainer.encoder(dataset.cache))
-    trainer.components.drop("vae", "text_encoder")
-    print(report)
-    return report
+# %% ../nbs/03c_demo.ipynb #2a9dd2ce
+def _machine() -> dict:
+    import diffusers, transformers
+    return dict(cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(),
+                torch=torch.__version__, diffusers=diffusers.__version__, transformers=transformers.__version__)
 
-def _held(config):
-    from qie_nb.data import find_samples
-    return find_samples(config.train.val_path)
-
-def _judge(out, config, trained, reports, seeds, seconds, t2) -> dict:
+# %% ../nbs/03c_demo.ipynb #005fc701
+def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     "Answers without and with the saved adapter, figures and numbers."
-    from qie_nb.data import ImageDataset
+    from qie_nb.data import ImageDataset, find_samples
     from qie_nb.trainer import QwenImageEditTrainer
     judge = QwenImageEditTrainer(config).setup_predict()
-    held = ImageDataset(config, samples=_held(config))
+    held = ImageDataset(config, samples=find_samples(config.train.val_path))
     held.set_areas(judge.components.areas)
     true, before = truths(judge, held), answers(judge, held, seeds)
     after = answers(judge.load_lora(out/"lora"), held, seeds)
     e0, e1 = errors(before, true), errors(after, true)
-    metrics = dict(edit=held.samples[0].prompt, crops=len(held), seeds=list(seeds), error="rms in grey levels against the true edit seen through the VAE",
-                   error_before=float(np.mean(e0)), error_after=float(np.mean(e1)), ratio=float(np.mean(e1) / np.mean(e0)), ratio_per_seed=[b / a for a, b in zip(e0, e1)],
-                   precompute=[dict(encoded=r.encoded, reused=r.reused, tensors=r.tensors) for r in reports], built_in_training=trained.components.built,
-                   steps=trained.global_step, seconds={k: round(v, 1) for k, v in (seconds | dict(predict=time.time() - t2)).items()}, machine=_machine())
+    metrics = dict(edit=held.samples[0].prompt, crops=len(held), seeds=list(seeds),
+                   error="rms in grey levels against the true edit seen through the VAE",
+                   error_before=float(np.mean(e0)), error_after=float(np.mean(e1)),
+                   ratio=float(np.mean(e1) / np.mean(e0)), ratio_per_seed=[b / a for a, b in zip(e0, e1)],
+                   precompute=dict(encoded=report.encoded, reused=report.reused, tensors=report.tensors),
+                   built_in_training=trained.components.built, steps=trained.global_step,
+                   seconds={k: round(v, 1) for k, v in (seconds | dict(predict=time.time() - t2)).items()},
+                   machine=_machine())
     (out/"metrics.json").write_text(json.dumps(metrics, indent=1))
     _figures(out, held, before[0], after[0], true, metrics)
-    print(f"error against the true edit: {metrics['error_before']:.1f} -> {metrics['error_after']:.1f} grey levels, ratio {metrics['ratio']:.2f}; look at {out/'before_after.png'}")
+    print(f"error against the true edit: {metrics['error_before']:.1f} -> {metrics['error_after']:.1f} grey levels, "
+          f"ratio {metrics['ratio']:.2f}; look at {out/'before_after.png'}")
     return metrics
 
-def _machine() -> dict:
-    import diffusers, transformers
-    return dict(cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(), torch=torch.__version__, diffusers=diffusers.__version__, transformers=transformers.__version__)
-
-# %% ../nbs/03c_demo.ipynb #a111db4c
-def _figures(out, held, before, after, true, metrics, rows:int=4):
-    "before_after.png and loss.png."
-    from qie_nb.data import open_image
-    from qie_nb.predict import grid
-    pick = np.linspace(0, len(held) - 1, min(rows, len(held))).round().astype(int)
-    cells = [[open_image(held.samples[i].controls[0]), before[i], after[i], true[i]] for i in pick]
-    fig = grid(cells, ["picture", "model alone", "with your LoRA", "true edit"], 1.9)
-    fig.suptitle(f"“{metrics['edit']}”: {metrics['steps']} steps, error {metrics['error_before']:.0f} → {metrics['error_after']:.0f} grey levels on photographs not trained on", fontsize=9)
-    fig.savefig(out/"before_after.png", dpi=120)
-    loss_figure(out).savefig(out/"loss.png", dpi=110)
-
+# %% ../nbs/03c_demo.ipynb #0a014583
 def loss_figure(
     out, # folder of a run
 ): # matplotlib Figure
@@ -149,3 +141,17 @@ def loss_figure(
     ax.set(xlabel="optimizer step", ylabel="flow-matching loss")
     ax.legend(fontsize=8)
     return fig
+
+# %% ../nbs/03c_demo.ipynb #fd7f997f
+def _figures(out, held, before, after, true, metrics, rows:int=4):
+    "before_after.png and loss.png."
+    from qie_nb.pictures import open_image
+    from qie_nb.predict import grid
+    pick = np.linspace(0, len(held) - 1, min(rows, len(held))).round().astype(int)
+    cells = [[open_image(held.samples[i].controls[0]), before[i], after[i], true[i]] for i in pick]
+    fig = grid(cells, ["picture", "model alone", "with your LoRA", "true edit"], 1.9)
+    fig.suptitle(f"“{metrics['edit']}”: {metrics['steps']} steps, "
+                 f"error {metrics['error_before']:.0f} → {metrics['error_after']:.0f} grey levels "
+                 "on photographs not trained on", fontsize=9)
+    fig.savefig(out/"before_after.png", dpi=120)
+    loss_figure(out).savefig(out/"loss.png", dpi=110)

@@ -13,12 +13,14 @@ import torch
 from . import flow
 from .cache import stable_seed
 from .callback import Callback, due
-from .data import IMAGE_SUFFIXES, loader
+from .data import loader
+from .pictures import IMAGE_SUFFIXES
 from .step import is_cached
 
 # %% ../nbs/01b_evaluate.ipynb #34d047de
 SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
+# %% ../nbs/01b_evaluate.ipynb #07cfd531
 @torch.no_grad()
 def held_out_loss(
     trainer, # with a transformer
@@ -26,36 +28,40 @@ def held_out_loss(
     sigmas=SIGMAS, # noise levels
 ) -> dict: # {"held_out_loss": mean, "held_out_loss/0.5": ..., ...}
     "Mean loss over the held-out pairs at fixed noise, in all and per noise level."
-    was = trainer.transformer.training
+    was, sums = trainer.transformer.training, torch.zeros(len(sigmas))
     trainer.transformer.eval()
-    sums, n = torch.zeros(len(sigmas)), 0
-    for batch in loader(dataset, shuffle=False):
-        if not is_cached(batch): batch = {**batch, **trainer.encode_batch(batch)}
-        x0 = batch["pixel_latent"]
-        for k, s in enumerate(sigmas):
-            eps = flow.sample_noise([stable_seed("held out", i, s) for i in batch["sample_id"]], x0.shape[1:])
-            sums[k] += trainer.loss_at(batch, eps, torch.full((len(x0),), float(s))).sum().cpu()
-        n += len(x0)
-    trainer.transformer.train(was)
-    return dict(held_out_loss=(sums.mean() / n).item()) | {f"held_out_loss/{s}": (v / n).item() for s, v in zip(sigmas, sums)}
+    try:
+        for batch in loader(dataset, batch_size=trainer.config.data.batch_size, shuffle=False):
+            if not is_cached(batch): batch = {**batch, **trainer.encode_batch(batch)}
+            x0 = batch["pixel_latent"]
+            for k, s in enumerate(sigmas):
+                eps = flow.sample_noise([stable_seed("held out", i, s) for i in batch["sample_id"]], x0.shape[1:])
+                sums[k] += trainer.loss_at(batch, eps, torch.full((len(x0),), float(s))).sum().cpu()
+    finally: trainer.transformer.train(was)
+    per_level = sums / len(dataset)
+    return dict(held_out_loss=per_level.mean().item()) | {f"held_out_loss/{s}": v.item() for s, v in zip(sigmas, per_level)}
 
-# %% ../nbs/01b_evaluate.ipynb #c1cb15eb
+# %% ../nbs/01b_evaluate.ipynb #ebc917e7
 def find_styles(
     folder, # `train.test_image_dir`
     prompts:dict=None, # `train.style_prompts`
 ) -> dict: # {style: (first picture, instruction)}
     "The styles of a test folder. Raises FileNotFoundError or ValueError naming what is missing."
     folder, found = Path(folder), {}
-    if not folder.is_dir(): raise FileNotFoundError(f"`train.test_image_dir` {str(folder)!r} does not exist; give a folder with one sub-folder a style")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"`train.test_image_dir` {str(folder)!r} does not exist; give a folder with one sub-folder a style")
     for d in sorted(p for p in folder.iterdir() if p.is_dir()):
         pictures = sorted(p for p in d.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
         text = (prompts or {}).get(d.name) or ((d/"prompt.txt").read_text(encoding="utf-8").strip() if (d/"prompt.txt").is_file() else "")
         if not pictures: raise ValueError(f"style folder {str(d)!r} holds no picture; put one in or remove the folder")
-        if not text: raise ValueError(f"style {d.name!r} has no instruction; set `train.style_prompts` {d.name} or write {str(d/'prompt.txt')!r}")
+        if not text:
+            raise ValueError(f"style {d.name!r} has no instruction; "
+                             f"set `train.style_prompts` {d.name} or write {str(d/'prompt.txt')!r}")
         found[d.name] = (pictures[0], text)
     if len(found) < 2: raise ValueError(f"`train.test_image_dir` {str(folder)!r} holds {len(found)} style folders; it needs at least two")
     return found
 
+# %% ../nbs/01b_evaluate.ipynb #ad34d346
 def style_matrix(
     trainer,
     styles:dict, # as `find_styles` gives them
@@ -73,7 +79,7 @@ def style_matrix(
             Image.fromarray(trainer.predict(picture, prompt, num_inference_steps=steps)).save(written[-1], quality=95)
     return written
 
-# %% ../nbs/01b_evaluate.ipynb #89f7a348
+# %% ../nbs/01b_evaluate.ipynb #b6795e26
 class EvaluationCallback(Callback):
     "Held-out loss and style pictures every `eval_interval` epochs or `eval_steps` steps."
     def on_train_begin(self, t):

@@ -19,6 +19,7 @@ def pack_latents(
     B, C, h, w = latents.shape
     return latents.view(B, C, h//2, 2, w//2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h//2)*(w//2), C*4)
 
+# %% ../nbs/00g_flow.ipynb #83fbd290
 def unpack_latents(
     tokens:torch.Tensor, # [B, (h/2)*(w/2), 4*C]
     h:int, # latent pixels, even
@@ -29,7 +30,7 @@ def unpack_latents(
     if n != (h//2)*(w//2): raise ValueError(f"`tokens` holds {n} tokens, but a latent of height {h} and width {w} has {(h//2)*(w//2)}")
     return tokens.view(B, h//2, w//2, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
 
-# %% ../nbs/00g_flow.ipynb #83fbd290
+# %% ../nbs/00g_flow.ipynb #a6aea4d9
 def img_shapes(
     target:tuple, # (h, w) of the target's latent, latent pixels
     controls=(), # (h, w) of each control's latent, in order
@@ -38,7 +39,7 @@ def img_shapes(
     "Token shapes of target and controls, as the pipelines give them to the transformer."
     return [[(1, h//2, w//2) for h, w in (target, *controls)]] * batch_size
 
-# %% ../nbs/00g_flow.ipynb #a6aea4d9
+# %% ../nbs/00g_flow.ipynb #9cea1b25
 def _draw(seed, purpose, fn):
     g = torch.Generator().manual_seed((seed ^ purpose) % 2**63)
     return fn(g)
@@ -50,7 +51,7 @@ def sample_noise(
     "Gaussian noise, each sample's from its own seed."
     return torch.stack([_draw(s, 0x6E6F697365, lambda g: torch.randn(*shape, generator=g)) for s in seeds])
 
-# %% ../nbs/00g_flow.ipynb #b6aa5ae9
+# %% ../nbs/00g_flow.ipynb #33065286
 def calculate_mu(
     tokens:int, # packed tokens of the target alone
     config, # scheduler config, a mapping
@@ -61,6 +62,7 @@ def calculate_mu(
     m = (s1 - s0) / (n1 - n0)
     return tokens * m + (s0 - m * n0)
 
+# %% ../nbs/00g_flow.ipynb #40b909ca
 def shift_sigmas(
     sigmas:torch.Tensor, # in (0, 1]
     mu:float,
@@ -68,7 +70,7 @@ def shift_sigmas(
     "The scheduler's exponential time shift, `e^mu / (e^mu + 1/sigma - 1)` (Esser et al. 2024, section 5.3.2)."
     return math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1))
 
-# %% ../nbs/00g_flow.ipynb #6c1a0716
+# %% ../nbs/00g_flow.ipynb #8dd29754
 def sample_sigmas(
     seeds, # one int per sample
     how:str="uniform", # uniform, logit_normal, or shift (the sampler's own shift for `mu`)
@@ -80,10 +82,11 @@ def sample_sigmas(
         if how == "logit_normal": return torch.sigmoid(_draw(seed, 0x7369676D61, lambda g: torch.randn((), generator=g)))
         u = _draw(seed, 0x7369676D61, lambda g: torch.rand((), generator=g)).clamp_min(1e-6)
         return shift_sigmas(u, mu) if how == "shift" else u
-    if how not in ("uniform", "logit_normal", "shift"): raise ValueError(f"`timestep_sampling` must be uniform, logit_normal or shift, got {how!r}")
+    if how not in ("uniform", "logit_normal", "shift"):
+        raise ValueError(f"`timestep_sampling` must be uniform, logit_normal or shift, got {how!r}")
     return (torch.stack([one(s) for s in seeds]).double() * steps).ceil().clamp(1, steps).div(steps).float()
 
-# %% ../nbs/00g_flow.ipynb #fca20e0c
+# %% ../nbs/00g_flow.ipynb #852515eb
 def add_noise(
     x0:torch.Tensor, # [B, ...] clean latents
     eps:torch.Tensor, # the same shape
@@ -93,11 +96,12 @@ def add_noise(
     s = sigmas.float().view(-1, *[1] * (x0.ndim - 1))
     return (1 - s) * x0.float() + s * eps.float()
 
+# %% ../nbs/00g_flow.ipynb #2da80513
 def flow_target(x0:torch.Tensor, eps:torch.Tensor) -> torch.Tensor: # float32
     "The velocity that the transformer predicts, `eps - x0`: the sampler steps by `x + (sigma_next - sigma) * velocity`."
     return eps.float() - x0.float()
 
-# %% ../nbs/00g_flow.ipynb #da8cd638
+# %% ../nbs/00g_flow.ipynb #b014efdd
 def flow_loss(
     pred:torch.Tensor, # [B, tokens, 64] of the transformer, target tokens first; control tokens may follow
     target:torch.Tensor, # [B, target tokens, 64]
@@ -106,7 +110,7 @@ def flow_loss(
     pred = pred[:, :target.shape[1]].float()
     return (pred - target.float()).pow(2).flatten(1).mean(1)
 
-# %% ../nbs/00g_flow.ipynb #7696f4fb
+# %% ../nbs/00g_flow.ipynb #64ccd0c9
 def pad_prompts(
     embeds, # list of [L_i, D]
     masks=None, # list of [L_i] bool, or None where all tokens count
@@ -118,7 +122,7 @@ def pad_prompts(
     mask = torch.stack([torch.cat([m.bool(), m.new_zeros(n - m.shape[0]).bool()]) for m in masks])
     return out, (None if bool(mask.all()) else mask)
 
-# %% ../nbs/00g_flow.ipynb #2a0e9aa0
+# %% ../nbs/00g_flow.ipynb #80cb96be
 def velocity(
     transformer, # QwenImageTransformer2DModel
     x_t:torch.Tensor, # [B, target tokens, 64]
@@ -134,7 +138,7 @@ def velocity(
                        encoder_hidden_states=embeds, img_shapes=shapes, return_dict=False)[0]
     return pred[:, :x_t.shape[1]]
 
-# %% ../nbs/00g_flow.ipynb #f8027dfb
+# %% ../nbs/00g_flow.ipynb #814864c3
 def true_cfg(
     cond:torch.Tensor, # [B, tokens, 64] for the prompt
     uncond:torch.Tensor, # the same for the negative prompt

@@ -34,7 +34,7 @@ VARIANTS = {v.name: v for v in (
     Variant("2509", "QwenImageEditPlusPipeline", _PICTURE, 384 * 384, False, True),
     Variant("2511", "QwenImageEditPlusPipeline", _PICTURE, 384 * 384, True,  True))}
 
-# %% ../nbs/00c_models.ipynb #5942e389
+# %% ../nbs/00c_models.ipynb #ff610c21
 @lru_cache
 def template_of(
     pipeline:str, # class name
@@ -45,16 +45,19 @@ def template_of(
     empty = getattr(diffusers, pipeline)(**{k: None for k in args if k != "self"})
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
+# %% ../nbs/00c_models.ipynb #3cceb8a0
 def prompt_text(
     variant:Variant,
     prompt:str, # "" is encoded as " "
     pictures:int=1, # how many control pictures
 ) -> str:
     "The whole text that the processor gets."
-    if pictures > 1 and not variant.many: raise ValueError(f"variant v1 takes one control picture, got {pictures}; use a 2509 or 2511 model")
-    return template_of(variant.pipeline)[0].format("".join(variant.picture.format(i + 1) for i in range(pictures)) + (prompt if prompt.strip() else " "))
+    if pictures > 1 and not variant.many:
+        raise ValueError(f"variant v1 takes one control picture, got {pictures}; use a 2509 or 2511 model")
+    shown = "".join(variant.picture.format(i + 1) for i in range(pictures))
+    return template_of(variant.pipeline)[0].format(shown + (prompt if prompt.strip() else " "))
 
-# %% ../nbs/00c_models.ipynb #344517dc
+# %% ../nbs/00c_models.ipynb #6b2330c6
 def positions_of(
     pipeline:str, # class name
 ) -> str: # "3d", or "1d" where the installed pair of libraries falls back to running positions
@@ -65,7 +68,7 @@ def positions_of(
     passes = "mm_token_type_ids" in inspect.getsource(getattr(diffusers, pipeline))
     return "1d" if asks and not passes else "3d"
 
-# %% ../nbs/00c_models.ipynb #16c5b8bd
+# %% ../nbs/00c_models.ipynb #4bcc39b9
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 
 def resolve_model(
@@ -78,29 +81,38 @@ def resolve_model(
     folder = Path(name).expanduser()
     if folder.is_dir(): return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is not a folder; give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
+        raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is not a folder; "
+                                "give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(name, revision=revision, allow_patterns=["model_index.json", "qie_nb.json", "transformer/config.json", *(f"{c}/*" for c in components)]))
-    except Exception as e: raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is no local folder and cannot be downloaded ({type(e).__name__}); attach the model as a folder and give its path") from e
+    wanted = ["model_index.json", "qie_nb.json", "transformer/config.json", *(f"{c}/*" for c in components)]
+    try: return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as e:
+        raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is no local folder and cannot be downloaded "
+                                f"({type(e).__name__}); attach the model as a folder and give its path") from e
 
-# %% ../nbs/00c_models.ipynb #54c6f33a
+# %% ../nbs/00c_models.ipynb #26ddae71
 def find_variant(
     folder, # local model folder
     wanted:str="auto", # auto, v1, 2509 or 2511
 ) -> Variant:
     "The variant of a model folder, from model_index.json and the transformer's config. Raises ValueError for any other pipeline."
     folder = Path(folder)
-    if not (folder/"model_index.json").is_file(): raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give the folder that diffusers' save_pretrained made")
+    if not (folder/"model_index.json").is_file():
+        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; "
+                         "give the folder that diffusers' save_pretrained made")
     name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
     config = folder/"transformer"/"config.json"
     flag = config.is_file() and bool(json.loads(config.read_text()).get("zero_cond_t", False))
     found = next((v for v in VARIANTS.values() if v.pipeline == name and v.zero_cond_t == (flag and v.many)), None)
-    if not found: raise ValueError(f"model folder {str(folder)!r} holds a {name}; this library needs QwenImageEditPipeline or QwenImageEditPlusPipeline")
+    if not found:
+        raise ValueError(f"model folder {str(folder)!r} holds a {name}; "
+                         "this library needs QwenImageEditPipeline or QwenImageEditPlusPipeline")
     if wanted not in ("auto", found.name):
-        raise ValueError(f"`model.variant` is {wanted}, but {str(folder)!r} is {found.name} ({name}, zero_cond_t={str(flag).lower()} in its transformer's config); set it to auto or mend the config")
+        raise ValueError(f"`model.variant` is {wanted}, but {str(folder)!r} is {found.name} "
+                         f"({name}, zero_cond_t={str(flag).lower()} in its transformer's config); set it to auto or mend the config")
     return found
 
-# %% ../nbs/00c_models.ipynb #1a5d2940
+# %% ../nbs/00c_models.ipynb #0abd732b
 def native_areas(
     folder, # local model folder
     variant:Variant,
@@ -110,19 +122,21 @@ def native_areas(
     own = json.loads(path.read_text()) if path.is_file() else {}
     return dict(control_area=own.get("control_area", variant.control_area), vl_area=own.get("vl_area", variant.vl_area))
 
-# %% ../nbs/00c_models.ipynb #7460cb3b
+# %% ../nbs/00c_models.ipynb #74ce7795
 def check_device(
     name:str, # auto, cpu, cuda, cuda:1, mps
 ) -> torch.device:
     "The device by that name. Raises ValueError where it does not exist."
-    if name == "auto": return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())] + (["mps"] if torch.backends.mps.is_available() else [])
+    mps = torch.backends.mps.is_available()
+    if name == "auto": return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())] + (["mps"] if mps else [])
     try: device = torch.device(name)
     except RuntimeError: device = None
     known = device is not None and (device.type in ("cpu", "mps") and device.type in here or f"{device.type}:{device.index or 0}" in here)
     if not known: raise ValueError(f"device {name!r} does not exist here; this machine has {', '.join(here)}")
     return device
 
+# %% ../nbs/00c_models.ipynb #50e04a31
 def pick_dtype(
     mixed_precision:str, # bf16 or no
 ) -> tuple: # (torch dtype, reason)
@@ -130,7 +144,7 @@ def pick_dtype(
     if mixed_precision == "no": return torch.float32, "mixed_precision is no"
     return torch.bfloat16, "the checkpoint's own dtype; float16 overflows in this model"
 
-# %% ../nbs/00c_models.ipynb #fa1d94c0
+# %% ../nbs/00c_models.ipynb #2568617f
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
@@ -139,14 +153,15 @@ def load_component(
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
     index = json.loads((Path(folder)/"model_index.json").read_text())
-    if not index.get(name) or None in index[name]: raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that holds it")
+    if not index.get(name) or None in index[name]:
+        raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that holds it")
     cls = getattr(importlib.import_module(index[name][0]), index[name][1])
     if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
     if not issubclass(cls, torch.nn.Module): return cls.from_pretrained(folder, subfolder=name)
     kw = {"dtype" if cls.__module__.startswith("transformers") else "torch_dtype": dtype}
     return cls.from_pretrained(folder, subfolder=name, **kw).to(device).requires_grad_(False).eval()
 
-# %% ../nbs/00c_models.ipynb #cd9cd961
+# %% ../nbs/00c_models.ipynb #a4845d44
 class Components:
     "The parts of one model; each is built when it is first asked for, and can be let go."
     def __init__(self,
@@ -165,10 +180,12 @@ class Components:
 
     def __repr__(self):
         v = self.variant
-        return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), controls {self.areas['control_area']} px, "
-                f"text encoder sees {self.areas['vl_area'] or 'the same'}{' px' if self.areas['vl_area'] else ''}; loaded: {', '.join(self.parts) or 'nothing yet'}")
+        return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), "
+                f"controls {self.areas['control_area']} px, "
+                f"text encoder sees {self.areas['vl_area'] or 'the same'}{' px' if self.areas['vl_area'] else ''}; "
+                f"loaded: {', '.join(self.parts) or 'nothing yet'}")
 
-# %% ../nbs/00c_models.ipynb #0abd732b
+# %% ../nbs/00c_models.ipynb #4c2f04cf
 from fastcore.basics import patch
 
 @patch
@@ -186,6 +203,7 @@ def get(self:Components, name:str):
         self.built.append(name)
     return self.parts[name]
 
+# %% ../nbs/00c_models.ipynb #9d0e65df
 @patch
 def drop(self:Components, *names):
     "Let components go and give their memory back."
@@ -193,6 +211,7 @@ def drop(self:Components, *names):
     import gc; gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
 
+# %% ../nbs/00c_models.ipynb #7ebbaa1c
 @patch
 def move(self:Components, name:str, device):
     "Put a component (built if need be) on a device."
@@ -201,7 +220,7 @@ def move(self:Components, name:str, device):
     if next(part.parameters()).device != torch.device(device): part.to(device)
     return part
 
-# %% ../nbs/00c_models.ipynb #74ce7795
+# %% ../nbs/00c_models.ipynb #de56b44a
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
 def component_digest(
@@ -212,16 +231,21 @@ def component_digest(
     parts = []
     for p in sorted((Path(folder)/name).iterdir()):
         if p.suffix == ".safetensors": parts.append(file_digest(p))
-        elif p.name.endswith("config.json"): parts.append(json.dumps({k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}, sort_keys=True))
+        elif p.name.endswith("config.json"):
+            settings = {k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}
+            parts.append(json.dumps(settings, sort_keys=True))
         elif p.name in ("tokenizer.json", "vocab.json", "merges.txt"): parts.append(file_digest(p))
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
+# %% ../nbs/00c_models.ipynb #9b7fbe3b
 @patch
 def identity(self:Components) -> dict:
     "What the cache's keys and manifest say of these encoders."
     folder = resolve_model(self.name, ["vae", "text_encoder", "tokenizer", "processor"], self.revision)
     text = "-".join(component_digest(folder, c) for c in ("text_encoder", "tokenizer", "processor"))
     template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
-    return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name, vae=component_digest(folder, "vae"),
-                text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}", template=f"{template}-{positions_of(self.variant.pipeline)}",
+    return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
+                vae=component_digest(folder, "vae"),
+                text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
+                template=f"{template}-{positions_of(self.variant.pipeline)}",
                 dtype=str(self.dtype).removeprefix("torch."), **self.areas)

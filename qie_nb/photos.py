@@ -18,7 +18,8 @@ from PIL import Image
 PHOTOS = dict(
     train=["astronaut.png", "motorcycle_left.png", "rocket.jpg", "retina.jpg", "ihc.png"],
     held_out=["coffee.png", "chelsea.png"],
-    more=["motorcycle_right.png", "hubble_deep_field.jpg", "color.png", "camera.png", "coins.png", "grass.png", "gravel.png", "brick.png", "moon.png"])
+    more=["motorcycle_right.png", "hubble_deep_field.jpg", "color.png",
+          "camera.png", "coins.png", "grass.png", "gravel.png", "brick.png", "moon.png"])
 
 def photo_folder() -> Path:
     "Where scikit-image's wheel keeps its pictures; found without importing it."
@@ -39,7 +40,7 @@ def crop(
     im, # PIL image
     size:tuple, # width and height of the result in pixels
     rng:np.random.Generator, # place and zoom are drawn from it
-    zoom:tuple=(1., 2.5), # bounds of the shrinking, log-uniform; the photograph's own size is a bound too
+    zoom:tuple=(1., 4.), # bounds of the shrinking, log-uniform; the photograph's own size is a bound too
 ): # PIL image of `size`
     "A random part of `im`, resampled to `size`."
     (w, h), (W, H) = size, im.size

@@ -6,26 +6,48 @@
 __all__ = ['REAL', 'count_parameters', 'plan', 'format_plan', 'doctor', 'selfcheck']
 
 # %% ../nbs/03b_plan.ipynb #48515c5a
-import importlib.metadata, json, platform, shutil, time
+import importlib.metadata, json, platform, re, shutil, time
 from pathlib import Path
 
 import torch
 
 # %% ../nbs/03b_plan.ipynb #4b58b97f
-REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584, axes_dims_rope=(16, 56, 56))
+REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
+            joint_attention_dim=3584, axes_dims_rope=(16, 56, 56))
+
+# %% ../nbs/03b_plan.ipynb #e1c45c93
+def _empty(config):
+    "The transformer of a configuration on the meta device."
+    from accelerate import init_empty_weights
+    from diffusers import QwenImageTransformer2DModel
+    config = {k: v for k, v in config.items() if not k.startswith("_") and k != "pooled_projection_dim"}
+    with init_empty_weights(): return QwenImageTransformer2DModel(**config)
+
 
 def count_parameters(
     config:dict=REAL, # of QwenImageTransformer2DModel; the default is the published 20 B model's
 ) -> dict: # {"all": int, "modulation": int, "linear_in_blocks": int}
     "Parameters of a transformer: all, those of its modulation layers, those a quantiser takes."
-    from accelerate import init_empty_weights
-    from diffusers import QwenImageTransformer2DModel
-    config = {k: v for k, v in config.items() if not k.startswith("_") and k != "pooled_projection_dim"}
-    with init_empty_weights(): tr = QwenImageTransformer2DModel(**config)
+    tr = _empty(config)
     count = lambda *names: sum(p.numel() for n, p in tr.named_parameters() if any(x in n for x in names))
-    return dict(all=count(""), modulation=count("img_mod", "txt_mod"), linear_in_blocks=sum(p.numel() for n, p in tr.named_parameters() if "transformer_blocks" in n and p.ndim == 2))
+    linear = sum(p.numel() for n, p in tr.named_parameters() if "transformer_blocks" in n and p.ndim == 2)
+    return dict(all=count(""), modulation=count("img_mod", "txt_mod"), linear_in_blocks=linear)
 
-# %% ../nbs/03b_plan.ipynb #f8d49283
+# %% ../nbs/03b_plan.ipynb #3ed52169
+def _transformer_config(c) -> dict:
+    path = Path(c.model.pretrained_model_name_or_path)/"transformer"/"config.json"
+    if c.model.pretrained_model_name_or_path == "tiny": path = Path(__file__).parent/"assets"/"tiny-edit"/"transformer"/"config.json"
+    return json.loads(path.read_text()) if path.is_file() else REAL
+
+# %% ../nbs/03b_plan.ipynb #7cfefa17
+def _adapter_parameters(c, t) -> int:
+    "Parameters of the adapter on the layers that `target_modules` names, matched as peft matches them."
+    names = c.model.lora.target_modules
+    wanted = (lambda n: re.fullmatch(names, n)) if isinstance(names, str) else (lambda n: any(n == x or n.endswith("." + x) for x in names))
+    layers = [m for n, m in _empty(t).named_modules() if isinstance(m, torch.nn.Linear) and wanted(n)]
+    return sum(c.model.lora.r * (m.in_features + m.out_features) for m in layers)
+
+# %% ../nbs/03b_plan.ipynb #5e758158
 def plan(
     config=None, # `Config` or dict; its model's own configuration is counted where it is a folder at hand
     transformer:dict=None, # transformer config to count instead
@@ -42,50 +64,33 @@ def plan(
     weights = n["linear_in_blocks"] * bits + (n["all"] - n["linear_in_blocks"]) * wide
     target, control = c.data.image_size[0] * c.data.image_size[1], c.data.control_area or 1024 * 1024
     tokens = (target + control) // 256 + prompt_tokens
-    adapter = _adapter_parameters(c, layers, dim)
+    adapter = _adapter_parameters(c, t)
     kept = layers * tokens * dim * wide * c.data.batch_size
     return [("weights", weights / 1e9, f"{n['all']/1e9:.2f} B parameters, {kind or c.train.mixed_precision}"),
             ("adapter and optimizer", adapter * 16 / 1e9, f"{adapter/1e6:.1f} M parameters in float32, with gradient and two moments"),
             ("kept activations", kept * (1 if c.train.gradient_checkpointing else 12) / 1e9,
-             f"{tokens} tokens; " + ("one input a block, the rest is recomputed" if c.train.gradient_checkpointing else "roughly twelve tensors a block without checkpointing"))]
+             f"{tokens} tokens; " + ("one input a block, the rest is recomputed" if c.train.gradient_checkpointing else
+                                     "roughly twelve tensors a block without checkpointing"))]
 
-# %% ../nbs/03b_plan.ipynb #7abf8d05
-def _transformer_config(c) -> dict:
-    path = Path(c.model.pretrained_model_name_or_path)/"transformer"/"config.json"
-    if c.model.pretrained_model_name_or_path == "tiny": path = Path(__file__).parent/"assets"/"tiny-edit"/"transformer"/"config.json"
-    return json.loads(path.read_text()) if path.is_file() else REAL
-
-def _adapter_parameters(c, layers, dim) -> int:
-    "Adapters on square layers of the model's width; feed-forward layers are four times as wide on one side."
-    names = c.model.lora.target_modules
-    return sum(c.model.lora.r * dim * (5 if "net" in n or "mlp" in n else 2) for n in ([names] if isinstance(names, str) else names)) * layers
-
+# %% ../nbs/03b_plan.ipynb #7df8d02d
 def format_plan(
     rows, # of `plan`
 ) -> str:
     "The plan as a table."
     lines = [f"{part:<24}{gb:8.2f} GB  {why}" for part, gb, why in rows]
-    return "\n".join(lines + [f"{'together':<24}{sum(r[1] for r in rows):8.2f} GB  computed, not measured; the working set of one block comes on top"])
+    total = sum(r[1] for r in rows)
+    return "\n".join(lines + [f"{'together':<24}{total:8.2f} GB  computed, not measured; "
+                              "the working set of one block comes on top"])
 
-# %% ../nbs/03b_plan.ipynb #28893bdc
+# %% ../nbs/03b_plan.ipynb #ea0e8796
 def _version(name):
     try: return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError: return None
 
-def _older(version, than) -> bool: return bool(version) and tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit()) < than
+def _older(version, than) -> bool:
+    return bool(version) and tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit()) < than
 
-def doctor() -> list: # (what, value, remedy or "")
-    "What this machine has, and what to do about what will not work."
-    from qie_nb.models import positions_of
-    v = {n: _version(n) for n in ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "optimum-quanto", "torchao", "ipywidgets")}
-    rows = [("python", platform.python_version(), "")] + [(n, x or "not installed", "") for n, x in v.items()]
-    def note(name, remedy): rows[[r[0] for r in rows].index(name)] = (name, v[name] or "not installed", remedy)
-    if _older(v["torchao"], (0, 16)) and not _older(v["peft"], (0, 19)): note("torchao", "peft >= 0.19 fails on every LoRA with torchao < 0.16: pip uninstall -y torchao")
-    if not v["torchvision"]: note("torchvision", "the picture processor needs it: pip install torchvision")
-    if _older(v["diffusers"], (0, 37)): note("diffusers", "it ignores the prompt's padding mask: pip install -U diffusers")
-    if positions_of("QwenImageEditPlusPipeline") == "1d": note("transformers", "its picture positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); training follows the pipelines")
-    return rows + _hardware()
-
+# %% ../nbs/03b_plan.ipynb #2775a82d
 def _hardware() -> list:
     free = shutil.disk_usage(".").free / 1e9
     rows = [("disk free here", f"{free:.0f} GB", "" if free > 5 else "too little for a cache and checkpoints; clear some")]
@@ -93,10 +98,28 @@ def _hardware() -> list:
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        rows.append((f"GPU {i}", f"{p.name}, {p.total_memory/1e9:.0f} GB, sm {p.major}.{p.minor}", "" if bf16 else "no bfloat16 of its own: it is emulated and slow; float16 overflows in this model"))
+        rows.append((f"GPU {i}", f"{p.name}, {p.total_memory/1e9:.0f} GB, sm {p.major}.{p.minor}",
+                     "" if bf16 else "no bfloat16 of its own: it is emulated and slow; float16 overflows in this model"))
     return rows
 
-# %% ../nbs/03b_plan.ipynb #1f37825b
+# %% ../nbs/03b_plan.ipynb #ed733898
+def doctor() -> list: # (what, value, remedy or "")
+    "What this machine has, and what to do about what will not work."
+    from qie_nb.models import positions_of
+    v = {n: _version(n) for n in ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft",
+                                  "optimum-quanto", "torchao", "ipywidgets")}
+    rows = [("python", platform.python_version(), "")] + [(n, x or "not installed", "") for n, x in v.items()]
+    def note(name, remedy): rows[[r[0] for r in rows].index(name)] = (name, v[name] or "not installed", remedy)
+    if _older(v["torchao"], (0, 16)) and not _older(v["peft"], (0, 19)):
+        note("torchao", "peft >= 0.19 fails on every LoRA with torchao < 0.16: pip uninstall -y torchao")
+    if not v["torchvision"]: note("torchvision", "the picture processor needs it: pip install torchvision")
+    if _older(v["diffusers"], (0, 37)): note("diffusers", "it ignores the prompt's padding mask: pip install -U diffusers")
+    if positions_of("QwenImageEditPlusPipeline") == "1d":
+        note("transformers", "its picture positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); "
+                             "training follows the pipelines")
+    return rows + _hardware()
+
+# %% ../nbs/03b_plan.ipynb #15eaaf3c
 def selfcheck(
     model:str="tiny", # local folder or hub id
     steps:int=2, # sampling steps of each
@@ -105,17 +128,21 @@ def selfcheck(
     "Edit one picture with the diffusers pipeline and with this library on the same components, and compare."
     import diffusers, numpy as np
     from PIL import Image
-    from qie_nb.data import Geometry
+    from qie_nb.pictures import Geometry
     from qie_nb.encode import Encoder
     from qie_nb.models import COMPONENTS, Components, check_device
     from qie_nb.predict import edit
     dev = check_device(device)
-    parts = Components(model, torch.bfloat16 if dev.type == "cuda" else torch.float32, devices={n: dev for n in ("vae", "text_encoder", "transformer")})
+    parts = Components(model, torch.bfloat16 if dev.type == "cuda" else torch.float32,
+                       devices={n: dev for n in ("vae", "text_encoder", "transformer")})
     pipe = getattr(diffusers, parts.variant.pipeline)(**{n: parts.get(n) for n in COMPONENTS})
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (96, 128, 3), dtype=np.uint8))
     timed = lambda fn: (time.time(), fn(), time.time())
-    a, ours, b = timed(lambda: edit(Encoder(parts, None, dev, dev), parts.get("transformer"), picture, "make it blue", num_inference_steps=steps, true_cfg_scale=1.0,
-                                    height=256, width=256, geometry=Geometry(control_area=1024 * 1024, vl_area=parts.variant.vl_area)))
-    c, theirs, d = timed(lambda: pipe(picture, "make it blue", num_inference_steps=steps, true_cfg_scale=1.0, height=256, width=256, generator=torch.Generator().manual_seed(0)).images[0])
+    same = dict(num_inference_steps=steps, true_cfg_scale=1.0, height=256, width=256)
+    geometry = Geometry(control_area=1024 * 1024, vl_area=parts.variant.vl_area)
+    a, ours, b = timed(lambda: edit(Encoder(parts, None, dev, dev), parts.get("transformer"), picture, "make it blue",
+                                    geometry=geometry, **same))
+    c, theirs, d = timed(lambda: pipe(picture, "make it blue", generator=torch.Generator().manual_seed(0), **same).images[0])
     diff = int(np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max())
-    return dict(model=parts.name, variant=parts.variant.name, device=str(dev), largest_difference=diff, agrees=diff <= 1, seconds_ours=round(b - a, 2), seconds_pipeline=round(d - c, 2))
+    return dict(model=parts.name, variant=parts.variant.name, device=str(dev), largest_difference=diff, agrees=diff <= 1,
+                seconds_ours=round(b - a, 2), seconds_pipeline=round(d - c, 2))

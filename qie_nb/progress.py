@@ -16,6 +16,7 @@ def watched(
     stream = stream or sys.stderr
     return "ipykernel" in sys.modules or bool(getattr(stream, "isatty", lambda: False)())
 
+# %% ../nbs/00l_progress.ipynb #25ba1034
 def short_time(
     seconds:float,
 ) -> str:
@@ -23,7 +24,7 @@ def short_time(
     s = int(seconds)
     return f"{s} s" if s < 60 else f"{s//60}:{s%60:02} min" if s < 3600 else f"{s//3600}:{s%3600//60:02} h"
 
-# %% ../nbs/00l_progress.ipynb #cd01f26b
+# %% ../nbs/00l_progress.ipynb #006bcd5d
 class Progress:
     "Counts steps with rate and time left, as a bar or as plain lines."
     def __init__(self,

@@ -11,7 +11,7 @@ import torch
 KINDS = ("qfloat8", "qint8", "qint4")
 _KEEP = ("*img_in*", "*txt_in*", "*time_text_embed*", "*norm_out*", "*proj_out*", "*lm_head*", "*embed_tokens*", "*visual*", "*lora_*")
 
-# %% ../nbs/00d_quantise.ipynb #e2173fea
+# %% ../nbs/00d_quantise.ipynb #27f347cc
 def kind_of(
     value, # of `model.quantize` or `trainer.quantize`: a bool, or a kind's name
 ) -> str: # kind, or None
@@ -21,6 +21,7 @@ def kind_of(
     if value not in KINDS: raise ValueError(f"`quantize` must be true, false or one of {', '.join(KINDS)}, got {value!r}")
     return value
 
+# %% ../nbs/00d_quantise.ipynb #1131c8bf
 def quantise(
     model:torch.nn.Module, # changed in place
     kind="qfloat8", # qfloat8, qint8, qint4, or a bool

@@ -22,7 +22,7 @@ def _templates() -> list:
     for s in _SPECIAL: texts = [t.replace(s, "\n") for t in texts]
     return texts
 
-# %% ../nbs/00e_tiny.ipynb #1514c197
+# %% ../nbs/00e_tiny.ipynb #bc0d5253
 @lru_cache
 def tiny_tokenizer(
     words:tuple=(), # further texts whose words shall be one token each, e.g. instructions
@@ -32,51 +32,63 @@ def tiny_tokenizer(
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]).backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(vocab_size=20_000, min_frequency=1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    bare = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(sorted(letters))}, merges=[])
+    bpe.pre_tokenizer = bare.backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(vocab_size=20_000, min_frequency=1, initial_alphabet=letters, show_progress=False)
     bpe.train_from_iterator(_templates() + list(words), trainer)
     model = json.loads(bpe.to_str())["model"]
-    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]], eos_token="<|im_end|>", pad_token="<|endoftext|>",
+    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]],
+                          eos_token="<|im_end|>", pad_token="<|endoftext|>",
                           extra_special_tokens=_SPECIAL)
 
-# %% ../nbs/00e_tiny.ipynb #aa8a6ecf
+# %% ../nbs/00e_tiny.ipynb #1e53eb65
 def _text_encoder(tok):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-    ids = {f"{k}_token_id": tok.convert_tokens_to_ids(f"<|{v}|>") for k, v in dict(image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end").items()}
-    text = dict(vocab_size=len(tok), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32768,
+    names = dict(image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end")
+    ids = {f"{k}_token_id": tok.convert_tokens_to_ids(f"<|{v}|>") for k, v in names.items()}
+    text = dict(vocab_size=len(tok), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=32768,
                 rope_theta=1e6, rope_scaling=dict(type="mrope", rope_type="default", mrope_section=[2, 3, 3]), tie_word_embeddings=False,
                 bos_token_id=None, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
-    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, out_hidden_size=64, patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
+    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, out_hidden_size=64,
+                  patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
                   window_size=112, fullatt_block_indexes=[1])
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
 
+# %% ../nbs/00e_tiny.ipynb #5a030ef3
 def _processor(tok):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
     size = dict(min_pixels=56*56, max_pixels=28*28*16384) # the real processor's
     return Qwen2VLProcessor(Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, **size), tok, Qwen2VLVideoProcessor())
 
-# %% ../nbs/00e_tiny.ipynb #795c7afb
+# %% ../nbs/00e_tiny.ipynb #a42a582a
 def _vae(stages):
     from diffusers import AutoencoderKLQwenImage
     rng = torch.Generator().manual_seed(7)
     mean, std = torch.randn(16, generator=rng) * 0.3, torch.rand(16, generator=rng) + 0.5
-    return AutoencoderKLQwenImage(base_dim=16, z_dim=16, dim_mult=[1] * stages + [2], num_res_blocks=1, temperal_downsample=[False] + [True] * (stages - 1),
+    return AutoencoderKLQwenImage(base_dim=16, z_dim=16, dim_mult=[1] * stages + [2], num_res_blocks=1,
+                                  temperal_downsample=[False] + [True] * (stages - 1),
                                   latents_mean=mean.tolist(), latents_std=std.tolist())
 
+# %% ../nbs/00e_tiny.ipynb #85fe8e1c
 def _transformer(zero_cond_t):
     from diffusers import QwenImageTransformer2DModel
-    tr = QwenImageTransformer2DModel(num_layers=2, attention_head_dim=32, num_attention_heads=3, joint_attention_dim=64, axes_dims_rope=(8, 12, 12), zero_cond_t=zero_cond_t)
+    tr = QwenImageTransformer2DModel(num_layers=2, attention_head_dim=32, num_attention_heads=3, joint_attention_dim=64,
+                                     axes_dims_rope=(8, 12, 12), zero_cond_t=zero_cond_t)
     with torch.no_grad():
         for p in tr.parameters(): # torch's default is too even for positions and timesteps to show
             if p.ndim == 2: p.mul_(2.)
     return tr
 
+# %% ../nbs/00e_tiny.ipynb #aa12c60f
 def _scheduler():
     from diffusers import FlowMatchEulerDiscreteScheduler
-    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, base_image_seq_len=256,
-                                           max_image_seq_len=8192, shift_terminal=0.02, time_shift_type="exponential")
+    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=True,
+                                           base_shift=0.5, max_shift=0.9, base_image_seq_len=256, max_image_seq_len=8192,
+                                           shift_terminal=0.02, time_shift_type="exponential")
 
-# %% ../nbs/00e_tiny.ipynb #d6e73be8
+# %% ../nbs/00e_tiny.ipynb #6ae97e38
 def tiny_pipeline(
     variant:str="2511", # v1, 2509 or 2511
     seed:int=0, # of the random weights
@@ -95,7 +107,7 @@ def tiny_pipeline(
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
-# %% ../nbs/00e_tiny.ipynb #1fb27872
+# %% ../nbs/00e_tiny.ipynb #77c51680
 def save_tiny(
     variant:str, # v1, 2509 or 2511
     folder, # written in diffusers' layout
@@ -109,6 +121,9 @@ def save_tiny(
     if areas: (folder/"qie_nb.json").write_text(json.dumps(dict(control_area=areas[0], vl_area=None if variant == "v1" else areas[1])))
     return folder
 
+# %% ../nbs/00e_tiny.ipynb #27de1093
+_kept = []
+
 @lru_cache
 def tiny_folder(
     variant:str="2511", # v1, 2509 or 2511
@@ -121,10 +136,8 @@ def tiny_folder(
     _kept.append(keep)
     return save_tiny(variant, Path(keep.name)/f"tiny-{variant}", areas, seed=seed, vae_stages=vae_stages)
 
-_kept = []
-
-# %% ../nbs/00e_tiny.ipynb #eb3992ec
+# %% ../nbs/00e_tiny.ipynb #ebc6b115
 #| eval: false
 if __name__ == "__main__":
-    from qie_nb.learnt import main
-    main()
+    import runpy
+    runpy.run_module("qie_nb.learnt", run_name="__main__")

@@ -17,9 +17,10 @@ from . import flow, lora
 from .cache import EmbeddingCacheManager, check_cache_exists
 from .callback import Callback, FreeEncoders, RunState, call
 from .config import make_config
-from .data import BucketBatchSampler, Geometry, ImageDataset, find_samples, loader, split_held_out
+from .data import BucketBatchSampler, ImageDataset, find_samples, loader, split_held_out
 from .encode import Encoder, precompute
 from .models import COMPONENTS, Components, check_device, pick_dtype
+from .pictures import Geometry
 from .predict import PredictMethods
 from .quantise import kind_of, quantise
 from .step import advance, batch_seeds, batch_size, draw, encode_batch, is_cached, loss_at, make_optimizer, make_schedule
@@ -37,14 +38,18 @@ class QwenImageEditTrainer(PredictMethods):
         self.quantize = c.model.quantize
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
         self.cache_exist = check_cache_exists(self.cache_dir) if self.use_cache else False
-        self.vae_device, self.text_device = (check_device(d) if d != "auto" else self.device for d in (c.cache.vae_encoder_device, c.cache.text_encoder_device))
+        self.vae_device, self.text_device = (check_device(d) if d != "auto" else self.device
+                                             for d in (c.cache.vae_encoder_device, c.cache.text_encoder_device))
         self.predict_devices = {k: check_device(d) if d != "auto" else self.device for k, d in c.predict.devices.model_dump().items()}
-        self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant, dict(transformer=self.device),
+        self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
+                                     dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision)
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
 
-    def __repr__(self): return f"QwenImageEditTrainer on {self.device} in {str(self.weight_dtype).removeprefix('torch.')} ({self.dtype_reason})\n{self.components!r}"
+    def __repr__(self):
+        dtype = str(self.weight_dtype).removeprefix("torch.")
+        return f"QwenImageEditTrainer on {self.device} in {dtype} ({self.dtype_reason})\n{self.components!r}"
 
 # %% ../nbs/01_trainer.ipynb #2ee1dd4c
 def _part(name):
@@ -52,7 +57,8 @@ def _part(name):
     def put(self, value): self.components.parts[name] = value
     return property(get, put, doc=f"The {name}, or None while nothing has needed it.")
 
-for _attr, _name in dict(vae="vae", qwen_vl="text_encoder", transformer="transformer", tokenizer="tokenizer", processor="processor", scheduler="scheduler").items():
+for _attr, _name in dict(vae="vae", qwen_vl="text_encoder", transformer="transformer",
+                         tokenizer="tokenizer", processor="processor", scheduler="scheduler").items():
     setattr(QwenImageEditTrainer, _attr, _part(_name))
 QwenImageEditTrainer.global_step = property(lambda self: self.state.global_step)
 
@@ -68,18 +74,20 @@ def load_model(self:QwenImageEditTrainer,
     print(self.components)
     return self
 
+# %% ../nbs/01_trainer.ipynb #b945a932
 @patch
 def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
     self.components.quantize["transformer"] = kind_of(self.quantize)
     return self.components.get("transformer")
 
+# %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
 def quantize_model(self:QwenImageEditTrainer, model, device):
     "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
     return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
 
-# %% ../nbs/01_trainer.ipynb #5950704b
+# %% ../nbs/01_trainer.ipynb #b66af94a
 @patch
 def setup_accelerator(self:QwenImageEditTrainer):
     "Create the Accelerator. The base runs in its own dtype as the pipelines do, so no autocast is asked of it."
@@ -87,6 +95,7 @@ def setup_accelerator(self:QwenImageEditTrainer):
     if self.accelerator is None: self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
     return self.accelerator
 
+# %% ../nbs/01_trainer.ipynb #ec1ac960
 @patch
 def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
@@ -97,6 +106,7 @@ def set_lora(self:QwenImageEditTrainer):
     tr.enable_gradient_checkpointing() if c.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
     return self
 
+# %% ../nbs/01_trainer.ipynb #e386b751
 @patch
 def configure_optimizers(self:QwenImageEditTrainer):
     "Create optimizer and learning-rate schedule over the adapter's parameters."
@@ -105,7 +115,7 @@ def configure_optimizers(self:QwenImageEditTrainer):
     self.lr_scheduler = make_schedule(self.optimizer, c.lr_scheduler, self.state.max_steps)
     return self
 
-# %% ../nbs/01_trainer.ipynb #4cac393b
+# %% ../nbs/01_trainer.ipynb #bd00031e
 @patch
 def make_loader(self:QwenImageEditTrainer,
     train_dataloader=None, # a loader over an `ImageDataset`, any iterable of batches, or None for the configuration's
@@ -124,9 +134,12 @@ def make_loader(self:QwenImageEditTrainer,
     held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
     if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
-    size, seed, shuffle = (given.batch_size, given.seed, given.shuffle) if given else (getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle)
-    return loader(dataset, batch_size=size, seed=seed, shuffle=shuffle, num_workers=getattr(train_dataloader, "num_workers", c.data.num_workers))
+    if given: size, seed, shuffle = given.batch_size, given.seed, given.shuffle
+    else: size, seed, shuffle = getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle
+    workers = getattr(train_dataloader, "num_workers", c.data.num_workers)
+    return loader(dataset, batch_size=size, seed=seed, shuffle=shuffle, num_workers=workers)
 
+# %% ../nbs/01_trainer.ipynb #7330f1c6
 @patch
 def _subset(self:QwenImageEditTrainer, dataset, samples, **changes):
     out = ImageDataset(dataset.config.model_copy(update=changes), samples=samples)
@@ -134,7 +147,7 @@ def _subset(self:QwenImageEditTrainer, dataset, samples, **changes):
     out.set_areas(dataset.areas)
     return out
 
-# %% ../nbs/01_trainer.ipynb #a64ffb81
+# %% ../nbs/01_trainer.ipynb #71715530
 @patch
 def encoder(self:QwenImageEditTrainer,
     cache=None, # `EmbeddingCacheManager` or None
@@ -144,6 +157,7 @@ def encoder(self:QwenImageEditTrainer,
     "An encoder over this trainer's components; it loads them when something has to be encoded."
     return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device)
 
+# %% ../nbs/01_trainer.ipynb #f99d6e1b
 @patch
 def cache_embeddings(self:QwenImageEditTrainer,
     train_dataloader=None, # loader over an `ImageDataset`, or None for the configuration's data
@@ -153,12 +167,16 @@ def cache_embeddings(self:QwenImageEditTrainer,
     "Precompute latents and prompt embeddings of a data set into the cache; held-out pairs too."
     dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None: dataset.cache = EmbeddingCacheManager(self.cache_dir or "cache")
-    report = precompute(dataset, self.encoder(dataset.cache), start_idx, end_idx)
+    enc = self.encoder(dataset.cache)
+    report = precompute(dataset, enc, start_idx, end_idx)
+    if self.config.train.val_path and start_idx == 0 and end_idx is None:
+        report += precompute(self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.), enc)
     self.components.drop("vae", "text_encoder")
     self.cache_exist = True
     print(report)
     return report
 
+# %% ../nbs/01_trainer.ipynb #43a212be
 @patch
 def cache_step(self:QwenImageEditTrainer,
     batch, # of a loader over an `ImageDataset`
@@ -166,7 +184,9 @@ def cache_step(self:QwenImageEditTrainer,
     text_device=None, # where prompts are encoded
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
-    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), vae_device and check_device(str(vae_device)), text_device and check_device(str(text_device)))
+    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"),
+                       vae_device and check_device(str(vae_device)),
+                       text_device and check_device(str(text_device)))
     enc.cache.add_identity(enc.identity)
     dataset = self._dataset_of(batch, enc)
     return [enc.encode_sample(dataset, i)[0] for i in range(len(dataset))]
@@ -179,12 +199,13 @@ def _dataset_of(self:QwenImageEditTrainer, batch, enc):
     dataset.refresh(enc.identity)
     return dataset
 
-# %% ../nbs/01_trainer.ipynb #06e0d066
+# %% ../nbs/01_trainer.ipynb #bf8f1526
 @patch
 def training_step(self:QwenImageEditTrainer, batch) -> torch.Tensor: # scalar, with gradient
     "Mean loss of a batch: its cached tensors where it holds them, else encoded now."
     return self._training_step_cached(batch) if is_cached(batch) else self._training_step_compute(batch)
 
+# %% ../nbs/01_trainer.ipynb #be7131d6
 @patch
 def _training_step_cached(self:QwenImageEditTrainer, batch):
     return self._compute_loss(batch, batch_seeds(batch, self.config.train.seed, self.state.epoch, self.global_step)).mean()
@@ -193,6 +214,7 @@ def _training_step_cached(self:QwenImageEditTrainer, batch):
 def _training_step_compute(self:QwenImageEditTrainer, batch):
     return self._training_step_cached({**batch, **self.encode_batch(batch)})
 
+# %% ../nbs/01_trainer.ipynb #c53e1075
 @patch
 def _compute_loss(self:QwenImageEditTrainer,
     batch, # mapping with latents and embeddings
@@ -206,21 +228,24 @@ def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
     return loss_at(self.transformer, batch, eps, sigmas, self.device, self.weight_dtype)
 
-# %% ../nbs/01_trainer.ipynb #ec1ac960
+# %% ../nbs/01_trainer.ipynb #8c6b454b
 @patch
 def encode_batch(self:QwenImageEditTrainer, batch) -> dict:
     "Latents and embeddings of a batch of pictures; with a cache, only what it lacks is computed."
-    if self._encoder is None: self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
+    if self._encoder is None:
+        self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
     return encode_batch(self._encoder, batch, self.geometry(), self._dataset_of(batch, self._encoder) if "sample" in batch else None)
 
+# %% ../nbs/01_trainer.ipynb #f2f68984
 @patch
 def geometry(self:QwenImageEditTrainer) -> Geometry:
     "Sizes of the pictures: the configuration's, else the loaded adapter's, else the model's own."
-    d, areas = self.config.data, {**self.components.areas, **{k: v for k, v in self.lora_origin.items() if k in ("control_area", "vl_area")}}
+    d, trained_at = self.config.data, {k: v for k, v in self.lora_origin.items() if k in ("control_area", "vl_area")}
+    areas = {**self.components.areas, **trained_at}
     return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])
 
-# %% ../nbs/01_trainer.ipynb #e386b751
+# %% ../nbs/01_trainer.ipynb #aa5944a5
 @patch
 def fit(self:QwenImageEditTrainer,
     train_dataloader=None, # loader over an `ImageDataset`, iterable of batches, or None for the configuration's data
@@ -231,7 +256,7 @@ def fit(self:QwenImageEditTrainer,
     try:
         while state.epoch < state.num_epochs and not state.stop:
             for group in run.groups(state):
-                state.loss, state.grad_norm = self.optimizer_step(group)
+                state.loss, state.grad_norm, state.metrics = *self.optimizer_step(group), {}
                 state.global_step, state.position, self.batch = state.global_step + 1, state.position + len(group), group[-1]
                 state.epoch_ended = state.position >= run.batches
                 if state.epoch_ended: state.epoch, state.position = state.epoch + 1, 0
@@ -243,11 +268,13 @@ def fit(self:QwenImageEditTrainer,
     finally: call(run.callbacks, "on_train_end", self)
     return self
 
+# %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
 def optimizer_step(self:QwenImageEditTrainer,
     group, # list of batches
 ) -> tuple: # (mean loss, gradient norm before clipping), tensors on the device
     "Backward over the batches, clip, step."
+    self.optimizer.zero_grad(set_to_none=True) # first, for an interrupted step leaves gradients behind
     total, samples = 0., sum(batch_size(b) for b in group)
     for batch in group:
         loss = self.training_step(batch) * (batch_size(batch) / samples)
@@ -256,10 +283,11 @@ def optimizer_step(self:QwenImageEditTrainer,
     params = [p for g in self.optimizer.param_groups for p in g["params"]]
     norm = torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf"))
     self.state.lr = self.optimizer.param_groups[0]["lr"]
-    self.optimizer.step(); self.lr_scheduler.step(); self.optimizer.zero_grad(set_to_none=True)
+    self.optimizer.step()
+    self.lr_scheduler.step()
     return total, norm
 
-# %% ../nbs/01_trainer.ipynb #7f8617eb
+# %% ../nbs/01_trainer.ipynb #5f5e2da2
 class Run:
     "A loader with what the loop needs to know of it."
     def __init__(self, loader, accumulate, callbacks):
@@ -277,6 +305,7 @@ class Run:
         else: batches = islice(iter(self.loader), state.position, None)
         while group := list(islice(batches, self.accumulate)): yield group
 
+# %% ../nbs/01_trainer.ipynb #ab53ed29
 @patch
 def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     "Everything in front of the loop; a run that was stopped goes on."
@@ -297,6 +326,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     self._transformer().train()
     return run
 
+# %% ../nbs/01_trainer.ipynb #34d909ab
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
     "What listens to every run: progress, logs, evaluation, checkpoints, deadline."
@@ -304,22 +334,26 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.logging import logging_callbacks
     return [FreeEncoders(), EvaluationCallback(), *logging_callbacks(self.config), ckpt.CheckpointCallback()]
 
-# %% ../nbs/01_trainer.ipynb #50d423da
+# %% ../nbs/01_trainer.ipynb #f95e74b3
 @patch
 def lora_facts(self:QwenImageEditTrainer) -> dict:
     "What users of the adapter should know; `predict` reads the sizes."
     g, v = self.geometry(), self.components.variant
-    return dict(base=self.components.name if self.components.name == "tiny" else Path(self.components.name).name, variant=v.name, zero_cond_t=v.zero_cond_t,
+    return dict(base=self.components.name if self.components.name == "tiny" else Path(self.components.name).name,
+                variant=v.name, zero_cond_t=v.zero_cond_t,
                 control_area=g.control_area, vl_area=g.vl_area, image_size=list(g.image_size), steps=self.global_step)
 
+# %% ../nbs/01_trainer.ipynb #1e6ef32c
 @patch
 def save_lora(self:QwenImageEditTrainer,
     path, # folder, or .safetensors file
 ) -> Path:
     "Write the adapter in diffusers' format, with base model and picture sizes in its header."
-    if "default" not in getattr(self.transformer, "peft_config", {}): raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
+    if "default" not in getattr(self.transformer, "peft_config", {}):
+        raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
     return lora.save_lora(self.transformer, path, self.lora_facts())
 
+# %% ../nbs/01_trainer.ipynb #6178a4c1
 @patch
 def load_lora(self:QwenImageEditTrainer,
     path, # file or folder
@@ -334,10 +368,11 @@ def merge_lora(self:QwenImageEditTrainer):
     lora.merge_lora(self._transformer())
     return self
 
-# %% ../nbs/01_trainer.ipynb #71715530
+# %% ../nbs/01_trainer.ipynb #42609475
 @patch
 def checkpoint_root(self:QwenImageEditTrainer) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
+# %% ../nbs/01_trainer.ipynb #ceaee729
 @patch
 def save_checkpoint(self:QwenImageEditTrainer,
     epoch:int, # epochs completed
@@ -348,10 +383,12 @@ def save_checkpoint(self:QwenImageEditTrainer,
     root = self.checkpoint_root()
     state = dict(global_step=global_step, epoch=epoch, position=self.state.position, config=json.loads(self.config.model_dump_json()),
                  model=self.lora_facts(), lr_scheduler_step=self.lr_scheduler.last_epoch)
-    folder = ckpt.write_checkpoint(root/ckpt.checkpoint_name(epoch, global_step, by_epoch), self.save_lora, self.optimizer.state_dict(), state, torch.get_rng_state())
+    folder = ckpt.write_checkpoint(root/ckpt.checkpoint_name(epoch, global_step, by_epoch),
+                                   self.save_lora, self.optimizer.state_dict(), state, torch.get_rng_state())
     ckpt.keep_newest(root, self.config.train.keep_checkpoints)
     return folder
 
+# %% ../nbs/01_trainer.ipynb #3538fb68
 @patch
 def resume(self:QwenImageEditTrainer,
     which, # checkpoint folder, `latest`, or an older name like checkpoints/epoch_0050.pt
@@ -360,7 +397,9 @@ def resume(self:QwenImageEditTrainer,
     folder = ckpt.find_checkpoint(which, self.checkpoint_root())
     state, optimizer, rng = ckpt.read_checkpoint(folder)
     was, now = state["config"]["model"]["lora"]["r"], self.config.model.lora.r
-    if was != now: raise ValueError(f"`model.lora.r` is {now}, but checkpoint {folder.name} has rank {was}; set it to {was} or start a new run")
+    if was != now:
+        raise ValueError(f"`model.lora.r` is {now}, but checkpoint {folder.name} has rank {was}; "
+                         f"set it to {was} or start a new run")
     lora.load_lora(self._transformer(), folder, trainable=True)
     self.configure_optimizers()
     self.optimizer.load_state_dict(optimizer)
@@ -370,10 +409,12 @@ def resume(self:QwenImageEditTrainer,
     print(f"resumed from {folder}: {state['global_step']} steps, {state['epoch']} epochs done")
     return self
 
+# %% ../nbs/01_trainer.ipynb #5a73d5c9
 @patch
 def _check_output(self:QwenImageEditTrainer, data):
     "A fresh run must not mix its checkpoints with another's."
     root = self.checkpoint_root()
     if self.config.train.resume_checkpoint: return
     if found := ckpt.complete_checkpoints(root):
-        raise ValueError(f"{str(root)!r} holds another run ({found[-1].name}); set `train.resume_checkpoint` to latest, or `train.output_dir` to another folder")
+        raise ValueError(f"{str(root)!r} holds another run ({found[-1].name}); "
+                         "set `train.resume_checkpoint` to latest, or `train.output_dir` to another folder")

@@ -19,10 +19,11 @@ def sample_facts(
     "What there is to know of a sample."
     s, sizes, bucket = dataset.samples[i], dataset.sizes[i], dataset.bucket(i)
     missing = dataset.missing(i) if dataset.cache is not None else []
-    return dict(id=s.id, prompt=s.prompt, controls=len(s.controls), target_size=sizes[0], control_sizes=list(sizes[1:]), bucket=bucket[0], control_bucket=list(bucket[1:]),
+    return dict(id=s.id, prompt=s.prompt, controls=len(s.controls), target_size=sizes[0], control_sizes=list(sizes[1:]),
+                bucket=bucket[0], control_bucket=list(bucket[1:]),
                 cached=dataset.cache is not None and not missing, missing=missing)
 
-# %% ../nbs/03a_widgets.ipynb #8bfb94dc
+# %% ../nbs/03a_widgets.ipynb #d76b65a9
 def picture_html(
     image, # uint8 [H, W, 3] or PIL image
     title:str, # shown below, escaped
@@ -35,21 +36,24 @@ def picture_html(
     raw = io.BytesIO()
     im.save(raw, "JPEG", quality=88)
     data = base64.b64encode(raw.getvalue()).decode()
-    return (f'<figure style="display:inline-block;margin:4px;text-align:center"><img style="height:{height}px" src="data:image/jpeg;base64,{data}">'
+    return (f'<figure style="display:inline-block;margin:4px;text-align:center">'
+            f'<img style="height:{height}px" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px">{escape(title)}</figcaption></figure>')
 
+# %% ../nbs/03a_widgets.ipynb #2d056b1c
 def sample_html(
     dataset, # `ImageDataset`
     i:int,
 ) -> str:
     "Controls, target and caption of a sample as a piece of a page."
     f, p = sample_facts(dataset, i), dataset.pictures(i)
-    shown = [picture_html(c.copy(), f"control {n + 1}: {c.size[0]}x{c.size[1]} -> {'x'.join(map(str, b))}") for n, (c, b) in enumerate(zip(p["control"], f["control_bucket"]))]
+    shown = [picture_html(c.copy(), f"control {n + 1}: {c.size[0]}x{c.size[1]} -> {'x'.join(map(str, b))}")
+             for n, (c, b) in enumerate(zip(p["control"], f["control_bucket"]))]
     shown.append(picture_html(p["image"], f"target -> {'x'.join(map(str, f['bucket']))}"))
     state = "cached" if f["cached"] else "not cached"
     return f"<div><b>{escape(f['id'])}</b> ({i + 1} of {len(dataset)}, {state})<br>{''.join(shown)}<br><i>{escape(f['prompt'])}</i></div>"
 
-# %% ../nbs/03a_widgets.ipynb #c8240215
+# %% ../nbs/03a_widgets.ipynb #7fd43f15
 def sample_viewer(
     dataset, # `ImageDataset`
 ): # ipywidgets box; its `.children[0]` is the slider
@@ -61,6 +65,7 @@ def sample_viewer(
     slider.observe(show, "value")
     return w.VBox([slider, page])
 
+# %% ../nbs/03a_widgets.ipynb #22ba952f
 def pair_grid(
     dataset, # `ImageDataset`
     n:int=4, # pairs
@@ -69,7 +74,7 @@ def pair_grid(
     from IPython.display import HTML
     return HTML("".join(sample_html(dataset, i) for i in range(min(n, len(dataset)))))
 
-# %% ../nbs/03a_widgets.ipynb #bded5c3c
+# %% ../nbs/03a_widgets.ipynb #56f03572
 def cache_status(
     cache, # `EmbeddingCacheManager`, folder or list of folders
 ): # ipywidgets box: the table, a button that verifies, its verdict
