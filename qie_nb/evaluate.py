@@ -82,8 +82,10 @@ def style_matrix(
 # %% ../nbs/01b_evaluate.ipynb #b6795e26
 class EvaluationCallback(Callback):
     "Held-out loss and style pictures every `eval_interval` epochs or `eval_steps` steps."
-    def on_train_begin(self, t):
-        c = t.config.train
+    def __init__(self,
+        config, # `Config`; a faulty test folder is refused here, before anything is loaded
+    ):
+        c = config.train
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
 
     def on_step_end(self, t):

@@ -45,6 +45,7 @@ class QwenImageEditTrainer(PredictMethods):
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision)
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
+        self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
 
     def __repr__(self):
@@ -110,9 +111,15 @@ def set_lora(self:QwenImageEditTrainer):
 @patch
 def configure_optimizers(self:QwenImageEditTrainer):
     "Create optimizer and learning-rate schedule over the adapter's parameters."
-    c = self.config
-    self.optimizer = make_optimizer(lora.lora_parameters(self._transformer()), c.optimizer)
-    self.lr_scheduler = make_schedule(self.optimizer, c.lr_scheduler, self.state.max_steps)
+    self.optimizer = make_optimizer(lora.lora_parameters(self._transformer()), self.config.optimizer)
+    return self.configure_schedule()
+
+@patch
+def configure_schedule(self:QwenImageEditTrainer):
+    "The learning rate over the run's length as far as it is known, put to the step that was reached; `fit` calls it again."
+    for g in self.optimizer.param_groups: g["lr"] = g["initial_lr"] = self.config.optimizer.lr
+    self.lr_scheduler = make_schedule(self.optimizer, self.config.lr_scheduler, self.state.max_steps)
+    advance(self.lr_scheduler, self.global_step)
     return self
 
 # %% ../nbs/01_trainer.ipynb #bd00031e
@@ -317,11 +324,14 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     s.max_steps = c.max_train_steps or c.num_epochs * per_epoch
     s.num_epochs = -(-s.max_steps // per_epoch)
     s.stop, s.epoch_ended = "", False
-    fresh = self.optimizer is None
-    if fresh:
-        self._check_output(data)
-        self.set_lora().configure_optimizers()
-        if c.resume_checkpoint: self.resume(c.resume_checkpoint)
+    if not self.began:
+        found = ckpt.find_checkpoint(c.resume_checkpoint, self.checkpoint_root()) if c.resume_checkpoint else None
+        if not found: self._check_output()
+        self.set_lora()
+        if found: self.resume(found)
+        elif self.optimizer is None: self.configure_optimizers()
+        self.began = True
+    self.configure_schedule() # now that the length is known
     if s.global_step >= s.max_steps: s.stop = "done"
     self._transformer().train()
     return run
@@ -332,7 +342,7 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     "What listens to every run: progress, logs, evaluation, checkpoints, deadline."
     from qie_nb.evaluate import EvaluationCallback
     from qie_nb.logging import logging_callbacks
-    return [FreeEncoders(), EvaluationCallback(), *logging_callbacks(self.config), ckpt.CheckpointCallback()]
+    return [FreeEncoders(), EvaluationCallback(self.config), *logging_callbacks(self.config), ckpt.CheckpointCallback()]
 
 # %% ../nbs/01_trainer.ipynb #f95e74b3
 @patch
@@ -382,7 +392,7 @@ def save_checkpoint(self:QwenImageEditTrainer,
     "Write a complete checkpoint and remove older ones."
     root = self.checkpoint_root()
     state = dict(global_step=global_step, epoch=epoch, position=self.state.position, config=json.loads(self.config.model_dump_json()),
-                 model=self.lora_facts(), lr_scheduler_step=self.lr_scheduler.last_epoch)
+                 model=self.lora_facts())
     folder = ckpt.write_checkpoint(root/ckpt.checkpoint_name(epoch, global_step, by_epoch),
                                    self.save_lora, self.optimizer.state_dict(), state, torch.get_rng_state())
     ckpt.keep_newest(root, self.config.train.keep_checkpoints)
@@ -403,18 +413,18 @@ def resume(self:QwenImageEditTrainer,
     lora.load_lora(self._transformer(), folder, trainable=True)
     self.configure_optimizers()
     self.optimizer.load_state_dict(optimizer)
-    advance(self.lr_scheduler, state["lr_scheduler_step"])
     if rng is not None: torch.set_rng_state(rng)
     self.state.global_step, self.state.epoch, self.state.position = state["global_step"], state["epoch"], state["position"]
+    self.configure_schedule()
+    self.began = True
     print(f"resumed from {folder}: {state['global_step']} steps, {state['epoch']} epochs done")
     return self
 
 # %% ../nbs/01_trainer.ipynb #5a73d5c9
 @patch
-def _check_output(self:QwenImageEditTrainer, data):
+def _check_output(self:QwenImageEditTrainer):
     "A fresh run must not mix its checkpoints with another's."
     root = self.checkpoint_root()
-    if self.config.train.resume_checkpoint: return
     if found := ckpt.complete_checkpoints(root):
         raise ValueError(f"{str(root)!r} holds another run ({found[-1].name}); "
                          "set `train.resume_checkpoint` to latest, or `train.output_dir` to another folder")

@@ -130,6 +130,39 @@ def test_a_cut_run_resumes_exactly(pairs, tmp_path):
     assert sorted(int(r.split(",")[1]) for r in rows) == list(range(1, 11))
 
 
+def test_the_steps_may_be_called_by_hand(pairs, tmp_path):
+    root, cosine = pairs(((48, 32),) * 3), dict(scheduler_type="cosine", warmup_steps=1)
+    def make(): return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=1)) | dict(lr_scheduler=cosine))
+    by_hand = make()
+    by_hand.load_model()
+    by_hand.setup_accelerator()
+    by_hand.set_lora()
+    by_hand.configure_optimizers()
+    rates = []
+    class Rates(StopAt):
+        def on_step_end(self, t): rates.append(t.state.lr)
+    by_hand.callbacks.append(Rates(None))
+    by_hand.fit()
+    assert adapters_equal(by_hand, make().fit()), "the same run as fit() alone"
+    assert rates[0] == 0 and rates[1] == 1e-3 and rates[1] > rates[-1] > 0, "warm-up, then the cosine over the whole run"
+
+
+def test_a_second_fit_goes_on_where_the_first_was_stopped(pairs, tmp_path):
+    root = pairs(((48, 32),) * 4)
+    def make(*callbacks): return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=1)) | dict(lr_scheduler=dict(scheduler_type="cosine")), callbacks)
+    stopped = make(StopAt(3)).fit()
+    assert stopped.global_step == 3
+    stopped.callbacks.clear()
+    assert stopped.fit().global_step == 8
+    assert adapters_equal(stopped, make_clean(make, tmp_path))
+
+
+def make_clean(make, tmp_path):
+    import shutil
+    shutil.rmtree(tmp_path/"checkpoints")
+    return make().fit()
+
+
 class StopAt:
     def __init__(self, n): self.n = n
     def on_train_begin(self, t): pass
