@@ -155,10 +155,15 @@ def load_component(
     index = json.loads((Path(folder)/"model_index.json").read_text())
     if not index.get(name) or None in index[name]:
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that holds it")
-    cls = getattr(importlib.import_module(index[name][0]), index[name][1])
+    library, cls = index[name]
+    if library not in ("diffusers", "transformers"):
+        raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
+    cls = getattr(importlib.import_module(library), cls)
     if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
     if not issubclass(cls, torch.nn.Module): return cls.from_pretrained(folder, subfolder=name)
-    kw = {"dtype" if cls.__module__.startswith("transformers") else "torch_dtype": dtype}
+    if not any((Path(folder)/name).glob("*.safetensors")):
+        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
+    kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     return cls.from_pretrained(folder, subfolder=name, **kw).to(device).requires_grad_(False).eval()
 
 # %% ../nbs/00c_models.ipynb #a4845d44

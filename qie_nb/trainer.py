@@ -233,7 +233,7 @@ def _compute_loss(self:QwenImageEditTrainer,
 @patch
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B] float32
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
-    return loss_at(self.transformer, batch, eps, sigmas, self.device, self.weight_dtype)
+    return loss_at(self._transformer(), batch, eps, sigmas, self.device, self.weight_dtype)
 
 # %% ../nbs/01_trainer.ipynb #8c6b454b
 @patch
@@ -390,6 +390,7 @@ def save_checkpoint(self:QwenImageEditTrainer,
     by_epoch:bool=True, # name it after the epoch rather than the step?
 ) -> Path:
     "Write a complete checkpoint and remove older ones."
+    if self.optimizer is None: raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), first")
     root = self.checkpoint_root()
     state = dict(global_step=global_step, epoch=epoch, position=self.state.position, config=json.loads(self.config.model_dump_json()),
                  model=self.lora_facts())

@@ -260,6 +260,25 @@ def test_predict_refuses_a_schedule_without_a_noise_level(tmp_path, pairs):
     with pytest.raises(ValueError, match="`num_inference_steps` must be at least 2 with this scheduler, got 1"): trainer.predict(Image.new("RGB", (40, 30)), "x", num_inference_steps=1)
 
 
+def damaged_model(tmp_path, change):
+    import shutil
+    folder = tmp_path/"model"
+    shutil.copytree(tiny_folder("2511"), folder)
+    change(folder)
+    return folder
+
+
+def rename_to_pickle(folder): (folder/"transformer"/"diffusion_pytorch_model.safetensors").rename(folder/"transformer"/"diffusion_pytorch_model.bin")
+def from_elsewhere(folder): (folder/"model_index.json").write_text((folder/"model_index.json").read_text().replace('"diffusers",\n    "QwenImageTransformer2DModel"', '"os",\n    "QwenImageTransformer2DModel"'))
+
+
+@pytest.mark.parametrize("change, sentence", [(rename_to_pickle, "has no safetensors weights in transformer/; pickles are not read"),
+                                              (from_elsewhere, "wants transformer from 'os'; only diffusers and transformers are imported")])
+def test_a_model_folder_is_not_trusted(change, sentence, pairs, tmp_path):
+    folder = damaged_model(tmp_path, change)
+    with pytest.raises(ValueError, match=sentence): QwenImageEditTrainer(settings(pairs(), tmp_path, model=dict(pretrained_model_name_or_path=str(folder)))).set_lora()
+
+
 def test_names_of_the_facade_exist():
     names = """vae qwen_vl transformer tokenizer processor scheduler accelerator optimizer lr_scheduler global_step use_cache cache_exist cache_dir quantize weight_dtype
         load_model setup_accelerator set_lora configure_optimizers fit training_step save_checkpoint cache_embeddings cache_step setup_predict predict encode_image_embedding
