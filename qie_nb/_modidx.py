@@ -313,6 +313,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'qie_nb.pictures._tail': ('pictures.html#_tail', 'qie_nb/pictures.py'),
                                  'qie_nb.pictures.calculate_dimensions': ('pictures.html#calculate_dimensions', 'qie_nb/pictures.py'),
                                  'qie_nb.pictures.crop_to': ('pictures.html#crop_to', 'qie_nb/pictures.py'),
+                                 'qie_nb.pictures.figure': ('pictures.html#figure', 'qie_nb/pictures.py'),
                                  'qie_nb.pictures.open_image': ('pictures.html#open_image', 'qie_nb/pictures.py'),
                                  'qie_nb.pictures.picture_size': ('pictures.html#picture_size', 'qie_nb/pictures.py'),
                                  'qie_nb.pictures.to_rgb': ('pictures.html#to_rgb', 'qie_nb/pictures.py')},

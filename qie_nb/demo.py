@@ -128,11 +128,11 @@ def loss_figure(
 ): # matplotlib Figure
     "Training and held-out loss of a run, from its newest CSV."
     import csv
-    from matplotlib.figure import Figure
+    from qie_nb.pictures import figure
     rows = list(csv.DictReader(sorted((Path(out)/"checkpoints"/"logs").glob("training_*.csv"))[-1].open()))
     steps, loss = [int(r["step"]) for r in rows], np.array([float(r["loss"]) for r in rows])
     held = [(int(r["step"]), float(r["held_out_loss"])) for r in rows if r["held_out_loss"]]
-    fig = Figure(figsize=(6, 3), layout="constrained")
+    fig = figure(figsize=(6, 3), layout="constrained")
     ax = fig.subplots()
     ax.plot(steps, loss, lw=0.5, alpha=0.4, label="training, each step at its own noise")
     n = max(1, len(loss) // 20)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .callback import Callback
+from .pictures import figure
 from .progress import Progress, short_time
 
 # %% ../nbs/03_logging.ipynb #f7bb21a6
@@ -169,13 +170,12 @@ def plot_events(
     tags=("loss", "held_out_loss", "lr", "grad_norm"),
 ): # matplotlib Figure
     "The curves and the last pictures of event files as one figure."
-    from matplotlib.figure import Figure
     scalars, images = read_events(logdir)
     curves = [t for t in tags if t in scalars]
     shown = [t for t in images if t.startswith("training/")]
     n = len(curves) + len(shown)
     if not n: raise ValueError(f"`logdir` {str(logdir)!r} holds no event files; train with `logging.report_to` tensorboard first")
-    fig = Figure(figsize=(3.2 * min(n, 3), 2.4 * -(-n // 3)), layout="constrained")
+    fig = figure(figsize=(3.2 * min(n, 3), 2.4 * -(-n // 3)), layout="constrained")
     axes = fig.subplots(-(-n // 3), min(n, 3), squeeze=False).ravel()
     for a in axes[n:]: a.axis("off")
     for a, t in zip(axes, curves): a.plot(*zip(*sorted(scalars[t])), lw=1); a.set_title(t, fontsize=9)

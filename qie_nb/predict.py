@@ -13,7 +13,7 @@ import torch
 
 from .encode import Encoder, decode_latents, vae_factor
 from .models import check_device
-from .pictures import Geometry, calculate_dimensions, open_image
+from .pictures import Geometry, calculate_dimensions, figure, open_image
 from .quantise import kind_of
 from .flow import calculate_mu, img_shapes, pack_latents, true_cfg, unpack_latents, velocity
 
@@ -198,10 +198,9 @@ def grid(
     scale:float=1.6, # inches a cell
 ): # matplotlib Figure
     "Pictures in rows and columns."
-    from matplotlib.figure import Figure
     rows = [[np.asarray(c) for c in r] for r in rows]
     tall = sum(r[0].shape[0] / r[0].shape[1] for r in rows)
-    fig = Figure(figsize=(scale * max(map(len, rows)), scale * tall + 0.4), layout="constrained")
+    fig = figure(figsize=(scale * max(map(len, rows)), scale * tall + 0.4), layout="constrained")
     axes = fig.subplots(len(rows), max(map(len, rows)), squeeze=False)
     for axs, row in zip(axes, rows):
         for a in axs: a.axis("off")
