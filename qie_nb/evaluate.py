@@ -42,26 +42,28 @@ def held_out_loss(
     return dict(held_out_loss=per_level.mean().item()) | {f"held_out_loss/{s}": v.item() for s, v in zip(sigmas, per_level)}
 
 # %% ../nbs/01b_evaluate.ipynb #ebc917e7
+def _style(folder, prompts) -> tuple: # (first picture, instruction)
+    pictures = sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    if not pictures: raise ValueError(f"style folder {str(folder)!r} holds no picture; put one in or remove the folder")
+    note = folder/"prompt.txt"
+    text = (prompts or {}).get(folder.name) or (note.read_text(encoding="utf-8").strip() if note.is_file() else "")
+    if not text: raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` {folder.name} or write {str(note)!r}")
+    return pictures[0], text
+
+# %% ../nbs/01b_evaluate.ipynb #9d02435b
 def find_styles(
     folder, # `train.test_image_dir`
     prompts:dict=None, # `train.style_prompts`
 ) -> dict: # {style: (first picture, instruction)}
     "The styles of a test folder. Raises FileNotFoundError or ValueError naming what is missing."
-    folder, found = Path(folder), {}
+    folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`train.test_image_dir` {str(folder)!r} does not exist; give a folder with one sub-folder a style")
-    for d in sorted(p for p in folder.iterdir() if p.is_dir()):
-        pictures = sorted(p for p in d.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-        text = (prompts or {}).get(d.name) or ((d/"prompt.txt").read_text(encoding="utf-8").strip() if (d/"prompt.txt").is_file() else "")
-        if not pictures: raise ValueError(f"style folder {str(d)!r} holds no picture; put one in or remove the folder")
-        if not text:
-            raise ValueError(f"style {d.name!r} has no instruction; "
-                             f"set `train.style_prompts` {d.name} or write {str(d/'prompt.txt')!r}")
-        found[d.name] = (pictures[0], text)
+    found = {d.name: _style(d, prompts) for d in sorted(folder.iterdir()) if d.is_dir()}
     if len(found) < 2: raise ValueError(f"`train.test_image_dir` {str(folder)!r} holds {len(found)} style folders; it needs at least two")
     return found
 
-# %% ../nbs/01b_evaluate.ipynb #ad34d346
+# %% ../nbs/01b_evaluate.ipynb #d00621b9
 def style_matrix(
     trainer,
     styles:dict, # as `find_styles` gives them
@@ -79,7 +81,7 @@ def style_matrix(
             Image.fromarray(trainer.predict(picture, prompt, num_inference_steps=steps)).save(written[-1], quality=95)
     return written
 
-# %% ../nbs/01b_evaluate.ipynb #b6795e26
+# %% ../nbs/01b_evaluate.ipynb #6a27ed28
 class EvaluationCallback(Callback):
     "Held-out loss and style pictures every `eval_interval` epochs or `eval_steps` steps."
     def __init__(self,

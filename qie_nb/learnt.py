@@ -26,11 +26,13 @@ from .tinyvae import fit_for, jitter, single_frame, train_vae
 AREAS = dict(control_area=96*96, vl_area=64*64) # pixels; the pipelines hard-code 1024*1024 and 384*384
 SIZES = [(96, 96), (64, 64), (128, 64), (64, 128)] # trained at; all but 64x64 are what `control_area` makes of their own ratio
 
+# %% ../nbs/00k_learnt.ipynb #6aa7ffde
 def learnt_path() -> Path:
     "The folder of the learnt tiny model."
     import qie_nb
     return Path(qie_nb.__file__).parent/"assets"/"tiny-edit"
 
+# %% ../nbs/00k_learnt.ipynb #1ed45162
 def load_learnt(
     folder=None, # default the shipped one
 ): # QwenImageEditPlusPipeline, float32 on the CPU
@@ -40,14 +42,16 @@ def load_learnt(
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
-# %% ../nbs/00k_learnt.ipynb #4537ff9a
+# %% ../nbs/00k_learnt.ipynb #a64daedf
 def _stats(vae):
     c = vae.config
     return torch.tensor(c.latents_mean).view(1, -1, 1, 1, 1), torch.tensor(c.latents_std).view(1, -1, 1, 1, 1)
 
+# %% ../nbs/00k_learnt.ipynb #0e954b6a
 def _pixels(ims) -> torch.Tensor: # [B, 3, 1, h, w] in -1..1
     return torch.stack([torch.from_numpy(np.asarray(i, dtype=np.float32) / 127.5 - 1).permute(2, 0, 1)[:, None] for i in ims])
 
+# %% ../nbs/00k_learnt.ipynb #d68ee835
 @torch.no_grad()
 def to_latents(
     vae, # AutoencoderKLQwenImage
@@ -57,6 +61,7 @@ def to_latents(
     mean, std = _stats(vae)
     return (vae.encode(_pixels(ims)).latent_dist.mode() - mean) / std
 
+# %% ../nbs/00k_learnt.ipynb #6c70f3f1
 @torch.no_grad()
 def to_pictures(
     vae, # AutoencoderKLQwenImage
@@ -67,6 +72,7 @@ def to_pictures(
     a = ((vae.decode(z * std + mean).sample[:, :, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     return [Image.fromarray(i.permute(1, 2, 0).numpy()) for i in a]
 
+# %% ../nbs/00k_learnt.ipynb #48ea547e
 def psnr(
     a, # picture or array, values in 0..255
     b, # the same size
@@ -75,7 +81,7 @@ def psnr(
     d = np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)
     return float(10 * np.log10(255**2 / np.square(d).mean()))
 
-# %% ../nbs/00k_learnt.ipynb #29d0b83d
+# %% ../nbs/00k_learnt.ipynb #fd019487
 @torch.no_grad()
 def embed(
     pipe, # QwenImageEditPlusPipeline
@@ -87,6 +93,7 @@ def embed(
     w, h = calculate_dimensions(AREAS["vl_area"], im.width / im.height)
     return pipe.encode_prompt(instruction, [pipe.image_processor.resize(im, h, w)])[0][0]
 
+# %% ../nbs/00k_learnt.ipynb #9a8720aa
 @torch.no_grad()
 def edit_pictures(
     pipe, # QwenImageEditPlusPipeline
@@ -107,6 +114,7 @@ def edit_pictures(
         x = pipe.scheduler.step(v, t, x, return_dict=False)[0]
     return to_pictures(pipe.vae, unpack_latents(x, h, w))
 
+# %% ../nbs/00k_learnt.ipynb #4375060b
 def edit_error(
     pipe, # QwenImageEditPlusPipeline
     edit, # an `Edit`: its formula is the truth
@@ -119,7 +127,7 @@ def edit_error(
     made = edit_pictures(pipe, ims, edit.instruction, steps, seed)
     return float(np.sqrt(np.mean([np.square(np.float32(a) - np.float32(b)).mean() for a, b in zip(truth, made)])))
 
-# %% ../nbs/00k_learnt.ipynb #6c70f3f1
+# %% ../nbs/00k_learnt.ipynb #41ee6bb2
 def new_transformer(seed:int=0): # QwenImageTransformer2DModel
     "Random, but for the two heads that look at the same place in the next frame."
     from diffusers import QwenImageTransformer2DModel
@@ -136,6 +144,7 @@ def new_transformer(seed:int=0): # QwenImageTransformer2DModel
             attn.norm_q.weight.fill_(1.6), attn.norm_k.weight.fill_(1.6)
     return tr
 
+# %% ../nbs/00k_learnt.ipynb #47da09d8
 def new_pipe(
     vae, # trained
 ): # QwenImageEditPlusPipeline
@@ -145,17 +154,19 @@ def new_pipe(
     pipe.register_modules(vae=vae, transformer=new_transformer())
     return pipe
 
-# %% ../nbs/00k_learnt.ipynb #48ea547e
+# %% ../nbs/00k_learnt.ipynb #c7ec14f1
 class Sample(NamedTuple):
     "One crop with all its edits."
     size: tuple # width and height in pixels
     latents: torch.Tensor # [edits, tokens, 64]; the first edit keeps the picture, so it is the control too
     prompts: list # embedding of each edit's instruction, then of the empty prompt
 
+# %% ../nbs/00k_learnt.ipynb #a14e75fd
 def known_edits() -> list: # of `Edit`, "keep" first
     "What the learnt model is trained on."
     return [e for e in EDITS.values() if e.known]
 
+# %% ../nbs/00k_learnt.ipynb #d2eb780d
 def recoloured(
     im, # PIL image
     rng:np.random.Generator,
@@ -163,6 +174,7 @@ def recoloured(
     "Other colours, by `jitter`."
     return Image.fromarray((jitter(np.asarray(im, dtype=np.float32) / 255, rng) * 255).round().astype(np.uint8))
 
+# %% ../nbs/00k_learnt.ipynb #85959dc0
 @torch.no_grad()
 def make_samples(
     pipe, # with the trained VAE
@@ -184,7 +196,7 @@ def make_samples(
         print(f"{len(out)} crops encoded", flush=True)
     return out
 
-# %% ../nbs/00k_learnt.ipynb #f33cb700
+# %% ../nbs/00k_learnt.ipynb #6d3b89fb
 def train_transformer(
     pipe, # its transformer is trained in place
     samples:list, # of `make_samples`
@@ -213,7 +225,7 @@ def train_transformer(
     fit_for(minutes, list(tr.parameters()), loss, lr=2e-3, what="transformer")
     tr.eval().requires_grad_(False)
 
-# %% ../nbs/00k_learnt.ipynb #758d17df
+# %% ../nbs/00k_learnt.ipynb #d45ad6e0
 def save_learnt(
     pipe, # QwenImageEditPlusPipeline
     folder, # written in diffusers' layout
@@ -227,6 +239,7 @@ def save_learnt(
     (folder/"qie_nb.json").write_text(json.dumps(dict(AREAS, note=note), indent=1) + "\n")
     return folder
 
+# %% ../nbs/00k_learnt.ipynb #be954f26
 def main(argv=None):
     "Make the learnt model."
     p = argparse.ArgumentParser(prog="python -m qie_nb.learnt", description=main.__doc__)
@@ -244,6 +257,6 @@ def main(argv=None):
     train_transformer(pipe, make_samples(pipe, a.crops), a.minutes_transformer)
     print(f"wrote {save_learnt(pipe, a.out)}", flush=True)
 
-# %% ../nbs/00k_learnt.ipynb #9a8720aa
+# %% ../nbs/00k_learnt.ipynb #354c9927
 #| eval: false
 if __name__ == "__main__": main()

@@ -21,12 +21,14 @@ PHOTOS = dict(
     more=["motorcycle_right.png", "hubble_deep_field.jpg", "color.png",
           "camera.png", "coins.png", "grass.png", "gravel.png", "brick.png", "moon.png"])
 
+# %% ../nbs/00j_photos.ipynb #3bd8d39a
 def photo_folder() -> Path:
     "Where scikit-image's wheel keeps its pictures; found without importing it."
     spec = importlib.util.find_spec("skimage")
     if spec is None: raise ImportError("the photographs are those of `scikit-image`, which is not installed; pip install scikit-image")
     return Path(spec.origin).parent/"data"
 
+# %% ../nbs/00j_photos.ipynb #cd5a5a02
 @lru_cache
 def photos(
     split:str="train", # a key of `PHOTOS`
@@ -35,7 +37,7 @@ def photos(
     if split not in PHOTOS: raise ValueError(f"`split` must be one of {', '.join(PHOTOS)}, got {split!r}")
     return tuple(Image.open(photo_folder()/name).convert("RGB") for name in PHOTOS[split])
 
-# %% ../nbs/00j_photos.ipynb #cd5a5a02
+# %% ../nbs/00j_photos.ipynb #a8ebd308
 def crop(
     im, # PIL image
     size:tuple, # width and height of the result in pixels
@@ -48,6 +50,7 @@ def crop(
     x, y = rng.uniform(0, W - w * z), rng.uniform(0, H - h * z)
     return im.resize(size, Image.Resampling.LANCZOS, box=(x, y, x + w * z, y + h * z))
 
+# %% ../nbs/00j_photos.ipynb #4ce604d1
 def crops(
     n:int, # how many
     size:tuple=(96, 96), # width and height in pixels
@@ -64,7 +67,7 @@ def crops(
         out.append(c)
     return out
 
-# %% ../nbs/00j_photos.ipynb #a8ebd308
+# %% ../nbs/00j_photos.ipynb #6e9a4948
 class Edit(NamedTuple):
     "A plain edit: what one tells the model, and what shall come out."
     instruction: str # the caption
@@ -78,12 +81,14 @@ class Edit(NamedTuple):
         a = self.formula(np.asarray(im, dtype=np.float32) / 255)
         return Image.fromarray((a.clip(0, 1) * 255).round().astype(np.uint8))
 
+# %% ../nbs/00j_photos.ipynb #26cb3fc7
 def luma(
     a, # array [h, w, 3]
 ): # [h, w, 1]
     "Brightness as the eye has it (ITU-R BT.601)."
     return a @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
 
+# %% ../nbs/00j_photos.ipynb #469d93f2
 def duotone(
     dark, # colour of black, three values in 0..1
     light, # colour of white
@@ -92,7 +97,7 @@ def duotone(
     dark, light = np.float32(dark), np.float32(light)
     return lambda a: dark + luma(a) * (light - dark)
 
-# %% ../nbs/00j_photos.ipynb #b5e61a1b
+# %% ../nbs/00j_photos.ipynb #0ff8c06e
 EDITS = dict(
     keep=Edit("keep it as it is", lambda a: a),
     grayscale=Edit("make it grayscale", lambda a: np.repeat(luma(a), 3, -1)),
@@ -105,7 +110,7 @@ EDITS = dict(
     duotone=Edit("print it in dark blue and orange", duotone((0.05, 0.08, 0.40), (1., 0.72, 0.20)), known=False),
     sepia=Edit("age it like an old photograph", duotone((0.16, 0.08, 0.02), (1., 0.93, 0.75)), known=False))
 
-# %% ../nbs/00j_photos.ipynb #443c6959
+# %% ../nbs/00j_photos.ipynb #40d23050
 def make_pairs(
     folder, # gets training_images/ and control_images/; files of the same names are replaced
     edit, # a key of `EDITS`, or an `Edit`

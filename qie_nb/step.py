@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['CACHED', 'is_cached', 'batch_size', 'as_list', 'batch_seeds', 'loss_at', 'draw', 'encode_pictures', 'encode_batch',
-           'make_optimizer', 'make_schedule', 'advance']
+           'make_optimizer', 'make_schedule', 'advance', 'Run']
 
 # %% ../nbs/00n_step.ipynb #b7d6c4e5
+from itertools import islice
+
 import numpy as np
 import torch
 
 from . import flow
 from .cache import stable_seed
-from .data import stack_tensors
+from .data import BucketBatchSampler, stack_tensors
 from .pictures import open_image
 
 # %% ../nbs/00n_step.ipynb #f66089e7
@@ -147,3 +149,21 @@ def advance(
     "Put a fresh schedule to a step; the configured rate stays in force, so it may be changed on resume."
     schedule.last_epoch = step
     for group, base, fn in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas): group["lr"] = base * fn(step)
+
+# %% ../nbs/00n_step.ipynb #4402c0fb
+class Run:
+    "A loader with what the loop needs to know of it."
+    def __init__(self, loader, accumulate, callbacks):
+        self.loader, self.accumulate, self.callbacks = loader, accumulate, callbacks
+        self.batches = len(loader)
+        if not self.batches: raise ValueError("the loader gives no batch; check `data.dataset_path`")
+
+    def groups(self, state):
+        "Lists of batches, one list an optimizer step, from the state's position in its epoch on."
+        sampler = getattr(self.loader, "batch_sampler", None)
+        if isinstance(sampler, BucketBatchSampler):
+            sampler.set_epoch(state.epoch)
+            sampler.start = state.position # before the loader is asked for its iterator, which reads it
+            batches = iter(self.loader)
+        else: batches = islice(iter(self.loader), state.position, None)
+        while group := list(islice(batches, self.accumulate)): yield group

@@ -63,6 +63,7 @@ def jitter(
     a = ((a - a.mean()) * rng.uniform(0.5, 1.4) + a.mean() + rng.uniform(-0.2, 0.2)).clip(0, 1)
     return (a ** np.exp(rng.uniform(-0.6, 0.6)) if rng.random() < 0.4 else a).astype(np.float32)
 
+# %% ../nbs/00ja_tinyvae.ipynb #f7aa635b
 def dead_leaves(
     n:int, # side in pixels
     rng:np.random.Generator,
@@ -85,7 +86,7 @@ def dead_leaves(
     if rng.random() < 0.5: a = a + (rng.normal() * ramp[:, None] + rng.normal() * ramp)[..., None] * rng.normal(0, 0.15, 3)
     return a + rng.normal(0, rng.uniform(0.01, 0.06), (n, n, 1)) if rng.random() < 0.5 else a
 
-# %% ../nbs/00ja_tinyvae.ipynb #ec2c4973
+# %% ../nbs/00ja_tinyvae.ipynb #fcf2a6af
 def _patch(n, rng, ims, weights):
     if rng.random() < 0.2: a = dead_leaves(n, rng)
     else:
@@ -99,6 +100,7 @@ def _patch(n, rng, ims, weights):
     if rng.random() < 0.5: a = a[:, ::-1]
     return jitter(a, rng) if rng.random() < 0.85 else a
 
+# %% ../nbs/00ja_tinyvae.ipynb #9189c4d8
 def patches(
     n:int, # how many
     size:int, # side in pixels
@@ -116,7 +118,7 @@ def patches(
         out.append(np.ascontiguousarray(a, dtype=np.float32))
     return torch.from_numpy(np.stack(out)).permute(0, 3, 1, 2).clamp(0, 1)[:, :, None].contiguous() * 2 - 1
 
-# %% ../nbs/00ja_tinyvae.ipynb #a4bc0f48
+# %% ../nbs/00ja_tinyvae.ipynb #4ebb10b3
 @contextlib.contextmanager
 def single_frame():
     "Within, the VAE's causal convolutions run as 2-D ones; right for a single frame only."
@@ -127,6 +129,7 @@ def single_frame():
     try: yield
     finally: Conv.forward = old
 
+# %% ../nbs/00ja_tinyvae.ipynb #8244cd29
 def new_vae(): # AutoencoderKLQwenImage
     "Random, with two downsampling stages (factor 4); the slices that a single frame never meets are zero."
     from diffusers import AutoencoderKLQwenImage
@@ -136,12 +139,13 @@ def new_vae(): # AutoencoderKLQwenImage
             if p.ndim == 5 and p.shape[2] > 1: p[:, :, :-1] = 0
     return vae
 
+# %% ../nbs/00ja_tinyvae.ipynb #04561d01
 def _run(vae, x, noise=0.):
     h = vae.quant_conv(vae.encoder(x))
     z = h[:, :16]
     return vae.decoder(vae.post_quant_conv(z + noise * torch.randn_like(z))), z, h[:, 16:]
 
-# %% ../nbs/00ja_tinyvae.ipynb #3e78004c
+# %% ../nbs/00ja_tinyvae.ipynb #a19b8a23
 class LinearCode(nn.Module):
     "The VAE's convolutions along its main path, without anything that is not linear."
     def __init__(self):
@@ -161,7 +165,7 @@ class LinearCode(nn.Module):
         g = self.up2(up(self.up1(up(self.d_in(z + noise * torch.randn_like(z))))))
         return self.d_out(g), z, h, g
 
-# %% ../nbs/00ja_tinyvae.ipynb #4ebb10b3
+# %% ../nbs/00ja_tinyvae.ipynb #4c7455b3
 @torch.no_grad()
 def _put(conv, weight, bias, constant=None, pairs=False):
     w = conv.weight if conv.weight.ndim == 4 else conv.weight[:, :, -1]
@@ -171,6 +175,7 @@ def _put(conv, weight, bias, constant=None, pairs=False):
     if pairs: w[o:2*o, :i], b[o:2*o] = -weight, -bias
     if constant: b[-1] = constant
 
+# %% ../nbs/00ja_tinyvae.ipynb #3322f3ad
 @torch.no_grad()
 def plant(
     vae, # of `new_vae`
@@ -202,7 +207,7 @@ def plant(
     _put(d.up_blocks[1].resnets[0].conv_shortcut, *same(22), big[1]), _put(up[1], *wb(code.up2), big[1], pairs=True)
     ends(d.conv_out, code.d_out, big[1], rms[1], 16)
 
-# %% ../nbs/00ja_tinyvae.ipynb #b64d6f1e
+# %% ../nbs/00ja_tinyvae.ipynb #3a80c238
 def train_vae(
     minutes:float=15, # two fifths of it for the linear code
     seed:int=1, # of weights, pictures and noise
