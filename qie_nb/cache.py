@@ -251,13 +251,17 @@ def clear_cache(self:EmbeddingCacheManager,
 
 # %% ../nbs/00_cache.ipynb #2f5f4c94
 @patch
-def verify(self:EmbeddingCacheManager) -> list: # (path, reason) of each bad entry
-    "Read every entry and check it; nothing is moved or changed."
+def verify(self:EmbeddingCacheManager,
+    repair:bool=False, # set bad entries aside, so that the next precompute makes them again?
+) -> list: # (path, reason) of each bad entry
+    "Read every entry and check it; nothing is moved unless `repair`."
     bad = []
     for kind in KINDS:
         for p in self._entries(kind):
             try: unpack_entry(p.read_bytes(), kind, p.stem)
-            except CacheEntryError as e: bad.append((str(p), str(e)))
+            except CacheEntryError as e:
+                bad.append((str(p), str(e)))
+                if repair: self._set_aside(p, str(e))
     return bad
 
 # %% ../nbs/00_cache.ipynb #c2c4c5a4

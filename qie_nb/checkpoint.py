@@ -63,7 +63,7 @@ def write_checkpoint(
     if rng is not None: tensors["rng"] = rng
     save_adapter(folder)
     write_atomic(folder/"optimizer.safetensors", save(tensors))
-    write_atomic(folder/"state.json", json.dumps({**state, "optimizer": rest}, indent=1).encode())
+    write_atomic(folder/"state.json", json.dumps({**state, "written": time.time(), "optimizer": rest}, indent=1).encode())
     write_atomic(folder/"COMPLETE", json.dumps({p.name: file_digest(p) for p in sorted(folder.iterdir())}, indent=1).encode())
     write_atomic(folder.parent/"latest", folder.name.encode())
     return folder
@@ -79,10 +79,10 @@ def is_complete(folder) -> bool:
 # %% ../nbs/01a_checkpoint.ipynb #b1456eef
 def complete_checkpoints(
     root, # the checkpoints folder
-) -> list: # complete ones, oldest first by step
-    "All complete checkpoints of a run."
+) -> list: # complete ones, the newest last
+    "All complete checkpoints of a run, in the order in which they were written."
     found = [d for d in Path(root).glob("*_*") if d.is_dir() and re.fullmatch(r"epoch_\d+|step_\d+", d.name) and is_complete(d)]
-    return sorted(found, key=lambda d: json.loads((d/"state.json").read_text())["global_step"])
+    return sorted(found, key=lambda d: json.loads((d/"state.json").read_text()).get("written", 0))
 
 # %% ../nbs/01a_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
@@ -125,14 +125,14 @@ def keep_newest(
     root, # the checkpoints folder
     n:int, # complete ones to keep
 ) -> list: # names of the removed
-    "Remove older complete checkpoints, newest last."
+    "Remove complete checkpoints but the last `n` written; a run resumed from far back keeps its own and not the abandoned ones."
     gone = complete_checkpoints(root)[:-n]
     for d in gone: shutil.rmtree(d)
     return [d.name for d in gone]
 
 # %% ../nbs/01a_checkpoint.ipynb #9e0d7f0c
 class CheckpointCallback(Callback):
-    "Saves every `save_interval` epochs and `save_steps` steps, and when a run ends before it is done."
+    "Saves every `save_interval` epochs and `save_steps` steps, and at the end of a run."
     def on_train_begin(self, t): self.t0, self.saved, self.longest = time.time(), t.global_step, 0.
 
     def on_step_end(self, t):
@@ -142,9 +142,13 @@ class CheckpointCallback(Callback):
         if left <= 3 * self.longest: t.state.stop = t.state.stop or f"max_hours {c.max_hours} is nearly over"
 
     def on_train_end(self, t):
-        if t.state.stop != "done" and self.saved != t.global_step: self.save(t)
+        c = t.config.train
+        wanted = t.state.stop != "done" or c.save_interval or c.save_steps # a run cut short is saved in any case
+        if wanted and self.saved != t.global_step: self.save(t)
 
     def save(self, t):
+        if t.state.loss is not None and not torch.isfinite(torch.as_tensor(t.state.loss)):
+            return print(f"no checkpoint at step {t.global_step}: the loss is not finite; the last good one is kept")
         began = time.time()
         t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
         self.saved, self.longest = t.global_step, max(self.longest, time.time() - began)

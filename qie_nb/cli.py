@@ -18,7 +18,9 @@ def _trainer(a):
     return QwenImageEditTrainer(config)
 
 # %% ../nbs/04_cli.ipynb #cf370451
-def precompute(a): _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
+def precompute(a):
+    report = _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
+    return 1 if report.skipped else 0
 
 def train(a):
     trainer = _trainer(a).fit()
@@ -28,8 +30,10 @@ def train(a):
 def evaluate(a):
     from qie_nb.checkpoint import find_checkpoint
     from qie_nb.evaluate import find_styles, held_out_loss, style_matrix
+    from qie_nb.lora import WEIGHT_NAME
     t = _trainer(a)
-    t.load_lora(a.checkpoint if a.checkpoint.endswith(".safetensors") else find_checkpoint(a.checkpoint, t.checkpoint_root()))
+    bare = Path(a.checkpoint).suffix == ".safetensors" or (Path(a.checkpoint)/WEIGHT_NAME).is_file()
+    t.load_lora(a.checkpoint if bare else find_checkpoint(a.checkpoint, t.checkpoint_root()))
     c = t.config.train
     t.make_loader()
     if t.held_out: print(json.dumps(held_out_loss(t, t.held_out), indent=1))
@@ -53,11 +57,13 @@ def predict(a):
 # %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     from qie_nb.cache import EmbeddingCacheManager
+    for folder in a.cache_dir:
+        if not Path(folder).is_dir(): raise FileNotFoundError(f"`cache_dir` {folder!r} does not exist; give the folder of a cache")
     m = EmbeddingCacheManager(a.cache_dir)
     if a.action == "stats": print(json.dumps(m.get_cache_stats(), indent=1))
     if a.action == "clear": print(f"{m.clear_cache(a.kind)} entries removed")
     if a.action == "verify":
-        bad = m.verify()
+        bad = m.verify(a.repair)
         for path, why in bad: print(f"{path}: {why}")
         print(f"{m.get_cache_stats()['total']['count']} entries, {len(bad)} bad")
         return 1 if bad else 0
@@ -102,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
         ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, default=20)), ("--cfg", dict(type=float, default=4.0)),
         ("--height", dict(type=int)), ("--width", dict(type=int)), ("--seed", dict(type=int, default=0)))
     add(cache, "look into a cache",
-        ("action", dict(choices=["stats", "verify", "clear"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()))
+        ("action", dict(choices=["stats", "verify", "clear"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()),
+        ("--repair", dict(action="store_true", help="with verify: set bad entries aside for the next precompute")))
     add(plan, "memory a run will take", config)
     add(doctor, "what this machine has and lacks")
     add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
@@ -116,8 +123,8 @@ def main(
     "Run a command; the user's mistakes are one sentence and exit code 2."
     a = parser().parse_args(argv)
     try: return a.run(a) or 0
-    except (ValueError, FileNotFoundError) as e:
-        print(f"qie-nb {a.command}: {e}", file=sys.stderr)
+    except (ValueError, OSError) as e: # OSError: a folder that is a file, a full disk, weights that cannot be read
+        print(f"qie-nb {a.command}: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
 
 # %% ../nbs/04_cli.ipynb #8ad99c90

@@ -53,7 +53,8 @@ class ModelSection(Section):
 
 # %% ../nbs/00a_config.ipynb #9a265a13
 def _side(name, v):
-    if v % 16: raise ValueError(f"`{name}` must be a multiple of 16, got {v}; use {v // 16 * 16 or 16} or {v // 16 * 16 + 16}")
+    below = max(16, v // 16 * 16)
+    if v < 16 or v % 16: raise ValueError(f"`{name}` must be a multiple of 16, got {v}; use {below} or {below + 16}")
     return v
 
 # %% ../nbs/00a_config.ipynb #1bb1bbd8
@@ -230,8 +231,13 @@ def translate(
     def move(section, table, old_name):
         for key in [k for k in section if k in table]: put(f"{old_name}.{key}", table[key], section.pop(key))
     for name in ("data", "optimizer"): _unwrap_class(out, name, notes)
-    for d in out.pop("datasets", None) or []:
-        for key, value in d.items(): put(f"datasets[].{key}", _DATA.get(key, f"data.{key}"), value)
+    entries = out.pop("datasets", None) or []
+    entries = [entries] if isinstance(entries, dict) else entries
+    folders = [d["folder_path"] for d in entries if "folder_path" in d]
+    if folders: put("datasets[].folder_path", "data.dataset_path", folders[0] if len(folders) == 1 else folders)
+    for d in entries:
+        for key, value in d.items():
+            if key != "folder_path": put(f"datasets[].{key}", _DATA.get(key, f"data.{key}"), value)
     training = out.pop("training", None)
     if isinstance(training, dict):
         move(training, _TRAINING, "training")

@@ -138,6 +138,15 @@ def make(self:Encoder,
 
 # %% ../nbs/00f_encode.ipynb #3c4c2d3a
 @patch
+def warm_up(self:Encoder,
+    missing, # names of tensors that will be made
+):
+    "Build the components that these tensors need, and no other."
+    if any("latent" in name for name in missing): self._part("vae")
+    if any("prompt" in name for name in missing): self._part("text_encoder")
+
+# %% ../nbs/00f_encode.ipynb #0b20c688
+@patch
 def encode_sample(self:Encoder,
     dataset:ImageDataset, # refreshed with this encoder's identity
     i:int,
@@ -157,7 +166,7 @@ def encode_sample(self:Encoder,
                 self.cache.save_cache(k, key, out[n], parts)
     return out, made
 
-# %% ../nbs/00f_encode.ipynb #278f8403
+# %% ../nbs/00f_encode.ipynb #d35b5da7
 @dataclass
 class Report:
     "What a precompute run did."
@@ -175,7 +184,7 @@ class Report:
 
     def __add__(self, other): return Report(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
 
-# %% ../nbs/00f_encode.ipynb #9e12a687
+# %% ../nbs/00f_encode.ipynb #68f7fb32
 def precompute(
     dataset:ImageDataset, # with a cache
     encoder:Encoder, # with the same cache
@@ -189,10 +198,11 @@ def precompute(
         raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set has {len(dataset)}")
     encoder.cache.add_identity(encoder.identity)
     dataset.refresh(encoder.identity)
+    encoder.warm_up({name for i in range(start, end) for name in dataset.missing(i)}) # a broken model is no reason to skip samples
     report, t0, bar = Report(samples=end - start), time.time(), Progress(end - start, "precompute")
     for i in range(start, end):
         try: made = fill_sample(dataset, encoder, i)
-        except (OSError, ValueError) as e: report.skipped.append((dataset.samples[i].id, str(e))); made = None
+        except ValueError as e: report.skipped.append((dataset.samples[i].id, str(e))); made = None
         report.tensors += made or 0
         report.encoded, report.reused = report.encoded + (made is not None and made > 0), report.reused + (made == 0)
         bar.update()

@@ -47,7 +47,8 @@ def _style(folder, prompts) -> tuple: # (first picture, instruction)
     if not pictures: raise ValueError(f"style folder {str(folder)!r} holds no picture; put one in or remove the folder")
     note = folder/"prompt.txt"
     text = (prompts or {}).get(folder.name) or (note.read_text(encoding="utf-8").strip() if note.is_file() else "")
-    if not text: raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` {folder.name} or write {str(note)!r}")
+    if not text:
+        raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` {folder.name} or write {str(note)!r}")
     return pictures[0], text
 
 # %% ../nbs/01b_evaluate.ipynb #9d02435b
@@ -99,3 +100,4 @@ class EvaluationCallback(Callback):
         if self.styles:
             name = f"epoch_{t.state.epoch:04d}" if t.state.epoch_ended else f"step_{t.global_step:08d}"
             style_matrix(t, self.styles, t.checkpoint_root()/"inference"/name, t.config.train.eval_num_inference_steps)
+            t.transformer.to(t.device) # predicting may have moved it

@@ -59,6 +59,7 @@ class CSVCallback(Callback):
     def on_step_end(self, t):
         if t.global_step % t.config.logging.log_every and not t.state.metrics: return
         row = dict(time=round(time.time(), 3), **row_of(t))
+        if not np.isfinite(row["loss"]): t.state.stop = f"the loss is {row['loss']} at step {row['step']}; lower `optimizer.lr`"
         with self.path.open("a", newline="") as f: csv.writer(f).writerow([row.get(c, "") for c in self.columns])
 
 # %% ../nbs/03_logging.ipynb #efb79bb1

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_NAME', 'lora_parameters', 'assert_float32', 'add_lora', 'lora_state', 'save_lora', 'find_lora', 'lora_info',
-           'load_lora', 'merge_lora', 'unmerge_lora']
+           'train_only', 'load_lora', 'merge_lora', 'unmerge_lora']
 
 # %% ../nbs/00h_lora.ipynb #0b90d8f1
 import json
@@ -101,12 +101,25 @@ def lora_info(path) -> dict: # what `save_lora` was given as `info`
     with safe_open(find_lora(path), "pt") as f: return json.loads((f.metadata() or {}).get("qie_nb", "{}"))
 
 # %% ../nbs/00h_lora.ipynb #416fc044
-def _freeze_but(transformer, name):
+def train_only(transformer, name):
     for n, p in transformer.named_parameters():
         p.requires_grad_(name is not None and ".lora_" in n and f".{name}." in n)
         if p.requires_grad: p.data = p.data.float()
 
 # %% ../nbs/00h_lora.ipynb #f320f5ee
+def _check_fit(transformer, state, file):
+    "Every tensor must meet a layer of its size; asked before anything of the transformer is changed."
+    modules = dict(transformer.named_modules())
+    for key, t in state.items():
+        name, _, side = key.removeprefix("transformer.").partition(".lora_")
+        layer = getattr(modules.get(name), "base_layer", modules.get(name))
+        have = None if layer is None else layer.in_features if side.startswith("A") else layer.out_features
+        want = t.shape[1] if side.startswith("A") else t.shape[0]
+        if have != want:
+            raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {want} features, the layer has "
+                             f"{have or 'no place'}; use the base model it was trained on")
+
+# %% ../nbs/00h_lora.ipynb #0a31550f
 def load_lora(
     transformer,
     path, # file or folder
@@ -123,14 +136,13 @@ def load_lora(
     if not state:
         raise ValueError(f"LoRA {str(file)!r} holds no adapter of a Qwen-Image transformer; "
                          "its keys must begin with transformer. or diffusion_model.")
+    _check_fit(transformer, state, file)
     if name in getattr(transformer, "peft_config", {}): transformer.delete_adapters(name)
-    try: transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name, metadata=meta)
-    except RuntimeError as e:
-        raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {str(e).splitlines()[-1].strip()}") from e
-    _freeze_but(transformer, name if trainable else None)
+    transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name, metadata=meta)
+    train_only(transformer, name if trainable else None)
     return lora_info(file)
 
-# %% ../nbs/00h_lora.ipynb #5be174b0
+# %% ../nbs/00h_lora.ipynb #31565068
 def merge_lora(transformer):
     "Add the adapter's product to the base's weights."
     transformer.fuse_lora(safe_fusing=True)

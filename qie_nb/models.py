@@ -244,6 +244,11 @@ def component_digest(
 
 # %% ../nbs/00c_models.ipynb #9b7fbe3b
 @patch
+def has_encoders(self:Components) -> bool:
+    "Are the encoders' files at hand, so that their digest can be taken?"
+    return all((self.folder/c).is_dir() for c in ("vae", "text_encoder", "tokenizer", "processor"))
+
+@patch
 def identity(self:Components) -> dict:
     "What the cache's keys and manifest say of these encoders."
     folder = resolve_model(self.name, ["vae", "text_encoder", "tokenizer", "processor"], self.revision)

@@ -13,7 +13,7 @@ import torch
 
 from .encode import Encoder, decode_latents, vae_factor
 from .models import check_device
-from .pictures import Geometry, calculate_dimensions, figure, open_image
+from .pictures import Geometry, calculate_dimensions, crop_to, figure, open_image
 from .quantise import kind_of
 from .flow import calculate_mu, img_shapes, pack_latents, true_cfg, unpack_latents, velocity
 
@@ -68,9 +68,9 @@ def output_size(
     w, h = calculate_dimensions(area, first[0] / first[1])
     w, h = width or w, height or h
     for name, side in (("width", w), ("height", h)):
-        if side % multiple:
-            below = side // multiple * multiple
-            raise ValueError(f"`{name}` must be a multiple of {multiple}, got {side}; use {below or multiple} or {below + multiple}")
+        if side < multiple or side % multiple:
+            below = max(multiple, side // multiple * multiple)
+            raise ValueError(f"`{name}` must be a multiple of {multiple}, got {side}; use {below} or {below + multiple}")
     return w, h
 
 # %% ../nbs/02_predict.ipynb #8e4f9916
@@ -100,6 +100,7 @@ def edit(
     "Edit a picture as the diffusers pipelines would."
     parts = encoder.components
     pictures = [open_image(i) for i in (images if isinstance(images, (list, tuple)) else [images])]
+    if not pictures: raise ValueError("`prompt_image` is an empty list; give at least one picture")
     if not prompt.strip(): raise ValueError("`prompt` is empty; say what to change")
     geometry = geometry or Geometry(**parts.areas)
     factor = vae_factor(encoder._part("vae"))
@@ -159,14 +160,17 @@ from fastcore.basics import patch
 def encode_image_embedding(self:PredictMethods, image, device=None) -> torch.Tensor: # [1, C, 1, h, w]
     "Latent of a control picture at the model's control size."
     im = open_image(image)
-    return self.encoder(None, device and check_device(str(device))).image(im, self.geometry().control(im.size))[None]
+    g = self.geometry()
+    im = crop_to(im, g.aspect)
+    return self.encoder(None, device and check_device(str(device))).image(im, g.control(im.size))[None]
 
 # %% ../nbs/02_predict.ipynb #2caa2e9c
 @patch
 def encode_prompt_image_embedding(self:PredictMethods, prompt, image, device=None) -> tuple: # ([1, L, D], [1, L] bool)
     "Embedding of a prompt with its control picture or pictures."
     pictures = [open_image(i) for i in (image if isinstance(image, (list, tuple)) else [image])]
-    e, m = self.encoder(None, None, device and check_device(str(device))).prompt(prompt, pictures, self.geometry())
+    g = self.geometry()
+    e, m = self.encoder(None, None, device and check_device(str(device))).prompt(prompt, [crop_to(p, g.aspect) for p in pictures], g)
     return e[None], m[None]
 
 @patch

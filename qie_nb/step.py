@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CACHED', 'is_cached', 'batch_size', 'as_list', 'batch_seeds', 'loss_at', 'draw', 'encode_pictures', 'encode_batch',
-           'make_optimizer', 'make_schedule', 'advance', 'Run']
+           'dropout_noise', 'make_optimizer', 'make_schedule', 'advance', 'Run']
 
 # %% ../nbs/00n_step.ipynb #b7d6c4e5
+from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from . import flow
 from .cache import stable_seed
-from .data import BucketBatchSampler, stack_tensors
+from .data import BucketBatchSampler, controls_of, stack_tensors
 from .pictures import open_image
 
 # %% ../nbs/00n_step.ipynb #f66089e7
@@ -109,12 +110,24 @@ def encode_batch(
         if dataset is not None and encoder.cache is not None:
             tensors, prefix = encoder.encode_sample(dataset, n, pictures)[0], "empty_" if batch["dropped"][n] else ""
         else: tensors, prefix = encode_pictures(encoder, pictures or dataset.pictures(n), prompt, geometry), ""
-        controls = [tensors[k] for k in sorted(k for k in tensors if k.startswith("control_latent"))]
+        controls = controls_of(tensors)
         out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls, prompt_embed=tensors[f"{prefix}prompt_embed"],
                         prompt_embeds_mask=tensors[f"{prefix}prompt_embeds_mask"]))
     return stack_tensors(out)
 
 # %% ../nbs/00n_step.ipynb #e53e2dec
+@contextmanager
+def dropout_noise(
+    rate:float, # `model.lora.lora_dropout`; nothing is touched at 0
+    seed:int, # of this step
+):
+    "Within, torch's global generators start from `seed`; outside they are as they were."
+    if not rate: yield; return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+# %% ../nbs/00n_step.ipynb #e0cc4d4e
 def make_optimizer(
     params, # trainable tensors
     settings, # `OptimizerSection`
@@ -127,7 +140,7 @@ def make_optimizer(
         raise ValueError("`optimizer.name` adamw8bit needs bitsandbytes, which is not installed; install it or use adamw") from None
     return AdamW8bit(params, **kw)
 
-# %% ../nbs/00n_step.ipynb #e0cc4d4e
+# %% ../nbs/00n_step.ipynb #a646522a
 def make_schedule(
     optimizer,
     settings, # `SchedulerSection`
@@ -141,7 +154,7 @@ def make_schedule(
     return get_scheduler(settings.scheduler_type, optimizer, num_warmup_steps=settings.warmup_steps,
                          num_training_steps=max(steps, 1), power=settings.power, **more)
 
-# %% ../nbs/00n_step.ipynb #a646522a
+# %% ../nbs/00n_step.ipynb #4402c0fb
 def advance(
     schedule, # of `make_schedule`, fresh
     step:int, # optimizer steps done
@@ -150,7 +163,7 @@ def advance(
     schedule.last_epoch = step
     for group, base, fn in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas): group["lr"] = base * fn(step)
 
-# %% ../nbs/00n_step.ipynb #4402c0fb
+# %% ../nbs/00n_step.ipynb #cdfb7f53
 class Run:
     "A loader with what the loop needs to know of it."
     def __init__(self, loader, accumulate, callbacks):

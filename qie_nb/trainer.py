@@ -13,7 +13,7 @@ import torch
 
 from . import checkpoint as ckpt
 from . import flow, lora
-from .cache import EmbeddingCacheManager, check_cache_exists
+from .cache import EmbeddingCacheManager, check_cache_exists, stable_seed
 from .callback import Callback, FreeEncoders, RunState, call
 from .config import make_config
 from .data import BucketBatchSampler, ImageDataset, find_samples, loader, split_held_out
@@ -22,7 +22,8 @@ from .models import COMPONENTS, Components, check_device, pick_dtype
 from .pictures import Geometry
 from .predict import PredictMethods
 from .quantise import kind_of, quantise
-from .step import Run, advance, batch_seeds, batch_size, draw, encode_batch, is_cached, loss_at, make_optimizer, make_schedule
+from .step import Run, advance, batch_seeds, batch_size, draw, dropout_noise
+from .step import encode_batch, is_cached, loss_at, make_optimizer, make_schedule
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
 class QwenImageEditTrainer(PredictMethods):
@@ -102,6 +103,7 @@ def set_lora(self:QwenImageEditTrainer):
     tr, c = self._transformer(), self.config
     if c.model.lora.pretrained_weight: self.lora_origin = lora.load_lora(tr, c.model.lora.pretrained_weight, trainable=True)
     elif "default" not in getattr(tr, "peft_config", {}): lora.add_lora(tr, c.model.lora, seed=c.train.seed)
+    else: lora.train_only(tr, "default") # loaded for prediction before
     lora.assert_float32(tr)
     tr.enable_gradient_checkpointing() if c.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
     return self
@@ -135,7 +137,7 @@ def make_loader(self:QwenImageEditTrainer,
     if not isinstance(given, BucketBatchSampler): given = None
     if self.use_cache and dataset.cache is None and self.cache_dir: dataset.cache = EmbeddingCacheManager(self.cache_dir)
     if not self.use_cache: dataset.cache = None
-    dataset.set_areas(self.components.areas)
+    self._settle(dataset)
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
     held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
@@ -147,13 +149,26 @@ def make_loader(self:QwenImageEditTrainer,
 
 # %% ../nbs/01_trainer.ipynb #7330f1c6
 @patch
+def _settle(self:QwenImageEditTrainer, dataset):
+    "Sizes and encoder identity of a data set, so that entries of another model are never taken for this one's."
+    many = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
+    if many is not None and not self.components.variant.many:
+        raise ValueError(f"sample {many!r} has several control pictures, but variant v1 takes one; use a 2509 or 2511 model")
+    dataset.areas = self.components.areas
+    if dataset.cache is None: return dataset.refresh()
+    if self.components.has_encoders(): return dataset.refresh(self.components.identity())
+    dataset.trust_manifest(variant=self.components.variant.name, dtype=str(self.weight_dtype).removeprefix("torch."))
+
+# %% ../nbs/01_trainer.ipynb #71715530
+@patch
 def _subset(self:QwenImageEditTrainer, dataset, samples, **changes):
     out = ImageDataset(dataset.config.model_copy(update=changes), samples=samples)
     out.cache, out.seed, out.cache_identity = dataset.cache, dataset.seed, dataset.cache_identity
-    out.set_areas(dataset.areas)
+    out.areas = dataset.areas
+    out.refresh(dataset.identity)
     return out
 
-# %% ../nbs/01_trainer.ipynb #71715530
+# %% ../nbs/01_trainer.ipynb #f99d6e1b
 @patch
 def encoder(self:QwenImageEditTrainer,
     cache=None, # `EmbeddingCacheManager` or None
@@ -163,7 +178,7 @@ def encoder(self:QwenImageEditTrainer,
     "An encoder over this trainer's components; it loads them when something has to be encoded."
     return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device)
 
-# %% ../nbs/01_trainer.ipynb #f99d6e1b
+# %% ../nbs/01_trainer.ipynb #43a212be
 @patch
 def cache_embeddings(self:QwenImageEditTrainer,
     train_dataloader=None, # loader over an `ImageDataset`, or None for the configuration's data
@@ -182,7 +197,7 @@ def cache_embeddings(self:QwenImageEditTrainer,
     print(report)
     return report
 
-# %% ../nbs/01_trainer.ipynb #43a212be
+# %% ../nbs/01_trainer.ipynb #8f07ffd4
 @patch
 def cache_step(self:QwenImageEditTrainer,
     batch, # of a loader over an `ImageDataset`
@@ -205,13 +220,13 @@ def _dataset_of(self:QwenImageEditTrainer, batch, enc):
     dataset.refresh(enc.identity)
     return dataset
 
-# %% ../nbs/01_trainer.ipynb #bf8f1526
+# %% ../nbs/01_trainer.ipynb #be7131d6
 @patch
 def training_step(self:QwenImageEditTrainer, batch) -> torch.Tensor: # scalar, with gradient
     "Mean loss of a batch: its cached tensors where it holds them, else encoded now."
     return self._training_step_cached(batch) if is_cached(batch) else self._training_step_compute(batch)
 
-# %% ../nbs/01_trainer.ipynb #be7131d6
+# %% ../nbs/01_trainer.ipynb #c53e1075
 @patch
 def _training_step_cached(self:QwenImageEditTrainer, batch):
     return self._compute_loss(batch, batch_seeds(batch, self.config.train.seed, self.state.epoch, self.global_step)).mean()
@@ -220,7 +235,7 @@ def _training_step_cached(self:QwenImageEditTrainer, batch):
 def _training_step_compute(self:QwenImageEditTrainer, batch):
     return self._training_step_cached({**batch, **self.encode_batch(batch)})
 
-# %% ../nbs/01_trainer.ipynb #c53e1075
+# %% ../nbs/01_trainer.ipynb #f1adb9be
 @patch
 def _compute_loss(self:QwenImageEditTrainer,
     batch, # mapping with latents and embeddings
@@ -234,7 +249,7 @@ def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
     return loss_at(self._transformer(), batch, eps, sigmas, self.device, self.weight_dtype)
 
-# %% ../nbs/01_trainer.ipynb #8c6b454b
+# %% ../nbs/01_trainer.ipynb #f2f68984
 @patch
 def encode_batch(self:QwenImageEditTrainer, batch) -> dict:
     "Latents and embeddings of a batch of pictures; with a cache, only what it lacks is computed."
@@ -243,7 +258,7 @@ def encode_batch(self:QwenImageEditTrainer, batch) -> dict:
     if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
     return encode_batch(self._encoder, batch, self.geometry(), self._dataset_of(batch, self._encoder) if "sample" in batch else None)
 
-# %% ../nbs/01_trainer.ipynb #f2f68984
+# %% ../nbs/01_trainer.ipynb #e9d9654f
 @patch
 def geometry(self:QwenImageEditTrainer) -> Geometry:
     "Sizes of the pictures: the configuration's, else the loaded adapter's, else the model's own."
@@ -251,7 +266,7 @@ def geometry(self:QwenImageEditTrainer) -> Geometry:
     areas = {**self.components.areas, **trained_at}
     return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])
 
-# %% ../nbs/01_trainer.ipynb #aa5944a5
+# %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
 def fit(self:QwenImageEditTrainer,
     train_dataloader=None, # loader over an `ImageDataset`, iterable of batches, or None for the configuration's data
@@ -274,7 +289,7 @@ def fit(self:QwenImageEditTrainer,
     finally: call(run.callbacks, "on_train_end", self)
     return self
 
-# %% ../nbs/01_trainer.ipynb #12baa7d4
+# %% ../nbs/01_trainer.ipynb #5f5e2da2
 @patch
 def optimizer_step(self:QwenImageEditTrainer,
     group, # list of batches
@@ -282,10 +297,11 @@ def optimizer_step(self:QwenImageEditTrainer,
     "Backward over the batches, clip, step."
     self.optimizer.zero_grad(set_to_none=True) # first, for an interrupted step leaves gradients behind
     total, samples = 0., sum(batch_size(b) for b in group)
-    for batch in group:
-        loss = self.training_step(batch) * (batch_size(batch) / samples)
-        self.accelerator.backward(loss)
-        total = total + loss.detach()
+    with dropout_noise(self.config.model.lora.lora_dropout, stable_seed(self.config.train.seed, "dropout", self.global_step)):
+        for batch in group:
+            loss = self.training_step(batch) * (batch_size(batch) / samples)
+            self.accelerator.backward(loss)
+            total = total + loss.detach()
     params = [p for g in self.optimizer.param_groups for p in g["params"]]
     norm = torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf"))
     self.state.lr = self.optimizer.param_groups[0]["lr"]
@@ -293,7 +309,7 @@ def optimizer_step(self:QwenImageEditTrainer,
     self.lr_scheduler.step()
     return total, norm
 
-# %% ../nbs/01_trainer.ipynb #5f5e2da2
+# %% ../nbs/01_trainer.ipynb #ab53ed29
 @patch
 def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     "Everything in front of the loop; a run that was stopped goes on."
@@ -317,7 +333,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     self._transformer().train()
     return run
 
-# %% ../nbs/01_trainer.ipynb #ab53ed29
+# %% ../nbs/01_trainer.ipynb #34d909ab
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
     "What listens to every run: progress, logs, evaluation, checkpoints, deadline."
@@ -325,7 +341,7 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.logging import logging_callbacks
     return [FreeEncoders(), EvaluationCallback(self.config), *logging_callbacks(self.config), ckpt.CheckpointCallback()]
 
-# %% ../nbs/01_trainer.ipynb #34d909ab
+# %% ../nbs/01_trainer.ipynb #f95e74b3
 @patch
 def lora_facts(self:QwenImageEditTrainer) -> dict:
     "What users of the adapter should know; `predict` reads the sizes."
@@ -334,7 +350,7 @@ def lora_facts(self:QwenImageEditTrainer) -> dict:
                 variant=v.name, zero_cond_t=v.zero_cond_t,
                 control_area=g.control_area, vl_area=g.vl_area, image_size=list(g.image_size), steps=self.global_step)
 
-# %% ../nbs/01_trainer.ipynb #f95e74b3
+# %% ../nbs/01_trainer.ipynb #1e6ef32c
 @patch
 def save_lora(self:QwenImageEditTrainer,
     path, # folder, or .safetensors file
@@ -344,7 +360,7 @@ def save_lora(self:QwenImageEditTrainer,
         raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
     return lora.save_lora(self.transformer, path, self.lora_facts())
 
-# %% ../nbs/01_trainer.ipynb #1e6ef32c
+# %% ../nbs/01_trainer.ipynb #6178a4c1
 @patch
 def load_lora(self:QwenImageEditTrainer,
     path, # file or folder
@@ -359,11 +375,11 @@ def merge_lora(self:QwenImageEditTrainer):
     lora.merge_lora(self._transformer())
     return self
 
-# %% ../nbs/01_trainer.ipynb #03d2d547
+# %% ../nbs/01_trainer.ipynb #42609475
 @patch
 def checkpoint_root(self:QwenImageEditTrainer) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
-# %% ../nbs/01_trainer.ipynb #42609475
+# %% ../nbs/01_trainer.ipynb #ceaee729
 @patch
 def save_checkpoint(self:QwenImageEditTrainer,
     epoch:int, # epochs completed
@@ -380,7 +396,7 @@ def save_checkpoint(self:QwenImageEditTrainer,
     ckpt.keep_newest(root, self.config.train.keep_checkpoints)
     return folder
 
-# %% ../nbs/01_trainer.ipynb #ceaee729
+# %% ../nbs/01_trainer.ipynb #3538fb68
 @patch
 def resume(self:QwenImageEditTrainer,
     which, # checkpoint folder, `latest`, or an older name like checkpoints/epoch_0050.pt
@@ -402,7 +418,7 @@ def resume(self:QwenImageEditTrainer,
     print(f"resumed from {folder}: {state['global_step']} steps, {state['epoch']} epochs done")
     return self
 
-# %% ../nbs/01_trainer.ipynb #3538fb68
+# %% ../nbs/01_trainer.ipynb #5a73d5c9
 @patch
 def _check_output(self:QwenImageEditTrainer):
     "A fresh run must not mix its checkpoints with another's."

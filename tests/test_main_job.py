@@ -297,3 +297,79 @@ def test_quantised_prediction(tmp_path, pairs):
     assert type(trainer.transformer.transformer_blocks[0].attn.to_q.base_layer).__name__ == "QLinear"
     quantised = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int)
     assert 0 < abs(plain - quantised).mean() < 12
+
+
+# --- what an outside tester broke
+def test_another_models_latents_are_never_trained_on(pairs, tmp_path, built):
+    root, other = pairs(), tiny_folder("2511", seed=5)
+    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    built.clear()
+    mixed = QwenImageEditTrainer(settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(other)))).fit()
+    assert built[VAE] == built[TEXT] == 1, "the other model's entries are misses"
+    alone = QwenImageEditTrainer(settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(other)), cache=dict(cache_dir=str(tmp_path/"alone")))).fit()
+    assert adapters_equal(mixed, alone)
+    built.clear()
+    QwenImageEditTrainer(settings(root, tmp_path)).fit()
+    assert built == {TRANSFORMER: 1}, "and the first model still finds its own"
+
+
+def test_without_encoders_at_hand_the_manifest_must_name_one_model(pairs, tmp_path):
+    import shutil
+    root, bare = pairs(), tmp_path/"bare"
+    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
+    def make(): return QwenImageEditTrainer(settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare))))
+    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    assert make().fit().global_step == 6
+    bf16 = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)), train=dict(mixed_precision="bf16"))
+    with pytest.raises(ValueError, match="filled by tiny-2511 with dtype float32, but this run has bfloat16; precompute for it"): QwenImageEditTrainer(bf16).fit()
+    QwenImageEditTrainer(settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", seed=5))))).cache_embeddings()
+    with pytest.raises(ValueError, match="was filled by 2 encoders: .*; set `cache.identity` to one of them"): make().fit()
+
+
+def test_a_run_resumed_from_far_back_keeps_its_own_checkpoints(pairs, tmp_path):
+    root, keep = pairs(((48, 32),) * 2), tmp_path/"backup"
+    def make(**train): return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=2), train=dict(save_interval=1) | train))
+    first = make(num_epochs=1).fit()
+    (tmp_path/"checkpoints"/"epoch_0001").rename(keep)
+    make(num_epochs=5).fit()
+    make(num_epochs=3, resume_checkpoint=str(keep)).fit()
+    assert {"epoch_0002", "epoch_0003"} == {p.name for p in (tmp_path/"checkpoints").glob("epoch_*")}
+    assert (tmp_path/"checkpoints"/"latest").read_text() == "epoch_0003" and first.global_step == 1
+
+
+def test_a_finished_run_leaves_its_last_step(pairs, tmp_path):
+    QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(save_interval=5))).fit()
+    assert [p.name for p in (tmp_path/"checkpoints").glob("epoch_*")] == ["epoch_0002"]
+
+
+def test_dropout_resumes_exactly_too(pairs, tmp_path):
+    root = pairs(((48, 32),) * 4)
+    def run(out, *callbacks, **train):
+        return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=1), model=dict(lora=dict(r=4, lora_dropout=0.4)), train=dict(output_dir=str(tmp_path/out)) | train), callbacks).fit()
+    whole = run("whole")
+    run("cut", StopAt(3))
+    torch.manual_seed(99)
+    assert adapters_equal(whole, run("cut", resume_checkpoint="latest"))
+
+
+def test_an_adapter_that_does_not_fit_leaves_the_one_in_memory(pairs, tmp_path):
+    from qie_nb.lora import lora_state
+    from safetensors.torch import save_file
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=1))).fit()
+    before = lora_state(trainer.transformer)
+    save_file({k: torch.zeros(v.shape[0] + 1, v.shape[1] + 1) for k, v in before.items()}, tmp_path/"wrong.safetensors")
+    with pytest.raises(ValueError, match="does not fit this transformer: transformer.transformer_blocks.0.attn.to_.* use the base model"): trainer.load_lora(tmp_path/"wrong.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), lora_state(trainer.transformer).values(), strict=True))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(pairs, tmp_path, capsys):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, optimizer=dict(lr=1e30), train=dict(save_interval=1, num_epochs=20))).fit()
+    assert "the loss is nan" in trainer.state.stop and trainer.global_step < 10
+    assert "no checkpoint at step" in capsys.readouterr().out
+
+
+def test_two_data_sets_of_the_older_spelling_are_both_read(tmp_path):
+    from conftest import write_pairs
+    folders = [str(write_pairs(tmp_path/n, ((48, 32),) * 2)) for n in "ab"]
+    trainer = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), datasets=[dict(folder_path=f) for f in folders]))
+    assert len(ImageDataset(trainer.config)) == 4
