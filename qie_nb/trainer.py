@@ -138,6 +138,7 @@ def make_loader(self:QwenImageEditTrainer,
     if self.use_cache and dataset.cache is None and self.cache_dir: dataset.cache = EmbeddingCacheManager(self.cache_dir)
     if not self.use_cache: dataset.cache = None
     self._settle(dataset)
+    self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
     held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None

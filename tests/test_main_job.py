@@ -373,3 +373,9 @@ def test_two_data_sets_of_the_older_spelling_are_both_read(tmp_path):
     folders = [str(write_pairs(tmp_path/n, ((48, 32),) * 2)) for n in "ab"]
     trainer = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), datasets=[dict(folder_path=f) for f in folders]))
     assert len(ImageDataset(trainer.config)) == 4
+
+
+def test_lazy_filling_goes_to_the_loaders_own_cache(pairs, tmp_path):
+    own = loader(pairs(), cache_dir=tmp_path/"own", image_size=[64, 64])
+    QwenImageEditTrainer(settings(tmp_path/"set", tmp_path, train=dict(num_epochs=1))).fit(own)
+    assert own.dataset.get_cache_stats()["pixel_latent"]["count"] == 3 and not (tmp_path/"cache").exists()
