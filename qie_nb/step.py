@@ -15,7 +15,7 @@ import torch
 
 from . import flow
 from .cache import stable_seed
-from .data import BucketBatchSampler, controls_of, stack_tensors
+from .batches import BucketBatchSampler, controls_of, stack_tensors
 from .pictures import open_image
 
 # %% ../nbs/00n_step.ipynb #f66089e7

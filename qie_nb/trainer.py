@@ -16,7 +16,8 @@ from . import flow, lora
 from .cache import EmbeddingCacheManager, check_cache_exists, stable_seed
 from .callback import Callback, FreeEncoders, RunState, call
 from .config import make_config
-from .data import BucketBatchSampler, ImageDataset, find_samples, loader, split_held_out
+from .batches import BucketBatchSampler
+from .data import ImageDataset, find_samples, loader, split_held_out
 from .encode import Encoder, precompute
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .pictures import Geometry
