@@ -129,7 +129,7 @@ def selfcheck(
     import diffusers, numpy as np
     from PIL import Image
     from qie_nb.pictures import Geometry
-    from qie_nb.encode import Encoder
+    from qie_nb.encoder import Encoder
     from qie_nb.models import COMPONENTS, Components, check_device
     from qie_nb.predict import edit
     dev = check_device(device)

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from .encode import Encoder, decode_latents, vae_factor
+from .encode import decode_latents, vae_factor
+from .encoder import Encoder
 from .models import check_device
 from .pictures import Geometry, calculate_dimensions, crop_to, figure, open_image
 from .quantise import kind_of

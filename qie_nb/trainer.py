@@ -18,7 +18,8 @@ from .callback import Callback, FreeEncoders, RunState, call
 from .config import make_config
 from .batches import BucketBatchSampler
 from .data import ImageDataset, find_samples, loader, split_held_out
-from .encode import Encoder, precompute
+from .encoder import Encoder
+from .precompute import precompute
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .pictures import Geometry
 from .predict import PredictMethods

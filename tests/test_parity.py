@@ -15,7 +15,9 @@ from PIL import Image
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import LoraSection
 from qie_nb.data import Geometry, ImageDataset
-from qie_nb.encode import Encoder, encode_image, encode_prompt, precompute, vae_factor, vl_pictures
+from qie_nb.encode import encode_image, encode_prompt, vae_factor, vl_pictures
+from qie_nb.encoder import Encoder
+from qie_nb.precompute import precompute
 from qie_nb.flow import calculate_mu, img_shapes, pack_latents, pad_prompts, unpack_latents, velocity
 from qie_nb.lora import add_lora, load_lora, save_lora
 from qie_nb.models import VARIANTS, Components, find_variant, load_component

@@ -6,7 +6,8 @@ from PIL import Image
 
 from qie_nb import flow
 from qie_nb.data import ImageDataset, loader
-from qie_nb.encode import Encoder, precompute
+from qie_nb.encoder import Encoder
+from qie_nb.precompute import precompute
 from qie_nb.models import Components
 from qie_nb.step import batch_seeds, draw, loss_at
 from qie_nb.tiny import tiny_folder, tiny_pipeline
