@@ -42,7 +42,7 @@ class EmbeddingCacheManager:
             if Path(d).exists() and not Path(d).is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
         self.layers = [open_layer(d) for d in dirs]
         self.cache_dir = self.layers[-1].folder
-        self.quarantined = [] # (place, reason) of bad entries met by this manager
+        self.quarantined, self.shunned = [], set() # (place, reason) of bad entries met; those that could not be moved
 
     @property
     def writable(self) -> bool:
@@ -51,7 +51,8 @@ class EmbeddingCacheManager:
         return not self.layers[-1].packed and os.access(folder, os.W_OK)
 
     def _scratch(self): return self.cache_dir/".tmp"
-    def _first(self, kind, key): return next((layer for layer in self.layers if layer.has(kind, key)), None)
+    def _first(self, kind, key):
+        return next((d for n, d in enumerate(self.layers) if d.has(kind, key) and (n, kind, key) not in self.shunned), None)
 
 # %% ../nbs/00_cache.ipynb #adb83742
 from fastcore.basics import patch
@@ -123,7 +124,7 @@ def _read(self:EmbeddingCacheManager, layer, kind, key):
 def _set_aside(self:EmbeddingCacheManager, layer, kind, key, reason):
     "Move a bad entry to `quarantine/` in the writable layer; remember it either way."
     self.quarantined.append((layer.where(kind, key), reason))
-    if layer is not self.layers[-1] or not self.writable: return
+    if layer is not self.layers[-1] or not self.writable: return self.shunned.add((self.layers.index(layer), kind, key))
     target = self.cache_dir/"quarantine"/f"{kind}-{key}.safetensors"
     target.parent.mkdir(exist_ok=True)
     try: os.replace(layer.path(kind, key), target)

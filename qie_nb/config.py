@@ -73,6 +73,7 @@ class DataSection(Section):
     batch_size: int = Field(1, ge=1, description="samples a step and process")
     num_workers: int = Field(0, ge=0, description="loader processes")
     shuffle: bool = Field(True, description="new order each epoch, a function of (seed, epoch)")
+    strict: bool = Field(False, description="stop at a picture that cannot be read, in place of skipping its sample")
 
     @field_validator("image_size")
     @classmethod
@@ -115,7 +116,10 @@ class CacheSection(Section):
     cache_dir: Folder = Field("cache", description="folder, or a list: all are read, the last is written")
     vae_encoder_device: str = Field("auto", description="device of the VAE while encoding")
     text_encoder_device: str = Field("auto", description="device of the text encoder while encoding")
-    batch_size: int = Field(1, ge=1, le=1, description="pictures encoded at once; only 1 so far")
+    batch_size: int = Field(1, ge=1, description="pictures, or sets of pictures, encoded at once; entries differ in the last bits")
+    prompt_prefix: bool = Field(True, description="encode and keep what stands in front of a prompt once for all prompts on its pictures")
+    vae_2d: bool = Field(True, description="run the video VAE's one frame as 2-D convolutions: the same to rounding, 2.6 times less work")
+    verify: bool = Field(True, description="precompute reads an entry once before it counts as reused")
     identity: Optional[str] = Field(None, description="id of the encoders to look entries up by, where a cache holds several")
 
 # %% ../nbs/00a_config.ipynb #6b8c31b4

@@ -7,15 +7,19 @@ __all__ = ['ImageDataset', 'loader', 'fill_sample', 'EmbeddingCacheHook']
 
 # %% ../nbs/00b_data.ipynb #d29b895b
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .batches import BucketBatchSampler, Batch, collate, controls_of, stack_tensors
-from .cache import EmbeddingCacheManager, file_digest, image_parts, key_of, prompt_parts, stable_seed
+from .cache import ALL_KINDS, PREFIX, CacheEntryError, EmbeddingCacheManager, examine
+from .cache import image_parts, key_of, prefix_parts, prompt_parts, stable_seed
 from .config import Config, DataSection, make_config
-from .pictures import Geometry, picture_size
-from .samples import Sample, find_samples, load_pictures, split_held_out
+from .files import file_fact
+from .pictures import Geometry, open_image, source_digest
+from .progress import Progress
+from .samples import Sample, find_samples, load_pictures, split_held_out, usable
 
 # %% ../nbs/00b_data.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -25,15 +29,19 @@ class ImageDataset(Dataset):
         samples=None, # use these `Sample`s instead of searching `dataset_path`
     ):
         self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
-        self.samples = list(samples) if samples is not None else find_samples(self.config.dataset_path)
-        self.sizes = [tuple(picture_size(p) for p in (s.target, *s.controls)) for s in self.samples]
+        self.found = find_samples(self.config.dataset_path) if samples is None else list(samples)
+        self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
-        self.epoch, self.areas = 0, {}
+        self.epoch, self.areas, self.cached_only, self._keys, self._whole = 0, {}, False, {}, set()
         self.refresh()
+        if samples is None and self.skipped: print(self.skipped_text())
 
     def __len__(self): return len(self.samples)
     def set_epoch(self, epoch): self.epoch = epoch
     def get_cache_stats(self): return self.cache.get_cache_stats() if self.cache else {}
+    def skipped_text(self):
+        rest = f"\n  and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
+        return f"{len(self.skipped)} of {len(self.found)} samples are skipped:\n" + "\n".join(f"  {i}: {why}" for i, why in self.skipped[:5]) + rest
 
 # %% ../nbs/00b_data.ipynb #0f5cc43a
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
@@ -55,6 +63,7 @@ from fastcore.basics import patch
 def refresh(self:ImageDataset, identity:dict=None):
     "Take the encoders' identity from the cache's manifest (or as given) and settle the sizes; call it after the cache was filled."
     self.identity, self.undecided = identity, None
+    self._keys.clear(), self._whole.clear()
     if identity is None and self.cache:
         try: self.identity = self.cache.identity(self.cache_identity)
         except ValueError as e: self.undecided = e # raised when entries are looked up, unless somebody who knows says which first
@@ -93,15 +102,23 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 # %% ../nbs/00b_data.ipynb #913f1e6d
 @patch
 def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; control latents are named control_latent.0, .1, ...
-    "Cache keys of all that sample `i` needs. Reads the pictures' bytes once to digest them."
-    s, who, g = self.samples[i], self.identity, self.geometry
-    target, *controls = self.sizes[i]
-    digests = [file_digest(p) for p in s.controls]
-    parts = {"pixel_latent": image_parts(file_digest(s.target), g.target(target), who, g.aspect)}
-    parts |= {f"control_latent.{n}": image_parts(d, g.control(c), who, g.aspect) for n, (d, c) in enumerate(zip(digests, controls))}
-    for prefix, prompt in (("", s.prompt), ("empty_", "")):
-        p = prompt_parts(prompt, digests, [g.vl(c) for c in controls], who, g.aspect)
-        parts |= {f"{prefix}prompt_embed": p, f"{prefix}prompt_embeds_mask": p}
+    "Cache keys of all that sample `i` may need. Reads the pictures' bytes once to digest them."
+    s = self.samples[i]
+    digests = tuple(source_digest(p) for p in (s.target, *s.controls))
+    if i not in self._keys or self._keys[i][0] != digests:
+        self._keys[i] = digests, self._keys_of(i, *digests)
+        self._whole.discard(i)
+    return self._keys[i][1]
+
+@patch
+def _keys_of(self:ImageDataset, i, image, *controls):
+    who, g, (target, *sizes) = self.identity, self.geometry, self.sizes[i]
+    parts = {"pixel_latent": image_parts(image, g.target(target), who, g.aspect)}
+    parts |= {f"control_latent.{n}": image_parts(d, g.control(c), who, g.aspect) for n, (d, c) in enumerate(zip(controls, sizes))}
+    seen = controls, [g.vl(c) for c in sizes], who, g.aspect
+    parts[PREFIX] = prefix_parts(*seen)
+    for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
+        parts |= dict.fromkeys((f"{prefix}prompt_embed", f"{prefix}prompt_embeds_mask"), prompt_parts(prompt, *seen))
     return {name: (kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p) for name, p in parts.items()}
 
 # %% ../nbs/00b_data.ipynb #e0ba058d
@@ -109,14 +126,19 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; contro
 def needed(self:ImageDataset, i:int) -> dict:
     "The part of `keys(i)` that training reads: empty prompts only where captions are dropped."
     drop = self.config.caption_dropout_rate > 0
-    return {name: v for name, v in self.keys(i).items() if drop or not name.startswith("empty_")}
+    return {name: v for name, v in self.keys(i).items() if name != PREFIX and (drop or not name.startswith("empty_"))}
 
 # %% ../nbs/00b_data.ipynb #19a88b53
 @patch
 def missing(self:ImageDataset, i:int) -> list:
-    "Names of sample `i`'s tensors that the cache lacks."
+    "Names of sample `i`'s tensors that the cache lacks; `prompt_prefix` where only that is gone."
     if self.identity is None: return ["everything"]
-    return [name for name, (kind, key, _) in self.needed(i).items() if not self.cache.cache_exists(kind, key)]
+    keys, has = self.needed(i), lambda kind, key, *_: self.cache._first(kind, key) is not None
+    out = [name for name, k in keys.items() if not has(*k)]
+    if not has(*self.keys(i)[PREFIX]):
+        prompts = [n for n in keys if n.endswith("prompt_embed") and n not in out]
+        if any(self.cache.prefix_of(*keys[n][:2]) for n in prompts): out.append(PREFIX)
+    return out
 
 # %% ../nbs/00b_data.ipynb #9411db01
 @patch
@@ -124,22 +146,52 @@ def dropped(self:ImageDataset, i:int) -> bool:
     "Is this sample's caption dropped in this epoch?"
     return stable_seed(self.seed, self.epoch, self.samples[i].id, "caption") / 2**63 < self.config.caption_dropout_rate
 
+# %% ../nbs/00b_data.ipynb #df719060
+@patch
+def length(self:ImageDataset, i:int) -> int:
+    "About how long sample `i`'s embedding is in this epoch, in tokens for its pictures and letters for its prompt."
+    seen = sum(w * h for w, h in map(self.geometry.vl, self.sizes[i][1:])) // 784 # 28 x 28 pixels a token
+    return seen + (0 if self.dropped(i) else len(self.samples[i].prompt))
+
 # %% ../nbs/00b_data.ipynb #10b2d0eb
 @patch
 def _cached(self:ImageDataset, i) -> dict:
     if self.undecided: raise self.undecided
     if self.cache is None or self.identity is None: return None
-    out = {}
-    for name, (kind, key, _) in self.needed(i).items():
-        if (t := self.cache.load_cache(kind, key)) is None: return None
-        out[name] = t
+    keys, p = self.keys(i), "empty_" if self.dropped(i) else ""
+    if i not in self._whole and not self.missing(i): self._whole.add(i)
+    wanted = [n for n in keys if "latent" in n] + [f"{p}prompt_embed", f"{p}prompt_embeds_mask"]
+    out = {n: self.cache.load_cache(*keys[n][:2]) for n in wanted} if i in self._whole else {}
+    if out and all(t is not None for t in out.values()): return out
+    self._whole.discard(i)
+    if self.cached_only: raise CacheEntryError(self.problems_text())
+    return None
+
+# %% ../nbs/00b_data.ipynb #4e836670
+@patch
+def problems(self:ImageDataset) -> list: # (sample id, tensor's name, place, reason)
+    "All that training would miss in the cache: absent entries, and bad ones."
+    out, bad = [], dict(self.cache.quarantined)
+    for i, s in enumerate(self.samples):
+        for name in self.missing(i): out.append((s.id, name, "", "is missing"))
+        for name, (kind, key, _) in self.keys(i).items():
+            if (layer := self.cache._first(kind, key)) and name in (PREFIX, *self.needed(i)):
+                place = layer.where(kind, key)
+                if why := bad.get(place) or examine(layer, kind, key): out.append((s.id, name, place, why))
     return out
+
+@patch
+def problems_text(self:ImageDataset) -> str:
+    found = self.problems()
+    each = "; ".join(f"{place or name + ' of sample ' + repr(i)} {why}" for i, name, place, why in found)
+    return (f"{len(found)} entries of cache {', '.join(map(str, self.cache.layers))} cannot be used, and nothing here can make them again; "
+            f"precompute where the encoders are: {each}")
 
 # %% ../nbs/00b_data.ipynb #572defaf
 @patch
 def pictures(self:ImageDataset, i:int) -> dict: # `image`: uint8 [H, W, 3]; `control`: list of PIL images in their own size
     "Sample `i`'s pictures: the target at its bucket's size, the controls as the encoders take them."
-    return load_pictures(self.samples[i], self.geometry)
+    return load_pictures(self.samples[i], self.geometry, self._keys[i][0] if i in self._keys else None)
 
 # %% ../nbs/00b_data.ipynb #0662aa9c
 @patch
@@ -154,9 +206,64 @@ def _pick(tensors, drop) -> dict:
     "What a step takes of a sample's tensors: one control latent or a list, and the empty prompt where the caption is dropped."
     controls = controls_of(tensors)
     p = "empty_" if drop else ""
-    rest = {k: v for k, v in tensors.items() if k.startswith("empty_") and not drop}
     return dict(pixel_latent=tensors["pixel_latent"], control_latent=controls[0] if len(controls) == 1 else controls,
-                prompt_embed=tensors[f"{p}prompt_embed"], prompt_embeds_mask=tensors[f"{p}prompt_embeds_mask"], **rest)
+                prompt_embed=tensors[f"{p}prompt_embed"], prompt_embeds_mask=tensors[f"{p}prompt_embeds_mask"])
+
+# %% ../nbs/00b_data.ipynb #5af799ef
+@patch
+def status(self:ImageDataset) -> dict:
+    "Plain data: samples, how many are complete, {kind: {needed, present, missing, bytes}}, layers, models, bad entries, skipped samples."
+    kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
+    out = dict(samples=len(self), complete=0, kinds=kinds, skipped=list(self.skipped))
+    if self.cache is None or self.identity is None: return out | dict(layers=[], models={}, bad=[])
+    there = {(kind, key): size for _, kind, key, size in self.cache.entries()}
+    seen = set()
+    for i in range(len(self)):
+        wanted = {v[:2] for v in (*self.needed(i).values(), self.keys(i)[PREFIX])}
+        lacking = set(self.missing(i)) if wanted - there.keys() else set()
+        out["complete"] += not lacking
+        for kind, key in wanted - seen:
+            whole = kind == PREFIX and (kind, key) not in there and not any("prompt" in name for name in lacking)
+            if whole: continue # its prompts are stored whole and need no prefix
+            k, has = kinds[kind], (kind, key) in there
+            k["needed"], k["present"], k["missing"] = k["needed"] + 1, k["present"] + has, k["missing"] + (not has)
+            k["bytes"] += there.get((kind, key), 0)
+        seen |= wanted
+    stats = self.cache.get_cache_stats()
+    return out | dict(layers=stats["layers"], models=stats["models"], bad=list(self.cache.quarantined), quarantined=stats["quarantined"])
+
+# %% ../nbs/00b_data.ipynb #6cd86af3
+@patch
+def _repr_html_(self:ImageDataset) -> str:
+    from html import escape
+    s = self.status()
+    row = lambda cells, tag="td": "<tr>" + "".join(f"<{tag}>{escape(str(c))}</{tag}>" for c in cells) + "</tr>"
+    kinds = "".join(row((k, v["needed"], v["present"], v["missing"], f"{v['bytes']/1e6:.2f} MB")) for k, v in s["kinds"].items())
+    where = "; ".join(f"{d['folder']}: {d['count']} entries" for d in s["layers"]) or "no cache"
+    who = "; ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in s["models"].values()) or "nobody yet"
+    more = "".join(f"<br>{escape(str(i))}: {escape(why)}" for i, why in (*s["skipped"][:5], *s["bad"][:5]))
+    return (f"<b>{s['samples']} samples</b>, {s['complete']} complete in the cache, {len(s['skipped'])} skipped, {len(s['bad'])} bad entries met"
+            f"<br>{escape(where)}, filled by {escape(who)}<table>{row(('kind', 'needed', 'present', 'missing', 'size'), 'th')}{kinds}</table>{more}")
+
+# %% ../nbs/00b_data.ipynb #d450cd36
+def _decodes(source):
+    decode = lambda p: bool(open_image(p).size)
+    return file_fact(source, "decodes", decode) if isinstance(source, (str, Path)) else decode(source)
+
+@patch
+def drop_unreadable(self:ImageDataset):
+    "Skip the samples whose pictures are needed, because the cache lacks something of them, and cannot be decoded."
+    todo, bad = [i for i in range(len(self)) if self.cache is None or self.undecided or self.missing(i)], {}
+    bar = Progress(len(todo), "look at pictures") if len(todo) > 500 else None
+    for i in todo:
+        s = self.samples[i]
+        try: [_decodes(p) for p in (s.target, *s.controls)]
+        except ValueError as e: bad[i] = str(e)
+        if bar: bar.update()
+    if bad and (self.config.strict or len(bad) == len(self)): raise ValueError(next(iter(bad.values())))
+    self.skipped += [(self.samples[i].id, why) for i, why in bad.items()]
+    for what in ("samples", "sizes"): setattr(self, what, [x for i, x in enumerate(getattr(self, what)) if i not in bad])
+    if bad: self.refresh(self.identity); print(self.skipped_text())
 
 # %% ../nbs/00b_data.ipynb #94e70dd3
 def _collate_of(dataset, samples): return collate(samples, dataset.geometry)
@@ -185,9 +292,9 @@ def fill_sample(
     dataset:ImageDataset, # refreshed with the encoder's identity
     encoder, # `Encoder` with the same cache
     i:int,
-) -> int: # tensors computed
+) -> int: # entries made
     "Compute and store what the cache lacks of sample `i`."
-    return encoder.encode_sample(dataset, i)[1] if dataset.missing(i) else 0
+    return encoder.fill(dataset, [i]) if dataset.missing(i) else 0
 
 # %% ../nbs/00b_data.ipynb #ef93296e
 class EmbeddingCacheHook:
@@ -202,7 +309,7 @@ class EmbeddingCacheHook:
 
     def __call__(self,
         batch, # mapping with `index`, the samples' positions in the data set
-    ) -> int: # tensors computed
+    ) -> int: # entries made
         n = sum(fill_sample(self.dataset, self.encoder, i) for i in batch["index"])
         self.computed += n
         return n

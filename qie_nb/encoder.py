@@ -6,13 +6,18 @@
 __all__ = ['Encoder']
 
 # %% ../nbs/00fa_encoder.ipynb #49b6c706
+import hashlib
+from itertools import groupby
+
 import torch
 from PIL import Image
 
+from .cache import PREFIX
 from .data import ImageDataset
-from .encode import encode_image, encode_prompt, vl_pictures
+from .encode import encode_images, encode_prompt, vl_pictures
 from .models import Components
 from .pictures import Geometry
+from .prefix import Prefix, Unshared, encode_prefix, encode_suffixes
 
 # %% ../nbs/00fa_encoder.ipynb #6b15996f
 class Encoder:
@@ -22,31 +27,80 @@ class Encoder:
         cache=None, # `EmbeddingCacheManager`, or None to keep nothing
         vae_device=None, # where pictures are encoded
         text_device=None, # where prompts are encoded
+        shared:bool=True, # encode what stands in front of a prompt once for all prompts on the same pictures?
+        flat:bool=True, # the VAE's one frame as 2-D convolutions?
+        batch_size:int=1, # pictures, or sets of pictures, encoded at once
     ):
-        self.components, self.cache, self.calls = components, cache, dict(vae=0, text_encoder=0)
+        self.components, self.cache, self.shared, self.flat, self.batch_size = components, cache, shared, flat, batch_size
+        self.calls = dict(vae=0, prefix=0, text_encoder=0) # pictures, sets of pictures and prompts encoded
         self.devices = dict(vae=vae_device or "cpu", text_encoder=text_device or "cpu")
-        self._identity = None
+        self.made, self._identity, self._last = 0, None, (None, None) # entries made; the prefix encoded last, by what it was made from
 
     @property
     def identity(self) -> dict:
         if self._identity is None: self._identity = self.components.identity()
         return self._identity
 
+    def release(self):
+        "Let the encoders and what is left of the last prompt go."
+        self._last = None, None
+        self.components.drop("vae", "text_encoder")
+
     def _part(self, name): return self.components.move(name, self.devices[name])
+    def _text(self): return self._part("text_encoder"), self.components.get("processor"), self.components.variant
 
-    def image(self, image, size) -> torch.Tensor: # [C, 1, h, w]
-        self.calls["vae"] += 1
-        return encode_image(self._part("vae"), image, size)[0]
-
-    def prompt(self, prompt, pictures, geometry) -> tuple: # ([L, D], [L])
-        self.calls["text_encoder"] += 1
-        e, m = encode_prompt(self._part("text_encoder"), self.components.get("processor"), self.components.variant,
-                             prompt, vl_pictures(pictures, geometry))
-        return e[0], m[0]
-
-# %% ../nbs/00fa_encoder.ipynb #1e0d2534
+# %% ../nbs/00fa_encoder.ipynb #5b78d8cb
 from fastcore.basics import patch
 
+@patch
+def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
+    "Latent of one picture, resized to (width, height)."
+    return self.images([image], size)[0]
+
+@patch
+def images(self:Encoder, images, size) -> torch.Tensor: # [B, C, 1, h, w]
+    self.calls["vae"] += len(images)
+    return encode_images(self._part("vae"), images, size, flat=self.flat)
+
+@patch
+def prefix(self:Encoder,
+    made_from, # list of what each set of pictures is known by
+    pictures, # function that gives B lists of pictures at the text encoder's size
+) -> Prefix:
+    "The part in front of the prompts; the last one is kept, for the next prompt is often on the same pictures."
+    if self._last[0] != made_from:
+        self._last = None, None # let go before the next one is made
+        sets = pictures()
+        self.calls["prefix"] += len(sets)
+        self._last = made_from, encode_prefix(*self._text(), sets)
+    return self._last[1]
+
+# %% ../nbs/00fa_encoder.ipynb #12a9b8fb
+@patch
+def prompt(self:Encoder, prompt, pictures, geometry) -> tuple: # ([L, D], [L] bool)
+    "Embedding and mask of one prompt with its pictures, which are in their own size."
+    seen = vl_pictures(pictures, geometry)
+    front, rest = self.prompts([prompt], [seen], [[hashlib.sha256(p.tobytes()).hexdigest() for p in seen]])[0]
+    e = rest if front is None else torch.cat([front, rest])
+    return e, torch.ones(len(e), dtype=torch.bool, device=e.device)
+
+@patch
+def prompts(self:Encoder,
+    prompts, # B strings
+    sets, # B lists of pictures at the text encoder's size, the same sizes in each; or a function that gives them
+    made_from, # B values that say which pictures they are
+) -> list: # B pairs (prefix [P, D] or None, rest [S, D])
+    "Embeddings of prompts in two parts, or whole where they are not to be shared."
+    self.calls["text_encoder"] += len(prompts)
+    get = sets if callable(sets) else lambda: sets
+    try:
+        if not self.shared: raise Unshared("`shared` is off")
+        front = self.prefix(made_from, get)
+        return list(zip(front.hidden, encode_suffixes(*self._text(), front, prompts)))
+    except Unshared:
+        return [(None, encode_prompt(*self._text(), p, pics, shared=False)[0][0]) for p, pics in zip(prompts, get())]
+
+# %% ../nbs/00fa_encoder.ipynb #1e0d2534
 @patch
 def make(self:Encoder,
     name:str, # pixel_latent, control_latent.0, prompt_embed, empty_prompt_embed, or a mask's name
@@ -76,21 +130,98 @@ def warm_up(self:Encoder,
 
 # %% ../nbs/00fa_encoder.ipynb #0b20c688
 @patch
+def fill(self:Encoder,
+    dataset:ImageDataset, # refreshed with this encoder's identity
+    indices, # samples
+) -> int: # entries made
+    "Compute and store what the cache lacks of these samples."
+    before = self.made
+    self.make_missing(dataset, {i: dataset.missing(i) for i in indices})
+    return self.made - before
+
+@patch
+def make_missing(self:Encoder, dataset, missing) -> dict: # {i: {name: CPU tensor}}
+    "Compute the named tensors of samples, each distinct one once, and store them if there is a cache."
+    keys, out = {i: dataset.keys(i) for i, names in missing.items() if names}, {i: {} for i in missing}
+    held = {i: dataset.pictures(i) for i in keys} # after their keys, which they are compared with
+    jobs = {} # one entry of the cache to the samples and names that want it
+    for i, names in missing.items():
+        for name in names: jobs.setdefault(keys[i][name][:2], []).append((i, name))
+    for done in (self._latents(dataset, held, keys, jobs), self._embeddings(dataset, held, keys, jobs)):
+        for job, tensor in done:
+            for i, name in jobs[job]: out[i][name] = tensor
+    return out
+
+# %% ../nbs/00fa_encoder.ipynb #403478e1
+@patch
+def _keep(self:Encoder, kind, key, tensor, parts, prefix=None):
+    tensor, self.made = tensor.cpu(), self.made + 1
+    if self.cache is not None: self.cache.save_cache(kind, key, tensor, parts, prefix)
+    return tensor
+
+@patch
+def _latents(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key), tensor)
+    sizes = {}
+    for job, ((i, name), *_) in jobs.items():
+        if "latent" not in name: continue
+        im = Image.fromarray(held[i]["image"]) if name == "pixel_latent" else held[i]["control"][int(name.split(".")[1])]
+        size = im.size if name == "pixel_latent" else dataset.geometry.control(im.size)
+        sizes.setdefault(size, []).append((job, im, keys[i][name][2]))
+    for size, some in sizes.items():
+        for n in range(0, len(some), self.batch_size):
+            batch = some[n:n + self.batch_size]
+            for (job, _, parts), z in zip(batch, self.images([im for _, im, _ in batch], size)): yield job, self._keep(*job, z, parts)
+
+# %% ../nbs/00fa_encoder.ipynb #b8eb75fa
+@patch
+def _embeddings(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key), tensor)
+    sets = {} # (sizes, key of the prefix) to the jobs on these pictures
+    for job, ((i, name), *_) in jobs.items():
+        if "prompt" not in name: continue
+        sizes = tuple(dataset.geometry.vl(p.size) for p in held[i]["control"])
+        sets.setdefault((sizes, keys[i][PREFIX][1]), {}).setdefault(_asked(dataset, i, name), []).append((job, i, name))
+    for _, some in groupby(sorted(sets, key=lambda s: s[0]), key=lambda s: s[0]):
+        some = list(some)
+        for n in range(0, len(some), self.batch_size):
+            yield from self._on_pictures(dataset, held, keys, [(s[1], sets[s]) for s in some[n:n + self.batch_size]])
+
+def _asked(dataset, i, name) -> str:
+    "The prompt that a tensor belongs to; empty for the prefix, which is nobody's."
+    return "" if name.startswith("empty_") or name == PREFIX else dataset.samples[i].prompt
+
+# %% ../nbs/00fa_encoder.ipynb #261f20aa
+@patch
+def _on_pictures(self:Encoder, dataset, held, keys, batch): # batch: [(prefix key, {prompt: [(job, i, name)]})]
+    first = [next(iter(prompts.values()))[0][1] for _, prompts in batch] # a sample of each set
+    get = lambda: [vl_pictures(held[i]["control"], dataset.geometry) for i in first]
+    turns = [list(prompts) for _, prompts in batch]
+    for n in range(max(map(len, turns))):
+        asked = [t[min(n, len(t) - 1)] for t in turns] # a set without further prompts rides along
+        for (front_key, prompts), i, prompt, (front, rest), left in zip(
+                batch, first, asked, self.prompts(asked, get, [k for k, _ in batch]), (n < len(t) for t in turns)):
+            if left: yield from self._store(keys, front_key, prompts[prompt], front, rest)
+
+@patch
+def _store(self:Encoder, keys, front_key, wanted, front, rest):
+    "Keep the parts that are wanted, the prefix before what stands on it."
+    shared = front is not None
+    if shared and self.cache is not None and self.cache._first(PREFIX, front_key) is None:
+        self._keep(PREFIX, front_key, front, keys[wanted[0][1]][PREFIX][2])
+    whole = torch.cat([front, rest]).cpu() if shared else rest.cpu()
+    for (kind, key), i, name in wanted:
+        parts = keys[i][name][2]
+        if name == PREFIX: yield (kind, key), front.cpu() if shared else whole
+        elif name.endswith("mask"): yield (kind, key), self._keep(kind, key, torch.ones(len(whole), dtype=torch.bool), parts)
+        else: self._keep(kind, key, rest, parts, front_key if shared else None); yield (kind, key), whole
+
+# %% ../nbs/00fa_encoder.ipynb #0ad14f0d
+@patch
 def encode_sample(self:Encoder,
     dataset:ImageDataset, # refreshed with this encoder's identity
     i:int,
-    pictures:dict=None, # decoded already, else read when something is missing
-) -> tuple: # ({name: CPU tensor}, how many were computed)
+) -> dict: # {name: CPU tensor}
     "All tensors that training needs of a sample: from the cache where it has them, else computed and stored."
-    out, made = {}, 0
-    for name, (kind, key, parts) in dataset.needed(i).items():
-        if name in out: continue
-        if self.cache is not None and (t := self.cache.load_cache(kind, key)) is not None: out[name] = t; continue
-        pictures = pictures or dataset.pictures(i)
-        for n, t in self.make(name, pictures, dataset.samples[i].prompt, dataset.geometry).items():
-            out[n] = t.cpu()
-            made += 1
-            if self.cache is not None:
-                k, key, parts = dataset.keys(i)[n]
-                self.cache.save_cache(k, key, out[n], parts)
-    return out, made
+    there, keys = {}, dataset.needed(i)
+    if self.cache is not None: there = {n: t for n, (kind, key, _) in keys.items() if (t := self.cache.load_cache(kind, key)) is not None}
+    lacking = [n for n in keys if n not in there]
+    return there | (self.make_missing(dataset, {i: lacking})[i] if lacking else {})

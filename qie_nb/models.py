@@ -46,12 +46,16 @@ def template_of(
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
 # %% ../nbs/00c_models.ipynb #3cceb8a0
+_VISION = tuple(f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"))
+
 def prompt_text(
     variant:Variant,
     prompt:str, # "" is encoded as " "
     pictures:int=1, # how many control pictures
 ) -> str:
-    "The whole text that the processor gets."
+    "The whole text that the processor gets. Raises ValueError for a prompt that holds vision tokens."
+    if found := next((t for t in _VISION if t in prompt), None):
+        raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, pictures get theirs from the template")
     if pictures > 1 and not variant.many:
         raise ValueError(f"variant v1 takes one control picture, got {pictures}; use a 2509 or 2511 model")
     shown = "".join(variant.picture.format(i + 1) for i in range(pictures))

@@ -115,7 +115,7 @@ def edit(
     noise = start_noise((1, 1, parts.get("vae").config.z_dim, h // factor, w // factor), seed, generator, device, dtype)
     schedule = sampling_schedule(parts.get("scheduler"), num_inference_steps, (h // factor // 2) * (w // factor // 2), device)
     latents = denoise(transformer, schedule, noise, controls, cond, uncond, true_cfg_scale, on_step)
-    return decode_latents(parts.get("vae"), latents)[0]
+    return decode_latents(parts.get("vae"), latents, encoder.flat)[0]
 
 # %% ../nbs/02_predict.ipynb #4db80912
 class PredictMethods:
@@ -130,7 +130,7 @@ class PredictMethods:
         tr.to(d["transformer"]).eval()
         for name in ("vae", "text_encoder"): self.components.move(name, d[name])
         for name in ("processor", "scheduler"): self.components.get(name)
-        self._predictor = self.encoder(None, d["vae"], d["text_encoder"])
+        self._predictor = self.encoder(None, d["vae"], d["text_encoder"], exact=True)
         return self
 
     def predict(self,

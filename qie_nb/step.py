@@ -108,7 +108,7 @@ def encode_batch(
         held = batch["image"][n] is not None
         pictures = dict(image=batch["image"][n], control=as_list(batch["control"][n])) if held else None
         if dataset is not None and encoder.cache is not None:
-            tensors, prefix = encoder.encode_sample(dataset, n, pictures)[0], "empty_" if batch["dropped"][n] else ""
+            tensors, prefix = encoder.encode_sample(dataset, n), "empty_" if batch["dropped"][n] else ""
         else: tensors, prefix = encode_pictures(encoder, pictures or dataset.pictures(n), prompt, geometry), ""
         controls = controls_of(tensors)
         out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls, prompt_embed=tensors[f"{prefix}prompt_embed"],

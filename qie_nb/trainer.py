@@ -12,23 +12,19 @@ from pathlib import Path
 import torch
 
 from . import checkpoint as ckpt
-from . import flow, lora
-from .cache import EmbeddingCacheManager, check_cache_exists, stable_seed
+from . import lora
+from .cache import check_cache_exists, stable_seed
 from .callback import Callback, FreeEncoders, RunState, call
 from .config import make_config
-from .batches import BucketBatchSampler
-from .data import ImageDataset, find_samples, loader, split_held_out
-from .encoder import Encoder
-from .precompute import precompute
 from .models import COMPONENTS, Components, check_device, pick_dtype
-from .pictures import Geometry
 from .predict import PredictMethods
+from .prepare import CacheMethods
 from .quantise import kind_of, quantise
 from .step import Run, advance, batch_seeds, batch_size, draw, dropout_noise
-from .step import encode_batch, is_cached, loss_at, make_optimizer, make_schedule
+from .step import is_cached, loss_at, make_optimizer, make_schedule
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(PredictMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
@@ -125,104 +121,6 @@ def configure_schedule(self:QwenImageEditTrainer):
     advance(self.lr_scheduler, self.global_step)
     return self
 
-# %% ../nbs/01_trainer.ipynb #bd00031e
-@patch
-def make_loader(self:QwenImageEditTrainer,
-    train_dataloader=None, # a loader over an `ImageDataset`, any iterable of batches, or None for the configuration's
-):
-    "The loader to train on, with deterministic buckets and without the held-out pairs."
-    c = self.config
-    if train_dataloader is None: dataset = ImageDataset(c)
-    elif isinstance(getattr(train_dataloader, "dataset", None), ImageDataset): dataset = train_dataloader.dataset
-    else: return train_dataloader
-    given = getattr(train_dataloader, "batch_sampler", None)
-    if not isinstance(given, BucketBatchSampler): given = None
-    if self.use_cache and dataset.cache is None and self.cache_dir: dataset.cache = EmbeddingCacheManager(self.cache_dir)
-    if not self.use_cache: dataset.cache = None
-    self._settle(dataset)
-    self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
-    keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
-    held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
-    self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
-    if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
-    if given: size, seed, shuffle = given.batch_size, given.seed, given.shuffle
-    else: size, seed, shuffle = getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle
-    workers = getattr(train_dataloader, "num_workers", c.data.num_workers)
-    return loader(dataset, batch_size=size, seed=seed, shuffle=shuffle, num_workers=workers)
-
-# %% ../nbs/01_trainer.ipynb #7330f1c6
-@patch
-def _settle(self:QwenImageEditTrainer, dataset):
-    "Sizes and encoder identity of a data set, so that entries of another model are never taken for this one's."
-    many = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
-    if many is not None and not self.components.variant.many:
-        raise ValueError(f"sample {many!r} has several control pictures, but variant v1 takes one; use a 2509 or 2511 model")
-    dataset.areas = self.components.areas
-    if dataset.cache is None: return dataset.refresh()
-    if self.components.has_encoders(): return dataset.refresh(self.components.identity())
-    dataset.trust_manifest(variant=self.components.variant.name, dtype=str(self.weight_dtype).removeprefix("torch."))
-
-# %% ../nbs/01_trainer.ipynb #71715530
-@patch
-def _subset(self:QwenImageEditTrainer, dataset, samples, **changes):
-    out = ImageDataset(dataset.config.model_copy(update=changes), samples=samples)
-    out.cache, out.seed, out.cache_identity = dataset.cache, dataset.seed, dataset.cache_identity
-    out.areas = dataset.areas
-    out.refresh(dataset.identity)
-    return out
-
-# %% ../nbs/01_trainer.ipynb #f99d6e1b
-@patch
-def encoder(self:QwenImageEditTrainer,
-    cache=None, # `EmbeddingCacheManager` or None
-    vae_device=None,
-    text_device=None,
-) -> Encoder:
-    "An encoder over this trainer's components; it loads them when something has to be encoded."
-    return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device)
-
-# %% ../nbs/01_trainer.ipynb #43a212be
-@patch
-def cache_embeddings(self:QwenImageEditTrainer,
-    train_dataloader=None, # loader over an `ImageDataset`, or None for the configuration's data
-    start_idx:int=0, # first sample
-    end_idx:int=None, # one past the last
-): # `Report`
-    "Precompute latents and prompt embeddings of a data set into the cache; held-out pairs too."
-    dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
-    if dataset.cache is None: dataset.cache = EmbeddingCacheManager(self.cache_dir or "cache")
-    enc = self.encoder(dataset.cache)
-    report = precompute(dataset, enc, start_idx, end_idx)
-    if self.config.train.val_path and start_idx == 0 and end_idx is None:
-        report += precompute(self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.), enc)
-    self.components.drop("vae", "text_encoder")
-    self.cache_exist = True
-    print(report)
-    return report
-
-# %% ../nbs/01_trainer.ipynb #8f07ffd4
-@patch
-def cache_step(self:QwenImageEditTrainer,
-    batch, # of a loader over an `ImageDataset`
-    vae_device=None, # where pictures are encoded
-    text_device=None, # where prompts are encoded
-) -> list: # the samples' tensors by name, on the CPU
-    "Encode one batch into the cache and return its tensors."
-    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"),
-                       vae_device and check_device(str(vae_device)),
-                       text_device and check_device(str(text_device)))
-    enc.cache.add_identity(enc.identity)
-    dataset = self._dataset_of(batch, enc)
-    return [enc.encode_sample(dataset, i)[0] for i in range(len(dataset))]
-
-@patch
-def _dataset_of(self:QwenImageEditTrainer, batch, enc):
-    "A data set of just this batch's samples, looked up by this encoder's identity."
-    dataset = ImageDataset(self.config, samples=batch["sample"])
-    dataset.cache = enc.cache
-    dataset.refresh(enc.identity)
-    return dataset
-
 # %% ../nbs/01_trainer.ipynb #be7131d6
 @patch
 def training_step(self:QwenImageEditTrainer, batch) -> torch.Tensor: # scalar, with gradient
@@ -251,23 +149,6 @@ def _compute_loss(self:QwenImageEditTrainer,
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B] float32
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
     return loss_at(self._transformer(), batch, eps, sigmas, self.device, self.weight_dtype)
-
-# %% ../nbs/01_trainer.ipynb #f2f68984
-@patch
-def encode_batch(self:QwenImageEditTrainer, batch) -> dict:
-    "Latents and embeddings of a batch of pictures; with a cache, only what it lacks is computed."
-    if self._encoder is None:
-        self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
-    if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
-    return encode_batch(self._encoder, batch, self.geometry(), self._dataset_of(batch, self._encoder) if "sample" in batch else None)
-
-# %% ../nbs/01_trainer.ipynb #e9d9654f
-@patch
-def geometry(self:QwenImageEditTrainer) -> Geometry:
-    "Sizes of the pictures: the configuration's, else the loaded adapter's, else the model's own."
-    d, trained_at = self.config.data, {k: v for k, v in self.lora_origin.items() if k in ("control_area", "vl_area")}
-    areas = {**self.components.areas, **trained_at}
-    return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
