@@ -20,7 +20,7 @@ def _trainer(a):
 # %% ../nbs/04_cli.ipynb #cf370451
 def precompute(a):
     report = _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
-    return 1 if report.skipped else 0
+    return 0 if report.samples > len(report.skipped) else 1 # a skipped sample is in the report and ends nothing
 
 def train(a):
     trainer = _trainer(a).fit()
@@ -60,13 +60,41 @@ def cache(a):
     for folder in a.cache_dir:
         if not Path(folder).is_dir(): raise FileNotFoundError(f"`cache_dir` {folder!r} does not exist; give the folder of a cache")
     m = EmbeddingCacheManager(a.cache_dir)
-    if a.action == "stats": print(json.dumps(m.get_cache_stats(), indent=1))
-    if a.action == "clear": print(f"{m.clear_cache(a.kind)} entries removed")
-    if a.action == "verify":
-        bad = m.verify(a.repair)
-        for path, why in bad: print(f"{path}: {why}")
-        print(f"{m.get_cache_stats()['total']['count']} entries, {len(bad)} bad")
-        return 1 if bad else 0
+    return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
+
+def _stats(m, a): print(json.dumps(_dataset(m, a).status() if a.config else m.get_cache_stats(), indent=1, default=str))
+def _clear(m, a): print(f"{m.clear_cache(a.kind)} entries removed")
+
+def _verify(m, a):
+    from qie_nb.progress import Progress
+    n = m.get_cache_stats()["total"]["count"]
+    bad = m.verify(a.repair, Progress(n, "verify") if n > 500 else None)
+    for path, why in bad: print(f"{path}: {why}")
+    print(f"{n} entries, {len(bad)} bad" + (", set aside where they could be: precompute makes them again" if bad and a.repair else ""))
+    return 1 if bad else 0
+
+# %% ../nbs/04_cli.ipynb #4ed51773
+def _dataset(m, a):
+    "The configuration's data set, looked up in this cache by its model's encoders, or by the cache's manifest where they are not at hand."
+    from qie_nb.data import ImageDataset
+    t = _trainer(a)
+    dataset = ImageDataset(t.config)
+    dataset.cache, dataset.areas = m, t.components.areas
+    dataset.refresh(t.components.identity() if t.components.has_encoders() else None)
+    if dataset.undecided or dataset.identity is None: raise dataset.undecided or ValueError(f"cache {m.cache_dir} is empty; precompute first")
+    return dataset
+
+def _keep(m, a): return _dataset(m, a).entries_needed() if a.config else None
+
+def _gc(m, a):
+    for what, v in m.gc(_keep(m, a), a.dry_run).items():
+        print(f"{what}: {v['count']} files, {v['bytes']/1e6:.2f} MB {'would be ' * a.dry_run}removed")
+
+def _pack(m, a):
+    if not a.out: raise ValueError("`--out` is not set; name a new folder for the packed cache")
+    files = m.pack(a.out, _keep(m, a), int(a.shard_gb * 1e9))
+    size = sum(f.stat().st_size for f in files)
+    print(f"{len(files)} files, {size/1e6:.2f} MB in {a.out}; read it by `cache.cache_dir: [{a.out}, cache]`")
 
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):
@@ -108,8 +136,11 @@ def parser() -> argparse.ArgumentParser:
         ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, default=20)), ("--cfg", dict(type=float, default=4.0)),
         ("--height", dict(type=int)), ("--width", dict(type=int)), ("--seed", dict(type=int, default=0)))
     add(cache, "look into a cache",
-        ("action", dict(choices=["stats", "verify", "clear"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()),
-        ("--repair", dict(action="store_true", help="with verify: set bad entries aside for the next precompute")))
+        ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()),
+        ("--config", dict(help="YAML file: stats for its data set; gc and pack keep only what it needs")),
+        ("--repair", dict(action="store_true", help="with verify: set bad entries aside for the next precompute")),
+        ("--dry_run", dict(action="store_true", help="with gc: only say what would go")),
+        ("--out", dict(help="with pack: new folder")), ("--shard_gb", dict(type=float, default=2, help="with pack: largest shard")))
     add(plan, "memory a run will take", config)
     add(doctor, "what this machine has and lacks")
     add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))

@@ -245,6 +245,12 @@ def _repr_html_(self:ImageDataset) -> str:
     return (f"<b>{s['samples']} samples</b>, {s['complete']} complete in the cache, {len(s['skipped'])} skipped, {len(s['bad'])} bad entries met"
             f"<br>{escape(where)}, filled by {escape(who)}<table>{row(('kind', 'needed', 'present', 'missing', 'size'), 'th')}{kinds}</table>{more}")
 
+# %% ../nbs/00b_data.ipynb #7027de7e
+@patch
+def entries_needed(self:ImageDataset) -> set: # of (kind, key)
+    "Every entry that training on this data set may read."
+    return {v[:2] for i in range(len(self)) for v in self.keys(i).values()}
+
 # %% ../nbs/00b_data.ipynb #d450cd36
 def _decodes(source):
     decode = lambda p: bool(open_image(p).size)

@@ -14,7 +14,7 @@ from .cache import PREFIX, claim, leftovers
 from .data import ImageDataset
 from .encoder import Encoder
 from .entries import entry_bytes
-from .files import free_bytes
+from .files import DiskFull, free_bytes
 from .layers import examine
 from .prefix import Unshared, front_tokens, suffix_ids, whole_ids
 from .progress import Progress, short_time
@@ -107,8 +107,8 @@ def check_space(
     free = free_bytes(folder)
     print(f"precompute: {need/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
     if need > free:
-        raise OSError(f"the cache needs {need/1e6:.1f} MB more, but {str(folder)!r} has {free/1e6:.1f} MB free: "
-                      f"{(need - free)/1e6:.1f} MB are missing; free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
+        raise DiskFull(errno.ENOSPC, f"the cache needs {need/1e6:.1f} MB more, but {str(folder)!r} has {free/1e6:.1f} MB free: "
+                       f"{(need - free)/1e6:.1f} MB are missing; free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
 
 # %% ../nbs/00fb_precompute.ipynb #ffc7017d
 _TOGETHER = 4 # samples on the same pictures in one piece of work
@@ -216,13 +216,19 @@ def _cannot(cache, n, bad) -> str:
     return (f"{n} samples are not whole in cache {cache.layers[-1]}, which cannot be written; "
             f"add a writable folder behind it: `cache.cache_dir: [this one, cache]`{each}")
 
+def _no_room(error, dataset, encoder, work):
+    left = {i: dataset.missing(i) for piece in work for _, samples in piece for i in samples}
+    need = bytes_needed(dataset, encoder, left)
+    return DiskFull(errno.ENOSPC, f"{error}. In all this job has {need/1e6:.1f} MB still to write; it goes on where it stopped")
+
 def _run(dataset, encoder, work, report):
     "All pieces; those that others hold come back until they are done."
     bar = Progress(sum(len(samples) for piece in work for _, samples in piece), "precompute")
     while work:
         later = []
         for piece in work:
-            busy = _work(dataset, encoder, piece, report)
+            try: busy = _work(dataset, encoder, piece, report)
+            except DiskFull as e: raise _no_room(e, dataset, encoder, work) from None
             bar.update(sum(len(s) for _, s in piece) - sum(len(s) for _, s in busy))
             if busy: later.append(busy)
         if len(later) == len(work): time.sleep(0.05) # nothing was free

@@ -7,7 +7,7 @@ __all__ = ['CACHED', 'is_cached', 'batch_size', 'as_list', 'batch_seeds', 'loss_
            'dropout_noise', 'make_optimizer', 'make_schedule', 'advance', 'Run']
 
 # %% ../nbs/00n_step.ipynb #b7d6c4e5
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from . import flow
 from .cache import stable_seed
-from .batches import BucketBatchSampler, controls_of, stack_tensors
+from .batches import BucketBatchSampler, ahead, controls_of, stack_tensors
 from .pictures import open_image
 
 # %% ../nbs/00n_step.ipynb #f66089e7
@@ -177,6 +177,7 @@ class Run:
         if isinstance(sampler, BucketBatchSampler):
             sampler.set_epoch(state.epoch)
             sampler.start = state.position # before the loader is asked for its iterator, which reads it
-            batches = iter(self.loader)
+            batches = ahead(self.loader) if not self.loader.num_workers else iter(self.loader)
         else: batches = islice(iter(self.loader), state.position, None)
-        while group := list(islice(batches, self.accumulate)): yield group
+        with closing(batches) if hasattr(batches, "close") else nullcontext():
+            while group := list(islice(batches, self.accumulate)): yield group
