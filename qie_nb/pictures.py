@@ -35,10 +35,11 @@ class RowPicture:
         if (data := held.get("bytes")) is not None: return data
         return _file_of(held["path"]).read() if held.get("path") else b""
 
-# %% ../nbs/00aa_pictures.ipynb #c506fa87
+# %% ../nbs/00aa_pictures.ipynb #a9d7e015
 def _file_of(source): # a binary file, at its beginning
     if isinstance(source, bytes): return io.BytesIO(source)
-    if not isinstance(source, (str, os.PathLike)): return io.BytesIO(source.read_bytes() if hasattr(source, "read_bytes") else source.read())
+    if not isinstance(source, (str, os.PathLike)):
+        return io.BytesIO(source.read_bytes() if hasattr(source, "read_bytes") else source.read())
     path = Path(source)
     if not path.is_file(): raise OSError(_no_file(path))
     return path.open("rb")
@@ -105,9 +106,10 @@ def to_rgb(
         im = Image.alpha_composite(Image.new("RGBA", im.size, "white"), im)
     return im.convert("RGB")
 
-# %% ../nbs/00aa_pictures.ipynb #39a3defd
+# %% ../nbs/00aa_pictures.ipynb #22265ab7
 _T = Image.Transpose
-_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270, 7: _T.TRANSVERSE, 8: _T.ROTATE_90}
+_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE,
+          6: _T.ROTATE_270, 7: _T.TRANSVERSE, 8: _T.ROTATE_90}
 
 def _mark(im) -> int: # 1 to 8
     try: return im.getexif().get(0x0112, 1)
