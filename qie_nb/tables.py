@@ -128,7 +128,7 @@ def _allowed(root) -> list:
     hub = [p.parent/"blobs" for p in (root.absolute(), *root.absolute().parents) if p.name == "snapshots"]
     return [root.resolve(), *(b.resolve() for b in hub)]
 
-# %% ../nbs/00aab_tables.ipynb #0e5b3f7a
+# %% ../nbs/00aab_tables.ipynb #19f73702
 def inside(
     root:Path, # the set's folder
     name, # what the row says
@@ -144,6 +144,8 @@ def inside(
     if there: return root/name
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", name): raise ValueError(f"{says}, a URL or a drive; {use}")
     if "\\" in name: return inside(root, name.replace("\\", "/"), where)
+    for form in ("NFC", "NFD"): # the table was written on another machine than the files
+        if _end_of(root/(same := unicodedata.normalize(form, name)))[1] and same != name: return inside(root, same, where)
     raise FileNotFoundError(f"{says}, which does not exist in {str(root)!r}; mend the path or take the row out")
 
 # %% ../nbs/00aab_tables.ipynb #f63996ec
