@@ -20,7 +20,7 @@ from .samples import load_pictures
 class BucketBatchSampler:
     "Batches of indices that share a bucket; order and composition depend on (seed, epoch) alone."
     def __init__(self,
-        dataset, # with a length, `bucket(i)` and `set_epoch(e)`
+        dataset, # with a length, `bucket(i)`, `set_epoch(e)`, and perhaps `length(i)`: what a sample's prompt takes, in any unit
         batch_size:int=1,
         seed:int=0,
         shuffle:bool=True, # a new order each epoch?
@@ -37,6 +37,8 @@ class BucketBatchSampler:
         order, buckets = list(range(len(self.dataset))), {}
         if self.shuffle: rng.shuffle(order)
         for i in order: buckets.setdefault(self.dataset.bucket(i), []).append(i)
+        if self.batch_size > 1 and (length := getattr(self.dataset, "length", None)): # alone, nothing is padded
+            for b in buckets.values(): b.sort(key=length)
         out = [b[k:k + self.batch_size] for b in buckets.values() for k in range(0, len(b), self.batch_size)]
         if self.shuffle: rng.shuffle(out)
         return out

@@ -19,7 +19,7 @@ from .config import Config, DataSection, make_config
 from .files import file_fact
 from .pictures import Geometry, open_image, source_digest
 from .progress import Progress
-from .samples import Sample, find_samples, load_pictures, split_held_out, usable
+from .samples import Sample, Samples, find_samples, load_pictures, split_held_out, usable
 
 # %% ../nbs/00b_data.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -28,13 +28,15 @@ class ImageDataset(Dataset):
         config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `image_size`, `cache_dir`, `use_cache`, `seed`, ...)
         samples=None, # use these `Sample`s instead of searching `dataset_path`
     ):
+        if isinstance(config, dict) and hasattr(config.get("dataset_path"), "column_names"): # a `datasets.Dataset`
+            config, samples = {k: v for k, v in config.items() if k != "dataset_path"}, find_samples(config["dataset_path"])
         self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
-        self.found = find_samples(self.config.dataset_path) if samples is None else list(samples)
+        self.found = find_samples(self.config.dataset_path) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
         self.epoch, self.areas, self.cached_only, self._keys, self._whole = 0, {}, False, {}, set()
         self.refresh()
-        if samples is None and self.skipped: print(self.skipped_text())
+        if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
 
     def __len__(self): return len(self.samples)
     def set_epoch(self, epoch): self.epoch = epoch
@@ -275,7 +277,7 @@ def drop_unreadable(self:ImageDataset):
 def _collate_of(dataset, samples): return collate(samples, dataset.geometry)
 
 def loader(
-    dataset, # path of a data set, or an `ImageDataset`
+    dataset, # path of a data set (or a list), a `datasets.Dataset`, or an `ImageDataset`
     cache_dir=None, # cache folder or list of them
     batch_size:int=1,
     seed:int=0,
@@ -286,7 +288,7 @@ def loader(
     "A loader of bucketed, deterministic batches."
     if not isinstance(dataset, ImageDataset):
         cache = {"cache_dir": cache_dir} if cache_dir else {}
-        path = dataset if isinstance(dataset, list) else str(dataset)
+        path = str(dataset) if isinstance(dataset, Path) else dataset
         dataset = ImageDataset(dict(dataset_path=path, seed=seed, **cache, **kw))
     sampler = BucketBatchSampler(dataset, batch_size, seed, shuffle)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers,

@@ -16,6 +16,7 @@ from .encoder import Encoder
 from .models import check_device
 from .pictures import Geometry
 from .precompute import precompute
+from .samples import Samples
 from .step import encode_batch
 
 # %% ../nbs/00o_prepare.ipynb #7b8a6fbc
@@ -37,6 +38,7 @@ def make_loader(self:CacheMethods,
     if self.use_cache and dataset.cache is None and self.cache_dir: dataset.cache = EmbeddingCacheManager(self.cache_dir)
     if not self.use_cache: dataset.cache = None
     self._settle(dataset)
+    if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
     dataset.drop_unreadable()
     self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
@@ -105,6 +107,7 @@ def cache_embeddings(self:CacheMethods,
     dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None: dataset.cache = EmbeddingCacheManager(self.cache_dir or "cache")
     enc = self.encoder(dataset.cache)
+    if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
     report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
     if self.config.train.val_path and start_idx == 0 and end_idx is None:
         report += precompute(self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.),

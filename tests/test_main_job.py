@@ -220,8 +220,8 @@ def truncated(root): (root/"training_images"/"0002.png").write_bytes((root/"trai
     (break_nothing, dict(data=dict(dataset_path="/no/such/folder")), r"`data.dataset_path` '/no/such/folder' does not exist; give"),
     (break_nothing, dict(data=dict(dataset_path="EMPTY")), r"holds no pictures; expected training_images/"),
     (remove_control, {}, r"target '0001.png' has no control picture; expected .*control_images/0001"),
-    (not_a_picture, {}, r"picture .*control_images/0001.png' cannot be read \(not a picture or broken\); replace it"),
-    (truncated, {}, r"picture .*0002.png' cannot be read .*; replace it"),
+    (not_a_picture, dict(data=dict(strict=True)), r"picture .*control_images/0001.png' cannot be read \(not a picture or broken\); replace it"),
+    (truncated, dict(data=dict(strict=True)), r"picture .*0002.png' cannot be read .*; replace it"),
     (empty_caption, {}, r"caption of sample '0001' is empty; write the instruction into .*0001.txt"),
     (two_of_a_name, {}, r"two samples are called '0001': 0001.jpg and 0001.png in .*; rename or remove one"),
     (break_nothing, dict(data=dict(image_size=[64, 500])), r"`image_size` must be a multiple of 16, got 500; use 496 or 512"),
@@ -248,6 +248,18 @@ def test_bad_input_is_one_sentence_and_no_encoder_runs(damage, changes, sentence
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: QwenImageEditTrainer(raw).fit()
     assert "\n" not in str(e.value)
     assert not built[VAE] and not built[TEXT] and not (tmp_path/"cache").exists()
+
+
+@pytest.mark.parametrize("damage, id", [(not_a_picture, "0001"), (truncated, "0002")])
+def test_a_bad_picture_is_skipped_and_the_rest_trained_on(damage, id, pairs, tmp_path, capsys):
+    root = pairs()
+    damage(root)
+    trainer = QwenImageEditTrainer(settings(root, tmp_path))
+    report = trainer.cache_embeddings()
+    assert (report.encoded, [i for i, _ in report.skipped]) == (2, [id])
+    trainer.fit()
+    said = capsys.readouterr().out
+    assert trainer.global_step == 4 and f"{id}: picture " in said and "1 of 3 samples are skipped" in said # two buckets, two epochs
 
 
 def test_predict_refuses_a_size_the_model_cannot_have(tmp_path, pairs):
