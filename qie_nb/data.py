@@ -171,21 +171,25 @@ def _cached(self:ImageDataset, i) -> dict:
 
 # %% ../nbs/00b_data.ipynb #4e836670
 @patch
-def problems(self:ImageDataset) -> list: # (sample id, tensor's name, place, reason)
+def problems(self:ImageDataset, afresh:bool=True) -> list: # (sample id, tensor's name, place, reason)
     "All that training would miss in the cache: absent entries, and bad ones."
-    out, bad = [], dict(self.cache.quarantined)
+    out, seen, last = [], {}, self.cache.layers[-1]
+    bar = Progress(len(self), "look through the cache") if len(self) > 500 else None
     for i, s in enumerate(self.samples):
-        for name in self.missing(i): out.append((s.id, name, "", "is missing"))
-        for name, (kind, key, _) in self.keys(i).items():
-            if (layer := self.cache._first(kind, key)) and name in (PREFIX, *self.needed(i)):
-                place = layer.where(kind, key)
-                if why := bad.get(place) or examine(layer, kind, key): out.append((s.id, name, place, why))
+        lacking = self.missing(i)
+        for name, (kind, key, _) in ({} if self.identity is None else self.keys(i)).items():
+            layer = self.cache._first(kind, key)
+            if (kind, key) in seen or (not layer and name not in lacking): continue
+            why = seen[kind, key] = examine(layer, kind, key, afresh) if layer else "is missing"
+            place = layer.where(kind, key) if layer else "" if last.packed else last.where(kind, key)
+            if why: out.append((s.id, name, place, dict(self.cache.quarantined).get(place, why)))
+        if bar: bar.update()
     return out
 
 @patch
-def problems_text(self:ImageDataset) -> str:
-    found = self.problems()
-    each = "; ".join(f"{place or name + ' of sample ' + repr(i)} {why}" for i, name, place, why in found)
+def problems_text(self:ImageDataset, found=None) -> str:
+    found = found or self.problems()
+    each = "; ".join(f"{name} of sample {i!r} {why}{f' ({place})' if place else ''}" for i, name, place, why in found)
     return (f"{len(found)} entries of cache {', '.join(map(str, self.cache.layers))} cannot be used, and nothing here can make them again; "
             f"precompute where the encoders are: {each}")
 

@@ -30,6 +30,7 @@ class LooseLayer:
     def __init__(self, folder): self.folder = Path(folder)
     def __repr__(self): return str(self.folder)
     def path(self, kind, key): return self.folder/checked(kind, key)[0]/key[:2]/f"{key}.safetensors"
+    file = path # that an entry lies in
     def has(self, kind, key) -> bool: return os.path.isfile(self.path(kind, key))
     def read(self, kind, key) -> bytes: return self.path(kind, key).read_bytes()
     def where(self, kind, key) -> str: return str(self.path(kind, key))
@@ -51,7 +52,7 @@ def examine(
     def check(_=None):
         unpack_entry(layer.read(kind, key), kind, key)
         return True
-    try: check() if afresh or layer.packed else file_fact(layer.path(kind, key), "good entry", check)
+    try: check() if afresh else file_fact(layer.file(kind, key), f"good {kind} {key}", check)
     except FileNotFoundError: return "is gone"
     except (CacheEntryError, OSError) as e: return str(e)
     return ""
@@ -70,6 +71,7 @@ class PackedLayer:
     def __repr__(self): return f"{self.folder} (packed)"
     def __getstate__(self): return self.__dict__ | {"open_files": {}} # loader processes open their own
     def has(self, kind, key) -> bool: return key in self.index.get(checked(kind, key)[0], ())
+    def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind][key][0]]
     def where(self, kind, key) -> str: return f"{self.folder/self.shards[self.index[kind][key][0]]}: {kind} {key}"
     def entries(self, kind): return ((k, len(v[3].encode()) + 8 + v[2]) for k, v in sorted(self.index.get(kind, {}).items()))
 

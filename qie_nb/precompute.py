@@ -115,12 +115,12 @@ _TOGETHER = 4 # samples on the same pictures in one piece of work
 
 def pieces(
     dataset:ImageDataset,
-    todo, # samples that lack something
+    samples, # indices
     batch_size:int=1, # sets of pictures encoded at once
 ) -> list: # of lists of (name to claim, samples)
     "Pieces of work, those on the same pictures one after the other."
     by_pictures, like = {}, {}
-    for i in todo: by_pictures.setdefault(dataset.keys(i)[PREFIX][1], []).append(i)
+    for i in samples: by_pictures.setdefault(dataset.keys(i)[PREFIX][1], []).append(i)
     for key, some in by_pictures.items():
         sizes = dataset.bucket(some[0]), tuple(map(dataset.geometry.vl, dataset.sizes[some[0]][1:]))
         chunks = [(key, some[n:n + _TOGETHER]) for n in range(0, len(some), _TOGETHER)]
@@ -189,16 +189,16 @@ def precompute(
     dataset.refresh(encoder.identity)
     report = Report(samples=len(indices), skipped=list(dataset.skipped) if len(indices) == len(dataset) else [])
     missing = _look(dataset, encoder, indices, verify, report)
-    todo = [i for i in missing if missing[i]]
-    report.reused = len(missing) - len(todo)
-    if todo:
+    report.reused = sum(not names for names in missing.values())
+    if work := _open(my_share(pieces(dataset, missing, encoder.batch_size)), missing): # shared out before it is known what is done
+        todo = [i for piece in work for _, samples in piece for i in samples]
         if not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
         report.bytes = bytes_needed(dataset, encoder, {i: missing[i] for i in todo})
         check_space(report.bytes, cache.cache_dir)
         encoder.warm_up({name for i in todo for name in missing[i]}) # a broken model is no reason to skip samples
         for p in leftovers(cache._scratch()): p.unlink(missing_ok=True)
         cache.add_identity(encoder.identity)
-        _run(dataset, encoder, my_share(pieces(dataset, todo, encoder.batch_size)), report)
+        _run(dataset, encoder, work, report)
     elif cache.writable: cache.add_identity(encoder.identity)
     report.seconds = time.time() - t0
     return report
@@ -234,3 +234,8 @@ def _run(dataset, encoder, work, report):
         if len(later) == len(work): time.sleep(0.05) # nothing was free
         work = later
     bar.close()
+
+def _open(work, missing) -> list:
+    "The pieces without the samples that lack nothing."
+    left = [[(name, some) for name, samples in piece if (some := [i for i in samples if missing[i]])] for piece in work]
+    return [piece for piece in left if piece]

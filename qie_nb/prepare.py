@@ -72,7 +72,7 @@ def _check_holes(self:CacheMethods, dataset):
     if dataset.identity is None:
         raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} holds nothing, and model folder {self.components.name!r} "
                               "has no encoders to fill it; precompute with the whole model first")
-    if any(dataset.missing(i) for i in range(len(dataset))): raise CacheEntryError(dataset.problems_text())
+    if found := dataset.problems(afresh=False): raise CacheEntryError(dataset.problems_text(found))
 
 # %% ../nbs/00o_prepare.ipynb #71715530
 @patch

@@ -178,6 +178,7 @@ def test_of_an_mpo_the_first_picture_is_the_picture(tmp_path):
 FULL = [(f"a.{k}", dict(lossless=True) if k == "webp" else {}) for k in ("png", "jpg", "webp", "bmp", "tiff", "gif", "avif")] + [("lzw.tiff", dict(compression="tiff_lzw")), ("deep.png", {})]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, how", FULL)
 @pytest.mark.parametrize("left", [0.97, 0.5, 0.05, 0])
 def test_truncated_and_empty_files_are_refused(name, how, left, tmp_path):

@@ -194,11 +194,11 @@ def test_pictures_are_seen_once_and_the_language_head_never(variant, n):
         prefix = prefix_of(r, pictures(n))
         for p in PROMPTS: suffixes(r, prefix, p)
         assert seen == ["vision"]
-        joined(r, "x", pictures(n)) # another set of pictures, for all it knows
+        joined(r, "x", pictures(n)), whole(r, "x", pictures(n)) # each on pictures that are new to it
     for h in hooks: h.remove()
-    assert seen == ["vision"] * 2
-    del lengths[-2:]
-    assert lengths == [prefix.count] + [len(suffix_ids(r.proc, r.variant, prefix, p)) for p in PROMPTS]
+    assert seen == ["vision"] * 3
+    suffix = lambda p: len(suffix_ids(r.proc, r.variant, prefix, p))
+    assert lengths == [prefix.count, *map(suffix, PROMPTS), prefix.count, suffix("x"), prefix.count + suffix("x")]
 
 # --- the VAE
 
