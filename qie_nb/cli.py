@@ -81,7 +81,8 @@ def _dataset(m, a):
     dataset = ImageDataset(t.config)
     dataset.cache, dataset.areas = m, t.components.areas
     dataset.refresh(t.components.identity() if t.components.has_encoders() else None)
-    if dataset.undecided or dataset.identity is None: raise dataset.undecided or ValueError(f"cache {m.cache_dir} is empty; precompute first")
+    if dataset.undecided: raise dataset.undecided
+    if dataset.identity is None: raise ValueError(f"cache {m.cache_dir} is empty; precompute first")
     return dataset
 
 def _keep(m, a): return _dataset(m, a).entries_needed() if a.config else None
