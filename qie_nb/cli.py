@@ -155,6 +155,9 @@ def main(
     "Run a command; the user's mistakes are one sentence and exit code 2."
     a = parser().parse_args(argv)
     try: return a.run(a) or 0
+    except KeyboardInterrupt:
+        print(f"\nqie-nb {a.command}: stopped; what was finished is kept", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as e: # OSError: a folder that is a file, a full disk, weights that cannot be read
         print(f"qie-nb {a.command}: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
