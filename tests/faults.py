@@ -750,6 +750,36 @@ def losses(tmp, settle=0.03, every=1) -> dict:
     return t.result("one entry made again, the same bytes")
 
 
+def edits_meanwhile(world) -> dict:
+    "A picture is replaced after its digest was taken and before it is read: what is stored is what its key says."
+    from qie_nb.cache import EmbeddingCacheManager
+    from qie_nb.data import ImageDataset
+    t, real = Tally("invalidation: pictures replaced while they are encoded"), ImageDataset.pictures
+    old = {p: p.read_bytes() for p in world.root.rglob("*.png")}
+    for side in ("training_images", "control_images"):
+        for size in (None, (64, 24)):
+            for often in (1, 2, 9):
+                with t.trial(f"{side}, {'another' if size else 'the same'} size, {often} times"):
+                    cache, left = world.folder(), [often]
+                    path = world.root/side/"0002.png"
+                    def pictures(dataset, i):
+                        if dataset.samples[i].id == "0002" and left[0]: left[0] -= 1; picture(9000 + left[0], size or Image.open(path).size, path)
+                        return real(dataset, i)
+                    with patched((ImageDataset, "pictures", pictures)): report, _ = world.run(cache)
+                    assert not left[0] or (len(report.skipped) == 1 and "changed" in report.skipped[0][1]), str(report)
+                    m = EmbeddingCacheManager(cache)
+                    assert not m.verify()
+                    for kind in LATENTS:
+                        for _, _, key, _ in m.entries([kind]):
+                            said = json.loads(header(place(cache, kind, key).read_bytes())["__metadata__"]["parts"])
+                            assert list(m.load_cache(kind, key).shape[-2:]) == [said["size"][1] // 8, said["size"][0] // 8], f"a {kind} said to be of {said['size']}"
+                    world.run(fresh := world.folder("fresh"))
+                    now, new = snapshot(cache), snapshot(fresh)
+                    assert all(new[p] == now.get(p, new[p]) for p in new), "an entry holds another picture than its key says"
+                for p, data in old.items(): p.write_bytes(data)
+    return t.result("every entry is of the picture that its key names; a picture that changed again and again is skipped with that reason")
+
+
 def edits_random(tmp, trials, seed=0, settle=0.03) -> dict:
     s, t, rng, sizes = Studio(tmp, settle=settle), Tally("invalidation: random edits", trials), random.Random(seed), ((48, 32), (32, 48), (40, 40))
     stock = [(n, rng.choice(sizes)) for n in range(40)]
@@ -990,7 +1020,7 @@ def read_only(world, packed) -> dict:
         with trial("a new caption goes to the folder behind it"):
             rw = world.folder("rw")
             report, _ = world.run([str(ro), str(rw)])
-            assert report.tensors == 2 and {p.split("/")[0] for p in snapshot(rw)} == {"manifest.json", "prompt_embed", "prompt_embeds_mask"}
+            assert report.tensors == 2 and {p.split("/")[0] for p in snapshot(rw)} == {"prompt_embed", "prompt_embeds_mask"}, f"{report} {list(snapshot(rw))}"
             world.train([str(ro), str(rw)])
         with trial("without one, precompute refuses in a sentence"): refused(lambda: world.run(str(ro)), str(ro), "cannot be written")
         with trial("and so does training"): refused(lambda: world.train(str(ro)), str(ro), "prompt_embed of sample '0001' is missing")
@@ -1001,7 +1031,8 @@ def read_only(world, packed) -> dict:
             good = path.read_bytes()
             path.write_bytes(good[:-1] + bytes([good[-1] ^ 1])) # from outside, where it can be written
             report, _ = world.run([str(ro), str(rw)])
-            assert report.tensors == len(report.bad) == 1 and adapter(world.train([str(ro), str(rw)])) == usual
+            assert report.tensors == len(report.bad) == 1, str(report)
+            assert adapter(world.train([str(ro), str(rw)])) == usual, "another adapter"
             refused(lambda: world.train(str(ro)), str(ro), "checksum differs")
             path.write_bytes(good)
         with trial("nothing tried to write there"): assert not tried, tried[:3]
@@ -1148,7 +1179,6 @@ def headers(world) -> dict:
         "signed: the tensor is a string": signed(good, kind, lambda h: h | {kind: dict(dtype="F32", shape="64", data_offsets="ab")}),
         "signed: a shape that does not fit": signed(good, kind, put(shape=[3, 64])), "signed: a shape of 2**64": signed(good, kind, put(shape=[1 << 32, 1 << 32])),
         "signed: the prefix is a path": signed(good, kind, meta(prefix="../../../etc/passwd")), "signed: the prefix is a list": signed(good, kind, meta(prefix=["a", "b"])), "signed: the prefix is a number": signed(good, kind, meta(prefix=7)),
-        "signed: no such prefix": signed(good, kind, meta(prefix="0" * 40)), "signed: NaN": signed(good, kind, lambda h: h, np.full(size // 4, np.nan, np.float32).tobytes()),
     }
     for name, data in lies.items():
         path.parent.mkdir(exist_ok=True), path.write_bytes(data)
@@ -1156,14 +1186,18 @@ def headers(world) -> dict:
             m = EmbeddingCacheManager(cache)
             m.cache_exists(kind, key), m.prefix_of(kind, key), m.get_cache_stats(), m.gc(dry_run=True)
             with quiet(): world.dataset(cache).status()
-            if name != "signed: no such prefix":
-                (where, why), = m.verify()
-                assert where == str(path) and why and "\n" not in why
+            (where, why), = m.verify()
+            assert where == str(path) and why and "\n" not in why
             got = m.load_cache(kind, key)
             assert got is None, f"handed out {got.shape}"
             report, _ = world.run(cache)
             assert snapshot(cache) == world.files, f"not made again: {report}"
         shutil.rmtree(cache/"quarantine", ignore_errors=True)
+        path.write_bytes(good)
+    with t.trial("signed: no such prefix"):
+        path.write_bytes(signed(good, kind, meta(prefix="0" * 40)))
+        m = EmbeddingCacheManager(cache)
+        assert m.load_cache(kind, key) is None and not m.cache_exists(kind, key)
         path.write_bytes(good)
     with t.trial("signed: a prefix that stands on itself"):
         own = place(cache, *front[:2])
@@ -1347,7 +1381,7 @@ def cases(full): # {name: function of a folder}
         kills_at_random=lambda tmp: kills_at_random(world(), n(200, 5)), kills_at_operations=lambda tmp: kills_at_operations(world(), n(1, 41)), order_of_writes=lambda tmp: order_of_writes(world()),
         flips=lambda tmp: damages(world(), "flip", n(1000, 60)), truncations=lambda tmp: damages(world(), "truncate", n(1000, 60)), zeroed_tails=lambda tmp: damages(world(), "zero", n(1000, 60)),
         swaps=lambda tmp: swaps(world(), n(None, 40)),
-        edits_scripted=lambda tmp: edits_scripted(tmp, n(2.1, 0.03), n(None, 33)), losses=lambda tmp: losses(tmp, every=n(1, 9)), edits_random=lambda tmp: edits_random(tmp, n(500, 15)),
+        edits_scripted=lambda tmp: edits_scripted(tmp, n(2.1, 0.03), n(None, 33)), losses=lambda tmp: losses(tmp, every=n(1, 9)), edits_random=lambda tmp: edits_random(tmp, n(500, 15)), edits_meanwhile=lambda tmp: edits_meanwhile(world()),
         crowd_of_2=lambda tmp: crowd(crowded(), 2, n(20, 1)), crowd_of_4=lambda tmp: crowd(crowded(), 4, n(20, 1)), crowd_undisturbed=lambda tmp: crowd(crowded(), 4, n(10, 1), kill=False),
         full_disk=lambda tmp: full_disk(world(), n(1, 12)), read_only_loose=lambda tmp: read_only(world(), False), read_only_packed=lambda tmp: read_only(world(), True),
         pickles=lambda tmp: pickles(world()), headers=lambda tmp: headers(world()), bits=bits, bits_of_a_run=lambda tmp: bits_of_a_run(world()), sizes=sizes, opens=lambda tmp: opens(world()))
