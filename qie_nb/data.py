@@ -19,7 +19,7 @@ from .config import Config, DataSection, make_config
 from .files import file_fact
 from .pictures import Geometry, open_image, source_digest
 from .progress import Progress
-from .samples import Sample, Samples, find_samples, load_pictures, split_held_out, usable
+from .samples import _size_of, Sample, Samples, find_samples, load_pictures, split_held_out, usable
 
 # %% ../nbs/00b_data.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -108,6 +108,7 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; contro
     s = self.samples[i]
     digests = tuple(source_digest(p) for p in (s.target, *s.controls))
     if i not in self._keys or self._keys[i][0] != digests:
+        self.sizes[i] = tuple(_size_of(p) for p in (s.target, *s.controls)) # of the pictures that were digested
         self._keys[i] = digests, self._keys_of(i, *digests)
         self._whole.discard(i)
     return self._keys[i][1]
