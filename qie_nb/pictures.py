@@ -202,7 +202,8 @@ class Geometry:
     def vl(self, size): return calculate_dimensions(self.vl_area, self._ratio(size)) if self.vl_area else self.control(size)
     def _ratio(self, size): return self.image_size[0]/self.image_size[1] if self.crop else size[0]/size[1]
     @property
-    def aspect(self): return tuple(self.image_size) if self.crop else None
+    def aspect(self): # in its lowest terms, for a larger picture of the same shape is cut the same way
+        return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
 
 # %% ../nbs/00aa_pictures.ipynb #f315054b
 def crop_to(
