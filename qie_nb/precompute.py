@@ -14,7 +14,7 @@ from .cache import PREFIX, claim, leftovers
 from .data import ImageDataset
 from .encoder import Encoder
 from .entries import entry_bytes
-from .files import DiskFull, free_bytes
+from .files import DiskFull, free_bytes, megabytes
 from .layers import examine
 from .prefix import Unshared, front_tokens, suffix_ids, whole_ids
 from .progress import Progress, short_time
@@ -115,8 +115,8 @@ def check_space(
     free = free_bytes(folder)
     print(f"precompute: {need/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
     if need > free:
-        raise DiskFull(errno.ENOSPC, f"the cache needs {need/1e6:.1f} MB more, but {str(folder)!r} has {free/1e6:.1f} MB free: "
-                       f"{(need - free)/1e6:.1f} MB are missing; free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
+        raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(need, True)} more, but {str(folder)!r} has {megabytes(free)} free: "
+                       f"{megabytes(need - free, True)} are missing; free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
 
 # %% ../nbs/00fb_precompute.ipynb #ffc7017d
 _TOGETHER = 4 # samples on the same pictures in one piece of work
@@ -229,7 +229,7 @@ def _cannot(cache, n, bad) -> str:
 def _no_room(error, dataset, encoder, work):
     left = {i: dataset.missing(i) for piece in work for _, samples in piece for i in samples}
     need = bytes_needed(dataset, encoder, left)
-    return DiskFull(errno.ENOSPC, f"{error}. In all this job has {need/1e6:.1f} MB still to write; it goes on where it stopped")
+    return DiskFull(errno.ENOSPC, f"{error}. In all this job has {megabytes(need, True)} still to write; it goes on where it stopped")
 
 # %% ../nbs/00fb_precompute.ipynb #e169be31
 def _run(dataset, encoder, work, report):
