@@ -74,7 +74,7 @@ def is_complete(folder) -> bool:
     folder = Path(folder)
     try: wanted = json.loads((folder/"COMPLETE").read_text())
     except (OSError, ValueError): return False
-    return all((folder/name).is_file() and file_digest(folder/name) == digest for name, digest in wanted.items())
+    return isinstance(wanted, dict) and all((folder/name).is_file() and file_digest(folder/name) == digest for name, digest in wanted.items())
 
 # %% ../nbs/01a_checkpoint.ipynb #b1456eef
 def complete_checkpoints(
@@ -115,10 +115,12 @@ def read_checkpoint(
 ) -> tuple: # (state dict, optimizer state dict, rng tensor or None)
     "What `write_checkpoint` was given."
     from safetensors.torch import load_file
-    state = json.loads((Path(folder)/"state.json").read_text())
-    tensors = load_file(Path(folder)/"optimizer.safetensors")
-    rng = tensors.pop("rng", None)
-    return state, join_state(tensors, state.pop("optimizer")), rng
+    try:
+        state = json.loads((Path(folder)/"state.json").read_text())
+        tensors = load_file(Path(folder)/"optimizer.safetensors")
+        rng = tensors.pop("rng", None)
+        return state, join_state(tensors, state.pop("optimizer")), rng
+    except Exception as e: raise ValueError(f"checkpoint {str(folder)!r} cannot be read ({type(e).__name__}: {e}); use another one") from e
 
 # %% ../nbs/01a_checkpoint.ipynb #1d528def
 def keep_newest(
