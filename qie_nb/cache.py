@@ -7,10 +7,11 @@ __all__ = ['key_of', 'stable_seed', 'EmbeddingCacheManager', 'image_parts', 'pro
 
 # %% ../nbs/00_cache.ipynb #c58ef49e
 import hashlib, json, os, shutil
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from .entries import ALL_KINDS, KINDS, PREFIX, CacheEntryError, pack_entry, read_header, unpack_entry
+from .entries import ALL_KINDS, KINDS, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
 from .layers import checked, examine, open_layer, write_packed
 
@@ -73,6 +74,7 @@ def save_cache(self:EmbeddingCacheManager,
                                                 "`cache.cache_dir: [this one, cache]`")
     path = self.layers[-1].path(kind, file_hash)
     write_atomic(path, pack_entry(kind, file_hash, tensor, parts, prefix), self._scratch())
+    self.shunned.discard((len(self.layers) - 1, kind, file_hash))
     return path
 
 # %% ../nbs/00_cache.ipynb #45b5cb9d
@@ -87,13 +89,14 @@ def prefix_of(self:EmbeddingCacheManager, kind:str, file_hash:str) -> str: # or 
     "Key of the prefix that an entry needs, empty where it needs none."
     layer = self._first(kind, file_hash)
     if layer is None or not kind.endswith("prompt_embed"): return "" if layer else None
-    try: return _head(layer, kind, file_hash).get("prefix", "")
+    try: front = _head(layer, kind, file_hash).get("prefix", "")
     except (CacheEntryError, OSError): return "" # found out when it is read
+    return front if is_key(front) else "" # that too
 
 # %% ../nbs/00_cache.ipynb #06ef0005
 def _head(layer, kind, key) -> dict:
     "An entry's metadata; of a loose one, only the beginning of the file is read."
-    if layer.packed: return read_header(layer.read(kind, key))["__metadata__"]
+    if layer.packed: return read_header(layer.read(kind, key)).get("__metadata__", {})
     with open(layer.path(kind, key), "rb") as f:
         start = f.read(8)
         return read_header(start + f.read(min(int.from_bytes(start, "little"), 1 << 20))).get("__metadata__", {})
@@ -128,10 +131,12 @@ def _set_aside(self:EmbeddingCacheManager, layer, kind, key, reason):
     self.quarantined.append((layer.where(kind, key), reason))
     if layer is not self.layers[-1] or not self.writable: return self.shunned.add((self.layers.index(layer), kind, key))
     target = self.cache_dir/"quarantine"/f"{kind}-{key}.safetensors"
-    target.parent.mkdir(exist_ok=True)
-    try: os.replace(layer.path(kind, key), target)
+    try:
+        target.parent.mkdir(exist_ok=True)
+        os.replace(layer.path(kind, key), target)
     except FileNotFoundError: return # another process was faster
-    write_atomic(target.with_suffix(".reason.txt"), f"{kind}: {reason}\n".encode(), self._scratch())
+    except OSError: return self.shunned.add((self.layers.index(layer), kind, key)) # no room, no right
+    with suppress(OSError): write_atomic(target.with_suffix(".reason.txt"), f"{kind}: {reason}\n".encode(), self._scratch())
 
 # %% ../nbs/00_cache.ipynb #c2c4c5a4
 # what makes two identities different; a model's name and folder do not

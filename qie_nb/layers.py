@@ -10,7 +10,7 @@ import hashlib, json, os, re
 from itertools import chain
 from pathlib import Path
 
-from .entries import ALL_KINDS, CacheEntryError, read_header, unpack_entry
+from .entries import ALL_KINDS, CacheEntryError, is_key, read_header, unpack_entry
 from .files import file_fact, write_atomic
 
 # %% ../nbs/00ag_layers.ipynb #10ca2abd
@@ -19,7 +19,7 @@ def checked(
 ) -> tuple: # the same
     "Raises ValueError where `kind` is not one of `ALL_KINDS` or `key` could be anything but a file's name."
     if kind not in ALL_KINDS: raise ValueError(f"`kind` must be one of {', '.join(ALL_KINDS)}, got {kind!r}")
-    if not isinstance(key, str) or not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{1,127}", key):
+    if not is_key(key):
         raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
     return kind, key
 
@@ -37,10 +37,11 @@ class LooseLayer:
 
     def entries(self, kind): # (key, bytes) of each entry, sorted
         root = self.folder/checked(kind, "00")[0]
-        for ab in sorted(e.name for e in os.scandir(root) if len(e.name) == 2) if root.is_dir() else ():
+        for ab in sorted(e.name for e in os.scandir(root) if len(e.name) == 2 and e.is_dir()) if root.is_dir() else ():
             with os.scandir(root/ab) as found: files = sorted((e.name, e.stat().st_size) for e in found if e.name.endswith(".safetensors"))
             for name, size in files:
-                if not name.startswith("."): yield name.removesuffix(".safetensors"), size
+                key = name.removesuffix(".safetensors")
+                if is_key(key) and key[:2] == ab: yield key, size
 
 # %% ../nbs/00ag_layers.ipynb #6ec5081e
 def examine(
@@ -93,9 +94,18 @@ def _read_index(path) -> dict:
         if not all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in index["shards"]): raise ValueError("its shards' names are not ours")
         lacking = [s for s in index["shards"] if not (path.parent/s).is_file()]
         if lacking: raise ValueError(f"{', '.join(lacking)} beside it is missing")
+        _check_places(index, [(path.parent/s).stat().st_size for s in index["shards"]])
         return index
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CacheEntryError(f"packed cache {str(path)!r} cannot be used: {e}; ship it again, whole") from None
+
+def _check_places(index, sizes):
+    "Places beyond a shard's end are found out by the entry's checksum; what could not even be read is found out here."
+    if not all(isinstance(v, dict) for v in (index["identities"], *index["identities"].values(), *index["entries"].values())): raise ValueError("it is none of ours")
+    for kind, found in index["entries"].items():
+        for key, (shard, begin, size, header) in found.items():
+            if not (0 <= shard < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[shard] and isinstance(header, str)):
+                raise ValueError(f"{kind} {key} has no place in its shard")
 
 def _index_sum(index) -> str:
     return hashlib.sha256(json.dumps({k: v for k, v in index.items() if k != "checksum"}, sort_keys=True).encode()).hexdigest()
