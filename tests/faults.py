@@ -751,7 +751,7 @@ def losses(tmp, settle=0.03, every=1) -> dict:
     return t.result("one entry made again, the same bytes")
 
 
-def edits_meanwhile(world) -> dict:
+def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
     "A picture is replaced after its digest was taken and before it is read: what is stored is what its key says."
     from qie_nb.cache import EmbeddingCacheManager
     from qie_nb.data import ImageDataset
@@ -759,7 +759,7 @@ def edits_meanwhile(world) -> dict:
     old = {p: p.read_bytes() for p in world.root.rglob("*.png")}
     for side in ("training_images", "control_images"):
         for size in (None, (64, 24)):
-            for often in (1, 2, 9):
+            for often in times:
                 with t.trial(f"{side}, {'another' if size else 'the same'} size, {often} times"):
                     cache, left = world.folder(), [often]
                     path = world.root/side/"0002.png"
@@ -1380,10 +1380,10 @@ def cases(full): # {name: function of a folder}
     crowded = functools.lru_cache(lambda: World(tempfile.mkdtemp(prefix="faults-"), (0, 1, 2, 0, 0, 0, 0, 7)))
     n = lambda much, little: much if full else little
     return dict(
-        kills_at_random=lambda tmp: kills_at_random(world(), n(200, 5)), kills_at_operations=lambda tmp: kills_at_operations(world(), n(1, 41)), order_of_writes=lambda tmp: order_of_writes(world()),
+        kills_at_random=lambda tmp: kills_at_random(world(), n(200, 5)), kills_at_operations=lambda tmp: kills_at_operations(world(), n(1, 45)), order_of_writes=lambda tmp: order_of_writes(world()),
         flips=lambda tmp: damages(world(), "flip", n(1000, 60)), truncations=lambda tmp: damages(world(), "truncate", n(1000, 60)), zeroed_tails=lambda tmp: damages(world(), "zero", n(1000, 60)),
         swaps=lambda tmp: swaps(world(), n(None, 40)),
-        edits_scripted=lambda tmp: edits_scripted(tmp, n(2.1, 0.03), n(None, 33)), losses=lambda tmp: losses(tmp, every=n(1, 9)), edits_random=lambda tmp: edits_random(tmp, n(500, 15)), edits_meanwhile=lambda tmp: edits_meanwhile(world()),
+        edits_scripted=lambda tmp: edits_scripted(tmp, n(2.1, 0.03), n(None, 31)), losses=lambda tmp: losses(tmp, every=n(1, 9)), edits_random=lambda tmp: edits_random(tmp, n(500, 15)), edits_meanwhile=lambda tmp: edits_meanwhile(world(), n((1, 2, 9), (1,))),
         crowd_of_2=lambda tmp: crowd(crowded(), 2, n(20, 1)), crowd_of_4=lambda tmp: crowd(crowded(), 4, n(20, 1)), crowd_undisturbed=lambda tmp: crowd(crowded(), 4, n(10, 1), kill=False),
         full_disk=lambda tmp: full_disk(world(), n(1, 12)), read_only_loose=lambda tmp: read_only(world(), False), read_only_packed=lambda tmp: read_only(world(), True),
         pickles=lambda tmp: pickles(world()), headers=lambda tmp: headers(world()), bits=bits, bits_of_a_run=lambda tmp: bits_of_a_run(world()), sizes=sizes, opens=lambda tmp: opens(world()))
