@@ -39,7 +39,7 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 	$(MAKE) test
 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and see a test fail
-	$(BIN)/python -m pytest -s tests/test_breakages.py
+	$(BIN)/python -m pytest -s tests/test_breakages.py tests/test_fault_breakages.py
 
 faults: $(VENV)/.ready ## kills, flipped bits, full disks, crowds: all trials, about 20 minutes; as root, or without the disks' cases
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --full --out benchmarks/results/faults.json

@@ -277,10 +277,13 @@ def operations_of(world) -> list: # [(what, path)]
     return [tuple(o) for o in json.loads(log.read_text())]
 
 
-def kills_at_operations(world, every=1) -> dict:
-    said = operations_of(world)
-    t, worst = Tally("precompute killed at every write, fsync and rename", len(said[::every])), (0, 0)
-    for n in range(0, len(said), every):
+def kills_at_operations(world, each=None, seed=0) -> dict:
+    "At all of them, or at `each` of every kind."
+    said, places, rng = operations_of(world), collections.defaultdict(list), random.Random(seed)
+    for n, (what, _) in enumerate(said): places[what].append(n)
+    chosen = sorted(itertools.chain(*(ns if each is None else rng.sample(ns, each) for ns in places.values())))
+    t, worst = Tally("precompute killed at every write, fsync and rename", len(chosen)), (0, 0)
+    for n in chosen:
         cache, shared = world.folder(), Shared()
         def tell(what, path):
             shared[10] += 1
@@ -706,6 +709,16 @@ def edits_scripted(tmp, settle=0.03, only=None) -> dict:
     without_encoders(s, t)
     edits_v1(Path(tmp)/"v1", t, settle)
     return t.result(f"exactly the entries that the rules name, after each of {min(len(steps), only or len(steps)) + 4} edits; and a cache from scratch is the same byte for byte")
+
+
+def edits_of_the_model(tmp) -> dict:
+    "The edits of the script that change the model, by themselves."
+    s, t = Studio(tmp, same=(0, 1, 0)), Tally("invalidation: other weights, template, type")
+    names = ("a first precompute", "other weights of the VAE", "other weights of the text encoder", "the first weights", "another template", "the first template", "bfloat16", "float32", "2509 in place of 2511, the same encoders", "the model's files touched")
+    for name, edit, _ in scripted(s):
+        if name in names: s.step(t, name, edit)
+    assert t.trials == len(names)
+    return t.result("exactly the entries that the rules name")
 
 
 def edits_v1(tmp, t, settle):
@@ -1380,10 +1393,10 @@ def cases(full): # {name: function of a folder}
     crowded = functools.lru_cache(lambda: World(tempfile.mkdtemp(prefix="faults-"), (0, 1, 2, 0, 0, 0, 0, 7)))
     n = lambda much, little: much if full else little
     return dict(
-        kills_at_random=lambda tmp: kills_at_random(world(), n(200, 5)), kills_at_operations=lambda tmp: kills_at_operations(world(), n(1, 45)), order_of_writes=lambda tmp: order_of_writes(world()),
+        kills_at_random=lambda tmp: kills_at_random(world(), n(200, 5)), kills_at_operations=lambda tmp: kills_at_operations(world(), n(None, 1)), order_of_writes=lambda tmp: order_of_writes(world()),
         flips=lambda tmp: damages(world(), "flip", n(1000, 60)), truncations=lambda tmp: damages(world(), "truncate", n(1000, 60)), zeroed_tails=lambda tmp: damages(world(), "zero", n(1000, 60)),
         swaps=lambda tmp: swaps(world(), n(None, 40)),
-        edits_scripted=lambda tmp: edits_scripted(tmp, n(2.1, 0.03), n(None, 31)), losses=lambda tmp: losses(tmp, every=n(1, 9)), edits_random=lambda tmp: edits_random(tmp, n(500, 15)), edits_meanwhile=lambda tmp: edits_meanwhile(world(), n((1, 2, 9), (1,))),
+        edits_scripted=lambda tmp: edits_scripted(tmp, n(2.1, 0.03), n(None, 31)), edits_of_the_model=edits_of_the_model, losses=lambda tmp: losses(tmp, every=n(1, 9)), edits_random=lambda tmp: edits_random(tmp, n(500, 15)), edits_meanwhile=lambda tmp: edits_meanwhile(world(), n((1, 2, 9), (1,))),
         crowd_of_2=lambda tmp: crowd(crowded(), 2, n(20, 1)), crowd_of_4=lambda tmp: crowd(crowded(), 4, n(20, 1)), crowd_undisturbed=lambda tmp: crowd(crowded(), 4, n(10, 1), kill=False),
         full_disk=lambda tmp: full_disk(world(), n(1, 12)), read_only_loose=lambda tmp: read_only(world(), False), read_only_packed=lambda tmp: read_only(world(), True),
         pickles=lambda tmp: pickles(world()), headers=lambda tmp: headers(world()), bits=bits, bits_of_a_run=lambda tmp: bits_of_a_run(world()), sizes=sizes, opens=lambda tmp: opens(world()))
