@@ -1428,7 +1428,7 @@ def main(argv=None):
                 traceback.print_exc()
                 got = dict(case=name, trials=1, passed=0, worst=f"broke off: {type(e).__name__}: {e}", seconds=0.)
             results.append(dict(name=name) | got)
-            print(f"{'ok  ' if got['passed'] == got['trials'] else 'FAIL'} {got['case']}: {got['passed']} of {got['trials']} in {got['seconds']:.0f} s; {got['worst']}", flush=True)
+            print(f"{'FAIL' if got['passed'] != got['trials'] else 'ok  ' if got['trials'] else 'none'} {got['case']}: {got['passed']} of {got['trials']} in {got['seconds']:.0f} s; {got['worst']}", flush=True)
             shutil.rmtree(tmp, ignore_errors=True)
     said = about() | dict(counts="full" if a.full else "few", seconds=round(time.time() - began), cases=results)
     if a.out: Path(a.out).parent.mkdir(parents=True, exist_ok=True); Path(a.out).write_text(json.dumps(said, indent=1) + "\n")
