@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all check install clean breakages
+.PHONY: demo test test-all check install clean breakages bench-cache
 
 install: $(VENV)/.ready
 
@@ -40,6 +40,9 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and see a test fail
 	$(BIN)/python -m pytest -s tests/test_breakages.py
+
+bench-cache: $(VENV)/.ready ## what the cache costs, measured on this machine: benchmarks/results/cache.json and a table
+	$(BIN)/python benchmarks/cache.py
 
 clean:
 	rm -rf demo_out build dist *.egg-info
