@@ -41,6 +41,8 @@ class EmbeddingCacheManager:
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
             if Path(d).exists() and not Path(d).is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
+        lost = [str(d) for d in dirs[:-1] if not Path(d).exists()]
+        if lost: raise FileNotFoundError(f"`cache_dir` names {lost[0]!r}, which does not exist; only the last folder of a list is made")
         self.layers = [open_layer(d) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined, self.shunned = [], set() # (place, reason) of bad entries met; those that could not be moved

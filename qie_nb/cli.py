@@ -81,7 +81,8 @@ def _dataset(m, a):
     dataset = ImageDataset(t.config)
     dataset.cache, dataset.areas = m, t.components.areas
     dataset.refresh(t.components.identity() if t.components.has_encoders() else None)
-    if dataset.undecided or dataset.identity is None: raise dataset.undecided or ValueError(f"cache {m.cache_dir} is empty; precompute first")
+    if dataset.undecided: raise dataset.undecided
+    if dataset.identity is None: raise ValueError(f"cache {m.cache_dir} is empty; precompute first")
     return dataset
 
 def _keep(m, a): return _dataset(m, a).entries_needed() if a.config else None
@@ -154,6 +155,9 @@ def main(
     "Run a command; the user's mistakes are one sentence and exit code 2."
     a = parser().parse_args(argv)
     try: return a.run(a) or 0
+    except KeyboardInterrupt:
+        print(f"\nqie-nb {a.command}: stopped; what was finished is kept", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as e: # OSError: a folder that is a file, a full disk, weights that cannot be read
         print(f"qie-nb {a.command}: {' '.join(str(e).split())}", file=sys.stderr)
         return 2

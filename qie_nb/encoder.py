@@ -62,6 +62,7 @@ def images(self:Encoder, images, size) -> torch.Tensor: # [B, C, 1, h, w]
     self.calls["vae"] += len(images)
     return encode_images(self._part("vae"), images, size, flat=self.flat)
 
+# %% ../nbs/00fa_encoder.ipynb #e3e6b010
 @patch
 def prefix(self:Encoder,
     made_from, # list of what each set of pictures is known by
@@ -84,6 +85,7 @@ def prompt(self:Encoder, prompt, pictures, geometry) -> tuple: # ([L, D], [L] bo
     e = rest if front is None else torch.cat([front, rest])
     return e, torch.ones(len(e), dtype=torch.bool, device=e.device)
 
+# %% ../nbs/00fa_encoder.ipynb #c7c12c00
 @patch
 def prompts(self:Encoder,
     prompts, # B strings
@@ -139,6 +141,7 @@ def fill(self:Encoder,
     self.make_missing(dataset, {i: dataset.missing(i) for i in indices})
     return self.made - before
 
+# %% ../nbs/00fa_encoder.ipynb #8f84cc7e
 @patch
 def make_missing(self:Encoder, dataset, missing) -> dict: # {i: {name: CPU tensor}}
     "Compute the named tensors of samples, each distinct one once, and store them if there is a cache."
@@ -159,6 +162,7 @@ def _keep(self:Encoder, kind, key, tensor, parts, prefix=None):
     if self.cache is not None: self.cache.save_cache(kind, key, tensor, parts, prefix)
     return tensor
 
+# %% ../nbs/00fa_encoder.ipynb #c71ae394
 @patch
 def _latents(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key), tensor)
     sizes = {}
@@ -185,6 +189,7 @@ def _embeddings(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key),
         for n in range(0, len(some), self.batch_size):
             yield from self._on_pictures(dataset, held, keys, [(s[1], sets[s]) for s in some[n:n + self.batch_size]])
 
+# %% ../nbs/00fa_encoder.ipynb #e7b366b8
 def _asked(dataset, i, name) -> str:
     "The prompt that a tensor belongs to; empty for the prefix, which is nobody's."
     return "" if name.startswith("empty_") or name == PREFIX else dataset.samples[i].prompt

@@ -231,6 +231,7 @@ def move(self:Components, name:str, device):
 
 # %% ../nbs/00c_models.ipynb #de56b44a
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+_ASIDE = ("generation_config.json", "video_preprocessor_config.json") # of no matter to pictures and hidden states
 
 def component_digest(
     folder, # local model folder
@@ -240,7 +241,7 @@ def component_digest(
     parts = []
     for p in sorted((Path(folder)/name).iterdir()):
         if p.suffix == ".safetensors": parts.append(file_digest(p))
-        elif p.name.endswith("config.json"):
+        elif p.name.endswith("config.json") and p.name not in _ASIDE:
             settings = {k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}
             parts.append(json.dumps(settings, sort_keys=True))
         elif p.name in ("tokenizer.json", "vocab.json", "merges.txt"): parts.append(file_digest(p))
@@ -256,6 +257,8 @@ def has_encoders(self:Components) -> bool:
 def identity(self:Components) -> dict:
     "What the cache's keys and manifest say of these encoders."
     folder = resolve_model(self.name, ["vae", "text_encoder", "tokenizer", "processor"], self.revision)
+    size = sum(p.stat().st_size for p in (folder/"text_encoder").glob("*.safetensors"))
+    if size > 2e9: print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
     text = "-".join(component_digest(folder, c) for c in ("text_encoder", "tokenizer", "processor"))
     template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,

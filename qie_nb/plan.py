@@ -140,7 +140,8 @@ def selfcheck(
     timed = lambda fn: (time.time(), fn(), time.time())
     same = dict(num_inference_steps=steps, true_cfg_scale=1.0, height=256, width=256)
     geometry = Geometry(control_area=1024 * 1024, vl_area=parts.variant.vl_area)
-    a, ours, b = timed(lambda: edit(Encoder(parts, None, dev, dev, shared=False, flat=False), parts.get("transformer"), picture, "make it blue",
+    exact = Encoder(parts, None, dev, dev, shared=False, flat=False)
+    a, ours, b = timed(lambda: edit(exact, parts.get("transformer"), picture, "make it blue",
                                     geometry=geometry, **same))
     c, theirs, d = timed(lambda: pipe(picture, "make it blue", generator=torch.Generator().manual_seed(0), **same).images[0])
     diff = int(np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max())

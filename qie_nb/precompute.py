@@ -54,24 +54,32 @@ class Sizes:
         self.width = text.get("text_config", text)["hidden_size"]
         self.fronts, self.rests = {}, {}
 
-    def front(self, sizes): # of the control pictures, as the text encoder sees them
-        "What stands in front of a prompt on pictures of these sizes."
-        from PIL import Image
-        if sizes not in self.fronts:
-            parts = self.encoder.components
-            self.fronts[sizes] = front_tokens(parts.get("processor"), parts.variant, [Image.new("RGB", s) for s in sizes])
-        return self.fronts[sizes]
+# %% ../nbs/00fb_precompute.ipynb #cf31d825
+from fastcore.basics import patch
 
-    def prompt(self, prompt, sizes) -> tuple: # (tokens in front, tokens of the rest); 0 in front where it is not shared
-        if (prompt, sizes) not in self.rests: self.rests[prompt, sizes] = self._prompt(prompt, self.front(sizes))
-        return self.rests[prompt, sizes]
-
-    def _prompt(self, prompt, front):
+@patch
+def front(self:Sizes, sizes): # of the control pictures, as the text encoder sees them
+    "What stands in front of a prompt on pictures of these sizes."
+    from PIL import Image
+    if sizes not in self.fronts:
         parts = self.encoder.components
-        try:
-            if self.encoder.shared: return front.kept, len(suffix_ids(parts.get("processor"), parts.variant, front, prompt))
-        except Unshared: pass
-        return 0, len(whole_ids(parts.get("processor"), parts.variant, prompt, front.counts)) - front.dropped
+        self.fronts[sizes] = front_tokens(parts.get("processor"), parts.variant, [Image.new("RGB", s) for s in sizes])
+    return self.fronts[sizes]
+
+# %% ../nbs/00fb_precompute.ipynb #e411e38d
+@patch
+def prompt(self:Sizes, prompt, sizes) -> tuple: # (tokens in front, tokens of the rest); 0 in front where it is not shared
+    "Lengths of a prompt's two parts on pictures of these sizes."
+    if (prompt, sizes) not in self.rests: self.rests[prompt, sizes] = self._prompt(prompt, self.front(sizes))
+    return self.rests[prompt, sizes]
+
+@patch
+def _prompt(self:Sizes, prompt, front):
+    parts = self.encoder.components
+    try:
+        if self.encoder.shared: return front.kept, len(suffix_ids(parts.get("processor"), parts.variant, front, prompt))
+    except Unshared: pass
+    return 0, len(whole_ids(parts.get("processor"), parts.variant, prompt, front.counts)) - front.dropped
 
 # %% ../nbs/00fb_precompute.ipynb #a43ad74a
 def bytes_needed(
@@ -127,6 +135,7 @@ def pieces(
         like.setdefault(sizes if batch_size > 1 else key, []).extend(chunks)
     return [group[n:n + batch_size] for group in like.values() for n in range(0, len(group), batch_size)]
 
+# %% ../nbs/00fb_precompute.ipynb #36379105
 def my_share(work:list, rank:int=None, world:int=None) -> list:
     "Every `world`-th piece from `rank` on; by default as the launcher's environment says."
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
@@ -211,6 +220,7 @@ def _range(dataset, cache, start, end) -> range:
         raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set has {len(dataset)}")
     return range(start, end)
 
+# %% ../nbs/00fb_precompute.ipynb #555678b2
 def _cannot(cache, n, bad) -> str:
     each = "".join(f"; {place} {why}" for place, why in bad)
     return (f"{n} samples are not whole in cache {cache.layers[-1]}, which cannot be written; "
@@ -221,6 +231,7 @@ def _no_room(error, dataset, encoder, work):
     need = bytes_needed(dataset, encoder, left)
     return DiskFull(errno.ENOSPC, f"{error}. In all this job has {need/1e6:.1f} MB still to write; it goes on where it stopped")
 
+# %% ../nbs/00fb_precompute.ipynb #e169be31
 def _run(dataset, encoder, work, report):
     "All pieces; those that others hold come back until they are done."
     bar = Progress(sum(len(samples) for piece in work for _, samples in piece), "precompute")
@@ -235,6 +246,7 @@ def _run(dataset, encoder, work, report):
         work = later
     bar.close()
 
+# %% ../nbs/00fb_precompute.ipynb #c2c87d19
 def _open(work, missing) -> list:
     "The pieces without the samples that lack nothing."
     left = [[(name, some) for name, samples in piece if (some := [i for i in samples if missing[i]])] for piece in work]

@@ -62,7 +62,8 @@ class Prefix:
 
     def __len__(self): return len(self.hidden)
     def __repr__(self):
-        return f"Prefix of {len(self)}: {self.count} tokens, {sum(self.counts)} of them in {len(self.counts)} pictures; next position {self.next}"
+        shown = f"{sum(self.counts)} of them in {len(self.counts)} pictures"
+        return f"Prefix of {len(self)}: {self.count} tokens, {shown}; next position {self.next}"
 
 # %% ../nbs/00eb_prefix.ipynb #ae145a90
 def _prefix_inputs(processor, variant, pictures_list):

@@ -76,16 +76,18 @@ def pair_grid(
 
 # %% ../nbs/03a_widgets.ipynb #56f03572
 def cache_status(
-    cache, # `EmbeddingCacheManager`, folder or list of folders
+    cache, # `ImageDataset` with a cache (then it says what is missing, too), `EmbeddingCacheManager`, folder or list of folders
 ): # ipywidgets box: the table, a button that verifies, its verdict
     "What a cache holds, with a button that reads and checks every entry."
     import ipywidgets as w
     from qie_nb.cache import EmbeddingCacheManager
-    cache = cache if isinstance(cache, EmbeddingCacheManager) else EmbeddingCacheManager(cache)
-    table, verdict, button = w.HTML(cache._repr_html_()), w.HTML(""), w.Button(description="verify")
+    from qie_nb.data import ImageDataset
+    shown = cache if isinstance(cache, (EmbeddingCacheManager, ImageDataset)) else EmbeddingCacheManager(cache)
+    cache = shown.cache if isinstance(shown, ImageDataset) else shown
+    table, verdict, button = w.HTML(shown._repr_html_()), w.HTML(""), w.Button(description="verify")
     def check(_):
         bad = cache.verify()
         verdict.value = "every entry is whole" if not bad else "<br>".join(f"{escape(p)}: {escape(why)}" for p, why in bad)
-        table.value = cache._repr_html_()
+        table.value = shown._repr_html_()
     button.on_click(check)
     return w.VBox([table, button, verdict])
