@@ -149,6 +149,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'qie_nb.data.ImageDataset.__len__': ('data.html#imagedataset.__len__', 'qie_nb/data.py'),
                              'qie_nb.data.ImageDataset._cached': ('data.html#imagedataset._cached', 'qie_nb/data.py'),
                              'qie_nb.data.ImageDataset._keys_of': ('data.html#imagedataset._keys_of', 'qie_nb/data.py'),
+                             'qie_nb.data.ImageDataset._lacking': ('data.html#imagedataset._lacking', 'qie_nb/data.py'),
+                             'qie_nb.data.ImageDataset._needed': ('data.html#imagedataset._needed', 'qie_nb/data.py'),
                              'qie_nb.data.ImageDataset._repr_html_': ('data.html#imagedataset._repr_html_', 'qie_nb/data.py'),
                              'qie_nb.data.ImageDataset.bucket': ('data.html#imagedataset.bucket', 'qie_nb/data.py'),
                              'qie_nb.data.ImageDataset.drop_unreadable': ('data.html#imagedataset.drop_unreadable', 'qie_nb/data.py'),

@@ -16,13 +16,14 @@ from .files import claim, file_digest, file_fact, leftovers, write_atomic
 from .layers import checked, examine, open_layer, write_packed
 
 # %% ../nbs/00_cache.ipynb #52f7a898
+_spell = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode # made once: thousands of keys are asked for
+
 def key_of(
     kind:str, # what is stored, one of `KINDS`
     **parts, # everything the tensor depends on: strings, numbers, lists
 ) -> str: # 40 hex digits (160 bits of sha256)
     "The name of a cache entry: a digest of all that its tensor is a function of."
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(f"{kind}\n{text}".encode()).hexdigest()[:40]
+    return hashlib.sha256(f"{kind}\n{_spell(parts)}".encode()).hexdigest()[:40]
 
 # %% ../nbs/00_cache.ipynb #44257b92
 def stable_seed(
@@ -198,12 +199,14 @@ def entries(self:EmbeddingCacheManager, kinds=ALL_KINDS): # (layer, kind, key, b
 
 # %% ../nbs/00_cache.ipynb #662bd942
 @patch
-def get_cache_stats(self:EmbeddingCacheManager) -> dict:
+def get_cache_stats(self:EmbeddingCacheManager,
+    entries=None, # as `entries()` gives them, where they are at hand
+) -> dict:
     "Plain data: {kind: {count, bytes}}, `total`, `quarantined` (files), `layers` [{folder, packed, writable, count, bytes}] and `models`."
     stats = {kind: dict(count=0, bytes=0) for kind in (*ALL_KINDS, "total")}
     layers = {layer: dict(folder=str(layer.folder), packed=layer.packed, writable=layer is self.layers[-1] and self.writable,
                           count=0, bytes=0) for layer in self.layers}
-    for layer, kind, _, size in self.entries():
+    for layer, kind, _, size in self.entries() if entries is None else entries:
         for s in (stats[kind], stats["total"], layers[layer]): s["count"], s["bytes"] = s["count"] + 1, s["bytes"] + size
     bad = sum(1 for layer in self.layers for _ in (layer.folder/"quarantine").glob("*.safetensors"))
     return stats | dict(quarantined=bad, layers=list(layers.values()), models=self.identities())

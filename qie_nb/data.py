@@ -128,18 +128,26 @@ def _keys_of(self:ImageDataset, i, image, *controls):
 @patch
 def needed(self:ImageDataset, i:int) -> dict:
     "The part of `keys(i)` that training reads: empty prompts only where captions are dropped."
+    return self._needed(self.keys(i))
+
+@patch
+def _needed(self:ImageDataset, keys):
     drop = self.config.caption_dropout_rate > 0
-    return {name: v for name, v in self.keys(i).items() if name != PREFIX and (drop or not name.startswith("empty_"))}
+    return {name: v for name, v in keys.items() if name != PREFIX and (drop or not name.startswith("empty_"))}
 
 # %% ../nbs/00b_data.ipynb #19a88b53
 @patch
 def missing(self:ImageDataset, i:int) -> list:
     "Names of sample `i`'s tensors that the cache lacks; `prompt_prefix` where only that is gone."
     if self.identity is None: return ["everything"]
-    keys, has = self.needed(i), lambda kind, key, *_: self.cache._first(kind, key) is not None
-    out = [name for name, k in keys.items() if not has(*k)]
-    if not has(*self.keys(i)[PREFIX]):
-        prompts = [n for n in keys if n.endswith("prompt_embed") and n not in out]
+    return self._lacking(self.keys(i), lambda entry: self.cache._first(*entry) is not None)
+
+@patch
+def _lacking(self:ImageDataset, keys, has) -> list:
+    needed = self._needed(keys)
+    out = [name for name, v in needed.items() if not has(v[:2])]
+    if not has(keys[PREFIX][:2]):
+        prompts = [n for n in needed if n.endswith("prompt_embed") and n not in out]
         if any(self.cache.prefix_of(*keys[n][:2]) for n in prompts): out.append(PREFIX)
     return out
 
@@ -223,11 +231,12 @@ def status(self:ImageDataset) -> dict:
     kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
     out = dict(samples=len(self), complete=0, kinds=kinds, skipped=list(self.skipped))
     if self.cache is None or self.identity is None: return out | dict(layers=[], models={}, bad=[])
-    there = {(kind, key): size for _, kind, key, size in self.cache.entries()}
-    seen = set()
+    listed = list(self.cache.entries())
+    there, seen = {(kind, key): size for _, kind, key, size in listed}, set()
     for i in range(len(self)):
-        wanted = {v[:2] for v in (*self.needed(i).values(), self.keys(i)[PREFIX])}
-        lacking = set(self.missing(i)) if wanted - there.keys() else set()
+        keys = self.keys(i)
+        wanted = {v[:2] for v in (*self._needed(keys).values(), keys[PREFIX])}
+        lacking = [] if all(entry in there for entry in wanted) else self._lacking(keys, there.__contains__)
         out["complete"] += not lacking
         for kind, key in wanted - seen:
             whole = kind == PREFIX and (kind, key) not in there and not any("prompt" in name for name in lacking)
@@ -236,7 +245,7 @@ def status(self:ImageDataset) -> dict:
             k["needed"], k["present"], k["missing"] = k["needed"] + 1, k["present"] + has, k["missing"] + (not has)
             k["bytes"] += there.get((kind, key), 0)
         seen |= wanted
-    stats = self.cache.get_cache_stats()
+    stats = self.cache.get_cache_stats(listed)
     return out | dict(layers=stats["layers"], models=stats["models"], bad=list(self.cache.quarantined), quarantined=stats["quarantined"])
 
 # %% ../nbs/00b_data.ipynb #6cd86af3

@@ -22,13 +22,15 @@ def signature(
 # %% ../nbs/00ae_files.ipynb #60a23e77
 _local = threading.local()
 
-def _store() -> Path: return Path(os.environ.get("QIE_NB_HOME", Path.home()/".cache"/"qie_nb"))/"files.sqlite"
+def _store() -> str: # asked for with each fact, so without `Path`
+    home = os.environ.get("QIE_NB_HOME")
+    return os.path.join(os.path.expanduser("~/.cache/qie_nb") if home is None else home, "files.sqlite")
 
 def _connect():
     "This thread's own connection; one made before a fork is not used after it."
     store = _store()
     if getattr(_local, "of", None) == (os.getpid(), store): return _local.db
-    store.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.dirname(store) or ".", exist_ok=True)
     _local.db = sqlite3.connect(store, timeout=5, isolation_level=None)
     _local.db.execute("pragma synchronous=off")
     _local.db.execute("create table if not exists facts (folder text, file text, name text, signature text, value text, "
@@ -40,7 +42,7 @@ def _connect():
 _facts, _folders = {}, set() # (folder, file, name) -> (signature, value)
 
 def _recall(folder, file, name):
-    if (store := str(_store()), folder) not in _folders:
+    if (store := _store(), folder) not in _folders:
         _folders.add((store, folder))
         try: rows = _connect().execute("select file, name, signature, value from facts where folder=?", (folder,)).fetchall()
         except (sqlite3.Error, OSError): rows = []
@@ -48,7 +50,7 @@ def _recall(folder, file, name):
     return _facts.get((store, folder, file, name))
 
 def _remember(folder, file, name, sig, value):
-    _facts[(str(_store()), folder, file, name)] = (sig, value)
+    _facts[(_store(), folder, file, name)] = (sig, value)
     try: _connect().execute("insert or replace into facts values (?,?,?,?,?)", (folder, file, name, sig, value))
     except (sqlite3.Error, OSError): pass
 

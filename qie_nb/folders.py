@@ -19,7 +19,7 @@ def entries_of(
     folder:Path,
 ) -> list: # paths in order of their names
     "What is in a folder. Raises ValueError naming it where it cannot be read."
-    try: return sorted(Path(folder).iterdir())
+    try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
     except OSError as e: raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); give one that can") from None
 
 # %% ../nbs/00aac_folders.ipynb #d9695a03

@@ -29,7 +29,7 @@ class LooseLayer:
     packed = False
     def __init__(self, folder): self.folder = Path(folder)
     def __repr__(self): return str(self.folder)
-    def path(self, kind, key): return self.folder/checked(kind, key)[0]/key[:2]/f"{key}.safetensors"
+    def path(self, kind, key): return Path(self.folder, checked(kind, key)[0], key[:2], f"{key}.safetensors")
     file = path # that an entry lies in
     def has(self, kind, key) -> bool: return os.path.isfile(self.path(kind, key))
     def read(self, kind, key) -> bytes: return self.path(kind, key).read_bytes()
@@ -127,11 +127,14 @@ def write_packed(
     "Pack entries into shards and an index. Raises `CacheEntryError` that names every bad entry."
     out = Path(out)
     if out.exists() and any(out.iterdir()): raise ValueError(f"`out` {str(out)!r} is not empty; name a new folder to pack into")
-    index, shards, bad = {}, [[]], []
+    index, shards, bad, room = {}, [[]], [], shard_bytes
     for layer, kind, key in entries:
         if why := examine(layer, kind, key): bad.append(f"{layer.where(kind, key)} {why}"); continue
         size = len(layer.read(kind, key))
-        if shards[-1] and sum(s for *_, s in shards[-1]) + size > shard_bytes: shards.append([])
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        room -= size
         shards[-1].append((layer, kind, key, size))
     if bad: raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: " + "; ".join(bad))
     names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]

@@ -83,7 +83,9 @@ def source_digest(
 ) -> str: # sha256 of its bytes, 64 hex digits
     "Digest of an encoded picture; that of a large file is remembered by `file_digest`."
     if not isinstance(source, (str, os.PathLike)): return hashlib.sha256(read_bytes(source)).hexdigest()
-    with _named(source_name(source)), _file_of(source): return file_digest(source)
+    with _named(source_name(source)):
+        if not os.path.isfile(source): _file_of(source) # which says what stands there
+        return file_digest(source)
 
 # %% ../nbs/00aa_pictures.ipynb #aa63f816
 def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey

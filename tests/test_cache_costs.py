@@ -1,0 +1,98 @@
+"""What the cache costs, counted and not timed: files opened, files asked about, rows fetched."""
+import collections, os, sys
+
+import pytest
+import torch
+
+from qie_nb import files
+from qie_nb.cache import PREFIX
+from qie_nb.data import ImageDataset, loader
+
+WHO = dict(model="made up", vae="v", text_encoder="t", template="t", dtype="float32", control_area=64*64, vl_area=64*64)
+N = 8
+
+
+class Counted:
+    "Within, files opened by this process and questions about files, by path."
+    on = None
+
+    def __enter__(self):
+        self.opened, self.asked, self.listed, Counted.on, self.real = collections.Counter(), collections.Counter(), 0, self, os.stat
+        os.stat = lambda path, *a, **kw: (self.asked.update([path if isinstance(path, int) else os.fsdecode(path)]), self.real(path, *a, **kw))[1]
+        return self
+
+    def __exit__(self, *_): Counted.on, os.stat = None, self.real
+
+    @staticmethod
+    def hook(event, args):
+        if Counted.on and event == "open" and isinstance(args[0], (str, bytes, os.PathLike)): Counted.on.opened[os.fsdecode(args[0])] += 1
+
+
+sys.addaudithook(Counted.hook) # there is no taking it away again
+
+
+@pytest.fixture
+def filled(pairs, tmp_path, monkeypatch):
+    "A data set of pairs with one control and a cache that holds all of it, loose and packed; facts of files are kept at once."
+    monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home"))
+    monkeypatch.setattr(files, "_SETTLED", -10.)
+    root = pairs(((48, 32),) * N, caption=[f"make number {i} blue" for i in range(N)])
+    make = lambda layer: ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/layer), use_cache=True, caption_dropout_rate=0.))
+    ds = make("loose")
+    ds.cache.add_identity(WHO)
+    ds.refresh()
+    for i in range(N):
+        keys = ds.keys(i)
+        for name in (*ds.needed(i), PREFIX):
+            kind, key, parts = keys[name]
+            tensor = torch.ones(9, dtype=torch.bool) if name.endswith("mask") else torch.randn(dict(prompt_embed=2).get(name, 7), 8) if "prompt" in name else torch.randn(16, 1, 8, 8)
+            ds.cache.save_cache(kind, key, tensor, parts, keys[PREFIX][1] if name == "prompt_embed" else None)
+    ds.cache.pack(tmp_path/"packed", shard_bytes=60_000)
+    return make
+
+
+def epoch(ready):
+    with Counted() as c: assert [b["cached"] for b in ready] == [True] * N
+    return c
+
+
+def test_a_sample_opens_five_files_and_no_picture_once_its_digests_are_known(filled):
+    ready = loader(filled("loose"))
+    for _ in range(2):
+        c = epoch(ready)
+        entries = {p: n for p, n in c.opened.items() if p.endswith(".safetensors")}
+        kinds = collections.Counter(p.split(os.sep)[-3] for p in entries)
+        assert kinds == dict.fromkeys(("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask", PREFIX), N) and set(entries.values()) == {1}
+        assert not [p for p in c.opened if p.endswith(".png")], "a picture is asked about, not read"
+    assert sum(c.asked.values()) <= 9 * N, "in a later epoch: each of two pictures twice, each entry once"
+
+
+def test_a_packed_cache_opens_each_shard_once_a_process(filled, tmp_path):
+    ready = loader(filled("packed"))
+    shards = {str(p) for p in (tmp_path/"packed").glob("*.safetensors")}
+    opened = [p for p in epoch(ready).opened.elements() if p.endswith(".safetensors")]
+    assert len(shards) > 1 and sorted(opened) == sorted(shards)
+    later = epoch(ready)
+    assert not [p for p in later.opened if p.endswith((".safetensors", ".png"))] and sum(later.asked.values()) <= 4 * N
+
+
+@pytest.mark.parametrize("layer", ["loose", "packed"])
+def test_a_look_at_the_status_opens_nothing_and_asks_about_each_picture_twice(filled, layer):
+    ds = filled(layer)
+    ds.status()
+    with Counted() as c: assert ds.status()["complete"] == N
+    assert [os.path.basename(p) for p in c.opened.elements()] == ["manifest.json"] * (layer == "loose")
+    pictures = [p for p in c.asked.elements() if str(p).endswith(".png")]
+    entries = [p for p in c.asked if str(p).endswith(".safetensors")]
+    assert len(pictures) <= 4 * N and not entries, "a folder's listing tells the sizes"
+
+
+def test_a_new_process_fetches_what_is_known_with_one_question_a_folder(filled, monkeypatch):
+    filled("loose").status()
+    monkeypatch.setattr(files, "_facts", {}), monkeypatch.setattr(files, "_folders", set()) # what this process knows
+    said = []
+    db = files._connect()
+    db.set_trace_callback(said.append)
+    try: assert filled("loose").status()["complete"] == N
+    finally: db.set_trace_callback(None)
+    assert len(said) == 2 and all(s.startswith("select") for s in said), said
