@@ -49,9 +49,9 @@ class BucketBatchSampler:
 # %% ../nbs/00ac_batches.ipynb #2181258f
 class Batch(dict):
     "A batch as a mapping; it can fetch its pictures although its latents came from the cache."
-    def __init__(self, items, geometry=None, **kw):
+    def __init__(self, items, geometry=None, config=None, **kw):
         super().__init__(items, **kw)
-        self.geometry = geometry
+        self.geometry, self.config = geometry, config # of the data set it comes from
 
     def get_images_for_tensorboard(self,
         max_images:int=8, # at most so many samples
@@ -71,11 +71,12 @@ class Batch(dict):
 def collate(
     samples:list, # mappings as `ImageDataset` gives them
     geometry:Geometry=None,
+    config=None, # `DataSection` of the data set
 ) -> Batch:
     "Stack samples: latents and padded embeddings where all are cached, else lists of pictures."
     out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")}
-    if all(s["cached"] for s in samples): return Batch(out | stack_tensors(samples), geometry, cached=True)
-    return Batch(out | {k: [s.get(k) for s in samples] for k in ("image", "control")}, geometry, cached=False)
+    if all(s["cached"] for s in samples): return Batch(out | stack_tensors(samples), geometry, config, cached=True)
+    return Batch(out | {k: [s.get(k) for s in samples] for k in ("image", "control")}, geometry, config, cached=False)
 
 # %% ../nbs/00ac_batches.ipynb #5c509820
 def controls_of(

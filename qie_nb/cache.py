@@ -182,7 +182,7 @@ def identity(self:EmbeddingCacheManager,
         raise ValueError(f"`cache.identity` {which!r} is not in {self.cache_dir}; it holds {', '.join(known) or 'none'}")
     if which is not None: return known[which]
     if len(known) > 1:
-        names = ", ".join(f"{k} ({v.get('model')})" for k, v in known.items())
+        names = ", ".join(f"{k} ({v.get('model')}, {v.get('dtype')})" for k, v in known.items())
         raise ValueError(f"{self.cache_dir} was filled by {len(known)} encoders: {names}; "
                          "set `cache.identity` to one of them or use another `cache_dir`")
     return next(iter(known.values()), None)
@@ -237,6 +237,8 @@ def verify(self:EmbeddingCacheManager,
         if why := examine(layer, kind, key):
             bad.append((layer.where(kind, key), why))
             if repair: self._set_aside(layer, kind, key, why)
+        elif (front := self.prefix_of(kind, key)) and self._first(PREFIX, front) is None:
+            bad.append((layer.where(kind, key), f"stands on {PREFIX} {front}, which is missing; precompute makes it again"))
         if bar: bar.update()
     return bad
 
@@ -259,13 +261,21 @@ def gc(self:EmbeddingCacheManager,
 
 # %% ../nbs/00_cache.ipynb #dc8cd8f2
 @patch
+def _sound(self:EmbeddingCacheManager, kind, key):
+    "The first layer that has an entry in good order."
+    return next((d for d in self.layers if d.has(kind, key) and not examine(d, kind, key, afresh=False)), None)
+
+@patch
 def pack(self:EmbeddingCacheManager,
     out, # new or empty folder
     keep=None, # set of (kind, key); None: every entry
     shard_bytes:int=2_000_000_000, # a shard holds at most so many
 ) -> list: # files written
     "Pack entries into few large shards and an index, all at top level."
-    chosen = [(layer, k, key) for layer, k, key, _ in self.entries() if keep is None or (k, key) in keep]
+    chosen = [(self._sound(k, key) or layer, k, key) for layer, k, key, _ in self.entries() if keep is None or (k, key) in keep]
+    fronts = {self.prefix_of(k, key) for _, k, key in chosen} - {"", None}
+    if lost := [f for f in fronts if self._first(PREFIX, f) is None]:
+        raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; precompute again first")
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     return write_packed(out, chosen, self.identities(), shard_bytes)
 

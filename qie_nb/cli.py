@@ -85,7 +85,12 @@ def _dataset(m, a):
     if dataset.identity is None: raise ValueError(f"cache {m.cache_dir} is empty; precompute first")
     return dataset
 
-def _keep(m, a): return _dataset(m, a).entries_needed() if a.config else None
+def _keep(m, a):
+    if not a.config: return None
+    from qie_nb.data import find_samples
+    t, dataset = _trainer(a), _dataset(m, a)
+    more = [t._subset(dataset, find_samples(t.config.train.val_path))] if t.config.train.val_path else []
+    return set().union(*(d.entries_needed() for d in (dataset, *more)))
 
 def _gc(m, a):
     for what, v in m.gc(_keep(m, a), a.dry_run).items():
@@ -159,7 +164,8 @@ def main(
         print(f"\nqie-nb {a.command}: stopped; what was finished is kept", file=sys.stderr)
         return 130
     except (ValueError, OSError) as e: # OSError: a folder that is a file, a full disk, weights that cannot be read
-        print(f"qie-nb {a.command}: {' '.join(str(e).split())}", file=sys.stderr)
+        text = str(e).strip().splitlines()[-1] if "Original Traceback" in str(e) else str(e) # of a loader's worker
+        print(f"qie-nb {a.command}: {' '.join(text.split())}", file=sys.stderr)
         return 2
 
 # %% ../nbs/04_cli.ipynb #8ad99c90

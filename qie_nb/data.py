@@ -87,7 +87,10 @@ def trust_manifest(self:ImageDataset,
 ):
     "Take the identity from the manifest where no encoder is at hand to ask; it must name one model, and it must be of this kind."
     self.refresh()
-    if self.undecided: raise self.undecided
+    if self.undecided:
+        fitting = [v for v in self.cache.identities().values() if all(v.get(k) == value for k, value in mine.items())]
+        if len(fitting) != 1: raise self.undecided
+        self.refresh(fitting[0])
     who = self.identity or {}
     for what, value in mine.items():
         if who.get(what, value) != value and not self.cache_identity:
@@ -282,13 +285,20 @@ def drop_unreadable(self:ImageDataset):
         try: [_decodes(p) for p in (s.target, *s.controls)]
         except ValueError as e: bad[i] = str(e)
         if bar: bar.update()
-    if bad and (self.config.strict or len(bad) == len(self)): raise ValueError(next(iter(bad.values())))
+    self.drop(bad)
+
+@patch
+def drop(self:ImageDataset, bad:dict): # {i: reason}
+    "Leave samples out, and say so; all of them, or any where `data.strict` is set, is an error."
+    if not bad: return
+    if self.config.strict or len(bad) == len(self): raise ValueError(next(iter(bad.values())))
     self.skipped += [(self.samples[i].id, why) for i, why in bad.items()]
     for what in ("samples", "sizes"): setattr(self, what, [x for i, x in enumerate(getattr(self, what)) if i not in bad])
-    if bad: self.refresh(self.identity); print(self.skipped_text())
+    self.refresh(self.identity)
+    print(self.skipped_text())
 
 # %% ../nbs/00b_data.ipynb #94e70dd3
-def _collate_of(dataset, samples): return collate(samples, dataset.geometry)
+def _collate_of(dataset, samples): return collate(samples, dataset.geometry, dataset.config)
 
 def loader(
     dataset, # path of a data set (or a list), a `datasets.Dataset`, or an `ImageDataset`

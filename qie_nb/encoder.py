@@ -91,12 +91,13 @@ def prompts(self:Encoder,
     prompts, # B strings
     sets, # B lists of pictures at the text encoder's size, the same sizes in each; or a function that gives them
     made_from, # B values that say which pictures they are
+    shared:bool=False, # in two parts although it is off: a prefix that entries stand on has to be made again
 ) -> list: # B pairs (prefix [P, D] or None, rest [S, D])
     "Embeddings of prompts in two parts, or whole where they are not to be shared."
     self.calls["text_encoder"] += len(prompts)
     get = sets if callable(sets) else lambda: sets
     try:
-        if not self.shared: raise Unshared("`shared` is off")
+        if not (self.shared or shared): raise Unshared("`shared` is off")
         front = self.prefix(made_from, get)
         return list(zip(front.hidden, encode_suffixes(*self._text(), front, prompts)))
     except Unshared:
@@ -199,11 +200,11 @@ def _asked(dataset, i, name) -> str:
 def _on_pictures(self:Encoder, dataset, held, keys, batch): # batch: [(prefix key, {prompt: [(job, i, name)]})]
     first = [next(iter(prompts.values()))[0][1] for _, prompts in batch] # a sample of each set
     get = lambda: [vl_pictures(held[i]["control"], dataset.geometry) for i in first]
-    turns = [list(prompts) for _, prompts in batch]
+    turns, lost = [list(prompts) for _, prompts in batch], any(name == PREFIX for _, p in batch for jobs in p.values() for *_, name in jobs)
     for n in range(max(map(len, turns))):
         asked = [t[min(n, len(t) - 1)] for t in turns] # a set without further prompts rides along
         for (front_key, prompts), i, prompt, (front, rest), left in zip(
-                batch, first, asked, self.prompts(asked, get, [k for k, _ in batch]), (n < len(t) for t in turns)):
+                batch, first, asked, self.prompts(asked, get, [k for k, _ in batch], lost), (n < len(t) for t in turns)):
             if left: yield from self._store(keys, front_key, prompts[prompt], front, rest)
 
 @patch

@@ -62,6 +62,7 @@ def prompt_text(
     return template_of(variant.pipeline)[0].format(shown + (prompt if prompt.strip() else " "))
 
 # %% ../nbs/00c_models.ipynb #6b2330c6
+@lru_cache
 def positions_of(
     pipeline:str, # class name
 ) -> str: # "3d", or "1d" where the installed pair of libraries falls back to running positions
@@ -168,7 +169,10 @@ def load_component(
     if not any((Path(folder)/name).glob("*.safetensors")):
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
-    return cls.from_pretrained(folder, subfolder=name, **kw).to(device).requires_grad_(False).eval()
+    from safetensors import SafetensorError
+    try: return cls.from_pretrained(folder, subfolder=name, **kw).to(device).requires_grad_(False).eval()
+    except SafetensorError as e:
+        raise ValueError(f"the weights in {str(Path(folder)/name)!r} cannot be read ({e}); copy them again") from e
 
 # %% ../nbs/00c_models.ipynb #a4845d44
 class Components:
@@ -230,7 +234,7 @@ def move(self:Components, name:str, device):
     return part
 
 # %% ../nbs/00c_models.ipynb #de56b44a
-_VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+_VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "processor_class")
 _ASIDE = ("generation_config.json", "video_preprocessor_config.json") # of no matter to pictures and hidden states
 
 def component_digest(
@@ -238,6 +242,7 @@ def component_digest(
     name:str, # component
 ) -> str: # 16 hex digits
     "Digest of a component's weights and settings; a renamed folder keeps it."
+    if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
     parts = []
     for p in sorted((Path(folder)/name).iterdir()):
         if p.suffix == ".safetensors": parts.append(file_digest(p))

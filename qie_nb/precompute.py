@@ -14,7 +14,7 @@ from .cache import PREFIX, claim, leftovers
 from .data import ImageDataset
 from .encoder import Encoder
 from .entries import entry_bytes
-from .files import DiskFull, free_bytes, megabytes
+from .files import DiskFull, block_size, free_bytes, megabytes
 from .layers import examine
 from .prefix import Unshared, front_tokens, suffix_ids, whole_ids
 from .progress import Progress, short_time
@@ -38,7 +38,7 @@ class Report:
         others = f", {self.elsewhere} done by another process" if self.elsewhere else ""
         text = (f"precompute: {self.samples} samples in {short_time(self.seconds)}: {self.encoded} encoded "
                 f"({self.tensors} entries, {self.bytes/1e6:.1f} MB), {self.reused} reused{others}, {len(self.skipped)} skipped")
-        rows = [f"  skipped {i}: {why}" for i, why in self.skipped] + [f"  bad, made again: {p}: {why}" for p, why in self.bad]
+        rows = [f"  skipped {i}: {why}" for i, why in self.skipped] + [f"  bad entry: {p} {why}" for p, why in self.bad]
         return "\n".join([text, *rows])
 
     def __add__(self, other): return Report(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
@@ -50,8 +50,9 @@ class Sizes:
         import json
         folder, self.encoder = encoder.components.folder, encoder
         vae, text = (json.loads((folder/c/"config.json").read_text()) for c in ("vae", "text_encoder"))
-        self.channels, self.factor = vae["z_dim"], 2 ** len(vae["temperal_downsample"])
-        self.width = text.get("text_config", text)["hidden_size"]
+        self.channels, self.factor = vae.get("z_dim", 16), 2 ** len(vae.get("temperal_downsample", "123")) # the class's defaults
+        self.width = text.get("text_config", text).get("hidden_size")
+        if not self.width: raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; it is no Qwen2.5-VL model")
         self.fronts, self.rests = {}, {}
 
 # %% ../nbs/00fb_precompute.ipynb #cf31d825
@@ -86,6 +87,7 @@ def bytes_needed(
     dataset:ImageDataset,
     encoder:Encoder,
     missing:dict, # {i: names of what the cache lacks}
+    block:int=0, # round each file up to whole blocks of so many bytes
 ) -> int:
     "What the missing entries will take on the disk."
     sizes, out = Sizes(encoder), {}
@@ -104,16 +106,17 @@ def bytes_needed(
                 out[PREFIX, front_key] = entry_bytes(PREFIX, front_key, front_parts, dtype, (front, sizes.width))
             if name.endswith("mask"): out[kind, key] = entry_bytes(kind, key, parts, "bool", (front + rest,))
             elif name != PREFIX: out[kind, key] = entry_bytes(kind, key, parts, dtype, (rest, sizes.width), front_key if front else None)
-    return sum(out.values())
+    return sum(out.values()) if not block else sum(-(-n // block) * block for n in out.values())
 
 # %% ../nbs/00fb_precompute.ipynb #1fda5d71
 def check_space(
-    need:int, # bytes
+    need:int, # bytes, in whole blocks of the disk
     folder,
+    said:int=None, # bytes in files, to say
 ):
     "Say what a job will take, and refuse it where it cannot fit."
     free = free_bytes(folder)
-    print(f"precompute: {need/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
+    print(f"precompute: {(said or need)/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
     if need > free:
         raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(need, True)} more, but {str(folder)!r} has {megabytes(free)} free: "
                        f"{megabytes(need - free, True)} are missing; free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
@@ -149,12 +152,19 @@ def _try(encoder, dataset, samples, report):
         try: report.tensors += encoder.fill(dataset, samples); return len(samples)
         except PictureChanged as e: reason = str(e) # replaced just now: its keys are new, so once more
         except ValueError as e:
+            if dataset.config.strict: raise
             if len(samples) > 1: return sum(_try(encoder, dataset, [i], report) for i in samples)
             reason = str(e); break
     report.skipped += [(dataset.samples[i].id, reason) for i in samples]
     return 0
 
 # %% ../nbs/00fb_precompute.ipynb #6307e75f
+def _check(cache, kind, key, report):
+    "Set bad copies of an entry aside until there is a good one, or none."
+    while (layer := cache._first(kind, key)) and (why := examine(layer, kind, key, afresh=False)):
+        report.bad.append((layer.where(kind, key), why))
+        cache._set_aside(layer, kind, key, why)
+
 def _look(dataset, encoder, indices, verify, report) -> dict: # {i: names of what is missing}
     "What each sample lacks. Entries that would be reused are read once, and bad ones set aside."
     missing, checked, cache = {}, set(), encoder.cache
@@ -162,11 +172,8 @@ def _look(dataset, encoder, indices, verify, report) -> dict: # {i: names of wha
     for i in indices:
         try:
             for kind, key, _ in dataset.keys(i).values() if verify else ():
-                if (kind, key) in checked or (layer := cache._first(kind, key)) is None: continue
+                if (kind, key) not in checked: _check(cache, kind, key, report)
                 checked.add((kind, key))
-                if why := examine(layer, kind, key, afresh=False):
-                    report.bad.append((layer.where(kind, key), why))
-                    cache._set_aside(layer, kind, key, why)
             missing[i] = dataset.missing(i)
         except (ValueError, OSError) as e: report.skipped.append((dataset.samples[i].id, str(e)))
         if bar: bar.update()
@@ -196,14 +203,15 @@ def precompute(
     cache, t0 = encoder.cache, time.time()
     indices = _range(dataset, cache, start, end)
     dataset.refresh(encoder.identity)
-    report = Report(samples=len(indices), skipped=list(dataset.skipped) if len(indices) == len(dataset) else [])
+    before = list(dataset.skipped) if len(indices) == len(dataset) else []
+    report = Report(samples=len(indices) + len(before), skipped=before)
     missing = _look(dataset, encoder, indices, verify, report)
     report.reused = sum(not names for names in missing.values())
     if work := _open(my_share(pieces(dataset, missing, encoder.batch_size)), missing): # shared out before it is known what is done
         todo = [i for piece in work for _, samples in piece for i in samples]
         if not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
         report.bytes = bytes_needed(dataset, encoder, {i: missing[i] for i in todo})
-        check_space(report.bytes, cache.cache_dir)
+        check_space(bytes_needed(dataset, encoder, {i: missing[i] for i in todo}, block_size(cache.cache_dir)), cache.cache_dir, report.bytes)
         encoder.warm_up({name for i in todo for name in missing[i]}) # a broken model is no reason to skip samples
         for p in leftovers(cache._scratch()): p.unlink(missing_ok=True)
         cache.add_identity(encoder.identity)

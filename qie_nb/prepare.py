@@ -13,7 +13,7 @@ from .batches import BucketBatchSampler
 from .cache import CacheEntryError, EmbeddingCacheManager
 from .data import ImageDataset, find_samples, loader, split_held_out
 from .encoder import Encoder
-from .models import check_device
+from .models import check_device, prompt_text
 from .pictures import Geometry
 from .precompute import precompute
 from .samples import Samples
@@ -39,11 +39,14 @@ def make_loader(self:CacheMethods,
     if not self.use_cache: dataset.cache = None
     self._settle(dataset)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
+    self._drop_untellable(dataset)
     dataset.drop_unreadable()
+    self._check_holes(dataset)
     self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
     held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
+    if self.held_out and c.train.val_path: self._check_holes(self.held_out)
     if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
     if given: size, seed, shuffle = given.batch_size, given.seed, given.shuffle
     else: size, seed, shuffle = getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle
@@ -61,11 +64,22 @@ def _settle(self:CacheMethods, dataset):
     if dataset.cache is None: return dataset.refresh()
     if self.components.has_encoders(): dataset.refresh(self.components.identity())
     else: dataset.trust_manifest(variant=self.components.variant.name, dtype=str(self.weight_dtype).removeprefix("torch."))
-    self._check_holes(dataset)
 
+# %% ../nbs/00o_prepare.ipynb #aa783ba2
+@patch
+def _drop_untellable(self:CacheMethods, dataset):
+    "Skip the samples whose prompts cannot be put into the model's template."
+    bad = {}
+    for i, s in enumerate(dataset.samples):
+        try: prompt_text(self.components.variant, s.prompt, len(s.controls))
+        except ValueError as e: bad[i] = str(e)
+    dataset.drop(bad)
+
+# %% ../nbs/00o_prepare.ipynb #3e57bd9d
 @patch
 def _check_holes(self:CacheMethods, dataset):
     "Where a hole in the cache cannot be filled, there must be none."
+    if dataset.cache is None: return
     local = self.components.name == "tiny" or Path(self.components.name).expanduser().is_dir()
     dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
     if not dataset.cached_only: return
@@ -105,7 +119,10 @@ def cache_embeddings(self:CacheMethods,
 ): # `Report`
     "Precompute latents and prompt embeddings of a data set into the cache; held-out pairs too."
     dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
-    if dataset.cache is None: dataset.cache = EmbeddingCacheManager(self.cache_dir or "cache")
+    if dataset.cache is None and not (self.use_cache and self.cache_dir):
+        raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so nobody would read what is precomputed; set both")
+    if dataset.cache is None: dataset.cache = EmbeddingCacheManager(self.cache_dir)
+    self._drop_untellable(dataset)
     enc = self.encoder(dataset.cache)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
     report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
@@ -135,8 +152,8 @@ def cache_step(self:CacheMethods,
 @patch
 def _dataset_of(self:CacheMethods, batch, enc):
     "A data set of just this batch's samples, looked up by this encoder's identity."
-    dataset = ImageDataset(self.config, samples=batch["sample"])
-    dataset.cache = enc.cache
+    dataset = ImageDataset(getattr(batch, "config", None) or self.config, samples=batch["sample"])
+    dataset.cache, dataset.areas = enc.cache, self.components.areas
     dataset.refresh(enc.identity)
     return dataset
 
@@ -147,12 +164,14 @@ def encode_batch(self:CacheMethods, batch) -> dict:
     if self._encoder is None:
         self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
-    return encode_batch(self._encoder, batch, self.geometry(), self._dataset_of(batch, self._encoder) if "sample" in batch else None)
+    return encode_batch(self._encoder, batch, self.geometry(getattr(batch, "config", None)), self._dataset_of(batch, self._encoder) if "sample" in batch else None)
 
 # %% ../nbs/00o_prepare.ipynb #e9d9654f
 @patch
-def geometry(self:CacheMethods) -> Geometry:
+def geometry(self:CacheMethods,
+    data=None, # `DataSection` of a data set that has its own
+) -> Geometry:
     "Sizes of the pictures: the configuration's, else the loaded adapter's, else the model's own."
-    d, trained_at = self.config.data, {k: v for k, v in self.lora_origin.items() if k in ("control_area", "vl_area")}
+    d, trained_at = data or self.config.data, {k: v for k, v in self.lora_origin.items() if k in ("control_area", "vl_area")}
     areas = {**self.components.areas, **trained_at}
     return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])

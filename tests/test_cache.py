@@ -230,3 +230,67 @@ def test_a_dropped_caption_is_its_own_empty_prompt(pairs, tmp_path):
     assert len(seen) == 6
     empty = [dataset.cache.load_cache(*dataset.keys(i)["empty_prompt_embed"][:2]) for i in (0, 2)]
     assert empty[0].shape == empty[1].shape and not torch.equal(*empty), "other pictures, another empty prompt"
+
+
+def test_lazy_filling_goes_by_the_loaders_own_settings(pairs, tmp_path):
+    root = pairs(THREE)
+    mine = dict(image_size=[64, 64], caption_dropout_rate=0.9)
+    def train(name, first):
+        trainer = QwenImageEditTrainer(settings(root, tmp_path, data=dict(image_size=[96, 96], caption_dropout_rate=0.), cache=dict(cache_dir=str(tmp_path/"other")), train=dict(num_epochs=1)))
+        batches = loader(str(root), cache_dir=str(tmp_path/name), **mine)
+        if first: trainer.cache_embeddings(batches)
+        return trainer.fit(batches)
+    assert adapters_equal(train("lazy", False), train("pre", True)) and files(tmp_path/"lazy") == files(tmp_path/"pre") and not files(tmp_path/"other")
+
+
+def test_a_lost_prefix_is_made_again_whatever_the_switch_says(pairs, tmp_path):
+    root = pairs(THREE)
+    make = lambda **kw: QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/"cache"), **kw)))
+    make().cache_embeddings()
+    good = files(tmp_path/"cache")
+    next((tmp_path/"cache"/"prompt_prefix").rglob("*.safetensors")).unlink()
+    manager = EmbeddingCacheManager(tmp_path/"cache")
+    assert len(manager.verify()) == 2 and "precompute makes it again" in manager.verify()[0][1]
+    with pytest.raises(ValueError, match="prefixes that prompts stand on are missing"): manager.pack(tmp_path/"packed")
+    assert make(prompt_prefix=False).cache_embeddings().tensors == 1
+    assert files(tmp_path/"cache") == good and make(prompt_prefix=False).cache_embeddings().encoded == 0
+
+
+def test_a_picture_that_cannot_be_decoded_is_left_out_where_there_are_no_encoders_too(pairs, tmp_path):
+    import struct, zlib
+    root, bare = pairs(THREE), tmp_path/"bare"
+    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    broken = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 48, 32, 8, 2, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(b"\0" * 4647)[:9]) + chunk(b"IEND", b"")
+    (root/"training_images"/"0001.png").write_bytes(broken)
+    report = QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    assert (report.encoded, [i for i, _ in report.skipped]) == (2, ["0001"])
+    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
+    there = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)))
+    assert QwenImageEditTrainer(there).fit().global_step == 2
+    with pytest.raises(ValueError, match="0001.png' cannot be read"): QwenImageEditTrainer(settings(root, tmp_path, data=dict(strict=True))).cache_embeddings()
+
+
+def test_held_out_pairs_of_their_own_are_kept_shipped_and_asked_for(pairs, tmp_path):
+    import yaml
+    from qie_nb.cli import main
+    root, bare = pairs(THREE), tmp_path/"bare"
+    shutil.copytree(root, tmp_path/"val")
+    Image.new("RGB", (48, 32), "red").save(tmp_path/"val"/"control_images"/"0000.png")
+    raw = settings(root, tmp_path, train=dict(val_path=str(tmp_path/"val"), eval_interval=1))
+    QwenImageEditTrainer(raw).cache_embeddings()
+    before, config = files(tmp_path/"cache"), tmp_path/"c.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    assert main(["cache", "gc", str(tmp_path/"cache"), "--config", str(config)]) == 0 and files(tmp_path/"cache") == before
+    assert main(["cache", "pack", str(tmp_path/"cache"), "--config", str(config), "--out", str(tmp_path/"packed")]) == 0
+    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
+    raw = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)), cache=dict(cache_dir=str(tmp_path/"packed")), train=raw["train"])
+    QwenImageEditTrainer(raw).fit()
+    shutil.rmtree(tmp_path/"checkpoints", ignore_errors=True)
+    (tmp_path/"val"/"training_images"/"0001.txt").write_text("another instruction")
+    with pytest.raises(ValueError, match="prompt_embed of sample '0001' is missing"): QwenImageEditTrainer(raw).fit()
+
+
+def test_a_prompt_with_a_pictures_tokens_is_skipped(pairs, tmp_path):
+    root = pairs(THREE, caption=["invert", "like <|image_pad|> here", "x"])
+    trainer = QwenImageEditTrainer(settings(root, tmp_path))
+    assert [i for i, _ in trainer.cache_embeddings().skipped] == ["0001"] and trainer.fit().global_step == 2
