@@ -275,7 +275,8 @@ def pack(self:EmbeddingCacheManager,
     chosen = [(self._sound(k, key) or layer, k, key) for layer, k, key, _ in self.entries() if keep is None or (k, key) in keep]
     fronts = {self.prefix_of(k, key) for _, k, key in chosen} - {"", None}
     if lost := [f for f in fronts if self._first(PREFIX, f) is None]:
-        raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; precompute again first")
+        raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; "
+                              "precompute again first")
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     return write_packed(out, chosen, self.identities(), shard_bytes)
 

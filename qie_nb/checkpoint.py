@@ -74,7 +74,8 @@ def is_complete(folder) -> bool:
     folder = Path(folder)
     try: wanted = json.loads((folder/"COMPLETE").read_text())
     except (OSError, ValueError): return False
-    return isinstance(wanted, dict) and all((folder/name).is_file() and file_digest(folder/name) == digest for name, digest in wanted.items())
+    same = lambda name, digest: (folder/name).is_file() and file_digest(folder/name) == digest
+    return isinstance(wanted, dict) and all(same(*item) for item in wanted.items())
 
 # %% ../nbs/01a_checkpoint.ipynb #b1456eef
 def complete_checkpoints(

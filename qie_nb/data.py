@@ -43,7 +43,8 @@ class ImageDataset(Dataset):
     def get_cache_stats(self): return self.cache.get_cache_stats() if self.cache else {}
     def skipped_text(self):
         rest = f"\n  and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
-        return f"{len(self.skipped)} of {len(self.found)} samples are skipped:\n" + "\n".join(f"  {i}: {why}" for i, why in self.skipped[:5]) + rest
+        rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:", *(f"  {i}: {why}" for i, why in self.skipped[:5])]
+        return "\n".join(rows) + rest
 
 # %% ../nbs/00b_data.ipynb #0f5cc43a
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
@@ -261,8 +262,9 @@ def _repr_html_(self:ImageDataset) -> str:
     where = "; ".join(f"{d['folder']}: {d['count']} entries" for d in s["layers"]) or "no cache"
     who = "; ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in s["models"].values()) or "nobody yet"
     more = "".join(f"<br>{escape(str(i))}: {escape(why)}" for i, why in (*s["skipped"][:5], *s["bad"][:5]))
-    return (f"<b>{s['samples']} samples</b>, {s['complete']} complete in the cache, {len(s['skipped'])} skipped, {len(s['bad'])} bad entries met"
-            f"<br>{escape(where)}, filled by {escape(who)}<table>{row(('kind', 'needed', 'present', 'missing', 'size'), 'th')}{kinds}</table>{more}")
+    head = row(("kind", "needed", "present", "missing", "size"), "th")
+    return (f"<b>{s['samples']} samples</b>, {s['complete']} complete in the cache, {len(s['skipped'])} skipped, "
+            f"{len(s['bad'])} bad entries met<br>{escape(where)}, filled by {escape(who)}<table>{head}{kinds}</table>{more}")
 
 # %% ../nbs/00b_data.ipynb #7027de7e
 @patch

@@ -115,7 +115,8 @@ def write_atomic(
         _sync_folder(path.parent)
     except BaseException as e:
         _forget(tmp)
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT): raise disk_full(path, len(data) if blocks != data else size or 0) from None
+        full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full: raise disk_full(path, len(data) if blocks != data else size or 0) from None
         raise
 
 # %% ../nbs/00ae_files.ipynb #ee2fd19f

@@ -10,7 +10,7 @@ import hashlib, json, os, re
 from itertools import chain
 from pathlib import Path
 
-from .entries import ALL_KINDS, CacheEntryError, is_key, read_header, unpack_entry
+from .entries import ALL_KINDS, CacheEntryError, is_key, unpack_entry
 from .files import file_fact, write_atomic
 
 # %% ../nbs/00ag_layers.ipynb #10ca2abd
@@ -91,7 +91,8 @@ def _read_index(path) -> dict:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         if _index_sum(index) != index["checksum"]: raise ValueError("its checksum differs")
-        if not all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in index["shards"]): raise ValueError("its shards' names are not ours")
+        ours = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in index["shards"])
+        if not ours: raise ValueError("its shards' names are not ours")
         lacking = [s for s in index["shards"] if not (path.parent/s).is_file()]
         if lacking: raise ValueError(f"{', '.join(lacking)} beside it is missing")
         _check_places(index, [(path.parent/s).stat().st_size for s in index["shards"]])
@@ -101,7 +102,8 @@ def _read_index(path) -> dict:
 
 def _check_places(index, sizes):
     "Places beyond a shard's end are found out by the entry's checksum; what could not even be read is found out here."
-    if not all(isinstance(v, dict) for v in (index["identities"], *index["identities"].values(), *index["entries"].values())): raise ValueError("it is none of ours")
+    tables = index["identities"], *index["identities"].values(), *index["entries"].values()
+    if not all(isinstance(v, dict) for v in tables): raise ValueError("it is none of ours")
     for kind, found in index["entries"].items():
         for key, (shard, begin, size, header) in found.items():
             if not (0 <= shard < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[shard] and isinstance(header, str)):
@@ -129,13 +131,14 @@ def write_packed(
     if out.exists() and any(out.iterdir()): raise ValueError(f"`out` {str(out)!r} is not empty; name a new folder to pack into")
     index, shards, bad, room = {}, [[]], [], shard_bytes
     for layer, kind, key in entries:
-        if why := examine(layer, kind, key): bad.append(f"{layer.where(kind, key)} {why}"); continue
-        size = len(layer.read(kind, key))
+        try: unpack_entry(data := layer.read(kind, key), kind, key)
+        except (CacheEntryError, OSError) as e: bad.append(f"{layer.where(kind, key)} {e}"); continue
+        size, own = len(data), data[8:8 + int.from_bytes(data[:8], "little")]
         if shards[-1] and size > room:
             shards.append([])
             room = shard_bytes
         room -= size
-        shards[-1].append((layer, kind, key, size))
+        shards[-1].append((layer, kind, key, own, size))
     if bad: raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: " + "; ".join(bad))
     names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
     for n, (name, shard) in enumerate(zip(names, shards)): _write_shard(out/name, n, shard, index)
@@ -146,16 +149,14 @@ def write_packed(
 # %% ../nbs/00ag_layers.ipynb #0ab215ff
 def _write_shard(path, number, shard, index):
     header, place, payloads = {}, 0, []
-    for layer, kind, key, _ in shard:
-        data = layer.read(kind, key)
-        own = data[8:8 + int.from_bytes(data[:8], "little")]
-        size = len(data) - 8 - len(own)
-        header[f"{kind}/{key}"] = read_header(data)[kind] | dict(data_offsets=[place, place + size])
+    for layer, kind, key, own, size in shard:
+        size -= 8 + len(own)
+        header[f"{kind}/{key}"] = json.loads(own)[kind] | dict(data_offsets=[place, place + size])
         index.setdefault(kind, {})[key] = [number, place, size, own.decode()]
         payloads.append((layer, kind, key, 8 + len(own)))
         place += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    for _, kind, key, _ in shard: index[kind][key][1] += 8 + len(text)
+    for _, kind, key, *_ in shard: index[kind][key][1] += 8 + len(text)
     blocks = (layer.read(kind, key)[n:] for layer, kind, key, n in payloads)
     write_atomic(path, chain([len(text).to_bytes(8, "little") + text], blocks), size=8 + len(text) + place)

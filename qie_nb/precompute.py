@@ -119,7 +119,8 @@ def check_space(
     print(f"precompute: {(said or need)/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
     if need > free:
         raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(need, True)} more, but {str(folder)!r} has {megabytes(free)} free: "
-                       f"{megabytes(need - free, True)} are missing; free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
+                       f"{megabytes(need - free, True)} are missing; "
+                       "free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
 
 # %% ../nbs/00fb_precompute.ipynb #ffc7017d
 _TOGETHER = 4 # samples on the same pictures in one piece of work
@@ -211,7 +212,8 @@ def precompute(
         todo = [i for piece in work for _, samples in piece for i in samples]
         if not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
         report.bytes = bytes_needed(dataset, encoder, {i: missing[i] for i in todo})
-        check_space(bytes_needed(dataset, encoder, {i: missing[i] for i in todo}, block_size(cache.cache_dir)), cache.cache_dir, report.bytes)
+        on_disk = bytes_needed(dataset, encoder, {i: missing[i] for i in todo}, block_size(cache.cache_dir))
+        check_space(on_disk, cache.cache_dir, report.bytes)
         encoder.warm_up({name for i in todo for name in missing[i]}) # a broken model is no reason to skip samples
         for p in leftovers(cache._scratch()): p.unlink(missing_ok=True)
         cache.add_identity(encoder.identity)

@@ -164,7 +164,8 @@ def encode_batch(self:CacheMethods, batch) -> dict:
     if self._encoder is None:
         self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
-    return encode_batch(self._encoder, batch, self.geometry(getattr(batch, "config", None)), self._dataset_of(batch, self._encoder) if "sample" in batch else None)
+    dataset = self._dataset_of(batch, self._encoder) if "sample" in batch else None
+    return encode_batch(self._encoder, batch, self.geometry(getattr(batch, "config", None)), dataset)
 
 # %% ../nbs/00o_prepare.ipynb #e9d9654f
 @patch
