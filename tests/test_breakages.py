@@ -32,3 +32,8 @@ def test_a_breakage_is_noticed(name, tmp_path):
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", run.stdout, re.M)
     print(f"{name}: {failed}")
     assert run.returncode == 1 and failed and "ImportError" not in run.stdout
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_every_breakage_still_fits_the_code(name):
+    for module, old, _ in BREAKAGES[name]: assert (ROOT/"qie_nb"/f"{module}.py").read_text().count(old) == 1, f"{old!r} is no longer in {module}; mend the breakage"
