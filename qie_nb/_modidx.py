@@ -512,6 +512,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'qie_nb.prepare.CacheMethods._dataset_of': ('prepare.html#cachemethods._dataset_of', 'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods._drop_untellable': ( 'prepare.html#cachemethods._drop_untellable',
                                                                                   'qie_nb/prepare.py'),
+                                'qie_nb.prepare.CacheMethods._drop_useless': ( 'prepare.html#cachemethods._drop_useless',
+                                                                               'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods._settle': ('prepare.html#cachemethods._settle', 'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods._subset': ('prepare.html#cachemethods._subset', 'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods.cache_embeddings': ( 'prepare.html#cachemethods.cache_embeddings',

@@ -32,7 +32,7 @@ class Report:
     bytes: int = 0          # that they were expected to take
     seconds: float = 0.
     skipped: list = field(default_factory=list) # (sample id, reason)
-    bad: list = field(default_factory=list)     # (place, reason) of entries that were found bad and made again
+    bad: list = field(default_factory=list)     # (place, reason) of entries that were found bad
 
     def __str__(self):
         others = f", {self.elsewhere} done by another process" if self.elsewhere else ""

@@ -39,14 +39,12 @@ def make_loader(self:CacheMethods,
     if not self.use_cache: dataset.cache = None
     self._settle(dataset)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    self._drop_untellable(dataset)
-    dataset.drop_unreadable()
-    self._check_holes(dataset)
+    self._drop_useless(dataset)
     self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
     held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
-    if self.held_out and c.train.val_path: self._check_holes(self.held_out)
+    if self.held_out and c.train.val_path: self._drop_useless(self.held_out)
     if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
     if given: size, seed, shuffle = given.batch_size, given.seed, given.shuffle
     else: size, seed, shuffle = getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle
@@ -74,6 +72,13 @@ def _drop_untellable(self:CacheMethods, dataset):
         try: prompt_text(self.components.variant, s.prompt, len(s.controls))
         except ValueError as e: bad[i] = str(e)
     dataset.drop(bad)
+
+@patch
+def _drop_useless(self:CacheMethods, dataset):
+    "Skip what cannot be encoded, and refuse what could not be made: all before a run begins."
+    self._drop_untellable(dataset)
+    dataset.drop_unreadable()
+    self._check_holes(dataset)
 
 # %% ../nbs/00o_prepare.ipynb #3e57bd9d
 @patch
@@ -127,8 +132,9 @@ def cache_embeddings(self:CacheMethods,
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
     report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
     if self.config.train.val_path and start_idx == 0 and end_idx is None:
-        report += precompute(self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.),
-                             enc, verify=self.config.cache.verify)
+        held_out = self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.)
+        self._drop_untellable(held_out)
+        report += precompute(held_out, enc, verify=self.config.cache.verify)
     enc.release()
     self.cache_exist = True
     print(report)

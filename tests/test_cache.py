@@ -294,3 +294,13 @@ def test_a_prompt_with_a_pictures_tokens_is_skipped(pairs, tmp_path):
     root = pairs(THREE, caption=["invert", "like <|image_pad|> here", "x"])
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     assert [i for i, _ in trainer.cache_embeddings().skipped] == ["0001"] and trainer.fit().global_step == 2
+
+
+def test_held_out_pairs_of_their_own_are_skipped_like_others(pairs, tmp_path):
+    root = pairs(THREE)
+    shutil.copytree(root, tmp_path/"val")
+    (tmp_path/"val"/"training_images"/"0001.txt").write_text("like <|image_pad|> here")
+    trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(val_path=str(tmp_path/"val"), eval_interval=1)))
+    assert [i for i, _ in trainer.cache_embeddings().skipped] == ["0001"]
+    trainer.fit()
+    assert len(trainer.held_out) == 2 and trainer.global_step == 4
