@@ -59,7 +59,7 @@ def plan(
     c = make_config(config)
     t = transformer or _transformer_config(c)
     n, layers, dim = count_parameters(t), t["num_layers"], t["num_attention_heads"] * t["attention_head_dim"]
-    kind, wide = kind_of(c.model.quantize), 2 if c.train.mixed_precision == "bf16" else 4
+    kind, wide = kind_of(c.model.quantize), 4 if c.train.mixed_precision == "no" else 2
     bits = dict(qfloat8=1, qint8=1, qint4=0.5).get(kind, wide)
     weights = n["linear_in_blocks"] * bits + (n["all"] - n["linear_in_blocks"]) * wide
     target, control = c.data.image_size[0] * c.data.image_size[1], c.data.control_area or 1024 * 1024

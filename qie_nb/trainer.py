@@ -32,7 +32,7 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods):
     ):
         c = self.config = make_config(config)
         self.device = check_device(c.train.device)
-        self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision)
+        self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
         self.quantize = c.model.quantize
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
         self.cache_exist = check_cache_exists(self.cache_dir) if self.use_cache else False
