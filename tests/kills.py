@@ -1,6 +1,6 @@
 """Runs cut off on purpose: killed at every moment, asked to end by signals and by a notebook's stop button. What they end with must be, bit for bit,
 what an undisturbed run ends with. Every case counts its trials and says the worst that it saw."""
-import argparse, builtins, collections, contextlib, csv, io, itertools, json, os, queue, random, re, shutil, signal, socket, subprocess, sys, tempfile, time, traceback
+import argparse, builtins, collections, contextlib, csv, gc, io, itertools, json, os, queue, random, re, shutil, signal, socket, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 
 import torch
@@ -632,6 +632,7 @@ def main(argv=None):
     torch.set_num_threads(1)
     import accelerate, diffusers, peft, transformers # once, for all processes forked from here
     import qie_nb.evaluate, qie_nb.logging, qie_nb.trainer
+    gc.freeze() # what was imported is no garbage: collections in the children pass it by
     chosen, results, began = cases(a.full), [], time.time()
     with tempfile.TemporaryDirectory(prefix="kills-") as home:
         tempfile.tempdir = home
