@@ -27,6 +27,7 @@ class BucketBatchSampler:
     ):
         self.dataset, self.batch_size, self.seed, self.shuffle, self.epoch = dataset, batch_size, seed, shuffle, 0
         self.start = 0 # batches of this epoch to leave out, set on resume
+        self.rank, self.world = 0, 1 # this process, and how many share each batch
 
     def set_epoch(self, epoch:int):
         self.epoch = epoch
@@ -43,7 +44,10 @@ class BucketBatchSampler:
         if self.shuffle: rng.shuffle(out)
         return out
 
-    def __iter__(self): return iter(self.batches()[self.start:])
+    def share(self, batch): return batch[self.rank::self.world]
+    def __iter__(self): return iter([self.share(b) or b[:1] for b in self.batches()[self.start:]]) # one without a share rides along
+    def counts(self) -> list: # per batch from `start` on: (samples of this process, of all processes)
+        return [(len(self.share(b)), len(b)) for b in self.batches()[self.start:]]
     def __len__(self): return len(self.batches())
 
 # %% ../nbs/00ac_batches.ipynb #2181258f

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CACHED', 'is_cached', 'batch_size', 'as_list', 'batch_seeds', 'loss_at', 'draw', 'encode_pictures', 'encode_batch',
-           'dropout_noise', 'make_optimizer', 'make_schedule', 'advance', 'Run']
+           'dropout_noise', 'make_optimizer', 'make_schedule', 'guarded_step', 'advance', 'Group', 'Run']
 
 # %% ../nbs/00n_step.ipynb #b7d6c4e5
 from contextlib import closing, contextmanager, nullcontext
@@ -155,6 +155,15 @@ def make_schedule(
                          num_training_steps=max(steps, 1), power=settings.power, **more)
 
 # %% ../nbs/00n_step.ipynb #4402c0fb
+@torch.no_grad()
+def guarded_step(optimizer, ok):
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    tensors = lambda: {(n, k): v for n, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items() if torch.is_tensor(v)}
+    before, held = [p.clone() for p in params], {k: v.clone() for k, v in tensors().items()}
+    optimizer.step()
+    for p, b in zip(params, before): p.copy_(torch.where(ok, p, b))
+    for k, v in tensors().items(): v.copy_(torch.where(ok.to(v.device), v, held.get(k, torch.zeros_like(v))))
+
 def advance(
     schedule, # of `make_schedule`, fresh
     step:int, # optimizer steps done
@@ -164,6 +173,13 @@ def advance(
     for group, base, fn in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas): group["lr"] = base * fn(step)
 
 # %% ../nbs/00n_step.ipynb #cdfb7f53
+class Group(list):
+    "The batches of one optimizer step that are this process's."
+    def __init__(self, batches, counts):
+        super().__init__(batches)
+        self.counts = [mine for mine, _ in counts] # samples of each batch that count; 0 where this process only rides along
+        self.samples = sum(n for _, n in counts) # over all batches and processes
+
 class Run:
     "A loader with what the loop needs to know of it."
     def __init__(self, loader, accumulate, callbacks):
@@ -172,12 +188,14 @@ class Run:
         if not self.batches: raise ValueError("the loader gives no batch; check `data.dataset_path`")
 
     def groups(self, state):
-        "Lists of batches, one list an optimizer step, from the state's position in its epoch on."
-        sampler = getattr(self.loader, "batch_sampler", None)
+        "`Group`s of batches, one an optimizer step, from the state's position in its epoch on."
+        sampler, counts = getattr(self.loader, "batch_sampler", None), None
         if isinstance(sampler, BucketBatchSampler):
             sampler.set_epoch(state.epoch)
             sampler.start = state.position # before the loader is asked for its iterator, which reads it
+            counts = iter(sampler.counts())
             batches = ahead(self.loader) if not self.loader.num_workers else iter(self.loader)
         else: batches = islice(iter(self.loader), state.position, None)
         with closing(batches) if hasattr(batches, "close") else nullcontext():
-            while group := list(islice(batches, self.accumulate)): yield group
+            while group := list(islice(batches, self.accumulate)):
+                yield Group(group, list(islice(counts, len(group))) if counts else [(batch_size(b),) * 2 for b in group])
