@@ -116,7 +116,8 @@ def prepare_model(self:QwenImageEditTrainer):
     tr = self._transformer()
     lora.assert_float32(tr)
     tr.enable_gradient_checkpointing() if self.config.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
-    self.model = wrap(tr, self.setup_accelerator())
+    wrapped = wrap(tr, self.setup_accelerator())
+    self.model = None if wrapped is tr else wrapped
     return self
 
 # %% ../nbs/01_trainer.ipynb #e386b751
@@ -165,7 +166,7 @@ def _compute_loss(self:QwenImageEditTrainer,
 @patch
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B] float32
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
-    model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer()
+    model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
     return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype)
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
@@ -200,7 +201,7 @@ def optimizer_step(self:QwenImageEditTrainer,
     for k, (batch, count) in enumerate(zip(group, group.counts)):
         last = k == len(group) - 1 # torch averages over the processes, once a step
         seed = stable_seed(self.config.train.seed, "dropout", s.epoch, *batch.get("sample_id", (s.global_step, k)))
-        with dropout_noise(self.config.model.lora.lora_dropout, seed), nullcontext() if last else self.accelerator.no_sync(self.model):
+        with dropout_noise(self.config.model.lora.lora_dropout, seed), nullcontext() if last else self.accelerator.no_sync(self.model or self.transformer):
             loss = self.training_step(batch) * (count * n / group.samples)
             self.accelerator.backward(loss)
         s.loss = s.loss + loss.detach()
