@@ -180,7 +180,7 @@ def load_mask(
     aspect=None, # (width, height) that pictures are cut to, or None: `Geometry.aspect`
 ) -> np.ndarray: # uint8 [height / 8, width / 8]; 255 counts fully
     "A mask as weights of latent pixels. Raises ValueError naming one that cannot be used."
-    im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BILINEAR)
+    im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
     if out.max() <= 1: raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or take it out")

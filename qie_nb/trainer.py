@@ -17,11 +17,11 @@ from .cache import check_cache_exists, stable_seed
 from .callback import Callback, FreeEncoders, RunState, call
 from .config import make_config
 from .models import COMPONENTS, Components, check_device, pick_dtype
+from .optimize import advance, make_optimizer, make_schedule
 from .predict import PredictMethods
 from .prepare import CacheMethods
 from .quantise import kind_of, quantise
-from .step import Run, advance, batch_seeds, batch_size, draw, dropout_noise
-from .step import is_cached, loss_at, make_optimizer, make_schedule
+from .step import Run, batch_seeds, batch_size, draw, dropout_noise, is_cached, loss_at
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
 class QwenImageEditTrainer(CacheMethods, PredictMethods):
