@@ -23,10 +23,12 @@ def split_state(
 ) -> tuple: # ({"3.exp_avg": tensor}, JSON-ready rest)
     "Tensors and the rest of an optimizer's state."
     tensors, rest = {}, dict(param_groups=state["param_groups"], values={})
-    for i, s in state["state"].items():
-        for k, v in s.items():
-            if torch.is_tensor(v): tensors[f"{i}.{k}"] = v.detach().cpu().contiguous()
-            else: rest["values"][f"{i}.{k}"] = v
+    def put(name, held):
+        for k, v in held.items():
+            if isinstance(v, dict): put(f"{name}.{k}", v)
+            elif torch.is_tensor(v): tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous() # safetensors refuses shared memory
+            else: rest["values"][f"{name}.{k}"] = v
+    for i, s in state["state"].items(): put(i, s)
     return tensors, rest
 
 # %% ../nbs/01a_checkpoint.ipynb #a8a2664b
@@ -34,9 +36,11 @@ def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dic
     "The inverse of `split_state`."
     state = {}
     for name, v in {**tensors, **rest["values"]}.items():
-        i, k = name.split(".", 1)
-        state.setdefault(int(i), {})[k] = v
-    groups = [{**g, "betas": tuple(g["betas"])} if "betas" in g else g for g in rest["param_groups"]]
+        i, *path, k = name.split(".")
+        held = state.setdefault(int(i), {})
+        for part in path: held = held.setdefault(part, {})
+        held[k] = v
+    groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()} for g in rest["param_groups"]]
     return dict(state=state, param_groups=groups)
 
 # %% ../nbs/01a_checkpoint.ipynb #61cae4b2

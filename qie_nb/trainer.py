@@ -17,13 +17,13 @@ from .callback import FreeEncoders, RunState, call
 from .checkpoint import CheckpointCallback
 from .config import make_config
 from .models import COMPONENTS, Components, check_device, pick_dtype
+from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
 from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import kind_of, quantise
 from .resume import ResumeMethods
-from .step import Run, advance, batch_seeds, draw, dropout_noise, guarded_step
-from .step import is_cached, loss_at, make_optimizer, make_schedule
+from .step import Run, batch_seeds, draw, dropout_noise, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
@@ -36,6 +36,8 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, ResumeMethods):
         c = self.config = make_config(config)
         self.device = local_device(c.train.device)
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
+        check_optimizer(c.optimizer, self.device)
+        check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
         self.quantize = c.model.quantize
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
         self.cache_exist = check_cache_exists(self.cache_dir) if self.use_cache else False
@@ -161,13 +163,14 @@ def _compute_loss(self:QwenImageEditTrainer,
     seeds, # one int per sample
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss at each sample's own noise and noise level."
-    return self.loss_at(batch, *draw(batch, seeds, self.config.train.timestep_sampling, self.components.get("scheduler").config))
+    c = self.config.train
+    return self.loss_at(batch, *draw(batch, seeds, c, self.components.get("scheduler").config), c.loss_weighting, c.mask_background)
 
 @patch
-def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B] float32
-    "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
+def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", background=1.) -> torch.Tensor: # [B] float32
+    "Loss of each sample at given noise, by `qie_nb.step.loss_at`; plain unless told otherwise."
     model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
-    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype)
+    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background)
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
