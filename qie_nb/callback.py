@@ -23,6 +23,22 @@ class RunState:
     stop: str = ""           # why the run is to end; empty while it goes on
     epoch_ended: bool = False # did the last step end an epoch?
     metrics: dict = field(default_factory=dict) # what callbacks want logged with the next row, e.g. held_out_loss
+    skipped: int = 0         # steps left out because their loss was not finite, when last read
+    whole: bool = True       # False while a step changes the adapter and is not counted yet
+    save_seconds: float = None # the longest save so far
+    suspect: bool = False    # was the run ended by losses that are not finite?
+    best: tuple = None       # (held-out loss, checkpoint's name) of the best checkpoint
+
+    def advance(self,
+        batches:int, # that the step was made of
+        per_epoch:int, # batches of an epoch
+    ):
+        "Count a step; nothing else moves these numbers."
+        self.global_step, self.position = self.global_step + 1, self.position + batches
+        self.epoch_ended = self.position >= per_epoch
+        if self.epoch_ended: self.epoch, self.position = self.epoch + 1, 0
+        if self.global_step >= self.max_steps: self.stop = "done"
+        self.whole = True
 
 # %% ../nbs/00m_callback.ipynb #ff442fdd
 class Callback:

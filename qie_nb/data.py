@@ -19,7 +19,7 @@ from .config import Config, DataSection, make_config
 from .files import file_fact
 from .pictures import Geometry, open_image, source_digest
 from .progress import Progress
-from .samples import _size_of, Sample, Samples, find_samples, load_pictures, split_held_out, usable
+from .samples import _size_of, Sample, Samples, find_samples, load_mask, load_pictures, split_held_out, usable
 
 # %% ../nbs/00b_data.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -34,7 +34,7 @@ class ImageDataset(Dataset):
         self.found = find_samples(self.config.dataset_path) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
-        self.epoch, self.areas, self.cached_only, self._keys, self._whole = 0, {}, False, {}, set()
+        self.epoch, self.areas, self.cached_only, self._keys, self._whole, self._masks = 0, {}, False, {}, set(), {}
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
 
@@ -212,12 +212,22 @@ def pictures(self:ImageDataset, i:int) -> dict: # `image`: uint8 [H, W, 3]; `con
     "Sample `i`'s pictures: the target at its bucket's size, the controls as the encoders take them."
     return load_pictures(self.samples[i], self.geometry, self._keys[i][0] if i in self._keys else None)
 
+# %% ../nbs/00b_data.ipynb #4e201272
+@patch
+def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size in its bucket; None where the sample has none
+    "Where sample `i`'s loss counts: 255 fully, 0 as `train.mask_background` says."
+    s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
+    if s.mask is None: return None
+    if (s.id, size) not in self._masks: self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
+    return self._masks[s.id, size]
+
 # %% ../nbs/00b_data.ipynb #0662aa9c
 @patch
 def __getitem__(self:ImageDataset, i:int) -> dict:
     tensors = self._cached(i)
     s, drop = self.samples[i], self.dropped(i)
     out = dict(cached=tensors is not None, sample_id=s.id, prompt="" if drop else s.prompt, dropped=drop, sample=s, index=int(i))
+    if s.mask is not None: out["mask"] = self.mask(i)
     return out | (self.pictures(i) if tensors is None else _pick(tensors, drop))
 
 # %% ../nbs/00b_data.ipynb #f86cf7a0
@@ -279,12 +289,13 @@ def _decodes(source):
 
 @patch
 def drop_unreadable(self:ImageDataset):
-    "Skip the samples whose pictures are needed, because the cache lacks something of them, and cannot be decoded."
-    todo, bad = [i for i in range(len(self)) if self.cache is None or self.undecided or self.missing(i)], {}
+    "Skip the samples whose masks, or whose pictures where the cache lacks something of them, cannot be decoded."
+    lacking, bad = {i for i in range(len(self)) if self.cache is None or self.undecided or self.missing(i)}, {}
+    todo = [i for i, s in enumerate(self.samples) if i in lacking or s.mask is not None]
     bar = Progress(len(todo), "look at pictures") if len(todo) > 500 else None
     for i in todo:
         s = self.samples[i]
-        try: [_decodes(p) for p in (s.target, *s.controls)]
+        try: [_decodes(p) for p in (s.target, *s.controls) if i in lacking], self.mask(i)
         except ValueError as e: bad[i] = str(e)
         if bar: bar.update()
     self.drop(bad)

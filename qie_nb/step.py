@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CACHED', 'is_cached', 'batch_size', 'as_list', 'batch_seeds', 'loss_at', 'draw', 'encode_pictures', 'encode_batch',
-           'dropout_noise', 'make_optimizer', 'make_schedule', 'advance', 'Run']
+           'dropout_noise', 'Group', 'Run']
 
 # %% ../nbs/00n_step.ipynb #b7d6c4e5
 from contextlib import closing, contextmanager, nullcontext
@@ -57,6 +57,8 @@ def loss_at(
     sigmas:torch.Tensor, # [B] noise levels in (0, 1]
     device="cpu",
     dtype=torch.float32, # of the base
+    weighting:str="none", # what a noise level counts: `train.loss_weighting`, for training alone
+    background:float=1., # what a batch's `mask` leaves of the loss where it is black: `train.mask_background`; 1 ignores masks
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss of each sample at given noise."
     put = lambda t, dt=None: t.to(device, dt, non_blocking=True)
@@ -68,19 +70,24 @@ def loss_at(
     shapes = flow.img_shapes(x0.shape[-2:], [c.shape[-2:] for c in controls], len(x0))
     pred = flow.velocity(transformer, x_t, [flow.pack_latents(c) for c in controls], sigmas * 1000,
                          put(batch["prompt_embed"], dtype), mask, shapes)
-    return flow.flow_loss(pred, flow.pack_latents(flow.flow_target(x0, eps)))
+    painted = batch.get("mask") if background < 1 else None
+    weights = None if painted is None else flow.mask_weights(put(painted, torch.float32), x0, background)
+    loss = flow.flow_loss(pred, flow.pack_latents(flow.flow_target(x0, eps)), weights)
+    return loss if weighting == "none" else loss * flow.level_weights(sigmas, weighting)
 
 # %% ../nbs/00n_step.ipynb #89b0e704
 def draw(
     batch, # mapping with `pixel_latent`
     seeds, # one int per sample
-    how:str, # `train.timestep_sampling`
+    how, # `train.timestep_sampling`, or the whole `TrainSection` with its shift, mean and deviation
     scheduler_config, # for `shift`
 ) -> tuple: # (eps [B, C, 1, h, w], sigmas [B]), on the CPU
-    "Noise and noise level of each sample."
+    "Noise and noise level of each sample; the noise is the same however levels are drawn."
     shape = batch["pixel_latent"].shape[1:]
     mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
-    return flow.sample_noise(seeds, shape), flow.sample_sigmas(seeds, how, mu)
+    name = how if isinstance(how, str) else how.timestep_sampling
+    more = {} if isinstance(how, str) else dict(shift=how.timestep_shift, mean=how.logit_mean, std=how.logit_std)
+    return flow.sample_noise(seeds, shape), flow.sample_sigmas(seeds, name, mu, **more)
 
 # %% ../nbs/00n_step.ipynb #c449cbd5
 def encode_pictures(
@@ -127,43 +134,14 @@ def dropout_noise(
         torch.manual_seed(seed)
         yield
 
-# %% ../nbs/00n_step.ipynb #e0cc4d4e
-def make_optimizer(
-    params, # trainable tensors
-    settings, # `OptimizerSection`
-):
-    "AdamW, or its 8-bit form from bitsandbytes."
-    kw = dict(lr=settings.lr, betas=tuple(settings.betas), weight_decay=settings.weight_decay, eps=settings.eps)
-    if settings.name == "adamw": return torch.optim.AdamW(params, **kw)
-    try: from bitsandbytes.optim import AdamW8bit
-    except ImportError:
-        raise ValueError("`optimizer.name` adamw8bit needs bitsandbytes, which is not installed; install it or use adamw") from None
-    return AdamW8bit(params, **kw)
-
-# %% ../nbs/00n_step.ipynb #a646522a
-def make_schedule(
-    optimizer,
-    settings, # `SchedulerSection`
-    steps:int, # optimizer steps of the whole run
-):
-    "The learning rate over the run, by diffusers' `get_scheduler`."
-    from diffusers.optimization import get_scheduler
-    more = {}
-    if settings.num_cycles and settings.scheduler_type.startswith("cosine"):
-        more["num_cycles"] = settings.num_cycles if settings.scheduler_type == "cosine" else int(settings.num_cycles)
-    return get_scheduler(settings.scheduler_type, optimizer, num_warmup_steps=settings.warmup_steps,
-                         num_training_steps=max(steps, 1), power=settings.power, **more)
-
-# %% ../nbs/00n_step.ipynb #4402c0fb
-def advance(
-    schedule, # of `make_schedule`, fresh
-    step:int, # optimizer steps done
-):
-    "Put a fresh schedule to a step; the configured rate stays in force, so it may be changed on resume."
-    schedule.last_epoch = step
-    for group, base, fn in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas): group["lr"] = base * fn(step)
-
 # %% ../nbs/00n_step.ipynb #cdfb7f53
+class Group(list):
+    "The batches of one optimizer step that are this process's."
+    def __init__(self, batches, counts):
+        super().__init__(batches)
+        self.counts = [mine for mine, _ in counts] # samples of each batch that count; 0 where this process only rides along
+        self.samples = sum(n for _, n in counts) # over all batches and processes
+
 class Run:
     "A loader with what the loop needs to know of it."
     def __init__(self, loader, accumulate, callbacks):
@@ -172,12 +150,14 @@ class Run:
         if not self.batches: raise ValueError("the loader gives no batch; check `data.dataset_path`")
 
     def groups(self, state):
-        "Lists of batches, one list an optimizer step, from the state's position in its epoch on."
-        sampler = getattr(self.loader, "batch_sampler", None)
+        "`Group`s of batches, one an optimizer step, from the state's position in its epoch on."
+        sampler, counts = getattr(self.loader, "batch_sampler", None), None
         if isinstance(sampler, BucketBatchSampler):
             sampler.set_epoch(state.epoch)
             sampler.start = state.position # before the loader is asked for its iterator, which reads it
+            counts = iter(sampler.counts())
             batches = ahead(self.loader) if not self.loader.num_workers else iter(self.loader)
         else: batches = islice(iter(self.loader), state.position, None)
         with closing(batches) if hasattr(batches, "close") else nullcontext():
-            while group := list(islice(batches, self.accumulate)): yield group
+            while group := list(islice(batches, self.accumulate)):
+                yield Group(group, list(islice(counts, len(group))) if counts else [(batch_size(b),) * 2 for b in group])

@@ -6,33 +6,38 @@
 __all__ = ['QwenImageEditTrainer']
 
 # %% ../nbs/01_trainer.ipynb #59b72818
-import json
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
-from . import checkpoint as ckpt
 from . import lora
 from .cache import check_cache_exists, stable_seed
-from .callback import Callback, FreeEncoders, RunState, call
+from .callback import FreeEncoders, RunState, call
+from .checkpoint import CheckpointCallback
 from .config import make_config
 from .models import COMPONENTS, Components, check_device, pick_dtype
+from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
 from .prepare import CacheMethods
+from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import kind_of, quantise
-from .step import Run, advance, batch_seeds, batch_size, draw, dropout_noise
-from .step import is_cached, loss_at, make_optimizer, make_schedule
+from .resume import ResumeMethods
+from .step import Run, batch_seeds, draw, dropout_noise, is_cached, loss_at
+from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, ResumeMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
         callbacks=(), # further `Callback`s
     ):
         c = self.config = make_config(config)
-        self.device = check_device(c.train.device)
+        self.device = local_device(c.train.device)
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
+        check_optimizer(c.optimizer, self.device)
+        check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
         self.quantize = c.model.quantize
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
         self.cache_exist = check_cache_exists(self.cache_dir) if self.use_cache else False
@@ -42,7 +47,7 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods):
         self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision)
-        self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
+        self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
 
@@ -92,6 +97,7 @@ def setup_accelerator(self:QwenImageEditTrainer):
     "Create the Accelerator. The base runs in its own dtype as the pipelines do, so no autocast is asked of it."
     from accelerate import Accelerator
     if self.accelerator is None: self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
+    check_launch(self.accelerator, self.config.train.distributed)
     return self.accelerator
 
 # %% ../nbs/01_trainer.ipynb #ec1ac960
@@ -99,18 +105,32 @@ def setup_accelerator(self:QwenImageEditTrainer):
 def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
     tr, c = self._transformer(), self.config
-    if c.model.lora.pretrained_weight: self.lora_origin = lora.load_lora(tr, c.model.lora.pretrained_weight, trainable=True)
-    elif "default" not in getattr(tr, "peft_config", {}): lora.add_lora(tr, c.model.lora, seed=c.train.seed)
-    else: lora.train_only(tr, "default") # loaded for prediction before
+    try:
+        if c.model.lora.pretrained_weight: self.lora_origin = lora.load_lora(tr, c.model.lora.pretrained_weight, trainable=True)
+        elif "default" not in getattr(tr, "peft_config", {}): lora.add_lora(tr, c.model.lora, seed=c.train.seed)
+        else: lora.train_only(tr, "default") # loaded for prediction before
+    except KeyboardInterrupt: self.components.drop("transformer"); raise # half of its layers may have an adapter
+    return self.prepare_model()
+
+@patch
+def prepare_model(self:QwenImageEditTrainer):
+    "Set up what the training step calls: checkpointing, and the wrapper of several processes."
+    tr = self._transformer()
     lora.assert_float32(tr)
-    tr.enable_gradient_checkpointing() if c.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
+    tr.enable_gradient_checkpointing() if self.config.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
+    wrapped = wrap(tr, self.setup_accelerator())
+    self.model = None if wrapped is tr else wrapped
     return self
 
 # %% ../nbs/01_trainer.ipynb #e386b751
 @patch
 def configure_optimizers(self:QwenImageEditTrainer):
-    "Create optimizer and learning-rate schedule over the adapter's parameters."
-    self.optimizer = make_optimizer(lora.lora_parameters(self._transformer()), self.config.optimizer)
+    "Create optimizer, learning-rate schedule and, if asked for, the running mean over the adapter's parameters."
+    params, decay = lora.lora_parameters(self._transformer()), self.config.train.ema_decay
+    self.optimizer = make_optimizer(params, self.config.optimizer)
+    if decay:
+        from qie_nb.ema import EMA
+        self.ema = EMA(params, decay)
     return self.configure_schedule()
 
 @patch
@@ -143,12 +163,14 @@ def _compute_loss(self:QwenImageEditTrainer,
     seeds, # one int per sample
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss at each sample's own noise and noise level."
-    return self.loss_at(batch, *draw(batch, seeds, self.config.train.timestep_sampling, self.components.get("scheduler").config))
+    c = self.config.train
+    return self.loss_at(batch, *draw(batch, seeds, c, self.components.get("scheduler").config), c.loss_weighting, c.mask_background)
 
 @patch
-def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas) -> torch.Tensor: # [B] float32
-    "Loss of each sample at given noise, by `qie_nb.step.loss_at`."
-    return loss_at(self._transformer(), batch, eps, sigmas, self.device, self.weight_dtype)
+def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", background=1.) -> torch.Tensor: # [B] float32
+    "Loss of each sample at given noise, by `qie_nb.step.loss_at`; plain unless told otherwise."
+    model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
+    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background)
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
@@ -156,74 +178,110 @@ def fit(self:QwenImageEditTrainer,
     train_dataloader=None, # loader over an `ImageDataset`, iterable of batches, or None for the configuration's data
 ):
     "Train until `max_train_steps` or `num_epochs`; a second call in the same session goes on where the first was stopped."
-    run, state = self.begin(train_dataloader), self.state
-    call(run.callbacks, "on_train_begin", self)
-    try:
-        while state.epoch < state.num_epochs and not state.stop:
-            for group in run.groups(state):
-                state.loss, state.grad_norm, state.metrics = *self.optimizer_step(group), {}
-                state.global_step, state.position, self.batch = state.global_step + 1, state.position + len(group), group[-1]
-                state.epoch_ended = state.position >= run.batches
-                if state.epoch_ended: state.epoch, state.position = state.epoch + 1, 0
-                if state.global_step >= state.max_steps: state.stop = "done"
-                call(run.callbacks, "on_step_end", self)
-                if state.epoch_ended: call(run.callbacks, "on_epoch_end", self)
-                if state.stop: break
-    except KeyboardInterrupt: state.stop = "interrupted"
-    finally: call(run.callbacks, "on_train_end", self)
+    state = self.state
+    with StopSignals(state) as signals, memory_advice("training", lambda: training_advice(self.config), self.let_go):
+        run = self.begin(train_dataloader)
+        with self.ending(run, signals):
+            while state.epoch < state.num_epochs and not state.stop:
+                for group in run.groups(state):
+                    self.optimizer_step(group)
+                    state.advance(len(group), run.batches)
+                    call(run.callbacks, "on_step_end", self)
+                    if state.epoch_ended: call(run.callbacks, "on_epoch_end", self)
+                    state.stop = agree(self.accelerator, state.stop)
+                    if state.stop: break
     return self
 
 # %% ../nbs/01_trainer.ipynb #5f5e2da2
 @patch
 def optimizer_step(self:QwenImageEditTrainer,
-    group, # list of batches
-) -> tuple: # (mean loss, gradient norm before clipping), tensors on the device
-    "Backward over the batches, clip, step."
-    self.optimizer.zero_grad(set_to_none=True) # first, for an interrupted step leaves gradients behind
-    total, samples = 0., sum(batch_size(b) for b in group)
-    with dropout_noise(self.config.model.lora.lora_dropout, stable_seed(self.config.train.seed, "dropout", self.global_step)):
-        for batch in group:
-            loss = self.training_step(batch) * (batch_size(batch) / samples)
+    group, # `Group` of batches
+):
+    "Backward over the batches, clip, step; loss, gradient norm before clipping and rate go into the state."
+    s, n = self.state, self.accelerator.num_processes
+    self.optimizer.zero_grad(set_to_none=True) # first, for a torn step leaves gradients behind
+    s.loss, s.metrics, self.batch = torch.zeros((), device=self.device), {}, group[-1]
+    for k, (batch, count) in enumerate(zip(group, group.counts)):
+        last = k == len(group) - 1 # torch averages over the processes, once a step
+        seed = stable_seed(self.config.train.seed, "dropout", s.epoch, *batch.get("sample_id", (s.global_step, k)))
+        with dropout_noise(self.config.model.lora.lora_dropout, seed), nullcontext() if last else self.accelerator.no_sync(self.model or self.transformer):
+            loss = self.training_step(batch) * (count * n / group.samples)
             self.accelerator.backward(loss)
-            total = total + loss.detach()
+        s.loss = s.loss + loss.detach()
     params = [p for g in self.optimizer.param_groups for p in g["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf"))
-    self.state.lr = self.optimizer.param_groups[0]["lr"]
-    self.optimizer.step()
+    s.loss = self.accelerator.reduce(s.loss, "mean")
+    s.grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf")))
+    self.change(torch.isfinite(s.grad_norm) & torch.isfinite(s.loss))
+
+@patch
+def change(self:QwenImageEditTrainer,
+    ok:torch.Tensor, # 0-dim bool on the device: is the gradient finite?
+):
+    "Adapter, moments, running mean and rate take the step; until it is counted the state is not whole."
+    s = self.state
+    s.whole, s.lr = False, self.optimizer.param_groups[0]["lr"]
+    self.finite.note(ok)
+    guarded_step(self.optimizer, ok)
+    if self.ema is not None: self.ema.update(ok)
     self.lr_scheduler.step()
-    return total, norm
 
 # %% ../nbs/01_trainer.ipynb #ab53ed29
 @patch
 def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
-    "Everything in front of the loop; a run that was stopped goes on."
+    "Everything in front of the loop; a run that was stopped goes on. What can be refused is refused before the transformer is loaded."
     c, s = self.config.train, self.state
-    data = self.make_loader(train_dataloader)
-    run = Run(data, c.gradient_accumulation_steps, [*self.default_callbacks(), *self.callbacks])
+    s.stop, s.epoch_ended = "", False
     self.setup_accelerator()
+    callbacks = [*self.default_callbacks(), *self.callbacks]
+    data = divide(self.make_loader(train_dataloader), self.accelerator)
+    run = Run(data, c.gradient_accumulation_steps, callbacks)
+    self.facts = self.run_facts(data)
+    self.mend()
+    if not self.began:
+        found = self.look_up(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()
+        self._check_writable()
+        self.resume(found) if found else self.start()
+        self.began = True
+    if self.finite is None: self.finite = Finite(self.device, s.skipped)
     per_epoch = -(-run.batches // c.gradient_accumulation_steps)
     s.max_steps = c.max_train_steps or c.num_epochs * per_epoch
     s.num_epochs = -(-s.max_steps // per_epoch)
-    s.stop, s.epoch_ended = "", False
-    if not self.began:
-        found = ckpt.find_checkpoint(c.resume_checkpoint, self.checkpoint_root()) if c.resume_checkpoint else None
-        if not found: self._check_output()
-        self.set_lora()
-        if found: self.resume(found)
-        elif self.optimizer is None: self.configure_optimizers()
-        self.began = True
     self.configure_schedule() # now that the length is known
     if s.global_step >= s.max_steps: s.stop = "done"
     self._transformer().train()
     return run
 
+@patch
+def start(self:QwenImageEditTrainer):
+    "Adapter and optimizer of a run that begins."
+    self.set_lora()
+    if self.optimizer is None: self.configure_optimizers()
+
 # %% ../nbs/01_trainer.ipynb #34d909ab
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
-    "What listens to every run: progress, logs, evaluation, checkpoints, deadline."
+    "What listens to every run: evaluation, logs, checkpoints, deadline. The files are the main process's."
     from qie_nb.evaluate import EvaluationCallback
     from qie_nb.logging import logging_callbacks
-    return [FreeEncoders(), EvaluationCallback(self.config), *logging_callbacks(self.config), ckpt.CheckpointCallback()]
+    logs = logging_callbacks(self.config)
+    return [FreeEncoders(), EvaluationCallback(self.config), NonFiniteStop(), *(logs if self.is_main else ()), CheckpointCallback(), Deadline()]
+
+@patch
+@contextmanager
+def ending(self:QwenImageEditTrainer, run, signals):
+    "Around the loop: a signal is heard after the step, and the callbacks are told of the end, whatever it was."
+    signals.gently = True
+    try:
+        call(run.callbacks, "on_train_begin", self)
+        yield
+    except KeyboardInterrupt: self.state.stop = self.state.stop or "interrupted"
+    finally: call(run.callbacks, "on_train_end", self)
+
+@patch
+def let_go(self:QwenImageEditTrainer):
+    "Give back what a step holds beside the weights."
+    self.batch = self.state.loss = self.state.grad_norm = None
+    if self.optimizer is not None: self.optimizer.zero_grad(set_to_none=True)
 
 # %% ../nbs/01_trainer.ipynb #f95e74b3
 @patch
@@ -239,10 +297,13 @@ def lora_facts(self:QwenImageEditTrainer) -> dict:
 def save_lora(self:QwenImageEditTrainer,
     path, # folder, or .safetensors file
 ) -> Path:
-    "Write the adapter in diffusers' format, with base model and picture sizes in its header."
+    "Write the adapter in diffusers' format, with base model and picture sizes in its header; its running mean where one is kept."
     if "default" not in getattr(self.transformer, "peft_config", {}):
         raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
-    return lora.save_lora(self.transformer, path, self.lora_facts())
+    with self.ema_weights(): state = lora.lora_state(self.transformer) # all processes take part
+    file = lora.file_of(path)
+    if self.is_main: lora.save_lora(self.transformer, path, self.lora_facts() | dict(weights=self.weights_name), state=state)
+    return file
 
 # %% ../nbs/01_trainer.ipynb #6178a4c1
 @patch
@@ -258,55 +319,3 @@ def merge_lora(self:QwenImageEditTrainer):
     "Add the adapter into the base's weights."
     lora.merge_lora(self._transformer())
     return self
-
-# %% ../nbs/01_trainer.ipynb #42609475
-@patch
-def checkpoint_root(self:QwenImageEditTrainer) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
-
-# %% ../nbs/01_trainer.ipynb #ceaee729
-@patch
-def save_checkpoint(self:QwenImageEditTrainer,
-    epoch:int, # epochs completed
-    global_step:int, # optimizer steps done
-    by_epoch:bool=True, # name it after the epoch rather than the step?
-) -> Path:
-    "Write a complete checkpoint and remove older ones."
-    if self.optimizer is None: raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), first")
-    root = self.checkpoint_root()
-    state = dict(global_step=global_step, epoch=epoch, position=self.state.position, config=json.loads(self.config.model_dump_json()),
-                 model=self.lora_facts())
-    folder = ckpt.write_checkpoint(root/ckpt.checkpoint_name(epoch, global_step, by_epoch),
-                                   self.save_lora, self.optimizer.state_dict(), state, torch.get_rng_state())
-    ckpt.keep_newest(root, self.config.train.keep_checkpoints)
-    return folder
-
-# %% ../nbs/01_trainer.ipynb #3538fb68
-@patch
-def resume(self:QwenImageEditTrainer,
-    which, # checkpoint folder, `latest`, or an older name like checkpoints/epoch_0050.pt
-):
-    "Take up a run at a checkpoint: adapter, optimizer, schedule, position and generator state."
-    folder = ckpt.find_checkpoint(which, self.checkpoint_root())
-    state, optimizer, rng = ckpt.read_checkpoint(folder)
-    was, now = state["config"]["model"]["lora"]["r"], self.config.model.lora.r
-    if was != now:
-        raise ValueError(f"`model.lora.r` is {now}, but checkpoint {folder.name} has rank {was}; "
-                         f"set it to {was} or start a new run")
-    lora.load_lora(self._transformer(), folder, trainable=True)
-    self.configure_optimizers()
-    self.optimizer.load_state_dict(optimizer)
-    if rng is not None: torch.set_rng_state(rng)
-    self.state.global_step, self.state.epoch, self.state.position = state["global_step"], state["epoch"], state["position"]
-    self.configure_schedule()
-    self.began = True
-    print(f"resumed from {folder}: {state['global_step']} steps, {state['epoch']} epochs done")
-    return self
-
-# %% ../nbs/01_trainer.ipynb #5a73d5c9
-@patch
-def _check_output(self:QwenImageEditTrainer):
-    "A fresh run must not mix its checkpoints with another's."
-    root = self.checkpoint_root()
-    if found := ckpt.complete_checkpoints(root):
-        raise ValueError(f"{str(root)!r} holds another run ({found[-1].name}); "
-                         "set `train.resume_checkpoint` to latest, or `train.output_dir` to another folder")

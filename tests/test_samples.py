@@ -78,9 +78,9 @@ def test_what_nothing_asks_for_is_listed_with_its_reason(tmp_path):
     samples = find_samples(tmp_path)
     assert dict(samples.ignored) == {
         "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without a picture", "images/._a.png": "hidden",
-        "images/a_mask.png": "a mask; masks are not used", "images/c.txt": "a caption without a picture", "images/caf\\xe9.png": "its name is not UTF-8",
+        "images/c.txt": "a caption without a picture", "images/caf\\xe9.png": "its name is not UTF-8",
         "images/dir.png": "a folder", "images/notes.md": "no picture", "loose.png": "not in one of the folders"}
-    assert repr(samples) == ("1 sample (folders images/ + control/, captions/), 1 control each; 10 files ignored: captions/d.txt (a caption without a picture), "
+    assert repr(samples) == ("1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a caption without a picture), "
                              "contrl_2 (a folder of no known role), control/b.png (a control without a target), ...")
     repr(samples).encode()
 
@@ -246,7 +246,7 @@ def test_unknown_columns_and_how_to_name_them(tmp_path):
         with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; name it target_image or target or edited_image, or give `columns`"): find_samples(path)
         assert one(find_samples(path, columns=dict(target="neu", control="alt", prompt="wunsch")), tmp_path) == ("t.png", ["c.png"], "p")
     with pytest.raises(ValueError, match="`columns` names 'old', which 'set.csv' does not know; .*out of: neu, alt, wunsch"): find_samples(tmp_path/"set.csv", dict(target="neu", control="old", prompt="wunsch"))
-    with pytest.raises(ValueError, match="`columns` names 'mask'"): find_samples(tmp_path/"set.csv", dict(mask="neu"))
+    with pytest.raises(ValueError, match="`columns` names 'edge'"): find_samples(tmp_path/"set.csv", dict(edge="neu"))
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
