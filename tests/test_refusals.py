@@ -1,6 +1,6 @@
 """What is refused, and in which words: one sentence with the name, the value and the remedy, before a model is loaded and without touching the disk.
 `python tests/test_refusals.py` prints the table."""
-import contextlib, gc, json, os, re, shutil, sys
+import contextlib, gc, json, os, re, shutil, signal, sys
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +138,16 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with a_run(tmp_path_factory.mktemp("refusals")) as r: yield r
+
+
+@pytest.fixture(autouse=True)
+def an_end():
+    "A run that never comes back fails its own test and not the suite."
+    def late(*a): raise TimeoutError("it goes on and on")
+    old = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0), signal.signal(signal.SIGALRM, old)
 
 
 def files_of(folder): return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(Path(folder).rglob("*"))}
