@@ -424,6 +424,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'qie_nb.lora_files.write_lora': ('lora_files.html#write_lora', 'qie_nb/lora_files.py')},
             'qie_nb.model_card': { 'qie_nb.model_card._parts': ('model_card.html#_parts', 'qie_nb/model_card.py'),
                                    'qie_nb.model_card._table': ('model_card.html#_table', 'qie_nb/model_card.py'),
+                                   'qie_nb.model_card.card_settings': ('model_card.html#card_settings', 'qie_nb/model_card.py'),
                                    'qie_nb.model_card.fenced': ('model_card.html#fenced', 'qie_nb/model_card.py'),
                                    'qie_nb.model_card.front_matter': ('model_card.html#front_matter', 'qie_nb/model_card.py'),
                                    'qie_nb.model_card.model_card': ('model_card.html#model_card', 'qie_nb/model_card.py'),

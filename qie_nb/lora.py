@@ -90,10 +90,12 @@ def add_lora(
             if "not found in the base model" not in str(e): raise
             raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the transformer; "
                              f"try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0") from None
-    for p in lora_parameters(transformer): p.data = p.data.float()
+    train_only(transformer, name)
     return transformer
 
 # %% ../nbs/00h_lora.ipynb #416fc044
+_UNUSED = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of the last block
+
 def train_only(
     transformer,
     name, # adapter name, or None for no training
@@ -103,9 +105,12 @@ def train_only(
         check_not_merged(transformer)
         transformer.enable_adapters()
         if name not in transformer.active_adapters(): transformer.set_adapter(name)
+        for m in transformer.modules():
+            if hasattr(m, "set_scale"): m.set_scale(name, 1.0) # `use_loras` may have weighted it, and its file would not say so
+    idle = tuple(f"transformer_blocks.{len(transformer.transformer_blocks) - 1}.{n}." for n in _UNUSED)
     for n, p in transformer.named_parameters():
-        p.requires_grad_(name is not None and ".lora_" in n and f".{name}." in n)
-        if p.requires_grad: p.data = p.data.float()
+        p.requires_grad_(name is not None and ".lora_" in n and f".{name}." in n and not n.startswith(idle))
+        if ".lora_" in n and f".{name}." in n: p.data = p.data.float()
 
 # %% ../nbs/00h_lora.ipynb #6b7ff305
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -127,12 +132,12 @@ def lora_state(
     name:str="default",
     state:dict=None, # tensors in place of the adapter's own, under the same names, e.g. their running mean
 ) -> dict: # {"transformer.<layer>.lora_A.weight": float32 CPU tensor}
-    "The adapter's tensors under diffusers' names."
+    "A copy of the adapter's tensors under diffusers' names."
     own, state = lora_tensors(transformer, name), state or {}
     wrong = [k for k, t in state.items() if k not in own or t.shape != own[k].shape]
     if wrong: raise ValueError(f"`state` has {wrong[0]!r}, which the adapter has not, or in another size; take the names from lora_tensors")
     whole = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # a DTensor is this process's part
-    return {k: whole(state.get(k, p).detach()).float().cpu().contiguous() for k, p in own.items()}
+    return {k: whole(state.get(k, p).detach()).to("cpu", torch.float32, copy=True).contiguous() for k, p in own.items()}
 
 # %% ../nbs/00h_lora.ipynb #0549878c
 def adapter_config(
