@@ -542,6 +542,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'qie_nb.quantise._nf4': ('quantise.html#_nf4', 'qie_nb/quantise.py'),
                                  'qie_nb.quantise._ninja': ('quantise.html#_ninja', 'qie_nb/quantise.py'),
                                  'qie_nb.quantise._nvcc': ('quantise.html#_nvcc', 'qie_nb/quantise.py'),
+                                 'qie_nb.quantise._pieces': ('quantise.html#_pieces', 'qie_nb/quantise.py'),
                                  'qie_nb.quantise._quanto': ('quantise.html#_quanto', 'qie_nb/quantise.py'),
                                  'qie_nb.quantise._torchao': ('quantise.html#_torchao', 'qie_nb/quantise.py'),
                                  'qie_nb.quantise.check_adapters': ('quantise.html#check_adapters', 'qie_nb/quantise.py'),

@@ -139,20 +139,39 @@ def _quanto(linear, kind):
     out.freeze()
     return out
 
-# %% ../nbs/00d_quantise.ipynb #39d11f3b
+# %% ../nbs/00d_quantise.ipynb #acce0f61
+def _pieces(weight) -> tuple:
+    "A few rows at a time, always whole blocks of 64 weights."
+    return weight.split(max(64, 2**22 // weight.shape[1] // 64 * 64))
+
+# %% ../nbs/00d_quantise.ipynb #0ad6d93b
 def _nf4(linear, kind):
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
     from bitsandbytes.nn import Linear4bit, Params4bit
     w = linear.weight
+    packed, states = zip(*(quantize_4bit(p, blocksize=64, quant_type=kind) for p in _pieces(w)))
+    absmax = torch.cat([s.absmax for s in states])
+    offset = absmax.mean()
+    small, state2 = quantize_blockwise(absmax - offset, blocksize=256)
+    state = QuantState(small, w.shape, states[0].code, 64, kind, w.dtype, offset, state2)
     out = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=w.dtype, quant_type=kind, device="meta")
-    out.support_avx512bf16_for_cpu = False
-    out.weight, out.bias = Params4bit(w.data, requires_grad=False, quant_type=kind, module=out), linear.bias
-    out.weight = out.weight.to(w.device)
+    out.support_avx512bf16_for_cpu, out.quant_state, out.bias = False, state, linear.bias
+    out.weight = Params4bit(torch.cat(packed), False, state, 64, True, kind, module=out, bnb_quantized=True)
     return out
 
-# %% ../nbs/00d_quantise.ipynb #28c30f93
+# %% ../nbs/00d_quantise.ipynb #70c1366e
 def _torchao(linear, kind):
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    quantize_(linear, dict(int8=Int8WeightOnlyConfig, float8=Float8WeightOnlyConfig)[kind](set_inductor_config=False))
+    config = dict(int8=Int8WeightOnlyConfig, float8=Float8WeightOnlyConfig)[kind](set_inductor_config=False)
+    done, w = [], linear.weight
+    for piece in _pieces(w):
+        part = nn.Linear(w.shape[1], len(piece), bias=False, device="meta")
+        part.weight = nn.Parameter(piece, requires_grad=False)
+        quantize_(part, config)
+        done.append(part.weight.data)
+    names, about = done[0].__tensor_flatten__()
+    inner = {n: torch.cat([getattr(d, n) for d in done]) for n in names}
+    linear.weight = nn.Parameter(type(done[0]).__tensor_unflatten__(inner, about, w.shape, w.stride()), requires_grad=False)
     return linear
 
 # %% ../nbs/00d_quantise.ipynb #7286c909

@@ -91,16 +91,14 @@ def stream(
     todo, known = set(linears(model)) if kind else set(), model.state_dict().keys()
     files = weight_files(folder)
     for file in tqdm(files, f"{Path(folder).name} as {kind or dtype}", disable=len(files) < 2):
-        read = 0
         with safe_open(file, "pt") as f:
             for key in f.keys():
                 if not (name := name_of(key, known)): continue
-                owner, module = _place(model, name, tensor := f.get_tensor(key), dtype, device)
+                owner, module = _place(model, name, f.get_tensor(key), dtype, device)
                 if owner in todo and not any(p.is_meta for p in module.parameters()):
                     replace(model, owner, quantise_linear(module, kind))
                     todo.remove(owner)
-                if (read := read + tensor.nbytes) > 256e6: read = give_back() or 0
-        give_back()
+                    give_back()
     return _finish(model, folder, device)
 
 # %% ../nbs/00da_stream.ipynb #a3b4c5d6
