@@ -88,7 +88,8 @@ def memory(a):
         maker = fork.Process(target=made_up, args=(folder, a.gb)) # its memory goes with it
         maker.start()
         maker.join()
-        for name, kind, how in [*((k, k, "stream") for k in a.kinds), ("none, streamed", None, "stream"), ("none, from_pretrained", None, "load")]:
+        plain = [("none, streamed", None, "stream"), ("none, from_pretrained", None, "load")]
+        for name, kind, how in [*((k, k, "stream") for k in a.kinds), *(plain if a.gb >= 1 else [])]:
             queue = fork.Queue()
             child = fork.Process(target=measure, args=(folder, kind, how, queue))
             child.start()

@@ -139,10 +139,10 @@ def _quanto(linear, kind):
     out.freeze()
     return out
 
-# %% ../nbs/00d_quantise.ipynb #acce0f61
+# %% ../nbs/00d_quantise.ipynb #814a9ad0
 def _pieces(weight) -> tuple:
     "A few rows at a time, always whole blocks of 64 weights."
-    return weight.split(max(64, 2**22 // weight.shape[1] // 64 * 64))
+    return weight.split(max(64, 2**20 // weight.shape[1] // 64 * 64))
 
 # %% ../nbs/00d_quantise.ipynb #0ad6d93b
 def _nf4(linear, kind):
