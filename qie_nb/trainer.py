@@ -47,7 +47,8 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, ResumeM
         self.predict_devices = {k: check_device(d) if d != "auto" else self.device for k, d in c.predict.devices.model_dump().items()}
         self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
                                      dict(transformer=self.device),
-                                     dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision)
+                                     dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
+                                     (["text_encoder"] if c.model.text_encoder_offload else []))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
