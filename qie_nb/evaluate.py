@@ -14,7 +14,7 @@ from pathlib import Path
 from .cache import write_atomic
 from .callback import Callback, due
 from .checkpoint import checkpoint_name, find_checkpoint
-from .eval_pictures import can_encode, file_name, find_styles, shots_of, take_pictures
+from .eval_pictures import at_hand, file_name, find_styles, shots_of, take_pictures
 from .held_out import HeldOut, Stopped, compare, held_out_loss, process
 from .lora import WEIGHT_NAME, find_lora, lora_info
 
@@ -100,11 +100,11 @@ class EvaluationCallback(Callback):
 def check_parts(trainer, styles=None):
     "Refuse, or leave out, pictures that this model folder cannot make."
     folder = trainer.components.name
-    if styles and not can_encode(trainer):
+    if styles and not at_hand(trainer, "vae", "text_encoder", "processor"):
         raise ValueError(f"`train.test_image_dir` needs a VAE and a text encoder, which model folder {folder!r} lacks; "
                          "give a whole model or remove the key")
-    if trainer.config.train.eval_pictures and trainer.held_out and not can_encode(trainer):
-        print(f"evaluation makes no pictures: model folder {folder!r} has no encoders")
+    if trainer.config.train.eval_pictures and trainer.held_out and not at_hand(trainer, "vae"):
+        print(f"held-out pairs are judged by their loss alone: model folder {folder!r} has no VAE to make pictures with")
 
 # %% ../nbs/01b_evaluate.ipynb #f9aea948
 def adapter_of(
