@@ -28,21 +28,11 @@ def train(a):
 
 # %% ../nbs/04_cli.ipynb #ef4d21bf
 def evaluate(a):
-    from qie_nb.checkpoint import find_checkpoint
-    from qie_nb.evaluate import find_styles, held_out_loss, style_matrix
-    from qie_nb.lora import WEIGHT_NAME
-    t = _trainer(a)
-    bare = Path(a.checkpoint).suffix == ".safetensors" or (Path(a.checkpoint)/WEIGHT_NAME).is_file()
-    t.load_lora(a.checkpoint if bare else find_checkpoint(a.checkpoint, t.checkpoint_root()))
-    c = t.config.train
-    t.make_loader()
-    if t.held_out: print(json.dumps(held_out_loss(t, t.held_out), indent=1))
-    if c.test_image_dir:
-        files = style_matrix(t, find_styles(c.test_image_dir, c.style_prompts),
-                             t.checkpoint_root()/"inference"/Path(a.checkpoint).stem, c.eval_num_inference_steps)
-        print(f"{len(files)} pictures in {files[0].parent}")
-    if not t.held_out and not c.test_image_dir:
-        raise ValueError("nothing to evaluate on; set `train.val_fraction`, `train.val_path` or `train.test_image_dir`")
+    from qie_nb.evaluate import evaluate, table
+    t, names = _trainer(a), a.checkpoint or ["latest"]
+    results = [evaluate(t, name) for name in names]
+    for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
+    if len(results) > 1 and "losses" in results[0]: print(table(results))
 
 # %% ../nbs/04_cli.ipynb #dac50409
 def predict(a):
@@ -135,7 +125,8 @@ def parser() -> argparse.ArgumentParser:
     config = ("--config", dict(required=True, help="YAML file"))
     add(precompute, "encode a data set into the cache", config, ("--start_idx", dict(type=int, default=0)), ("--end_idx", dict(type=int)))
     add(train, "train an adapter", config, ("--resume", dict(help="checkpoint folder, or latest")))
-    add(evaluate, "held-out loss and style pictures of a checkpoint", config, ("--checkpoint", dict(default="latest")))
+    add(evaluate, "held-out loss and pictures of a checkpoint", config, ("--checkpoint", dict(action="append",
+        help="folder, LoRA file, latest (default), or base for the model alone; repeat to compare")))
     add(predict, "edit a picture", config,
         ("--image", dict(required=True, action="append", help="control picture; repeat for several")),
         ("--prompt", dict(required=True)), ("--lora", dict()), ("--out", dict(default="edited.png")),

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from .flat_vae import flat_convolutions
-from .models import positions_of, prompt_text, template_of
+from .models import device_of, positions_of, prompt_text, template_of
 from .pictures import Geometry
 from .prefix import Unshared, encode_prefix, encode_suffixes
 
@@ -95,7 +95,7 @@ def encode_prompt(
     shared:bool=True, # prefix and suffix, each in a pass of its own? Whole where the tokenizer allows no cut
 ) -> tuple: # (embedding [1, L, D] in the encoder's dtype, mask [1, L] bool, all true)
     "A prompt's embedding together with its control pictures."
-    args = text_encoder, processor, variant, prompt, pictures, device or text_encoder.device
+    args = text_encoder, processor, variant, prompt, pictures, device or device_of(text_encoder)
     try: hidden = (_encode_joined if shared else _encode_whole)(*args)
     except Unshared: hidden = _encode_whole(*args)
     return hidden.to(text_encoder.dtype), torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)

@@ -128,8 +128,10 @@ def warm_up(self:Encoder,
     missing, # names of tensors that will be made
 ):
     "Build the components that these tensors need, and no other."
+    prompts = any("prompt" in name for name in missing)
+    if prompts: self.components.check("text_encoder") # before the VAE is built
     if any("latent" in name for name in missing): self._part("vae")
-    if any("prompt" in name for name in missing): self._part("text_encoder")
+    if prompts: self._part("text_encoder")
 
 # %% ../nbs/00fa_encoder.ipynb #0b20c688
 @patch

@@ -10,8 +10,7 @@ __all__ = ['FIXED', 'TOLD', 'value_of', 'settings_facts', 'sampled_digest', 'bas
 import hashlib, json
 from pathlib import Path
 
-from .cache import stable_seed
-from .files import file_digest, file_fact
+from .files import file_fact
 from .pictures import source_digest
 
 # %% ../nbs/00q_identity.ipynb #e8c688be

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'COMPONENTS', 'Variant', 'template_of', 'prompt_text', 'positions_of', 'resolve_model', 'find_variant',
-           'native_areas', 'check_device', 'pick_dtype', 'load_component', 'Components', 'component_digest']
+           'native_areas', 'check_device', 'pick_dtype', 'load_component', 'Components', 'offload', 'device_of',
+           'component_digest']
 
 # %% ../nbs/00c_models.ipynb #e7f003db
 import hashlib, importlib, inspect, json
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 
 from .cache import file_digest
+from .quantise import check_kind, kind_of
+from .stream import stream
 
 # %% ../nbs/00c_models.ipynb #44abf60d
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def load_component(
     name:str, # one of `COMPONENTS`
     dtype=torch.float32,
     device="cpu",
+    kind:str=None, # quantisation, one of `qie_nb.quantise.KINDS`
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
     index = json.loads((Path(folder)/"model_index.json").read_text())
@@ -178,7 +182,9 @@ def load_component(
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
-    try: return cls.from_pretrained(folder, subfolder=name, **kw).to(device).requires_grad_(False).eval()
+    try:
+        if kind or torch.device(device).type != "cpu": return stream(cls, Path(folder)/name, kind, dtype, device)
+        return cls.from_pretrained(folder, subfolder=name, **kw).requires_grad_(False).eval()
     except SafetensorError as e:
         raise ValueError(f"the weights in {str(Path(folder)/name)!r} cannot be read ({e}); copy them again") from e
 
@@ -190,10 +196,12 @@ class Components:
         dtype=torch.float32, # of VAE, text encoder and transformer
         variant:str="auto", # auto, v1, 2509 or 2511
         devices:dict=None, # {component: device}, default cpu
-        quantize:dict=None, # {component: qfloat8, qint8 or qint4}
+        quantize:dict=None, # {component: one of `qie_nb.quantise.KINDS`, or a bool}
         revision:str=None, # hub revision
+        offload:tuple=(), # components that stay in host memory; each layer visits the device
     ):
-        self.name, self.dtype, self.revision, self.devices, self.quantize = name, dtype, revision, dict(devices or {}), dict(quantize or {})
+        self.name, self.dtype, self.revision, self.devices, self.offload = name, dtype, revision, dict(devices or {}), tuple(offload)
+        self.quantize = {k: kind_of(v) for k, v in (quantize or {}).items()}
         self.folder = resolve_model(name, revision=revision)
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
@@ -206,21 +214,48 @@ class Components:
                 f"text encoder sees {self.areas['vl_area'] or 'the same'}{' px' if self.areas['vl_area'] else ''}; "
                 f"loaded: {', '.join(self.parts) or 'nothing yet'}")
 
-# %% ../nbs/00c_models.ipynb #4c2f04cf
+# %% ../nbs/00c_models.ipynb #0d79f856
+def offload(
+    part:torch.nn.Module, # in host memory, or offloaded before
+    device, # where it shall compute
+) -> torch.nn.Module: # the same, its parameters on the meta device while they are not at work
+    "Keep a model in host memory; each layer visits the device while it runs (accelerate's `cpu_offload`)."
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_module
+    return cpu_offload(remove_hook_from_module(part, recurse=True), torch.device(device))
+
+def device_of(part:torch.nn.Module) -> torch.device:
+    "Where a model computes: an offloaded one's own parameters do not tell."
+    hooks = (getattr(m, "_hf_hook", None) for m in part.modules())
+    away = next((h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None), None)
+    return next(part.parameters()).device if away is None else torch.device(away)
+
+# %% ../nbs/00c_models.ipynb #2ac5561c
 from fastcore.basics import patch
 
+_SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
+
+@patch
+def check(self:Components,
+    *names, # components; all that have a setting when none is named
+):
+    "Refuse what cannot be quantised or offloaded as asked, before any weight is read."
+    for n in names or {*self.quantize, *self.offload}:
+        key = _SETTING.get(n, f"quantize[{n!r}]")
+        kind = check_kind(self.quantize.get(n), self.devices.get(n, "cpu"), key)
+        if kind and n in self.offload:
+            raise ValueError(f"`{key}` {kind} does not go with `model.{n}_offload`, whose layers travel at full width; choose one of them")
+
+# %% ../nbs/00c_models.ipynb #4c2f04cf
 @patch
 def get(self:Components, name:str):
     "A component, built now if it was not yet, on its device and quantised as asked."
     if name not in COMPONENTS: raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
     if name not in self.parts:
-        folder, device = resolve_model(self.name, [name], self.revision), self.devices.get(name, "cpu")
-        kind = self.quantize.get(name)
-        part = load_component(folder, name, self.dtype, "cpu" if kind else device)
-        if kind:
-            from qie_nb.quantise import quantise
-            part = quantise(part, kind).to(device)
-        self.parts[name] = part
+        self.check(name)
+        folder, device, away = resolve_model(self.name, [name], self.revision), self.devices.get(name, "cpu"), name in self.offload
+        part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)))
+        self.parts[name] = offload(part, device) if away else part
         self.built.append(name)
     return self.parts[name]
 
@@ -238,7 +273,8 @@ def move(self:Components, name:str, device):
     "Put a component (built if need be) on a device."
     self.devices[name] = device
     part = self.get(name)
-    if next(part.parameters()).device != torch.device(device): part.to(device)
+    at, to = device_of(part), torch.device(device)
+    if (at.type, at.index or 0) != (to.type, to.index or 0): offload(part, device) if name in self.offload else part.to(device)
     return part
 
 # %% ../nbs/00c_models.ipynb #de56b44a
@@ -276,6 +312,6 @@ def identity(self:Components) -> dict:
     template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(folder, "vae"),
-                text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
+                text_encoder=f"{text}-{kind_of(self.quantize.get('text_encoder')) or 'plain'}",
                 template=f"{template}-{positions_of(self.variant.pipeline)}",
                 dtype=str(self.dtype).removeprefix("torch."), **self.areas)

@@ -6,7 +6,7 @@
 __all__ = ['REAL', 'count_parameters', 'plan', 'format_plan', 'doctor', 'selfcheck']
 
 # %% ../nbs/03b_plan.ipynb #48515c5a
-import importlib.metadata, json, platform, re, shutil, time
+import importlib.metadata, json, platform, shutil, time
 from pathlib import Path
 
 import torch
@@ -41,11 +41,11 @@ def _transformer_config(c) -> dict:
 
 # %% ../nbs/03b_plan.ipynb #7cfefa17
 def _adapter_parameters(c, t) -> int:
-    "Parameters of the adapter on the layers that `target_modules` names, matched as peft matches them."
-    names = c.model.lora.target_modules
-    wanted = (lambda n: re.fullmatch(names, n)) if isinstance(names, str) else (lambda n: any(n == x or n.endswith("." + x) for x in names))
-    layers = [m for n, m in _empty(t).named_modules() if isinstance(m, torch.nn.Linear) and wanted(n)]
-    return sum(c.model.lora.r * (m.in_features + m.out_features) for m in layers)
+    "Parameters of the adapter on the layers that `target_modules` names."
+    from qie_nb.lora import is_target
+    s = c.model.lora
+    layers = [m for n, m in _empty(t).named_modules() if isinstance(m, torch.nn.Linear) and is_target(s.target_modules, n)]
+    return sum(s.r * (m.in_features + m.out_features) + s.use_dora * m.out_features for m in layers)
 
 # %% ../nbs/03b_plan.ipynb #5e758158
 _BYTES = dict(qint4=0.53, nf4=0.56) # a weight, with its scales: 16 bits a group of 128, 32 bits a block of 64; the other kinds take one byte

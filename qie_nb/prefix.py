@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from .models import positions_of, prompt_text, template_of
+from .models import device_of, positions_of, prompt_text, template_of
 
 # %% ../nbs/00eb_prefix.ipynb #48fb80f6
 class Unshared(ValueError):
@@ -88,7 +88,7 @@ def encode_prefix(
     device=None, # default the text encoder's
 ) -> Prefix:
     "System text and pictures through the vision tower and the language model, once for all prompts on them."
-    ids, pixels, grid = (t.to(device or text_encoder.device) for t in _prefix_inputs(processor, variant, pictures_list))
+    ids, pixels, grid = (t.to(device or device_of(text_encoder)) for t in _prefix_inputs(processor, variant, pictures_list))
     drop, row = template_of(variant.pipeline)[1], ids[0].tolist()
     if drop > len(row): raise Unshared(f"`processor` makes {len(row)} tokens of the prefix, of which {drop} are to be dropped")
     positions = prefix_positions(text_encoder, variant, ids, grid)

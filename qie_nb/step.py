@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CACHED', 'is_cached', 'batch_size', 'as_list', 'batch_seeds', 'loss_at', 'draw', 'encode_pictures', 'encode_batch',
-           'dropout_noise', 'Group', 'Run']
+           'Group', 'Run']
 
 # %% ../nbs/00n_step.ipynb #b7d6c4e5
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from itertools import islice
 
 import numpy as np
@@ -121,18 +121,6 @@ def encode_batch(
         out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls, prompt_embed=tensors[f"{prefix}prompt_embed"],
                         prompt_embeds_mask=tensors[f"{prefix}prompt_embeds_mask"]))
     return stack_tensors(out)
-
-# %% ../nbs/00n_step.ipynb #e53e2dec
-@contextmanager
-def dropout_noise(
-    rate:float, # `model.lora.lora_dropout`; nothing is touched at 0
-    seed:int, # of this step
-):
-    "Within, torch's global generators start from `seed`; outside they are as they were."
-    if not rate: yield; return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 # %% ../nbs/00n_step.ipynb #cdfb7f53
 class Group(list):

@@ -7,15 +7,16 @@ __all__ = ['QwenImageEditTrainer']
 
 # %% ../nbs/01_trainer.ipynb #59b72818
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 
 from . import lora
+from .adapter import AdapterMethods
 from .cache import check_cache_exists, stable_seed
 from .callback import FreeEncoders, RunState, call
 from .checkpoint import CheckpointCallback
 from .config import make_config
+from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
@@ -23,11 +24,11 @@ from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import kind_of, quantise
 from .resume import ResumeMethods
-from .step import Run, batch_seeds, draw, dropout_noise, is_cached, loss_at
+from .step import Run, batch_seeds, draw, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods, ResumeMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, ResumeMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
@@ -46,7 +47,8 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, ResumeMethods):
         self.predict_devices = {k: check_device(d) if d != "auto" else self.device for k, d in c.predict.devices.model_dump().items()}
         self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
                                      dict(transformer=self.device),
-                                     dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision)
+                                     dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
+                                     (["text_encoder"] if c.model.text_encoder_offload else []))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
@@ -106,9 +108,7 @@ def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
     tr, c = self._transformer(), self.config
     try:
-        if c.model.lora.pretrained_weight: self.lora_origin = lora.load_lora(tr, c.model.lora.pretrained_weight, trainable=True)
-        elif "default" not in getattr(tr, "peft_config", {}): lora.add_lora(tr, c.model.lora, seed=c.train.seed)
-        else: lora.train_only(tr, "default") # loaded for prediction before
+        self.lora_origin = lora.start_lora(tr, c.model.lora, c.train.seed) or self.lora_origin
     except KeyboardInterrupt: self.components.drop("transformer"); raise # half of its layers may have an adapter
     return self.prepare_model()
 
@@ -117,6 +117,7 @@ def prepare_model(self:QwenImageEditTrainer):
     "Set up what the training step calls: checkpointing, and the wrapper of several processes."
     tr = self._transformer()
     lora.assert_float32(tr)
+    install_sample_dropout(tr, self.config.model.lora.lora_dropout)
     tr.enable_gradient_checkpointing() if self.config.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
     wrapped = wrap(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
@@ -150,7 +151,9 @@ def training_step(self:QwenImageEditTrainer, batch) -> torch.Tensor: # scalar, w
 # %% ../nbs/01_trainer.ipynb #c53e1075
 @patch
 def _training_step_cached(self:QwenImageEditTrainer, batch):
-    return self._compute_loss(batch, batch_seeds(batch, self.config.train.seed, self.state.epoch, self.global_step)).mean()
+    seeds = batch_seeds(batch, self.config.train.seed, self.state.epoch, self.global_step)
+    if self.config.model.lora.lora_dropout: set_sample_seeds(self._transformer(), [stable_seed(s, "dropout") for s in seeds])
+    return self._compute_loss(batch, seeds).mean()
 
 @patch
 def _training_step_compute(self:QwenImageEditTrainer, batch):
@@ -203,8 +206,7 @@ def optimizer_step(self:QwenImageEditTrainer,
     s.loss, s.metrics, self.batch = torch.zeros((), device=self.device), {}, group[-1]
     for k, (batch, count) in enumerate(zip(group, group.counts)):
         last = k == len(group) - 1 # torch averages over the processes, once a step
-        seed = stable_seed(self.config.train.seed, "dropout", s.epoch, *batch.get("sample_id", (s.global_step, k)))
-        with dropout_noise(self.config.model.lora.lora_dropout, seed), nullcontext() if last else self.accelerator.no_sync(self.model or self.transformer):
+        with nullcontext() if last else self.accelerator.no_sync(self.model or self.transformer):
             loss = self.training_step(batch) * (count * n / group.samples)
             self.accelerator.backward(loss)
         s.loss = s.loss + loss.detach()
@@ -282,40 +284,3 @@ def let_go(self:QwenImageEditTrainer):
     "Give back what a step holds beside the weights."
     self.batch = self.state.loss = self.state.grad_norm = None
     if self.optimizer is not None: self.optimizer.zero_grad(set_to_none=True)
-
-# %% ../nbs/01_trainer.ipynb #f95e74b3
-@patch
-def lora_facts(self:QwenImageEditTrainer) -> dict:
-    "What users of the adapter should know; `predict` reads the sizes."
-    g, v = self.geometry(), self.components.variant
-    return dict(base=self.components.name if self.components.name == "tiny" else Path(self.components.name).name,
-                variant=v.name, zero_cond_t=v.zero_cond_t,
-                control_area=g.control_area, vl_area=g.vl_area, image_size=list(g.image_size), steps=self.global_step)
-
-# %% ../nbs/01_trainer.ipynb #1e6ef32c
-@patch
-def save_lora(self:QwenImageEditTrainer,
-    path, # folder, or .safetensors file
-) -> Path:
-    "Write the adapter in diffusers' format, with base model and picture sizes in its header; its running mean where one is kept."
-    if "default" not in getattr(self.transformer, "peft_config", {}):
-        raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
-    with self.ema_weights(): state = lora.lora_state(self.transformer) # all processes take part
-    file = lora.file_of(path)
-    if self.is_main: lora.save_lora(self.transformer, path, self.lora_facts() | dict(weights=self.weights_name), state=state)
-    return file
-
-# %% ../nbs/01_trainer.ipynb #6178a4c1
-@patch
-def load_lora(self:QwenImageEditTrainer,
-    path, # file or folder
-):
-    "Load an adapter for prediction; the picture sizes it was trained at are taken over."
-    self.lora_origin = lora.load_lora(self._transformer(), path)
-    return self
-
-@patch
-def merge_lora(self:QwenImageEditTrainer):
-    "Add the adapter into the base's weights."
-    lora.merge_lora(self._transformer())
-    return self
