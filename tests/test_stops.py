@@ -95,6 +95,14 @@ def test_max_hours_leaves_time_to_save_and_wastes_little(step, save, settings, l
     assert is_complete(latest(tmp_path)) and state_of(latest(tmp_path))["global_step"] == t.global_step
 
 
+def test_max_hours_counts_what_comes_before_the_first_step(world, tmp_path, monkeypatch):
+    clock, set_lora = Clock(monkeypatch, 60, 30), QwenImageEditTrainer.set_lora
+    def slowly(t): clock.now += 1200; return set_lora(t)
+    monkeypatch.setattr(QwenImageEditTrainer, "set_lora", slowly)
+    t = world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, save_steps=10)).fit()
+    assert clock.passed <= 3600, f"it ended {clock.passed - 3600:.0f} s too late"
+
+
 def test_max_hours_counts_evaluations(world, tmp_path, monkeypatch):
     clock = Clock(monkeypatch, 120, 60, evaluation=30.)
     t = world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, save_steps=10, val_fraction=0.2, eval_steps=7, eval_noises=1, eval_pictures=0)).fit()
@@ -170,7 +178,7 @@ def boom_in(where, step, error, monkeypatch, t):
     return made
 
 
-@pytest.mark.parametrize("where, step, kind", [("forward", 1, "new"), ("forward", 4, "old"), ("backward", 4, "new"), ("optimizer", 4, "cuda"), ("forward", 5, "cpu")])
+@pytest.mark.parametrize("where, step, kind", [("forward", 1, "new"), ("forward", 4, "old"), ("backward", 4, "new"), ("optimizer", 4, "cuda"), ("optimizer", 1, "new"), ("forward", 5, "cpu")])
 def test_memory_runs_out_in_a_step(where, step, kind, world, tmp_path, monkeypatch):
     t = world.trainer(tmp_path)
     made = boom_in(where, step, ERRORS[kind](), monkeypatch, t)
@@ -255,11 +263,20 @@ def test_a_step_without_a_number_changes_nothing(value, world, tmp_path):
     t = poison(world.trainer(tmp_path), {1, 4}, value).fit()
     assert t.global_step == 8 and int(t.state.skipped) == 2
     assert of_step(tmp_path, 4) == of_step(tmp_path, 3) != of_step(tmp_path, 5)
-    for s in range(1, 9):
+    for s in range(1, 9): # what a step skipped is saved like any other: nothing in it is bad
         assert all(torch.isfinite(torch.frombuffer(bytearray(v), dtype=torch.float32)).all() for (f, _), v in of_step(tmp_path, s).items() if f != "optimizer" and len(v) % 4 == 0 and v), s
     rows = log_rows(tmp_path)
     assert [r["step"] for r in rows] == [str(n) for n in range(1, 9)]
     assert [float(r["skipped"]) for r in rows] == [1, 1, 1, 2, 2, 2, 2, 2] or [float(r["skipped"] or 0) for r in rows] == [1, 0, 0, 1, 0, 0, 0, 0], [r["skipped"] for r in rows]
+
+
+def test_a_run_that_ends_at_a_skipped_step_is_saved(world, tmp_path):
+    class Stop(Callback):
+        def on_step_end(self, t):
+            if t.global_step == 5: t.state.stop = "interrupted"
+    t = poison(world.trainer(tmp_path, Stop(), train=dict(save_steps=None)), {5}).fit()
+    assert complete(tmp_path), "five steps are lost"
+    assert state_of(latest(tmp_path))["global_step"] == t.global_step == 5
 
 
 def test_a_skipped_step_survives_a_resume(world, tmp_path):
