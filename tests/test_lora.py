@@ -671,7 +671,7 @@ def test_expected_value_is_kept():
 
 NASTY = "blue | </td><script>alert(1)</script> ![x](http://evil/p.png) `code` \n---\n# heading\n``` \n````md"
 FACTS = dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", variant="2511", samples=40, held_out=4, controls=2, image_size=[1024, 768],
-             captions=[NASTY, "make it red"], held_out_loss=0.1234, weights="ema", steps=500, title=NASTY, settings={"train.note": NASTY, "optimizer.lr": 1e-4})
+             captions=[NASTY, "```", "# injected", "make it red"], held_out_loss=0.1234, weights="ema", steps=500, title=NASTY, settings={"train.note": NASTY, "optimizer.lr": 1e-4})
 
 
 def outside_fences(text):
