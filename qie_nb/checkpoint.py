@@ -160,14 +160,19 @@ def keep_newest(
 # %% ../nbs/01a_checkpoint.ipynb #9e0d7f0c
 class CheckpointCallback(Callback):
     "Saves every `save_interval` epochs and `save_steps` steps, where the held-out loss is the best so far, and at the end of a run."
-    def on_train_begin(self, t): self.saved = t.global_step if t.global_step else None
+    def on_train_begin(self, t):
+        self.saved = t.global_step if t.global_step else None
+        if t.global_step and self.better(t.state): self.save(t) # by an evaluation that was made up for
+
+    def better(self, s) -> bool:
+        loss = s.metrics.get("held_out_loss", math.nan)
+        if not math.isfinite(loss) or s.best is not None and loss >= s.best[0]: return False
+        s.best = (loss, checkpoint_name(s.epoch, s.global_step, s.epoch_ended))
+        return True
 
     def on_step_end(self, t):
-        c, s = t.config.train, t.state
-        loss = s.metrics.get("held_out_loss", math.nan)
-        better = math.isfinite(loss) and (s.best is None or loss < s.best[0])
-        if better: s.best = (loss, checkpoint_name(s.epoch, s.global_step, s.epoch_ended))
-        if better or due(s, c.save_interval, c.save_steps): self.save(t)
+        c = t.config.train
+        if self.better(t.state) | due(t.state, c.save_interval, c.save_steps): self.save(t)
 
     def on_train_end(self, t):
         c = t.config.train

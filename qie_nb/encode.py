@@ -61,6 +61,7 @@ def decode_latents(
 ) -> np.ndarray: # uint8 [B, H, W, 3]
     "Pictures of latents: `z * std + mean`, decoded, the one frame taken."
     from diffusers.image_processor import VaeImageProcessor
+    for half in (vae.decoder, vae.post_quant_conv): half.to(vae.device) # while encoding it may have stayed behind
     z = latents.to(vae.device, vae.dtype)
     mean, std = _stats(vae, z)
     with flat_convolutions(vae, flat):

@@ -47,6 +47,12 @@ class Encoder:
         self.components.drop("vae", "text_encoder")
 
     def _part(self, name): return self.components.move(name, self.devices[name])
+    def _vae(self): # of which only the half that encodes goes to the device
+        c = self.components
+        if "vae" not in c.parts: c.devices["vae"] = "cpu"
+        vae = c.get("vae")
+        for half in (vae.encoder, vae.quant_conv): half.to(self.devices["vae"])
+        return vae
     def _text(self): return self._part("text_encoder"), self.components.get("processor"), self.components.variant
 
 # %% ../nbs/00fa_encoder.ipynb #5b78d8cb
@@ -60,7 +66,7 @@ def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
 @patch
 def images(self:Encoder, images, size) -> torch.Tensor: # [B, C, 1, h, w]
     self.calls["vae"] += len(images)
-    return encode_images(self._part("vae"), images, size, flat=self.flat)
+    return encode_images(self._vae(), images, size, flat=self.flat)
 
 # %% ../nbs/00fa_encoder.ipynb #e3e6b010
 @patch
@@ -130,7 +136,7 @@ def warm_up(self:Encoder,
     "Build the components that these tensors need, and no other."
     prompts = any("prompt" in name for name in missing)
     if prompts: self.components.check("text_encoder") # before the VAE is built
-    if any("latent" in name for name in missing): self._part("vae")
+    if any("latent" in name for name in missing): self._vae()
     if prompts: self._part("text_encoder")
 
 # %% ../nbs/00fa_encoder.ipynb #0b20c688

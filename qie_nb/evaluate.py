@@ -76,6 +76,7 @@ class EvaluationCallback(Callback):
     def on_train_begin(self, t):
         self.at, self.last = t.global_step, last_result(t.checkpoint_root(), t.global_step) if t.global_step else None
         self.prepare(t)
+        if t.state.pending and self.wanted(t): self.evaluate(t, t.state.pending)
 
     def on_step_end(self, t):
         c, over = t.config.train, t.state.stop == "done"
@@ -84,11 +85,12 @@ class EvaluationCallback(Callback):
     def on_train_end(self, t):
         if self.wanted(t) and t.state.stop == "done" and self.at != t.global_step: self.evaluate(t)
 
-    def evaluate(self, t):
-        out = t.checkpoint_root()/"inference"/checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
-        self.at = t.global_step
+    def evaluate(self, t, name=None):
+        name = name or checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
+        out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
         try: held, _ = evaluate_now(t, out, self.styles)
-        except Stopped: return print(f"evaluation at step {t.global_step} given up: {t.state.stop}")
+        except Stopped: return print(f"evaluation at step {t.global_step} given up: {t.state.stop}; it is made up for when the run goes on")
+        t.state.pending = ""
         if held is None: return
         row, main = held.row(), process(t)[0] == 0
         t.state.metrics |= row

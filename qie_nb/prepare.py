@@ -18,6 +18,7 @@ from .pictures import Geometry
 from .precompute import precompute
 from .samples import Samples
 from .step import encode_batch
+from .stops import encoder_advice, memory_advice
 
 # %% ../nbs/00o_prepare.ipynb #7b8a6fbc
 class CacheMethods:
@@ -130,11 +131,11 @@ def cache_embeddings(self:CacheMethods,
     self._drop_untellable(dataset)
     enc = self.encoder(dataset.cache)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
+    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
     if self.config.train.val_path and start_idx == 0 and end_idx is None:
         held_out = self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.)
         self._drop_untellable(held_out)
-        report += precompute(held_out, enc, verify=self.config.cache.verify)
+        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify)
     enc.release()
     self.cache_exist = True
     print(report)
@@ -171,7 +172,13 @@ def encode_batch(self:CacheMethods, batch) -> dict:
         self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
     dataset = self._dataset_of(batch, self._encoder) if "sample" in batch else None
-    return encode_batch(self._encoder, batch, self.geometry(getattr(batch, "config", None)), dataset)
+    with self.encoding(self._encoder): return encode_batch(self._encoder, batch, self.geometry(getattr(batch, "config", None)), dataset)
+
+@patch
+def encoding(self:CacheMethods, enc):
+    "Within, an encoder that runs out of memory is let go, and what helps is said."
+    size = lambda name: sum(p.stat().st_size for p in (self.components.folder/name).glob("*.safetensors"))
+    return memory_advice("encoding", lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")}), enc.release)
 
 # %% ../nbs/00o_prepare.ipynb #e9d9654f
 @patch

@@ -87,7 +87,7 @@ def _state_facts(self:ResumeMethods, epoch, global_step, name) -> dict:
     "What `state.json` holds beside the optimizer's numbers."
     s = self.state
     return dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position, skipped=int(self.finite.skipped) if self.finite else 0,
-                ema_updates=self.ema.n if self.ema else None, best=s.best, metrics=dict(s.metrics),
+                ema_updates=self.ema.n if self.ema else None, pending=s.pending, best=s.best, metrics=dict(s.metrics),
                 config=json.loads(self.config.model_dump_json()), model=self.lora_facts(), run=self.facts)
 
 # %% ../nbs/01aa_resume.ipynb #de7191db
@@ -120,6 +120,7 @@ def resume(self:ResumeMethods,
     self.optimizer.load_state_dict(divided_state(optimizer, lora.lora_parameters(tr)))
     if rng is not None: torch.set_rng_state(rng)
     s.global_step, s.epoch, s.position, s.skipped = state["global_step"], state["epoch"], state["position"], state.get("skipped", 0)
+    s.pending, s.metrics = state.get("pending", ""), {}
     s.best, s.whole, s.suspect, self.finite, self.resumed_from = state.get("best") and tuple(state["best"]), True, False, None, folder
     self.configure_schedule()
     self.began = True

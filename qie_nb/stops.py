@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['StopSignals', 'Deadline', 'Finite', 'NonFiniteStop', 'logged', 'training_advice', 'encoder_advice',
-           'is_out_of_memory', 'memory_advice']
+           'is_out_of_memory', 'OutOfMemory', 'memory_advice']
 
 # %% ../nbs/00p_stops.ipynb #29823383
 import gc, signal, threading, time, traceback
@@ -131,6 +131,8 @@ def is_out_of_memory(
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and any(
         s in str(error) for s in ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")))
 
+class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with what to set."
+
 @contextmanager
 def memory_advice(
     doing:str, # what was being done
@@ -141,6 +143,7 @@ def memory_advice(
     try: yield
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e): raise
+        if isinstance(e, OutOfMemory): clean_up(); raise # said already, by what ran out
         first = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
         _forget(e)
     else: return
@@ -148,7 +151,7 @@ def memory_advice(
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     ways = "; ".join(f"{n}. {say} (saves about {gb:.2g} GB)" for n, (say, gb) in enumerate(advice(), 1))
-    raise torch.OutOfMemoryError(f"out of memory while {doing} ({first}); what is on disk is whole. Try, in this order: {ways}")
+    raise OutOfMemory(f"out of memory while {doing} ({first}); what is on disk is whole. Try, in this order: {ways}")
 
 def _forget(error):
     while error is not None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from qie_nb import flow, lora
 from qie_nb.config import LoraSection, make_config
-from qie_nb.lora_dropout import SampleDropout, install_sample_dropout, sample_seeds, set_sample_seeds
+from qie_nb.lora_dropout import SampleDropout, install_sample_dropout, keep_mask, sample_seeds, set_sample_seeds
 from qie_nb.lora_files import COMFY_NAME, WEIGHT_NAME, convert_lora, find_lora, lora_info, plain_alpha, read_lora, split_key, write_lora
 from qie_nb.model_card import card_settings, model_card, published, push_to_hub, write_model_card
 from qie_nb.step import loss_at
@@ -402,7 +402,7 @@ def test_adapters_in_use_are_those_that_are_named(tmp_path):
     lora.load_lora(tr, lora.save_lora(trained(seed=2), tmp_path), "second")
     two = output(tr)
     lora.use_loras(tr, {"default": 1.0})
-    assert torch.equal(output(tr), one)
+    assert torch.equal(output(tr), one) and not lora.lora_parameters(tr)
     lora.use_loras(tr, {"second": 1.0})
     assert torch.equal(output(tr), two)
     lora.use_loras(tr, {"default": 0.0, "second": 1.0})
@@ -653,6 +653,13 @@ def test_layers_and_samples_drop_apart():
     assert (share - 0.5).abs().max() < 0.03 and correlation.abs().max() < 0.06 and len(masks) == 40
 
 
+def test_rows_and_columns_of_a_mask_are_independent():
+    m = keep_mask(1, "x", 300, 300, 0.5)
+    odd = m[:-1, :-1] ^ m[1:, :-1] ^ m[:-1, 1:] ^ m[1:, 1:] # always even if an element were row xor column and no more
+    assert odd.float().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert torch.corrcoef(m.float()).fill_diagonal_(0).abs().max() < 0.35 and torch.corrcoef(m.T.float()).fill_diagonal_(0).abs().max() < 0.35
+
+
 def test_expected_value_is_kept():
     drop = SampleDropout(0.3, "x").train()
     drop.seeds = list(range(50))
@@ -664,7 +671,7 @@ def test_expected_value_is_kept():
 
 NASTY = "blue | </td><script>alert(1)</script> ![x](http://evil/p.png) `code` \n---\n# heading\n``` \n````md"
 FACTS = dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", variant="2511", samples=40, held_out=4, controls=2, image_size=[1024, 768],
-             captions=[NASTY, "make it red"], held_out_loss=0.1234, weights="ema", steps=500, title=NASTY, settings={"train.note": NASTY, "optimizer.lr": 1e-4})
+             captions=[NASTY, "```", "# injected", "make it red"], held_out_loss=0.1234, weights="ema", steps=500, title=NASTY, settings={"train.note": NASTY, "optimizer.lr": 1e-4})
 
 
 def outside_fences(text):
@@ -708,8 +715,7 @@ def test_the_code_of_the_card_runs(variant, tmp_path, monkeypatch):
     Image.new("RGB", (64, 64), "red").save("input.png")
     card = write_model_card(tmp_path/"lora", FACTS | dict(variant=variant, base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"]), where=str(tmp_path/"lora")).read_text()
     code = re.search(r"```python\n(.*?)\n```", card, re.S)[1]
-    small = "num_inference_steps=2, height=32, width=32" if variant != "v1" else "num_inference_steps=2, height=32, width=32"
-    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), ("num_inference_steps=20", small)):
+    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), ("num_inference_steps=20", "num_inference_steps=2, height=32, width=32")):
         assert old in code
         code = code.replace(old, new)
     if variant == "v1": monkeypatch.setattr("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit.calculate_dimensions", lambda area, ratio: (96, 96, None))
