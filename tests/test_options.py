@@ -427,6 +427,18 @@ def test_a_state_goes_through_safetensors_and_json_and_on_bit_for_bit(name, tmp_
     same_state(a.state_dict(), c.state_dict())
 
 
+def test_an_optimizer_that_accelerate_has_wrapped_is_guarded_too():
+    from accelerate import Accelerator
+    for name in ("adamw", "adafactor"):
+        params, opt = optimizer_of(name)
+        wrapped, was = Accelerator(cpu=True).prepare(opt), [p.detach().clone() for p in params]
+        assert wrapped is not opt
+        steps(params, wrapped, [float("nan")])
+        assert all(torch.equal(p, w) for p, w in zip(params, was))
+        steps(params, wrapped, [0])
+        assert not any(torch.equal(p, w) for p, w in zip(params, was))
+
+
 def test_a_state_loaded_after_a_step_that_was_called_off_stays_as_it_is():
     (p, a), (q, b) = optimizer_of("adafactor"), optimizer_of("adafactor")
     steps(p, a, [0, 1]); steps(q, b, [0, 1])
