@@ -55,13 +55,13 @@ def plan(
 ) -> list: # (part, GB, why)
     "Memory that training will take on the transformer's device, by part. Computed, not measured."
     from qie_nb.config import make_config
-    from qie_nb.quantise import kind_of
+    from qie_nb.quantise import KINDS, kind_of
     c = make_config(config)
     t = transformer or _transformer_config(c)
     n, layers, dim = count_parameters(t), t["num_layers"], t["num_attention_heads"] * t["attention_head_dim"]
     kind, wide = kind_of(c.model.quantize), 4 if c.train.mixed_precision == "no" else 2
-    bits = dict(qfloat8=1, qint8=1, qint4=0.5).get(kind, wide)
-    weights = n["linear_in_blocks"] * bits + (n["all"] - n["linear_in_blocks"]) * wide
+    held = KINDS[kind].bits / 8 if kind else wide
+    weights = n["linear_in_blocks"] * held + (n["all"] - n["linear_in_blocks"]) * wide
     target, control = c.data.image_size[0] * c.data.image_size[1], c.data.control_area or 1024 * 1024
     tokens = (target + control) // 256 + prompt_tokens
     adapter = _adapter_parameters(c, t)
