@@ -1,18 +1,19 @@
 """Does held-out loss rank checkpoints as their true pixel error does? On the learnt tiny model, with edits that it does not know.
 
-`python benchmarks/held_out.py` trains a few adapters for each edit, good ones, overfitted ones and ones at too high a rate, keeps checkpoints on
-the way, and writes results/held_out.json. For each checkpoint: held-out loss on one set of crops; root-mean-square error in grey levels of the
-edited pictures against the true edit seen through the VAE, on another set of crops, with several sampling seeds; and what training loss would
-have said, the mean of the last 20 steps in front of it. Both sets are cut from photographs that nothing was ever trained on.
+`python benchmarks/held_out.py` trains a few adapters for each edit, good ones, overfitted ones and ones at too high a rate, keeps checkpoints
+on the way, and writes results/held_out.json; with `--edits` the others stay in the file as they were. For each checkpoint: held-out loss on one
+set of crops; root-mean-square error in grey levels of the edited pictures against the true edit seen through the VAE, on another set of crops,
+with several sampling seeds; and what training loss would have said, the mean of the last 20 steps in front of it. Both sets are cut from
+photographs that nothing was ever trained on.
 
 How the noise levels are weighed was chosen on `duotone` and `sepia`; `rotate` was not looked at before that, and confirms it or does not.
 
-Checkpoints whose pixel errors cannot be told apart are not asked to be ranked. The rule, set before `rotate` was measured: going from the best to
-the worst, a checkpoint is kept if its error exceeds that of the one kept last by more than twice the seed noise of the two, which is the standard
-deviation, over the sampling seeds, of the difference of their errors. Held-out loss has no say in it; the correlation over all checkpoints stands
-beside.
+Checkpoints whose pixel errors cannot be told apart are not asked to be ranked. The rule, set before `rotate` was measured: going from the best
+to the worst, a checkpoint is kept if its error exceeds that of the one kept last by more than twice the seed noise of the two, which is the
+standard deviation, over the sampling seeds, of the difference of their errors. Held-out loss has no say in it; the correlation over all
+checkpoints stands beside.
 """
-import argparse, json, os, platform, shutil, sys, tempfile, time
+import argparse, json, os, platform, shutil, sys, tempfile
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,8 @@ RUNS = dict( # name: training pairs, learning rate, rank, steps at which a check
 def config_of(out, run, edit):
     return dict(
         model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=run["r"], lora_alpha=run["r"])),
-        data=dict(dataset_path=str(out/f"data_{edit}_{run['pairs']}"), image_size=[96, 96], batch_size=min(4, run["pairs"]), caption_dropout_rate=0.0),
+        data=dict(dataset_path=str(out/f"data_{edit}_{run['pairs']}"), image_size=[96, 96], batch_size=min(4, run["pairs"]),
+                  caption_dropout_rate=0.0),
         train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False, max_train_steps=max(run["keep"]),
                    save_interval=0, eval_interval=0, eval_pictures=0, val_path=str(out/f"held_out_{edit}")),
         cache=dict(cache_dir=str(out/"cache")), optimizer=dict(lr=run["lr"], weight_decay=0.0),
@@ -106,13 +108,16 @@ def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noi
     judge = QwenImageEditTrainer(config_of(out, first, edit))
     judge.make_loader()
     with_pictures = judge._subset(judge.held_out, find_samples(out/f"judge_{edit}"))
-    true = truths(judge, with_pictures)
+    true, known = truths(judge, with_pictures), out/f"pixels_{edit}.json"
+    pixels = json.loads(known.read_text()) if known.is_file() else {}
     for row in rows:
         if "lora" in row: judge.load_lora(row.pop("lora"))
-        held = held_out_loss(judge, judge.held_out, noises)
-        row["pixel_error_per_seed"] = pixel_errors(judge, with_pictures, true, seeds)
+        held, name = held_out_loss(judge, judge.held_out, noises), f"{row['run']} {row['step']}"
+        if name not in pixels: pixels[name] = pixel_errors(judge, with_pictures, true, seeds)
+        known.write_text(json.dumps(pixels))
+        row["pixel_error_per_seed"] = pixels[name]
         row |= dict(pixel_error=float(np.mean(row["pixel_error_per_seed"]))) | held.row() | dict(losses=held.losses)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k not in ("losses", "pixel_error_per_seed")}, flush=True)
+        print(name, {k: round(v, 4) for k, v in row.items() if isinstance(v, float)}, flush=True)
     return rows
 
 
@@ -140,14 +145,14 @@ def main():
     p.add_argument("--edits", nargs="+", default=["duotone", "sepia", "rotate"])
     p.add_argument("--work", help="folder for data and adapters, kept and taken up again; default a temporary one")
     a = p.parse_args()
-    work, began, results = Path(a.work or tempfile.mkdtemp()), time.time(), {}
+    work, results = Path(a.work or tempfile.mkdtemp()), json.loads(OUT.read_text())["results"] if OUT.is_file() else {}
     for edit in a.edits:
         rows = measure(work, edit=edit)
-        results[edit] = dict(**judge_ranking(rows), rows=rows)
+        results[edit] = dict(**judge_ranking(rows), rows=[{k: v for k, v in row.items() if k != "losses"} for row in rows])
         print(json.dumps({k: v for k, v in results[edit].items() if k != "rows"}, indent=1), flush=True)
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(dict(made=datetime.now(timezone.utc).isoformat(timespec="seconds"), minutes=round((time.time() - began) / 60, 1),
-                                   machine=machine(), runs=RUNS, sampling_seeds=[0, 1, 2, 3, 4], sampling_steps=8, results=results), indent=1) + "\n")
+    facts = dict(made=datetime.now(timezone.utc).isoformat(timespec="seconds"), machine=machine(), runs=RUNS)
+    OUT.write_text(json.dumps(facts | dict(sampling_seeds=[0, 1, 2, 3, 4], sampling_steps=8, results=results), indent=1) + "\n")
     if not a.work: shutil.rmtree(work)
 
 

@@ -35,7 +35,8 @@ def made(tmp_path):
         (tmp_path/"test"/style/"prompt.txt").write_text(f"make it a {style}")
 
     def config(out="out", styles=False, lora=None, **sections):
-        train = dict(output_dir=str(tmp_path/out), val_path=str(tmp_path/"val"), eval_num_inference_steps=2, eval_pictures=2, max_train_steps=4)
+        train = dict(output_dir=str(tmp_path/out), val_path=str(tmp_path/"val"), eval_num_inference_steps=2, eval_pictures=2, eval_noises=1,
+                     max_train_steps=4)
         if styles: train["test_image_dir"] = str(tmp_path/"test")
         sections["train"] = train | sections.get("train", {})
         base = settings(tmp_path/"set", tmp_path, **sections)
@@ -47,7 +48,7 @@ def made(tmp_path):
 @pytest.fixture
 def trainer(made):
     "Ready to be asked for losses: an adapter, an encoded cache, held-out pairs."
-    t = QwenImageEditTrainer(made())
+    t = QwenImageEditTrainer(made(train=dict(eval_noises=2)))
     t.cache_embeddings()
     t.make_loader()
     t.set_lora()
@@ -199,16 +200,16 @@ def test_nothing_frozen_is_encoded_twice_and_encoders_leave_memory(made, monkeyp
     def init(self, *a, **kw): real(self, *a, **kw), encoders.append(self)
     monkeypatch.setattr(Encoder, "__init__", init)
     count = lambda: {k: sum(e.calls[k] for e in encoders) for k in ("vae", "text_encoder")}
-    t = QwenImageEditTrainer(made(styles=True, train=dict(eval_steps=1)))
+    t = QwenImageEditTrainer(made(styles=True, train=dict(eval_steps=2)))
     t.fit()
     first = count()
     assert first == dict(vae=2, text_encoder=2 + 2 + 2), "two test pictures; two empty prompts of pairs; a prompt and an empty one for each picture"
     assert t.vae is None and t.qwen_vl is None
-    t.config.train.max_train_steps = 6
+    t.config.train.max_train_steps = 5
     t.fit()
-    assert t.global_step == 6 and count() == first
+    assert t.global_step == 5 and count() == first
     encoders.clear()
-    QwenImageEditTrainer(made("again", styles=True, train=dict(eval_steps=2))).fit()
+    QwenImageEditTrainer(made("again", styles=True, train=dict(eval_steps=2, max_train_steps=2))).fit()
     assert count() == dict(vae=2, text_encoder=4), "the pairs' empty prompts are in the cache now"
 
 
@@ -229,7 +230,7 @@ def test_encoders_that_training_uses_stay(made):
 # --- stopping
 @pytest.mark.parametrize("where", ["loss", "sampling", "last step"])
 def test_a_stop_is_obeyed_within_a_step(where, made, monkeypatch, capsys):
-    calls, real_loss, real_velocity = [], QwenImageEditTrainer.loss_at, evaluation.take_pictures
+    calls = []
     config = made(train=dict(eval_steps=2, max_train_steps=2 if where == "last step" else 9, eval_num_inference_steps=9))
     QwenImageEditTrainer(made()).cache_embeddings()
     t = QwenImageEditTrainer(config)
