@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all check install clean breakages faults bench-cache
+.PHONY: demo test test-all check install clean breakages faults kills bench-cache
 
 install: $(VENV)/.ready
 
@@ -43,6 +43,9 @@ breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and s
 
 faults: $(VENV)/.ready ## kills, flipped bits, full disks, crowds: all trials, about 20 minutes; as root, or without the disks' cases
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --full --out benchmarks/results/faults.json
+
+kills: $(VENV)/.ready ## runs killed, interrupted and ended by signals, two processes too: all trials, about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python tests/kills.py --full --out benchmarks/results/kills.json
 
 bench-cache: $(VENV)/.ready ## what the cache costs, measured on this machine: benchmarks/results/cache.json and a table
 	$(BIN)/python benchmarks/cache.py
