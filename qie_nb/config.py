@@ -109,7 +109,7 @@ class TrainSection(Section):
     logit_mean: float = Field(0.0, description="with logit_normal: mean of the normal; above 0 means more noise")
     logit_std: float = Field(1.0, gt=0, description="with logit_normal: its standard deviation")
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none",
-        description="weight of a noise level: none (as the model was trained), sigma_sqrt (low noise, so detail), cosmap (a little of the middle)")
+        description="weight of a noise level: none (as the model was trained), sigma_sqrt (low noise, so fine detail), cosmap (a little of the middle)")
     mask_background: float = Field(0.1, ge=0, le=1,
         description="where the data set has mask pictures: weight of the loss where they are black, 1 where they are white; 1 ignores them")
     ema_decay: Optional[float] = Field(None, gt=0, lt=1,

@@ -94,7 +94,8 @@ class EvaluationCallback(Callback):
         if held is None: return
         row, main = held.row(), process(t)[0] == 0
         t.state.metrics |= row
-        write_result(t, out, dict(steps=t.global_step, weights=getattr(t, "weights_name", "raw"), **row, losses=held.losses, noises=held.noises))
+        facts = dict(steps=t.global_step, weights=getattr(t, "weights_name", "raw"))
+        write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises))
         if main: print(say_change(t.global_step, held, self.last))
         self.last = t.global_step, held
 
@@ -134,10 +135,12 @@ def without_adapter(transformer):
 
 def _take_up(trainer, checkpoint) -> tuple: # (facts, name of the folder for results)
     "Load the adapter that is meant."
-    if checkpoint is None: return dict(checkpoint="as it stands", weights=getattr(trainer, "weights_name", "raw"), steps=trainer.global_step), "now"
+    if checkpoint is None:
+        return dict(checkpoint="as it stands", weights=getattr(trainer, "weights_name", "raw"), steps=trainer.global_step), "now"
     if checkpoint == "base": return dict(checkpoint="base", weights="none", steps=0), "base"
     if trainer.optimizer is not None:
-        raise ValueError(f"`checkpoint` {str(checkpoint)!r} would take the place of the adapter that this trainer trains; use a new trainer")
+        raise ValueError(f"`checkpoint` {str(checkpoint)!r} would take the place of the adapter that this trainer trains; "
+                         "use a new trainer")
     file, weights, name = adapter_of(trainer, checkpoint)
     trainer.load_lora(file)
     return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=lora_info(file).get("steps")), name

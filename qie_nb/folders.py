@@ -125,7 +125,7 @@ def _no_control_folder(root):
 # %% ../nbs/00aac_folders.ipynb #ecdb1597
 def read_folders(
     root:Path, # the data set's folder
-) -> tuple: # (list of (id, target, controls, prompt, mask), layout in words, list of (file name, reason)), or None where this is not the layout
+) -> tuple: # (list of (id, target, controls, prompt, mask), layout in words, list of (file name, reason)), or None for another layout
     "Samples of a folder of targets and one or more of controls."
     targets, controls, captions, masks = _roles(root)
     if not targets: return None
@@ -176,7 +176,8 @@ def read_pairs(
     if not after or not before: return None
     texts, painted = _folder(captions, ignored)[1] if captions else {}, _folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for p, _ in neither if (m := _MASK.fullmatch(nfc(p.stem)))}
-    rows = [(stem, p, _beside(stem, p, before), _caption(stem, p, beside, texts), _mask(stem, p, painted, named)) for stem, p in after.items()]
+    rows = [(stem, p, _beside(stem, p, before), _caption(stem, p, beside, texts), _mask(stem, p, painted, named))
+            for stem, p in after.items()]
     used = {captions, masks, *(r[4] for r in rows)}
     ignored = [(p, why) for p, why in ignored + neither if p not in used]
     controls = [(stem, p) for stem, held in before.items() for _, p in held]

@@ -75,6 +75,7 @@ def guarded_step(
     ok:torch.Tensor, # scalar bool on the parameters' device: is the step to happen?
 ):
     "`optimizer.step()`, of which nothing is left where `ok` is False; the host does not wait to know."
+    optimizer = getattr(optimizer, "optimizer", optimizer) # accelerate wraps it, and its wrapper hands no `found_inf` on
     if not all(g.get("fused") for g in optimizer.param_groups): return _step_and_undo(optimizer, ok)
     optimizer.grad_scale, optimizer.found_inf = None, torch.logical_not(ok).float()
     try: optimizer.step()

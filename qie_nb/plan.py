@@ -48,8 +48,6 @@ def _adapter_parameters(c, t) -> int:
     return sum(s.r * (m.in_features + m.out_features) + s.use_dora * m.out_features for m in layers)
 
 # %% ../nbs/03b_plan.ipynb #5e758158
-_BYTES = dict(qint4=0.53, nf4=0.56) # a weight, with its scales: 16 bits a group of 128, 32 bits a block of 64; the other kinds take one byte
-
 def plan(
     config=None, # `Config` or dict; its model's own configuration is counted where it is a folder at hand
     transformer:dict=None, # transformer config to count instead
@@ -57,12 +55,13 @@ def plan(
 ) -> list: # (part, GB, why)
     "Memory that training will take on the transformer's device, by part. Computed, not measured."
     from qie_nb.config import make_config
+    from qie_nb.quantise import KINDS, kind_of
     c = make_config(config)
     t = transformer or _transformer_config(c)
     n, layers, dim = count_parameters(t), t["num_layers"], t["num_attention_heads"] * t["attention_head_dim"]
-    kind, wide = {True: "qfloat8", False: None, "none": None}.get(c.model.quantize, c.model.quantize), 4 if c.train.mixed_precision == "no" else 2
-    stored = wide if not kind else _BYTES.get(kind, 1.)
-    weights = n["linear_in_blocks"] * stored + (n["all"] - n["linear_in_blocks"]) * wide
+    kind, wide = kind_of(c.model.quantize), 4 if c.train.mixed_precision == "no" else 2
+    held = KINDS[kind].bits / 8 if kind else wide
+    weights = n["linear_in_blocks"] * held + (n["all"] - n["linear_in_blocks"]) * wide
     target, control = c.data.image_size[0] * c.data.image_size[1], c.data.control_area or 1024 * 1024
     tokens = (target + control) // 256 + prompt_tokens
     adapter = _adapter_parameters(c, t)

@@ -99,7 +99,7 @@ def _check_holes(self:CacheMethods, dataset):
 def _subset(self:CacheMethods, dataset, samples, **changes):
     out = ImageDataset(dataset.config.model_copy(update=changes), samples=samples)
     out.cache, out.seed, out.cache_identity = dataset.cache, dataset.seed, dataset.cache_identity
-    out.areas, out.cached_only = dataset.areas, dataset.cached_only
+    out.areas, out.cached_only, out._masks = dataset.areas, dataset.cached_only, dataset._masks
     out.refresh(dataset.identity)
     return out
 

@@ -118,7 +118,7 @@ def match_columns(
         if not found and role != "mask":
             raise ValueError(f"{where} has no column for the {role}; it has {_some(names)}; "
                              f"name it {' or '.join(_SPELLINGS[role][:3])}, or give `columns`")
-    return dict(target=got["target"][0], control=got["control"], prompt=got["prompt"][0]) | (dict(mask=got["mask"][0]) if got["mask"] else {})
+    return {role: found if role == "control" else found[0] for role, found in got.items() if found}
 
 # %% ../nbs/00aab_tables.ipynb #4b7b66ae
 def _end_of(path) -> tuple: # (where links and dots lead, is it a file?); None for what the file system cannot hold

@@ -96,7 +96,7 @@ def test_a_level_weighs_its_own_sample_and_only_where_it_is_asked_for():
     batch, eps, sigmas = made_batch(), torch.randn(2, 16, 1, 4, 6), torch.tensor([0.2, 0.9])
     plain = loss_at(Scaled(), batch, eps, sigmas)
     torch.testing.assert_close(loss_at(Scaled(), batch, eps, sigmas, weighting="sigma_sqrt"), plain * torch.tensor([25., 1 / 0.81]) / 19)
-    assert torch.equal(loss_at(Scaled(), {**batch, "mask": torch.zeros(2, 1, 4, 6)}, eps, sigmas), plain), "by default neither weights nor masks"
+    assert torch.equal(loss_at(Scaled(), {**batch, "mask": torch.rand(2, 1, 4, 6)}, eps, sigmas), plain), "by default neither weights nor masks"
 
 
 # masks in the loss
@@ -215,7 +215,7 @@ def test_a_sample_is_made_as_before():
 
 
 def test_a_mask_is_cut_turned_and_averaged_as_its_target(pairs, tmp_path):
-    upright = np.zeros((64, 96), np.uint8); upright[:, 48:] = 255 # white on the right
+    upright = np.zeros((64, 96), np.uint8); upright[:, 32:] = 255 # white on the right, and not up to the middle
     target = Image.fromarray(upright).convert("RGB").transpose(Image.Transpose.ROTATE_90) # stored turned, marked 6: turn it back
     exif = Image.Exif(); exif[0x0112] = 6
     for d in ("training_images", "control_images", "masks"): (tmp_path/d).mkdir()
@@ -250,6 +250,14 @@ def test_a_mask_that_cannot_be_used_leaves_its_sample_out(write, sentence, pairs
     assert [s.id for s in made.dataset.samples] == ["0000"] and sentence in capsys.readouterr().out
     assert len(list(made)) == 1
     with pytest.raises(ValueError, match=sentence): QwenImageEditTrainer(settings(root, tmp_path, data=dict(strict=True))).make_loader()
+
+
+def test_a_black_mask_is_noticed_where_all_tensors_are_cached_too(pairs, tmp_path, capsys):
+    root = pairs(((48, 32),) * 2)
+    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    paint(root, {"0001": np.zeros((32, 48))})
+    made = QwenImageEditTrainer(settings(root, tmp_path)).make_loader()
+    assert [s.id for s in made.dataset.samples] == ["0000"] and "0001.png' is black everywhere" in capsys.readouterr().out
 
 
 def test_a_smaller_mask_of_the_same_shape_will_do(pairs):
@@ -335,7 +343,7 @@ NAMES = ("adamw", "adamw8bit", "adafactor", "prodigy")
 
 def optimizer_of(name, seed=0, **kw):
     g = torch.Generator().manual_seed(seed)
-    params = [torch.nn.Parameter(torch.randn(64, 128, generator=g)), torch.nn.Parameter(torch.zeros(8, 4)), torch.nn.Parameter(torch.randn(5, generator=g))]
+    params = [torch.nn.Parameter(torch.randn(64, 128, generator=g)), torch.nn.Parameter(torch.zeros(8, 4)), torch.nn.Parameter(torch.randn(4100, generator=g))] # two of them large enough for 8 bits
     return params, make_optimizer(params, OptimizerSection(name=name, lr=1. if name == "prodigy" else 1e-2, **kw))
 
 
@@ -427,8 +435,21 @@ def test_a_state_goes_through_safetensors_and_json_and_on_bit_for_bit(name, tmp_
     same_state(a.state_dict(), c.state_dict())
 
 
-def test_a_state_loaded_after_a_step_that_was_called_off_stays_as_it_is():
-    (p, a), (q, b) = optimizer_of("adafactor"), optimizer_of("adafactor")
+def test_an_optimizer_that_accelerate_has_wrapped_is_guarded_too():
+    from accelerate import Accelerator
+    for name in ("adamw", "adafactor"):
+        params, opt = optimizer_of(name)
+        wrapped, was = Accelerator(cpu=True).prepare(opt), [p.detach().clone() for p in params]
+        assert wrapped is not opt
+        steps(params, wrapped, [float("nan")])
+        assert all(torch.equal(p, w) for p, w in zip(params, was))
+        steps(params, wrapped, [0])
+        assert not any(torch.equal(p, w) for p, w in zip(params, was))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "prodigy"])
+def test_a_state_loaded_after_a_step_that_was_called_off_stays_as_it_is(name):
+    (p, a), (q, b) = optimizer_of(name), optimizer_of(name)
     steps(p, a, [0, 1]); steps(q, b, [0, 1])
     held = join_state(*split_state(a.state_dict()))
     steps(q, b, [2, float("nan")])
@@ -490,9 +511,9 @@ def walk(ema, params, n, seed=0, **kw):
 
 def test_the_mean_is_the_one_of_the_formula():
     params = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.ones(4))]
-    ema, want = EMA(params, 0.9), [p.detach().double() for p in params]
-    for n, seen in enumerate(walk(ema, params, 200)):
-        decay = min(0.9, (1 + n) / (10 + n))
+    ema, want = EMA(params, 0.7), [p.detach().double() for p in params]
+    for n, seen in enumerate(walk(ema, params, 30)): # 0.7 is reached at step 20
+        decay = min(0.7, (1 + n) / (10 + n))
         want = [decay * w + (1 - decay) * s.double() for w, s in zip(want, seen)]
     for m, w in zip(ema.mean, want): torch.testing.assert_close(m, w.float(), rtol=1e-4, atol=1e-5)
     from diffusers.training_utils import EMAModel
@@ -552,6 +573,7 @@ def test_a_mean_resumes_to_the_bit(tmp_path):
     walk(ema, params, 6, seed=3); walk(again, twins, 6, seed=3)
     assert again.n == ema.n == 10 and all(torch.equal(a, b) for a, b in zip(again.mean, ema.mean))
     with pytest.raises(ValueError, match="is of 2 tensors that do not fit this adapter's 1"): EMA(params[:1], 0.9).load_state_dict(state)
+    with pytest.raises(ValueError, match="do not fit"): EMA([twins[0], torch.nn.Parameter(torch.zeros(4, 2, 2))], 0.9).load_state_dict(state)
 
 
 def test_divided_parameters_are_averaged_and_stepped_too(tmp_path):

@@ -22,13 +22,13 @@ def launch(config, out, kind="ddp", processes=2, env=()):
     return run
 
 
-@pytest.fixture
+@pytest.fixture # Adam divides by the root of a mean square: with its usual eps of 1e-8 it turns the rounding of a tiny gradient into a step
 def run(pairs, tmp_path):
     root = pairs(SIZES, caption=CAPTIONS)
 
-    def config(out, batch_size, lr=3e-4, **train):
+    def config(out, batch_size, lr=1e-3, **train):
         lora = dict(r=4, lora_alpha=8, lora_dropout=train.pop("lora_dropout", 0.0))
-        return settings(root, tmp_path, model=dict(lora=lora), data=dict(batch_size=batch_size), optimizer=dict(lr=lr), train=dict(output_dir=str(tmp_path/out), num_epochs=2, save_steps=2) | train)
+        return settings(root, tmp_path, model=dict(lora=lora), data=dict(batch_size=batch_size), optimizer=dict(lr=lr, eps=1e-5), train=dict(output_dir=str(tmp_path/out), num_epochs=2, save_steps=2) | train)
     QwenImageEditTrainer(config("cache", 1)).cache_embeddings()
     return config
 
@@ -71,7 +71,7 @@ def test_divided_by_fsdp2_it_trains_and_saves_the_same(run, tmp_path):
     assert ours == theirs
     a, b = (load_file(tmp_path/d/"checkpoints"/"epoch_0002"/"optimizer.safetensors") for d in ("one", "two"))
     assert a.keys() == b.keys() and all(a[k].shape == b[k].shape for k in a)
-    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+    for k in a.keys() - {"rng"}: torch.testing.assert_close(a[k], b[k], rtol=1e-3, atol=1e-6)
 
 
 def test_shares_cover_each_batch_once(pairs):

@@ -311,20 +311,24 @@ def test_a_clash_that_nobody_asked_for(monkeypatch):
     check_adapters()
 
 
-def test_kernels_that_quanto_would_take_on_a_gpu_are_never_taken():
-    "Marlin wants weights without a note on activations, tinygemm and AWQ groups of 128; both notes survive a move."
+def test_kernels_that_do_not_suit_training_are_never_taken(monkeypatch):
+    "Marlin wants weights without a note on activations, tinygemm and AWQ groups of 128; bitsandbytes packs weights on CPUs with AVX512-BF16."
     to_q = lambda kind, width=128: rooms.quantise_linear(torch.nn.Linear(width, 64).bfloat16(), kind).weight
     assert to_q("qfloat8").activation_qtype is not None and to_q("qfloat8").to("cpu", copy=True).activation_qtype is not None
     assert [to_q("qint4", w)._group_size for w in (128, 256, 96)] == [64, 64, 32]
     assert type(to_q("qint4")).__name__ == "WeightQBitsTensor"
+    import bitsandbytes.nn.modules as bnb
+    monkeypatch.setattr(bnb, "has_avx512bf16", lambda: True)
     nf4 = rooms.quantise_linear(torch.nn.Linear(128, 64).bfloat16(), "nf4")
     assert not nf4.support_avx512bf16_for_cpu, "weights packed in an evaluation give no gradients"
 
 
-def test_torchs_precision_is_left_alone():
-    was = torch.get_float32_matmul_precision()
+def test_torchs_settings_are_left_alone():
+    import torch._inductor.config as inductor
+    now = lambda: (torch.get_float32_matmul_precision(), inductor.coordinate_descent_tuning, inductor.force_fuse_int_mm_with_mul)
+    was = now()
     transformer("int8"), transformer("float8")
-    assert torch.get_float32_matmul_precision() == was
+    assert now() == was
 
 
 # --- held and let go
