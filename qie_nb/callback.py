@@ -26,6 +26,7 @@ class RunState:
     skipped: int = 0         # steps left out because their loss was not finite, when last read
     whole: bool = True       # False while a step changes the adapter and is not counted yet
     save_seconds: float = None # the longest save so far
+    began: float = None      # time.time() when `fit` was called last
     pending: str = ""        # name of an evaluation that was given up because the run was asked to stop; made up for when it goes on
     suspect: bool = False    # was the run ended by losses that are not finite?
     best: tuple = None       # (held-out loss, checkpoint's name) of the best checkpoint

@@ -14,6 +14,7 @@ import torch
 
 from .cache import file_digest, write_atomic
 from .callback import Callback, due
+from .stops import check_finite
 
 FORMAT = 2 # of a checkpoint; one that says a higher number is of a newer version
 
@@ -155,6 +156,7 @@ def keep_newest(
         if budget_gb and sum(map(size, kept)) > budget_gb * 1e9: kept.remove(d)
     gone = [d for d in found if d not in kept] + [d for d in _folders(root) if d.name.startswith(".") and d not in found]
     for d in gone: shutil.rmtree(d)
+    for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a save that was killed
     return [d.name for d in gone]
 
 # %% ../nbs/01a_checkpoint.ipynb #9e0d7f0c
@@ -181,6 +183,6 @@ class CheckpointCallback(Callback):
 
     def save(self, t):
         if not t.state.whole: return print("no checkpoint: the last step was torn; the one before is kept")
-        if not t.state.suspect and t.finite is not None and t.finite.row: return print(f"no checkpoint at step {t.global_step}: its loss is not finite")
+        if t.finite is not None: check_finite(t)
         t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
         self.saved = t.global_step

@@ -80,13 +80,17 @@ class EvaluationCallback(Callback):
 
     def on_step_end(self, t):
         c, over = t.config.train, t.state.stop == "done"
-        if self.wanted(t) and (over or not t.state.stop and due(t.state, c.eval_interval, c.eval_steps)): self.evaluate(t)
+        if not self.wanted(t) or not (over or due(t.state, c.eval_interval, c.eval_steps)): return
+        if t.state.stop and not over: t.state.pending = self.name(t) # asked to stop before it could begin
+        else: self.evaluate(t)
 
     def on_train_end(self, t):
         if self.wanted(t) and t.state.stop == "done" and self.at != t.global_step: self.evaluate(t)
 
+    def name(self, t): return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
+
     def evaluate(self, t, name=None):
-        name = name or checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
+        name = name or self.name(t)
         out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
         try: held, _ = evaluate_now(t, out, self.styles)
         except Stopped: return print(f"evaluation at step {t.global_step} given up: {t.state.stop}; it is made up for when the run goes on")

@@ -66,6 +66,7 @@ class CSVCallback(Callback):
     def on_train_begin(self, t):
         folder = t.checkpoint_root()/"logs"
         folder.mkdir(parents=True, exist_ok=True)
+        for p in folder.glob(".*.tmp"): p.unlink(missing_ok=True) # of a run that was killed
         here, from_, self.path = sorted(folder.glob("training_*.csv")), getattr(t, "resumed_from", None), None
         if not t.global_step:
             for p in here: p.rename(p.with_suffix(".csv.old"))

@@ -13,6 +13,7 @@ import torch
 
 from . import checkpoint as ckpt
 from . import lora
+from .callback import RunState
 from .identity import base_digest, check_same_run, data_facts, settings_facts, told
 from .processes import divided_state, like, whole_state
 from .quantise import kind_of
@@ -69,7 +70,7 @@ def save_checkpoint(self:ResumeMethods,
         state = self._state_facts(epoch, global_step, folder.name)
         write = lambda to: [lora.save_lora(self.transformer, to/file, self.lora_facts() | dict(weights=w), state=s) for file, w, s in adapters]
         ckpt.write_checkpoint(folder, write, optimizer, state, torch.get_rng_state())
-        if not self.state.suspect: ckpt.keep_newest(root, self.config.train.keep_checkpoints, self.config.train.checkpoint_budget_gb)
+        if self.finite is None or not self.finite.row: ckpt.keep_newest(root, self.config.train.keep_checkpoints, self.config.train.checkpoint_budget_gb)
     if self.accelerator is not None: self.accelerator.wait_for_everyone()
     self.state.save_seconds = max(self.state.save_seconds or 0., time.time() - began)
     return folder
@@ -149,9 +150,12 @@ def _check_writable(self:ResumeMethods):
 # %% ../nbs/01aa_resume.ipynb #08a30613
 @patch
 def mend(self:ResumeMethods):
-    "Go back to the last checkpoint after a torn step. Raises ValueError where there is none."
+    "Go back to the last checkpoint after a torn step, or to the beginning."
     if self.state.whole: return
-    if not ckpt.complete_checkpoints(self.checkpoint_root()):
-        raise ValueError("the last step was torn and there is no checkpoint to go back to; make a new trainer")
-    print("the last step was torn: going back to the last checkpoint")
-    self.resume("latest")
+    if ckpt.complete_checkpoints(self.checkpoint_root()):
+        print("the last step was torn: going back to the last checkpoint")
+        return self.resume("latest")
+    print("the last step was torn and nothing was saved yet: starting over")
+    vars(self.state).update(vars(RunState(began=self.state.began)))
+    self._transformer().delete_adapters("default")
+    self.optimizer, self.ema, self.finite, self.began = None, None, None, False

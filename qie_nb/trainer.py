@@ -6,6 +6,7 @@
 __all__ = ['QwenImageEditTrainer']
 
 # %% ../nbs/01_trainer.ipynb #59b72818
+import time
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -232,8 +233,10 @@ def change(self:QwenImageEditTrainer,
 def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     "Everything in front of the loop; a run that was stopped goes on. What can be refused is refused before the transformer is loaded."
     c, s = self.config.train, self.state
-    s.stop, s.epoch_ended = "", False
+    s.stop, s.epoch_ended, s.began = "", False, time.time()
     self.setup_accelerator()
+    self.components.quantize["transformer"] = kind_of(self.quantize)
+    self.components.check()
     callbacks = [*self.default_callbacks(), *self.callbacks]
     data = divide(self.make_loader(train_dataloader), self.accelerator)
     run = Run(data, c.gradient_accumulation_steps, callbacks)
@@ -241,17 +244,25 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     self.mend()
     if not self.began:
         found = self.look_up(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()
+        if not found and self.config.model.lora.pretrained_weight: lora.find_lora(self.config.model.lora.pretrained_weight)
         self._check_writable()
         self.resume(found) if found else self.start()
         self.began = True
     if self.finite is None: self.finite = Finite(self.device, s.skipped)
-    per_epoch = -(-run.batches // c.gradient_accumulation_steps)
-    s.max_steps = c.max_train_steps or c.num_epochs * per_epoch
-    s.num_epochs = -(-s.max_steps // per_epoch)
+    self.set_lengths(run)
     self.configure_schedule() # now that the length is known
     if s.global_step >= s.max_steps: s.stop = "done"
     self._transformer().train()
     return run
+
+@patch
+def set_lengths(self:QwenImageEditTrainer, run):
+    "Where the run ends, from where it is: a resume that was forced may have other epochs than the steps behind it."
+    c, s, n = self.config.train, self.state, self.config.train.gradient_accumulation_steps
+    if s.position >= run.batches: s.epoch, s.position = s.epoch + 1, 0
+    per_epoch, began = -(-run.batches // n), -(-s.position // n) # steps of an epoch, and of the running one
+    s.max_steps = c.max_train_steps or s.global_step + (c.num_epochs - s.epoch) * per_epoch - began
+    s.num_epochs = s.epoch + -(-(s.max_steps - s.global_step + began) // per_epoch)
 
 @patch
 def start(self:QwenImageEditTrainer):
