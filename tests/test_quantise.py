@@ -269,7 +269,7 @@ REFUSED = [
     ("nf4", "cuda", gpu((5, 2)), "`model.quantize` nf4 needs a GPU of compute capability 6.0, Tesla M60 has less; take qint8")]
 
 
-@pytest.mark.parametrize("kind, device, change, sentence", REFUSED)
+@pytest.mark.parametrize("kind, device, change, sentence", REFUSED, ids=[f"{k}-{d}-{n}" for n, (k, d, *_) in enumerate(REFUSED)])
 def test_refused_before_a_weight_is_read(kind, device, change, sentence, monkeypatch, nothing_read):
     parts = Components(str(tiny_folder("2511")), devices=dict(transformer=device), quantize=dict(transformer=kind))
     with pytest.raises(AssertionError, match="weights were read"): Components(str(tiny_folder("2511"))).get("transformer") # the guard works
