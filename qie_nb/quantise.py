@@ -67,7 +67,8 @@ def _check_library(kind, key):
     check_adapters()
     for name, least in (("torchao", (0, 16)), ("peft", (0, 19))):
         if installed(name) < least:
-            raise ValueError(f"`{key}` {kind} needs {name} >= {'.'.join(map(str, least))}, got {version(name)}; pip install -U {name}, or take {other}")
+            raise ValueError(f"`{key}` {kind} needs {name} >= {least[0]}.{least[1]}, got {version(name)}; "
+                             f"pip install -U {name}, or take {other}")
 
 # %% ../nbs/00d_quantise.ipynb #e0ee6a16
 def _nvcc():
@@ -154,7 +155,7 @@ def _nf4(linear, kind):
     offset = absmax.mean()
     small, state2 = quantize_blockwise(absmax - offset, blocksize=256)
     state = QuantState(small, w.shape, states[0].code, 64, kind, w.dtype, offset, state2)
-    out = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=w.dtype, quant_type=kind, device="meta")
+    out = Linear4bit(w.shape[1], w.shape[0], linear.bias is not None, compute_dtype=w.dtype, quant_type=kind, device="meta")
     out.support_avx512bf16_for_cpu, out.quant_state, out.bias = False, state, linear.bias
     out.weight = Params4bit(torch.cat(packed), False, state, 64, True, kind, module=out, bnb_quantized=True)
     return out

@@ -40,7 +40,7 @@ def weight_files(
 ) -> list: # paths of safetensors files
     "The files of a checkpoint. Raises FileNotFoundError where one is missing."
     folder = Path(folder)
-    first = lambda pattern: min(folder.glob(pattern), key=lambda p: (len(p.name), p.name), default=None) # not a variant: their names are longer
+    first = lambda pattern: min(folder.glob(pattern), key=lambda p: (len(p.name), p.name), default=None) # a variant's name is longer
     index = first("*.safetensors.index.json")
     names = set(json.loads(index.read_text())["weight_map"].values()) if index else {first("*.safetensors").name}
     if missing := sorted(n for n in names if not (folder/n).is_file()):
@@ -70,7 +70,8 @@ def _place(model, name, tensor, dtype, device):
     module, own = model.get_submodule(owner), getattr(model, "_keep_in_fp32_modules", None) or []
     slot = module._parameters if leaf in module._parameters else module._buffers
     if tensor.shape != slot[leaf].shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, {list(slot[leaf].shape)} by its config.json; copy the model again")
+        raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, {list(slot[leaf].shape)} by its config.json; "
+                         "copy the model again")
     wide = torch.float32 if any(k in name for k in own) else dtype
     tensor = tensor.to(device, wide if tensor.is_floating_point() else None, copy=True)
     slot[leaf] = nn.Parameter(tensor, requires_grad=False) if slot is module._parameters else tensor
