@@ -159,9 +159,9 @@ def main(
     "Run a command; the user's mistakes are one sentence and exit code 2."
     a = parser().parse_args(argv)
     try: return a.run(a) or 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         print(f"\nqie-nb {a.command}: stopped; what was finished is kept", file=sys.stderr)
-        return 130
+        return 143 if e.args == ("SIGTERM",) else 130
     except (ValueError, OSError, torch_memory_error()) as e: # OSError: a folder that is a file, a full disk, weights that cannot be read
         text = str(e).strip().splitlines()[-1] if "Original Traceback" in str(e) else str(e) # of a loader's worker
         print(f"qie-nb {a.command}: {' '.join(text.split())}", file=sys.stderr)

@@ -236,6 +236,8 @@ def load_lora(
                                   metadata={f"transformer.{k}": v for k, v in config.items() if k in known})
     transformer.enable_adapters() # `use_loras` may have put all out of use
     train_only(transformer, name if trainable else None)
+    if trainable: # diffusers casts them to the base's dtype on the way
+        for k, p in lora_tensors(transformer, name).items(): p.data.copy_(state[k])
     return info
 
 # %% ../nbs/00h_lora.ipynb #c984b6cf

@@ -23,7 +23,7 @@ from .optimize import advance, check_optimizer, check_schedule, guarded_step, ma
 from .predict import PredictMethods
 from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
-from .quantise import kind_of, quantise
+from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
 from .step import Run, batch_seeds, draw, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
@@ -237,6 +237,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     self.setup_accelerator()
     self.components.quantize["transformer"] = kind_of(self.quantize)
     self.components.check()
+    check_adapters()
     callbacks = [*self.default_callbacks(), *self.callbacks]
     data = divide(self.make_loader(train_dataloader), self.accelerator)
     run = Run(data, c.gradient_accumulation_steps, callbacks)
