@@ -1,17 +1,17 @@
 """Does held-out loss rank checkpoints as their true pixel error does? On the learnt tiny model, with edits that it does not know.
 
-`python benchmarks/held_out.py` trains a few adapters for each edit, good ones, overfitted ones and ones at too high a rate, keeps checkpoints
-on the way, and writes results/held_out.json; with `--edits` the others stay in the file as they were. For each checkpoint: held-out loss on one
-set of crops; root-mean-square error in grey levels of the edited pictures against the true edit seen through the VAE, on another set of crops,
-with several sampling seeds; and what training loss would have said, the mean of the last 20 steps in front of it. Both sets are cut from
-photographs that nothing was ever trained on.
+`python benchmarks/held_out.py` trains a few adapters for each edit, good ones, overfitted ones and ones at too high a rate, keeps
+checkpoints on the way, and writes results/held_out.json; with `--edits` the others stay in the file as they were. For each checkpoint:
+held-out loss on one set of crops; root-mean-square error in grey levels of the edited pictures against the true edit seen through the
+VAE, on another set of crops, with several sampling seeds; and what training loss would have said, the mean of the last 20 steps in front
+of it. Both sets are cut from photographs that nothing was ever trained on.
 
 How the noise levels are weighed was chosen on `duotone` and `sepia`; `rotate` was not looked at before that, and confirms it or does not.
 
-Checkpoints whose pixel errors cannot be told apart are not asked to be ranked. The rule, set before `rotate` was measured: going from the best
-to the worst, a checkpoint is kept if its error exceeds that of the one kept last by more than twice the seed noise of the two, which is the
-standard deviation, over the sampling seeds, of the difference of their errors. Held-out loss has no say in it; the correlation over all
-checkpoints stands beside.
+Checkpoints whose pixel errors cannot be told apart are not asked to be ranked. The rule, set before `rotate` was measured: going from the
+best to the worst, a checkpoint is kept if its error exceeds that of the one kept last by more than twice the seed noise of the two, which
+is the standard deviation, over the sampling seeds, of the difference of their errors. Held-out loss has no say in it; the correlation
+over all checkpoints stands beside.
 """
 import argparse, json, os, platform, shutil, sys, tempfile
 from datetime import datetime, timezone
@@ -136,8 +136,8 @@ def judge_ranking(rows) -> dict:
 
 
 def machine() -> dict:
-    return dict(device="cpu", cores=os.cpu_count(), threads=torch.get_num_threads(), machine=platform.machine(), python=platform.python_version(),
-                **{p: version(p) for p in ("torch", "diffusers", "transformers", "peft")})
+    return dict(device="cpu", cores=os.cpu_count(), threads=torch.get_num_threads(), machine=platform.machine(),
+                python=platform.python_version(), **{p: version(p) for p in ("torch", "diffusers", "transformers", "peft")})
 
 
 def main():

@@ -1,5 +1,5 @@
 """Evaluation tells the truth and changes nothing: fixed noise, pictures from what is encoded once, the same adapter with it and without."""
-import contextlib, io, json, random, shutil
+import contextlib, csv, importlib.util, json, random, shutil
 from pathlib import Path
 from types import SimpleNamespace as NS
 
@@ -88,6 +88,7 @@ def test_noise_depends_on_the_pair_and_the_draw_alone(trainer, monkeypatch):
 def test_levels_fill_their_parts():
     levels = np.array([fixed_sigmas(f"{i}", d) for i in range(1000) for d in range(2)])
     assert levels.min() == 0.001 and levels.max() == 1
+    assert (levels[::2] != levels[1::2]).mean() > 0.98, "another draw of a pair has other levels"
     np.testing.assert_allclose(levels.mean(0), [0.1, 0.3, 0.5, 0.7, 0.9], atol=0.006)
 
 
@@ -164,17 +165,17 @@ def watched(monkeypatch):
 
 
 def test_evaluation_on_or_off_gives_the_same_adapter_to_the_bit(made, monkeypatch, tmp_path):
-    lora, train = dict(lora_dropout=0.3), dict(gradient_checkpointing=True, max_train_steps=5)
+    lora, train = dict(lora_dropout=0.3), dict(gradient_checkpointing=True, max_train_steps=4, eval_pictures=1)
     QwenImageEditTrainer(made()).cache_embeddings()
     plain = QwenImageEditTrainer(made("plain", lora=lora, train=train)).fit()
     look = watched(monkeypatch)
     seen = QwenImageEditTrainer(made("seen", styles=True, lora=lora, train=train | dict(eval_steps=2))).fit()
     assert adapters_equal(plain, seen)
-    assert len(look.notes) == 6, "at steps 2 and 4, and at the end"
+    assert len(look.notes) == 4, "at step 2, in the middle of an epoch, and at the end"
     for before, after in zip(look.notes[::2], look.notes[1::2]): assert before == after
     assert look.notes[0][-4] and look.notes[0][-2:] == (True, True)
     folders = sorted(p.name for p in (tmp_path/"seen"/"checkpoints"/"inference").iterdir())
-    assert len(folders) == 3 and set(seen.state.metrics) == set(COLUMNS)
+    assert len(folders) == 2 and set(seen.state.metrics) == set(COLUMNS)
 
 
 def test_predicting_in_mid_training_leaves_the_training_scheduler_alone(made, tmp_path):
@@ -274,6 +275,8 @@ def test_the_last_step_is_evaluated_once(made, monkeypatch):
     quick = dict(eval_pictures=0)
     t = QwenImageEditTrainer(made("a", train=quick | dict(eval_steps=3, max_train_steps=4))).fit()
     assert [s for s, _ in at] == [3, 4]
+    rows = list(csv.DictReader(next((t.checkpoint_root()/"logs").glob("*.csv")).open()))
+    assert [bool(row["held_out_loss"]) for row in rows] == [False, False, True, True], "the last is logged with its step"
     t.fit() # nothing left to do, and nothing to judge again
     assert len(at) == 2
     at.clear()
@@ -337,9 +340,11 @@ def test_the_style_matrix_is_predict_to_the_bit(made, tmp_path):
 
 def test_a_kill_leaves_no_half_picture(trainer, tmp_path, monkeypatch):
     from qie_nb import files
+    shots = shots_of(trainer)
+
     def killed(*a): raise KeyboardInterrupt
     monkeypatch.setattr(files.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt): take_pictures(trainer, shots_of(trainer), tmp_path/"pictures")
+    with pytest.raises(KeyboardInterrupt): take_pictures(trainer, shots, tmp_path/"pictures")
     assert not list((tmp_path/"pictures").glob("*.jpg")) and trainer.vae is None
 
 
@@ -349,7 +354,7 @@ def test_names_and_captions_may_be_anything(tmp_path):
         name = file_name(bad)
         assert name and not set(name) & set("/\\ :\n") and not name.startswith(".") and len(name.encode()) < 200
     pair = tuple(np.full((40, w, 3), 90, np.uint8) for w in (80, 60))
-    captions = ["costs $5 {and} $6^_\\frac{", "two\nlines\x00 and\ta tab", "<b>&amp;", "long " * 200, ""]
+    captions = ["costs $5^_{ and $6 \\frac{", "two\nlines\x00 and\ta tab", "<b>&amp;", "long " * 200, ""]
     made = [(Shot(f"{i}", c, None, [], None, None, pair), pair[1]) for i, c in enumerate(captions)]
     fig = overview(made)
     save_picture(tmp_path/"grid.jpg", fig)
@@ -422,7 +427,7 @@ def run(made, tmp_path):
 
 
 def test_any_checkpoint_is_evaluated_without_training(run, made, tmp_path):
-    judge = QwenImageEditTrainer(made(train=dict(eval_pictures=1)))
+    judge = QwenImageEditTrainer(made(train=dict(eval_pictures=1, eval_num_inference_steps=2)))
     base, two, last, file = (evaluate(judge, c) for c in ("base", "step_00000002", "latest", tmp_path/"elsewhere"/"mine.safetensors"))
     assert (base["weights"], two["weights"], two["steps"], last["steps"]) == ("none", "raw", 2, 4)
     assert last["losses"] == file["losses"] == held_out_loss(run, run.held_out).losses
@@ -464,3 +469,16 @@ def test_the_command_prints_numbers_and_a_table(run, made, tmp_path, capsys):
     assert out.count('"held_out_loss":') == 2 and "*" in out.splitlines()[-1] + out.splitlines()[-2]
     assert (tmp_path/"out"/"checkpoints"/"inference"/"base"/"monet_to_photo.jpg").is_file()
     assert main(["evaluate", "--config", str(file), "--checkpoint", "nowhere"]) == 2
+
+
+@pytest.mark.slow
+def test_held_out_loss_ranks_checkpoints_as_their_pictures_do(tmp_path):
+    "A small form of benchmarks/held_out.py: good, overfitted and ruined adapters, ranked by loss and by the pictures' true error."
+    spec = importlib.util.spec_from_file_location("held_out_benchmark", Path(__file__).parent.parent/"benchmarks"/"held_out.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    runs = dict(good=dict(pairs=48, lr=5e-3, r=16, keep=(10, 40, 80)), overfitted=dict(pairs=2, lr=1e-2, r=64, keep=(20, 60)),
+                too_high=dict(pairs=48, lr=5e-2, r=16, keep=(20,)))
+    result = benchmark.judge_ranking(benchmark.measure(tmp_path, runs, edit="sepia", seeds=(0, 1, 2)))
+    assert len(result["kept"]) >= 6 and {n.split()[0] for n in result["kept"]} == {"base", "good", "overfitted", "too_high"}
+    assert result["spearman"]["held_out_loss"] >= 0.9, result
