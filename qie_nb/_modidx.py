@@ -109,6 +109,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'qie_nb.checkpoint.CheckpointCallback.save': ( 'checkpoint.html#checkpointcallback.save',
                                                                                   'qie_nb/checkpoint.py'),
                                    'qie_nb.checkpoint._folders': ('checkpoint.html#_folders', 'qie_nb/checkpoint.py'),
+                                   'qie_nb.checkpoint._remove': ('checkpoint.html#_remove', 'qie_nb/checkpoint.py'),
                                    'qie_nb.checkpoint.checkpoint_name': ('checkpoint.html#checkpoint_name', 'qie_nb/checkpoint.py'),
                                    'qie_nb.checkpoint.complete_checkpoints': ( 'checkpoint.html#complete_checkpoints',
                                                                                'qie_nb/checkpoint.py'),

@@ -142,6 +142,11 @@ def read_checkpoint(
     except Exception as e: raise ValueError(f"checkpoint {str(folder)!r} cannot be read ({type(e).__name__}: {e}); use another one") from e
 
 # %% ../nbs/01a_checkpoint.ipynb #1d528def
+def _remove(folder): # under a name that says what it is, for a kill may leave half of it
+    old = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.old")
+    if old != folder: shutil.rmtree(old, ignore_errors=True); os.rename(folder, old)
+    shutil.rmtree(old)
+
 def keep_newest(
     root, # the checkpoints folder
     n:int, # complete ones to keep
@@ -155,7 +160,7 @@ def keep_newest(
     for d in sorted(kept[:-1], key=lambda d: d.name == best): # over the budget the older go first, the best last
         if budget_gb and sum(map(size, kept)) > budget_gb * 1e9: kept.remove(d)
     gone = [d for d in found if d not in kept] + [d for d in _folders(root) if d.name.startswith(".") and d not in found]
-    for d in gone: shutil.rmtree(d)
+    for d in gone: _remove(d)
     for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a save that was killed
     return [d.name for d in gone]
 
