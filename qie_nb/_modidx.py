@@ -756,6 +756,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'qie_nb.resume.ResumeMethods.run_facts': ('resume.html#resumemethods.run_facts', 'qie_nb/resume.py'),
                                'qie_nb.resume.ResumeMethods.save_checkpoint': ( 'resume.html#resumemethods.save_checkpoint',
                                                                                 'qie_nb/resume.py'),
+                               'qie_nb.resume.ResumeMethods.tidy': ('resume.html#resumemethods.tidy', 'qie_nb/resume.py'),
                                'qie_nb.resume.put_back': ('resume.html#put_back', 'qie_nb/resume.py')},
             'qie_nb.samples': { 'qie_nb.samples.PictureChanged': ('samples.html#picturechanged', 'qie_nb/samples.py'),
                                 'qie_nb.samples.Sample': ('samples.html#sample', 'qie_nb/samples.py'),

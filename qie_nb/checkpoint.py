@@ -185,6 +185,7 @@ class CheckpointCallback(Callback):
         c = t.config.train
         wanted = t.state.stop != "done" or c.save_interval or c.save_steps # a run cut short is saved in any case
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
+        else: t.tidy() # the last save may have been killed at just that
 
     def save(self, t):
         if not t.state.whole: return print("no checkpoint: the last step was torn; the one before is kept")

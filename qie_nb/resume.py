@@ -70,12 +70,19 @@ def save_checkpoint(self:ResumeMethods,
         state = self._state_facts(epoch, global_step, folder.name)
         write = lambda to: [lora.save_lora(self.transformer, to/file, self.lora_facts() | dict(weights=w), state=s) for file, w, s in adapters]
         ckpt.write_checkpoint(folder, write, optimizer, state, torch.get_rng_state())
-        if self.finite is None or not self.finite.row: ckpt.keep_newest(root, self.config.train.keep_checkpoints, self.config.train.checkpoint_budget_gb)
+    self.tidy()
     if self.accelerator is not None: self.accelerator.wait_for_everyone()
     self.state.save_seconds = max(self.state.save_seconds or 0., time.time() - began)
     return folder
 
 # %% ../nbs/01aa_resume.ipynb #4e724941
+@patch
+def tidy(self:ResumeMethods):
+    "Remove older checkpoints and what a kill left."
+    c = self.config.train
+    if self.is_main and (self.finite is None or not self.finite.row):
+        ckpt.keep_newest(self.checkpoint_root(), c.keep_checkpoints, c.checkpoint_budget_gb)
+
 @patch
 def _adapters(self:ResumeMethods) -> list: # (file name, which weights, tensors)
     out = [(lora.WEIGHT_NAME, "raw", lora.lora_state(self.transformer))]

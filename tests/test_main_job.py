@@ -392,3 +392,40 @@ def test_lazy_filling_goes_to_the_loaders_own_cache(pairs, tmp_path):
     own = loader(pairs(), cache_dir=tmp_path/"own", image_size=[64, 64])
     QwenImageEditTrainer(settings(tmp_path/"set", tmp_path, train=dict(num_epochs=1))).fit(own)
     assert own.dataset.get_cache_stats()["pixel_latent"]["count"] == 3 and not (tmp_path/"cache").exists()
+
+
+def test_a_gpu_that_only_emulates_bfloat16_is_not_believed(monkeypatch):
+    from contextlib import nullcontext
+    from qie_nb.models import pick_dtype
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation) # a T4 as torch tells it
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
+    dtype, why = pick_dtype("auto", "cuda")
+    assert dtype == torch.float32 and why.startswith("Tesla T4 has no bfloat16 of its own, and float16 overflows")
+    dtype, why = pick_dtype("bf16", "cuda")
+    assert dtype == torch.bfloat16 and "emulated and slow" in why
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert pick_dtype("auto", "cuda")[0] == pick_dtype("auto", "cpu")[0] == torch.bfloat16
+
+
+def test_only_half_of_the_vae_goes_where_it_encodes(pairs, tmp_path):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, cache=dict(use_cache=False)))
+    encoder = trainer.encoder()
+    encoder.devices["vae"] = torch.device("meta") # stands for the GPU
+    vae = encoder._vae()
+    assert {p.device.type for half in (vae.encoder, vae.quant_conv) for p in half.parameters()} == {"meta"}
+    assert {p.device.type for half in (vae.decoder, vae.post_quant_conv) for p in half.parameters()} == {"cpu"}
+
+
+def test_publishing_uploads_the_lora_its_card_and_nothing_else(pairs, tmp_path, monkeypatch):
+    import huggingface_hub
+    sent = {}
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda self, repo_id, **kw: f"https://hub/{repo_id}")
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **kw: sent.update(kw))
+    root = pairs(caption="make it <b>blue</b> | now")
+    trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2, num_epochs=1))).fit()
+    assert trainer.push_to_hub("me/blue") == "https://hub/me/blue"
+    card = (tmp_path/"lora"/"README.md").read_text()
+    assert "held-out" in card.lower() and "model.lora.r" in card.replace("\\", "") and "<b>" not in card.replace("make it <b>blue</b> | now", "", 1)
+    assert "pytorch_lora_weights.safetensors" in sent["allow_patterns"] and "README.md" in sent["allow_patterns"]
+    assert all(n.split("/")[0] in ("pytorch_lora_weights.safetensors", "README.md", "samples") for n in sent["allow_patterns"]) and len(sent["allow_patterns"]) > 2
