@@ -14,7 +14,7 @@ from pathlib import Path
 from .cache import write_atomic
 from .callback import Callback, due
 from .checkpoint import checkpoint_name, find_checkpoint
-from .eval_pictures import at_hand, file_name, find_styles, shots_of, take_pictures
+from .eval_pictures import at_hand, borrowed, file_name, find_styles, shots_of, take_pictures
 from .held_out import HeldOut, Stopped, compare, held_out_loss, process
 from .lora import WEIGHT_NAME, find_lora, lora_info
 
@@ -25,7 +25,7 @@ def evaluate_now(
     styles:dict=None, # as `find_styles` gives them
 ) -> tuple: # (`HeldOut` or None, list of pictures' paths)
     "Held-out loss and pictures of the adapter as it stands, the running mean where there is one. Raises `Stopped`."
-    with getattr(trainer, "ema_weights", nullcontext)():
+    with getattr(trainer, "ema_weights", nullcontext)(), borrowed(trainer, "vae", "text_encoder"): # pairs may not be cached yet
         held = held_out_loss(trainer, trainer.held_out) if trainer.held_out else None
         shots = shots_of(trainer, styles)
         files = take_pictures(trainer, shots, out) if shots else []

@@ -228,6 +228,12 @@ def test_encoders_that_training_uses_stay(made):
     assert t.vae is not None and t.qwen_vl is not None and "held_out_loss" in t.state.metrics
 
 
+def test_pairs_that_nobody_encoded_yet_leave_no_encoder_behind(made):
+    QwenImageEditTrainer(made(train=dict(val_path=None))).cache_embeddings()
+    t = QwenImageEditTrainer(made(train=dict(eval_steps=2, max_train_steps=2, eval_pictures=0))).fit() # in mid-epoch
+    assert "held_out_loss" in t.state.metrics and t.vae is None and t.qwen_vl is None
+
+
 # --- stopping
 @pytest.mark.parametrize("where", ["loss", "sampling", "last step"])
 def test_a_stop_is_obeyed_within_a_step(where, made, monkeypatch, capsys):
@@ -309,7 +315,7 @@ def test_the_running_mean_is_what_is_judged(trainer, tmp_path):
         for p in parameters: p.data *= 0.5
         yield
         for p in parameters: p.data *= 2
-    trainer.ema_weights, trainer.weights_name = ema_weights, "ema"
+    trainer.ema_weights, trainer.weights_name, trainer.config.train.eval_pictures = ema_weights, "ema", 0
     result = evaluate(trainer)
     assert result["weights"] == "ema" and result["held_out_loss"] != raw.row()["held_out_loss"]
     assert held_out_loss(trainer, trainer.held_out) == raw
@@ -427,7 +433,7 @@ def run(made, tmp_path):
 
 
 def test_any_checkpoint_is_evaluated_without_training(run, made, tmp_path):
-    judge = QwenImageEditTrainer(made(train=dict(eval_pictures=1, eval_num_inference_steps=2)))
+    judge = QwenImageEditTrainer(made(train=dict(eval_pictures=1)))
     base, two, last, file = (evaluate(judge, c) for c in ("base", "step_00000002", "latest", tmp_path/"elsewhere"/"mine.safetensors"))
     assert (base["weights"], two["weights"], two["steps"], last["steps"]) == ("none", "raw", 2, 4)
     assert last["losses"] == file["losses"] == held_out_loss(run, run.held_out).losses
