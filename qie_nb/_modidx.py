@@ -90,6 +90,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'qie_nb.callback.Callback.on_step_end': ('callback.html#callback.on_step_end', 'qie_nb/callback.py'),
                                  'qie_nb.callback.Callback.on_train_begin': ('callback.html#callback.on_train_begin', 'qie_nb/callback.py'),
                                  'qie_nb.callback.Callback.on_train_end': ('callback.html#callback.on_train_end', 'qie_nb/callback.py'),
+                                 'qie_nb.callback.Callback.prepare': ('callback.html#callback.prepare', 'qie_nb/callback.py'),
                                  'qie_nb.callback.FreeEncoders': ('callback.html#freeencoders', 'qie_nb/callback.py'),
                                  'qie_nb.callback.FreeEncoders.on_epoch_end': ( 'callback.html#freeencoders.on_epoch_end',
                                                                                 'qie_nb/callback.py'),

@@ -45,6 +45,7 @@ class RunState:
 # %% ../nbs/00m_callback.ipynb #ff442fdd
 class Callback:
     "Override what you need; every method gets the trainer."
+    def prepare(self, trainer): pass # before the transformer is loaded
     def on_train_begin(self, trainer): pass
     def on_step_end(self, trainer): pass
     def on_epoch_end(self, trainer): pass

@@ -28,9 +28,9 @@ def demo_config(
         data=dict(dataset_path=str(out/"data"), image_size=[96, 96], batch_size=4, caption_dropout_rate=0.0),
         train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False,
                    max_train_steps=steps, save_interval=0, val_path=str(out/"held_out"),
-                   eval_interval=0, eval_steps=max(1, steps // 5)),
+                   eval_interval=0, eval_steps=max(1, steps // 5), eval_pictures=0),
         cache=dict(cache_dir=str(out/"cache")),
-        optimizer=dict(lr=5e-3, weight_decay=0.0), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=10),
+        optimizer=dict(lr=5e-3, weight_decay=0.0), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=min(10, steps // 4)),
         logging=dict(log_dir=str(out/"runs"), log_images_every=50))
 
 # %% ../nbs/03c_demo.ipynb #7ce4b258
@@ -131,7 +131,7 @@ def loss_figure(
     from qie_nb.pictures import figure
     rows = list(csv.DictReader(sorted((Path(out)/"checkpoints"/"logs").glob("training_*.csv"))[-1].open()))
     steps, loss = [int(r["step"]) for r in rows], np.array([float(r["loss"]) for r in rows])
-    held = [(int(r["step"]), float(r["held_out_loss"])) for r in rows if r["held_out_loss"]]
+    held = [(int(r["step"]), float(r["held_out_loss_plain"])) for r in rows if r["held_out_loss_plain"]]
     fig = figure(figsize=(6, 3), layout="constrained")
     ax = fig.subplots()
     ax.plot(steps, loss, lw=0.5, alpha=0.4, label="training, each step at its own noise")

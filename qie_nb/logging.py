@@ -21,6 +21,7 @@ import torch
 
 from .cache import write_atomic
 from .callback import Callback
+from .held_out import COLUMNS
 from .pictures import figure
 from .progress import Progress, short_time
 from .stops import logged
@@ -61,7 +62,7 @@ def rows_up_to(
 
 class CSVCallback(Callback):
     "One row per logged step in `checkpoints/logs/training_<time>.csv`, whole lines only, readable while it grows."
-    columns = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", "held_out_loss", "held_out_loss_low", "held_out_loss_high")
+    columns = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS)
 
     def on_train_begin(self, t):
         folder = t.checkpoint_root()/"logs"

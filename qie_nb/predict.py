@@ -146,8 +146,8 @@ class PredictMethods:
         on_step=None, # called with (step, steps, latents)
     ) -> np.ndarray: # uint8 [H, W, 3]
         "Edit a picture: what the diffusers pipeline gives for the same size, seed and adapter."
+        training = self.transformer is not None and self.transformer.training
         if self._predictor is None: self.setup_predict()
-        training = self.transformer.training
         self.transformer.eval()
         try: return edit(self._predictor, self.transformer, prompt_image, prompt, negative_prompt,
                          num_inference_steps, true_cfg_scale, height, width,
