@@ -698,6 +698,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods._settle': ('prepare.html#cachemethods._settle', 'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods._subset': ('prepare.html#cachemethods._subset', 'qie_nb/prepare.py'),
+                                'qie_nb.prepare.CacheMethods._val_samples': ('prepare.html#cachemethods._val_samples', 'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods.cache_embeddings': ( 'prepare.html#cachemethods.cache_embeddings',
                                                                                   'qie_nb/prepare.py'),
                                 'qie_nb.prepare.CacheMethods.cache_step': ('prepare.html#cachemethods.cache_step', 'qie_nb/prepare.py'),

@@ -116,7 +116,7 @@ def find_checkpoint(
         if found := complete_checkpoints(root): return found[-1]
         raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r}: no complete checkpoint in {str(root)!r}; start without it")
     if not path.is_dir(): path = Path(root)/path.name if (Path(root)/path.name).is_dir() else path
-    if path.suffix == ".safetensors" or (path.is_dir() and not (path/"state.json").is_file()):
+    if path.suffix == ".safetensors" or (path.is_dir() and not any((path/n).is_file() for n in ("state.json", "COMPLETE"))):
         raise ValueError(f"`resume_checkpoint` {str(which)!r} is a bare LoRA without a training state; "
                          "set `model.lora.pretrained_weight` to start a new run from it")
     if not path.is_dir():
@@ -133,13 +133,16 @@ def read_checkpoint(
 ) -> tuple: # (state dict, optimizer state dict, rng tensor or None)
     "What `write_checkpoint` was given."
     from safetensors.torch import load_file
+    unreadable = lambda e: ValueError(f"checkpoint {str(folder)!r} cannot be read ({type(e).__name__}: {e}); use another one")
+    try: state = json.loads((Path(folder)/"state.json").read_text())
+    except Exception as e: raise unreadable(e) from e
+    if state.get("format", 1) > FORMAT:
+        raise ValueError(f"checkpoint {str(folder)!r} has format {state['format']}, and this qie_nb knows up to {FORMAT}; upgrade qie_nb")
     try:
-        state = json.loads((Path(folder)/"state.json").read_text())
-        if state.get("format", 1) > FORMAT: raise ValueError(f"format {state['format']} is newer than this qie_nb, which knows {FORMAT}: upgrade it")
         tensors = load_file(Path(folder)/"optimizer.safetensors")
         rng = tensors.pop("rng", None)
         return state, join_state(tensors, state.pop("optimizer")), rng
-    except Exception as e: raise ValueError(f"checkpoint {str(folder)!r} cannot be read ({type(e).__name__}: {e}); use another one") from e
+    except Exception as e: raise unreadable(e) from e
 
 # %% ../nbs/01a_checkpoint.ipynb #1d528def
 def _remove(folder): # under a name that says what it is, for a kill may leave half of it

@@ -43,7 +43,7 @@ def make_loader(self:CacheMethods,
     self._drop_useless(dataset)
     self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
-    held = held or (find_samples(c.train.val_path) if c.train.val_path else [])
+    held = held or self._val_samples()
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
     if self.held_out and c.train.val_path: self._drop_useless(self.held_out)
     if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
@@ -53,6 +53,11 @@ def make_loader(self:CacheMethods,
     return loader(dataset, batch_size=size, seed=seed, shuffle=shuffle, num_workers=workers)
 
 # %% ../nbs/00o_prepare.ipynb #7330f1c6
+@patch
+def _val_samples(self:CacheMethods):
+    try: return find_samples(self.config.train.val_path) if self.config.train.val_path else []
+    except (ValueError, FileNotFoundError) as e: raise type(e)(str(e).replace("`data.dataset_path`", "`train.val_path`")) from None
+
 @patch
 def _settle(self:CacheMethods, dataset):
     "Sizes and encoder identity of a data set, so that entries of another model are never taken for this one's."
@@ -133,7 +138,7 @@ def cache_embeddings(self:CacheMethods,
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
     with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
     if self.config.train.val_path and start_idx == 0 and end_idx is None:
-        held_out = self._subset(dataset, find_samples(self.config.train.val_path), caption_dropout_rate=0.)
+        held_out = self._subset(dataset, self._val_samples(), caption_dropout_rate=0.)
         self._drop_untellable(held_out)
         with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify)
     enc.release()

@@ -309,13 +309,10 @@ def test_a_line_says_whether_it_is_more_than_noise_and_a_resumed_run_remembers(m
 def test_the_running_mean_is_what_is_judged(trainer, tmp_path):
     raw = held_out_loss(trainer, trainer.held_out)
 
-    @contextlib.contextmanager
-    def ema_weights():
-        parameters = [p for p in trainer.transformer.parameters() if p.requires_grad]
-        for p in parameters: p.data *= 0.5
-        yield
-        for p in parameters: p.data *= 2
-    trainer.ema_weights, trainer.weights_name, trainer.config.train.eval_pictures = ema_weights, "ema", 0
+    from qie_nb.ema import EMA
+    trainer.ema = EMA([p for p in trainer.transformer.parameters() if p.requires_grad], 0.9)
+    for m in trainer.ema.mean: m *= 0.5
+    trainer.config.train.eval_pictures = 0
     result = evaluate(trainer)
     assert result["weights"] == "ema" and result["held_out_loss"] != raw.row()["held_out_loss"]
     assert held_out_loss(trainer, trainer.held_out) == raw
@@ -377,6 +374,7 @@ def test_a_model_without_encoders_is_judged_by_its_loss(made, tmp_path, capsys):
     run = lambda d, **kw: made(d, model=dict(pretrained_model_name_or_path=str(tmp_path/d)), train=dict(eval_steps=4), **kw)
     t = QwenImageEditTrainer(run("bare")).fit()
     assert "has no VAE to make pictures with" in capsys.readouterr().out and "held_out_loss" in t.state.metrics
+    shutil.rmtree(tmp_path/"bare"/"checkpoints")
     with pytest.raises(ValueError, match="needs a VAE and a text encoder"): QwenImageEditTrainer(run("bare", styles=True) | {}).fit()
     QwenImageEditTrainer(run("with_vae")).fit() # without guidance, for there is no empty prompt
     assert (tmp_path/"with_vae"/"checkpoints"/"inference"/"step_00000004"/"grid.jpg").is_file()

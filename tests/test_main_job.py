@@ -377,7 +377,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_one_in_memory(pairs, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(pairs, tmp_path, capsys):
     trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, optimizer=dict(lr=1e30), train=dict(save_interval=1, num_epochs=20))).fit()
     assert "the loss was not finite in 5 steps in a row (step 6)" in trainer.state.stop and trainer.state.skipped == 5
-    assert "no checkpoint at step 3" in capsys.readouterr().out
+    assert "5 steps without a finite loss were skipped" in capsys.readouterr().out
     assert all(torch.isfinite(p).all() for p in lora_state(trainer.transformer).values())
 
 

@@ -272,9 +272,9 @@ CHECKPOINTS = {
     "a folder that is missing": (given(lambda here: here/"out"/"checkpoints"/"epoch_0077"), "resume_checkpoint.*does not exist.*epoch|step"),
     "an older name that is missing": (given(lambda here: "checkpoints/epoch_0077.pt"), "resume_checkpoint.*does not exist"),
     "latest where nothing was saved": (nothing_to_resume, "resume_checkpoint.*latest.*no complete checkpoint.*start without"),
-    "one of a newer format": (damaged(None, newer), "format 999 is newer than this qie_nb.*upgrade"),
+    "one of a newer format": (damaged(None, newer), "has format 999, and this qie_nb knows up to 2; upgrade qie_nb"),
     **{f"{name}, one bit flipped": (damaged(name, flip), "resume_checkpoint.*(incomplete|damaged)") for name in NAMES},
-    **{f"{name} missing": (damaged(name, Path.unlink), "resume_checkpoint.*(incomplete|damaged|bare LoRA)") for name in NAMES},
+    **{f"{name} missing": (damaged(name, Path.unlink), "resume_checkpoint.*incomplete or damaged") for name in NAMES},
 }
 
 
@@ -369,7 +369,7 @@ CONFIGS = {
     "a model that is not there": (change("model.pretrained_model_name_or_path", "/no/such"), "pretrained_model_name_or_path.*/no/such"),
     "pictures to try that are not there": (change("train.test_image_dir", "/no/such"), "`train.test_image_dir` '/no/such' does not exist; give a folder with one sub-folder a style"),
     "one style only": (both(one_style, change("train.style_prompts", dict(ink="as an ink drawing"))), "`train.test_image_dir` .* holds 1 style folders; it needs at least two"),
-    "held-out pairs that are not there": (change("train.val_path", "/no/such"), "/no/such.*does not exist"),
+    "held-out pairs that are not there": (change("train.val_path", "/no/such"), "`train.val_path` ./no/such. does not exist"),
     "a LoRA to start from that is not there": (change("model.lora.pretrained_weight", "/no/such.safetensors"), "/no/such.safetensors.*does not exist"),
     "adamw8bit without bitsandbytes": (both(change("optimizer.name", "adamw8bit"), no_module("bitsandbytes")), "`optimizer.name` adamw8bit needs bitsandbytes, which is not installed; .*adamw"),
     "prodigy without prodigyopt": (both(change("optimizer.name", "prodigy"), change("optimizer.lr", 1.), no_module("prodigyopt")), "`optimizer.name` prodigy needs prodigyopt"),
