@@ -448,6 +448,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'qie_nb.logging.CSVCallback.on_step_end': ('logging.html#csvcallback.on_step_end', 'qie_nb/logging.py'),
                                 'qie_nb.logging.CSVCallback.on_train_begin': ( 'logging.html#csvcallback.on_train_begin',
                                                                                'qie_nb/logging.py'),
+                                'qie_nb.logging.CSVCallback.on_train_end': ('logging.html#csvcallback.on_train_end', 'qie_nb/logging.py'),
                                 'qie_nb.logging.ProgressCallback': ('logging.html#progresscallback', 'qie_nb/logging.py'),
                                 'qie_nb.logging.ProgressCallback.on_step_end': ( 'logging.html#progresscallback.on_step_end',
                                                                                  'qie_nb/logging.py'),

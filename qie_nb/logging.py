@@ -80,9 +80,14 @@ class CSVCallback(Callback):
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([self.columns, *rows])
         write_atomic(self.path, text.getvalue().encode())
+        self.at = t.global_step
+
+    def on_train_end(self, t): # a callback before this one may have failed at the last step
+        if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
 
     def on_step_end(self, t):
         if not logged(t): return
+        self.at = t.global_step
         row = dict(time=round(time.time(), 3), **row_of(t))
         with self.path.open("a", newline="") as f: csv.writer(f, lineterminator="\n").writerow([row.get(c, "") for c in self.columns])
 

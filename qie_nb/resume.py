@@ -6,7 +6,7 @@
 __all__ = ['ResumeMethods', 'put_back']
 
 # %% ../nbs/01aa_resume.ipynb #bd1de032
-import json, time
+import json, tempfile, time
 from pathlib import Path
 
 import torch
@@ -149,8 +149,7 @@ def _check_writable(self:ResumeMethods):
     "Before hours of work, see that their result can be written."
     try:
         self.checkpoint_root().mkdir(parents=True, exist_ok=True)
-        (probe := self.checkpoint_root()/f".probe{torch.initial_seed()}").write_bytes(b"")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=self.checkpoint_root()): pass
     except OSError as e:
         raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written ({e.strerror}); set it to a folder that can") from None
 

@@ -233,7 +233,7 @@ def change(self:QwenImageEditTrainer,
 def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     "Everything in front of the loop; a run that was stopped goes on. What can be refused is refused before the transformer is loaded."
     c, s = self.config.train, self.state
-    s.stop, s.epoch_ended, s.began = "", False, time.time()
+    s.stop, s.began = "", time.time()
     self.setup_accelerator()
     self.components.quantize["transformer"] = kind_of(self.quantize)
     self.components.check()
@@ -262,6 +262,7 @@ def set_lengths(self:QwenImageEditTrainer, run):
     "Where the run ends, from where it is: a resume that was forced may have other epochs than the steps behind it."
     c, s, n = self.config.train, self.state, self.config.train.gradient_accumulation_steps
     if s.position >= run.batches: s.epoch, s.position = s.epoch + 1, 0
+    s.epoch_ended = s.global_step > 0 and s.position == 0
     per_epoch, began = -(-run.batches // n), -(-s.position // n) # steps of an epoch, and of the running one
     s.max_steps = c.max_train_steps or s.global_step + (c.num_epochs - s.epoch) * per_epoch - began
     s.num_epochs = s.epoch + -(-(s.max_steps - s.global_step + began) // per_epoch)
