@@ -76,7 +76,8 @@ class CSVCallback(Callback):
         rows = rows_up_to(source, t.global_step) if t.global_step and (here or from_) and source else []
         self.path = self.path or folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
         if rows and t.state.metrics and int(rows[-1][1]) == t.global_step: # of an evaluation that was made up for
-            rows[-1] = [str(t.state.metrics.get(c, v)) for c, v in zip(self.columns, rows[-1])]
+            made_up = {k: repr(float(v)) for k, v in t.state.metrics.items()}
+            rows[-1] = [made_up.get(c, v) for c, v in zip(self.columns, rows[-1])]
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([self.columns, *rows])
         write_atomic(self.path, text.getvalue().encode())
