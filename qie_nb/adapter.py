@@ -38,14 +38,15 @@ def lora_facts(self:AdapterMethods) -> dict:
     "What users of the adapter should know; `predict` reads the sizes."
     g, v, name = self.geometry(), self.components.variant, self.components.name
     return dict(base=name if name == "tiny" else Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t,
-                control_area=g.control_area, vl_area=g.vl_area, image_size=list(g.image_size), steps=self.global_step, weights=self.weights_name)
+                control_area=g.control_area, vl_area=g.vl_area, image_size=list(g.image_size),
+                steps=self.global_step, weights=self.weights_name)
 
 @patch
 def save_lora(self:AdapterMethods,
     path, # folder, or .safetensors file
     format:str="diffusers", # or comfyui
 ) -> Path: # the file
-    "Write the adapter, with base model and picture sizes in its header; its running mean where one is kept. Every process takes part, one writes."
+    "Write the adapter (its running mean where one is kept) with base and sizes in its header. Every process takes part, one writes."
     if "default" not in getattr(self.transformer, "peft_config", {}):
         raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
     with self.ema_weights(): state = lora.lora_state(self.transformer)

@@ -27,7 +27,7 @@ def split_state(
     def put(name, held):
         for k, v in held.items():
             if isinstance(v, dict): put(f"{name}.{k}", v)
-            elif torch.is_tensor(v): tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous() # safetensors refuses shared memory
+            elif torch.is_tensor(v): tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous() # shared memory is refused
             else: rest["values"][f"{name}.{k}"] = v
     for i, s in state["state"].items(): put(i, s)
     return tensors, rest
@@ -99,8 +99,8 @@ def complete_checkpoints(
     return sorted(found, key=lambda d: json.loads((d/"state.json").read_text()).get("written", 0))
 
 def _folders(root) -> list: # of checkpoints, whole or not; a kill can leave one under a name with a dot
-    root = Path(root)
-    return [d for d in (root.iterdir() if root.is_dir() else ()) if re.fullmatch(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)", d.name) and d.is_dir()]
+    name = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)")
+    return [d for d in (Path(root).iterdir() if Path(root).is_dir() else ()) if name.fullmatch(d.name) and d.is_dir()]
 
 # %% ../nbs/01a_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
@@ -155,7 +155,7 @@ def keep_newest(
     n:int, # complete ones to keep
     budget_gb:float=None, # GB (1e9 bytes) that all together may take; the newest stays in any case
 ) -> list: # names of the removed
-    "Remove complete checkpoints but the last `n` written and the best; a run resumed from far back keeps its own and not the abandoned ones."
+    "Remove complete checkpoints but the last `n` written and the best; a run resumed from far back keeps its own, not the abandoned ones."
     root, found = Path(root), complete_checkpoints(root)
     best = (root/"best").read_text().strip() if (root/"best").is_file() else None
     size = lambda d: sum(p.stat().st_size for p in d.iterdir())

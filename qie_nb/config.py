@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PathStr', 'OptionalPath', 'Folder', 'Quantised', 'Section', 'LoraSection', 'ModelSection', 'DataSection',
-           'TrainSection', 'CacheSection', 'PredictDevices', 'PredictSection', 'OptimizerSection', 'SchedulerSection',
-           'LoggingSection', 'Config', 'nearest_key', 'make_config', 'load_config_from_yaml', 'save_config', 'describe']
+           'StepSection', 'TrainSection', 'CacheSection', 'PredictDevices', 'PredictSection', 'OptimizerSection',
+           'SchedulerSection', 'LoggingSection', 'Config', 'nearest_key', 'make_config', 'load_config_from_yaml',
+           'save_config', 'describe']
 
 # %% ../nbs/00a_config.ipynb #923373d9
 import difflib, json
@@ -35,11 +36,12 @@ class LoraSection(Section):
     lora_alpha: Optional[float] = Field(None, gt=0,
         description="scale: the adapter's output is multiplied by lora_alpha / r; default r, so 1")
     target_modules: Annotated[Union[str, list[str]], BeforeValidator(_lora_targets)] = Field(["to_q", "to_k", "to_v", "to_out.0"],
-        description="layers that get an adapter: attention (few pairs), attention_text (new words or instructions), all_linear (a hard edit, "
-        "many pairs), a list of suffixes, or one regular expression as peft reads it")
+        description="layers that get an adapter: attention (few pairs), attention_text (new words or instructions), all_linear "
+        "(a hard edit, many pairs), a list of suffixes, or one regular expression as peft reads it")
     use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r): keeps the step's size where the rank is above about 64")
     use_dora: bool = Field(False, description="DoRA: learns magnitude and direction apart, for low ranks; diffusers drops its magnitudes")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout in front of the adapter during training; 0.05 to 0.1 for very few pairs")
+    lora_dropout: float = Field(0.0, ge=0, lt=1,
+        description="dropout in front of the adapter during training; 0.05 to 0.1 for very few pairs")
     init_lora_weights: Union[bool, Literal["gaussian"]] = Field("gaussian",
         description="peft's name of the initialisation; B is zero in all")
     pretrained_weight: OptionalPath = Field(None, description="LoRA to start from: file, folder or hub id; a new run that begins at step 0")
@@ -54,8 +56,8 @@ class ModelSection(Section):
     revision: Optional[str] = Field(None, description="hub revision")
     variant: Literal["auto", "v1", "2509", "2511"] = Field("auto", description="read from the model's own files when `auto`")
     quantize: Quantised = Field(False,
-        description="quantisation of the frozen transformer: none, qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 (torchao), "
-        "fp8_storage (kept in 8 bits, computed in the dtype of training); true means qfloat8")
+        description="quantisation of the frozen transformer: none, qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 "
+        "(torchao), fp8_storage (kept in 8 bits, computed in the dtype of training); true means qfloat8")
     text_encoder_quantize: Quantised = Field(False, description="the same for the text encoder")
     text_encoder_offload: bool = Field(False, description="keep the text encoder in host memory; each layer visits the device")
     lora: LoraSection = LoraSection()
@@ -88,33 +90,41 @@ class DataSection(Section):
     @classmethod
     def _multiple(cls, v): return [_side("image_size", side) for side in v]
 
+# %% ../nbs/00a_config.ipynb #969c9e32
+class StepSection(Section):
+    "What a step is: part of `train`."
+    gradient_accumulation_steps: int = Field(1, ge=1, description="batches an optimizer step")
+    gradient_checkpointing: bool = Field(True,
+        description="recompute activations in the backward pass: less memory, about a third more work")
+    mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
+        description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
+        "float16 overflows in this model")
+    max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 means not")
+    timestep_sampling: Literal["uniform", "logit_normal", "shift", "fixed_shift"] = Field("uniform",
+        description="how noise levels are drawn: uniform (a safe start), logit_normal (more of the middle: texture and style), shift "
+        "(the sampler's own for the target's size: layout), fixed_shift (by `timestep_shift` at every size)")
+    timestep_shift: float = Field(3.0, gt=0,
+        description="with fixed_shift: s -> shift * s / (1 + (shift - 1) * s); above 1 means more noise")
+    logit_mean: float = Field(0.0, description="with logit_normal: mean of the normal; above 0 means more noise")
+    logit_std: float = Field(1.0, gt=0, description="with logit_normal: its standard deviation")
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none",
+        description="weight of a noise level: none (as the model was trained), sigma_sqrt (low noise, so fine detail), "
+        "cosmap (a little of the middle)")
+    mask_background: float = Field(0.1, ge=0, le=1,
+        description="where the data set has mask pictures: weight of the loss where they are black, 1 where they are white; 1 ignores them")
+    ema_decay: Optional[float] = Field(None, gt=0, lt=1,
+        description="also keep a running mean of the adapter, e.g. 0.99, which evaluation and export use: smoother where the rate is high")
+    stop_after_nonfinite: int = Field(5, ge=1,
+        description="steps in a row without a finite loss, after which the run stops; each such step is skipped")
+
 # %% ../nbs/00a_config.ipynb #e56c15ea
-class TrainSection(Section):
+class TrainSection(StepSection):
     "The run: how long, how precise, what it leaves behind."
     output_dir: PathStr = Field(".", description="folder that gets `checkpoints/`")
     seed: int = Field(0, ge=0, description="seed of order, noise, timesteps and dropout")
     device: str = Field("auto", description="where the transformer trains: auto, cpu, cuda, cuda:1, mps")
     num_epochs: int = Field(10, ge=1, description="passes over the data")
     max_train_steps: Optional[int] = Field(None, ge=1, description="optimizer steps; wins over num_epochs")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="batches an optimizer step")
-    gradient_checkpointing: bool = Field(True,
-        description="recompute activations in the backward pass: less memory, about a third more work")
-    mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
-        description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. float16 overflows in this model")
-    max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 means not")
-    timestep_sampling: Literal["uniform", "logit_normal", "shift", "fixed_shift"] = Field("uniform",
-        description="how noise levels are drawn: uniform (a safe start), logit_normal (more of the middle: texture and style), shift (the sampler's "
-        "own for the target's size: layout), fixed_shift (by `timestep_shift` at every size)")
-    timestep_shift: float = Field(3.0, gt=0, description="with fixed_shift: s -> shift * s / (1 + (shift - 1) * s); above 1 means more noise")
-    logit_mean: float = Field(0.0, description="with logit_normal: mean of the normal; above 0 means more noise")
-    logit_std: float = Field(1.0, gt=0, description="with logit_normal: its standard deviation")
-    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none",
-        description="weight of a noise level: none (as the model was trained), sigma_sqrt (low noise, so fine detail), cosmap (a little of the middle)")
-    mask_background: float = Field(0.1, ge=0, le=1,
-        description="where the data set has mask pictures: weight of the loss where they are black, 1 where they are white; 1 ignores them")
-    ema_decay: Optional[float] = Field(None, gt=0, lt=1,
-        description="also keep a running mean of the adapter, e.g. 0.99, which evaluation and export use: smoother where the rate is high")
-    stop_after_nonfinite: int = Field(5, ge=1, description="steps in a row without a finite loss, after which the run stops; each such step is skipped")
     save_interval: int = Field(5, ge=0, description="epochs between checkpoints; 0 means none")
     save_steps: Optional[int] = Field(None, ge=1, description="optimizer steps between checkpoints, besides save_interval")
     keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept, besides the best")
@@ -123,7 +133,8 @@ class TrainSection(Section):
     eval_interval: int = Field(5, ge=0, description="epochs between evaluations; 0 means none")
     eval_steps: Optional[int] = Field(None, ge=1, description="optimizer steps between evaluations, besides eval_interval")
     eval_num_inference_steps: int = Field(20, ge=2, description="sampling steps of evaluation pictures")
-    eval_noises: int = Field(2, ge=1, description="noises at which the held-out loss of a pair is taken, each in every part of the noise levels")
+    eval_noises: int = Field(2, ge=1,
+        description="noises at which the held-out loss of a pair is taken, each in every part of the noise levels")
     eval_pictures: int = Field(4, ge=0, description="held-out pairs that are edited at each evaluation; 0 means none")
     test_image_dir: OptionalPath = Field(None,
         description="folder with one sub-folder a style; each style's first picture is turned into every other")
@@ -134,7 +145,8 @@ class TrainSection(Section):
     force_resume: bool = Field(False, description="resume although data, seed, model or adapter differ from the checkpoint's")
     max_hours: Optional[float] = Field(None, gt=0, description="stop, with a checkpoint, before this many hours are over")
     distributed: Literal["auto", "ddp", "fsdp"] = Field("auto",
-        description="with `accelerate launch`: ddp (a copy of the base on each GPU), fsdp (the base divided over them); auto is what was launched")
+        description="with `accelerate launch`: ddp (a copy of the base on each GPU), fsdp (the base divided over them); "
+        "auto is what was launched")
 
 # %% ../nbs/00a_config.ipynb #a7598665
 class CacheSection(Section):

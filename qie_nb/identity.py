@@ -18,8 +18,8 @@ FIXED = ("model.lora.r", "model.lora.lora_alpha", "model.lora.target_modules", "
          "model.lora.lora_dropout", "data.image_size", "data.crop", "data.control_area", "data.vl_area", "data.caption_dropout_rate",
          "data.shuffle", "train.seed", "train.gradient_accumulation_steps", "train.timestep_sampling", "train.loss_weighting",
          "train.mask_background", "train.ema_decay", "train.val_fraction", "optimizer.name")
-_ONLY_WITH = {"train.timestep_shift": ("train.timestep_sampling", "fixed_shift"), "train.logit_mean": ("train.timestep_sampling", "logit_normal"),
-              "train.logit_std": ("train.timestep_sampling", "logit_normal")}
+_ONLY_WITH = {"train.timestep_shift": ("train.timestep_sampling", "fixed_shift"),
+              **{f"train.logit_{x}": ("train.timestep_sampling", "logit_normal") for x in ("mean", "std")}}
 TOLD = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "train.max_grad_norm", "lr_scheduler.scheduler_type",
         "lr_scheduler.warmup_steps", "train.max_train_steps", "train.num_epochs", "train.gradient_checkpointing", "train.device")
 
@@ -80,8 +80,8 @@ def sample_digest(
     sample, # `Sample`
 ) -> str: # 16 hex digits
     "Digest of what a sample is: its pictures' bytes, their order, the caption."
-    mask = getattr(sample, "mask", None)
-    parts = [source_digest(sample.target), *(source_digest(c) for c in sample.controls), sample.prompt, *([source_digest(mask)] if mask else [])]
+    parts = [source_digest(sample.target), *(source_digest(c) for c in sample.controls), sample.prompt]
+    if sample.mask: parts.append(source_digest(sample.mask))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 def data_facts(

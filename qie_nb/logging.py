@@ -39,7 +39,8 @@ class ProgressCallback(Callback):
         self.bar.close()
         n, took = t.global_step - self.start, time.time() - self.t0
         print(f"trained {n} steps in {short_time(took)} ({n / max(took, 1e-9):.2f}/s), {t.global_step} in all: "
-              f"{t.state.stop or 'stopped by an error'}" + (f"; {t.state.skipped} steps without a finite loss were skipped" if t.state.skipped else ""))
+              f"{t.state.stop or 'stopped by an error'}"
+              + (f"; {t.state.skipped} steps without a finite loss were skipped" if t.state.skipped else ""))
 
 # %% ../nbs/03_logging.ipynb #7e5e56de
 def row_of(

@@ -149,11 +149,12 @@ def pick_dtype(
     mixed_precision:str, # auto, bf16 or no
     device="cpu", # where it will be computed
 ) -> tuple: # (torch dtype, reason)
-    "Dtype of the frozen weights. A GPU before compute capability 8.0 only emulates bfloat16, whatever `torch.cuda.is_bf16_supported()` says."
+    "Dtype of the frozen weights. Before compute capability 8.0 bfloat16 is only emulated, whatever `torch.cuda.is_bf16_supported()` says."
     if mixed_precision == "no": return torch.float32, "mixed_precision is no"
     if _has_bf16(torch.device(device)): return torch.bfloat16, "the checkpoint's own dtype; float16 overflows in this model"
     slow = f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own"
-    if mixed_precision == "bf16": return torch.bfloat16, f"asked for, but {slow}: it is emulated and slow; `train.mixed_precision` auto takes float32"
+    if mixed_precision == "bf16":
+        return torch.bfloat16, f"asked for, but {slow}: it is emulated and slow; `train.mixed_precision` auto takes float32"
     return torch.float32, f"{slow}, and float16 overflows in this model; quantise the base, for float32 weights take twice the room"
 
 def _has_bf16(device):

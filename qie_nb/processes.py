@@ -30,8 +30,9 @@ def check_launch(
     "Refuse what was launched as something else than it became. Raises ValueError."
     asked, kind = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type.value
     if asked > 1 and accelerator.num_processes != asked:
-        raise ValueError(f"WORLD_SIZE is {asked}, but accelerate made {accelerator.num_processes} process of it, so each would train alone into the "
-                         "same folder; start with `accelerate launch`, or unset WORLD_SIZE")
+        made = accelerator.num_processes
+        raise ValueError(f"WORLD_SIZE is {asked}, but accelerate made {made} process of it, so each would train alone into "
+                         "the same folder; start with `accelerate launch`, or unset WORLD_SIZE")
     fsdp = wanted == "fsdp" or wanted == "auto" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if fsdp and kind != "FSDP":
         raise ValueError(f"`train.distributed` is fsdp, but accelerate made {kind} of it; launch with `accelerate launch --use_fsdp "
@@ -79,18 +80,21 @@ def like(
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(t.to(param.device), param.device_mesh, param.placements)
 
+def _each(state, fn): # fn(number of the parameter, tensor)
+    return dict(state, state={i: {k: fn(i, v) if torch.is_tensor(v) else v for k, v in s.items()} for i, s in state["state"].items()})
+
 def whole_state(
     state:dict, # of `optimizer.state_dict()`
 ) -> dict:
     "An optimizer's state with every tensor whole."
-    return dict(state, state={i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()} for i, s in state["state"].items()})
+    return _each(state, lambda i, v: whole(v))
 
 def divided_state(
     state:dict, # as `whole_state` gives it
     params:list, # trainable parameters, in the optimizer's order
 ) -> dict:
     "An optimizer's state with every tensor divided as its parameter is."
-    return dict(state, state={i: {k: like(v, params[i]) if torch.is_tensor(v) else v for k, v in s.items()} for i, s in state["state"].items()})
+    return _each(state, lambda i, v: like(v, params[i]))
 
 # %% ../nbs/00r_processes.ipynb #4b27f85b
 def wrap(

@@ -31,8 +31,8 @@ def put_back(transformer, state:dict):
     "Copy the tensors of a LoRA file into the adapter. Raises ValueError where they are not its own."
     params = lora.lora_tensors(transformer)
     if params.keys() != state.keys():
-        odd = sorted(params.keys() ^ state.keys())
-        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd[0]}; resume with its own `model.lora` settings")
+        odd = sorted(params.keys() ^ state.keys())[0]
+        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd}; resume with its own `model.lora` settings")
     for name, p in params.items(): p.copy_(like(state[name].to(p.device, p.dtype), p))
 
 # %% ../nbs/01aa_resume.ipynb #47b634dc
@@ -68,7 +68,8 @@ def save_checkpoint(self:ResumeMethods,
     folder = root/ckpt.checkpoint_name(epoch, global_step, by_epoch)
     if self.is_main:
         state = self._state_facts(epoch, global_step, folder.name)
-        write = lambda to: [lora.save_lora(self.transformer, to/file, self.lora_facts() | dict(weights=w), state=s) for file, w, s in adapters]
+        facts = self.lora_facts()
+        write = lambda to: [lora.save_lora(self.transformer, to/file, facts | dict(weights=w), state=s) for file, w, s in adapters]
         ckpt.write_checkpoint(folder, write, optimizer, state, torch.get_rng_state())
     self.tidy()
     if self.accelerator is not None: self.accelerator.wait_for_everyone()
@@ -94,7 +95,8 @@ def _adapters(self:ResumeMethods) -> list: # (file name, which weights, tensors)
 def _state_facts(self:ResumeMethods, epoch, global_step, name) -> dict:
     "What `state.json` holds beside the optimizer's numbers."
     s = self.state
-    return dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position, skipped=int(self.finite.skipped) if self.finite else 0,
+    return dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
+                skipped=int(self.finite.skipped) if self.finite else 0,
                 ema_updates=self.ema.n if self.ema else None, pending=s.pending, best=s.best, metrics=dict(s.metrics),
                 config=json.loads(self.config.model_dump_json()), model=self.lora_facts(), run=self.facts)
 
@@ -132,7 +134,8 @@ def resume(self:ResumeMethods,
     s.best, s.whole, s.suspect, self.finite, self.resumed_from = state.get("best") and tuple(state["best"]), True, False, None, folder
     self.configure_schedule()
     self.began = True
-    if self.is_main: print(f"resumed from {folder}: {s.global_step} steps, {s.epoch} epochs done" + (f"; {c}" if (c := told(state["config"], self.config)) else ""))
+    changed = told(state["config"], self.config)
+    if self.is_main: print(f"resumed from {folder}: {s.global_step} steps, {s.epoch} epochs done" + f"; {changed}" * bool(changed))
     return self
 
 # %% ../nbs/01aa_resume.ipynb #5bd9d23a
@@ -151,7 +154,8 @@ def _check_writable(self:ResumeMethods):
         self.checkpoint_root().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.checkpoint_root()): pass
     except OSError as e:
-        raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written ({e.strerror}); set it to a folder that can") from None
+        where = self.config.train.output_dir
+        raise ValueError(f"`train.output_dir` {where!r} cannot be written ({e.strerror}); set it to a folder that can") from None
 
 # %% ../nbs/01aa_resume.ipynb #08a30613
 @patch

@@ -50,7 +50,8 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, ResumeM
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
                                      (["text_encoder"] if c.model.text_encoder_offload else []))
-        self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = self.model = self.finite = self.facts = self.resumed_from = None
+        self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
+        self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
 
@@ -257,6 +258,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     self._transformer().train()
     return run
 
+# %% ../nbs/01_trainer.ipynb #3a4f112c
 @patch
 def set_lengths(self:QwenImageEditTrainer, run):
     "Where the run ends, from where it is: a resume that was forced may have other epochs than the steps behind it."
@@ -280,7 +282,8 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.evaluate import EvaluationCallback
     from qie_nb.logging import logging_callbacks
     logs = logging_callbacks(self.config)
-    return [FreeEncoders(), EvaluationCallback(self.config), NonFiniteStop(), *(logs if self.is_main else ()), CheckpointCallback(), Deadline()]
+    return [FreeEncoders(), EvaluationCallback(self.config), NonFiniteStop(),
+            *(logs if self.is_main else ()), CheckpointCallback(), Deadline()]
 
 @patch
 @contextmanager
