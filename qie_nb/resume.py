@@ -67,7 +67,7 @@ def save_checkpoint(self:ResumeMethods,
     adapters, optimizer = self._adapters(), whole_state(self.optimizer.state_dict())
     folder = root/ckpt.checkpoint_name(epoch, global_step, by_epoch)
     if self.is_main:
-        state = self._state_facts(epoch, global_step, folder.name)
+        state = self._state_facts(epoch, global_step)
         facts = self.lora_facts()
         write = lambda to: [lora.save_lora(self.transformer, to/file, facts | dict(weights=w), state=s) for file, w, s in adapters]
         ckpt.write_checkpoint(folder, write, optimizer, state, torch.get_rng_state())
@@ -92,7 +92,7 @@ def _adapters(self:ResumeMethods) -> list: # (file name, which weights, tensors)
     return out
 
 @patch
-def _state_facts(self:ResumeMethods, epoch, global_step, name) -> dict:
+def _state_facts(self:ResumeMethods, epoch, global_step) -> dict:
     "What `state.json` holds beside the optimizer's numbers."
     s = self.state
     return dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
@@ -162,9 +162,10 @@ def _check_writable(self:ResumeMethods):
 def mend(self:ResumeMethods):
     "Go back to the last checkpoint after a torn step, or to the beginning."
     if self.state.whole: return
-    if ckpt.complete_checkpoints(self.checkpoint_root()):
+    last = "latest" if ckpt.complete_checkpoints(self.checkpoint_root()) else self.resumed_from
+    if last:
         print("the last step was torn: going back to the last checkpoint")
-        return self.resume("latest")
+        return self.resume(last)
     print("the last step was torn and nothing was saved yet: starting over")
     vars(self.state).update(vars(RunState(began=self.state.began)))
     self._transformer().delete_adapters("default")

@@ -246,9 +246,10 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     self.mend()
     if not self.began:
         found = self.look_up(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()
-        if not found and self.config.model.lora.pretrained_weight: lora.find_lora(self.config.model.lora.pretrained_weight)
+        begins_from = self.config.model.lora.pretrained_weight
+        if begins_from and not found: lora.find_lora(begins_from)
         self._check_writable()
-        for c in callbacks: getattr(c, "prepare", lambda t: None)(self) # encoders have room now, not beside the transformer
+        for listener in callbacks: getattr(listener, "prepare", lambda t: None)(self) # encoders have room now, not beside the transformer
         self.resume(found) if found else self.start()
         self.began = True
     if self.finite is None: self.finite = Finite(self.device, s.skipped)

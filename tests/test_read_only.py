@@ -53,3 +53,20 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_the_model_is_
             QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/"out")))).fit()
         assert not built
     in_mounts(tmp_path, job)
+
+
+def test_a_torn_step_goes_back_to_the_folder_the_run_came_from(pairs, tmp_path, monkeypatch):
+    root = pairs(((48, 32),) * 4)
+
+    def make(out, *callbacks, **train): return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=1), train=dict(output_dir=str(tmp_path/out), save_interval=50) | train), callbacks)
+    whole = make("whole").fit()
+    make("input", StopAt(5)).fit()
+    again, real = make("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest")), QwenImageEditTrainer.change
+
+    def torn(self, ok):
+        real(self, ok)
+        if self.global_step == 6: raise KeyboardInterrupt # as a second Ctrl-C does
+    monkeypatch.setattr(QwenImageEditTrainer, "change", torn)
+    assert again.fit().global_step == 6 and not again.state.whole
+    monkeypatch.undo()
+    assert again.fit().global_step == 8 and adapters_equal(whole, again)
