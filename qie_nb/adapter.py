@@ -16,7 +16,7 @@ from . import lora
 # %% ../nbs/01ab_adapter.ipynb #51fdaaee
 class AdapterMethods:
     "Methods of the trainer that deal with its adapter; expects its configuration, components and state."
-    ema = accelerator = None
+    ema = accelerator = samples = None # samples: what is trained on
 
     @property
     def is_main(self) -> bool: return self.accelerator is None or self.accelerator.is_main_process
@@ -80,8 +80,7 @@ def unmerge_lora(self:AdapterMethods):
 def card_facts(self:AdapterMethods) -> dict:
     "What the model card says of this run."
     from qie_nb.model_card import card_settings
-    samples, held = getattr(self, "samples", None) or [], self.held_out
-    best = self.state.best
+    samples, held, best = self.samples or [], self.held_out, self.state.best
     return self.lora_facts() | dict(base_model=self.config.model.pretrained_model_name_or_path, samples=len(samples) or None,
                                     held_out=len(held) if held else None, controls=max((len(s.controls) for s in samples), default=None),
                                     captions=list(dict.fromkeys(s.prompt for s in samples))[:20], settings=card_settings(self.config),
@@ -99,7 +98,7 @@ def publish(self:AdapterMethods,
     self.save_lora(folder)
     seen = sorted((self.checkpoint_root()/"inference").glob("*/*.jpg"), key=lambda p: p.stat().st_mtime)
     last = [p for p in seen if p.parent == seen[-1].parent][:8] if pictures is None and seen else pictures or []
-    write_model_card(folder, self.card_facts(), last, repo_id or str(folder))
+    write_model_card(folder, self.card_facts(), last, *([repo_id] if repo_id else []))
     return push_to_hub(folder, repo_id, private) if repo_id else str(folder)
 
 @patch

@@ -46,6 +46,7 @@ def make_loader(self:CacheMethods,
     held = held or self._val_samples()
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
     if self.held_out and c.train.val_path: self._drop_useless(self.held_out)
+    self.samples = keep
     if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
     if given: size, seed, shuffle = given.batch_size, given.seed, given.shuffle
     else: size, seed, shuffle = getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle

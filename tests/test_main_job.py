@@ -1,5 +1,5 @@
 """The main job from a YAML file, for each variant: precompute, train, save, predict; what is loaded, what is refused."""
-import json
+import json, re
 
 import numpy as np
 import pytest
@@ -426,6 +426,7 @@ def test_publishing_uploads_the_lora_its_card_and_nothing_else(pairs, tmp_path, 
     trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2, num_epochs=1))).fit()
     assert trainer.push_to_hub("me/blue") == "https://hub/me/blue"
     card = (tmp_path/"lora"/"README.md").read_text()
-    assert "held-out" in card.lower() and "model.lora.r" in card.replace("\\", "") and "<b>" not in card.replace("make it <b>blue</b> | now", "", 1)
+    assert "make it <b>blue</b> | now" in card and "| pairs | 2 |" in card and str(tmp_path) not in card
+    assert "held-out" in card.lower() and "model.lora.r" in card.replace("\\", "") and "<b>" not in re.sub("```.*?```", "", card, flags=re.S), "captions stand in fences alone"
     assert "pytorch_lora_weights.safetensors" in sent["allow_patterns"] and "README.md" in sent["allow_patterns"]
     assert all(n.split("/")[0] in ("pytorch_lora_weights.safetensors", "README.md", "samples") for n in sent["allow_patterns"]) and len(sent["allow_patterns"]) > 2
