@@ -1,67 +1,80 @@
 """Folders that really cannot be written, as attached ones cannot: a run is resumed from one and writes elsewhere; one that must be written is refused at once."""
-import pytest
+import ctypes, json, os, subprocess, sys
+from pathlib import Path
 
-from faults import NotRun, Tally, in_own_mounts, mount
-from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import StopAt, adapters_equal, settings
+import pytest
+from safetensors.torch import load_file
+
+REFUSED = 77 # exit code of a child that may not mount
+
+
+def job(name, folder, *args):
+    "Run a function of this file in a process of its own, where `folder` cannot be written."
+    run = subprocess.run([sys.executable, __file__, name, str(folder), json.dumps(args)], env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300)
+    if run.returncode == REFUSED: pytest.skip(f"mounting is not permitted here ({run.stderr.strip()[-200:]})")
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def read_only(folder):
-    mount("--bind", folder, folder)
-    mount("-o", "remount,ro,bind", folder)
+    "The mounts vanish with this process."
+    if ctypes.CDLL(None, use_errno=True).unshare(0x20000): print(os.strerror(ctypes.get_errno()), file=sys.stderr); sys.exit(REFUSED) # CLONE_NEWNS
+    for args in (["--make-rprivate", "/"], ["--bind", folder, folder], ["-o", "remount,ro,bind", folder]):
+        done = subprocess.run(["mount", *args], capture_output=True, text=True)
+        if done.returncode: print(done.stderr, file=sys.stderr); sys.exit(REFUSED)
+    with pytest.raises(OSError): (Path(folder)/"x").write_text("")
 
 
-def in_mounts(tmp_path, job):
-    "Runs `job` where it may mount; the test fails with what it failed with."
-    tally = Tally("read-only")
-    def once(trial):
-        with trial("once"): job()
-    try: in_own_mounts(tmp_path, once, tally)
-    except NotRun as e: pytest.skip(str(e))
-    assert not tally.failed and tally.passed == 1, tally.failed
+def goes_on(config):
+    from qie_nb.trainer import QwenImageEditTrainer
+    trainer = QwenImageEditTrainer(config).fit()
+    assert trainer.global_step == 8
+    trainer.save_lora(Path(config["train"]["output_dir"])/"lora")
+
+
+def is_refused(config):
+    from qie_nb.trainer import QwenImageEditTrainer
+    trainer = QwenImageEditTrainer(config)
+    with pytest.raises(ValueError, match=r"`train.output_dir` '.*out' cannot be written \(Read-only file system\); set it to a folder that can"): trainer.fit()
+    assert not trainer.components.built
+
+
+def runs(pairs, tmp_path):
+    from qie_nb.trainer import QwenImageEditTrainer
+    from test_main_job import StopAt, settings
+    root = pairs(((48, 32),) * 4)
+
+    def config(out, **train): return settings(root, tmp_path, data=dict(batch_size=1), train=dict(output_dir=str(tmp_path/out), save_interval=50, ema_decay=0.9) | train)
+    whole = QwenImageEditTrainer(config("whole")).fit()
+    QwenImageEditTrainer(config("input"), [StopAt(5)]).fit()
+    return config, whole
 
 
 def test_a_run_goes_on_from_a_folder_that_cannot_be_written(pairs, tmp_path):
-    root = pairs(((48, 32),) * 4)
-
-    def make(out, *callbacks, **train): return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=1), train=dict(output_dir=str(tmp_path/out), save_steps=3, ema_decay=0.9) | train), callbacks)
-    whole = make("whole").fit()
-    make("input", StopAt(5)).fit()
+    config, whole = runs(pairs, tmp_path)
     before = {p: p.read_bytes() for p in (tmp_path/"input").rglob("*") if p.is_file()}
-
-    def job():
-        read_only(tmp_path/"input")
-        with pytest.raises(OSError): (tmp_path/"input"/"x").write_text("")
-        again = make("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest")).fit()
-        assert again.global_step == 8 and adapters_equal(whole, again)
-        assert (tmp_path/"work"/"checkpoints"/"latest").is_file()
-        rows = [line.split(",")[1:6] for d in ("work", "whole") for f in (tmp_path/d/"checkpoints"/"logs").glob("*.csv") for line in f.read_text().splitlines()]
-        assert rows[:len(rows) // 2] == rows[len(rows) // 2:] and len(rows) == 18, "the log has come along"
-    in_mounts(tmp_path, job)
+    job("goes_on", tmp_path/"input", config("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest")))
+    whole.save_lora(tmp_path/"whole"/"lora")
+    a, b = (load_file(tmp_path/d/"lora"/"pytorch_lora_weights.safetensors") for d in ("whole", "work"))
+    assert a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a) and (tmp_path/"work"/"checkpoints"/"latest").is_file()
+    rows = [[line.split(",")[1:6] for f in (tmp_path/d/"checkpoints"/"logs").glob("*.csv") for line in f.read_text().splitlines()] for d in ("whole", "work")]
+    assert rows[0] == rows[1] and len(rows[0]) == 9, "the log has come along"
     assert before == {p: p.read_bytes() for p in (tmp_path/"input").rglob("*") if p.is_file()}
 
 
-def test_an_output_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(pairs, tmp_path, built):
-    root = pairs(((48, 32),) * 2)
-    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+def test_an_output_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(pairs, tmp_path):
+    from qie_nb.trainer import QwenImageEditTrainer
+    from test_main_job import settings
+    config = settings(pairs(((48, 32),) * 2), tmp_path, train=dict(output_dir=str(tmp_path/"out")))
+    QwenImageEditTrainer(config).cache_embeddings()
     (tmp_path/"out").mkdir()
-    built.clear()
-
-    def job():
-        read_only(tmp_path/"out")
-        with pytest.raises(ValueError, match=r"`train.output_dir` '.*out' cannot be written \(Read-only file system\); set it to a folder that can"):
-            QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/"out")))).fit()
-        assert not built
-    in_mounts(tmp_path, job)
+    job("is_refused", tmp_path/"out", config)
 
 
 def test_a_torn_step_goes_back_to_the_folder_the_run_came_from(pairs, tmp_path, monkeypatch):
-    root = pairs(((48, 32),) * 4)
-
-    def make(out, *callbacks, **train): return QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=1), train=dict(output_dir=str(tmp_path/out), save_interval=50) | train), callbacks)
-    whole = make("whole").fit()
-    make("input", StopAt(5)).fit()
-    again, real = make("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest")), QwenImageEditTrainer.change
+    from qie_nb.trainer import QwenImageEditTrainer
+    from test_main_job import adapters_equal
+    config, whole = runs(pairs, tmp_path)
+    again, real = QwenImageEditTrainer(config("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest"))), QwenImageEditTrainer.change
 
     def torn(self, ok):
         real(self, ok)
@@ -70,3 +83,8 @@ def test_a_torn_step_goes_back_to_the_folder_the_run_came_from(pairs, tmp_path, 
     assert again.fit().global_step == 6 and not again.state.whole
     monkeypatch.undo()
     assert again.fit().global_step == 8 and adapters_equal(whole, again)
+
+
+if __name__ == "__main__":
+    read_only(sys.argv[2])
+    globals()[sys.argv[1]](*json.loads(sys.argv[3]))
