@@ -186,7 +186,7 @@ class CheckpointCallback(Callback):
 
     def on_train_end(self, t):
         c = t.config.train
-        wanted = t.state.stop != "done" or c.save_interval or c.save_steps # a run cut short is saved in any case
+        wanted = t.state.stop != "done" or c.save_interval or c.save_steps or c.max_hours # a run cut short is saved in any case
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.tidy() # the last save may have been killed at just that
 
