@@ -28,6 +28,7 @@ def train(a):
     trainer = _trainer(a).fit()
     file = trainer.save_lora(Path(trainer.config.train.output_dir)/"lora") # every process takes part, one writes
     if file: print(f"adapter ({trainer.weights_name} weights): {file}")
+    if trainer.accelerator.num_processes > 1: trainer.accelerator.wait_for_everyone(); trainer.accelerator.end_training()
     return {"interrupted": 130, "SIGTERM": 143}.get(trainer.state.stop, 1 if trainer.state.suspect else 0)
 
 # %% ../nbs/04_cli.ipynb #ef4d21bf

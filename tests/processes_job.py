@@ -24,3 +24,5 @@ if __name__ == "__main__":
     trainer.fit()
     trainer.save_lora(out)
     if trainer.is_main: (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))
+    trainer.accelerator.wait_for_everyone() # who leaves while another still talks to it can die of it
+    trainer.accelerator.end_training()
