@@ -306,6 +306,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'qie_nb.evaluate.evaluate_now': ('evaluate.html#evaluate_now', 'qie_nb/evaluate.py'),
                                  'qie_nb.evaluate.last_result': ('evaluate.html#last_result', 'qie_nb/evaluate.py'),
                                  'qie_nb.evaluate.say_change': ('evaluate.html#say_change', 'qie_nb/evaluate.py'),
+                                 'qie_nb.evaluate.stop_asked': ('evaluate.html#stop_asked', 'qie_nb/evaluate.py'),
                                  'qie_nb.evaluate.table': ('evaluate.html#table', 'qie_nb/evaluate.py'),
                                  'qie_nb.evaluate.without_adapter': ('evaluate.html#without_adapter', 'qie_nb/evaluate.py'),
                                  'qie_nb.evaluate.write_result': ('evaluate.html#write_result', 'qie_nb/evaluate.py')},

@@ -186,7 +186,8 @@ class CheckpointCallback(Callback):
 
     def on_train_end(self, t):
         c = t.config.train
-        wanted = t.state.stop != "done" or c.save_interval or c.save_steps or c.max_hours # a run cut short is saved in any case
+        short = t.global_step < t.state.max_steps # not by `stop`, which a signal may change in one process alone
+        wanted = short or c.save_interval or c.save_steps or c.max_hours # a run cut short is saved in any case
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.tidy() # the last save may have been killed at just that
 

@@ -486,3 +486,14 @@ def test_held_out_loss_ranks_checkpoints_as_their_pictures_do(tmp_path):
     result = benchmark.judge_ranking(benchmark.measure(tmp_path, runs, edit="sepia", seeds=(0, 1, 2)))
     assert len(result["kept"]) >= 6 and {n.split()[0] for n in result["kept"]} == {"base", "good", "overfitted", "too_high"}
     assert result["spearman"]["held_out_loss"] >= 0.9, result
+
+
+def test_no_process_evaluates_alone(made, monkeypatch):
+    "A signal reaches one process before the other: what one of them does not begin, nobody begins."
+    said = []
+    monkeypatch.setattr(evaluation, "agree", lambda accelerator, stop: said.append(stop) or "SIGTERM") # as the other one answers
+    monkeypatch.setattr(evaluation, "evaluate_now", lambda *a: pytest.fail("it would wait for the other for ever"))
+    t = QwenImageEditTrainer(made(train=dict(eval_steps=2, max_train_steps=3)))
+    t.callbacks.append(type("Stop", (evaluation.Callback,), dict(on_step_end=lambda self, t: setattr(t.state, "stop", "test") if t.global_step == 2 else None))())
+    t.fit()
+    assert said == [""] and t.state.pending == "step_00000002"
