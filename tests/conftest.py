@@ -1,5 +1,6 @@
 """Data sets made on the spot, and a count of the components that are built from disk."""
-import collections
+import collections, json, os, subprocess, sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,3 +39,13 @@ def built(monkeypatch):
             return _real(klass, *a, **kw)
         monkeypatch.setattr(cls, "from_pretrained", classmethod(counted))
     return count
+
+
+def few_trials(script, request, tmp_path_factory):
+    "The cases of faults.py or kills.py that this session selected, in a process of its own that forks freely: {name: result}."
+    chosen = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]
+    here, out = Path(__file__).parent, tmp_path_factory.mktemp(script)/"results.json"
+    paths = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run([sys.executable, here/f"{script}.py", "--only", *chosen, "--out", out], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths))
+    assert out.is_file(), run.stdout[-2000:] + run.stderr[-2000:]
+    return {r["name"]: r for r in json.loads(out.read_text())["cases"]}

@@ -1,12 +1,12 @@
 """Runs cut off on purpose: killed at every moment, asked to end by signals and by a notebook's stop button. What they end with must be, bit for bit,
 what an undisturbed run ends with. Every case counts its trials and says the worst that it saw."""
-import argparse, builtins, collections, contextlib, csv, gc, io, itertools, json, os, queue, random, re, shutil, signal, socket, subprocess, sys, tempfile, time, traceback
+import argparse, collections, contextlib, csv, gc, io, json, os, queue, random, re, shutil, signal, socket, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 
 import torch
 
 from conftest import write_pairs
-from faults import Shared, Tally, Written, about, fork, wait
+from faults import Shared, Tally, about, fork, wait, watch_operations
 
 ROOT = Path(__file__).parent.parent
 SIZES = ((48, 32),) * 5 + ((32, 48),) * 4 + ((40, 40),) * 2
@@ -43,29 +43,14 @@ class Recorder:
 
 def watch_files(below, tell):
     "In a child: tell(what, path) around everything that changes a folder's content."
-    opened, real, below = io.open, {n: getattr(os, n) for n in ("fsync", "replace", "unlink", "rmdir", "mkdir")}, str(below)
-    def open_(file, mode="r", *a, **kw):
-        mine = set(mode) & set("wxa+") and str(file).startswith(below)
-        if mine: tell("open", str(file))
-        f = opened(file, mode, *a, **kw)
-        return Written(f, str(file), tell) if mine else f
-    def fsync(fd):
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        if path.startswith(below): tell("fsync", path)
-        real["fsync"](fd)
-    def replace(src, dst, *a, **kw):
-        mine = str(dst).startswith(below)
-        if mine: tell("rename", str(dst))
-        real["replace"](src, dst, *a, **kw)
-        if mine: tell("renamed", str(dst))
+    real, below = {n: getattr(os, n) for n in ("unlink", "rmdir", "mkdir")}, str(below)
+    watch_operations(below, lambda what, path: tell(what, path.split("\t")[-1])) # a rename is known by where it leads
     def one(what):
         def changed(path, *a, dir_fd=None, **kw):
             full = str(path) if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{path}"
             if full.startswith(below): tell(what, full)
             return real[what](path, *a, dir_fd=dir_fd, **kw)
         return changed
-    builtins.open = io.open = open_
-    os.fsync, os.replace, os.rename = fsync, replace, replace
     os.unlink = os.remove = one("unlink")
     os.rmdir, os.mkdir = one("rmdir"), one("mkdir")
 
