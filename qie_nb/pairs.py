@@ -56,11 +56,13 @@ def alike(
 ): # yields (i, j, bits that differ), i < j
     "Pairs of pictures that are nearly the same: a product of matrices, 5,000 pictures take a second."
     bits, colours = _arrays(looks) if looks else (np.zeros((0, 1)),) * 2
+    rising = (bits > 0).sum(1)
     for start in range(0, len(looks), block):
         differ = (bits.shape[1] - bits[start:start + block] @ bits[start:].T) / 2
         i, j = np.nonzero(np.triu(differ <= ALIKE, 1))
-        far = np.abs(colours[start + i] - colours[start + j]).mean(1) <= COLOURS
-        for i, j in zip(i[far].tolist(), j[far].tolist()): yield start + i, start + j, int(differ[i, j])
+        near = differ[i, j] <= (rising[start + i] + rising[start + j]) / 4
+        near &= np.abs(colours[start + i] - colours[start + j]).mean(1) <= COLOURS
+        for i, j in zip(i[near].tolist(), j[near].tolist()): yield start + i, start + j, int(differ[i, j])
 
 def distance(a:dict, b:dict) -> int: # bits that differ; None where the two are not alike
     "The same for two looks."
