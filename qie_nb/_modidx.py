@@ -320,6 +320,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'qie_nb.events._band': ('events.html#_band', 'qie_nb/events.py'),
                                'qie_nb.events._folders': ('events.html#_folders', 'qie_nb/events.py'),
                                'qie_nb.events._plain': ('events.html#_plain', 'qie_nb/events.py'),
+                               'qie_nb.events._silent': ('events.html#_silent', 'qie_nb/events.py'),
                                'qie_nb.events.choose_view': ('events.html#choose_view', 'qie_nb/events.py'),
                                'qie_nb.events.draw_curve': ('events.html#draw_curve', 'qie_nb/events.py'),
                                'qie_nb.events.draw_picture': ('events.html#draw_picture', 'qie_nb/events.py'),

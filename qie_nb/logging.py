@@ -260,7 +260,8 @@ def samples(self:LogCallback, t):
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"picture left out: {s.file} ({e.strerror or e})"); continue
         self.tell("image", f"samples/{s.name}", picture_grid([s.shown[0], edit, s.shown[1]]) if s.shown else edit, t.global_step)
-        if self.captions.get(s.name) != s.caption: self.tell("text", f"samples/{s.name}", s.caption, t.global_step)
+        said = f"control, edit, target: {s.caption}" if s.shown else s.caption
+        if self.captions.get(s.name) != s.caption: self.tell("text", f"samples/{s.name}", said, t.global_step)
         self.captions[s.name] = s.caption
 
 # %% ../nbs/03_logging.ipynb #4e346301
