@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN', 'ProgressCallback', 'module_gauges', 'memory_gauges', 'picture_grid', 'tagged', 'pictures_of', 'as_written',
-           'set_aside', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_tracker',
+           'set_aside', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_place',
            'logging_callbacks']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
@@ -144,14 +144,6 @@ def set_aside(
 class EventFiles:
     "Event files under `logging.log_dir`."
     name = "TensorBoard's event files"
-    def check(self, t): # before the transformer is loaded
-        folder = t.config.logging.log_dir
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK): raise PermissionError("no right to write there")
-        except OSError as e:
-            raise ValueError(f"`logging.log_dir` {str(folder)!r} cannot be written ({e.strerror or e}); give another folder, "
-                             "or set `logging.report_to` none") from None
     def open(self, t):
         from torch.utils.tensorboard import SummaryWriter
         if not t.global_step: set_aside(t.config.logging.log_dir)
@@ -168,7 +160,6 @@ class Tracker:
     def __init__(self,
         tracker, # its name, or an object of accelerate's `GeneralTracker`
     ): self.given, self.name = tracker, getattr(tracker, "name", tracker)
-    def check(self, t): pass
     def open(self, t):
         a, c = t.accelerator, t.config.logging
         others, a.trackers, a.log_with = a.trackers, [], [self.given]
@@ -188,13 +179,10 @@ class LogCallback(Callback):
     "Rows, gauges and pictures of a run, to every sink."
     def __init__(self,
         sinks, # `EventFiles`, `Tracker`s
-    ): self.sinks, self.told = list(sinks), set()
-
-    def prepare(self, t):
-        for s in self.sinks: s.check(t)
+    ): self.sinks, self.told, self.bad = list(sinks), set(), [0] * len(sinks)
 
     def on_train_begin(self, t):
-        self.bad, self.modules, self.captions, self.at = {}, {}, {}, t.global_step
+        self.bad, self.modules, self.captions, self.at = [0] * len(self.sinks), {}, {}, t.global_step # failures in a row, ...
         self.tell("open", t)
         if t.state.pictures is not None: # an evaluation that was made up for
             self.tell("scalars", {k: float(v) for k, v in t.state.metrics.items()}, t.global_step)
@@ -219,15 +207,15 @@ def say(self:LogCallback, text):
 
 @patch
 def tell(self:LogCallback, what, *a):
-    for s in self.sinks:
-        if self.bad.get(s, 0) >= 5: continue
+    for k, s in enumerate(self.sinks):
+        if self.bad[k] >= 5: continue
         try: getattr(s, what)(*a)
         except Exception as e:
-            self.bad[s] = 5 if what == "open" else self.bad.get(s, 0) + 1
+            self.bad[k] = 5 if what == "open" else self.bad[k] + 1
             why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
-            if s not in self.told: print(f"{s.name} cannot be written ({why}); the run goes on, and its rows are in checkpoints/logs")
-            self.told.add(s)
-        else: self.bad[s] = 0
+            if k not in self.told: print(f"{s.name} cannot be written ({why}); the run goes on, and its rows are in checkpoints/logs")
+            self.told.add(k)
+        else: self.bad[k] = 0
 
 @patch
 def row(self:LogCallback, t):
@@ -269,7 +257,13 @@ class TensorBoardCallback(LogCallback):
     "The same with event files alone."
     def __init__(self): super().__init__([EventFiles()])
 
-def check_tracker(name:str):
+def check_place(name:str, log_dir):
+    "Refuse a place for logs that cannot be; nothing is written yet."
+    if name == "tensorboard":
+        there = next(p for p in (Path(log_dir).absolute(), *Path(log_dir).absolute().parents) if p.exists())
+        if there.is_dir() and os.access(there, os.W_OK): return
+        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is {'read-only' if there.is_dir() else 'a file'}); "
+                         "give another folder, or set `logging.report_to` none")
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
     known = sorted(str(k) for k in LOGGER_TYPE_TO_CLASS if str(k) != "tensorboard")
     if name not in known:
@@ -284,8 +278,7 @@ def logging_callbacks(
     "What the configuration asks to be logged."
     to = config.logging.report_to
     names = [n for n in dict.fromkeys([to] if isinstance(to, str) else to or ()) if n != "none"]
-    for n in names:
-        if n != "tensorboard": check_tracker(n)
+    for n in names: check_place(n, config.logging.log_dir)
     if names == ["tensorboard"]: return [ProgressCallback(), CSVCallback(), TensorBoardCallback()]
     sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
     return [ProgressCallback(), CSVCallback()] + [LogCallback(sinks)] * bool(sinks)
