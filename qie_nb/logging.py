@@ -13,7 +13,7 @@ if __name__ == "logging":
                       "run with `python -m`, not from inside qie_nb/")
 
 # %% ../nbs/03_logging.ipynb #48669625
-import os, time
+import io, os, time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -150,7 +150,13 @@ class EventFiles:
         self.writer = SummaryWriter(t.config.logging.log_dir, purge_step=t.global_step + 1 if t.global_step else None, flush_secs=30)
     def scalars(self, values, step):
         for k, v in values.items(): self.writer.add_scalar(k, v, step)
-    def image(self, tag, image, step): self.writer.add_image(tag, image, step, dataformats="HWC")
+    def image(self, tag, image, step):
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        raw, (h, w, _) = io.BytesIO(), image.shape
+        Image.fromarray(image).save(raw, "PNG", compress_level=1) # a quarter of the usual level's time for an eighth more bytes
+        held = Summary.Image(height=h, width=w, colorspace=3, encoded_image_string=raw.getvalue())
+        self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=held)]), step)
     def text(self, tag, text, step): self.writer.add_text(tag, as_written(text), step)
     def close(self): self.writer.close()
 
