@@ -31,6 +31,7 @@ from .stops import logged
 # %% ../nbs/03_logging.ipynb #f7bb21a6
 class ProgressCallback(Callback):
     "Rate, time left and the last logged loss; a sentence at the end."
+    bar = None
     def on_train_begin(self, t):
         s = t.state
         self.t0, self.start = time.time(), s.global_step
@@ -38,6 +39,7 @@ class ProgressCallback(Callback):
     def on_step_end(self, t):
         self.bar.update(note=f"loss {float(t.state.loss):.4f}" if logged(t) and t.state.loss is not None else "")
     def on_train_end(self, t):
+        if self.bar is None: return # what came before it failed
         self.bar.close()
         n, took = t.global_step - self.start, time.time() - self.t0
         print(f"trained {n} steps in {short_time(took)} ({n / max(took, 1e-9):.2f}/s), {t.global_step} in all: "
@@ -183,6 +185,7 @@ class Tracker:
 # %% ../nbs/03_logging.ipynb #3d00000d
 class LogCallback(Callback):
     "Rows, gauges and pictures of a run, to every sink."
+    at = None # the last step that it heard of
     def __init__(self,
         sinks, # `EventFiles`, `Tracker`s
     ): self.sinks, self.told, self.bad = list(sinks), set(), [0] * len(sinks)
@@ -201,6 +204,7 @@ class LogCallback(Callback):
         if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0): self.pictures(t)
 
     def on_train_end(self, t):
+        if self.at is None: return
         if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
         self.tell("close")
 

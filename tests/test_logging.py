@@ -277,7 +277,7 @@ def test_rows_are_readable_while_they_grow_and_the_same_in_both_files(pairs, tmp
         seen.append(len(table))
     class Bad(QwenImageEditTrainer):
         def _compute_loss(self, batch, seeds): return super()._compute_loss(batch, seeds) * (float("nan") if self.global_step == 1 else 1)
-    Bad(logged(pairs(SIZES), tmp_path, logging=dict(report_to="none")), callbacks=[Each(look)]).fit()
+    Bad(logged(pairs(SIZES), tmp_path, train=dict(eval_interval=2, val_fraction=0.2, eval_pictures=0), logging=dict(report_to="none")), callbacks=[Each(look)]).fit()
     assert seen == list(range(1, len(seen) + 1)) and len(seen) > 3
     rows = [json.loads(line) for line in next((tmp_path/"checkpoints"/"logs").glob("*.jsonl")).read_text().splitlines()]
     assert rows[1]["loss"] is None and rows[0]["loss"] > 0 and rows[1]["skipped"] in (0, 1) and rows[-1]["held_out_loss"] > 0
@@ -312,6 +312,13 @@ def test_a_resumed_run_goes_on_in_its_logs_and_a_new_one_begins_its_own(pairs, t
     assert read_run(earlier).scalars == a.scalars, "the earlier run keeps its own curve"
 
 
+def test_what_fails_before_the_logs_begin_is_what_is_told(pairs, tmp_path, monkeypatch):
+    import qie_nb.evaluate as evaluate
+    def fails(self, t): raise RuntimeError("no room for the encoder")
+    monkeypatch.setattr(evaluate.EvaluationCallback, "on_train_begin", fails)
+    with pytest.raises(RuntimeError, match="no room for the encoder"): QwenImageEditTrainer(logged(pairs(SIZES), tmp_path, train=dict(val_fraction=0.), cache=dict(use_cache=False))).fit()
+
+
 # --- accelerate's trackers
 def notes():
     from accelerate.tracking import GeneralTracker
@@ -339,7 +346,7 @@ def Notes(*fails):
 
 def test_a_tracker_gets_numbers_pictures_and_captions(pairs, tmp_path):
     mine = Notes()
-    trainer = QwenImageEditTrainer(logged(pairs(SIZES, caption=NASTY), tmp_path, logging=dict(report_to="none")), callbacks=[LogCallback([Tracker(mine)])]).fit()
+    trainer = QwenImageEditTrainer(logged(pairs(SIZES, caption=NASTY), tmp_path, train=dict(num_epochs=1, val_fraction=0.2), logging=dict(report_to="none")), callbacks=[LogCallback([Tracker(mine)])]).fit()
     kinds = [s[0] for s in mine.seen]
     assert kinds[:2] == ["start", "config"] and kinds[-1] == "finish" and kinds.count("finish") == 1
     numbers = [s for s in mine.seen if s[0] == "log" and "loss" in s[1]]
@@ -347,7 +354,7 @@ def test_a_tracker_gets_numbers_pictures_and_captions(pairs, tmp_path):
     tags = {t for s in mine.seen if s[0] == "images" for t in s[1]}
     assert {"training/training_images", "training/control_images", "individual/training_image_0"} <= tags and any(t.startswith("samples/") for t in tags)
     assert any(v == f"control, edit, target: {NASTY}" for s in mine.seen if s[0] == "log" for v in s[1].values())
-    assert mine.seen[1][1]["train.num_epochs"] == 2 and all(isinstance(v, (str, int, float)) for v in mine.seen[1][1].values())
+    assert mine.seen[1][1]["train.num_epochs"] == 1 and all(isinstance(v, (str, int, float)) for v in mine.seen[1][1].values())
 
 
 @pytest.mark.parametrize("fails", [("start",), ("log",), ("images",), ("finish",), ("config", "log", "images", "finish")])
@@ -430,7 +437,7 @@ def test_whoever_watches_gets_a_bar(monkeypatch):
 
 def test_a_batch_run_prints_no_bar_at_all(pairs, tmp_path):
     import os, subprocess
-    config = logged(pairs(((96, 64),) * 4), tmp_path, train=dict(num_epochs=1, val_fraction=0.3), cache=dict(use_cache=True))
+    config = logged(pairs(((96, 64),) * 4), tmp_path, train=dict(num_epochs=1, val_fraction=0.), cache=dict(use_cache=True))
     (tmp_path/"run.json").write_text(json.dumps(config))
     code = "import json, sys; from qie_nb.trainer import QwenImageEditTrainer as T; t = T(json.load(open(sys.argv[1]))); t.cache_embeddings(); t.fit()"
     env = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
