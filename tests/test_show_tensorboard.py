@@ -38,7 +38,7 @@ def test_every_place_has_its_way(name):
 class Shell:
     "IPython's shell as far as it is needed: it notes which magics are run."
     def __init__(self): self.ran, self.kernel = [], SimpleNamespace(_allow_stdin=True)
-    def run_line_magic(self, name, line): self.ran.append((name, line))
+    def run_line_magic(self, name, line): self.ran.append((name, line.replace("$HOME", "/home/me"))) # it replaces what looks like a variable
     def find_line_magic(self, name): return lambda line: self.ran.append((name, line))
 
 
