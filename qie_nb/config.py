@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PathStr', 'OptionalPath', 'Folder', 'Quantised', 'Section', 'LoraSection', 'ModelSection', 'DataSection',
-           'StepSection', 'TrainSection', 'CacheSection', 'PredictDevices', 'PredictSection', 'OptimizerSection',
-           'SchedulerSection', 'LoggingSection', 'Config', 'nearest_key', 'make_config', 'load_config_from_yaml',
-           'save_config', 'describe']
+           'StepSection', 'TrainSection', 'CacheSection', 'PredictDevices', 'PredictLora', 'PredictSection',
+           'OptimizerSection', 'SchedulerSection', 'LoggingSection', 'Config', 'nearest_key', 'make_config',
+           'load_config_from_yaml', 'save_config', 'describe']
 
 # %% ../nbs/00a_config.ipynb #923373d9
 import difflib, json
@@ -168,9 +168,22 @@ class PredictDevices(Section):
     text_encoder: str = "auto"
     transformer: str = "auto"
 
+class PredictLora(Section):
+    "One of the adapters that `predict` adds up."
+    path: PathStr = Field(min_length=1, description="file, folder or hub id")
+    weight: float = Field(1.0, allow_inf_nan=False, description="factor on the adapter's own scale")
+    name: Optional[str] = Field(None, description="adapter name; default by the file")
+
+def _lora_paths(v): return [dict(path=x) if isinstance(x, (str, Path)) else x for x in v] if isinstance(v, list) else v
+
 class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = PredictDevices()
+    loras: Annotated[list[PredictLora], BeforeValidator(_lora_paths)] = Field([],
+        description="adapters that `predict` loads where none is in memory: paths, or path, weight and name of each")
+    schedule: Literal["auto", "none", "lightning"] = Field("auto",
+        description="how few-step adapters are sampled: auto (by the file's header or name), none (the model's own), lightning "
+        "(Qwen-Image-Lightning: four steps, or as many as its file's name says, without guidance)")
 
 # %% ../nbs/00a_config.ipynb #4de984d9
 class OptimizerSection(Section):

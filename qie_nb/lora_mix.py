@@ -4,21 +4,26 @@
 
 # %% auto #0
 __all__ = ['check_name', 'is_part', 'set_weight', 'active_loras', 'is_merged', 'check_not_merged', 'same_learning',
-           'check_weights', 'use_loras', 'merge_lora', 'unmerge_lora', 'remove_loras']
+           'check_weights', 'use_loras', 'merge_lora', 'unmerge_lora', 'remove_loras', 'Wanted', 'wanted_loras',
+           'split_weight']
 
 # %% ../nbs/00hd_lora_mix.ipynb #da5b6f6e
 import math, re, warnings
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+
+from .lora_files import COMFY_NAME, WEIGHT_NAME, is_hub_id
 
 # %% ../nbs/00hd_lora_mix.ipynb #fcfb6589
 def check_name(
     name:str, # of an adapter
 ):
     "Raises ValueError where peft could not keep an adapter of that name."
-    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)) or name in "lora_":
-        raise ValueError(f"`adapter_name` must be letters, digits, _ and -, and no part of 'lora_', got {name!r}; 'style' would do")
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)) or hasattr(torch.nn.ModuleDict, name):
+        raise ValueError(f"`adapter_name` must be letters, digits, _ and -, and no attribute of torch's modules, got {name!r}; 'style' would do")
 
 def is_part(
     parameter:str, # its name in the transformer
@@ -150,3 +155,42 @@ def remove_loras(
         owner, _, leaf = n.rpartition(".")
         setattr(transformer.get_submodule(owner), leaf, m.base_layer)
     if getattr(transformer, "peft_config", None): use_loras(transformer, keep)
+
+# %% ../nbs/00hd_lora_mix.ipynb #1280b5dc
+class Wanted(NamedTuple):
+    "A LoRA that is to be loaded."
+    path: object        # file, folder or hub id
+    weight: float = 1.0 # factor on its scale
+    name: str = None    # of the adapter
+
+def _name(path, taken):
+    p = Path(str(path).rpartition(":")[2] if is_hub_id(str(path)) else str(path))
+    said = p.parent.name if p.name in (WEIGHT_NAME, COMFY_NAME) and p.parent.name else p.stem if p.suffix == ".safetensors" else p.name
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", said).strip("_") or "adapter"
+    if hasattr(torch.nn.ModuleDict, name): name = f"adapter_{name}"
+    return next(n for n in (name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))) if n not in taken)
+
+def wanted_loras(
+    loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
+) -> list: # of `Wanted`, each with a name of its own
+    "What is asked for. Raises ValueError where it cannot be had."
+    items = list(loras.items()) if isinstance(loras, dict) else [loras] if isinstance(loras, (str, Path)) else list(loras)
+    out = [Wanted(**x) if isinstance(x, dict) else Wanted(*x) if isinstance(x, (list, tuple)) else Wanted(x) for x in items]
+    given = [w.name for w in out if w.name is not None]
+    for n in given: check_name(n)
+    if twice := [n for n in given if given.count(n) > 1]: raise ValueError(f"`name` {twice[0]!r} is given to two adapters; name them apart")
+    taken = {"default", *given} # the one that is trained keeps its name
+    for k, w in enumerate(out):
+        if w.name is None: out[k] = w._replace(name=_name(w.path, taken))
+        taken.add(out[k].name)
+    check_weights({w.name: w.weight for w in out})
+    return out
+
+# %% ../nbs/00hd_lora_mix.ipynb #4edc4fdc
+def split_weight(
+    text:str, # path, or path:weight
+) -> tuple: # (path, weight)
+    "A path and its weight."
+    path, colon, weight = text.rpartition(":")
+    try: return (text, 1.0) if not colon or Path(text).exists() else (path, float(weight))
+    except ValueError: return text, 1.0 # a hub id with a file, or a drive

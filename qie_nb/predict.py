@@ -24,11 +24,12 @@ def sampling_schedule(
     steps:int, # sampling steps
     tokens:int, # packed tokens of the target
     device="cpu",
+    overrides:dict=None, # changes of the scheduler's config, as a few-step adapter wants them
 ): # a fresh scheduler with its timesteps set
     "Noise levels from 1 down to 1/steps, shifted for the picture's size as the pipelines do it."
-    least = 2 if scheduler.config.get("shift_terminal") else 1 # stretching a single level to the terminal one divides by zero
+    own = type(scheduler).from_config(scheduler.config, **(overrides or {}))
+    least = 2 if own.config.get("shift_terminal") else 1 # stretching a single level to the terminal one divides by zero
     if steps < least: raise ValueError(f"`num_inference_steps` must be at least {least} with this scheduler, got {steps}; 20 is usual")
-    own = type(scheduler).from_config(scheduler.config)
     own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_mu(tokens, own.config), device=device)
     own.set_begin_index(0)
     return own
@@ -97,6 +98,7 @@ def edit(
     seed:int=0, # of the noise
     generator=None, # torch.Generator instead of `seed`
     on_step=None, # called with (step, steps, latents)
+    scheduler_overrides:dict=None, # changes of the scheduler's config
 ) -> np.ndarray: # uint8 [H, W, 3]
     "Edit a picture as the diffusers pipelines would."
     parts = encoder.components
@@ -113,7 +115,7 @@ def edit(
     uncond = text(negative_prompt) if true_cfg_scale > 1 else None
     controls = [place(encoder.image(p, geometry.control(p.size)))[None] for p in pictures]
     noise = start_noise((1, 1, parts.get("vae").config.z_dim, h // factor, w // factor), seed, generator, device, dtype)
-    schedule = sampling_schedule(parts.get("scheduler"), num_inference_steps, (h // factor // 2) * (w // factor // 2), device)
+    schedule = sampling_schedule(parts.get("scheduler"), num_inference_steps, (h // factor // 2) * (w // factor // 2), device, scheduler_overrides)
     latents = denoise(transformer, schedule, noise, controls, cond, uncond, true_cfg_scale, on_step)
     return decode_latents(parts.get("vae"), latents, encoder.flat)[0]
 
@@ -124,6 +126,7 @@ class PredictMethods:
 
     def setup_predict(self):
         "Load and place what prediction needs, by `predict.devices`; quantise the transformer if `quantize` was set since."
+        self.load_configured_loras()
         d, plain = self.predict_devices, self.transformer is not None and not self.components.quantize.get("transformer")
         tr = self._transformer()
         if plain and kind_of(self.quantize): tr = self.transformer = self.quantize_model(tr, d["transformer"])
@@ -137,21 +140,25 @@ class PredictMethods:
         prompt_image, # control picture or list of them: path, PIL image or uint8 array [H, W, 3]
         prompt:str, # the instruction
         negative_prompt:str="", # "" is encoded as " "
-        num_inference_steps:int=20,
-        true_cfg_scale:float=4.0, # 1 means no guidance, half the work
+        num_inference_steps:int=None, # default 20, or what the schedule says
+        true_cfg_scale:float=None, # 1 means no guidance, half the work; default 4, or what the schedule says
         height:int=None, # pixels; default from the first picture's aspect
         width:int=None, # pixels
         seed:int=0, # of the noise
         generator=None, # torch.Generator instead of `seed`
         on_step=None, # called with (step, steps, latents)
+        scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
+        schedule=None, # name of one of `qie_nb.few_steps.SCHEDULES`; default `predict.schedule`, which asks the adapters in use
     ) -> np.ndarray: # uint8 [H, W, 3]
         "Edit a picture: what the diffusers pipeline gives for the same size, seed and adapter."
         training = self.transformer is not None and self.transformer.training
         if self._predictor is None: self.setup_predict()
+        num_inference_steps, true_cfg_scale, changes = self.sampling(schedule, num_inference_steps, true_cfg_scale)
         self.transformer.eval()
         try: return edit(self._predictor, self.transformer, prompt_image, prompt, negative_prompt,
                          num_inference_steps, true_cfg_scale, height, width,
-                         geometry=replace(self.geometry(), crop=False), seed=seed, generator=generator, on_step=on_step)
+                         geometry=replace(self.geometry(), crop=False), seed=seed, generator=generator, on_step=on_step,
+                         scheduler_overrides={**changes, **(scheduler_overrides or {})})
         finally: self.transformer.train(training)
 
 # %% ../nbs/02_predict.ipynb #697d5bf7
