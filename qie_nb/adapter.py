@@ -178,10 +178,9 @@ def sampling(self:AdapterMethods,
     "How the adapters in use are sampled; a schedule that nobody asked for is said, with the reason."
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(file, info) for _, file, info in self.loras_in_use()])
-    steps, true_cfg_scale = s.steps if steps is None else steps, s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
     if s.name != "none" and not why.startswith("asked"):
-        self.say_once(f"schedule {s.name}, {steps} steps, guidance {true_cfg_scale:g}: {why}; `schedule` none samples by the model's own")
-    return steps, true_cfg_scale, dict(s.scheduler)
+        self.say_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; `schedule` none samples by the model's own")
+    return s.steps if steps is None else steps, s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler)
 
 # %% ../nbs/01ab_adapter.ipynb #94c0fc2a
 @patch
