@@ -164,13 +164,16 @@ class CacheSection(Section):
 # %% ../nbs/00a_config.ipynb #6b8c31b4
 class PredictDevices(Section):
     "Device of each component while predicting."
-    vae: str = "auto"
-    text_encoder: str = "auto"
-    transformer: str = "auto"
+    vae: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps; auto goes by the memory that is free")
+    text_encoder: str = Field("auto", description="the same; auto may be another GPU than the transformer's")
+    transformer: str = Field("auto", description="the same; auto is `train.device`")
 
 class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = PredictDevices()
+    offload: Literal["auto", "none", "model", "layers"] = Field("auto",
+        description="what leaves the GPU while another component works: none; model (a component comes whole for its turn); layers (each "
+        "layer of text encoder and transformer comes for its turn: least memory, slowest); auto is the first of these that fits")
 
 # %% ../nbs/00a_config.ipynb #4de984d9
 class OptimizerSection(Section):
