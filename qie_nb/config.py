@@ -164,9 +164,9 @@ class CacheSection(Section):
 # %% ../nbs/00a_config.ipynb #6b8c31b4
 class PredictDevices(Section):
     "Device of each component while predicting."
-    vae: str = "auto"
-    text_encoder: str = "auto"
-    transformer: str = "auto"
+    vae: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps; auto goes by the memory that is free")
+    text_encoder: str = Field("auto", description="the same; auto may be another GPU than the transformer's")
+    transformer: str = Field("auto", description="the same; auto is `train.device`")
 
 class PredictLora(Section):
     "One of the adapters that `predict` adds up."
@@ -179,6 +179,9 @@ def _lora_paths(v): return [dict(path=x) if isinstance(x, (str, Path)) else x fo
 class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = PredictDevices()
+    offload: Literal["auto", "none", "model", "layers"] = Field("auto",
+        description="what leaves the GPU while another component works: none; model (a component comes whole for its turn); layers (each "
+        "layer of text encoder and transformer comes for its turn: least memory, slowest); auto is the first of these that fits")
     loras: Annotated[list[PredictLora], BeforeValidator(_lora_paths)] = Field([],
         description="adapters that `predict` loads where none is in memory: paths, or path, weight and name of each")
     schedule: Literal["auto", "none", "lightning"] = Field("auto",
