@@ -179,7 +179,8 @@ def sampling(self:AdapterMethods,
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(file, info) for _, file, info in self.loras_in_use()])
     if s.name != "none" and not why.startswith("asked"):
-        self.say_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; `schedule` none samples by the model's own")
+        self.say_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; "
+                      "`schedule` none samples by the model's own")
     return s.steps if steps is None else steps, s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler)
 
 # %% ../nbs/01ab_adapter.ipynb #94c0fc2a

@@ -141,8 +141,8 @@ def parser() -> argparse.ArgumentParser:
         ("--model", dict(help="in place of a configuration: model folder, hub id, or tiny, which is the default")),
         ("--image", dict(required=True, action="append", help="control picture; repeat for several")),
         ("--prompt", dict(required=True)), ("--out", dict(default="edited.png")),
-        ("--lora", dict(action="append", default=[], help="file, folder or hub id, with its weight behind a colon if not 1; repeat for several")),
-        ("--schedule", dict(choices=["auto", "none", "lightning"], help="of few-step adapters; default by configuration, file header or name")),
+        ("--lora", dict(action="append", default=[], help="file, folder or hub id, and :weight if it is not 1; repeat for several")),
+        ("--schedule", dict(choices=["auto", "none", "lightning"], help="of few-step adapters; default by configuration, header or name")),
         ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, help="default 20, or the schedule's")),
         ("--cfg", dict(type=float, help="guidance; default 4, or the schedule's")),
         ("--height", dict(type=int)), ("--width", dict(type=int)), ("--seed", dict(type=int, default=0)))

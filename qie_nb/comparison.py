@@ -57,12 +57,13 @@ def find_adapter(
     if name in ("best", "latest") and not (root/name).is_file():
         raise FileNotFoundError(f"{known}: there is no such checkpoint in {str(root)!r}; give a LoRA file, its folder, or a hub id")
     path = root/(root/"best").read_text().strip() if name == "best" else name
+    p = Path(str(path))
     try:
-        file_or_hub = Path(str(path)).suffix in (".safetensors", ".bin", ".ckpt") or is_hub_id(path) and not (root/Path(path).name).is_dir()
-        if file_or_hub: return *lora.check_lora(path), path if is_hub_id(path) else Path(str(path)).stem
-        file, weights, shown = adapter_of(trainer, path)
+        if p.suffix == ".safetensors" or is_hub_id(path) and not (root/p.name).is_dir():
+            return *lora.check_lora(path), path if is_hub_id(path) else p.parent.name if p.name == lora.WEIGHT_NAME else p.stem
+        file, weights, _ = adapter_of(trainer, path)
     except (ValueError, FileNotFoundError) as e: raise type(e)(str(e).replace("`resume_checkpoint`", "`checkpoints`")) from None
-    shown = name if name in ("best", "latest") else Path(str(path)).name
+    shown = name if name in ("best", "latest") else p.name
     return *lora.check_lora(file), str(shown) + " (mean)" * (weights == "ema")
 
 # %% ../nbs/02c_comparison.ipynb #1aa6bdc1
@@ -76,9 +77,10 @@ def columns_of(
     "The columns: checkpoints, each at every scale, each from every seed."
     if checkpoints is None: checkpoints = [NOW] if scales is not None or len(seeds) > 1 else [BASE, NOW]
     for name, given in (("checkpoints", checkpoints), ("scales", scales or [1.0]), ("seeds", seeds)):
-        if isinstance(given, (str, Path, int, float)) or not len(given): raise ValueError(f"`{name}` must be a list with an entry or more, got {given!r}")
+        if isinstance(given, (str, Path, int, float)) or not len(given):
+            raise ValueError(f"`{name}` must be a list with an entry or more, got {given!r}")
     if NOW in checkpoints and not trainer.active_adapters() and (scales is not None or BASE in checkpoints):
-        raise ValueError("no adapter is in use, so there is nothing to compare the base with; name `checkpoints`, or call load_lora() first")
+        raise ValueError("no adapter is in use, so there is nothing to compare with; name `checkpoints`, or call load_lora() first")
     lora.check_weights({f"scale {s}": s for s in scales or ()})
     out = []
     for name in (BASE if c is None else c for c in checkpoints):
@@ -144,7 +146,8 @@ from fastcore.basics import patch
 def shown_rows(self:Comparison) -> tuple: # (titles, rows of (picture, note))
     "Control first and target last, as figure and page show them."
     word, last = ("error", ["target"]) if self.targets else ("change", [])
-    rows = [[(c, "")] + [(p, f"{word} {d:.1f}") for p, d in zip(row, ds)] for c, row, ds in zip(self.controls, self.pictures, self.distances)]
+    rows = [[(c, "")] + [(p, f"{word} {d:.1f}") for p, d in zip(row, ds)]
+            for c, row, ds in zip(self.controls, self.pictures, self.distances)]
     if self.targets: rows = [row + [(t, "")] for row, t in zip(rows, self.targets)]
     return ["control", *(c.title for c in self.columns), *last], rows
 
@@ -246,14 +249,15 @@ def _geometry(trainer, columns):
         if s != sizes[0]: trainer.say_once(f"the adapters were trained at other sizes, {sizes[0]} and {s}: all columns use the first; "
                                            "set `data.control_area` and `data.vl_area` to choose others")
     first = sizes[0] if sizes else {}
-    return replace(g, control_area=d.control_area or first.get("control_area", g.control_area), vl_area=d.vl_area or first.get("vl_area", g.vl_area))
+    return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
+                   vl_area=d.vl_area or first.get("vl_area", g.vl_area))
 
 # %% ../nbs/02c_comparison.ipynb #528376c2
 def compare_edits(
     trainer,
     images, # one picture for all rows, or a list with an entry a row, which may be a list of control pictures
     prompts, # the instruction, or a list with one a row
-    checkpoints=None, # columns: folders, latest, best, files or hub ids; base (or None) for the base alone, now for what is in use; default base and now
+    checkpoints=None, # columns: folders, latest, best, files, hub ids; base (or None): without adapter; now: what is in use; default both
     scales=None, # columns: factors on the adapter, e.g. [0, 0.5, 1]
     seeds=None, # columns: seeds of the noise
     targets=None, # the true result of each row, to measure the error against
@@ -266,7 +270,7 @@ def compare_edits(
     schedule=None, # as in `predict`
     progress:bool=True, # show rate and time left?
 ) -> Comparison:
-    "The same edits by several checkpoints, at several weights or from several seeds. What is asked for is checked before anything is computed."
+    "The same edits by several checkpoints, at several weights or from several seeds; all is checked before anything is computed."
     images, prompts = _rows(images, prompts)
     trainer.load_configured_loras()
     columns = columns_of(trainer, checkpoints, scales, [seed] if seeds is None else seeds, schedule, num_inference_steps, true_cfg_scale)

@@ -1,6 +1,5 @@
 """Several adapters at prediction: the pictures of diffusers' own pipelines, what stays after a mistake, training beside them, merging, few-step schedules."""
-import json, math, warnings
-from functools import lru_cache
+import math, warnings
 
 import numpy as np
 import pytest
@@ -13,11 +12,11 @@ from safetensors.torch import load_file
 from qie_nb import lora
 from qie_nb.cli import main
 from qie_nb.config import LoraSection, load_config_from_yaml, make_config
-from qie_nb.few_steps import SCHEDULES, as_schedule, pick_schedule, steps_in_name
+from qie_nb.few_steps import SCHEDULES, as_schedule, steps_in_name
 from qie_nb.lora_files import read_lora, write_lora
-from qie_nb.lora_mix import split_weight, wanted_loras
+from qie_nb.lora_mix import split_weight
 from qie_nb.predict import sampling_schedule
-from qie_nb.quantise import KINDS, installed, quantise
+from qie_nb.quantise import KINDS, installed
 from qie_nb.tiny import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from conftest import write_pairs
@@ -410,3 +409,39 @@ def test_a_path_that_ends_like_a_weight_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/"x:2").mkdir()
     assert split_weight("x:2") == ("x:2", 1.0)
+
+
+@pytest.fixture
+def shell(tmp_path):
+    PICTURE.save(tmp_path/"a.png"), Image.new("RGB", (40, 40), "red").save(tmp_path/"b.png")
+
+    def run(*flags):
+        out = tmp_path/"out"/"edited.png"
+        code = main(["predict", "--model", str(tiny_folder("2511")), "--image", str(tmp_path/"a.png"), "--prompt", "make it blue", "--seed", "5", "--height", "48", "--width", "64", "--out", str(out), *map(str, flags)])
+        return code, np.asarray(Image.open(out)) if code == 0 else None
+    return run
+
+
+def test_predict_from_a_shell(shell, files, fast, tmp_path, capsys):
+    want = predict(trainer().load_loras([(files["style"], 0.5), files["root"]]))
+    code, got = shell("--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2)
+    assert code == 0 and np.array_equal(got, want)
+    assert np.array_equal(shell("--lora", f"{files['style']}:0.5", "--steps", 2, "--cfg", 1)[1], predict(trainer().load_lora(files["style"], weight=0.5), true_cfg_scale=1.0))
+    pictures = [PICTURE, Image.new("RGB", (40, 40), "red")]
+    assert np.array_equal(shell("--image", tmp_path/"b.png", "--schedule", "lightning")[1], trainer().predict(pictures, "make it blue", seed=5, schedule="lightning", **SIZE))
+    assert np.array_equal(shell("--lora", fast[4])[1], predict(trainer().load_lora(fast[4]), num_inference_steps=None))
+    assert "schedule lightning, 4 steps" in capsys.readouterr().out
+    for flags, sentence in ((("--lora", f"{files['style']}:nan"), "must be a finite number, got nan"), (("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"),
+                            (("--config", "x.yaml"), "give `--config` or `--model`, not both")):
+        assert shell(*flags)[0] == 2 and sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit): shell("--schedule", "turbo")
+
+
+def test_the_old_way_by_configuration_still_works(files, tmp_path):
+    import yaml
+    config = tmp_path/"run.yaml"
+    config.write_text(yaml.safe_dump(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), train=dict(device="cpu", mixed_precision="no"),
+                                          predict=dict(loras=[dict(path=str(files["style"]), weight=0.3)]))))
+    PICTURE.save(tmp_path/"a.png")
+    assert main(["predict", "--config", str(config), "--image", str(tmp_path/"a.png"), "--prompt", "x", "--steps", "2", "--cfg", "4", "--out", str(tmp_path/"o.png")]) == 0
+    assert np.array_equal(np.asarray(Image.open(tmp_path/"o.png")), QwenImageEditTrainer(load_config_from_yaml(config)).predict(PICTURE, "x", num_inference_steps=2))
