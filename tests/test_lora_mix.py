@@ -423,6 +423,7 @@ def shell(tmp_path):
 
 
 def test_predict_from_a_shell(shell, files, fast, tmp_path, capsys):
+    trainer = lambda: globals()["trainer"](train=dict(mixed_precision="auto")) # as without a configuration
     want = predict(trainer().load_loras([(files["style"], 0.5), files["root"]]))
     code, got = shell("--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2)
     assert code == 0 and np.array_equal(got, want)
