@@ -265,6 +265,19 @@ def get(self:Components, name:str):
 
 # %% ../nbs/00c_models.ipynb #9d0e65df
 @patch
+def set_offload(self:Components,
+    name:str, # component
+    on:bool, # shall each of its layers visit the device, from now on?
+):
+    "Keep a component in host memory, or whole again."
+    if name in self.parts and (on or name in self.offload):
+        from accelerate.hooks import remove_hook_from_module
+        part = self.parts[name]
+        if not on: remove_hook_from_module(part, recurse=True)
+        elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter's too, if one came since
+    self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
+
+@patch
 def drop(self:Components, *names):
     "Let components go and give their memory back."
     for n in names: self.parts.pop(n, None)
