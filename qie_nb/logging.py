@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ProgressCallback', 'row_of', 'rows_up_to', 'CSVCallback', 'TensorBoardCallback', 'picture_row', 'add_pictures',
-           'module_gauges', 'memory_gauges', 'logging_callbacks', 'read_events', 'choose_view', 'plot_events',
-           'show_tensorboard']
+           'module_gauges', 'memory_gauges', 'progress_callback', 'logging_callbacks', 'read_events', 'choose_view',
+           'plot_events', 'show_tensorboard']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
@@ -23,7 +23,7 @@ from .cache import write_atomic
 from .callback import Callback
 from .held_out import COLUMNS
 from .pictures import figure
-from .progress import Progress, short_time
+from .progress import Progress, kernel, short_time, watched
 from .stops import logged
 
 # %% ../nbs/03_logging.ipynb #f7bb21a6
@@ -160,6 +160,15 @@ def memory_gauges(
                 peak_MB=torch.cuda.max_memory_allocated(device) / 1e6, utilization=1 - free / total)
 
 # %% ../nbs/03_logging.ipynb #4e346301
+def progress_callback(
+    config, # `Config`
+): # `Callback`
+    "The training panel where a notebook is watched, else lines of text, or a bar."
+    wanted = config.logging.panel
+    if not wanted or wanted == "auto" and not (kernel() and watched()): return ProgressCallback()
+    from qie_nb.panel import TrainingPanel
+    return TrainingPanel()
+
 def logging_callbacks(
     config, # `Config`
 ) -> list:
@@ -168,7 +177,7 @@ def logging_callbacks(
     to = {to} if isinstance(to, str) else set(to or ())
     unknown = to - {"tensorboard", "none"}
     if unknown: raise ValueError(f"`logging.report_to` {sorted(unknown)[0]!r} is not supported; use tensorboard or none")
-    return [ProgressCallback(), CSVCallback()] + ([TensorBoardCallback()] if "tensorboard" in to else [])
+    return [CSVCallback()] + ([TensorBoardCallback()] if "tensorboard" in to else []) + [progress_callback(config)]
 
 # %% ../nbs/03_logging.ipynb #349f1ff5
 def read_events(
