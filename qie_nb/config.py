@@ -195,12 +195,15 @@ class SchedulerSection(Section):
 # %% ../nbs/00a_config.ipynb #c913993b
 class LoggingSection(Section):
     "What is written while training, and how often."
-    log_dir: PathStr = Field("runs", description="TensorBoard event files")
-    report_to: Union[str, list[str], None] = Field("tensorboard", description="tensorboard or none")
+    log_dir: PathStr = Field("runs", description="TensorBoard event files; those of an earlier run are moved to a folder below")
+    report_to: Union[str, list[str], None] = Field("tensorboard",
+        description="tensorboard, none, or a list with trackers of accelerate: wandb, trackio, mlflow, ...; CSV and JSONL are always written")
+    project: str = Field("qie_nb", min_length=1, description="name of the project for accelerate's trackers")
+    tracker_options: dict[str, dict] = Field({}, description="further arguments of a tracker by its name, e.g. {wandb: {mode: offline}}")
     log_every: int = Field(1, ge=1, description="optimizer steps between logged rows")
     log_images: bool = Field(True, description="show training pictures, also when latents are cached")
-    log_images_every: int = Field(100, ge=1, description="optimizer steps between pictures")
-    log_images_count: int = Field(2, ge=1, description="pictures each time")
+    log_images_every: int = Field(100, ge=1, description="optimizer steps between pictures; the first step shows them too")
+    log_images_count: int = Field(2, ge=1, description="samples of the step's batch that are shown each time")
     panel: Union[bool, Literal["auto"]] = Field("auto",
         description="the training panel in a notebook; auto: where somebody watches, else lines of text")
 

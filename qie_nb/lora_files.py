@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from .cache import write_atomic
+from .progress import quiet_bars
 
 # %% ../nbs/00ha_lora_files.ipynb #22ffe4bd
 WEIGHT_NAME = "pytorch_lora_weights.safetensors"
@@ -57,6 +58,7 @@ def from_hub(
     "Download a LoRA. Raises FileNotFoundError with the remedy."
     from huggingface_hub import HfApi, hf_hub_download
     repo, _, file = path.partition(":")
+    quiet_bars()
     try:
         names = [file] if file else [f for f in HfApi().list_repo_files(repo) if f.endswith(".safetensors")]
         if WEIGHT_NAME in names or len(names) == 1: return Path(hf_hub_download(repo, WEIGHT_NAME if WEIGHT_NAME in names else names[0]))
