@@ -60,3 +60,60 @@ def test_the_environment_is_the_one_that_is_meant(opened):
 def test_a_hostile_caption_would_be_noticed(opened):
     page = opened("control", [f"import ipywidgets\nipywidgets.HTML({HOSTILE!r})"]).kernel().run_all()
     page.page.wait_for_function("() => window.pwned === 1")
+
+
+TRAIN = '''
+import tempfile
+from pathlib import Path
+from qie_nb.photos import make_pairs
+from qie_nb.trainer import QwenImageEditTrainer
+work = Path(tempfile.mkdtemp())
+folder = make_pairs(work/"pairs", "duotone", 12)
+for f in (folder/"training_images").glob("*.txt"): f.write_text("print it in two colours " + {hostile!r})
+trainer = QwenImageEditTrainer(dict(
+    model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16)), data=dict(dataset_path=str(folder), image_size=[96, 96], batch_size=2),
+    train=dict(output_dir=str(work), max_train_steps=5000, device="cpu", mixed_precision="no", gradient_checkpointing=False, save_interval=0,
+               val_fraction=0.3, eval_interval=0, eval_steps=6, eval_pictures=3, eval_num_inference_steps=4),
+    cache=dict(cache_dir=str(work/"cache")), optimizer=dict(lr=5e-3), logging=dict(log_dir=str(work/"runs"))))
+trainer.cache_embeddings()'''
+FIT = 'trainer.fit()\nprint("left with", trainer.state.stop, trainer.global_step, (trainer.checkpoint_root()/"latest").read_text())'
+ON = "trainer.config.train.max_train_steps = trainer.global_step + 2\ntrainer.fit()\nprint('went on to', trainer.global_step)"
+
+
+def steps_shown(page): return int(re.search(r"step (\d+) of", page.page.inner_text(f".jp-OutputArea:has({STOPS})"))[1])
+
+
+def test_the_stop_button_ends_a_run_with_a_checkpoint_and_fit_goes_on(opened, browser, lab, tmp_path):
+    page = opened("panel", [TRAIN.format(hostile=HOSTILE), FIT, ON]).kernel().run_all(wait=False)
+    button = page.page.locator(STOPS)
+    button.wait_for(timeout=120_000)
+    page.page.locator("figure:has-text('print it in two colours')").first.wait_for(timeout=120_000) # an evaluation's pictures
+    curve, at = page.page.locator("svg polyline").first.get_attribute("points"), steps_shown(page)
+    page.page.wait_for_function("was => document.querySelector('svg polyline').getAttribute('points') !== was", arg=curve)
+    assert steps_shown(page) > at
+    page.keep("training")
+    button.click()
+    page.finished()
+    assert not page.errors() and not page.console
+    said = "".join(o.get("text", "") for o in page.outputs() if o["output_type"] == "stream")
+    step = int(re.search(r"left with the stop button (\d+) (?:step|epoch)_\d+", said)[1])
+    assert at < step < 5000 and f"went on to {step + 2}" in said
+    assert page.page.evaluate("window.pwned") is None
+    assert page.page.locator(STOPS).count() == 0 or not page.page.locator(STOPS).first.is_visible()
+    assert "stopped: the stop button" in text_of(page) and "finished, step" in re.sub(r"\s+", " ", text_of(page))
+    page.save()
+    tomorrow(page, opened, lab, tmp_path, "stopped: the stop button")
+
+
+def tomorrow(page, opened, lab, tmp_path, *texts):
+    "The saved notebook in a server that knows nothing of its kernel shows the still forms, and no error."
+    for d in ("notebooks", "home"): (tmp_path/d).mkdir()
+    shutil.copy(lab.folder/f"{page.name}", tmp_path/"notebooks")
+    with Lab(tmp_path/"notebooks", tmp_path/"home") as fresh:
+        again = opened(page.name.removesuffix(".ipynb"), server=fresh).kernel()
+        for text in texts: again.page.get_by_text(text).first.wait_for()
+        again.page.wait_for_timeout(1500) # the widgets' manager has looked for the models
+        again.keep("tomorrow")
+        shown = again.page.locator("text=Error displaying widget").all()
+        assert not [s for s in shown if s.is_visible()]
+        assert again.page.evaluate("window.pwned") is None
