@@ -33,7 +33,8 @@ def picture_html(
 ) -> str:
     "A picture with its title, inside the page."
     data = base64.b64encode(picture_bytes(image, 3 * height)).decode()
-    wide = max(160, round(height * image.width / image.height if hasattr(image, "width") else height * image.shape[1] / image.shape[0]))
+    h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
+    wide = max(160, round(height * w / h)) # a long title goes over several lines
     return (f'<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;max-width:{wide}px">'
             f'<img style="height:{height}px" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px">{escape(title)}</figcaption></figure>')
