@@ -41,6 +41,13 @@ def built(monkeypatch):
     return count
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call": item.failed = report.failed # for fixtures that keep what was to be seen
+    return report
+
+
 def few_trials(script, request, tmp_path_factory):
     "The cases of faults.py or kills.py that this session selected, in a process of its own that forks freely: {name: result}."
     chosen = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]

@@ -28,18 +28,31 @@ def lab(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(browser, lab, tmp_path):
+def opened(browser, lab, tmp_path, request):
     "Opens notebooks; keeps what was to be seen where a test fails."
     pages = []
 
     def open_(name, cells=None, server=lab):
         file = server.folder/f"{name}.ipynb"
         if cells is not None: file.write_text(json.dumps(notebook(cells)))
-        elif not file.exists(): shutil.copy(ROOT/"nbs"/file.name, file)
+        elif not file.exists(): file.write_text(json.dumps(chapter(file.name)))
         pages.append(Page(browser, server, file.name, tmp_path))
         return pages[-1]
     yield open_
-    for page in pages: page.close()
+    failed = getattr(request.node, "failed", False)
+    for page in pages:
+        if failed: print("to be seen when it failed:", page.keep(f"failed_{page.name}"))
+        page.close()
+
+
+def chapter(name) -> dict:
+    "A notebook of the project without its last cells: it exports nothing here, and its files stay for the clicks."
+    book = json.loads((ROOT/"nbs"/name).read_text())
+    ends = lambda c: c["cell_type"] == "code" and re.search(r"^(shutil\.rmtree\(|import nbdev)", "".join(c["source"]), re.M)
+    book["cells"] = [c for c in book["cells"] if not ends(c)]
+    for c in book["cells"]:
+        if c["cell_type"] == "code": c["outputs"] = []
+    return book
 
 
 def notebook(cells) -> dict:
@@ -60,6 +73,90 @@ def test_the_environment_is_the_one_that_is_meant(opened):
 def test_a_hostile_caption_would_be_noticed(opened):
     page = opened("control", [f"import ipywidgets\nipywidgets.HTML({HOSTILE!r})"]).kernel().run_all()
     page.page.wait_for_function("() => window.pwned === 1")
+
+
+
+def seen(page, text): page.page.wait_for_function("t => document.querySelector('.jp-Notebook').innerText.replace(/\\s+/g, ' ').includes(t)", arg=text)
+
+
+def test_the_tour(opened, lab, tmp_path):
+    page = opened("index").kernel().run_all()
+    assert not page.errors()
+    p = page.page
+    seen(page, "finished, step 40 of 40") # the training panel
+
+    viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
+    first = viewer.inner_text()
+    viewer.locator("button:has-text('next')").click()
+    p.wait_for_function("([e, was]) => e.innerText !== was", arg=[viewer.element_handle(), first])
+    pictures = viewer.locator("img").first.get_attribute("src")
+    slide(viewer, "ArrowRight", 3)
+    p.wait_for_function("([e, was]) => e.querySelector('img').src !== was", arg=[viewer.element_handle(), pictures])
+    assert "0004" in viewer.inner_text() or "5 of 12" in viewer.inner_text()
+    was = viewer.inner_text()
+    viewer.locator("select").select_option(index=1)
+    p.wait_for_function("([e, was]) => e.innerText !== was", arg=[viewer.element_handle(), was])
+
+    status = p.locator(".jp-OutputArea-output:has(button:has-text('verify'))").first
+    before = status.inner_text()
+    assert "pixel_latent" in before
+    status.locator("button:has-text('verify')").click()
+    p.wait_for_function("([e, was]) => e.innerText !== was", arg=[status.element_handle(), before])
+
+    both = p.locator(".jp-OutputArea-output:has(img.widget-image)").first
+    picture = both.locator("img.widget-image").get_attribute("src")
+    slide(both, "ArrowLeft", 20)
+    p.wait_for_function("([e, was]) => e.querySelector('img.widget-image').src !== was", arg=[both.element_handle(), picture])
+
+    assert not page.errors() and not page.console
+    page.save()
+    tomorrow(page, opened, lab, tmp_path, "finished", "with the LoRA so far", "pixel_latent")
+
+
+def slide(box, key, times):
+    handle = box.locator(".noUi-handle, .ui-slider-handle").first
+    handle.focus()
+    for _ in range(times): handle.press(key)
+
+
+@pytest.mark.parametrize("name, text", [("00_cache", "pixel_latent"), ("03_logging", "finished, step 30 of 30")])
+def test_a_chapter_runs_and_shows_itself(name, text, opened):
+    page = opened(name).kernel().run_all()
+    assert not page.errors() and not page.console
+    seen(page, text)
+
+
+WIDGETS = """
+import tempfile, torch
+from pathlib import Path
+from qie_nb.cache import EmbeddingCacheManager, key_of
+from qie_nb.data import ImageDataset
+from qie_nb.photos import make_pairs
+from qie_nb.slider import before_after
+from qie_nb.widgets import cache_status, pair_grid, sample_viewer
+hostile = {hostile!r}
+work = Path(tempfile.mkdtemp())
+folder = make_pairs(work/"pairs", "duotone", 4)
+name = hostile.replace("/", "")
+for f in sorted(folder.rglob("0000.*")): f.rename(f.with_name(name + f.suffix))
+for f in (folder/"training_images").glob("*.txt"): f.write_text("text of " + hostile)
+dataset = ImageDataset(dict(dataset_path=str(folder), image_size=[96, 96]))
+cache = EmbeddingCacheManager(work/name)
+bad = cache.save_cache("pixel_latent", key_of("pixel_latent", a=1), torch.randn(4))
+bad.write_bytes(bad.read_bytes()[:-1] + b"\\0")"""
+
+
+def test_captions_and_file_names_are_no_program(opened):
+    shown = ["sample_viewer(dataset)", "pair_grid(dataset, 4)", "cache_status(cache)",
+             "picture = next(folder.rglob('0001.png'))\nbefore_after(picture, picture, [hostile, hostile])"]
+    page = opened("hostile", [WIDGETS.format(hostile=HOSTILE), *shown]).kernel().run_all()
+    assert not page.errors()
+    page.page.locator("button:has-text('next')").first.click()
+    page.page.locator("button:has-text('verify')").first.click()
+    seen(page, "1 of 1 entries are bad")
+    seen(page, "text of <img src=x") # it is there, as text
+    page.page.wait_for_timeout(500)
+    assert page.page.evaluate("window.pwned") is None and not page.page.locator("img[src=x]").count()
 
 
 TRAIN = '''

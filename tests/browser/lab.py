@@ -49,6 +49,8 @@ class Lab:
                                 JUPYTER_DATA_DIR=str(self.home/"data"), JUPYTER_RUNTIME_DIR=str(self.home/"runtime"), IPYTHONDIR=str(self.home/"ipython"),
                                 JUPYTERLAB_WORKSPACES_DIR=str(self.home/"workspaces"), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false")
         env.pop("JUPYTER_PATH", None)
+        env["TMPDIR"] = str(self.home/"tmp")
+        (self.home/"tmp").mkdir(exist_ok=True)
         self.log = (self.home/"server.log").open("ab")
         self.server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0", "--allow-root",
@@ -122,7 +124,13 @@ class Page:
         (self.out/f"{what}.txt").write_text("\n".join(["console:", *self.console, "", "page:", self.page.inner_text("body")]))
         return self.out/f"{what}.png"
 
-    def close(self): self.page.close()
+    def close(self):
+        "Close the page and end its kernel."
+        self.page.close()
+        ask = lambda path, method="GET": urllib.request.urlopen(urllib.request.Request(f"{self.lab.url}api/{path}?token={self.lab.token}", method=method), timeout=30)
+        if self.lab.server.poll() is not None: return
+        for s in json.load(ask("sessions")):
+            if s["path"] == self.name: ask(f"sessions/{s['id']}", "DELETE").close()
 
 
 @contextmanager
