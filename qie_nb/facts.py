@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from .data import ImageDataset
-from .entries import CacheEntryError, read_header, unpack_entry
+from .entries import read_header, unpack_entry
 from .layers import examine
 from .models import VARIANTS, Components, component_digest, prompt_text, resolve_model, template_of
 from .pairs import look, marks_of
@@ -64,10 +64,11 @@ def entry_shape(
 ) -> tuple: # or None where the cache does not say
     "Shape of one of sample `i`'s tensors in the cache."
     if dataset.cache is None or dataset.identity is None: return None
-    kind, key, _ = dataset.keys(i)[name]
-    if (layer := dataset.cache._first(kind, key)) is None: return None
-    try: return tuple(read_header(_beginning(layer, kind, key))[kind]["shape"])
-    except (CacheEntryError, OSError, KeyError, TypeError): return None
+    try:
+        kind, key, _ = dataset.keys(i)[name]
+        layer = dataset.cache._first(kind, key)
+        return layer and tuple(read_header(_beginning(layer, kind, key))[kind]["shape"])
+    except (ValueError, OSError, KeyError, TypeError): return None # a bad entry, or a picture that is gone
 
 def _beginning(layer, kind, key) -> bytes:
     if layer.packed: return layer.read(kind, key)
@@ -131,10 +132,10 @@ def sample_facts(
     components = components_of(model)
     problems, drop, variant = [], dataset.dropped(i), variant_of(dataset, components)
     s, sizes, bucket = dataset.samples[i], dataset.sizes[i], dataset.bucket(i)
-    lacking = ["everything"] if dataset.cache is None else _try(problems, lambda: dataset.missing(i), ["everything"])
+    lacking = None if dataset.cache is None else _try(problems, lambda: dataset.missing(i))
     f = dict(id=s.id, index=i, prompt=s.prompt, dropped=drop, epoch=dataset.epoch, controls=len(s.controls), mask=s.mask is not None,
              target_size=sizes[0], control_sizes=list(sizes[1:]), bucket=bucket[0], control_bucket=list(bucket[1:]),
-             cached=not lacking, missing=lacking if dataset.cache is not None else [])
+             cached=lacking == [], missing=lacking or [])
     f["variant"] = variant and variant.name
     f["text"] = _try(problems, lambda: seen_text(variant, "" if drop else s.prompt, len(s.controls), whole))
     f["tokens"] = _try(problems, lambda: _tokens(dataset, i, components, whole, f)) or _try(problems, lambda: _tokens(dataset, i, components, False, f))

@@ -31,7 +31,9 @@ def _look(source) -> dict:
                 pixels=hashlib.sha256(repr(im.size).encode() + im.tobytes()).hexdigest()[:16], camera=_camera(data))
 
 def _camera(data) -> bool:
-    try: marks = Image.open(io.BytesIO(data)).getexif()
+    try:
+        im = Image.open(io.BytesIO(data))
+        marks = {} if im.format == "PNG" and b"eXIf" not in data else im.getexif() # it would decode a PNG to look at its end
     except Exception: return False
     return bool(str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0")) # Make, Model
 

@@ -62,7 +62,7 @@ def note(
     text:str, # a sentence, escaped
 ) -> str:
     "A sentence that stands out."
-    return f'<div style="border-left:4px solid #c77700;padding-left:8px;margin:6px 0">{escape(text)}</div>'
+    return f'<div style="border-left:4px solid #c77700;padding-left:8px;margin:6px 0;overflow-wrap:anywhere">{escape(text)}</div>'
 
 # %% ../nbs/00la_shown.ipynb #7a1e0014
 class Told:

@@ -24,7 +24,7 @@ def _opened(source, aspect): # PIL image, or the sentence that says why not
     except (ValueError, OSError) as e: return str(e)
 
 def _figure(im, title, height) -> str:
-    return note(f"{title}: {im}") if isinstance(im, str) else picture_html(im, title, height)
+    return note(f"{title.split(':')[0]}: {im}") if isinstance(im, str) else picture_html(im, title, height)
 
 def masked_picture(
     im, # PIL image, RGB
@@ -63,13 +63,13 @@ def _chips(f) -> str:
     cached = chip("cached") if f["cached"] else chip("not cached" + (": " + ", ".join(f["missing"]) if f["missing"] else ""), bool(f["missing"]))
     dropped = chip(f"caption dropped in epoch {f['epoch']}") * f["dropped"]
     wrong = "".join(chip(mark, bad=True) for mark in dict.fromkeys(mark for mark, _ in f["marks"]))
-    tokens = (f"{n('target')} target + {' + '.join(map(str, t.get('controls', '?')))} control + {' + '.join(map(str, t.get('pictures', '?')))} seen + "
+    tokens = (f"{n('target')} target + {' + '.join(map(str, t.get('controls', '?')))} control + {' + '.join(map(str, t.get('pictures', '?')))} vision + "
               f"{n('text')} text = {n('sequence')} tokens")
     return wrong + cached + dropped + chip(f"bucket {_size(f['bucket'])}") + chip(tokens)
 
 def _wrong(f) -> str:
     rows = [f"{mark}: {why}" for mark, why in f["marks"]] + [f"{name} is bad: {why} ({place})" for name, place, why in f["bad"]]
-    return "".join(map(note, rows + f["problems"]))
+    return "".join(map(note, rows + [p for p in f["problems"] if not p.startswith("picture ")])) # those stand in the picture's place
 
 def _text(f) -> str:
     box = "white-space:pre-wrap;border:1px solid;border-radius:4px;padding:6px;margin:4px 0;max-width:60em"
@@ -239,8 +239,8 @@ def page(self:SampleViewer) -> str:
     tensors, why, f = {}, "", self.facts()
     if self.decode:
         try: tensors = decoded(self.dataset, i, self.components)
-        except Exception as e: why = note(f"not decoded: {e}")
-        if not tensors and not why: why = note("not decoded: the cache holds no latent of this sample")
+        except Exception as e: why = "" if str(e).startswith("picture ") else note(f"not decoded: {e}")
+        else: why = "" if tensors else note("not decoded: the cache holds no latent of this sample")
     near = self.partners()
     small = "".join(_figure(_opened(self.dataset.samples[j].target, None), f"{self.dataset.samples[j].id}: {what}", 90) for j, what in near[:3])
     if near: small = f"<div>near duplicates: {len(near)}</div>" + small
