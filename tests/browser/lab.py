@@ -140,3 +140,8 @@ def chrome():
         browser = p.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"])
         try: yield browser
         finally: browser.close()
+
+
+if __name__ == "__main__": # before long work: is there a browser?
+    try: print("browser:", chromium())
+    except RuntimeError as e: sys.exit(str(e))
