@@ -220,6 +220,8 @@ class LoggingSection(Section):
     log_images: bool = Field(True, description="show training pictures, also when latents are cached")
     log_images_every: int = Field(100, ge=1, description="optimizer steps between pictures; the first step shows them too")
     log_images_count: int = Field(2, ge=1, description="samples of the step's batch that are shown each time")
+    panel: Union[bool, Literal["auto"]] = Field("auto",
+        description="the training panel in a notebook; auto: where somebody watches, else lines of text")
 
 # %% ../nbs/00a_config.ipynb #2bc1746d
 class Config(Section):
