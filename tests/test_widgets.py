@@ -66,7 +66,7 @@ def hostile_set(tmp_path):
             im.save(root/"control_images"/f"{n} {HOSTILE}.png")
             EDITS["duotone"](im).save(root/"training_images"/f"{n} {HOSTILE}.png")
             (root/"training_images"/f"{n} {HOSTILE}.txt").write_text(f"{HOSTILE} {i}")
-    ds = dataset(root, tmp_path/f"cache {HOSTILE}")
+    ds = dataset(root, tmp_path/f"cache {HOSTILE}", caption_dropout_rate=0.5)
     who = fill(ds).identity()
     (tmp_path/f"cache {HOSTILE}"/"manifest.json").write_text(json.dumps(dict(version=1, identities=dict(a=who | dict(model=HOSTILE)))))
     ds.refresh()
@@ -76,7 +76,8 @@ def hostile_set(tmp_path):
 def test_everything_is_escaped_in_the_viewer(tmp_path):
     ds = hostile_set(tmp_path)
     view = sample_viewer(ds, str(tiny_folder("2511")), whole=True, decode=True)
-    c, pages = opened(view), [pair_grid(ds).html(), view.html(), sample_html(ds, 0)]
+    c, pages = opened(view), [pair_grid(ds).html(), view.html(), *(sample_html(ds, i) for i in range(4))]
+    assert any("is dropped; the model sees" in p for p in pages)
     (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").write_bytes(b"broken")
     seen = lambda: pages.extend((c.page.value, c.message.value))
     for name in list(view.filters()):
