@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OWN', 'ProgressCallback', 'module_gauges', 'memory_gauges', 'picture_grid', 'tagged', 'pictures_of', 'as_written',
            'set_aside', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_place',
-           'logging_callbacks']
+           'progress_callback', 'logging_callbacks']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
@@ -23,7 +23,7 @@ import torch
 from .batches import Batch
 from .callback import Callback
 from .events import choose_view, plot_events, read_events, show_tensorboard
-from .progress import Progress, short_time
+from .progress import Progress, kernel, short_time, watched
 from .quantise import held_bytes
 from .rows import CSVCallback, row_of
 from .stops import logged
@@ -282,6 +282,15 @@ def check_place(name:str, log_dir):
     if not filter_trackers([name], "runs"):
         raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install {name}, or use tensorboard or none")
 
+def progress_callback(
+    config, # `Config`
+): # `Callback`
+    "The training panel where a notebook is watched, else lines of text, or a bar."
+    wanted = config.logging.panel
+    if not wanted or wanted == "auto" and not (kernel() and watched()): return ProgressCallback()
+    from qie_nb.panel import TrainingPanel
+    return TrainingPanel()
+
 def logging_callbacks(
     config, # `Config`
 ) -> list:
@@ -289,6 +298,6 @@ def logging_callbacks(
     to = config.logging.report_to
     names = [n for n in dict.fromkeys([to] if isinstance(to, str) else to or ()) if n != "none"]
     for n in names: check_place(n, config.logging.log_dir)
-    if names == ["tensorboard"]: return [ProgressCallback(), CSVCallback(), TensorBoardCallback()]
+    if names == ["tensorboard"]: return [CSVCallback(), TensorBoardCallback(), progress_callback(config)]
     sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
-    return [ProgressCallback(), CSVCallback()] + [LogCallback(sinks)] * bool(sinks)
+    return [CSVCallback()] + [LogCallback(sinks)] * bool(sinks) + [progress_callback(config)]

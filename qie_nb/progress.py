@@ -35,6 +35,7 @@ def short_time(
 class Progress:
     "Counts steps with rate and time left, as a bar or as plain lines."
     began, bars = None, 0 # when this process said something first; bars that are open
+    hush = None # the panel that shows the work in place of bars and lines
     def __init__(self,
         total:int, # steps in all
         what:str="", # name of the work
@@ -46,7 +47,7 @@ class Progress:
         self.n, self.t0, self.bar = start, time.time(), None
         self.due = self.t0 + min(1., every)
         Progress.began = Progress.began or self.t0
-        if watched(stream): self.bar = self.open_bar()
+        if Progress.hush is None and watched(stream): self.bar = self.open_bar()
 
     def open_bar(self):
         from tqdm import tqdm
@@ -62,7 +63,7 @@ class Progress:
 
     def line(self, note=""):
         now = time.time()
-        if now < self.due and self.n != self.total: return
+        if Progress.hush is not None or now < self.due and self.n != self.total: return
         rate = (self.n - self.start) / max(now - self.t0, 1e-9)
         left = max(0, self.total - self.n) / rate if rate else None
         if self.every and left is not None and 0 < left < 3: return # the last line follows at once
