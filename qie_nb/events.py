@@ -8,7 +8,8 @@ __all__ = ['CURVES', 'SHOWN', 'Run', 'run_folders', 'read_run', 'read_events', '
            'show_tensorboard']
 
 # %% ../nbs/03d_events.ipynb #7e0d0003
-import html, io, os, shlex, sys, textwrap
+import html, io, logging, os, shlex, sys, textwrap
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def run_folders(
     return {d.relative_to(logdir).as_posix(): d for d in sorted(newest, key=lambda d: (newest[d], str(d)))}
 
 # %% ../nbs/03d_events.ipynb #7e0d0008
+@contextmanager
+def _silent(name):
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel("ERROR")
+    try: yield
+    finally: logger.setLevel(level)
+
 def read_run(
     folder, # with event files, not searched below
     last:bool=False, # of each picture only the last? A long run's pictures may fill the memory
@@ -42,7 +51,8 @@ def read_run(
     "One run's scalars, pictures and texts."
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    acc = EventAccumulator(str(folder), size_guidance=dict(scalars=0, images=int(last), tensors=0)).Reload()
+    with _silent("tensorboard"): # it warns of each resume
+        acc = EventAccumulator(str(folder), size_guidance=dict(scalars=0, images=int(last), tensors=0)).Reload()
     tags, decode = acc.Tags(), lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
     text = lambda e: html.unescape(b"\n".join(e.tensor_proto.string_val).decode(errors="replace"))
     return Run({tag: [(e.step, e.value) for e in acc.Scalars(tag)] for tag in tags["scalars"]},
@@ -82,7 +92,7 @@ def draw_curve(
     ax, # matplotlib Axes
     tag:str,
     runs:dict, # {name: Run}
-):
+): # the Axes
     "One kind of number of every run."
     lowest, highest = np.inf, 0
     for k, (name, run) in enumerate(runs.items()):
@@ -91,7 +101,7 @@ def draw_curve(
         rough, few = tag in ("loss", "grad_norm") and len(x) > 20, len(x) <= 20
         ax.plot(x, y, lw=0.7 if rough else 1.6, alpha=0.25 if rough else 1, color=f"C{k}", marker="o" if few else "", ms=3.5,
                 label=None if rough else name)
-        if rough: ax.plot(x, running_mean(y), lw=1.8, color=f"C{k}", label=name)
+        if rough: ax.plot(x, running_mean(y, max(0.05, 8 / len(x))), lw=1.8, color=f"C{k}", label=name)
         if all(f"{tag}_{side}" in run.scalars for side in ("low", "high")): _band(ax, run, tag, f"C{k}")
         lowest, highest = min(lowest, np.nanmin(y, initial=np.inf)), max(highest, np.nanmax(y, initial=0))
     if 0 < 30 * lowest < highest < np.inf and tag != "lr": ax.set_yscale("log")
@@ -100,6 +110,7 @@ def draw_curve(
     ax.tick_params(labelsize=8)
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
+    return ax
 
 def _band(ax, run, tag, colour): # the 95 % interval
     x, low, high = [s for s, _ in run.scalars[f"{tag}_low"]], *([v for _, v in run.scalars[f"{tag}_{side}"]] for side in ("low", "high"))
@@ -146,12 +157,17 @@ def plot_events(
     curves = [t for t in tags if any(t in r.scalars for r in runs.values())]
     pictures = last_pictures(runs)
     if not curves and not pictures: raise ValueError(f"`logdir` {str(logdir)!r} holds event files without any of {', '.join(tags)} or a picture")
-    rows, below = -(-len(curves) // 2), -(-len(pictures) // 2)
-    fig = figure(figsize=(10, max(2.2, 2.5 * rows + 2.8 * below)), layout="constrained")
-    grid = fig.add_gridspec(rows + below, 2, height_ratios=[2.5] * rows + [2.8] * below)
-    wide = lambda k, n, row: grid[row, :] if k == n - 1 and n % 2 else grid[row, k % 2] # the last of an odd number takes the line
-    for k, tag in enumerate(curves): draw_curve(fig.add_subplot(wide(k, len(curves), k // 2)), tag, runs)
-    for k, p in enumerate(pictures): draw_picture(fig.add_subplot(wide(k, len(pictures), rows + k // 2)), *p[1:], p[0])
+    rows = -(-len(curves) // 2)
+    tall = [min(3.2, 4.6 * max(p[3].shape[0] / p[3].shape[1] for p in pictures[k:k + 2])) + 0.7 for k in range(0, len(pictures), 2)]
+    heights = [2.5] * rows + tall # inches
+    fig = figure(figsize=(10, sum(heights)), layout="constrained")
+    grid = fig.add_gridspec(len(heights), 2, height_ratios=heights)
+    first = None # curves share their steps; the last of an odd number takes the line
+    for k, tag in enumerate(curves):
+        place = grid[k // 2, :] if k == len(curves) - 1 and k % 2 == 0 else grid[k // 2, k % 2]
+        first = draw_curve(fig.add_subplot(place, sharex=first), tag, runs)
+    for k, p in enumerate(pictures):
+        draw_picture(fig.add_subplot(grid[rows + k // 2, k % 2 if len(pictures) > 1 else slice(None)]), *p[1:], p[0])
     if curves and len(runs) > 1: fig.axes[0].legend(fontsize=8, frameon=False)
     if len(folders) > SHOWN: fig.suptitle(f"the {SHOWN} newest of {len(folders)} runs", fontsize=10)
     return fig
@@ -236,6 +252,6 @@ def show_tensorboard(
     if way == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = place.proxy() or "/proxy/%PORT%/"
     from IPython import get_ipython
     shell, line = get_ipython(), f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"
-    shell.run_line_magic("load_ext", "tensorboard")
+    with redirect_stdout(io.StringIO()): shell.run_line_magic("load_ext", "tensorboard") # which says so where it was loaded before
     if set("${") & set(line): shell.find_line_magic("tensorboard")(line)
     else: shell.run_line_magic("tensorboard", line)

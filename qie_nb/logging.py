@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN', 'ProgressCallback', 'module_gauges', 'memory_gauges', 'picture_grid', 'tagged', 'pictures_of', 'as_written',
-           'set_aside', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_tracker',
+           'set_aside', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_place',
            'progress_callback', 'logging_callbacks']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
@@ -13,7 +13,7 @@ if __name__ == "logging":
                       "run with `python -m`, not from inside qie_nb/")
 
 # %% ../nbs/03_logging.ipynb #48669625
-import os, time
+import io, os, time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from .stops import logged
 # %% ../nbs/03_logging.ipynb #f7bb21a6
 class ProgressCallback(Callback):
     "Rate, time left and the last logged loss; a sentence at the end."
+    bar = None
     def on_train_begin(self, t):
         s = t.state
         self.t0, self.start = time.time(), s.global_step
@@ -38,6 +39,7 @@ class ProgressCallback(Callback):
     def on_step_end(self, t):
         self.bar.update(note=f"loss {float(t.state.loss):.4f}" if logged(t) and t.state.loss is not None else "")
     def on_train_end(self, t):
+        if self.bar is None: return # what came before it failed
         self.bar.close()
         n, took = t.global_step - self.start, time.time() - self.t0
         print(f"trained {n} steps in {short_time(took)} ({n / max(took, 1e-9):.2f}/s), {t.global_step} in all: "
@@ -144,21 +146,19 @@ def set_aside(
 class EventFiles:
     "Event files under `logging.log_dir`."
     name = "TensorBoard's event files"
-    def check(self, t): # before the transformer is loaded
-        folder = t.config.logging.log_dir
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK): raise PermissionError("no right to write there")
-        except OSError as e:
-            raise ValueError(f"`logging.log_dir` {str(folder)!r} cannot be written ({e.strerror or e}); give another folder, "
-                             "or set `logging.report_to` none") from None
     def open(self, t):
         from torch.utils.tensorboard import SummaryWriter
         if not t.global_step: set_aside(t.config.logging.log_dir)
         self.writer = SummaryWriter(t.config.logging.log_dir, purge_step=t.global_step + 1 if t.global_step else None, flush_secs=30)
     def scalars(self, values, step):
         for k, v in values.items(): self.writer.add_scalar(k, v, step)
-    def image(self, tag, image, step): self.writer.add_image(tag, image, step, dataformats="HWC")
+    def image(self, tag, image, step):
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        raw, (h, w, _) = io.BytesIO(), image.shape
+        Image.fromarray(image).save(raw, "PNG", compress_level=1) # a quarter of the usual level's time for an eighth more bytes
+        held = Summary.Image(height=h, width=w, colorspace=3, encoded_image_string=raw.getvalue())
+        self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=held)]), step)
     def text(self, tag, text, step): self.writer.add_text(tag, as_written(text), step)
     def close(self): self.writer.close()
 
@@ -168,7 +168,6 @@ class Tracker:
     def __init__(self,
         tracker, # its name, or an object of accelerate's `GeneralTracker`
     ): self.given, self.name = tracker, getattr(tracker, "name", tracker)
-    def check(self, t): pass
     def open(self, t):
         a, c = t.accelerator, t.config.logging
         others, a.trackers, a.log_with = a.trackers, [], [self.given]
@@ -186,15 +185,13 @@ class Tracker:
 # %% ../nbs/03_logging.ipynb #3d00000d
 class LogCallback(Callback):
     "Rows, gauges and pictures of a run, to every sink."
+    at = None # the last step that it heard of
     def __init__(self,
         sinks, # `EventFiles`, `Tracker`s
-    ): self.sinks, self.told = list(sinks), set()
-
-    def prepare(self, t):
-        for s in self.sinks: s.check(t)
+    ): self.sinks, self.told, self.bad = list(sinks), set(), [0] * len(sinks)
 
     def on_train_begin(self, t):
-        self.bad, self.modules, self.captions, self.at = {}, {}, {}, t.global_step
+        self.bad, self.modules, self.captions, self.at = [0] * len(self.sinks), {}, {}, t.global_step # failures in a row, ...
         self.tell("open", t)
         if t.state.pictures is not None: # an evaluation that was made up for
             self.tell("scalars", {k: float(v) for k, v in t.state.metrics.items()}, t.global_step)
@@ -207,6 +204,7 @@ class LogCallback(Callback):
         if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0): self.pictures(t)
 
     def on_train_end(self, t):
+        if self.at is None: return
         if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
         self.tell("close")
 
@@ -219,15 +217,15 @@ def say(self:LogCallback, text):
 
 @patch
 def tell(self:LogCallback, what, *a):
-    for s in self.sinks:
-        if self.bad.get(s, 0) >= 5: continue
+    for k, s in enumerate(self.sinks):
+        if self.bad[k] >= 5: continue
         try: getattr(s, what)(*a)
         except Exception as e:
-            self.bad[s] = 5 if what == "open" else self.bad.get(s, 0) + 1
+            self.bad[k] = 5 if what == "open" else self.bad[k] + 1
             why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
-            if s not in self.told: print(f"{s.name} cannot be written ({why}); the run goes on, and its rows are in checkpoints/logs")
-            self.told.add(s)
-        else: self.bad[s] = 0
+            if k not in self.told: print(f"{s.name} cannot be written ({why}); the run goes on, and its rows are in checkpoints/logs")
+            self.told.add(k)
+        else: self.bad[k] = 0
 
 @patch
 def row(self:LogCallback, t):
@@ -260,7 +258,8 @@ def samples(self:LogCallback, t):
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"picture left out: {s.file} ({e.strerror or e})"); continue
         self.tell("image", f"samples/{s.name}", picture_grid([s.shown[0], edit, s.shown[1]]) if s.shown else edit, t.global_step)
-        if self.captions.get(s.name) != s.caption: self.tell("text", f"samples/{s.name}", s.caption, t.global_step)
+        said = f"control, edit, target: {s.caption}" if s.shown else s.caption
+        if self.captions.get(s.name) != s.caption: self.tell("text", f"samples/{s.name}", said, t.global_step)
         self.captions[s.name] = s.caption
 
 # %% ../nbs/03_logging.ipynb #4e346301
@@ -268,7 +267,13 @@ class TensorBoardCallback(LogCallback):
     "The same with event files alone."
     def __init__(self): super().__init__([EventFiles()])
 
-def check_tracker(name:str):
+def check_place(name:str, log_dir):
+    "Refuse a place for logs that cannot be; nothing is written yet."
+    if name == "tensorboard":
+        there = next(p for p in (Path(log_dir).absolute(), *Path(log_dir).absolute().parents) if p.exists())
+        if there.is_dir() and os.access(there, os.W_OK): return
+        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is {'read-only' if there.is_dir() else 'a file'}); "
+                         "give another folder, or set `logging.report_to` none")
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
     known = sorted(str(k) for k in LOGGER_TYPE_TO_CLASS if str(k) != "tensorboard")
     if name not in known:
@@ -292,8 +297,7 @@ def logging_callbacks(
     "What the configuration asks to be logged."
     to = config.logging.report_to
     names = [n for n in dict.fromkeys([to] if isinstance(to, str) else to or ()) if n != "none"]
-    for n in names:
-        if n != "tensorboard": check_tracker(n)
+    for n in names: check_place(n, config.logging.log_dir)
     if names == ["tensorboard"]: return [CSVCallback(), TensorBoardCallback(), progress_callback(config)]
     sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
     return [CSVCallback()] + [LogCallback(sinks)] * bool(sinks) + [progress_callback(config)]

@@ -64,9 +64,11 @@ class Progress:
     def line(self, note=""):
         now = time.time()
         if Progress.hush is not None or now < self.due and self.n != self.total: return
-        self.due = now + min(300., max(self.every, (now - Progress.began) / 20)) if self.every else now
         rate = (self.n - self.start) / max(now - self.t0, 1e-9)
-        left = short_time(max(0, self.total - self.n) / rate) if rate else "?"
+        left = max(0, self.total - self.n) / rate if rate else None
+        if self.every and left is not None and 0 < left < 3: return # the last line follows at once
+        self.due = now + min(300., max(self.every, (now - Progress.began) / 20)) if self.every else now
+        left = "?" if left is None else short_time(left)
         print(f"{self.what} {self.n}/{self.total}, {rate:.2f}/s, {left} left {note}".rstrip(), file=self.stream, flush=True)
 
     def close(self):

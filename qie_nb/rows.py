@@ -71,7 +71,7 @@ def rows_up_to(
 # %% ../nbs/03e_rows.ipynb #7e0a0012
 class CSVCallback(Callback):
     "One row per logged step in `checkpoints/logs/training_<time>.csv` and `.jsonl`, whole lines only, readable while they grow."
-    columns = ROW
+    columns, path = ROW, None
 
     def on_train_begin(self, t):
         folder = t.checkpoint_root()/"logs"
@@ -90,7 +90,7 @@ class CSVCallback(Callback):
         self.at, self.waiting, self.told = t.global_step, {".csv": "", ".jsonl": ""}, False
 
     def on_train_end(self, t): # a callback before this one may have failed at the last step
-        if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
+        if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
 
     def on_step_end(self, t):
         if not logged(t): return
