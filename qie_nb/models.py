@@ -271,6 +271,20 @@ def drop(self:Components, *names):
     import gc; gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
 
+# %% ../nbs/00c_models.ipynb #cd973de2
+@patch
+def set_offload(self:Components,
+    name:str, # component
+    on:bool, # shall each of its layers visit the device, from now on?
+):
+    "Keep a component in host memory, or whole again."
+    if name in self.parts and (on or name in self.offload):
+        from accelerate.hooks import remove_hook_from_module
+        part = self.parts[name]
+        if not on: remove_hook_from_module(part, recurse=True)
+        elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter may be new
+    self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
+
 # %% ../nbs/00c_models.ipynb #7ebbaa1c
 @patch
 def move(self:Components, name:str, device):
