@@ -78,8 +78,10 @@ def curve_svg(
                    for t in ticks(lo, hi))
     grid += "".join(_TEXT.format(x(t), h - 8, "middle", f"{t:g}") for t in ticks(a, b, 5) if t == int(t))
     dots = "".join(f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="3.5" fill="#e4572e"/>' for s, v in held_out)
+    names = "".join(_TEXT.format(w - 12, 20 + 14 * i, "end", t).replace("#808080", c) for i, (c, t, there) in enumerate(
+        (("#1f6fb4", "loss, and its mean", loss), ("#e4572e", "held-out loss", held_out))) if there)
     lines = _LINE.format("#9cc3e6", 1, at(loss)) + _LINE.format("#1f6fb4", 2, at(mean)) + _LINE.format("#e4572e", 1.5, at(held_out))
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">{grid}{lines}{dots}</svg>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">{grid}{lines}{dots}{names}</svg>'
 
 def svg_picture(svg:str) -> str: # the same as an <img>
     return f'<img src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'

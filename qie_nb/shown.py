@@ -37,7 +37,7 @@ def picture_html(
     wide = max(160, round(height * w / h)) # a long title goes over several lines
     return (f'<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;max-width:{wide}px">'
             f'<img style="height:{height}px" src="data:image/jpeg;base64,{data}">'
-            f'<figcaption style="font-size:12px">{escape(title)}</figcaption></figure>')
+            f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
 # %% ../nbs/00la_shown.ipynb #7a1e0008
 def table_html(
@@ -45,8 +45,8 @@ def table_html(
     head=(), # titles of the columns, escaped
 ) -> str:
     "A table."
-    line = lambda cells, tag: "<tr>" + "".join(f'<{tag} style="text-align:left">{escape(str(c))}</{tag}>' for c in cells) + "</tr>"
-    return "<table>" + (line(head, "th") if head else "") + "".join(line(r, "td") for r in rows) + "</table>"
+    line = lambda cells, tag: "<tr>" + "".join(f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>' for c in cells) + "</tr>"
+    return '<table style="line-height:1.4">' + (line(head, "th") if head else "") + "".join(line(r, "td") for r in rows) + "</table>"
 
 # %% ../nbs/00la_shown.ipynb #7a1e0011
 def chip(
