@@ -60,7 +60,8 @@ def edit_cached(
     "Latent of the edited picture, by the transformer where it stands."
     tr = trainer._transformer()
     with evaluating(tr):
-        return denoise_encoded(tr, trainer.components.get("scheduler"), shot, steps, true_cfg_scale, seed, dtype=trainer.weight_dtype, on_step=on_step)
+        return denoise_encoded(tr, trainer.components.get("scheduler"), shot, steps, true_cfg_scale, seed, dtype=trainer.weight_dtype,
+                               on_step=on_step)
 
 # %% ../nbs/02bb_cached.ipynb #abe32d84
 def cached_data(

@@ -69,7 +69,8 @@ _A = dict(prompt="a string, or a list of strings for several edits", negative_pr
 def seeds_of(seed, n:int) -> list: # one int for each of `n` edits
     "Seeds from one or a list. Raises ValueError where one is none."
     seeds = [int(s) for s in _each("seed", seed, n, (int, np.integer))]
-    if bad := next((s for s in seeds if not 0 <= s < 2**63), None): raise ValueError(f"`seed` must be {_A['seed']} and below 2**63, got {bad}")
+    bad = next((s for s in seeds if not 0 <= s < 2**63), None)
+    if bad is not None: raise ValueError(f"`seed` must be {_A['seed']} and below 2**63, got {bad}")
     return seeds
 
 def _sets(prompt_image, n, several) -> list: # n lists of pictures
@@ -136,7 +137,8 @@ def encode_edits(
     names = {id(p): _digest(p) for e in edits for p in e.pictures}
     known = [tuple(names[id(p)] for p in e.pictures) for e in edits]
     asked = {} # set of pictures -> {prompt: embedding}, in groups, for a shared front is kept for the last set alone
-    for e, k in zip(edits, known): asked.setdefault(k, (e.pictures, {}))[1].update(dict.fromkeys(map(_spoken, [e.prompt] + [e.negative] * guidance)))
+    for e, k in zip(edits, known):
+        asked.setdefault(k, (e.pictures, {}))[1].update(dict.fromkeys(map(_spoken, [e.prompt] + [e.negative] * guidance)))
     at("text_encoder")
     for pictures, texts in asked.values():
         for p in texts: texts[p] = encoder.prompt(p, pictures, geometry)[0][None].cpu()
@@ -147,8 +149,8 @@ def encode_edits(
             if name not in latents: latents[name] = encoder.image(p, geometry.control(p.size))[None].cpu()
     text = lambda k, p: asked[k][1][_spoken(p)]
     C, f = encoder.components.get("vae").config.z_dim, vae_factor(encoder.components.get("vae"))
-    return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[n] for n in k], text(k, e.prompt), text(k, e.negative) if guidance else None)
-            for e, k in zip(edits, known)]
+    return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[n] for n in k], text(k, e.prompt),
+                    text(k, e.negative) if guidance else None) for e, k in zip(edits, known)]
 
 # %% ../nbs/02b_edits.ipynb #a77f1790
 def denoise_encoded(
@@ -210,7 +212,8 @@ def run_edits(
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
     return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch, encoder.flat)
 
-def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None, on_step=None, watch=None, flat=True) -> list:
+def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None, on_step=None, watch=None,
+                flat=True) -> list:
     "The stages behind the encoders'; an edit has a `seed` and a `generator`."
     transformer, latents = at("transformer"), []
     def told(*a):
@@ -218,8 +221,9 @@ def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=
         if on_step: on_step(*a)
     try:
         for ready, e in zip(encoded, edits):
-            latents.append(denoise_encoded(transformer, scheduler, ready, steps, true_cfg_scale, e.seed, e.generator, overrides, dtype, told,
-                                           watch and watch.estimate).cpu())
+            z = denoise_encoded(transformer, scheduler, ready, steps, true_cfg_scale, e.seed, e.generator, overrides, dtype, told,
+                                watch and watch.estimate)
+            latents.append(z.cpu())
     finally:
         if watch: watch.close()
     vae = at("vae")

@@ -262,6 +262,14 @@ def get(self:Components, name:str):
 
 # %% ../nbs/00c_models.ipynb #9d0e65df
 @patch
+def drop(self:Components, *names):
+    "Let components go and give their memory back."
+    for n in names: self.parts.pop(n, None)
+    import gc; gc.collect()
+    if torch.cuda.is_available(): torch.cuda.empty_cache()
+
+# %% ../nbs/00c_models.ipynb #cd973de2
+@patch
 def set_offload(self:Components,
     name:str, # component
     on:bool, # shall each of its layers visit the device, from now on?
@@ -271,15 +279,8 @@ def set_offload(self:Components,
         from accelerate.hooks import remove_hook_from_module
         part = self.parts[name]
         if not on: remove_hook_from_module(part, recurse=True)
-        elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter's too, if one came since
+        elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter may be new
     self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
-
-@patch
-def drop(self:Components, *names):
-    "Let components go and give their memory back."
-    for n in names: self.parts.pop(n, None)
-    import gc; gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
 
 # %% ../nbs/00c_models.ipynb #7ebbaa1c
 @patch
