@@ -171,6 +171,16 @@ def test_logging_changes_no_bit_of_the_adapter(pairs, tmp_path):
     assert adapters_equal(a, b) and (tmp_path/"a"/"runs").is_dir() and not (tmp_path/"b"/"runs").exists()
 
 
+def test_a_component_that_has_moved_counts_nothing_where_it_was(monkeypatch):
+    from qie_nb.callback import RunState
+    seen, places = [], iter([{"vae_MB_cuda0": 250.}, {"vae_MB_cuda0": 250.}, {"vae_MB_cpu": 250.}])
+    monkeypatch.setattr(logs, "module_gauges", lambda t: next(places))
+    made = LogCallback([SimpleNamespace(name="x", scalars=lambda values, step: seen.append({k: v for k, v in values.items() if "modules" in k}))])
+    made.modules = {}
+    for n in (1, 2, 3): made.row(SimpleNamespace(device="cpu", state=RunState(global_step=n, loss=1., grad_norm=1.)))
+    assert seen == [{"gpu_modules/vae_MB_cuda0": 250.}, {}, {"gpu_modules/vae_MB_cuda0": 0., "gpu_modules/vae_MB_cpu": 250.}]
+
+
 # --- what cannot be shown
 def test_missing_pictures_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
     root = pairs(((96, 64),) * 6)
