@@ -8,12 +8,12 @@ __all__ = ['key_of', 'stable_seed', 'EmbeddingCacheManager', 'image_parts', 'pro
 # %% ../nbs/00_cache.ipynb #c58ef49e
 import hashlib, json, os, shutil
 from contextlib import suppress
-from html import escape
 from pathlib import Path
 
 from .entries import ALL_KINDS, KINDS, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
 from .layers import checked, examine, open_layer, write_packed
+from .status import set_aside, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _spell = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode # made once: thousands of keys are asked for
@@ -202,10 +202,10 @@ def entries(self:EmbeddingCacheManager, kinds=ALL_KINDS): # (layer, kind, key, b
 def get_cache_stats(self:EmbeddingCacheManager,
     entries=None, # as `entries()` gives them, where they are at hand
 ) -> dict:
-    "Plain data: {kind: {count, bytes}}, `total`, `quarantined` (files), `layers` [{folder, packed, writable, count, bytes}] and `models`."
+    "Plain data: {kind: {count, bytes}}, `total`, `quarantined` (files), `layers` [{folder, exists, packed, writable, count, bytes}] and `models`."
     stats = {kind: dict(count=0, bytes=0) for kind in (*ALL_KINDS, "total")}
-    layers = {layer: dict(folder=str(layer.folder), packed=layer.packed, writable=layer is self.layers[-1] and self.writable,
-                          count=0, bytes=0) for layer in self.layers}
+    layers = {layer: dict(folder=str(layer.folder), exists=layer.folder.is_dir(), packed=layer.packed,
+                          writable=layer is self.layers[-1] and self.writable, count=0, bytes=0) for layer in self.layers}
     for layer, kind, _, size in self.entries() if entries is None else entries:
         for s in (stats[kind], stats["total"], layers[layer]): s["count"], s["bytes"] = s["count"] + 1, s["bytes"] + size
     bad = sum(1 for layer in self.layers for _ in (layer.folder/"quarantine").glob("*.safetensors"))
@@ -322,14 +322,19 @@ def check_cache_exists(
 # %% ../nbs/00_cache.ipynb #bd93102e
 @patch
 def _repr_html_(self:EmbeddingCacheManager) -> str:
-    stats = self.get_cache_stats()
-    row = lambda cells, tag="td": "<tr>" + "".join(f"<{tag}>{escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-    kinds = "".join(row((k, stats[k]["count"], f"{stats[k]['bytes']/1e6:.2f} MB")) for k in (*ALL_KINDS, "total"))
-    mode = lambda d: "packed, " * d["packed"] + ("written" if d["writable"] else "only read")
-    layers = "".join(row((d["folder"], mode(d), d["count"], f"{d['bytes']/1e6:.2f} MB")) for d in stats["layers"])
-    who = "; ".join(f"{k}: {v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for k, v in stats["models"].items()) or "nobody yet"
-    return (f"<b>Cache</b>, filled by {escape(who)}<table>{row(('layer', '', 'entries', 'size'), 'th')}{layers}</table>"
-            f"<table>{row(('kind', 'entries', 'size'), 'th')}{kinds}</table>{stats['quarantined']} in quarantine")
+    return status_html(self.status())
+
+@patch
+def status(self:EmbeddingCacheManager) -> dict:
+    "Plain data: {kind: {present, bytes}}, layers, models, bad entries met, and those in quarantine with their reasons."
+    s = self.get_cache_stats()
+    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in ALL_KINDS}
+    return dict(kinds=kinds, **{k: s[k] for k in ("layers", "models", "quarantined")}, bad=list(self.quarantined), aside=self.aside())
+
+@patch
+def aside(self:EmbeddingCacheManager) -> list: # (entry, reason)
+    "What lies in quarantine, and why."
+    return set_aside([d.folder for d in self.layers])
 
 # %% ../nbs/00_cache.ipynb #8d1d9a67
 @patch

@@ -6,6 +6,7 @@
 __all__ = ['ImageDataset', 'loader', 'fill_sample', 'EmbeddingCacheHook']
 
 # %% ../nbs/00b_data.ipynb #d29b895b
+import time
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from .files import file_fact
 from .pictures import Geometry, open_image, source_digest
 from .progress import Progress
 from .samples import _size_of, Sample, Samples, find_samples, load_mask, load_pictures, split_held_out, usable
+from .status import status_html
 
 # %% ../nbs/00b_data.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -110,7 +112,10 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; control latents are named control_latent.0, .1, ...
     "Cache keys of all that sample `i` may need. Reads the pictures' bytes once to digest them."
     s = self.samples[i]
-    digests = tuple(source_digest(p) for p in (s.target, *s.controls))
+    try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
+    except ValueError: # gone since it was looked at; what was made of it is as good as before
+        if i not in self._keys: raise
+        return self._keys[i][1]
     if i not in self._keys or self._keys[i][0] != digests:
         self.sizes[i] = tuple(_size_of(p) for p in (s.target, *s.controls)) # of the pictures that were digested
         self._keys[i] = digests, self._keys_of(i, *digests)
@@ -240,41 +245,68 @@ def _pick(tensors, drop) -> dict:
 
 # %% ../nbs/00b_data.ipynb #5af799ef
 @patch
-def status(self:ImageDataset) -> dict:
-    "Plain data: samples, how many are complete, {kind: {needed, present, missing, bytes}}, layers, models, bad entries, skipped samples."
-    kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
-    out = dict(samples=len(self), complete=0, kinds=kinds, skipped=list(self.skipped))
-    if self.cache is None or self.identity is None: return out | dict(layers=[], models={}, bad=[])
-    listed = list(self.cache.entries())
-    there, seen = {(kind, key): size for _, kind, key, size in listed}, set()
+def _lacking_all(self:ImageDataset, there, bar=None): # yields (i, needed entries and the prefix, names of what is lacking or None, why None)
+    began = time.monotonic()
     for i in range(len(self)):
-        keys = self.keys(i)
-        wanted = {v[:2] for v in (*self._needed(keys).values(), keys[PREFIX])}
-        lacking = [] if all(entry in there for entry in wanted) else self._lacking(keys, there.__contains__)
+        try:
+            keys = self.keys(i)
+            wanted = {v[:2] for v in (*self._needed(keys).values(), keys[PREFIX])}
+            yield i, wanted, [] if all(e in there for e in wanted) else self._lacking(keys, there.__contains__), ""
+        except ValueError as e: yield i, set(), None, str(e) # a picture that is gone by now
+        if bar is None and time.monotonic() - began > 2: bar = Progress(len(self), "look through the cache", start=i)
+        if bar: bar.update()
+
+@patch
+def lacking(self:ImageDataset,
+    bar=None, # with `update()`, called once a sample; default a `Progress` where it takes more than two seconds
+) -> dict: # {i: names, as `missing(i)` has them, or None where a picture cannot be read}
+    "The samples of which the cache lacks something."
+    if self.cache is None or self.identity is None: return {i: ["everything"] for i in range(len(self))}
+    there = {(kind, key) for _, kind, key, _ in self.cache.entries()}
+    return {i: names for i, _, names, _ in self._lacking_all(there, bar) if names != []}
+
+# %% ../nbs/00b_data.ipynb #2bce3116
+@patch
+def status(self:ImageDataset,
+    bar=None, # as for `lacking`
+) -> dict:
+    "Plain data: samples, how many are complete, {kind: {needed, present, missing, bytes}}, layers, models, what is bad, and `why` nothing is known."
+    out = dict(samples=len(self), complete=0, kinds={k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS},
+               layers=[], models={}, bad=[], quarantined=0, aside=[], skipped=list(self.skipped), unreadable=[], why=self._why_unknown())
+    if self.cache is None: return out
+    listed = list(self.cache.entries())
+    stats = self.cache.get_cache_stats(listed)
+    out |= {k: stats[k] for k in ("layers", "models", "quarantined")} | dict(bad=list(self.cache.quarantined), aside=self.cache.aside())
+    if not out["why"]: self._count(out, {(kind, key): size for _, kind, key, size in listed}, bar)
+    else:
+        for kind, k in out["kinds"].items(): k["present"], k["bytes"] = stats[kind]["count"], stats[kind]["bytes"]
+    return out
+
+@patch
+def _why_unknown(self:ImageDataset) -> str:
+    if self.cache is None: return "no cache is set; `cache_dir` names a folder for one"
+    if self.identity is not None: return ""
+    return str(self.undecided or "nobody has filled this cache yet, so nothing can be looked up; precompute fills it")
+
+# %% ../nbs/00b_data.ipynb #928b4ead
+@patch
+def _count(self:ImageDataset, out, there, bar):
+    seen = set()
+    for i, wanted, lacking, why in self._lacking_all(there, bar):
+        if lacking is None: out["unreadable"].append((self.samples[i].id, why)); continue
         out["complete"] += not lacking
         for kind, key in wanted - seen:
             whole = kind == PREFIX and (kind, key) not in there and not any("prompt" in name for name in lacking)
             if whole: continue # its prompts are stored whole and need no prefix
-            k, has = kinds[kind], (kind, key) in there
+            k, has = out["kinds"][kind], (kind, key) in there
             k["needed"], k["present"], k["missing"] = k["needed"] + 1, k["present"] + has, k["missing"] + (not has)
             k["bytes"] += there.get((kind, key), 0)
         seen |= wanted
-    stats = self.cache.get_cache_stats(listed)
-    return out | dict(layers=stats["layers"], models=stats["models"], bad=list(self.cache.quarantined), quarantined=stats["quarantined"])
 
 # %% ../nbs/00b_data.ipynb #6cd86af3
 @patch
 def _repr_html_(self:ImageDataset) -> str:
-    from html import escape
-    s = self.status()
-    row = lambda cells, tag="td": "<tr>" + "".join(f"<{tag}>{escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-    kinds = "".join(row((k, v["needed"], v["present"], v["missing"], f"{v['bytes']/1e6:.2f} MB")) for k, v in s["kinds"].items())
-    where = "; ".join(f"{d['folder']}: {d['count']} entries" for d in s["layers"]) or "no cache"
-    who = "; ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in s["models"].values()) or "nobody yet"
-    more = "".join(f"<br>{escape(str(i))}: {escape(why)}" for i, why in (*s["skipped"][:5], *s["bad"][:5]))
-    head = row(("kind", "needed", "present", "missing", "size"), "th")
-    return (f"<b>{s['samples']} samples</b>, {s['complete']} complete in the cache, {len(s['skipped'])} skipped, "
-            f"{len(s['bad'])} bad entries met<br>{escape(where)}, filled by {escape(who)}<table>{head}{kinds}</table>{more}")
+    return status_html(self.status())
 
 # %% ../nbs/00b_data.ipynb #7027de7e
 @patch

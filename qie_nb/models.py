@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .cache import file_digest
+from .progress import quiet_bars
 from .quantise import check_kind, kind_of
 from .stream import stream
 
@@ -93,6 +94,7 @@ def resolve_model(
                                 "give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
     from huggingface_hub import snapshot_download
     wanted = ["model_index.json", "qie_nb.json", "transformer/config.json", *(f"{c}/*" for c in components)]
+    if quiet_bars(): print(f"model {name}: files that are not here yet are downloaded", flush=True)
     try: return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as e:
         raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is no local folder and cannot be downloaded "
@@ -177,6 +179,7 @@ def load_component(
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
     cls = getattr(importlib.import_module(library), cls)
+    quiet_bars()
     if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
     if not issubclass(cls, torch.nn.Module): return cls.from_pretrained(folder, subfolder=name)
     if not any((Path(folder)/name).glob("*.safetensors")):

@@ -162,7 +162,9 @@ def _try(encoder, dataset, samples, report):
 # %% ../nbs/00fb_precompute.ipynb #6307e75f
 def _check(cache, kind, key, report):
     "Set bad copies of an entry aside until there is a good one, or none."
-    while (layer := cache._first(kind, key)) and (why := examine(layer, kind, key, afresh=False)):
+    for _ in cache.layers: # each holds one copy at most
+        layer = cache._first(kind, key)
+        if not layer or not (why := examine(layer, kind, key, afresh=False)): return
         report.bad.append((layer.where(kind, key), why))
         cache._set_aside(layer, kind, key, why)
 

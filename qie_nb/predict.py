@@ -53,6 +53,7 @@ class PredictMethods(PlaceMethods):
 
     def setup_predict(self):
         "Plan where each component computes by `predict.devices`, `predict.offload` and the memory, say it, and load what stays."
+        self.load_configured_loras()
         print(self._plan())
         for name in PARTS:
             if self.placement[name].how == "stay": self._at(name)
@@ -80,6 +81,13 @@ def _predicting(self:PredictMethods):
             if self.transformer is not None: self.transformer.train(training)
     if self.running: self._predictor = None # another time there may be other room
 
+@patch
+def _sampled(self:PredictMethods, schedule, steps, true_cfg_scale, overrides):
+    "Configured adapters loaded, and how the adapters in use are sampled."
+    self.load_configured_loras()
+    steps, true_cfg_scale, changes = self.sampling(schedule, steps, true_cfg_scale)
+    return steps, true_cfg_scale, {**changes, **(overrides or {})}
+
 def _output(output_type): # function of an array
     if output_type not in ("np", "pil"): raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
     return Image.fromarray if output_type == "pil" else lambda a: a
@@ -90,8 +98,8 @@ def predict(self:PredictMethods,
     prompt_image, # path, PIL image or uint8 array [H, W, 3], or a list of them; with a list of prompts one for all, or an entry each
     prompt, # the instruction, or a list of them: several edits, encoded once for what they share
     negative_prompt="", # "" is encoded as " "; a list with a list of prompts
-    num_inference_steps:int=20,
-    true_cfg_scale:float=4.0, # 1 means no guidance, half the work
+    num_inference_steps:int=None, # default 20, or what the schedule says
+    true_cfg_scale:float=None, # 1 means no guidance, half the work; default 4, or what the schedule says
     height:int=None, # pixels; default from the first picture's aspect
     width:int=None, # pixels
     seed=0, # of the noise; a list with a list of prompts
@@ -101,9 +109,12 @@ def predict(self:PredictMethods,
     preview=None, # show the emerging picture: True, every so many steps, or a function of (step, steps, uint8 picture)
     preview_every:int=4, # steps between previews
     progress:bool=True, # a bar where somebody watches, else lines for long work?
-    scheduler_overrides:dict=None, # changes of the scheduler's config, for adapters that need few steps
+    scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
+    schedule=None, # name of one of `qie_nb.few_steps.SCHEDULES`; default `predict.schedule`, which asks the adapters in use
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit a picture: what the diffusers pipeline gives for the same size, seed and adapter."
+    num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(
+        schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
     give, geometry, scheduler = _output(output_type), replace(self.geometry(), crop=False), self.components.get("scheduler")
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed, generator)
     check_sampling(scheduler, edits, factor_of(self.components), num_inference_steps, true_cfg_scale, scheduler_overrides)
@@ -112,7 +123,8 @@ def predict(self:PredictMethods,
         out = run_edits(self._predictor, self._at, edits, geometry, num_inference_steps, true_cfg_scale, scheduler_overrides,
                         self.weight_dtype, on_step, watch)
     asked = "as asked" if height and width else f"the first picture's aspect at {geometry.control_area} pixels"
-    self.predicted = [dict(size=e.size, why=asked, controls=[geometry.control(p.size) for p in e.pictures], seed=e.seed) for e in edits]
+    seen = lambda e: [geometry.control(p.size) for p in e.pictures]
+    self.predicted = [dict(size=e.size, why=asked, controls=seen(e), seed=e.seed) for e in edits]
     return [give(o) for o in out] if isinstance(prompt, (list, tuple)) else give(out[0])
 
 @patch
@@ -126,17 +138,20 @@ def _watching(self:PredictMethods, edits, steps, progress, preview, every):
 def predict_cached(self:PredictMethods,
     i, # sample's number, or a list of them
     data=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
-    num_inference_steps:int=20,
-    true_cfg_scale:float=4.0, # 1 means no guidance; else the cached empty prompt is the negative one
+    num_inference_steps:int=None, # default 20, or what the schedule says
+    true_cfg_scale:float=None, # 1 means no guidance; default 4, or what the schedule says, and the cached empty prompt is the negative one
     seed=0, # of the noise; a list with a list of samples
     on_step=None, # called with (step, steps, latents)
     output_type:str="np", # np: uint8 array; pil: PIL image
     preview=None, # as in `predict`
     preview_every:int=4, # steps between previews
     progress:bool=True, # show how far it is?
-    scheduler_overrides:dict=None, # changes of the scheduler's config
+    scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
+    schedule=None, # as in `predict`
 ): # uint8 [H, W, 3] or PIL image at the size of the sample's target; a list of them for a list of samples
     "Edit cached samples with their own prompts."
+    num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(
+        schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
     give, several, scheduler = _output(output_type), isinstance(i, (list, tuple)), self.components.get("scheduler")
     indices = list(i) if several else [i]
     dataset, seeds = cached_data(self, data), seeds_of(seed, len(indices))
