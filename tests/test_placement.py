@@ -238,6 +238,7 @@ def test_adapters_and_training_after_layer_by_layer(monkeypatch, tmp_path, pairs
     t.set_adapters([])
     assert np.array_equal(ask(t), plain)
     t.delete_adapters("default")
+    assert np.array_equal(ask(t), plain) and "transformer" in t.components.offload
     t.fit()
     assert t.global_step == 1 and "transformer" not in t.components.offload and not any(p.is_meta for p in t.transformer.parameters())
 
