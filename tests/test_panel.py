@@ -181,7 +181,7 @@ def test_what_an_evaluation_makes_is_shown_with_its_instruction_as_text(tmp_path
     t.state.pictures, t.state.stop = None, HOSTILE
     go(t, panel, 1)
     for page in (panel.html(), panel.body(), panel.gallery()): assert "<img src=x" not in page
-    assert panel.html().count("&lt;img src=x") == 4 * 2 + 1 and panel.data()["pictures"] == [HOSTILE] * 4
+    assert panel.html().count("&lt;img src=x") == 4 + 1 and panel.data()["pictures"] == [HOSTILE] * 4
     assert len(panel.html()) < 60_000
 
 

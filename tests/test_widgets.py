@@ -632,11 +632,15 @@ def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
         with patch("qie_nb.shown.watched", lambda: False):
             shown = make()
             assert VIEW not in shown._repr_mimebundle_() and shown._box is None
-        with patch("qie_nb.shown.watched", lambda: True):
+        with patch("qie_nb.shown.watched", lambda: True), patch("qie_nb.shown.kernel", object), patch("IPython.display.display") as display:
             shown = make()
-            assert shown._repr_mimebundle_()[VIEW]["model_id"] == shown.box.model_id
-        assert shown._repr_mimebundle_()["text/html"].startswith("<div") and json.dumps(shown.data(), default=str)
-    with patch("qie_nb.shown.watched", lambda: True): assert VIEW not in pair_grid(ds)._repr_mimebundle_(), "there is nothing to click in a grid"
+            shown._ipython_display_()
+            live, beside = (call.args[0] for call in display.call_args_list)
+            assert live[VIEW]["model_id"] == shown._page.model_id and shown._page.children[0] is shown.box and VIEW not in beside
+        assert "<div" in beside["text/html"] and json.dumps(shown.data(), default=str)
+    with patch("qie_nb.shown.watched", lambda: True), patch("qie_nb.shown.kernel", object), patch("IPython.display.display") as display:
+        pair_grid(ds)._ipython_display_()
+        assert [VIEW in call.args[0] for call in display.call_args_list] == [False], "there is nothing to click in a grid"
     still = sample_viewer(ds).html()
     assert still.count("<figure") == 8 and "and 2 more" in still and "pair_grid(dataset" in still
     assert len(pair_grid(ds, 2).data()["samples"]) == 2 and pair_grid(ds, 99).html().count("<figure") == 12
