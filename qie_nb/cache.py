@@ -202,7 +202,7 @@ def entries(self:EmbeddingCacheManager, kinds=ALL_KINDS): # (layer, kind, key, b
 def get_cache_stats(self:EmbeddingCacheManager,
     entries=None, # as `entries()` gives them, where they are at hand
 ) -> dict:
-    "Plain data: {kind: {count, bytes}}, `total`, `quarantined` (files), `layers` [{folder, exists, packed, writable, count, bytes}] and `models`."
+    "Plain data: {kind: {count, bytes}}, `total`, `quarantined`, `layers` [{folder, exists, packed, writable, count, bytes}] and `models`."
     stats = {kind: dict(count=0, bytes=0) for kind in (*ALL_KINDS, "total")}
     layers = {layer: dict(folder=str(layer.folder), exists=layer.folder.is_dir(), packed=layer.packed,
                           writable=layer is self.layers[-1] and self.writable, count=0, bytes=0) for layer in self.layers}

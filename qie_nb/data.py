@@ -245,7 +245,7 @@ def _pick(tensors, drop) -> dict:
 
 # %% ../nbs/00b_data.ipynb #5af799ef
 @patch
-def _lacking_all(self:ImageDataset, there, bar=None): # yields (i, needed entries and the prefix, names of what is lacking or None, why None)
+def _lacking_all(self:ImageDataset, there, bar=None): # yields (i, entries needed and the prefix, names of what is lacking or None, why)
     began = time.monotonic()
     for i in range(len(self)):
         try:
@@ -270,7 +270,7 @@ def lacking(self:ImageDataset,
 def status(self:ImageDataset,
     bar=None, # as for `lacking`
 ) -> dict:
-    "Plain data: samples, how many are complete, {kind: {needed, present, missing, bytes}}, layers, models, what is bad, and `why` nothing is known."
+    "Plain data: samples, complete ones, {kind: {needed, present, missing, bytes}}, layers, models, what is bad, `why` nothing is known."
     out = dict(samples=len(self), complete=0, kinds={k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS},
                layers=[], models={}, bad=[], quarantined=0, aside=[], skipped=list(self.skipped), unreadable=[], why=self._why_unknown())
     if self.cache is None: return out

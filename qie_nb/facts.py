@@ -29,6 +29,7 @@ def dataset_of(
     if isinstance(data, ImageDataset): return data
     return ImageDataset(dict(dataset_path=str(data)) if isinstance(data, (str, os.PathLike)) else data)
 
+# %% ../nbs/03aa_facts.ipynb #67945d16
 def components_of(
     model, # trainer, `Components`, a model's folder or hub id, or None
 ) -> Components: # or None
@@ -38,6 +39,7 @@ def components_of(
     if isinstance(found := getattr(model, "components", None), Components): return found
     raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {type(model).__name__}")
 
+# %% ../nbs/03aa_facts.ipynb #afd3d38b
 def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None where nobody has said
     "The variant that the data set will meet: the model's, else that of whoever filled the cache. Sizes become the model's own."
     if components and not dataset.areas and dataset.identity is None: dataset.set_areas(components.areas)
@@ -70,6 +72,7 @@ def entry_shape(
         return layer and tuple(read_header(_beginning(layer, kind, key))[kind]["shape"])
     except (ValueError, OSError, KeyError, TypeError): return None # a bad entry, or a picture that is gone
 
+# %% ../nbs/03aa_facts.ipynb #ec51c05c
 def _beginning(layer, kind, key) -> bytes:
     if layer.packed: return layer.read(kind, key)
     with open(layer.path(kind, key), "rb") as f:
@@ -93,6 +96,7 @@ def seen_text(
     if whole: return prompt_text(variant, prompt, pictures)
     return "".join(variant.picture.format(n + 1) for n in range(pictures)) + (prompt if prompt.strip() else " ")
 
+# %% ../nbs/03aa_facts.ipynb #7e52d0a0
 def text_length(
     components:Components, prompt:str,
     counts, # tokens of each picture
@@ -113,6 +117,7 @@ def _tokens(dataset, i, components, whole, f) -> dict:
     return out | dict(text=None if n is None else n - sum(out["pictures"]),
                       sequence=None if n is None else n + out["target"] + sum(out["controls"]))
 
+# %% ../nbs/03aa_facts.ipynb #ea289720
 def _try(problems, work, otherwise=None):
     try: return work()
     except (ValueError, OSError, ImportError) as e:
@@ -138,7 +143,8 @@ def sample_facts(
              cached=lacking == [], missing=lacking or [])
     f["variant"] = variant and variant.name
     f["text"] = _try(problems, lambda: seen_text(variant, "" if drop else s.prompt, len(s.controls), whole))
-    f["tokens"] = _try(problems, lambda: _tokens(dataset, i, components, whole, f)) or _try(problems, lambda: _tokens(dataset, i, components, False, f))
+    tokens = lambda count: _try(problems, lambda: _tokens(dataset, i, components, count, f))
+    f["tokens"] = tokens(whole) or tokens(False)
     f["bad"] = _try(problems, lambda: bad_entries(dataset, i), []) if check else []
     looks = _try(problems, lambda: [look(p) for p in (s.target, *s.controls)])
     return f | dict(marks=marks_of(s, looks, shared), problems=problems)
@@ -160,6 +166,7 @@ def _db(a, b) -> float: # of two uint8 pictures
     error = float(np.mean((a.astype(np.float32) - b.astype(np.float32)) ** 2))
     return float("inf") if error == 0 else round(float(10 * np.log10(255 ** 2 / error)), 1)
 
+# %% ../nbs/03aa_facts.ipynb #06479b13
 def check_vae(dataset:ImageDataset, components:Components):
     "Raises ValueError where this VAE did not fill the cache."
     if dataset.cache is None: raise ValueError("no cache is set, so there is no latent to decode")

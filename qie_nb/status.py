@@ -37,11 +37,9 @@ def set_aside(
 
 # %% ../nbs/00ah_status.ipynb #5a1e000e
 def _kinds(s) -> str:
-    if "samples" not in s: rows, head = [(k, v["present"], size_text(v["bytes"])) for k, v in s["kinds"].items()], ("kind", "entries", "size")
-    else:
-        rows = [(k, v["needed"], v["present"], v["missing"], size_text(v["bytes"])) for k, v in s["kinds"].items()]
-        head = ("kind", "needed", "present", "missing", "size")
-    return table_html(rows, head)
+    names = ("needed", "present", "missing") if "samples" in s else ("present",)
+    rows = [(kind, *(v[n] for n in names), size_text(v["bytes"])) for kind, v in s["kinds"].items()]
+    return table_html(rows, ("kind", *(names if len(names) > 1 else ("entries",)), "size"))
 
 def _line(s) -> str:
     "The verdict in a few words."
@@ -57,7 +55,8 @@ def _line(s) -> str:
 # %% ../nbs/00ah_status.ipynb #5a1e000f
 def _told(pairs, most=5) -> str:
     rows = [f"<li>{escape(str(a))}: {escape(str(b))}</li>" for a, b in pairs[:most]]
-    return f"<ul style='margin:4px 0'>{''.join(rows)}{f'<li>and {len(pairs) - most} more</li>' if len(pairs) > most else ''}</ul>" if rows else ""
+    if len(pairs) > most: rows.append(f"<li>and {len(pairs) - most} more</li>")
+    return f"<ul style='margin:4px 0'>{''.join(rows)}</ul>" if rows else ""
 
 def status_html(
     s:dict, # kinds, layers, models, bad, quarantined; of a data set samples, complete, skipped, unreadable too; `why` nothing is known

@@ -26,6 +26,7 @@ def _opened(source, aspect): # PIL image, or the sentence that says why not
 def _figure(im, title, height) -> str:
     return note(f"{title.split(':')[0]}: {im}") if isinstance(im, str) else picture_html(im, title, height)
 
+# %% ../nbs/03ab_viewer.ipynb #2636a486
 def masked_picture(
     im, # PIL image, RGB
     mask:np.ndarray, # uint8 [h, w] of any size, 255 counts fully
@@ -43,14 +44,15 @@ def _size(wh) -> str: return "x".join(map(str, wh))
 
 def _figures(dataset, i, f, tensors, height) -> str:
     s, aspect, out = dataset.samples[i], dataset.geometry.aspect, []
-    named = [(f"control {n + 1}" if len(s.controls) > 1 else "control", f"control_latent.{n}", c, f["control_sizes"][n], f["control_bucket"][n])
-             for n, c in enumerate(s.controls)]
+    number = lambda n: f"control {n + 1}" if len(s.controls) > 1 else "control"
+    named = [(number(n), f"control_latent.{n}", c, f["control_sizes"][n], f["control_bucket"][n]) for n, c in enumerate(s.controls)]
     for what, name, source, size, bucket in (*named, ("target", "pixel_latent", s.target, f["target_size"], f["bucket"])):
         out.append(_figure(im := _opened(source, aspect), f"{what}: {_size(size)} → {_size(bucket)}", height))
         if name in tensors: out.append(_figure(tensors[name][0], f"{what}, its latent decoded: {tensors[name][1]} dB", height))
     if s.mask is not None: out.append(_mask_figure(dataset, i, im, height))
     return f"<div>{''.join(out)}</div>"
 
+# %% ../nbs/03ab_viewer.ipynb #9d3a90f1
 def _mask_figure(dataset, i, target, height) -> str:
     try: mask = dataset.mask(i)
     except (ValueError, OSError) as e: return note(f"mask: {e}")
@@ -59,14 +61,18 @@ def _mask_figure(dataset, i, target, height) -> str:
 
 # %% ../nbs/03ab_viewer.ipynb #ab1e000a
 def _chips(f) -> str:
-    t, n = f["tokens"] or {}, lambda k: "?" if t.get(k) is None else t[k]
-    cached = chip("cached") if f["cached"] else chip("not cached" + (": " + ", ".join(f["missing"]) if f["missing"] else ""), bool(f["missing"]))
+    lacking = ", ".join(f["missing"])
+    cached = chip("cached" if f["cached"] else f"not cached: {lacking}" if lacking else "not cached", bad=bool(lacking))
     dropped = chip(f"caption dropped in epoch {f['epoch']}") * f["dropped"]
     wrong = "".join(chip(mark, bad=True) for mark in dict.fromkeys(mark for mark, _ in f["marks"]))
-    tokens = (f"{n('target')} target + {' + '.join(map(str, t.get('controls', '?')))} control + {' + '.join(map(str, t.get('pictures', '?')))} vision + "
-              f"{n('text')} text = {n('sequence')} tokens")
-    return wrong + cached + dropped + chip(f"bucket {_size(f['bucket'])}") + chip(tokens)
+    return wrong + cached + dropped + chip(f"bucket {_size(f['bucket'])}") + chip(_sum(f["tokens"] or {}))
 
+def _sum(t) -> str:
+    "The transformer's sequence, part by part."
+    n = lambda k: "?" if t.get(k) is None else " + ".join(map(str, t[k])) if isinstance(t[k], list) else t[k]
+    return f"{n('target')} target + {n('controls')} control + {n('pictures')} vision + {n('text')} text = {n('sequence')} tokens"
+
+# %% ../nbs/03ab_viewer.ipynb #7d5f8aa5
 def _wrong(f) -> str:
     rows = [f"{mark}: {why}" for mark, why in f["marks"]] + [f"{name} is bad: {why} ({place})" for name, place, why in f["bad"]]
     return "".join(map(note, rows + [p for p in f["problems"] if not p.startswith("picture ")])) # those stand in the picture's place
@@ -99,6 +105,7 @@ class PairGrid(Shown):
     def html(self):
         return "".join(sample_html(self.dataset, f["index"], facts=f) for f in self.data()["samples"]) or note("there are no samples")
 
+# %% ../nbs/03ab_viewer.ipynb #e34d9ef0
 def pair_grid(
     dataset, # `ImageDataset`, loader, settings or folder
     n:int=4, # pairs
@@ -108,7 +115,8 @@ def pair_grid(
     return PairGrid(dataset, n, model)
 
 # %% ../nbs/03ab_viewer.ipynb #ab1e0011
-_FILTERS = dict(all="all", missing="not cached", bad="bad pictures or entries", near="near duplicates", swapped=SWAPPED, unchanged=UNCHANGED)
+_FILTERS = dict(all="all", missing="not cached", bad="bad pictures or entries", near="near duplicates",
+                swapped=SWAPPED, unchanged=UNCHANGED)
 _OTHER = "other buckets"
 
 class SampleViewer(Shown):
@@ -120,7 +128,9 @@ class SampleViewer(Shown):
 
     def __repr__(self): return f"SampleViewer of {len(self.dataset)} samples"
     @property
-    def chosen(self): return range(len(self.dataset)) if self.filter == "all" else [i for i in self.sets[self.filter] if i < len(self.dataset)]
+    def chosen(self): # positions in the data set
+        n = len(self.dataset)
+        return range(n) if self.filter == "all" else [i for i in self.sets[self.filter] if i < n]
     @property
     def index(self): # of the shown sample in the data set, or None where the filter leaves none
         if not (chosen := self.chosen): return None
@@ -143,6 +153,7 @@ def buckets(self:SampleViewer,
     rest = sorted(i for k in order[most:] for i in found[k])
     return {k: found[k] for k in order[:most]} | ({_OTHER: rest} if rest else {})
 
+# %% ../nbs/03ab_viewer.ipynb #5c78da96
 @patch
 def filters(self:SampleViewer) -> dict: # {name: number of samples, or None where nobody has looked}
     "What can be selected."
@@ -183,6 +194,7 @@ def select(self:SampleViewer,
     if name == "bad": self.sets["bad"] = self._bad(tell)
     self.filter, self.place = name, 0
 
+# %% ../nbs/03ab_viewer.ipynb #5f53f80b
 @patch
 def _bad(self:SampleViewer, tell) -> list:
     ds, bad = self.dataset, set(self.broken)
@@ -199,6 +211,7 @@ def step(self:SampleViewer, n:int=1): # samples forward, or back where negative
     "Go on among the samples of the filter; at the ends one stays."
     self.place = min(max(self.place + n, 0), max(len(self.chosen) - 1, 0))
 
+# %% ../nbs/03ab_viewer.ipynb #4e95d002
 @patch
 def find(self:SampleViewer,
     text:str, # an id or a part of one
@@ -210,7 +223,8 @@ def find(self:SampleViewer,
     hit = next((p for p, i in zip(order, ids) if i == text), None)
     if hit is None: hit = next((p for p, i in zip(order, ids) if text in i), None)
     if hit is not None: self.place = hit
-    self.said = "" if hit is not None else f"no id holds {text!r}" + ("" if self.filter == "all" else " among these samples; `all` may have it")
+    elsewhere = "" if self.filter == "all" else " among these samples; `all` may have it"
+    self.said = "" if hit is not None else f"no id holds {text!r}{elsewhere}"
     return hit is not None
 
 # %% ../nbs/03ab_viewer.ipynb #ab1e001b
@@ -224,6 +238,7 @@ def partners(self:SampleViewer) -> list: # (position, what) of the samples that 
     i = self.index
     return [(n["b"] if n["a"] == i else n["a"], n["what"]) for n in self.near or () if i in (n["a"], n["b"])]
 
+# %% ../nbs/03ab_viewer.ipynb #f813fe15
 @patch
 def data(self:SampleViewer) -> dict:
     "The shown sample's facts, and where the viewer stands: place, of, filter, filters, near, said."
@@ -235,22 +250,27 @@ def data(self:SampleViewer) -> dict:
 @patch
 def page(self:SampleViewer) -> str:
     "The shown sample as HTML."
-    if (i := self.index) is None: return note("there are no samples" if self.filter == "all" else f"no sample: {_FILTERS.get(self.filter, self.filter)}")
+    what = _FILTERS.get(self.filter, self.filter)
+    if (i := self.index) is None: return note("there are no samples" if self.filter == "all" else f"no sample: {what}")
     tensors, why, f = {}, "", self.facts()
     if self.decode:
         try: tensors = decoded(self.dataset, i, self.components)
         except Exception as e: why = "" if str(e).startswith("picture ") else note(f"not decoded: {e}")
         else: why = "" if tensors else note("not decoded: the cache holds no latent of this sample")
-    near = self.partners()
-    small = "".join(_figure(_opened(self.dataset.samples[j].target, None), f"{self.dataset.samples[j].id}: {what}", 90) for j, what in near[:3])
-    if near: small = f"<div>near duplicates: {len(near)}</div>" + small
-    return why + sample_html(self.dataset, i, facts=f, tensors=tensors, height=220) + small
+    return why + sample_html(self.dataset, i, facts=f, tensors=tensors, height=220) + self._near_html()
+
+# %% ../nbs/03ab_viewer.ipynb #e61bcd86
+@patch
+def _near_html(self:SampleViewer) -> str:
+    near, samples = self.partners(), self.dataset.samples
+    small = [_figure(_opened(samples[j].target, None), f"{samples[j].id}: {what}", 90) for j, what in near[:3]]
+    return f"<div>near duplicates: {len(near)}</div>{''.join(small)}" if near else ""
 
 @patch
 def html(self:SampleViewer) -> str:
     n, more = min(self.first, len(self.dataset)), len(self.dataset) - self.first
-    rest = note(f"and {more} more: run this cell with a kernel to leaf through them, or `pair_grid(dataset, {4 * self.first})`") if more > 0 else ""
-    return PairGrid(self.dataset, n, self.components).html() + rest
+    rest = f"and {more} more: run this cell with a kernel to leaf through them, or `pair_grid(dataset, {4 * self.first})`"
+    return PairGrid(self.dataset, n, self.components).html() + (note(rest) if more > 0 else "")
 
 # %% ../nbs/03ab_viewer.ipynb #ab1e001f
 @patch
@@ -271,6 +291,7 @@ def build(self:SampleViewer):
     rows = w.HBox([c.back, c.slider, c.on, c.goto]), w.HBox([c.filter, c.scan, c.whole, c.decode])
     return w.VBox([*rows, c.message, c.page])
 
+# %% ../nbs/03ab_viewer.ipynb #84e6d3f4
 @patch
 def _options(self:SampleViewer) -> list:
     label = lambda k, n: f"{_FILTERS.get(k, k)} ({'look' if n is None else n})"
@@ -285,8 +306,10 @@ def _wire(self:SampleViewer, c):
     c.goto.observe(lambda ch: ch["new"] and self._do(lambda: self._go(ch["new"].strip())), "value")
     c.filter.observe(lambda ch: self._do(lambda: self.select(ch["new"], self._tell)), "value")
     c.scan.on_click(lambda _: self._do(self._scan_again, c.scan))
-    for name in ("whole", "decode"): getattr(c, name).observe(lambda ch, name=name: self._do(lambda: setattr(self, name, ch["new"])), "value")
+    for name in ("whole", "decode"):
+        getattr(c, name).observe(lambda ch, name=name: self._do(lambda: setattr(self, name, ch["new"])), "value")
 
+# %% ../nbs/03ab_viewer.ipynb #494e4828
 @patch
 def _tell(self:SampleViewer, text): self.controls.message.value = text
 
@@ -315,6 +338,7 @@ def _do(self:SampleViewer, work, button=None):
         if button is not None: button.disabled = False
         self.deaf = False
 
+# %% ../nbs/03ab_viewer.ipynb #f3d163b1
 @patch
 def _draw(self:SampleViewer):
     c, n, options = self.controls, len(self.chosen), tuple(self._options())

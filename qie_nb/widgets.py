@@ -97,7 +97,7 @@ def _do(self:CacheStatus, work):
 
 # %% ../nbs/03a_widgets.ipynb #56f03579
 def cache_status(
-    cache, # `ImageDataset` with a cache (then it says what is missing, too), a loader over one, `EmbeddingCacheManager`, folder or list of folders
+    cache, # `EmbeddingCacheManager`, folder or list of folders; or `ImageDataset`, or its loader: then it says what is missing, too
 ) -> CacheStatus:
     "What a cache holds, with a button that reads and checks every entry."
     return CacheStatus(cache)

@@ -66,7 +66,7 @@ def hostile_set(tmp_path):
             im.save(root/"control_images"/f"{n} {HOSTILE}.png")
             EDITS["duotone"](im).save(root/"training_images"/f"{n} {HOSTILE}.png")
             (root/"training_images"/f"{n} {HOSTILE}.txt").write_text(f"{HOSTILE} {i}")
-    ds = dataset(root, tmp_path/f"cache {HOSTILE}")
+    ds = dataset(root, tmp_path/f"cache {HOSTILE}", caption_dropout_rate=0.5)
     who = fill(ds).identity()
     (tmp_path/f"cache {HOSTILE}"/"manifest.json").write_text(json.dumps(dict(version=1, identities=dict(a=who | dict(model=HOSTILE)))))
     ds.refresh()
@@ -76,7 +76,8 @@ def hostile_set(tmp_path):
 def test_everything_is_escaped_in_the_viewer(tmp_path):
     ds = hostile_set(tmp_path)
     view = sample_viewer(ds, str(tiny_folder("2511")), whole=True, decode=True)
-    c, pages = opened(view), [pair_grid(ds).html(), view.html(), sample_html(ds, 0)]
+    c, pages = opened(view), [pair_grid(ds).html(), view.html(), *(sample_html(ds, i) for i in range(4))]
+    assert any("is dropped; the model sees" in p for p in pages)
     (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").write_bytes(b"broken")
     seen = lambda: pages.extend((c.page.value, c.message.value))
     for name in list(view.filters()):
@@ -228,6 +229,14 @@ def test_filters_count_and_show(tmp_path):
     assert len(view.chosen) == 6
 
 
+def test_broken_pictures_are_found_without_a_cache(pairs):
+    root = pairs()
+    view = sample_viewer(dataset(root))
+    (root/"control_images"/"0001.png").write_bytes(b"broken")
+    view.select("bad")
+    assert list(view.chosen) == [1] and view.filters()["near"] == 0
+
+
 def test_buckets_are_filters(pairs):
     root = pairs(sizes=[(48, 32), (48, 32), (32, 48), (40, 40)])
     ds = ImageDataset(dict(dataset_path=str(root), image_size=[128, 128], control_area=64*64))
@@ -270,6 +279,7 @@ def test_samples_may_leave_while_one_looks(pairs):
     c = opened(view)
     c.scan.click(); c.slider.value = 4
     ds.drop({2: "gone", 3: "gone"})
+    assert view.data()["id"] == "0001" and "(2 of 2)" in view.page()
     c.on.click()
     assert view.data()["id"] == "0001" and "(2 of 2)" in c.page.value and c.slider.max == 2
 
@@ -368,6 +378,14 @@ def test_near_duplicates_are_found_and_not_over_found(tmp_path):
     found = lambda other: sum(qie_nb.pairs.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
     assert found(saved) > 0.95 and found(half) > 0.9
     for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
+
+
+def test_plain_skies_are_not_one_picture(tmp_path):
+    skies = []
+    for x in (10, 30, 50, 70):
+        skies.append(Image.new("RGB", (96, 64), (60, 80, 120)))
+        skies[-1].paste((255, 255, 255), (x, 20, x + 4, 64))
+    assert list(alike(as_looks(skies, tmp_path))) == [] and len(list(alike(as_looks([skies[0]] * 2, tmp_path)))) == 1
 
 
 def test_blocks_find_what_one_block_finds(tmp_path):
