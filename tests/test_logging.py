@@ -171,6 +171,16 @@ def test_logging_changes_no_bit_of_the_adapter(pairs, tmp_path):
     assert adapters_equal(a, b) and (tmp_path/"a"/"runs").is_dir() and not (tmp_path/"b"/"runs").exists()
 
 
+def test_a_component_that_has_moved_counts_nothing_where_it_was(monkeypatch):
+    from qie_nb.callback import RunState
+    seen, places = [], iter([{"vae_MB_cuda0": 250.}, {"vae_MB_cuda0": 250.}, {"vae_MB_cpu": 250.}])
+    monkeypatch.setattr(logs, "module_gauges", lambda t: next(places))
+    made = LogCallback([SimpleNamespace(name="x", scalars=lambda values, step: seen.append({k: v for k, v in values.items() if "modules" in k}))])
+    made.modules = {}
+    for n in (1, 2, 3): made.row(SimpleNamespace(device="cpu", state=RunState(global_step=n, loss=1., grad_norm=1.)))
+    assert seen == [{"gpu_modules/vae_MB_cuda0": 250.}, {}, {"gpu_modules/vae_MB_cuda0": 0., "gpu_modules/vae_MB_cpu": 250.}]
+
+
 # --- what cannot be shown
 def test_missing_pictures_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
     root = pairs(((96, 64),) * 6)
@@ -297,7 +307,8 @@ def test_a_resumed_run_goes_on_in_its_logs_and_a_new_one_begins_its_own(pairs, t
         def on_step_end(self, t):
             if t.global_step == 5: raise RuntimeError("the power fails")
     with pytest.raises(RuntimeError): QwenImageEditTrainer(config, callbacks=[Dies()]).fit()
-    resumed = QwenImageEditTrainer(config | dict(train=config["train"] | dict(resume_checkpoint="latest"))).fit()
+    before = str(tmp_path/"checkpoints"/"step_00000004") # step 5 has been logged and is done again
+    resumed = QwenImageEditTrainer(config | dict(train=config["train"] | dict(resume_checkpoint=before))).fit()
     assert resumed.global_step == straight.global_step == 9
     a, b = read_run(tmp_path/"runs"), read_run(tmp_path/"b_runs")
     assert a.scalars["loss"] == b.scalars["loss"] and [s for s, _ in a.scalars["loss"]] == list(range(1, 10))
@@ -432,7 +443,7 @@ def test_whoever_watches_gets_a_bar(monkeypatch):
     outer.close()
     assert "train:" in out.getvalue() and "\r" in out.getvalue() and Progress.bars == 0
     left = out.getvalue().rsplit("\r", 1)[-1]
-    assert "train: 100%" in left and "pictures" not in left and "\x1b[A" not in out.getvalue(), "one line, which the outer work keeps"
+    assert out.getvalue().count("\n") == 1 and "train: 100%" in left and "pictures" not in left and "\x1b[A" not in out.getvalue(), "one line, which the outer work keeps"
 
 
 def test_a_batch_run_prints_no_bar_at_all(pairs, tmp_path):
