@@ -837,7 +837,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'qie_nb.place.PlaceMethods._for_prediction': ('place.html#placemethods._for_prediction', 'qie_nb/place.py'),
                               'qie_nb.place.PlaceMethods.alone': ('place.html#placemethods.alone', 'qie_nb/place.py'),
                               'qie_nb.place.PlaceMethods.plan_predict': ('place.html#placemethods.plan_predict', 'qie_nb/place.py'),
-                              'qie_nb.place.PlaceMethods.running': ('place.html#placemethods.running', 'qie_nb/place.py'),
                               'qie_nb.place.Placement': ('place.html#placement', 'qie_nb/place.py'),
                               'qie_nb.place.Placement.__init__': ('place.html#placement.__init__', 'qie_nb/place.py'),
                               'qie_nb.place.Placement.__repr__': ('place.html#placement.__repr__', 'qie_nb/place.py'),

@@ -89,10 +89,10 @@ def cached_edits(
     seeds=(), # one for each
 ) -> list: # of (`Edit`, `Encoded`)
     "Samples as edits. Raises ValueError where guidance has no empty prompt."
-    out = []
+    out, bad = [], [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
+    if bad or not indices:
+        raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got {bad[0] if bad else indices!r}")
     for i, seed in zip(indices, seeds):
-        if type(i) is not int or not 0 <= i < len(dataset):
-            raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got {i!r}")
         ready = encoded_sample(trainer, dataset, i, true_cfg_scale > 1)
         if true_cfg_scale > 1 and ready.uncond is None:
             raise ValueError(f"`true_cfg_scale` {true_cfg_scale} needs the empty prompt, which the cache lacks for sample "

@@ -175,9 +175,8 @@ def _name(device) -> str: # with its number
 class PlaceMethods:
     "The part of `QwenImageEditTrainer` that places components; expects its components, devices and configuration."
     placement = None # `Placement` of the last plan
+    running = False # in the middle of `fit`?
 
-    @property
-    def running(self) -> bool: return bool(self.began and not self.state.stop) # in the middle of a run?
     @property
     def alone(self) -> bool: return self.accelerator is None or self.accelerator.num_processes == 1
 

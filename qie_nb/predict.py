@@ -113,7 +113,8 @@ def predict(self:PredictMethods,
     schedule=None, # name of one of `qie_nb.few_steps.SCHEDULES`; default `predict.schedule`, which asks the adapters in use
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit a picture: what the diffusers pipeline gives for the same size, seed and adapter."
-    num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
+    num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(
+        schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
     give, geometry, scheduler = _output(output_type), replace(self.geometry(), crop=False), self.components.get("scheduler")
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed, generator)
     check_sampling(scheduler, edits, factor_of(self.components), num_inference_steps, true_cfg_scale, scheduler_overrides)
@@ -122,7 +123,8 @@ def predict(self:PredictMethods,
         out = run_edits(self._predictor, self._at, edits, geometry, num_inference_steps, true_cfg_scale, scheduler_overrides,
                         self.weight_dtype, on_step, watch)
     asked = "as asked" if height and width else f"the first picture's aspect at {geometry.control_area} pixels"
-    self.predicted = [dict(size=e.size, why=asked, controls=[geometry.control(p.size) for p in e.pictures], seed=e.seed) for e in edits]
+    seen = lambda e: [geometry.control(p.size) for p in e.pictures]
+    self.predicted = [dict(size=e.size, why=asked, controls=seen(e), seed=e.seed) for e in edits]
     return [give(o) for o in out] if isinstance(prompt, (list, tuple)) else give(out[0])
 
 @patch
@@ -148,7 +150,8 @@ def predict_cached(self:PredictMethods,
     schedule=None, # as in `predict`
 ): # uint8 [H, W, 3] or PIL image at the size of the sample's target; a list of them for a list of samples
     "Edit cached samples with their own prompts."
-    num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
+    num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(
+        schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
     give, several, scheduler = _output(output_type), isinstance(i, (list, tuple)), self.components.get("scheduler")
     indices = list(i) if several else [i]
     dataset, seeds = cached_data(self, data), seeds_of(seed, len(indices))

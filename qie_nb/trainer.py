@@ -290,12 +290,14 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
 @contextmanager
 def ending(self:QwenImageEditTrainer, run, signals):
     "Around the loop: a signal is heard after the step, and the callbacks are told of the end, whatever it was."
-    signals.gently = True
+    signals.gently = self.running = True
     try:
         call(run.callbacks, "on_train_begin", self)
         yield
     except KeyboardInterrupt: self.state.stop = self.state.stop or "interrupted"
-    finally: call(run.callbacks, "on_train_end", self)
+    finally:
+        try: call(run.callbacks, "on_train_end", self)
+        finally: self.running = False
 
 @patch
 def let_go(self:QwenImageEditTrainer):

@@ -199,6 +199,19 @@ def test_a_load_that_is_cut_short_leaves_nothing(error, files, monkeypatch):
     assert calls == ["root", "wide"] and same_state(before, state_of(t)), "peft's layers of the two that came too late are gone"
 
 
+def test_a_load_into_a_bare_transformer_that_is_cut_short_leaves_it_bare(files, monkeypatch):
+    from qie_nb.models import load_component
+    tr = load_component(tiny_folder("2511"), "transformer")
+    before, real = tr.state_dict().keys(), type(tr).load_lora_adapter
+
+    def cut(self, *a, **kw):
+        real(self, *a, **kw)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(type(tr), "load_lora_adapter", cut)
+    with pytest.raises(KeyboardInterrupt): lora.load_lora(tr, files["style"])
+    assert tr.state_dict().keys() == before and lora.active_loras(tr) == {}
+
+
 def test_other_sizes_and_other_bases_are_said_once_and_the_first_one_s_are_used(tmp_path, capsys):
     files = [write(tmp_path/f"{n}.safetensors", k, info) for k, (n, info) in enumerate(dict(
         fast={}, small=dict(control_area=64 * 64, variant="2511"), large=dict(control_area=96 * 96, variant="v1")).items())]
@@ -236,13 +249,19 @@ def test_training_saves_and_resumes_its_own_adapter(files, tmp_path, capsys):
     assert same(again.save_lora(tmp_path/"ld"), a) and again.active_adapters() == dict(default=1.0)
 
 
+def learns_in(t): return {n for n, p in t.transformer.named_parameters() if p.requires_grad}
+
+
 def test_a_look_at_others_in_the_middle_of_a_run_does_not_disturb_it(files, tmp_path):
     from qie_nb.callback import Callback
     root = write_pairs(tmp_path/"set", ((48, 32),) * 4)
 
     class Look(Callback):
         def on_step_end(self, t):
-            t.load_lora(files["wide"], "wide"), predict(t), t.delete_adapters("wide"), t.set_adapters("default")
+            before = learns_in(t)
+            assert before and learns_in(t.load_lora(files["wide"], "wide")) == before, "what is looked at does not learn, what learns goes on"
+            predict(t), t.delete_adapters("wide"), t.set_adapters("default")
+            assert learns_in(t) == before
     run = lambda out, *callbacks: QwenImageEditTrainer(settings(root, tmp_path/out, train=dict(output_dir=str(tmp_path/out), max_train_steps=3), optimizer=dict(lr=0.01)), callbacks).fit()
     a, b = run("a"), run("b", Look())
     assert all(torch.equal(x, y) for x, y in zip(lora.lora_state(a.transformer).values(), lora.lora_state(b.transformer).values(), strict=True))

@@ -113,7 +113,8 @@ def plain(*args, **kw):
 
 
 # --- three devices
-@pytest.mark.parametrize("variant, n, scale", [("v1", 1, 4.0), ("v1", 1, 1.0), ("2509", 1, 4.0), ("2509", 3, 4.0), ("2511", 2, 4.0), ("2511", 3, 1.0)])
+@pytest.mark.parametrize("variant, n, scale", [("v1", 1, 4.0), ("2509", 3, 1.0), ("2511", 2, 4.0)] + [pytest.param(*c, marks=pytest.mark.slow) for c in
+    [("v1", 1, 1.0), *(("2509", n, 4.0) for n in (1, 2, 3)), ("2509", 1, 1.0), ("2511", 1, 4.0), ("2511", 3, 4.0), ("2511", 2, 1.0)]])
 def test_on_three_devices_nothing_is_mixed_and_the_picture_is_the_same(variant, n, scale, pretend):
     expected, t = plain(trainer_of(variant), n, scale), trainer_of(variant, predict=dict(devices=THREE))
     with pretend(t) as mode: got = ask(t, n, scale)
@@ -121,6 +122,7 @@ def test_on_three_devices_nothing_is_mixed_and_the_picture_is_the_same(variant, 
     assert np.array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_list_with_previews_on_three_devices(pretend):
     call = lambda t, **kw: t.predict(pictures(1)[0], ["a", "b"], num_inference_steps=2, height=48, width=64, **kw)
     with sdpa_kernel(SDPBackend.MATH): expected = call(trainer_of())
@@ -172,7 +174,7 @@ FORGOTTEN = {
 def test_a_forgotten_move_is_found(what, pretend, monkeypatch):
     t = trainer_of(predict=dict(devices=THREE))
     broken(monkeypatch, *FORGOTTEN[what])
-    with pretend(t), pytest.raises((RuntimeError, AssertionError), match="found at least two devices|numpy of a tensor on cuda:1"): ask(t)
+    with pretend(t), pytest.raises((RuntimeError, AssertionError), match="found at least two devices|different from other tensors|numpy of a tensor on cuda:1"): ask(t)
 
 
 def test_a_forgotten_component_is_found(pretend, monkeypatch):
@@ -305,7 +307,7 @@ def test_predicting_in_mid_run_leaves_every_component_where_it_was(pairs, tmp_pa
             where = lambda: {n: {k: p.device for k, p in part.named_parameters()} for n, part in t.components.parts.items() if n in PARTS}
             before, devices = where(), dict(t.components.devices)
             ask(t)
-            assert t.placement["transformer"].why == "it is trained there" or t.placement["transformer"].device == "cpu"
+            assert t.running and str(t.placement["transformer"].device) == "cpu"
             assert where() == before and {k: d for k, d in t.components.devices.items() if k in devices} == devices
             assert t.transformer.training and t.vae is None and t.qwen_vl is None
             self.ran = True
@@ -315,5 +317,5 @@ def test_predicting_in_mid_run_leaves_every_component_where_it_was(pairs, tmp_pa
                               cache=dict(cache_dir=str(tmp_path/"cache")), logging=dict(report_to="none", log_dir=str(tmp_path/"runs")))
     root = pairs(((48, 32),))
     QwenImageEditTrainer(config("a")).cache_embeddings()
-    QwenImageEditTrainer(config("a"), callbacks=[c]).fit()
-    assert c.ran
+    t = QwenImageEditTrainer(config("a"), callbacks=[c]).fit()
+    assert c.ran and not t.running

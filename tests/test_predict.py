@@ -196,7 +196,7 @@ REFUSED = [
     ((IM, "a"), dict(num_inference_steps=1), "`num_inference_steps` must be at least 2 with this scheduler, got 1; 20 is usual"),
     ((IM, "a"), dict(num_inference_steps=2.5), "`num_inference_steps` must be at least 2 with this scheduler, got 2.5; 20 is usual"),
     ((IM, "a"), dict(true_cfg_scale=float("inf")), "`true_cfg_scale` must be a finite number, got inf; 4 is usual, 1 means no guidance"),
-    ((IM, "a"), dict(true_cfg_scale=None), "`true_cfg_scale` must be a finite number, got None; 4 is usual, 1 means no guidance"),
+    ((IM, "a"), dict(true_cfg_scale="4"), "`true_cfg_scale` must be a finite number, got '4'; 4 is usual, 1 means no guidance"),
     ((IM, "a"), dict(output_type="latent"), "`output_type` must be np (a uint8 array) or pil, got 'latent'"),
     ((IM, "a"), dict(preview="yes"), "`preview` must be true, a number of steps or a function of (step, steps, picture), got 'yes'"),
     ((IM, "a"), dict(preview=True, preview_every=0), "`preview_every` must be a whole number of 1 or more, got 0"),
