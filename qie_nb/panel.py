@@ -84,7 +84,7 @@ def curve_svg(
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">{grid}{lines}{dots}{names}</svg>'
 
 def svg_picture(svg:str) -> str: # the same as an <img>
-    return f'<img src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+    return f'<img alt="losses so far" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
 
 # %% ../nbs/03ac_panel.ipynb #9a7e000f
 def memory_text(

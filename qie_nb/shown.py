@@ -36,7 +36,7 @@ def picture_html(
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
     wide = max(160, round(height * w / h)) # a long title goes over several lines
     return (f'<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;max-width:{wide}px">'
-            f'<img style="height:{height}px" src="data:image/jpeg;base64,{data}">'
+            f'<img alt="" style="height:{height}px" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
 # %% ../nbs/00la_shown.ipynb #7a1e0008

@@ -126,6 +126,22 @@ def test_a_chapter_runs_and_shows_itself(name, text, opened):
     seen(page, text)
 
 
+EVENTS = """
+import tempfile
+from torch.utils.tensorboard import SummaryWriter
+from qie_nb.logging import show_tensorboard
+runs = tempfile.mkdtemp()
+with SummaryWriter(runs) as w: [w.add_scalar("loss", 1 / n, n) for n in range(1, 9)]
+show_tensorboard(runs)"""
+
+
+def test_tensorboard_is_served_inline(opened):
+    page = opened("tensorboard", [EVENTS]).kernel().run_all()
+    assert not page.errors()
+    frame = page.page.frame_locator("iframe").first
+    frame.locator("text=loss").first.wait_for(timeout=60_000)
+
+
 WIDGETS = """
 import tempfile, torch
 from pathlib import Path

@@ -229,6 +229,14 @@ def test_filters_count_and_show(tmp_path):
     assert len(view.chosen) == 6
 
 
+def test_broken_pictures_are_found_without_a_cache(pairs):
+    root = pairs()
+    view = sample_viewer(dataset(root))
+    (root/"control_images"/"0001.png").write_bytes(b"broken")
+    view.select("bad")
+    assert list(view.chosen) == [1] and view.filters()["near"] == 0
+
+
 def test_buckets_are_filters(pairs):
     root = pairs(sizes=[(48, 32), (48, 32), (32, 48), (40, 40)])
     ds = ImageDataset(dict(dataset_path=str(root), image_size=[128, 128], control_area=64*64))
@@ -271,6 +279,7 @@ def test_samples_may_leave_while_one_looks(pairs):
     c = opened(view)
     c.scan.click(); c.slider.value = 4
     ds.drop({2: "gone", 3: "gone"})
+    assert view.data()["id"] == "0001" and "(2 of 2)" in view.page()
     c.on.click()
     assert view.data()["id"] == "0001" and "(2 of 2)" in c.page.value and c.slider.max == 2
 
@@ -369,6 +378,14 @@ def test_near_duplicates_are_found_and_not_over_found(tmp_path):
     found = lambda other: sum(qie_nb.pairs.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
     assert found(saved) > 0.95 and found(half) > 0.9
     for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
+
+
+def test_plain_skies_are_not_one_picture(tmp_path):
+    skies = []
+    for x in (10, 30, 50, 70):
+        skies.append(Image.new("RGB", (96, 64), (60, 80, 120)))
+        skies[-1].paste((255, 255, 255), (x, 20, x + 4, 64))
+    assert list(alike(as_looks(skies, tmp_path))) == [] and len(list(alike(as_looks([skies[0]] * 2, tmp_path)))) == 1
 
 
 def test_blocks_find_what_one_block_finds(tmp_path):
@@ -633,11 +650,15 @@ def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
         with patch("qie_nb.shown.watched", lambda: False):
             shown = make()
             assert VIEW not in shown._repr_mimebundle_() and shown._box is None
-        with patch("qie_nb.shown.watched", lambda: True):
+        with patch("qie_nb.shown.watched", lambda: True), patch("qie_nb.shown.kernel", object), patch("IPython.display.display") as display:
             shown = make()
-            assert shown._repr_mimebundle_()[VIEW]["model_id"] == shown.box.model_id
-        assert shown._repr_mimebundle_()["text/html"].startswith("<div") and json.dumps(shown.data(), default=str)
-    with patch("qie_nb.shown.watched", lambda: True): assert VIEW not in pair_grid(ds)._repr_mimebundle_(), "there is nothing to click in a grid"
+            shown._ipython_display_()
+            live, beside = (call.args[0] for call in display.call_args_list)
+            assert live[VIEW]["model_id"] == shown._page.model_id and shown._page.children[0] is shown.box and VIEW not in beside
+        assert "<div" in beside["text/html"] and json.dumps(shown.data(), default=str)
+    with patch("qie_nb.shown.watched", lambda: True), patch("qie_nb.shown.kernel", object), patch("IPython.display.display") as display:
+        pair_grid(ds)._ipython_display_()
+        assert [VIEW in call.args[0] for call in display.call_args_list] == [False], "there is nothing to click in a grid"
     still = sample_viewer(ds).html()
     assert still.count("<figure") == 8 and "and 2 more" in still and "pair_grid(dataset" in still
     assert len(pair_grid(ds, 2).data()["samples"]) == 2 and pair_grid(ds, 99).html().count("<figure") == 12

@@ -36,8 +36,8 @@ before_after(picture, edited, ["photograph", "what the LoRA makes of it"], heigh
 def write(path, png):
     "As it is where that is small, else with 256 colours."
     im, out = Image.open(io.BytesIO(png)).convert("RGB"), io.BytesIO()
-    x0, y0, x1, y1 = ImageOps.invert(im).getbbox() # what is not white
-    im = ImageOps.expand(im.crop((x0, y0, x1, y1)), 24, "white")
+    im = im.crop((0, 6, im.width, im.height)) # the frame of the output above may reach in
+    im = ImageOps.expand(im.crop(ImageOps.invert(im).getbbox()), 24, "white") # what is not white
     im.save(out, "PNG", optimize=True)
     if out.tell() > MOST:
         out = io.BytesIO()
