@@ -1,4 +1,4 @@
-# `make demo` and `make test` are all a fresh machine needs: python3, make, git and a C compiler.
+# `make demo` and `make test` are all a fresh machine needs: python3, make, git and a C compiler; `make test-all` needs Chromium, too.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all check install clean breakages faults kills bench-cache
+.PHONY: demo test test-all browser screenshots check install clean breakages faults kills bench-cache
 
 install: $(VENV)/.ready
 
@@ -24,12 +24,28 @@ test: $(VENV)/.ready ## everyday suite: notebooks, Kaggle notebooks, pytest with
 	$(BIN)/nbdev_test --n_workers 1
 	$(BIN)/nbdev_test --path kaggle --n_workers 1
 	$(BIN)/python -m pytest -m "not slow"
-	@echo "left out: tests marked slow (1 MP parity, the demo's figures, the breakages); make test-all runs them"
+	@echo "left out, run by make test-all: the browser (JupyterLab in Chromium), read-only and full disks (they are mounted, as root), what is marked slow (1 MP parity, the demo's figures, the breakages)"
 
-test-all: $(VENV)/.ready ## everything
+test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
+	$(BIN)/python tests/browser/lab.py
 	$(BIN)/nbdev_test --n_workers 1 --flags slow
 	$(BIN)/nbdev_test --path kaggle --n_workers 1
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not browser"
+	$(MAKE) browser
+
+BROWSERS := w8 w7
+browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
+	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest tests/test_browser.py || exit 1; done
+
+# an environment with one JupyterLab and its ipywidgets in front of what is installed in $(VENV)
+$(VENV)-%/.ready: tests/browser/%.txt $(VENV)/.ready
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install -q -r $<
+	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib'))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
+	touch $@
+
+screenshots: $(VENV)-w8/.ready ## README's pictures of the widgets, taken anew
+	$(VENV)-w8/bin/python tests/browser/screenshots.py docs
 
 check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday suite
 	$(BIN)/nbdev_export

@@ -6,17 +6,21 @@
 __all__ = ['AdapterMethods']
 
 # %% ../nbs/01ab_adapter.ipynb #de820905
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from fastcore.basics import patch
 
 from . import lora
+from .few_steps import as_schedule, pick_schedule
+from .lora_mix import same_learning, wanted_loras
 
 # %% ../nbs/01ab_adapter.ipynb #51fdaaee
 class AdapterMethods:
     "Methods of the trainer that deal with its adapter; expects its configuration, components and state."
     ema = accelerator = samples = None # samples: what is trained on
+    _loras = {"default": ("", {})} # {adapter name: (file, what it says of itself)}
+    _told = ()                     # sentences that were printed, which are not printed again
 
     @property
     def is_main(self) -> bool: return self.accelerator is None or self.accelerator.is_main_process
@@ -45,34 +49,163 @@ def lora_facts(self:AdapterMethods) -> dict:
 def save_lora(self:AdapterMethods,
     path, # folder, or .safetensors file
     format:str="diffusers", # or comfyui
+    schedule=None, # how it wants to be sampled, for `predict` to find: a name of `qie_nb.few_steps.SCHEDULES`, or a dict with steps
 ) -> Path: # the file
     "Write the adapter (its running mean where one is kept) with base and sizes in its header. Every process takes part, one writes."
-    if "default" not in getattr(self.transformer, "peft_config", {}):
-        raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first")
+    if "default" not in (there := getattr(self.transformer, "peft_config", {})):
+        raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first"
+                         + f" ({', '.join(there)} can only be used: adapter 'default' is the one that is trained and saved)" * bool(there))
+    facts = self.lora_facts() | (dict(schedule=vars(as_schedule(schedule))) if schedule else {})
+    self.gathered()
     with self.ema_weights(): state = lora.lora_state(self.transformer)
-    if self.is_main: return lora.save_lora(self.transformer, path, self.lora_facts(), format=format, state=state)
+    if self.is_main: return lora.save_lora(self.transformer, path, facts, format=format, state=state)
 
 # %% ../nbs/01ab_adapter.ipynb #65098b2a
 @patch
 def load_lora(self:AdapterMethods,
     path, # file, folder or hub id, in diffusers' or ComfyUI's spelling
+    adapter_name:str="default", # one of that name is replaced
+    weight:float=1.0, # factor on the adapter's own scale
 ):
-    "Load an adapter for prediction; the picture sizes it was trained at are taken over."
-    self.lora_origin, self.ema = lora.load_lora(self._transformer(), path), None
+    "Load an adapter for prediction and use it alone; the picture sizes it was trained at are taken over."
+    return self.load_loras([dict(path=path, weight=weight, name=adapter_name)])
+
+@patch
+def load_loras(self:AdapterMethods,
+    loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
+):
+    "Load adapters and use these together, all of them or none: what one of them lacks is said before the others are loaded."
+    wanted = wanted_loras(loras)
+    files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
+    tr = self.gathered()
+    read = [lora.read_fitting(tr, file) for file, _ in files]
+    self._take(wanted, read)
+    if any(w.name == "default" for w in wanted): self.ema = None
+    self._loras = self._loras | {w.name: (r.file, r.info) for w, r in zip(wanted, read)}
+    return self.tell_adapters()
+
+@patch
+def _take(self:AdapterMethods, wanted, read):
+    tr, new = self.transformer, []
+    before = lora.active_loras(tr)
+    with nullcontext() if any(w.name == "default" for w in wanted) else same_learning(tr):
+        try:
+            for w, r in zip(wanted, read):
+                new.append(w.name)
+                lora.load_lora(tr, r, w.name)
+            lora.use_loras(tr, {w.name: w.weight for w in wanted})
+        except BaseException: # out of memory, or stopped
+            lora.remove_loras(tr, new)
+            if before: lora.use_loras(tr, {n: w for n, w in before.items() if n in tr.peft_config})
+            raise
+
+# %% ../nbs/01ab_adapter.ipynb #4fb7cdc7
+@patch
+def active_adapters(self:AdapterMethods) -> dict: # {adapter name: weight}
+    "The adapters in use, in the order in which they are added up."
+    return lora.active_loras(self.transformer) if self.transformer is not None else {}
+
+@patch
+def set_adapters(self:AdapterMethods,
+    names, # adapter name or a list of them; [] for the base alone
+    weights=None, # factor on each one's own scale, or one for all; default 1
+):
+    "Use these adapters together and no others."
+    names = [names] if isinstance(names, str) else list(names)
+    weights = list(weights) if isinstance(weights, (list, tuple)) else [1.0 if weights is None else weights] * len(names)
+    if len(names) != len(weights) or len(set(names)) < len(names):
+        raise ValueError(f"`names` and `weights` must go together, each name once, got {names} and {weights}; give a weight for each")
+    if self.transformer is None and names: raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
+    if self.transformer is not None: lora.use_loras(self.transformer, dict(zip(names, weights)))
+    return self.tell_adapters()
+
+# %% ../nbs/01ab_adapter.ipynb #05bd4b1d
+@patch
+def delete_adapters(self:AdapterMethods,
+    names, # adapter name or a list of them
+):
+    "Take adapters out of memory; the others stay in use as they are."
+    names, there = [names] if isinstance(names, str) else list(names), getattr(self.transformer, "peft_config", {})
+    if wrong := [n for n in names if n not in there]: raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(there)}")
+    if "default" in names and getattr(self, "optimizer", None) is not None:
+        raise ValueError("adapter 'default' is being trained, so it cannot be deleted; use set_adapters([]) to predict without it")
+    lora.remove_loras(self.gathered(), names)
+    self._loras = {n: v for n, v in self._loras.items() if n not in names}
     return self
 
+# %% ../nbs/01ab_adapter.ipynb #dc2fde63
+@patch
+def loras_in_use(self:AdapterMethods) -> list: # of (adapter name, file, what it says of itself); those of weight 0 are none
+    "What is known of the adapters in use."
+    return [(n, *self._loras.get(n, ("", {}))) for n, w in self.active_adapters().items() if w]
+
+_SIZES = ("control_area", "vl_area")
+
+def _origin(self) -> dict:
+    "What the adapter says of itself whose picture sizes are used: the first one in use that has any, else the first one in memory."
+    infos = [i for *_, i in self.loras_in_use()] or [i for _, i in self._loras.values()]
+    return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
+
+def _set_origin(self, info): self._loras = self._loras | {"default": ("", info)} # of the adapter that is trained
+AdapterMethods.lora_origin = property(_origin, _set_origin)
+
+# %% ../nbs/01ab_adapter.ipynb #fa36947b
+@patch
+def say_once(self:AdapterMethods, text:str):
+    if text and text not in self._told: self._told = (*self._told, text); print(text)
+
+@patch
+def tell_adapters(self:AdapterMethods):
+    "Say, once, where the adapters in use were not made for each other or for this base."
+    used = self.loras_in_use()
+    sized = [(n, {k: i[k] for k in _SIZES if i.get(k)}) for n, _, i in used]
+    sized = [(n, s) for n, s in sized if s]
+    for n, s in sized[1:]:
+        if s != sized[0][1]:
+            self.say_once(f"adapter {n!r} was trained at {s}, {sized[0][0]!r} at {sized[0][1]}: the first one's sizes are used; "
+                          "set `data.control_area` and `data.vl_area` to choose others")
+    for n, _, info in used:
+        if info.get("variant") not in (None, self.components.variant.name):
+            self.say_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {self.components.variant.name}")
+    return self
+
+# %% ../nbs/01ab_adapter.ipynb #b4c3a824
+@patch
+def sampling(self:AdapterMethods,
+    schedule=None, # as in `predict`
+    steps:int=None, # the caller's
+    true_cfg_scale:float=None, # the caller's
+) -> tuple: # (steps, true_cfg_scale, changes of the scheduler's config)
+    "How the adapters in use are sampled; a schedule that nobody asked for is said, with the reason."
+    wanted = self.config.predict.schedule if schedule is None else schedule
+    s, why = pick_schedule(wanted, [(file, info) for _, file, info in self.loras_in_use()])
+    if s.name != "none" and not why.startswith("asked"):
+        self.say_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; "
+                      "`schedule` none samples by the model's own")
+    return s.steps if steps is None else steps, s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler)
+
+# %% ../nbs/01ab_adapter.ipynb #94c0fc2a
+@patch
+def load_configured_loras(self:AdapterMethods):
+    "Load `predict.loras` where no adapter is in memory."
+    wanted, there = [l.model_dump() for l in self.config.predict.loras], list(getattr(self.transformer, "peft_config", {}))
+    if wanted and not there: return self.load_loras(wanted)
+    if wanted and not {w.name for w in wanted_loras(wanted)} & set(there):
+        self.say_once(f"`predict.loras` is left out: adapters {', '.join(there)} are in memory already")
+
+# %% ../nbs/01ab_adapter.ipynb #920cc2fa
 @patch
 def merge_lora(self:AdapterMethods,
     undo:bool=True, # keep the base's weights in host memory for `unmerge_lora`?
 ):
-    "Add the adapter into the base's weights; a saved LoRA stays the same file, and predicting does not add it twice."
-    lora.merge_lora(self._transformer(), undo)
+    "Add the adapters in use, as they are weighted, into the base's weights; predicting does not add them twice."
+    lora.merge_lora(self.gathered(), undo)
     return self
 
 @patch
 def unmerge_lora(self:AdapterMethods):
     "Give the base its own weights back."
-    lora.unmerge_lora(self._transformer())
+    lora.unmerge_lora(self.gathered())
     return self
 
 # %% ../nbs/01ab_adapter.ipynb #d1fb7b8b

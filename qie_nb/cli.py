@@ -12,9 +12,10 @@ from pathlib import Path
 
 # %% ../nbs/04_cli.ipynb #083f1cc1
 def _trainer(a):
-    from qie_nb.config import load_config_from_yaml
+    from qie_nb.config import load_config_from_yaml, make_config
     from qie_nb.trainer import QwenImageEditTrainer
-    config = load_config_from_yaml(a.config)
+    if getattr(a, "model", None) and a.config: raise ValueError("give `--config` or `--model`, not both: the configuration names its model")
+    config = load_config_from_yaml(a.config) if a.config else make_config(dict(model=dict(pretrained_model_name_or_path=a.model or "tiny")))
     if getattr(a, "resume", None): config.train.resume_checkpoint = a.resume
     if getattr(a, "force", False): config.train.force_resume = True
     return QwenImageEditTrainer(config)
@@ -42,9 +43,12 @@ def evaluate(a):
 # %% ../nbs/04_cli.ipynb #dac50409
 def predict(a):
     from PIL import Image
+    from qie_nb.lora_mix import split_weight
     t = _trainer(a)
-    if a.lora: t.load_lora(a.lora)
-    out = t.predict(a.image if len(a.image) > 1 else a.image[0], a.prompt, a.negative_prompt, a.steps, a.cfg, a.height, a.width, a.seed)
+    if len(a.lora) == 1: path, weight = split_weight(a.lora[0]); t.load_lora(path, weight=weight)
+    elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
+    out = t.predict(a.image if len(a.image) > 1 else a.image[0], a.prompt, a.negative_prompt, a.steps, a.cfg, a.height, a.width, a.seed,
+                    schedule=a.schedule)
     Path(a.out).parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(out).save(a.out)
     print(f"{a.out}: {out.shape[1]}x{out.shape[0]}")
@@ -133,10 +137,14 @@ def parser() -> argparse.ArgumentParser:
         ("--force", dict(action="store_true", help="resume although data, seed, model or adapter differ")))
     add(evaluate, "held-out loss and pictures of a checkpoint", config, ("--checkpoint", dict(action="append",
         help="folder, LoRA file, latest (default), or base for the model alone; repeat to compare")))
-    add(predict, "edit a picture", config,
+    add(predict, "edit a picture", ("--config", dict(help="YAML file")),
+        ("--model", dict(help="in place of a configuration: model folder, hub id, or tiny, which is the default")),
         ("--image", dict(required=True, action="append", help="control picture; repeat for several")),
-        ("--prompt", dict(required=True)), ("--lora", dict()), ("--out", dict(default="edited.png")),
-        ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, default=20)), ("--cfg", dict(type=float, default=4.0)),
+        ("--prompt", dict(required=True)), ("--out", dict(default="edited.png")),
+        ("--lora", dict(action="append", default=[], help="file, folder or hub id, and :weight if it is not 1; repeat for several")),
+        ("--schedule", dict(choices=["auto", "none", "lightning"], help="of few-step adapters; default by configuration, header or name")),
+        ("--negative_prompt", dict(default="")), ("--steps", dict(type=int, help="default 20, or the schedule's")),
+        ("--cfg", dict(type=float, help="guidance; default 4, or the schedule's")),
         ("--height", dict(type=int)), ("--width", dict(type=int)), ("--seed", dict(type=int, default=0)))
     add(cache, "look into a cache",
         ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"])), ("cache_dir", dict(nargs="+")), ("--kind", dict()),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PathStr', 'OptionalPath', 'Folder', 'Quantised', 'Section', 'LoraSection', 'ModelSection', 'DataSection',
-           'StepSection', 'TrainSection', 'CacheSection', 'PredictDevices', 'PredictSection', 'OptimizerSection',
-           'SchedulerSection', 'LoggingSection', 'Config', 'nearest_key', 'make_config', 'load_config_from_yaml',
-           'save_config', 'describe']
+           'StepSection', 'TrainSection', 'CacheSection', 'PredictDevices', 'PredictLora', 'PredictSection',
+           'OptimizerSection', 'SchedulerSection', 'LoggingSection', 'Config', 'nearest_key', 'make_config',
+           'load_config_from_yaml', 'save_config', 'describe']
 
 # %% ../nbs/00a_config.ipynb #923373d9
 import difflib, json
@@ -164,13 +164,29 @@ class CacheSection(Section):
 # %% ../nbs/00a_config.ipynb #6b8c31b4
 class PredictDevices(Section):
     "Device of each component while predicting."
-    vae: str = "auto"
-    text_encoder: str = "auto"
-    transformer: str = "auto"
+    vae: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps; auto goes by the memory that is free")
+    text_encoder: str = Field("auto", description="the same; auto may be another GPU than the transformer's")
+    transformer: str = Field("auto", description="the same; auto is `train.device`")
+
+class PredictLora(Section):
+    "One of the adapters that `predict` adds up."
+    path: PathStr = Field(min_length=1, description="file, folder or hub id")
+    weight: float = Field(1.0, allow_inf_nan=False, description="factor on the adapter's own scale")
+    name: Optional[str] = Field(None, description="adapter name; default by the file")
+
+def _lora_paths(v): return [dict(path=x) if isinstance(x, (str, Path)) else x for x in v] if isinstance(v, list) else v
 
 class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = PredictDevices()
+    offload: Literal["auto", "none", "model", "layers"] = Field("auto",
+        description="what leaves the GPU while another component works: none; model (a component comes whole for its turn); layers (each "
+        "layer of text encoder and transformer comes for its turn: least memory, slowest); auto is the first of these that fits")
+    loras: Annotated[list[PredictLora], BeforeValidator(_lora_paths)] = Field([],
+        description="adapters that `predict` loads where none is in memory: paths, or path, weight and name of each")
+    schedule: Literal["auto", "none", "lightning"] = Field("auto",
+        description="how few-step adapters are sampled: auto (by the file's header or name), none (the model's own), lightning "
+        "(Qwen-Image-Lightning: four steps, or as many as its file's name says, without guidance)")
 
 # %% ../nbs/00a_config.ipynb #4de984d9
 class OptimizerSection(Section):
@@ -195,12 +211,17 @@ class SchedulerSection(Section):
 # %% ../nbs/00a_config.ipynb #c913993b
 class LoggingSection(Section):
     "What is written while training, and how often."
-    log_dir: PathStr = Field("runs", description="TensorBoard event files")
-    report_to: Union[str, list[str], None] = Field("tensorboard", description="tensorboard or none")
+    log_dir: PathStr = Field("runs", description="TensorBoard event files; those of an earlier run are moved to a folder below")
+    report_to: Union[str, list[str], None] = Field("tensorboard",
+        description="tensorboard, none, or a list with trackers of accelerate: wandb, trackio, mlflow, ...; CSV and JSONL are always written")
+    project: str = Field("qie_nb", min_length=1, description="name of the project for accelerate's trackers")
+    tracker_options: dict[str, dict] = Field({}, description="further arguments of a tracker by its name, e.g. {wandb: {mode: offline}}")
     log_every: int = Field(1, ge=1, description="optimizer steps between logged rows")
     log_images: bool = Field(True, description="show training pictures, also when latents are cached")
-    log_images_every: int = Field(100, ge=1, description="optimizer steps between pictures")
-    log_images_count: int = Field(2, ge=1, description="pictures each time")
+    log_images_every: int = Field(100, ge=1, description="optimizer steps between pictures; the first step shows them too")
+    log_images_count: int = Field(2, ge=1, description="samples of the step's batch that are shown each time")
+    panel: Union[bool, Literal["auto"]] = Field("auto",
+        description="the training panel in a notebook; auto: where somebody watches, else lines of text")
 
 # %% ../nbs/00a_config.ipynb #2bc1746d
 class Config(Section):

@@ -112,7 +112,10 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; control latents are named control_latent.0, .1, ...
     "Cache keys of all that sample `i` may need. Reads the pictures' bytes once to digest them."
     s = self.samples[i]
-    digests = tuple(source_digest(p) for p in (s.target, *s.controls))
+    try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
+    except ValueError: # gone since it was looked at; what was made of it is as good as before
+        if i not in self._keys: raise
+        return self._keys[i][1]
     if i not in self._keys or self._keys[i][0] != digests:
         self.sizes[i] = tuple(_size_of(p) for p in (s.target, *s.controls)) # of the pictures that were digested
         self._keys[i] = digests, self._keys_of(i, *digests)

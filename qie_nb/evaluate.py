@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .cache import write_atomic
-from .callback import Callback, due
+from .callback import Callback, Sampled, due
 from .checkpoint import checkpoint_name, find_checkpoint
 from .eval_pictures import at_hand, borrowed, file_name, find_styles, shots_of, take_pictures
 from .held_out import HeldOut, Stopped, compare, held_out_loss, process
@@ -85,6 +85,7 @@ class EvaluationCallback(Callback):
         if t.state.pending and self.wanted(t): self.evaluate(t, t.state.pending)
 
     def on_step_end(self, t):
+        t.state.pictures = None
         c, over = t.config.train, t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
         if not self.wanted(t) or not (over or due(t.state, c.eval_interval, c.eval_steps)): return
         if not over and stop_asked(t): t.state.pending = self.name(t) # before it could begin
@@ -98,9 +99,10 @@ class EvaluationCallback(Callback):
     def evaluate(self, t, name=None):
         name = name or self.name(t)
         out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
-        try: held, _ = evaluate_now(t, out, self.styles)
+        try: held, files = evaluate_now(t, out, self.styles)
         except Stopped: return print(f"evaluation at step {t.global_step} given up: {t.state.stop}; it is made up for when the run goes on")
         t.state.pending = ""
+        t.state.pictures = [Sampled(s.name, s.caption, f, s.shown) for s, f in zip(shots_of(t, self.styles), files)]
         if held is None: return
         row, main = held.row(), process(t)[0] == 0
         t.state.metrics |= row

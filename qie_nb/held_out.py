@@ -151,6 +151,8 @@ class Watch:
     "Raises `Stopped` once a stop has been asked for since it was made; in all processes at once, for each waits for the others."
     def __init__(self, trainer): self.trainer, self.before = trainer, ("", "done", trainer.state.stop)
     def __call__(self, *_):
+        listen = getattr(self.trainer, "listen", None)
+        if listen: listen() # to a stop button
         asked = self.trainer.state.stop not in self.before
         if process(self.trainer)[1] > 1: asked = bool(add_up(self.trainer, torch.tensor([float(asked)])).item())
         if asked: raise Stopped

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_NAME', 'COMFY_NAME', 'is_hub_id', 'refuse_pickle', 'hub_error', 'from_hub', 'find_lora', 'split_key',
-           'plain_alpha', 'config_of', 'header_config', 'read_lora', 'spell', 'write_lora', 'convert_lora', 'lora_info']
+           'plain_alpha', 'config_of', 'header_config', 'read_lora', 'spell', 'write_lora', 'convert_lora',
+           'check_lora', 'lora_info']
 
 # %% ../nbs/00ha_lora_files.ipynb #3f968bf4
 import json, math, re
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .cache import write_atomic
+from .progress import quiet_bars
 
 # %% ../nbs/00ha_lora_files.ipynb #22ffe4bd
 WEIGHT_NAME = "pytorch_lora_weights.safetensors"
@@ -57,6 +59,7 @@ def from_hub(
     "Download a LoRA. Raises FileNotFoundError with the remedy."
     from huggingface_hub import HfApi, hf_hub_download
     repo, _, file = path.partition(":")
+    quiet_bars()
     try:
         names = [file] if file else [f for f in HfApi().list_repo_files(repo) if f.endswith(".safetensors")]
         if WEIGHT_NAME in names or len(names) == 1: return Path(hf_hub_download(repo, WEIGHT_NAME if WEIGHT_NAME in names else names[0]))
@@ -164,6 +167,17 @@ def header_config(
     return config if same else None
 
 # %% ../nbs/00ha_lora_files.ipynb #19298b5e
+def _open(file, get) -> tuple: # (header, {name: what `get` makes of it})
+    from safetensors import safe_open
+    try:
+        with safe_open(file, "pt") as f: return f.metadata() or {}, {k: get(f, k) for k in f.keys()}
+    except Exception as e: raise ValueError(f"LoRA {str(file)!r} cannot be read ({type(e).__name__}: {e}); give a safetensors LoRA") from e
+
+def _said(header) -> dict: # of itself, by a file of ours
+    try: said = json.loads(header.get("qie_nb") or "{}")
+    except ValueError: return {}
+    return said if isinstance(said, dict) else {}
+
 def _layers(tensors, file):
     "Tensors by layer and part."
     layers, unread = {}, [k for k in tensors if not split_key(k)]
@@ -183,15 +197,12 @@ def read_lora(
     path, # file, folder or hub id
 ) -> tuple: # ({"<layer>.lora_A.weight": tensor}, peft's settings, what the file says of itself)
     "A LoRA in peft's names, its tensors as they lie in the file."
-    from safetensors import safe_open
     file = find_lora(path)
-    try:
-        with safe_open(file, "pt") as f: header, tensors = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
-    except Exception as e: raise ValueError(f"LoRA {str(file)!r} cannot be read ({type(e).__name__}: {e}); give a safetensors LoRA") from e
+    header, tensors = _open(file, lambda f, k: f.get_tensor(k))
     layers = _layers(tensors, file)
     names = dict(A="lora_A.weight", B="lora_B.weight", lora_magnitude_vector="lora_magnitude_vector")
     state = {f"{n}.{names[part]}": t for n, p in layers.items() for part, t in p.items() if part in names}
-    return state, header_config(header, layers) or config_of(layers), json.loads(header.get("qie_nb", "{}"))
+    return state, header_config(header, layers) or config_of(layers), _said(header)
 
 # %% ../nbs/00ha_lora_files.ipynb #9a78b7ef
 def spell(
@@ -238,6 +249,16 @@ def convert_lora(
 ) -> Path: # the file
     "The same LoRA in another format."
     return write_lora(out, *read_lora(path), format)
+
+# %% ../nbs/00ha_lora_files.ipynb #a32876fb
+def check_lora(
+    path, # file, folder or hub id
+) -> tuple: # (file, what it says of itself)
+    "Find a LoRA and look at its names alone, before anything long is begun. Raises FileNotFoundError or ValueError where it is none."
+    file = find_lora(path)
+    header, names = _open(file, lambda f, k: None)
+    _layers(names, file)
+    return file, _said(header)
 
 # %% ../nbs/00ha_lora_files.ipynb #6e394ea4
 def lora_info(path) -> dict: # what was given as `info` when it was saved

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .cache import file_digest
+from .progress import quiet_bars
 from .quantise import check_kind, kind_of
 from .stream import stream
 
@@ -93,6 +94,7 @@ def resolve_model(
                                 "give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
     from huggingface_hub import snapshot_download
     wanted = ["model_index.json", "qie_nb.json", "transformer/config.json", *(f"{c}/*" for c in components)]
+    if quiet_bars(): print(f"model {name}: files that are not here yet are downloaded", flush=True)
     try: return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as e:
         raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is no local folder and cannot be downloaded "
@@ -177,6 +179,7 @@ def load_component(
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
     cls = getattr(importlib.import_module(library), cls)
+    quiet_bars()
     if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
     if not issubclass(cls, torch.nn.Module): return cls.from_pretrained(folder, subfolder=name)
     if not any((Path(folder)/name).glob("*.safetensors")):
@@ -267,6 +270,20 @@ def drop(self:Components, *names):
     for n in names: self.parts.pop(n, None)
     import gc; gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
+
+# %% ../nbs/00c_models.ipynb #cd973de2
+@patch
+def set_offload(self:Components,
+    name:str, # component
+    on:bool, # shall each of its layers visit the device, from now on?
+):
+    "Keep a component in host memory, or whole again."
+    if name in self.parts and (on or name in self.offload):
+        from accelerate.hooks import remove_hook_from_module
+        part = self.parts[name]
+        if not on: remove_hook_from_module(part, recurse=True)
+        elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter may be new
+    self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
 
 # %% ../nbs/00c_models.ipynb #7ebbaa1c
 @patch

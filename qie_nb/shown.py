@@ -8,8 +8,10 @@ __all__ = ['VIEW', 'picture_bytes', 'picture_html', 'table_html', 'chip', 'note'
 # %% ../nbs/00la_shown.ipynb #7a1e0003
 import base64, io, time
 from html import escape
+from uuid import uuid4
 
-from .progress import short_time, watched
+from fastcore.basics import patch
+from .progress import kernel, short_time, watched
 
 # %% ../nbs/00la_shown.ipynb #7a1e0006
 def picture_bytes(
@@ -31,9 +33,11 @@ def picture_html(
 ) -> str:
     "A picture with its title, inside the page."
     data = base64.b64encode(picture_bytes(image, 3 * height)).decode()
-    return (f'<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top">'
+    h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
+    wide = max(160, round(height * w / h)) # a long title goes over several lines
+    return (f'<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;max-width:{wide}px">'
             f'<img style="height:{height}px" src="data:image/jpeg;base64,{data}">'
-            f'<figcaption style="font-size:12px">{escape(title)}</figcaption></figure>')
+            f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
 # %% ../nbs/00la_shown.ipynb #7a1e0008
 def table_html(
@@ -41,8 +45,8 @@ def table_html(
     head=(), # titles of the columns, escaped
 ) -> str:
     "A table."
-    line = lambda cells, tag: "<tr>" + "".join(f'<{tag} style="text-align:left">{escape(str(c))}</{tag}>' for c in cells) + "</tr>"
-    return "<table>" + (line(head, "th") if head else "") + "".join(line(r, "td") for r in rows) + "</table>"
+    line = lambda cells, tag: "<tr>" + "".join(f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>' for c in cells) + "</tr>"
+    return '<table style="line-height:1.4">' + (line(head, "th") if head else "") + "".join(line(r, "td") for r in rows) + "</table>"
 
 # %% ../nbs/00la_shown.ipynb #7a1e0011
 def chip(
@@ -93,11 +97,9 @@ def safely(
     return False
 
 # %% ../nbs/00la_shown.ipynb #7a1e000b
-VIEW = "application/vnd.jupyter.widget-view+json" # the same in ipywidgets 7 and 8
-
 class Shown:
     "Something to look at in a notebook."
-    _box = None
+    _box = _page = None
     def data(self) -> dict: raise NotImplementedError # what is shown, for a reader
     def html(self) -> str: raise NotImplementedError  # the still form
     def build(self): raise NotImplementedError        # the ipywidgets box
@@ -107,7 +109,41 @@ class Shown:
         if self._box is None: self._box = self.build()
         return self._box
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        out = {"text/plain": repr(self), "text/html": self.html()}
-        if type(self).build is not Shown.build and watched(): out[VIEW] = dict(version_major=2, version_minor=0, model_id=self.box.model_id)
-        return out
+    @property
+    def mark(self) -> str: # a class in the page, and the display's id
+        if "_mark" not in vars(self): self._mark = f"qie-{uuid4().hex[:12]}"
+        return self._mark
+
+# %% ../nbs/00la_shown.ipynb #7a1e0021
+VIEW = "application/vnd.jupyter.widget-view+json" # the same in ipywidgets 7 and 8
+_GONE = ".jp-OutputArea-child:has(> [data-mime-type='{view}']):has(+ .jp-OutputArea-child .{mark}):not(:has(.{mark}-live))"
+
+@patch
+def live(self:Shown) -> dict: # what an output needs to find the widget
+    "The widget on a page that hides the still form."
+    import ipywidgets as w
+    if self._page is None:
+        rule = w.HTML(f"<style>.{self.mark} {{display:none}}</style>", layout=w.Layout(display="none"))
+        self._page = w.VBox([self.box, rule])
+        self._page.add_class(f"{self.mark}-live")
+    return {VIEW: dict(version_major=2, version_minor=0, model_id=self._page.model_id)}
+
+@patch
+def _repr_mimebundle_(self:Shown, include=None, exclude=None) -> dict:
+    page = self.html()
+    if self._page is not None:
+        page = f'<style>{_GONE.format(view=VIEW, mark=self.mark)} {{display:none}}</style><div class="{self.mark}">{page}</div>'
+    return {"text/plain": repr(self), "text/html": page}
+
+# %% ../nbs/00la_shown.ipynb #7a1e0022
+@patch
+def _ipython_display_(self:Shown):
+    from IPython.display import display
+    if type(self).build is not Shown.build and kernel() is not None and watched(): display(self.live(), raw=True)
+    display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
+
+@patch
+def refresh(self:Shown):
+    "Draw the still form anew wherever it is shown."
+    from IPython.display import update_display
+    update_display(self._repr_mimebundle_(), raw=True, display_id=self.mark)

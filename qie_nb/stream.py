@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .progress import Progress
 from .quantise import linears, quantise_linear, replace
 
 # %% ../nbs/00da_stream.ipynb #6c2d8e90
@@ -87,11 +88,11 @@ def stream(
 ) -> nn.Module: # frozen, in eval mode
     "A model from disk, quantised layer by layer as its weights are read."
     from safetensors import safe_open
-    from tqdm.auto import tqdm
     model = empty_model(cls, folder, dtype)
     todo, known = set(linears(model)) if kind else set(), model.state_dict().keys()
     files = weight_files(folder)
-    for file in tqdm(files, f"{Path(folder).name} as {kind or dtype}", disable=len(files) < 2):
+    bar = Progress(len(files), f"{Path(folder).name} as {kind or dtype}") if len(files) > 1 else None
+    for file in files:
         with safe_open(file, "pt") as f:
             for key in f.keys():
                 if not (name := name_of(key, known)): continue
@@ -100,6 +101,8 @@ def stream(
                     replace(model, owner, quantise_linear(module, kind))
                     todo.remove(owner)
                     give_back()
+        if bar: bar.update()
+    if bar: bar.close()
     return _finish(model, folder, device)
 
 # %% ../nbs/00da_stream.ipynb #a3b4c5d6

@@ -243,6 +243,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     data = divide(self.make_loader(train_dataloader), self.accelerator)
     run = Run(data, c.gradient_accumulation_steps, callbacks)
     self.facts = self.run_facts(data)
+    self.back_to_training()
     self.mend()
     if not self.began:
         found = self.look_up(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()
@@ -290,12 +291,14 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
 @contextmanager
 def ending(self:QwenImageEditTrainer, run, signals):
     "Around the loop: a signal is heard after the step, and the callbacks are told of the end, whatever it was."
-    signals.gently = True
+    signals.gently = self.running = True
     try:
         call(run.callbacks, "on_train_begin", self)
         yield
     except KeyboardInterrupt: self.state.stop = self.state.stop or "interrupted"
-    finally: call(run.callbacks, "on_train_end", self)
+    finally:
+        try: call(run.callbacks, "on_train_end", self)
+        finally: self.running = False
 
 @patch
 def let_go(self:QwenImageEditTrainer):

@@ -41,6 +41,20 @@ def built(monkeypatch):
     return count
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call": item.failed = report.failed # for fixtures that keep what was to be seen
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    "What was skipped is named, so that nobody takes it for passed."
+    for r in terminalreporter.stats.get("skipped", []):
+        why = r.longrepr[2] if isinstance(r.longrepr, tuple) else str(r.longrepr)
+        terminalreporter.write_line(f"not run: {r.nodeid}: {why.removeprefix('Skipped: ')}")
+
+
 def few_trials(script, request, tmp_path_factory):
     "The cases of faults.py or kills.py that this session selected, in a process of its own that forks freely: {name: result}."
     chosen = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]

@@ -246,9 +246,9 @@ def test_a_stop_is_obeyed_within_a_step(where, made, monkeypatch, capsys):
         calls.append(1)
         if len(calls) == 3: t.state.stop = "SIGTERM"
     if where == "sampling":
-        from qie_nb import eval_pictures
-        real = eval_pictures.denoise
-        monkeypatch.setattr(eval_pictures, "denoise", lambda *a: real(*a[:-1], on_step=lambda *s: (stop(), a[-1](*s))))
+        from qie_nb import cached
+        real = cached.denoise_encoded
+        monkeypatch.setattr(cached, "denoise_encoded", lambda *a, on_step, **kw: real(*a, on_step=lambda *s: (stop(), on_step(*s)), **kw))
     else:
         real = rooms.losses_at_draw
         monkeypatch.setattr(rooms, "losses_at_draw", lambda *a: (stop(), real(*a))[1])

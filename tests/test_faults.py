@@ -4,7 +4,8 @@ import pytest
 from conftest import few_trials
 from faults import cases
 
-CASES = list(cases(False))
+MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]
+CASES = [pytest.param(c, marks=[pytest.mark.mounts, pytest.mark.slow]) if c in MOUNTS else c for c in cases(False)]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+pytestmark = [pytest.mark.mounts, pytest.mark.slow]
 REFUSED = 77 # exit code of a child that may not mount
 
 

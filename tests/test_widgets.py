@@ -593,7 +593,7 @@ def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
     assert "2 of 21 entries are bad" in c.table.value and "checksum differs" in c.table.value and loose.exists(), "nothing is moved"
     loose.unlink()
     c.again.click()
-    assert "<td style=\"text-align:left\">6</td>" in c.table.value
+    assert ">6</td>" in c.table.value
 
 
 def test_status_where_there_is_nothing(pairs, tmp_path):

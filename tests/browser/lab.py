@@ -1,0 +1,147 @@
+"""A JupyterLab of its own on a loopback port, and a headless Chromium that opens, runs and looks at notebooks in it."""
+import json, os, secrets, shutil, socket, subprocess, sys, time, urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {
+    "apputils-extension/notification": dict(fetchNews="false", checkForUpdates=False),
+    "notebook-extension/tracker": dict(windowingMode="none"),
+    "docmanager-extension/plugin": dict(autosave=False),
+}
+NO_CHROMIUM = ("these tests need Chromium: `apt-get install -y chromium` on Debian, or set QIE_NB_CHROMIUM to the path of "
+               "another Chromium or Chrome")
+
+
+def chromium() -> str:
+    "Path of the browser; raises RuntimeError saying how to get one."
+    asked = os.environ.get("QIE_NB_CHROMIUM")
+    found = shutil.which(asked) if asked else shutil.which("chromium") or shutil.which("chromium-browser")
+    if not found: raise RuntimeError(NO_CHROMIUM)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Lab:
+    "JupyterLab over a folder; nothing of the user's own settings is read or written."
+    def __init__(self,
+        folder, # notebooks are opened and saved here
+        home, # settings, run-time files and the log
+        seconds=90, # to wait for the server
+    ):
+        self.folder, self.home, self.seconds = Path(folder), Path(home), seconds
+        self.token, self.port = secrets.token_hex(16), free_port()
+        self.url = f"http://127.0.0.1:{self.port}/"
+
+    def __enter__(self):
+        settings = self.home/"settings"
+        for name, values in SETTINGS.items():
+            file = settings/"@jupyterlab"/f"{name}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(values))
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = os.environ | dict(PYTHONPATH=paths, HOME=str(self.home), JUPYTERLAB_SETTINGS_DIR=str(settings), JUPYTER_CONFIG_DIR=str(self.home/"config"),
+                                JUPYTER_DATA_DIR=str(self.home/"data"), JUPYTER_RUNTIME_DIR=str(self.home/"runtime"), IPYTHONDIR=str(self.home/"ipython"),
+                                JUPYTERLAB_WORKSPACES_DIR=str(self.home/"workspaces"), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false")
+        env.pop("JUPYTER_PATH", None)
+        env["TMPDIR"] = str(self.home/"tmp")
+        (self.home/"tmp").mkdir(exist_ok=True)
+        self.log = (self.home/"server.log").open("ab")
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0", "--allow-root",
+             f"--ServerApp.token={self.token}", f"--ServerApp.root_dir={self.folder}", "--LabApp.expose_app_in_browser=True"],
+            env=env, cwd=self.folder, stdout=self.log, stderr=self.log, start_new_session=True)
+        end = time.time() + self.seconds
+        while True:
+            try: urllib.request.urlopen(f"{self.url}api?token={self.token}", timeout=5).close(); return self
+            except OSError:
+                if self.server.poll() is None and time.time() < end: time.sleep(0.2); continue
+                self.__exit__()
+                raise RuntimeError(f"JupyterLab did not start:\n{(self.home/'server.log').read_text()[-3000:]}") from None
+
+    def __exit__(self, *exc):
+        self.server.terminate() # it ends its kernels
+        try: self.server.wait(20)
+        except subprocess.TimeoutExpired: self.server.kill(); self.server.wait()
+        self.log.close()
+
+
+STATE = """() => {
+  const app = window.jupyterapp || window.jupyterlab, panel = app && app.shell.currentWidget;
+  const kernel = panel && panel.sessionContext && panel.sessionContext.session && panel.sessionContext.session.kernel;
+  if (!kernel || !panel.content.model) return null;
+  const prompts = [...panel.node.querySelectorAll('.jp-InputPrompt')].map(n => n.textContent);
+  return {status: kernel.status, waiting: prompts.filter(t => t.includes('*')).length};
+}"""
+NOTEBOOK = "() => { const a = window.jupyterapp || window.jupyterlab; return a.shell.currentWidget.content.model.toJSON(); }"
+COMMAND = "async name => { const a = window.jupyterapp || window.jupyterlab; await a.commands.execute(name); }"
+
+
+class Page:
+    "One notebook in the browser."
+    def __init__(self, browser, lab, name, out, scale=1):
+        self.lab, self.name, self.out, self.console = lab, name, Path(out), []
+        self.page = browser.new_page(viewport=dict(width=1280, height=1600), device_scale_factor=scale)
+        self.page.set_default_timeout(30_000)
+        self.page.on("console", lambda m: self.console.append(m.text) if m.type == "error" else None)
+        self.page.on("pageerror", lambda e: self.console.append(f"uncaught: {e}"))
+        self.page.goto(f"{lab.url}lab/tree/{name}?reset&token={lab.token}", wait_until="domcontentloaded")
+
+    def kernel(self):
+        "Wait for the notebook and its kernel."
+        self.page.wait_for_function(f"() => {{ const s = ({STATE})(); return s && s.status === 'idle'; }}", timeout=90_000)
+        return self
+
+    def command(self, name): self.page.evaluate(COMMAND, name)
+
+    def run_all(self, wait=True, seconds=300):
+        self.page.evaluate("name => { const a = window.jupyterapp || window.jupyterlab; a.commands.execute(name); }", "notebook:run-all-cells")
+        return self.finished(seconds) if wait else self
+
+    def finished(self, seconds=300):
+        "Wait until no cell is waiting."
+        self.page.wait_for_timeout(300)
+        self.page.wait_for_function(f"() => {{ const s = ({STATE})(); return s && s.status === 'idle' && !s.waiting; }}", timeout=seconds * 1000, polling=200)
+        return self
+
+    def notebook(self) -> dict: return self.page.evaluate(NOTEBOOK)
+
+    def outputs(self) -> list: return [o for c in self.notebook()["cells"] for o in c.get("outputs", ())]
+
+    def errors(self) -> list: return [f"{o['ename']}: {o['evalue']}" for o in self.outputs() if o["output_type"] == "error"]
+
+    def save(self): self.command("docmanager:save")
+
+    def keep(self, what):
+        "What is on the page, for whoever looks into a failure."
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=self.out/f"{what}.png")
+        (self.out/f"{what}.txt").write_text("\n".join(["console:", *self.console, "", "page:", self.page.inner_text("body")]))
+        return self.out/f"{what}.png"
+
+    def close(self):
+        "Close the page and end its kernel."
+        self.page.close()
+        ask = lambda path, method="GET": urllib.request.urlopen(urllib.request.Request(f"{self.lab.url}api/{path}?token={self.lab.token}", method=method), timeout=30)
+        if self.lab.server.poll() is not None: return
+        for s in json.load(ask("sessions")):
+            if s["path"] == self.name: ask(f"sessions/{s['id']}", "DELETE").close()
+
+
+@contextmanager
+def chrome():
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"])
+        try: yield browser
+        finally: browser.close()
+
+
+if __name__ == "__main__": # before long work: is there a browser?
+    try: print("browser:", chromium())
+    except RuntimeError as e: sys.exit(str(e))
