@@ -74,14 +74,15 @@ def curve_svg(
     x = lambda s: 48 + (s - a) / (b - a) * (w - 60)
     y = lambda v: 10 + (hi - min(max(v, lo), hi)) / (hi - lo) * (h - 36)
     at = lambda points: " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in points)
-    grid = "".join(f'<path d="M48 {y(t):.1f}H{w - 12}" stroke="#808080" stroke-opacity=".2"/>' + _TEXT.format(44, y(t) + 4, "end", f"{t:.4g}")
-                   for t in ticks(lo, hi))
+    rule = lambda t: f'<path d="M48 {y(t):.1f}H{w - 12}" stroke="#808080" stroke-opacity=".2"/>'
+    grid = "".join(rule(t) + _TEXT.format(44, y(t) + 4, "end", f"{t:.4g}") for t in ticks(lo, hi))
     grid += "".join(_TEXT.format(x(t), h - 8, "middle", f"{t:g}") for t in ticks(a, b, 5) if t == int(t))
     dots = "".join(f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="3.5" fill="#e4572e"/>' for s, v in held_out)
     names = "".join(_TEXT.format(w - 12, 20 + 14 * i, "end", t).replace("#808080", c) for i, (c, t, there) in enumerate(
         (("#1f6fb4", "loss, and its mean", loss), ("#e4572e", "held-out loss", held_out))) if there)
     lines = _LINE.format("#9cc3e6", 1, at(loss)) + _LINE.format("#1f6fb4", 2, at(mean)) + _LINE.format("#e4572e", 1.5, at(held_out))
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">{grid}{lines}{dots}{names}</svg>'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">'
+            f'{grid}{lines}{dots}{names}</svg>')
 
 def svg_picture(svg:str) -> str: # the same as an <img>
     return f'<img alt="losses so far" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
@@ -129,7 +130,8 @@ class TrainingPanel(Shown, Callback):
 
     def __repr__(self):
         d = self.data()
-        return f"training panel: step {d['step']} of {d['max_steps']}, " + (f"loss {d['loss']:.4f}" if d["loss"] is not None else "no loss yet")
+        loss = "no loss yet" if d["loss"] is None else f"loss {d['loss']:.4f}"
+        return f"training panel: step {d['step']} of {d['max_steps']}, {loss}"
 
 # %% ../nbs/03ac_panel.ipynb #9a7e0019
 @patch
@@ -161,7 +163,8 @@ def headline(self:TrainingPanel, d) -> str:
     if self.ended: how = "finished" if d["stop"] == "done" else f"stopped: {over}; fit() goes on from here"
     elif d["stop"] in ("", "done"): how = self.doing or "training"
     else: how = f"stopping after this step, with a checkpoint: {d['stop']}"
-    return (f'<div style="font-size:14px"><b>{escape(how)}</b>, step {d["step"]} of {d["max_steps"]}, epoch {d["epoch"]} of {d["num_epochs"]}</div>'
+    where = f'step {d["step"]} of {d["max_steps"]}, epoch {d["epoch"]} of {d["num_epochs"]}'
+    return (f'<div style="font-size:14px"><b>{escape(how)}</b>, {where}</div>'
             f'<div style="width:640px;max-width:100%;height:6px;margin:6px 0;background-color:#80808040">'
             f'<div style="width:{done:.1f}%;height:6px;background-color:#1f6fb4"></div></div>')
 
@@ -171,7 +174,8 @@ def numbers(self:TrainingPanel, d) -> str:
     held, four = d["held_out"], lambda v: "" if v is None else f"{v:.4f}"
     since = f"{four(d['held_out_loss'])} (first {four(held[0][1])})" if len(held) > 1 else four(d["held_out_loss"])
     rows = [("loss, mean", four(d["loss"])), ("held-out loss", since), ("rate", _pace_text(d["rate"])),
-            ("time", short_time(d["seconds"])), ("time left", "" if d["seconds_left"] is None or self.ended else short_time(d["seconds_left"])),
+            ("time", short_time(d["seconds"])),
+            ("time left", "" if d["seconds_left"] is None or self.ended else short_time(d["seconds_left"])),
             ("learning rate", f"{d['lr']:.3g}"), ("memory", d["memory"]),
             ("skipped steps", f"{d['skipped']}: their loss was not finite" if d["skipped"] else "")]
     return table_html([r for r in rows if r[1]])

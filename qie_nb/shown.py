@@ -45,7 +45,8 @@ def table_html(
     head=(), # titles of the columns, escaped
 ) -> str:
     "A table."
-    line = lambda cells, tag: "<tr>" + "".join(f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>' for c in cells) + "</tr>"
+    cell = lambda c, tag: f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>'
+    line = lambda cells, tag: "<tr>" + "".join(cell(c, tag) for c in cells) + "</tr>"
     return '<table style="line-height:1.4">' + (line(head, "th") if head else "") + "".join(line(r, "td") for r in rows) + "</table>"
 
 # %% ../nbs/00la_shown.ipynb #7a1e0011
