@@ -836,6 +836,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'qie_nb.place.PlaceMethods._at': ('place.html#placemethods._at', 'qie_nb/place.py'),
                               'qie_nb.place.PlaceMethods._for_prediction': ('place.html#placemethods._for_prediction', 'qie_nb/place.py'),
                               'qie_nb.place.PlaceMethods.alone': ('place.html#placemethods.alone', 'qie_nb/place.py'),
+                              'qie_nb.place.PlaceMethods.back_to_training': ('place.html#placemethods.back_to_training', 'qie_nb/place.py'),
+                              'qie_nb.place.PlaceMethods.gathered': ('place.html#placemethods.gathered', 'qie_nb/place.py'),
                               'qie_nb.place.PlaceMethods.plan_predict': ('place.html#placemethods.plan_predict', 'qie_nb/place.py'),
                               'qie_nb.place.Placement': ('place.html#placement', 'qie_nb/place.py'),
                               'qie_nb.place.Placement.__init__': ('place.html#placement.__init__', 'qie_nb/place.py'),

@@ -56,6 +56,7 @@ def save_lora(self:AdapterMethods,
         raise ValueError("there is no adapter to save; call set_lora(), fit() or load_lora() first"
                          + f" ({', '.join(there)} can only be used: adapter 'default' is the one that is trained and saved)" * bool(there))
     facts = self.lora_facts() | (dict(schedule=vars(as_schedule(schedule))) if schedule else {})
+    self.gathered()
     with self.ema_weights(): state = lora.lora_state(self.transformer)
     if self.is_main: return lora.save_lora(self.transformer, path, facts, format=format, state=state)
 
@@ -76,7 +77,7 @@ def load_loras(self:AdapterMethods,
     "Load adapters and use these together, all of them or none: what one of them lacks is said before the others are loaded."
     wanted = wanted_loras(loras)
     files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
-    tr = self._transformer()
+    tr = self.gathered()
     read = [lora.read_fitting(tr, file) for file, _ in files]
     self._take(wanted, read)
     if any(w.name == "default" for w in wanted): self.ema = None
@@ -128,7 +129,7 @@ def delete_adapters(self:AdapterMethods,
     if wrong := [n for n in names if n not in there]: raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(there)}")
     if "default" in names and getattr(self, "optimizer", None) is not None:
         raise ValueError("adapter 'default' is being trained, so it cannot be deleted; use set_adapters([]) to predict without it")
-    lora.remove_loras(self.transformer, names)
+    lora.remove_loras(self.gathered(), names)
     self._loras = {n: v for n, v in self._loras.items() if n not in names}
     return self
 
@@ -198,13 +199,13 @@ def merge_lora(self:AdapterMethods,
     undo:bool=True, # keep the base's weights in host memory for `unmerge_lora`?
 ):
     "Add the adapters in use, as they are weighted, into the base's weights; predicting does not add them twice."
-    lora.merge_lora(self._transformer(), undo)
+    lora.merge_lora(self.gathered(), undo)
     return self
 
 @patch
 def unmerge_lora(self:AdapterMethods):
     "Give the base its own weights back."
-    lora.unmerge_lora(self._transformer())
+    lora.unmerge_lora(self.gathered())
     return self
 
 # %% ../nbs/01ab_adapter.ipynb #d1fb7b8b

@@ -93,14 +93,14 @@ def leaving(
 _SHARE = 0.95 # of free memory; the rest is lost in gaps between tensors
 
 # %% ../nbs/02aa_place.ipynb #4701cbd4
-def _how(n, size, work, room, beside, fixed, quantised) -> tuple: # (how, why); how is None where nothing helps
+def _how(n, size, work, room, beside, fixed, rigid) -> tuple: # (how, why); how is None where nothing helps
     gb = lambda b: f"{b / 1e9:.1f}"
     if n in fixed: return "stay", fixed[n]
     if size + work + beside <= _SHARE * room: return "model", f"not all fit in {gb(room)} GB: it comes for its turn"
     short = f"{gb(size)} GB and {gb(work)} to work, of {gb(room - beside)} GB"
     if n == "vae": return None, f"too large ({short})"
-    if n not in quantised: return "layers", f"too large even alone ({short}): each layer comes for its turn"
-    return None, f"too large ({short}), and the layers of a quantised model cannot travel"
+    if n not in rigid: return "layers", f"too large even alone ({short}): each layer comes for its turn"
+    return None, f"too large ({short}), and {rigid[n]}"
 
 # %% ../nbs/02aa_place.ipynb #800b9ef9
 def _spread(sizes, work, free, wanted, main) -> dict: # {component: device}
@@ -124,6 +124,7 @@ def plan_placement(
     work:dict=None, # bytes beside the weights; default `work_bytes()`
     fixed:dict=None, # {component: why it cannot leave its place}
     quantised=(), # components whose layers cannot travel
+    trained:bool=False, # is the transformer in training? Its weights must stay the ones that the optimizer knows
 ) -> Placement:
     "Decide where each component computes and whether it stays. Raises ValueError where the wish cannot be met."
     wanted, work, fixed = wanted or {}, work or work_bytes(), fixed or {}
@@ -131,21 +132,23 @@ def plan_placement(
         raise ValueError(f"`predict.offload` layers does not go with a quantised {' and '.join(quantised)}, whose layers cannot travel; "
                          "set it to model, or take the plain weights")
     at = _spread(sizes, work, free, wanted, main)
-    return Placement({n: _place(n, at, sizes, work, free, wanted, offload, fixed, quantised) for n in PARTS}, free, work)
+    rigid = dict.fromkeys(quantised, "the layers of a quantised model cannot travel")
+    if trained: rigid["transformer"] = "one that is trained is not taken apart"
+    return Placement({n: _place(n, at, sizes, work, free, wanted, offload, fixed, rigid) for n in PARTS}, free, work)
 
 # %% ../nbs/02aa_place.ipynb #07a7a96b
-def _place(n, at, sizes, work, free, wanted, offload, fixed, quantised) -> Place:
+def _place(n, at, sizes, work, free, wanted, offload, fixed, rigid) -> Place:
     d, own = at[n], "`predict.devices` says so" if wanted.get(n) else ""
     here = [m for m in PARTS if at[m] == d]
     total = sum(sizes[m] for m in here) + max(work[m] for m in here)
     place = lambda how, why, d=d: Place(d, how, "; ".join(filter(None, (own, why))), sizes[n])
     if d == "cpu": return place("stay", "" if own else "there is no GPU")
     if offload != "auto":
-        how = "stay" if offload == "none" or n in fixed else "model" if n == "vae" else offload # a VAE is too small to be taken apart
+        how = "stay" if offload == "none" or n in fixed else "model" if n == "vae" or n in rigid else offload # a VAE is small
         return place(how, fixed.get(n) if n in fixed else f"`predict.offload` is {offload}")
     if total <= _SHARE * free[d]: return place("stay", f"fits: {total / 1e9:.1f} of {free[d] / 1e9:.1f} GB for {', '.join(here)}")
     beside = sum(sizes[m] for m in here if m in fixed and m != n)
-    how, why = _how(n, sizes[n], work[n], free[d], beside, fixed, quantised)
+    how, why = _how(n, sizes[n], work[n], free[d], beside, fixed, rigid)
     if how: return place(how, why)
     if n == "transformer" or own: return place("stay", f"{why}; expect it to run out of memory: quantise it further, or compute on cpu")
     return place("stay", f"{why}: it computes on the host, slowly", "cpu")
@@ -198,7 +201,8 @@ def plan_predict(self:PlaceMethods) -> Placement:
     devices = {main, "cpu", *wanted.values(), *there.values()}
     if main != "cpu" and not self.running and self.alone: devices |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}
     free = {d: free_bytes(d) + sum(sizes[n] for n in there if there[n] == d) for d in devices}
-    self.placement = plan_placement(sizes, free, main, wanted, c.offload, work_bytes(self.geometry().control_area), fixed, tuple(kinds))
+    self.placement = plan_placement(sizes, free, main, wanted, c.offload, work_bytes(self.geometry().control_area), fixed, tuple(kinds),
+                                    self.optimizer is not None)
     if self.config.model.text_encoder_offload:
         self.placement["text_encoder"] = replace(self.placement["text_encoder"], how="layers", why="`model.text_encoder_offload` says so")
     self.predict_devices = {n: torch.device(p.device) for n, p in self.placement.items()}
@@ -216,6 +220,19 @@ def _at(self:PlaceMethods, name:str) -> torch.nn.Module: # placed, in eval mode
     parts.set_offload(name, place.how == "layers")
     if name == "transformer": self._for_prediction()
     return parts.move(name, torch.device(place.device)).eval()
+
+@patch
+def gathered(self:PlaceMethods) -> torch.nn.Module: # the transformer
+    "The transformer with its weights in it, where predicting took it apart layer by layer."
+    self.components.set_offload("transformer", False)
+    return self._transformer()
+
+@patch
+def back_to_training(self:PlaceMethods):
+    "The transformer where it trains, if predicting has put it elsewhere."
+    if self.placement is None or self.transformer is None: return
+    here, there = _name(device_of(self.gathered())), _name(self.device)
+    if here != there: self.components.move("transformer", self.device)
 
 @patch
 def _for_prediction(self:PlaceMethods):

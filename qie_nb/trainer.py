@@ -243,6 +243,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
     data = divide(self.make_loader(train_dataloader), self.accelerator)
     run = Run(data, c.gradient_accumulation_steps, callbacks)
     self.facts = self.run_facts(data)
+    self.back_to_training()
     self.mend()
     if not self.began:
         found = self.look_up(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()

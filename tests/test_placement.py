@@ -216,6 +216,33 @@ def test_layer_by_layer_gives_the_same_picture_and_leaves_nothing_behind(monkeyp
     assert np.array_equal(ask(t), expected), "whole again"
 
 
+def test_adapters_and_training_after_layer_by_layer(monkeypatch, tmp_path, pairs):
+    data = pairs(((48, 32),) * 2)
+    config = dict(train=dict(output_dir=str(tmp_path), max_train_steps=1, save_interval=0, device="cpu", mixed_precision="no"), data=dict(dataset_path=str(data), image_size=[48, 48]),
+                  cache=dict(cache_dir=str(tmp_path/"cache")), logging=dict(report_to="none"))
+    first = trainer_of(**config)
+    first.fit()
+    for p in first.transformer.parameters(): p.data += 0.01 * p.requires_grad
+    first.save_lora(tmp_path/"lora")
+    expected = ask(first)
+    t = trainer_of(**config)
+    plain = ask(t)
+    plan = lambda *a, trained=False, **kw: Placement({n: Place("cpu", h, "", 1) for n, h in dict(text_encoder="layers", vae="model", transformer="layers").items()}, {"cpu": GB}, dict.fromkeys(PARTS, 0))
+    monkeypatch.setattr(place, "plan_placement", plan)
+    t.setup_predict()
+    assert np.array_equal(ask(t), plain) and t.components.offload
+    t.load_lora(tmp_path/"lora")
+    assert np.array_equal(ask(t), expected) and "transformer" in t.components.offload and not np.array_equal(expected, plain)
+    t.save_lora(tmp_path/"again")
+    assert (tmp_path/"again"/"pytorch_lora_weights.safetensors").stat().st_size == (tmp_path/"lora"/"pytorch_lora_weights.safetensors").stat().st_size
+    t.set_adapters([])
+    assert np.array_equal(ask(t), plain)
+    t.delete_adapters("default")
+    assert np.array_equal(ask(t), plain) and "transformer" in t.components.offload
+    t.fit()
+    assert t.global_step == 1 and "transformer" not in t.components.offload and not any(p.is_meta for p in t.transformer.parameters())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("where", [w for w in itertools.product(["cpu", "cuda:0"], repeat=3) if "cuda:0" in w], ids="-".join)
 def test_cpu_and_gpu_split_give_the_same_picture(where):
@@ -319,3 +346,9 @@ def test_predicting_in_mid_run_leaves_every_component_where_it_was(pairs, tmp_pa
     QwenImageEditTrainer(config("a")).cache_embeddings()
     t = QwenImageEditTrainer(config("a"), callbacks=[c]).fit()
     assert c.ran and not t.running
+
+
+def test_a_transformer_in_training_is_not_taken_apart():
+    for offload in ("auto", "layers"):
+        for trained, how in ((False, "layers"), (True, "stay" if offload == "auto" else "model")):
+            assert plan_placement(REAL, gpus(15), "cuda:0", offload=offload, trained=trained)["transformer"].how == how

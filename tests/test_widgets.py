@@ -215,7 +215,8 @@ def test_filters_count_and_show(tmp_path):
         chosen[name] = [ds.samples[i].id for i in view.chosen]
         assert (c.slider.max, c.slider.disabled) == (max(1, len(chosen[name])), not chosen[name]) and c.filter.value == view.filter == name
         assert [len(v) for k, v in chosen.items() if k == name] == [view.filters()[name]] and f"({len(chosen[name])})" in dict((k, label) for label, k in c.filter.options)[name]
-    assert chosen == dict(missing=["0002", "0003", "0004"], bad=["0000", "0002", "0003"], near=["0001", "0005"], swapped=[], unchanged=[])
+    # what was made of 0003 before its target went is as good as it was; the picture itself is bad
+    assert chosen == dict(missing=["0002", "0004"], bad=["0000", "0002", "0003"], near=["0001", "0005"], swapped=[], unchanged=[])
     assert "no sample" in c.page.value and view.data()["id"] is None
     c.filter.value = "bad"
     assert "pixel_latent is bad: checksum differs" in c.page.value
@@ -373,10 +374,13 @@ def test_near_duplicates_are_found_and_not_over_found(tmp_path):
     ims = crops(30, (192, 128), seed=3) + crops(18, (192, 128), seed=4, split="more")
     base = as_looks(ims, tmp_path)
     close = {(i, j) for i, j, _ in alike(base)}
+    assert len(close) <= 12, "of 1,128 pairs"
     for i, j in close: assert np.abs(np.asarray(ims[i], float) - np.asarray(ims[j], float)).mean() < 20, "only crops of the same place are alike"
     saved, half = as_looks(ims, tmp_path, format="jpg", quality=60), as_looks([im.resize((96, 64)) for im in ims], tmp_path)
     found = lambda other: sum(qie_nb.pairs.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
     assert found(saved) > 0.95 and found(half) > 0.9
+    left, right = (as_looks([im.crop((x, 0, x + 188, 128)) for im in ims], tmp_path) for x in (0, 4))
+    assert sum(qie_nb.pairs.distance(a, b) is not None for a, b in zip(left, right)) < 6, "a frame of a film that moves is another picture"
     for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
 
 
@@ -384,8 +388,10 @@ def test_plain_skies_are_not_one_picture(tmp_path):
     skies = []
     for x in (10, 30, 50, 70):
         skies.append(Image.new("RGB", (96, 64), (60, 80, 120)))
-        skies[-1].paste((255, 255, 255), (x, 20, x + 4, 64))
-    assert list(alike(as_looks(skies, tmp_path))) == [] and len(list(alike(as_looks([skies[0]] * 2, tmp_path)))) == 1
+        skies[-1].paste((255, 255, 255), (x, 20, x + 4, 40))
+    looks = as_looks(skies, tmp_path)
+    assert all(sum(x != y for x, y in zip(f"{int(a['hash'], 16):0256b}", f"{int(b['hash'], 16):0256b}")) <= 20 for a in looks for b in looks), "few bits differ"
+    assert list(alike(looks)) == [] and len(list(alike(as_looks([skies[0]] * 2, tmp_path)))) == 1
 
 
 def test_blocks_find_what_one_block_finds(tmp_path):
@@ -435,6 +441,7 @@ GREY = EDITS["grayscale"](ONE)
     ("t/{}.png", "c/{}.png", (GREY, ONE), "colorize this black and white photo", (None, None), True),
     ("t/{}.png", "c/{}.png", (ONE, GREY), "colorize this black and white photo", (None, None), False),
     ("t/{}.png", "c/{}.png", (ONE, GREY), "make it sharper", (None, None), False),
+    ("t/{}.png", "c/{}.png", (ONE, TWO), "Make it black and white", (None, None), False),
     ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), None), True),
     ("t/{}.jpg", "c/{}.jpg", (TWO, ONE), "draw it in ink", (None, camera()), False),
     ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), camera()), False),
@@ -454,10 +461,12 @@ def test_sharing_tells_from_which_end_edits_branch(tmp_path):
     wrong = swap_set(tmp_path/"a", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["draw it in ink", "make it blue"])
     right = swap_set(tmp_path/"b", "t/{}.png", "c/{}.png", [(a, before) for a in afters], ["draw it in ink", "make it blue"])
     mend = swap_set(tmp_path/"c", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["restore it"] * 2)
-    views = [sample_viewer(d) for d in (wrong, right, mend)]
-    assert [v.data()["marks"] for v in views] == [[]] * 3, "one sample alone does not tell"
+    both = [(before, a) for a in afters] + [(crops(1, (96, 64), seed=10)[0], afters[0])]
+    mixed = swap_set(tmp_path/"d", "t/{}.png", "c/{}.png", both, ["draw it in ink", "make it blue", "make it red"])
+    views = [sample_viewer(d) for d in (wrong, right, mend, mixed)]
+    assert [v.data()["marks"] for v in views] == [[]] * 4, "one sample alone does not tell"
     for v in views: v.scan()
-    assert [v.filters()["swapped"] for v in views] == [2, 0, 0] and "share this target" in views[0].data()["marks"][0][1]
+    assert [v.filters()["swapped"] for v in views] == [2, 0, 0, 0] and "share this target" in views[0].data()["marks"][0][1]
     assert "share this target" in views[0].page()
 
 
@@ -636,6 +645,7 @@ def test_status_counts_what_a_vanished_picture_leaves(pairs, tmp_path):
     root = pairs()
     ds = dataset(root, tmp_path/"cache")
     fill(ds)
+    ds.refresh() # keys are not known yet
     (root/"training_images"/"0001.png").unlink()
     s = cache_status(ds).data()
     assert (s["samples"], s["complete"], [i for i, _ in s["unreadable"]], s["problem"]) == (3, 2, ["0001"], "") and ds.lacking() == {1: None}
@@ -646,19 +656,18 @@ def test_status_counts_what_a_vanished_picture_leaves(pairs, tmp_path):
 
 def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
     ds = dataset(pairs(sizes=[(48, 32)] * 6), tmp_path/"cache")
-    for make in (lambda: sample_viewer(ds), lambda: cache_status(ds)):
-        with patch("qie_nb.shown.watched", lambda: False):
-            shown = make()
-            assert VIEW not in shown._repr_mimebundle_() and shown._box is None
-        with patch("qie_nb.shown.watched", lambda: True), patch("qie_nb.shown.kernel", object), patch("IPython.display.display") as display:
-            shown = make()
+
+    def displayed(shown, seen):
+        out = []
+        with patch("qie_nb.shown.watched", lambda: seen), patch("qie_nb.shown.kernel", lambda: object()), patch("IPython.display.display", lambda data, **kw: out.append(data)):
             shown._ipython_display_()
-            live, beside = (call.args[0] for call in display.call_args_list)
-            assert live[VIEW]["model_id"] == shown._page.model_id and shown._page.children[0] is shown.box and VIEW not in beside
-        assert "<div" in beside["text/html"] and json.dumps(shown.data(), default=str)
-    with patch("qie_nb.shown.watched", lambda: True), patch("qie_nb.shown.kernel", object), patch("IPython.display.display") as display:
-        pair_grid(ds)._ipython_display_()
-        assert [VIEW in call.args[0] for call in display.call_args_list] == [False], "there is nothing to click in a grid"
+        assert out[-1]["text/html"].strip() and json.dumps(shown.data(), default=str)
+        return [d[VIEW]["model_id"] for d in out if VIEW in d]
+    for make in (lambda: sample_viewer(ds), lambda: cache_status(ds)):
+        shown = make()
+        assert displayed(shown, seen=False) == [] and shown._box is None
+        assert displayed(shown, seen=True) == [shown._page.model_id] and shown.box in shown._page.children
+    assert displayed(pair_grid(ds), seen=True) == [], "there is nothing to click in a grid"
     still = sample_viewer(ds).html()
     assert still.count("<figure") == 8 and "and 2 more" in still and "pair_grid(dataset" in still
     assert len(pair_grid(ds, 2).data()["samples"]) == 2 and pair_grid(ds, 99).html().count("<figure") == 12
