@@ -619,6 +619,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'qie_nb.lora': { 'qie_nb.lora.Read': ('lora.html#read', 'qie_nb/lora.py'),
                              'qie_nb.lora._check_fit': ('lora.html#_check_fit', 'qie_nb/lora.py'),
                              'qie_nb.lora._differences': ('lora.html#_differences', 'qie_nb/lora.py'),
+                             'qie_nb.lora._no_false_alarm': ('lora.html#_no_false_alarm', 'qie_nb/lora.py'),
                              'qie_nb.lora._tell_dora': ('lora.html#_tell_dora', 'qie_nb/lora.py'),
                              'qie_nb.lora.adapter_config': ('lora.html#adapter_config', 'qie_nb/lora.py'),
                              'qie_nb.lora.add_lora': ('lora.html#add_lora', 'qie_nb/lora.py'),

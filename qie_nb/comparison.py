@@ -91,6 +91,7 @@ def columns_of(
             out.append(Column(title, str(name), about[0], float(scale), seed, *sampled))
     return out
 
+# %% ../nbs/02c_comparison.ipynb #72bfa834
 def _about(trainer, name) -> tuple: # (file, what it says of itself, title)
     if name == BASE: return None, {}, "base"
     if name == NOW: return None, trainer.lora_origin, " + ".join(n for n in trainer.active_adapters() if n != "default") or "adapter"
@@ -151,6 +152,7 @@ def shown_rows(self:Comparison) -> tuple: # (titles, rows of (picture, note))
     if self.targets: rows = [row + [(t, "")] for row, t in zip(rows, self.targets)]
     return ["control", *(c.title for c in self.columns), *last], rows
 
+# %% ../nbs/02c_comparison.ipynb #225a5d62
 @patch
 def html(self:Comparison) -> str:
     titles, rows = self.shown_rows()
@@ -181,6 +183,7 @@ def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inch
         axes[0].text(0, -0.1, plain(e.prompt, 150), transform=axes[0].transAxes, **below)
     return fig
 
+# %% ../nbs/02c_comparison.ipynb #6227573e
 @patch
 def difference(self:Comparison,
     column:int, # of which
@@ -206,6 +209,7 @@ def adapters_kept(trainer):
             lora.remove_loras(tr, [_OWN])
             if getattr(tr, "peft_config", None): lora.use_loras(tr, before)
 
+# %% ../nbs/02c_comparison.ipynb #bfff2dcb
 def _put_on(tr, column, before, loaded):
     "Use what a column names; gives the file that is loaded now."
     if column.bare: lora.use_loras(tr, {})
@@ -289,6 +293,7 @@ def compare_edits(
         pictures = [[decode_latents(vae, z, trainer._predictor.flat)[0] for z in row] for row in zip(*latents)]
     return Comparison(columns, edits, pictures, targets)
 
+# %% ../nbs/02c_comparison.ipynb #4431360c
 def _each_row(name, given, n) -> list:
     given = list(given) if isinstance(given, (list, tuple)) else [given]
     if len(given) != n: raise ValueError(f"`{name}` has {len(given)} entries for {n} rows; give one each")

@@ -35,6 +35,7 @@ def as_picture(
             raise ValueError(f"{_WANTED}shape {list(given.shape)}; one array is one picture")
     return open_image(given)
 
+# %% ../nbs/02b_edits.ipynb #08908a6b
 def pictures_of(
     given, # one picture or a list of them
 ) -> list: # PIL images
@@ -66,6 +67,7 @@ def _each(name, value, n, kinds) -> list:
 _A = dict(prompt="a string, or a list of strings for several edits", negative_prompt="a string", seed="a whole number, 0 or more",
           generator="a torch.Generator")
 
+# %% ../nbs/02b_edits.ipynb #2372b7bc
 def seeds_of(seed, n:int) -> list: # one int for each of `n` edits
     "Seeds from one or a list. Raises ValueError where one is none."
     seeds = [int(s) for s in _each("seed", seed, n, (int, np.integer))]
@@ -89,6 +91,7 @@ def factor_of(components) -> int: # pixels of a picture for one of its latent
     if not file.is_file(): raise FileNotFoundError(f"model folder {str(components.folder)!r} lacks vae/, which this job needs")
     return 2 ** len(json.loads(file.read_text())["temperal_downsample"])
 
+# %% ../nbs/02b_edits.ipynb #e1cc3f6f
 def make_edits(
     components, # `Components`; nothing is built
     geometry, # `Geometry` of the control pictures
@@ -182,6 +185,7 @@ def standing(encoder, transformer): # function for `run_edits`
     "Components that stay where they are."
     return lambda name: transformer if name == "transformer" else encoder._part(name)
 
+# %% ../nbs/02b_edits.ipynb #050ee75c
 def check_sampling(
     scheduler, # only its config is read
     edits, # list of `Edit`
@@ -212,6 +216,7 @@ def run_edits(
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
     return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch, encoder.flat)
 
+# %% ../nbs/02b_edits.ipynb #d561b53d
 def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None, on_step=None, watch=None,
                 flat=True) -> list:
     "The stages behind the encoders'; an edit has a `seed` and a `generator`."

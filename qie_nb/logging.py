@@ -267,6 +267,7 @@ class TensorBoardCallback(LogCallback):
     "The same with event files alone."
     def __init__(self): super().__init__([EventFiles()])
 
+# %% ../nbs/03_logging.ipynb #228a2d36
 def check_place(name:str, log_dir):
     "Refuse a place for logs that cannot be; nothing is written yet."
     if name == "tensorboard":

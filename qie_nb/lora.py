@@ -8,7 +8,8 @@ __all__ = ['PRESETS', 'target_modules', 'is_target', 'lora_parameters', 'assert_
            'start_lora']
 
 # %% ../nbs/00h_lora.ipynb #0b90d8f1
-import re, warnings
+import logging, re, warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,6 +177,18 @@ def _check_fit(transformer, state, file):
         if side.startswith("A") and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
             raise ValueError(f"LoRA {str(file)!r} has another rank in {key} than in its lora_B; give the file as it was trained")
 
+# %% ../nbs/00h_lora.ipynb #1eb3e5a2
+@contextmanager
+def _no_false_alarm():
+    "Within, what was checked is not warned of."
+    log, needless = logging.getLogger("diffusers.utils.peft_utils"), lambda r: "led to missing keys" not in r.getMessage()
+    log.addFilter(needless)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            yield
+    finally: log.removeFilter(needless)
+
 # %% ../nbs/00h_lora.ipynb #0a31550f
 class Read(NamedTuple):
     "A LoRA file that fits a transformer, in memory."
@@ -211,7 +224,7 @@ def load_lora(
     before = {n: w for n, w in active_loras(transformer).items() if n != name}
     try:
         remove_loras(transformer, [name])
-        transformer.load_lora_adapter(read.state, prefix="transformer", adapter_name=name, metadata=read.config)
+        with _no_false_alarm(): transformer.load_lora_adapter(read.state, prefix="transformer", adapter_name=name, metadata=read.config)
     except BaseException: remove_loras(transformer, [name]); use_loras(transformer, before); raise
     use_loras(transformer, {name: weight})
     train_only(transformer, name if trainable else None)

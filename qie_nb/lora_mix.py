@@ -84,6 +84,7 @@ def check_weights(
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
             raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1 is as it was trained, 0 without it")
 
+# %% ../nbs/00hd_lora_mix.ipynb #86987c83
 def use_loras(
     transformer,
     weights:dict, # {adapter name: factor on its scale}; {} for none
@@ -170,6 +171,7 @@ def _name(path, taken):
     if hasattr(torch.nn.ModuleDict, name): name = f"adapter_{name}"
     return next(n for n in (name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))) if n not in taken)
 
+# %% ../nbs/00hd_lora_mix.ipynb #f9e46cd8
 def wanted_loras(
     loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
 ) -> list: # of `Wanted`, each with a name of its own

@@ -47,6 +47,7 @@ def smooth(
         out.append((step, sum(window) / len(window)))
     return out
 
+# %% ../nbs/03ac_panel.ipynb #14ff11d9
 def ticks(lo:float, hi:float, n:int=4) -> list: # about n round numbers between
     if not hi > lo: return [lo]
     raw = (hi - lo) / n
@@ -84,6 +85,7 @@ def curve_svg(
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">'
             f'{grid}{lines}{dots}{names}</svg>')
 
+# %% ../nbs/03ac_panel.ipynb #a11c34bf
 def svg_picture(svg:str) -> str: # the same as an <img>
     return f'<img alt="losses so far" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
 
@@ -249,6 +251,7 @@ def take_pictures(self:TrainingPanel, s):
     from PIL import Image
     if s.pictures: self.pictures = [(p.caption, picture_html(Image.open(p.file), p.caption, 150)) for p in s.pictures[:4]]
 
+# %% ../nbs/03ac_panel.ipynb #ff410e67
 @patch
 def begin(self:TrainingPanel, t):
     self.device = t.device
@@ -279,6 +282,7 @@ def on_step_end(self:TrainingPanel, t):
     self.tell(lambda: self.note(t))
     self.tell(self.in_time)
 
+# %% ../nbs/03ac_panel.ipynb #dc6f82aa
 @patch
 def evaluating(self:TrainingPanel):
     "Called while an evaluation goes on: it may take minutes."

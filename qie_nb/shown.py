@@ -61,9 +61,10 @@ def chip(
 
 def note(
     text:str, # a sentence, escaped
+    good:bool=False, # is there nothing to do about it?
 ) -> str:
     "A sentence that stands out."
-    return f'<div style="border-left:4px solid #c77700;padding-left:8px;margin:6px 0;overflow-wrap:anywhere">{escape(text)}</div>'
+    return f'<div style="border-left:4px solid {"#2e7d32" if good else "#c77700"};padding-left:8px;margin:6px 0;overflow-wrap:anywhere">{escape(text)}</div>'
 
 # %% ../nbs/00la_shown.ipynb #7a1e0014
 class Told:

@@ -116,8 +116,10 @@ def save_tiny(
 ) -> Path:
     "A tiny pipeline as a model folder."
     import json
-    folder = Path(folder)
-    tiny_pipeline(variant, **kw).save_pretrained(folder)
+    from qie_nb.progress import quiet_bars
+    folder, pipe = Path(folder), tiny_pipeline(variant, **kw)
+    quiet_bars() # transformers counts the files it writes
+    pipe.save_pretrained(folder)
     if areas: (folder/"qie_nb.json").write_text(json.dumps(dict(control_area=areas[0], vl_area=None if variant == "v1" else areas[1])))
     return folder
 

@@ -66,7 +66,7 @@ def verify(self:CacheStatus, tell=lambda text: None):
 @patch
 def _verdict(self:CacheStatus, n, bad, most=20) -> str:
     if not n: return note("there is nothing to verify")
-    if not bad: return note(f"every entry is whole: {n} read in {self.verified['seconds']:.1f} s")
+    if not bad: return note(f"every entry is whole: {n} read in {self.verified['seconds']:.1f} s", good=True)
     more = [note(f"and {len(bad) - most} more")] if len(bad) > most else []
     mend = "precompute makes them again" if self.cache.writable else "this cache is only read; precompute into a folder behind it"
     return "".join([note(f"{len(bad)} of {n} entries are bad; {mend}"), *(note(f"{place}: {why}") for place, why in bad[:most]), *more])

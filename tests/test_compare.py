@@ -226,9 +226,13 @@ def test_the_page_holds_the_pictures_and_no_ones_html(seen):
 
 
 def test_a_widget_only_where_somebody_watches(seen, monkeypatch):
-    assert VIEW not in seen._repr_mimebundle_()
-    monkeypatch.setattr(shown, "watched", lambda: True)
-    assert seen._repr_mimebundle_()[VIEW]["model_id"] == seen.box.model_id and "&lt;img src=x" in seen.box.children[0].value
+    out = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **kw: out.append(data))
+    monkeypatch.setattr(shown, "kernel", lambda: object())
+    for watches in (False, True):
+        monkeypatch.setattr(shown, "watched", lambda: watches)
+        seen._ipython_display_()
+    assert [VIEW in data for data in out] == [False, True, False] and "&lt;img src=x" in seen.box.children[0].value
 
 
 def test_the_figure_shows_every_cell_and_hostile_titles_draw(seen, tmp_path):

@@ -465,3 +465,15 @@ def test_the_old_way_by_configuration_still_works(files, tmp_path):
     PICTURE.save(tmp_path/"a.png")
     assert main(["predict", "--config", str(config), "--image", str(tmp_path/"a.png"), "--prompt", "x", "--steps", "2", "--cfg", "4", "--out", str(tmp_path/"o.png")]) == 0
     assert np.array_equal(np.asarray(Image.open(tmp_path/"o.png")), QwenImageEditTrainer(load_config_from_yaml(config)).predict(PICTURE, "x", num_inference_steps=2))
+
+
+def test_a_second_adapter_raises_no_false_alarm(capfd, recwarn, tmp_path):
+    "`lora` is part of every adapter's keys, and diffusers goes by that."
+    from qie_nb import lora
+    from qie_nb.tiny import tiny_pipeline
+    first, second = (tiny_pipeline("2511").transformer for _ in range(2))
+    lora.add_lora(first, LoraSection(r=4))
+    lora.save_lora(first, tmp_path/"a", {})
+    for name in ("default", "lora"): lora.load_lora(second, tmp_path/"a", name)
+    assert "missing keys" not in capfd.readouterr().err and not [w for w in recwarn if "peft_config" in str(w.message)]
+    assert set(second.peft_config) == {"default", "lora"}

@@ -14,7 +14,8 @@ SET = '''
 import tempfile, warnings
 from pathlib import Path
 from qie_nb.data import ImageDataset
-from qie_nb.photos import EDITS, crops, make_pairs
+from qie_nb.demo import squares
+from qie_nb.photos import EDITS, make_pairs
 from qie_nb.slider import before_after
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.widgets import cache_status, sample_viewer
@@ -28,7 +29,7 @@ config = dict(
 trainer = QwenImageEditTrainer(config)
 trainer.cache_embeddings()'''
 AFTER = '''
-picture = crops(4, split="held_out")[3]
+picture = squares()[1]
 edited = trainer.predict(picture, EDITS["duotone"].instruction, num_inference_steps=8, true_cfg_scale=1.0)
 before_after(picture, edited, ["photograph", "what the LoRA makes of it"], height=300)'''
 
@@ -36,7 +37,7 @@ before_after(picture, edited, ["photograph", "what the LoRA makes of it"], heigh
 def write(path, png):
     "As it is where that is small, else with 256 colours."
     im, out = Image.open(io.BytesIO(png)).convert("RGB"), io.BytesIO()
-    im = im.crop((0, 6, im.width, im.height)) # the frame of the output above may reach in
+    im = im.crop((0, 6, im.width, im.height)) # the frame of the output above may reach in; `take` leaves room for it
     im = ImageOps.expand(im.crop(ImageOps.invert(im).getbbox()), 24, "white") # what is not white
     im.save(out, "PNG", optimize=True)
     if out.tell() > MOST:
@@ -47,7 +48,7 @@ def write(path, png):
 
 
 def take(page, box, path):
-    page.page.add_style_tag(content=".jp-OutputPrompt, .jp-OutputArea-prompt {visibility: hidden} * {caret-color: transparent}")
+    page.page.add_style_tag(content=".jp-OutputPrompt, .jp-OutputArea-prompt {visibility: hidden} .jp-OutputArea-output {padding-top: 8px !important} * {caret-color: transparent}")
     box.scroll_into_view_if_needed()
     page.page.mouse.move(0, 0)
     page.page.wait_for_timeout(700)
