@@ -118,7 +118,8 @@ class Shown:
 
 # %% ../nbs/00la_shown.ipynb #7a1e0021
 VIEW = "application/vnd.jupyter.widget-view+json" # the same in ipywidgets 7 and 8
-_GONE = ".jp-OutputArea-child:has(> [data-mime-type='{view}']):has(+ .jp-OutputArea-child .{mark}):not(:has(.{mark}-live))"
+# JupyterLab names the form of every output but a widget's
+_GONE = ".jp-OutputArea-child:has(> .jp-OutputArea-output:not([data-mime-type])):has(+ * .{mark}):not(:has(.{mark}-live))"
 
 @patch
 def live(self:Shown) -> dict: # what an output needs to find the widget
@@ -134,7 +135,7 @@ def live(self:Shown) -> dict: # what an output needs to find the widget
 def _repr_mimebundle_(self:Shown, include=None, exclude=None) -> dict:
     page = self.html()
     if self._page is not None:
-        page = f'<style>{_GONE.format(view=VIEW, mark=self.mark)} {{display:none}}</style><div class="{self.mark}">{page}</div>'
+        page = f'<style>{_GONE.format(mark=self.mark)} {{display:none}}</style><div class="{self.mark}">{page}</div>'
     return {"text/plain": repr(self), "text/html": page}
 
 # %% ../nbs/00la_shown.ipynb #7a1e0022

@@ -12,6 +12,8 @@ WHICH = os.environ.get("QIE_NB_BROWSER", "")
 pytestmark = [pytest.mark.browser, pytest.mark.slow,
               pytest.mark.skipif(not WHICH, reason="needs JupyterLab and Playwright: `make browser` runs it in environments of its own")]
 HOSTILE = '<img src=x onerror="window.pwned=1">'
+LEFT = ".jp-OutputArea-child:has(+ * [class^=qie-]) > .jp-OutputArea-output:not([data-mime-type])" # our widgets, or what is left of them
+STILL = "[class^=qie-]:not([class*=live])"
 STOPS = "button:has-text('stop and save')"
 
 
@@ -60,6 +62,9 @@ def notebook(cells) -> dict:
     return dict(cells=code, metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")), nbformat=4, nbformat_minor=5)
 
 
+def visible(page, selector) -> int: return sum(e.is_visible() for e in page.page.locator(selector).all())
+
+
 def text_of(page): return page.page.inner_text(".jp-NotebookPanel:not(.lm-mod-hidden):not(.p-mod-hidden)")
 
 
@@ -84,6 +89,7 @@ def test_the_tour(opened, lab, tmp_path):
     assert not page.errors()
     p = page.page
     seen(page, "finished, step 40 of 40") # the training panel
+    assert visible(page, LEFT) == 4 and page.page.locator(STILL).count() == 4 and not visible(page, STILL), "the widgets hide the still forms"
 
     viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
     first = viewer.inner_text()
@@ -111,6 +117,13 @@ def test_the_tour(opened, lab, tmp_path):
     assert not page.errors() and not page.console
     page.save()
     tomorrow(page, opened, lab, tmp_path, "finished", "with the LoRA so far", "pixel_latent")
+    p.evaluate("() => (window.jupyterapp || window.jupyterlab).shell.currentWidget.sessionContext.session.kernel.restart()")
+    p.wait_for_timeout(1000)
+    p.reload(wait_until="domcontentloaded")
+    page.kernel()
+    p.wait_for_timeout(3000)
+    page.keep("restarted")
+    assert visible(page, STILL) == 4 and not visible(page, LEFT), "what is left of the widgets is hidden once their kernel is gone"
 
 
 def slide(box, key, times):
@@ -227,6 +240,5 @@ def tomorrow(page, opened, lab, tmp_path, *texts):
         for text in texts: again.page.get_by_text(text).first.wait_for()
         again.page.wait_for_timeout(1500) # the widgets' manager has looked for the models
         again.keep("tomorrow")
-        shown = again.page.locator("text=Error displaying widget").all()
-        assert not [s for s in shown if s.is_visible()]
+        assert not visible(again, LEFT)
         assert again.page.evaluate("window.pwned") is None
