@@ -412,6 +412,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'qie_nb.events.running_mean': ('events.html#running_mean', 'qie_nb/events.py'),
                                'qie_nb.events.server_prefix': ('events.html#server_prefix', 'qie_nb/events.py'),
                                'qie_nb.events.show_tensorboard': ('events.html#show_tensorboard', 'qie_nb/events.py'),
+                               'qie_nb.events.tensorboard_program': ('events.html#tensorboard_program', 'qie_nb/events.py'),
                                'qie_nb.events.this_place': ('events.html#this_place', 'qie_nb/events.py')},
             'qie_nb.facts': { 'qie_nb.facts._beginning': ('facts.html#_beginning', 'qie_nb/facts.py'),
                               'qie_nb.facts._db': ('facts.html#_db', 'qie_nb/facts.py'),

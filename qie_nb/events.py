@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['CURVES', 'SHOWN', 'Run', 'run_folders', 'read_run', 'read_events', 'running_mean', 'draw_curve', 'draw_picture',
-           'last_pictures', 'plot_events', 'Place', 'choose_view', 'server_prefix', 'has_server_proxy', 'this_place',
-           'show_tensorboard']
+           'last_pictures', 'plot_events', 'Place', 'choose_view', 'server_prefix', 'has_server_proxy',
+           'tensorboard_program', 'this_place', 'show_tensorboard']
 
 # %% ../nbs/03d_events.ipynb #7e0d0003
-import html, io, logging, os, shlex, sys, textwrap
+import html, io, logging, os, shlex, shutil, sys, textwrap
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +192,7 @@ class Place:
     server: str = ""           # the Jupyter server's own prefix where it can be told, / for most
     server_proxy: bool = False # is jupyter-server-proxy installed?
     proxy_url: str = ""        # what TENSORBOARD_PROXY_URL says
+    program: bool = True       # is there a tensorboard program to start?
 
     def proxy(self) -> str: # address of a port, %PORT% in it, or nothing
         if self.proxy_url: return self.proxy_url
@@ -207,6 +208,7 @@ def choose_view(
     if p.kaggle: return "figure", "Kaggle serves no TensorBoard"
     if not p.kernel: return "figure", "this is no notebook"
     if not p.watched: return "figure", "nobody watches, and a saved notebook keeps a picture but no server"
+    if not p.program: return "figure", "there is no tensorboard program beside this Python or on the PATH"
     if p.colab: return "magic", "Colab shows it below the cell"
     if p.proxy_url: return "proxy", f"TENSORBOARD_PROXY_URL is {p.proxy_url}"
     if p.proxy(): return "proxy", f"jupyter-server-proxy leads to it by {p.proxy()}"
@@ -230,11 +232,17 @@ def has_server_proxy() -> bool:
     note = "jupyter_server_config.d/jupyter-server-proxy.json" # the server may live in another environment than the kernel
     return find_spec("jupyter_server_proxy") is not None or any((Path(d)/note).is_file() for d in jupyter_config_path())
 
+def tensorboard_program() -> str: # path, or nothing
+    "What the magic would start. A kernel is often started by its path alone, and then the programs beside its Python are on no PATH."
+    beside = Path(sys.executable).with_name("tensorboard")
+    return os.environ.get("TENSORBOARD_BINARY") or shutil.which("tensorboard") or (str(beside) if beside.is_file() else "")
+
 def this_place() -> Place:
     "What can be told of where this runs."
     env, live = os.environ, kernel() is not None
     return Place(live, live and watched(), env.get("KAGGLE_KERNEL_RUN_TYPE", ""), "google.colab" in sys.modules,
-                 env.get("JUPYTERHUB_SERVICE_PREFIX", ""), server_prefix(), has_server_proxy(), env.get("TENSORBOARD_PROXY_URL", ""))
+                 env.get("JUPYTERHUB_SERVICE_PREFIX", ""), server_prefix(), has_server_proxy(), env.get("TENSORBOARD_PROXY_URL", ""),
+                 bool(tensorboard_program()))
 
 # %% ../nbs/03d_events.ipynb #7e0d0021
 def show_tensorboard(
@@ -250,6 +258,7 @@ def show_tensorboard(
     if Path(logdir).is_file(): raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
     if not Path(logdir).is_dir(): print(f"`logdir` {str(logdir)!r} does not exist yet; it is shown once a run writes there")
     if way == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = place.proxy() or "/proxy/%PORT%/"
+    if program := tensorboard_program(): os.environ["TENSORBOARD_BINARY"] = program
     from IPython import get_ipython
     shell, line = get_ipython(), f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"
     with redirect_stdout(io.StringIO()): shell.run_line_magic("load_ext", "tensorboard") # which says so where it was loaded before

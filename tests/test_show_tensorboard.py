@@ -25,6 +25,7 @@ PLACES = {
     "nbconvert": (Place(kernel=True), "figure", "nobody watches"),
     "nbconvert on JupyterHub": (Place(kernel=True, hub="/user/me/", server_proxy=True), "figure", "nobody watches"),
     "a script": (Place(), "figure", "this is no notebook"),
+    "Jupyter without the program": (Place(**LIVE, server="/", program=False), "figure", "there is no tensorboard program"),
 }
 
 
@@ -184,3 +185,15 @@ def test_only_the_newest_runs_are_drawn(tmp_path):
         with SummaryWriter(tmp_path/f"run {n}") as w: w.add_scalar("loss", n, 1)
     fig = plot_events(tmp_path)
     assert len(fig.axes[0].lines) == 6 and fig.get_suptitle() == "the 6 newest of 9 runs"
+
+
+def test_the_program_beside_a_kernels_python_is_found_without_a_path(monkeypatch, tmp_path):
+    "A kernel is started by its path, and PATH knows nothing of its environment."
+    monkeypatch.delenv("TENSORBOARD_BINARY", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path/"nothing"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path/"python"))
+    assert events.tensorboard_program() == "" and not events.this_place().program
+    (tmp_path/"tensorboard").write_text("")
+    assert events.tensorboard_program() == str(tmp_path/"tensorboard") and events.this_place().program
+    monkeypatch.setenv("TENSORBOARD_BINARY", "mine")
+    assert events.tensorboard_program() == "mine"
