@@ -25,6 +25,10 @@ class At(Callback):
         if t.global_step == self.step: self.do(t)
 
 
+@pytest.fixture(autouse=True)
+def bars_speak_again(monkeypatch): monkeypatch.setattr(Progress, "hush", None)
+
+
 @pytest.fixture
 def watched(monkeypatch):
     "As in a notebook that somebody looks at; what is displayed is collected."
