@@ -66,8 +66,14 @@ def call(
     event:str, # on_train_begin, on_step_end, on_epoch_end or on_train_end
     trainer,
 ):
-    "Tell each callback."
-    for c in callbacks: getattr(c, event)(trainer)
+    "Tell each callback. Of the end all hear, although one of them fails: there is a checkpoint to write and a display to close."
+    failed = None
+    for c in callbacks:
+        try: getattr(c, event)(trainer)
+        except Exception as e:
+            if event != "on_train_end": raise
+            failed = failed or e
+    if failed: raise failed
 
 # %% ../nbs/00m_callback.ipynb #9e6117f4
 def due(

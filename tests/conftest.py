@@ -1,5 +1,6 @@
 """Data sets made on the spot, and a count of the components that are built from disk."""
 import collections, json, os, subprocess, sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,20 @@ def write_pairs(root, sizes, controls=1, caption="invert the colours", seed=0):
         (root/"training_images"/f"{i:04}.txt").write_text(caption if isinstance(caption, str) else caption[i])
         for f, p in zip(folders[1:], pictures): Image.fromarray(p if f.name == "control_images" else np.ascontiguousarray(p.transpose(1, 0, 2))).save(f/f"{i:04}.png")
     return root
+
+
+@contextmanager
+def small_areas(variant, control, vl):
+    "The areas that the edit pipelines hard-code made small; all in pixels."
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_v1, pipeline_qwenimage_edit_plus as edit_plus
+    module = edit_v1 if variant == "v1" else edit_plus
+    real = module.calculate_dimensions
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(module, "calculate_dimensions", lambda area, ratio: real(control if area == 1024 * 1024 else area, ratio))
+        if variant != "v1":
+            mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", vl)
+            mp.setattr(edit_plus, "VAE_IMAGE_SIZE", control)
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_v1, pipeline_qwenimage_edit_plus as edit_plus
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
 
 from qie_nb.cache import EmbeddingCacheManager
@@ -26,6 +26,7 @@ from qie_nb.lora import add_lora, load_lora, save_lora
 from qie_nb.models import VARIANTS, Components, find_variant, load_component
 from qie_nb.predict import edit, sampling_schedule, start_noise
 from qie_nb.tiny import tiny_folder
+from conftest import small_areas
 
 CONTROL, VL = 128 * 128, 112 * 112                # pixels; the pipelines' own are 1024*1024 and 384*384
 SIZES = (50, 75), (180, 90), (40, 100)            # (w, h) of the control pictures: portrait, landscape, tall
@@ -65,17 +66,7 @@ def picture(size, seed):
 
 def pictures(n): return [picture(s, i) for i, s in enumerate(SIZES[:n])]
 
-@contextmanager
-def small(variant):
-    "The pipelines' hard-coded areas made small."
-    module = edit_v1 if variant == "v1" else edit_plus
-    real = module.calculate_dimensions
-    with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(module, "calculate_dimensions", lambda area, ratio: real(CONTROL if area == 1024 * 1024 else area, ratio))
-        if variant != "v1":
-            mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", VL)
-            mp.setattr(edit_plus, "VAE_IMAGE_SIZE", CONTROL)
-        yield
+def small(variant): return small_areas(variant, CONTROL, VL)
 
 @contextmanager
 def watch(transformer):

@@ -1,13 +1,11 @@
 """`trainer.predict` against the diffusers pipelines; lists of edits, inputs, refusals, previews, and edits from the cache."""
 import math, shutil
-from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_v1, pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
 
 from qie_nb.config import LoraSection
@@ -17,6 +15,7 @@ from qie_nb.models import load_component
 from qie_nb.pictures import calculate_dimensions
 from qie_nb.tiny import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
+from conftest import small_areas
 
 CONTROL, VL = 128 * 128, 112 * 112
 SIZES, TARGET = ((50, 75), (180, 90), (40, 100)), (144, 80) # (w, h)
@@ -45,17 +44,7 @@ def pipeline(variant):
     return pipe
 
 
-@contextmanager
-def small(variant):
-    "The pipelines' hard-coded areas made small."
-    module = edit_v1 if variant == "v1" else edit_plus
-    real = module.calculate_dimensions
-    with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(module, "calculate_dimensions", lambda area, ratio: real(CONTROL if area == 1024 * 1024 else area, ratio))
-        if variant != "v1":
-            mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", VL)
-            mp.setattr(edit_plus, "VAE_IMAGE_SIZE", CONTROL)
-        yield
+def small(variant): return small_areas(variant, CONTROL, VL)
 
 
 def piped(variant, images, prompt, seed, scale, size=TARGET, steps=3):
