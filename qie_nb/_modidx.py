@@ -612,6 +612,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'qie_nb.logging.logging_callbacks': ('logging.html#logging_callbacks', 'qie_nb/logging.py'),
                                 'qie_nb.logging.memory_gauges': ('logging.html#memory_gauges', 'qie_nb/logging.py'),
                                 'qie_nb.logging.module_gauges': ('logging.html#module_gauges', 'qie_nb/logging.py'),
+                                'qie_nb.logging.next_second': ('logging.html#next_second', 'qie_nb/logging.py'),
                                 'qie_nb.logging.picture_grid': ('logging.html#picture_grid', 'qie_nb/logging.py'),
                                 'qie_nb.logging.pictures_of': ('logging.html#pictures_of', 'qie_nb/logging.py'),
                                 'qie_nb.logging.progress_callback': ('logging.html#progress_callback', 'qie_nb/logging.py'),

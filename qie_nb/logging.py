@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN', 'ProgressCallback', 'module_gauges', 'memory_gauges', 'picture_grid', 'tagged', 'pictures_of', 'as_written',
-           'set_aside', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_place',
+           'set_aside', 'next_second', 'EventFiles', 'Tracker', 'LogCallback', 'TensorBoardCallback', 'check_place',
            'progress_callback', 'logging_callbacks']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
@@ -142,13 +142,20 @@ def set_aside(
     below.mkdir()
     for f in files: f.rename(below/f.name)
 
+def next_second(
+    logdir, # of a run that goes on
+):
+    "TensorBoard reads files in the order of their names, in which the second stands first: one of the same second might come before its forerunner."
+    now = time.time()
+    if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")): time.sleep(1.01 - now % 1)
+
 # %% ../nbs/03_logging.ipynb #efb79bb1
 class EventFiles:
     "Event files under `logging.log_dir`."
     name = "TensorBoard's event files"
     def open(self, t):
         from torch.utils.tensorboard import SummaryWriter
-        if not t.global_step: set_aside(t.config.logging.log_dir)
+        (next_second if t.global_step else set_aside)(t.config.logging.log_dir)
         self.writer = SummaryWriter(t.config.logging.log_dir, purge_step=t.global_step + 1 if t.global_step else None, flush_secs=30)
     def scalars(self, values, step):
         for k, v in values.items(): self.writer.add_scalar(k, v, step)

@@ -299,7 +299,9 @@ def test_log_every(pairs, tmp_path):
     assert list(pd.read_csv(next((tmp_path/"checkpoints"/"logs").glob("*.csv"))).step) == wanted == [s for s, _ in read_events(tmp_path/"runs")[0]["loss"]]
 
 
-def test_a_resumed_run_goes_on_in_its_logs_and_a_new_one_begins_its_own(pairs, tmp_path):
+def test_a_resumed_run_goes_on_in_its_logs_and_a_new_one_begins_its_own(pairs, tmp_path, monkeypatch):
+    waited, real = [], logs.next_second
+    monkeypatch.setattr(logs, "next_second", lambda d: (waited.append(Path(d)), real(d)))
     root = pairs(((96, 64),) * 6)
     config = logged(root, tmp_path, train=dict(save_steps=2, num_epochs=3, eval_interval=0, val_fraction=0.), logging=dict(log_images_every=1))
     straight = QwenImageEditTrainer(config | dict(train=config["train"] | dict(output_dir=str(tmp_path/"b")), logging=config["logging"] | dict(log_dir=str(tmp_path/"b_runs")))).fit()
@@ -309,7 +311,7 @@ def test_a_resumed_run_goes_on_in_its_logs_and_a_new_one_begins_its_own(pairs, t
     with pytest.raises(RuntimeError): QwenImageEditTrainer(config, callbacks=[Dies()]).fit()
     before = str(tmp_path/"checkpoints"/"step_00000004") # step 5 has been logged and is done again
     resumed = QwenImageEditTrainer(config | dict(train=config["train"] | dict(resume_checkpoint=before))).fit()
-    assert resumed.global_step == straight.global_step == 9
+    assert resumed.global_step == straight.global_step == 9 and waited == [tmp_path/"runs"]
     a, b = read_run(tmp_path/"runs"), read_run(tmp_path/"b_runs")
     assert a.scalars["loss"] == b.scalars["loss"] and [s for s, _ in a.scalars["loss"]] == list(range(1, 10))
     assert [s for s, _ in a.images["training/training_images"]] == list(range(1, 10)) and len(list((tmp_path/"runs").glob("events*"))) == 2
@@ -321,6 +323,18 @@ def test_a_resumed_run_goes_on_in_its_logs_and_a_new_one_begins_its_own(pairs, t
     assert len(run_folders(tmp_path/"runs")) == 2 and [s for s, _ in read_run(tmp_path/"runs").scalars["loss"]] == [1, 2]
     earlier = next((tmp_path/"runs").glob("earlier_*"))
     assert read_run(earlier).scalars == a.scalars, "the earlier run keeps its own curve"
+
+
+def test_a_resumed_runs_file_comes_after_its_forerunner_by_name(tmp_path, monkeypatch):
+    "Within one second the names differ in a counter, and 10 stands before 9."
+    now, slept = time.time(), []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "time", lambda: now + sum(slept))
+    (tmp_path/f"events.out.tfevents.{int(now):010}.host.1.9").touch()
+    logs.next_second(tmp_path)
+    assert len(slept) == 1 and int(now + slept[0]) == int(now) + 1
+    logs.next_second(tmp_path)
+    assert len(slept) == 1
 
 
 def test_what_fails_before_the_logs_begin_is_what_is_told(pairs, tmp_path, monkeypatch):
