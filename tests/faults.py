@@ -181,12 +181,13 @@ def wait(pids, seconds) -> dict: # {pid: status}; those that hang are killed and
     return done
 
 
-def counted(world, cache, shared, at=0, **kw):
-    "In a child: precompute, with entries (and the encoders' calls) counted where others see it."
+def counted(world, cache, shared, at=0, die_at=None, **kw):
+    "In a child: precompute, with entries (and the encoders' calls) counted where others see it; killed at its entry `die_at`, thus while it holds a claim."
     from qie_nb.encoder import Encoder
     real = Encoder._keep
     def keep(self, *a, **kw):
         shared[at] += 1
+        if shared[at] == die_at: os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *a, **kw)
     Encoder._keep = keep
     report, _ = world.run(cache, shared, at, **kw)
@@ -843,15 +844,17 @@ def crowd(world, processes, repetitions, kill=True, seed=0) -> dict:
     alone, entries = time.time() - began, len(world.entries)
     while t.trials < repetitions:
         cache, shared, victim = world.folder(), Shared(), rng.randrange(processes)
+        at_work = t.trials % 2 == 0 # killed while it surely holds a claim; else at any moment
+        die_at = rng.randint(1, 5)
         def job(n):
             while not shared[63]: time.sleep(0.0005)
-            counted(world, cache, shared, n * 8)
+            counted(world, cache, shared, n * 8, die_at=die_at if kill and at_work and n == victim else None)
         pids = [fork(lambda: job(n), world.tmp/"log") for n in range(processes)]
         shared[63] = 1
-        if kill:
+        if kill and not at_work:
             time.sleep(rng.uniform(0, alone * 0.9))
             os.kill(pids[victim], signal.SIGKILL)
-        done = wait(pids, 60 + 20 * alone)
+        done = wait(pids, 30 + 20 * alone)
         if kill and not (victim_died := os.WIFSIGNALED(done.get(pids[victim], 0))): continue # it was done already
         with t.trial(f"repetition {t.trials}"):
             assert len(done) == processes, f"{processes - len(done)} processes hang"
