@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .entries import ALL_KINDS, KINDS, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
-from .layers import checked, examine, open_layer, write_packed
+from .layers import checked, examine, mapped, open_layer, write_packed
 from .status import set_aside, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
@@ -138,6 +138,18 @@ def _set_aside(self:EmbeddingCacheManager, layer, kind, key, reason):
     except FileNotFoundError: return # another process was faster
     except OSError: return self.shunned.add((self.layers.index(layer), kind, key)) # no room, no right
     with suppress(OSError): write_atomic(target.with_suffix(".reason.txt"), f"{kind}: {reason}\n".encode(), self._scratch())
+
+# %% ../nbs/00_cache.ipynb #4e2ac175
+@patch
+def map_cache(self:EmbeddingCacheManager,
+    kind:str, # one of `ALL_KINDS`
+    file_hash:str, # the entry's key
+): # tensor over the entry's file, or None where there is no good entry
+    "Like `load_cache` for what is too large to hold: read from the disk as it is used. It is checked once a process, or was found good before."
+    for layer in self.layers:
+        if not layer.has(kind, file_hash) or (self.layers.index(layer), kind, file_hash) in self.shunned: continue
+        if not (why := examine(layer, kind, file_hash, afresh=False)): return mapped(layer, kind, file_hash)
+        self._set_aside(layer, kind, file_hash, why)
 
 # %% ../nbs/00_cache.ipynb #c2c4c5a4
 # what makes two identities different; a model's name and folder do not

@@ -60,6 +60,9 @@ class ModelSection(Section):
         "(torchao), fp8_storage (kept in 8 bits, computed in the dtype of training); true means qfloat8")
     text_encoder_quantize: Quantised = Field(False, description="the same for the text encoder")
     text_encoder_offload: bool = Field(False, description="keep the text encoder in host memory; each layer visits the device")
+    modulation_table: Union[bool, Literal["auto"]] = Field("auto",
+        description="keep what the modulation layers say for the timesteps in use, and not the layers: a third of the transformer less in "
+        "memory; auto: for training, where no adapter changes them")
     lora: LoraSection = LoraSection()
 
 # %% ../nbs/00a_config.ipynb #9a265a13

@@ -163,14 +163,16 @@ def velocity(
     transformer, # QwenImageTransformer2DModel
     x_t:torch.Tensor, # [B, target tokens, 64]
     controls, # list of [B, control tokens, 64], clean
-    timesteps:torch.Tensor, # [B], 0 to 1000
+    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU nothing has to wait for the GPU to know them
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
     mask, # [B, L] bool, or None where nothing is padded
     shapes, # as `img_shapes` gives them
 ) -> torch.Tensor: # [B, target tokens, 64]
     "What the transformer predicts for the target's tokens."
     tokens = torch.cat([x_t, *controls], dim=1) if controls else x_t
-    pred = transformer(hidden_states=tokens, timestep=timesteps.to(x_t.dtype) / 1000, guidance=None, encoder_hidden_states_mask=mask,
+    times, lookup = timesteps.to(x_t.dtype) / 1000, getattr(getattr(transformer, "module", transformer), "lookup", None)
+    if lookup is not None: lookup.expect(times) # it runs on a modulation table
+    pred = transformer(hidden_states=tokens, timestep=times.to(x_t.device, non_blocking=True), guidance=None, encoder_hidden_states_mask=mask,
                        encoder_hidden_states=embeds, img_shapes=shapes, return_dict=False)[0]
     return pred[:, :x_t.shape[1]]
 

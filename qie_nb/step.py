@@ -62,13 +62,14 @@ def loss_at(
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss of each sample at given noise."
     put = lambda t, dt=None: t.to(device, dt, non_blocking=True)
+    timesteps = sigmas * 1000
     x0, eps, sigmas = put(batch["pixel_latent"], torch.float32), put(eps), put(sigmas)
     controls = [put(c, dtype) for c in as_list(batch["control_latent"])]
     mask = batch["prompt_embeds_mask"]
     mask = None if mask is None or bool(mask.all()) else put(mask.bool())
     x_t = flow.pack_latents(flow.add_noise(x0, eps, sigmas)).to(dtype)
     shapes = flow.img_shapes(x0.shape[-2:], [c.shape[-2:] for c in controls], len(x0))
-    pred = flow.velocity(transformer, x_t, [flow.pack_latents(c) for c in controls], sigmas * 1000,
+    pred = flow.velocity(transformer, x_t, [flow.pack_latents(c) for c in controls], timesteps,
                          put(batch["prompt_embed"], dtype), mask, shapes)
     painted = batch.get("mask") if background < 1 else None
     weights = None if painted is None else flow.mask_weights(put(painted, torch.float32), x0, background)

@@ -85,10 +85,12 @@ def stream(
     kind:str=None, # one of `qie_nb.quantise.KINDS`; None loads it plain
     dtype=torch.float32, # of what is not quantised, and of computing
     device="cpu", # every tensor goes there at once
+    prepare=None, # function of the empty model; tensors for which it leaves no place are not read
 ) -> nn.Module: # frozen, in eval mode
     "A model from disk, quantised layer by layer as its weights are read."
     from safetensors import safe_open
     model = empty_model(cls, folder, dtype)
+    if prepare: prepare(model)
     todo, known = set(linears(model)) if kind else set(), model.state_dict().keys()
     files = weight_files(folder)
     bar = Progress(len(files), f"{Path(folder).name} as {kind or dtype}") if len(files) > 1 else None

@@ -25,11 +25,12 @@ from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
+from .table import TableMethods
 from .step import Run, batch_seeds, draw, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, ResumeMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
@@ -87,6 +88,7 @@ def load_model(self:QwenImageEditTrainer,
 def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
     self.components.quantize["transformer"] = kind_of(self.quantize)
+    if self.transformer is None: self.choose_table(training=False)
     return self.components.get("transformer")
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
@@ -108,6 +110,7 @@ def setup_accelerator(self:QwenImageEditTrainer):
 @patch
 def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
+    self.choose_table()
     tr, c = self._transformer(), self.config
     try:
         self.lora_origin = lora.start_lora(tr, c.model.lora, c.train.seed) or self.lora_origin
