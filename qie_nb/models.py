@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'COMPONENTS', 'Variant', 'template_of', 'prompt_text', 'positions_of', 'resolve_model', 'find_variant',
-           'native_areas', 'check_device', 'pick_dtype', 'load_component', 'Components', 'offload', 'device_of',
-           'component_digest']
+           'native_areas', 'check_device', 'pick_dtype', 'check_weights', 'load_component', 'Components', 'offload',
+           'device_of', 'component_digest']
 
 # %% ../nbs/00c_models.ipynb #e7f003db
 import hashlib, importlib, inspect, json
@@ -164,6 +164,16 @@ def _has_bf16(device):
     with torch.cuda.device(device): return torch.cuda.is_bf16_supported(including_emulation=False)
 
 # %% ../nbs/00c_models.ipynb #2568617f
+def check_weights(
+    folder, # local model folder
+    name:str, # one of `COMPONENTS`
+    weights:bool=True, # has it any?
+):
+    "Raises FileNotFoundError or ValueError where a component is not there, or its weights are pickles."
+    if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
+    if weights and not any((Path(folder)/name).glob("*.safetensors")):
+        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
+
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
@@ -181,10 +191,8 @@ def load_component(
         raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
     cls = getattr(importlib.import_module(library), cls)
     quiet_bars()
-    if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
-    if not issubclass(cls, torch.nn.Module): return cls.from_pretrained(folder, subfolder=name)
-    if not any((Path(folder)/name).glob("*.safetensors")):
-        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
+    if not issubclass(cls, torch.nn.Module): check_weights(folder, name, False); return cls.from_pretrained(folder, subfolder=name)
+    check_weights(folder, name)
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
     try:

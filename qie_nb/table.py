@@ -12,10 +12,11 @@ from fastcore.basics import patch
 
 from .cache import EmbeddingCacheManager
 from .identity import base_digest
-from .lora import is_target
-from .models import resolve_model
-from .modulation import STREAMS, ModulationTable, training_times
+from .lora import check_targets, is_target
+from .models import check_weights
+from .modulation import ModulationTable, training_times
 from .on_table import put_on_table, table_of, uses_modulation
+from .stream import empty_model
 
 # %% ../nbs/01ac_table.ipynb #b7edd66b
 class TableMethods:
@@ -29,8 +30,14 @@ class TableMethods:
 # %% ../nbs/01ac_table.ipynb #31b32307
 @patch
 def _transformer_config(self:TableMethods) -> dict:
-    c = self.components
-    return json.loads((resolve_model(c.name, ["transformer"], c.revision)/"transformer"/"config.json").read_text())
+    check_weights(self._base_folder(), "transformer")
+    return json.loads((self._base_folder()/"transformer"/"config.json").read_text())
+
+@patch
+def _layers(self:TableMethods) -> list: # names of the linear layers
+    from diffusers import QwenImageTransformer2DModel
+    empty = empty_model(QwenImageTransformer2DModel, self._base_folder()/"transformer")
+    return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
 @patch
 def modulation_choice(self:TableMethods,
@@ -41,9 +48,7 @@ def modulation_choice(self:TableMethods,
     setting, t = self.config.model.modulation_table, self._transformer_config()
     if not setting: return False, "`model.modulation_table` is false"
     if t.get("use_additional_t_cond"): return False, "this transformer's modulation sees more than the timestep"
-    layers = [f"transformer_blocks.{n}.{s}.1" for n in range(t["num_layers"]) for s in STREAMS]
-    layers += [f"time_text_embed.timestep_embedder.linear_{n}" for n in (1, 2)]
-    if named := [n for n in layers if is_target(self.config.model.lora.target_modules, n)] if training else []:
+    if named := [n for n in uses_modulation(self._layers()) if is_target(self.config.model.lora.target_modules, n)] if training else []:
         return False, f"`model.lora.target_modules` names {named[0]}, so what it says will change"
     if found := uses_modulation(adapters): return False, f"the adapter has {found[0]}"
     if setting is True: return True, "`model.modulation_table` is true"
@@ -53,9 +58,8 @@ def modulation_choice(self:TableMethods,
 @patch
 def make_table(self:TableMethods) -> ModulationTable:
     "The table of this model, with all timesteps that training can draw."
-    c, t = self.components, self._transformer_config()
-    folder = resolve_model(c.name, ["transformer"], c.revision)
-    cache = EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None
+    c, t, folder = self.components, self._transformer_config(), self._base_folder()
+    cache = getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     table = ModulationTable(base_digest(folder), c.dtype, t["num_layers"], folder/"transformer", cache)
     table.make(training_times(c.dtype) if not t.get("zero_cond_t") else (0., *training_times(c.dtype)))
     return table
@@ -66,6 +70,7 @@ def choose_table(self:TableMethods,
     adapters=(), # names of tensors in adapters that will be loaded
 ):
     "Put the transformer on a table, now or as soon as it is loaded, or say why not."
+    if training: check_targets(self.config.model.lora, self._layers())
     on, why = self.modulation_choice(training, adapters)
     if self.modulation_table is not None or "transformer" in self.components.prepare and self.transformer is None: return
     if not on: return self.say_once(f"no modulation table: {why}") if training else None
