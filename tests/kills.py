@@ -529,7 +529,8 @@ class Kernel:
     def __enter__(self): return self
     def __exit__(self, *a): self.kc.stop_channels(), self.km.shutdown_kernel(now=True)
 
-    def start(self, code, **expressions): self.id = self.kc.execute(code, user_expressions=expressions)
+    def start(self, code, **expressions): # the next cell may be on its way while one fails: it is not to be aborted for that
+        self.id = self.kc.execute(code, user_expressions=expressions, stop_on_error=False)
 
     def reply(self, seconds): # content of the reply, or None where the cell still runs
         end = time.time() + seconds
