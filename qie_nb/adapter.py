@@ -77,6 +77,7 @@ def load_loras(self:AdapterMethods,
     "Load adapters and use these together, all of them or none: what one of them lacks is said before the others are loaded."
     wanted = wanted_loras(loras)
     files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
+    self.choose_table(training=False, adapters=[n for file, _ in files for n in lora.lora_layers(file)])
     tr = self.gathered()
     read = [lora.read_fitting(tr, file) for file, _ in files]
     self._take(wanted, read)

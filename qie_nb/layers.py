@@ -10,15 +10,15 @@ import hashlib, json, math, mmap, os, re
 from itertools import chain
 from pathlib import Path
 
-from .entries import ALL_KINDS, CacheEntryError, is_key, unpack_entry
+from .entries import EVERY_KIND, CacheEntryError, is_key, unpack_entry
 from .files import file_fact, write_atomic
 
 # %% ../nbs/00ag_layers.ipynb #10ca2abd
 def checked(
     kind:str, key:str,
 ) -> tuple: # the same
-    "Raises ValueError where `kind` is not one of `ALL_KINDS` or `key` could be anything but a file's name."
-    if kind not in ALL_KINDS: raise ValueError(f"`kind` must be one of {', '.join(ALL_KINDS)}, got {kind!r}")
+    "Raises ValueError where `kind` is not one of `EVERY_KIND` or `key` could be anything but a file's name."
+    if kind not in EVERY_KIND: raise ValueError(f"`kind` must be one of {', '.join(EVERY_KIND)}, got {kind!r}")
     if not is_key(key):
         raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
     return kind, key

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .lora_files import COMFY_NAME, WEIGHT_NAME, check_lora, convert_lora, find_lora, lora_info, read_lora, write_lora
+from .lora_files import COMFY_NAME, WEIGHT_NAME, check_lora, convert_lora, find_lora, lora_info, lora_layers, read_lora, write_lora
 from .lora_mix import (active_loras, check_name, check_not_merged, check_weights, is_merged, is_part, merge_lora, remove_loras,
                              set_weight, unmerge_lora, use_loras)
 

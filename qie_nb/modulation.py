@@ -157,6 +157,14 @@ def make(self:ModulationTable,
 
 # %% ../nbs/00i_modulation.ipynb #42e2ff62
 @patch
+def provide(self:ModulationTable,
+    times, # that will be asked for
+    name:str="modulation", # of the work, where it shows itself
+):
+    "Make what is missing of some times where the weights are at hand; where they are not, the nearest ones will be taken."
+    if (missing := self.missing(times)) and self.folder is not None: self.make(missing, name)
+
+@patch
 def _keep(self:ModulationTable, rows, parts):
     "Store a block's rows where they can be stored, and map what was stored in place of holding it."
     if self.cache is None or not self.cache.writable: return rows

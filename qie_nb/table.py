@@ -40,19 +40,16 @@ def _layers(self:TableMethods) -> list: # names of the linear layers
     return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
 @patch
-def modulation_choice(self:TableMethods,
+def why_modulation(self:TableMethods,
     training:bool=True, # is an adapter to be trained?
-    adapters=(), # names of tensors in adapters that will be loaded
-) -> tuple: # (on?, reason)
-    "Shall the transformer look its modulation up?"
-    setting, t = self.config.model.modulation_table, self._transformer_config()
-    if not setting: return False, "`model.modulation_table` is false"
-    if t.get("use_additional_t_cond"): return False, "this transformer's modulation sees more than the timestep"
-    if named := [n for n in uses_modulation(self._layers()) if is_target(self.config.model.lora.target_modules, n)] if training else []:
-        return False, f"`model.lora.target_modules` names {named[0]}, so what it says will change"
-    if found := uses_modulation(adapters): return False, f"the adapter has {found[0]}"
-    if setting is True: return True, "`model.modulation_table` is true"
-    return training, "modulation is frozen while a LoRA is trained" if training else "nothing is trained"
+    adapters=(), # layers of adapters that will be loaded
+) -> str: # "" where a table would do
+    "Why the transformer needs its modulation layers."
+    if self._transformer_config().get("use_additional_t_cond"): return "this transformer's modulation sees more than the timestep"
+    named = [n for n in uses_modulation(self._layers()) if is_target(self.config.model.lora.target_modules, n)] if training else []
+    if named: return f"`model.lora.target_modules` names {named[0]}, so what it says will change"
+    found = uses_modulation(adapters)
+    return f"the adapter has {found[0]}" if found else ""
 
 # %% ../nbs/01ac_table.ipynb #5fe2cfa5
 @patch
@@ -67,13 +64,31 @@ def make_table(self:TableMethods) -> ModulationTable:
 @patch
 def choose_table(self:TableMethods,
     training:bool=True, # is an adapter to be trained?
-    adapters=(), # names of tensors in adapters that will be loaded
+    adapters=(), # layers of adapters that will be loaded
 ):
     "Put the transformer on a table, now or as soon as it is loaded, or say why not."
+    setting, parts = self.config.model.modulation_table, self.components
     if training: check_targets(self.config.model.lora, self._layers())
-    on, why = self.modulation_choice(training, adapters)
-    if self.modulation_table is not None or "transformer" in self.components.prepare and self.transformer is None: return
-    if not on: return self.say_once(f"no modulation table: {why}") if training else None
+    if not setting or not training and not adapters and setting != True: return
+    if why := self.why_modulation(training, adapters): return self.leave_table(why)
+    if self.modulation_table is not None or self.transformer is None and "transformer" in parts.prepare: return
+    if not training and setting != True: return
     table = self.make_table()
-    if self.transformer is None: self.components.prepare["transformer"] = lambda model: put_on_table(model, table)
-    else: put_on_table(self.transformer, table)
+    if self.transformer is None: parts.prepare["transformer"] = lambda model: put_on_table(model, table)
+    else: put_on_table(self.gathered(), table)
+
+@patch
+def leave_table(self:TableMethods,
+    why:str, # the modulation layers are needed
+):
+    "Have the modulation layers in the transformer, which is loaded anew where it lacks them."
+    self.say_once(f"no modulation table: {why}")
+    self.components.prepare.pop("transformer", None)
+    if self.modulation_table is None: return
+    others = {n: file for n, (file, _) in self._loras.items() if n in getattr(self.transformer, "peft_config", {})}
+    if self.optimizer is not None or not all(others.values()):
+        raise ValueError(f"{why}, which the transformer in memory does not have: it runs on the modulation table; "
+                         "load the adapter in another trainer, or set `model.modulation_table` to false")
+    weights = self.active_adapters()
+    self.components.drop("transformer")
+    if others: self.load_loras([dict(path=str(f), name=n, weight=weights.get(n, 1.)) for n, f in others.items()])

@@ -110,7 +110,8 @@ def setup_accelerator(self:QwenImageEditTrainer):
 @patch
 def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
-    self.choose_table()
+    given = self.config.model.lora.pretrained_weight
+    self.choose_table(adapters=lora.lora_layers(given) if given else ())
     tr, c = self._transformer(), self.config
     try:
         self.lora_origin = lora.start_lora(tr, c.model.lora, c.train.seed) or self.lora_origin
