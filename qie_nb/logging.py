@@ -142,6 +142,7 @@ def set_aside(
     below.mkdir()
     for f in files: f.rename(below/f.name)
 
+# %% ../nbs/03_logging.ipynb #1868266f
 def next_second(
     logdir, # of a run that goes on
 ):
