@@ -98,7 +98,7 @@ def compiled_graphs() -> int:
     "Codes that were made in this process since the last `torch.compiler.reset()`."
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-# %% ../nbs/00ib_compiled.ipynb #7ab72b02
+# %% ../nbs/00ib_compiled.ipynb #e535888d
 BACKEND = "inductor" # of torch.compile
 
 class Compiled:
@@ -118,7 +118,7 @@ class Compiled:
         try: return self.code(block, *args)
         except Exception as e:
             if _out_of_memory(e): raise
-            self.failed = f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')[:200]}"
+            self.failed = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
             self.tell(f"blocks run uncompiled from here on, for compiling failed ({self.failed})")
         return self.run(block, *args)
 
