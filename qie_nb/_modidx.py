@@ -214,7 +214,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'qie_nb.compiled._attention_ops': ('compiled.html#_attention_ops', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._configure_compiler': ('compiled.html#_configure_compiler', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._mark': ('compiled.html#_mark', 'qie_nb/compiled.py'),
-                                 'qie_nb.compiled._out_of_memory': ('compiled.html#_out_of_memory', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._policy': ('compiled.html#_policy', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._real_processor': ('compiled.html#_real_processor', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._rotations': ('compiled.html#_rotations', 'qie_nb/compiled.py'),

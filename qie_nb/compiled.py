@@ -6,7 +6,7 @@
 __all__ = ['ENOUGH', 'BACKEND', 'MODES', 'keep_all', 'recompute', 'recompute_but_attention', 'can_compile', 'obstacle',
            'compile_choice', 'compiled_graphs', 'Compiled', 'rotate', 'set_up', 'attention_kernel', 'watch_attention']
 
-# %% ../nbs/00ib_compiled.ipynb #fa2eeadb
+# %% ../nbs/00ib_compiled.ipynb #9c004906
 import os, shutil
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from types import FunctionType
 import torch
 
 from .lora_dropout import SampleDropout
+from .stops import is_out_of_memory
 
 # %% ../nbs/00ib_compiled.ipynb #0b599b6e
 def keep_all(block, *args):
@@ -98,7 +99,7 @@ def compiled_graphs() -> int:
     "Codes that were made in this process since the last `torch.compiler.reset()`."
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-# %% ../nbs/00ib_compiled.ipynb #e535888d
+# %% ../nbs/00ib_compiled.ipynb #c1d09986
 BACKEND = "inductor" # of torch.compile
 
 class Compiled:
@@ -117,14 +118,10 @@ class Compiled:
         _mark(*args)
         try: return self.code(block, *args)
         except Exception as e:
-            if _out_of_memory(e): raise
+            if any(is_out_of_memory(x) for x in (e, getattr(e, "inner_exception", None))): raise
             self.failed = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
             self.tell(f"blocks run uncompiled from here on, for compiling failed ({self.failed})")
         return self.run(block, *args)
-
-def _out_of_memory(e) -> bool:
-    causes = (e, getattr(e, "inner_exception", None), e.__cause__, e.__context__)
-    return any(isinstance(c, (MemoryError, torch.cuda.OutOfMemoryError)) for c in causes)
 
 # %% ../nbs/00ib_compiled.ipynb #11c7ebd6
 def rotate(

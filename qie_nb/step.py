@@ -97,7 +97,7 @@ def loss_at(
     dtype=torch.float32, # of the base
     weighting:str="none", # what a noise level counts: `train.loss_weighting`, for training alone
     background:float=1., # what a batch's `mask` leaves of the loss where it is black: `train.mask_background`; 1 ignores masks
-    whole:bool=False, # in one call, with a mask where prompts are unequal? for dropout, whose seeds are the batch's
+    whole:bool=False, # in one call, with a mask where prompts are unequal? for dropout, whose seeds are the batch's, and for FSDP
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss of each sample at given noise."
     parts, how, losses = equal_prompts(batch["prompt_embeds_mask"]), (device, dtype, weighting, background), {}

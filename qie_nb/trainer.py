@@ -192,6 +192,7 @@ def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", bac
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`; plain unless told otherwise."
     model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
     whole = bool(self.config.model.lora.lora_dropout) and torch.is_grad_enabled()
+    whole = whole or type(self.transformer).__name__.startswith("FSDP") # whose processes must call it equally often
     return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background, whole)
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
