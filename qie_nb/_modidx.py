@@ -215,6 +215,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'qie_nb.compiled._configure_compiler': ('compiled.html#_configure_compiler', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._mark': ('compiled.html#_mark', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._policy': ('compiled.html#_policy', 'qie_nb/compiled.py'),
+                                 'qie_nb.compiled._real': ('compiled.html#_real', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._real_processor': ('compiled.html#_real_processor', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._rotations': ('compiled.html#_rotations', 'qie_nb/compiled.py'),
                                  'qie_nb.compiled._wants_gradient': ('compiled.html#_wants_gradient', 'qie_nb/compiled.py'),

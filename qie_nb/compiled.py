@@ -82,7 +82,7 @@ def compile_choice(
     if why := obstacle(transformer): return False, why
     return can_compile(device)
 
-# %% ../nbs/00ib_compiled.ipynb #bb5f0294
+# %% ../nbs/00ib_compiled.ipynb #8ed37b3a
 _INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb", "joint_attention_kwargs",
            "modulate_index") # of a block, in order
 
@@ -93,13 +93,14 @@ def _mark(x, text, mask, temb, rope, more, index):
         if t is not None: free(t, [0, 1] if many else 1)
     for t in (*(rope or ()), *([temb] if many else [])): free(t, 0)
 
+def _real(t): return torch.view_as_real(t) if t.is_complex() else t
 def _wants_gradient(t): return t if t.requires_grad else t.detach().requires_grad_()
 
 def compiled_graphs() -> int:
     "Codes that were made in this process since the last `torch.compiler.reset()`."
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-# %% ../nbs/00ib_compiled.ipynb #c1d09986
+# %% ../nbs/00ib_compiled.ipynb #6e7b2fe4
 BACKEND = "inductor" # of torch.compile
 
 class Compiled:
@@ -115,6 +116,7 @@ class Compiled:
         args = [*args, *(kwargs.get(n) for n in _INPUTS[len(args):])]
         if self.failed: return self.run(block, *args)
         if torch.is_grad_enabled(): args[:2] = map(_wants_gradient, args[:2])
+        if args[4] is not None: args[4] = tuple(map(_real, args[4])) # complex numbers would make the compiler give up on their neighbours
         _mark(*args)
         try: return self.code(block, *args)
         except Exception as e:
@@ -123,14 +125,14 @@ class Compiled:
             self.tell(f"blocks run uncompiled from here on, for compiling failed ({self.failed})")
         return self.run(block, *args)
 
-# %% ../nbs/00ib_compiled.ipynb #11c7ebd6
+# %% ../nbs/00ib_compiled.ipynb #978a7f5b
 def rotate(
     x:torch.Tensor, # [B, tokens, heads, width], queries or keys
-    freqs:torch.Tensor, # [tokens, width / 2] complex
+    freqs:torch.Tensor, # [tokens, width / 2] complex, or [tokens, width / 2, 2]
     use_real=False, use_real_unbind_dim=-1, # as diffusers' `apply_rotary_emb_qwen` has them
 ) -> torch.Tensor: # as x
     "Rotary positions: `apply_rotary_emb_qwen` of diffusers in real numbers."
-    cos, sin = torch.view_as_real(freqs)[:, None].unbind(-1)
+    cos, sin = _real(freqs)[:, None].unbind(-1)
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
 
