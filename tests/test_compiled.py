@@ -409,3 +409,16 @@ def test_the_attention_kernel_is_the_one_that_runs_and_is_told_when_it_changes()
         assert attention_kernel(tr) == "math" and not any("flash" in k for k in ran())
     tr.set_attention_backend("_native_math")
     assert attention_kernel(tr) == "_native_math"
+
+
+def test_each_kind_of_call_is_asked_for_once(monkeypatch):
+    tr, said, asked = small(1), [], []
+    def kernel(tr, batch, tokens, masked, device, dtype, grad): asked.append((batch, tokens, masked, grad)); return "efficient" if masked else "flash"
+    monkeypatch.setattr(compiled, "attention_kernel", kernel)
+    watch_attention(tr, said.append)
+    for words in (8, 16, 24): call(tr, words=words)
+    assert asked == [(1, 48, False, True)] and tr.attention_kernel == "flash"
+    call(tr, batch=2, words=8, mask=torch.arange(8) < torch.tensor([[8], [7]]))
+    assert asked[1:] == [(2, 48, True, True)] and tr.attention_kernel == "efficient"
+    call(tr, words=8)
+    assert said == ["attention: flash (float32, no mask)", "attention: efficient (float32, a mask)"] and tr.attention_kernel == "flash"
