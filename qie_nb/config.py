@@ -100,8 +100,15 @@ class DataSection(Section):
 class StepSection(Section):
     "What a step is: part of `train`."
     gradient_accumulation_steps: int = Field(1, ge=1, description="batches an optimizer step")
-    gradient_checkpointing: bool = Field(True,
-        description="recompute activations in the backward pass: less memory, about a third more work")
+    gradient_checkpointing: Union[bool, Literal["selective"]] = Field(True,
+        description="recompute activations in the backward pass: less memory, about a third more work; selective keeps the attention's "
+        "output, which is small and dear to recompute")
+    compile: Union[bool, Literal["auto"]] = Field("auto",
+        description="compile a block of the transformer: joined operations, after a wait of about a minute; auto: on a GPU, for runs of "
+        "500 steps or more; what cannot be compiled runs as it is, with a sentence")
+    adapter_dtype: Literal["auto", "base", "float32"] = Field("auto",
+        description="what adapters compute in: base (the dtype of the frozen weights) or float32, which keeps a float32 copy of each "
+        "layer's input; auto is base. Their own weights are float32 in any case")
     mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
         description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
         "float16 overflows in this model")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'target_modules', 'is_target', 'lora_parameters', 'assert_float32', 'check_targets', 'add_lora',
-           'train_only', 'lora_tensors', 'lora_state', 'adapter_config', 'save_lora', 'Read', 'read_fitting',
-           'load_lora', 'start_lora']
+           'train_only', 'CastLinear', 'compute_in_base', 'computes_in_base', 'lora_tensors', 'lora_state',
+           'adapter_config', 'save_lora', 'Read', 'read_fitting', 'load_lora', 'start_lora']
 
 # %% ../nbs/00h_lora.ipynb #0b90d8f1
 import logging, re, warnings
@@ -112,6 +112,31 @@ def train_only(
         own = name is not None and is_part(n, name)
         p.requires_grad_(own and not n.startswith(idle))
         if own: p.data = p.data.float()
+
+# %% ../nbs/00h_lora.ipynb #d56d95a5
+class CastLinear(torch.nn.Linear):
+    "A linear layer that computes in its input's dtype, whatever its weights are."
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+def _adapted(transformer) -> list: # layers with adapters; a DoRA's, whose norms want float32, are left alone
+    layers = [m for m in transformer.modules() if hasattr(m, "lora_A") and hasattr(m, "cast_input_dtype_enabled")]
+    return [m for m in layers if not getattr(m, "lora_variant", None) and not any(getattr(m, "use_dora", {}).values())]
+
+def compute_in_base(
+    transformer, # with adapters
+    on:bool=True, # False: in the dtype of the adapters' weights, as peft does
+) -> int: # layers
+    "Let adapters compute in the dtype of what comes in; their weights, files and optimizer know nothing of it."
+    for m in (layers := _adapted(transformer)):
+        m.cast_input_dtype_enabled = not on
+        for linear in (*m.lora_A.values(), *m.lora_B.values()):
+            if isinstance(linear, torch.nn.Linear): linear.__class__ = CastLinear if on else torch.nn.Linear
+    return len(layers)
+
+def computes_in_base(transformer) -> bool:
+    "Do adapters compute in the dtype of what comes in?"
+    return any(not m.cast_input_dtype_enabled for m in _adapted(transformer))
 
 # %% ../nbs/00h_lora.ipynb #6b7ff305
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -234,6 +259,7 @@ def load_lora(
     except BaseException: remove_loras(transformer, [name]); use_loras(transformer, before); raise
     use_loras(transformer, {name: weight})
     train_only(transformer, name if trainable else None)
+    if computes_in_base(transformer): compute_in_base(transformer) # the one that came too
     if trainable:
         for k, p in lora_tensors(transformer, name).items(): p.data.copy_(read.state[k]) # diffusers casts them to the base's dtype on the way
     return read.info

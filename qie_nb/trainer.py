@@ -16,6 +16,7 @@ from .adapter import AdapterMethods
 from .cache import check_cache_exists, stable_seed
 from .callback import FreeEncoders, RunState, call
 from .checkpoint import CheckpointCallback
+from .compiled import compile_choice, set_up, watch_attention
 from .config import make_config
 from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
@@ -121,13 +122,24 @@ def set_lora(self:QwenImageEditTrainer):
 @patch
 def prepare_model(self:QwenImageEditTrainer):
     "Set up what the training step calls: checkpointing, and the wrapper of several processes."
-    tr = self._transformer()
+    tr, c = self._transformer(), self.config
     lora.assert_float32(tr)
-    install_sample_dropout(tr, self.config.model.lora.lora_dropout)
-    tr.enable_gradient_checkpointing() if self.config.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
+    lora.compute_in_base(tr, c.train.adapter_dtype != "float32" and self.weight_dtype != torch.float32)
+    install_sample_dropout(tr, c.model.lora.lora_dropout)
     wrapped = wrap(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
+    compiled, why = compile_choice(c.train.compile, self.device, tr, self._steps_ahead())
+    if not compiled and c.train.compile is not False and (c.train.compile is True or self.device.type == "cuda"):
+        self.say_once(f"blocks run uncompiled: {why}")
+    if compiled: self.say_once(f"blocks are compiled ({why}), so the first steps take their time; `train.compile` false leaves it")
+    set_up(tr, c.train.gradient_checkpointing, compiled)
+    watch_attention(tr)
     return self
+
+@patch
+def _steps_ahead(self:QwenImageEditTrainer): # None where nobody knows
+    t, samples = self.config.train, len(self.samples or ())
+    return t.max_train_steps or t.num_epochs * -(-samples // (self.config.data.batch_size * t.gradient_accumulation_steps)) or None
 
 # %% ../nbs/01_trainer.ipynb #e386b751
 @patch
@@ -179,7 +191,9 @@ def _compute_loss(self:QwenImageEditTrainer,
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", background=1.) -> torch.Tensor: # [B] float32
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`; plain unless told otherwise."
     model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
-    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background)
+    whole = bool(self.config.model.lora.lora_dropout) and torch.is_grad_enabled()
+    whole = whole or type(self.transformer).__name__.startswith("FSDP") # whose processes must call it equally often
+    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background, whole)
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
