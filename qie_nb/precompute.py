@@ -229,7 +229,7 @@ def work(self:_Job, piece) -> list: # what others are at work on
         before = set(writer.pending)
         try: self.encoder.fill(self.dataset, todo)
         except ValueError: failed = True
-        self.open.append((todo, claims.pop_all(), [e for e in writer.pending if e not in before]))
+        finally: self.open.append((todo, claims.pop_all(), [e for e in writer.pending if e not in before]))
     self.again() if failed else self.settle(1)
     return busy
 
