@@ -34,8 +34,8 @@ def counted(run):
     return count.get_total_flops()
 
 
-def vision_flops(model, grid, together):
-    "A picture through the vision tower; its grid is known, its patches are not."
+def vision_flops(model, grid, together=True):
+    "A picture through the vision tower; its grid is known, its patches are not. Windows apart are the same operations, counted for longer."
     import torch
     from qie_nb.windows import windows_together
     n = int(grid[0].prod())
@@ -72,9 +72,9 @@ def operations(variant):
     rests = [len(suffix_ids(proc, v, front, p)) for p in (CAPTION, "")]
     with torch.device("meta"): vae, model = AutoencoderKLQwenImage(), qwen_vl()
     vaes = [vae_flops(vae, (SIDE, SIDE), flat)["encode"] for flat in (False, True)]
-    apart, together = (vision_flops(model, grid, on) for on in (False, True))
-    parts = dict(naive=dict(vae=2 * vaes[0], vision=2 * apart, text=sum(text_flops(model, front.count + n, head=True) for n in rests)),
-                 ours=dict(vae=2 * vaes[1], vision=together,
+    vision = vision_flops(model, grid)
+    parts = dict(naive=dict(vae=2 * vaes[0], vision=2 * vision, text=sum(text_flops(model, front.count + n, head=True) for n in rests)),
+                 ours=dict(vae=2 * vaes[1], vision=vision,
                            text=text_flops(model, front.count) + sum(text_flops(model, n, front.count) for n in rests)))
     total = {k: sum(p.values()) for k, p in parts.items()}
     return dict(variant=variant, tokens=dict(front=front.count, caption=rests[0], empty=rests[1]), vision_patches=int(grid[0].prod()), **parts,

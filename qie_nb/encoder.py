@@ -78,9 +78,10 @@ class Encoder:
         shared:bool=True, # encode what stands in front of a prompt once for all prompts on the same pictures?
         flat:bool=True, # the VAE's one frame as 2-D convolutions?
         batch_size=1, # pictures, or sets of pictures, encoded at once; "auto": by the GPU's free memory
-        windows:bool=True, # the vision tower's windows of one size in one call?
+        windows:bool=None, # the vision tower's windows of one size in one call? Default as `shared`
     ):
-        self.components, self.cache, self.shared, self.flat, self.windows = components, cache, shared, flat, windows
+        self.components, self.cache, self.shared, self.flat = components, cache, shared, flat
+        self.windows = shared if windows is None else windows
         self.asked, self.ahead, self.writer = batch_size, None, None # an `Ahead` and a `Writer` of inputs and entries, while there are any
         self.calls = dict(vae=0, prefix=0, text_encoder=0) # pictures, sets of pictures and prompts encoded
         self.devices = dict(vae=vae_device or "cpu", text_encoder=text_device or "cpu")
