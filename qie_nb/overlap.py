@@ -51,7 +51,8 @@ class Ahead:
         for f in self.waiting.values(): f.cancel()
         if self.pool: self.pool.shutdown(cancel_futures=True) # what is being decoded now is finished
     def _begin(self):
-        while len(self.waiting) < self.n and (key := next(self.order, None)) is not None: self.waiting[key] = self.pool.submit(self.make, key)
+        while len(self.waiting) < self.n and (key := next(self.order, None)) is not None:
+            self.waiting[key] = self.pool.submit(self.make, key)
 
     def __call__(self, key):
         if key not in self.waiting: return self.make(key)

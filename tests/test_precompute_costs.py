@@ -214,6 +214,21 @@ def test_pictures_are_read_while_the_encoders_work(tmp_path, monkeypatch, decode
     monkeypatch.setattr(Encoder, "_latents", latents)
     assert run(root, tmp_path/"cache", ahead=4)[0].encoded == 6 and 8 <= came[0] <= 2 * 5 + 1, "four samples ahead and no more"
 
+@pytest.mark.parametrize("side", ["training_images", "control_images"])
+def test_a_picture_replaced_after_it_was_read_ahead_is_read_again(side, tmp_path, monkeypatch, decoded):
+    root, real, done = several(tmp_path/"set"), Encoder._latents, []
+    path = next((root/side).glob("0003*.png"))
+    def latents(self, *a):
+        end = time.monotonic() + 20
+        while not decoded[repr(str(path))] and time.monotonic() < end: time.sleep(0.001)
+        if not done: time.sleep(0.05); done.append(decoded[repr(str(path))]); picture(Image.open(path).size, 99).save(path)
+        return real(self, *a)
+    with monkeypatch.context() as mp:
+        mp.setattr(Encoder, "_latents", latents)
+        assert run(root, tmp_path/"cache")[0].encoded == 6 and done == [1]
+    run(root, tmp_path/"fresh")
+    assert files(tmp_path/"cache") == files(tmp_path/"fresh")
+
 def test_an_error_is_its_samples_and_the_others_are_done(tmp_path, monkeypatch):
     root, real = several(tmp_path/"set"), qie_nb.samples.open_image
     def opened(source, name=None):
@@ -289,9 +304,9 @@ def test_an_interrupt_leaves_whole_entries_no_threads_and_no_claims(error, tmp_p
     assert report.tensors == len(whole) - len(there) and files(tmp_path/"cache") == whole
 
 def test_a_full_disk_ends_the_job_with_its_sentence(tmp_path, monkeypatch):
-    root, real, stored = several(tmp_path/"set"), EmbeddingCacheManager.save_cache, []
+    root, real, stored, failed = several(tmp_path/"set"), EmbeddingCacheManager.save_cache, [], []
     def save(self, *a):
-        if len(stored) == 10: raise DiskFull(28, "'x' is full")
+        if len(stored) == 10 and not failed: failed.append(a[:2]); raise DiskFull(28, "'x' is full") # once: a smaller entry may find room
         stored.append(a[:2])
         return real(self, *a)
     monkeypatch.setattr(EmbeddingCacheManager, "save_cache", save)
