@@ -170,9 +170,12 @@ class CacheSection(Section):
     cache_dir: Folder = Field("cache", description="folder, or a list: all are read, the last is written")
     vae_encoder_device: str = Field("auto", description="device of the VAE while encoding")
     text_encoder_device: str = Field("auto", description="device of the text encoder while encoding")
-    batch_size: int = Field(1, ge=1, description="pictures, or sets of pictures, encoded at once; entries differ in the last bits")
+    batch_size: Union[Annotated[int, Field(ge=1)], Literal["auto"]] = Field("auto",
+        description="pictures, or sets of pictures, encoded at once; entries differ in the last bits. auto: 1 on a CPU, up to 4 on a GPU")
+    decode_ahead: int = Field(4, ge=0, description="samples whose pictures precompute reads while the encoders work; 0: none")
     prompt_prefix: bool = Field(True, description="encode and keep what stands in front of a prompt once for all prompts on its pictures")
     vae_2d: bool = Field(True, description="run the video VAE's one frame as 2-D convolutions: the same to rounding, 2.6 times less work")
+    vision_windows: bool = Field(True, description="send the vision tower's windows of one size through attention together: the same result")
     verify: bool = Field(True, description="precompute reads an entry once before it counts as reused")
     identity: Optional[str] = Field(None, description="id of the encoders to look entries up by, where a cache holds several")
 

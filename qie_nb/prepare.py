@@ -120,7 +120,7 @@ def encoder(self:CacheMethods,
     "An encoder over this trainer's components; it loads them when something has to be encoded."
     c = self.config.cache
     return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device,
-                   c.prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size)
+                   c.prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size, c.vision_windows and not exact)
 
 # %% ../nbs/00o_prepare.ipynb #43a212be
 @patch
@@ -137,11 +137,11 @@ def cache_embeddings(self:CacheMethods,
     self._drop_untellable(dataset)
     enc = self.encoder(dataset.cache)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
+    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify, self.config.cache.decode_ahead)
     if self.config.train.val_path and start_idx == 0 and end_idx is None:
         held_out = self._subset(dataset, self._val_samples(), caption_dropout_rate=0.)
         self._drop_untellable(held_out)
-        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify)
+        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, ahead=self.config.cache.decode_ahead)
     enc.release()
     if start_idx == 0 and end_idx is None: self.cache_modulation(dataset.cache, dataset)
     self.cache_exist = True

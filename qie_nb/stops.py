@@ -118,9 +118,10 @@ def encoder_advice(
 ) -> list: # three (setting, GB saved)
     "Settings that make encoding smaller."
     c, text = config, sizes.get("text_encoder", 0) / 1e9
+    several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1 # at most
     side = 5e-6 * c.data.image_size[0] * c.data.image_size[1] # GB: about 5 kB a pixel in the VAE, estimated from its widest layer
     return [(say, gb) for ok, say, gb in (
-        (c.cache.batch_size > 1, "`cache.batch_size` 1", side * (c.cache.batch_size - 1)),
+        (several > 1, "`cache.batch_size` 1", side * (several - 1)),
         (not c.model.text_encoder_offload, "`model.text_encoder_offload` true", text * 0.9),
         (c.model.text_encoder_quantize in (False, "none"), "`model.text_encoder_quantize` nf4", text * 0.65),
         (c.cache.text_encoder_device != "cpu", "`cache.text_encoder_device` cpu", text),
