@@ -99,6 +99,13 @@ class StepSection(Section):
     gradient_accumulation_steps: int = Field(1, ge=1, description="batches an optimizer step")
     gradient_checkpointing: bool = Field(True,
         description="recompute activations in the backward pass: less memory, about a third more work")
+    block_streaming: bool = Field(False,
+        description="keep the transformer's blocks in pinned host memory and copy each to the GPU while another computes: least GPU memory; "
+        "needs gradient_checkpointing")
+    offload_activations: bool = Field(False,
+        description="keep the block inputs that gradient_checkpointing recomputes from in pinned host memory")
+    transformer_devices: list[str] = Field([],
+        description="GPUs over which the transformer's blocks are divided, e.g. [cuda:0, cuda:1]; default train.device alone")
     mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
         description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
         "float16 overflows in this model")
