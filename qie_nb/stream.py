@@ -86,12 +86,13 @@ def stream(
     dtype=torch.float32, # of what is not quantised, and of computing
     device="cpu", # every tensor goes there at once
     prepare=None, # function of the empty model; tensors for which it leaves no place are not read
-    keeper=None, # says where each weight is kept in place of `device`: device(name), settle(model, layer), finish(model)
+    keeper=None, # says where weights are kept in place of `device`, e.g. `qie_nb.streamed.Streaming`
 ) -> nn.Module: # frozen, in eval mode
     "A model from disk, quantised layer by layer as its weights are read."
     from safetensors import safe_open
     model = empty_model(cls, folder, dtype)
     if prepare: prepare(model)
+    if keeper: keeper.prepare(model)
     at = keeper.device if keeper else lambda name: device
     todo, known = set(linears(model)) if kind else set(), model.state_dict().keys()
     files = weight_files(folder)

@@ -41,7 +41,7 @@ class Streams:
         "Let what is computed from now on wait for a copy; the host does not."
         if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
 
-# %% ../nbs/00id_streamed.ipynb #97eb2303
+# %% ../nbs/00id_streamed.ipynb #f720cb49
 def pinned(
     size:int, # bytes
     device="cuda",
@@ -53,7 +53,7 @@ def pinned(
     if code := int(cudart.cudaHostRegister(out.data_ptr(), size, 1)): # 1: for all GPUs
         raise ValueError(f"{size / 1e9:.2f} GB of host memory for `train.block_streaming` cannot be pinned (CUDA error {code}); "
                          "quantise the base, or give this machine or container more memory")
-    weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr())
+    weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
 # %% ../nbs/00id_streamed.ipynb #95191d81
@@ -181,7 +181,7 @@ def stays(
     transformer._apply, transformer.fixed = apply, why
     return transformer
 
-# %% ../nbs/00id_streamed.ipynb #9da1a855
+# %% ../nbs/00id_streamed.ipynb #f172d9cd
 class Streaming:
     "How `qie_nb.stream.stream` keeps the weights of a transformer whose blocks will be streamed."
     why = "its blocks are streamed from host memory"
@@ -191,6 +191,8 @@ class Streaming:
         places:int=3, # as for `Ring`
     ):
         self.main, self.kind, self.places, self.packed = torch.device(device), kind, places, {}
+
+    def prepare(self, model): pass # while it is empty
 
     def device(self, name) -> torch.device: # of a tensor that is read
         return self.main if self.kind or "transformer_blocks." not in name else torch.device("cpu")
@@ -206,7 +208,7 @@ class Streaming:
     def finish(self, model):
         return on_ring(model, self.main, [self.packed.pop(n) for n in range(len(model.transformer_blocks))], places=self.places)
 
-# %% ../nbs/00id_streamed.ipynb #3e8c268e
+# %% ../nbs/00id_streamed.ipynb #46fe3446
 class Kept:
     "The inputs of one checkpointed block."
     def __init__(self, streams, before):
@@ -214,7 +216,7 @@ class Kept:
 
     def put(self, t:torch.Tensor) -> tuple:
         host = torch.empty_like(t, device="cpu", pin_memory=self.streams.device.type == "cuda")
-        self.away.append((host, self.streams.copy(host, t)))
+        self.away.append((host, self.streams.copy(host, t.detach())))
         if t.is_cuda: t.record_stream(self.streams.side) # it may be freed before it is copied
         return self, len(self.away) - 1
 

@@ -17,6 +17,7 @@ from .cache import check_cache_exists, stable_seed
 from .callback import FreeEncoders, RunState, call
 from .checkpoint import CheckpointCallback
 from .config import make_config
+from .divided import keeper_of
 from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
@@ -26,6 +27,7 @@ from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
 from .table import TableMethods
+from .streamed import offload_inputs
 from .step import Run, batch_seeds, draw, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 
@@ -37,7 +39,7 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         callbacks=(), # further `Callback`s
     ):
         c = self.config = make_config(config)
-        self.device = local_device(c.train.device)
+        self.device = local_device((c.train.transformer_devices or [c.train.device])[0])
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
@@ -51,6 +53,7 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
                                      (["text_encoder"] if c.model.text_encoder_offload else []))
+        self._keep(kind_of(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
@@ -87,14 +90,21 @@ def load_model(self:QwenImageEditTrainer,
 @patch
 def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
-    self.components.quantize["transformer"] = kind_of(self.quantize)
-    if self.transformer is None: self.choose_table(training=False)
+    kind = self.components.quantize["transformer"] = kind_of(self.quantize)
+    if self.transformer is None: self.choose_table(training=False); self._keep(kind)
     return self.components.get("transformer")
+
+@patch
+def _keep(self:QwenImageEditTrainer, kind):
+    keeper = keeper_of(self.config.train, self.device, kind)
+    if keeper: self.components.keepers["transformer"] = keeper
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
 def quantize_model(self:QwenImageEditTrainer, model, device):
     "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
+    if why := getattr(model, "fixed", ""):
+        raise ValueError(f"a transformer {why} cannot be quantised any more; set `model.quantize` before it is loaded")
     return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
@@ -125,6 +135,7 @@ def prepare_model(self:QwenImageEditTrainer):
     lora.assert_float32(tr)
     install_sample_dropout(tr, self.config.model.lora.lora_dropout)
     tr.enable_gradient_checkpointing() if self.config.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
+    if self.config.train.offload_activations: offload_inputs(tr, self.device)
     wrapped = wrap(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
     return self
