@@ -81,7 +81,7 @@ class Dividing:
     def settle(self, model, name): pass
     def finish(self, model): return on_devices(model, self.blocks)
 
-# %% ../nbs/00ie_divided.ipynb #a2f05cda
+# %% ../nbs/00ie_divided.ipynb #c25c04e1
 def check_divided(
     train, # `TrainSection`
 ):
@@ -98,12 +98,13 @@ def check_divided(
                          "or leave it out")
 
 def keeper_of(
-    train, # `TrainSection`
+    config, # `Config`
     device, # where the transformer trains
     kind:str=None, # its quantisation
 ): # `Streaming`, `Dividing`, or None: whole on its device
     "Where a transformer's weights are kept. Raises ValueError where that cannot be."
+    train = config.train
     check_divided(train)
-    check_streaming(train, device, kind)
+    check_streaming(train, device, kind, config.model.lora.use_dora)
     if train.transformer_devices: return Dividing(train.transformer_devices)
     return Streaming(device, kind) if train.block_streaming else None

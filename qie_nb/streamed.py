@@ -260,11 +260,12 @@ def offload_inputs(
     transformer._gradient_checkpointing_func = inputs_away(transformer._gradient_checkpointing_func, Streams(device, **kw))
     return transformer
 
-# %% ../nbs/00id_streamed.ipynb #df7d9c95
+# %% ../nbs/00id_streamed.ipynb #864286af
 def check_streaming(
     train, # `TrainSection`
     device, # where the transformer trains
     kind:str=None, # its quantisation
+    dora:bool=False, # is a DoRA to be trained?
 ):
     "Raises ValueError, one sentence, where blocks or inputs cannot wait in host memory; called before anything is loaded."
     for name in ("block_streaming", "offload_activations"):
@@ -279,6 +280,8 @@ def check_streaming(
     if train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ValueError("`train.block_streaming` does not go with fsdp, which divides the same weights; set one of them to false")
     if kind in _REFUSED: raise ValueError(f"`train.block_streaming` does not go with `model.quantize` {kind}, {_REFUSED[kind]}")
+    if dora: raise ValueError("`train.block_streaming` does not go with `model.lora.use_dora`, which begins from the size of weights that are "
+                              "not there yet; set one of them to false")
     if getattr(train, "compile", False) is True:
         raise ValueError("`train.block_streaming` does not go with `train.compile` true, whose recomputed blocks nobody can bring; set it to auto")
 

@@ -27,9 +27,9 @@ from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
 from .table import TableMethods
-from .streamed import offload_inputs
 from .step import Run, batch_seeds, draw, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
+from .streamed import offload_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
 class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods):
@@ -96,7 +96,7 @@ def _transformer(self:QwenImageEditTrainer):
 
 @patch
 def _keep(self:QwenImageEditTrainer, kind):
-    keeper = keeper_of(self.config.train, self.device, kind)
+    keeper = keeper_of(self.config, self.device, kind)
     if keeper: self.components.keepers["transformer"] = keeper
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
