@@ -188,6 +188,15 @@ def test_passes_of_any_order_are_the_same():
         with rig: assert same(gradients(ours, *losses), expected)
 
 
+@pytest.mark.parametrize("layers", [2, 4, 5])
+def test_predicting_is_the_same_where_places_and_blocks_do_not_come_out_even(layers):
+    rig = Rig()
+    ours = on_ring(base(layers=layers), "cpu", streams=Streams("cpu", rig))
+    with torch.no_grad():
+        picture = call(base(layers=layers))
+        with rig: assert all(torch.equal(call(ours), picture) for _ in range(3))
+
+
 def test_predicting_goes_round():
     rig = Rig()
     ours = on_ring(base(layers=6), "cpu", streams=Streams("cpu", rig))
