@@ -81,7 +81,7 @@ class Dividing:
     def settle(self, model, name): pass
     def finish(self, model): return on_devices(model, self.blocks)
 
-# %% ../nbs/00ie_divided.ipynb #c25c04e1
+# %% ../nbs/00ie_divided.ipynb #377477f6
 def check_divided(
     train, # `TrainSection`
 ):
@@ -90,13 +90,15 @@ def check_divided(
     if not names: return
     found = [check_device(n) for n in names]
     if len(found) < 2 or len({(d.type, d.index or 0) for d in found}) < len(found) or any(d.type != "cuda" for d in found):
-        raise ValueError(f"`train.transformer_devices` must be at least two different GPUs, got {names}; leave it out to train on one device")
+        raise ValueError(f"`train.transformer_devices` must be at least two different GPUs, got {names}; "
+                         "leave it out to train on one device")
     if train.device not in ("auto", names[0]):
         raise ValueError(f"`train.device` is {train.device}, but the first of `train.transformer_devices` is {names[0]}; set it to auto")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or train.distributed == "fsdp":
         raise ValueError("`train.transformer_devices` is for one process, which has all GPUs; start it without `accelerate launch`, "
                          "or leave it out")
 
+# %% ../nbs/00ie_divided.ipynb #6c3c4fc3
 def keeper_of(
     config, # `Config`
     device, # where the transformer trains

@@ -6,14 +6,15 @@
 __all__ = ['Streams', 'pinned', 'Packed', 'Ring', 'on_ring', 'stays', 'Streaming', 'Kept', 'inputs_away', 'offload_inputs',
            'check_streaming']
 
-# %% ../nbs/00id_streamed.ipynb #83234a2f
+# %% ../nbs/00id_streamed.ipynb #f1dbb420
 import os, weakref
 from math import prod
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 
-# %% ../nbs/00id_streamed.ipynb #80007142
+# %% ../nbs/00id_streamed.ipynb #039a1145
 class Streams:
     "Copies that run beside a GPU's computing, one after the other. On other devices they are made at once."
     def __init__(self,
@@ -24,22 +25,25 @@ class Streams:
         self.cuda = cuda or (torch.cuda if self.device.type == "cuda" else None)
         self.side = self.cuda and self.cuda.Stream(self.device)
 
-    def copy(self,
-        to:torch.Tensor,
-        of:torch.Tensor, # one of both is on the device, the other in pinned memory
-    ): # event: it is there
-        "Copy, once all is computed that has been asked for so far."
-        if self.cuda is None: return to.copy_(of)
-        self.side.wait_stream(self.cuda.current_stream(self.device)) # what is overwritten may be in use, and what is copied in the making
-        with self.cuda.stream(self.side):
-            to.copy_(of, non_blocking=True)
-            event = self.cuda.Event()
-            event.record(self.side)
-        return event
+# %% ../nbs/00id_streamed.ipynb #82fd9f59
+@patch
+def copy(self:Streams,
+    to:torch.Tensor,
+    of:torch.Tensor, # one of both is on the device, the other in pinned memory
+): # event: it is there
+    "Copy, once all is computed that has been asked for so far."
+    if self.cuda is None: return to.copy_(of)
+    self.side.wait_stream(self.cuda.current_stream(self.device))
+    with self.cuda.stream(self.side):
+        to.copy_(of, non_blocking=True)
+        event = self.cuda.Event()
+        event.record(self.side)
+    return event
 
-    def wait(self, event):
-        "Let what is computed from now on wait for a copy; the host does not."
-        if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
+@patch
+def wait(self:Streams, event):
+    "Let what is computed from now on wait for a copy."
+    if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
 
 # %% ../nbs/00id_streamed.ipynb #f720cb49
 def pinned(
@@ -56,12 +60,13 @@ def pinned(
     weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
-# %% ../nbs/00id_streamed.ipynb #95191d81
+# %% ../nbs/00id_streamed.ipynb #b73d42cc
 def _plain(t) -> list:
     "The tensors of a weight that are large enough to travel."
     if hasattr(t, "__tensor_flatten__"): return [p for n in t.__tensor_flatten__()[0] for p in _plain(getattr(t, n))]
     return [t, t.quant_state.absmax] if getattr(t, "quant_state", None) is not None else [t]
 
+# %% ../nbs/00id_streamed.ipynb #11b228d1
 def _made_of(t, new):
     "A weight like this one of other plain tensors, which an iterator gives."
     if hasattr(t, "__tensor_flatten__"):
@@ -71,15 +76,18 @@ def _made_of(t, new):
     t.data, t.quant_state.absmax = next(new), next(new)
     return t
 
-# %% ../nbs/00id_streamed.ipynb #cd29cb73
+# %% ../nbs/00id_streamed.ipynb #f31f1acc
+def _frozen(block) -> list: # (module, name)
+    own = lambda n, p: p is not None and not p.requires_grad and "lora_" not in n
+    return [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items() if own(n, p)]
+
 class Packed:
     "A block's frozen weights in one piece of host memory, and how to lay them out elsewhere."
     def __init__(self,
         block:nn.Module, # changed in place: its weights are this piece afterwards
         memory=pinned, # function of a number of bytes
     ):
-        own = lambda n, p: p is not None and not p.requires_grad and "lora_" not in n
-        self.slots = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items() if own(n, p)]
+        self.slots = _frozen(block)
         tensors, self.places, size = [t for m, k in self.slots for t in _plain(m._parameters[k])], [], 0
         for t in tensors:
             self.places.append((size, t.dtype, t.shape, t.stride()))
@@ -89,19 +97,22 @@ class Packed:
             for view, t in zip(self.views(self.flat), tensors): view.copy_(t)
         self.point(self.flat)
 
-    def views(self, flat) -> list:
-        "The plain tensors in a piece of memory."
-        part = lambda at, dtype, shape: flat[at:at + prod(shape) * dtype.itemsize].view(dtype)
-        return [part(at, dtype, shape).as_strided(shape, stride) for at, dtype, shape, stride in self.places]
+# %% ../nbs/00id_streamed.ipynb #9286fefe
+@patch
+def views(self:Packed, flat) -> list:
+    "The plain tensors in a piece of memory."
+    part = lambda at, dtype, shape: flat[at:at + prod(shape) * dtype.itemsize].view(dtype)
+    return [part(at, dtype, shape).as_strided(shape, stride) for at, dtype, shape, stride in self.places]
 
-    def point(self, flat):
-        "Let the block's weights be in a piece of memory from now on."
-        views = iter(self.views(flat))
-        for m, k in self.slots:
-            new = _made_of(m._parameters[k], views)
-            m._parameters[k] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=False)
+@patch
+def point(self:Packed, flat):
+    "Let the block's weights be in a piece of memory from now on."
+    views = iter(self.views(flat))
+    for m, k in self.slots:
+        new = _made_of(m._parameters[k], views)
+        m._parameters[k] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=False)
 
-# %% ../nbs/00id_streamed.ipynb #9e1f4ee2
+# %% ../nbs/00id_streamed.ipynb #a94f7f73
 class Ring:
     "The blocks of a transformer, which take turns in a few places on the GPU."
     def __init__(self,
@@ -115,21 +126,22 @@ class Ring:
         size = max(p.flat.nbytes for p in packed)
         self.places = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(min(places, len(packed)))]
         self.holds, self.there = [None] * len(self.places), [None] * len(self.places) # block of each place, and the event of its copy
-        for n, (block, p) in enumerate(zip(blocks, packed)):
-            p.point(self.places[n % len(self.places)])
-            for m in block.modules(): m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
-            block.register_forward_pre_hook(lambda block, args, n=n: self.visit(n))
+        for n, block in enumerate(blocks): self._take(n, block)
+
+    @property
+    def bytes(self) -> int: return sum(p.nbytes for p in self.places) # on the device
 
     def __repr__(self):
         held = sum(p.flat.nbytes for p in self.packed) / 1e9
         return f"Ring of {len(self.packed)} blocks, {held:.3f} GB in host memory, {self.bytes / 1e9:.3f} GB on {self.device}"
 
-    @property
-    def bytes(self) -> int: return sum(p.nbytes for p in self.places) # on the device
+@patch
+def _take(self:Ring, n, block):
+    self.packed[n].point(self.places[n % len(self.places)])
+    for m in block.modules(): m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
+    block.register_forward_pre_hook(lambda block, args: self.visit(n))
 
-# %% ../nbs/00id_streamed.ipynb #fb11b047
-from fastcore.basics import patch
-
+# %% ../nbs/00id_streamed.ipynb #5ac77d2d
 @patch
 def following(self:Ring,
     n:int, # block that is about to compute
@@ -140,6 +152,7 @@ def following(self:Ring,
     if not torch.is_grad_enabled(): return [(n + k) % (last + 1) for k in at_once]
     return [n + k for k in at_once if n + k <= last]
 
+# %% ../nbs/00id_streamed.ipynb #be1a767c
 @patch
 def visit(self:Ring,
     n:int, # block that is about to compute
@@ -155,7 +168,7 @@ def visit(self:Ring,
         self.holds[place] = k
     self.streams.wait(self.there[n % len(self.places)])
 
-# %% ../nbs/00id_streamed.ipynb #ef2b374c
+# %% ../nbs/00id_streamed.ipynb #314d5eb3
 def on_ring(
     transformer, # QwenImageTransformer2DModel, frozen but for its adapters
     device, # where it computes; what is no block must be there
@@ -167,6 +180,7 @@ def on_ring(
     transformer.ring = ring = Ring(blocks, packed or [Packed(b, lambda n: pinned(n, device)) for b in blocks], device, **kw)
     return stays(transformer, "whose blocks are streamed from host memory", "train.block_streaming")
 
+# %% ../nbs/00id_streamed.ipynb #cf76ba5b
 def stays(
     transformer,
     why:str, # goes on with "a transformer"
@@ -181,7 +195,7 @@ def stays(
     transformer._apply, transformer.fixed = apply, why
     return transformer
 
-# %% ../nbs/00id_streamed.ipynb #f172d9cd
+# %% ../nbs/00id_streamed.ipynb #c6b8b678
 class Streaming:
     "How `qie_nb.stream.stream` keeps the weights of a transformer whose blocks will be streamed."
     why = "its blocks are streamed from host memory"
@@ -197,18 +211,21 @@ class Streaming:
     def device(self, name) -> torch.device: # of a tensor that is read
         return self.main if self.kind or "transformer_blocks." not in name else torch.device("cpu")
 
-    def settle(self, model, name): # of a layer that has got a tensor
-        "Put a block away that is complete."
-        front, _, rest = name.partition("transformer_blocks.")
-        if front or not rest: return
-        block = model.transformer_blocks[n := int(rest.split(".")[0])]
-        if any(p.is_meta for p in block.parameters()): return
-        self.packed[n] = Packed(block.requires_grad_(False), lambda size: pinned(size, self.main))
+# %% ../nbs/00id_streamed.ipynb #47b4464d
+@patch
+def settle(self:Streaming, model, name): # of a layer that has got a tensor
+    "Put a block away that is complete."
+    front, _, rest = name.partition("transformer_blocks.")
+    if front or not rest: return
+    block = model.transformer_blocks[n := int(rest.split(".")[0])]
+    if any(p.is_meta for p in block.parameters()): return
+    self.packed[n] = Packed(block.requires_grad_(False), lambda size: pinned(size, self.main))
 
-    def finish(self, model):
-        return on_ring(model, self.main, [self.packed.pop(n) for n in range(len(model.transformer_blocks))], places=self.places)
+@patch
+def finish(self:Streaming, model):
+    return on_ring(model, self.main, [self.packed.pop(n) for n in range(len(model.transformer_blocks))], places=self.places)
 
-# %% ../nbs/00id_streamed.ipynb #46fe3446
+# %% ../nbs/00id_streamed.ipynb #a604a054
 class Kept:
     "The inputs of one checkpointed block."
     def __init__(self, streams, before):
@@ -216,17 +233,10 @@ class Kept:
 
     def put(self, t:torch.Tensor) -> tuple:
         host = torch.empty_like(t, device="cpu", pin_memory=self.streams.device.type == "cuda")
-        self.away.append((host, self.streams.copy(host, t.detach())))
+        self.streams.copy(host, t.detach())
+        self.away.append(host)
         if t.is_cuda: t.record_stream(self.streams.side) # it may be freed before it is copied
         return self, len(self.away) - 1
-
-    def fetch(self):
-        "Begin to copy back what is not back."
-        for i, (host, _) in enumerate(self.away):
-            if i in self.back: continue
-            t = torch.empty_like(host, device=self.streams.device)
-            self.back[i] = t, self.streams.copy(t, host)
-            if t.is_cuda: t.record_stream(self.streams.side)
 
     def get(self, i:int) -> torch.Tensor:
         if i not in self.back: self.fetch()
@@ -235,7 +245,16 @@ class Kept:
         self.streams.wait(event)
         return t
 
-# %% ../nbs/00id_streamed.ipynb #e8a4c452
+@patch
+def fetch(self:Kept):
+    "Begin to copy back what is not back."
+    for i, host in enumerate(self.away):
+        if i in self.back: continue
+        t = torch.empty_like(host, device=self.streams.device)
+        self.back[i] = t, self.streams.copy(t, host)
+        if t.is_cuda: t.record_stream(self.streams.side)
+
+# %% ../nbs/00id_streamed.ipynb #6e930c71
 def inputs_away(
     checkpoint, # function of a block and its arguments that recomputes it
     streams:Streams, # copies out and back are in one order
@@ -251,6 +270,7 @@ def inputs_away(
             return checkpoint(block, hidden_states, encoder_hidden_states, *args, **kw)
     return run
 
+# %% ../nbs/00id_streamed.ipynb #b1995069
 def offload_inputs(
     transformer, # with gradient checkpointing enabled
     device, # where it computes
@@ -260,7 +280,7 @@ def offload_inputs(
     transformer._gradient_checkpointing_func = inputs_away(transformer._gradient_checkpointing_func, Streams(device, **kw))
     return transformer
 
-# %% ../nbs/00id_streamed.ipynb #864286af
+# %% ../nbs/00id_streamed.ipynb #fd87add6
 def check_streaming(
     train, # `TrainSection`
     device, # where the transformer trains
@@ -269,21 +289,26 @@ def check_streaming(
 ):
     "Raises ValueError, one sentence, where blocks or inputs cannot wait in host memory; called before anything is loaded."
     for name in ("block_streaming", "offload_activations"):
-        if not getattr(train, name): continue
-        if torch.device(device).type != "cuda":
-            raise ValueError(f"`train.{name}` needs a CUDA GPU to copy to, and the transformer trains on {device}; set it to false")
-        if not train.gradient_checkpointing:
-            raise ValueError(f"`train.{name}` needs `train.gradient_checkpointing`, which is false; set it to true")
-        if len(train.transformer_devices) > 1:
-            raise ValueError(f"`train.{name}` does not go with `train.transformer_devices` {train.transformer_devices}; choose one of them")
+        if getattr(train, name): _check_host(train, name, device)
     if not train.block_streaming: return
     if train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ValueError("`train.block_streaming` does not go with fsdp, which divides the same weights; set one of them to false")
     if kind in _REFUSED: raise ValueError(f"`train.block_streaming` does not go with `model.quantize` {kind}, {_REFUSED[kind]}")
-    if dora: raise ValueError("`train.block_streaming` does not go with `model.lora.use_dora`, which begins from the size of weights that are "
-                              "not there yet; set one of them to false")
+    if dora:
+        raise ValueError("`train.block_streaming` does not go with `model.lora.use_dora`, which begins from the size of weights that are not "
+                         "there yet; set one of them to false")
     if getattr(train, "compile", False) is True:
-        raise ValueError("`train.block_streaming` does not go with `train.compile` true, whose recomputed blocks nobody can bring; set it to auto")
+        raise ValueError("`train.block_streaming` does not go with `train.compile` true, whose recomputed blocks nobody can bring; "
+                         "set it to auto")
+
+# %% ../nbs/00id_streamed.ipynb #c1211534
+def _check_host(train, name, device):
+    if torch.device(device).type != "cuda":
+        raise ValueError(f"`train.{name}` needs a CUDA GPU to copy to, and the transformer trains on {device}; set it to false")
+    if not train.gradient_checkpointing:
+        raise ValueError(f"`train.{name}` needs `train.gradient_checkpointing`, which is false; set it to true")
+    if len(train.transformer_devices) > 1:
+        raise ValueError(f"`train.{name}` does not go with `train.transformer_devices` {train.transformer_devices}; choose one of them")
 
 _REFUSED = dict(fp8_storage="which puts other memory into its layers each time; take qfloat8",
                 qint4="whose packing differs from GPU to GPU; take nf4")

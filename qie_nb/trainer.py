@@ -59,6 +59,9 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
 
+    def _keep(self, kind):
+        if keeper := keeper_of(self.config, self.device, kind): self.components.keepers["transformer"] = keeper
+
     def __repr__(self):
         dtype = str(self.weight_dtype).removeprefix("torch.")
         return f"QwenImageEditTrainer on {self.device} in {dtype} ({self.dtype_reason})\n{self.components!r}"
@@ -93,11 +96,6 @@ def _transformer(self:QwenImageEditTrainer):
     kind = self.components.quantize["transformer"] = kind_of(self.quantize)
     if self.transformer is None: self.choose_table(training=False); self._keep(kind)
     return self.components.get("transformer")
-
-@patch
-def _keep(self:QwenImageEditTrainer, kind):
-    keeper = keeper_of(self.config, self.device, kind)
-    if keeper: self.components.keepers["transformer"] = keeper
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
