@@ -60,6 +60,7 @@ def obstacle(
     transformer, # with its adapter
 ) -> str: # a reason, or ""
     "What stands against compiling this transformer's blocks?"
+    if why := getattr(transformer, "fixed", ""): return f"this is a transformer {why}"
     for m in transformer.transformer_blocks.modules():
         if isinstance(m, SampleDropout) and m.rate: return "`model.lora.lora_dropout` draws by the samples' seeds, new in each step"
         if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook"):
@@ -74,11 +75,13 @@ def compile_choice(
     device, # where the transformer trains
     transformer,
     steps:int=None, # of the run, None where nobody knows
+    inputs_wait:bool=False, # do the kept inputs wait in host memory (`train.offload_activations`)?
 ) -> tuple: # (yes?, reason)
     "Shall the blocks be compiled?"
     if setting is False: return False, "`train.compile` is false"
     if setting == "auto" and torch.device(device).type == "cpu": return False, "on a CPU eager code is as fast, and there is no wait"
     if setting == "auto" and steps and steps < ENOUGH: return False, f"{steps} steps do not pay for the wait; `train.compile` true compiles"
+    if inputs_wait: return False, "`train.offload_activations` moves what they keep"
     if why := obstacle(transformer): return False, why
     return can_compile(device)
 

@@ -109,6 +109,13 @@ class StepSection(Section):
     adapter_dtype: Literal["auto", "base", "float32"] = Field("auto",
         description="what adapters compute in: base (the dtype of the frozen weights) or float32, which keeps a float32 copy of each "
         "layer's input; auto is base. Their own weights are float32 in any case")
+    block_streaming: bool = Field(False,
+        description="keep the transformer's blocks in pinned host memory and copy each to the GPU while another computes: least GPU memory; "
+        "needs gradient_checkpointing")
+    offload_activations: bool = Field(False,
+        description="keep the block inputs that gradient_checkpointing recomputes from in pinned host memory")
+    transformer_devices: list[str] = Field([],
+        description="GPUs over which the transformer's blocks are divided, e.g. [cuda:0, cuda:1]; default train.device alone")
     mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
         description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
         "float16 overflows in this model")

@@ -21,7 +21,8 @@ FIXED = ("model.lora.r", "model.lora.lora_alpha", "model.lora.target_modules", "
 _ONLY_WITH = {"train.timestep_shift": ("train.timestep_sampling", "fixed_shift"),
               **{f"train.logit_{x}": ("train.timestep_sampling", "logit_normal") for x in ("mean", "std")}}
 TOLD = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "train.max_grad_norm", "lr_scheduler.scheduler_type",
-        "lr_scheduler.warmup_steps", "train.max_train_steps", "train.num_epochs", "train.gradient_checkpointing", "train.device", "model.modulation_table")
+        "lr_scheduler.warmup_steps", "train.max_train_steps", "train.num_epochs", "train.gradient_checkpointing", "train.compile",
+        "train.adapter_dtype", "train.block_streaming", "train.transformer_devices", "train.device", "model.modulation_table")
 
 def value_of(
     config, # `Config`, or a dict of its layout

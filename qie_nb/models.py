@@ -181,6 +181,7 @@ def load_component(
     device="cpu",
     kind:str=None, # quantisation, one of `qie_nb.quantise.KINDS`
     prepare=None, # function of the empty model, as for `stream`
+    keeper=None, # where its weights are kept, as for `stream`
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
     index = json.loads((Path(folder)/"model_index.json").read_text())
@@ -196,7 +197,8 @@ def load_component(
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
     try:
-        if kind or prepare or torch.device(device).type != "cpu": return stream(cls, Path(folder)/name, kind, dtype, device, prepare)
+        if kind or prepare or keeper or torch.device(device).type != "cpu":
+            return stream(cls, Path(folder)/name, kind, dtype, device, prepare, keeper)
         return cls.from_pretrained(folder, subfolder=name, **kw).requires_grad_(False).eval()
     except SafetensorError as e:
         raise ValueError(f"the weights in {str(Path(folder)/name)!r} cannot be read ({e}); copy them again") from e
@@ -219,7 +221,7 @@ class Components:
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
         self.parts, self.built = {}, [] # what is in memory, and what was ever built
-        self.prepare = {} # {component: function of the model while it is still empty}
+        self.prepare, self.keepers = {}, {} # {component: function of the model while it is still empty}, {component: where its weights are kept}
 
     def __repr__(self):
         v = self.variant
@@ -268,7 +270,8 @@ def get(self:Components, name:str):
     if name not in self.parts:
         self.check(name)
         folder, device, away = resolve_model(self.name, [name], self.revision), self.devices.get(name, "cpu"), name in self.offload
-        part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)), self.prepare.get(name))
+        part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)), self.prepare.get(name),
+                              self.keepers.get(name))
         self.parts[name] = offload(part, device) if away else part
         self.built.append(name)
     return self.parts[name]

@@ -194,6 +194,7 @@ def plan_predict(self:PlaceMethods) -> Placement:
     there = {n: _name(device_of(parts.parts[n])) for n in PARTS if n in parts.parts and n not in parts.offload}
     wanted = {n: _name(self.predict_devices[n]) for n in PARTS if getattr(c.devices, n) != "auto"}
     fixed = {n: f"{k} weights are packed for their device" for n, k in kinds.items() if k in _PACKED}
+    if keeper := parts.keepers.get("transformer"): fixed["transformer"] = keeper.why
     if self.running and wanted.setdefault("transformer", there["transformer"]) == there["transformer"]:
         fixed["transformer"] = "it is trained there"
     file = {n: resolve_model(parts.name, [n], parts.revision)/n for n in PARTS if n not in there}

@@ -18,6 +18,7 @@ from .callback import FreeEncoders, RunState, call
 from .checkpoint import CheckpointCallback
 from .compiled import compile_choice, set_up, watch_attention
 from .config import make_config
+from .divided import keeper_of
 from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
@@ -29,6 +30,7 @@ from .resume import ResumeMethods
 from .table import TableMethods
 from .step import Run, batch_seeds, draw, is_cached, loss_at
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
+from .streamed import offload_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
 class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods):
@@ -38,7 +40,7 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         callbacks=(), # further `Callback`s
     ):
         c = self.config = make_config(config)
-        self.device = local_device(c.train.device)
+        self.device = local_device((c.train.transformer_devices or [c.train.device])[0])
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
@@ -52,10 +54,14 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
                                      (["text_encoder"] if c.model.text_encoder_offload else []))
+        self._keep(kind_of(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
+
+    def _keep(self, kind):
+        if keeper := keeper_of(self.config, self.device, kind): self.components.keepers["transformer"] = keeper
 
     def __repr__(self):
         dtype = str(self.weight_dtype).removeprefix("torch.")
@@ -88,14 +94,16 @@ def load_model(self:QwenImageEditTrainer,
 @patch
 def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
-    self.components.quantize["transformer"] = kind_of(self.quantize)
-    if self.transformer is None: self.choose_table(training=False)
+    kind = self.components.quantize["transformer"] = kind_of(self.quantize)
+    if self.transformer is None: self.choose_table(training=False); self._keep(kind)
     return self.components.get("transformer")
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
 def quantize_model(self:QwenImageEditTrainer, model, device):
     "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
+    if why := getattr(model, "fixed", ""):
+        raise ValueError(f"a transformer {why} cannot be quantised any more; set `model.quantize` before it is loaded")
     return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
@@ -128,11 +136,12 @@ def prepare_model(self:QwenImageEditTrainer):
     install_sample_dropout(tr, c.model.lora.lora_dropout)
     wrapped = wrap(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
-    compiled, why = compile_choice(c.train.compile, self.device, tr, self._steps_ahead())
+    compiled, why = compile_choice(c.train.compile, self.device, tr, self._steps_ahead(), c.train.offload_activations)
     if not compiled and c.train.compile is not False and (c.train.compile is True or self.device.type == "cuda"):
         self.say_once(f"blocks run uncompiled: {why}")
     if compiled: self.say_once(f"blocks are compiled ({why}), so the first steps take their time; `train.compile` false leaves it")
     set_up(tr, c.train.gradient_checkpointing, compiled)
+    if c.train.offload_activations: offload_inputs(tr, self.device)
     watch_attention(tr)
     return self
 
