@@ -58,7 +58,7 @@ def stream_tokens(job:Job) -> dict: # {"img": tokens, "txt": tokens}
     "Tokens that a step sends through the two streams of a block."
     return dict(img=job.batch * (job.target + job.control), txt=job.batch * job.text)
 
-# %% ../nbs/00ie_memory.ipynb #14d7c84c
+# %% ../nbs/00ie_memory.ipynb #5afca680
 def _adapter_fields(s) -> dict: # of `LoraSection`
     names = target_modules(s.target_modules)
     return dict(targets=names if isinstance(names, str) else tuple(names), r=s.r, dora=s.use_dora, dropout=s.lora_dropout)
@@ -86,7 +86,7 @@ def job_of(
     wide, heads = wide or (4 if config.train.mixed_precision == "no" else 2), t["num_attention_heads"]
     said = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"], text_dim=t["joint_attention_dim"],
                 channels=t["in_channels"], zero_cond=bool(t.get("zero_cond_t")), target=d.image_size[0] * d.image_size[1] // 256,
-                control=(d.control_area or 2**20) // 256, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize),
+                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize),
                 table=_table(config, t), kernel="flash" if wide == 2 else "efficient")
     return Job(**said | _adapter_fields(config.model.lora) | _train_fields(config, wide) | changes)
 
