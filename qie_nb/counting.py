@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RING', 'RUNTIME', 'LiveBytes', 'AttentionBy', 'fix_attention', 'rope_axes', 'empty_transformer', 'count_step',
-           'working_set', 'Memory', 'memory_of']
+           'rough_working_set', 'working_set', 'Memory', 'memory_of']
 
 # %% ../nbs/00if_counting.ipynb #39aed08f
 import math, weakref
@@ -144,7 +144,7 @@ def count_step(job:Job) -> int: # bytes
     with LiveBytes(known, _scratch(job, tr.parameters())) as live: loss().backward()
     return live.peak
 
-# %% ../nbs/00if_counting.ipynb #ce725f7b
+# %% ../nbs/00if_counting.ipynb #1503c27d
 def _inner(job) -> int: # bytes that a block in the middle keeps
     return block_kept(replace(job, layers=3), 1, dict(img=True, txt=True))[0].bytes
 
@@ -152,6 +152,10 @@ def _inner(job) -> int: # bytes that a block in the middle keeps
 def _counted(job) -> int:
     plain = replace(job, kind=None)
     return count_step(job) - kept(plain).bytes - row_bytes(plain)
+
+def rough_working_set(job:Job) -> int: # bytes
+    "The same from the list alone, a few per cent less: a block's tensors where it is computed again, and GELU's two gradients."
+    return bool(job.checkpointing) * _inner(job) + 8 * stream_tokens(job)["img"] * job.dim * job.wide
 
 def working_set(job:Job) -> int: # bytes
     "What a step takes at most beyond what it keeps."
@@ -198,10 +202,11 @@ def _kept(j) -> tuple: # (bytes, why)
     if j.checkpointing and j.offload: size, why = size - max(0, j.layers - 2) * tokens * j.dim * j.wide, why + ", the inputs in host memory"
     return size * -(-j.layers // j.devices) // j.layers, f"{tokens} tokens; {why}"
 
-# %% ../nbs/00if_counting.ipynb #66e7b945
+# %% ../nbs/00if_counting.ipynb #7e3b1fc9
 def memory_of(
     job:Job,
     gpu:bool=True, # with what a GPU's driver takes?
+    work=working_set, # function of the job
 ) -> Memory:
     "The memory of a training step by part."
     share, trained = -(-job.layers // job.devices) / job.layers, numbers(adapter_shapes(job))
@@ -212,7 +217,7 @@ def memory_of(
             ("gradients", share * trained * 4, "of the adapter, float32"),
             ("optimizer", share * optimizer_bytes(job), job.optimizer)]
     if job.ema: rows.append(("running mean", share * trained * 4, "of the adapter, float32"))
-    rows += [("kept activations", *_kept(job)), ("working set", working_set(job), "a block while it is computed, counted on the installed classes")]
+    rows += [("kept activations", *_kept(job)), ("working set", work(job), "a block while it is computed")]
     if gpu: rows.append(("runtime", RUNTIME, "CUDA context and libraries, estimated"))
     host = (job.streaming and job.layers * block_bytes(job)) + (job.offload and job.layers * tokens * job.dim * job.wide)
     return Memory(job, [(n, int(b), why) for n, b, why in rows], int(host))
