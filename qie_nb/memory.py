@@ -7,12 +7,13 @@ __all__ = ['REAL', 'KERNELS', 'Job', 'stream_tokens', 'job_of', 'model_facts', '
            'count', 'parameters', 'layer_bytes', 'block_bytes', 'other_bytes', 'adapter_shapes', 'numbers',
            'optimizer_bytes', 'Kept', 'BlockKept', 'attention', 'block_kept', 'row_bytes', 'kept']
 
-# %% ../nbs/00ie_memory.ipynb #b829792a
+# %% ../nbs/00ie_memory.ipynb #a2e58ca2
 import json, math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .lora import _UNUSED, is_target, target_modules
+from .models import resolve_model
 from .modulation import STREAMS
 from .quantise import KINDS, kind_of
 
@@ -90,16 +91,16 @@ def job_of(
                 table=_table(config, t), kernel="flash" if wide == 2 else "efficient")
     return Job(**said | _adapter_fields(config.model.lora) | _train_fields(config, wide) | changes)
 
-# %% ../nbs/00ie_memory.ipynb #a6534241
+# %% ../nbs/00ie_memory.ipynb #33a2d610
 def model_facts(
     name:str="Qwen/Qwen-Image-Edit-2511", # folder, hub id, variant (v1, 2509, 2511) or tiny
 ) -> tuple: # (transformer's configuration, are pictures small for the text encoder?)
     "What a model's files say, or what is published of it."
-    folder = Path(__file__).parent/"assets"/"tiny-edit" if name == "tiny" else Path(name).expanduser()
+    folder = resolve_model(name) if name == "tiny" else Path(name).expanduser()
     file, index = folder/"transformer"/"config.json", folder/"model_index.json"
     t = json.loads(file.read_text()) if file.is_file() else REAL | dict(zero_cond_t="2511" in str(name))
-    plus = json.loads(index.read_text())["_class_name"].endswith("PlusPipeline") if index.is_file() else any(s in str(name) for s in ("2509", "2511"))
-    return t, plus
+    if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")
+    return t, any(s in str(name) for s in ("2509", "2511"))
 
 def prompt_tokens(
     plus:bool=True, # 2509 or 2511?
@@ -192,7 +193,7 @@ class Kept(dict):
     @property
     def bytes(self) -> int: return sum(b for b, _ in self.values())
 
-# %% ../nbs/00ie_memory.ipynb #69d56d37
+# %% ../nbs/00ie_memory.ipynb #02053339
 class BlockKept(Kept):
     "What one block keeps."
     def __init__(self, job, number): super().__init__(); self.job, self.number = job, number
@@ -202,7 +203,8 @@ class BlockKept(Kept):
         j, (i, o) = self.job, block_layers(self.job)[layer]
         hit, quanto = j.hits(f"transformer_blocks.{self.number}.{layer}"), j.kind and KINDS[j.kind].library == "optimum-quanto"
         own, size = j.adapter > j.wide or j.dropout, max(j.adapter, j.wide)
-        if hit and own: self.add(f"{x if j.compiled and not j.dropout else layer + ' input'}, the adapter's", tokens * i * size, "adapter: A")
+        mine = f"{x if j.compiled and not j.dropout else layer + ' input'}, the adapter's"
+        if hit and own: self.add(mine, tokens * i * size, "adapter: A")
         elif (hit or quanto and grad) and not held: self.add(x, tokens * i * j.wide, "adapter: A" if hit else "quanto")
         if hit: self.adapter(layer, tokens, i, o, grad, size)
         if grad and j.kind and KINDS[j.kind].copies: self.add(f"{layer} weight", i * o * j.wide, j.kind)
@@ -231,8 +233,9 @@ class BlockKept(Kept):
     def gate(self, stream, n, tokens, grad, mod):
         "`gate * x`; a gate of its own for target and control tokens is a tensor as large as x."
         j = self.job
-        large = j.zero_cond and stream == "img" and not j.compiled
-        if grad: self.add(*((f"{stream} gate {n}", tokens * j.dim * j.wide) if large else (f"{stream} modulation", self.rows(stream))), "product with it")
+        if grad and j.zero_cond and stream == "img" and not j.compiled:
+            self.add(f"{stream} gate {n}", tokens * j.dim * j.wide, "product with it")
+        elif grad: self.add(f"{stream} modulation", self.rows(stream), "product with it")
         if mod: self.add(f"{stream} gated {n}", tokens * j.dim * j.wide, "product with the gate")
 
     def rows(self, stream) -> int: # bytes of a stream's six rows

@@ -32,7 +32,7 @@ class Card:
 _GIB = dict(t4=14.56, l4=22.0, a10g=22.0, rtx3090=23.6, rtx4090=23.6, rtx5090=31.3, a100_40=39.4, a100_80=79.2, h100=79.1, h200=139.8)
 CARDS = {n: Card(n.upper().replace("RTX", "RTX ").replace("_", " "), int(gib * 2**30), n != "t4") for n, gib in _GIB.items()}
 
-# %% ../nbs/03b_plan.ipynb #07b25be7
+# %% ../nbs/03b_plan.ipynb #1f5beb23
 def _here() -> Card: # or None
     if not torch.cuda.is_available(): return None
     found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
@@ -48,7 +48,7 @@ def card_of(
     text = re.sub(r"nvidia|tesla|geforce|rtx|gb|[\s_-]", "", str(gpu).lower())
     many = re.fullmatch(r"(\d)x(.+)|(.+)x(\d)", text)
     count, text = (int(many[1] or many[4]), many[2] or many[3]) if many else (1, text)
-    known = {n.replace("rtx", "").replace("_", ""): c for n, c in CARDS.items()} | dict(a100=CARDS["a100_40"], h10080=CARDS["h100"], t416=CARDS["t4"])
+    known = {n.replace("rtx", "").replace("_", ""): c for n, c in CARDS.items()} | dict(a100=CARDS["a100_40"], h10080=CARDS["h100"])
     if text in known: return replace(known[text], count=count)
     if re.fullmatch(r"\d{1,3}(\.\d+)?", text): return Card(f"{float(text):g} GB", int(float(text) * 1e9), count=count)
     raise ValueError(f"`gpu` {gpu!r} is not known; name one of {', '.join(c.name for c in CARDS.values())}, or its memory in GB")
@@ -65,7 +65,7 @@ def step_work(
     again = {False: 0, "selective": linear, True: linear + seen}[job.checkpointing]
     return (2 * linear + 3.5 * seen + again) / 1e12
 
-# %% ../nbs/03b_plan.ipynb #96f54c30
+# %% ../nbs/03b_plan.ipynb #716047f5
 _WORSE = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, streaming=2., offload=1.1, devices=1.02)
 
 def _known(key:str) -> bool: return key in TrainSection.model_fields
@@ -81,8 +81,9 @@ def ways(
     modes = (False, *(("selective",) if _known("adapter_dtype") else ()), True) # the same version brought both
     out = [replace(plain, kind=k, checkpointing=m, compiled=job.compiled and not k) for k in kinds for m in modes]
     if card.count > 1 and _known("transformer_devices"): out += [replace(j, devices=card.count) for j in out]
-    if _known("block_streaming"): out += [replace(j, streaming=True) for j in out if j.checkpointing is True and j.devices == 1 and not j.kind]
-    if _known("offload_activations"): out += [replace(j, offload=True) for j in out if j.checkpointing is True]
+    full = lambda: [j for j in out if j.checkpointing is True]
+    if _known("block_streaming"): out += [replace(j, streaming=True) for j in full() if j.devices == 1 and not j.kind]
+    if _known("offload_activations"): out += [replace(j, offload=True) for j in full()]
     return sorted(out, key=cost)
 
 def cost(job:Job) -> float: # TF, weighted
@@ -164,7 +165,7 @@ def _repr_html_(self:Plan):
     tables = "".join(f"<h4>{t}</h4>" + table_html(rows, head) for t, head, rows in self._tables())
     return tables + f"<h4>to set</h4><pre>{_yaml(self.changes)}</pre>" + "".join(note(n) for n in self.notes)
 
-# %% ../nbs/03b_plan.ipynb #8b6621dd
+# %% ../nbs/03b_plan.ipynb #100f1d32
 PUBLISHED = dict(text_encoder=16.6e9, vae=0.25e9, transformer=40.9e9) # bytes in bfloat16
 TEXT_NF4 = 6.9e9 # the text encoder with the layers in four bits that a quantiser takes
 
@@ -175,7 +176,8 @@ def _other(job, card) -> list: # (job, what it takes)
     gb = lambda b: f"{b / 1e9:.1f} GB"
     made = f"text encoder {gb(text)}, VAE {gb(PUBLISHED['vae'] * scale)} and {gb(work['vae'])} to work"
     if card and need > (1 - FREE) * card.bytes:
-        made += f"; too much for {card.name}: set `model.text_encoder_quantize` nf4 ({gb(TEXT_NF4 * scale)}), or `model.text_encoder_offload` true"
+        made += (f"; too much for {card.name}: set `model.text_encoder_quantize` nf4 ({gb(TEXT_NF4 * scale)}), "
+                 "or `model.text_encoder_offload` true")
     if not card: return [("precompute", made)]
     whole = replace(job, table=False, streaming=False, devices=1)
     sizes = dict(text_encoder=text, vae=PUBLISHED["vae"] * scale, transformer=_weights(whole)[0])
@@ -212,7 +214,7 @@ def plan(
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
     return _choose(job, c, card, size, quantize)
 
-# %% ../nbs/03b_plan.ipynb #dbe16303
+# %% ../nbs/03b_plan.ipynb #c9276361
 def _choose(job, c, card, size, quantize) -> Plan:
     out = Plan(card, memory_of(job), [], None, {}, [], [])
     for way in ways(job, card, None if quantize is None else (kind_of(quantize),)) if card else ():
@@ -228,8 +230,8 @@ def _notes(p:Plan) -> list: # sentences
     if card and not p.chosen: out.append(f"nothing fits {card.name}: take smaller pictures, or a larger card")
     if m.job.control > m.job.target:
         less = m.total - memory_of(replace(m.job, control=m.job.target)).total
-        out.append(f"control pictures have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} would save "
-                   f"{less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
+        out.append(f"control pictures have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} "
+                   f"would save {less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
     if m.host: out.append(f"host memory: {m.host / 1e9:.1f} GB that are pinned while training")
     if card and not card.bf16 and m.job.wide == 4: out.append(f"{card.name} has no bfloat16 of its own, so it computes in float32")
     return out

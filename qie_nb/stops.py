@@ -106,10 +106,12 @@ def training_advice(
     config, # `Config`
 ) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them, with what each saves by itself."
+    from qie_nb.config import make_config
     from qie_nb.counting import memory_of, rough_working_set
     from qie_nb.memory import job_of, model_facts, prompt_tokens
     t, plus = model_facts(config.model.pretrained_model_name_or_path)
-    gb = lambda c: memory_of(job_of(c, t, text=prompt_tokens(plus, 1, c.data.vl_area)), work=rough_working_set).total / 1e9
+    text = prompt_tokens(plus, 1, config.data.vl_area)
+    gb = lambda c: memory_of(job_of(make_config(c), t, text=text), work=rough_working_set).total / 1e9
     raw, out = config.model_dump(), []
     for _, say, new in _changes(config):
         saved = gb(config) - gb(_merged(raw, new))
