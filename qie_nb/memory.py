@@ -292,7 +292,7 @@ def block_kept(
         out[s] = grads[s] or y or b or mod[s]
     return k, out
 
-# %% ../nbs/00ie_memory.ipynb #a3dab0a5
+# %% ../nbs/00ie_memory.ipynb #e2a650d6
 def _every_block(job) -> list: # of `Kept`
     grads, out = {s: job.hits(f"{s}_in") for s in ("img", "txt")}, []
     for n in range(job.layers):
@@ -317,6 +317,8 @@ def kept(job:Job) -> Kept: # {what: (bytes in all blocks, what keeps it)}
     if job.checkpointing == "selective":
         total.add("attention's output", job.layers * one, "selective checkpointing")
         total.add("attention's logarithms", job.layers * (img + txt) * job.heads * 4, "selective checkpointing")
+    for layer, tokens, i in (("img_in", img, job.channels), ("txt_in", txt, job.text_dim), ("proj_out", img, job.dim)):
+        if job.hits(layer): total.add(f"{layer} input and A's output", tokens * (i + job.r) * max(job.adapter, job.wide), "adapter")
     total.add("the last norm's input", img * job.dim * job.wide + img * 8, "LayerNorm")
     total.add("error", job.batch * job.target * job.channels * 4, "the loss")
     return total
