@@ -21,23 +21,24 @@ from .memory import (Job, adapter_shapes, block_bytes, block_kept, kept, numbers
                            row_bytes, stream_tokens)
 from .shown import table_html
 
-# %% ../nbs/00if_counting.ipynb #139875b6
+# %% ../nbs/00if_counting.ipynb #4465a81b
 class LiveBytes(TorchDispatchMode):
     "Within, the bytes of the tensors that operations made and that are still held: now, and at most."
     def __init__(self,
         known=(), # tensors that were there before
-        scratch=None, # function of an operation and its arguments: bytes that a kernel takes for its own
+        scratch=None, # function of an operation and its arguments: bytes that its kernel takes for its own, and those of an unpacked weight
     ):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.unpacked = 0 # the last is the peak where weights are quantised
         self.there = {id(s): s for s in (t.untyped_storage() for t in known)}
-        self.scratch = scratch or (lambda func, args: 0)
+        self.scratch = scratch or (lambda func, args: (0, 0))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor): self.note(t.untyped_storage())
-        self.peak = max(self.peak, self.now + self.scratch(func, args))
+        own, weight = self.scratch(func, args)
+        self.peak, self.unpacked = max(self.peak, self.now + own), max(self.unpacked, self.now + own + weight)
         return out
 
     def note(self, storage):
@@ -74,16 +75,16 @@ def fix_attention(transformer, name):
         return by_name
     for block in transformer.transformer_blocks: block.attn.forward = within(block.attn.forward)
 
-# %% ../nbs/00if_counting.ipynb #f7b7873b
+# %% ../nbs/00if_counting.ipynb #24e9adb8
 def _scratch(job, weights):
     "What kernels take for their own, by operation."
     largest = sum(stream_tokens(job).values()) * job.dim * 4
-    held = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in weights if t.ndim == 2} if job.kind else {}
+    held = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in weights if t.ndim == 2}
     def of(func, args):
         name = func.name()
-        if "scaled_dot_product" in name and "backward" in name: return 0 if job.kernel == "cpu" else largest
-        if not held or not name.startswith(("aten::mm", "aten::addmm")): return 0
-        return max((held.get(a.untyped_storage()._cdata, 0) for a in args if isinstance(a, torch.Tensor)), default=0)
+        if "scaled_dot_product" in name and "backward" in name: return 0 if job.kernel == "cpu" else largest, 0
+        if not name.startswith(("aten::mm", "aten::addmm")): return 0, 0
+        return 0, max((held.get(a.untyped_storage()._cdata, 0) for a in args if isinstance(a, torch.Tensor)), default=0)
     return of
 
 # %% ../nbs/00if_counting.ipynb #4db66ea4
@@ -129,7 +130,7 @@ def empty_transformer(
     if job.checkpointing: tr.enable_gradient_checkpointing()
     return tr.train()
 
-# %% ../nbs/00if_counting.ipynb #d9ae1a20
+# %% ../nbs/00if_counting.ipynb #ba1d3aac
 def empty_step(
     job:Job,
     transformer, # as `empty_transformer` gives it
@@ -144,24 +145,27 @@ def empty_step(
     controls, sigmas = [latent(job.control)] if job.control else [], torch.full((job.batch,), .5)
     text = torch.zeros(job.batch, job.text, job.text_dim, dtype=dtype, device=device)
     batch = dict(pixel_latent=x0, control_latent=controls, prompt_embed=text, prompt_embeds_mask=None)
-    return lambda: loss_at(transformer, batch, noise, sigmas, device, dtype).mean(), [x0, noise, *controls, text]
+    there = [x0, noise, *controls, text, transformer.pos_embed.pos_freqs, transformer.pos_embed.neg_freqs]
+    return lambda: loss_at(transformer, batch, noise, sigmas, device, dtype).mean(), there
 
-def count_step(job:Job, device:str="meta") -> int: # bytes
+def count_step(
+    job:Job,
+    device:str="meta",
+) -> tuple: # (bytes, the same where the products' weights are quantised)
     "The most that a training step holds besides weights, adapter and batch."
     tr = empty_transformer(job, device)
     loss, batch = empty_step(job, tr, device)
     loss()
     with LiveBytes([*tr.parameters(), *tr.buffers(), *batch], _scratch(job, tr.parameters())) as live: loss().backward()
-    return live.peak
+    return live.peak, live.unpacked
 
-# %% ../nbs/00if_counting.ipynb #1503c27d
+# %% ../nbs/00if_counting.ipynb #50331057
 def _inner(job) -> int: # bytes that a block in the middle keeps
     return block_kept(replace(job, layers=3), 1, dict(img=True, txt=True))[0].bytes
 
 @lru_cache(256)
-def _counted(job) -> int:
-    plain = replace(job, kind=None)
-    return count_step(job) - kept(plain).bytes - row_bytes(plain)
+def _counted(job) -> tuple:
+    return tuple(n - kept(job).bytes - row_bytes(job) for n in count_step(job))
 
 def rough_working_set(job:Job) -> int: # bytes
     "The same from the list alone, a few per cent less: a block's tensors where it is computed again, and GELU's two gradients."
@@ -170,10 +174,10 @@ def rough_working_set(job:Job) -> int: # bytes
 def working_set(job:Job) -> int: # bytes
     "What a step takes at most beyond what it keeps."
     usual = Job()
-    few = replace(job, layers=min(3, job.layers), checkpointing=bool(job.checkpointing), compiled=False, kind=job.kind and "nf4",
-                  **{n: getattr(usual, n) for n in ("streaming", "offload", "devices", "optimizer", "ema", "accumulate")})
-    work = _counted(few)
-    if job.checkpointing: work += _inner(job) - _inner(replace(few, kind=None))
+    few = replace(job, layers=min(3, job.layers), checkpointing=bool(job.checkpointing), compiled=False,
+                  **{n: getattr(usual, n) for n in ("kind", "streaming", "offload", "devices", "optimizer", "ema", "accumulate")})
+    work = _counted(few)[bool(job.kind)]
+    if job.checkpointing: work += _inner(job) - _inner(few)
     if job.checkpointing == "selective": work -= sum(stream_tokens(job).values()) * (job.dim * job.wide + job.heads * 4)
     return max(0, work)
 

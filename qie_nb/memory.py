@@ -174,17 +174,17 @@ def adapter_shapes(
 
 def numbers(shapes) -> int: return sum(math.prod(s) for s in shapes)
 
-# %% ../nbs/00ie_memory.ipynb #17a52a4a
-def _state(name, shape) -> int: # bytes
+# %% ../nbs/00ie_memory.ipynb #6c43502e
+def _state(name, shape, zero) -> int: # bytes; `zero`: is it all zeros at the start?
     n = math.prod(shape)
     if name == "adamw": return 8 * n + 4
     if name == "adamw8bit": return 2 * n + 8 * math.ceil(n / 256) if n >= 4096 else 8 * n # small tensors stay in float32
     if name == "adafactor": return 4 * (sum(shape) if len(shape) > 1 else n) + 4 # means of rows and columns
-    return 16 * n # prodigy: two moments, the start, the path from it
+    return (12 if zero else 16) * n + 4 * zero # prodigy: two moments, the path from the start, and the start
 
 def optimizer_bytes(job:Job) -> int:
     "Bytes of the optimizer's state after a step."
-    return sum(_state(job.optimizer, s) for s in adapter_shapes(job))
+    return sum(_state(job.optimizer, s, s[-1] == job.r and len(s) == 2) for s in adapter_shapes(job)) # B starts at zero
 
 # %% ../nbs/00ie_memory.ipynb #0a92674e
 class Kept(dict):

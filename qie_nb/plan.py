@@ -6,14 +6,14 @@
 __all__ = ['CARDS', 'FREE', 'PUBLISHED', 'TEXT_NF4', 'Card', 'card_of', 'step_work', 'ways', 'cost', 'way_name', 'way_settings',
            'Plan', 'plan']
 
-# %% ../nbs/03b_plan.ipynb #fa541434
+# %% ../nbs/03b_plan.ipynb #72bc4b53
 import math, re
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from .config import Config, TrainSection, make_config
-from .counting import Memory, _weights, memory_of
+from .counting import Memory, _weights, memory_of, rough_working_set
 from .doctor import doctor, selfcheck
 from .memory import Job, block_layers, job_of, model_facts, prompt_tokens, stream_tokens
 from .place import plan_placement, work_bytes
@@ -214,7 +214,7 @@ def plan(
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
     return _choose(job, c, card, size, quantize)
 
-# %% ../nbs/03b_plan.ipynb #c9276361
+# %% ../nbs/03b_plan.ipynb #8afe1b8e
 def _choose(job, c, card, size, quantize) -> Plan:
     out = Plan(card, memory_of(job), [], None, {}, [], [])
     for way in ways(job, card, None if quantize is None else (kind_of(quantize),)) if card else ():
@@ -229,7 +229,7 @@ def _notes(p:Plan) -> list: # sentences
     m, card, out = p.chosen or p.asked, p.card, []
     if card and not p.chosen: out.append(f"nothing fits {card.name}: take smaller pictures, or a larger card")
     if m.job.control > m.job.target:
-        less = m.total - memory_of(replace(m.job, control=m.job.target)).total
+        less = memory_of(m.job, work=rough_working_set).total - memory_of(replace(m.job, control=m.job.target), work=rough_working_set).total
         out.append(f"control pictures have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} "
                    f"would save {less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
     if m.host: out.append(f"host memory: {m.host / 1e9:.1f} GB that are pinned while training")

@@ -18,7 +18,7 @@ from qie_nb.memory import Job, adapter_shapes, block_bytes, block_kept, job_of, 
 from qie_nb.optimize import make_optimizer
 from qie_nb.place import component_bytes
 from qie_nb.plan import CARDS, Card, card_of, plan, step_work, way_name, ways
-from qie_nb.quantise import held_bytes, quantise
+from qie_nb.quantise import _inner, held_bytes, quantise
 from qie_nb.stops import training_advice
 from qie_nb.tiny import tiny_folder
 
@@ -35,15 +35,15 @@ class Box: # what autograd is handed in place of a tensor that it keeps
 
 def saved_bytes(loss, there):
     "Bytes of the storages that autograd still keeps when the forward pass is over."
-    ours, boxes = {t.untyped_storage()._cdata for t in there}, weakref.WeakSet()
+    held, boxes = [t.untyped_storage() for t in there], weakref.WeakSet() # held, so that nothing new gets their place
     def pack(t):
         boxes.add(box := Box(t))
         return box
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor): out = loss()
     gc.collect()
-    kept = {s._cdata: s.nbytes() for s in (b.tensor.untyped_storage() for b in boxes)}
+    kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for b in boxes for t in _inner(b.tensor))}
     assert out.requires_grad
-    return sum(n for key, n in kept.items() if key not in ours)
+    return sum(n for key, n in kept.items() if key not in {s._cdata for s in held})
 
 
 def counted_kept(job, change=lambda tr: None):
@@ -53,7 +53,7 @@ def counted_kept(job, change=lambda tr: None):
     loss, batch = empty_step(job, tr, device)
     loss() # what it keeps between steps, such as the rotation's angles
     with sdpa_kernel(SDPBackend.MATH) if job.kernel == "math" else torch.enable_grad():
-        return saved_bytes(loss, [*tr.parameters(), *tr.buffers(), *batch, tr.pos_embed.pos_freqs])
+        return saved_bytes(loss, [*tr.parameters(), *tr.buffers(), *batch])
 
 
 KEPT = dict(
@@ -68,7 +68,11 @@ KEPT = dict(
     math=dict(kernel="math"), math_bf16=dict(kernel="math") | BF16, flash=dict(kernel="flash") | BF16, cudnn=dict(kernel="cudnn") | BF16, efficient=dict(kernel="efficient"))
 
 
-@pytest.mark.parametrize("case", KEPT)
+RARE = {"every_layer", "every_layer_bf16", "out_only", "mlp_only", "text_only", "first", "wider", "rank", "dora_all", "dropout_all", "math_bf16", "cudnn", "modulation", "short", "text_heavy"}
+some = lambda cases: [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in cases]
+
+
+@pytest.mark.parametrize("case", some(KEPT))
 def test_what_autograd_keeps_is_what_the_list_says(case):
     job = replace(TINY, **KEPT[case])
     assert close(kept(job).bytes, counted_kept(job), 0.01)
@@ -82,10 +86,9 @@ def test_a_quantised_base_keeps_what_its_library_keeps(kind):
         if hasattr(m, "base_layer"): m.base_layer = quantise(torch.nn.Sequential(m.base_layer), kind)[0]
     quantise(tr, kind)
     loss, batch = empty_step(job, tr, "cpu")
-    from qie_nb.quantise import _inner
     there = [t for p in (*tr.parameters(), *tr.buffers()) for t in _inner(p)]
     loss()
-    assert close(kept(job).bytes, saved_bytes(loss, [*there, *batch, tr.pos_embed.pos_freqs]))
+    assert close(kept(job).bytes, saved_bytes(loss, [*there, *batch]))
 
 
 @pytest.mark.parametrize("zero_cond", [False, True])
@@ -127,11 +130,11 @@ PEAK = dict(plain={}, bfloat16=BF16, adapter_in_bfloat16=dict(wide=2, adapter=2)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("case", PEAK)
+@pytest.mark.parametrize("case", some(PEAK))
 def test_the_peak_of_a_step_is_the_sum_of_the_parts(case, checkpointing):
     job = replace(TINY, **dict(layers=5) | PEAK[case], checkpointing=checkpointing)
     m = memory_of(job, gpu=False)
-    assert close(m.part("kept activations") + m.part("working set") + m.parts[1][1], count_step(job, "cpu"))
+    assert close(m.part("kept activations") + m.part("working set") + m.parts[1][1], count_step(job, "cpu")[0])
     assert m.total == sum(b for _, b, _ in m.parts)
 
 
@@ -142,10 +145,9 @@ def test_the_count_of_live_bytes_is_the_profilers():
     loss()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p: loss().backward()
     now = peak = 0
-    for e in p.profiler.kineto_results.events():
-        if e.name() == "[memory]":
-            now += e.nbytes()
-            peak = max(peak, now)
+    for e in sorted((e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += e.nbytes()
+        peak = max(peak, now)
     for q in tr.parameters(): q.grad = None
     with LiveBytes([*tr.parameters(), *tr.buffers(), *batch]) as live: loss().backward()
     assert close(live.peak, peak)
@@ -222,7 +224,7 @@ def test_the_figures_of_the_real_model():
     by_hand = {75.5: fast, 89.0: fast | dict(table=False), 84.6: fast | dict(adapter=4), 12.5: plus, 9.5: plus | dict(target=1024, control=1024), 7.0: dict(streaming=True)}
     for figure, kw in by_hand.items(): assert close(gb(**kw), figure, 0.07), (figure, gb(**kw))
     work = lambda **kw: step_work(replace(Job(text=1420), **kw))
-    assert (round(work(checkpointing=False)), round(work())) == (501, 700) and work(checkpointing=False) < work(checkpointing="selective") < work()
+    assert close(work(checkpointing=False), 501, 0.005) and close(work(), 700, 0.005) and work(checkpointing=False) < work(checkpointing="selective") < work()
 
 
 def test_a_job_follows_the_configuration():
@@ -250,7 +252,6 @@ def test_the_choice_for_known_cards():
     for gpu, m in chosen.items(): assert m.total <= 0.93 * card_of(gpu).bytes
     p = plan("2511", "T4", 512)
     assert p.chosen.job.kind == "nf4" and p.chosen.job.wide == 4 and any("no bfloat16" in n for n in p.notes) and any("control_area" in n for n in p.notes)
-    assert plan("2511", 8, 1024, config=dict(train=dict(mixed_precision="bf16"))).chosen is None or "streamed" in way_name(plan("2511", 8, 1024).chosen.job)
     assert plan("2511", "A100-80", 1024, quantize="nf4").chosen.job.kind == "nf4"
 
 
@@ -261,7 +262,7 @@ def test_what_is_chosen_is_the_first_that_fits():
     assert p.data()["ways"][fits.index(True)]["chosen"] and json.dumps(p.data())
 
 
-@pytest.mark.parametrize("gpu", ["T4", "L4", "A100-80", "H200"])
+@pytest.mark.parametrize("gpu", ["T4", "H200"])
 def test_the_changes_make_the_configuration_that_was_chosen(gpu):
     p = plan("2511", gpu, 512, config=dict(model=dict(quantize="qint8"), data=dict(control_area=512 * 512)))
     raw = dict(model=dict(quantize="qint8"), data=dict(control_area=512 * 512))
