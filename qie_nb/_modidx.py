@@ -744,6 +744,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'qie_nb.memory': { 'qie_nb.memory.BlockKept': ('memory.html#blockkept', 'qie_nb/memory.py'),
                                'qie_nb.memory.BlockKept.__init__': ('memory.html#blockkept.__init__', 'qie_nb/memory.py'),
                                'qie_nb.memory.BlockKept.adapter': ('memory.html#blockkept.adapter', 'qie_nb/memory.py'),
+                               'qie_nb.memory.BlockKept.by_token': ('memory.html#blockkept.by_token', 'qie_nb/memory.py'),
                                'qie_nb.memory.BlockKept.gate': ('memory.html#blockkept.gate', 'qie_nb/memory.py'),
                                'qie_nb.memory.BlockKept.linear': ('memory.html#blockkept.linear', 'qie_nb/memory.py'),
                                'qie_nb.memory.BlockKept.norm': ('memory.html#blockkept.norm', 'qie_nb/memory.py'),

@@ -193,7 +193,7 @@ class Kept(dict):
     @property
     def bytes(self) -> int: return sum(b for b, _ in self.values())
 
-# %% ../nbs/00ie_memory.ipynb #02053339
+# %% ../nbs/00ie_memory.ipynb #49229df7
 class BlockKept(Kept):
     "What one block keeps."
     def __init__(self, job, number): super().__init__(); self.job, self.number = job, number
@@ -220,9 +220,13 @@ class BlockKept(Kept):
             self.add(f"{layer} base's output", tokens * o * j.wide, "DoRA")
             self.add(f"{layer} adapter's output", tokens * o * size, "DoRA")
 
+    def by_token(self, stream, n) -> bool:
+        "Is the modulation kept for every token? A compiler makes the first one's rows anew."
+        return self.job.zero_cond and stream == "img" and (n == 2 or not self.job.compiled)
+
     def norm(self, stream, n, tokens, grad, mod) -> bool: # does its output need a gradient?
         "LayerNorm and `x * (1 + scale) + shift`; `mod`: does the modulation need a gradient?"
-        j, rows = self.job, tokens if self.job.zero_cond and stream == "img" and not self.job.compiled else self.job.batch
+        j, rows = self.job, tokens if self.by_token(stream, n) else self.job.batch
         if grad:
             self.add(f"{stream} norm {n} input", tokens * j.dim * j.wide, "LayerNorm")
             self.add(f"{stream} norm {n} mean and deviation", tokens * 8, "LayerNorm")
@@ -233,7 +237,7 @@ class BlockKept(Kept):
     def gate(self, stream, n, tokens, grad, mod):
         "`gate * x`; a gate of its own for target and control tokens is a tensor as large as x."
         j = self.job
-        if grad and j.zero_cond and stream == "img" and not j.compiled:
+        if grad and self.by_token(stream, n):
             self.add(f"{stream} gate {n}", tokens * j.dim * j.wide, "product with it")
         elif grad: self.add(f"{stream} modulation", self.rows(stream), "product with it")
         if mod: self.add(f"{stream} gated {n}", tokens * j.dim * j.wide, "product with the gate")

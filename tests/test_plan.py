@@ -182,7 +182,7 @@ def test_what_compiled_code_keeps_is_near_the_list(case):
     def forward(gm, example):
         out = next(n for n in gm.graph.nodes if n.op == "output").args[0]
         given = {n for n in gm.graph.nodes if n.op == "placeholder"}
-        shared = ("view", "permute", "alias", "unsqueeze", "_conj", "expand")
+        shared = ("view", "permute", "alias", "unsqueeze", "_conj", "expand", "slice")
         def source(n): # the node whose storage it is
             while any(f"aten.{s}." in str(n.target) for s in shared): n = n.args[0]
             return n
@@ -196,7 +196,7 @@ def test_what_compiled_code_keeps_is_near_the_list(case):
     empty_step(job, tr, "cpu")[0]()
     inputs = (job.target + job.control + job.text) * job.dim * job.wide # of the graph, which a block in the middle keeps
     k, _ = block_kept(replace(job, compiled=True), 1, dict(img=True, txt=True))
-    assert close(k.bytes, sum(found.values()) + inputs, 0.1)
+    assert close(k.bytes, sum(found.values()) + inputs)
 
 
 def test_the_working_set_of_other_ways_follows_from_the_list():
