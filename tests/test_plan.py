@@ -60,7 +60,7 @@ KEPT = dict(
     float32={}, bfloat16=BF16, adapter_in_bfloat16=dict(wide=2, adapter=2), every_layer=dict(targets=ALL), every_layer_bf16=dict(targets=ALL) | BF16,
     every_layer_adapter_bf16=dict(targets=ALL, wide=2, adapter=2), text_too=dict(targets=ALL[:8]) | BF16, out_only=dict(targets=("to_out.0",)),
     mlp_only=dict(targets=("img_mlp.net.2",)) | BF16, text_only=dict(targets=("add_k_proj",)) | BF16, one_layer=dict(targets=r"transformer_blocks\.1\.attn\.to_q"),
-    zero_cond=dict(zero_cond=True), zero_cond_table=dict(zero_cond=True, table=True) | BF16, table=dict(table=True), batch=dict(batch=2) | BF16,
+    zero_cond=dict(zero_cond=True), zero_cond_table=dict(zero_cond=True, table=True) | BF16, table=dict(table=True), batch=dict(batch=2, wide=2, adapter=2),
     batch_all=dict(batch=3, zero_cond=True, table=True, targets=ALL) | BF16, wider=dict(layers=5, dim=128, heads=2, text_dim=96), rank=dict(r=64, targets=ALL),
     modulation=dict(targets=("img_mod.1",)), modulation_too=dict(targets=("img_mod.1", "txt_mod.1", "to_q"), zero_cond=True) | BF16, first=dict(targets=("img_in", "to_q")),
     dora=dict(dora=True) | BF16, dora_all=dict(dora=True, targets=ALL), dropout=dict(dropout=0.1) | BF16, dropout_all=dict(dropout=0.1, targets=ALL),
@@ -68,7 +68,7 @@ KEPT = dict(
     math=dict(kernel="math"), math_bf16=dict(kernel="math") | BF16, flash=dict(kernel="flash") | BF16, cudnn=dict(kernel="cudnn") | BF16, efficient=dict(kernel="efficient"))
 
 
-RARE = {"every_layer", "every_layer_bf16", "out_only", "mlp_only", "text_only", "first", "wider", "rank", "dora_all", "dropout_all", "math_bf16", "cudnn", "modulation", "short", "text_heavy"}
+RARE = {"math", "efficient", "text_too", "every_layer", "every_layer_bf16", "out_only", "mlp_only", "text_only", "first", "wider", "rank", "dora_all", "dropout_all", "math_bf16", "cudnn", "modulation", "short", "text_heavy"}
 some = lambda cases: [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in cases]
 
 
@@ -203,6 +203,7 @@ def test_the_working_set_of_other_ways_follows_from_the_list():
     job = replace(TINY, table=True, checkpointing=True, wide=2)
     plain = working_set(job)
     assert working_set(replace(job, compiled=True)) < plain < working_set(replace(job, kind="int8")) # copies of a block's weights
+    assert working_set(replace(job, layers=1)) < plain == working_set(replace(job, layers=9))
     assert working_set(replace(job, checkpointing="selective")) < plain and working_set(replace(job, streaming=True, devices=1)) == plain
     assert 0.8 < rough_working_set(Job()) / working_set(Job()) < 1.05
 
@@ -253,6 +254,16 @@ def test_the_choice_for_known_cards():
     p = plan("2511", "T4", 512)
     assert p.chosen.job.kind == "nf4" and p.chosen.job.wide == 4 and any("no bfloat16" in n for n in p.notes) and any("control_area" in n for n in p.notes)
     assert plan("2511", "A100-80", 1024, quantize="nf4").chosen.job.kind == "nf4"
+
+
+def test_seven_per_cent_stay_free():
+    small = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
+    need = plan("v1", 80, 512, transformer=small).tried[0].total
+    assert plan("v1", Card("just", int(need / 0.929)), 512, transformer=small).chosen.total == need
+    wide = {how: plan("v1", "H100", 512, config=dict(train=dict(mixed_precision=how)), transformer=small).asked.job.wide for how in ("no", "auto", "bf16")}
+    assert wide == dict(no=4, auto=2, bf16=2)
+    tight = plan("v1", Card("not", int(need / 0.931)), 512, transformer=small)
+    assert tight.chosen is None or tight.chosen is not tight.tried[0]
 
 
 def test_what_is_chosen_is_the_first_that_fits():
