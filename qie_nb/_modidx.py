@@ -1001,6 +1001,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'qie_nb.plan.Plan._tables': ('plan.html#plan._tables', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan.data': ('plan.html#plan.data', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan.fits': ('plan.html#plan.fits', 'qie_nb/plan.py'),
+                             'qie_nb.plan.Plan.shown': ('plan.html#plan.shown', 'qie_nb/plan.py'),
                              'qie_nb.plan._area': ('plan.html#_area', 'qie_nb/plan.py'),
                              'qie_nb.plan._choose': ('plan.html#_choose', 'qie_nb/plan.py'),
                              'qie_nb.plan._here': ('plan.html#_here', 'qie_nb/plan.py'),

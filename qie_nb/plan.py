@@ -6,8 +6,9 @@
 __all__ = ['CARDS', 'FREE', 'PUBLISHED', 'TEXT_NF4', 'Card', 'card_of', 'step_work', 'ways', 'cost', 'way_name', 'way_settings',
            'Plan', 'plan']
 
-# %% ../nbs/03b_plan.ipynb #72bc4b53
+# %% ../nbs/03b_plan.ipynb #cc7f4e06
 import math, re
+from html import escape
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -112,7 +113,7 @@ def way_settings(
     out = {s: {k: v for k, v in keys.items() if not same(getattr(getattr(config, s), k), v)} for s, keys in wanted.items()}
     return {s: keys for s, keys in out.items() if keys}
 
-# %% ../nbs/03b_plan.ipynb #ad98abd4
+# %% ../nbs/03b_plan.ipynb #dbc72ebc
 FREE = 0.07 # of a card's memory
 
 @dataclass
@@ -127,15 +128,18 @@ class Plan:
     other: list         # (job, what it takes)
 
     def fits(self, m:Memory) -> bool: return self.card is None or m.total <= (1 - FREE) * self.card.bytes
+    @property
+    def shown(self) -> Memory: # whose parts are shown: the way that was chosen, else the smallest, else what is configured
+        return self.chosen or min(self.tried, key=lambda m: m.total, default=self.asked)
 
     def data(self) -> dict: # plain
         "All that is shown."
         rows = [dict(way=way_name(m.job), gb=round(m.total / 1e9, 2), host_gb=round(m.host / 1e9, 1), work_tf=round(step_work(m.job), 1),
                      fits=self.fits(m), chosen=m is self.chosen) for m in self.tried]
         return dict(card=self.card and self.card.name, gb=self.card and round(self.card.bytes / 1e9, 1), ways=rows, changes=self.changes,
-                    parts=(self.chosen or self.asked).data(), notes=self.notes, other=self.other)
+                    parts=self.shown.data(), notes=self.notes, other=self.other)
 
-# %% ../nbs/03b_plan.ipynb #c1ecaebd
+# %% ../nbs/03b_plan.ipynb #424490d5
 from fastcore.basics import patch
 
 def _yaml(changes) -> str:
@@ -144,7 +148,7 @@ def _yaml(changes) -> str:
 
 @patch
 def _tables(self:Plan) -> list: # (title, head, rows)
-    d, m = self.data(), self.chosen or self.asked
+    d, m = self.data(), self.shown
     state = lambda r: "chosen" if r["chosen"] else "fits" if r["fits"] else "too large"
     ways = [(r["way"], f"{r['gb']:.1f}", f"{r['host_gb']:.1f}", f"{r['work_tf']:.0f}", state(r)) for r in d["ways"]]
     out = []
@@ -158,16 +162,18 @@ def __repr__(self:Plan):
     def table(title, head, rows):
         width = [max(len(str(r[n])) for r in (head, *rows)) for n in range(len(head))]
         return "\n".join([title, *("  " + "  ".join(str(c).ljust(w) for c, w in zip(r, width)).rstrip() for r in (head, *rows))])
-    return "\n\n".join([*(table(*t) for t in self._tables()), "to set:\n" + _yaml(self.changes), *self.notes])
+    changes = ["to set:\n" + _yaml(self.changes)] * bool(self.chosen)
+    return "\n\n".join([*(table(*t) for t in self._tables()), *changes, *self.notes])
 
 @patch
 def _repr_html_(self:Plan):
-    tables = "".join(f"<h4>{t}</h4>" + table_html(rows, head) for t, head, rows in self._tables())
-    return tables + f"<h4>to set</h4><pre>{_yaml(self.changes)}</pre>" + "".join(note(n) for n in self.notes)
+    tables = "".join(f"<h4>{escape(t)}</h4>" + table_html(rows, head) for t, head, rows in self._tables())
+    changes = f"<h4>to set</h4><pre>{escape(_yaml(self.changes))}</pre>" if self.chosen else ""
+    return tables + changes + "".join(note(n) for n in self.notes)
 
-# %% ../nbs/03b_plan.ipynb #100f1d32
+# %% ../nbs/03b_plan.ipynb #4387e3d2
 PUBLISHED = dict(text_encoder=16.6e9, vae=0.25e9, transformer=40.9e9) # bytes in bfloat16
-TEXT_NF4 = 6.9e9 # the text encoder with the layers in four bits that a quantiser takes
+TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantiser takes, and the rest in bfloat16
 
 def _other(job, card) -> list: # (job, what it takes)
     scale, area = job.wide / 2, job.target * 256
@@ -176,7 +182,7 @@ def _other(job, card) -> list: # (job, what it takes)
     gb = lambda b: f"{b / 1e9:.1f} GB"
     made = f"text encoder {gb(text)}, VAE {gb(PUBLISHED['vae'] * scale)} and {gb(work['vae'])} to work"
     if card and need > (1 - FREE) * card.bytes:
-        made += (f"; too much for {card.name}: set `model.text_encoder_quantize` nf4 ({gb(TEXT_NF4 * scale)}), "
+        made += (f"; too much for {card.name}: set `model.text_encoder_quantize` nf4 ({gb(TEXT_NF4[0] + TEXT_NF4[1] * scale)}), "
                  "or `model.text_encoder_offload` true")
     if not card: return [("precompute", made)]
     whole = replace(job, table=False, streaming=False, devices=1)
@@ -214,7 +220,7 @@ def plan(
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
     return _choose(job, c, card, size, quantize)
 
-# %% ../nbs/03b_plan.ipynb #8afe1b8e
+# %% ../nbs/03b_plan.ipynb #3da04ba0
 def _choose(job, c, card, size, quantize) -> Plan:
     out = Plan(card, memory_of(job), [], None, {}, [], [])
     for way in ways(job, card, None if quantize is None else (kind_of(quantize),)) if card else ():
@@ -222,16 +228,18 @@ def _choose(job, c, card, size, quantize) -> Plan:
         if out.chosen is None and out.fits(out.tried[-1]): out.chosen = out.tried[-1]
     if out.chosen: out.changes = way_settings(out.chosen.job, c)
     if list(size) != list(c.data.image_size): out.changes = dict(data=dict(image_size=list(size))) | out.changes
-    out.notes, out.other = _notes(out), _other((out.chosen or out.asked).job, card)
+    out.notes, out.other = _notes(out), _other(out.shown.job, card)
     return out
 
 def _notes(p:Plan) -> list: # sentences
-    m, card, out = p.chosen or p.asked, p.card, []
-    if card and not p.chosen: out.append(f"nothing fits {card.name}: take smaller pictures, or a larger card")
+    m, card, out = p.shown, p.card, []
+    if card and not p.chosen: out.append(f"nothing fits {card.name}; the smallest way is shown: take smaller pictures, or a larger card")
     if m.job.control > m.job.target:
         less = memory_of(m.job, work=rough_working_set).total - memory_of(replace(m.job, control=m.job.target), work=rough_working_set).total
         out.append(f"control pictures have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} "
                    f"would save {less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
     if m.host: out.append(f"host memory: {m.host / 1e9:.1f} GB that are pinned while training")
-    if card and not card.bf16 and m.job.wide == 4: out.append(f"{card.name} has no bfloat16 of its own, so it computes in float32")
+    if card and not card.bf16 and m.job.wide == 4:
+        out.append(f"{card.name} has no bfloat16 of its own, so it computes in float32; `train.mixed_precision` bf16 needs about half the "
+                   "room beside quantised weights, but is emulated there, and slow")
     return out
