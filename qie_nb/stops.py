@@ -87,11 +87,15 @@ def _changes(c) -> list: # (what to set, dict of the change), in the order to tr
     d, m, t = c.data, c.model, c.train
     half = [max(16, s // 2 // 16 * 16) for s in d.image_size]
     return [(ok, say, new) for ok, say, new in (
-        (not t.gradient_checkpointing, "`train.gradient_checkpointing` true", dict(train=dict(gradient_checkpointing=True))),
+        (not t.gradient_checkpointing and "adapter_dtype" in type(t).model_fields, "`train.gradient_checkpointing` selective",
+         dict(train=dict(gradient_checkpointing="selective"))),
+        (t.gradient_checkpointing is not True, "`train.gradient_checkpointing` true", dict(train=dict(gradient_checkpointing=True))),
         (d.batch_size > 1, f"`data.batch_size` 1 with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}",
          dict(data=dict(batch_size=1))),
         (m.quantize in (False, "none"), "`model.quantize` qint8", dict(model=dict(quantize="qint8"))),
         (m.quantize != "nf4", "`model.quantize` nf4", dict(model=dict(quantize="nf4"))),
+        *((getattr(t, key, True) is False and t.gradient_checkpointing is True, f"`train.{key}` true", dict(train={key: True}))
+          for key in ("offload_activations", "block_streaming")),
         ((d.control_area or 2**20) > 512 * 512, "`data.control_area` 262144 (512 x 512; precompute anew)",
          dict(data=dict(control_area=512 * 512))),
         (True, f"`data.image_size` {half} (precompute anew)", dict(data=dict(image_size=half))),
@@ -102,8 +106,13 @@ def training_advice(
     config, # `Config`
 ) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them, with what each saves by itself."
-    from qie_nb.plan import plan
-    gb, raw, out = lambda c: sum(r[1] for r in plan(c)), config.model_dump(), []
+    from qie_nb.config import make_config
+    from qie_nb.counting import memory_of, rough_working_set
+    from qie_nb.memory import job_of, model_facts, prompt_tokens
+    t, plus = model_facts(config.model.pretrained_model_name_or_path)
+    text = prompt_tokens(plus, 1, config.data.vl_area)
+    gb = lambda c: memory_of(job_of(make_config(c), t, text=text), work=rough_working_set).total / 1e9
+    raw, out = config.model_dump(), []
     for _, say, new in _changes(config):
         saved = gb(config) - gb(_merged(raw, new))
         if saved > 0 and not any(say.split()[0] == s.split()[0] for s, _ in out): out.append((say, saved))
