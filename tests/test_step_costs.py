@@ -1,0 +1,102 @@
+"""What a training step does beyond a bare loop of the same transformer, counted and not timed."""
+import collections, importlib.util, sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qie_nb.trainer import QwenImageEditTrainer
+
+BENCHMARKS = Path(__file__).parent.parent/"benchmarks"
+LAYERS = (2, 4, 6)
+
+
+def script(name):
+    "A script of `benchmarks/` as a module."
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS/f"{name}.py")
+    sys.modules[name] = out = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(out)
+    return out
+
+
+away, cost = script("away"), script("step_cpu")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    "Models of 2, 4 and 6 blocks and one of another variant, with filled caches: {name: configuration(**changes)}."
+    root = tmp_path_factory.mktemp("costs")
+    models = {n: cost.model_folder(root/f"{n}"/"2511", n) for n in LAYERS} | {"2509": cost.model_folder(root/"2509", 2, "2509")}
+    cost.precomputed(root, models[2], models["2509"], captions=("invert", "invert the colours of all that is here"))
+    return lambda name, *a, **kw: cost.configuration(root, models[name], *a, **kw)
+
+
+def total(row): return sum(row["operations"].values())
+
+
+@pytest.mark.parametrize("batch, table, more", [(1, True, {}), (2, True, {}), (1, False, {}), (1, True, dict(train=dict(gradient_checkpointing=True)))], ids=["one", "two", "no table", "checkpointing"])
+def test_a_step_adds_few_operations_to_the_bare_loop_whatever_the_models_depth(batch, table, more, world):
+    over, whole = {}, {}
+    for n in LAYERS:
+        rows, bare, _ = cost.counted(world(n, batch, 5, table=table, **more))
+        assert len({total(r) for r in rows[:-1]}) == 1, "each step does the same"
+        assert any("backward" in k for k in bare["operations"]), "the backward pass is counted"
+        over[n], whole[n] = total(rows[0]) - total(bare), total(bare)
+    assert whole[6] - whole[4] == whole[4] - whole[2] > 300, "the bare loop grows by the block"
+    assert len(set(over.values())) == 1, over
+    assert over[2] <= 39 + 2 * (batch - 1), over
+
+
+@pytest.mark.parametrize("sections", [dict(), dict(train=dict(ema_decay=0.9, gradient_accumulation_steps=2)), dict(model=dict(lora=dict(r=4, lora_dropout=0.1)))], ids=["plain", "mean", "dropout"])
+def test_a_step_walks_over_no_modules_calls_no_encoder_and_makes_no_scheduler(sections, world):
+    rows, *_ = cost.counted(world(2, **sections))
+    assert len(rows) == 4
+    for r in rows: assert r["walked"] == 0 and r["built"] == {}, r
+
+
+def test_a_logged_row_walks_over_no_modules_either(world, tmp_path):
+    rows, _, trainer = cost.counted(world(2, every=1, logging=dict(report_to="tensorboard", log_dir=str(tmp_path), log_images=False, panel=False)))
+    modules = sum(1 for _ in trainer.transformer.modules())
+    assert all(r["walked"] < modules / 5 for r in rows), "a look at the first parameter"
+
+
+@pytest.mark.parametrize("name, own", [("2509", 0), (2, 1)])
+@pytest.mark.parametrize("sections", [
+    dict(), dict(train=dict(gradient_checkpointing=True)), dict(model=dict(modulation_table=False)), dict(train=dict(ema_decay=0.9, gradient_accumulation_steps=2)),
+    dict(model=dict(lora=dict(r=4, lora_dropout=0.1))), dict(train=dict(loss_weighting="cosmap", timestep_sampling="shift"))],
+    ids=["plain", "checkpointing", "no table", "mean, accumulation", "dropout", "weighting"])
+def test_the_host_waits_for_nothing_between_logged_steps(name, own, sections, world):
+    "`own`: diffusers' forward makes one tensor on the device where `zero_cond_t` is set; the bare loop has it too."
+    rows, bare = cost.waited(world(name, every=3, **sections))
+    diffusers = {"a blocking copy to the device": own * sections.get("train", {}).get("gradient_accumulation_steps", 1)} if own else {}
+    assert all(n > 300 for n in (sum(r["launched"].values()) for r in rows)) and bare["waits"] == ({"a blocking copy to the device": 1} if own else {})
+    assert [dict(r["waits"] - collections.Counter(diffusers)) for r in rows] == [{"a copy to the host": 1}, {}, {}, {"a copy to the host": 1}]
+
+
+def test_a_batch_with_a_mask_makes_nobody_wait_either(world):
+    rows, bare = cost.waited(world("2509", 2, data=dict(dataset_path=world("2509")["data"]["dataset_path"], image_size=[64, 48], batch_size=2, caption_dropout_rate=0.)))
+    assert [dict(r["waits"]) for r in rows[:-1]] == [dict(bare["waits"])] * 3
+
+
+def test_training_on_the_device_that_is_not_there_is_training(world):
+    from qie_nb.lora import lora_state
+    plain = QwenImageEditTrainer(world("2509", out="plain")).fit()
+    t = QwenImageEditTrainer(world("2509", out="there")).set_lora()
+    with away.pretended():
+        t.device = away.DEVICE
+        away.send(t.transformer)
+        t.fit()
+        assert {p.device for p in t.transformer.parameters()} == {away.DEVICE}
+    for a, b in zip(lora_state(plain.transformer).values(), [p.numbers for p in lora_state(t.transformer).values()], strict=True): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("why, act", [
+    ("_local_scalar_dense", lambda x: float(x[0])), ("_local_scalar_dense", lambda x: bool(x[0] > 0)), ("nonzero", lambda x: x.nonzero()), ("index", lambda x: x[x > 0]),
+    ("a copy to the host", lambda x: x.cpu()), ("a copy to the host", lambda x: x.tolist()), ("a blocking copy to the device", lambda x: torch.ones(3).to(x.device)),
+    ("a blocking copy to the device", lambda x: torch.tensor([1, 2], device=x.device))])
+def test_the_account_notices_what_waits(why, act, world):
+    with away.pretended() as device:
+        x = torch.ones(3).to(away.DEVICE, non_blocking=True)
+        assert not (x * 2 + torch.ones((), device=away.DEVICE)).sum().requires_grad and not device.waits and device.sent == 1
+        act(x)
+    assert len(device.waits) == 1 and why in next(iter(device.waits))
