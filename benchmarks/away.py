@@ -27,6 +27,7 @@ class Away(torch.Tensor):
         out.numbers = numbers
         return out
     __torch_function__ = torch._C._disabled_torch_function_impl
+    def tolist(self): return self.cpu().tolist() # torch refuses it of a subclass
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None): raise RuntimeError(f"{func} outside the device's mode")
 

@@ -184,3 +184,111 @@ def precomputed(root, *models, sizes=((64, 48),), captions=("invert the colours"
     from qie_nb.trainer import QwenImageEditTrainer
     if not (root/"set").exists(): make_pairs(root/"set", captions=captions)
     for m in models: QwenImageEditTrainer(configuration(root, m)).cache_embeddings()
+
+
+def counts(root, a):
+    "Operations over the bare loop by depth and batch; waits; walks."
+    models = {n: model_folder(root/f"{n}"/"2511", n) for n in (2, 4, 6)} | {"2509": model_folder(root/"2509", 2, "2509")}
+    precomputed(root, models[2], models["2509"])
+    rows, total = [], lambda r: sum(r["operations"].values())
+    for n, batch, table in [(n, b, True) for n in (2, 4, 6) for b in (1, 2)] + [(n, 1, False) for n in (2, 4, 6)]:
+        got, bare, _ = counted(configuration(root, models[n], batch, 5, table=table))
+        logged, *_ = counted(configuration(root, models[n], batch, 5, 1, table=table)) if n == 2 else (None,)
+        rows.append(dict(blocks=n, batch=batch, table=table, trainer=total(got[0]), bare=total(bare), over=total(got[0]) - total(bare), modules_walked=got[0]["walked"], built=got[0]["built"])
+                    | (dict(over_when_logged=total(logged[0]) - total(bare)) if logged else {}))
+        print(rows[-1], flush=True)
+    there = {}
+    for name, model, table in (("2509, table", "2509", True), ("2509, layers", "2509", False), ("2511 (zero_cond_t), table", 2, True)):
+        got, bare = waited(configuration(root, models[model], every=3, table=table))
+        there[name] = dict(unlogged=dict(got[1]["waits"]), logged=dict(got[0]["waits"]), bare=dict(bare["waits"]), launched=sum(got[1]["launched"].values()), launched_bare=sum(bare["launched"].values()))
+        print(name, there[name], flush=True)
+    return dict(rows=rows, device=there, note="operations: aten calls of the main thread, forward, backward and optimizer; the batch is fetched by another thread. "
+                "device: the same steps on tensors that say they are elsewhere (benchmarks/away.py): what the host waits for, and operations that would run there; the bare loop reads its timestep for the table")
+
+
+# --- times
+def stepper(config):
+    "A function that does one step as `fit` does it, callbacks included, and the trainer."
+    from qie_nb.callback import call
+    from qie_nb.trainer import QwenImageEditTrainer
+    t = QwenImageEditTrainer(config)
+    run = t.begin()
+    call(run.callbacks, "on_train_begin", t)
+    def groups():
+        while True: yield from run.groups(t.state)
+    it = groups()
+    def step():
+        group = next(it)
+        t.optimizer_step(group)
+        t.state.advance(len(group), run.batches)
+        call(run.callbacks, "on_step_end", t)
+        if t.state.epoch_ended: call(run.callbacks, "on_epoch_end", t)
+    step()
+    return step, t
+
+
+def spread(values, digits=3): return dict(median=round(median(values), digits), min=round(min(values), digits), max=round(max(values), digits), runs=len(values))
+
+
+def times(root, a):
+    "Paired: trainer, bare loop and a trainer without the table by turns, several times over; ratios are of the same round."
+    out = {}
+    for name, layers, width, size in (("tiny", 2, (2, 16), (64, 48)), ("wider", 4, (8, 64), (256, 256)))[:1 if a.short else 2]:
+        here = root/name
+        model = model_folder(here/"2511", layers, width=width)
+        make_pairs(here/"set", size=size)
+        data = dict(data=dict(dataset_path=str(here/"set"), image_size=list(size), batch_size=1, caption_dropout_rate=0., control_area=size[0] * size[1]))
+        config = lambda **kw: configuration(here, model, steps=10**6, **data, **kw)
+        precomputed_at(config())
+        (step, t), (plain, _) = stepper(config(every=1)), stepper(config(every=1, table=False, out="plain"))
+        ways = dict(trainer=step, bare=bare_of(t), layers=plain)
+        for f in ways.values(): f(), f()
+        took = {k: [] for k in ways}
+        for _ in range(a.runs):
+            for k, f in ways.items():
+                n, began = a.steps, time.perf_counter()
+                for _ in range(n): f()
+                took[k].append((time.perf_counter() - began) / n)
+        ratio = lambda x, y: spread([p / q for p, q in zip(took[x], took[y])])
+        b = t.batch["pixel_latent"].shape
+        out[name] = dict(blocks=layers, width=width[0] * width[1], tokens=2 * b[-1] * b[-2] // 4 + t.batch["prompt_embed"].shape[1], steps_a_run=a.steps,
+                         ms={k: spread([1e3 * x for x in v]) for k, v in took.items()}, trainer_over_bare=ratio("trainer", "bare"), table_over_layers=ratio("trainer", "layers"))
+        print(name, out[name], flush=True)
+    return out
+
+
+def precomputed_at(config):
+    from qie_nb.trainer import QwenImageEditTrainer
+    QwenImageEditTrainer(config).cache_embeddings()
+
+
+# --- all of it
+def about():
+    cpu = next((r.split(":")[1].strip() for r in Path("/proc/cpuinfo").read_text().splitlines() if r.startswith("model name")), platform.processor()) if Path("/proc/cpuinfo").exists() else platform.processor()
+    return dict(device=f"{cpu}, {os.cpu_count()} cores, one thread used", versions=dict(python=platform.python_version()) | {p: version(p) for p in LIBRARIES})
+
+
+PARTS = dict(counts=counts, times=times)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default all")
+    p.add_argument("--runs", type=int, default=7, help="rounds of the paired times")
+    p.add_argument("--steps", type=int, default=10, help="steps of each in a round")
+    p.add_argument("--short", action="store_true", help="the smallest model alone")
+    p.add_argument("--out", type=Path, default=OUT)
+    a = p.parse_args()
+    if wrong := set(a.parts) - PARTS.keys(): p.error(f"unknown {', '.join(wrong)}")
+    torch.set_num_threads(1)
+    result = json.loads(a.out.read_text()) if a.out.is_file() else {}
+    for name in a.parts or PARTS:
+        load, began = os.getloadavg()[0], time.perf_counter()
+        with tempfile.TemporaryDirectory() as tmp: got = PARTS[name](Path(tmp), a)
+        when = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), seconds_taken=round(time.perf_counter() - began, 1), load_average=[round(load, 2), round(os.getloadavg()[0], 2)])
+        result[name] = about() | when | got
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        a.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__": main()
