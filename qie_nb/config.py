@@ -63,6 +63,8 @@ class ModelSection(Section):
     modulation_table: Union[bool, Literal["auto"]] = Field("auto",
         description="keep what the modulation layers say for the timesteps in use, and not the layers: a third of the transformer less in "
         "memory; auto: for training, where no adapter changes them")
+    table_steps: list[Annotated[int, Field(ge=1)]] = Field([20],
+        description="numbers of sampling steps for which the table is made ready by precompute, at the sizes of the data")
     lora: LoraSection = LoraSection()
 
 # %% ../nbs/00a_config.ipynb #9a265a13
@@ -110,6 +112,8 @@ class StepSection(Section):
         description="with fixed_shift: s -> shift * s / (1 + (shift - 1) * s); above 1 means more noise")
     logit_mean: float = Field(0.0, description="with logit_normal: mean of the normal; above 0 means more noise")
     logit_std: float = Field(1.0, gt=0, description="with logit_normal: its standard deviation")
+    continuous_timesteps: bool = Field(False,
+        description="draw noise levels that are no multiples of 1/1000; on a modulation table the transformer is told the nearest of its timesteps")
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none",
         description="weight of a noise level: none (as the model was trained), sigma_sqrt (low noise, so fine detail), "
         "cosmap (a little of the middle)")

@@ -78,11 +78,11 @@ def sample_sigmas(
     seeds, # one int per sample
     how:str="uniform", # one of `SAMPLINGS`
     mu:float=0.0, # for `shift`: logarithm of the sampler's own shift
-    steps:int=1000, # discrete timesteps of the scheduler
+    steps:int=1000, # discrete timesteps of the scheduler; None leaves the levels continuous
     shift:float=3.0, # for `fixed_shift`
     mean:float=0.0, # of the normal, for `logit_normal`; above 0 means more noise
     std:float=1.0, # of the normal
-) -> torch.Tensor: # [B] float32, multiples of 1/steps in (0, 1]
+) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
     "A noise level for each sample, from its own seed."
     if how not in SAMPLINGS: raise ValueError(f"`timestep_sampling` must be one of {', '.join(SAMPLINGS)}, got {how!r}")
     draw = torch.randn if how == "logit_normal" else torch.rand
@@ -90,6 +90,7 @@ def sample_sigmas(
     if how == "logit_normal": s = torch.sigmoid(mean + std * s)
     else: s = s.clamp_min(1e-6)
     if how.endswith("shift"): s = shift_sigmas(s, mu if how == "shift" else math.log(shift))
+    if steps is None: return s.float()
     return (s.double() * steps).ceil().clamp(1, steps).div(steps).float()
 
 # %% ../nbs/00g_flow.ipynb #852515eb

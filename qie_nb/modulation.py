@@ -6,16 +6,16 @@
 __all__ = ['STREAMS', 'seen_times', 'training_times', 'Shards', 'time_embeddings', 'block_rows', 'ModulationTable']
 
 # %% ../nbs/00i_modulation.ipynb #8898176f
-import mmap
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from .cache import EmbeddingCacheManager, key_of
+from .cache import key_of
 from .entries import MODULATION
-from .layers import examine
+from .files import claim
 from .progress import Progress
 from .stream import weight_files
 
@@ -95,7 +95,7 @@ class ModulationTable:
     ):
         self.base, self.dtype, self.blocks, self.folder, self.cache = base, dtype, blocks, folder and Path(folder), cache
         self.places, self.sets = OrderedDict(), [] # {time: (number of its set, row)}; of each set one [T, 12, dim] a block
-        self.told = set() # times that a sentence was said about
+        self.told, self.tell = set(), True # times that a sentence was said about; is one to be said?
 
     def __repr__(self):
         return f"ModulationTable of {len(self.places)} times in {str(self.dtype).removeprefix('torch.')}, {self.blocks} blocks"
@@ -138,11 +138,17 @@ def make(self:ModulationTable,
     name:str="modulation", # of the work, where it shows itself
 ) -> int: # blocks that were computed; 0 where all was found
     "Take a set from the cache, computing what it lacks from the checkpoint."
-    times, made, blocks = tuple(times), 0, []
+    times = tuple(times)
     if self.find(times): return 0
     if self.folder is None: raise ValueError(f"the modulation table lacks {len(self.missing(times))} timesteps and the weights to compute "
                                              "them are not here; attach the whole transformer")
-    shards, temb, bar = Shards(self.folder), None, Progress(self.blocks, name)
+    stored = self.cache is not None and self.cache.writable
+    with claim(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1) if stored else nullcontext(): # one process of several makes it
+        return 0 if stored and self.find(times) else self._make(times, name)
+
+@patch
+def _make(self:ModulationTable, times, name):
+    made, blocks, shards, temb, bar = 0, [], Shards(self.folder), None, Progress(self.blocks, name)
     for n in range(self.blocks):
         parts = self.parts(n, times)
         rows = self.cache.map_cache(MODULATION, key_of(MODULATION, **parts)) if self.cache is not None else None
@@ -161,8 +167,10 @@ def provide(self:ModulationTable,
     times, # that will be asked for
     name:str="modulation", # of the work, where it shows itself
 ):
-    "Make what is missing of some times where the weights are at hand; where they are not, the nearest ones will be taken."
-    if (missing := self.missing(times)) and self.folder is not None: self.make(missing, name)
+    "Have some times ready: from the cache, or made where the weights are at hand. Where they are not, the nearest ones will be taken."
+    own = tuple(sorted({*times} - {*training_times(self.dtype)})) # one set for a schedule, whatever other ones were there before
+    if not self.missing(times) or self.find(own): return
+    if self.folder is not None: self.make(own, name)
 
 @patch
 def _keep(self:ModulationTable, rows, parts):
@@ -181,7 +189,7 @@ def nearest(self:ModulationTable,
     if time in self.places: return time
     if not self.places: raise ValueError("the modulation table is empty; make a set of times first")
     near = min(self.places, key=lambda t: abs(t - time))
-    if time not in self.told:
+    if self.tell and time not in self.told:
         self.told.add(time)
         print(f"timestep {time * 1000:g} is not in the modulation table: {near * 1000:g}, the nearest, is taken")
     return near

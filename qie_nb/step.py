@@ -98,7 +98,8 @@ def draw(
     shape = batch["pixel_latent"].shape[1:]
     mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
     name = how if isinstance(how, str) else how.timestep_sampling
-    more = {} if isinstance(how, str) else dict(shift=how.timestep_shift, mean=how.logit_mean, std=how.logit_std)
+    more = {} if isinstance(how, str) else dict(shift=how.timestep_shift, mean=how.logit_mean, std=how.logit_std,
+                                                steps=None if how.continuous_timesteps else 1000)
     return flow.sample_noise(seeds, shape), flow.sample_sigmas(seeds, name, mu, **more)
 
 # %% ../nbs/00n_step.ipynb #c449cbd5

@@ -11,16 +11,20 @@ import json
 from fastcore.basics import patch
 
 from .cache import EmbeddingCacheManager
+from .data import ImageDataset
+from .edits import factor_of
 from .identity import base_digest
 from .lora import check_targets, is_target
 from .models import check_weights
-from .modulation import ModulationTable, training_times
+from .modulation import ModulationTable, seen_times, training_times
 from .on_table import put_on_table, table_of, uses_modulation
+from .sample import sampling_schedule
 from .stream import empty_model
 
 # %% ../nbs/01ac_table.ipynb #b7edd66b
 class TableMethods:
     "Methods of the trainer that decide on the modulation table; expects its configuration and components."
+    _leaving = False # is the transformer being loaded anew, with its modulation layers?
 
     @property
     def modulation_table(self): # `ModulationTable`, or None
@@ -48,7 +52,8 @@ def why_modulation(self:TableMethods,
     if self._transformer_config().get("use_additional_t_cond"): return "this transformer's modulation sees more than the timestep"
     named = [n for n in uses_modulation(self._layers()) if is_target(self.config.model.lora.target_modules, n)] if training else []
     if named: return f"`model.lora.target_modules` names {named[0]}, so what it says will change"
-    found = uses_modulation(adapters)
+    there = [n for n, _ in self.transformer.named_parameters() if "lora_" in n] if self.transformer is not None else []
+    found = uses_modulation([*adapters, *there])
     return f"the adapter has {found[0]}" if found else ""
 
 # %% ../nbs/01ac_table.ipynb #5fe2cfa5
@@ -58,7 +63,11 @@ def make_table(self:TableMethods) -> ModulationTable:
     c, t, folder = self.components, self._transformer_config(), self._base_folder()
     cache = getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     table = ModulationTable(base_digest(folder), c.dtype, t["num_layers"], folder/"transformer", cache)
-    table.make(training_times(c.dtype) if not t.get("zero_cond_t") else (0., *training_times(c.dtype)))
+    if t.get("zero_cond_t"): table.provide((0.,), "modulation of timestep 0")
+    table.make(training_times(c.dtype), "modulation")
+    if self.config.train.continuous_timesteps:
+        self.say_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.places)} timesteps")
+    table.tell = not self.config.train.continuous_timesteps
     return table
 
 @patch
@@ -69,7 +78,7 @@ def choose_table(self:TableMethods,
     "Put the transformer on a table, now or as soon as it is loaded, or say why not."
     setting, parts = self.config.model.modulation_table, self.components
     if training: check_targets(self.config.model.lora, self._layers())
-    if not setting or not training and not adapters and setting != True: return
+    if self._leaving or not setting or not training and not adapters and setting != True: return
     if why := self.why_modulation(training, adapters): return self.leave_table(why)
     if self.modulation_table is not None or self.transformer is None and "transformer" in parts.prepare: return
     if not training and setting != True: return
@@ -78,17 +87,45 @@ def choose_table(self:TableMethods,
     else: put_on_table(self.gathered(), table)
 
 @patch
+def cache_modulation(self:TableMethods) -> ModulationTable: # None where training will not use it, or nothing can be computed here
+    "Compute what training and the schedules of `model.table_steps` will look up, so that it is in the cache: the part of precompute that sees no picture."
+    here = any((self.components.folder/"transformer").glob("*.safetensors")) # for precompute alone nothing is downloaded
+    if not self.config.model.modulation_table or not self.use_cache or not self.cache_dir or not here: return None
+    if why := self.why_modulation(): return self.say_once(f"no modulation table: {why}")
+    table, scheduler = self.make_table(), self.components.get("scheduler")
+    for tokens in sorted(self._target_tokens()):
+        for steps in self.config.model.table_steps:
+            times = seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, table.dtype)
+            table.provide(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+    print(table)
+    return table
+
+@patch
+def _target_tokens(self:TableMethods) -> set: # packed tokens of a target, for each size in the data
+    dataset, side = ImageDataset(self.config), 2 * factor_of(self.components)
+    dataset.areas = self.components.areas
+    return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
+
+@patch
 def leave_table(self:TableMethods,
     why:str, # the modulation layers are needed
 ):
     "Have the modulation layers in the transformer, which is loaded anew where it lacks them."
     self.say_once(f"no modulation table: {why}")
     self.components.prepare.pop("transformer", None)
-    if self.modulation_table is None: return
+    if self.modulation_table is None: return self._load_whole({})
     others = {n: file for n, (file, _) in self._loras.items() if n in getattr(self.transformer, "peft_config", {})}
     if self.optimizer is not None or not all(others.values()):
         raise ValueError(f"{why}, which the transformer in memory does not have: it runs on the modulation table; "
                          "load the adapter in another trainer, or set `model.modulation_table` to false")
     weights = self.active_adapters()
     self.components.drop("transformer")
-    if others: self.load_loras([dict(path=str(f), name=n, weight=weights.get(n, 1.)) for n, f in others.items()])
+    self._load_whole([dict(path=str(f), name=n, weight=weights.get(n, 1.)) for n, f in others.items()])
+
+@patch
+def _load_whole(self:TableMethods, loras):
+    self._leaving = True
+    try:
+        self._transformer()
+        if loras: self.load_loras(loras)
+    finally: self._leaving = False

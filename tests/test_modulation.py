@@ -191,3 +191,153 @@ def test_a_third_of_the_model_is_never_in_memory(pairs, tmp_path, monkeypatch):
     assert sum(p.numel() * p.element_size() for p in trainer.transformer.parameters()) <= (2 / 3 + 0.01) * total
     trainer.fit()
     assert trainer.modulation_table is not None and trainer.global_step == 6
+
+
+# --- in the cache
+@pytest.fixture
+def computed(monkeypatch):
+    "Blocks whose rows were computed."
+    from qie_nb import modulation
+    real, blocks = modulation.block_rows, []
+    def rows(shards, block, *a):
+        blocks.append(block)
+        return real(shards, block, *a)
+    monkeypatch.setattr(modulation, "block_rows", rows)
+    return blocks
+
+
+def test_a_table_is_computed_once(pairs, tmp_path, computed):
+    def run(**cache): return QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(output_dir=str(tmp_path/f"out{len(computed)}{len(cache)}"), max_train_steps=1), cache=cache or dict(cache_dir=str(tmp_path/"cache")))).fit()
+    run()
+    assert computed == [0, 1] * 2 # timestep 0 of 2511, and training's own
+    run()
+    assert computed == [0, 1] * 2
+    EmbeddingCacheManager(tmp_path/"cache").pack(tmp_path/"packed")
+    t = run(cache_dir=[str(tmp_path/"packed"), str(tmp_path/"fresh")])
+    assert computed == [0, 1] * 2 and len(t.modulation_table.places) == 1001
+    run(use_cache=False)
+    assert computed == [0, 1] * 4, "kept in memory alone"
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "lose"])
+def test_a_bad_entry_is_made_again_and_no_other(harm, tmp_path, computed):
+    folder, times = tiny_folder("v1")/"transformer", (0.1, 0.5)
+    cache = lambda: EmbeddingCacheManager(tmp_path)
+    good = table_for(folder, times, cache=cache()).rows(times)
+    file = sorted(tmp_path.glob("modulation/*/*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    if harm == "flip": data[-5] ^= 1
+    if harm == "truncate": data = data[:-100]
+    file.unlink() if harm == "lose" else file.write_bytes(data)
+    computed.clear()
+    again = table_for(folder, times, cache=cache())
+    assert len(computed) == 1 and torch.equal(again.rows(times), good)
+    assert len([*tmp_path.glob("quarantine/*.safetensors")]) == (harm != "lose")
+    computed.clear()
+    table_for(folder, times, cache=cache())
+    assert not computed
+
+
+def test_an_interrupted_table_goes_on_where_it_was(tmp_path, monkeypatch, computed):
+    from qie_nb import modulation
+    folder, times, real = tiny_folder("v1")/"transformer", (0.1, 0.5), modulation.block_rows
+    def stop(shards, block, *a):
+        if block: raise KeyboardInterrupt
+        return real(shards, block, *a)
+    with monkeypatch.context() as mp:
+        mp.setattr(modulation, "block_rows", stop)
+        with pytest.raises(KeyboardInterrupt): table_for(folder, times, cache=EmbeddingCacheManager(tmp_path))
+    assert computed == [0]
+    table_for(folder, times, cache=EmbeddingCacheManager(tmp_path))
+    assert computed == [0, 1]
+
+
+def test_other_weights_dtypes_and_times_are_other_entries():
+    table = ModulationTable("a", torch.float32, 2)
+    keys = {str(t.parts(b, times)) for t in (table, ModulationTable("b", torch.float32, 2), ModulationTable("a", torch.bfloat16, 2)) for b in (0, 1) for times in ((0.1,), (0.1, 0.2))}
+    assert len(keys) == 12
+
+
+def test_without_weights_what_is_in_the_cache_is_enough(tmp_path):
+    folder, times = tiny_folder("v1")/"transformer", (0.1, 0.5)
+    made = table_for(folder, times, cache=EmbeddingCacheManager(tmp_path))
+    bare = ModulationTable("a digest", torch.float32, 2, None, EmbeddingCacheManager(tmp_path))
+    assert bare.make(times) == 0 and torch.equal(bare.rows(times), made.rows(times))
+    bare.provide((0.3,)) # nothing to make it from: the nearest will be taken
+    with pytest.raises(ValueError, match="lacks 1 timesteps and the weights to compute them are not here; attach the whole transformer"): bare.make((0.3,))
+
+
+# --- when there is none
+def test_an_adapter_of_the_modulation_has_its_layers(pairs, tmp_path, capsys):
+    def trainer(name, **model):
+        c = settings(pairs(), tmp_path, train=dict(output_dir=str(tmp_path/name), max_train_steps=1))
+        return QwenImageEditTrainer(c | dict(model=c["model"] | model))
+    for n, target in enumerate((["img_mod.1"], ["to_q", "txt_mod.1"], ["linear_2"], r".*_mod\.1")):
+        t = trainer(str(n), lora=dict(r=2, target_modules=target)).fit()
+        assert t.modulation_table is None and "no modulation table: `model.lora.target_modules` names " in capsys.readouterr().out
+    lora = trainer("save", lora=dict(r=2, target_modules=["to_q", "img_mod.1"])).fit().save_lora(tmp_path/"lora")
+    plain = trainer("plain").fit().save_lora(tmp_path/"plain_lora")
+    on = trainer("on", modulation_table=True)
+    on.load_loras([dict(path=str(plain), name="first")])
+    assert on.modulation_table is not None
+    on.load_lora(lora, "second")
+    assert on.modulation_table is None and set(on.transformer.peft_config) == {"first", "second"} and list(on.active_adapters()) == ["second"]
+    alone = trainer("alone", modulation_table=True)
+    alone.load_lora(lora, "second")
+    assert alone.modulation_table is None
+    from PIL import Image
+    ask = lambda t: t.predict(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=2)
+    fresh = trainer("fresh", modulation_table=False)
+    fresh.load_lora(lora, "second")
+    assert (ask(on) == ask(fresh)).all()
+    training = trainer("busy").fit()
+    with pytest.raises(ValueError, match="the adapter has .*img_mod.*runs on the modulation table; load the adapter in another trainer"): training.load_lora(lora, "second")
+    assert list(training.active_adapters()) == ["default"]
+    start = trainer("start", lora=dict(r=2, pretrained_weight=str(lora))).fit()
+    assert start.modulation_table is None
+
+
+def test_predicting_makes_the_rows_of_its_schedule_or_takes_the_nearest(pairs, tmp_path, capsys, computed):
+    from PIL import Image
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=2))).fit()
+    ask = lambda t, steps=3: t.predict(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=steps, height=48, width=64)
+    off = QwenImageEditTrainer(settings(pairs(), tmp_path))
+    off.load_lora(t.save_lora(tmp_path/"lora"))
+    want, computed[:] = ask(off).astype(int), []
+    assert abs(ask(t).astype(int) - want).max() <= 1 and computed == [0, 1]
+    ask(t)
+    assert computed == [0, 1] and "nearest" not in capsys.readouterr().out
+    t.modulation_table.folder = None # as with a copy that has no modulation layers
+    t.modulation_table.cache = None
+    ask(t, 4)
+    assert "is not in the modulation table" in capsys.readouterr().out
+
+
+def test_precompute_makes_the_table_and_the_schedules_named(pairs, tmp_path, computed):
+    from qie_nb.sample import sampling_schedule
+    c = settings(pairs(), tmp_path)
+    t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(table_steps=[3, 5])))
+    table = t.cache_modulation()
+    for tokens in t._target_tokens():
+        for steps in (3, 5): assert not table.missing(seen_times(sampling_schedule(t.components.get("scheduler"), steps, tokens).timesteps, torch.float32))
+    assert "transformer" not in t.components.built
+    computed.clear()
+    QwenImageEditTrainer(c | dict(model=c["model"] | dict(table_steps=[3, 5]))).cache_modulation()
+    assert not computed
+
+
+def test_continuous_noise_levels_take_the_nearest_row_and_say_so_once(pairs, tmp_path, capsys):
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(continuous_timesteps=True))).fit()
+    out = capsys.readouterr().out
+    assert out.count("the transformer is told the nearest of the modulation table's 1001 timesteps") == 1 and "is not in the modulation table" not in out
+    batch = next(iter(t.make_loader()))
+    from qie_nb.step import draw
+    sigmas = draw(batch, [1, 2], t.config.train, t.components.get("scheduler").config)[1]
+    assert (sigmas * 1000 != (sigmas * 1000).round()).any()
+
+
+@pytest.mark.parametrize("kind", ["qint8", "fp8_storage"])
+def test_a_quantised_base_runs_on_it(kind, pairs, tmp_path):
+    c = settings(pairs(), tmp_path, train=dict(max_train_steps=2))
+    t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(quantize=kind))).fit()
+    assert t.modulation_table is not None and torch.isfinite(t.state.loss) and not [n for n, _ in t.transformer.named_parameters() if "_mod." in n]
