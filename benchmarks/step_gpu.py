@@ -6,11 +6,13 @@ the GPU (benchmarks/made_up.py); nothing is downloaded. A part fits into ten min
 `--tiny` runs the same code on a CPU with tiny widths, to see that it runs.
 """
 import argparse, gc, json, math, os, platform, sys, tempfile, time, traceback
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -88,6 +90,7 @@ def _place_of(e):
 def clean(b):
     gc.collect()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     gc.collect()
     if b.device.type == "cuda": torch.cuda.empty_cache(), torch.cuda.reset_peak_memory_stats()
 
@@ -364,7 +367,7 @@ def infer_mode(b, table, compiled, scale, steps=8):
         t = QwenImageEditTrainer(configuration(b, change(model=dict(modulation_table=table)), 1024, 1))
         if not table: t.components.prepare["transformer"] = lambda model: None
         tr = t._transformer()
-        if compiled: tr.compile_repeated_blocks(fullgraph=True)
+        if compiled: tr.compile_repeated_blocks(fullgraph=True, backend="eager" if b.tiny else "inductor")
         x = batch_of(b, 1024)
         shot = Encoded(tuple(x["pixel_latent"].shape[1:]), [x["control_latent"]], x["prompt_embed"], x["prompt_embed"][:, :-4] if scale > 1 else None)
         edit_cached(t, shot, steps, scale) # rows are made, graphs too
@@ -480,6 +483,13 @@ def profiles(b):
     for name in ("table, adapters in bf16, compiled", "no recompute, table, compiled", "full checkpointing, eager"): b.measure("profile", name, partial(profile_mode, b, *MODES[name]))
 
 
+def quickly_compiled():
+    "For `--tiny`: graphs are made, kernels are not."
+    try: import qie_nb.compiled as c
+    except ImportError: return nullcontext()
+    return patch.object(c, "BACKEND", "eager")
+
+
 PARTS = dict(floor=floor, bare=bare, ours=ours, small=small, infer=infer, precompute=precompute, profile=profiles)
 
 
@@ -502,7 +512,8 @@ def main(argv=None):
         b.tmp.mkdir(parents=True, exist_ok=True)
         b.folder = b.tmp/"model"
         if not b.folder.exists(): model_folder(b.folder, "2509", b.model, tiny=a.tiny)
-        for name in a.part or PARTS: PARTS[name](b)
+        with quickly_compiled() if a.tiny else nullcontext():
+            for name in a.part or PARTS: PARTS[name](b)
     b.save()
     return b.result
 

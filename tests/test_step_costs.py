@@ -1,5 +1,5 @@
 """What a training step does beyond a bare loop of the same transformer, counted and not timed."""
-import collections, importlib.util, sys
+import importlib.util, json, sys
 from pathlib import Path
 
 import pytest
@@ -71,12 +71,19 @@ def test_the_host_waits_for_nothing_between_logged_steps(name, world):
     assert [dict(r["waits"]) for r in rows] == [{"a copy to the host": 1}, {}, {}, {"a copy to the host": 1}]
 
 
-@pytest.mark.parametrize("name, batch, accumulate", [(2, 1, 1), (2, 1, 2), ("2509", 4, 1)], ids=["zero_cond_t", "twice", "a mask"])
-def test_what_diffusers_forward_waits_for_is_all_that_is_waited_for(name, batch, accumulate, world):
-    "With `zero_cond_t`, and where prompts are padded, it makes one tensor on the device; a bare loop has that, too."
-    rows, bare = cost.waited(world(name, batch, every=10, train=dict(gradient_accumulation_steps=accumulate)))
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_diffusers_forward_waits_for_is_all_that_is_waited_for(accumulate, world):
+    "With `zero_cond_t` it makes one tensor on the device; a bare loop has that, too."
+    rows, bare = cost.waited(world(2, every=10, train=dict(gradient_accumulation_steps=accumulate)))
     assert [dict(r["waits"]) for r in rows[:-1]] == [{"a blocking copy to the device": accumulate}] * 3
     assert bare["waits"]["a blocking copy to the device"] == 1
+
+
+def test_prompts_of_unequal_length_make_nobody_wait_for_more(world):
+    "Where they are padded, diffusers' forward makes one tensor on the device."
+    rows, bare = cost.waited(world("2509", 4, every=10))
+    assert bare["waits"]["a blocking copy to the device"] == 1
+    for r in rows[:-1]: assert set(r["waits"]) <= {"a blocking copy to the device"} and sum(r["waits"].values()) <= 1
 
 
 def test_training_on_the_device_that_is_not_there_is_training(world):
@@ -101,3 +108,32 @@ def test_the_account_notices_what_waits(why, act, world):
         assert not (x * 2 + torch.ones((), device=away.DEVICE)).sum().requires_grad and not device.waits and device.sent == 1
         act(x)
     assert len(device.waits) == 1 and why in next(iter(device.waits))
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
+    "All of its parts, at tiny widths: what stands in its file is a figure, or the name of a setting that is not there."
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu, out = script("step_gpu"), tmp_path/"gpu.json"
+    got = gpu.main(["--tiny", "--steps", "2", "--warm", "2", "--out", str(out)])
+    assert set(got) >= set(gpu.PARTS) and json.loads(out.read_text()).keys() == got.keys()
+    for part in gpu.PARTS:
+        for name, row in got[part].items(): assert row.get("failed", "not there").startswith("not there"), (part, name, row)
+    assert [r["graphs_made_later"] for r in got["ours"].values() if "step_s" in r] == [0] * sum("step_s" in r for r in got["ours"].values())
+    assert all(r["finite"] for p in ("bare", "ours", "small") for r in got[p].values() if "step_s" in r) and "step_s" in got["bare"]["1024"]
+    assert "not yet measured" in script("table").gpu_table(got) and "over the floor" in script("table").gpu_table(got | dict(tiny=False))
+
+
+def test_a_mode_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu, calls = script("step_gpu"), []
+    def no_memory(b): b.measure("ours", "too big", lambda: calls.append("a") or (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))); b.measure("ours", "fits", lambda: calls.append("b") or dict(step_s=1))
+    monkeypatch.setitem(gpu.PARTS, "ours", no_memory)
+    for _ in range(2): got = gpu.main(["--tiny", "--part", "ours", "--out", str(tmp_path/"gpu.json")])
+    assert calls == ["a", "b", "a"] and got["ours"]["too big"]["failed"].startswith("OutOfMemoryError") and got["ours"]["fits"]["step_s"] == 1
+
+
+def test_readme_holds_the_tables_that_the_results_make(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    text, tables = (BENCHMARKS.parent/"README.md").read_text(), script("table").TABLES
+    for name, make in tables.items(): assert make() in text, f"README's table {name} is old; python benchmarks/table.py --write"
