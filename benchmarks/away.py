@@ -23,6 +23,7 @@ class Away(torch.Tensor):
     "A tensor that says it is on the device."
     @staticmethod
     def __new__(cls, numbers):
+        numbers = numbers.resolve_conj().resolve_neg() # the wrapper has no such mark
         out = torch.Tensor._make_wrapper_subclass(cls, numbers.size(), numbers.stride(), numbers.storage_offset(), dtype=numbers.dtype, device=DEVICE, requires_grad=False)
         out.numbers = numbers
         return out

@@ -202,8 +202,8 @@ def counts(root, a):
         got, bare = waited(configuration(root, models[model], every=3, table=table))
         there[name] = dict(unlogged=dict(got[1]["waits"]), logged=dict(got[0]["waits"]), bare=dict(bare["waits"]), launched=sum(got[1]["launched"].values()), launched_bare=sum(bare["launched"].values()))
         print(name, there[name], flush=True)
-    return dict(rows=rows, device=there, note="operations: aten calls of the main thread, forward, backward and optimizer; the batch is fetched by another thread. "
-                "device: the same steps on tensors that say they are elsewhere (benchmarks/away.py): what the host waits for, and operations that would run there; the bare loop reads its timestep for the table")
+    return dict(rows=rows, elsewhere=there, note="operations: aten calls of the main thread, forward, backward and optimizer; the batch is fetched by another thread. "
+                "elsewhere: the same steps on tensors that say they are elsewhere (benchmarks/away.py): what the host waits for, and operations that would run there; the bare loop reads its timestep for the table")
 
 
 # --- times
@@ -233,7 +233,7 @@ def spread(values, digits=3): return dict(median=round(median(values), digits), 
 def times(root, a):
     "Paired: trainer, bare loop and a trainer without the table by turns, several times over; ratios are of the same round."
     out = {}
-    for name, layers, width, size in (("tiny", 2, (2, 16), (64, 48)), ("wider", 4, (8, 64), (256, 256)))[:1 if a.short else 2]:
+    for name, layers, width, size in (("tiny", 2, (2, 16), (64, 48)), ("wider", 4, (4, 64), (128, 128)))[:1 if a.short else 2]:
         here = root/name
         model = model_folder(here/"2511", layers, width=width)
         make_pairs(here/"set", size=size)
@@ -275,7 +275,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default all")
     p.add_argument("--runs", type=int, default=7, help="rounds of the paired times")
-    p.add_argument("--steps", type=int, default=10, help="steps of each in a round")
+    p.add_argument("--steps", type=int, default=5, help="steps of each in a round")
     p.add_argument("--short", action="store_true", help="the smallest model alone")
     p.add_argument("--out", type=Path, default=OUT)
     a = p.parse_args()

@@ -30,7 +30,7 @@ def step_table(r):
             ["of " + " / ".join(str(x["bare"]) for x in get(batch=1, table=True)) + " in the bare loop", "forward, backward and optimizer, counted as aten calls"],
             ["modules walked over, encoders called, schedulers made", f"{max(x['modules_walked'] for x in c['rows'])}, {max(x['built'].get('encoder calls', 0) for x in c['rows'])}, "
              f"{max(x['built'].get('schedulers made', 0) for x in c['rows'])}"]]
-    for name, d in c["device"].items():
+    for name, d in c["elsewhere"].items():
         said = lambda w: ", ".join(f"{n} x {k}" for k, n in w.items()) or "nothing"
         rows.append([f"what the host waits for, {name}", f"{said(d['unlogged'])}; when a row is logged: {said(d['logged'])}"])
     for name, t in ((k, v) for k, v in r.get("times", {}).items() if isinstance(v, dict) and "trainer_over_bare" in v):
