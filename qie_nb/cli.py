@@ -22,9 +22,7 @@ def _trainer(a):
 
 # %% ../nbs/04_cli.ipynb #cf370451
 def precompute(a):
-    trainer = _trainer(a)
-    report = trainer.cache_embeddings(None, a.start_idx, a.end_idx)
-    if a.end_idx is None: trainer.cache_modulation()
+    report = _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
     return 0 if report.samples > len(report.skipped) else 1 # a skipped sample is in the report and ends nothing
 
 def train(a):

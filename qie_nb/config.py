@@ -63,8 +63,9 @@ class ModelSection(Section):
     modulation_table: Union[bool, Literal["auto"]] = Field("auto",
         description="keep what the modulation layers say for the timesteps in use, and not the layers: a third of the transformer less in "
         "memory; auto: for training, where no adapter changes them")
-    table_steps: list[Annotated[int, Field(ge=1)]] = Field([20],
-        description="numbers of sampling steps for which the table is made ready by precompute, at the sizes of the data")
+    table_steps: list[Annotated[int, Field(ge=1)]] = Field([],
+        description="numbers of sampling steps for which precompute makes the table ready too, at the sizes of the data; for predicting "
+        "where the modulation layers are not at hand, since elsewhere it is made when it is needed")
     lora: LoraSection = LoraSection()
 
 # %% ../nbs/00a_config.ipynb #9a265a13

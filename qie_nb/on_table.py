@@ -9,7 +9,7 @@ __all__ = ['uses_modulation', 'TableRows', 'Lookup', 'put_on_table', 'table_of']
 import torch
 from torch import nn
 
-from .modulation import STREAMS, seen_times
+from .modulation import STREAMS, floats_of, seen_times
 
 # %% ../nbs/00ia_on_table.ipynb #a5ffaaf8
 def uses_modulation(
@@ -51,7 +51,7 @@ class Lookup:
     ):
         "Fetch the rows of a call; those of the last call serve again where it is the same (guidance)."
         timestep, self.next = timestep if self.next is None else self.next, None
-        times = timestep.detach().to("cpu", self.table.dtype).float().tolist() + [0.] * self.zero
+        times = floats_of(timestep.to("cpu", self.table.dtype)) + [0.] * self.zero
         if self.key != (times, device): self.key, self.rows = (times, device), self.table.rows(times, device)
 
     def append(self,

@@ -129,7 +129,7 @@ def cache_embeddings(self:CacheMethods,
     start_idx:int=0, # first sample
     end_idx:int=None, # one past the last
 ): # `Report`
-    "Precompute latents and prompt embeddings of a data set into the cache; held-out pairs too."
+    "Precompute latents and prompt embeddings of a data set into the cache, held-out pairs too, and the modulation table that training looks up."
     dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None and not (self.use_cache and self.cache_dir):
         raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so nobody would read what is precomputed; set both")
@@ -143,6 +143,7 @@ def cache_embeddings(self:CacheMethods,
         self._drop_untellable(held_out)
         with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify)
     enc.release()
+    if start_idx == 0 and end_idx is None: self.cache_modulation(dataset.cache, dataset)
     self.cache_exist = True
     print(report)
     return report

@@ -58,10 +58,12 @@ def why_modulation(self:TableMethods,
 
 # %% ../nbs/01ac_table.ipynb #5fe2cfa5
 @patch
-def make_table(self:TableMethods) -> ModulationTable:
+def make_table(self:TableMethods,
+    cache=None, # `EmbeddingCacheManager`; default the run's
+) -> ModulationTable:
     "The table of this model, with all timesteps that training can draw."
     c, t, folder = self.components, self._transformer_config(), self._base_folder()
-    cache = getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
+    cache = cache or getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     table = ModulationTable(base_digest(folder), c.dtype, t["num_layers"], folder/"transformer", cache)
     if t.get("zero_cond_t"): table.provide((0.,), "modulation of timestep 0")
     table.make(training_times(c.dtype), "modulation")
@@ -87,22 +89,24 @@ def choose_table(self:TableMethods,
     else: put_on_table(self.gathered(), table)
 
 @patch
-def cache_modulation(self:TableMethods) -> ModulationTable: # None where training will not use it, or nothing can be computed here
+def cache_modulation(self:TableMethods,
+    cache=None, # `EmbeddingCacheManager`; default the configuration's
+    dataset=None, # `ImageDataset` whose sizes the schedules are for; default the configuration's
+) -> ModulationTable: # None where training will not use it, or nothing can be computed here
     "Compute what training and the schedules of `model.table_steps` will look up, so that it is in the cache: the part of precompute that sees no picture."
     here = any((self.components.folder/"transformer").glob("*.safetensors")) # for precompute alone nothing is downloaded
-    if not self.config.model.modulation_table or not self.use_cache or not self.cache_dir or not here: return None
+    if not self.config.model.modulation_table or not here or cache is None and not (self.use_cache and self.cache_dir): return None
     if why := self.why_modulation(): return self.say_once(f"no modulation table: {why}")
-    table, scheduler = self.make_table(), self.components.get("scheduler")
-    for tokens in sorted(self._target_tokens()):
+    table, scheduler = self.make_table(cache), self.components.get("scheduler")
+    for tokens in sorted(self._target_tokens(dataset)) if self.config.model.table_steps else ():
         for steps in self.config.model.table_steps:
             times = seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, table.dtype)
             table.provide(times, f"modulation of {steps} sampling steps, {tokens} tokens")
-    print(table)
     return table
 
 @patch
-def _target_tokens(self:TableMethods) -> set: # packed tokens of a target, for each size in the data
-    dataset, side = ImageDataset(self.config), 2 * factor_of(self.components)
+def _target_tokens(self:TableMethods, dataset=None) -> set: # packed tokens of a target, for each size in the data
+    dataset, side = dataset or ImageDataset(self.config), 2 * factor_of(self.components)
     dataset.areas = self.components.areas
     return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
 
