@@ -14,7 +14,10 @@ def markdown(head, rows):
 def held(name): return json.loads(p.read_text()) if (p := HERE/"results"/f"{name}.json").is_file() else {}
 
 
-def about(r): return f"{r['device']}; torch {r['versions']['torch']}, diffusers {r['versions']['diffusers']}"
+def about(r):
+    load = r.get("load_average")
+    busy = f"; load average {load[0] if isinstance(load, list) else load}" if load is not None else ""
+    return f"{r['device']}{busy}; torch {r['versions']['torch']}, diffusers {r['versions']['diffusers']}"
 
 
 def of(s, unit="", digits=2): return f"{s['median']:.{digits}f}{unit} ({s['min']:.{digits}f} to {s['max']:.{digits}f})"
