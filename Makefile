@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all browser screenshots check install clean breakages faults kills bench-cache
+.PHONY: demo test test-all browser screenshots check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
 
 install: $(VENV)/.ready
 
@@ -65,6 +65,18 @@ kills: $(VENV)/.ready ## runs killed, interrupted and ended by signals, two proc
 
 bench-cache: $(VENV)/.ready ## what the cache costs, measured on this machine: benchmarks/results/cache.json and a table
 	$(BIN)/python benchmarks/cache.py
+
+bench-cpu: $(VENV)/.ready ## what a training step does beyond a bare loop: counts and paired times, benchmarks/results/step_cpu.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cpu.py
+	$(BIN)/python benchmarks/table.py --write
+
+bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by side; ARGS=--full on a GPU
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/modes.py $(ARGS)
+	$(BIN)/python benchmarks/table.py --write
+
+bench-gpu: $(VENV)/.ready ## on a GPU, full size with random weights: its floor, the bare loop, every mode; again where time ran out. ARGS="--part floor" for one part
+	$(BIN)/python benchmarks/step_gpu.py --minutes 60 $(ARGS)
+	$(BIN)/python benchmarks/table.py --write
 
 clean:
 	rm -rf demo_out build dist *.egg-info

@@ -59,10 +59,13 @@ class Finite:
         self.skipped, self.row = self.skipped + bad, (self.row + bad) * bad
         self.worst = torch.maximum(self.worst, self.row)
 
-    def read(self) -> tuple: # (skipped in all, longest row of them since the last reading)
-        skipped, worst = torch.stack([self.skipped, self.worst]).tolist()
+    def read(self,
+        *numbers, # 0-dim tensors that come along
+    ) -> tuple: # (skipped in all, longest row of them since the last reading, *the numbers on the CPU)
+        "Fetch the counters; one wait for the device, whatever comes along."
+        skipped, worst, *rest = torch.stack([n.float() for n in (self.skipped, self.worst, *numbers)]).cpu()
         self.worst = self.row
-        return skipped, worst
+        return int(skipped), int(worst), *rest
 
 # %% ../nbs/00p_stops.ipynb #76ba9a5d
 class NonFiniteStop(Callback):
@@ -71,8 +74,11 @@ class NonFiniteStop(Callback):
         if logged(t): check_finite(t)
 
 def check_finite(t):
-    "Read the counters; it waits for the device."
-    t.state.skipped, row = t.finite.read()
+    "Read the counters, and the step's loss and gradient norm with them; it waits for the device."
+    s = t.state
+    there = all(torch.is_tensor(n) and n.device == t.finite.skipped.device for n in (s.loss, s.grad_norm)) # not fetched yet
+    s.skipped, row, *rest = t.finite.read(*(s.loss, s.grad_norm) if there else ())
+    if there: s.loss, s.grad_norm = rest
     if row < t.config.train.stop_after_nonfinite: return
     t.state.suspect = True
     t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}); none of them changed anything: "

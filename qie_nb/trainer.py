@@ -230,19 +230,20 @@ def optimizer_step(self:QwenImageEditTrainer,
     group, # `Group` of batches
 ):
     "Backward over the batches, clip, step; loss, gradient norm before clipping and rate go into the state."
-    s, n = self.state, self.accelerator.num_processes
+    s, n, total = self.state, self.accelerator.num_processes, 0.
     self.optimizer.zero_grad(set_to_none=True) # first, for a torn step leaves gradients behind
-    s.loss, s.metrics, self.batch = torch.zeros((), device=self.device), {}, group[-1]
+    s.metrics, self.batch = {}, group[-1]
     for k, (batch, count) in enumerate(zip(group, group.counts)):
         last = k == len(group) - 1 # torch averages over the processes, once a step
         with nullcontext() if last else self.accelerator.no_sync(self.model or self.transformer):
-            loss = self.training_step(batch) * (count * n / group.samples)
-            self.accelerator.backward(loss)
-        s.loss = s.loss + loss.detach()
+            loss = self.training_step(batch)
+            if count * n != group.samples: loss = loss * (count * n / group.samples)
+            loss.backward()
+        total = total + loss.detach() if k else loss.detach()
     params = [p for g in self.optimizer.param_groups for p in g["params"]]
-    s.loss = self.accelerator.reduce(s.loss, "mean")
+    s.loss = self.accelerator.reduce(total, "mean") if n > 1 else total
     s.grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf")))
-    self.change(torch.isfinite(s.grad_norm) & torch.isfinite(s.loss))
+    self.change(torch.isfinite(s.grad_norm + s.loss))
 
 @patch
 def change(self:QwenImageEditTrainer,
