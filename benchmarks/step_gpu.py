@@ -345,7 +345,7 @@ def planned(t, b):
     "What the planner says of this configuration, in GB; None where it cannot say."
     try:
         from qie_nb.plan import plan
-        return sum(r[1] for r in plan(t.config, transformer=b.model, prompt_tokens=b.text))
+        return plan(t.config, transformer=b.model, prompt=b.text).asked.total / 1e9
     except Exception as e:
         print(f"no plan: {type(e).__name__}: {e}", flush=True)
 

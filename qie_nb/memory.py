@@ -9,7 +9,7 @@ __all__ = ['REAL', 'KERNELS', 'Job', 'stream_tokens', 'job_of', 'model_facts', '
 
 # %% ../nbs/00if_memory.ipynb #a2e58ca2
 import json, math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from .lora import _UNUSED, is_target, target_modules
@@ -70,10 +70,9 @@ def _table(config, t) -> bool: # as `qie_nb.table` decides
     return bool(config.model.modulation_table) and not changed and not t.get("use_additional_t_cond")
 
 def _train_fields(c, wide) -> dict: # of `Config`
-    t, get = c.train, lambda name, usual: getattr(c.train, name, usual)
-    return dict(checkpointing=t.gradient_checkpointing, adapter=4 if get("adapter_dtype", "float32") == "float32" else wide,
-                compiled=get("compile", False) in (True, "auto"), streaming=bool(get("block_streaming", False)),
-                offload=bool(get("offload_activations", False)), devices=max(1, len(get("transformer_devices", ()))),
+    t = c.train
+    return dict(checkpointing=t.gradient_checkpointing, adapter=4 if t.adapter_dtype == "float32" else wide,
+                compiled=bool(t.compile), streaming=t.block_streaming, offload=t.offload_activations, devices=max(1, len(t.transformer_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay), accumulate=t.gradient_accumulation_steps)
 
 def job_of(

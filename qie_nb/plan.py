@@ -9,11 +9,11 @@ __all__ = ['CARDS', 'FREE', 'PUBLISHED', 'TEXT_NF4', 'Card', 'card_of', 'step_wo
 # %% ../nbs/03b_plan.ipynb #cc7f4e06
 import math, re
 from html import escape
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from .config import Config, TrainSection, make_config
+from .config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
 from .doctor import doctor, selfcheck
 from .memory import Job, block_layers, job_of, model_facts, prompt_tokens, stream_tokens
@@ -69,8 +69,6 @@ def step_work(
 # %% ../nbs/03b_plan.ipynb #716047f5
 _WORSE = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, streaming=2., offload=1.1, devices=1.02)
 
-def _known(key:str) -> bool: return key in TrainSection.model_fields
-
 def ways(
     job:Job, # as configured
     card:Card,
@@ -79,12 +77,11 @@ def ways(
     "Every way to do a job on a card, the preferred one first."
     plain = replace(job, streaming=False, offload=False, devices=1)
     kinds = kinds or (None, "qfloat8" if card.bf16 else "qint8", "nf4")
-    modes = (False, *(("selective",) if _known("adapter_dtype") else ()), True) # the same version brought both
-    out = [replace(plain, kind=k, checkpointing=m, compiled=job.compiled and not k) for k in kinds for m in modes]
-    if card.count > 1 and _known("transformer_devices"): out += [replace(j, devices=card.count) for j in out]
-    full = lambda: [j for j in out if j.checkpointing is True]
-    if _known("block_streaming"): out += [replace(j, streaming=True) for j in full() if j.devices == 1 and not j.kind]
-    if _known("offload_activations"): out += [replace(j, offload=True) for j in full()]
+    out = [replace(plain, kind=k, checkpointing=m, compiled=job.compiled and not k) for k in kinds for m in (False, "selective", True)]
+    full = lambda: [replace(j, compiled=False) for j in out if j.checkpointing is True]
+    if card.count > 1: out += [replace(j, devices=card.count, compiled=False) for j in out]
+    out += [replace(j, streaming=True) for j in full() if j.devices == 1 and not j.kind]
+    out += [replace(j, offload=True) for j in full() if j.devices == 1]
     return sorted(out, key=cost)
 
 def cost(job:Job) -> float: # TF, weighted
@@ -106,9 +103,8 @@ def way_settings(
 ) -> dict: # {section: {key: value}}, what differs alone
     "The YAML changes that make a configuration train this way."
     wanted = dict(model=dict(quantize=job.kind or "none"), train=dict(gradient_checkpointing=job.checkpointing))
-    for key, value in (("block_streaming", job.streaming), ("offload_activations", job.offload),
-                       ("transformer_devices", [f"cuda:{n}" for n in range(job.devices)] if job.devices > 1 else [])):
-        if _known(key): wanted["train"][key] = value
+    wanted["train"] |= dict(block_streaming=job.streaming, offload_activations=job.offload,
+                            transformer_devices=[f"cuda:{n}" for n in range(job.devices)] if job.devices > 1 else [])
     same = lambda a, b: a == b or not a and b in (None, "none", [])
     out = {s: {k: v for k, v in keys.items() if not same(getattr(getattr(config, s), k), v)} for s, keys in wanted.items()}
     return {s: keys for s, keys in out.items() if keys}

@@ -114,10 +114,12 @@ def check_space(
     need:int, # bytes, in whole blocks of the disk
     folder,
     said:int=None, # bytes in files, to say
+    of_them:int=0, # bytes of the modulation table
 ):
     "Say what a job will take, and refuse it where it cannot fit."
     free = free_bytes(folder)
-    print(f"precompute: {(said or need)/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
+    of_them = f" ({of_them/1e6:.1f} MB of them the modulation table)" if of_them else ""
+    print(f"precompute: {(said or need)/1e6:.1f} MB to write{of_them}, {free/1e6:.0f} MB free in {folder}")
     if need > free:
         raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(need, True)} more, but {str(folder)!r} has {megabytes(free)} free: "
                        f"{megabytes(need - free, True)} are missing; "
@@ -263,6 +265,7 @@ def precompute(
     end:int=None, # one past the last; None means all
     verify:bool=True, # read entries once before they count as reused?
     ahead:int=4, # samples whose pictures are read while the encoders work; 0: none
+    table=(), # bytes of the modulation table's entries, which the same job will write afterwards
 ) -> Report:
     "Fill the cache with everything that training on samples start..end will read."
     cache, t0 = encoder.cache, time.time()
@@ -272,12 +275,15 @@ def precompute(
     report = Report(samples=len(indices) + len(before), skipped=before)
     missing = _look(dataset, encoder, indices, verify, report)
     report.reused = sum(not names for names in missing.values())
-    if work := _open(my_share(pieces(dataset, missing, encoder.batch_size)), missing): # shared out before it is known what is done
-        todo = [i for piece in work for _, samples in piece for i in samples]
-        if not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
-        report.bytes = bytes_needed(dataset, encoder, {i: missing[i] for i in todo})
-        on_disk = bytes_needed(dataset, encoder, {i: missing[i] for i in todo}, block_size(cache.cache_dir))
-        check_space(on_disk, cache.cache_dir, report.bytes)
+    work = _open(my_share(pieces(dataset, missing, encoder.batch_size)), missing) # shared out before it is known what is done
+    todo = [i for piece in work for _, samples in piece for i in samples]
+    if work and not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
+    if work or table:
+        lacking, block = {i: missing[i] for i in todo}, block_size(cache.cache_dir)
+        report.bytes = bytes_needed(dataset, encoder, lacking) + sum(table)
+        on_disk = bytes_needed(dataset, encoder, lacking, block) + sum(-(-n // block) * block for n in table)
+        check_space(on_disk, cache.cache_dir, report.bytes, sum(table))
+    if work:
         encoder.warm_up({name for i in todo for name in missing[i]}) # a broken model is no reason to skip samples
         for p in leftovers(cache._scratch()): p.unlink(missing_ok=True)
         cache.add_identity(encoder.identity)

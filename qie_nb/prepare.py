@@ -15,7 +15,7 @@ from .data import ImageDataset, find_samples, loader, split_held_out
 from .encoder import Encoder
 from .models import check_device, prompt_text
 from .pictures import Geometry
-from .precompute import precompute
+from .precompute import my_share, precompute
 from .samples import Samples
 from .step import encode_batch
 from .stops import encoder_advice, memory_advice
@@ -137,13 +137,14 @@ def cache_embeddings(self:CacheMethods,
     self._drop_untellable(dataset)
     enc = self.encoder(dataset.cache)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify, self.config.cache.decode_ahead)
-    if self.config.train.val_path and start_idx == 0 and end_idx is None:
+    table = my_share(self.modulation_bytes(dataset.cache, dataset)) if (whole := start_idx == 0 and end_idx is None) else ()
+    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify, self.config.cache.decode_ahead, table)
+    if self.config.train.val_path and whole:
         held_out = self._subset(dataset, self._val_samples(), caption_dropout_rate=0.)
         self._drop_untellable(held_out)
         with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, ahead=self.config.cache.decode_ahead)
     enc.release()
-    if start_idx == 0 and end_idx is None: self.cache_modulation(dataset.cache, dataset)
+    if whole: self.cache_modulation(dataset.cache, dataset)
     self.cache_exist = True
     print(report)
     return report

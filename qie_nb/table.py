@@ -16,7 +16,7 @@ from .edits import factor_of
 from .identity import base_digest
 from .lora import check_targets, is_target
 from .models import check_weights
-from .modulation import ModulationTable, seen_times, training_times
+from .modulation import ModulationTable, beyond_training, seen_times, training_times
 from .on_table import put_on_table, table_of, uses_modulation
 from .sample import sampling_schedule
 from .stream import empty_model
@@ -58,15 +58,23 @@ def why_modulation(self:TableMethods,
 
 # %% ../nbs/01ac_table.ipynb #5fe2cfa5
 @patch
+def _empty_table(self:TableMethods, cache=None) -> ModulationTable:
+    folder = self._base_folder()
+    cache = cache or getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
+    return ModulationTable(base_digest(folder), self.components.dtype, self._transformer_config()["num_layers"], folder/"transformer", cache)
+
+@patch
+def _training_sets(self:TableMethods) -> dict: # {times: name of the work}
+    zero = {(0.,): "modulation of timestep 0"} if self._transformer_config().get("zero_cond_t") else {}
+    return zero | {training_times(self.components.dtype): "modulation"}
+
+@patch
 def make_table(self:TableMethods,
     cache=None, # `EmbeddingCacheManager`; default the run's
 ) -> ModulationTable:
     "The table of this model, with all timesteps that training can draw."
-    c, t, folder = self.components, self._transformer_config(), self._base_folder()
-    cache = cache or getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
-    table = ModulationTable(base_digest(folder), c.dtype, t["num_layers"], folder/"transformer", cache)
-    if t.get("zero_cond_t"): table.provide((0.,), "modulation of timestep 0")
-    table.make(training_times(c.dtype), "modulation")
+    table = self._empty_table(cache)
+    for times, name in self._training_sets().items(): table.make(times, name)
     if self.config.train.continuous_timesteps:
         self.say_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.places)} timesteps")
     table.tell = not self.config.train.continuous_timesteps
@@ -89,20 +97,44 @@ def choose_table(self:TableMethods,
     else: put_on_table(self.gathered(), table)
 
 @patch
+def _table_is_wanted(self:TableMethods, cache=None) -> bool:
+    here = any((self.components.folder/"transformer").glob("*.safetensors")) # for precompute alone nothing is downloaded
+    if not self.config.model.modulation_table or not here or cache is None and not (self.use_cache and self.cache_dir): return False
+    if why := self.why_modulation(): self.say_once(f"no modulation table: {why}")
+    return not why
+
+@patch
+def _schedule_sets(self:TableMethods, dataset=None) -> dict: # {times beyond those of training: name of the work}, of `model.table_steps`
+    if not self.config.model.table_steps: return {}
+    scheduler, dtype, out = self.components.get("scheduler"), self.components.dtype, {}
+    for tokens in sorted(self._target_tokens(dataset)):
+        for steps in self.config.model.table_steps:
+            times = beyond_training(seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, dtype), dtype)
+            out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+    return out
+
+@patch
 def cache_modulation(self:TableMethods,
     cache=None, # `EmbeddingCacheManager`; default the configuration's
     dataset=None, # `ImageDataset` whose sizes the schedules are for; default the configuration's
 ) -> ModulationTable: # None where training will not use it, or nothing can be computed here
     "Compute what training and the schedules of `model.table_steps` will look up, so that it is in the cache: the part of precompute that sees no picture."
-    here = any((self.components.folder/"transformer").glob("*.safetensors")) # for precompute alone nothing is downloaded
-    if not self.config.model.modulation_table or not here or cache is None and not (self.use_cache and self.cache_dir): return None
-    if why := self.why_modulation(): return self.say_once(f"no modulation table: {why}")
-    table, scheduler = self.make_table(cache), self.components.get("scheduler")
-    for tokens in sorted(self._target_tokens(dataset)) if self.config.model.table_steps else ():
-        for steps in self.config.model.table_steps:
-            times = seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, table.dtype)
-            table.provide(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+    if not self._table_is_wanted(cache): return None
+    table = self.make_table(cache)
+    for times, name in self._schedule_sets(dataset).items(): table.make(times, name)
     return table
+
+@patch
+def modulation_bytes(self:TableMethods,
+    cache=None, # as for `cache_modulation`
+    dataset=None,
+) -> list: # of each entry
+    "What `cache_modulation` will write."
+    if not self._table_is_wanted(cache): return []
+    table, t = self._empty_table(cache), self._transformer_config()
+    if not table.cache.writable: return []
+    sets = self._training_sets() | self._schedule_sets(dataset)
+    return [n for times in sets for n in table.to_write(times, t["num_attention_heads"] * t["attention_head_dim"])]
 
 @patch
 def _target_tokens(self:TableMethods, dataset=None) -> set: # packed tokens of a target, for each size in the data

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from qie_nb import memory, plan as planner
 from qie_nb.cli import main
 from qie_nb.config import Config, make_config
-from qie_nb.counting import RING, LiveBytes, count_step, empty_step, empty_transformer, memory_of, rough_working_set, working_set
+from qie_nb.counting import LiveBytes, count_step, empty_step, empty_transformer, memory_of, rough_working_set, working_set
 from qie_nb.lora import add_lora, lora_parameters
 from qie_nb.memory import Job, adapter_shapes, block_bytes, block_kept, job_of, kept, model_facts, numbers, optimizer_bytes, other_bytes, parameters
 from qie_nb.optimize import make_optimizer
@@ -20,6 +20,7 @@ from qie_nb.place import component_bytes
 from qie_nb.plan import CARDS, Card, card_of, plan, step_work, way_name, ways
 from qie_nb.quantise import _inner, held_bytes, quantise
 from qie_nb.stops import training_advice
+from qie_nb.streamed import RING
 from qie_nb.tiny import tiny_folder
 
 TINY = Job(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, wide=4)
@@ -282,15 +283,13 @@ def test_the_changes_make_the_configuration_that_was_chosen(gpu):
     assert replace(again.asked.job, compiled=False) == replace(p.chosen.job, compiled=False) and not again.changes
 
 
-def test_ways_that_a_version_knows(monkeypatch):
-    names = lambda card: [way_name(j) for j in ways(Job(), card)]
-    known = {"adapter_dtype", "block_streaming", "offload_activations", "transformer_devices"}
-    monkeypatch.setattr(planner, "_known", lambda key: False)
-    assert len(names(CARDS["t4"])) == 6 and not any("streamed" in n or "selective" in n for n in names(CARDS["t4"]))
-    monkeypatch.setattr(planner, "_known", lambda key: key in known)
-    two = names(replace(CARDS["t4"], count=2))
+def test_ways_to_choose_from():
+    jobs = ways(Job(compiled=True), replace(CARDS["t4"], count=2))
+    two = [way_name(j) for j in jobs]
     assert "bfloat16, blocks recomputed, blocks streamed" in two and "nf4, blocks recomputed, inputs in host memory" in two and "qint8, blocks recomputed, on 2 GPUs" in two
     assert two.index("nf4, blocks recomputed") < two.index("bfloat16, blocks recomputed, blocks streamed") and "bfloat16, all but attention recomputed" in two
+    assert any(j.compiled for j in jobs) and not any(j.compiled for j in jobs if j.streaming or j.offload or j.devices > 1 or j.kind), "what does not go together"
+    assert not any(j.devices > 1 and (j.streaming or j.offload) for j in jobs)
 
 
 def test_without_a_card_the_plan_shows_the_configuration():
