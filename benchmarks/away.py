@@ -33,6 +33,9 @@ class Away(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None): raise RuntimeError(f"{func} outside the device's mode")
 
 
+def _modes(): return torch._C._len_torch_function_stack()
+
+
 class Device(TorchDispatchMode):
     "Within, the device exists. `waits`: {why: times}; `launched`: operations that would run on it; `sent`: copies to it for which nobody waits."
     def __init__(self):
@@ -88,8 +91,10 @@ def pretended():
         return send(m)
     def made(real, data, *args, device=None, **kw): # in C++, below the mode's sight
         if device is None or torch.device(device) != DEVICE or isinstance(data, torch.Tensor): return real(data, *args, device=device, **kw)
+        out = real(data, *args, device=device if _modes() else None, **kw) # a mode may make something else of it
+        if isinstance(out, Away): return out
         mode.waits["a blocking copy to the device"] += 1
-        return Away(real(data, *args, **kw))
+        return Away(out.cpu())
     with patch.object(torch.nn.Module, "to", module_to), patch.object(torch, "tensor", partial(made, torch.tensor)), \
          patch.object(torch, "as_tensor", partial(made, torch.as_tensor)), sdpa_kernel(SDPBackend.MATH), mode, \
          patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta", "cpu"]), \

@@ -28,7 +28,7 @@ from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
 from .table import TableMethods
-from .step import Run, batch_seeds, draw, is_cached, loss_at
+from .step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 from .streamed import offload_inputs
 
@@ -142,7 +142,7 @@ def prepare_model(self:QwenImageEditTrainer):
     if compiled: self.say_once(f"blocks are compiled ({why}), so the first steps take their time; `train.compile` false leaves it")
     set_up(tr, c.train.gradient_checkpointing, compiled)
     if c.train.offload_activations: offload_inputs(tr, self.device)
-    watch_attention(tr)
+    watch_attention(send_lists(tr))
     return self
 
 @patch
