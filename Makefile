@@ -66,8 +66,9 @@ kills: $(VENV)/.ready ## runs killed, interrupted and ended by signals, two proc
 bench-cache: $(VENV)/.ready ## what the cache costs, measured on this machine: benchmarks/results/cache.json and a table
 	$(BIN)/python benchmarks/cache.py
 
-bench-cpu: $(VENV)/.ready ## what a training step does beyond a bare loop: counts and paired times, benchmarks/results/step_cpu.json
+bench-cpu: $(VENV)/.ready ## what a training step and precompute do beyond a bare loop: counts and paired times, benchmarks/results/step_cpu.json, precompute.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/precompute.py
 	$(BIN)/python benchmarks/table.py --write
 
 bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by side; ARGS=--full on a GPU
@@ -76,6 +77,8 @@ bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by s
 
 bench-gpu: $(VENV)/.ready ## on a GPU, full size with random weights: its floor, the bare loop, every mode; again where time ran out. ARGS="--part floor" for one part
 	$(BIN)/python benchmarks/step_gpu.py --minutes 60 $(ARGS)
+	$(BIN)/python benchmarks/precompute.py --gpu
+	$(BIN)/python benchmarks/stream.py --out benchmarks/results/stream.json
 	$(BIN)/python benchmarks/table.py --write
 
 clean:

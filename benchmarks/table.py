@@ -16,7 +16,7 @@ def held(name): return json.loads(p.read_text()) if (p := HERE/"results"/f"{name
 
 def about(r):
     load = r.get("load_average")
-    busy = f"; load average {load[0] if isinstance(load, list) else load}" if load is not None else ""
+    busy = f"; load average {load[0] if isinstance(load, list) else load:.1f}" if load is not None else ""
     return f"{r['device']}{busy}; torch {r['versions']['torch']}, diffusers {r['versions']['diffusers']}"
 
 
@@ -40,6 +40,32 @@ def step_table(r):
         rows.append([f"time over the bare loop's, {t['blocks']} blocks of {t['width']}, {t['tokens']} tokens", of(t["trainer_over_bare"])])
         rows.append([f"time with the table over without, {t['blocks']} blocks of {t['width']}", of(t["table_over_layers"])])
     return markdown(["a training step", "figure"], rows) + f"\n\n{about(c)}; times are paired, median and range of {next(iter([t['trainer_over_bare']['runs'] for t in r.get('times', {}).values() if isinstance(t, dict) and 'trainer_over_bare' in t]), 0)} rounds."
+
+
+def precompute_table(r):
+    "What encoding a sample takes, against encoding each of its pictures and prompts by itself."
+    if "operations" not in r: return "not yet measured: `make bench-cpu`"
+    tf = lambda n: f"{n / 1e12:.1f}"
+    rows = [[f"operations a sample at 1024 x 1024, one control, {o['variant']}, 10\u00b9\u00b2", tf(o["total"]["naive"]), tf(o["total"]["ours"]), f"{o['ratio']:.2f}"] for o in r["operations"]]
+    for where, name in (("cpu", "the tiny model"), ("gpu", f"full size, random weights, {r.get('gpu', {}).get('about', {}).get('accelerator')}")):
+        for m in [r[where]] if where in r else []:
+            s = m["samples_a_second"]
+            rows.append([f"samples a second, {name}, {m['variant']}, {m['side']} x {m['side']}, batches of {m['batch_size']}", of(s["naive"]), of(s["precompute"]), of(m["of_naive"])])
+            rows.append(["the same against the encoders alone, each called as precompute calls it", of(s["bare"]), of(s["precompute"]), of(m["of_bare"])])
+    return markdown(["precompute", "plain way", "qie_nb", "ratio"], rows) + f"\n\nOperations are counted on the real sizes without weights. {about(r['cpu']['about']) if 'cpu' in r else ''}."
+
+
+CARDS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 512), ("RTX 4090", 1024), ("A100-40", 1024), ("H100", 1024)]
+
+def cards_table():
+    "What the planner chooses."
+    from qie_nb.plan import plan, way_name
+    rows = []
+    for gpu, side in CARDS:
+        p = plan("2511", gpu, side, config=dict(data=dict(control_area=side * side)))
+        m = p.chosen
+        rows.append([gpu.replace("2x", "2 x "), f"{side} x {side}"] + ([way_name(m.job), f"{m.total / 1e9:.1f}", f"{m.host / 1e9:.1f}" if m.host else ""] if m else ["nothing fits", "", ""]))
+    return markdown(["card", "target and control", "chosen", "GB", "GB on the host"], rows) + "\n\nLoRA of rank 16 on attention, batch 1. Computed, not measured."
 
 
 def modes_table(r):
@@ -66,7 +92,7 @@ def gpu_table(r):
     return markdown(["part", "mode", "a step, s", "TF/s", "over the floor", "times as fast as bare", "peak GB", "planned GB"], rows) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
 
 
-TABLES = dict(step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")))
+TABLES = dict(cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")))
 
 
 def main():

@@ -103,6 +103,7 @@ def way_settings(
 ) -> dict: # {section: {key: value}}, what differs alone
     "The YAML changes that make a configuration train this way."
     wanted = dict(model=dict(quantize=job.kind or "none"), train=dict(gradient_checkpointing=job.checkpointing))
+    if job.compiled and not job.checkpointing: wanted["train"]["compile"] = True # uncompiled blocks keep more
     wanted["train"] |= dict(block_streaming=job.streaming, offload_activations=job.offload,
                             transformer_devices=[f"cuda:{n}" for n in range(job.devices)] if job.devices > 1 else [])
     same = lambda a, b: a == b or not a and b in (None, "none", [])
@@ -230,6 +231,9 @@ def _choose(job, c, card, size, quantize) -> Plan:
 def _notes(p:Plan) -> list: # sentences
     m, card, out = p.shown, p.card, []
     if card and not p.chosen: out.append(f"nothing fits {card.name}; the smallest way is shown: take smaller pictures, or a larger card")
+    if p.chosen and m.job.compiled and not p.fits(plain := memory_of(replace(m.job, compiled=False))):
+        out.append(f"this goes by compiled blocks, for others would keep {(plain.total - m.total) / 1e9:.1f} GB more: where there is no compiler "
+                   "(a run says so in its first line), set `train.gradient_checkpointing` selective")
     if m.job.control > m.job.target:
         less = memory_of(m.job, work=rough_working_set).total - memory_of(replace(m.job, control=m.job.target), work=rough_working_set).total
         out.append(f"control pictures have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} "

@@ -283,6 +283,13 @@ def test_the_changes_make_the_configuration_that_was_chosen(gpu):
     assert replace(again.asked.job, compiled=False) == replace(p.chosen.job, compiled=False) and not again.changes
 
 
+def test_a_way_that_needs_compiled_blocks_asks_for_them():
+    p = plan("2511", "H100", 1024)
+    assert p.chosen.job.compiled and p.changes["train"] == dict(gradient_checkpointing=False, compile=True) and any("no compiler" in n for n in p.notes)
+    plain = plan("2511", "H100", 1024, config=dict(train=dict(compile=False)))
+    assert plain.chosen.job.checkpointing == "selective" and not plain.chosen.job.compiled and not any("no compiler" in n for n in plain.notes)
+
+
 def test_ways_to_choose_from():
     jobs = ways(Job(compiled=True), replace(CARDS["t4"], count=2))
     two = [way_name(j) for j in jobs]
