@@ -64,7 +64,7 @@ def batch_of(samples):
 def losses(tr, samples):
     batch = batch_of(samples)
     eps = torch.cat([torch.full_like(s["pixel_latent"], 0.3) for s in samples])
-    return loss_at(tr, batch, eps, torch.full((len(samples),), 0.6), dtype=tr.dtype)
+    return loss_at(tr, batch, eps, torch.full((len(samples),), 0.6), dtype=tr.dtype, whole=True) # as the trainer calls it for dropout
 
 
 @torch.no_grad()
