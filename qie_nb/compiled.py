@@ -158,6 +158,7 @@ def _rotations(transformer, real):
             q.__dict__.update(p.__dict__) # its choice of an attention backend
             block.attn.set_processor(q)
 
+# %% ../nbs/00ib_compiled.ipynb #59c37c3c
 def _configure_compiler():
     dynamo, functorch = torch._dynamo.config, torch._functorch.config
     dynamo.recompile_limit = max(getattr(dynamo, "recompile_limit", 8), 64) # codes a function may have; past it, it would fail
@@ -165,6 +166,7 @@ def _configure_compiler():
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True # so that a failure shows in the forward pass, where there is a way back
 
+# %% ../nbs/00ib_compiled.ipynb #13722a89
 def set_up(
     transformer, # QwenImageTransformer2DModel
     checkpointing=True, # of `MODES`: `train.gradient_checkpointing`
@@ -217,6 +219,7 @@ class _Watch:
         line = f"attention: {self.seen[key]} ({str(x.dtype).removeprefix('torch.')}, {'a' if mask is not None else 'no'} mask)"
         if line not in self.told: self.told.add(line); self.tell(line)
 
+# %% ../nbs/00ib_compiled.ipynb #bbed9c83
 def watch_attention(
     transformer,
     tell=print, # is given a sentence when the kernel is another

@@ -60,6 +60,7 @@ def _fused(name, q, k, v):
     if name == "efficient": return a._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
     return a._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
+# %% ../nbs/00ig_counting.ipynb #5a82932e
 class AttentionBy(TorchFunctionMode):
     "Within, attention is computed by one kernel."
     def __init__(self, name): super().__init__(); self.name = name
@@ -141,6 +142,7 @@ def empty_step(
     there = [x0, noise, *controls, text, transformer.pos_embed.pos_freqs, transformer.pos_embed.neg_freqs]
     return lambda: loss_at(transformer, batch, noise, sigmas, device, dtype).mean(), there
 
+# %% ../nbs/00ig_counting.ipynb #2d9d3de3
 def count_step(
     job:Job,
     device:str="meta",
@@ -160,10 +162,12 @@ def _inner(job) -> int: # bytes that a block in the middle keeps
 def _counted(job) -> tuple:
     return tuple(n - kept(job).bytes - row_bytes(job) for n in count_step(job))
 
+# %% ../nbs/00ig_counting.ipynb #acdcc527
 def rough_working_set(job:Job) -> int: # bytes
     "The same from the list alone, a few per cent less: a block's tensors where it is computed again, and GELU's two gradients."
     return bool(job.checkpointing) * _inner(job) + 8 * stream_tokens(job)["img"] * job.dim * job.wide
 
+# %% ../nbs/00ig_counting.ipynb #0eb1c68d
 def working_set(job:Job) -> int: # bytes
     "What a step takes at most beyond what it keeps."
     usual = Job()

@@ -69,12 +69,14 @@ def _table(config, t) -> bool: # as `qie_nb.table` decides
     changed = any(is_target(config.model.lora.target_modules, n) for n in layers)
     return bool(config.model.modulation_table) and not changed and not t.get("use_additional_t_cond")
 
+# %% ../nbs/00if_memory.ipynb #3858bd16
 def _train_fields(c, wide) -> dict: # of `Config`
     t = c.train
     return dict(checkpointing=t.gradient_checkpointing, adapter=4 if t.adapter_dtype == "float32" else wide,
                 compiled=bool(t.compile), streaming=t.block_streaming, offload=t.offload_activations, devices=max(1, len(t.transformer_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay), accumulate=t.gradient_accumulation_steps)
 
+# %% ../nbs/00if_memory.ipynb #43bcedd3
 def job_of(
     config, # `Config`
     transformer:dict=REAL, # its configuration
@@ -101,6 +103,7 @@ def model_facts(
     if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")
     return t, any(s in str(name) for s in ("2509", "2511"))
 
+# %% ../nbs/00if_memory.ipynb #0a8f67b1
 def prompt_tokens(
     plus:bool=True, # 2509 or 2511?
     controls:int=1, # pictures of a sample
@@ -151,6 +154,7 @@ def layer_bytes(
             "int8": n + 5 * o + bias, "float8": n + 4 * o + bias,              # float32 scales
             "fp8_storage": n + o}[kind]
 
+# %% ../nbs/00if_memory.ipynb #fbfaf907
 def block_bytes(job:Job) -> int:
     "Bytes of one block's weights."
     return round(sum(layer_bytes(i, o, job.wide, job.kind) for i, o in block_layers(job).values()) + 4 * job.dim // job.heads * job.wide)
@@ -219,30 +223,37 @@ class BlockKept(Kept):
             self.add(f"{layer} base's output", tokens * o * j.wide, "DoRA")
             self.add(f"{layer} adapter's output", tokens * o * size, "DoRA")
 
-    def by_token(self, stream, n) -> bool:
-        "Is the modulation kept for every token? A compiler makes the first one's rows anew."
-        return self.job.zero_cond and stream == "img" and (n == 2 or not self.job.compiled)
+# %% ../nbs/00if_memory.ipynb #49229dfb
+from fastcore.basics import patch
 
-    def norm(self, stream, n, tokens, grad, mod) -> bool: # does its output need a gradient?
-        "LayerNorm and `x * (1 + scale) + shift`; `mod`: does the modulation need a gradient?"
-        j, rows = self.job, tokens if self.by_token(stream, n) else self.job.batch
-        if grad:
-            self.add(f"{stream} norm {n} input", tokens * j.dim * j.wide, "LayerNorm")
-            self.add(f"{stream} norm {n} mean and deviation", tokens * 8, "LayerNorm")
-            self.add(f"{stream} 1 + scale {n}", rows * j.dim * j.wide, "product with it")
-        if mod: self.add(f"{stream} normed {n}", tokens * j.dim * j.wide, "product with 1 + scale")
-        return grad or mod
+@patch
+def by_token(self:BlockKept, stream, n) -> bool:
+    "Is the modulation kept for every token? A compiler makes the first one's rows anew."
+    return self.job.zero_cond and stream == "img" and (n == 2 or not self.job.compiled)
 
-    def gate(self, stream, n, tokens, grad, mod):
-        "`gate * x`; a gate of its own for target and control tokens is a tensor as large as x."
-        j = self.job
-        if grad and self.by_token(stream, n):
-            self.add(f"{stream} gate {n}", tokens * j.dim * j.wide, "product with it")
-        elif grad: self.add(f"{stream} modulation", self.rows(stream), "product with it")
-        if mod: self.add(f"{stream} gated {n}", tokens * j.dim * j.wide, "product with the gate")
+@patch
+def norm(self:BlockKept, stream, n, tokens, grad, mod) -> bool: # does its output need a gradient?
+    "LayerNorm and `x * (1 + scale) + shift`; `mod`: does the modulation need a gradient?"
+    j, rows = self.job, tokens if self.by_token(stream, n) else self.job.batch
+    if grad:
+        self.add(f"{stream} norm {n} input", tokens * j.dim * j.wide, "LayerNorm")
+        self.add(f"{stream} norm {n} mean and deviation", tokens * 8, "LayerNorm")
+        self.add(f"{stream} 1 + scale {n}", rows * j.dim * j.wide, "product with it")
+    if mod: self.add(f"{stream} normed {n}", tokens * j.dim * j.wide, "product with 1 + scale")
+    return grad or mod
 
-    def rows(self, stream) -> int: # bytes of a stream's six rows
-        return 6 * self.job.batch * self.job.dim * self.job.wide * (1 + (self.job.zero_cond and stream == "img"))
+@patch
+def gate(self:BlockKept, stream, n, tokens, grad, mod):
+    "`gate * x`; a gate of its own for target and control tokens is a tensor as large as x."
+    j = self.job
+    if grad and self.by_token(stream, n):
+        self.add(f"{stream} gate {n}", tokens * j.dim * j.wide, "product with it")
+    elif grad: self.add(f"{stream} modulation", self.rows(stream), "product with it")
+    if mod: self.add(f"{stream} gated {n}", tokens * j.dim * j.wide, "product with the gate")
+
+@patch
+def rows(self:BlockKept, stream) -> int: # bytes of a stream's six rows
+    return 6 * self.job.batch * self.job.dim * self.job.wide * (1 + (self.job.zero_cond and stream == "img"))
 
 # %% ../nbs/00if_memory.ipynb #3df59a83
 KERNELS = dict(flash="FlashAttention 2, bfloat16 from compute capability 8.0", cudnn="cuDNN's, from 9.0", efficient="memory-efficient, any "
@@ -255,6 +266,7 @@ def _rms(k, name, tokens, grad):
     k.add(f"{name} 1 / root", tokens * j.heads * 4, "RMSNorm")
     if j.wide < 4 and not j.compiled: k.add(f"{name} as float32", tokens * j.dim * 4, "RMSNorm")
 
+# %% ../nbs/00if_memory.ipynb #7bcb2542
 def attention(k:BlockKept, tokens:int):
     "What the kernel keeps of all tokens of a batch."
     j, whole, each = k.job, tokens * k.job.dim * k.job.wide, tokens // k.job.batch
@@ -303,6 +315,7 @@ def _every_block(job) -> list: # of `Kept`
         out.append(k)
     return out
 
+# %% ../nbs/00if_memory.ipynb #95484101
 def row_bytes(job:Job) -> int:
     "The time embedding of a step, with the rows of the modulation table behind it."
     return job.batch * (1 + job.zero_cond) * (1 + 12 * job.layers * job.table) * job.dim * job.wide

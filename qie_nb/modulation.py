@@ -35,6 +35,7 @@ def floats_of(
     "The numbers of a tensor."
     return np.from_dlpack(times.detach().float().flatten()).tolist()
 
+# %% ../nbs/00i_modulation.ipynb #00084aa4
 def training_times(
     dtype, # of the transformer
     steps:int=1000, # discrete timesteps of the scheduler
@@ -152,6 +153,7 @@ def to_write(self:ModulationTable,
     entries = [(key_of(MODULATION, **p), p) for p in (self.parts(n, times) for n in range(self.blocks if times else 0))]
     return [entry_bytes(MODULATION, key, p, p["dtype"], (len(times), 12, dim)) for key, p in entries if not self.cache.cache_exists(MODULATION, key)]
 
+# %% ../nbs/00i_modulation.ipynb #2cf99ff1
 @patch
 def make(self:ModulationTable,
     times, # a set: distinct, ascending
@@ -166,6 +168,7 @@ def make(self:ModulationTable,
     with claim(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1) if stored else nullcontext(): # one process of several makes it
         return 0 if stored and self.find(times) else self._make(times, name)
 
+# %% ../nbs/00i_modulation.ipynb #048b3cbb
 @patch
 def _make(self:ModulationTable, times, name):
     made, blocks, shards, temb, bar = 0, [], Shards(self.folder), None, Progress(self.blocks, name)
@@ -186,6 +189,7 @@ def beyond_training(times, dtype) -> tuple: # distinct, ascending
     "Of a schedule's times those that training does not draw: one set, whatever other ones were there before."
     return tuple(sorted({*times} - {*training_times(dtype)}))
 
+# %% ../nbs/00i_modulation.ipynb #e114bdf2
 @patch
 def provide(self:ModulationTable,
     times, # that will be asked for
@@ -196,6 +200,7 @@ def provide(self:ModulationTable,
     if not self.missing(times) or self.find(own): return
     if self.folder is not None: self.make(own, name)
 
+# %% ../nbs/00i_modulation.ipynb #985c7d1d
 @patch
 def _keep(self:ModulationTable, rows, parts):
     "Store a block's rows where they can be stored, and map what was stored in place of holding it."
@@ -218,6 +223,7 @@ def nearest(self:ModulationTable,
         print(f"timestep {time * 1000:g} is not in the modulation table: {near * 1000:g}, the nearest, is taken")
     return near
 
+# %% ../nbs/00i_modulation.ipynb #7593c30d
 @patch
 def rows(self:ModulationTable,
     times, # floats

@@ -84,11 +84,13 @@ def ways(
     out += [replace(j, offload=True) for j in full() if j.devices == 1]
     return sorted(out, key=cost)
 
+# %% ../nbs/03b_plan.ipynb #297c414d
 def cost(job:Job) -> float: # TF, weighted
     "Work of a step times the factors of preference; the less the better."
     used = dict(streaming=job.streaming, offload=job.offload, devices=job.devices > 1)
     return step_work(job) * _WORSE.get(job.kind, 1.) * math.prod(_WORSE[name] for name, is_used in used.items() if is_used)
 
+# %% ../nbs/03b_plan.ipynb #5f20d241
 def way_name(job:Job) -> str:
     "A way in words."
     again = {False: "nothing recomputed", "selective": "all but attention recomputed", True: "blocks recomputed"}[job.checkpointing]
@@ -143,6 +145,7 @@ def _yaml(changes) -> str:
     import yaml
     return yaml.safe_dump(changes, sort_keys=False).strip() if changes else "nothing: the configuration does it already"
 
+# %% ../nbs/03b_plan.ipynb #448287f4
 @patch
 def _tables(self:Plan) -> list: # (title, head, rows)
     d, m = self.data(), self.shown
@@ -196,6 +199,7 @@ def _area(resolution, data) -> tuple: # (width, height)
     if not sides: raise ValueError(f"`resolution` must be a side or width x height in pixels, got {resolution!r}; e.g. 1024 or 832x576")
     return tuple(make_config(dict(data=dict(image_size=[int(sides[1]), int(sides[2] or sides[1])]))).data.image_size)
 
+# %% ../nbs/03b_plan.ipynb #8d4f1922
 def plan(
     model=None, # folder, hub id or variant; or a `Config`, or a dict of one
     gpu=None, # as in `card_of`
@@ -228,6 +232,7 @@ def _choose(job, c, card, size, quantize) -> Plan:
     out.notes, out.other = _notes(out), _other(out.shown.job, card)
     return out
 
+# %% ../nbs/03b_plan.ipynb #a3afa1e2
 def _notes(p:Plan) -> list: # sentences
     m, card, out = p.shown, p.card, []
     if card and not p.chosen: out.append(f"nothing fits {card.name}; the smallest way is shown: take smaller pictures, or a larger card")

@@ -108,6 +108,7 @@ def _changes(c) -> list: # (what to set, dict of the change), in the order to tr
         (m.lora.r > 8, f"`model.lora.r` {m.lora.r // 2} (a new run)", dict(model=dict(lora=dict(r=m.lora.r // 2)))),
         (c.optimizer.name == "adamw", "`optimizer.name` adafactor (a new run)", dict(optimizer=dict(name="adafactor")))) if ok]
 
+# %% ../nbs/00p_stops.ipynb #37f67037
 def training_advice(
     config, # `Config`
 ) -> list: # three (setting, GB saved)

@@ -43,6 +43,7 @@ def _layers(self:TableMethods) -> list: # names of the linear layers
     empty = empty_model(QwenImageTransformer2DModel, self._base_folder()/"transformer")
     return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
+# %% ../nbs/01ac_table.ipynb #2670ab83
 @patch
 def why_modulation(self:TableMethods,
     training:bool=True, # is an adapter to be trained?
@@ -68,6 +69,7 @@ def _training_sets(self:TableMethods) -> dict: # {times: name of the work}
     zero = {(0.,): "modulation of timestep 0"} if self._transformer_config().get("zero_cond_t") else {}
     return zero | {training_times(self.components.dtype): "modulation"}
 
+# %% ../nbs/01ac_table.ipynb #e44fd770
 @patch
 def make_table(self:TableMethods,
     cache=None, # `EmbeddingCacheManager`; default the run's
@@ -80,6 +82,7 @@ def make_table(self:TableMethods,
     table.tell = not self.config.train.continuous_timesteps
     return table
 
+# %% ../nbs/01ac_table.ipynb #b1604daf
 @patch
 def choose_table(self:TableMethods,
     training:bool=True, # is an adapter to be trained?
@@ -96,6 +99,7 @@ def choose_table(self:TableMethods,
     if self.transformer is None: parts.prepare["transformer"] = lambda model: put_on_table(model, table)
     else: put_on_table(self.gathered(), table)
 
+# %% ../nbs/01ac_table.ipynb #441e94b0
 @patch
 def _table_is_wanted(self:TableMethods, cache=None) -> bool:
     here = any((self.components.folder/"transformer").glob("*.safetensors")) # for precompute alone nothing is downloaded
@@ -113,6 +117,7 @@ def _schedule_sets(self:TableMethods, dataset=None) -> dict: # {times beyond tho
             out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
     return out
 
+# %% ../nbs/01ac_table.ipynb #3a2e9397
 @patch
 def cache_modulation(self:TableMethods,
     cache=None, # `EmbeddingCacheManager`; default the configuration's
@@ -124,6 +129,7 @@ def cache_modulation(self:TableMethods,
     for times, name in self._schedule_sets(dataset).items(): table.make(times, name)
     return table
 
+# %% ../nbs/01ac_table.ipynb #1032d8d4
 @patch
 def modulation_bytes(self:TableMethods,
     cache=None, # as for `cache_modulation`
@@ -136,12 +142,14 @@ def modulation_bytes(self:TableMethods,
     sets = self._training_sets() | self._schedule_sets(dataset)
     return [n for times in sets for n in table.to_write(times, t["num_attention_heads"] * t["attention_head_dim"])]
 
+# %% ../nbs/01ac_table.ipynb #1cf07305
 @patch
 def _target_tokens(self:TableMethods, dataset=None) -> set: # packed tokens of a target, for each size in the data
     dataset, side = dataset or ImageDataset(self.config), 2 * factor_of(self.components)
     dataset.areas = self.components.areas
     return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
 
+# %% ../nbs/01ac_table.ipynb #d21db8d0
 @patch
 def leave_table(self:TableMethods,
     why:str, # the modulation layers are needed

@@ -127,6 +127,7 @@ def set_lora(self:QwenImageEditTrainer):
     except KeyboardInterrupt: self.components.drop("transformer"); raise # half of its layers may have an adapter
     return self.prepare_model()
 
+# %% ../nbs/01_trainer.ipynb #98b81367
 @patch
 def prepare_model(self:QwenImageEditTrainer):
     "Set up what the training step calls: checkpointing, and the wrapper of several processes."
