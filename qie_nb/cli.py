@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         ("--out", dict(help="with pack: new folder")), ("--shard_gb", dict(type=float, default=2, help="with pack: largest shard")))
     add(plan, "memory a run will take, and the fastest way that fits a card", ("--config", dict(help="YAML file")),
         ("--model", dict(help="folder, hub id, or v1, 2509, 2511 (default, where no configuration names one)")),
-        ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, H100), or memory in GB; default what is here")),
+        ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
         ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")))
     add(doctor, "what this machine has and lacks")

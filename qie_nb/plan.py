@@ -41,18 +41,22 @@ def _here() -> Card: # or None
     return Card(found[0].name, min(p.total_memory for p in found if p.name == found[0].name),
                 torch.cuda.is_bf16_supported(including_emulation=False), alike)
 
+_OLD = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b") # without bfloat16
+
 def card_of(
-    gpu=None, # name (T4, 2xT4, RTX 4090, A100 80GB), GB of memory, `Card`, or None for what is here
+    gpu=None, # name (T4, 2xT4, RTX 4090, NVIDIA A100-SXM4-80GB), GB of memory, `Card`, or None for what is here
 ) -> Card: # None where nothing is named and none is here
     "A card by its name. Raises ValueError for one that is not known."
     if gpu is None or isinstance(gpu, Card): return gpu or _here()
-    text = re.sub(r"nvidia|tesla|geforce|rtx|gb|[\s_-]", "", str(gpu).lower())
-    many = re.fullmatch(r"(\d)x(.+)|(.+)x(\d)", text)
+    many = re.fullmatch(r"(\d)\s*x\s*(.+)|(.+?)\s*x\s*(\d)", text := str(gpu).lower().strip())
     count, text = (int(many[1] or many[4]), many[2] or many[3]) if many else (1, text)
-    known = {n.replace("rtx", "").replace("_", ""): c for n, c in CARDS.items()} | dict(a100=CARDS["a100_40"], h10080=CARDS["h100"])
-    if text in known: return replace(known[text], count=count)
-    if re.fullmatch(r"\d{1,3}(\.\d+)?", text): return Card(f"{float(text):g} GB", int(float(text) * 1e9), count=count)
-    raise ValueError(f"`gpu` {gpu!r} is not known; name one of {', '.join(c.name for c in CARDS.values())}, or its memory in GB")
+    name = re.sub(r"nvidia|tesla|geforce|rtx|gb|sxm\d?|pcie|hbm\w*|[^a-z0-9.]", "", text)
+    known = {n.replace("rtx", "").replace("_", ""): c for n, c in CARDS.items()} | dict(a100=CARDS["a100_40"], h10080=CARDS["h100"], t416=CARDS["t4"])
+    if name in known: return replace(known[name], count=count)
+    if re.fullmatch(r"\d{1,3}(\.\d+)?", name): return Card(f"{float(name):g} GB", int(float(name) * 1e9), count=count)
+    if size := re.search(r"(\d+)\s*gi?b", text): return Card(str(gpu), int(size[1]) * 10**9, not _OLD.search(text), count)
+    raise ValueError(f"`gpu` {gpu!r} is not known; name one of {', '.join(c.name for c in CARDS.values())}, "
+                     "or say its memory, as in 'L40S 48GB' or 48")
 
 # %% ../nbs/03b_plan.ipynb #adea7685
 def step_work(

@@ -243,6 +243,9 @@ def test_cards_by_name():
     assert card_of("T4") == card_of("Tesla T4") == card_of("nvidia t4") == CARDS["t4"] and card_of("2xT4").count == card_of("T4 x2").count == 2
     assert card_of("A100") == card_of("A100 40GB") == CARDS["a100_40"] and card_of("a100-80") == CARDS["a100_80"] and card_of("H100 80GB") == CARDS["h100"]
     assert card_of(24).bytes == card_of("24 GB").bytes == 24e9 and not CARDS["t4"].bf16 and card_of("5090").name == "RTX 5090"
+    assert card_of("NVIDIA H100 80GB HBM3") == CARDS["h100"] and card_of("NVIDIA A100-SXM4-40GB") == CARDS["a100_40"] and card_of("2 x NVIDIA A100-SXM4-80GB") == replace(CARDS["a100_80"], count=2)
+    assert card_of("Tesla P100-PCIE-16GB") == Card("Tesla P100-PCIE-16GB", 16 * 10**9, False) and card_of("V100 32GB x4") == Card("V100 32GB x4", 32 * 10**9, False, 4)
+    assert card_of("NVIDIA L40S 48 GB").bf16 and not card_of("RTX 2080 Ti 11GB").bf16 and card_of("RTX 3060 12GB").bytes == 12e9
     with pytest.raises(ValueError, match="`gpu` 'GTX' is not known; name one of T4, L4"): card_of("GTX")
     with pytest.raises(ValueError, match="`resolution` must be a side or width x height in pixels, got 'big'"): plan(gpu="T4", resolution="big")
     with pytest.raises(ValueError, match="`image_size` must be a multiple of 16, got 1000"): plan(gpu="T4", resolution=1000)
