@@ -2,6 +2,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# tests run side by side, one thread each
+WORKERS ?= 2
+ONE := OMP_NUM_THREADS=1
 export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_PROGRESS_BARS := 1
@@ -21,16 +24,16 @@ demo: $(VENV)/.ready ## precompute, train and predict on the embedded model and 
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
 test: $(VENV)/.ready ## everyday suite: notebooks, Kaggle notebooks, pytest without what is marked slow
-	$(BIN)/nbdev_test --n_workers 1
-	$(BIN)/nbdev_test --path kaggle --n_workers 1
-	$(BIN)/python -m pytest -m "not slow"
+	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS)
+	$(ONE) $(BIN)/nbdev_test --path kaggle --n_workers 1
+	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 	@echo "left out, run by make test-all: the browser (JupyterLab in Chromium), read-only and full disks (they are mounted, as root), what is marked slow (1 MP parity, the demo's figures, the breakages)"
 
 test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
 	$(BIN)/python tests/browser/lab.py
-	$(BIN)/nbdev_test --n_workers 1 --flags slow
-	$(BIN)/nbdev_test --path kaggle --n_workers 1
-	$(BIN)/python -m pytest -m "not browser"
+	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS) --flags slow
+	$(ONE) $(BIN)/nbdev_test --path kaggle --n_workers 1
+	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not browser"
 	$(MAKE) browser
 
 BROWSERS := w8 w7

@@ -1075,6 +1075,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'qie_nb.plan': { 'qie_nb.plan.Card': ('plan.html#card', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan': ('plan.html#plan', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan.__repr__': ('plan.html#plan.__repr__', 'qie_nb/plan.py'),
+                             'qie_nb.plan.Plan._head': ('plan.html#plan._head', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan._repr_html_': ('plan.html#plan._repr_html_', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan._tables': ('plan.html#plan._tables', 'qie_nb/plan.py'),
                              'qie_nb.plan.Plan.data': ('plan.html#plan.data', 'qie_nb/plan.py'),

@@ -154,30 +154,39 @@ def _yaml(changes) -> str:
 def _tables(self:Plan) -> list: # (title, head, rows)
     d, m = self.data(), self.shown
     state = lambda r: "chosen" if r["chosen"] else "fits" if r["fits"] else "too large"
-    ways = [(r["way"], f"{r['gb']:.1f}", f"{r['host_gb']:.1f}", f"{r['work_tf']:.0f}", state(r)) for r in d["ways"]]
-    out = []
-    if ways: out.append((f"{self.card.name}: {d['gb']:.1f} GB, of which {d['gb'] * (1 - FREE):.1f} may be used",
-                         ("way", "GB", "on the host", "TF a step", ""), ways))
-    out.append((way_name(m.job), ("part", "GB", "why"), m._rows()))
-    return out + [("before and after training", ("job", "what it takes"), d["other"])] * bool(d["other"])
+    ways = [(state(r), r["way"], f"{r['gb']:.1f}", f"{r['host_gb']:.1f}" if r["host_gb"] else "", f"{r['work_tf']:.0f}") for r in d["ways"]]
+    out = [(way_name(m.job), ("part", "GB", "why"), m._rows())]
+    if d["other"]: out.append(("before and after training", ("job", "what it takes"), d["other"]))
+    if ways: out.append(("all ways, the preferred one first", ("", "way", "GB", "GB on the host", "TF a step"), ways))
+    return out
+
+@patch
+def _head(self:Plan) -> str:
+    if not self.card: return ""
+    m, c = self.shown, self.card
+    return (f"{c.count} x {c.name}, each of" if c.count > 1 else f"{c.name}:") + f" {c.bytes / 1e9:.1f} GB: " + (
+        f"{way_name(m.job)}, {m.total / 1e9:.1f} GB" + (" each" if m.job.devices > 1 else "") if self.chosen else "nothing fits") + (
+        f" ({FREE:.0%} stay free)")
 
 @patch
 def __repr__(self:Plan):
     def table(title, head, rows):
         width = [max(len(str(r[n])) for r in (head, *rows)) for n in range(len(head))]
         return "\n".join([title, *("  " + "  ".join(str(c).ljust(w) for c, w in zip(r, width)).rstrip() for r in (head, *rows))])
-    changes = ["to set:\n" + _yaml(self.changes)] * bool(self.chosen)
-    return "\n\n".join([*(table(*t) for t in self._tables()), *changes, *self.notes])
+    head = [self._head()] * bool(self.card) + ["to set:\n" + _yaml(self.changes)] * bool(self.chosen) + self.notes
+    return "\n\n".join([*head, *(table(*t) for t in self._tables())])
 
 @patch
 def _repr_html_(self:Plan):
     tables = "".join(f"<h4>{escape(t)}</h4>" + table_html(rows, head) for t, head, rows in self._tables())
-    changes = f"<h4>to set</h4><pre>{escape(_yaml(self.changes))}</pre>" if self.chosen else ""
-    return tables + changes + "".join(note(n) for n in self.notes)
+    changes = f"<pre>{escape(_yaml(self.changes))}</pre>" if self.chosen else ""
+    return f"<h3>{escape(self._head())}</h3>" * bool(self.card) + changes + "".join(note(n) for n in self.notes) + tables
 
 # %% ../nbs/03b_plan.ipynb #4387e3d2
 PUBLISHED = dict(text_encoder=16.6e9, vae=0.25e9, transformer=40.9e9) # bytes in bfloat16
 TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantiser takes, and the rest in bfloat16
+
+_SMALL = "; with `model.modulation_table` true, which a trainer that only predicts has to be told"
 
 def _other(job, card) -> list: # (job, what it takes)
     scale, area = job.wide / 2, job.target * 256
@@ -190,10 +199,11 @@ def _other(job, card) -> list: # (job, what it takes)
                  "or `model.text_encoder_offload` true")
     if not card: return [("precompute", made)]
     whole = replace(job, table=False, streaming=False, devices=1)
-    sizes = dict(text_encoder=text, vae=PUBLISHED["vae"] * scale, transformer=_weights(whole)[0])
+    small = job.table and _weights(whole)[0] + work["transformer"] > (1 - FREE) * card.bytes # it would not fit with its modulation layers
+    sizes = dict(text_encoder=text, vae=PUBLISHED["vae"] * scale, transformer=_weights(replace(whole, table=small))[0])
     packed, free = ("transformer",) if job.kind else (), {f"cuda:{n}": card.bytes for n in range(card.count)} | dict(cpu=math.inf)
     places = plan_placement(sizes, free, "cuda:0", work=work, quantised=packed)
-    return [("precompute", made), *((f"predict: {n}", f"{gb(p.bytes)}, {p.device} {p.how}: {p.why}") for n, p in places.items())]
+    return [("precompute", made), *((f"predict: {n}", f"{gb(p.bytes)}, {p.device} {p.how}: {p.why}" + _SMALL * (small and n == "transformer")) for n, p in places.items())]
 
 # %% ../nbs/03b_plan.ipynb #5a3c06a7
 def _area(resolution, data) -> tuple: # (width, height)

@@ -324,7 +324,7 @@ def test_out_of_memory_names_true_savings():
 def test_the_command(capsys, tmp_path):
     assert main(["plan", "--gpu", "L4", "--resolution", "512", "--model", "tiny"]) == 0
     out = capsys.readouterr().out
-    assert "L4: 23.6 GB" in out and "chosen" in out and "to set:" in out and "precompute" in out
+    assert out.startswith("L4: 23.6 GB: ") and "chosen" in out and "to set:" in out and "precompute" in out
     (tmp_path/"c.yaml").write_text("model: {quantize: nf4}")
     assert main(["plan", "--config", str(tmp_path/"c.yaml"), "--gpu", "24"]) == 0 and main(["plan", "--gpu", "voodoo"]) == 2
 
