@@ -2,13 +2,16 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# tests run side by side, one thread each
+WORKERS ?= 2
+ONE := OMP_NUM_THREADS=1
 export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all browser screenshots check install clean breakages faults kills bench-cache
+.PHONY: demo test test-all browser screenshots check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
 
 install: $(VENV)/.ready
 
@@ -21,16 +24,16 @@ demo: $(VENV)/.ready ## precompute, train and predict on the embedded model and 
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
 test: $(VENV)/.ready ## everyday suite: notebooks, Kaggle notebooks, pytest without what is marked slow
-	$(BIN)/nbdev_test --n_workers 1
-	$(BIN)/nbdev_test --path kaggle --n_workers 1
-	$(BIN)/python -m pytest -m "not slow"
+	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS)
+	$(ONE) $(BIN)/nbdev_test --path kaggle --n_workers 1
+	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 	@echo "left out, run by make test-all: the browser (JupyterLab in Chromium), read-only and full disks (they are mounted, as root), what is marked slow (1 MP parity, the demo's figures, the breakages)"
 
 test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
 	$(BIN)/python tests/browser/lab.py
-	$(BIN)/nbdev_test --n_workers 1 --flags slow
-	$(BIN)/nbdev_test --path kaggle --n_workers 1
-	$(BIN)/python -m pytest -m "not browser"
+	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS) --flags slow
+	$(ONE) $(BIN)/nbdev_test --path kaggle --n_workers 1
+	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not browser"
 	$(MAKE) browser
 
 BROWSERS := w8 w7
@@ -65,6 +68,21 @@ kills: $(VENV)/.ready ## runs killed, interrupted and ended by signals, two proc
 
 bench-cache: $(VENV)/.ready ## what the cache costs, measured on this machine: benchmarks/results/cache.json and a table
 	$(BIN)/python benchmarks/cache.py
+
+bench-cpu: $(VENV)/.ready ## what a training step and precompute do beyond a bare loop: counts and paired times, benchmarks/results/step_cpu.json, precompute.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/precompute.py
+	$(BIN)/python benchmarks/table.py --write
+
+bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by side; ARGS=--full on a GPU
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/modes.py $(ARGS)
+	$(BIN)/python benchmarks/table.py --write
+
+bench-gpu: $(VENV)/.ready ## on a GPU, full size with random weights: its floor, the bare loop, every mode; again where time ran out. ARGS="--part floor" for one part
+	$(BIN)/python benchmarks/step_gpu.py --minutes 60 $(ARGS)
+	$(BIN)/python benchmarks/precompute.py --gpu
+	$(BIN)/python benchmarks/stream.py --out benchmarks/results/stream.json
+	$(BIN)/python benchmarks/table.py --write
 
 clean:
 	rm -rf demo_out build dist *.egg-info

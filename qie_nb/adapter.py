@@ -77,6 +77,7 @@ def load_loras(self:AdapterMethods,
     "Load adapters and use these together, all of them or none: what one of them lacks is said before the others are loaded."
     wanted = wanted_loras(loras)
     files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
+    self.choose_table(training=False, adapters=[n for file, _ in files for n in lora.lora_layers(file)])
     tr = self.gathered()
     read = [lora.read_fitting(tr, file) for file, _ in files]
     self._take(wanted, read)
@@ -199,6 +200,9 @@ def merge_lora(self:AdapterMethods,
     undo:bool=True, # keep the base's weights in host memory for `unmerge_lora`?
 ):
     "Add the adapters in use, as they are weighted, into the base's weights; predicting does not add them twice."
+    if hasattr(self.transformer, "ring"):
+        raise ValueError("the base is streamed from host memory (`train.block_streaming`), so nothing can be merged into it; save the adapter "
+                         "and merge it in a trainer without")
     lora.merge_lora(self.gathered(), undo)
     return self
 

@@ -10,9 +10,9 @@ import hashlib, json, os, shutil
 from contextlib import suppress
 from pathlib import Path
 
-from .entries import ALL_KINDS, KINDS, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
+from .entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
-from .layers import checked, examine, open_layer, write_packed
+from .layers import checked, examine, mapped, open_layer, write_packed
 from .status import set_aside, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
@@ -139,6 +139,18 @@ def _set_aside(self:EmbeddingCacheManager, layer, kind, key, reason):
     except OSError: return self.shunned.add((self.layers.index(layer), kind, key)) # no room, no right
     with suppress(OSError): write_atomic(target.with_suffix(".reason.txt"), f"{kind}: {reason}\n".encode(), self._scratch())
 
+# %% ../nbs/00_cache.ipynb #4e2ac175
+@patch
+def map_cache(self:EmbeddingCacheManager,
+    kind:str, # one of `EVERY_KIND`
+    file_hash:str, # the entry's key
+): # tensor over the entry's file, or None where there is no good entry
+    "Like `load_cache` for what is too large to hold: read from the disk as it is used. It is checked once a process, or was found good before."
+    for layer in self.layers:
+        if not layer.has(kind, file_hash) or (self.layers.index(layer), kind, file_hash) in self.shunned: continue
+        if not (why := examine(layer, kind, file_hash, afresh=False)): return mapped(layer, kind, file_hash)
+        self._set_aside(layer, kind, file_hash, why)
+
 # %% ../nbs/00_cache.ipynb #c2c4c5a4
 # what makes two identities different; a model's name and folder do not
 _IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area")
@@ -189,7 +201,7 @@ def identity(self:EmbeddingCacheManager,
 
 # %% ../nbs/00_cache.ipynb #22c8908f
 @patch
-def entries(self:EmbeddingCacheManager, kinds=ALL_KINDS): # (layer, kind, key, bytes) of each
+def entries(self:EmbeddingCacheManager, kinds=EVERY_KIND): # (layer, kind, key, bytes) of each
     "Every entry once; where two layers hold the same one, the first counts."
     for kind in kinds:
         seen = set()
@@ -203,7 +215,7 @@ def get_cache_stats(self:EmbeddingCacheManager,
     entries=None, # as `entries()` gives them, where they are at hand
 ) -> dict:
     "Plain data: {kind: {count, bytes}}, `total`, `quarantined`, `layers` [{folder, exists, packed, writable, count, bytes}] and `models`."
-    stats = {kind: dict(count=0, bytes=0) for kind in (*ALL_KINDS, "total")}
+    stats = {kind: dict(count=0, bytes=0) for kind in (*EVERY_KIND, "total")}
     layers = {layer: dict(folder=str(layer.folder), exists=layer.folder.is_dir(), packed=layer.packed,
                           writable=layer is self.layers[-1] and self.writable, count=0, bytes=0) for layer in self.layers}
     for layer, kind, _, size in self.entries() if entries is None else entries:
@@ -214,13 +226,13 @@ def get_cache_stats(self:EmbeddingCacheManager,
 # %% ../nbs/00_cache.ipynb #f1434421
 @patch
 def clear_cache(self:EmbeddingCacheManager,
-    kind:str=None, # one of `ALL_KINDS`; None clears all of them
+    kind:str=None, # one of `EVERY_KIND`; None clears all of them
 ) -> int: # entries removed
     "Remove entries from the writable layer; layers in front of it are left alone."
     if kind is not None: checked(kind, "00")
     if not self.writable: raise PermissionError(f"cache {self.layers[-1]} cannot be written, so nothing is cleared")
     n = 0
-    for k in [kind] if kind else ALL_KINDS:
+    for k in [kind] if kind else EVERY_KIND:
         n += sum(1 for _ in self.layers[-1].entries(k))
         shutil.rmtree(self.cache_dir/k, ignore_errors=True)
     return n
@@ -233,7 +245,7 @@ def verify(self:EmbeddingCacheManager,
 ) -> list: # (place, reason) of each bad entry, in every layer
     "Read every entry and check it; nothing is moved unless `repair`."
     bad = []
-    for layer, kind, key in [(d, k, key) for d in self.layers for k in ALL_KINDS for key, _ in d.entries(k)]:
+    for layer, kind, key in [(d, k, key) for d in self.layers for k in EVERY_KIND for key, _ in d.entries(k)]:
         if why := examine(layer, kind, key):
             bad.append((layer.where(kind, key), why))
             if repair: self._set_aside(layer, kind, key, why)
@@ -268,11 +280,11 @@ def _sound(self:EmbeddingCacheManager, kind, key):
 @patch
 def pack(self:EmbeddingCacheManager,
     out, # new or empty folder
-    keep=None, # set of (kind, key); None: every entry
+    keep=None, # set of (kind, key), beside which the modulation table always comes along; None: every entry
     shard_bytes:int=2_000_000_000, # a shard holds at most so many
 ) -> list: # files written
     "Pack entries into few large shards and an index, all at top level."
-    chosen = [(self._sound(k, key) or layer, k, key) for layer, k, key, _ in self.entries() if keep is None or (k, key) in keep]
+    chosen = [(self._sound(k, key) or layer, k, key) for layer, k, key, _ in self.entries() if keep is None or k == MODULATION or (k, key) in keep]
     fronts = {self.prefix_of(k, key) for _, k, key in chosen} - {"", None}
     if lost := [f for f in fronts if self._first(PREFIX, f) is None]:
         raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; "
@@ -317,7 +329,7 @@ def check_cache_exists(
     "Does the cache hold at least one entry?"
     if not cache_dir: return False
     m = EmbeddingCacheManager(cache_dir)
-    return any(True for _ in m.entries())
+    return any(True for _ in m.entries(ALL_KINDS))
 
 # %% ../nbs/00_cache.ipynb #bd93102e
 @patch
@@ -328,7 +340,7 @@ def _repr_html_(self:EmbeddingCacheManager) -> str:
 def status(self:EmbeddingCacheManager) -> dict:
     "Plain data: {kind: {present, bytes}}, layers, models, bad entries met, and those in quarantine with their reasons."
     s = self.get_cache_stats()
-    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in ALL_KINDS}
+    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in EVERY_KIND if k in ALL_KINDS or s[k]["count"]}
     return dict(kinds=kinds, **{k: s[k] for k in ("layers", "models", "quarantined")}, bad=list(self.quarantined), aside=self.aside())
 
 @patch

@@ -25,7 +25,7 @@ class RunState:
     global_step: int = 0     # optimizer steps done
     num_epochs: int = 1      # where the run ends
     max_steps: int = 0       # optimizer steps at which it ends
-    loss: object = None      # mean loss of the last step, a tensor on the device: read it only when it is logged
+    loss: object = None      # mean loss of the last step, a tensor: on the device, and on the CPU once it was logged
     grad_norm: object = None # before clipping, likewise
     lr: float = 0.           # of the last step
     stop: str = ""           # why the run is to end; empty while it goes on

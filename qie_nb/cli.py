@@ -104,8 +104,9 @@ def _pack(m, a):
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):
     from qie_nb.config import load_config_from_yaml
-    from qie_nb.plan import format_plan, plan
-    print(format_plan(plan(load_config_from_yaml(a.config))))
+    from qie_nb.plan import plan
+    config = a.config and load_config_from_yaml(a.config)
+    print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
 
 def doctor(a):
     from qie_nb.plan import doctor
@@ -152,7 +153,11 @@ def parser() -> argparse.ArgumentParser:
         ("--repair", dict(action="store_true", help="with verify: set bad entries aside for the next precompute")),
         ("--dry_run", dict(action="store_true", help="with gc: only say what would go")),
         ("--out", dict(help="with pack: new folder")), ("--shard_gb", dict(type=float, default=2, help="with pack: largest shard")))
-    add(plan, "memory a run will take", config)
+    add(plan, "memory a run will take, and the fastest way that fits a card", ("--config", dict(help="YAML file")),
+        ("--model", dict(help="folder, hub id, or v1, 2509, 2511 (default, where no configuration names one)")),
+        ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
+        ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
+        ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")))
     add(doctor, "what this machine has and lacks")
     add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))

@@ -60,6 +60,12 @@ class ModelSection(Section):
         "(torchao), fp8_storage (kept in 8 bits, computed in the dtype of training); true means qfloat8")
     text_encoder_quantize: Quantised = Field(False, description="the same for the text encoder")
     text_encoder_offload: bool = Field(False, description="keep the text encoder in host memory; each layer visits the device")
+    modulation_table: Union[bool, Literal["auto"]] = Field("auto",
+        description="keep what the modulation layers say for the timesteps in use, and not the layers: a third of the transformer less in "
+        "memory; auto: for training, where no adapter changes them")
+    table_steps: list[Annotated[int, Field(ge=1)]] = Field([],
+        description="numbers of sampling steps for which precompute makes the table ready too, at the sizes of the data; for predicting "
+        "where the modulation layers are not at hand, since elsewhere it is made when it is needed")
     lora: LoraSection = LoraSection()
 
 # %% ../nbs/00a_config.ipynb #9a265a13
@@ -94,8 +100,22 @@ class DataSection(Section):
 class StepSection(Section):
     "What a step is: part of `train`."
     gradient_accumulation_steps: int = Field(1, ge=1, description="batches an optimizer step")
-    gradient_checkpointing: bool = Field(True,
-        description="recompute activations in the backward pass: less memory, about a third more work")
+    gradient_checkpointing: Union[bool, Literal["selective"]] = Field(True,
+        description="recompute activations in the backward pass: less memory, about a third more work; selective keeps the attention's "
+        "output, which is small and dear to recompute")
+    compile: Union[bool, Literal["auto"]] = Field("auto",
+        description="compile a block of the transformer: joined operations, after a wait of about a minute; auto: on a GPU, for runs of "
+        "500 steps or more; what cannot be compiled runs as it is, with a sentence")
+    adapter_dtype: Literal["auto", "base", "float32"] = Field("auto",
+        description="what adapters compute in: base (the dtype of the frozen weights) or float32, which keeps a float32 copy of each "
+        "layer's input; auto is base. Their own weights are float32 in any case")
+    block_streaming: bool = Field(False,
+        description="keep the transformer's blocks in pinned host memory and copy each to the GPU while another computes: least GPU memory; "
+        "needs gradient_checkpointing")
+    offload_activations: bool = Field(False,
+        description="keep the block inputs that gradient_checkpointing recomputes from in pinned host memory")
+    transformer_devices: list[str] = Field([],
+        description="GPUs over which the transformer's blocks are divided, e.g. [cuda:0, cuda:1]; default train.device alone")
     mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
         description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
         "float16 overflows in this model")
@@ -107,6 +127,8 @@ class StepSection(Section):
         description="with fixed_shift: s -> shift * s / (1 + (shift - 1) * s); above 1 means more noise")
     logit_mean: float = Field(0.0, description="with logit_normal: mean of the normal; above 0 means more noise")
     logit_std: float = Field(1.0, gt=0, description="with logit_normal: its standard deviation")
+    continuous_timesteps: bool = Field(False,
+        description="draw noise levels that are no multiples of 1/1000; on a modulation table the transformer is told the nearest of its timesteps")
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none",
         description="weight of a noise level: none (as the model was trained), sigma_sqrt (low noise, so fine detail), "
         "cosmap (a little of the middle)")
@@ -155,9 +177,12 @@ class CacheSection(Section):
     cache_dir: Folder = Field("cache", description="folder, or a list: all are read, the last is written")
     vae_encoder_device: str = Field("auto", description="device of the VAE while encoding")
     text_encoder_device: str = Field("auto", description="device of the text encoder while encoding")
-    batch_size: int = Field(1, ge=1, description="pictures, or sets of pictures, encoded at once; entries differ in the last bits")
+    batch_size: Union[Annotated[int, Field(ge=1)], Literal["auto"]] = Field("auto",
+        description="pictures, or sets of pictures, encoded at once; entries differ in the last bits. auto: 1 on a CPU, up to 4 on a GPU")
+    decode_ahead: int = Field(4, ge=0, description="samples whose pictures precompute reads while the encoders work; 0: none")
     prompt_prefix: bool = Field(True, description="encode and keep what stands in front of a prompt once for all prompts on its pictures")
     vae_2d: bool = Field(True, description="run the video VAE's one frame as 2-D convolutions: the same to rounding, 2.6 times less work")
+    vision_windows: bool = Field(True, description="send the vision tower's windows of one size through attention together: the same result")
     verify: bool = Field(True, description="precompute reads an entry once before it counts as reused")
     identity: Optional[str] = Field(None, description="id of the encoders to look entries up by, where a cache holds several")
 

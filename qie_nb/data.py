@@ -37,6 +37,7 @@ class ImageDataset(Dataset):
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
         self.epoch, self.areas, self.cached_only, self._keys, self._whole, self._masks = 0, {}, False, {}, set(), {}
+        self.recent = None # `Recent`, while neighbours share decoded pictures
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
 
@@ -215,7 +216,7 @@ def problems_text(self:ImageDataset, found=None) -> str:
 @patch
 def pictures(self:ImageDataset, i:int) -> dict: # `image`: uint8 [H, W, 3]; `control`: list of PIL images in their own size
     "Sample `i`'s pictures: the target at its bucket's size, the controls as the encoders take them."
-    return load_pictures(self.samples[i], self.geometry, self._keys[i][0] if i in self._keys else None)
+    return load_pictures(self.samples[i], self.geometry, self._keys[i][0] if i in self._keys else None, self.recent)
 
 # %% ../nbs/00b_data.ipynb #4e201272
 @patch

@@ -16,6 +16,8 @@ from PIL import Image
 
 from .encode import decode_latents, vae_factor
 from .models import device_of, prompt_text, resolve_model
+from .modulation import seen_times
+from .on_table import table_of
 from .pictures import open_image
 from .sample import denoise, output_size, sampling_schedule, start_noise
 
@@ -175,6 +177,8 @@ def denoise_encoded(
     text = lambda e: None if e is None else (put(e), None) # one prompt: nothing is padded
     C, _, h, w = edit.shape
     schedule = sampling_schedule(scheduler, steps, h * w // 4, device, overrides)
+    table = table_of(transformer)
+    if table: table.provide(seen_times(schedule.timesteps, table.dtype), f"modulation of {steps} sampling steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
     uncond = edit.uncond if true_cfg_scale > 1 else None
     return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond), text(uncond), true_cfg_scale,

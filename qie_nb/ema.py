@@ -27,9 +27,9 @@ class EMA:
         ok:torch.Tensor=None, # scalar bool on the parameters' device: did the step happen? None: yes
     ):
         "Move the mean towards the parameters; not at all where `ok` is False, which the host does not wait to know."
-        gap = [p.detach().float() - m for p, m in zip(self.params, self.mean)]
+        gap = torch._foreach_sub([p.detach().float() for p in self.params], self.mean)
         torch._foreach_mul_(gap, self.share())
-        if ok is not None: gap = [torch.where(ok, g, -0.) for g in gap] # adding -0. changes no bit, adding 0. that of -0.
+        if ok is not None: gap = [torch.where(ok.to(g.device), g, -0.) for g in gap] # adding -0. changes no bit, adding 0. that of -0.
         torch._foreach_add_(self.mean, gap)
         self.n += 1
 

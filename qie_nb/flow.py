@@ -78,11 +78,11 @@ def sample_sigmas(
     seeds, # one int per sample
     how:str="uniform", # one of `SAMPLINGS`
     mu:float=0.0, # for `shift`: logarithm of the sampler's own shift
-    steps:int=1000, # discrete timesteps of the scheduler
+    steps:int=1000, # discrete timesteps of the scheduler; None leaves the levels continuous
     shift:float=3.0, # for `fixed_shift`
     mean:float=0.0, # of the normal, for `logit_normal`; above 0 means more noise
     std:float=1.0, # of the normal
-) -> torch.Tensor: # [B] float32, multiples of 1/steps in (0, 1]
+) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
     "A noise level for each sample, from its own seed."
     if how not in SAMPLINGS: raise ValueError(f"`timestep_sampling` must be one of {', '.join(SAMPLINGS)}, got {how!r}")
     draw = torch.randn if how == "logit_normal" else torch.rand
@@ -90,6 +90,7 @@ def sample_sigmas(
     if how == "logit_normal": s = torch.sigmoid(mean + std * s)
     else: s = s.clamp_min(1e-6)
     if how.endswith("shift"): s = shift_sigmas(s, mu if how == "shift" else math.log(shift))
+    if steps is None: return s.float()
     return (s.double() * steps).ceil().clamp(1, steps).div(steps).float()
 
 # %% ../nbs/00g_flow.ipynb #852515eb
@@ -163,14 +164,16 @@ def velocity(
     transformer, # QwenImageTransformer2DModel
     x_t:torch.Tensor, # [B, target tokens, 64]
     controls, # list of [B, control tokens, 64], clean
-    timesteps:torch.Tensor, # [B], 0 to 1000
+    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU nothing has to wait for the GPU to know them
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
     mask, # [B, L] bool, or None where nothing is padded
     shapes, # as `img_shapes` gives them
 ) -> torch.Tensor: # [B, target tokens, 64]
     "What the transformer predicts for the target's tokens."
     tokens = torch.cat([x_t, *controls], dim=1) if controls else x_t
-    pred = transformer(hidden_states=tokens, timestep=timesteps.to(x_t.dtype) / 1000, guidance=None, encoder_hidden_states_mask=mask,
+    times, lookup = timesteps.to(x_t.dtype) / 1000, getattr(getattr(transformer, "module", transformer), "lookup", None)
+    if lookup is not None: lookup.expect(times) # it runs on a modulation table
+    pred = transformer(hidden_states=tokens, timestep=times.to(x_t.device, non_blocking=True), guidance=None, encoder_hidden_states_mask=mask,
                        encoder_hidden_states=embeds, img_shapes=shapes, return_dict=False)[0]
     return pred[:, :x_t.shape[1]]
 

@@ -16,12 +16,13 @@ from .pictures import source_digest
 # %% ../nbs/00q_identity.ipynb #e8c688be
 FIXED = ("model.lora.r", "model.lora.lora_alpha", "model.lora.target_modules", "model.lora.use_rslora", "model.lora.use_dora",
          "model.lora.lora_dropout", "data.image_size", "data.crop", "data.control_area", "data.vl_area", "data.caption_dropout_rate",
-         "data.shuffle", "train.seed", "train.gradient_accumulation_steps", "train.timestep_sampling", "train.loss_weighting",
+         "data.shuffle", "train.seed", "train.gradient_accumulation_steps", "train.timestep_sampling", "train.continuous_timesteps", "train.loss_weighting",
          "train.mask_background", "train.ema_decay", "train.val_fraction", "optimizer.name")
 _ONLY_WITH = {"train.timestep_shift": ("train.timestep_sampling", "fixed_shift"),
               **{f"train.logit_{x}": ("train.timestep_sampling", "logit_normal") for x in ("mean", "std")}}
 TOLD = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "train.max_grad_norm", "lr_scheduler.scheduler_type",
-        "lr_scheduler.warmup_steps", "train.max_train_steps", "train.num_epochs", "train.gradient_checkpointing", "train.device")
+        "lr_scheduler.warmup_steps", "train.max_train_steps", "train.num_epochs", "train.gradient_checkpointing", "train.compile",
+        "train.adapter_dtype", "train.block_streaming", "train.transformer_devices", "train.device", "model.modulation_table")
 
 def value_of(
     config, # `Config`, or a dict of its layout

@@ -16,6 +16,7 @@ if __name__ == "logging":
 import io, os, time
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -51,15 +52,23 @@ def module_gauges(
     t, # trainer
 ) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
     "MB (1e6 bytes) of each component on each device."
-    place = lambda d: f"{d.type}{d.index if d.index is not None else ''}"
-    out = {f"{name}_MB_{place(torch.device(t.device))}": 0. for name in ("transformer", "vae", "text_encoder")}
+    out = {f"{name}_MB_{_place(torch.device(t.device))}": 0. for name in ("transformer", "vae", "text_encoder")}
     for name, part in t.components.parts.items():
-        if not isinstance(part, torch.nn.Module): continue
-        spots = {place(p.device) for p in part.parameters()}
-        sizes = {s: sum(p.numel() * p.element_size() for p in part.parameters() if place(p.device) == s) for s in spots}
-        whole = held_bytes(part) / max(1, sum(sizes.values())) # quantised weights take less than their shape says
-        out |= {f"{name}_MB_{s}": n * whole / 1e6 for s, n in sizes.items()}
+        if isinstance(part, torch.nn.Module): out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_place(part).items()}
     return out
+
+def _place(d): return f"{d.type}{d.index if d.index is not None else ''}"
+
+_known = WeakKeyDictionary() # {component: (what tells that nothing has changed, its bytes)}: a walk over thousands of modules is not for every row
+
+def _bytes_by_place(part) -> dict:
+    now = (next((p.device for p in part.parameters()), None), len(getattr(part, "peft_config", ())))
+    if part not in _known or _known[part][0] != now:
+        params = list(part.parameters())
+        sizes = {s: sum(p.numel() * p.element_size() for p in params if _place(p.device) == s) for s in {_place(p.device) for p in params}}
+        whole = held_bytes(part) / max(1, sum(sizes.values())) # quantised weights take less than their shape says
+        _known[part] = now, {s: n * whole for s, n in sizes.items()}
+    return _known[part][1]
 
 # %% ../nbs/03_logging.ipynb #87bb08e6
 def memory_gauges(

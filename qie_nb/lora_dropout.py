@@ -75,6 +75,7 @@ def install_sample_dropout(
             fresh = SampleDropout(rate, n) if rate else torch.nn.Identity()
             m.lora_dropout[name] = fresh.train(m.training)
             count += 1
+    transformer.sample_dropouts = [m for m in transformer.modules() if isinstance(m, SampleDropout)]
     return count
 
 # %% ../nbs/00hc_dropout.ipynb #bb2ce7aa
@@ -84,8 +85,7 @@ def set_sample_seeds(
 ):
     "Seeds of the batch that comes next; they stay until the next call, so a checkpointed backward pass finds them."
     seeds = None if seeds is None else [int(s) for s in seeds]
-    for m in transformer.modules():
-        if isinstance(m, SampleDropout): m.seeds = seeds
+    for m in transformer.sample_dropouts: m.seeds = seeds
 
 @contextmanager
 def sample_seeds(

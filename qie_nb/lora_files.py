@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WEIGHT_NAME', 'COMFY_NAME', 'is_hub_id', 'refuse_pickle', 'hub_error', 'from_hub', 'find_lora', 'split_key',
            'plain_alpha', 'config_of', 'header_config', 'read_lora', 'spell', 'write_lora', 'convert_lora',
-           'check_lora', 'lora_info']
+           'check_lora', 'lora_layers', 'lora_info']
 
 # %% ../nbs/00ha_lora_files.ipynb #3f968bf4
 import json, math, re
@@ -259,6 +259,13 @@ def check_lora(
     header, names = _open(file, lambda f, k: None)
     _layers(names, file)
     return file, _said(header)
+
+def lora_layers(
+    path, # file, folder or hub id
+) -> list: # dotted names in the transformer
+    "The layers that a LoRA changes."
+    file = find_lora(path)
+    return sorted(_layers(_open(file, lambda f, k: None)[1], file))
 
 # %% ../nbs/00ha_lora_files.ipynb #6e394ea4
 def lora_info(path) -> dict: # what was given as `info` when it was saved

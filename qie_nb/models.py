@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'COMPONENTS', 'Variant', 'template_of', 'prompt_text', 'positions_of', 'resolve_model', 'find_variant',
-           'native_areas', 'check_device', 'pick_dtype', 'load_component', 'Components', 'offload', 'device_of',
-           'component_digest']
+           'native_areas', 'check_device', 'pick_dtype', 'check_weights', 'load_component', 'Components', 'offload',
+           'device_of', 'component_digest']
 
 # %% ../nbs/00c_models.ipynb #e7f003db
 import hashlib, importlib, inspect, json
@@ -164,12 +164,24 @@ def _has_bf16(device):
     with torch.cuda.device(device): return torch.cuda.is_bf16_supported(including_emulation=False)
 
 # %% ../nbs/00c_models.ipynb #2568617f
+def check_weights(
+    folder, # local model folder
+    name:str, # one of `COMPONENTS`
+    weights:bool=True, # has it any?
+):
+    "Raises FileNotFoundError or ValueError where a component is not there, or its weights are pickles."
+    if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
+    if weights and not any((Path(folder)/name).glob("*.safetensors")):
+        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
+
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
     dtype=torch.float32,
     device="cpu",
     kind:str=None, # quantisation, one of `qie_nb.quantise.KINDS`
+    prepare=None, # function of the empty model, as for `stream`
+    keeper=None, # where its weights are kept, as for `stream`
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
     index = json.loads((Path(folder)/"model_index.json").read_text())
@@ -180,14 +192,13 @@ def load_component(
         raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
     cls = getattr(importlib.import_module(library), cls)
     quiet_bars()
-    if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
-    if not issubclass(cls, torch.nn.Module): return cls.from_pretrained(folder, subfolder=name)
-    if not any((Path(folder)/name).glob("*.safetensors")):
-        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
+    if not issubclass(cls, torch.nn.Module): check_weights(folder, name, False); return cls.from_pretrained(folder, subfolder=name)
+    check_weights(folder, name)
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
     try:
-        if kind or torch.device(device).type != "cpu": return stream(cls, Path(folder)/name, kind, dtype, device)
+        if kind or prepare or keeper or torch.device(device).type != "cpu":
+            return stream(cls, Path(folder)/name, kind, dtype, device, prepare, keeper)
         return cls.from_pretrained(folder, subfolder=name, **kw).requires_grad_(False).eval()
     except SafetensorError as e:
         raise ValueError(f"the weights in {str(Path(folder)/name)!r} cannot be read ({e}); copy them again") from e
@@ -210,6 +221,7 @@ class Components:
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
         self.parts, self.built = {}, [] # what is in memory, and what was ever built
+        self.prepare, self.keepers = {}, {} # {component: function of the model while it is still empty}, {component: where its weights are kept}
 
     def __repr__(self):
         v = self.variant
@@ -258,7 +270,8 @@ def get(self:Components, name:str):
     if name not in self.parts:
         self.check(name)
         folder, device, away = resolve_model(self.name, [name], self.revision), self.devices.get(name, "cpu"), name in self.offload
-        part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)))
+        part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)), self.prepare.get(name),
+                              self.keepers.get(name))
         self.parts[name] = offload(part, device) if away else part
         self.built.append(name)
     return self.parts[name]

@@ -92,13 +92,13 @@ def _split(held, device) -> tuple: # (tensors on the device, what the host keeps
 def _step_and_undo(optimizer, ok):
     settle(optimizer)
     params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    states = {p: _split(optimizer.state[p], ok.device) for p in params if optimizer.state.get(p)}
+    states = {p: _split(optimizer.state[p], p.device) for p in params if optimizer.state.get(p)}
     was = [(p, p.clone()) for p in params] + [(p, k, v.clone()) for p, (tensors, _) in states.items() for k, v in tensors.items()]
     groups = [{k: v for k, v in g.items() if k not in _OURS} for g in optimizer.param_groups]
     optimizer.step()
     for p, *key, before in was:
         now = optimizer.state[p][key[0]] if key else p
-        now.copy_(torch.where(ok, now, before))
+        now.copy_(torch.where(ok.to(now.device), now, before))
     fresh = [p for p in params if p not in states]
     optimizer.unsettled = (*_on_its_way(ok), optimizer.state, fresh, {p: values for p, (_, values) in states.items()}, groups)
 

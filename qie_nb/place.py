@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .models import device_of, resolve_model
+from .modulation import STREAMS
 from .quantise import _KEEP, KINDS, held_bytes, kind_of
 from .shown import table_html
 from .stream import weight_files
@@ -29,12 +30,14 @@ def component_bytes(
     folder, # of the component, with its safetensors files
     dtype=torch.bfloat16, # it is loaded in
     kind:str=None, # of `qie_nb.quantise.KINDS`
+    table:bool=False, # a transformer on the modulation table, without its modulation layers?
 ) -> int:
     "Bytes that a component's weights take in memory, from the headers of its files."
     taken = lambda n, shape: kind and len(shape) == 2 and n.endswith(".weight") and not any(fnmatch(n, p) for p in _KEEP)
     width = lambda n, t: KINDS[kind].bits / 8 if taken(n, t["shape"]) else dtype.itemsize
     files = weight_files(folder) if any(Path(folder).glob("*.safetensors")) else [] # one that is not there is told when it is needed
-    return round(sum(math.prod(t["shape"]) * width(n, t) for f in files for n, t in _header(f).items()))
+    gone = lambda n: table and any(f".{s}." in n for s in STREAMS)
+    return round(sum(math.prod(t["shape"]) * width(n, t) for f in files for n, t in _header(f).items() if not gone(n)))
 
 # %% ../nbs/02aa_place.ipynb #623d762d
 def free_bytes(
@@ -194,10 +197,12 @@ def plan_predict(self:PlaceMethods) -> Placement:
     there = {n: _name(device_of(parts.parts[n])) for n in PARTS if n in parts.parts and n not in parts.offload}
     wanted = {n: _name(self.predict_devices[n]) for n in PARTS if getattr(c.devices, n) != "auto"}
     fixed = {n: f"{k} weights are packed for their device" for n, k in kinds.items() if k in _PACKED}
+    if keeper := parts.keepers.get("transformer"): fixed["transformer"] = keeper.why
     if self.running and wanted.setdefault("transformer", there["transformer"]) == there["transformer"]:
         fixed["transformer"] = "it is trained there"
     file = {n: resolve_model(parts.name, [n], parts.revision)/n for n in PARTS if n not in there}
-    sizes = {n: held_bytes(parts.parts[n]) if n in there else component_bytes(file[n], parts.dtype, kinds.get(n)) for n in PARTS}
+    table = "transformer" in parts.prepare or self.config.model.modulation_table is True
+    sizes = {n: held_bytes(parts.parts[n]) if n in there else component_bytes(file[n], parts.dtype, kinds.get(n), table) for n in PARTS}
     devices = {main, "cpu", *wanted.values(), *there.values()}
     if main != "cpu" and not self.running and self.alone: devices |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}
     free = {d: free_bytes(d) + sum(sizes[n] for n in there if there[n] == d) for d in devices}

@@ -7,7 +7,7 @@ __all__ = ['Report', 'Sizes', 'bytes_needed', 'check_space', 'pieces', 'my_share
 
 # %% ../nbs/00fb_precompute.ipynb #3412bbb5
 import errno, os, time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from .cache import PREFIX, claim, leftovers
@@ -16,6 +16,7 @@ from .encoder import Encoder
 from .entries import entry_bytes
 from .files import DiskFull, block_size, free_bytes, megabytes
 from .layers import examine
+from .overlap import Ahead, Recent, Writer
 from .prefix import Unshared, front_tokens, suffix_ids, whole_ids
 from .progress import Progress, short_time
 from .samples import PictureChanged
@@ -113,10 +114,12 @@ def check_space(
     need:int, # bytes, in whole blocks of the disk
     folder,
     said:int=None, # bytes in files, to say
+    of_them:int=0, # bytes of the modulation table
 ):
     "Say what a job will take, and refuse it where it cannot fit."
     free = free_bytes(folder)
-    print(f"precompute: {(said or need)/1e6:.1f} MB to write, {free/1e6:.0f} MB free in {folder}")
+    of_them = f" ({of_them/1e6:.1f} MB of them the modulation table)" if of_them else ""
+    print(f"precompute: {(said or need)/1e6:.1f} MB to write{of_them}, {free/1e6:.0f} MB free in {folder}")
     if need > free:
         raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(need, True)} more, but {str(folder)!r} has {megabytes(free)} free: "
                        f"{megabytes(need - free, True)} are missing; "
@@ -150,7 +153,7 @@ def my_share(work:list, rank:int=None, world:int=None) -> list:
 def _try(encoder, dataset, samples, report):
     "Fill samples; where one of several fails, each by itself. Returns how many are done with."
     for again in range(3):
-        try: report.tensors += encoder.fill(dataset, samples); return len(samples)
+        try: encoder.fill(dataset, samples); encoder.writer.wait(); return len(samples)
         except PictureChanged as e: reason = str(e) # replaced just now: its keys are new, so once more
         except ValueError as e:
             if dataset.config.strict: raise
@@ -183,16 +186,76 @@ def _look(dataset, encoder, indices, verify, report) -> dict: # {i: names of wha
     return missing
 
 # %% ../nbs/00fb_precompute.ipynb #a559cfc2
-def _work(dataset, encoder, piece, report) -> list: # what others are at work on
-    busy, mine = [], []
+class _Job:
+    "One process at work on its pieces; in a `with`."
+    def __init__(self, dataset, encoder, report):
+        self.dataset, self.encoder, self.report = dataset, encoder, report
+        self.open = [] # (samples, claims, entries) of pieces whose entries are being written
+
+    def __enter__(self):
+        self.encoder.writer, self.dataset.recent = Writer(self.encoder.cache.save_cache), Recent()
+        return self
+
+    def __exit__(self, *_):
+        with self.encoder.writer as writer: self.encoder.writer = self.encoder.ahead = self.dataset.recent = None
+        self.report.tensors += writer.stored
+        for _, claims, _ in self.open: claims.close()
+
+    def todo(self, samples) -> list:
+        "Those that lack something."
+        lacking = {i: self.dataset.missing(i) for i in samples}
+        if any(self.dataset.keys(i)[n][:2] in self.encoder.writer.pending for i, names in lacking.items() for n in names):
+            self.settle() # made already, and about to be there
+            lacking = {i: self.dataset.missing(i) for i in samples}
+        return [i for i, names in lacking.items() if names]
+
+    @contextmanager
+    def claimed(self, name):
+        folder = self.encoder.cache.cache_dir/".locks"
+        with claim(folder, name) as got:
+            if got or not self.open: yield got; return
+        self.settle() # it may be our own
+        with claim(folder, name) as got: yield got
+
+# %% ../nbs/00fb_precompute.ipynb #4eed934e
+@patch
+def work(self:_Job, piece) -> list: # what others are at work on
+    "Encode a piece; its entries are written while the next one is encoded."
+    busy, mine, writer, failed = [], [], self.encoder.writer, False
     with ExitStack() as claims:
         for name, samples in piece:
-            if claims.enter_context(claim(encoder.cache.cache_dir/".locks", name)): mine += samples
+            if claims.enter_context(self.claimed(name)): mine += samples
             else: busy.append((name, samples))
-        todo = [i for i in mine if dataset.missing(i)]
-        report.elsewhere += len(mine) - len(todo)
-        report.encoded += _try(encoder, dataset, todo, report) if todo else 0
+        todo = self.todo(mine)
+        self.report.elsewhere += len(mine) - len(todo)
+        before = set(writer.pending)
+        try: self.encoder.fill(self.dataset, todo)
+        except ValueError: failed = True
+        finally: self.open.append((todo, claims.pop_all(), [e for e in writer.pending if e not in before]))
+    self.again() if failed else self.settle(1)
     return busy
+
+@patch
+def settle(self:_Job, keep=0): # pieces that may stay open
+    "Wait until the entries of open pieces are written, the oldest first."
+    while len(self.open) > keep:
+        todo, claims, entries = self.open[0]
+        try: self.encoder.writer.wait(entries)
+        except ValueError: return self.again()
+        self.report.encoded += len(todo)
+        self.open.pop(0)
+        claims.close()
+
+# %% ../nbs/00fb_precompute.ipynb #3798afb0
+@patch
+def again(self:_Job):
+    "Finish all open pieces, each sample by itself where it has to be."
+    try: self.encoder.writer.wait()
+    except ValueError: pass # it will fail again
+    todo = [i for samples, *_ in self.open for i in samples]
+    lacking = [i for i in todo if self.dataset.missing(i)]
+    self.report.encoded += len(todo) - len(lacking) + (_try(self.encoder, self.dataset, lacking, self.report) if lacking else 0)
+    while self.open: self.open.pop()[1].close()
 
 # %% ../nbs/00fb_precompute.ipynb #4b517dc9
 def precompute(
@@ -201,6 +264,8 @@ def precompute(
     start:int=0, # first sample
     end:int=None, # one past the last; None means all
     verify:bool=True, # read entries once before they count as reused?
+    ahead:int=4, # samples whose pictures are read while the encoders work; 0: none
+    table=(), # bytes of the modulation table's entries, which the same job will write afterwards
 ) -> Report:
     "Fill the cache with everything that training on samples start..end will read."
     cache, t0 = encoder.cache, time.time()
@@ -210,16 +275,19 @@ def precompute(
     report = Report(samples=len(indices) + len(before), skipped=before)
     missing = _look(dataset, encoder, indices, verify, report)
     report.reused = sum(not names for names in missing.values())
-    if work := _open(my_share(pieces(dataset, missing, encoder.batch_size)), missing): # shared out before it is known what is done
-        todo = [i for piece in work for _, samples in piece for i in samples]
-        if not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
-        report.bytes = bytes_needed(dataset, encoder, {i: missing[i] for i in todo})
-        on_disk = bytes_needed(dataset, encoder, {i: missing[i] for i in todo}, block_size(cache.cache_dir))
-        check_space(on_disk, cache.cache_dir, report.bytes)
+    work = _open(my_share(pieces(dataset, missing, encoder.batch_size)), missing) # shared out before it is known what is done
+    todo = [i for piece in work for _, samples in piece for i in samples]
+    if work and not cache.writable: raise PermissionError(_cannot(cache, len(todo), report.bad))
+    if work or table:
+        lacking, block = {i: missing[i] for i in todo}, block_size(cache.cache_dir)
+        report.bytes = bytes_needed(dataset, encoder, lacking) + sum(table)
+        on_disk = bytes_needed(dataset, encoder, lacking, block) + sum(-(-n // block) * block for n in table)
+        check_space(on_disk, cache.cache_dir, report.bytes, sum(table))
+    if work:
         encoder.warm_up({name for i in todo for name in missing[i]}) # a broken model is no reason to skip samples
         for p in leftovers(cache._scratch()): p.unlink(missing_ok=True)
         cache.add_identity(encoder.identity)
-        _run(dataset, encoder, work, report)
+        _run(dataset, encoder, work, report, missing, ahead)
     elif cache.writable: cache.add_identity(encoder.identity)
     report.seconds = time.time() - t0
     return report
@@ -244,18 +312,32 @@ def _no_room(error, dataset, encoder, work):
     return DiskFull(errno.ENOSPC, f"{error}. In all this job has {megabytes(need, True)} still to write; it goes on where it stopped")
 
 # %% ../nbs/00fb_precompute.ipynb #e169be31
-def _run(dataset, encoder, work, report):
-    "All pieces; those that others hold come back until they are done."
+def _wanted(dataset, work, missing) -> dict: # {sample: names of tensors}, in the order of the work
+    "What each sample's pictures are read for: an entry that several samples want is the first one's."
+    seen, out = set(), {}
+    for i in (i for piece in work for _, samples in piece for i in samples):
+        keys = dataset.keys(i)
+        entries = {n: keys[PREFIX if "prompt" in n else n][:2] for n in missing[i]}
+        out[i] = [n for n, e in entries.items() if e not in seen]
+        seen |= set(entries.values())
+    return out
+
+def _run(dataset, encoder, work, report, missing, ahead):
+    "All pieces; those that others hold come back until they are done, and are no longer read ahead."
     bar = Progress(sum(len(samples) for piece in work for _, samples in piece), "precompute")
-    while work:
-        later = []
-        for piece in work:
-            try: busy = _work(dataset, encoder, piece, report)
+    wanted = _wanted(dataset, work, missing)
+    with _Job(dataset, encoder, report) as job, Ahead(lambda i: encoder.read_ahead(dataset, i, wanted[i]), wanted, ahead) as encoder.ahead:
+        while work:
+            later = []
+            try:
+                for piece in work:
+                    busy = job.work(piece)
+                    bar.update(sum(len(s) for _, s in piece) - sum(len(s) for _, s in busy))
+                    if busy: later.append(busy)
+                job.settle()
             except DiskFull as e: raise _no_room(e, dataset, encoder, work) from None
-            bar.update(sum(len(s) for _, s in piece) - sum(len(s) for _, s in busy))
-            if busy: later.append(busy)
-        if len(later) == len(work): time.sleep(0.05) # nothing was free
-        work = later
+            if len(later) == len(work): time.sleep(0.05) # nothing was free
+            work = later
     bar.close()
 
 # %% ../nbs/00fb_precompute.ipynb #c2c87d19

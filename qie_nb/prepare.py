@@ -15,7 +15,7 @@ from .data import ImageDataset, find_samples, loader, split_held_out
 from .encoder import Encoder
 from .models import check_device, prompt_text
 from .pictures import Geometry
-from .precompute import precompute
+from .precompute import my_share, precompute
 from .samples import Samples
 from .step import encode_batch
 from .stops import encoder_advice, memory_advice
@@ -120,7 +120,7 @@ def encoder(self:CacheMethods,
     "An encoder over this trainer's components; it loads them when something has to be encoded."
     c = self.config.cache
     return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device,
-                   c.prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size)
+                   c.prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size, c.vision_windows and not exact)
 
 # %% ../nbs/00o_prepare.ipynb #43a212be
 @patch
@@ -129,7 +129,7 @@ def cache_embeddings(self:CacheMethods,
     start_idx:int=0, # first sample
     end_idx:int=None, # one past the last
 ): # `Report`
-    "Precompute latents and prompt embeddings of a data set into the cache; held-out pairs too."
+    "Precompute latents and prompt embeddings of a data set into the cache, held-out pairs too, and the modulation table that training looks up."
     dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None and not (self.use_cache and self.cache_dir):
         raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so nobody would read what is precomputed; set both")
@@ -137,12 +137,14 @@ def cache_embeddings(self:CacheMethods,
     self._drop_untellable(dataset)
     enc = self.encoder(dataset.cache)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify)
-    if self.config.train.val_path and start_idx == 0 and end_idx is None:
+    table = my_share(self.modulation_bytes(dataset.cache, dataset)) if (whole := start_idx == 0 and end_idx is None) else ()
+    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify, self.config.cache.decode_ahead, table)
+    if self.config.train.val_path and whole:
         held_out = self._subset(dataset, self._val_samples(), caption_dropout_rate=0.)
         self._drop_untellable(held_out)
-        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify)
+        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, ahead=self.config.cache.decode_ahead)
     enc.release()
+    if whole: self.cache_modulation(dataset.cache, dataset)
     self.cache_exist = True
     print(report)
     return report

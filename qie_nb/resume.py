@@ -120,6 +120,7 @@ def resume(self:ResumeMethods,
     "Take up a run at a checkpoint: adapter, optimizer, running mean, schedule, position and generator state."
     from safetensors.torch import load_file
     folder, state, optimizer, rng = which if isinstance(which, tuple) else self.look_up(which)
+    self.choose_table(adapters=lora.lora_layers(folder/lora.WEIGHT_NAME))
     tr, s = self._transformer(), self.state
     self.lora_origin = lora.load_lora(tr, folder/lora.WEIGHT_NAME, trainable=True)
     self.prepare_model()

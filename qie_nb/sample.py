@@ -56,8 +56,9 @@ def denoise(
     B, _, _, h, w = noise.shape
     x, ctrl, steps = pack_latents(noise), [pack_latents(c) for c in controls], len(scheduler.timesteps)
     shapes = img_shapes((h, w), [c.shape[-2:] for c in controls], B)
+    times = scheduler.timesteps.cpu()
     for n, t in enumerate(scheduler.timesteps):
-        step = lambda text: velocity(transformer, x, ctrl, t.expand(B), text[0], text[1], shapes)
+        step = lambda text: velocity(transformer, x, ctrl, times[n].expand(B), text[0], text[1], shapes)
         v = step(cond)
         if uncond is not None and true_cfg_scale > 1: v = true_cfg(v, step(uncond), true_cfg_scale)
         x = scheduler.step(v, t, x, return_dict=False)[0]

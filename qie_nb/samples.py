@@ -163,10 +163,12 @@ def load_pictures(
     sample, # a `Sample`
     geometry, # `Geometry`
     digests=None, # `source_digest` of the target, then of each control, which the files must still have
+    recent=None, # `Recent`, by digest: a picture that it holds is not decoded again
 ) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: list of PIL images, cropped but not resized
     "A sample's pictures. Raises ValueError naming the one that cannot be used, PictureChanged one that is another by now."
     sources = (sample.target, *sample.controls)
-    image, *controls = [_opened(p, d) for p, d in zip(sources, digests or [None] * len(sources), strict=True)]
+    opened = lambda p, d: recent(d, lambda: _opened(p, d)) if recent and d else _opened(p, d)
+    image, *controls = [opened(p, d) for p, d in zip(sources, digests or [None] * len(sources), strict=True)]
     image = crop_to(image, geometry.aspect)
     image = np.asarray(image.resize(geometry.target(image.size), Image.Resampling.LANCZOS))
     return dict(image=image, control=[crop_to(c, geometry.aspect) for c in controls])

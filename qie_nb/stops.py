@@ -59,10 +59,13 @@ class Finite:
         self.skipped, self.row = self.skipped + bad, (self.row + bad) * bad
         self.worst = torch.maximum(self.worst, self.row)
 
-    def read(self) -> tuple: # (skipped in all, longest row of them since the last reading)
-        skipped, worst = torch.stack([self.skipped, self.worst]).tolist()
+    def read(self,
+        *numbers, # 0-dim tensors that come along
+    ) -> tuple: # (skipped in all, longest row of them since the last reading, *the numbers on the CPU)
+        "Fetch the counters; one wait for the device, whatever comes along."
+        skipped, worst, *rest = torch.stack([n.float() for n in (self.skipped, self.worst, *numbers)]).cpu()
         self.worst = self.row
-        return skipped, worst
+        return int(skipped), int(worst), *rest
 
 # %% ../nbs/00p_stops.ipynb #76ba9a5d
 class NonFiniteStop(Callback):
@@ -71,8 +74,11 @@ class NonFiniteStop(Callback):
         if logged(t): check_finite(t)
 
 def check_finite(t):
-    "Read the counters; it waits for the device."
-    t.state.skipped, row = t.finite.read()
+    "Read the counters, and the step's loss and gradient norm with them; it waits for the device."
+    s = t.state
+    there = all(torch.is_tensor(n) and n.device == t.finite.skipped.device for n in (s.loss, s.grad_norm)) # not fetched yet
+    s.skipped, row, *rest = t.finite.read(*(s.loss, s.grad_norm) if there else ())
+    if there: s.loss, s.grad_norm = rest
     if row < t.config.train.stop_after_nonfinite: return
     t.state.suspect = True
     t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}); none of them changed anything: "
@@ -87,23 +93,33 @@ def _changes(c) -> list: # (what to set, dict of the change), in the order to tr
     d, m, t = c.data, c.model, c.train
     half = [max(16, s // 2 // 16 * 16) for s in d.image_size]
     return [(ok, say, new) for ok, say, new in (
-        (not t.gradient_checkpointing, "`train.gradient_checkpointing` true", dict(train=dict(gradient_checkpointing=True))),
+        (not t.gradient_checkpointing and "adapter_dtype" in type(t).model_fields, "`train.gradient_checkpointing` selective",
+         dict(train=dict(gradient_checkpointing="selective"))),
+        (t.gradient_checkpointing is not True, "`train.gradient_checkpointing` true", dict(train=dict(gradient_checkpointing=True))),
         (d.batch_size > 1, f"`data.batch_size` 1 with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}",
          dict(data=dict(batch_size=1))),
         (m.quantize in (False, "none"), "`model.quantize` qint8", dict(model=dict(quantize="qint8"))),
         (m.quantize != "nf4", "`model.quantize` nf4", dict(model=dict(quantize="nf4"))),
+        *((getattr(t, key, True) is False and t.gradient_checkpointing is True, f"`train.{key}` true", dict(train={key: True}))
+          for key in ("offload_activations", "block_streaming")),
         ((d.control_area or 2**20) > 512 * 512, "`data.control_area` 262144 (512 x 512; precompute anew)",
          dict(data=dict(control_area=512 * 512))),
         (True, f"`data.image_size` {half} (precompute anew)", dict(data=dict(image_size=half))),
         (m.lora.r > 8, f"`model.lora.r` {m.lora.r // 2} (a new run)", dict(model=dict(lora=dict(r=m.lora.r // 2)))),
         (c.optimizer.name == "adamw", "`optimizer.name` adafactor (a new run)", dict(optimizer=dict(name="adafactor")))) if ok]
 
+# %% ../nbs/00p_stops.ipynb #37f67037
 def training_advice(
     config, # `Config`
 ) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them, with what each saves by itself."
-    from qie_nb.plan import plan
-    gb, raw, out = lambda c: sum(r[1] for r in plan(c)), config.model_dump(), []
+    from qie_nb.config import make_config
+    from qie_nb.counting import memory_of, rough_working_set
+    from qie_nb.memory import job_of, model_facts, prompt_tokens
+    t, plus = model_facts(config.model.pretrained_model_name_or_path)
+    text = prompt_tokens(plus, 1, config.data.vl_area)
+    gb = lambda c: memory_of(job_of(make_config(c), t, text=text), work=rough_working_set).total / 1e9
+    raw, out = config.model_dump(), []
     for _, say, new in _changes(config):
         saved = gb(config) - gb(_merged(raw, new))
         if saved > 0 and not any(say.split()[0] == s.split()[0] for s, _ in out): out.append((say, saved))
@@ -118,9 +134,10 @@ def encoder_advice(
 ) -> list: # three (setting, GB saved)
     "Settings that make encoding smaller."
     c, text = config, sizes.get("text_encoder", 0) / 1e9
+    several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1 # at most
     side = 5e-6 * c.data.image_size[0] * c.data.image_size[1] # GB: about 5 kB a pixel in the VAE, estimated from its widest layer
     return [(say, gb) for ok, say, gb in (
-        (c.cache.batch_size > 1, "`cache.batch_size` 1", side * (c.cache.batch_size - 1)),
+        (several > 1, "`cache.batch_size` 1", side * (several - 1)),
         (not c.model.text_encoder_offload, "`model.text_encoder_offload` true", text * 0.9),
         (c.model.text_encoder_quantize in (False, "none"), "`model.text_encoder_quantize` nf4", text * 0.65),
         (c.cache.text_encoder_device != "cpu", "`cache.text_encoder_device` cpu", text),

@@ -85,10 +85,15 @@ def stream(
     kind:str=None, # one of `qie_nb.quantise.KINDS`; None loads it plain
     dtype=torch.float32, # of what is not quantised, and of computing
     device="cpu", # every tensor goes there at once
+    prepare=None, # function of the empty model; tensors for which it leaves no place are not read
+    keeper=None, # says where weights are kept in place of `device`, e.g. `qie_nb.streamed.Streaming`
 ) -> nn.Module: # frozen, in eval mode
     "A model from disk, quantised layer by layer as its weights are read."
     from safetensors import safe_open
     model = empty_model(cls, folder, dtype)
+    if prepare: prepare(model)
+    if keeper: keeper.prepare(model)
+    at = keeper.device if keeper else lambda name: device
     todo, known = set(linears(model)) if kind else set(), model.state_dict().keys()
     files = weight_files(folder)
     bar = Progress(len(files), f"{Path(folder).name} as {kind or dtype}") if len(files) > 1 else None
@@ -96,22 +101,24 @@ def stream(
         with safe_open(file, "pt") as f:
             for key in f.keys():
                 if not (name := name_of(key, known)): continue
-                owner, module = _place(model, name, f.get_tensor(key), dtype, device)
+                owner, module = _place(model, name, f.get_tensor(key), dtype, at(name))
                 if owner in todo and not any(p.is_meta for p in module.parameters()):
                     replace(model, owner, quantise_linear(module, kind))
                     todo.remove(owner)
                     give_back()
+                if keeper: keeper.settle(model, owner)
         if bar: bar.update()
     if bar: bar.close()
-    return _finish(model, folder, device)
+    model = _finish(model, folder, at)
+    return keeper.finish(model) if keeper else model
 
 # %% ../nbs/00da_stream.ipynb #a3b4c5d6
-def _finish(model, folder, device):
+def _finish(model, folder, at):
     lacking = lambda: [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if lacking() and hasattr(model, "tie_weights"): model.tie_weights()
     if names := lacking():
         raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; copy the model again")
-    for m in model.modules():
+    for name, m in model.named_modules():
         for n, b in m._buffers.items():
-            if b is not None: m._buffers[n] = b.to(device)
+            if b is not None: m._buffers[n] = b.to(at(f"{name}.{n}"))
     return model.requires_grad_(False).eval()

@@ -16,7 +16,9 @@ from .adapter import AdapterMethods
 from .cache import check_cache_exists, stable_seed
 from .callback import FreeEncoders, RunState, call
 from .checkpoint import CheckpointCallback
+from .compiled import compile_choice, set_up, watch_attention
 from .config import make_config
+from .divided import keeper_of
 from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
@@ -25,18 +27,20 @@ from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
-from .step import Run, batch_seeds, draw, is_cached, loss_at
+from .table import TableMethods
+from .step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
+from .streamed import offload_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, ResumeMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
         callbacks=(), # further `Callback`s
     ):
         c = self.config = make_config(config)
-        self.device = local_device(c.train.device)
+        self.device = local_device((c.train.transformer_devices or [c.train.device])[0])
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
@@ -50,10 +54,14 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, ResumeM
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
                                      (["text_encoder"] if c.model.text_encoder_offload else []))
+        self._keep(kind_of(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
+
+    def _keep(self, kind):
+        if keeper := keeper_of(self.config, self.device, kind): self.components.keepers["transformer"] = keeper
 
     def __repr__(self):
         dtype = str(self.weight_dtype).removeprefix("torch.")
@@ -86,13 +94,16 @@ def load_model(self:QwenImageEditTrainer,
 @patch
 def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
-    self.components.quantize["transformer"] = kind_of(self.quantize)
+    kind = self.components.quantize["transformer"] = kind_of(self.quantize)
+    if self.transformer is None: self.choose_table(training=False); self._keep(kind)
     return self.components.get("transformer")
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
 def quantize_model(self:QwenImageEditTrainer, model, device):
     "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
+    if why := getattr(model, "fixed", ""):
+        raise ValueError(f"a transformer {why} cannot be quantised any more; set `model.quantize` before it is loaded")
     return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
@@ -108,22 +119,37 @@ def setup_accelerator(self:QwenImageEditTrainer):
 @patch
 def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
+    given = self.config.model.lora.pretrained_weight
+    self.choose_table(adapters=lora.lora_layers(given) if given else ())
     tr, c = self._transformer(), self.config
     try:
         self.lora_origin = lora.start_lora(tr, c.model.lora, c.train.seed) or self.lora_origin
     except KeyboardInterrupt: self.components.drop("transformer"); raise # half of its layers may have an adapter
     return self.prepare_model()
 
+# %% ../nbs/01_trainer.ipynb #98b81367
 @patch
 def prepare_model(self:QwenImageEditTrainer):
     "Set up what the training step calls: checkpointing, and the wrapper of several processes."
-    tr = self._transformer()
+    tr, c = self._transformer(), self.config
     lora.assert_float32(tr)
-    install_sample_dropout(tr, self.config.model.lora.lora_dropout)
-    tr.enable_gradient_checkpointing() if self.config.train.gradient_checkpointing else tr.disable_gradient_checkpointing()
+    lora.compute_in_base(tr, c.train.adapter_dtype != "float32" and self.weight_dtype != torch.float32)
+    install_sample_dropout(tr, c.model.lora.lora_dropout)
     wrapped = wrap(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
+    compiled, why = compile_choice(c.train.compile, self.device, tr, self._steps_ahead(), c.train.offload_activations)
+    if not compiled and c.train.compile is not False and (c.train.compile is True or self.device.type == "cuda"):
+        self.say_once(f"blocks run uncompiled: {why}")
+    if compiled: self.say_once(f"blocks are compiled ({why}), so the first steps take their time; `train.compile` false leaves it")
+    set_up(tr, c.train.gradient_checkpointing, compiled)
+    if c.train.offload_activations: offload_inputs(tr, self.device)
+    watch_attention(send_lists(tr))
     return self
+
+@patch
+def _steps_ahead(self:QwenImageEditTrainer): # None where nobody knows
+    t, samples = self.config.train, len(self.samples or ())
+    return t.max_train_steps or t.num_epochs * -(-samples // (self.config.data.batch_size * t.gradient_accumulation_steps)) or None
 
 # %% ../nbs/01_trainer.ipynb #e386b751
 @patch
@@ -175,7 +201,9 @@ def _compute_loss(self:QwenImageEditTrainer,
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", background=1.) -> torch.Tensor: # [B] float32
     "Loss of each sample at given noise, by `qie_nb.step.loss_at`; plain unless told otherwise."
     model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
-    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background)
+    whole = bool(self.config.model.lora.lora_dropout) and torch.is_grad_enabled()
+    whole = whole or type(self.transformer).__name__.startswith("FSDP") # whose processes must call it equally often
+    return loss_at(model, batch, eps, sigmas, self.device, self.weight_dtype, weighting, background, whole)
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
@@ -203,19 +231,20 @@ def optimizer_step(self:QwenImageEditTrainer,
     group, # `Group` of batches
 ):
     "Backward over the batches, clip, step; loss, gradient norm before clipping and rate go into the state."
-    s, n = self.state, self.accelerator.num_processes
+    s, n, total = self.state, self.accelerator.num_processes, 0.
     self.optimizer.zero_grad(set_to_none=True) # first, for a torn step leaves gradients behind
-    s.loss, s.metrics, self.batch = torch.zeros((), device=self.device), {}, group[-1]
+    s.metrics, self.batch = {}, group[-1]
     for k, (batch, count) in enumerate(zip(group, group.counts)):
         last = k == len(group) - 1 # torch averages over the processes, once a step
         with nullcontext() if last else self.accelerator.no_sync(self.model or self.transformer):
-            loss = self.training_step(batch) * (count * n / group.samples)
-            self.accelerator.backward(loss)
-        s.loss = s.loss + loss.detach()
+            loss = self.training_step(batch)
+            if count * n != group.samples: loss = loss * (count * n / group.samples)
+            loss.backward()
+        total = total + loss.detach() if k else loss.detach()
     params = [p for g in self.optimizer.param_groups for p in g["params"]]
-    s.loss = self.accelerator.reduce(s.loss, "mean")
+    s.loss = self.accelerator.reduce(total, "mean") if n > 1 else total
     s.grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf")))
-    self.change(torch.isfinite(s.grad_norm) & torch.isfinite(s.loss))
+    self.change(torch.isfinite(s.grad_norm + s.loss))
 
 @patch
 def change(self:QwenImageEditTrainer,

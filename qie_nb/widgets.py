@@ -9,7 +9,7 @@ __all__ = ['CacheStatus', 'cache_status', 'sample_facts', 'sample_html', 'pictur
 # %% ../nbs/03a_widgets.ipynb #52034b7e
 import os, time
 
-from .cache import ALL_KINDS, EmbeddingCacheManager
+from .cache import EVERY_KIND, EmbeddingCacheManager
 from .data import ImageDataset
 from .facts import dataset_of, sample_facts
 from .shown import Shown, Told, note, picture_html, safely
@@ -56,7 +56,7 @@ def data(self:CacheStatus) -> dict:
 def verify(self:CacheStatus, tell=lambda text: None):
     "Read and check every entry; the outcome is in `verified`, and in the page."
     if self.problem or self.cache is None: raise ValueError(self.problem or "there is no cache to verify")
-    n, began = sum(1 for d in self.cache.layers for k in ALL_KINDS for _ in d.entries(k)), time.monotonic()
+    n, began = sum(1 for d in self.cache.layers for k in EVERY_KIND for _ in d.entries(k)), time.monotonic()
     self.verified, self.verdict = None, note("not verified to the end")
     tell(f"verify {n} entries")
     bad = self.cache.verify(bar=Told(n, "verify", tell))

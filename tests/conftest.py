@@ -42,7 +42,7 @@ def pairs(tmp_path):
 
 @pytest.fixture
 def built(monkeypatch):
-    "How often each real class was built from disk, counted at `from_pretrained`."
+    "How often each real class was built from disk, counted at `from_pretrained` and at our own streamed loading."
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLForConditionalGeneration
     count = collections.Counter()
@@ -53,6 +53,11 @@ def built(monkeypatch):
             count[klass.__name__] += 1
             return _real(klass, *a, **kw)
         monkeypatch.setattr(cls, "from_pretrained", classmethod(counted))
+    from qie_nb import models
+    def streamed(cls, *a, _real=models.stream, **kw):
+        count[cls.__name__] += 1
+        return _real(cls, *a, **kw)
+    monkeypatch.setattr(models, "stream", streamed)
     return count
 
 

@@ -10,7 +10,7 @@ BREAKAGES = dict(
     loss_on_all_tokens=[("flow", "return pred[:, :x_t.shape[1]]", "return pred"),
                         ("flow", "    pred = pred[:, :target.shape[1]].float()\n", "    target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)\n")],
     height_and_width_of_the_control_swapped=[("encoder", "self.image(im, geometry.control(im.size))", "self.image(im, geometry.control(im.size)[::-1])"),
-                                             ("encoder", "else dataset.geometry.control(im.size)", "else dataset.geometry.control(im.size)[::-1]")],
+                                             ("encoder", "return self.geometry.control(self.picture(name).size)", "return self.geometry.control(self.picture(name).size)[::-1]")],
     embeddings_keyed_by_the_prompt_alone=[("cache", "controls=list(controls)", "controls=[]")],
     zero_cond_t_lost=[("models", "return cls.from_pretrained(folder, subfolder=name, **kw)", "return cls.from_pretrained(folder, subfolder=name, **kw, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
 )

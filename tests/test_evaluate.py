@@ -434,7 +434,8 @@ def test_any_checkpoint_is_evaluated_without_training(run, made, tmp_path):
     judge = QwenImageEditTrainer(made(train=dict(eval_pictures=1)))
     base, two, last, file = (evaluate(judge, c) for c in ("base", "step_00000002", "latest", tmp_path/"elsewhere"/"mine.safetensors"))
     assert (base["weights"], two["weights"], two["steps"], last["steps"]) == ("none", "raw", 2, 4)
-    assert last["losses"] == file["losses"] == held_out_loss(run, run.held_out).losses
+    assert last["losses"] == file["losses"]
+    for k, v in held_out_loss(run, run.held_out).losses.items(): assert v == pytest.approx(last["losses"][k], rel=1e-5) # the run looks its modulation up
     assert len({r["held_out_loss"] for r in (base, two, last)}) == 3
     again = evaluate(judge, "base") # after adapters were loaded
     assert again["losses"] == base["losses"] and judge.optimizer is None

@@ -56,7 +56,7 @@ def test_every_tag_is_there_although_latents_are_cached(cached_run):
     assert TAGS <= set(r.scalars) and PICTURES - {"individual/training_image_1"} <= set(r.images)
     assert [s for s, _ in r.scalars["loss"]] == list(range(1, t.global_step + 1)) == [s for s, _ in r.scalars["gpu_memory/utilization"]]
     assert 0 < r.scalars["gpu_memory/utilization"][-1][1] < 1
-    size = sum(p.numel() * p.element_size() for p in t.transformer.parameters()) / 1e6
+    size = sum(p.numel() * p.element_size() for p in (*t.transformer.parameters(), *t.transformer.buffers())) / 1e6
     assert r.scalars["gpu_modules/transformer_MB_cpu"][-1][1] == pytest.approx(size) and r.scalars["gpu_modules/vae_MB_cpu"][-1][1] == 0
 
 

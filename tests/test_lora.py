@@ -64,7 +64,7 @@ def batch_of(samples):
 def losses(tr, samples):
     batch = batch_of(samples)
     eps = torch.cat([torch.full_like(s["pixel_latent"], 0.3) for s in samples])
-    return loss_at(tr, batch, eps, torch.full((len(samples),), 0.6), dtype=tr.dtype)
+    return loss_at(tr, batch, eps, torch.full((len(samples),), 0.6), dtype=tr.dtype, whole=True) # as the trainer calls it for dropout
 
 
 @torch.no_grad()
@@ -102,10 +102,11 @@ def test_all_linear_is_every_linear_layer_of_the_blocks_but_modulation():
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("wanted", ["attention", "all_linear", ["to_q"]])
 def test_the_plan_counts_what_is_trained(wanted, use_dora):
-    from qie_nb.plan import _adapter_parameters
+    from qie_nb.memory import adapter_shapes, job_of, numbers
     section = dict(r=3, target_modules=wanted, use_dora=use_dora)
     tr = lora.add_lora(bare(), LoraSection(**section))
-    assert _adapter_parameters(make_config(dict(model=dict(lora=section))), dict(bare().config)) == sum(p.numel() for p in lora.lora_tensors(tr).values())
+    job = job_of(make_config(dict(model=dict(lora=section))), dict(bare().config))
+    assert numbers(adapter_shapes(job, trained=False)) == sum(p.numel() for p in lora.lora_tensors(tr).values())
 
 
 def test_rslora_scales_by_the_root_of_the_rank():

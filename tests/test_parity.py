@@ -1,6 +1,7 @@
 """The same numbers as diffusers' edit pipelines: embeddings, latents, schedule, velocity, picture; tiny random models, CPU float32.
 
-With the flat VAE and the shared prefix switched off they are the pipelines' bit for bit, with both on to the rounding of float32.
+With the flat VAE, the shared prefix and the windows together switched off they are the pipelines' bit for bit, with all on to the rounding of
+float32.
 """
 import json, math, shutil
 from collections import namedtuple
@@ -42,7 +43,7 @@ FACTOR4 = [Case("v1", 1, 2), Case("2511", 2, 2)]
 MEGAPIXEL = [Case("v1", 1, 3, True), Case("2509", 3, 3, True), Case("2511", 2, 3, True)]
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 each = lambda cases: pytest.mark.parametrize("case", cases, ids=str)
-both_ways = pytest.mark.parametrize("on", [False, True], ids=["plain", "shared+flat"])
+both_ways = pytest.mark.parametrize("on", [False, True], ids=["plain", "shared+flat+windows"])
 
 @pytest.fixture(autouse=True)
 def no_grad():
@@ -90,7 +91,7 @@ def pipe_call(r, variant, images, scale=1.0, size=TARGET, steps=STEPS, **kw):
                   width=size[0], height=size[1], num_inference_steps=steps, generator=torch.Generator().manual_seed(SEED), **kw).images[0]
 
 def edit_call(r, transformer, images, scale=1.0, size=TARGET, on=False):
-    return edit(Encoder(r.parts, shared=on, flat=on), transformer, images, PROMPT, " ", STEPS, scale,
+    return edit(Encoder(r.parts, shared=on, flat=on, windows=on), transformer, images, PROMPT, " ", STEPS, scale,
                 width=size[0], height=size[1], geometry=r.geometry, seed=SEED)
 
 @lru_cache
@@ -113,7 +114,7 @@ def edited(case, scale=1.0, size=TARGET, on=False):
 
 def our_prompt(r, variant, prompt, images, on=False):
     vl = vl_pictures(images, r.geometry)
-    e, m = encode_prompt(r.parts.get("text_encoder"), r.parts.get("processor"), VARIANTS[variant], prompt, vl, shared=on)
+    e, m = encode_prompt(r.parts.get("text_encoder"), r.parts.get("processor"), VARIANTS[variant], prompt, vl, shared=on, windows=on)
     return pad_prompts(list(e), list(m))
 
 def our_controls(r, images, on=False):
@@ -369,7 +370,7 @@ def filled(tmp_path, r, n, count=1, on=True):
     write_pairs(tmp_path/"pairs", n, count)
     data = ImageDataset(dict(dataset_path=str(tmp_path/"pairs"), image_size=[128, 96], cache_dir=str(tmp_path/"cache"),
                              caption_dropout_rate=0.5)) # with dropout, so that empty prompts are made too
-    precompute(data, Encoder(r.parts, EmbeddingCacheManager(tmp_path/"cache"), shared=on, flat=on))
+    precompute(data, Encoder(r.parts, EmbeddingCacheManager(tmp_path/"cache"), shared=on, flat=on, windows=on))
     return data
 
 def read(data, i):
