@@ -3,7 +3,7 @@
 `make bench-cpu` writes results/step_cpu.json and prints a table. Tiny models of the real classes, random weights, float32, one thread.
 Parts can be named: `python benchmarks/step_cpu.py counts times`; the others then stay in the file as they were.
 """
-import argparse, collections, functools, json, os, platform, shutil, tempfile, time
+import argparse, collections, functools, gc, json, os, platform, shutil, tempfile, time
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -262,13 +262,52 @@ def precomputed_at(config):
     QwenImageEditTrainer(config).cache_embeddings()
 
 
+# --- bytes kept, and codes made
+WAYS = {"adapters in float32, as peft has them": dict(adapter=4, table=False), "adapters in bfloat16": dict(table=False), "the same on the table": {},
+        "selective": dict(checkpointing="selective"), "blocks recomputed": dict(checkpointing=True)}
+
+
+def kept(root, a):
+    "What a step keeps for its backward pass by mode, with the planner's figure; and how many codes compiled blocks take."
+    from qie_nb import compiled
+    from diffusers import QwenImageTransformer2DModel
+    from qie_nb.config import make_config
+    from qie_nb.counting import LiveBytes, empty_step, empty_transformer
+    from qie_nb.lora import add_lora
+    from qie_nb.memory import Job, kept as planned, row_bytes
+    rows = []
+    for name, way in WAYS.items():
+        job = Job(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter=2, checkpointing=False) | way)
+        tr = empty_transformer(job, "cpu")
+        if job.checkpointing: compiled.set_up(tr, job.checkpointing)
+        loss, there = empty_step(job, tr, "cpu")
+        loss() # what it keeps between steps
+        rotation = 4 * job.dim // job.heads * (job.target + job.control) # it and the rows of the table stay between steps
+        with LiveBytes([*tr.parameters(), *tr.buffers(), *there]) as live: out = loss() # held as long as its graph is
+        gc.collect()
+        rows.append(dict(way=name, bytes=live.now - out.nbytes, planned=planned(job).bytes + row_bytes(job) + rotation * bool(job.checkpointing)))
+        print(rows[-1], flush=True)
+    with patch.object(compiled, "BACKEND", "eager"):
+        torch.compiler.reset(), torch._dynamo.utils.counters.clear()
+        tr, made = QwenImageTransformer2DModel(num_layers=4, num_attention_heads=2, attention_head_dim=32, joint_attention_dim=64, axes_dims_rope=(4, 14, 14), zero_cond_t=True), []
+        add_lora(tr, make_config({}).model.lora)
+        code = compiled.set_up(tr, "selective", True)
+        for n in range(20):
+            job = Job(layers=4, dim=64, heads=2, text_dim=64, target=(24, 40, 48, 64)[n % 4], control=16, text=9 + n % 7, zero_cond=True, wide=4)
+            loss, _ = empty_step(job, tr, "cpu")
+            loss().backward()
+            made.append(compiled.compiled_graphs())
+    return dict(rows=rows, failed=code.failed, codes=dict(after_two_steps=made[1], later=made[-1] - made[1], steps=20, sizes=4, prompts=7),
+                note="2511, bfloat16, 4 blocks of 256, 160 picture tokens; codes are traced and run by torch's own operations")
+
+
 # --- all of it
 def about():
     cpu = next((r.split(":")[1].strip() for r in Path("/proc/cpuinfo").read_text().splitlines() if r.startswith("model name")), platform.processor()) if Path("/proc/cpuinfo").exists() else platform.processor()
     return dict(device=f"{cpu}, {os.cpu_count()} cores, one thread used", versions=dict(python=platform.python_version()) | {p: version(p) for p in LIBRARIES})
 
 
-PARTS = dict(counts=counts, times=times)
+PARTS = dict(counts=counts, kept=kept, times=times)
 
 
 def main():
