@@ -37,9 +37,8 @@ def step_table(r):
         said = lambda w: ", ".join(f"{n} x {k}" for k, n in w.items()) or "nothing"
         rows.append([f"what the host waits for, {name}", f"{said(d['unlogged'])}; when a row is logged: {said(d['logged'])}"])
     if k := r.get("kept"):
-        mb = lambda n: f"{n / 1e6:.2f}"
-        rows.append(["MB kept for the backward pass (planned), " + "; ".join(x["way"] for x in k["rows"]), "; ".join(f"{mb(x['bytes'])} ({mb(x['planned'])})" for x in k["rows"])])
-        rows.append([f"codes of compiled blocks: after two steps, made in {k['codes']['steps'] - 2} more of {k['codes']['sizes']} sizes and {k['codes']['prompts']} lengths of prompts", f"{k['codes']['after_two_steps']}, {k['codes']['later']}"])
+        for x in k["rows"]: rows.append([f"kept for the backward pass, bfloat16, {x['way']}", f"{x['bytes'] / 1e6:.2f} MB (planned {x['planned'] / 1e6:.2f})"])
+        rows.append([f"codes of compiled blocks after two steps, and made in {k['codes']['steps'] - 2} more of {k['codes']['sizes']} sizes and {k['codes']['prompts']} lengths of prompts", f"{k['codes']['after_two_steps']}, {k['codes']['later']}"])
     for name, t in ((k, v) for k, v in r.get("times", {}).items() if isinstance(v, dict) and "trainer_over_bare" in v):
         rows.append([f"time over the bare loop's, {t['blocks']} blocks of {t['width']}, {t['tokens']} tokens", of(t["trainer_over_bare"])])
         rows.append([f"time with the table over without, {t['blocks']} blocks of {t['width']}", of(t["table_over_layers"])])
