@@ -122,14 +122,14 @@ class World:
         from qie_nb.data import ImageDataset
         return ImageDataset(dict(dataset_path=str(self.root), cache_dir=cache if isinstance(cache, list) else str(cache)) | self.settings | settings)
 
-    def run(self, cache, shared=None, at=0, **kw): # -> (Report, encoder calls)
+    def run(self, cache, shared=None, at=0, ahead=4, **kw): # -> (Report, encoder calls)
         from qie_nb.encoder import Encoder
         from qie_nb.precompute import precompute
         with quiet():
             dataset = self.dataset(cache)
             encoder = Encoder(self.components, dataset.cache, **kw)
             if shared: encoder.calls = Shared.Calls(shared, at, encoder.calls)
-            return precompute(dataset, encoder), dict(encoder.calls)
+            return precompute(dataset, encoder, ahead=ahead), dict(encoder.calls)
 
     def train(self, cache, model=None, **sections):
         from qie_nb.trainer import QwenImageEditTrainer
@@ -772,15 +772,15 @@ def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
     t, real = Tally("invalidation: pictures replaced while they are encoded"), ImageDataset.pictures
     old = {p: p.read_bytes() for p in world.root.rglob("*.png")}
     for side in ("training_images", "control_images"):
-        for size in (None, (64, 24)):
+        for size, ahead in ((None, 0), ((64, 24), 0), (None, 4), ((64, 24), 4)):
             for often in times:
-                with t.trial(f"{side}, {'another' if size else 'the same'} size, {often} times"):
+                with t.trial(f"{side}, {'another' if size else 'the same'} size, {often} times, {ahead} samples read ahead"):
                     cache, left = world.folder(), [often]
                     path = world.root/side/"0002.png"
                     def pictures(dataset, i):
                         if dataset.samples[i].id == "0002" and left[0]: left[0] -= 1; picture(9000 + left[0], size or Image.open(path).size, path)
                         return real(dataset, i)
-                    with patched((ImageDataset, "pictures", pictures)): report, _ = world.run(cache)
+                    with patched((ImageDataset, "pictures", pictures)): report, _ = world.run(cache, ahead=ahead)
                     assert not left[0] or (len(report.skipped) == 1 and "changed" in report.skipped[0][1]), str(report)
                     m = EmbeddingCacheManager(cache)
                     assert not m.verify()
