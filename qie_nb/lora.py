@@ -173,7 +173,7 @@ def adapter_config(
     "peft's settings of an adapter, as far as a reader needs them."
     from peft import LoraConfig
     config, usual = transformer.peft_config[name].to_dict(), LoraConfig().to_dict()
-    keep = [k for k, v in config.items() if k in ("r", "lora_alpha") or v != usual.get(k)]
+    keep = [k for k, v in config.items() if k in ("r", "lora_alpha", "rank_pattern") or v != usual.get(k)]
     return {k: sorted(config[k]) if isinstance(config[k], set) else config[k]
             for k in keep if k not in ("inference_mode", "init_lora_weights", "base_model_name_or_path", "peft_version")}
 

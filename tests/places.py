@@ -104,45 +104,69 @@ def unsharing() -> tuple: # the command that gives a session mounts, a network a
 def mounts_of(): return os.readlink("/proc/self/ns/mnt") # names the mounts that a process sees
 
 
-def run_notebook(
-    path,               # notebook; it is not changed
+def session(
     place,              # `Place`
+    command,            # words; {home} stands for a folder of the session that outlives it
     python=None,        # whose library versions; default the present one's
     env={},             # more environment variables
-    library=None,       # is this library there before the first cell? default: with the present Python
+    library=None,       # is this library there from the start? default: with the present Python
+    files={},           # name in that folder: text
     timeout=600,        # seconds for the whole session
-    changes={},         # text of a cell: what stands there instead, as a user changes a line
-) -> Run:
-    "Execute a notebook from head to tail, as a session of a place does it."
+) -> tuple: # the folder, CompletedProcess, files of inputs that are no longer what they were, seconds
+    "Run a command as a session of a place, in its working folder."
     python = str(python or sys.executable)
     library = python == sys.executable if library is None else library
     place.sessions += 1
     home = Path(tempfile.mkdtemp(prefix=f"session{place.sessions}_", dir=place.root))
+    texts = files | {f"modules/{name}": f"SECRETS = {place.secrets!r}\n{text}" for name, text in place.modules.items()}
+    for name, text in texts.items():
+        (home/name).parent.mkdir(parents=True, exist_ok=True)
+        (home/name).write_text(text, encoding="utf-8")
+    (home/"output").mkdir()
+    variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
+                     PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
+                     **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **place.env, **env)
+    spec = dict(home=str(home), python=python, working=place.working, quota=place.quota, env=variables, command=[str(w).format(home=home) for w in command],
+                inputs={at: str(f.resolve()) for at, f in place.inputs.items()}, kept={at: str(f.resolve()) for at, f in place.kept.items()})
+    (home/"spec.json").write_text(json.dumps(spec))
+    before, began = {at: files_of(folder) for at, folder in place.inputs.items()}, time.monotonic()
+    apart = [c for c in unsharing() if not (place.internet and c == "--net")]
+    words = [*apart, sys.executable, __file__, *(["enter", mounts_of()] if apart else ["pretend", "none"]), str(home/"spec.json")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
+    changed = [f"{at}/{f}" for at, folder in place.inputs.items() for f in sorted(dict(before[at].items() ^ files_of(folder).items()))]
+    return home, done, changed, time.monotonic() - began
+
+
+def run_notebook(
+    path,               # notebook; it is not changed
+    place,              # `Place`
+    python=None,        # whose library versions; default the present one's
+    changes={},         # text in a cell: what stands there instead, as a user changes a line
+    **what,             # of `session`
+) -> Run:
+    "Execute a notebook from head to tail, as a session of a place does it."
     source = Path(path).read_text(encoding="utf-8")
     for old, new in changes.items():
         old, new = (json.dumps(t)[1:-1] for t in (old, new))
         assert source.count(old) == 1, f"{old} stands {source.count(old)} times in {path}"
         source = source.replace(old, new)
-    (home/"notebook.ipynb").write_text(source, encoding="utf-8")
-    (home/"output").mkdir()
-    before = {at: files_of(folder) for at, folder in place.inputs.items()}
-    variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
-                     PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
-                     **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **place.env, **env)
-    for name, text in place.modules.items():
-        (home/"modules"/name).parent.mkdir(parents=True, exist_ok=True)
-        (home/"modules"/name).write_text(f"SECRETS = {place.secrets!r}\n{text}")
-    spec = dict(home=str(home), python=python, working=place.working, quota=place.quota, env=variables,
-                inputs={at: str(f.resolve()) for at, f in place.inputs.items()}, kept={at: str(f.resolve()) for at, f in place.kept.items()})
-    (home/"spec.json").write_text(json.dumps(spec))
-    command = [c for c in unsharing() if not (place.internet and c == "--net")]
-    began = time.monotonic()
-    done = subprocess.run([*command, sys.executable, __file__, *(["enter", mounts_of()] if command else ["pretend", "none"]), str(home/"spec.json")], capture_output=True, text=True, timeout=timeout)
-    seconds = time.monotonic() - began
-    failed = (home/"error.txt").read_text() if (home/"error.txt").is_file() else f"exit code {done.returncode}: {done.stderr[-3000:]}" if done.returncode else ""
-    changed = [f"{at}/{f}" for at, folder in place.inputs.items() for f in sorted(dict(before[at].items() ^ files_of(folder).items()))]
-    executed = home/"executed.ipynb"
-    return Run(json.loads((executed if executed.is_file() else home/"notebook.ipynb").read_text()), failed, home/"output", bytes_of(home/"output"), changed, seconds)
+    command = [python or sys.executable, "{home}/driver.py", "{home}", place.working]
+    home, done, changed, seconds = session(place, command, python, files={"notebook.ipynb": source, "driver.py": DRIVER}, **what)
+    error = (home/"error.txt").read_text() if (home/"error.txt").is_file() else f"exit code {done.returncode}: {done.stderr[-3000:]}" if done.returncode else ""
+    executed = home/("executed.ipynb" if (home/"executed.ipynb").is_file() else "notebook.ipynb")
+    return Run(json.loads(executed.read_text()), error, home/"output", bytes_of(home/"output"), changed, seconds)
+
+
+DRIVER = """
+import sys, traceback
+import nbformat
+from nbclient import NotebookClient
+home, working = sys.argv[1:]
+nb = nbformat.read(f"{home}/notebook.ipynb", as_version=4)
+try: NotebookClient(nb, timeout=None, kernel_name="python3", resources=dict(metadata=dict(path=working))).execute()
+except Exception as e: open(f"{home}/error.txt", "w").write(str(e) or traceback.format_exc())
+nbformat.write(nb, f"{home}/executed.ipynb")
+"""
 
 
 # ---- below: in a process of its own --------------------------------------------------------------------------------------------------
@@ -198,20 +222,8 @@ def loopback_up(): # notebooks talk to their kernels over it
         except OSError: pass # with the machine's own network it is up
 
 
-DRIVER = '''
-import asyncio, sys, traceback
-import nbformat
-from nbclient import NotebookClient
-home, working = sys.argv[1:]
-nb = nbformat.read(f"{home}/notebook.ipynb", as_version=4)
-try: NotebookClient(nb, timeout=None, kernel_name="python3", resources=dict(metadata=dict(path=working))).execute()
-except Exception as e: open(f"{home}/error.txt", "w").write(str(e) or traceback.format_exc())
-nbformat.write(nb, f"{home}/executed.ipynb")
-'''
-
-
 def execute(spec, working, env, root="/"):
-    return subprocess.run([spec["python"], "-c", DRIVER, spec["home"], working], env=env, preexec_fn=lambda: (root == "/" or os.chroot(root), os.chdir(working))).returncode
+    return subprocess.run(spec["command"], env=env, preexec_fn=lambda: (root == "/" or os.chroot(root), os.chdir(working))).returncode
 
 
 def keep(spec, session, working): # what the session leaves, brought to where it outlives it
@@ -247,6 +259,7 @@ def pretend(spec) -> int:
     for at in ("/kaggle/", "/content/"): notebook.write_text(notebook.read_text().replace(f'\\"{at}', f'\\"{root}{at}'))
     refuse = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
     env = spec["env"] | refuse | dict(HOME=str(inside("/home")), QIE_NB_ROOT=str(root), IPYTHONDIR=str(inside("/home/.ipython")))
+    spec["command"] = [str(inside(w)) if w == spec["working"] else w for w in spec["command"]]
     code = execute(spec, str(inside(spec["working"])), env)
     for p in locked: p.chmod(p.stat().st_mode | stat.S_IWUSR)
     keep(spec, home, inside(spec["working"]))
