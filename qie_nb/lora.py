@@ -238,7 +238,8 @@ def read_fitting(
     state, config, info = read_lora(file)
     state, known = {f"transformer.{k}": t for k, t in state.items()}, LoraConfig().to_dict()
     _check_fit(transformer, state, file)
-    return Read(file, state, {f"transformer.{k}": v for k, v in config.items() if k in known}, info)
+    config = dict(rank_pattern={}) | {k: v for k, v in config.items() if k in known} # diffusers 0.37 asks for it
+    return Read(file, state, {f"transformer.{k}": v for k, v in config.items()}, info)
 
 # %% ../nbs/00h_lora.ipynb #a141850d
 def load_lora(
