@@ -1248,6 +1248,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'qie_nb.ready.lacking': ('ready.html#lacking', 'qie_nb/ready.py'),
                               'qie_nb.ready.make_ready': ('ready.html#make_ready', 'qie_nb/ready.py'),
                               'qie_nb.ready.meets': ('ready.html#meets', 'qie_nb/ready.py'),
+                              'qie_nb.ready.needs_of': ('ready.html#needs_of', 'qie_nb/ready.py'),
                               'qie_nb.ready.pip': ('ready.html#pip', 'qie_nb/ready.py'),
                               'qie_nb.ready.pip_words': ('ready.html#pip_words', 'qie_nb/ready.py'),
                               'qie_nb.ready.wheel_folders': ('ready.html#wheel_folders', 'qie_nb/ready.py')},

@@ -111,6 +111,7 @@ def session(
     env={},             # more environment variables
     library=None,       # is this library there from the start? default: with the present Python
     files={},           # name in that folder: text
+    before="",          # Python code that makes the place another one first
     timeout=600,        # seconds for the whole session
 ) -> tuple: # the folder, CompletedProcess, files of inputs that are no longer what they were, seconds
     "Run a command as a session of a place, in its working folder."
@@ -126,7 +127,7 @@ def session(
     variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
                      PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
                      **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **place.env, **env)
-    spec = dict(home=str(home), python=python, working=place.working, quota=place.quota, env=variables, command=[str(w).format(home=home) for w in command],
+    spec = dict(home=str(home), python=python, working=place.working, quota=place.quota, env=variables, before=before, command=[str(w).format(home=home) for w in command],
                 inputs={at: str(f.resolve()) for at, f in place.inputs.items()}, kept={at: str(f.resolve()) for at, f in place.kept.items()})
     (home/"spec.json").write_text(json.dumps(spec))
     before, began = {at: files_of(folder) for at, folder in place.inputs.items()}, time.monotonic()
@@ -223,7 +224,9 @@ def loopback_up(): # notebooks talk to their kernels over it
 
 
 def execute(spec, working, env, root="/"):
-    return subprocess.run(spec["command"], env=env, preexec_fn=lambda: (root == "/" or os.chroot(root), os.chdir(working))).returncode
+    run = functools.partial(subprocess.run, env=env, preexec_fn=lambda: (root == "/" or os.chroot(root), os.chdir(working)))
+    run([spec["python"], "-c", spec["before"]], check=True)
+    return run(spec["command"]).returncode
 
 
 def keep(spec, session, working): # what the session leaves, brought to where it outlives it
