@@ -175,6 +175,54 @@ def test_the_install_cell_installs_from_attached_wheels_without_internet(slug, w
     assert re.search(r"torchao +uninstalled: peft .* fails on every LoRA beside torchao 0.10.0", run.text()) and run.inputs_written == []
 
 
+# ---- what is pushed --------------------------------------------------------------------------------------------------------------------
+
+class Recorded:
+    "Stands for Kaggle's server: keeps what the client would have sent."
+    def __init__(self): self.kernels = self.kernels_api_client = self
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def save_kernel(self, request): self.request = request
+
+
+def pushed(folder, monkeypatch):
+    "What `kaggle kernels push` sends of a folder, after the published client's own checks."
+    monkeypatch.setenv("KAGGLE_USERNAME", "nobody"), monkeypatch.setenv("KAGGLE_KEY", "0" * 32)
+    api = pytest.importorskip("kaggle.api.kaggle_api_extended", reason="pip install kaggle").KaggleApi()
+    server = Recorded()
+    monkeypatch.setattr(api, "build_kaggle_client", lambda: server)
+    api.kernels_push(str(folder))
+    return server.request
+
+
+FOLDERS = sorted(p.parent for p in (ROOT/"kaggle").glob("*/kernel-metadata.json"))
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
+def test_the_published_client_accepts_the_metadata(folder, monkeypatch, tmp_path, capsys):
+    own = json.loads((folder/"kernel-metadata.json").read_text())
+    sent = pushed(folder, monkeypatch)
+    assert "does not resolve to the specified" not in capsys.readouterr().out
+    assert sent.slug == own["id"] and sent.kernel_type == "notebook" and sent.machine_shape == "NvidiaTeslaT4" and sent.is_private and sent.enable_gpu
+    assert sent.kernel_data_sources == own["kernel_sources"] and sent.dataset_data_sources == own["dataset_sources"] and sent.model_data_sources == own["model_sources"]
+    assert len(json.loads(sent.text)["cells"]) == len(json.loads((folder/own["code_file"]).read_text())["cells"])
+    for wrong in (dict(title="qie"), dict(code_file="none.ipynb"), dict(kernel_type="book"), dict(kernel_sources=["nobody"]), dict(dataset_sources=["nobody"]), dict(model_sources=["a/b"])):
+        shutil.copytree(folder, tmp_path/"wrong", dirs_exist_ok=True)
+        (tmp_path/"wrong"/"kernel-metadata.json").write_text(json.dumps(own | wrong))
+        with pytest.raises(ValueError): pushed(tmp_path/"wrong", monkeypatch)
+
+
+def test_metadata_names_each_setting_that_the_client_reads():
+    "Those it would otherwise take a default for: a notebook without its GPU or its sources runs, and fails late."
+    wanted = {"id", "title", "code_file", "language", "kernel_type", "is_private", "enable_gpu", "enable_internet", "machine_shape",
+              "dataset_sources", "competition_sources", "kernel_sources", "model_sources"}
+    for folder in FOLDERS: assert json.loads((folder/"kernel-metadata.json").read_text()).keys() == wanted, folder.name
+
+
+def test_what_comes_after_names_what_comes_before():
+    ids = {f.name: json.loads((f/"kernel-metadata.json").read_text()) for f in FOLDERS}
+    assert ids["train"]["kernel_sources"] == [ids["precompute"]["id"]]
+
+
 # ---- the notebooks ---------------------------------------------------------------------------------------------------------------------
 
 def check_lora(folder):
