@@ -274,4 +274,4 @@ def test_the_everyday_tests_pass_with_the_places_own_versions(place, name, wheel
     steps = f"""{python} -m pip install -q --no-deps --no-index {wheel} && {python} -c 'from qie_nb.ready import make_ready; print(make_ready())' &&
         cd {ROOT} && PYTHONPATH={ROOT} {python} -m pytest -m 'not slow' --tb=short tests/test_{name}.py"""
     home, done, changed, _ = session(PLACES[place](tmp_path, {"wheels": wheels}, quota=2048 * MB), ["bash", "-c", steps], python, library=False, timeout=3600)
-    assert done.returncode == 0 and changed == [], done.stdout[-6000:]
+    assert done.returncode == 0 and changed == [], done.stdout[-6000:] + done.stderr[-2000:]
