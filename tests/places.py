@@ -5,7 +5,7 @@
 
 A session sees the whole machine, but what it writes is gone afterwards (so an install cell may install and uninstall), except its working folder,
 which comes back as `run.output`. It has mounts, a network and processes of its own: no internet, inputs that cannot be written, a working folder
-that holds `quota` bytes. That takes Linux with `unshare`, as root or with user namespaces. Elsewhere the place is a folder that QIE_NB_ROOT
+that holds `quota` bytes. That takes Linux with `unshare`, as root or with user namespaces (then without installing). Elsewhere the place is a folder that QIE_NB_ROOT
 names, inputs are protected by their modes, and the internet by proxies that refuse.
 """
 import functools, json, os, shutil, stat, subprocess, sys, tempfile, time
@@ -101,6 +101,10 @@ def unsharing() -> tuple: # the command that gives a session mounts, a network a
     return ()
 
 
+def may_install() -> bool: # may a session install and uninstall? With a user's own rights an overlay cannot note what was removed
+    return bool(unsharing()) and "--map-root-user" not in unsharing()
+
+
 def mounts_of(): return os.readlink("/proc/self/ns/mnt") # names the mounts that a process sees
 
 
@@ -181,12 +185,14 @@ def over(folder, at, room): # `folder` as it is, seen at `at`; what is written t
     for name in ("upper", "work"): (room/name).mkdir(parents=True)
     options = f"lowerdir={folder},upperdir={room/'upper'},workdir={room/'work'}"
     try: mount("-t", "overlay", "overlay", "-o", options, at)
-    except OSError: mount("-t", "overlay", "overlay", "-o", options + ",userxattr", at)
+    except OSError:
+        try: mount("-t", "overlay", "overlay", "-o", options + ",userxattr", at)
+        except OSError: mount("--rbind", folder, at) # there are disks in it that were mounted with other rights; they stay as they are
 
 
-def other_disks(wanted): # folders above `wanted` where another disk begins
+def other_disks(wanted): # folders above `wanted`, and below those of /, where another disk begins
     above = {d for w in wanted for p in (Path(w), Path(w).resolve()) for d in [p, *p.parents]}
-    return sorted(d for d in above if d.is_dir() and d != d.parent and d.stat().st_dev != d.parent.stat().st_dev)
+    return sorted(d for d in above if d.is_dir() and len(d.parts) > 2 and d.stat().st_dev != d.parent.stat().st_dev)
 
 
 def new_root(spec) -> Path:
@@ -198,11 +204,15 @@ def new_root(spec) -> Path:
     mount("-t", "tmpfs", "-o", "size=4g,mode=755", "tmpfs", scratch)
     new = scratch/"root"
     new.mkdir()
-    over(Path("/"), new, scratch/"0")
+    for top in sorted(Path("/").iterdir()): # one by one: with a user's own rights / as a whole cannot lie below an overlay
+        if top.is_symlink(): (new/top.name).symlink_to(os.readlink(top))
+        elif top.is_dir():
+            (new/top.name).mkdir()
+            if top.name in ("dev", "sys"): mount("--rbind", top, new/top.name)
+            elif top.name != "proc": over(top, new/top.name, scratch/"rooms"/top.name)
     needed = [spec["python"], sys.base_prefix, REPO, home, subprocess.run([spec["python"], "-c", "import sys; print(sys.base_prefix)"], capture_output=True, text=True).stdout.strip()]
-    for n, disk in enumerate(other_disks(needed), 1): over(disk, new/str(disk)[1:], scratch/str(n))
+    for n, disk in enumerate(other_disks(needed)): over(disk, new/str(disk)[1:], scratch/"rooms"/f"disk{n}")
     mount("-t", "proc", "proc", new/"proc")
-    for top in ("dev", "sys"): mount("--rbind", f"/{top}", new/top)
     inside = lambda at: new/str(at).lstrip("/")
     for at in (spec["working"], spec["env"]["HOME"], "/kaggle/input", *spec["inputs"]): inside(at).mkdir(parents=True, exist_ok=True)
     mount("-t", "tmpfs", "-o", f"size={spec['quota']},mode=755", "tmpfs", inside(spec["working"]))
@@ -275,9 +285,8 @@ def may_mount(): # tried in a folder that goes with it
     with tempfile.TemporaryDirectory() as tmp:
         mount("--make-rprivate", "/")
         mount("-t", "tmpfs", "tmpfs", tmp)
-        for name in ("lower", "at"): Path(tmp, name).mkdir()
-        over(Path(tmp, "lower"), Path(tmp, "at"), Path(tmp, "room"))
-        for at in ("at", "."): subprocess.run(["umount", str(Path(tmp, at))])
+        over(Path("/usr"), tmp, Path(tmp)/"room")
+        for _ in range(2): subprocess.run(["umount", tmp])
 
 
 if __name__ == "__main__":
