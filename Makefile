@@ -60,7 +60,7 @@ $(VENV)-%/.ready: constraints/%.txt $(VENV)/.ready
 
 $(VENV)-wheels/.ready: settings.ini
 	mkdir -p $(@D)
-	$(PLACE_PYTHON) -m pip download -q --no-deps -d $(@D) optimum-quanto ninja
+	$(PLACE_PYTHON) -m pip download -q --no-deps -d $(@D) optimum-quanto ninja bitsandbytes
 	touch $@
 
 screenshots: $(VENV)-w8/.ready ## README's pictures of the widgets, taken anew

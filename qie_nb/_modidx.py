@@ -1242,6 +1242,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'qie_nb.ready.Ready._repr_html_': ('ready.html#ready._repr_html_', 'qie_nb/ready.py'),
                               'qie_nb.ready._clash': ('ready.html#_clash', 'qie_nb/ready.py'),
                               'qie_nb.ready._do': ('ready.html#_do', 'qie_nb/ready.py'),
+                              'qie_nb.ready._read': ('ready.html#_read', 'qie_nb/ready.py'),
                               'qie_nb.ready.change_for': ('ready.html#change_for', 'qie_nb/ready.py'),
                               'qie_nb.ready.changes': ('ready.html#changes', 'qie_nb/ready.py'),
                               'qie_nb.ready.have': ('ready.html#have', 'qie_nb/ready.py'),

@@ -22,14 +22,17 @@ def have(
     try: return version(name)
     except PackageNotFoundError: return None
 
+def _read(wanted): # a requirement as `packaging` reads it
+    from packaging.requirements import Requirement
+    return Requirement(wanted)
+
 def meets(
     wanted:str, # a requirement as pip takes it, e.g. peft>=0.19.1
     have=have, # function of a name
 ) -> bool:
     "Is it there, and new enough?"
-    from packaging.requirements import Requirement
-    r, there = Requirement(wanted), have(Requirement(wanted).name)
-    return there is not None and r.specifier.contains(there, prereleases=True)
+    there = have(_read(wanted).name)
+    return there is not None and _read(wanted).specifier.contains(there, prereleases=True)
 
 # %% ../nbs/00ai_ready.ipynb #4d158417
 def needs_of(
@@ -45,8 +48,7 @@ def lacking(
     needs=needs_of, # function of a name
 ) -> list: # requirements as pip takes them
     "What a package needs and this machine has not."
-    from packaging.requirements import Requirement
-    all_of = [Requirement(text) for text in needs(name)]
+    all_of = [_read(text) for text in needs(name)]
     plain = [f"{r.name}{r.specifier}" for r in all_of if not r.marker or r.marker.evaluate(dict(extra=""))]
     return [w for w in plain if not meets(w, have)]
 
@@ -66,8 +68,7 @@ def change_for(
     have=have, # function of a name
 ) -> Change:
     "What to do about a requirement."
-    from packaging.requirements import Requirement
-    name = Requirement(wanted).name
+    name = _read(wanted).name
     why = f"{of} needs {wanted}, and {have(name) or 'none'} is installed"
     return Change("leave", wanted, why + "; take a newer image") if name in FIXED else Change("install", wanted, why)
 
@@ -85,7 +86,7 @@ def changes(
     "What stands between this machine and a run."
     own = [change_for(w, of, have) for w in lacking(of, have, needs)]
     more = [change_for(w, "nf4" if w == "bitsandbytes" else "you", have) for w in also if not meets(w, have)]
-    upgraded = any(c.what.startswith("torchao") for c in more)
+    upgraded = any(_read(c.what).name == "torchao" for c in more)
     return own + more + ([] if upgraded else _clash(have))
 
 # %% ../nbs/00ai_ready.ipynb #8bbda18a
@@ -121,11 +122,10 @@ class Ready(list):
     def _repr_html_(self): return table_html(self) if self else repr(self)
 
 def _do(change, wheels, pip):
-    if change.action == "leave": return f"{change.action} as it is"
+    if change.action == "leave": return "left as it is"
     failed = pip(pip_words(change, wheels))
-    name = change.what.split(">")[0].split("=")[0].split("<")[0]
-    late = "; restart the kernel, an older one is loaded" if name.replace("-", "_") in sys.modules and change.action == "install" else ""
-    return f"not {change.action}ed: {failed}" if failed else f"{change.action}ed{late}"
+    loaded = change.action == "install" and _read(change.what).name.replace("-", "_") in sys.modules
+    return f"not {change.action}ed: {failed}" if failed else f"{change.action}ed" + "; restart the kernel, an older one is loaded" * loaded
 
 # %% ../nbs/00ai_ready.ipynb #497a0fcc
 def make_ready(
@@ -145,6 +145,6 @@ def make_ready(
         done = _do(change, wheels, pip)
         out.append((change.what, done, change.why))
         importlib.invalidate_caches()
-        name = change.what.split(">")[0]
+        name = _read(change.what).name
         if done.startswith("install"): todo += [change_for(w, name, have) for w in lacking(name, have, needs)]
     return out
