@@ -128,7 +128,7 @@ def _take(self:ModulationTable, times, blocks):
     self.sets.append([_bytes(b) for b in blocks])
     self.width = blocks[0].shape[-1]
 
-def _bytes(t): return np.from_dlpack(t.view(torch.uint8)) # copied as such, whatever the dtype, without an operation of torch for each block
+def _bytes(t): return t.view(torch.uint8).numpy() # copied as such, whatever the dtype, without an operation of torch for each block
 
 # %% ../nbs/00i_modulation.ipynb #183cd7d4
 @patch
