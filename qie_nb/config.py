@@ -165,7 +165,9 @@ class TrainSection(StepSection):
     val_path: OptionalPath = Field(None, description="data set that is only evaluated")
     resume_checkpoint: OptionalPath = Field(None, description="checkpoint folder, or `latest`")
     force_resume: bool = Field(False, description="resume although data, seed, model or adapter differ from the checkpoint's")
-    max_hours: Optional[float] = Field(None, gt=0, description="stop, with a checkpoint, before this many hours are over")
+    max_hours: Union[None, Literal["auto"], Annotated[float, Field(gt=0)]] = Field("auto",
+        description="stop, with a checkpoint, before this many hours of `fit` are over; auto: half an hour before the session's end where "
+        "the place has one (Kaggle), counted from the session's start, and no end elsewhere; null: none anywhere")
     distributed: Literal["auto", "ddp", "fsdp"] = Field("auto",
         description="with `accelerate launch`: ddp (a copy of the base on each GPU), fsdp (the base divided over them); "
         "auto is what was launched")
