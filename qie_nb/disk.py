@@ -194,12 +194,13 @@ class DiskPlan:
     items: list     # of `Item`
     place: Place
     shard: tuple = None # (file name, bytes) of the model's largest file
+    free: object = free_bytes # function of a folder: bytes free on its disk
 
     def limits(self) -> list: # of (what, bytes to write, bytes that can be written, items)
         "Each disk and the quota, with what goes there."
         disks, out, p = {}, [], self.place
         for i in self.items: disks.setdefault(os.stat(written(i.folder)).st_dev, []).append(i)
-        for some in disks.values(): out.append((f"disk of {written(some[0].folder)}", sum(i.bytes for i in some), free_bytes(some[0].folder), some))
+        for some in disks.values(): out.append((f"disk of {written(some[0].folder)}", sum(i.bytes for i in some), self.free(some[0].folder), some))
         inside = [i for i in self.items if p.quota is not None and i.folder.expanduser().resolve().is_relative_to(p.working.resolve())]
         if inside: out.append((f"{p.working}, quota {p.quota / 1e9:.0f} GB", sum(i.bytes for i in inside), max(0, p.quota - used_bytes(p.working)), inside))
         return out
@@ -212,14 +213,15 @@ from fastcore.basics import patch
 
 _gb = lambda n: f"{n / 1e9:.2f} GB"
 
+_WAYS = dict(downloads="attach the model as an input and give its folder", checkpoints="set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`",
+             cache="attach a cache that was filled before (`cache.cache_dir: [attached, own]`)", logs="set `logging.log_images_every` higher")
+
 def _remedy(items, lacks) -> str: # for so many bytes
-    by = {i.what: i.bytes for i in items if i.bytes}
-    downloads = sum(i.bytes for i in items if i.group == "downloads")
-    ways = [("attach the model as an input and give its folder", downloads), ("`train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`", by.get("checkpoints", 0)),
-            ("attach a cache that was filled before, `cache.cache_dir: [attached, own]`", by.get("prompts", 0) + by.get("latents", 0) + by.get("modulation table", 0)),
-            ("`model.modulation_table` false", by.get("modulation table", 0)), ("remove other files there", lacks)]
-    most = max(size for _, size in ways)
-    return next(f"{say} ({_gb(size)} of it)" if size != lacks else say for say, size in ways if size == most)
+    by, out = {g: sum(i.bytes for i in items if i.group == g) for g in _WAYS}, []
+    for group in sorted(by, key=by.get, reverse=True):
+        if lacks > 0 and by[group] > 0.01 * lacks: out.append(f"{_WAYS[group]}, for {group} {_gb(by[group])}")
+        lacks -= by[group]
+    return ", and ".join(out or ["remove other files there"]) + ", and remove other files there" * (lacks > 0 and bool(out))
 
 @patch
 def problems(self:DiskPlan) -> list: # sentences
@@ -249,12 +251,13 @@ def data(self:DiskPlan) -> dict: # plain
 def _rows(self:DiskPlan) -> list:
     rows = [(i.what, _gb(i.bytes), str(i.folder), i.why) for i in self.items]
     rows += [(f"together on {what}", _gb(need), f"of {_gb(room)}", "fits" if need <= room else "too much") for what, need, room, _ in self.limits()]
-    return rows + [("largest shard", _gb(self.shard[1]), self.shard[0], "read piece by piece")] * bool(self.shard)
+    return rows + ([("largest shard", _gb(self.shard[1]), self.shard[0], "of the model that is here")] if self.shard else [])
 
 @patch
 def __repr__(self:DiskPlan):
-    width = [max(len(r[n]) for r in self._rows()) for n in range(3)]
-    lines = ["  ".join([*(c.ljust(w) for c, w in zip(r, width)), r[3]]) for r in self._rows()]
+    rows = self._rows()
+    width = [max(len(r[n]) for r in rows) for n in range(3)]
+    lines = ["  ".join([*(c.ljust(w) for c, w in zip(r, width)), r[3]]) for r in rows]
     return "\n".join([*lines, *self.problems()])
 
 @patch

@@ -225,12 +225,12 @@ def used_bytes(
 @patch
 def room(self:Place,
     folder=None, # that is, or will be, written; default the working folder
+    free=None, # function of a folder: bytes free on its disk; default asks
 ) -> int:
     "Bytes that can still be written to a folder."
     folder = Path(folder or self.working).absolute()
-    free = free_bytes(folder)
-    inside = self.quota is not None and folder.resolve().is_relative_to(self.working.resolve())
-    return max(0, min(free, self.quota - used_bytes(self.working))) if inside else free
+    free, inside = free or free_bytes, self.quota is not None and folder.resolve().is_relative_to(self.working.resolve())
+    return max(0, min(free(folder), self.quota - used_bytes(self.working))) if inside else free(folder)
 
 # %% ../nbs/00ah_places.ipynb #40f51eaf
 MARGIN = 0.5 # hours of a session that are kept for what comes after training
