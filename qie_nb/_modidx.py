@@ -420,6 +420,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'qie_nb.doctor.hub_findings': ('doctor.html#hub_findings', 'qie_nb/doctor.py'),
                                'qie_nb.doctor.memory_findings': ('doctor.html#memory_findings', 'qie_nb/doctor.py'),
                                'qie_nb.doctor.place_findings': ('doctor.html#place_findings', 'qie_nb/doctor.py'),
+                               'qie_nb.doctor.plan_findings': ('doctor.html#plan_findings', 'qie_nb/doctor.py'),
                                'qie_nb.doctor.runs_on': ('doctor.html#runs_on', 'qie_nb/doctor.py'),
                                'qie_nb.doctor.selfcheck': ('doctor.html#selfcheck', 'qie_nb/doctor.py'),
                                'qie_nb.doctor.this_machine': ('doctor.html#this_machine', 'qie_nb/doctor.py'),

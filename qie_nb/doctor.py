@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PACKAGES', 'LEVELS', 'TRIED', 'LEAST', 'Gpu', 'gpus_here', 'runs_on', 'Machine', 'this_machine', 'Finding',
            'version_findings', 'gpu_findings', 'memory_findings', 'disk_findings', 'hub_findings', 'cache_findings',
-           'place_findings', 'Diagnosis', 'doctor', 'selfcheck']
+           'place_findings', 'Diagnosis', 'doctor', 'plan_findings', 'selfcheck']
 
 # %% ../nbs/03ba_doctor.ipynb #263c6109
 import importlib.metadata, platform, time
@@ -149,7 +149,8 @@ def _gpu(name, g, m, c) -> list:
     out = [Finding(name, value)]
     if not g.bf16:
         asked = c and c.train.mixed_precision == "bf16"
-        remedy = ("set `train.mixed_precision` auto, which takes what is safe there" if asked else "leave `train.mixed_precision` auto, which takes what is safe there") + ", and quantise the base (`model.quantize` nf4)"
+        remedy = f"{'set' if asked else 'leave'} `train.mixed_precision` auto, which takes what is safe there"
+        if not c or c.model.quantize in (False, "none"): remedy += ", and quantise the base (`model.quantize` nf4)"
         out.append(Finding(f"{name} bfloat16", "emulated, so slow" if g.emulated else "none", "hinders", remedy))
     return out
 
@@ -301,13 +302,22 @@ def doctor(
     looks = (lambda: disk_findings(m, c, disk), *(lambda look=look: look(m, c) for look in (
         gpu_findings, memory_findings, cache_findings, hub_findings, version_findings, place_findings)))
     found = [f for look in looks for f in look()]
-    seconds = time.time() - t0
-    return Diagnosis(sorted(found, key=lambda f: LEVELS.index(f.level)), disk, _plan(c, m) if c and plans else None, seconds)
+    seconds, way = time.time() - t0, _plan(c, m) if c and plans else None
+    return Diagnosis(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds)
 
 def _disk(c, m):
     wide = 4 if c.train.mixed_precision == "auto" and not all(g.bf16 for g in m.gpus) else None
     try: return replace(disk_plan(c, m.place, wide=wide), free=m.free)
     except (ValueError, OSError): return None # the data set: said by another finding
+
+def plan_findings(p) -> list: # of `Finding`s; `p` is a `Plan` or None
+    "Whether the configuration fits the card as it stands."
+    if p is None or p.card is None: return []
+    value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.card.bytes / 1e9:.1f} GB"
+    if not p.chosen: return [Finding("GPU memory", value, "stops", "no way to train fits this card: lower `data.image_size` and `data.control_area`, or choose a larger card")]
+    if p.fits(p.asked): return [Finding("GPU memory", value)]
+    changes = ", ".join(f"`{s}.{k}` {v}" for s, keys in p.changes.items() for k, v in keys.items())
+    return [Finding("GPU memory", value, "hinders", f"it will probably run out: set {changes}")]
 
 def _plan(c, m):
     from qie_nb.plan import Card, plan
