@@ -161,7 +161,7 @@ def _json(path) -> dict:
 def _models(who) -> str: return ", ".join(sorted({f"{v.get('model')} ({v.get('variant')})" for v in (who or {}).values() if isinstance(v, dict)}))
 
 def _known(folder, names) -> tuple: # (kind, said, when or None); None for any other folder
-    if {"COMPLETE", "state.json"} <= names:
+    if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys(): # all that it lists came along
         state = _json(folder/"state.json")
         return "checkpoint", f"step {state.get('global_step')}, epoch {state.get('epoch')}", state.get("written")
     if "cache-index.json" in names: return "cache", "packed, of " + (_models(_json(folder/"cache-index.json").get("identities")) or "nobody"), None
