@@ -42,6 +42,7 @@ def checkpoint_bytes(job) -> int: # of a `Job`
     "Bytes of one checkpoint."
     return (1 + job.ema) * 4 * numbers(adapter_shapes(job, trained=False)) + optimizer_bytes(job) + 1_000_000 # names, state.json, digests
 
+# %% ../nbs/00ih_disk.ipynb #a59aab18
 def run_items(
     config, # `Config`
     job, # `Job` of it
@@ -49,15 +50,17 @@ def run_items(
     "What training writes beside a cache."
     c, one, root = config.train, checkpoint_bytes(job), Path(config.train.output_dir)/"checkpoints"
     best = bool(c.val_fraction or c.val_path)
-    n, why = c.keep_checkpoints + best + 1, f"`train.keep_checkpoints` {c.keep_checkpoints}{' and the best' * best} and one that is being written, {one / 1e6:.0f} MB each"
-    size = n * one
+    why = f"`train.keep_checkpoints` {c.keep_checkpoints}{' and the best' * best} and one that is being written, {one / 1e6:.0f} MB each"
+    size = (c.keep_checkpoints + best + 1) * one
     if c.checkpoint_budget_gb and (most := int(c.checkpoint_budget_gb * 1e9) + one) < size:
         size, why = most, f"`train.checkpoint_budget_gb` {c.checkpoint_budget_gb:g} and one that is being written, {one / 1e6:.0f} MB"
     there = used_bytes(root) if root.is_dir() else 0
     adapter = 4 * numbers(adapter_shapes(job, trained=False))
-    return [Item("checkpoints", max(0, size - there), root, why, "checkpoints"), Item("adapter", adapter, Path(c.output_dir), "float32", "checkpoints"),
+    return [Item("checkpoints", max(0, size - there), root, why, "checkpoints"),
+            Item("adapter", adapter, Path(c.output_dir), "float32", "checkpoints"),
             Item("logs and pictures", LOGS, Path(config.logging.log_dir), "estimated", "logs")]
 
+# %% ../nbs/00ih_disk.ipynb #8b8a4663
 LOGS = 50_000_000 # bytes of event files, CSV and evaluation pictures
 
 # %% ../nbs/00ih_disk.ipynb #4dc57d24
@@ -73,6 +76,7 @@ class Pair:
     seen: int       # of the control pictures for the text encoder
     words: int      # of the prompt
 
+# %% ../nbs/00ih_disk.ipynb #674a655f
 def pairs_of(
     config, # `Config`
     areas:dict, # control_area, vl_area in pixels, of the model
@@ -87,7 +91,8 @@ def pairs_of(
     out = []
     for path in (d.dataset_path, config.train.val_path):
         samples, sizes, _ = usable(find_samples(path)) if path else ((), (), ())
-        out += [Pair(tokens(g.target(t), 16), tuple(tokens(g.control(c), 16) for c in cs), sum(tokens(g.vl(c), 28) + 8 * plus for c in cs), len(s.prompt.encode()) // 3 + 1)
+        out += [Pair(tokens(g.target(t), 16), tuple(tokens(g.control(c), 16) for c in cs),
+                     sum(tokens(g.vl(c), 28) + 8 * plus for c in cs), len(s.prompt.encode()) // 3 + 1)
                 for s, (t, *cs) in zip(samples, sizes)]
     return out
 
@@ -98,10 +103,11 @@ def usual_pairs(
     areas:dict, # control_area, vl_area in pixels, of the model
     words:int=50, # of a prompt
 ) -> list: # of `Pair`
-    "So many samples of the configured sizes, where there are none to look at yet; as many control pictures each as the job's control tokens say."
+    "So many samples of the configured sizes, where there are none to look at yet."
     many = max(1, round(job.control / (areas["control_area"] / 256)))
     return [Pair(job.target, (job.control // many,) * many, many * ((areas["vl_area"] or areas["control_area"]) // 784 + 8), words)] * n
 
+# %% ../nbs/00ih_disk.ipynb #64c112ad
 def pair_bytes(
     pair:Pair,
     job, # `Job`
@@ -137,6 +143,7 @@ def _there(config) -> tuple: # bytes in the cache: (entries, modulation table)
     table = on_disk(stats[MODULATION])
     return on_disk(stats["total"]) - table, table
 
+# %% ../nbs/00ih_disk.ipynb #f43dbbb2
 def cache_items(
     config, # `Config`
     job, # `Job`
@@ -147,13 +154,12 @@ def cache_items(
     if not config.cache.use_cache or not dirs or not dirs[-1]: return []
     entries, rows = _there(config)
     sums = [sum(sizes) for sizes in zip(*(pair_bytes(p, job, config.cache.prompt_prefix) for p in pairs))] or [0, 0]
-    table = table_bytes(config, job, len({p.target for p in pairs}) or 1)
-    rest, form = max(0, sum(sums) - entries), "float32" if job.wide == 4 else "bfloat16"
-    share = rest / max(1, sum(sums))
-    had = f"; {entries / 1e6:.1f} MB are there" * bool(entries)
-    return [Item("latents", int(sums[0] * share), Path(dirs[-1]), f"{len(pairs)} samples, {form}{had}"),
-            Item("prompts", int(sums[1] * share), Path(dirs[-1]), f"{len(pairs)} samples, {form}{had}"),
-            Item("modulation table", max(0, table - rows), Path(dirs[-1]), f"{form}{'; it is there' * bool(rows)}" if table else "not used")]
+    table, form = table_bytes(config, job, len({p.target for p in pairs}) or 1), "float32" if job.wide == 4 else "bfloat16"
+    share = max(0, sum(sums) - entries) / max(1, sum(sums))
+    why = f"{len(pairs)} samples, {form}" + f"; {entries / 1e6:.1f} MB are there" * bool(entries)
+    said = f"{form}{'; it is there' * bool(rows)}" if table else "not used"
+    return [Item("latents", int(sums[0] * share), Path(dirs[-1]), why), Item("prompts", int(sums[1] * share), Path(dirs[-1]), why),
+            Item("modulation table", max(0, table - rows), Path(dirs[-1]), said)]
 
 # %% ../nbs/00ih_disk.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
@@ -166,6 +172,7 @@ def hub_folder(env) -> Path: # of downloads; `env` is a mapping of environment v
 def is_local(name:str) -> bool: # is a model here as a folder, or part of this package?
     return name == "tiny" or Path(name).expanduser().is_dir()
 
+# %% ../nbs/00ih_disk.ipynb #496a37a4
 def download_items(
     config, # `Config`
     job, # `Job`
@@ -177,9 +184,10 @@ def download_items(
     kept = folder/f"models--{name.replace('/', '--')}"/"snapshots"
     here = lambda part: sum(p.stat().st_size for p in kept.glob(f"*/{part}/*.safetensors")) if kept.is_dir() else 0
     sizes = ENCODERS | dict(transformer=2 * parameters(replace(job, table=False)))
-    return [Item(f"download {part}", max(0, int(size) - here(part)), folder, f"largest shard at most {min(size, SHARD) / 1e9:.1f} GB", "downloads")
-            for part, size in sizes.items()]
+    why = lambda size: f"largest shard at most {min(size, SHARD) / 1e9:.1f} GB"
+    return [Item(f"download {part}", max(0, int(size) - here(part)), folder, why(size), "downloads") for part, size in sizes.items()]
 
+# %% ../nbs/00ih_disk.ipynb #efbd6369
 def largest_shard(
     name:str, # model folder, hub id or tiny
 ) -> tuple: # (file name, bytes); None where the model is not here
@@ -201,10 +209,11 @@ class DiskPlan:
         "Each disk and the quota, with what goes there."
         disks, out, p = {}, [], self.place
         for i in self.items: disks.setdefault(os.stat(written(i.folder)).st_dev, []).append(i)
-        for some in disks.values(): out.append((f"disk of {written(some[0].folder)}", sum(i.bytes for i in some), self.free(some[0].folder), some))
+        need = lambda some: sum(i.bytes for i in some)
+        for some in disks.values(): out.append((f"disk of {written(some[0].folder)}", need(some), self.free(some[0].folder), some))
         inside = [i for i in self.items if p.quota is not None and i.folder.expanduser().resolve().is_relative_to(p.working.resolve())]
-        if inside: out.append((f"{p.working}, quota {p.quota / 1e9:.0f} GB", sum(i.bytes for i in inside), max(0, p.quota - used_bytes(p.working)), inside))
-        return out
+        left = max(0, p.quota - used_bytes(p.working)) if inside else 0
+        return out + ([(f"{p.working}, quota {p.quota / 1e9:.0f} GB", need(inside), left, inside)] if inside else [])
 
     def bytes(self, group=None) -> int: return sum(i.bytes for i in self.items if group in (None, i.group))
     def fits(self) -> bool: return all(need <= room for _, need, room, _ in self.limits())
@@ -214,9 +223,12 @@ from fastcore.basics import patch
 
 _gb = lambda n: f"{n / 1e9:.2f} GB"
 
-_WAYS = dict(downloads="attach the model as an input and give its folder", checkpoints="set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`",
-             cache="attach a cache that was filled before (`cache.cache_dir: [attached, own]`)", logs="set `logging.log_images_every` higher")
+_WAYS = dict(downloads="attach the model as an input and give its folder",
+             checkpoints="set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`",
+             cache="attach a cache that was filled before (`cache.cache_dir: [attached, own]`)",
+             logs="set `logging.log_images_every` higher")
 
+# %% ../nbs/00ih_disk.ipynb #5b3198cb
 def _remedy(items, lacks) -> str: # for so many bytes
     by, out = {g: sum(i.bytes for i in items if i.group == g) for g in _WAYS}, []
     for group in sorted(by, key=by.get, reverse=True):
@@ -224,6 +236,7 @@ def _remedy(items, lacks) -> str: # for so many bytes
         lacks -= by[group]
     return ", and ".join(out or ["remove other files there"]) + ", and remove other files there" * (lacks > 0 and bool(out))
 
+# %% ../nbs/00ih_disk.ipynb #081bb178
 @patch
 def problems(self:DiskPlan) -> list: # sentences
     "What does not fit, each with its remedy."
@@ -234,6 +247,7 @@ def problems(self:DiskPlan) -> list: # sentences
         out.append(f"{what}: {_gb(need)} are to be written ({parts}) and {_gb(room)} can be; {_remedy(some, need - room)}")
     return out
 
+# %% ../nbs/00ih_disk.ipynb #7a46e1d5
 @patch
 def check(self:DiskPlan):
     "Raises `DiskFull` where something does not fit, before anything is written."
@@ -248,12 +262,15 @@ def data(self:DiskPlan) -> dict: # plain
     limits = [dict(what=what, bytes=need, room=room, fits=need <= room) for what, need, room, _ in self.limits()]
     return dict(items=rows, limits=limits, fits=self.fits(), problems=self.problems(), largest_shard=self.shard)
 
+# %% ../nbs/00ih_disk.ipynb #eec4ef89
 @patch
 def _rows(self:DiskPlan) -> list:
     rows = [(i.what, _gb(i.bytes), str(i.folder), i.why) for i in self.items]
-    rows += [(f"together on {what}", _gb(need), f"of {_gb(room)}", "fits" if need <= room else "too much") for what, need, room, _ in self.limits()]
+    fits = lambda need, room: "fits" if need <= room else "too much"
+    rows += [(f"together on {what}", _gb(need), f"of {_gb(room)}", fits(need, room)) for what, need, room, _ in self.limits()]
     return rows + ([("largest shard", _gb(self.shard[1]), self.shard[0], "of the model that is here")] if self.shard else [])
 
+# %% ../nbs/00ih_disk.ipynb #6b76052d
 @patch
 def __repr__(self:DiskPlan):
     rows = self._rows()
@@ -262,7 +279,8 @@ def __repr__(self:DiskPlan):
     return "\n".join([*lines, *self.problems()])
 
 @patch
-def _repr_html_(self:DiskPlan): return "".join(note(p) for p in self.problems()) + table_html(self._rows(), ("what is written", "bytes", "where", "why"))
+def _repr_html_(self:DiskPlan):
+    return "".join(note(p) for p in self.problems()) + table_html(self._rows(), ("what is written", "bytes", "where", "why"))
 
 # %% ../nbs/00ih_disk.ipynb #e314a2a3
 def disk_plan(
@@ -271,7 +289,7 @@ def disk_plan(
     pairs:int=None, # samples, where the data set is not at hand
     wide:int=None, # bytes of a number in the base's dtype; default by `train.mixed_precision`
 ) -> DiskPlan:
-    "What a configuration writes on the disk from precompute to the saved adapter, and whether the place has room for it. Computed, not measured."
+    "What a configuration writes from precompute to the saved adapter, and whether there is room for it. Computed, not measured."
     c, place = make_config(config), place or where()
     name = c.model.pretrained_model_name_or_path
     t, plus = model_facts(name)

@@ -10,7 +10,6 @@ __all__ = ['PACKAGES', 'LEVELS', 'TRIED', 'LEAST', 'Gpu', 'gpus_here', 'runs_on'
 # %% ../nbs/03ba_doctor.ipynb #263c6109
 import importlib.metadata, platform, time
 from dataclasses import dataclass, replace
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,6 +46,7 @@ class Gpu:
     bf16: bool = True       # bfloat16 of its own?
     emulated: bool = False  # does torch compute bfloat16 on it all the same?
 
+# %% ../nbs/03ba_doctor.ipynb #e0a47155
 def gpus_here() -> tuple: # of `Gpu`s
     "The GPUs that torch sees."
     if not torch.cuda.is_available(): return ()
@@ -57,11 +57,12 @@ def gpus_here() -> tuple: # of `Gpu`s
         out.append(Gpu(p.name, p.total_memory, (p.major, p.minor), own, any_kind and not own))
     return tuple(out)
 
+# %% ../nbs/03ba_doctor.ipynb #1011a08f
 def runs_on(
     sm, # compute capability of a GPU
     built_for, # `torch.cuda.get_arch_list()`
 ) -> bool:
-    "Has this torch kernels for a GPU? A binary serves later minor versions of its major one, PTX every later GPU (CUDA's compatibility rules)."
+    "Has this torch kernels for a GPU? By CUDA's rules a binary serves later minor versions of its major one, and PTX every later GPU."
     split = lambda name: (n := "".join(c for c in name.split("_")[-1] if c.isdigit())) and (int(n[:-1]), int(n[-1]))
     binaries, ptx = ([split(a) for a in built_for if a.startswith(kind)] for kind in ("sm_", "compute_"))
     return any(a[0] == sm[0] and a[1] <= sm[1] for a in binaries) or any(a <= tuple(sm) for a in ptx)
@@ -81,20 +82,23 @@ class Machine:
     token: bool = False       # is there a token of the hub?
     positions: str = "3d"     # picture positions that the installed libraries hand on, as `qie_nb.models.positions_of`
 
+# %% ../nbs/03ba_doctor.ipynb #d943df3b
 def _positions() -> str: # as `positions_of`, from the sources alone: importing both libraries takes seconds
     asks, passes = (find_spec(n) and Path(find_spec(n).origin).parent/f for n, f in (
         ("transformers", "models/qwen2_5_vl/modeling_qwen2_5_vl.py"), ("diffusers", "pipelines/qwenimage/pipeline_qwenimage_edit_plus.py")))
     has = lambda file: bool(file and file.is_file() and "mm_token_type_ids" in file.read_text(encoding="utf-8"))
     return "1d" if has(asks) and not has(passes) else "3d"
 
+# %% ../nbs/03ba_doctor.ipynb #eed85f51
 def this_machine(
     place:Place=None, # default where this runs
     internet:bool=True, # ask whether the hub is reached?
 ) -> Machine:
     "What can be told of this machine within a second or two."
     place = place or where()
-    return Machine(place, {n: _version(n) for n in PACKAGES}, gpus_here(), tuple(torch.cuda.get_arch_list()), torch.version.cuda, place.memory,
-                   online=online(env=place.env) if internet else None, token=bool(place.secret("HF_TOKEN")), positions=_positions())
+    reached = online(env=place.env) if internet else None
+    return Machine(place, {n: _version(n) for n in PACKAGES}, gpus_here(), tuple(torch.cuda.get_arch_list()), torch.version.cuda,
+                   place.memory, online=reached, token=bool(place.secret("HF_TOKEN")), positions=_positions())
 
 # %% ../nbs/03ba_doctor.ipynb #2775a82d
 LEVELS = ("stops", "hinders", "note", "")
@@ -110,11 +114,13 @@ class Finding:
 TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("4.57", "5.23"), accelerate=("1.10", "1.15"),
              peft=("0.17", "0.21"), safetensors=("0.7", "0.8"), ipywidgets=("7.7", "8.1")) # the oldest and the newest that are known to do
 
+# %% ../nbs/03ba_doctor.ipynb #12c0da81
 def _tried(name, version) -> Finding:
     low, high = TRIED.get(name, (None, None))
     if not version: return Finding(name, "not installed")
-    if low and _older(version, _numbers(low)): return Finding(name, version, "hinders", f"older than any that was tried: pip install '{name}>={low}'")
-    if low and _numbers(high) < _numbers(version): return Finding(name, version, "note", f"newer than {high}, up to which this was tried; where something fails, try {high}")
+    old, new = low and _older(version, _numbers(low)), low and _numbers(high) < _numbers(version)
+    if old: return Finding(name, version, "hinders", f"older than any that was tried: pip install '{name}>={low}'")
+    if new: return Finding(name, version, "note", f"newer than any that was tried; where something fails, try {high}")
     return Finding(name, version)
 
 # %% ../nbs/03ba_doctor.ipynb #01122472
@@ -124,11 +130,14 @@ def version_findings(m:Machine, c:Config=None) -> list: # of `Finding`s
     def say(name, level, remedy): out[name] = Finding(name, v.get(name) or "not installed", level, remedy)
     if _older(v.get("torchao"), (0, 16)) and v.get("peft") and not _older(v["peft"], (0, 19)):
         say("torchao", "stops", f"peft {v['peft']} raises on every LoRA beside torchao < 0.16: pip uninstall -y torchao")
-    if not v.get("torchvision"): say("torchvision", "stops", "the picture processor needs it: pip install torchvision, of the index that torch came from")
+    if not v.get("torchvision"):
+        say("torchvision", "stops", "the picture processor needs it: pip install torchvision, from where torch came")
     if not v.get("ipywidgets"): say("ipywidgets", "note", "live panels become text and still pictures: pip install ipywidgets")
     if m.positions == "1d":
-        say("transformers", "note", "its picture positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); training follows the pipelines")
-    if c and c.model.quantize == "nf4" and not v.get("bitsandbytes"): say("bitsandbytes", "stops", "`model.quantize` nf4 needs it: pip install bitsandbytes")
+        say("transformers", "note", "its picture positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); "
+                                    "training follows the pipelines")
+    if c and c.model.quantize == "nf4" and not v.get("bitsandbytes"):
+        say("bitsandbytes", "stops", "`model.quantize` nf4 needs it: pip install bitsandbytes")
     return [Finding("python", platform.python_version()), *out.values()]
 
 # %% ../nbs/03ba_doctor.ipynb #37107674
@@ -139,13 +148,17 @@ def gpu_findings(m:Machine, c:Config=None) -> list:
     "GPUs, whether this torch runs on them, and bfloat16."
     if not m.gpus:
         why = f"torch {m.versions.get('torch')} was built without CUDA" if m.cuda is None else "the tiny model trains on the CPU"
-        return [Finding("GPU", "none", "stops" if _is_large(c) else "note", f"{why}; for the real model choose one with 16 GB or more (Kaggle: Accelerator > GPU T4 x2; Colab: Runtime > Change runtime type)")]
+        cure = "for the real model choose one with 16 GB or more (Kaggle: Accelerator > GPU T4 x2; Colab: Runtime > Change runtime type)"
+        return [Finding("GPU", "none", "stops" if _is_large(c) else "note", f"{why}; {cure}")]
     return [f for i, g in enumerate(m.gpus) for f in _gpu(f"GPU {i}" * (len(m.gpus) > 1) or "GPU", g, m, c)]
 
+# %% ../nbs/03ba_doctor.ipynb #49ed68af
 def _gpu(name, g, m, c) -> list:
     sm, value = "{}.{}".format(*g.sm), f"{g.name}, {g.bytes / 1e9:.1f} GB, sm {g.sm[0]}.{g.sm[1]}"
     if not runs_on(g.sm, m.built_for):
-        return [Finding(name, value, "stops", f"this torch has no kernels for sm {sm} (it has {', '.join(m.built_for) or 'none'}); choose a newer accelerator (Kaggle: GPU T4 x2)")]
+        has = ", ".join(m.built_for) or "none"
+        return [Finding(name, value, "stops", f"this torch has no kernels for sm {sm} (it has {has}); "
+                        "choose a newer accelerator (Kaggle: GPU T4 x2)")]
     out = [Finding(name, value)]
     if not g.bf16:
         asked = c and c.train.mixed_precision == "bf16"
@@ -160,15 +173,21 @@ LEAST = 12_000_000_000 # bytes of host memory
 def memory_findings(m:Machine, c:Config=None) -> list:
     "The host's memory, and what the configuration keeps in it."
     value, large = f"{m.memory / 1e9:.1f} GB", _is_large(c)
-    job = job_of(c, model_facts(c.model.pretrained_model_name_or_path)[0]) if large else None
-    kept = {"`model.text_encoder_offload`": ENCODERS["text_encoder"] * c.model.text_encoder_offload, "`train.block_streaming`": c.train.block_streaming and job.layers * block_bytes(job)} if large else {}
-    if (most := max(kept.values(), default=0)) > 0.9 * m.memory:
-        name = max(kept, key=kept.get)
-        return [Finding("host memory", value, "stops", f"{name} keeps {most / 1e9:.1f} GB there; set it to false and quantise instead (`model.text_encoder_quantize`, `model.quantize` nf4)")]
-    if m.memory < LEAST:
-        return [Finding("host memory", value, "hinders" if large or not c else "note", "less than the 12 GB that the real model's loading is planned for; close other notebooks, keep `data.num_workers` 0 and `cache.decode_ahead` 0, and offload nothing")]
-    return [Finding("host memory", value)]
+    for name, most in _host_bytes(c).items() if large else ():
+        if most > 0.9 * m.memory:
+            cure = "set it to false and quantise instead (`model.text_encoder_quantize`, `model.quantize` nf4)"
+            return [Finding("host memory", value, "stops", f"{name} keeps {most / 1e9:.1f} GB there; {cure}")]
+    if m.memory >= LEAST: return [Finding("host memory", value)]
+    return [Finding("host memory", value, "hinders" if large or not c else "note", "the real model's loading is planned for 12 GB; "
+                    "close other notebooks, keep `data.num_workers` 0 and `cache.decode_ahead` 0, and offload nothing")]
 
+# %% ../nbs/03ba_doctor.ipynb #e120c42a
+def _host_bytes(c) -> dict: # {setting: bytes that it keeps in the host's memory}
+    job = job_of(c, model_facts(c.model.pretrained_model_name_or_path)[0])
+    return {"`model.text_encoder_offload`": ENCODERS["text_encoder"] * c.model.text_encoder_offload,
+            "`train.block_streaming`": c.train.block_streaming and job.layers * block_bytes(job)}
+
+# %% ../nbs/03ba_doctor.ipynb #c4623e6a
 def disk_findings(m:Machine, c:Config=None, planned=None) -> list:
     "Each folder that is written to, and whether the planned bytes fit."
     p, out = m.place, []
@@ -180,6 +199,7 @@ def disk_findings(m:Machine, c:Config=None, planned=None) -> list:
                            "too little for the real model's cache and checkpoints; remove files, or attach a filled cache" * few))
     return out + [Finding("disk", "too little", "stops", problem) for problem in (planned.problems() if planned else ())]
 
+# %% ../nbs/03ba_doctor.ipynb #86733168
 def _dirs(c) -> list: # of the cache
     dirs = c.cache.cache_dir if isinstance(c.cache.cache_dir, list) else [c.cache.cache_dir]
     return [d for d in dirs if d] if c.cache.use_cache else []
@@ -191,12 +211,13 @@ def hub_findings(m:Machine, c:Config=None) -> list:
     needs = c and not is_local(name) and sum(i.bytes for i in download_items(c, job_of(c, model_facts(name)[0]), m.place.env)) > 1e9
     out = []
     if m.online is not None:
-        cure = f"{name} cannot be downloaded: switch Internet on in the notebook's settings, or attach the model as an input and give its folder"
-        out.append(Finding("internet", "yes" if m.online else "no", "" if m.online else "stops" if needs else "note",
-                           "" if m.online else cure if needs else "nothing can be downloaded; what is configured needs nothing"))
+        cure = (f"{name} cannot be downloaded: switch Internet on in the notebook's settings, "
+                "or attach the model as an input and give its folder")
+        bad = ("stops", cure) if needs else ("note", "nothing can be downloaded; what is configured needs nothing")
+        out.append(Finding("internet", "yes") if m.online else Finding("internet", "no", *bad))
     if needs and not m.token:
-        cure = ("the hub limits downloads without it and refuses private models: add the secret (Kaggle: Add-ons > Secrets; Colab: the key at the left), then "
-                'os.environ["HF_TOKEN"] = where().secret("HF_TOKEN", ask=True)')
+        cure = ("the hub limits downloads without it and refuses private models: add the secret (Kaggle: Add-ons > Secrets; Colab: the key "
+                'at the left), then os.environ["HF_TOKEN"] = where().secret("HF_TOKEN", ask=True)')
         out.append(Finding("secret HF_TOKEN", "missing", "hinders", cure))
     return out
 
@@ -208,14 +229,19 @@ def _run_is(c:Config, m:Machine) -> dict: # what a manifest tells of the encoder
     said = {"bf16": "bfloat16", "no": "float32"}.get(wide) or (("bfloat16" if own else "float32") if wide == "auto" else None)
     out = dict(dtype=said) if said else {}
     if not is_local(name): return out | next((dict(variant=v) for v in ("2509", "2511") if v in name), {})
-    folder, size = resolve_model(name), 0
+    folder = resolve_model(name)
     variant = find_variant(folder, c.model.variant)
     out |= dict(variant=variant.name) | {k: getattr(c.data, k) or v for k, v in native_areas(folder, variant).items()}
-    small = all((folder/p).is_dir() and sum(f.stat().st_size for f in (folder/p).glob("*.safetensors")) < 2e8 for p in ("vae", "text_encoder", "tokenizer", "processor"))
-    return out | (dict(vae=component_digest(folder, "vae"), text_encoder="-".join(component_digest(folder, p) for p in ("text_encoder", "tokenizer", "processor"))) if small else {})
+    size = lambda part: sum(f.stat().st_size for f in (folder/part).glob("*.safetensors")) if (folder/part).is_dir() else 1e12
+    parts = ("text_encoder", "tokenizer", "processor")
+    if max(map(size, ("vae", *parts))) > 2e8: return out # too much to read
+    return out | dict(vae=component_digest(folder, "vae"), text_encoder="-".join(component_digest(folder, p) for p in parts))
 
-def _same(who, mine) -> bool: return all(str(who.get(k)).startswith(v) if k == "text_encoder" else who.get(k, v) == v for k, v in mine.items())
+# %% ../nbs/03ba_doctor.ipynb #bbd58511
+def _same(who, mine) -> bool: # of the text encoder the quantisation, which comes last, is not asked for
+    return all(str(who.get(k)).startswith(v) if k == "text_encoder" else who.get(k, v) == v for k, v in mine.items())
 
+# %% ../nbs/03ba_doctor.ipynb #1850e6d9
 def cache_findings(m:Machine, c:Config=None) -> list:
     "Whether what fills the cache is what this run would ask of it."
     from qie_nb.cache import EmbeddingCacheManager
@@ -223,12 +249,14 @@ def cache_findings(m:Machine, c:Config=None) -> list:
     try: known = EmbeddingCacheManager(dirs).identities() if dirs else {}
     except (ValueError, OSError) as e: return [Finding("cache", ", ".join(dirs), "stops", str(e))]
     if not known: return []
-    mine, told = _run_is(c, m), ", ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in known.values())
+    mine, told = _run_is(c, m), "of " + ", ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in known.values())
     fits = [k for k, v in known.items() if _same(v, mine)]
-    if c.cache.identity in known or len(fits) == 1 or fits and is_local(c.model.pretrained_model_name_or_path): return [Finding("cache", f"of {told}")]
-    if fits: return [Finding("cache", f"of {told}", "hinders", "several encoders filled it: set `cache.identity` to one of " + ", ".join(fits))]
+    tells = is_local(c.model.pretrained_model_name_or_path) # the encoders are here to say which
+    if c.cache.identity in known or len(fits) == 1 or fits and tells: return [Finding("cache", told)]
+    if fits: return [Finding("cache", told, "hinders", "several encoders filled it: set `cache.identity` to one of " + ", ".join(fits))]
     wants = ", ".join(f"{k} {v}" for k, v in mine.items() if any(not _same(w, {k: v}) for w in known.values()))
-    return [Finding("cache", f"of {told}", "stops", f"it is another model's, for this run has {wants}: attach the cache of this model, or set `cache.cache_dir` to a new folder and precompute")]
+    return [Finding("cache", told, "stops", f"it is another model's, for this run has {wants}: attach the cache of this model, "
+                    "or set `cache.cache_dir` to a new folder and precompute")]
 
 # %% ../nbs/03ba_doctor.ipynb #72e5f1c6
 def place_findings(m:Machine, c:Config=None) -> list:
@@ -236,8 +264,13 @@ def place_findings(m:Machine, c:Config=None) -> list:
     p = m.place
     out = [Finding("place", p.name + f", {p.run}" * bool(p.run) + ("" if p.watched else ", nobody watches"))]
     end, what = time_limit(c.train.max_hours if c else "auto", time.time(), p)
-    if end: out.append(Finding("time to train", f"{(left := (end - time.time()) / 3600):.1f} h, {what}", "hinders" * (left < 1), "start a new session, and go on from this one's output" * (left < 1)))
-    elif p.name == "colab": out.append(Finding("session", "no hours promised, nothing stays", "note", "mount Drive and let `train.output_dir` and `cache.cache_dir` lie there, and set `train.save_steps`"))
+    left = (end - time.time()) / 3600 if end else 0
+    if end and left >= 1: out.append(Finding("time to train", f"{left:.1f} h, {what}"))
+    elif end:
+        out.append(Finding("time to train", f"{left:.1f} h, {what}", "hinders", "start a new session, and go on from this one's output"))
+    elif p.name == "colab":
+        out.append(Finding("session", "no hours promised, nothing stays", "note",
+                           "mount Drive and let `train.output_dir` and `cache.cache_dir` lie there, and set `train.save_steps`"))
     if not c or not c.data.dataset_path: return out
     from qie_nb.samples import find_samples
     try: return out + [Finding("data set", str(find_samples(c.data.dataset_path)).split(";")[0])]
@@ -273,8 +306,10 @@ def _rows(self:Diagnosis) -> list: return [(f.level or "fine", f.what, f.value, 
 @patch
 def _summary(self:Diagnosis) -> str:
     n = [len(self.of(level)) for level in ("stops", "hinders", "note")]
-    return ("this cannot run here: " + ", ".join(f.what for f in self.of("stops")) if n[0] else "nothing stops a run here") + f" ({n[1]} hinder, {n[2]} to know)"
+    first = "this cannot run here: " + ", ".join(f.what for f in self.of("stops")) if n[0] else "nothing stops a run here"
+    return f"{first} ({n[1]} hinder, {n[2]} to know)"
 
+# %% ../nbs/03ba_doctor.ipynb #ecf8f83d
 @patch
 def __repr__(self:Diagnosis):
     rows = self._rows()
@@ -283,10 +318,12 @@ def __repr__(self:Diagnosis):
     parts = [repr(p) for p in (self.disk, self.plan) if p is not None]
     return "\n\n".join([self._summary() + "\n" + "\n".join(lines), *parts])
 
+# %% ../nbs/03ba_doctor.ipynb #a936bc26
 @patch
 def _repr_html_(self:Diagnosis):
     head = note(self._summary(), good=not self.of("stops")) + table_html(self._rows(), ("", "what", "it is", "what to do"))
-    return head + "".join(f"<h4>{escape(title)}</h4>" + p._repr_html_() for title, p in (("Disk", self.disk), ("Plan", self.plan)) if p is not None)
+    plans = [("Disk", self.disk), ("Plan", self.plan)]
+    return head + "".join(f"<h4>{title}</h4>" + p._repr_html_() for title, p in plans if p is not None)
 
 # %% ../nbs/03ba_doctor.ipynb #04097234
 def doctor(
@@ -305,20 +342,24 @@ def doctor(
     seconds, way = time.time() - t0, _plan(c, m) if c and plans else None
     return Diagnosis(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds)
 
+# %% ../nbs/03ba_doctor.ipynb #66ce8272
 def _disk(c, m):
     wide = 4 if c.train.mixed_precision == "auto" and not all(g.bf16 for g in m.gpus) else None
     try: return replace(disk_plan(c, m.place, wide=wide), free=m.free)
     except (ValueError, OSError): return None # the data set: said by another finding
 
+# %% ../nbs/03ba_doctor.ipynb #bd5a97cd
 def plan_findings(p) -> list: # of `Finding`s; `p` is a `Plan` or None
     "Whether the configuration fits the card as it stands."
     if p is None or p.card is None: return []
     value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.card.bytes / 1e9:.1f} GB"
-    if not p.chosen: return [Finding("GPU memory", value, "stops", "no way to train fits this card: lower `data.image_size` and `data.control_area`, or choose a larger card")]
+    small = "no way to train fits this card: lower `data.image_size` and `data.control_area`, or choose a larger card"
+    if not p.chosen: return [Finding("GPU memory", value, "stops", small)]
     if p.fits(p.asked): return [Finding("GPU memory", value)]
     changes = ", ".join(f"`{s}.{k}` {v}" for s, keys in p.changes.items() for k, v in keys.items())
     return [Finding("GPU memory", value, "hinders", f"it will probably run out: set {changes}")]
 
+# %% ../nbs/03ba_doctor.ipynb #3bb8b8a6
 def _plan(c, m):
     from qie_nb.plan import Card, plan
     alike = [g for g in m.gpus if g.name == m.gpus[0].name]

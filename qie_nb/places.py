@@ -40,6 +40,7 @@ class Place:
     memory: int = 0                 # bytes of host memory that it may use
     env: dict = field(default_factory=dict, repr=False, compare=False)
 
+# %% ../nbs/00ah_places.ipynb #2ad22e42
 def place_name(
     env, # mapping of environment variables
     root=Path("/"), # the place's folders are below it
@@ -62,6 +63,7 @@ def _groups(root, name, old) -> list: # words of each control group's file
     found = [_words(root/"sys/fs/cgroup"/str(p).lstrip("/")/name) for p in paths]
     return [w for w in (*found, _words(root/"sys/fs/cgroup"/old)) if w]
 
+# %% ../nbs/00ah_places.ipynb #b9585581
 def host_memory(
     root=Path("/"), # the place's folders are below it
 ) -> int: # bytes
@@ -71,6 +73,7 @@ def host_memory(
     limits = _groups(root, "memory.max", "memory/memory.limit_in_bytes")
     return min([whole, *(int(w[0]) for w in limits if w[0].isdigit())])
 
+# %% ../nbs/00ah_places.ipynb #7dca6232
 def host_cores(root=Path("/")) -> int:
     "Processor cores that this process may use."
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,6 +94,7 @@ def process_start(
         return int(words[words.index("btime") + 1]) + int(after[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError): return None
 
+# %% ../nbs/00ah_places.ipynb #e696e199
 def session_start(
     root, # the place's folders are below it
     env, # mapping of environment variables
@@ -109,16 +113,21 @@ def _accelerator(root, env) -> bool: # is there a sign of one?
 
 def _kaggle(root, env) -> dict: # fields of `Place`
     working, temp = root/"kaggle/working", root/"kaggle/temp"
-    return dict(run=env.get("KAGGLE_KERNEL_RUN_TYPE", ""), working=working, keep=working, temp=temp if temp.is_dir() else Path(tempfile.gettempdir()),
+    return dict(run=env.get("KAGGLE_KERNEL_RUN_TYPE", ""), working=working, keep=working,
+                temp=temp if temp.is_dir() else Path(tempfile.gettempdir()),
                 inputs=(Path(env.get("KAGGLE_CACHE_MOUNT_FOLDER") or root/"kaggle/input"),), quota=QUOTA,
                 hours=HOURS["accelerator" if _accelerator(root, env) else "cpu"])
 
+# %% ../nbs/00ah_places.ipynb #06ae5a3c
 def _colab(root, env) -> dict:
     drive = root/"content/drive/MyDrive"
     keep = drive/"qie_nb" if drive.is_dir() else None
     inputs = Path(env.get("COLAB_CACHE_MOUNT_FOLDER") or root/"kaggle/input"), *([keep] if keep else []) # where kagglehub mounts, and Drive
     return dict(working=root/"content", keep=keep, temp=Path(tempfile.gettempdir()), inputs=inputs)
 
+def _elsewhere(root, env) -> dict: return dict(working=(here := Path.cwd()), keep=here, temp=Path(tempfile.gettempdir()))
+
+# %% ../nbs/00ah_places.ipynb #d8c03000
 def where(
     root=None, # folder in place of /, for an imitation; default QIE_NB_ROOT, else /
     env=None, # mapping of environment variables; default the process's
@@ -126,10 +135,10 @@ def where(
     "Where this runs: from the environment and small files, without a network."
     env = os.environ if env is None else env
     root = Path(root or env.get("QIE_NB_ROOT") or "/")
-    name, here = place_name(env, root), Path.cwd()
-    own = dict(kaggle=_kaggle, colab=_colab).get(name, lambda *_: dict(working=here, keep=here, temp=Path(tempfile.gettempdir())))(root, env)
-    return Place(name, hub=env.get("JUPYTERHUB_SERVICE_PREFIX", ""), watched=watched() and env.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch", root=root,
-                 began=session_start(root, env, own.get("hours")), cores=host_cores(root), memory=host_memory(root), env=dict(env), **own)
+    own = dict(kaggle=_kaggle, colab=_colab).get(name := place_name(env, root), _elsewhere)(root, env)
+    looks = watched() and env.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
+    own |= dict(hub=env.get("JUPYTERHUB_SERVICE_PREFIX", ""), began=session_start(root, env, own.get("hours")))
+    return Place(name, watched=looks, root=root, cores=host_cores(root), memory=host_memory(root), env=dict(env), **own)
 
 # %% ../nbs/00ah_places.ipynb #6438ea91
 _LEVELS = dict(datasets=2, notebooks=2, competitions=1, models=5)
@@ -153,24 +162,29 @@ class Found:
     said: str      # what it is, in a few words
     attached: bool # in an input, so read-only?
 
+# %% ../nbs/00ah_places.ipynb #ebeb9cd4
 def _json(path) -> dict:
     try: out = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
     return out if isinstance(out, dict) else {}
 
-def _models(who) -> str: return ", ".join(sorted({f"{v.get('model')} ({v.get('variant')})" for v in (who or {}).values() if isinstance(v, dict)}))
+def _models(file) -> str: # that a cache's manifest or index names
+    who = _json(file).get("identities") or {}
+    return ", ".join(sorted({f"{v.get('model')} ({v.get('variant')})" for v in who.values() if isinstance(v, dict)}))
 
+# %% ../nbs/00ah_places.ipynb #5ccd8f4d
 def _known(folder, names) -> tuple: # (kind, said, when or None); None for any other folder
     if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys(): # all that it lists came along
         state = _json(folder/"state.json")
         return "checkpoint", f"step {state.get('global_step')}, epoch {state.get('epoch')}", state.get("written")
-    if "cache-index.json" in names: return "cache", "packed, of " + (_models(_json(folder/"cache-index.json").get("identities")) or "nobody"), None
-    if "manifest.json" in names and (who := _json(folder/"manifest.json").get("identities")): return "cache", f"of {_models(who)}", None
+    if "cache-index.json" in names: return "cache", "packed, of " + (_models(folder/"cache-index.json") or "nobody"), None
+    if "manifest.json" in names and (who := _models(folder/"manifest.json")): return "cache", f"of {who}", None
     if "model_index.json" in names: return "model", str(_json(folder/"model_index.json").get("_class_name")), None
 
 # %% ../nbs/00ah_places.ipynb #f8e08ce6
 _MARK = dict(checkpoint="COMPLETE", model="model_index.json")
 
+# %% ../nbs/00ah_places.ipynb #96a8fb68
 def _meet(top, attached, most=2000, deep=9): # yields `Found`, from folder to folder, the upper ones first
     todo = [(Path(top), 0)]
     while todo and (most := most - 1) >= 0:
@@ -182,8 +196,10 @@ def _meet(top, attached, most=2000, deep=9): # yields `Found`, from folder to fo
             kind, said, when = known
             mark = folder/_MARK.get(kind, next((n for n in ("cache-index.json", "manifest.json") if n in names), ""))
             yield Found(kind, folder, when if isinstance(when, (int, float)) else mark.stat().st_mtime, said, attached)
-        elif level < deep: todo += [(Path(e.path), level + 1) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+        elif level < deep:
+            todo += [(Path(e.path), level + 1) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
 
+# %% ../nbs/00ah_places.ipynb #5bb64f1a
 @patch
 def found(self:Place,
     kind:str=None, # cache, checkpoint or model; default all
@@ -222,6 +238,7 @@ def used_bytes(
             out += getattr(s, "st_blocks", -(-s.st_size // 512)) * 512
     return out
 
+# %% ../nbs/00ah_places.ipynb #a8026a84
 @patch
 def room(self:Place,
     folder=None, # that is, or will be, written; default the working folder
@@ -244,8 +261,8 @@ def time_limit(
     if max_hours != "auto": return (began + max_hours * 3600, f"max_hours {max_hours:g}") if max_hours else (None, "")
     place = place or where()
     if not place.hours: return None, ""
-    since = "its start" if place.began else "the call of fit"
-    return (place.began or began) + (place.hours - MARGIN) * 3600, f"max_hours auto ({place.hours - MARGIN:g} of {place.name}'s {place.hours:g} h, from {since})"
+    since, hours = "its start" if place.began else "the call of fit", place.hours - MARGIN
+    return (place.began or began) + hours * 3600, f"max_hours auto ({hours:g} of {place.name}'s {place.hours:g} h, from {since})"
 
 # %% ../nbs/00ah_places.ipynb #da5ae983
 def online(
@@ -266,6 +283,7 @@ def online(
     thread.join(seconds)
     return done.is_set()
 
+# %% ../nbs/00ah_places.ipynb #6db6b2fb
 def _store(place, name) -> str: # of the place's own, or None
     try:
         if place.name == "kaggle":
@@ -276,6 +294,7 @@ def _store(place, name) -> str: # of the place's own, or None
             return userdata.get(name)
     except Exception: return None # no such secret, no right, no network
 
+# %% ../nbs/00ah_places.ipynb #7075196e
 @patch
 def secret(self:Place,
     name:str="HF_TOKEN",
@@ -299,6 +318,7 @@ def data(self:Place) -> list: # of (what, value)
             *((f.kind, f"{f.path}: {f.said}") for f in self.found()),
             ("machine", f"{self.cores} cores, {self.memory / 1e9:.1f} GB")]
 
+# %% ../nbs/00ah_places.ipynb #42476904
 @patch
 def __repr__(self:Place): return "\n".join(f"{what:<16}{value}" for what, value in self.data())
 

@@ -88,7 +88,8 @@ def test_emulated_bf16_that_was_asked_for(machine, real):
     assert "quantise the base" in lines(look(replace(machine, gpus=(T4,)), real | dict(model=real["model"] | dict(quantize="none"))))["GPU bfloat16"].remedy
 
 
-def test_2_gb_of_disk_stop_what_does_not_fit(machine, real, tmp_path):
+def test_2_gb_of_disk_stop_what_does_not_fit(machine, real, tmp_path, monkeypatch):
+    monkeypatch.setattr(rooms, "_plan", lambda c, m: None) # takes seconds
     small = replace(machine, free=lambda folder: 2_000_000_000)
     report = doctor(real, small)
     assert "attach the model as an input" in lines(report, "stops")["disk"].remedy and report.disk.problems()
@@ -162,7 +163,8 @@ def test_a_session_that_is_nearly_over(machine, real):
 def test_colab_keeps_nothing(machine): assert "mount Drive" in lines(look(replace(machine, place=replace(machine.place, name="colab", hours=None))))["session"].remedy
 
 
-def test_a_data_set_that_is_not_there(machine, real, pairs, tmp_path):
+def test_a_data_set_that_is_not_there(machine, real, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(rooms, "_plan", lambda c, m: None)
     gone = real | dict(data=dict(dataset_path=str(tmp_path/"nowhere")))
     assert "does not exist" in lines(look(machine, gone), "stops")["data set"].remedy
     assert "stops" in {f.level for f in doctor(gone, machine).findings}, "and the plan of disk use does not hide it"
