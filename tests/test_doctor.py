@@ -194,6 +194,7 @@ def test_it_shows_itself_escaped_and_the_worst_first():
 def test_what_stops_is_one_sentence_and_the_rest_is_printed(machine, real, capsys):
     report = look(replace(machine, gpus=(P100,), online=False, token=False), real)
     with pytest.raises(ValueError) as e: report.stop()
+    assert [f.level for f in report.findings] == sorted((f.level for f in report.findings), key=LEVELS.index) and report.findings[0].level == "stops"
     assert "GPU Tesla P100" in str(e.value) and "internet no" in str(e.value) and "secret" not in str(e.value)
     assert "hinders secret HF_TOKEN: missing" in capsys.readouterr().out
 
