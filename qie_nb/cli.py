@@ -109,12 +109,15 @@ def plan(a):
     print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
 
 def doctor(a):
-    from qie_nb.plan import doctor
-    for what, value, remedy in doctor(): print(f"{what:<16}{value}{'  ! ' + remedy if remedy else ''}")
+    from qie_nb.config import load_config_from_yaml
+    from qie_nb.doctor import doctor
+    report = doctor(a.config and load_config_from_yaml(a.config))
+    print(report)
+    return 1 if report.of("stops") else 0
 
 # %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
-    from qie_nb.plan import selfcheck
+    from qie_nb.doctor import selfcheck
     report = selfcheck(a.model)
     print(json.dumps(report, indent=1))
     return 0 if report["agrees"] else 1
@@ -158,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
         ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
         ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")))
-    add(doctor, "what this machine has and lacks")
+    add(doctor, "what this machine has and lacks, and what a configuration needs of it", ("--config", dict(help="YAML file")))
     add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))
     return p

@@ -140,6 +140,10 @@ class StepSection(Section):
         description="steps in a row without a finite loss, after which the run stops; each such step is skipped")
 
 # %% ../nbs/00a_config.ipynb #e56c15ea
+def _hours(v):
+    if v is None or v == "auto" or isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0: return v
+    raise ValueError(f"`train.max_hours` must be a number of hours above 0, auto or null, got {v!r}; e.g. 8.5")
+
 class TrainSection(StepSection):
     "The run: how long, how precise, what it leaves behind."
     output_dir: PathStr = Field(".", description="folder that gets `checkpoints/`")
@@ -165,7 +169,9 @@ class TrainSection(StepSection):
     val_path: OptionalPath = Field(None, description="data set that is only evaluated")
     resume_checkpoint: OptionalPath = Field(None, description="checkpoint folder, or `latest`")
     force_resume: bool = Field(False, description="resume although data, seed, model or adapter differ from the checkpoint's")
-    max_hours: Optional[float] = Field(None, gt=0, description="stop, with a checkpoint, before this many hours are over")
+    max_hours: Annotated[Union[None, float, Literal["auto"]], BeforeValidator(_hours)] = Field("auto",
+        description="stop, with a checkpoint, before this many hours of `fit` are over; auto: half an hour before the session's end where "
+        "the place has one (Kaggle), counted from the session's start, and no end elsewhere; null: none anywhere")
     distributed: Literal["auto", "ddp", "fsdp"] = Field("auto",
         description="with `accelerate launch`: ddp (a copy of the base on each GPU), fsdp (the base divided over them); "
         "auto is what was launched")

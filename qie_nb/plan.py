@@ -15,7 +15,7 @@ import torch
 
 from .config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
-from .doctor import doctor, selfcheck
+from .disk import ENCODERS
 from .memory import Job, block_layers, job_of, model_facts, prompt_tokens, stream_tokens
 from .place import plan_placement, work_bytes
 from .quantise import kind_of
@@ -183,7 +183,7 @@ def _repr_html_(self:Plan):
     return f"<h3>{escape(self._head())}</h3>" * bool(self.card) + changes + "".join(note(n) for n in self.notes) + tables
 
 # %% ../nbs/03b_plan.ipynb #4387e3d2
-PUBLISHED = dict(text_encoder=16.6e9, vae=0.25e9, transformer=40.9e9) # bytes in bfloat16
+PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
 TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantiser takes, and the rest in bfloat16
 
 _SMALL = "; with `model.modulation_table` true, which a trainer that only predicts has to be told"

@@ -279,6 +279,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
         begins_from = self.config.model.lora.pretrained_weight
         if begins_from and not found: lora.find_lora(begins_from)
         self._check_writable()
+        self._check_room()
         for listener in callbacks: getattr(listener, "prepare", lambda t: None)(self) # encoders have room now, not beside the transformer
         self.resume(found) if found else self.start()
         self.began = True

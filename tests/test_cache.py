@@ -206,7 +206,7 @@ def test_the_bytes_are_said_before_and_refused_where_they_do_not_fit(room, pairs
     root = pairs(THREE)
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     if room:
-        monkeypatch.setattr("qie_nb.precompute.free_bytes", lambda folder: 1000)
+        monkeypatch.setattr("qie_nb.places.free_bytes", lambda folder: 1000)
         with pytest.raises(OSError, match=r"needs \d\.\d MB more, but .*cache' has 0.0 MB free: \d\.\d MB are missing"): trainer.cache_embeddings()
         assert not list((tmp_path/"cache").rglob("*.safetensors"))
         return
