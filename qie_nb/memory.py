@@ -12,6 +12,7 @@ import json, math
 from dataclasses import dataclass
 from pathlib import Path
 
+from .flat import tree_of
 from .lora import _UNUSED, is_target, target_modules
 from .models import resolve_model
 from .modulation import STREAMS
@@ -97,7 +98,7 @@ def model_facts(
     name:str="Qwen/Qwen-Image-Edit-2511", # folder, hub id, variant (v1, 2509, 2511) or tiny
 ) -> tuple: # (transformer's configuration, are pictures small for the text encoder?)
     "What a model's files say, or what is published of it."
-    folder = resolve_model(name) if name == "tiny" else Path(name).expanduser()
+    folder = resolve_model(name) if name == "tiny" else tree_of(name)
     file, index = folder/"transformer"/"config.json", folder/"model_index.json"
     t = json.loads(file.read_text()) if file.is_file() else REAL | dict(zero_cond_t="2511" in str(name))
     if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")

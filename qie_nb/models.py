@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .cache import file_digest
+from .flat import tree_of
 from .progress import quiet_bars
 from .quantise import check_kind, kind_of
 from .stream import stream
@@ -87,7 +88,7 @@ def resolve_model(
 ) -> Path: # local folder
     "Folder of a model, downloading the named components of a hub model."
     if name == "tiny": return Path(__file__).parent/"assets"/"tiny-edit"
-    folder = Path(name).expanduser()
+    folder = tree_of(name)
     if folder.is_dir(): return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is not a folder; "

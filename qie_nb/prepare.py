@@ -13,6 +13,7 @@ from .batches import BucketBatchSampler
 from .cache import CacheEntryError, EmbeddingCacheManager
 from .data import ImageDataset, find_samples, loader, split_held_out
 from .encoder import Encoder
+from .flat import tree_of
 from .models import check_device, prompt_text
 from .pictures import Geometry
 from .precompute import my_share, precompute
@@ -92,7 +93,7 @@ def _drop_useless(self:CacheMethods, dataset):
 def _check_holes(self:CacheMethods, dataset):
     "Where a hole in the cache cannot be filled, there must be none."
     if dataset.cache is None: return
-    local = self.components.name == "tiny" or Path(self.components.name).expanduser().is_dir()
+    local = self.components.name == "tiny" or tree_of(self.components.name).is_dir()
     dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
     if not dataset.cached_only: return
     if dataset.identity is None:
