@@ -17,6 +17,7 @@ from .lora import _UNUSED, is_target, target_modules
 from .models import resolve_model
 from .modulation import STREAMS
 from .quantise import KINDS, kind_of
+from .stored import stored_kind
 
 # %% ../nbs/00if_memory.ipynb #bf1af59a
 REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
@@ -89,7 +90,7 @@ def job_of(
     wide, heads = wide or (4 if config.train.mixed_precision == "no" else 2), t["num_attention_heads"]
     said = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"], text_dim=t["joint_attention_dim"],
                 channels=t["in_channels"], zero_cond=bool(t.get("zero_cond_t")), target=d.image_size[0] * d.image_size[1] // 256,
-                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize),
+                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize) or stored_kind(tree_of(config.model.pretrained_model_name_or_path)/"transformer"),
                 table=_table(config, t), kernel="flash" if wide == 2 else "efficient")
     return Job(**said | _adapter_fields(config.model.lora) | _train_fields(config, wide) | changes)
 

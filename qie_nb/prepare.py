@@ -186,7 +186,7 @@ def encode_batch(self:CacheMethods, batch) -> dict:
 @patch
 def encoding(self:CacheMethods, enc):
     "Within, an encoder that runs out of memory is let go, and what helps is said."
-    size = lambda name: sum(p.stat().st_size for p in (self.components.folder/name).glob("*.safetensors"))
+    size = lambda name: sum(p.stat().st_size for p in (self.components.folder_of(name)/name).glob("*.safetensors"))
     return memory_advice("encoding", lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")}), enc.release)
 
 # %% ../nbs/00o_prepare.ipynb #e9d9654f
