@@ -223,7 +223,7 @@ def make_stored(
     if state["left"]: making.take_back(load_file(work/state["left"]))
     bar = Progress(len(shards.names), f"{out.name} as {kind}, file by file", len(state["done"]))
     for number, name in enumerate(in_order(shards)):
-        if name in state["done"]: continue
+        if name in state["done"]: shards.release(name); continue # a kill may have left it
         path = shards.get(name)
         files = making.one_file(path, work, number, part_bytes)
         state["done"][name] = dict(files=files, facts=_facts(path, whole))

@@ -23,12 +23,11 @@ def model_below(
     "The model in a folder, at most four levels below it. Raises ValueError where there are several."
     folder = Path(folder)
     if (folder/INDEX).is_file(): return folder
-    for depth in range(1, 5):
-        at = [p.parent for p in folder.glob("*/" * depth + INDEX)] + [tree_of(p.parent) for p in folder.glob("*/" * depth + FLAT)]
-        found = sorted({d for d in at if (d/INDEX).is_file()})
-        if len(found) > 1: raise ValueError(f"{str(folder)!r} holds {len(found)} models ({', '.join(str(d.relative_to(folder)) if d.is_relative_to(folder) else d.name for d in found)}); name one of them")
-        if found: return found[0]
-    return folder
+    at = sorted({p.parent for depth in range(1, 5) for name in (INDEX, FLAT) for p in folder.glob("*/" * depth + name)})
+    found = [p for p in at if (tree_of(p)/INDEX).is_file()]
+    if len(found) > 1:
+        raise ValueError(f"{str(folder)!r} holds {len(found)} models ({', '.join(str(p.relative_to(folder)) for p in found)}); name one of them")
+    return tree_of(found[0]) if found else folder
 
 # %% ../nbs/00ca_source.ipynb #7d30c009
 class HuggingFace:
@@ -89,7 +88,9 @@ class Source:
 
     def release(self, path):
         "Delete a file, if it was fetched by us."
-        if path in self.ours() and self.has(path): self.hub.release(self.hub.get(self.name, path, self.commit))
+        if path not in (ours := self.ours()): return
+        if self.has(path): self.hub.release(self.hub.get(self.name, path, self.commit))
+        write_atomic(self.note, json.dumps([p for p in ours if p != path]).encode())
 
 # %% ../nbs/00ca_source.ipynb #7d30c00c
 from fastcore.basics import patch

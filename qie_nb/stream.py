@@ -15,7 +15,7 @@ from torch import nn
 
 from .progress import Progress
 from .quantise import linears, quantise_linear, replace
-from .stored import part_names, stored_kind, unpack_linear
+from .stored import origin_of, part_names, stored_kind, unpack_linear
 
 # %% ../nbs/00da_stream.ipynb #6c2d8e90
 @contextmanager
@@ -44,7 +44,8 @@ def weight_files(
     folder = Path(folder)
     first = lambda pattern: min(folder.glob(pattern), key=lambda p: (len(p.name), p.name), default=None) # a variant's name is longer
     index = first("*.safetensors.index.json")
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index else {first("*.safetensors").name}
+    names = origin_of(folder).get("weights")
+    if not names: names = set(json.loads(index.read_text())["weight_map"].values()) if index else {first("*.safetensors").name}
     if missing := sorted(n for n in names if not (folder/n).is_file()):
         raise FileNotFoundError(f"{str(folder)!r} lacks {missing[0]}, which its index names; copy the model again")
     return [folder/n for n in sorted(names)]
