@@ -13,17 +13,19 @@ from .files import disk_full, free_bytes, write_atomic
 
 # %% ../nbs/00aj_flat.ipynb #7a10c006
 FLAT = "flat-index.json"
-_CLIENTS = re.compile(r"(dataset|kernel|model|model-instance|competition)-metadata\.json|datapackage\.json|dataset-cover-image\..*|flat-(index|plan)\.json")
+_CLIENTS = re.compile(r"(dataset|kernel|model|model-instance|competition)-metadata\.json|datapackage\.json|dataset-cover-image\..*|"
+                      r"flat-(index|plan)\.json")
 _ARCHIVE = re.compile(r".*\.(zip|tar|t?gz|bz2|xz|7z|rar)")
 
+# %% ../nbs/00aj_flat.ipynb #efe18cac
 def flat_name(
     path:str, # below the folder, with slashes
     taken=(), # names in use, in lower case
 ) -> str:
     "A name for a file at top level; one that would be changed, skipped or unpacked on the way is told by a digest."
     name, digest = path.replace("/", "--"), hashlib.sha256(path.encode()).hexdigest()[:10]
-    plain = re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]{0,119}", name) and not _CLIENTS.fullmatch(name.lower()) and not _ARCHIVE.fullmatch(name.lower())
-    if plain and name.lower() not in taken: return name
+    changed = any(p.fullmatch(name.lower()) for p in (_CLIENTS, _ARCHIVE))
+    if re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]{0,119}", name) and not changed and name.lower() not in taken: return name
     return re.sub(r"[^0-9A-Za-z_-]", "_", name).strip("_-")[:80] + f"-{digest}.file"
 
 # %% ../nbs/00aj_flat.ipynb #7a10c009
@@ -36,6 +38,7 @@ def _files(folder) -> dict: # {path below it: bytes}
             found[file.relative_to(folder).as_posix()] = file.stat().st_size
     return found
 
+# %% ../nbs/00aj_flat.ipynb #28745741
 def _plan(files) -> dict: # {path: (flat name, bytes)}; an empty file has no name, for clients may leave it out
     taken, out = set(), {}
     for path, size in files.items():
@@ -68,11 +71,13 @@ def flatten(
     if not folder.is_dir(): raise FileNotFoundError(f"`folder` {str(folder)!r} does not exist; name the folder that shall be carried")
     if (folder/FLAT).is_file(): raise ValueError(f"`folder` {str(folder)!r} is flat already; it can be uploaded as it is")
     if out is None: return _rename(folder)
-    if out.resolve().is_relative_to(folder.resolve()): raise ValueError(f"`out` {str(out)!r} is inside `folder`; name one beside it, or none")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"`out` {str(out)!r} is inside `folder`; name one beside it, or none")
     plan = _plan(_files(folder))
     names = {n for n, _ in plan.values()}
-    others = [p.name for p in out.iterdir() if p.name not in names and not p.name.endswith(".part") and not _CLIENTS.fullmatch(p.name)] if out.is_dir() else []
-    if others or (out/FLAT).is_file(): raise ValueError(f"`out` {str(out)!r} holds other files ({(others or [FLAT])[0]}); name a new folder")
+    known = lambda n: n in names or n.endswith(".part") or _CLIENTS.fullmatch(n)
+    if out.is_dir() and (others := [p.name for p in out.iterdir() if not known(p.name) or p.name == FLAT]):
+        raise ValueError(f"`out` {str(out)!r} holds other files ({others[0]}); name a new folder")
     out.mkdir(parents=True, exist_ok=True)
     _check_room(folder, out, plan)
     for path, (name, _) in plan.items():
@@ -88,6 +93,7 @@ def _check_room(folder, out, plan):
     need = sum(size for path, (name, size) in plan.items() if name and not linked(path) and not _carried(folder/path, out/name))
     if need > free_bytes(out): raise disk_full(out/FLAT, need)
 
+# %% ../nbs/00aj_flat.ipynb #aab421e1
 def _rename(folder) -> list:
     draft = folder/"flat-plan.json" # from the first rename on it is the only one who knows
     if not draft.is_file(): write_atomic(draft, json.dumps(_plan(_files(folder))).encode())
@@ -109,7 +115,8 @@ def read_flat(
         index = json.loads((Path(folder)/FLAT).read_text(encoding="utf-8"))
         plan = {str(k): (str(n), int(size)) for k, (n, size) in index["files"].items()}
         inside = lambda p: p and not p.startswith("/") and "\\" not in p and not {"", ".", ".."} & {*p.split("/")}
-        if index["format"] != "qie_nb-flat-1" or not all(inside(k) and "/" not in n and n != ".." for k, (n, _) in plan.items()): raise ValueError("it is none of ours")
+        ours = index["format"] == "qie_nb-flat-1" and all(inside(k) and "/" not in n and n != ".." for k, (n, _) in plan.items())
+        if not ours: raise ValueError("it is none of ours")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{str(Path(folder)/FLAT)!r} cannot be used ({e}); flatten and upload the folder again") from None
     for name, size in plan.values():
@@ -127,6 +134,7 @@ def _home() -> Path:
         with tempfile.TemporaryFile(dir=home): return home
     except OSError: return Path(tempfile.mkdtemp(prefix="qie_nb-trees-"))
 
+# %% ../nbs/00aj_flat.ipynb #7e35dcbe
 def _link_all(root, plan, tree):
     new = Path(tempfile.mkdtemp(prefix=".", dir=tree.parent))
     for path, (name, _) in plan.items():
@@ -146,6 +154,7 @@ def _tree(root) -> Path:
     if not all((_trees[key]/path).is_file() for path in plan): _link_all(root, plan, _trees[key])
     return _trees[key]
 
+# %% ../nbs/00aj_flat.ipynb #743bbb6c
 def tree_of(
     path, # a flat folder, a path inside the tree that it carries, or anything else
 ) -> Path: # the same in a tree of links; anything else as it is

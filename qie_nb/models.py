@@ -172,6 +172,7 @@ def check_weights(
 
 _SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
 
+# %% ../nbs/00c_models.ipynb #6986a5f9
 def component_class(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
@@ -185,6 +186,7 @@ def component_class(
         raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
     return library, getattr(importlib.import_module(library), cls)
 
+# %% ../nbs/00c_models.ipynb #a2dfa46f
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
@@ -201,7 +203,8 @@ def load_component(
     check_weights(folder, name)
     check_stored(Path(folder)/name, kind, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
     if origin_of(Path(folder)/name).get("table") and not prepare:
-        raise ValueError(f"{str(Path(folder)/name)!r} has no modulation layers, only a table of them; load it through the trainer, which puts it on the table")
+        raise ValueError(f"{str(Path(folder)/name)!r} has no modulation layers, only a table of them; "
+                         "load it through the trainer, which puts it on the table")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
     try:
@@ -297,7 +300,8 @@ def folder_of(self:Components, name:str) -> Path: # a model folder
         if not self.releases(name): return resolve_model(self.name, [name], self.revision)
         cls, shards = component_class(self.folder, name)[1], HubShards(source, name)
         config = json.loads((shards.folder/"config.json").read_text())
-        source.announce(name, stored_bytes(cls, shards.folder, kind, self.dtype, bool(sets)) + (2 * rows_bytes(sets, config, self.dtype) if sets else 0))
+        rows = 2 * rows_bytes(sets, config, self.dtype) if sets else 0 # twice while they are packed
+        source.announce(name, stored_bytes(cls, shards.folder, kind, self.dtype, bool(sets)) + rows)
         make_stored(cls, shards, made/name, kind, self.dtype, self.devices.get(name, "cpu"), sets, whole=name != "transformer")
     shutil.copyfile(self.folder/"model_index.json", made/"model_index.json")
     return made
@@ -381,7 +385,8 @@ def identity(self:Components) -> dict:
     "What the cache's keys and manifest say of these encoders."
     at = {c: self.folder_of(c) for c in ("vae", "text_encoder", "tokenizer", "processor")}
     size = sum(p.stat().st_size for p in (at["text_encoder"]/"text_encoder").glob("*.safetensors"))
-    if size > 2e9 and not stored_kind(at["text_encoder"]/"text_encoder"): print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
+    if size > 2e9 and not stored_kind(at["text_encoder"]/"text_encoder"):
+        print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,

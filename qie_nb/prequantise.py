@@ -24,20 +24,25 @@ from .stream import weight_files
 class PrequantiseMethods:
     "Methods of the trainer that make a prequantised copy."
 
+# %% ../nbs/01ad_prequantise.ipynb #b8df76f9
 @patch
 def _copied(self:PrequantiseMethods, encoders) -> dict: # {component: kind}; None: as it is
     parts = self.components
-    if not (kind := kind_of(self.quantize)): raise ValueError("`model.quantize` is none, and a prequantised copy is of eight or four bits; set it, e.g. to nf4")
+    if not (kind := kind_of(self.quantize)):
+        raise ValueError("`model.quantize` is none, and a prequantised copy is of eight or four bits; set it, e.g. to nf4")
     parts.quantize["transformer"] = check_storable(kind)
-    if any(origin_of(parts.folder/n) for n in ("transformer", "text_encoder")): raise ValueError(f"{parts.name!r} is a prequantised copy already; attach it as it is")
+    if any(origin_of(parts.folder/n) for n in ("transformer", "text_encoder")):
+        raise ValueError(f"{parts.name!r} is a prequantised copy already; attach it as it is")
     out = dict(transformer=kind, scheduler=None)
     text = check_storable(parts.quantize.get("text_encoder"), "model.text_encoder_quantize")
     if encoders and not text:
-        raise ValueError("`model.text_encoder_quantize` is none: at full width the text encoder is 16.6 GB; set it, e.g. to nf4, or leave the encoders out (encoders=False)")
+        raise ValueError("`model.text_encoder_quantize` is none: at full width the text encoder is 16.6 GB; set it, e.g. to nf4, "
+                         "or leave the encoders out (encoders=False)")
     if encoders: out |= dict(text_encoder=text, vae=None, tokenizer=None, processor=None)
     parts.check(*(n for n, k in out.items() if k))
     return out
 
+# %% ../nbs/01ad_prequantise.ipynb #916ccd68
 @patch
 def _shards(self:PrequantiseMethods, name):
     source = source_of(self.components.name, self.components.revision)
@@ -63,23 +68,26 @@ def save_prequantised(self:PrequantiseMethods,
 ) -> Path: # `folder`
     "Write the model's prequantised copy. Neither memory nor disk ever holds the full model: a hub's files come one by one, and go."
     folder, parts = Path(folder), self.components
-    if (folder/FLAT).is_file() or (folder/"prequantised.json").is_file(): raise ValueError(f"`folder` {str(folder)!r} holds a whole copy; name a new one")
-    kinds, sets = self._copied(encoders), {}
-    if not self._only_whole(): sets = self.table_sets(table_dtype or self.table_dtype())
+    if (folder/FLAT).is_file() or (folder/"prequantised.json").is_file():
+        raise ValueError(f"`folder` {str(folder)!r} holds a whole copy; name a new one")
+    kinds, dtype = self._copied(encoders), table_dtype or self.table_dtype()
+    sets = {} if self._only_whole() else self.table_sets(dtype)
     todo = [n for n, k in kinds.items() if k and not (folder/n).is_dir()]
-    self._check_copy(folder, todo, sets, table_dtype or self.table_dtype())
+    self._check_copy(folder, todo, sets, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     for n in todo:
-        rows = dict(sets=sets, table_dtype=table_dtype or self.table_dtype()) if n == "transformer" and sets else {}
-        make_stored(component_class(parts.folder, n)[1], self._shards(n), folder/n, kinds[n], parts.dtype, parts.devices.get(n, "cpu"), whole=n != "transformer",
-                    part_bytes=part_bytes, **rows)
+        base = n == "transformer"
+        make_stored(component_class(parts.folder, n)[1], self._shards(n), folder/n, kinds[n], parts.dtype, parts.devices.get(n, "cpu"),
+                    sets if base else None, dtype, not base, part_bytes)
     for n in (n for n, k in kinds.items() if not k):
         shutil.copytree(parts.folder_of(n)/n, folder/n, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin", "*.pt"))
     for n in ("model_index.json", "qie_nb.json"):
         if (parts.folder/n).is_file(): shutil.copyfile(parts.folder/n, folder/n)
-    write_atomic(folder/"prequantised.json", json.dumps(dict(model=parts.name, revision=parts.revision, components=kinds), indent=1).encode())
+    about = dict(model=parts.name, revision=parts.revision, components=kinds)
+    write_atomic(folder/"prequantised.json", json.dumps(about, indent=1).encode())
     if flat: flatten(folder)
-    print(f"prequantised copy in {folder}: {gigabytes(sum(p.stat().st_size for p in folder.rglob('*') if p.is_file()))}; name it as `model.pretrained_model_name_or_path`")
+    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    print(f"prequantised copy in {folder}: {gigabytes(size)}; name it as `model.pretrained_model_name_or_path`")
     return folder
 
 # %% ../nbs/01ad_prequantise.ipynb #7e50c008
@@ -93,6 +101,7 @@ def _only_whole(self:PrequantiseMethods) -> str: # "" where a table does
     if why: self.say_once(f"the modulation layers are kept, quantised, and no table is made: {why}")
     return why
 
+# %% ../nbs/01ad_prequantise.ipynb #51d94d21
 @patch
 def _check_copy(self:PrequantiseMethods, folder, todo, sets, dtype):
     "Say what will be made, and refuse it where there is no room."
@@ -104,5 +113,7 @@ def _check_copy(self:PrequantiseMethods, folder, todo, sets, dtype):
     for n in todo if source else (): source.announce(n, sum(sizes.values()) + sizes.get("modulation table", 0))
     need, free = sum(sizes.values()) + sizes.get("modulation table", 0), free_bytes(folder)
     said = ", ".join(f"{n} {gigabytes(size)}" for n, size in sizes.items())
-    if need > free: raise OSError(f"{str(folder)!r} has {gigabytes(free)} free, and {gigabytes(need)} are needed ({said}, the table twice while it is packed); name a folder on a larger disk")
+    if need > free:
+        raise OSError(f"{str(folder)!r} has {gigabytes(free)} free, and {gigabytes(need)} are needed ({said}, the table twice while it is packed); "
+                      "name a folder on a larger disk")
     if said: print(f"prequantised copy: {said}; {gigabytes(free)} free", flush=True)

@@ -38,6 +38,7 @@ class LocalShards:
     def get(self, name:str) -> Path: return self.folder/name
     def release(self, name:str): pass
 
+# %% ../nbs/00dc_prequantised.ipynb #7b0df9a7
 def in_order(
     shards, # `LocalShards`, or another with `folder`, `names`, `told`, `get` and `release`
 ) -> list: # of names
@@ -71,9 +72,9 @@ class Passing:
     def _settle(self, n):
         for times in self.sets:
             if times not in self.temb: self.temb[times] = time_embeddings(self, times, self.table.dtype)
-            parts = self.table.parts(n, times)
+            parts, cache = self.table.parts(n, times), self.table.cache
             key = key_of(MODULATION, **parts)
-            if not self.table.cache.cache_exists(MODULATION, key): self.table.cache.save_cache(MODULATION, key, block_rows(self, n, self.temb[times]), parts)
+            if not cache.cache_exists(MODULATION, key): cache.save_cache(MODULATION, key, block_rows(self, n, self.temb[times]), parts)
         self.where = {k: t for k, t in self.where.items() if not k.startswith(f"transformer_blocks.{n}.")}
 
 # %% ../nbs/00dc_prequantised.ipynb #7c20c009
@@ -90,6 +91,7 @@ class _Renamed:
         if (rows := self.cache.map_cache(MODULATION, old)) is None: raise OSError("was not made")
         return pack_entry(MODULATION, key, rows, parts)
 
+# %% ../nbs/00dc_prequantised.ipynb #6e2884e2
 def pack_rows(
     passing:Passing, # complete
     base:str, # digest of the transformer
@@ -114,7 +116,8 @@ class Making:
         if passing: put_on_table(self.model, passing.table)
         self.todo, self.known, self.held = set(linears(self.model)), set(self.model.state_dict()), {} # held: what is ready to be written
         bias = lambda o: self.model.get_submodule(o).bias is not None
-        plain = {n for n in self.known if n.rpartition(".")[0] not in self.todo} - {*(getattr(self.model, "_tied_weights_keys", None) or ())}
+        tied = {*(getattr(self.model, "_tied_weights_keys", None) or ())}
+        plain = {n for n in self.known if n.rpartition(".")[0] not in self.todo} - tied
         self.wanted = plain | {f"{o}.{p}" for o in self.todo for p in part_names(kind, bias(o))} # what the files must have in the end
 
 # %% ../nbs/00dc_prequantised.ipynb #7c20c00c
@@ -132,6 +135,7 @@ def take(self:Making, key:str, tensor):
     self.held[name], empty = slot[leaf].data, slot[leaf].data.to("meta")
     slot[leaf] = nn.Parameter(empty, requires_grad=False) if slot is module._parameters else empty
 
+# %% ../nbs/00dc_prequantised.ipynb #b0e58f78
 @patch
 def _quantise(self:Making, owner, module):
     if any(p.is_meta for p in module.parameters()): return
@@ -144,7 +148,8 @@ def _quantise(self:Making, owner, module):
 @patch
 def left(self:Making) -> dict: # {name: tensor}
     "What waits for the next file."
-    found = {f"{o}.{n}": p.data.cpu() for o in self.todo for n, p in self.model.get_submodule(o)._parameters.items() if p is not None and not p.is_meta}
+    layers = ((o, n, p) for o in self.todo for n, p in self.model.get_submodule(o)._parameters.items() if p is not None)
+    found = {f"{o}.{n}": p.data.cpu() for o, n, p in layers if not p.is_meta}
     return found | (self.passing.where if self.passing else {})
 
 @patch
@@ -152,6 +157,7 @@ def take_back(self:Making, left:dict):
     "What was left when the work was interrupted."
     for key, t in left.items(): self.passing.take(key, t) if self.passing and uses_modulation([key]) else self.take(key, t)
 
+# %% ../nbs/00dc_prequantised.ipynb #353cad03
 @patch
 def one_file(self:Making,
     path, # of the checkpoint
@@ -173,6 +179,7 @@ def one_file(self:Making,
     if self.held: write()
     return names
 
+# %% ../nbs/00dc_prequantised.ipynb #49f6423e
 def _save(tensors, path):
     from safetensors.torch import save
     write_atomic(path, save({k: t.contiguous() for k, t in tensors.items()}))
@@ -186,6 +193,7 @@ def _resumed(work, job) -> dict:
     work.mkdir(parents=True)
     return dict(job=job, done={}, left="")
 
+# %% ../nbs/00dc_prequantised.ipynb #2503acbe
 def _note(work, state, left, number):
     "From here on the work goes on behind this file."
     state["left"] = f"left-{number:05}.safetensors" if left else ""
@@ -214,8 +222,9 @@ def make_stored(
     "Quantise a component file by file into another folder. A call that was interrupted is repeated and goes on."
     from safetensors.torch import load_file
     out, sets, table_dtype = Path(out), [tuple(t) for t in sets or ()], table_dtype or dtype
-    job = json.loads(json.dumps(dict(kind=check_storable(kind), dtype=_name(dtype), sets=sets, table_dtype=_name(table_dtype), part_bytes=part_bytes, told=shards.told)))
     if out.is_dir(): return out
+    job = dict(kind=check_storable(kind), dtype=_name(dtype), table_dtype=_name(table_dtype), part_bytes=part_bytes, sets=sets, told=shards.told)
+    job = json.loads(json.dumps(job)) # as it will be read again
     work = out.with_name(f".{out.name}.partial")
     state, config = _resumed(work, job), json.loads((Path(shards.folder)/"config.json").read_text())
     passing = Passing(sets, table_dtype, config["num_layers"], work/"rows") if sets else None
@@ -233,11 +242,13 @@ def make_stored(
     bar.close()
     return _complete(work, out, Path(shards.folder), state, making)
 
+# %% ../nbs/00dc_prequantised.ipynb #1a27fdc7
 def _name(dtype): return str(dtype).removeprefix("torch.")
 
 # %% ../nbs/00dc_prequantised.ipynb #7c20c011
 _SMALL = (".json", ".txt", ".jinja", ".model")
 
+# %% ../nbs/00dc_prequantised.ipynb #2d939d85
 def _complete(work, out, folder, state, making) -> Path:
     from safetensors import safe_open
     job, found = state["job"], set()
@@ -247,7 +258,7 @@ def _complete(work, out, folder, state, making) -> Path:
         raise ValueError(f"the weights in {str(folder)!r} lack {lacking[0]} and {len(lacking) - 1} more; copy the model again")
     for p in folder.iterdir():
         if p.suffix in _SMALL and not p.name.endswith(".index.json"): shutil.copyfile(p, work/p.name)
-    note = dict(format="qie_nb-stored-1", kind=making.kind, dtype=job["dtype"], table=making.passing is not None, table_dtype=job["table_dtype"],
+    note = dict(format="qie_nb-stored-1", kind=making.kind, dtype=job["dtype"], table=bool(making.passing), table_dtype=job["table_dtype"],
                 weights=files, files={n: s["facts"] for n, s in state["done"].items()})
     write_atomic(work/ORIGIN, json.dumps(note, indent=1).encode())
     if making.passing:
@@ -273,11 +284,13 @@ def stored_bytes(
     width = lambda n, p: KINDS[kind].bits / 8 if n in taken else p.element_size()
     return round(sum(p.numel() * width(n, p) for n, p in model.named_parameters() if n not in gone))
 
+# %% ../nbs/00dc_prequantised.ipynb #164428e1
 def rows_bytes(
     sets, # of times
     config:dict, # of the transformer
     dtype, # of the rows
 ) -> int:
     "Bytes of the modulation table of some sets of times."
-    dim, parts = config["num_attention_heads"] * config["attention_head_dim"], lambda t: dict(base="0" * 16, block=0, dtype=_name(dtype), times=list(t))
+    dim = config["num_attention_heads"] * config["attention_head_dim"]
+    parts = lambda t: dict(base="0" * 16, block=0, dtype=_name(dtype), times=list(t))
     return config["num_layers"] * sum(entry_bytes(MODULATION, "0" * 40, parts(t), _name(dtype), (len(t), 12, dim)) for t in sets)

@@ -17,6 +17,7 @@ from .progress import quiet_bars
 # %% ../nbs/00ca_source.ipynb #7d30c006
 INDEX = "model_index.json"
 
+# %% ../nbs/00ca_source.ipynb #01f32332
 def model_below(
     folder, # as it was named
 ) -> Path: # the folder with model_index.json, or `folder` itself where there is none
@@ -26,7 +27,8 @@ def model_below(
     at = sorted({p.parent for depth in range(1, 5) for name in (INDEX, FLAT) for p in folder.glob("*/" * depth + name)})
     found = [p for p in at if (tree_of(p)/INDEX).is_file()]
     if len(found) > 1:
-        raise ValueError(f"{str(folder)!r} holds {len(found)} models ({', '.join(str(p.relative_to(folder)) for p in found)}); name one of them")
+        names = ", ".join(str(p.relative_to(folder)) for p in found)
+        raise ValueError(f"{str(folder)!r} holds {len(found)} models ({names}); name one of them")
     return tree_of(found[0]) if found else folder
 
 # %% ../nbs/00ca_source.ipynb #7d30c009
@@ -63,6 +65,7 @@ HUB = HuggingFace()
 # %% ../nbs/00ca_source.ipynb #7d30c00b
 _SMALL = (".json", ".txt", ".jinja", ".model")
 
+# %% ../nbs/00ca_source.ipynb #62438044
 class Source:
     "A model on a hub: what it consists of, and what of it is here."
     def __init__(self,
@@ -84,7 +87,8 @@ class Source:
         if not self.has(path) and path not in (ours := self.ours()): write_atomic(self.note, json.dumps([*ours, path]).encode())
         try: return self.hub.get(self.name, path, self.commit)
         except Exception as e:
-            raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); call it again, what is here is kept, or attach the model as a folder") from e
+            raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); call it again, what is here is kept, "
+                          "or attach the model as a folder") from e
 
     def release(self, path):
         "Delete a file, if it was fetched by us."
@@ -100,6 +104,7 @@ def small(self:Source, component:str) -> list: # paths
     "Settings and tokenizer files of a component."
     return [p for p in self.files if p.startswith(f"{component}/") and p.count("/") == 1 and p.endswith(_SMALL)]
 
+# %% ../nbs/00ca_source.ipynb #5fec18a8
 @patch
 def weights(self:Source, component:str) -> dict: # {path: bytes}
     "The weight files of a component: those of its index, where there are several forms of it."
@@ -110,11 +115,13 @@ def weights(self:Source, component:str) -> dict: # {path: bytes}
         return {f"{component}/{n}": self.files[f"{component}/{n}"] for n in names}
     return {p: self.files[p] for p in [first(".safetensors")] if p}
 
+# %% ../nbs/00ca_source.ipynb #46177382
 @patch
 def base(self:Source, components=()) -> Path: # the model folder, as far as it is here
     "What tells the variant, and the small files of some components."
-    for p in (*(p for p in (INDEX, "qie_nb.json", "transformer/config.json") if p in self.files), *(p for c in components for p in self.small(c))): self.fetch(p)
     if INDEX not in self.files: raise ValueError(f"{self.name!r} has no {INDEX}; name a model in diffusers' layout")
+    always = [p for p in (INDEX, "qie_nb.json", "transformer/config.json") if p in self.files]
+    for p in (*always, *(p for c in components for p in self.small(c))): self.fetch(p)
     return self.fetch(INDEX).parent
 
 # %% ../nbs/00ca_source.ipynb #7d30c00e
@@ -124,6 +131,7 @@ def gigabytes(n) -> str: return f"{n / 1e9:.2f} GB"
 def missing(self:Source, component) -> dict: # {path: bytes} of the weight files that are not here
     return {p: n for p, n in self.weights(component).items() if not self.has(p)}
 
+# %% ../nbs/00ca_source.ipynb #4f75e9ac
 @patch
 def announce(self:Source,
     component:str,
@@ -138,10 +146,12 @@ def announce(self:Source,
     said = f"{self.name}: {component} {all_} in {len(todo)} files, the largest {Path(path).name} with {gigabytes(most)}"
     how = "all of them stay" if kept is None else f"each goes when it is quantised; at most {gigabytes(need)} at a time"
     if need > free:
-        way = "set `model.quantize` (`model.text_encoder_quantize`) and leave `model.release_shards` auto" if kept is None else "free some, or take fewer bits"
-        raise OSError(f"{said}: {gigabytes(need)} are needed at a time and {gigabytes(free)} are free at {str(at)!r}; {way}, or attach the model as a folder")
+        way = "set `model.quantize` (`model.text_encoder_quantize`) and leave `model.release_shards` auto"
+        raise OSError(f"{said}: {gigabytes(need)} are needed at a time and {gigabytes(free)} are free at {str(at)!r}; "
+                      f"{way if kept is None else 'free some, or take fewer bits'}, or attach the model as a folder")
     print(f"{said}; {how}, {gigabytes(free)} free", flush=True)
 
+# %% ../nbs/00ca_source.ipynb #e97d3f11
 @patch
 def fetch_all(self:Source, components) -> Path: # the model folder
     "All files of some components."
@@ -164,6 +174,7 @@ class HubShards:
 @lru_cache
 def _source(name, revision, hub): return Source(name, revision, hub)
 
+# %% ../nbs/00ca_source.ipynb #3b1c10f3
 def source_of(
     name:str, # as in `model.pretrained_model_name_or_path`
     revision:str=None,

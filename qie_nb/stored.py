@@ -23,6 +23,7 @@ def check_storable(
     if kind == "qint4": raise ValueError(f"`{key}` qint4 is packed for one kind of device and is not kept in files; take nf4")
     return kind
 
+# %% ../nbs/00db_stored.ipynb #b33e4e73
 def pack_linear(
     linear:nn.Module, # as `quantise_linear` gives it
 ) -> dict: # {name within the layer: plain tensor on the CPU}
@@ -35,8 +36,9 @@ def pack_linear(
     return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in out.items()}
 
 # %% ../nbs/00db_stored.ipynb #7b10c007
-_PARTS = {"nf4": ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"), "qfloat8": ("._data", "._scale"),
-          "qint8": ("._data", "._scale"), "int8": (".qdata", ".scale", ".zero_point"), "float8": (".qdata", ".scale"), "fp8_storage": ("",)}
+_PARTS = dict(nf4=("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"),
+              qfloat8=("._data", "._scale"), qint8=("._data", "._scale"), int8=(".qdata", ".scale", ".zero_point"), float8=(".qdata", ".scale"),
+              fp8_storage=("",))
 
 def part_names(
     kind:str,
@@ -45,6 +47,7 @@ def part_names(
     "What belongs to a stored layer."
     return {f"weight{p}" for p in _PARTS[kind]} | ({"bias"} if bias else set())
 
+# %% ../nbs/00db_stored.ipynb #0d663e96
 def _like(linear, kind, dtype):
     "A layer of this kind with a few rows, to be filled."
     small = nn.Linear(linear.in_features, 64, linear.bias is not None, dtype=dtype, device="cpu").requires_grad_(False)
@@ -72,6 +75,7 @@ def unpack_linear(
         out.weight = nn.Parameter(type(out.weight.data).__tensor_unflatten__(weight, about, torch.Size(size), stride), requires_grad=False)
     return out.requires_grad_(False)
 
+# %% ../nbs/00db_stored.ipynb #ac05140e
 def _unpack_nf4(packed, parts, bias, dtype):
     from bitsandbytes.functional import QuantState
     state = QuantState.from_dict(dict(parts), packed.device)
@@ -81,6 +85,7 @@ def _unpack_nf4(packed, parts, bias, dtype):
 # %% ../nbs/00db_stored.ipynb #7b10c00c
 ORIGIN = "origin.json"
 
+# %% ../nbs/00db_stored.ipynb #a33e1c00
 def origin_of(
     folder, # of a component
 ) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}; empty for a plain one
@@ -89,11 +94,13 @@ def origin_of(
     if not file.is_file(): return {}
     try:
         origin = json.loads(file.read_text())
-        if origin["format"] != "qie_nb-stored-1" or origin["kind"] not in (None, *_PARTS): raise ValueError("it is of a newer version or none of ours")
+        ours = origin["format"] == "qie_nb-stored-1" and origin["kind"] in _PARTS
+        if not ours: raise ValueError("it is of a newer version or none of ours")
         return origin | dict(files={str(k): dict(v) for k, v in origin["files"].items()})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantised copy again, or upgrade qie_nb") from None
 
+# %% ../nbs/00db_stored.ipynb #396498f2
 def stored_kind(folder) -> str: # or None
     "The quantisation in which a component's files are."
     return origin_of(folder).get("kind")
@@ -108,7 +115,9 @@ def check_stored(
     "Raises ValueError where a prequantised component is asked for in another form."
     if not (origin := origin_of(folder)): return
     if origin["kind"] != kind:
-        raise ValueError(f"{str(folder)!r} is prequantised as {origin['kind']}, and `{key}` is {kind or 'none'}; set it to {origin['kind']} or to none")
+        has = origin["kind"]
+        raise ValueError(f"{str(folder)!r} is prequantised as {has}, and `{key}` is {kind or 'none'}; set it to {has} or to none")
     was, now = origin["dtype"], str(dtype).removeprefix("torch.")
     if was != now and kind != "nf4":
-        raise ValueError(f"{str(folder)!r} was prequantised as {kind} for {was}, and this run computes in {now}; make it again here, or take nf4, which serves both")
+        raise ValueError(f"{str(folder)!r} was prequantised as {kind} for {was}, and this run computes in {now}; "
+                         "make it again here, or take nf4, which serves both")

@@ -71,7 +71,8 @@ def why_modulation(self:TableMethods,
 @patch
 def _empty_table(self:TableMethods, cache=None) -> ModulationTable:
     folder = self._base_folder()/"transformer"
-    cache, origin = cache or getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None), origin_of(folder)
+    cache, origin = cache or getattr(self._encoder, "cache", None), origin_of(folder)
+    if cache is None and self.use_cache and self.cache_dir: cache = EmbeddingCacheManager(self.cache_dir)
     if origin.get("table"): cache = EmbeddingCacheManager([folder/"modulation", *([d.folder for d in cache.layers] if cache else [])])
     dtype = getattr(torch, origin["table_dtype"]) if origin.get("table") else self.components.dtype
     return ModulationTable(transformer_digest(folder), dtype, self._transformer_config()["num_layers"], None if origin else folder, cache)
@@ -151,7 +152,9 @@ def cache_modulation(self:TableMethods,
     "Compute what training and the schedules of `model.table_steps` will look up, so that it is in the cache: the part of precompute that sees no picture."
     if not self._table_is_wanted(cache): return None
     table = self.make_table(cache)
-    for times, name in self._schedule_sets(dataset, table.dtype).items(): table.find(times) if table.folder is None else table.make(times, name)
+    for times, name in self._schedule_sets(dataset, table.dtype).items():
+        if table.folder is None: table.find(times)
+        else: table.make(times, name)
     return table
 
 # %% ../nbs/01ac_table.ipynb #1032d8d4
