@@ -132,7 +132,8 @@ def take(self:Making, key:str, tensor):
     _, module = place_tensor(self.model, name, tensor, self.dtype, self.device if owner in self.todo else "cpu")
     if owner in self.todo: return self._quantise(owner, module)
     slot = module._parameters if leaf in module._parameters else module._buffers
-    self.held[name], empty = slot[leaf].data, slot[leaf].data.to("meta")
+    narrow = tensor.element_size() < slot[leaf].element_size() # then the file keeps it so, and reading widens it
+    self.held[name], empty = tensor.clone() if narrow else slot[leaf].data, slot[leaf].data.to("meta")
     slot[leaf] = nn.Parameter(empty, requires_grad=False) if slot is module._parameters else empty
 
 # %% ../nbs/00dc_prequantised.ipynb #b0e58f78
@@ -277,7 +278,7 @@ def stored_bytes(
     dtype,
     table:bool=False, # without the modulation layers?
 ) -> int:
-    "Bytes of a component in its stored form, to about a hundredth; no weights are needed."
+    "Bytes of a component in its stored form, to about a hundredth, or less where the checkpoint is narrower than `dtype`; no weights are needed."
     model = empty_model(cls, folder, dtype)
     taken = {f"{n}.weight" for n in linears(model)} if kind else set()
     gone = set(uses_modulation(n for n, _ in model.named_parameters() if "time_text_embed" not in n)) if table else set()

@@ -81,6 +81,15 @@ def test_four_bits_serve_both_dtypes(tmp_path):
     assert wide.transformer_blocks[0].attn.to_q(torch.randn(1, 96)).dtype == torch.float32
 
 
+def test_what_stays_plain_is_no_wider_than_in_the_checkpoint(tmp_path):
+    "A run in float32 on a checkpoint in bfloat16: a T4's."
+    model = QwenImageTransformer2DModel.from_pretrained(tiny_folder("2511")/"transformer").to(torch.bfloat16)
+    model.save_pretrained(tmp_path/"bf16")
+    out = make_stored(QwenImageTransformer2DModel, LocalShards(tmp_path/"bf16"), tmp_path/"copy"/"transformer", "nf4", torch.float32)
+    with safe_open(next(out.glob("part-*")), "pt") as f: assert f.get_tensor("img_in.weight").dtype == torch.bfloat16
+    assert same_tensors(stream(QwenImageTransformer2DModel, tmp_path/"bf16", "nf4", torch.float32), stream(QwenImageTransformer2DModel, out, "nf4", torch.float32))
+
+
 def table_of_copy(folder, dtype=torch.float32):
     from qie_nb.cache import EmbeddingCacheManager
     return ModulationTable(base_digest(folder), dtype, 2, None, EmbeddingCacheManager([str(folder/"transformer"/"modulation")]))
