@@ -78,7 +78,8 @@ def test_four_bits_serve_both_dtypes(tmp_path):
     weights = lambda m, n: m.get_submodule(n).weight
     far = [n for n in quantised if (weights(wide, n) != weights(fly, n)).float().mean() > 0.02]
     assert len(quantised) > 20 and not far, "a checkpoint rounded to bfloat16 falls into another of sixteen values only at the edge"
-    assert wide.transformer_blocks[0].attn.to_q(torch.randn(1, 96)).dtype == torch.float32
+    to_q = wide.transformer_blocks[0].attn.to_q
+    assert to_q.compute_dtype == to_q.weight.quant_state.dtype == torch.float32 and to_q(torch.randn(1, 96)).dtype == torch.float32
 
 
 def test_what_stays_plain_is_no_wider_than_in_the_checkpoint(tmp_path):
