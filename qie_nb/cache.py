@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
+from .flat import tree_of
 from .layers import checked, examine, mapped, open_layer, write_packed
 from .status import set_aside, status_html
 
@@ -42,9 +43,10 @@ class EmbeddingCacheManager:
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
             if Path(d).exists() and not Path(d).is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
-        lost = [str(d) for d in dirs[:-1] if not Path(d).exists()]
+        lost = [str(d) for d in dirs[:-1] if not tree_of(d).exists()]
         if lost: raise FileNotFoundError(f"`cache_dir` names {lost[0]!r}, which does not exist; only the last folder of a list is made")
-        self.layers = [open_layer(d) for d in dirs]
+        self.carried = tree_of(dirs[-1]) != Path(dirs[-1]).expanduser() # read from a flat folder: nothing may be written among its links
+        self.layers = [open_layer(tree_of(d)) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined, self.shunned = [], set() # (place, reason) of bad entries met; those that could not be moved
 
@@ -52,7 +54,7 @@ class EmbeddingCacheManager:
     def writable(self) -> bool:
         "Can entries be stored? A packed layer and a read-only mount are only read."
         folder = next(p for p in (self.cache_dir.absolute(), *self.cache_dir.absolute().parents) if p.exists())
-        return not self.layers[-1].packed and os.access(folder, os.W_OK)
+        return not self.layers[-1].packed and not self.carried and os.access(folder, os.W_OK)
 
     def _scratch(self): return self.cache_dir/".tmp"
     def _first(self, kind, key):

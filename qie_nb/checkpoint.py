@@ -15,6 +15,7 @@ import torch
 from .cache import file_digest, write_atomic
 from .callback import Callback, due
 from .places import time_limit
+from .flat import tree_of
 from .stops import check_finite
 
 FORMAT = 2 # of a checkpoint; one that says a higher number is of a newer version
@@ -109,7 +110,7 @@ def find_checkpoint(
     root="checkpoints", # where `latest` looks
 ) -> Path:
     "The checkpoint folder meant. Raises FileNotFoundError or ValueError: a run never starts over in silence."
-    path = Path(str(which).removesuffix(".pt"))
+    path = tree_of(str(which).removesuffix(".pt"))
     if path.name == "latest":
         root = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
         named = root/(root/"latest").read_text().strip() if (root/"latest").is_file() else None

@@ -52,8 +52,12 @@ Quantised = Union[bool, Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int
 class ModelSection(Section):
     "Which base model, and how it is held."
     pretrained_model_name_or_path: PathStr = Field("tiny", min_length=1,
-        description="local folder in diffusers format, hub id, or `tiny` for the learnt model inside this package")
+        description="local folder in diffusers format or its prequantised copy, flat or not; hub id; or `tiny` for the learnt model inside this "
+        "package")
     revision: Optional[str] = Field(None, description="hub revision")
+    release_shards: Union[bool, Literal["auto"]] = Field("auto",
+        description="delete each downloaded file of a component that is quantised as soon as it has been, and keep the quantised copy; auto: where "
+        "the disk does not hold the component. Only what was downloaded by this library is ever deleted")
     variant: Literal["auto", "v1", "2509", "2511"] = Field("auto", description="read from the model's own files when `auto`")
     quantize: Quantised = Field(False,
         description="quantisation of the frozen transformer: none, qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 "

@@ -12,10 +12,12 @@ import json, math
 from dataclasses import dataclass
 from pathlib import Path
 
+from .flat import tree_of
 from .lora import _UNUSED, is_target, target_modules
 from .models import resolve_model
 from .modulation import STREAMS
 from .quantise import KINDS, kind_of
+from .stored import stored_kind
 
 # %% ../nbs/00if_memory.ipynb #bf1af59a
 REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
@@ -88,7 +90,7 @@ def job_of(
     wide, heads = wide or (4 if config.train.mixed_precision == "no" else 2), t["num_attention_heads"]
     said = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"], text_dim=t["joint_attention_dim"],
                 channels=t["in_channels"], zero_cond=bool(t.get("zero_cond_t")), target=d.image_size[0] * d.image_size[1] // 256,
-                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize),
+                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize) or stored_kind(tree_of(config.model.pretrained_model_name_or_path)/"transformer"),
                 table=_table(config, t), kernel="flash" if wide == 2 else "efficient")
     return Job(**said | _adapter_fields(config.model.lora) | _train_fields(config, wide) | changes)
 
@@ -97,7 +99,7 @@ def model_facts(
     name:str="Qwen/Qwen-Image-Edit-2511", # folder, hub id, variant (v1, 2509, 2511) or tiny
 ) -> tuple: # (transformer's configuration, are pictures small for the text encoder?)
     "What a model's files say, or what is published of it."
-    folder = resolve_model(name) if name == "tiny" else Path(name).expanduser()
+    folder = resolve_model(name) if name == "tiny" else tree_of(name)
     file, index = folder/"transformer"/"config.json", folder/"model_index.json"
     t = json.loads(file.read_text()) if file.is_file() else REAL | dict(zero_cond_t="2511" in str(name))
     if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")

@@ -54,8 +54,8 @@ def run_facts(self:ResumeMethods,
 
 @patch
 def _base_folder(self:ResumeMethods):
-    from qie_nb.models import resolve_model
-    return resolve_model(self.components.name, ["transformer"], self.components.revision)
+    self.components.quantize["transformer"] = kind_of(self.quantize)
+    return self.components.folder_of("transformer")
 
 # %% ../nbs/01aa_resume.ipynb #55e92c0f
 @patch

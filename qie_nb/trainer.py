@@ -23,17 +23,19 @@ from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
+from .prequantise import PrequantiseMethods
 from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
+from .stored import stored_kind
 from .table import TableMethods
 from .step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 from .streamed import offload_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods, PrequantiseMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
@@ -44,7 +46,6 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
-        self.quantize = c.model.quantize
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
         self.cache_exist = check_cache_exists(self.cache_dir) if self.use_cache else False
         self.vae_device, self.text_device = (check_device(d) if d != "auto" else self.device
@@ -53,7 +54,11 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
-                                     (["text_encoder"] if c.model.text_encoder_offload else []))
+                                     (["text_encoder"] if c.model.text_encoder_offload else []), c.model.release_shards)
+        stored = lambda n: stored_kind(self.components.folder/n) # a prequantised copy says itself how it is quantised
+        self.quantize = c.model.quantize if kind_of(c.model.quantize) else stored("transformer") or c.model.quantize
+        self.components.quantize["text_encoder"] = self.components.quantize["text_encoder"] or stored("text_encoder")
+        self.components.sets = self._hub_sets
         self._keep(kind_of(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None

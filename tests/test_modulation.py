@@ -185,7 +185,7 @@ def test_a_third_of_the_model_is_never_in_memory(pairs, tmp_path, monkeypatch):
     QwenImageEditTrainer(config := settings(pairs(), tmp_path, model=dict(pretrained_model_name_or_path=str(model)))).cache_embeddings()
     gc.collect()
     alive = Alive(monkeypatch)
-    alive.watch(modulation, "block_rows", 1), alive.watch(streaming, "_place", 9)
+    alive.watch(modulation, "block_rows", 1), alive.watch(streaming, "place_tensor", 9)
     trainer = QwenImageEditTrainer(config)
     trainer.choose_table(), trainer._transformer()
     assert alive.calls > 100 and 0.6 * total < alive.peak <= (2 / 3 + 0.01) * total
