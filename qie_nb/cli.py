@@ -106,7 +106,9 @@ def plan(a):
     from qie_nb.config import load_config_from_yaml
     from qie_nb.plan import plan
     config = a.config and load_config_from_yaml(a.config)
-    print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
+    if not a.place: return print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
+    from qie_nb.path import whole_path
+    print(whole_path(a.model, a.place, a.pairs, a.gpu, a.resolution, config, a.quantize, a.weights, a.steps, a.fp16, a.controls))
 
 def doctor(a):
     from qie_nb.plan import doctor
@@ -157,7 +159,11 @@ def parser() -> argparse.ArgumentParser:
         ("--model", dict(help="folder, hub id, or v1, 2509, 2511 (default, where no configuration names one)")),
         ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
-        ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")))
+        ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")),
+        ("--place", dict(help="kaggle or colab: disk, memory and time of the whole path there, from the download to the saved adapter")),
+        ("--pairs", dict(type=int, default=50, help="with --place: pairs of the data set")), ("--steps", dict(type=int, help="with --place: of training; default by the pairs")),
+        ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantised")),
+        ("--fp16", dict(action="store_true", help="with --place: float16 inside the products on a card without bfloat16")))
     add(doctor, "what this machine has and lacks")
     add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))
