@@ -116,10 +116,10 @@ def doctor(a):
 
 # %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
-    from qie_nb.plan import selfcheck
-    report = selfcheck(a.model)
-    print(json.dumps(report, indent=1))
-    return 0 if report["agrees"] else 1
+    from qie_nb.selfcheck import selfcheck
+    report = selfcheck(a.model, a.steps, a.device, a.train == "true", a.offload, a.quantize, a.text_encoder_quantize)
+    print(json.dumps(report.data(), indent=1) if a.json else report)
+    return 0 if report.ok else 1
 
 def demo(a):
     from qie_nb.demo import demo
@@ -165,7 +165,11 @@ def parser() -> argparse.ArgumentParser:
         ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantised")),
         ("--fp16", dict(action="store_true", help="with --place: float16 inside the products on a card without bfloat16")))
     add(doctor, "what this machine has and lacks")
-    add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
+    add(selfcheck, "a report for an issue: parity with the diffusers pipeline, memory, speed, finite numbers", ("--model", dict(default="tiny", help="folder, hub id or tiny")),
+        ("--steps", dict(type=int, default=2, help="sampling steps")), ("--device", dict(default="auto", help="of the transformer: auto, cpu, cuda, cuda:1, mps")),
+        ("--train", dict(choices=["true", "false"], default="true", help="two training steps as well?")),
+        ("--offload", dict(default="auto", help="as predict.offload: auto, none, model, layers")), ("--quantize", dict(help="as model.quantize")),
+        ("--text_encoder_quantize", dict(help="as model.text_encoder_quantize")), ("--json", dict(action="store_true", help="plain data in place of Markdown")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))
     return p
 
