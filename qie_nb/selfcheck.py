@@ -88,7 +88,7 @@ def _decoding(trainer): # within, the VAE is placed when it is asked to decode
     try: yield
     finally: del vae.decode
 
-# %% ../nbs/03bc_selfcheck.ipynb #02bb1457
+# %% ../nbs/03bc_selfcheck.ipynb #8d16633f
 @dataclass
 class Run:
     "One edit: what its stages made, and when a step was over."
@@ -97,7 +97,7 @@ class Run:
     picture: object = None # uint8 [H, W, 3]
     def keep(self, name, t): self.made[name] = t.detach().float().cpu()
     def tick(self, device):
-        if torch.device(device).type == "cuda": torch.cuda.synchronize(device)
+        if torch.device(device).type == "cuda" and torch.cuda.is_available(): torch.cuda.synchronize(device)
         self.times.append(time.perf_counter())
     @property
     def seconds(self): return round(float(np.median(np.diff(self.times)[-1:] if len(self.times) < 4 else np.diff(self.times)[1:])), 4) # the first one warms up

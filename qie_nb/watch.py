@@ -27,7 +27,7 @@ def blocks_of(
     walk(model, "")
     return out
 
-# %% ../nbs/03bb_watch.ipynb #9a54f82e
+# %% ../nbs/03bb_watch.ipynb #0825ff35
 class Finite:
     "Outputs of blocks, in the order in which they came: the first that is not finite, and the largest number."
     def __init__(self): self.rows, self.hooks = [], []
@@ -46,14 +46,15 @@ class Finite:
             if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel():
                 self.rows.append((component, name, t.detach().abs().amax().float())) # nan and inf stay what they are
 
-    def data(self) -> dict: # plain, {component: {blocks, first_not_finite, largest, largest_in}}
+    def data(self) -> dict: # plain, {component: {blocks, first_not_finite, largest, largest_in}}, the one where it began first
         out = {}
         for component, name, t in self.rows:
             v, d = t.item(), out.setdefault(component, dict(blocks=set(), first_not_finite=None, largest=0., largest_in=None))
             d["blocks"].add(name)
             if not np.isfinite(v): d["first_not_finite"] = d["first_not_finite"] or name
             elif v > d["largest"]: d["largest"], d["largest_in"] = float(f"{v:.3g}"), name
-        return {c: d | dict(blocks=len(d["blocks"])) for c, d in out.items()}
+        begun = [c for c, name, t in self.rows if not torch.isfinite(t)]
+        return {c: out[c] | dict(blocks=len(out[c]["blocks"])) for c in dict.fromkeys(begun + list(out))}
 
 # %% ../nbs/03bb_watch.ipynb #4ecdd67d
 def _anonymous() -> int: # bytes of the process that are no mapped file
