@@ -108,7 +108,7 @@ def plan(a):
     config = a.config and load_config_from_yaml(a.config)
     if not a.place: return print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
     from qie_nb.path import whole_path
-    print(whole_path(a.model, a.place, a.pairs, a.gpu, a.resolution, config, a.quantize, a.weights, a.steps, a.fp16, a.controls))
+    print(whole_path(a.model, a.place, a.pairs, a.gpu, a.resolution, config, a.quantize, a.weights, a.steps, a.fp16 or None, a.controls))
 
 def doctor(a):
     from qie_nb.plan import doctor

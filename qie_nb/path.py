@@ -120,7 +120,7 @@ class Phase:
         return dict(phase=self.name) | gb | dict(minutes=round(self.seconds(rates) / 60, 1), of=of,
                     work=[(n, round(a / rates[r][0] / 60, 1), r) for n, a, r in self.work]) # minutes of each
 
-# %% ../nbs/03bd_path.ipynb #8edcd473
+# %% ../nbs/03bd_path.ipynb #0bba47e0
 WEIGHTS = ("hub", "shards", "attached", "prequantised")
 SPARE = 0.25 # hours of a session in which nothing is trained: installing, a last checkpoint, uploading
 PROCESS = 2.5e9 # Python, torch, CUDA and the libraries in host memory: an estimate
@@ -143,8 +143,9 @@ class Task:
     def there(self, *parts) -> list: # of the download, at most at a time
         if self.weights == "attached" or self.weights == "prequantised" and parts == ("transformer",): return []
         if self.weights == "prequantised": parts = [p for p in parts if p != "transformer"]
-        if self.weights == "shards": return [("largest file", max(largest({p: self.files[p]})[1] for p in parts))]
-        return [(p, self.bytes(p)) for p in parts]
+        if self.weights != "shards": return [(p, self.bytes(p)) for p in parts]
+        copy = [("quantised copy", copy_bytes(self.job)), ("modulation rows, twice while they are packed", 2 * table_bytes(self.job))] * ("transformer" in parts)
+        return [("largest file", max(largest({p: self.files[p]})[1] for p in parts)), *copy]
     @property
     def made(self) -> float: return table_bytes(self.job) * (self.job.table and self.weights != "prequantised") # bytes of table; else it is attached
     @property
@@ -358,7 +359,7 @@ def _notes(w:WholePath) -> list: # sentences
     if w.sessions > 1: out.append(f"{w.sessions} sessions of {l.hours:g} h: each goes on from the last one's checkpoint (`train.resume_checkpoint` latest)")
     return out
 
-# %% ../nbs/03bd_path.ipynb #a2be059d
+# %% ../nbs/03bd_path.ipynb #9123bb17
 def whole_path(
     model=None, # folder, hub id or variant; default the configuration's, else 2511
     place:str="kaggle", # one of `LIMITS`
@@ -369,7 +370,7 @@ def whole_path(
     quantize=None, # only this one: a kind, or none
     weights:str="attached", # one of `WEIGHTS`
     steps:int=None, # of training; default the configuration's `max_train_steps`, else by the pairs
-    fp16:bool=False, # float16 inside the products, everything else in float32?
+    fp16:bool=None, # float16 inside the products, everything else in float32? Default what the plan says
     controls:int=1, # control pictures of a pair
     rates:dict=None, # {name: amount a second} in place of `rates_of`'s
 ) -> WholePath:
@@ -384,7 +385,7 @@ def whole_path(
     steps = _number("steps", steps) if steps is not None else c.train.max_train_steps or steps_for(pairs)
     held, named = round(pairs * c.train.val_fraction), c.model.pretrained_model_name_or_path
     files = model_files(str(model or (named if config is not None and named != "tiny" else "2511")))
-    job, half = p.shown.job, fp16 or str(c.train.mixed_precision) == "fp16"
+    job, half = p.shown.job, getattr(p.shown.job, "half", False) if fp16 is None else fp16
     task = Task(job, files, weights, pairs, steps, held, c, half, p.card)
     train = _train(task, p.shown.host, [(n, b) for n, b, _ in p.shown.parts])
     out = WholePath(task, limits, p, [_download(task), _quantise(task), _precompute(task), train, _save(task)], known, [])
