@@ -159,17 +159,21 @@ def parser() -> argparse.ArgumentParser:
         ("--model", dict(help="folder, hub id, or v1, 2509, 2511 (default, where no configuration names one)")),
         ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
-        ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")),
+        ("--quantize", dict(help="only this one: a kind, or none")),
+        ("--controls", dict(type=int, default=1, help="control pictures of a pair")),
         ("--place", dict(help="kaggle or colab: disk, memory and time of the whole path there, from the download to the saved adapter")),
-        ("--pairs", dict(type=int, default=50, help="with --place: pairs of the data set")), ("--steps", dict(type=int, help="with --place: of training; default by the pairs")),
+        ("--pairs", dict(type=int, default=50, help="with --place: pairs of the data set")),
+        ("--steps", dict(type=int, help="with --place: of training; default by the pairs")),
         ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantised")),
         ("--fp16", dict(action="store_true", help="with --place: float16 inside the products on a card without bfloat16")))
     add(doctor, "what this machine has and lacks")
-    add(selfcheck, "a report for an issue: parity with the diffusers pipeline, memory, speed, finite numbers", ("--model", dict(default="tiny", help="folder, hub id or tiny")),
-        ("--steps", dict(type=int, default=2, help="sampling steps")), ("--device", dict(default="auto", help="of the transformer: auto, cpu, cuda, cuda:1, mps")),
+    add(selfcheck, "a report for an issue: parity with the diffusers pipeline, memory, speed, finite numbers",
+        ("--model", dict(default="tiny", help="folder, hub id or tiny")), ("--steps", dict(type=int, default=2, help="sampling steps")),
+        ("--device", dict(default="auto", help="of the transformer: auto, cpu, cuda, cuda:1, mps")),
         ("--train", dict(choices=["true", "false"], default="true", help="two training steps as well?")),
-        ("--offload", dict(default="auto", help="as predict.offload: auto, none, model, layers")), ("--quantize", dict(help="as model.quantize")),
-        ("--text_encoder_quantize", dict(help="as model.text_encoder_quantize")), ("--json", dict(action="store_true", help="plain data in place of Markdown")))
+        ("--offload", dict(default="auto", help="as predict.offload: auto, none, model, layers")),
+        ("--quantize", dict(help="as model.quantize")), ("--text_encoder_quantize", dict(help="as model.text_encoder_quantize")),
+        ("--json", dict(action="store_true", help="plain data in place of Markdown")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))
     return p
 

@@ -26,7 +26,7 @@ from .plan import FREE, PUBLISHED, TEXT_NF4, card_of, plan, step_work, way_name
 from .shown import note, table_html
 from .stream import weight_files
 
-# %% ../nbs/03bd_path.ipynb #08b1bb90
+# %% ../nbs/03bd_path.ipynb #3562ac77
 @dataclass(frozen=True)
 class Limits:
     "What a place gives for nothing."
@@ -40,7 +40,8 @@ class Limits:
     scratch: str   # what is known of the disk that is not kept
 
 LIMITS = {p.name: p for p in (
-    Limits("kaggle", "2xT4", 20e9, 31e9, 4, 9., "/kaggle/working", "Kaggle's page names no size for the disk outside of /kaggle/working; the session's panel shows it"),
+    Limits("kaggle", "2xT4", 20e9, 31e9, 4, 9., "/kaggle/working",
+           "Kaggle's page names no size for the disk outside of /kaggle/working; the session's panel shows it"),
     Limits("colab", "T4", 15e9, 12.7e9, 2, 12., "a free Google Drive", "Colab promises no size; the resources panel shows it"))}
 
 # %% ../nbs/03bd_path.ipynb #c38da724
@@ -61,26 +62,28 @@ def shard_sizes(
         out[-1] += n
     return tuple(out)
 
-# %% ../nbs/03bd_path.ipynb #f1767949
+# %% ../nbs/03bd_path.ipynb #4c1ce2f6
 def model_files(
     name:str, # folder, hub id or variant
 ) -> dict: # {component: [(file, bytes)]}
     "The files of a model's weights: a folder's own, else the published ones."
-    parts, folder = ("transformer", "text_encoder", "vae"), Path(name).expanduser()
+    folder = Path(name).expanduser()
     if folder.is_dir():
-        return {n: [(f"{n}/{p.name}", p.stat().st_size) for p in weight_files(folder/n)] for n in parts if any((folder/n).glob("*.safetensors"))}
+        parts = [n for n in ("transformer", "text_encoder", "vae") if any((folder/n).glob("*.safetensors"))]
+        return {n: [(f"{n}/{p.name}", p.stat().st_size) for p in weight_files(folder/n)] for n in parts}
     many = any(s in name for s in ("2509", "2511"))
     sizes = dict(transformer=shard_sizes(10e9 if many else 5e9), text_encoder=TEXT_FILES, vae=VAE_FILES)
-    stem = dict(text_encoder="model").get
-    def file(part, i, n): return f"{part}/{stem(part, 'diffusion_pytorch_model')}" + (f"-{i + 1:05}-of-{n:05}" if n > 1 else "") + ".safetensors"
+    stem = lambda part: f"{part}/" + ("model" if part == "text_encoder" else "diffusion_pytorch_model")
+    def file(part, i, n): return stem(part) + (f"-{i + 1:05}-of-{n:05}" if n > 1 else "") + ".safetensors"
     return {p: [(file(p, i, len(s)), n) for i, n in enumerate(s)] for p, s in sizes.items()}
 
 def largest(files:dict) -> tuple: # (file, bytes)
     "The largest file of a model."
     return max((f for some in files.values() for f in some), key=lambda f: f[1])
 
-# %% ../nbs/03bd_path.ipynb #0551e6e6
-SHEET = dict(t4=(8.1e12, 65e12, 320e9), l4=(30.3e12, 121e12, 300e9), a100_40=(19.5e12, 312e12, 1555e9), a100_80=(19.5e12, 312e12, 2039e9)) # float32, half, bytes a second
+# %% ../nbs/03bd_path.ipynb #d5123613
+SHEET = dict(t4=(8.1e12, 65e12, 320e9), l4=(30.3e12, 121e12, 300e9), a100_40=(19.5e12, 312e12, 1555e9),
+             a100_80=(19.5e12, 312e12, 2039e9)) # operations a second in float32 and in half precision, bytes a second
 SHARES = dict(float32=0.5, half=25 / 65, memory=0.7) # of the data sheet's; a T4 at 25e12 in half precision is the usual assumption
 
 def rates_of(
@@ -89,7 +92,8 @@ def rates_of(
 ) -> dict: # {name: (amount a second, where it comes from)}
     "Rates for work on a card and in a place, each with its source."
     key = card.name.lower().replace(" ", "_").replace("-", "_")
-    if key not in SHEET: raise ValueError(f"`gpu` {card.name} has no rates here; take one of {', '.join(SHEET)}, or plan the memory alone, without `place`")
+    if key not in SHEET:
+        raise ValueError(f"`gpu` {card.name} has no rates here; take one of {', '.join(SHEET)}, or plan the memory alone, without `place`")
     sheet = lambda n, share: f"{SHARES[share]:.0%} of the {n} on NVIDIA's data sheet: assumed"
     single, half, memory = SHEET[key]
     return dict(
@@ -120,7 +124,7 @@ class Phase:
         return dict(phase=self.name) | gb | dict(minutes=round(self.seconds(rates) / 60, 1), of=of,
                     work=[(n, round(a / rates[r][0] / 60, 1), r) for n, a, r in self.work]) # minutes of each
 
-# %% ../nbs/03bd_path.ipynb #0bba47e0
+# %% ../nbs/03bd_path.ipynb #2c5f2afc
 WEIGHTS = ("hub", "shards", "attached", "prequantised")
 SPARE = 0.25 # hours of a session in which nothing is trained: installing, a last checkpoint, uploading
 PROCESS = 2.5e9 # Python, torch, CUDA and the libraries in host memory: an estimate
@@ -144,14 +148,19 @@ class Task:
         if self.weights == "attached" or self.weights == "prequantised" and parts == ("transformer",): return []
         if self.weights == "prequantised": parts = [p for p in parts if p != "transformer"]
         if self.weights != "shards": return [(p, self.bytes(p)) for p in parts]
-        copy = [("quantised copy", copy_bytes(self.job)), ("modulation rows, twice while they are packed", 2 * table_bytes(self.job))] * ("transformer" in parts)
-        return [("largest file", max(largest({p: self.files[p]})[1] for p in parts)), *copy]
+        copy = [("quantised copy", copy_bytes(self.job)), ("modulation rows, twice while they are packed", 2 * table_bytes(self.job))]
+        return [("largest file", max(largest({p: self.files[p]})[1] for p in parts)), *(copy if "transformer" in parts else ())]
     @property
-    def made(self) -> float: return table_bytes(self.job) * (self.job.table and self.weights != "prequantised") # bytes of table; else it is attached
+    def made(self) -> float: # bytes of the modulation table, where it is not attached
+        return table_bytes(self.job) * (self.job.table and self.weights != "prequantised")
     @property
     def own(self): return "half" if self.job.wide == 2 and self.card.bf16 else "float32" # rate of what is not the transformer
     @property
     def rate(self): return "half" if self.half else self.own
+    @property
+    def products(self):
+        if self.half or self.job.wide == 4: return "float16" if self.half else "float32"
+        return "bfloat16" if self.card.bf16 else "bfloat16, emulated"
 
 # %% ../nbs/03bd_path.ipynb #3b3b8b79
 def table_bytes(job:Job) -> float:
@@ -210,17 +219,17 @@ def _encoders_gpu(t:Task) -> list:
     together = [text[0], vae[0], max(text[1], vae[1], key=lambda r: r[1])] # they work in turn
     return (max(text, vae, key=size) if t.card.count > 1 else together) + [("runtime", RUNTIME)]
 
-# %% ../nbs/03bd_path.ipynb #dc236aee
+# %% ../nbs/03bd_path.ipynb #c561204b
 def _precompute(t:Task) -> Phase:
     j, table = t.job, t.made
     output = [("cache", cache_bytes(j, t.pairs))] + [("modulation table", table)] * bool(table)
     host = [("process", PROCESS), ("the text encoder's largest tensor", VOCABULARY * (2 + j.wide)), ("a block's rows", table / j.layers)]
     modulation = [("modulation layers", t.bytes("transformer") / 3, "read"), ("modulation", table / j.wide * 2 * j.dim, "cpu")]
-    work = [("encoders", t.bytes("text_encoder", "vae"), "read"), ("encode", t.pairs * encoding_work(j), t.own), *(modulation if table else ()),
-            ("store", sum(n for _, n in output), "write")]
+    work = [("encoders", t.bytes("text_encoder", "vae"), "read"), ("encode", t.pairs * encoding_work(j), t.own),
+            *(modulation if table else ()), ("store", sum(n for _, n in output), "write")]
     return Phase("precompute", t.there(*t.files), output, host, _encoders_gpu(t), work)
 
-# %% ../nbs/03bd_path.ipynb #095062d8
+# %% ../nbs/03bd_path.ipynb #5e8de59e
 def forward_work(job:Job) -> float: # operations
     "One forward pass of a batch."
     return 1e12 * (step_work(replace(job, checkpointing=True)) - step_work(replace(job, checkpointing=False)))
@@ -230,7 +239,8 @@ def _unpacking(job:Job, passes:float) -> float: # bytes
 
 def _training(t:Task) -> list: # of (what, amount, rate)
     j, c = t.job, t.config.train
-    work = [(f"{t.steps} steps", t.steps * step_work(j) * 1e12, t.rate), ("unpacking weights", _unpacking(j, t.steps * (3 if j.checkpointing else 2)), "memory")]
+    work = [(f"{t.steps} steps", t.steps * step_work(j) * 1e12, t.rate),
+            ("unpacking weights", _unpacking(j, t.steps * (3 if j.checkpointing else 2)), "memory")]
     epochs = t.steps * j.batch // max(1, t.pairs - t.held)
     times = max((epochs // c.eval_interval if c.eval_interval else 0), (t.steps // c.eval_steps if c.eval_steps else 0)) * bool(t.held)
     losses, pictures = t.held * c.eval_noises * 4, min(c.eval_pictures, t.held) * c.eval_num_inference_steps * 2
@@ -239,9 +249,11 @@ def _training(t:Task) -> list: # of (what, amount, rate)
 def _train(t:Task, host:int, gpu:list) -> Phase:
     j, one = t.job, checkpoint_bytes(t.job)
     kept = t.config.train.keep_checkpoints + 1 + bool(t.held) # and one that is being written
-    output = [("cache", cache_bytes(j, t.pairs)), ("modulation table", t.made), (f"{kept} checkpoints", kept * one), ("logs and pictures", 5e7)]
+    output = [("cache", cache_bytes(j, t.pairs)), ("modulation table", t.made), (f"{kept} checkpoints", kept * one),
+              ("logs and pictures", 5e7)]
     memory = [("process", PROCESS), ("a checkpoint", 2 * one)] + [("pinned", host)] * bool(host)
-    return Phase("train", t.there("transformer"), output, memory, gpu, _training(t) + [("checkpoints", one * max(1, t.steps // 100), "write")])
+    saved = ("checkpoints", one * max(1, t.steps // 100), "write")
+    return Phase("train", t.there("transformer"), output, memory, gpu, [*_training(t), saved])
 
 # %% ../nbs/03bd_path.ipynb #f30a87e7
 def _save(t:Task) -> Phase:
@@ -254,7 +266,7 @@ def _save(t:Task) -> Phase:
              ("unpacking weights", _unpacking(j, 2 * steps * 2), "memory"), ("adapter", adapter, "write")]
     return Phase("save", t.there("transformer", "vae"), output, [("process", PROCESS), ("adapter", 2 * adapter)], gpu, edits)
 
-# %% ../nbs/03bd_path.ipynb #d46181ec
+# %% ../nbs/03bd_path.ipynb #fdee38c8
 @dataclass
 class WholePath:
     "The path, phase by phase, against a place's limits; shows itself as tables."
@@ -273,40 +285,46 @@ class WholePath:
     @property
     def sessions(self) -> int: # of the place's length
         if self.hours <= self.limits.hours: return 1
-        again = sum(p.seconds(self.rates) for p in self.phases if p.name in ("download", "quantise")) / 3600 # what is not kept, in each of them
+        lost = [p for p in self.phases if p.name in ("download", "quantise")] # in each of them again
+        again = sum(p.seconds(self.rates) for p in lost) / 3600
         return math.ceil((self.hours - again) / max(self.limits.hours - again - SPARE, 0.1))
 
-# %% ../nbs/03bd_path.ipynb #faa7ce34
+# %% ../nbs/03bd_path.ipynb #c66dd99c
 from fastcore.basics import patch
 
 @patch
 def checks(self:WholePath) -> list: # (what, needed, given, fits?: None where nobody knows, phase)
     "Each limit of the place."
     l, t, gb = self.limits, self.task, lambda n: f"{n / 1e9:.1f} GB"
-    rows = [("kept disk", *self.peak("output"), l.output), ("host memory", *self.peak("host"), l.host), ("GPU memory", *self.peak("gpu"), (1 - FREE) * t.card.bytes)]
+    rows = [("kept disk", *self.peak("output"), l.output), ("host memory", *self.peak("host"), l.host),
+            ("GPU memory", *self.peak("gpu"), (1 - FREE) * t.card.bytes)]
     out = [(n, gb(need), gb(room), need <= room, phase) for n, need, phase, room in rows]
     scratch, phase = self.peak("scratch")
     if scratch: out.append(("disk that is not kept", gb(scratch), l.scratch, None, phase))
-    out.append(("time, all in one session", f"{self.hours:.1f} h", f"{l.hours:g} h", self.hours <= l.hours, max(self.phases, key=lambda p: p.seconds(self.rates)).name))
-    return out + [(f"a prequantised copy ({t.job.kind}) and its table, kept", gb(n := copy_bytes(t.job) + table_bytes(t.job)), gb(l.output), n <= l.output, "")] * bool(t.job.kind)
+    longest = max(self.phases, key=lambda p: p.seconds(self.rates)).name
+    out.append(("time, all in one session", f"{self.hours:.1f} h", f"{l.hours:g} h", self.hours <= l.hours, longest))
+    if not t.job.kind: return out
+    copy = copy_bytes(t.job) + table_bytes(t.job)
+    return out + [(f"a prequantised copy ({t.job.kind}) and its table, kept", gb(copy), gb(l.output), copy <= l.output, "")]
 
 @patch
 def data(self:WholePath) -> dict: # plain
     "All that is shown."
     file, size = largest(self.task.files)
     t = self.task
-    return dict(place=self.limits.name, gpu=f"{t.card.count} x {t.card.name}", way=way_name(t.job), products="float16" if t.half else "float32" if t.job.wide == 4 else "bfloat16" if t.card.bf16 else "bfloat16, emulated",
-                weights=t.weights, pairs=t.pairs, steps=t.steps, tokens=t.job.target + t.job.control + t.job.text, phases=[p.data(self.rates) for p in self.phases],
-                largest_file=(file, round(size / 1e9, 2)), checks=self.checks(), hours=round(self.hours, 1), sessions=self.sessions, rates=self.rates, notes=self.notes,
-                source="computed, not measured")
+    return dict(place=self.limits.name, gpu=f"{t.card.count} x {t.card.name}", way=way_name(t.job), products=t.products,
+                weights=t.weights, pairs=t.pairs, steps=t.steps, tokens=t.job.target + t.job.control + t.job.text,
+                phases=[p.data(self.rates) for p in self.phases], largest_file=(file, round(size / 1e9, 2)), checks=self.checks(),
+                hours=round(self.hours, 1), sessions=self.sessions, rates=self.rates, notes=self.notes, source="computed, not measured")
 
-# %% ../nbs/03bd_path.ipynb #e6a248e9
+# %% ../nbs/03bd_path.ipynb #f9b2efbc
 _HEAD = ("phase", "GB of disk, not kept", "GB of disk, kept", "GB on the host", "GB on a GPU", "minutes")
 
 @patch
 def _tables(self:WholePath) -> list: # (title, head, rows)
     d, said = self.data(), {True: "fits", False: "does not fit", None: "nobody says"}
-    rows = [(p["phase"], *(f"{p[k]:.1f}" for k in ("scratch_gb", "output_gb", "host_gb", "gpu_gb")), f"{p['minutes']:.0f}") for p in d["phases"]]
+    gb = lambda p: [f"{p[f'{k}_gb']:.1f}" for k in ("scratch", "output", "host", "gpu")]
+    rows = [(p["phase"], *gb(p), f"{p['minutes']:.0f}") for p in d["phases"]]
     work = [(p["phase"], n, f"{m:.1f}", r) for p in d["phases"] for n, m, r in p["work"] if m >= 0.5]
     used = {r for p in self.phases for *_, r in p.work}
     return [("at most, phase by phase: computed, not measured", _HEAD, rows),
@@ -318,8 +336,9 @@ def _tables(self:WholePath) -> list: # (title, head, rows)
 def _title(self:WholePath) -> str:
     d = self.data()
     file, gb = d["largest_file"]
-    return (f"{d['place']}, {d['gpu']}: {d['pairs']} pairs, {d['steps']} steps of {d['tokens']} tokens, {d['way']}, products in {d['products']}, weights: {d['weights']}; "
-            f"largest file {file}, {gb} GB; {d['hours']} h, {d['sessions']} session" + "s" * (d["sessions"] > 1))
+    return (f"{d['place']}, {d['gpu']}: {d['pairs']} pairs, {d['steps']} steps of {d['tokens']} tokens, {d['way']}, "
+            f"products in {d['products']}, weights: {d['weights']}; largest file {file}, {gb} GB; "
+            f"{d['hours']} h, {d['sessions']} session" + "s" * (d["sessions"] > 1))
 
 # %% ../nbs/03bd_path.ipynb #72341903
 @patch
@@ -334,11 +353,11 @@ def _repr_html_(self:WholePath):
     return f"<h3>{escape(self._title())}</h3>" + "".join(note(n) for n in self.notes) + "".join(
         f"<h4>{escape(t)}</h4>" + table_html(rows, head) for t, head, rows in self._tables())
 
-# %% ../nbs/03bd_path.ipynb #0b0eaeb9
+# %% ../nbs/03bd_path.ipynb #f3ae5627
 def steps_for(
     pairs:int,
 ) -> int:
-    "Steps of batch 1 where nobody says: 16 passes over the pairs (musubi-tuner's example for this model), at least 500 (diffusers' example) and at most 2000."
+    "Steps of batch 1 where nobody says: 16 passes (musubi-tuner's example), at least 500 (diffusers' example), at most 2000."
     return max(500, min(16 * pairs, 2000))
 
 def _number(name, value, least=1):
@@ -346,20 +365,23 @@ def _number(name, value, least=1):
         raise ValueError(f"`{name}` must be a whole number, {least} or more, got {value!r}; e.g. {name} 50")
     return value
 
-# %% ../nbs/03bd_path.ipynb #0ff8feba
+# %% ../nbs/03bd_path.ipynb #ef389dea
 def _notes(w:WholePath) -> list: # sentences
     out, j, l = [], w.task.job, w.limits
     if not w.plan.chosen: out.append(f"nothing fits {w.task.card.name} in training; the smallest way is shown")
-    if j.wide == 4 and j.table: out.append(f"in float32 the modulation table is {table_bytes(j) / 1e9:.1f} GB, in bfloat16 {table_bytes(replace(j, wide=2)) / 1e9:.1f}")
+    if j.wide == 4 and j.table:
+        less = table_bytes(replace(j, wide=2))
+        out.append(f"in float32 the modulation table is {table_bytes(j) / 1e9:.1f} GB, in bfloat16 {less / 1e9:.1f}")
     if not w.task.half and j.wide == 4:
-        out.append("products in float32: the same with float16 inside them (`fp16`) would take "
-                   f"{sum(p.seconds(w.rates | dict(float32=w.rates['half'])) for p in w.phases if p.name in ('train', 'save')) / 3600:.1f} h for training and saving")
+        faster = sum(p.seconds(w.rates | dict(float32=w.rates["half"])) for p in w.phases if p.name in ("train", "save"))
+        out.append(f"products in float32: with float16 inside them (`fp16`) training and saving would take {faster / 3600:.1f} h")
     if j.devices > 1: out.append(f"the blocks stand on {j.devices} GPUs and work in turn: this halves the memory, not the time")
     if w.task.card.count > 1: out.append("VAE and text encoder each on a GPU of its own: `cache.vae_encoder_device` cuda:1")
-    if w.sessions > 1: out.append(f"{w.sessions} sessions of {l.hours:g} h: each goes on from the last one's checkpoint (`train.resume_checkpoint` latest)")
+    if w.sessions > 1:
+        out.append(f"{w.sessions} sessions of {l.hours:g} h: each goes on from the last checkpoint (`train.resume_checkpoint` latest)")
     return out
 
-# %% ../nbs/03bd_path.ipynb #9123bb17
+# %% ../nbs/03bd_path.ipynb #d912582f
 def whole_path(
     model=None, # folder, hub id or variant; default the configuration's, else 2511
     place:str="kaggle", # one of `LIMITS`
@@ -380,7 +402,8 @@ def whole_path(
     limits, c, pairs = LIMITS[place], make_config(config), _number("pairs", pairs, 2)
     p = plan(model, gpu or limits.card, resolution, config, quantize, controls)
     known = rates_of(p.card, limits)
-    if bad := [k for k in rates or {} if k not in known]: raise ValueError(f"`rates` has {bad[0]!r}, which is not known; the names are {', '.join(known)}")
+    if bad := [k for k in rates or {} if k not in known]:
+        raise ValueError(f"`rates` has {bad[0]!r}, which is not known; the names are {', '.join(known)}")
     known |= {k: (float(v), "given") for k, v in (rates or {}).items()}
     steps = _number("steps", steps) if steps is not None else c.train.max_train_steps or steps_for(pairs)
     held, named = round(pairs * c.train.val_fraction), c.model.pretrained_model_name_or_path

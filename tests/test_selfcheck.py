@@ -57,6 +57,7 @@ def test_a_weight_that_is_not_finite_is_named_by_its_block(monkeypatch, componen
     r = check(train=False)
     assert not r.ok and r.verdict == f"not finite in {component}: {block}"
     assert r.finite[component]["first_not_finite"] == block and f"| {block} |" in repr(r)
+    assert json.dumps(r.data(), allow_nan=False) and "| picture, grey levels |" in repr(r)
 
 
 def test_an_adapter_s_gradient_that_is_not_finite_is_named(monkeypatch):
