@@ -109,7 +109,9 @@ def plan(a):
     from qie_nb.config import load_config_from_yaml
     from qie_nb.plan import plan
     config = a.config and load_config_from_yaml(a.config)
-    print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
+    if not a.place: return print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
+    from qie_nb.path import whole_path
+    print(whole_path(a.model, a.place, a.pairs, a.gpu, a.resolution, config, a.quantize, a.weights, a.steps, a.fp16 or None, a.controls))
 
 def doctor(a):
     from qie_nb.config import load_config_from_yaml
@@ -120,10 +122,10 @@ def doctor(a):
 
 # %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
-    from qie_nb.doctor import selfcheck
-    report = selfcheck(a.model)
-    print(json.dumps(report, indent=1))
-    return 0 if report["agrees"] else 1
+    from qie_nb.selfcheck import selfcheck
+    report = selfcheck(a.model, a.steps, a.device, a.train == "true", a.offload, a.quantize, a.text_encoder_quantize)
+    print(json.dumps(report.data(), indent=1) if a.json else report)
+    return 0 if report.ok else 1
 
 def demo(a):
     from qie_nb.demo import demo
@@ -166,9 +168,21 @@ def parser() -> argparse.ArgumentParser:
         ("--model", dict(help="folder, hub id, or v1, 2509, 2511 (default, where no configuration names one)")),
         ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
-        ("--quantize", dict(help="only this one: a kind, or none")), ("--controls", dict(type=int, default=1, help="control pictures of a pair")))
+        ("--quantize", dict(help="only this one: a kind, or none")),
+        ("--controls", dict(type=int, default=1, help="control pictures of a pair")),
+        ("--place", dict(help="kaggle or colab: disk, memory and time of the whole path there, from the download to the saved adapter")),
+        ("--pairs", dict(type=int, default=50, help="with --place: pairs of the data set")),
+        ("--steps", dict(type=int, help="with --place: of training; default by the pairs")),
+        ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantised")),
+        ("--fp16", dict(action="store_true", help="with --place: float16 inside the products on a card without bfloat16")))
     add(doctor, "what this machine has and lacks, and what a configuration needs of it", ("--config", dict(help="YAML file")))
-    add(selfcheck, "compare with the diffusers pipeline", ("--model", dict(default="tiny")))
+    add(selfcheck, "a report for an issue: parity with the diffusers pipeline, memory, speed, finite numbers",
+        ("--model", dict(default="tiny", help="folder, hub id or tiny")), ("--steps", dict(type=int, default=2, help="sampling steps")),
+        ("--device", dict(default="auto", help="of the transformer: auto, cpu, cuda, cuda:1, mps")),
+        ("--train", dict(choices=["true", "false"], default="true", help="two training steps as well?")),
+        ("--offload", dict(default="auto", help="as predict.offload: auto, none, model, layers")),
+        ("--quantize", dict(help="as model.quantize")), ("--text_encoder_quantize", dict(help="as model.text_encoder_quantize")),
+        ("--json", dict(action="store_true", help="plain data in place of Markdown")))
     add(demo, "the whole job on the embedded model and real photographs", ("--out", dict(default="demo_out")))
     return p
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PACKAGES', 'LEVELS', 'TRIED', 'LEAST', 'Gpu', 'gpus_here', 'runs_on', 'Machine', 'this_machine', 'Finding',
            'version_findings', 'gpu_findings', 'memory_findings', 'disk_findings', 'hub_findings', 'cache_findings',
-           'place_findings', 'Diagnosis', 'doctor', 'plan_findings', 'selfcheck']
+           'place_findings', 'Diagnosis', 'doctor', 'plan_findings']
 
 # %% ../nbs/03ba_doctor.ipynb #263c6109
 import importlib.metadata, platform, time
@@ -367,30 +367,4 @@ def _plan(c, m):
     except ValueError: return None # the model's files: said where they are needed
 
 # %% ../nbs/03ba_doctor.ipynb #15eaaf3c
-def selfcheck(
-    model:str="tiny", # local folder or hub id
-    steps:int=2, # sampling steps of each
-    device:str="auto",
-) -> dict: # variant, largest difference in grey levels, seconds a step of both
-    "Edit one picture with the diffusers pipeline and with this library on the same components, and compare."
-    import diffusers, numpy as np
-    from PIL import Image
-    from qie_nb.pictures import Geometry
-    from qie_nb.encoder import Encoder
-    from qie_nb.models import COMPONENTS, Components, check_device
-    from qie_nb.predict import edit
-    dev = check_device(device)
-    parts = Components(model, torch.bfloat16 if dev.type == "cuda" else torch.float32,
-                       devices={n: dev for n in ("vae", "text_encoder", "transformer")})
-    pipe = getattr(diffusers, parts.variant.pipeline)(**{n: parts.get(n) for n in COMPONENTS})
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (96, 128, 3), dtype=np.uint8))
-    timed = lambda fn: (time.time(), fn(), time.time())
-    same = dict(num_inference_steps=steps, true_cfg_scale=1.0, height=256, width=256)
-    geometry = Geometry(control_area=1024 * 1024, vl_area=parts.variant.vl_area)
-    exact = Encoder(parts, None, dev, dev, shared=False, flat=False)
-    a, ours, b = timed(lambda: edit(exact, parts.get("transformer"), picture, "make it blue",
-                                    geometry=geometry, **same))
-    c, theirs, d = timed(lambda: pipe(picture, "make it blue", generator=torch.Generator().manual_seed(0), **same).images[0])
-    diff = int(np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max())
-    return dict(model=parts.name, variant=parts.variant.name, device=str(dev), largest_difference=diff, agrees=diff <= 1,
-                seconds_ours=round(b - a, 2), seconds_pipeline=round(d - c, 2))
+from .selfcheck import selfcheck # by this name also from here
