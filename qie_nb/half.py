@@ -26,7 +26,7 @@ LIMIT = 2.**13 # of a product in float16, which ends at 2**16: an adapter that i
 def power_of_two(
     x:torch.Tensor, # float32, not negative
 ) -> torch.Tensor: # float32, as x
-    "The next power of two above each number; 2**-100 for less than that."
+    "The next power of two above each number; 1 for 0, and never less than 2**-100."
     return torch.exp2(torch.frexp(x)[1].to(torch.float32)).clamp_min(2.**-100)
 
 def to_half(
@@ -91,9 +91,10 @@ class Product(Function):
     def backward(ctx, g):
         layer, (power, _, column) = ctx.layer, ctx.layer.half.lengths(ctx.layer)
         w, times = half_weight(layer, power)
-        g16, s, length = to_half(g * times, column)
+        rows = torch.is_tensor(times)
+        g16, s, length = to_half(g * times if rows else g, column)
         layer.half.note(1, length)
-        return (g16 @ w) * s, None
+        return (g16 @ w) * (s if rows else s * times), None
 
 # %% ../nbs/00ij_half.ipynb #ha0f0010
 PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn", "attn.to_out.0", "attn.to_add_out",
@@ -101,7 +102,7 @@ PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_
 
 class Watch:
     "The largest length that was met at each place of a transformer, forward and backward, kept on its devices."
-    def __init__(self, blocks:int): self.blocks, self.tops = blocks, {}
+    def __init__(self, blocks:int): self.blocks, self.tops, self.found = blocks, {}, "" # the last is what `first` said last
 
     def note(self,
         way:int, # 0 forward, 1 backward
@@ -123,14 +124,15 @@ from fastcore.basics import patch
 
 @patch
 def first(self:Watch) -> str: # "" where all was finite
-    "Where numbers stopped being finite, read and in words."
+    "Where numbers stopped being finite since the last reading, in words; waits for the device."
     bad = ~self.read().flatten(1).isfinite()
     way = 0 if bad[0].any() else 1
     if not bad[way].any(): return ""
     found = bad[way].nonzero().flatten()
     block, place = divmod(int(found[-1 if way else 0]), len(PLACES)) # backward, the last comes first
     what = f"the gradient of the output of {PLACES[place]}, backward" if way else f"{'a value' if PLACES[place] == 'attn' else 'the input'} of {PLACES[place]}, forward"
-    return f"block {block}, {what}"
+    self.found = f"block {block}, {what}"
+    return self.found
 
 class Place:
     "A layer's part in a watch, and what is known of its weight."
@@ -247,6 +249,7 @@ def with_outliers(
     "Random weights made as nasty as a trained model's: for tests and benchmarks."
     with torch.no_grad():
         for m in (transformer.img_in, transformer.txt_in):
+            m.weight *= max(1., residual / 2.**14) # else the norms would leave nothing of the other channels
             m.bias[3] += residual
             m.bias[7] -= residual
         for block in transformer.transformer_blocks:

@@ -80,9 +80,9 @@ def check_finite(t):
     s.skipped, row, *rest = t.finite.read(*(s.loss, s.grad_norm) if there else ())
     if there: s.loss, s.grad_norm = rest
     watch = getattr(getattr(t, "transformer", None), "half_watch", None)
-    where = watch.first() if row and watch else "" # of products in float16
-    if where: print(f"a step was skipped: not finite first in {where}")
+    if row and watch and watch.first(): print(f"a step was skipped: not finite first in {watch.found}")
     if row < t.config.train.stop_after_nonfinite: return
+    where = watch.found if watch else "" # of products in float16
     t.state.suspect = True
     t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where and f', first in {where}'}); none of them changed anything: "
                     "lower `optimizer.lr`, or look at the last batch's pictures")

@@ -27,7 +27,7 @@ from test_main_job import settings
 from test_plan import ALL, TINY, close, counted_kept, saved_bytes
 
 NONE = dict(residual=0., power=2)
-WILD = dict(residual=2.**20, power=16)
+WILD = dict(residual=2.**18, power=16)
 
 
 def model(dtype=torch.float32, on=False, zero=False, adapter=True, kind=None, layers=3, **outliers):
@@ -53,11 +53,16 @@ def call(tr, batch=1, mask=None, wild=()):
     return tr(x.to(tr.dtype), text.to(tr.dtype), mask, t, [[(1, 4, 6), (1, 4, 4)]] * batch, return_dict=False)[0].float()
 
 
-def results(tr, size=1., **kw): # output, gradients of the adapter
+def results(tr, size=1., **kw): # output without what all tokens have in common, gradients of the adapter
     for p in tr.parameters(): p.grad = None
     out = call(tr, **kw)
     (out.square().mean() * size).backward()
-    return out.detach().flatten(), torch.cat([p.grad.flatten() for p in lora_parameters(tr)])
+    return (out - out.mean(1, keepdim=True)).detach().flatten(), torch.cat([p.grad.flatten() for p in lora_parameters(tr)])
+
+
+def results_without_grad(tr):
+    with torch.no_grad(): out = call(tr)
+    return (out - out.mean(1, keepdim=True)).flatten()
 
 
 def far(got, exact): return [((a - b).norm() / b.norm()).item() for a, b in zip(got, exact)]
@@ -66,7 +71,7 @@ def finite(got): return all(x.isfinite().all() for x in got)
 
 # --- outputs and gradients
 
-CASES = dict(tame={}, wild=WILD, residual=dict(residual=2.**20), mlp=dict(power=16), zero_cond=dict(zero=True, **WILD), token=dict(wild=(3, 30)), small_loss=dict(size=1e-12, **WILD),
+CASES = dict(tame={}, wild=WILD, residual=dict(residual=2.**18), mlp=dict(power=16), zero_cond=dict(zero=True, **WILD), token=dict(wild=(3, 30)), small_loss=dict(size=1e-12, **WILD),
              large_loss=dict(size=1e12, **WILD), batch=dict(batch=2, mask=True))
 
 
@@ -79,7 +84,7 @@ def test_nearer_to_float32_than_bfloat16_is(case):
     assert finite(ours) and exact[1].norm() > 0
     ratios = [a / b for a, b in zip(far(ours, exact), far(bf16, exact))]
     print(f"{case}: errors {far(ours, exact)}, of bfloat16 {far(bf16, exact)}, ratios {ratios}")
-    assert max(ratios) < 0.35
+    assert max(ratios) < 0.1
 
 
 def test_what_float16_alone_gives():
@@ -88,7 +93,7 @@ def test_what_float16_alone_gives():
     seen, tr = {}, model(**WILD)
     for n, m in tr.named_modules(): m.register_forward_hook(lambda m, a, out, n=n: seen.update({n: out.abs().max().item()}) if torch.is_tensor(out) else None)
     call(tr)
-    assert seen["img_in"] > 1e6 and max(v for n, v in seen.items() if n.endswith("mlp.net.0.proj")) > 65504 # the injected case is the one that is meant
+    assert seen["img_in"] > 2e5 and max(v for n, v in seen.items() if n.endswith("mlp.net.0.proj")) > 65504 # the injected case is the one that is meant
 
 
 @pytest.mark.parametrize("kind", ["qint8", "nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qfloat8", "int8", "float8"))])
@@ -164,7 +169,7 @@ def test_attention_with_large_and_with_small_numbers(case, monkeypatch):
 
 def test_products_stay_below_the_limit_whatever_comes():
     g = torch.Generator().manual_seed(0)
-    for scale in (1e-30, 1e-3, 1., 1e9, 1e18):
+    for scale in (1e-15, 1e-3, 1., 1e9, 1e18):
         w = torch.randn(48, 64, generator=g)
         x = torch.cat([w * scale, torch.full((1, 64), scale), torch.zeros(1, 64), torch.eye(64)[:2] * scale, w.sign() * scale]) # the worst are those along a row
         x16, s, _ = to_half(x, w.norm(dim=1).max().item())
@@ -176,12 +181,12 @@ def test_products_stay_below_the_limit_whatever_comes():
 
 def test_gradients_of_attention_stay_below_the_limit_whatever_comes():
     d, n, seen = 32, 300, {}
-    one = F.normalize(torch.ones(d), dim=0)
+    one = torch.eye(d)[0]
     for name in ("all look at one", "alike", "random"):
         q, k, v, g = random_attention(n, d)
         if name != "random": q[:], g[:], v[:] = one * d**0.5, one * 1e3, one
         if name == "all look at one": k[:], k[:, 0], v[:, 0] = -one * d**0.5, one * d**0.5, -one # its value's gradient is the sum of all
-        cut, real = {}, torch.Tensor.__mul__
+        cut = {}
         class See(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 out = func(*args, **kwargs or {})
@@ -230,7 +235,7 @@ def test_adapters_that_come_later_leave_and_are_merged(tmp_path):
     load_lora(other, tmp_path, trainable=True)
     assert torch.equal(results(other)[0], want)
     merge_lora(other)
-    with torch.no_grad(): assert far([call(other).flatten()], [want])[0] < 0.002
+    assert far([results_without_grad(other)], [want])[0] < 0.002
     unmerge_lora(other)
     assert torch.equal(results(other)[0], want) and halve(other) is other
 
@@ -295,12 +300,13 @@ def test_the_peak_of_a_step_is_the_sum_of_the_parts(checkpointing):
 
 
 def test_plans_for_cards_without_bfloat16():
-    p = plan("2511", "T4", 512)
-    assert p.chosen.job.half and p.chosen.job.wide == 4 and "products in float16" in repr(p) and any("scaled float16" in n for n in p.notes)
-    plain = plan("2511", "T4", 512, config=dict(train=dict(mixed_precision="no")))
-    assert not plain.asked.job.half and p.shown.total < memory_of(replace(p.shown.job, half=False)).total
-    assert not plan("2511", "P100 16GB", 512).asked.job.half and plan("2511", "V100 32GB", 512).asked.job.half and not plan("2511", "RTX 4090", 512).asked.job.half
-    assert plan("2511", "RTX 4090", 512, config=dict(train=dict(mixed_precision="fp16"))).asked.job.half
+    some = partial(plan, "2511", resolution=512, quantize="nf4")
+    p = some("T4")
+    assert p.chosen.job.half and p.chosen.job.wide == 4 and not p.chosen.job.compiled and "nf4, products in float16" in repr(p) and any("scaled float16" in n for n in p.notes)
+    small = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
+    asked = lambda gpu, how="auto": some(gpu, transformer=small, config=dict(train=dict(mixed_precision=how))).asked.job
+    assert [asked(g).half for g in ("T4", "V100 32GB", "RTX 2080 Ti 11GB", "P100 16GB", "RTX 4090")] == [True, True, True, False, False]
+    assert not asked("T4", "no").half and asked("RTX 4090", "fp16").half and asked("P100 16GB").wide == 4
 
 
 # --- the setting
@@ -347,7 +353,7 @@ def run(pairs, tmp_path, how, **kw):
 
 def test_training_gives_float32s_curve(pairs, tmp_path):
     where = pairs()
-    full, ours = run(where, tmp_path, "no"), run(where, tmp_path, "fp16")
+    full, ours = run(where, tmp_path, "no", train=dict(save_steps=30)), run(where, tmp_path, "fp16")
     a, b = losses(full), losses(ours)
     print("float32", a[::6].tolist(), "half", b[::6].tolist(), "largest difference", ((a - b).abs() / a).max().item())
     assert len(a) == 30 and a[-6:].mean() < a[:6].mean() and ((a - b).abs() / a).max() < 0.01
@@ -362,10 +368,10 @@ def test_training_gives_float32s_curve(pairs, tmp_path):
 def test_a_run_that_goes_wrong_names_the_block(pairs, tmp_path, capsys):
     trainer = run(pairs(), tmp_path, "fp16", train=dict(stop_after_nonfinite=2))
     trainer.set_lora()
-    layer = trainer.transformer.transformer_blocks[1].txt_mlp.net[0].proj if not hasattr(trainer.transformer.transformer_blocks[1].txt_mlp.net[0].proj, "base_layer") else None
     trainer.transformer.transformer_blocks[0].attn.to_add_out.bias.data[3] = float("nan")
     trainer.fit()
     assert "(step 2, first in block 0, the input of txt_mlp.net.0.proj, forward)" in trainer.state.stop
+    assert capsys.readouterr().out.count("a step was skipped: not finite first in block 0") == 2
 
 
 def test_a_prediction_runs_in_it_too(pairs, tmp_path):
