@@ -4,7 +4,7 @@ python benchmarks/half.py [--layers 60] [--size 512] [--kind nf4] [--modes float
 The model has its published size, random weights on the modulation table, and outliers (`with_outliers`) unless --tame. All modes have the same weights, which bfloat16 holds exactly; those of a --kind are quantised
 from them in each mode's own dtype. float32 with 60 layers takes 54.5 GB: fewer --layers for a smaller card (about 10 with --kind nf4 on a T4, whose bfloat16 is emulated: leave it out of --modes for times).
 --tiny runs a small model on any device, to see that the script works. NOT RUN on a GPU yet: there are no results of it."""
-import argparse, gc, json, platform, statistics, time
+import argparse, gc, json, math, platform, statistics, time
 from importlib.metadata import version
 
 LIBRARIES = ("torch", "diffusers", "peft", "bitsandbytes", "optimum-quanto")
@@ -123,7 +123,7 @@ def main():
         try: row, got = measure(a, mode, device)
         except torch.OutOfMemoryError as e: row, got = dict(mode=mode, out_of_memory=str(e).split(". ")[0]), None
         if mode == "float32": exact = got
-        elif exact and got: row["errors"] = {n: float((got[n] - t).norm() / t.norm()) for n, t in exact.items()}
+        elif exact and got: row["errors"] = {n: e if math.isfinite(e := float((got[n] - t).norm() / t.norm())) else None for n, t in exact.items()}
         out["results"].append(row)
         gc.collect()
         if about: torch.cuda.empty_cache()

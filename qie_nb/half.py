@@ -7,7 +7,7 @@ __all__ = ['LIMIT', 'PLACES', 'VALUES', 'MOST', 'power_of_two', 'to_half', 'half
            'Pair', 'Enter', 'Leave', 'half_attention', 'half_class', 'halve', 'with_outliers', 'half_choice']
 
 # %% ../nbs/00ij_half.ipynb #ha0f0003
-import copy
+import copy, math, os
 from functools import lru_cache
 from types import FunctionType, MethodType
 
@@ -29,6 +29,7 @@ def power_of_two(
     "The next power of two above each number; 1 for 0, and never less than 2**-100."
     return torch.exp2(torch.frexp(x)[1].to(torch.float32)).clamp_min(2.**-100)
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b1
 def to_half(
     x:torch.Tensor, # [..., n] float32
     longest:float, # length of the longest vector that it will be multiplied with
@@ -39,7 +40,8 @@ def to_half(
     return torch.mul(x, 1 / s, out=torch.empty(x.shape, dtype=torch.float16, device=x.device)), s, length
 
 # %% ../nbs/00ij_half.ipynb #ha0f000a
-def _in_bytes(w): return hasattr(w, "_data") and hasattr(w, "_scale") and w._data.element_size() == 1 and w._data.shape == w.shape # quanto's
+def _in_bytes(w): # quanto's eight bits
+    return hasattr(w, "_data") and hasattr(w, "_scale") and w._data.element_size() == 1 and w._data.shape == w.shape
 
 def _whole(w):
     if _in_bytes(w): return w._data.float()
@@ -47,6 +49,7 @@ def _whole(w):
     from bitsandbytes.functional import dequantize_4bit
     return dequantize_4bit(w.data, w.quant_state).float()
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b2
 def half_weight(
     layer, # linear layer, as `qie_nb.quantise` makes it or plain
     power:float=1., # that the weight is divided by
@@ -82,9 +85,10 @@ class Product(Function):
         w, times = half_weight(layer, power)
         x16, s, length = to_half(x, row)
         layer.half.note(0, length)
-        y = F.linear(x16, w) * (s if torch.is_tensor(times) else s * times)
-        if torch.is_tensor(times): y *= times
-        return y if layer.bias is None else y.add_(layer.bias)
+        y = F.linear(x16, w)
+        if torch.is_tensor(times): y, s = y * s, times
+        elif times != 1: s = s * times
+        return y * s if layer.bias is None else torch.addcmul(layer.bias, y, s)
 
     @staticmethod
     @once_differentiable
@@ -97,30 +101,27 @@ class Product(Function):
         return (g16 @ w) * (s if rows else s * times), None
 
 # %% ../nbs/00ij_half.ipynb #ha0f0010
-PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn", "attn.to_out.0", "attn.to_add_out",
-          "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of a block, in the order of computing
+PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn", "attn.to_out.0",
+          "attn.to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of a block, in the order of computing
 
 class Watch:
     "The largest length that was met at each place of a transformer, forward and backward, kept on its devices."
     def __init__(self, blocks:int): self.blocks, self.tops, self.found = blocks, {}, "" # the last is what `first` said last
 
-    def note(self,
-        way:int, # 0 forward, 1 backward
-        place:int,
-        lengths:torch.Tensor, # float32
-    ):
+    def note(self, way, place, lengths): # 0 forward or 1 backward; number; float32
         if lengths.device not in self.tops: self.tops[lengths.device] = torch.zeros(2, self.blocks * len(PLACES), device=lengths.device)
         at = self.tops[lengths.device][way, place]
         torch.maximum(at, lengths.amax(), out=at) # a NaN stays
 
-    def read(self) -> torch.Tensor: # [2, blocks, places] float32, on the CPU
-        "What was met since the last reading; waits for the device."
-        tops = [t.to("cpu", copy=True) for t in self.tops.values()] or [torch.zeros(2, self.blocks * len(PLACES))]
-        for t in self.tops.values(): t.zero_()
-        return torch.stack(tops).amax(0).view(2, self.blocks, len(PLACES))
-
 # %% ../nbs/00ij_half.ipynb #ha0f0011
 from fastcore.basics import patch
+
+@patch
+def read(self:Watch) -> torch.Tensor: # [2, blocks, places] float32, on the CPU
+    "What was met since the last reading; waits for the device."
+    tops = [t.to("cpu", copy=True) for t in self.tops.values()] or [torch.zeros(2, self.blocks * len(PLACES))]
+    for t in self.tops.values(): t.zero_()
+    return torch.stack(tops).amax(0).view(2, self.blocks, len(PLACES))
 
 @patch
 def first(self:Watch) -> str: # "" where all was finite
@@ -130,10 +131,12 @@ def first(self:Watch) -> str: # "" where all was finite
     if not bad[way].any(): return ""
     found = bad[way].nonzero().flatten()
     block, place = divmod(int(found[-1 if way else 0]), len(PLACES)) # backward, the last comes first
-    what = f"the gradient of the output of {PLACES[place]}, backward" if way else f"{'a value' if PLACES[place] == 'attn' else 'the input'} of {PLACES[place]}, forward"
-    self.found = f"block {block}, {what}"
+    layer = PLACES[place]
+    what = "the gradient of the output" if way else "a value" if layer == "attn" else "the input"
+    self.found = f"block {block}, {what} of {layer}, {('forward', 'backward')[way]}"
     return self.found
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b3
 class Place:
     "A layer's part in a watch, and what is known of its weight."
     def __init__(self, watch, place): self.watch, self.place, self.known = watch, place, None
@@ -148,11 +151,13 @@ VALUES, MOST = 16., 2.**15 # length of the longest value; what no gradient of at
 class Pair:
     "What the two ends of one call of attention have to tell each other."
     def __init__(self, note, q, k): # q, k: largest weights of the norms
-        self.note, self.q, self.k = note, *(4 / 2.**torch.frexp(torch.tensor(w))[1].item() for w in (q, k)) # powers that make them at most 4
+        self.note = note
+        self.q, self.k = (4 / 2.**math.frexp(w)[1] for w in (q, k)) # powers that make them at most 4
         self.most = max(1., 2 * VALUES, 2 * VALUES * k / self.q, 2 * VALUES * q / self.k) # of all gradients, for L = 1
 
 def _cut(x, factor): return torch.mul(x, factor, out=torch.empty(x.shape, dtype=torch.float16, device=x.device))
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b4
 class Enter(Function):
     "Queries, keys and values [B, N, H, D] in float16."
     @staticmethod
@@ -168,6 +173,7 @@ class Enter(Function):
         p = ctx.pair
         return q * (p.q * p.v * p.g), k * (p.k * p.v * p.g), v * p.g, None
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b5
 class Leave(Function):
     "What attention gives, in float32 again."
     @staticmethod
@@ -211,10 +217,12 @@ def half_class(
     def forward(self, x): return Product.apply(x.float(), self).to(x.dtype)
     return type(cls)(f"Half{cls.__name__}", (cls,), dict(forward=forward))
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b6
 def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the base}
     found = {n.replace(".base_layer", ""): m for n, m in block.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n}
     return {n: m for n, m in found.items() if n.split(".")[0] not in STREAMS}
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b7
 def _processor(attn, place):
     own = type(attn.processor)
     f = own.__call__
@@ -228,7 +236,7 @@ def _processor(attn, place):
 def halve(
     transformer, # QwenImageTransformer2DModel in float32, quantised or not; with or without adapters, which may come later
 ): # the same
-    "Let the blocks' products and attention run in float16, guarded; `transformer.half_watch` tells what they met. A second call changes nothing."
+    "Let the blocks' products and attention run in float16, guarded; `transformer.half_watch` tells what they met."
     if hasattr(transformer, "half_watch"): return transformer
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False # sums in float32, to the end
     transformer.half_watch = watch = Watch(len(transformer.transformer_blocks))
@@ -267,6 +275,7 @@ _NO = dict(fp8_storage="whose layers are cast by hooks; take qint8 or nf4")
 def _tensor_cores(device):
     return device.type == "cuda" and not _has_bf16(device) and torch.cuda.get_device_capability(device) >= (7, 0)
 
+# %% ../nbs/00ij_half.ipynb #ha0f00b8
 def half_choice(
     train, # `TrainSection`
     device, # where the transformer computes
@@ -274,10 +283,12 @@ def half_choice(
 ) -> tuple: # (yes?, reason)
     "Shall the products run in float16? Raises ValueError where that is asked for and cannot be."
     asked, device = train.mixed_precision == "fp16", torch.device(device)
-    against = [(kind in _NO, f"`model.quantize` {kind}, {_NO.get(kind)}"), (train.distributed == "fsdp", "`train.distributed` fsdp; set it to ddp"),
+    fsdp = train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    against = [(kind in _NO, f"`model.quantize` {kind}, {_NO.get(kind)}"), (fsdp, "`train.distributed` fsdp; set it to ddp"),
                (train.compile is True, "`train.compile` true; set it to auto")]
     why = next((say for found, say in against if found), "")
     if asked and why: raise ValueError(f"`train.mixed_precision` fp16 does not go with {why}")
     if asked: return True, "asked for: products and attention in scaled float16, all else in float32"
     if train.mixed_precision != "auto" or why or not _tensor_cores(device): return False, ""
-    return True, f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own: products and attention in scaled float16, all else in float32"
+    return True, (f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own: products and attention in scaled float16, "
+                  "all else in float32")

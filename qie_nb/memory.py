@@ -74,7 +74,8 @@ def _table(config, t) -> bool: # as `qie_nb.table` decides
 def _train_fields(c, wide) -> dict: # of `Config`
     t = c.train
     return dict(checkpointing=t.gradient_checkpointing, adapter=4 if t.adapter_dtype == "float32" else wide,
-                compiled=bool(t.compile) and t.mixed_precision != "fp16", streaming=t.block_streaming, offload=t.offload_activations, devices=max(1, len(t.transformer_devices)),
+                compiled=bool(t.compile) and t.mixed_precision != "fp16", streaming=t.block_streaming,
+                offload=t.offload_activations, devices=max(1, len(t.transformer_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay), accumulate=t.gradient_accumulation_steps)
 
 # %% ../nbs/00if_memory.ipynb #43bcedd3
@@ -299,9 +300,11 @@ def block_kept(
     seen = any(needs.values())
     if seen: attention(k, sum(t.values()))
     one = seen and job.batch == 1 and job.kernel != "math" # what is attended is a part of one tensor; of several samples it is copied
-    if one and job.half and not job.dropout and any(job.hits(f"transformer_blocks.{number}.attn.{_QKV[s][3]}") for s in (t if number < job.layers - 1 else ("img",))):
+    last = t if number < job.layers - 1 else ("img",) # what the last block does to the text is dropped
+    after = [job.hits(f"transformer_blocks.{number}.attn.{_QKV[s][3]}") for s in last]
+    if one and job.half and not job.dropout and any(after):
         k.add("attended", sum(t.values()) * job.dim * 4, "adapter: A")
-    for s in t if number < job.layers - 1 else ("img",): # what the last block does to the text is dropped
+    for s in last:
         y = k.linear(f"attn.{_QKV[s][3]}", t[s], f"{s} attended", seen, one)
         k.gate(s, 1, t[s], y, mod[s])
         x = k.norm(s, 2, t[s], grads[s] or y or mod[s], mod[s])

@@ -9,8 +9,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qie_nb import half
-from qie_nb.cli import main
+from qie_nb import half, plan as planner
 from qie_nb.compiled import attention_kernel, compile_choice, set_up
 from qie_nb.config import LoraSection, make_config
 from qie_nb.counting import count_step, empty_step, empty_transformer, memory_of
@@ -307,13 +306,14 @@ def test_the_peak_of_a_step_is_the_sum_of_the_parts(checkpointing):
     assert close(m.part("kept activations") + m.part("working set") + m.parts[1][1], count_step(job, "cpu")[0])
 
 
-def test_plans_for_cards_without_bfloat16():
+def test_plans_for_cards_without_bfloat16(monkeypatch):
     some = partial(plan, "2511", resolution=512, quantize="nf4")
     p = some("T4")
     assert p.chosen.job.half and p.chosen.job.wide == 4 and not p.chosen.job.compiled and "nf4, products in float16" in repr(p) and any("scaled float16" in n for n in p.notes)
     small = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
+    monkeypatch.setattr(planner, "ways", lambda *a: []) # what was asked is enough
     asked = lambda gpu, how="auto": some(gpu, transformer=small, config=dict(train=dict(mixed_precision=how))).asked.job
-    assert [asked(g).half for g in ("T4", "V100 32GB", "RTX 2080 Ti 11GB", "P100 16GB", "RTX 4090")] == [True, True, True, False, False]
+    assert [asked(g).half for g in ("T4", "V100 32GB", "P100 16GB", "RTX 4090")] == [True, True, False, False]
     assert not asked("T4", "no").half and asked("RTX 4090", "fp16").half and asked("P100 16GB").wide == 4
 
 
@@ -356,15 +356,15 @@ def losses(trainer):
 
 
 def run(pairs, tmp_path, how, **kw):
-    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=30, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
+    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=20, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
 
 
 def test_training_gives_float32s_curve(pairs, tmp_path):
     where = pairs()
-    full, ours = run(where, tmp_path, "no", train=dict(save_steps=30)), run(where, tmp_path, "fp16")
+    full, ours = run(where, tmp_path, "no", train=dict(save_steps=20)), run(where, tmp_path, "fp16")
     a, b = losses(full), losses(ours)
-    print("float32", a[::6].tolist(), "half", b[::6].tolist(), "largest difference", ((a - b).abs() / a).max().item())
-    assert len(a) == 30 and a[-6:].mean() < a[:6].mean() and ((a - b).abs() / a).max() < 0.01
+    print("float32", a[::4].tolist(), "half", b[::4].tolist(), "largest difference", ((a - b).abs() / a).max().item())
+    assert len(a) == 20 and a[-6:].mean() < a[:6].mean() and ((a - b).abs() / a).max() < 0.01
     tr = ours.transformer
     assert "scaled float16" in repr(ours) and all(type(m).__name__ == "HalfLinear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
     assert ours.finite.read()[0] == 0 and ours.transformer.half_watch.read().isfinite().all()
