@@ -120,9 +120,9 @@ class StepSection(Section):
         description="keep the block inputs that gradient_checkpointing recomputes from in pinned host memory")
     transformer_devices: list[str] = Field([],
         description="GPUs over which the transformer's blocks are divided, e.g. [cuda:0, cuda:1]; default train.device alone")
-    mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
-        description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
-        "float16 overflows in this model")
+    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = Field("auto",
+        description="what the model computes in: bf16; no for float32; fp16 for float32 whose large products and attention run in scaled "
+        "float16; auto is bf16, and on GPUs without it fp16 (float32 where they have no tensor cores). Plain float16 overflows in this model")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 means not")
     timestep_sampling: Literal["uniform", "logit_normal", "shift", "fixed_shift"] = Field("uniform",
         description="how noise levels are drawn: uniform (a safe start), logit_normal (more of the middle: texture and style), shift "

@@ -144,11 +144,12 @@ def check_device(
 
 # %% ../nbs/00c_models.ipynb #50e04a31
 def pick_dtype(
-    mixed_precision:str, # auto, bf16 or no
+    mixed_precision:str, # auto, bf16, fp16 or no
     device="cpu", # where it will be computed
 ) -> tuple: # (torch dtype, reason)
     "Dtype of the frozen weights. Before compute capability 8.0 bfloat16 is only emulated, whatever `torch.cuda.is_bf16_supported()` says."
     if mixed_precision == "no": return torch.float32, "mixed_precision is no"
+    if mixed_precision == "fp16": return torch.float32, "float16 inside products and attention alone, as `qie_nb.half` does it"
     if _has_bf16(torch.device(device)): return torch.bfloat16, "the checkpoint's own dtype; float16 overflows in this model"
     slow = f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own"
     if mixed_precision == "bf16":

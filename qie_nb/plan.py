@@ -30,6 +30,9 @@ class Card:
     bf16: bool = True   # of its own?
     count: int = 1
 
+    @property
+    def tensor_cores(self) -> bool: return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower()) # from compute capability 7.0
+
 _GIB = dict(t4=14.56, l4=22.0, a10g=22.0, rtx3090=23.6, rtx4090=23.6, rtx5090=31.3, a100_40=39.4, a100_80=79.2, h100=79.1, h200=139.8)
 CARDS = {n: Card(n.upper().replace("RTX", "RTX ").replace("_", " "), int(gib * 2**30), n != "t4") for n, gib in _GIB.items()}
 
@@ -100,7 +103,8 @@ def way_name(job:Job) -> str:
     again = {False: "nothing recomputed", "selective": "all but attention recomputed", True: "blocks recomputed"}[job.checkpointing]
     more = [s for s, used in (("blocks streamed", job.streaming), ("inputs in host memory", job.offload),
                               (f"on {job.devices} GPUs", job.devices > 1)) if used]
-    return ", ".join([job.kind or ("float32" if job.wide == 4 else "bfloat16"), again, *more])
+    form = [job.kind] * bool(job.kind) or ["float32" if job.wide == 4 else "bfloat16"]
+    return ", ".join([*form, *["products in float16"] * job.half, again, *more])
 
 # %% ../nbs/03b_plan.ipynb #82362382
 def way_settings(
@@ -229,8 +233,9 @@ def plan(
     model, c = model and str(model), make_config(config)
     t, plus = model_facts(model or (c.model.pretrained_model_name_or_path if config is not None else "2511"))
     size, card = _area(resolution, c.data), card_of(gpu)
-    wide = 4 if c.train.mixed_precision == "no" or c.train.mixed_precision == "auto" and card and not card.bf16 else 2
-    job = job_of(c, transformer or t, wide)
+    old = c.train.mixed_precision == "auto" and card and not card.bf16
+    job = job_of(c, transformer or t, 4 if old else None)
+    if old and card.tensor_cores: job = replace(job, half=True, compiled=False)
     job = replace(job, target=size[0] * size[1] // 256, control=controls * job.control,
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
     return _choose(job, c, card, size, quantize)
@@ -259,6 +264,7 @@ def _notes(p:Plan) -> list: # sentences
                    f"would save {less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
     if m.host: out.append(f"host memory: {m.host / 1e9:.1f} GB that are pinned while training")
     if card and not card.bf16 and m.job.wide == 4:
-        out.append(f"{card.name} has no bfloat16 of its own, so it computes in float32; `train.mixed_precision` bf16 needs about half the "
+        how = "in float32, its large products and attention in scaled float16" if m.job.half else "in float32"
+        out.append(f"{card.name} has no bfloat16 of its own, so it computes {how}; `train.mixed_precision` bf16 needs about half the "
                    "room beside quantised weights, but is emulated there, and slow")
     return out

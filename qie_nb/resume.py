@@ -47,7 +47,7 @@ def run_facts(self:ResumeMethods,
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "batch_sampler", None)
     encoders = getattr(dataset, "identity", None) or {}
-    dtype = str(self.weight_dtype).removeprefix("torch.")
+    dtype = str(self.weight_dtype).removeprefix("torch.") + ", products in float16" * self.half
     return dict(settings=settings_facts(self.config, dtype, kind_of(self.quantize), getattr(sampler, "batch_size", None)),
                 base=f"{self.components.variant.name} {base_digest(self._base_folder())}", data=data_facts(dataset),
                 encoders=" ".join(str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders) or None)

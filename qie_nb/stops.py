@@ -81,9 +81,12 @@ def check_finite(t):
     there = all(torch.is_tensor(n) and n.device == t.finite.skipped.device for n in (s.loss, s.grad_norm)) # not fetched yet
     s.skipped, row, *rest = t.finite.read(*(s.loss, s.grad_norm) if there else ())
     if there: s.loss, s.grad_norm = rest
+    watch = getattr(getattr(t, "transformer", None), "half_watch", None)
+    if row and watch and watch.first(): print(f"a step was skipped: not finite first in {watch.found}")
     if row < t.config.train.stop_after_nonfinite: return
+    where = watch.found if watch else "" # of products in float16
     t.state.suspect = True
-    t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}); none of them changed anything: "
+    t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where and f', first in {where}'}); none of them changed anything: "
                     "lower `optimizer.lr`, or look at the last batch's pictures")
 
 def logged(t) -> bool:

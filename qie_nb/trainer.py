@@ -19,6 +19,7 @@ from .checkpoint import CheckpointCallback
 from .compiled import compile_choice, set_up, watch_attention
 from .config import make_config
 from .divided import keeper_of
+from .half import half_choice, halve
 from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
@@ -44,6 +45,8 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         c = self.config = make_config(config)
         self.device = local_device((c.train.transformer_devices or [c.train.device])[0])
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
+        self.half, why = half_choice(c.train, self.device, kind_of(c.model.quantize))
+        self.dtype_reason = why or self.dtype_reason
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
@@ -101,7 +104,8 @@ def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
     kind = self.components.quantize["transformer"] = kind_of(self.quantize)
     if self.transformer is None: self.choose_table(training=False); self._keep(kind)
-    return self.components.get("transformer")
+    tr = self.components.get("transformer")
+    return halve(tr) if self.half else tr
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
@@ -109,6 +113,8 @@ def quantize_model(self:QwenImageEditTrainer, model, device):
     "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
     if why := getattr(model, "fixed", ""):
         raise ValueError(f"a transformer {why} cannot be quantised any more; set `model.quantize` before it is loaded")
+    if hasattr(model, "half_watch"):
+        raise ValueError("a transformer whose products run in float16 cannot be quantised any more; set `model.quantize` before it is loaded")
     return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
