@@ -1353,6 +1353,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'qie_nb.prefix.Seen.ready': ('prefix.html#seen.ready', 'qie_nb/prefix.py'),
                                'qie_nb.prefix.Unshared': ('prefix.html#unshared', 'qie_nb/prefix.py'),
                                'qie_nb.prefix._grown': ('prefix.html#_grown', 'qie_nb/prefix.py'),
+                               'qie_nb.prefix._picture_tokens': ('prefix.html#_picture_tokens', 'qie_nb/prefix.py'),
                                'qie_nb.prefix._prefix_inputs': ('prefix.html#_prefix_inputs', 'qie_nb/prefix.py'),
                                'qie_nb.prefix.encode_prefix': ('prefix.html#encode_prefix', 'qie_nb/prefix.py'),
                                'qie_nb.prefix.encode_suffixes': ('prefix.html#encode_suffixes', 'qie_nb/prefix.py'),

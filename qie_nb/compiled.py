@@ -195,8 +195,9 @@ def attention_kernel(
     grad:bool=True, # for training?
 ) -> str:
     "The kernel that attention runs on."
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
     attn = transformer.transformer_blocks[0].attn
-    backend = getattr(attn.processor, "_attention_backend", None) or os.environ.get("DIFFUSERS_ATTN_BACKEND", "native")
+    backend = getattr(attn.processor, "_attention_backend", None) or _AttentionBackendRegistry.get_active_backend()[0]
     if (backend := getattr(backend, "value", backend)) != "native": return str(backend)
     if not hasattr(torch, "_fused_sdp_choice"): return "unknown"
     from torch.nn.attention import SDPBackend

@@ -57,6 +57,7 @@ def module_gauges(
         if isinstance(part, torch.nn.Module): out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_place(part).items()}
     return out
 
+# %% ../nbs/03_logging.ipynb #bdd91b94
 def _place(d): return f"{d.type}{d.index if d.index is not None else ''}"
 
 _known = WeakKeyDictionary() # {component: (what tells that nothing has changed, its bytes)}: a walk over thousands of modules is not for every row
@@ -232,6 +233,7 @@ from fastcore.basics import patch
 def say(self:LogCallback, text):
     if text not in self.told: self.told.add(text); print(f"[IMAGE_LOG] {text}" if "picture" in text else text)
 
+# %% ../nbs/03_logging.ipynb #a3fced7b
 @patch
 def tell(self:LogCallback, what, *a):
     for k, s in enumerate(self.sinks):
@@ -244,6 +246,7 @@ def tell(self:LogCallback, what, *a):
             self.told.add(k)
         else: self.bad[k] = 0
 
+# %% ../nbs/03_logging.ipynb #1e48767c
 @patch
 def row(self:LogCallback, t):
     values, modules = row_of(t), module_gauges(t)
@@ -267,6 +270,7 @@ def pictures(self:LogCallback, t):
              "latents are cached; pictures are loaded from their files when due")
     for tag, image in tagged(got): self.tell("image", tag, image, t.global_step)
 
+# %% ../nbs/03_logging.ipynb #3b1e4249
 @patch
 def samples(self:LogCallback, t):
     "The edits of an evaluation, between their control and their target where these are known; each caption once."
@@ -300,6 +304,7 @@ def check_place(name:str, log_dir):
     if not filter_trackers([name], "runs"):
         raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install {name}, or use tensorboard or none")
 
+# %% ../nbs/03_logging.ipynb #7aed0f42
 def progress_callback(
     config, # `Config`
 ): # `Callback`
@@ -309,6 +314,7 @@ def progress_callback(
     from qie_nb.panel import TrainingPanel
     return TrainingPanel()
 
+# %% ../nbs/03_logging.ipynb #d8aea96a
 def logging_callbacks(
     config, # `Config`
 ) -> list:

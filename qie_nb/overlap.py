@@ -11,6 +11,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from fastcore.basics import patch
 
 # %% ../nbs/00ed_overlap.ipynb #4b39c320
 class Recent:
@@ -31,8 +32,10 @@ class Recent:
             except BaseException as e: self.forget(key); value.set_exception(e)
         return value.result()
 
-    def forget(self, key):
-        with self.lock: self.held.pop(key, None)
+# %% ../nbs/00ed_overlap.ipynb #c627b632
+@patch
+def forget(self:Recent, key):
+    with self.lock: self.held.pop(key, None)
 
 # %% ../nbs/00ed_overlap.ipynb #185da231
 class Ahead:
@@ -50,16 +53,20 @@ class Ahead:
     def __exit__(self, *_):
         for f in self.waiting.values(): f.cancel()
         if self.pool: self.pool.shutdown(cancel_futures=True) # what is being decoded now is finished
-    def _begin(self):
-        while len(self.waiting) < self.n and (key := next(self.order, None)) is not None:
-            self.waiting[key] = self.pool.submit(self.make, key)
 
-    def __call__(self, key):
-        if key not in self.waiting: return self.make(key)
-        while (first := next(iter(self.waiting))) != key: self.waiting.pop(first).cancel() # passed over
-        value = self.waiting.pop(key)
-        self._begin()
-        return value.result()
+# %% ../nbs/00ed_overlap.ipynb #4bbfe49e
+@patch
+def _begin(self:Ahead):
+    while len(self.waiting) < self.n and (key := next(self.order, None)) is not None:
+        self.waiting[key] = self.pool.submit(self.make, key)
+
+@patch
+def __call__(self:Ahead, key):
+    if key not in self.waiting: return self.make(key)
+    while (first := next(iter(self.waiting))) != key: self.waiting.pop(first).cancel() # passed over
+    value = self.waiting.pop(key)
+    self._begin()
+    return value.result()
 
 # %% ../nbs/00ed_overlap.ipynb #c30e355e
 def to_host(
@@ -93,13 +100,15 @@ class Writer:
         try: self.save(*entry, tensor, *more); self.stored += 1
         except BaseException as e: self.error = e
 
-    def wait(self,
-        entries=None, # (kind, key) of some that were put; None: all
-    ):
-        "Until they are stored. Raises what one of all failed with; then the ones behind it are not stored, and none is pending."
-        entries = [*self.pending] if entries is None else entries
-        for e in entries: self.pending[e].result()
-        error = self.error
-        for e in entries if error is None else [*self.pending]: self.pending.pop(e).result()
-        self.error = None
-        if error is not None: raise error
+# %% ../nbs/00ed_overlap.ipynb #c9e464a6
+@patch
+def wait(self:Writer,
+    entries=None, # (kind, key) of some that were put; None: all
+):
+    "Until they are stored. Raises what one of all failed with; then the ones behind it are not stored, and none is pending."
+    entries = [*self.pending] if entries is None else entries
+    for e in entries: self.pending[e].result()
+    error = self.error
+    for e in entries if error is None else [*self.pending]: self.pending.pop(e).result()
+    self.error = None
+    if error is not None: raise error

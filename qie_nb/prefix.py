@@ -76,6 +76,7 @@ class Seen(list):
             self.tensors = held["pixel_values"], held["image_grid_thw"]
         return self.tensors
 
+# %% ../nbs/00eb_prefix.ipynb #8819432a
 def _prefix_inputs(processor, variant, pictures_list):
     "The processor's tensors, cut behind the last picture: (ids [B, L], pixel_values, image_grid_thw)."
     sizes = sorted({tuple(p.size for p in pictures) for pictures in pictures_list})
@@ -87,6 +88,11 @@ def _prefix_inputs(processor, variant, pictures_list):
     if end not in row: raise Unshared("`processor` has no token for <|vision_end|>")
     ids = torch.tensor([row[:len(row) - row[::-1].index(end)]] * len(pictures_list))
     return ids, torch.cat(pixels), torch.cat(grid)
+
+# %% ../nbs/00eb_prefix.ipynb #36f50724
+def _picture_tokens(processor, row) -> tuple: # of each picture
+    image = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    return tuple(len(list(run)) for token, run in groupby(row) if token == image)
 
 # %% ../nbs/00eb_prefix.ipynb #a8e9f001
 @torch.no_grad()
@@ -107,8 +113,7 @@ def encode_prefix(
     with windows_together(text_encoder, windows):
         out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at,
                                  pixel_values=pixels, image_grid_thw=grid, use_cache=True)
-    image = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    counts = tuple(len(list(run)) for token, run in groupby(row) if token == image)
+    counts = _picture_tokens(processor, row)
     return Prefix(out.last_hidden_state[:, drop:].to(text_encoder.dtype), out.past_key_values, tuple(row), counts, int(positions.max()) + 1)
 
 # %% ../nbs/00eb_prefix.ipynb #dc0b1f62
@@ -118,6 +123,7 @@ def _grown(cache):
     new.layers = [copy.copy(layer) for layer in cache.layers]
     return new
 
+# %% ../nbs/00eb_prefix.ipynb #837a28c7
 def suffix_ids(
     processor, # Qwen2VLProcessor
     variant, # `Variant`
@@ -162,9 +168,8 @@ class Front:
     @property
     def kept(self) -> int: return max(self.count - self.dropped, 0)
 
+# %% ../nbs/00eb_prefix.ipynb #5e1ec020
 def front_tokens(processor, variant, pictures) -> Front:
     "Tokens in front of a prompt on pictures of these sizes; what is on the pictures does not matter."
     row = _prefix_inputs(processor, variant, [list(pictures)])[0][0].tolist()
-    image = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    counts = tuple(len(list(run)) for token, run in groupby(row) if token == image)
-    return Front(tuple(row), counts, template_of(variant.pipeline)[1])
+    return Front(tuple(row), _picture_tokens(processor, row), template_of(variant.pipeline)[1])

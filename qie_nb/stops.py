@@ -31,6 +31,7 @@ class StopSignals:
         if not self.gently or self.asked > 1: raise KeyboardInterrupt(_NAMES[number])
         _say("stopping after this step, with a checkpoint; once more stops at once")
 
+# %% ../nbs/00p_stops.ipynb #525baca6
 def _say(text): # a signal may come in the middle of a print
     try: print(text, flush=True)
     except RuntimeError: pass
@@ -75,6 +76,7 @@ class NonFiniteStop(Callback):
     def on_step_end(self, t):
         if logged(t): check_finite(t)
 
+# %% ../nbs/00p_stops.ipynb #cacf60dd
 def check_finite(t):
     "Read the counters, and the step's loss and gradient norm with them; it waits for the device."
     s = t.state
@@ -98,14 +100,14 @@ def _changes(c) -> list: # (what to set, dict of the change), in the order to tr
     d, m, t = c.data, c.model, c.train
     half = [max(16, s // 2 // 16 * 16) for s in d.image_size]
     return [(ok, say, new) for ok, say, new in (
-        (not t.gradient_checkpointing and "adapter_dtype" in type(t).model_fields, "`train.gradient_checkpointing` selective",
+        (not t.gradient_checkpointing, "`train.gradient_checkpointing` selective",
          dict(train=dict(gradient_checkpointing="selective"))),
         (t.gradient_checkpointing is not True, "`train.gradient_checkpointing` true", dict(train=dict(gradient_checkpointing=True))),
         (d.batch_size > 1, f"`data.batch_size` 1 with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}",
          dict(data=dict(batch_size=1))),
         (m.quantize in (False, "none"), "`model.quantize` qint8", dict(model=dict(quantize="qint8"))),
         (m.quantize != "nf4", "`model.quantize` nf4", dict(model=dict(quantize="nf4"))),
-        *((getattr(t, key, True) is False and t.gradient_checkpointing is True, f"`train.{key}` true", dict(train={key: True}))
+        *((not getattr(t, key) and t.gradient_checkpointing is True, f"`train.{key}` true", dict(train={key: True}))
           for key in ("offload_activations", "block_streaming")),
         ((d.control_area or 2**20) > 512 * 512, "`data.control_area` 262144 (512 x 512; precompute anew)",
          dict(data=dict(control_area=512 * 512))),
@@ -130,6 +132,7 @@ def training_advice(
         if saved > 0 and not any(say.split()[0] == s.split()[0] for s, _ in out): out.append((say, saved))
     return out[:3]
 
+# %% ../nbs/00p_stops.ipynb #3916dbbb
 def _merged(a, b): return {k: _merged(v, b[k]) if isinstance(b.get(k), dict) else b.get(k, v) for k, v in a.items()}
 
 # %% ../nbs/00p_stops.ipynb #e2b61c81
@@ -149,6 +152,12 @@ def encoder_advice(
         (True, f"`data.image_size` {[s // 2 // 16 * 16 for s in c.data.image_size]}", side * 0.75),
         (c.cache.vae_encoder_device != "cpu", "`cache.vae_encoder_device` cpu", side + sizes.get("vae", 0) / 1e9)) if ok][:3]
 
+# %% ../nbs/00p_stops.ipynb #c66151b8
+def _forget(error):
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__, error = None, error.__cause__ or error.__context__
+
 # %% ../nbs/00p_stops.ipynb #ce7a5899
 def is_out_of_memory(
     error, # any exception
@@ -157,6 +166,7 @@ def is_out_of_memory(
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and any(
         s in str(error) for s in ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")))
 
+# %% ../nbs/00p_stops.ipynb #c71969ea
 class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with what to set."
 
 @contextmanager
@@ -178,8 +188,3 @@ def memory_advice(
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     ways = "; ".join(f"{n}. {say} (saves about {gb:.2g} GB)" for n, (say, gb) in enumerate(advice(), 1))
     raise OutOfMemory(f"out of memory while {doing} ({first}); what is on disk is whole. Try, in this order: {ways}")
-
-def _forget(error):
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__, error = None, error.__cause__ or error.__context__

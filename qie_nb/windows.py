@@ -10,6 +10,7 @@ import inspect
 from contextlib import contextmanager
 
 import torch
+from fastcore.basics import patch
 
 # %% ../nbs/00ec_windows.ipynb #960cf261
 class Windows:
@@ -26,9 +27,11 @@ class Windows:
         self.places = dict(zip(lengths, (o.to(device) for o in order)))
         self.back = torch.cat(order).argsort().to(device)
 
-    def pick(self, x, n): # [1, H, L, D] -> [windows, H, n, D]
-        x = (x if self.whole else x[:, :, self.places[n]])[0]
-        return x.unflatten(1, (-1, n)).transpose(0, 1)
+# %% ../nbs/00ec_windows.ipynb #0f7084ce
+@patch
+def pick(self:Windows, x, n): # [1, H, L, D] -> [windows, H, n, D]
+    x = (x if self.whole else x[:, :, self.places[n]])[0]
+    return x.unflatten(1, (-1, n)).transpose(0, 1)
 
 # %% ../nbs/00ec_windows.ipynb #390ba751
 NAME = "qie_nb_windows"
@@ -58,6 +61,7 @@ def _together(attn, known):
         return plain(hidden_states, cu_seqlens, *args, **kw)
     return forward
 
+# %% ../nbs/00ec_windows.ipynb #3a0a2677
 def _attentions(text_encoder) -> list:
     "The vision tower's attention layers, none where they are not as expected."
     visual = getattr(text_encoder.model, "visual", None)

@@ -393,8 +393,10 @@ def test_losses_of_parts_are_those_of_the_masked_whole():
 
 # --- which attention
 
-def test_the_attention_kernel_is_the_one_that_runs_and_is_told_when_it_changes():
+def test_the_attention_kernel_is_the_one_that_runs_and_is_told_when_it_changes(monkeypatch):
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
     from torch.profiler import profile
+    monkeypatch.setattr(Registry, "_active_backend", Registry._active_backend) # set_attention_backend sets it for every model
     tr, said = small(1, torch.bfloat16), []
     watch_attention(tr, said.append), watch_attention(tr, said.append)
     def ran(**kw):
@@ -407,8 +409,11 @@ def test_the_attention_kernel_is_the_one_that_runs_and_is_told_when_it_changes()
     assert len(said) == 2 and said[1].endswith("a mask)")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert attention_kernel(tr) == "math" and not any("flash" in k for k in ran())
+    other = small(1)
     tr.set_attention_backend("_native_math")
-    assert attention_kernel(tr) == "_native_math"
+    assert attention_kernel(tr) == attention_kernel(other) == "_native_math", "models without a choice of their own take the last that was made"
+    with profile() as p, torch.no_grad(): call(other)
+    assert not any("flash" in e.key for e in p.key_averages())
 
 
 def test_each_kind_of_call_is_asked_for_once(monkeypatch):
