@@ -13,7 +13,7 @@ from pathlib import Path
 from .entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
 from .flat import tree_of
-from .layers import checked, examine, mapped, open_layer, write_packed
+from .layers import checked, examine, fresh_folder, mapped, open_layer, write_packed
 from .status import set_aside, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
@@ -284,6 +284,7 @@ def pack(self:EmbeddingCacheManager,
     out, # new or empty folder
     keep=None, # set of (kind, key), beside which the modulation table always comes along; None: every entry
     shard_bytes:int=2_000_000_000, # a shard holds at most so many
+    replace:bool=False, # may `out` hold a cache that was packed before? It is replaced once the new one is whole
 ) -> list: # files written
     "Pack entries into few large shards and an index, all at top level."
     chosen = [(self._sound(k, key) or layer, k, key) for layer, k, key, _ in self.entries() if keep is None or k == MODULATION or (k, key) in keep]
@@ -292,7 +293,8 @@ def pack(self:EmbeddingCacheManager,
         raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; "
                               "precompute again first")
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
-    return write_packed(out, chosen, self.identities(), shard_bytes)
+    with fresh_folder(out, replace) as folder: files = write_packed(folder, chosen, self.identities(), shard_bytes)
+    return [Path(out)/f.name for f in files]
 
 # %% ../nbs/00_cache.ipynb #c8e189e5
 def image_parts(

@@ -221,7 +221,7 @@ class DiskPlan:
 # %% ../nbs/00ih_disk.ipynb #c98558dc
 from fastcore.basics import patch
 
-_gb = lambda n: f"{n / 1e9:.2f} GB"
+_gb = lambda n: f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 _WAYS = dict(downloads="attach the model as an input and give its folder",
              checkpoints="set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`",

@@ -284,6 +284,7 @@ class Diagnosis:
     disk: object = None  # `DiskPlan`
     plan: object = None  # `Plan`
     seconds: float = 0.  # that the looking took
+    asked: Config = None # the configuration that was looked at
 
     def of(self, level:str) -> list: return [f for f in self.findings if f.level == level]
     def __iter__(self): return ((f.what, f.value, f.remedy) for f in self.findings)
@@ -325,6 +326,16 @@ def _repr_html_(self:Diagnosis):
     plans = [("Disk", self.disk), ("Plan", self.plan)]
     return head + "".join(f"<h4>{title}</h4>" + p._repr_html_() for title, p in plans if p is not None)
 
+# %% ../nbs/03ba_doctor.ipynb #2f86e2ed
+@patch
+def config(self:Diagnosis) -> Config:
+    "The configuration as this machine should run it: as it was asked for, with what the plan sets. Raises ValueError where none was given."
+    if self.asked is None: raise ValueError("the doctor looked at the machine alone; call doctor(config) to plan a run")
+    changes = self.plan.changes if self.plan is not None and self.plan.chosen else {}
+    if changes: print("set for this machine: " + ", ".join(f"{s}.{k} {v}" for s, keys in changes.items() for k, v in keys.items()))
+    sections = {s: getattr(self.asked, s).model_copy(update=keys) for s, keys in changes.items()}
+    return make_config(self.asked.model_copy(update=sections).model_dump())
+
 # %% ../nbs/03ba_doctor.ipynb #04097234
 def doctor(
     config=None, # `Config` or dict of the run; None looks at the machine alone
@@ -340,7 +351,7 @@ def doctor(
         gpu_findings, memory_findings, cache_findings, hub_findings, version_findings, place_findings)))
     found = [f for look in looks for f in look()]
     seconds, way = time.time() - t0, _plan(c, m) if c and plans else None
-    return Diagnosis(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds)
+    return Diagnosis(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds, c)
 
 # %% ../nbs/03ba_doctor.ipynb #66ce8272
 def _disk(c, m):
@@ -357,7 +368,7 @@ def plan_findings(p) -> list: # of `Finding`s; `p` is a `Plan` or None
     if not p.chosen: return [Finding("GPU memory", value, "stops", small)]
     if p.fits(p.asked): return [Finding("GPU memory", value)]
     changes = ", ".join(f"`{s}.{k}` {v}" for s, keys in p.changes.items() for k, v in keys.items())
-    return [Finding("GPU memory", value, "hinders", f"it will probably run out: set {changes}")]
+    return [Finding("GPU memory", value, "hinders", f"it will probably run out: set {changes}, as config() of this report does")]
 
 # %% ../nbs/03ba_doctor.ipynb #3bb8b8a6
 def _plan(c, m):

@@ -17,6 +17,7 @@ from urllib.request import getproxies
 from fastcore.basics import patch
 
 from .files import free_bytes
+from .flat import FLAT, tree_of
 from .progress import kernel, watched
 from .shown import table_html
 
@@ -184,20 +185,26 @@ def _known(folder, names) -> tuple: # (kind, said, when or None); None for any o
 # %% ../nbs/00ah_places.ipynb #f8e08ce6
 _MARK = dict(checkpoint="COMPLETE", model="model_index.json")
 
+# %% ../nbs/00ah_places.ipynb #eee55b91
+def _trees(folder, called, level) -> list: # of what `_meet` has still to look at
+    try: return [(tree_of(folder), called, level)]
+    except (ValueError, OSError): return [] # a part of it was not carried
+
 # %% ../nbs/00ah_places.ipynb #96a8fb68
 def _meet(top, attached, most=2000, deep=9): # yields `Found`, from folder to folder, the upper ones first
-    todo = [(Path(top), 0)]
+    todo = [(Path(top), Path(top), 0)] # a folder, what it is called, and its level
     while todo and (most := most - 1) >= 0:
-        folder, level = todo.pop(0)
+        folder, called, level = todo.pop(0)
         try: entries = sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError: continue
         names = {e.name for e in entries}
-        if known := _known(folder, names):
+        if FLAT in names: todo += _trees(folder, called, level)
+        elif known := _known(folder, names):
             kind, said, when = known
             mark = folder/_MARK.get(kind, next((n for n in ("cache-index.json", "manifest.json") if n in names), ""))
-            yield Found(kind, folder, when if isinstance(when, (int, float)) else mark.stat().st_mtime, said, attached)
+            yield Found(kind, called, when if isinstance(when, (int, float)) else mark.stat().st_mtime, said, attached)
         elif level < deep:
-            todo += [(Path(e.path), level + 1) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+            todo += [(Path(e.path), called/e.name, level + 1) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
 
 # %% ../nbs/00ah_places.ipynb #5bb64f1a
 @patch

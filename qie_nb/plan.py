@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'FREE', 'PUBLISHED', 'TEXT_NF4', 'Card', 'card_of', 'step_work', 'ways', 'cost', 'way_name', 'way_settings',
-           'Plan', 'plan']
+           'Plan', 'encoder_settings', 'plan']
 
 # %% ../nbs/03b_plan.ipynb #cc7f4e06
 import math, re
@@ -16,7 +16,7 @@ import torch
 from .config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
 from .disk import ENCODERS
-from .memory import Job, block_layers, job_of, model_facts, prompt_tokens, stream_tokens
+from .memory import Job, block_layers, job_of, model_facts, parameters, prompt_tokens, stream_tokens
 from .place import plan_placement, work_bytes
 from .quantise import kind_of
 from .shown import note, table_html
@@ -193,6 +193,7 @@ TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantiser takes, a
 _SMALL = "; with `model.modulation_table` true, which a trainer that only predicts has to be told"
 
 def _other(job, card) -> list: # (job, what it takes)
+    if parameters(replace(job, table=False)) < 1e9: return [] # a tiny model's are no question
     scale, area = job.wide / 2, job.target * 256
     text, work = PUBLISHED["text_encoder"] * scale, work_bytes(max(area, job.control * 256))
     need = text + PUBLISHED["vae"] * scale + max(work["vae"], work["text_encoder"])
@@ -208,6 +209,24 @@ def _other(job, card) -> list: # (job, what it takes)
     packed, free = ("transformer",) if job.kind else (), {f"cuda:{n}": card.bytes for n in range(card.count)} | dict(cpu=math.inf)
     places = plan_placement(sizes, free, "cuda:0", work=work, quantised=packed)
     return [("precompute", made), *((f"predict: {n}", f"{gb(p.bytes)}, {p.device} {p.how}: {p.why}" + _SMALL * (small and n == "transformer")) for n, p in places.items())]
+
+# %% ../nbs/03b_plan.ipynb #0a76d018
+def encoder_settings(
+    job:Job,
+    card:Card, # or None
+    config, # `Config`; what it says of the encoders stands
+) -> dict: # {section: {key: value}}
+    "What makes precompute fit a card, for a model of the published one's size."
+    m, c, scale, out = config.model, config.cache, job.wide / 2, {}
+    if not card or parameters(replace(job, table=False)) < 1e9: return out
+    work, room = work_bytes(256 * max(job.target, job.control)), (1 - FREE) * card.bytes
+    text, vae = (0 if m.text_encoder_offload else PUBLISHED["text_encoder"] * scale), PUBLISHED["vae"] * scale
+    together = lambda: text + vae + max(work["vae"], work["text_encoder"])
+    small = TEXT_NF4[0] + TEXT_NF4[1] * scale
+    if kind_of(m.text_encoder_quantize): text = small
+    elif (text + work["text_encoder"] if card.count > 1 else together()) > room: text, out["model"] = small, dict(text_encoder_quantize="nf4")
+    if together() > room and c.vae_encoder_device == "auto": out["cache"] = dict(vae_encoder_device="cuda:1" if card.count > 1 else "cpu")
+    return out
 
 # %% ../nbs/03b_plan.ipynb #5a3c06a7
 def _area(resolution, data) -> tuple: # (width, height)
@@ -246,7 +265,9 @@ def _choose(job, c, card, size, quantize) -> Plan:
     for way in ways(job, card, None if quantize is None else (kind_of(quantize),)) if card else ():
         out.tried.append(memory_of(way))
         if out.chosen is None and out.fits(out.tried[-1]): out.chosen = out.tried[-1]
-    if out.chosen: out.changes = way_settings(out.chosen.job, c)
+    if out.chosen:
+        out.changes = way_settings(out.chosen.job, c)
+        for section, keys in encoder_settings(out.chosen.job, card, c).items(): out.changes[section] = out.changes.get(section, {}) | keys
     if list(size) != list(c.data.image_size): out.changes = dict(data=dict(image_size=list(size))) | out.changes
     out.notes, out.other = _notes(out), _other(out.shown.job, card)
     return out

@@ -99,7 +99,7 @@ def pack_rows(
 ) -> list: # files
     "The rows as a packed cache under their final keys."
     layer = _Renamed(passing, base)
-    return write_packed(out, [(layer, MODULATION, key) for key in layer.old], {})
+    return write_packed(Path(out), [(layer, MODULATION, key) for key in layer.old], {})
 
 # %% ../nbs/00dc_prequantised.ipynb #7c20c00b
 class Making:
