@@ -363,6 +363,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'qie_nb.disk.DiskPlan.problems': ('disk.html#diskplan.problems', 'qie_nb/disk.py'),
                              'qie_nb.disk.Item': ('disk.html#item', 'qie_nb/disk.py'),
                              'qie_nb.disk.Pair': ('disk.html#pair', 'qie_nb/disk.py'),
+                             'qie_nb.disk._has_table': ('disk.html#_has_table', 'qie_nb/disk.py'),
                              'qie_nb.disk._remedy': ('disk.html#_remedy', 'qie_nb/disk.py'),
                              'qie_nb.disk._there': ('disk.html#_there', 'qie_nb/disk.py'),
                              'qie_nb.disk.cache_items': ('disk.html#cache_items', 'qie_nb/disk.py'),

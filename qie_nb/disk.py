@@ -15,6 +15,7 @@ from pathlib import Path
 from .config import make_config
 from .entries import MODULATION
 from .files import DiskFull, free_bytes
+from .flat import tree_of
 from .memory import adapter_shapes, job_of, model_facts, numbers, optimizer_bytes, parameters
 from .models import find_variant, native_areas, resolve_model
 from .places import Place, used_bytes, where
@@ -120,6 +121,11 @@ def pair_bytes(
     return (whole([n * job.channels * job.wide for n in (pair.target, *pair.controls)]),
             whole([n * job.text_dim * job.wide for n in texts] + [pair.seen + n for n in ends])) # masks: a byte a token
 
+# %% ../nbs/00ih_disk.ipynb #d37d6fe0
+def _has_table(name) -> bool: # is it a prequantised copy, which brings its table?
+    from qie_nb.stored import origin_of
+    return is_local(name) and bool(origin_of(resolve_model(name)/"transformer").get("table"))
+
 # %% ../nbs/00ih_disk.ipynb #41ce11aa
 def table_bytes(
     config, # `Config`
@@ -129,7 +135,7 @@ def table_bytes(
     "What the modulation table takes in the cache; nothing where training uses none."
     import torch
     from qie_nb.modulation import training_times
-    if not job.table: return 0
+    if not job.table or _has_table(config.model.pretrained_model_name_or_path): return 0
     times = len(training_times(torch.float32 if job.wide == 4 else torch.bfloat16)) + job.zero_cond
     return (times + sizes * sum(config.model.table_steps)) * job.layers * 12 * job.dim * job.wide + job.layers * BLOCK
 
@@ -170,7 +176,7 @@ def hub_folder(env) -> Path: # of downloads; `env` is a mapping of environment v
     return Path(env.get("HF_HUB_CACHE") or home/"hub")
 
 def is_local(name:str) -> bool: # is a model here as a folder, or part of this package?
-    return name == "tiny" or Path(name).expanduser().is_dir()
+    return name == "tiny" or tree_of(name).is_dir()
 
 # %% ../nbs/00ih_disk.ipynb #496a37a4
 def download_items(
@@ -213,7 +219,7 @@ class DiskPlan:
         for some in disks.values(): out.append((f"disk of {written(some[0].folder)}", need(some), self.free(some[0].folder), some))
         inside = [i for i in self.items if p.quota is not None and i.folder.expanduser().resolve().is_relative_to(p.working.resolve())]
         left = max(0, p.quota - used_bytes(p.working)) if inside else 0
-        return out + ([(f"{p.working}, quota {p.quota / 1e9:.0f} GB", need(inside), left, inside)] if inside else [])
+        return out + ([(f"{p.working}, quota {p.quota / 1e9:.3g} GB", need(inside), left, inside)] if inside else [])
 
     def bytes(self, group=None) -> int: return sum(i.bytes for i in self.items if group in (None, i.group))
     def fits(self) -> bool: return all(need <= room for _, need, room, _ in self.limits())

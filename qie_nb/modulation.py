@@ -214,13 +214,14 @@ def _keep(self:ModulationTable, rows, parts):
 def nearest(self:ModulationTable,
     time:float, # as `seen_times` gives it
 ) -> float: # a time of the table
-    "The time itself, else the nearest one, which is said once."
+    "The time itself, else the nearest one, which is said for the first that is lacking."
     if time in self.places: return time
     if not self.places: raise ValueError("the modulation table is empty; make a set of times first")
     near = min(self.places, key=lambda t: abs(t - time))
-    if self.tell and time not in self.told:
+    if self.tell and not self.told:
         self.told.add(time)
-        print(f"timestep {time * 1000:g} is not in the modulation table: {near * 1000:g}, the nearest, is taken")
+        print(f"timestep {time * 1000:g} is not in the modulation table: {near * 1000:g}, the nearest, is taken; "
+              f"so it is with all that are not among its {len(self.places)}")
     return near
 
 # %% ../nbs/00i_modulation.ipynb #7593c30d

@@ -125,7 +125,7 @@ def base(self:Source, components=()) -> Path: # the model folder, as far as it i
     return self.fetch(INDEX).parent
 
 # %% ../nbs/00ca_source.ipynb #7d30c00e
-def gigabytes(n) -> str: return f"{n / 1e9:.2f} GB"
+def gigabytes(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 @patch
 def missing(self:Source, component) -> dict: # {path: bytes} of the weight files that are not here

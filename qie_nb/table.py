@@ -140,7 +140,7 @@ def _schedule_sets(self:TableMethods, dataset, dtype) -> dict: # {times beyond t
     for tokens in sorted(self._target_tokens(dataset)):
         for steps in self.config.model.table_steps:
             times = beyond_training(seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, dtype), dtype)
-            out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+            if times: out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
     return out
 
 # %% ../nbs/01ac_table.ipynb #3a2e9397
@@ -173,7 +173,9 @@ def modulation_bytes(self:TableMethods,
 # %% ../nbs/01ac_table.ipynb #1cf07305
 @patch
 def _target_tokens(self:TableMethods, dataset=None) -> set: # packed tokens of a target, for each size in the data
-    dataset, side = dataset or ImageDataset(self.config), 2 * factor_of(self.components)
+    d, side = self.config.data, 2 * factor_of(self.components)
+    if dataset is None and d.dataset_path is None: return {d.image_size[0] // side * (d.image_size[1] // side)} # nothing to look at yet
+    dataset = dataset or ImageDataset(self.config)
     dataset.areas = self.components.areas
     return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
 

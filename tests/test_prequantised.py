@@ -287,7 +287,7 @@ def test_no_room_is_told_with_sizes_before_the_first_file(sharded, pairs, tmp_pa
     from qie_nb import prequantise
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
     monkeypatch.setattr(prequantise, "make_stored", lambda *a, **kw: pytest.fail("it began"))
-    with pytest.raises(OSError, match=r"'.*copy' has 0.00 GB free, and .* GB are needed \(transformer .* GB, modulation table .* GB, text_encoder .*, the table twice while it is packed\)"):
+    with pytest.raises(OSError, match=r"'.*copy' has 0\.0 MB free, and .* MB are needed \(transformer .* MB, modulation table .* MB, text_encoder .*, the table twice while it is packed\)"):
         QwenImageEditTrainer(configured(pairs(), tmp_path, "full", sharded)).save_prequantised(tmp_path/"copy")
 
 
