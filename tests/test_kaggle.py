@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from safetensors import safe_open
 
 from places import colab, kaggle, may_install, run_notebook, session, unsharing
 from test_project import settings
@@ -156,9 +155,10 @@ def wheels(tmp_path_factory):
     return out
 
 
-def test_both_notebooks_begin_with_the_same_install_cell():
-    first = {cells_of(p)[0] for p in (ROOT/"kaggle").rglob("*.ipynb")}
-    assert len(first) == 1 and "make_ready()" in next(iter(first)) and "torch" not in next(iter(first))
+def test_the_notebooks_begin_with_the_same_install_cell():
+    first, colabs = {cells_of(p)[0] for p in (ROOT/"kaggle").glob("*/*.ipynb")}, cells_of(ROOT/"kaggle"/"colab.ipynb")[0]
+    assert len(first) == 1 and "torch" not in colabs + next(iter(first))
+    assert colabs.splitlines()[-2:] == next(iter(first)).splitlines()[-2:] == ["from qie_nb.ready import make_ready", "make_ready()"]
 
 
 ANOTHER_PLACE = """
@@ -233,39 +233,116 @@ def test_what_comes_after_names_what_comes_before():
 
 # ---- the notebooks ---------------------------------------------------------------------------------------------------------------------
 
-def check_lora(folder):
-    with safe_open(folder/"pytorch_lora_weights.safetensors", "pt") as f: return any(f.get_tensor(k).abs().max() > 0 for k in f.keys() if "lora_B" in k)
+def ratio(lora, tmp_path):
+    "Error on photographs that nothing was trained on, with the LoRA over without, as `make demo` measures it."
+    from qie_nb.config import make_config
+    from qie_nb.data import ImageDataset
+    from qie_nb.demo import answers, demo_config, errors, truths, write_pairs
+    from qie_nb.samples import find_samples
+    from qie_nb.trainer import QwenImageEditTrainer
+    write_pairs(tmp_path/"judge", 2, 6)
+    config = make_config(demo_config(tmp_path/"judge"))
+    judge = QwenImageEditTrainer(config).setup_predict()
+    held = ImageDataset(config, samples=find_samples(config.train.val_path))
+    held.set_areas(judge.components.areas)
+    true = truths(judge, held)
+    (before,), (after,) = (errors(answers(j, held, (0,)), true) for j in (judge, judge.load_lora(lora)))
+    return after / before
 
 
-def both(place, tmp_path, **what):
+def check(run, place):
+    "What holds for every notebook: it ends, within the room, leaving its inputs as they were; all is told without a live widget."
+    assert not run.error, run.error
+    assert run.inputs_written == [] and run.written < place.quota
+    live = [o for c in run.notebook["cells"] for o in c.get("outputs", []) if any("widget-view" in kind for kind in o.get("data", {}))]
+    assert not live or place.name == "colab", "nobody watches a batch run"
+    for o in live: assert o["data"].get("text/plain") or o["data"].get("text/html")
+    return run
+
+
+def pictures(run): return [o for c in run.notebook["cells"] for o in c.get("outputs", []) if "image/png" in o.get("data", {}) or "<img" in str(o.get("data", {}).get("text/html"))]
+
+
+def both(place, changes={}, **what):
     "Precompute in one session, train in the next one from its output, which is attached as the output of a notebook."
-    first = run_notebook(ROOT/"kaggle"/"precompute"/"precompute.ipynb", place, **what)
-    assert not first.error, first.error
-    assert len(list(first.output.rglob("cache/manifest.json"))) == 1 and first.inputs_written == []
+    first = check(run_notebook(ROOT/"kaggle"/"precompute"/"precompute.ipynb", place, **what), place)
+    packed = next(first.output.rglob("packed"))
+    assert {p.suffix for p in packed.iterdir()} == {".safetensors", ".json"} and len(pictures(first)) == 1
     place.inputs["/kaggle/input/notebooks/somebody/qie-nb-precompute"] = first.output
-    second = run_notebook(ROOT/"kaggle"/"train"/"train.ipynb", place, **what)
-    assert not second.error, second.error
-    assert second.inputs_written == [] and first.written < place.quota and second.written < place.quota
+    second = check(run_notebook(ROOT/"kaggle"/"train"/"train.ipynb", place, changes=changes, **what), place)
+    assert "0 encoded" in second.text() and not list(second.output.rglob("cache/pixel_latent/*/*")), "what was precomputed is not made again"
+    assert len(pictures(second)) >= 2, "the result and the curves can be looked at in the saved notebook"
     return first, second
 
 
-def test_both_notebooks_run_on_kaggle_without_internet_and_hand_the_cache_over(tmp_path):
-    first, second = both(kaggle(tmp_path, quota=64 * MB), tmp_path)
-    assert check_lora(second.output/"lora")
-    assert "0 encoded" in second.text() or not list((second.output/"cache").rglob("pixel_latent/*/*")), "what was precomputed is not made again"
-    pictures = [o for c in second.notebook["cells"] for o in c.get("outputs", []) if "image/png" in o.get("data", {}) or "<img" in str(o.get("data", {}).get("text/html"))]
-    assert pictures, "the result can be looked at in the saved notebook"
+def once_more(place, run, path, steps, **what):
+    "The next session, with the last one's output attached: no line is changed but the number of steps."
+    place.inputs["/kaggle/input/notebooks/somebody/qie-nb-train"] = run.output
+    third = check(run_notebook(ROOT/"kaggle"/path, place, changes={f"STEPS, RATE, BATCH = {steps[0]}": f"STEPS, RATE, BATCH = {steps[1]}"}, **what), place)
+    assert re.search(rf"trained {steps[1] - steps[2]} steps in .*, {steps[1]} in all: done", third.text()), third.text()[-3000:]
+    return third
+
+
+FEW = {"STEPS, RATE, BATCH = 150": "STEPS, RATE, BATCH = 6"}
+
+def test_the_notebooks_run_on_kaggle_without_internet_hand_the_cache_over_and_go_on(tmp_path):
+    place = kaggle(tmp_path, quota=64 * MB)
+    _, second = both(place, FEW)
+    once_more(place, second, "train/train.ipynb", (150, 8, 6))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_both_notebooks_run_with_the_places_own_versions(place, wheels, tmp_path):
-    python = python_of(place)
+def test_as_they_stand_the_lora_does_what_the_demos_does(tmp_path):
+    place = kaggle(tmp_path, quota=64 * MB)
+    _, second = both(place)
+    assert ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
+    once_more(place, second, "train/train.ipynb", (150, 152, 150))
+
+
+@pytest.mark.slow
+def test_colab_keeps_all_on_drive_and_goes_on_from_there(tmp_path):
+    (tmp_path/"drive").mkdir()
+    place, few = colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB), "STEPS, RATE, BATCH = {}".format
+    first = check(run_notebook(ROOT/"kaggle"/"colab.ipynb", place), place)
+    assert len(pictures(first)) >= 2 and ratio(tmp_path/"drive"/"qie_nb"/"lora", tmp_path) < 0.4
+    second = check(run_notebook(ROOT/"kaggle"/"colab.ipynb", place, changes={few(150): few(152)}), place)
+    assert "0 encoded" in second.text() and "trained 2 steps" in second.text() and "152 in all: done" in second.text()
+
+
+def test_a_copy_is_made_once_and_trained_from(tmp_path):
+    "The prequantised copy is attached in place of the model, carried flat, and brings its modulation table."
+    place = kaggle(tmp_path, quota=64 * MB)
+    first = check(run_notebook(ROOT/"kaggle"/"prequantise"/"prequantise.ipynb", place), place)
+    copy = next(first.output.rglob("model"))
+    assert not any(p.is_dir() for p in copy.iterdir()), "all of it at one level"
+    place.inputs["/kaggle/input/datasets/somebody/copy"] = copy
+    changes = FEW | {'MODEL, SIZE, PRECISION = "tiny",': 'MODEL, SIZE, PRECISION = place.latest("model"),', 'DATA = make_pairs(place.temp/"pairs", "duotone", 48)': 'DATA = make_pairs(place.temp/"pairs", "duotone", 6)',
+                     'num_inference_steps=8 if MODEL == "tiny" else 20': "num_inference_steps=8"}
+    second = check(run_notebook(ROOT/"kaggle"/"train"/"train.ipynb", place, changes=changes), place)
+    assert "6 in all: done" in second.text() and not list(second.output.rglob("cache/modulation/*")), "the copy's own table is used"
+
+
+@pytest.mark.slow
+def test_the_notebooks_run_with_kaggles_own_versions(wheels, tmp_path):
+    python = python_of("kaggle")
     if not any(wheels.glob("optimum_quanto-*.whl")): pytest.skip("QIE_NB_WHEELS does not name a folder with optimum-quanto's wheel; `make places` fills one")
-    there = PLACES[place](tmp_path, {"datasets/somebody/wheels": wheels}, quota=64 * MB)
-    first, second = both(there, tmp_path, python=python, library=False)
+    place = kaggle(tmp_path, {"datasets/somebody/wheels": wheels}, quota=64 * MB)
+    first, second = both(place, python=python, library=False)
     assert re.search(r"torchao +uninstalled", first.text()) and re.search(r"optimum-quanto\S* +installed", first.text())
-    assert check_lora(next(second.output.rglob("lora")))
+    assert ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
+    once_more(place, second, "train/train.ipynb", (150, 152, 150), python=python, library=False)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_with_colabs_own_versions(wheels, tmp_path):
+    python = python_of("colab")
+    if not any(wheels.glob("optimum_quanto-*.whl")): pytest.skip("QIE_NB_WHEELS does not name a folder with optimum-quanto's wheel; `make places` fills one")
+    shutil.copytree(wheels, tmp_path/"drive"/"wheels")
+    place = colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB)
+    check(run_notebook(ROOT/"kaggle"/"colab.ipynb", place, python=python, library=False), place)
+    assert ratio(tmp_path/"drive"/"qie_nb"/"lora", tmp_path) < 0.4
+    steps = {"STEPS, RATE, BATCH = 150": "STEPS, RATE, BATCH = 152"}
+    assert "152 in all: done" in check(run_notebook(ROOT/"kaggle"/"colab.ipynb", place, changes=steps, python=python, library=False), place).text()
 
 
 TESTS = ["main_job", "parity", "modulation", "lora", "cache"]
