@@ -257,6 +257,8 @@ def check(run, place):
     live = [o for c in run.notebook["cells"] for o in c.get("outputs", []) if any("widget-view" in kind for kind in o.get("data", {}))]
     assert not live or place.name == "colab", "nobody watches a batch run"
     for o in live: assert o["data"].get("text/plain") or o["data"].get("text/html")
+    red = [o["text"] for c in run.notebook["cells"] for o in c.get("outputs", []) if o.get("name") == "stderr" and " left" in "".join(o["text"])]
+    assert not red or place.name == "colab", "progress is no error: saved notebooks show stderr on red"
     return run
 
 
