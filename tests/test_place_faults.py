@@ -24,7 +24,7 @@ from conftest import write_pairs
 from places import kaggle, run_notebook, unsharing
 from qie_nb.tiny import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_kaggle import ANOTHER_PLACE, ROOT, check_lora, own_packages
+from test_kaggle import ANOTHER_PLACE, ROOT, check_lora, notebook, own_packages
 from test_main_job import settings
 
 TRAIN = ROOT/"kaggle"/"train"/"train.ipynb"
@@ -203,9 +203,8 @@ def test_the_install_cell_takes_an_old_torchao_away_and_the_tiny_model_needs_no_
 
 
 @pytest.mark.slow
-def test_beside_an_old_torchao_every_lora_fails_indeed(tmp_path):
-    "So the fault is a true one: a notebook that neither mends nor asks gets as far as its adapter."
+def test_the_old_torchao_is_one_at_which_peft_raises(tmp_path):
     own_packages()
-    mends = {"make_ready()": "", "from qie_nb.ready import make_ready\n": "", ".stop()": "", "config = report.config()": "config = report.asked"}
-    run = run_notebook(TRAIN, place_of(tmp_path), changes=SHORT | mends, before=OLD_TORCHAO)
-    assert "torchao" in run.error.strip().splitlines()[-1] and "0.10.0" in run.error and not (run.output/"lora").exists()
+    asks = notebook(tmp_path, "from peft.import_utils import is_torchao_available\nis_torchao_available()")
+    run = run_notebook(asks, place_of(tmp_path), before=OLD_TORCHAO)
+    assert re.search(r"ImportError.*: Found an incompatible version of torchao. Found version 0\.10\.0", run.error), run.error
