@@ -111,8 +111,9 @@ class Finding:
     level: str = ""  # one of `LEVELS`
     remedy: str = "" # one sentence
 
-TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("4.57", "5.23"), accelerate=("1.10", "1.15"),
-             peft=("0.17", "0.21"), safetensors=("0.7", "0.8"), ipywidgets=("7.7", "8.1")) # the oldest and the newest that are known to do
+# the oldest versions of constraints/*.txt, and the newest that the tests ran on
+TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("5.0", "5.23"), accelerate=("1.13", "1.15"),
+             peft=("0.19", "0.21"), safetensors=("0.7", "0.8"), ipywidgets=("7.7", "8.1"))
 
 # %% ../nbs/03ba_doctor.ipynb #12c0da81
 def _tried(name, version) -> Finding:
@@ -350,7 +351,8 @@ def doctor(
     looks = (lambda: disk_findings(m, c, disk), *(lambda look=look: look(m, c) for look in (
         gpu_findings, memory_findings, cache_findings, hub_findings, version_findings, place_findings)))
     found = [f for look in looks for f in look()]
-    seconds, way = time.time() - t0, _plan(c, m) if c and plans else None
+    sound = c and plans and not any(f.level == "stops" for f in found) # a plan takes seconds, and imports what may be broken
+    seconds, way = time.time() - t0, _plan(c, m) if sound else None
     return Diagnosis(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds, c)
 
 # %% ../nbs/03ba_doctor.ipynb #66ce8272

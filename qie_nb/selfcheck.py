@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 
 from .watch import Finite, Peaks
 
@@ -82,6 +83,7 @@ def _own_areas(pipeline, areas):
     finally:
         for n, v in was.items(): setattr(module, n, v)
 
+# %% ../nbs/03bc_selfcheck.ipynb #a5044c4e
 @contextmanager
 def _decoding(trainer): # within, the VAE is placed when it is asked to decode
     from qie_nb.models import device_of
@@ -106,6 +108,7 @@ class Run:
     def seconds(self) -> float: # of a step; the first one warms up
         return round(float(np.median(np.diff(self.times)[1:])), 4)
 
+# %% ../nbs/03bc_selfcheck.ipynb #38b5ffaf
 PROMPT = "make it blue"
 
 def test_picture(
@@ -211,35 +214,41 @@ class SelfCheck:
     training: dict = field(default_factory=dict)
     errors: dict = field(default_factory=dict)   # {stage: what was said}
 
-    @property
-    def differs(self) -> list: # stages that are too far from the pipeline's, the first one first
-        far = lambda p: not p["difference"] <= 1 if p["stage"].startswith("picture") else not p["relative"] <= self.facts["tolerance"]
-        return [p["stage"] for p in self.parity if far(p)]
-    @property
-    def not_finite(self) -> list: # "component: block"
-        found = [f"{c}: {d['first_not_finite']}" for c, d in self.finite.items() if d["first_not_finite"]]
-        bad = self.training.get("gradient_not_finite")
-        return found + [f"gradient: {bad}"] * bool(bad)
-    @property
-    def ok(self) -> bool: return bool(self.parity) and not (self.differs or self.not_finite or self.errors)
-    @property
-    def verdict(self) -> str:
-        if self.not_finite: return f"not finite in {self.not_finite[0]}"
-        if self.differs: return f"differs from the pipeline, first in: {self.differs[0]}"
-        return f"failed in {next(iter(self.errors))}" if self.errors else "passed"
+# %% ../nbs/03bc_selfcheck.ipynb #fe748402
+@patch(as_prop=True)
+def differs(self:SelfCheck) -> list: # stages that are too far from the pipeline's, the first one first
+    far = lambda p: not p["difference"] <= 1 if p["stage"].startswith("picture") else not p["relative"] <= self.facts["tolerance"]
+    return [p["stage"] for p in self.parity if far(p)]
 
-    def data(self) -> dict: # plain JSON
-        parts = ("facts", "parity", "memory", "speed", "finite", "training", "errors")
-        out = dict(verdict=self.verdict, ok=self.ok, **{k: getattr(self, k) for k in parts})
-        return json.loads(json.dumps(cleaned(out), default=str))
+@patch(as_prop=True)
+def not_finite(self:SelfCheck) -> list: # "component: block"
+    found = [f"{c}: {d['first_not_finite']}" for c, d in self.finite.items() if d["first_not_finite"]]
+    bad = self.training.get("gradient_not_finite")
+    return found + [f"gradient: {bad}"] * bool(bad)
+
+# %% ../nbs/03bc_selfcheck.ipynb #7605fe90
+@patch(as_prop=True)
+def ok(self:SelfCheck) -> bool: return bool(self.parity) and not (self.differs or self.not_finite or self.errors)
+
+@patch(as_prop=True)
+def verdict(self:SelfCheck) -> str:
+    if self.not_finite: return f"not finite in {self.not_finite[0]}"
+    if self.differs: return f"differs from the pipeline, first in: {self.differs[0]}"
+    return f"failed in {next(iter(self.errors))}" if self.errors else "passed"
+
+@patch
+def data(self:SelfCheck) -> dict: # plain JSON
+    "All that is shown."
+    parts = ("facts", "parity", "memory", "speed", "finite", "training", "errors")
+    out = dict(verdict=self.verdict, ok=self.ok, **{k: getattr(self, k) for k in parts})
+    return json.loads(json.dumps(cleaned(out), default=str))
 
 # %% ../nbs/03bc_selfcheck.ipynb #425c70e6
-from fastcore.basics import patch
-
 def _table(head, rows) -> str:
     line = lambda r: "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ") for c in r) + " |"
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
 
+# %% ../nbs/03bc_selfcheck.ipynb #bfd22ab6
 @patch
 def _head(self:SelfCheck, d) -> list: # lines
     f, m = d["facts"], d["facts"]["machine"]
@@ -261,6 +270,7 @@ def _tables(self:SelfCheck, d) -> list: # of (head, rows)
             (("seconds", ""), d["speed"].items()), (("blocks", "looked at", "first not finite", "largest number", "in"), looked),
             (("training", ""), d["training"].items())]
 
+# %% ../nbs/03bc_selfcheck.ipynb #1638978f
 @patch
 def __repr__(self:SelfCheck):
     d = self.data()
@@ -296,6 +306,7 @@ def _facts(t, model, size, steps) -> dict:
                 device=str(t.device), dtype=str(t.weight_dtype).removeprefix("torch."), size=list(size), steps=steps,
                 quantize=str(t.quantize), tolerance=LIMITS[t.weight_dtype], machine=machine())
 
+# %% ../nbs/03bc_selfcheck.ipynb #ce02ddbe
 def _job(t, ready, target): # of the training steps
     from qie_nb.memory import job_of
     cells = lambda z: z.shape[-1] * z.shape[-2] // 4
@@ -359,6 +370,7 @@ def _load(t):
     t.held = {}
     for n in PARTS: t.held[n] = held_bytes(t._at(n)) or None # of layers that travel nothing is held
 
+# %% ../nbs/03bc_selfcheck.ipynb #eb8fabf7
 def _finish(report, t, finite, peaks, got, stage, train) -> SelfCheck:
     theirs, job = got.get("pipeline"), None
     if "qie_nb" in got:

@@ -147,6 +147,7 @@ def run_notebook(
     place,              # `Place`
     python=None,        # whose library versions; default the present one's
     changes={},         # text in a cell: what stands there instead, as a user changes a line
+    files={},           # of `session`
     **what,             # of `session`
 ) -> Run:
     "Execute a notebook from head to tail, as a session of a place does it."
@@ -156,7 +157,7 @@ def run_notebook(
         assert source.count(old) == 1, f"{old} stands {source.count(old)} times in {path}"
         source = source.replace(old, new)
     command = [python or sys.executable, "{home}/driver.py", "{home}", place.working]
-    home, done, changed, seconds = session(place, command, python, files={"notebook.ipynb": source, "driver.py": DRIVER}, **what)
+    home, done, changed, seconds = session(place, command, python, files=files | {"notebook.ipynb": source, "driver.py": DRIVER}, **what)
     error = (home/"error.txt").read_text() if (home/"error.txt").is_file() else f"exit code {done.returncode}: {done.stderr[-3000:]}" if done.returncode else ""
     executed = home/("executed.ipynb" if (home/"executed.ipynb").is_file() else "notebook.ipynb")
     return Run(json.loads(executed.read_text()), error, home/"output", bytes_of(home/"output"), changed, seconds)

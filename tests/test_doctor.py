@@ -10,6 +10,7 @@ import yaml
 
 from qie_nb import cli, doctor as rooms
 from qie_nb.cache import EmbeddingCacheManager
+from qie_nb.config import make_config
 from qie_nb.doctor import Diagnosis, Finding, Gpu, LEVELS, Machine, doctor, gpus_here, runs_on, this_machine
 from qie_nb.models import Components
 from qie_nb.places import Place
@@ -181,6 +182,50 @@ def test_the_plan_for_this_machine_comes_with_it(machine, real):
     assert "no way to train fits" in lines(none, "stops")["GPU memory"].remedy
     large = doctor(real | dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511")), machine)
     assert "it will probably run out: set" in lines(large, "hinders")["GPU memory"].remedy and "`model.quantize`" in lines(large)["GPU memory"].remedy
+
+
+# --- the configuration for this machine
+H100 = Gpu("NVIDIA H100 80GB HBM3", 84_900_000_000, (9, 0))
+T4_HALF = dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"))
+TWO = dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"))
+BOTH = dict(transformer_devices=["cuda:0", "cuda:1"])
+WIDE = dict(train=dict(gradient_checkpointing=False, compile=True))
+
+@pytest.mark.parametrize("gpus, side, area, expected", [
+    ((T4,), 512, None, T4_HALF | dict(cache=dict(vae_encoder_device="cpu"))), ((T4,), 512, 512 * 512, T4_HALF | dict(train=dict(gradient_checkpointing="selective"))),
+    ((T4,), 1024, None, T4_HALF | dict(train=dict(offload_activations=True), cache=dict(vae_encoder_device="cpu"))),
+    ((T4, T4), 512, 512 * 512, TWO | dict(train=BOTH | dict(gradient_checkpointing="selective"))), ((T4, T4), 1024, None, TWO | dict(train=BOTH, cache=dict(vae_encoder_device="cuda:1"))),
+    ((L4,), 512, 512 * 512, dict(model=dict(quantize="qfloat8"), train=dict(gradient_checkpointing="selective"))), ((L4,), 1024, None, dict(model=dict(quantize="qfloat8", text_encoder_quantize="nf4"))),
+    ((H100,), 512, None, WIDE), ((H100,), 1024, None, WIDE)], ids=lambda v: "x".join(g.name.split()[1] for g in v) if isinstance(v, tuple) else None)
+def test_the_configuration_for_a_machine_is_what_was_asked_with_what_the_plan_sets(gpus, side, area, expected, machine, real, capsys):
+    real |= dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511", quantize="none"), data=dict(image_size=[side, side], control_area=area), optimizer=dict(lr=3e-4))
+    report = doctor(real, replace(machine, gpus=gpus))
+    c, asked = report.config(), make_config(real)
+    assert report.stop() is report and report.plan.changes == expected
+    differs = {s: {k: v for k, v in getattr(c, s).model_dump().items() if v != getattr(asked, s).model_dump()[k]} for s in type(c).model_fields}
+    assert {s: keys for s, keys in differs.items() if keys} == expected, "and nothing else is changed"
+    said = capsys.readouterr().out
+    assert all(f"{s}.{k} {v}" in said for s, keys in expected.items() for k, v in keys.items())
+
+
+def test_a_tiny_model_runs_as_it_was_asked(machine, tmp_path, capsys):
+    tiny = dict(train=dict(output_dir=str(tmp_path), gradient_checkpointing=False, compile=False), cache=dict(cache_dir=str(tmp_path/"cache")), logging=dict(log_dir=str(tmp_path/"runs")))
+    for gpus in ((), (T4,), (H100,)):
+        report = doctor(tiny, replace(machine, gpus=gpus))
+        assert report.config() == make_config(tiny) and not capsys.readouterr().out
+
+
+def test_without_a_configuration_there_is_none_to_plan(machine):
+    with pytest.raises(ValueError, match=r"^the doctor looked at the machine alone; call doctor\(config\) to plan a run$"): doctor(machine=machine).config()
+
+
+def test_where_something_stops_nothing_is_planned(machine, real, monkeypatch):
+    "What a plan counts with may be what is broken: beside an old torchao its import raises."
+    def broken(c, m): raise RuntimeError("peft found an incompatible version of torchao")
+    monkeypatch.setattr(rooms, "_plan", broken)
+    report = doctor(real, replace(machine, versions=GOOD | dict(torchao="0.10.0")))
+    assert report.of("stops")[0].what == "torchao" and report.plan is None and report.disk is not None and report.config() == make_config(real)
+    with pytest.raises(RuntimeError): doctor(real, machine)
 
 
 # --- the report

@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from places import colab, kaggle, may_install, run_notebook, session, unsharing
+from qie_nb.doctor import TRIED
 from test_project import settings
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,9 @@ def python_of(place):
 def versions(place):
     lines = [line.split("==") for line in (ROOT/"constraints"/f"{place}.txt").read_text().splitlines() if line and not line.startswith("#")]
     return {name.lower(): version for name, version in lines}
+
+
+def minor(version): return Version(".".join(map(str, Version(version).release[:2])))
 
 
 # ---- the place itself ------------------------------------------------------------------------------------------------------------------
@@ -112,6 +116,12 @@ def test_lower_bounds_are_what_is_tested():
         if not r.specifier: continue
         (bound,), oldest = [Version(s.version) for s in r.specifier], min(Version(s[r.name.lower()]) for s in sets)
         assert bound == Version(".".join(str(n) for n in oldest.release[:len(bound.release)])), f"{r} and {oldest} of the older place"
+
+
+def test_what_the_doctor_calls_tried_begins_with_the_older_place():
+    for name, (oldest, newest) in TRIED.items():
+        of = [minor(versions(p)[name]) for p in PLACES]
+        assert Version(oldest) == min(of) and Version(newest) >= max(of), f"{name}: {TRIED[name]} is called tried, and the places have {of}"
 
 
 def test_the_places_have_all_but_what_the_wheels_bring():
