@@ -254,7 +254,7 @@ def test_room_is_the_least_of_disk_and_quota(tmp_path):
 def test_fit_refuses_what_would_not_fit(first, tmp_path, monkeypatch, built):
     config, _ = first
     at(monkeypatch, Place("kaggle", working=tmp_path, quota=100_000_000))
-    with pytest.raises(DiskFull, match=r"quota 0 GB: 0\.\d+ GB are to be written \(checkpoints .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
+    with pytest.raises(DiskFull, match=r"quota 0 GB: \d+\.\d MB are to be written \(checkpoints .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
         QwenImageEditTrainer(config(tmp_path, keep_checkpoints=100)).fit()
     assert not (tmp_path/"checkpoints/latest").exists() and "QwenImageTransformer2DModel" not in built
     assert QwenImageEditTrainer(config(tmp_path, keep_checkpoints=1)).fit().global_step == 4
