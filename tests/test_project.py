@@ -84,6 +84,7 @@ def test_kaggle_notebooks_only_call():
     for p in (ROOT/"kaggle").rglob("*.ipynb"):
         code = ["".join(c["source"]) for c in json.loads(p.read_text())["cells"] if c["cell_type"] == "code"]
         assert not any(re.search(r"^\s*(def|class) ", c, re.M) for c in code), p.name
+        if p.name == "colab.ipynb": continue # nothing describes it to Kaggle
         meta = json.loads((p.parent/"kernel-metadata.json").read_text())
         assert meta["code_file"] == p.name
 
