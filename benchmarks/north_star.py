@@ -47,14 +47,14 @@ def peaks(place):
 
 def disk(place):
     from qie_nb.path import WEIGHTS
-    said = dict(hub="downloaded whole", shards="downloaded file by file, each let go when it is quantised (nf4)", attached="the model attached as an input", prequantised="a copy in nf4 and its table attached")
+    said = dict(hub="downloaded whole", shards="downloaded file by file, each let go when it is quantised (nf4)", attached="the model attached as an input", prequantised="a copy in nf4 attached, with its table and encoders")
     rows = [[n, said[n], gb((w := case(place, 512, "float16", n, None if n in ("hub", "attached") else "nf4")).peak("scratch")[0]), gb(w.peak("output")[0])] for n in WEIGHTS]
     return markdown(["weights", "", "GB of disk, not kept", "GB of disk, kept"], rows)
 
 
 def verdicts(place):
     "What fits and what does not, in sentences."
-    from qie_nb.path import copy_bytes, largest, table_bytes
+    from qie_nb.path import kept_bytes, largest, table_bytes
     out, w0 = [], case(place, 512, "float16")
     name, size = largest(w0.task.files)
     out.append(f"- The largest file is `{name}` with {size / 1e9:.2f} GB (computed from the tensors by the rule that cut the files).")
@@ -62,11 +62,11 @@ def verdicts(place):
         w = case(place, side, products)
         bad = [f"{n} ({need} of {given})" for n, need, given, fits, _ in w.checks() if fits is False and not n.startswith("a prequantised")]
         out.append(f"- Controls at {side} x {side}, products in {products}: " + (f"does not fit: {'; '.join(bad)}" if bad else "fits") + f"; {w.hours:.1f} h.")
-    j = w0.task.job
-    for kind in ("nf4", "qint8"):
-        copy, table = copy_bytes(replace(j, kind=kind)), table_bytes(j)
-        fits = "fits" if copy + table <= w0.limits.output else "does not fit"
-        out.append(f"- A prequantised copy in {kind} with its table is {gb(copy)} + {gb(table)} = {gb(copy + table)} GB: it {fits} into {gb(w0.limits.output)} GB.")
+    j = replace(w0.task.job, kind="nf4")
+    room, sizes = w0.limits.output, [(kind, e, kept_bytes(replace(j, kind=kind), e)) for kind, e in (("nf4", True), ("qint8", True), ("qint8", False))]
+    for kind, encoders, size in sizes:
+        out.append(f"- A prequantised copy in {kind} with its table, {'the text encoder in nf4 and the VAE' if encoders else 'without the encoders'}, is {gb(size)} GB: it {'fits' if size <= room else 'does not fit'} into {gb(room)} GB.")
+    out.append(f"- The modulation table is {gb(table_bytes(replace(j, wide=2)))} GB in such a copy (bfloat16, as the checkpoint) and {gb(table_bytes(j))} GB where precompute makes it on this machine (float32).")
     return "\n".join(out)
 
 

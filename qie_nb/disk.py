@@ -20,6 +20,7 @@ from .memory import adapter_shapes, job_of, model_facts, numbers, optimizer_byte
 from .models import find_variant, native_areas, resolve_model
 from .places import Place, used_bytes, where
 from .shown import note, table_html
+from .stored import origin_of
 
 # %% ../nbs/00ih_disk.ipynb #c9f19cb1
 @dataclass(frozen=True)
@@ -121,23 +122,20 @@ def pair_bytes(
     return (whole([n * job.channels * job.wide for n in (pair.target, *pair.controls)]),
             whole([n * job.text_dim * job.wide for n in texts] + [pair.seen + n for n in ends])) # masks: a byte a token
 
-# %% ../nbs/00ih_disk.ipynb #d37d6fe0
-def _has_table(name) -> bool: # is it a prequantised copy, which brings its table?
-    from qie_nb.stored import origin_of
-    return is_local(name) and bool(origin_of(resolve_model(name)/"transformer").get("table"))
-
 # %% ../nbs/00ih_disk.ipynb #41ce11aa
 def table_bytes(
     config, # `Config`
     job, # `Job`
     sizes:int=1, # different sizes of targets, each with its own schedule
 ) -> int:
-    "What the modulation table takes in the cache; nothing where training uses none."
+    "What the modulation table takes in the cache; nothing where training uses none, or a prequantised copy's own."
     import torch
     from qie_nb.modulation import training_times
-    if not job.table or _has_table(config.model.pretrained_model_name_or_path): return 0
+    if not job.table or _own_table(config): return 0
     times = len(training_times(torch.float32 if job.wide == 4 else torch.bfloat16)) + job.zero_cond
     return (times + sizes * sum(config.model.table_steps)) * job.layers * 12 * job.dim * job.wide + job.layers * BLOCK
+
+def _own_table(config) -> bool: return bool(origin_of(tree_of(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
 
 # %% ../nbs/00ih_disk.ipynb #a378fe4e
 def _there(config) -> tuple: # bytes in the cache: (entries, modulation table)
@@ -163,7 +161,7 @@ def cache_items(
     table, form = table_bytes(config, job, len({p.target for p in pairs}) or 1), "float32" if job.wide == 4 else "bfloat16"
     share = max(0, sum(sums) - entries) / max(1, sum(sums))
     why = f"{len(pairs)} samples, {form}" + f"; {entries / 1e6:.1f} MB are there" * bool(entries)
-    said = f"{form}{'; it is there' * bool(rows)}" if table else "not used"
+    said = f"{form}{'; it is there' * bool(rows)}" if table else "in the prequantised copy" if job.table and _own_table(config) else "not used"
     return [Item("latents", int(sums[0] * share), Path(dirs[-1]), why), Item("prompts", int(sums[1] * share), Path(dirs[-1]), why),
             Item("modulation table", max(0, table - rows), Path(dirs[-1]), said)]
 

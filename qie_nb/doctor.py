@@ -227,7 +227,7 @@ def _run_is(c:Config, m:Machine) -> dict: # what a manifest tells of the encoder
     from qie_nb.models import component_digest, find_variant, native_areas, resolve_model
     name, wide = c.model.pretrained_model_name_or_path, c.train.mixed_precision
     own = all(g.bf16 for g in m.gpus)
-    said = {"bf16": "bfloat16", "no": "float32"}.get(wide) or (("bfloat16" if own else "float32") if wide == "auto" else None)
+    said = {"bf16": "bfloat16", "fp16": "float32", "no": "float32"}.get(wide) or (("bfloat16" if own else "float32") if wide == "auto" else None)
     out = dict(dtype=said) if said else {}
     if not is_local(name): return out | next((dict(variant=v) for v in ("2509", "2511") if v in name), {})
     folder = resolve_model(name)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LIMITS', 'TEXT_FILES', 'VAE_FILES', 'SHEET', 'SHARES', 'WEIGHTS', 'SPARE', 'PROCESS', 'VOCABULARY', 'ENCODING',
            'DROPPED', 'Limits', 'shard_sizes', 'model_files', 'largest', 'rates_of', 'Phase', 'Task', 'table_bytes',
-           'cache_bytes', 'checkpoint_bytes', 'copy_bytes', 'encoding_work', 'forward_work', 'WholePath', 'steps_for',
-           'whole_path']
+           'cache_bytes', 'checkpoint_bytes', 'copy_bytes', 'kept_bytes', 'encoding_work', 'forward_work', 'WholePath',
+           'steps_for', 'whole_path']
 
 # %% ../nbs/03bd_path.ipynb #bd695431
 import math
@@ -22,7 +22,9 @@ from .counting import RUNTIME, _weights
 from .memory import Job, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes
 from .modulation import training_times
 from .place import work_bytes
-from .plan import FREE, PUBLISHED, TEXT_NF4, card_of, plan, step_work, way_name
+from .places import HOURS, QUOTA
+from .plan import FREE, PUBLISHED, TEXT_NF4, card_of, encoder_settings, plan, step_work, way_name
+from .quantise import kind_of
 from .shown import note, table_html
 from .stream import weight_files
 
@@ -40,7 +42,7 @@ class Limits:
     scratch: str   # what is known of the disk that is not kept
 
 LIMITS = {p.name: p for p in (
-    Limits("kaggle", "2xT4", 20e9, 31e9, 4, 9., "/kaggle/working",
+    Limits("kaggle", "2xT4", QUOTA, 31e9, 4, HOURS["accelerator"], "/kaggle/working",
            "Kaggle's page names no size for the disk outside of /kaggle/working; the session's panel shows it"),
     Limits("colab", "T4", 15e9, 12.7e9, 2, 12., "a free Google Drive", "Colab promises no size; the resources panel shows it"))}
 
@@ -145,9 +147,8 @@ class Task:
 
     def bytes(self, *parts) -> float: return sum(n for p in parts for _, n in self.files.get(p, ()))
     def there(self, *parts) -> list: # of the download, at most at a time
-        if self.weights == "attached" or self.weights == "prequantised" and parts == ("transformer",): return []
-        if self.weights == "prequantised": parts = [p for p in parts if p != "transformer"]
-        if self.weights != "shards": return [(p, self.bytes(p)) for p in parts]
+        if self.weights in ("attached", "prequantised"): return []
+        if self.weights == "hub": return [(p, self.bytes(p)) for p in parts]
         copy = [("quantised copy", copy_bytes(self.job)), ("modulation rows, twice while they are packed", 2 * table_bytes(self.job))]
         return [("largest file", max(largest({p: self.files[p]})[1] for p in parts)), *(copy if "transformer" in parts else ())]
     @property
@@ -177,15 +178,18 @@ def checkpoint_bytes(job:Job) -> float:
     return 4 * numbers(adapter_shapes(job)) * (1 + job.ema) + optimizer_bytes(job)
 
 def copy_bytes(job:Job) -> float:
-    "A prequantised copy, without the modulation; what is not quantised is in bfloat16."
+    "A prequantised transformer, without the modulation; what is not quantised is in bfloat16."
     j = replace(job, wide=2, table=True)
     return j.layers * block_bytes(j) + other_bytes(j)
 
+def kept_bytes(job:Job, encoders:bool=True) -> float:
+    "All of a prequantised copy: the transformer, its table in bfloat16, and the encoders with the text encoder in nf4."
+    return copy_bytes(job) + table_bytes(replace(job, wide=2)) + (sum(TEXT_NF4) + PUBLISHED["vae"]) * encoders
+
 # %% ../nbs/03bd_path.ipynb #7aa0bb48
 def _download(t:Task) -> Phase:
-    parts = [p for p in t.files if p != "transformer" or t.weights != "prequantised"]
-    work = [] if t.weights == "attached" else [(p, t.bytes(p), "download") for p in parts]
-    return Phase("download", t.there(*parts), host=[("process", PROCESS)], work=work)
+    parts = t.files if t.weights in ("hub", "shards") else ()
+    return Phase("download", t.there(*parts), host=[("process", PROCESS)], work=[(p, t.bytes(p), "download") for p in parts])
 
 def _quantise(t:Task) -> Phase:
     j = t.job
@@ -201,23 +205,24 @@ DROPPED = 80 # tokens of the template that are encoded and not kept
 
 def encoding_work(job:Job) -> float: # operations a pair
     "Both latents, the prompt and the empty prompt behind one shared front."
-    pixels, seen = (job.target + job.control) * 256, job.text - 62
-    return ENCODING["vae"] * pixels / 2**20 + ENCODING["token"] * (job.text + DROPPED + 6) + ENCODING["patch"] * 4 * seen
+    return _vae_work(job) + ENCODING["token"] * (job.text + DROPPED + 6) + ENCODING["patch"] * 4 * (job.text - 62)
 
-def _encoders(t:Task) -> tuple: # (text encoder's [(what, bytes)], VAE's): each on a GPU of its own where there are two
-    j, scale = t.job, t.job.wide / 2
-    work, plain = work_bytes(256 * max(j.target, j.control)), PUBLISHED["text_encoder"] * scale
-    vae = [("VAE", PUBLISHED["vae"] * scale), ("its work", work["vae"])]
-    beside = 0 if t.card.count > 1 else PUBLISHED["vae"] * scale + max(0, work["vae"] - work["text_encoder"])
-    fits = plain + work["text_encoder"] + beside + RUNTIME <= (1 - FREE) * t.card.bytes
-    text = ("text encoder", plain) if fits else ("text encoder, nf4", TEXT_NF4[0] + TEXT_NF4[1] * scale)
-    return [text, ("its work", work["text_encoder"])], vae
+def _vae_work(job) -> float: return ENCODING["vae"] * (job.target + job.control) * 256 / 2**20
 
-def _encoders_gpu(t:Task) -> list:
-    text, vae = _encoders(t)
-    size = lambda rows: sum(n for _, n in rows)
+def _placed(t:Task) -> tuple: # (text encoder's quantisation, VAE's device), as the plan sets them
+    new, m = encoder_settings(t.job, t.card, t.config), t.config.model
+    kind = new.get("model", {}).get("text_encoder_quantize") or kind_of(m.text_encoder_quantize) or "nf4" * (t.weights == "prequantised")
+    return kind, new.get("cache", {}).get("vae_encoder_device") or t.config.cache.vae_encoder_device
+
+def _encoders_gpu(t:Task) -> list: # of the fullest
+    j, scale, (kind, device) = t.job, t.job.wide / 2, _placed(t)
+    work, plain, offload = work_bytes(256 * max(j.target, j.control)), PUBLISHED["text_encoder"] * scale, t.config.model.text_encoder_offload
+    held = VOCABULARY * j.wide if offload else TEXT_NF4[0] + TEXT_NF4[1] * scale if kind else plain
+    text = ("text encoder" + f", {kind}" * bool(kind) + ", layer by layer" * offload, held), ("its work", work["text_encoder"])
+    vae = ("VAE", PUBLISHED["vae"] * scale), ("its work", work["vae"])
+    apart = [text] if device == "cpu" else [text, vae]
     together = [text[0], vae[0], max(text[1], vae[1], key=lambda r: r[1])] # they work in turn
-    return (max(text, vae, key=size) if t.card.count > 1 else together) + [("runtime", RUNTIME)]
+    return [*(together if device == "auto" else max(apart, key=lambda rows: sum(n for _, n in rows))), ("runtime", RUNTIME)]
 
 # %% ../nbs/03bd_path.ipynb #c561204b
 def _precompute(t:Task) -> Phase:
@@ -225,8 +230,10 @@ def _precompute(t:Task) -> Phase:
     output = [("cache", cache_bytes(j, t.pairs))] + [("modulation table", table)] * bool(table)
     host = [("process", PROCESS), ("the text encoder's largest tensor", VOCABULARY * (2 + j.wide)), ("a block's rows", table / j.layers)]
     modulation = [("modulation layers", t.bytes("transformer") / 3, "read"), ("modulation", table / j.wide * 2 * j.dim, "cpu")]
-    work = [("encoders", t.bytes("text_encoder", "vae"), "read"), ("encode", t.pairs * encoding_work(j), t.own),
-            *(modulation if table else ()), ("store", sum(n for _, n in output), "write")]
+    read = sum(TEXT_NF4) + t.bytes("vae") if t.weights == "prequantised" else t.bytes("text_encoder", "vae")
+    pictures, device = t.pairs * _vae_work(j), _placed(t)[1]
+    work = [("encoders", read, "read"), ("text encoder", t.pairs * encoding_work(j) - pictures, t.own),
+            ("VAE", pictures, "cpu" if device == "cpu" else t.own), *(modulation if table else ()), ("store", sum(n for _, n in output), "write")]
     return Phase("precompute", t.there(*t.files), output, host, _encoders_gpu(t), work)
 
 # %% ../nbs/03bd_path.ipynb #5e8de59e
@@ -304,8 +311,8 @@ def checks(self:WholePath) -> list: # (what, needed, given, fits?: None where no
     longest = max(self.phases, key=lambda p: p.seconds(self.rates)).name
     out.append(("time, all in one session", f"{self.hours:.1f} h", f"{l.hours:g} h", self.hours <= l.hours, longest))
     if not t.job.kind: return out
-    copy = copy_bytes(t.job) + table_bytes(t.job)
-    return out + [(f"a prequantised copy ({t.job.kind}) and its table, kept", gb(copy), gb(l.output), copy <= l.output, "")]
+    copy = kept_bytes(t.job)
+    return out + [(f"a prequantised copy ({t.job.kind}) with table and encoders, kept", gb(copy), gb(l.output), copy <= l.output, "")]
 
 @patch
 def data(self:WholePath) -> dict: # plain
@@ -369,14 +376,15 @@ def _number(name, value, least=1):
 def _notes(w:WholePath) -> list: # sentences
     out, j, l = [], w.task.job, w.limits
     if not w.plan.chosen: out.append(f"nothing fits {w.task.card.name} in training; the smallest way is shown")
-    if j.wide == 4 and j.table:
+    if j.wide == 4 and w.task.made:
         less = table_bytes(replace(j, wide=2))
-        out.append(f"in float32 the modulation table is {table_bytes(j) / 1e9:.1f} GB, in bfloat16 {less / 1e9:.1f}")
+        out.append(f"in float32 the modulation table is {table_bytes(j) / 1e9:.1f} GB; a prequantised copy brings its own, in bfloat16: {less / 1e9:.1f}")
     if not w.task.half and j.wide == 4:
         faster = sum(p.seconds(w.rates | dict(float32=w.rates["half"])) for p in w.phases if p.name in ("train", "save"))
         out.append(f"products in float32: with float16 inside them (`fp16`) training and saving would take {faster / 3600:.1f} h")
     if j.devices > 1: out.append(f"the blocks stand on {j.devices} GPUs and work in turn: this halves the memory, not the time")
-    if w.task.card.count > 1: out.append("VAE and text encoder each on a GPU of its own: `cache.vae_encoder_device` cuda:1")
+    if new := encoder_settings(j, w.task.card, w.task.config):
+        out.append("to encode, set " + ", ".join(f"`{s}.{k}` {v}" for s, keys in new.items() for k, v in keys.items()))
     if w.sessions > 1:
         out.append(f"{w.sessions} sessions of {l.hours:g} h: each goes on from the last checkpoint (`train.resume_checkpoint` latest)")
     return out

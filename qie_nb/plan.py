@@ -16,10 +16,12 @@ import torch
 from .config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
 from .disk import ENCODERS
+from .flat import tree_of
 from .memory import Job, block_layers, job_of, model_facts, parameters, prompt_tokens, stream_tokens
 from .place import plan_placement, work_bytes
 from .quantise import kind_of
 from .shown import note, table_html
+from .stored import stored_kind
 
 # %% ../nbs/03b_plan.ipynb #0c3c223e
 @dataclass(frozen=True)
@@ -257,7 +259,8 @@ def plan(
     if old and card.tensor_cores: job = replace(job, half=True, compiled=False)
     job = replace(job, target=size[0] * size[1] // 256, control=controls * job.control,
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
-    return _choose(job, c, card, size, quantize)
+    own = stored_kind(tree_of(model or c.model.pretrained_model_name_or_path)/"transformer") # a prequantised copy has no other form
+    return _choose(job, c, card, size, own or quantize)
 
 # %% ../nbs/03b_plan.ipynb #3da04ba0
 def _choose(job, c, card, size, quantize) -> Plan:

@@ -70,10 +70,11 @@ def save_prequantised(self:PrequantiseMethods,
     folder, parts = Path(folder), self.components
     if (folder/FLAT).is_file() or (folder/"prequantised.json").is_file():
         raise ValueError(f"`folder` {str(folder)!r} holds a whole copy; name a new one")
-    kinds, dtype = self._copied(encoders), table_dtype or self.table_dtype()
+    kinds, own = self._copied(encoders), self.table_dtype()
+    dtype = table_dtype or own
     sets = {} if self._only_whole() else self.table_sets(dtype)
     todo = [n for n, k in kinds.items() if k and not (folder/n).is_dir()]
-    self._check_copy(folder, todo, sets, dtype)
+    self._check_copy(folder, todo, sets, dtype, own)
     folder.mkdir(parents=True, exist_ok=True)
     for n in todo:
         base = n == "transformer"
@@ -103,12 +104,12 @@ def _only_whole(self:PrequantiseMethods) -> str: # "" where a table does
 
 # %% ../nbs/01ad_prequantise.ipynb #51d94d21
 @patch
-def _check_copy(self:PrequantiseMethods, folder, todo, sets, dtype):
+def _check_copy(self:PrequantiseMethods, folder, todo, sets, dtype, own): # own: of the checkpoint, which files keep where it is the narrower
     "Say what will be made, and refuse it where there is no room."
     parts, source, sizes = self.components, source_of(self.components.name, self.components.revision), {}
     for n in todo:
         config = self._shards(n).folder
-        sizes[n] = stored_bytes(component_class(parts.folder, n)[1], config, parts.quantize[n], parts.dtype, bool(sets))
+        sizes[n] = stored_bytes(component_class(parts.folder, n)[1], config, parts.quantize[n], min((parts.dtype, own), key=lambda d: d.itemsize), bool(sets))
         if n == "transformer" and sets: sizes["modulation table"] = rows_bytes(sets, json.loads((config/"config.json").read_text()), dtype)
     for n in todo if source else (): source.announce(n, sum(sizes.values()) + sizes.get("modulation table", 0))
     need, free = sum(sizes.values()) + sizes.get("modulation table", 0), free_bytes(folder)

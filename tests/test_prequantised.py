@@ -311,5 +311,57 @@ def test_from_the_shell_and_in_the_plan(sharded, pairs, tmp_path, capsys):
     assert cli.main(["prequantise", "--config", str(tmp_path/"run.yaml"), "--out", str(tmp_path/"copy"), "--no_encoders"]) == 0
     assert "prequantised copy: transformer" in capsys.readouterr().out
     from qie_nb.memory import job_of
-    assert job_of(make_config(configured(tmp_path/"set", tmp_path, "x", tmp_path/"copy"))).kind == "nf4"
+    own = make_config(configured(tmp_path/"set", tmp_path, "x", tmp_path/"copy"))
+    assert job_of(own).kind == "nf4"
+    for p in (plan(own, gpu="2xT4"), plan(str(tmp_path/"copy"), gpu="2xT4")):
+        assert {m.job.kind for m in p.tried} == {"nf4"} and p.changes.get("model", {}).get("quantize") in (None, "nf4"), "a copy has no other form"
     assert cli.main(["prequantise", "--config", str(tmp_path/"run.yaml"), "--out", str(tmp_path/"copy")]) == 2
+
+
+@pytest.fixture(scope="module")
+def narrow(sharded, tmp_path_factory):
+    "The model with its weights in bfloat16, as the published ones are."
+    from safetensors.torch import load_file, save_file
+    root = shutil.copytree(sharded, tmp_path_factory.mktemp("narrow")/"model")
+    for file in root.glob("*/*.safetensors"): save_file({k: t.to(torch.bfloat16) if t.is_floating_point() else t for k, t in load_file(file).items()}, file)
+    return root
+
+
+def test_a_card_without_bfloat16_takes_the_copy_s_narrow_rows(narrow, pairs, tmp_path, capsys):
+    "A copy of a bfloat16 checkpoint carries 500 rows in bfloat16; float32 with products in float16 looks each timestep up that a bfloat16 run would."
+    from qie_nb.disk import disk_plan
+    from qie_nb.modulation import seen_times
+    root, fp16 = pairs(), dict(mixed_precision="fp16", gradient_checkpointing=False)
+    full = QwenImageEditTrainer(configured(root, tmp_path, "full", narrow))
+    copy = full.save_prequantised(tmp_path/"copy")
+    assert origin_of(tree_of(copy)/"transformer")["table_dtype"] == "bfloat16"
+    c = configured(root, tmp_path, "small", copy)
+    c["train"] |= fp16
+    assert not [i.bytes for i in disk_plan(c).items if i.what == "modulation table" and i.bytes]
+    small = QwenImageEditTrainer(c)
+    capsys.readouterr()
+    small.cache_embeddings(), small.fit()
+    table, layers = small.modulation_table, [n for n, _ in small.transformer.named_parameters() if "_mod." in n]
+    assert small.half and small.weight_dtype == torch.float32 and not layers and (table.dtype, len(table.places)) == (torch.bfloat16, 501)
+    assert not (tmp_path/"small"/"cache"/"modulation").exists() and small.global_step == 3
+    look = small.transformer.lookup
+    for t in torch.arange(1, 1001).float():
+        look.choose(t[None] / 1000, "cpu")
+        assert look.key[0][:1] == seen_times([t], torch.bfloat16)
+    assert "nearest" not in capsys.readouterr().out
+    wide = configured(root, tmp_path, "wide", narrow)
+    wide["train"] |= fp16
+    wide = QwenImageEditTrainer(wide).fit()
+    assert wide.modulation_table.dtype == torch.float32 and len(wide.modulation_table.places) == 1001
+    a, b = (torch.cat([p.detach().flatten() for n, p in t.transformer.named_parameters() if "lora_" in n]) for t in (small, wide))
+    assert torch.isfinite(a).all() and not torch.equal(a, b) and torch.nn.functional.cosine_similarity(a, b, 0) > 0.99
+
+
+def test_room_is_reckoned_by_what_the_files_keep(narrow, pairs, tmp_path, monkeypatch):
+    from qie_nb import prequantise
+    real, said = prequantise.stored_bytes, []
+    monkeypatch.setattr(prequantise, "stored_bytes", lambda *a: said.append(a[3]) or real(*a))
+    monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
+    full = QwenImageEditTrainer(configured(pairs(), tmp_path, "full", narrow))
+    with pytest.raises(OSError, match="are needed"): full.save_prequantised(tmp_path/"copy")
+    assert full.weight_dtype == torch.float32 and said == [torch.bfloat16] * 2
