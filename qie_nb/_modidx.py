@@ -1025,7 +1025,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'qie_nb.modulation.Shards.__init__': ('modulation.html#shards.__init__', 'qie_nb/modulation.py'),
                                    'qie_nb.modulation.Shards.get': ('modulation.html#shards.get', 'qie_nb/modulation.py'),
                                    'qie_nb.modulation.Shards.shape': ('modulation.html#shards.shape', 'qie_nb/modulation.py'),
-                                   'qie_nb.modulation._bytes': ('modulation.html#_bytes', 'qie_nb/modulation.py'),
                                    'qie_nb.modulation.beyond_training': ('modulation.html#beyond_training', 'qie_nb/modulation.py'),
                                    'qie_nb.modulation.block_rows': ('modulation.html#block_rows', 'qie_nb/modulation.py'),
                                    'qie_nb.modulation.floats_of': ('modulation.html#floats_of', 'qie_nb/modulation.py'),
