@@ -303,7 +303,10 @@ class Diagnosis:
 
 # %% ../nbs/03ba_doctor.ipynb #069fb12c
 @patch
-def _rows(self:Diagnosis) -> list: return [(f.level or "fine", f.what, f.value, f.remedy) for f in self.findings]
+def _rows(self:Diagnosis) -> list: # versions without a fault share a row
+    plain = [f for f in self.findings if not f.level and f.what in ("python", *PACKAGES)]
+    rows = [(f.level or "fine", f.what, f.value, f.remedy) for f in self.findings if f not in plain]
+    return rows + [("fine", "versions", ", ".join(f"{f.what} {f.value}" for f in plain), "")] * bool(plain)
 
 @patch
 def _summary(self:Diagnosis) -> str:
