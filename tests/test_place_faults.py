@@ -191,7 +191,7 @@ def test_the_remedy_of_a_missing_secret_is_a_line_that_works(tmp_path):
 
 # ---- what the notebook mends, and goes on to the end -----------------------------------------------------------------------------------
 
-SHORT = {"STEPS, RATE, BATCH = 150, 5e-3, 4": "STEPS, RATE, BATCH = 4, 5e-3, 1", "warmup_steps=10": "warmup_steps=1", "eval_steps=50": "eval_steps=4", "before_after(trainer, 3, num_inference_steps=8": "before_after(trainer, 1, num_inference_steps=2"}
+SHORT = {"STEPS, RATE, BATCH = 150, 5e-3, 4": "STEPS, RATE, BATCH = 4, 5e-3, 1", "eval_steps=50": "eval_steps=4", "compare_unseen(trainer, 3, num_inference_steps=8": "compare_unseen(trainer, 1, num_inference_steps=2"}
 
 def test_the_install_cell_takes_an_old_torchao_away_and_the_tiny_model_needs_no_more_than_2_gb(tmp_path):
     "Nor the internet, nor a GPU, nor a secret."
