@@ -51,7 +51,7 @@ class Lookup:
     ):
         "Fetch the rows of a call; those of the last call serve again where it is the same (guidance)."
         timestep, self.next = timestep if self.next is None else self.next, None
-        own, t = self.table.dtype, timestep.cpu()
+        own, t = self.table.dtype, timestep.to("cpu")
         times = floats_of(t) if t.dtype == own else seen_times((t.double() * 1000).round(decimals=3), own) # a copy's rows may be narrower than the run
         times += [0.] * self.zero
         if self.key != (times, device): self.key, self.rows = (times, device), self.table.rows(times, device)
