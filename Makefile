@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # threads that wait without spinning: with one of two cores busy, an edit by the tiny model took 0.56 s in place of 0.81
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all browser screenshots check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
+.PHONY: demo test test-all browser places screenshots check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
 
 install: $(VENV)/.ready
 
@@ -45,6 +45,22 @@ $(VENV)-%/.ready: tests/browser/%.txt $(VENV)/.ready
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q -r $<
 	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib'))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
+	touch $@
+
+# Kaggle's and Colab's own versions, as they come, and the wheels that the install cell is given there; PLACE_PYTHON=python3.12 for the places' own
+PLACES := kaggle colab
+PLACE_PYTHON ?= $(PYTHON)
+places: $(PLACES:%=$(VENV)-%/.ready) $(VENV)-wheels/.ready ## the Kaggle notebooks and much of the suite with each place's library versions, in imitations of the places; 13 GB
+	$(ONE) QIE_NB_KAGGLE_PYTHON=$(abspath $(VENV))-kaggle/bin/python QIE_NB_COLAB_PYTHON=$(abspath $(VENV))-colab/bin/python QIE_NB_WHEELS=$(abspath $(VENV))-wheels $(BIN)/python -m pytest tests/test_kaggle.py
+
+$(VENV)-%/.ready: constraints/%.txt $(VENV)/.ready
+	$(PLACE_PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install -q --no-cache-dir -r $< pytest
+	touch $@
+
+$(VENV)-wheels/.ready: settings.ini
+	mkdir -p $(@D)
+	$(PLACE_PYTHON) -m pip download -q --no-deps -d $(@D) optimum-quanto ninja bitsandbytes
 	touch $@
 
 screenshots: $(VENV)-w8/.ready ## README's pictures of the widgets, taken anew

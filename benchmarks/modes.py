@@ -111,9 +111,9 @@ def main():
         root = Path(tmp)
         if a.full:
             from made_up import FULL, model_folder
-            from step_gpu import make_pictures
+            from precompute import make_pairs
             model_folder(root/"model", "2509", FULL, encoders=True)
-            make_pictures(root/"data", a.pairs, 1024)
+            make_pairs(root/"data", a.pairs, 1024)
         else:
             from qie_nb.demo import write_pairs
             write_pairs(root, a.pairs, 1)

@@ -2,7 +2,7 @@
 
 `make bench-gpu` writes results/step_gpu.json after each part. Weights are random normal numbers at the published model's full size, drawn on
 the GPU (benchmarks/made_up.py); nothing is downloaded. A part fits into ten minutes, and what is in the file already is not measured again:
-    python benchmarks/step_gpu.py --part floor | bare | ours | small | infer | precompute | profile   [--modes a,b] [--again] [--minutes 9]
+    python benchmarks/step_gpu.py --part floor | bare | ours | small | infer | profile   [--modes a,b] [--again] [--minutes 9]
 `--tiny` runs the same code on a CPU with tiny widths, to see that it runs.
 """
 import argparse, gc, json, math, os, platform, sys, tempfile, time, traceback
@@ -385,80 +385,6 @@ def infer(b):
         b.measure("infer", name, partial(infer_mode, b, *args))
 
 
-# --- precompute
-def make_pictures(root, n, side):
-    "Smooth random pictures as JPEG, about as dear to read as photographs."
-    import numpy as np
-    from PIL import Image
-    rng = np.random.default_rng(0)
-    for d in ("training_images", "control_images"): (root/d).mkdir(parents=True, exist_ok=True)
-    for i in range(n):
-        for d in ("training_images", "control_images"):
-            small = Image.fromarray(rng.integers(0, 255, (side // 8, side // 8, 3), dtype=np.uint8))
-            small.resize((side, side), Image.Resampling.BICUBIC).save(root/d/f"{i:03}.jpg", quality=92)
-        (root/"training_images"/f"{i:03}.txt").write_text(f"make number {i} of the pictures a little bluer than it is, and leave the rest")
-
-
-def encoders_trainer(b, root, data, cache, batch):
-    from qie_nb.trainer import QwenImageEditTrainer
-    t = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(root)), data=dict(dataset_path=str(data), image_size=[64, 64] if b.tiny else [1024, 1024], caption_dropout_rate=0.1),
-                                  train=dict(device=b.device.type, mixed_precision="bf16", output_dir=str(b.tmp)), cache=dict(cache_dir=str(cache), batch_size=batch)))
-    if not b.tiny: t.components.prepare["text_encoder"] = lambda model: None
-    return t
-
-
-def precompute_mode(b, variant, batch, n):
-    root = b.tmp/f"encoders-{variant}"
-    if not root.exists(): model_folder(root, variant, SMALL, encoders=True, tiny=b.tiny)
-    for name, k in (("few", 2 * batch), ("many", n)):
-        if not (b.tmp/name).exists(): make_pictures(b.tmp/name, k, 64 if b.tiny else 1024)
-    with made_up(b.device):
-        t = encoders_trainer(b, root, b.tmp/"few", b.tmp/f"cache-few-{variant}-{batch}", batch)
-        t.cache_embeddings() # kernels are chosen
-        encoders = {k: t.components.parts.get(k) for k in ("vae", "text_encoder")}
-        bare = bare_encoders(b, root, b.tmp/"few", batch)
-        t = encoders_trainer(b, root, b.tmp/"many", b.tmp/f"cache-many-{variant}-{batch}", batch)
-        enc = t.encoder()
-        enc.warm_up(["pixel_latent", "prompt_embed"])
-        if b.device.type == "cuda": torch.cuda.synchronize(), torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        report = t.cache_embeddings()
-        took = time.perf_counter() - began
-    rate = n / took
-    return dict(samples=n, batch=batch, samples_a_second=round(rate, 3), of_the_bare_encoders=round(rate / bare["ours"], 3), bare_samples_a_second={k: round(v, 3) for k, v in bare.items()},
-                times_as_fast_as_naive=round(rate / bare["naive"], 3), encoded=getattr(report, "encoded", None), **memory(b))
-
-
-def bare_encoders(b, root, data, batch):
-    "Samples a second of the encoders alone on pictures in memory, nothing stored: as they are called here, and as pipelines call them (two prompts, two pictures, no sharing)."
-    from PIL import Image
-    from qie_nb.encode import encode_images, encode_prompt, vl_pictures
-    t = encoders_trainer(b, root, data, b.tmp/"nothing", batch)
-    enc, g = t.encoder(), t.geometry()
-    enc.warm_up(["pixel_latent", "prompt_embed"])
-    ims = [Image.open(p).convert("RGB") for p in sorted((data/"control_images").glob("*.jpg"))[:batch]]
-    size = g.control(ims[0].size)
-    with torch.no_grad():
-        seen, n = [vl_pictures([im], g) for im in ims], [0]
-        def ours():
-            n[0] += 1 # another picture each time, or the prefix would be kept
-            enc.images(ims, size), enc.images(ims, size)
-            for text in ("make it a little bluer than it is", ""): enc.prompts([text] * len(ims), seen, [(n[0], i) for i in range(len(ims))])
-        def naive():
-            for im, s in zip(ims, seen):
-                for _ in range(2): encode_images(enc._vae(), [im], size, flat=False)
-                for text in ("make it a little bluer than it is", ""): encode_prompt(*enc._text(), text, s, shared=False)
-        out = {}
-        for name, f in (("ours", ours), ("naive", naive)): out[name] = len(ims) / median(timed(b, f, 2 if b.tiny else 5, 1))
-    enc.release()
-    return out
-
-
-def precompute(b):
-    for name, args in {"v1, batch 1": ("v1", 1), "v1, batch 4": ("v1", 4), "2509, batch 4": ("2509", 4)}.items():
-        b.measure("precompute", name, partial(precompute_mode, b, *args, 4 if b.tiny else 32))
-
-
 # --- what holds it back
 def profile_mode(b, mode, how):
     from torch.profiler import ProfilerActivity, profile
@@ -490,7 +416,7 @@ def as_on_a_gpu():
     with patch.object(compiled, "BACKEND", "eager"), patch.object(streamed, "_check_host", lambda *a: None): yield
 
 
-PARTS = dict(floor=floor, bare=bare, ours=ours, small=small, infer=infer, precompute=precompute, profile=profiles)
+PARTS = dict(floor=floor, bare=bare, ours=ours, small=small, infer=infer, profile=profiles)
 
 
 def main(argv=None):

@@ -90,8 +90,6 @@ def gpu_table(r):
         for name, v in r.get(part, {}).items():
             if "step_s" not in v: rows.append([part, name, v.get("failed", "")[:80], "", "", "", "", ""]); continue
             rows.append([part, name, of(v["step_s"], digits=3), cell(v, "TFs", 0), cell(v, "over_floor"), cell(v, "times_as_fast_as_bare", 2), cell(v, "peak_allocated_GB", 1), cell(v, "planned_GB", 1)])
-    for name, v in r.get("precompute", {}).items():
-        if "samples_a_second" in v: rows.append(["precompute", name, f"{v['samples_a_second']:.2f} samples/s", "", f"{v['of_the_bare_encoders']:.2f} of the bare encoders", f"{v['times_as_fast_as_naive']:.2f} (naive)", cell(v, "peak_allocated_GB", 1), ""])
     return markdown(["part", "mode", "a step, s", "TF/s", "over the floor", "times as fast as bare", "peak GB", "planned GB"], rows) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .files import claim, file_digest, file_fact, leftovers, write_atomic
-from .layers import checked, examine, mapped, open_layer, write_packed
+from .flat import tree_of
+from .layers import checked, examine, fresh_folder, mapped, open_layer, write_packed
 from .status import set_aside, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
@@ -42,9 +43,10 @@ class EmbeddingCacheManager:
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
             if Path(d).exists() and not Path(d).is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
-        lost = [str(d) for d in dirs[:-1] if not Path(d).exists()]
+        lost = [str(d) for d in dirs[:-1] if not tree_of(d).exists()]
         if lost: raise FileNotFoundError(f"`cache_dir` names {lost[0]!r}, which does not exist; only the last folder of a list is made")
-        self.layers = [open_layer(d) for d in dirs]
+        self.carried = tree_of(dirs[-1]) != Path(dirs[-1]).expanduser() # read from a flat folder: nothing may be written among its links
+        self.layers = [open_layer(tree_of(d)) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined, self.shunned = [], set() # (place, reason) of bad entries met; those that could not be moved
 
@@ -52,7 +54,7 @@ class EmbeddingCacheManager:
     def writable(self) -> bool:
         "Can entries be stored? A packed layer and a read-only mount are only read."
         folder = next(p for p in (self.cache_dir.absolute(), *self.cache_dir.absolute().parents) if p.exists())
-        return not self.layers[-1].packed and os.access(folder, os.W_OK)
+        return not self.layers[-1].packed and not self.carried and os.access(folder, os.W_OK)
 
     def _scratch(self): return self.cache_dir/".tmp"
     def _first(self, kind, key):
@@ -282,6 +284,7 @@ def pack(self:EmbeddingCacheManager,
     out, # new or empty folder
     keep=None, # set of (kind, key), beside which the modulation table always comes along; None: every entry
     shard_bytes:int=2_000_000_000, # a shard holds at most so many
+    replace:bool=False, # may `out` hold a cache that was packed before? It is replaced once the new one is whole
 ) -> list: # files written
     "Pack entries into few large shards and an index, all at top level."
     chosen = [(self._sound(k, key) or layer, k, key) for layer, k, key, _ in self.entries() if keep is None or k == MODULATION or (k, key) in keep]
@@ -290,7 +293,8 @@ def pack(self:EmbeddingCacheManager,
         raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; "
                               "precompute again first")
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
-    return write_packed(out, chosen, self.identities(), shard_bytes)
+    with fresh_folder(out, replace) as folder: files = write_packed(folder, chosen, self.identities(), shard_bytes)
+    return [Path(out)/f.name for f in files]
 
 # %% ../nbs/00_cache.ipynb #c8e189e5
 def image_parts(

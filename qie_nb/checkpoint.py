@@ -14,6 +14,8 @@ import torch
 
 from .cache import file_digest, write_atomic
 from .callback import Callback, due
+from .places import time_limit
+from .flat import tree_of
 from .stops import check_finite
 
 FORMAT = 2 # of a checkpoint; one that says a higher number is of a newer version
@@ -108,7 +110,7 @@ def find_checkpoint(
     root="checkpoints", # where `latest` looks
 ) -> Path:
     "The checkpoint folder meant. Raises FileNotFoundError or ValueError: a run never starts over in silence."
-    path = Path(str(which).removesuffix(".pt"))
+    path = tree_of(str(which).removesuffix(".pt"))
     if path.name == "latest":
         root = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
         named = root/(root/"latest").read_text().strip() if (root/"latest").is_file() else None
@@ -187,7 +189,7 @@ class CheckpointCallback(Callback):
     def on_train_end(self, t):
         c = t.config.train
         short = t.global_step < t.state.max_steps # not by `stop`, which a signal may change in one process alone
-        wanted = short or c.save_interval or c.save_steps or c.max_hours # a run cut short is saved in any case
+        wanted = short or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0] # a run cut short is saved in any case
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.tidy() # the last save may have been killed at just that
 

@@ -61,6 +61,7 @@ def obstacle(
 ) -> str: # a reason, or ""
     "What stands against compiling this transformer's blocks?"
     if why := getattr(transformer, "fixed", ""): return f"this is a transformer {why}"
+    if hasattr(transformer, "half_watch"): return "products are scaled into float16 (`train.mixed_precision` fp16)"
     for m in transformer.transformer_blocks.modules():
         if isinstance(m, SampleDropout) and m.rate: return "`model.lora.lora_dropout` draws by the samples' seeds, new in each step"
         if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook"):
@@ -214,10 +215,11 @@ class _Watch:
         x, text, mask = given(0, "hidden_states"), given(1, "encoder_hidden_states"), given(2, "encoder_hidden_states_mask")
         if x is None or text is None: return
         tokens, grad = x.shape[1] + text.shape[1], torch.is_grad_enabled()
-        key = len(x), tokens % 8, mask is not None, x.device, x.dtype, grad # kernels ask whether 8 divides a length, not for the length
+        dtype = torch.float16 if hasattr(transformer, "half_watch") else x.dtype
+        key = len(x), tokens % 8, mask is not None, x.device, dtype, grad # kernels ask whether 8 divides a length, not for the length
         if key not in self.seen: self.seen[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
         transformer.attention_kernel = self.seen[key]
-        line = f"attention: {self.seen[key]} ({str(x.dtype).removeprefix('torch.')}, {'a' if mask is not None else 'no'} mask)"
+        line = f"attention: {self.seen[key]} ({str(dtype).removeprefix('torch.')}, {'a' if mask is not None else 'no'} mask)"
         if line not in self.told: self.told.add(line); self.tell(line)
 
 # %% ../nbs/00ib_compiled.ipynb #bbed9c83

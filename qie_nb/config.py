@@ -52,8 +52,12 @@ Quantised = Union[bool, Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int
 class ModelSection(Section):
     "Which base model, and how it is held."
     pretrained_model_name_or_path: PathStr = Field("tiny", min_length=1,
-        description="local folder in diffusers format, hub id, or `tiny` for the learnt model inside this package")
+        description="local folder in diffusers format or its prequantised copy, flat or not; hub id; or `tiny` for the learnt model inside this "
+        "package")
     revision: Optional[str] = Field(None, description="hub revision")
+    release_shards: Union[bool, Literal["auto"]] = Field("auto",
+        description="delete each downloaded file of a component that is quantised as soon as it has been, and keep the quantised copy; auto: where "
+        "the disk does not hold the component. Only what was downloaded by this library is ever deleted")
     variant: Literal["auto", "v1", "2509", "2511"] = Field("auto", description="read from the model's own files when `auto`")
     quantize: Quantised = Field(False,
         description="quantisation of the frozen transformer: none, qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 "
@@ -116,9 +120,9 @@ class StepSection(Section):
         description="keep the block inputs that gradient_checkpointing recomputes from in pinned host memory")
     transformer_devices: list[str] = Field([],
         description="GPUs over which the transformer's blocks are divided, e.g. [cuda:0, cuda:1]; default train.device alone")
-    mixed_precision: Literal["auto", "bf16", "no"] = Field("auto",
-        description="dtype of the frozen weights: bf16, or no for float32; auto is bf16 but on GPUs without it. "
-        "float16 overflows in this model")
+    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = Field("auto",
+        description="what the model computes in: bf16; no for float32; fp16 for float32 whose large products and attention run in scaled "
+        "float16; auto is bf16, and on GPUs without it fp16 (float32 where they have no tensor cores). Plain float16 overflows in this model")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 means not")
     timestep_sampling: Literal["uniform", "logit_normal", "shift", "fixed_shift"] = Field("uniform",
         description="how noise levels are drawn: uniform (a safe start), logit_normal (more of the middle: texture and style), shift "
@@ -140,6 +144,10 @@ class StepSection(Section):
         description="steps in a row without a finite loss, after which the run stops; each such step is skipped")
 
 # %% ../nbs/00a_config.ipynb #e56c15ea
+def _hours(v):
+    if v is None or v == "auto" or isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0: return v
+    raise ValueError(f"`train.max_hours` must be a number of hours above 0, auto or null, got {v!r}; e.g. 8.5")
+
 class TrainSection(StepSection):
     "The run: how long, how precise, what it leaves behind."
     output_dir: PathStr = Field(".", description="folder that gets `checkpoints/`")
@@ -165,7 +173,9 @@ class TrainSection(StepSection):
     val_path: OptionalPath = Field(None, description="data set that is only evaluated")
     resume_checkpoint: OptionalPath = Field(None, description="checkpoint folder, or `latest`")
     force_resume: bool = Field(False, description="resume although data, seed, model or adapter differ from the checkpoint's")
-    max_hours: Optional[float] = Field(None, gt=0, description="stop, with a checkpoint, before this many hours are over")
+    max_hours: Annotated[Union[None, float, Literal["auto"]], BeforeValidator(_hours)] = Field("auto",
+        description="stop, with a checkpoint, before this many hours of `fit` are over; auto: half an hour before the session's end where "
+        "the place has one (Kaggle), counted from the session's start, and no end elsewhere; null: none anywhere")
     distributed: Literal["auto", "ddp", "fsdp"] = Field("auto",
         description="with `accelerate launch`: ddp (a copy of the base on each GPU), fsdp (the base divided over them); "
         "auto is what was launched")

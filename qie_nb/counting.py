@@ -106,6 +106,7 @@ def empty_transformer(
     "A job's transformer with its adapter."
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.config import make_config
+    from qie_nb.half import halve
     from qie_nb.lora import add_lora, compute_in_base
     from qie_nb.lora_dropout import install_sample_dropout, set_sample_seeds
     from qie_nb.on_table import put_on_table
@@ -119,7 +120,7 @@ def empty_transformer(
         lora = dict(r=job.r, target_modules=job.targets if isinstance(job.targets, str) else list(job.targets), use_dora=job.dora)
         add_lora(tr, make_config(dict(model=dict(lora=lora))).model.lora)
     if job.dropout: install_sample_dropout(tr, job.dropout), set_sample_seeds(tr, [0] * job.batch)
-    fix_attention(tr, job.kernel)
+    fix_attention(halve(tr) if job.half else tr, job.kernel)
     compute_in_base(tr, job.adapter < 4)
     if job.checkpointing: tr.enable_gradient_checkpointing()
     return tr.train()
@@ -175,7 +176,7 @@ def working_set(job:Job) -> int: # bytes
                   **{n: getattr(usual, n) for n in ("kind", "streaming", "offload", "devices", "optimizer", "ema", "accumulate")})
     work = _counted(few)[bool(job.kind)]
     if job.checkpointing: work += _inner(job) - _inner(few)
-    if job.checkpointing == "selective": work -= sum(stream_tokens(job).values()) * (job.dim * job.wide + job.heads * 4)
+    if job.checkpointing == "selective": work -= sum(stream_tokens(job).values()) * (job.dim * (2 if job.half else job.wide) + job.heads * 4)
     return max(0, work)
 
 # %% ../nbs/00ig_counting.ipynb #72d80ebc

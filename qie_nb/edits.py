@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from .encode import decode_latents, vae_factor
-from .models import device_of, prompt_text, resolve_model
+from .models import device_of, prompt_text
 from .modulation import seen_times
 from .on_table import table_of
 from .pictures import open_image
@@ -89,7 +89,7 @@ def _sets(prompt_image, n, several) -> list: # n lists of pictures
 def factor_of(components) -> int: # pixels of a picture for one of its latent
     "The VAE's factor, without the VAE."
     if "vae" in components.parts: return vae_factor(components.parts["vae"])
-    file = resolve_model(components.name, ["vae"], components.revision)/"vae"/"config.json"
+    file = components.folder_of("vae")/"vae"/"config.json"
     if not file.is_file(): raise FileNotFoundError(f"model folder {str(components.folder)!r} lacks vae/, which this job needs")
     return 2 ** len(json.loads(file.read_text())["temperal_downsample"])
 

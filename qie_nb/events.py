@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .pictures import figure
+from .places import where
 from .progress import kernel, watched
 
 # %% ../nbs/03d_events.ipynb #7e0d0006
@@ -239,10 +240,10 @@ def tensorboard_program() -> str: # path, or nothing
 
 def this_place() -> Place:
     "What can be told of where this runs."
-    env, live = os.environ, kernel() is not None
-    return Place(live, live and watched(), env.get("KAGGLE_KERNEL_RUN_TYPE", ""), "google.colab" in sys.modules,
-                 env.get("JUPYTERHUB_SERVICE_PREFIX", ""), server_prefix(), has_server_proxy(), env.get("TENSORBOARD_PROXY_URL", ""),
-                 bool(tensorboard_program()))
+    here, live = where(), kernel() is not None
+    kaggle = (here.run or "Interactive") * (here.name == "kaggle")
+    return Place(live, live and watched(), kaggle, "google.colab" in sys.modules, here.hub, server_prefix(), has_server_proxy(),
+                 os.environ.get("TENSORBOARD_PROXY_URL", ""), bool(tensorboard_program()))
 
 # %% ../nbs/03d_events.ipynb #7e0d0021
 def show_tensorboard(

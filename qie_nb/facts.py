@@ -16,7 +16,7 @@ import numpy as np
 from .data import ImageDataset
 from .entries import read_header, unpack_entry
 from .layers import examine
-from .models import VARIANTS, Components, component_digest, prompt_text, resolve_model, template_of
+from .models import VARIANTS, Components, component_digest, prompt_text, template_of
 from .pairs import look, marks_of
 from .prefix import whole_ids
 
@@ -172,7 +172,7 @@ def check_vae(dataset:ImageDataset, components:Components):
     if dataset.cache is None: raise ValueError("no cache is set, so there is no latent to decode")
     if components is None: raise ValueError("no VAE is at hand; give a model: `sample_viewer(dataset, model=...)`")
     if dataset.identity is None: raise ValueError("nobody has filled this cache yet, so there is no latent to decode")
-    folder = resolve_model(components.name, ["vae"], components.revision)
+    folder = components.folder_of("vae")
     if component_digest(folder, "vae") != dataset.identity["vae"]:
         raise ValueError(f"the cache was filled by another VAE than that of {components.name} ({dataset.identity.get('model')})")
 

@@ -173,7 +173,7 @@ def adapter_config(
     "peft's settings of an adapter, as far as a reader needs them."
     from peft import LoraConfig
     config, usual = transformer.peft_config[name].to_dict(), LoraConfig().to_dict()
-    keep = [k for k, v in config.items() if k in ("r", "lora_alpha") or v != usual.get(k)]
+    keep = [k for k, v in config.items() if k in ("r", "lora_alpha", "rank_pattern") or v != usual.get(k)]
     return {k: sorted(config[k]) if isinstance(config[k], set) else config[k]
             for k in keep if k not in ("inference_mode", "init_lora_weights", "base_model_name_or_path", "peft_version")}
 
@@ -238,7 +238,8 @@ def read_fitting(
     state, config, info = read_lora(file)
     state, known = {f"transformer.{k}": t for k, t in state.items()}, LoraConfig().to_dict()
     _check_fit(transformer, state, file)
-    return Read(file, state, {f"transformer.{k}": v for k, v in config.items() if k in known}, info)
+    config = dict(rank_pattern={}) | {k: v for k, v in config.items() if k in known} # diffusers 0.37 asks for it
+    return Read(file, state, {f"transformer.{k}": v for k, v in config.items()}, info)
 
 # %% ../nbs/00h_lora.ipynb #a141850d
 def load_lora(

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .cache import write_atomic
+from .flat import tree_of
 from .progress import quiet_bars
 
 # %% ../nbs/00ha_lora_files.ipynb #22ffe4bd
@@ -95,7 +96,7 @@ def find_lora(
 ) -> Path:
     "The LoRA file meant by a path. Raises FileNotFoundError, or ValueError for a pickle or several files."
     if is_hub_id(path): return from_hub(path)
-    path = Path(path)
+    path = tree_of(path)
     if path.is_dir(): return _pick(path, path)
     refuse_pickle(path)
     if not path.is_file():

@@ -12,10 +12,12 @@ import json, math
 from dataclasses import dataclass
 from pathlib import Path
 
+from .flat import tree_of
 from .lora import _UNUSED, is_target, target_modules
 from .models import resolve_model
 from .modulation import STREAMS
 from .quantise import KINDS, kind_of
+from .stored import stored_kind
 
 # %% ../nbs/00if_memory.ipynb #bf1af59a
 REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
@@ -35,6 +37,7 @@ class Job:
     text: int = 250         # tokens of its prompt, those of pictures included
     batch: int = 1          # samples
     wide: int = 2           # bytes of a number in the base's dtype: 2 bfloat16, 4 float32
+    half: bool = False      # are products and attention computed in float16 (`train.mixed_precision` fp16)? Then `wide` is 4
     adapter: int = 4        # bytes of a number in the dtype that adapters compute in; their masters are float32
     targets: tuple = ("to_q", "to_k", "to_v", "to_out.0") # suffixes, or one regular expression
     r: int = 16
@@ -73,7 +76,8 @@ def _table(config, t) -> bool: # as `qie_nb.table` decides
 def _train_fields(c, wide) -> dict: # of `Config`
     t = c.train
     return dict(checkpointing=t.gradient_checkpointing, adapter=4 if t.adapter_dtype == "float32" else wide,
-                compiled=bool(t.compile), streaming=t.block_streaming, offload=t.offload_activations, devices=max(1, len(t.transformer_devices)),
+                compiled=bool(t.compile) and t.mixed_precision != "fp16", streaming=t.block_streaming,
+                offload=t.offload_activations, devices=max(1, len(t.transformer_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay), accumulate=t.gradient_accumulation_steps)
 
 # %% ../nbs/00if_memory.ipynb #43bcedd3
@@ -85,10 +89,11 @@ def job_of(
 ) -> Job:
     "What a configuration asks for, on a GPU; a pair has one control picture unless told otherwise."
     d, t = config.data, transformer
-    wide, heads = wide or (4 if config.train.mixed_precision == "no" else 2), t["num_attention_heads"]
+    how, heads = config.train.mixed_precision, t["num_attention_heads"]
+    wide = wide or (4 if how in ("no", "fp16") else 2)
     said = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"], text_dim=t["joint_attention_dim"],
                 channels=t["in_channels"], zero_cond=bool(t.get("zero_cond_t")), target=d.image_size[0] * d.image_size[1] // 256,
-                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, kind=kind_of(config.model.quantize),
+                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, half=how == "fp16", kind=kind_of(config.model.quantize) or stored_kind(tree_of(config.model.pretrained_model_name_or_path)/"transformer"),
                 table=_table(config, t), kernel="flash" if wide == 2 else "efficient")
     return Job(**said | _adapter_fields(config.model.lora) | _train_fields(config, wide) | changes)
 
@@ -97,7 +102,7 @@ def model_facts(
     name:str="Qwen/Qwen-Image-Edit-2511", # folder, hub id, variant (v1, 2509, 2511) or tiny
 ) -> tuple: # (transformer's configuration, are pictures small for the text encoder?)
     "What a model's files say, or what is published of it."
-    folder = resolve_model(name) if name == "tiny" else Path(name).expanduser()
+    folder = resolve_model(name) if name == "tiny" else tree_of(name)
     file, index = folder/"transformer"/"config.json", folder/"model_index.json"
     t = json.loads(file.read_text()) if file.is_file() else REAL | dict(zero_cond_t="2511" in str(name))
     if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")
@@ -204,13 +209,14 @@ class BlockKept(Kept):
     def linear(self, layer, tokens, x, grad, held=False) -> bool: # does its output need a gradient?
         "`x` names the input, `grad` says whether it needs a gradient, `held` whether it is part of a tensor that is kept anyway."
         j, (i, o) = self.job, block_layers(self.job)[layer]
-        hit, quanto = j.hits(f"transformer_blocks.{self.number}.{layer}"), j.kind and KINDS[j.kind].library == "optimum-quanto"
+        hit, kind = j.hits(f"transformer_blocks.{self.number}.{layer}"), None if j.half else j.kind # products in float16 keep nothing
+        quanto = kind and KINDS[kind].library == "optimum-quanto"
         own, size = j.adapter > j.wide or j.dropout, max(j.adapter, j.wide)
         mine = f"{x if j.compiled and not j.dropout else layer + ' input'}, the adapter's"
         if hit and own: self.add(mine, tokens * i * size, "adapter: A")
         elif (hit or quanto and grad) and not held: self.add(x, tokens * i * j.wide, "adapter: A" if hit else "quanto")
         if hit: self.adapter(layer, tokens, i, o, grad, size)
-        if grad and j.kind and KINDS[j.kind].copies: self.add(f"{layer} weight", i * o * j.wide, j.kind)
+        if grad and kind and KINDS[kind].copies: self.add(f"{layer} weight", i * o * j.wide, j.kind)
         return hit or grad
 
     def adapter(self, layer, tokens, i, o, grad, size):
@@ -269,7 +275,7 @@ def _rms(k, name, tokens, grad):
 # %% ../nbs/00if_memory.ipynb #7bcb2542
 def attention(k:BlockKept, tokens:int):
     "What the kernel keeps of all tokens of a batch."
-    j, whole, each = k.job, tokens * k.job.dim * k.job.wide, tokens // k.job.batch
+    j, whole, each = k.job, tokens * k.job.dim * (2 if k.job.half else k.job.wide), tokens // k.job.batch
     if j.kernel == "math": # in float32
         for n in ("q, scaled", "k, scaled", "v"): k.add(n, tokens * j.dim * 4, "attention")
         return k.add("attention's probabilities", j.batch * j.heads * each**2 * 4, "attention")
@@ -295,9 +301,13 @@ def block_kept(
         for p in "qk": _rms(k, f"{s} {p}", t[s], needs[s, p])
     seen = any(needs.values())
     if seen: attention(k, sum(t.values()))
-    for s in t if number < job.layers - 1 else ("img",): # what the last block does to the text is dropped
-        whole = job.batch == 1 and job.kernel != "math" # a part of attention's output; of several samples it is copied
-        y = k.linear(f"attn.{_QKV[s][3]}", t[s], f"{s} attended", seen, whole and seen)
+    one = seen and job.batch == 1 and job.kernel != "math" # what is attended is a part of one tensor; of several samples it is copied
+    last = t if number < job.layers - 1 else ("img",) # what the last block does to the text is dropped
+    after = [job.hits(f"transformer_blocks.{number}.attn.{_QKV[s][3]}") for s in last]
+    if one and job.half and not job.dropout and any(after):
+        k.add("attended", sum(t.values()) * job.dim * 4, "adapter: A")
+    for s in last:
+        y = k.linear(f"attn.{_QKV[s][3]}", t[s], f"{s} attended", seen, one)
         k.gate(s, 1, t[s], y, mod[s])
         x = k.norm(s, 2, t[s], grads[s] or y or mod[s], mod[s])
         a = k.linear(f"{s}_mlp.net.0.proj", t[s], f"{s} modulated 2", x)
@@ -331,7 +341,7 @@ def kept(job:Job) -> Kept: # {what: (bytes in all blocks, what keeps it)}
         total.add("time embedding and which token has which", row_bytes(job) + img * 4 * job.zero_cond, "checkpointing")
     else: total.add("rotation", 4 * job.dim // job.heads * (job.target + job.control), "rotation")
     if job.checkpointing == "selective":
-        total.add("attention's output", job.layers * one, "selective checkpointing")
+        total.add("attention's output", job.layers * one // (1 + job.half), "selective checkpointing")
         total.add("attention's logarithms", job.layers * (img + txt) * job.heads * 4, "selective checkpointing")
     for layer, tokens, i in (("img_in", img, job.channels), ("txt_in", txt, job.text_dim), ("proj_out", img, job.dim)):
         if job.hits(layer): total.add(f"{layer} input and A's output", tokens * (i + job.r) * max(job.adapter, job.wide), "adapter")

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'COMPONENTS', 'Variant', 'template_of', 'prompt_text', 'positions_of', 'resolve_model', 'find_variant',
-           'native_areas', 'check_device', 'pick_dtype', 'check_weights', 'load_component', 'Components', 'offload',
-           'device_of', 'component_digest']
+           'native_areas', 'check_device', 'pick_dtype', 'check_weights', 'component_class', 'load_component',
+           'Components', 'offload', 'device_of', 'component_digest']
 
 # %% ../nbs/00c_models.ipynb #e7f003db
-import hashlib, importlib, inspect, json
+import hashlib, importlib, inspect, json, shutil
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +16,12 @@ from pathlib import Path
 import torch
 
 from .cache import file_digest
+from .files import free_bytes
+from .flat import tree_of
 from .progress import quiet_bars
 from .quantise import check_kind, kind_of
+from .source import HubShards, model_below, source_of
+from .stored import check_stored, origin_of, stored_kind
 from .stream import stream
 
 # %% ../nbs/00c_models.ipynb #44abf60d
@@ -87,18 +91,10 @@ def resolve_model(
 ) -> Path: # local folder
     "Folder of a model, downloading the named components of a hub model."
     if name == "tiny": return Path(__file__).parent/"assets"/"tiny-edit"
-    folder = Path(name).expanduser()
-    if folder.is_dir(): return folder
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is not a folder; "
-                                "give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
-    from huggingface_hub import snapshot_download
-    wanted = ["model_index.json", "qie_nb.json", "transformer/config.json", *(f"{c}/*" for c in components)]
-    if quiet_bars(): print(f"model {name}: files that are not here yet are downloaded", flush=True)
-    try: return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
-    except Exception as e:
-        raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is no local folder and cannot be downloaded "
-                                f"({type(e).__name__}); attach the model as a folder and give its path") from e
+    if source := source_of(name, revision):
+        quiet_bars()
+        return source.fetch_all(components)
+    return model_below(tree_of(name))
 
 # %% ../nbs/00c_models.ipynb #26ddae71
 def find_variant(
@@ -148,11 +144,12 @@ def check_device(
 
 # %% ../nbs/00c_models.ipynb #50e04a31
 def pick_dtype(
-    mixed_precision:str, # auto, bf16 or no
+    mixed_precision:str, # auto, bf16, fp16 or no
     device="cpu", # where it will be computed
 ) -> tuple: # (torch dtype, reason)
     "Dtype of the frozen weights. Before compute capability 8.0 bfloat16 is only emulated, whatever `torch.cuda.is_bf16_supported()` says."
     if mixed_precision == "no": return torch.float32, "mixed_precision is no"
+    if mixed_precision == "fp16": return torch.float32, "float16 inside products and attention alone, as `qie_nb.half` does it"
     if _has_bf16(torch.device(device)): return torch.bfloat16, "the checkpoint's own dtype; float16 overflows in this model"
     slow = f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own"
     if mixed_precision == "bf16":
@@ -174,6 +171,23 @@ def check_weights(
     if weights and not any((Path(folder)/name).glob("*.safetensors")):
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
 
+_SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
+
+# %% ../nbs/00c_models.ipynb #6986a5f9
+def component_class(
+    folder, # local model folder
+    name:str, # one of `COMPONENTS`
+) -> tuple: # (library's name, class)
+    "The class that model_index.json names for a component."
+    index = json.loads((Path(folder)/"model_index.json").read_text())
+    if not index.get(name) or None in index[name]:
+        raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that holds it")
+    library, cls = index[name]
+    if library not in ("diffusers", "transformers"):
+        raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
+    return library, getattr(importlib.import_module(library), cls)
+
+# %% ../nbs/00c_models.ipynb #a2dfa46f
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
@@ -184,16 +198,14 @@ def load_component(
     keeper=None, # where its weights are kept, as for `stream`
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
-    index = json.loads((Path(folder)/"model_index.json").read_text())
-    if not index.get(name) or None in index[name]:
-        raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that holds it")
-    library, cls = index[name]
-    if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
-    cls = getattr(importlib.import_module(library), cls)
+    library, cls = component_class(folder, name)
     quiet_bars()
     if not issubclass(cls, torch.nn.Module): check_weights(folder, name, False); return cls.from_pretrained(folder, subfolder=name)
     check_weights(folder, name)
+    check_stored(Path(folder)/name, kind, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
+    if origin_of(Path(folder)/name).get("table") and not prepare:
+        raise ValueError(f"{str(Path(folder)/name)!r} has no modulation layers, only a table of them; "
+                         "load it through the trainer, which puts it on the table")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
     try:
@@ -214,14 +226,16 @@ class Components:
         quantize:dict=None, # {component: one of `qie_nb.quantise.KINDS`, or a bool}
         revision:str=None, # hub revision
         offload:tuple=(), # components that stay in host memory; each layer visits the device
+        release="auto", # delete a hub's files when they are quantised? auto: where the disk does not hold them
     ):
         self.name, self.dtype, self.revision, self.devices, self.offload = name, dtype, revision, dict(devices or {}), tuple(offload)
         self.quantize = {k: kind_of(v) for k, v in (quantize or {}).items()}
-        self.folder = resolve_model(name, revision=revision)
+        self.folder, self.release = resolve_model(name, revision=revision), release
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
         self.parts, self.built = {}, [] # what is in memory, and what was ever built
         self.prepare, self.keepers = {}, {} # {component: function of the model while it is still empty}, {component: where its weights are kept}
+        self.sets = lambda: {} # times of the modulation table that a transformer made from a hub's files shall have in place of its layers
 
     def __repr__(self):
         v = self.variant
@@ -249,8 +263,6 @@ def device_of(part:torch.nn.Module) -> torch.device:
 # %% ../nbs/00c_models.ipynb #2ac5561c
 from fastcore.basics import patch
 
-_SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
-
 @patch
 def check(self:Components,
     *names, # components; all that have a setting when none is named
@@ -259,8 +271,41 @@ def check(self:Components,
     for n in names or {*self.quantize, *self.offload}:
         key = _SETTING.get(n, f"quantize[{n!r}]")
         kind = check_kind(self.quantize.get(n), self.devices.get(n, "cpu"), key)
+        check_stored(self.folder/n, kind, self.dtype, key)
         if kind and n in self.offload:
             raise ValueError(f"`{key}` {kind} does not go with `model.{n}_offload`, whose layers travel at full width; choose one of them")
+
+# %% ../nbs/00c_models.ipynb #7d40c002
+@patch
+def releases(self:Components,
+    name:str, # component
+) -> bool:
+    "Are the files of a component deleted when they are quantised?"
+    source, kind = source_of(self.name, self.revision), kind_of(self.quantize.get(name))
+    if source is None or not kind or kind == "qint4" or not self.release or not source.weights(name): return False
+    return self.release is True or sum(source.missing(name).values()) > free_bytes(source.hub.folder)
+
+@patch
+def _made(self:Components, source, name) -> Path: # what is made of a component that is quantised while it is fetched
+    kind, dtype = kind_of(self.quantize.get(name)), str(self.dtype).removeprefix("torch.")
+    return source.store/f"{name}-{kind}-{dtype}{'-table' * bool(name == 'transformer' and self.sets())}"/name
+
+@patch
+def folder_of(self:Components, name:str) -> Path: # a model folder
+    "Where a component is, fetched or made now if it is not here yet."
+    from qie_nb.prequantised import make_stored, rows_bytes, stored_bytes
+    source, kind = source_of(self.name, self.revision), kind_of(self.quantize.get(name))
+    if source is None: return self.folder
+    sets, made = self.sets() if name == "transformer" else {}, self._made(source, name).parent
+    if not (made/name).is_dir():
+        if not self.releases(name): return resolve_model(self.name, [name], self.revision)
+        cls, shards = component_class(self.folder, name)[1], HubShards(source, name)
+        config = json.loads((shards.folder/"config.json").read_text())
+        rows = 2 * rows_bytes(sets, config, self.dtype) if sets else 0 # twice while they are packed
+        source.announce(name, stored_bytes(cls, shards.folder, kind, self.dtype, bool(sets)) + rows)
+        make_stored(cls, shards, made/name, kind, self.dtype, self.devices.get(name, "cpu"), sets, whole=name != "transformer")
+    shutil.copyfile(self.folder/"model_index.json", made/"model_index.json")
+    return made
 
 # %% ../nbs/00c_models.ipynb #4c2f04cf
 @patch
@@ -269,7 +314,7 @@ def get(self:Components, name:str):
     if name not in COMPONENTS: raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
     if name not in self.parts:
         self.check(name)
-        folder, device, away = resolve_model(self.name, [name], self.revision), self.devices.get(name, "cpu"), name in self.offload
+        folder, device, away = self.folder_of(name), self.devices.get(name, "cpu"), name in self.offload
         part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)), self.prepare.get(name),
                               self.keepers.get(name))
         self.parts[name] = offload(part, device) if away else part
@@ -316,11 +361,12 @@ def component_digest(
     folder, # local model folder
     name:str, # component
 ) -> str: # 16 hex digits
-    "Digest of a component's weights and settings; a renamed folder keeps it."
+    "Digest of a component's weights and settings; a renamed folder keeps it, and so does a prequantised copy."
     if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
-    parts = []
+    origin = origin_of(Path(folder)/name)
+    parts = [f["sha256"] for f in origin.get("files", {}).values()]
     for p in sorted((Path(folder)/name).iterdir()):
-        if p.suffix == ".safetensors": parts.append(file_digest(p))
+        if p.suffix == ".safetensors" and not origin: parts.append(file_digest(p))
         elif p.name.endswith("config.json") and p.name not in _ASIDE:
             settings = {k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}
             parts.append(json.dumps(settings, sort_keys=True))
@@ -331,18 +377,21 @@ def component_digest(
 @patch
 def has_encoders(self:Components) -> bool:
     "Are the encoders' files at hand, so that their digest can be taken?"
-    return all((self.folder/c).is_dir() for c in ("vae", "text_encoder", "tokenizer", "processor"))
+    source = source_of(self.name, self.revision)
+    here = lambda c: (self.folder/c).is_dir() and (source is None or self._made(source, c).is_dir() or not source.missing(c))
+    return all(here(c) for c in ("vae", "text_encoder", "tokenizer", "processor"))
 
 @patch
 def identity(self:Components) -> dict:
     "What the cache's keys and manifest say of these encoders."
-    folder = resolve_model(self.name, ["vae", "text_encoder", "tokenizer", "processor"], self.revision)
-    size = sum(p.stat().st_size for p in (folder/"text_encoder").glob("*.safetensors"))
-    if size > 2e9: print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
-    text = "-".join(component_digest(folder, c) for c in ("text_encoder", "tokenizer", "processor"))
+    at = {c: self.folder_of(c) for c in ("vae", "text_encoder", "tokenizer", "processor")}
+    size = sum(p.stat().st_size for p in (at["text_encoder"]/"text_encoder").glob("*.safetensors"))
+    if size > 2e9 and not stored_kind(at["text_encoder"]/"text_encoder"):
+        print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
+    text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
-                vae=component_digest(folder, "vae"),
+                vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{kind_of(self.quantize.get('text_encoder')) or 'plain'}",
                 template=f"{template}-{positions_of(self.variant.pipeline)}",
                 dtype=str(self.dtype).removeprefix("torch."), **self.areas)

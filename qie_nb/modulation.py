@@ -103,7 +103,7 @@ class ModulationTable:
         cache=None, # `EmbeddingCacheManager` where entries are kept, or None: in memory
     ):
         self.base, self.dtype, self.blocks, self.folder, self.cache = base, dtype, blocks, folder and Path(folder), cache
-        self.places, self.sets, self.width = OrderedDict(), [], 0 # {time: (number of its set, row)}; of each set one [T, 12, dim] a block, as bytes
+        self.places, self.sets = OrderedDict(), [] # {time: (number of its set, row)}; of each set one [T, 12, dim] a block, as bytes
         self.told, self.tell = set(), True # times that a sentence was said about; is one to be said?
 
     def __repr__(self):
@@ -125,10 +125,7 @@ def missing(self:ModulationTable,
 @patch
 def _take(self:ModulationTable, times, blocks):
     self.places |= {t: (len(self.sets), n) for n, t in enumerate(times)}
-    self.sets.append([_bytes(b) for b in blocks])
-    self.width = blocks[0].shape[-1]
-
-def _bytes(t): return np.from_dlpack(t.view(torch.uint8)) # copied as such, whatever the dtype, without an operation of torch for each block
+    self.sets.append([b.view(torch.uint8).numpy() for b in blocks]) # copied as bytes, whatever the dtype
 
 # %% ../nbs/00i_modulation.ipynb #183cd7d4
 @patch
@@ -214,13 +211,14 @@ def _keep(self:ModulationTable, rows, parts):
 def nearest(self:ModulationTable,
     time:float, # as `seen_times` gives it
 ) -> float: # a time of the table
-    "The time itself, else the nearest one, which is said once."
+    "The time itself, else the nearest one, which is said for the first that is lacking."
     if time in self.places: return time
     if not self.places: raise ValueError("the modulation table is empty; make a set of times first")
     near = min(self.places, key=lambda t: abs(t - time))
-    if self.tell and time not in self.told:
+    if self.tell and not self.told:
         self.told.add(time)
-        print(f"timestep {time * 1000:g} is not in the modulation table: {near * 1000:g}, the nearest, is taken")
+        print(f"timestep {time * 1000:g} is not in the modulation table: {near * 1000:g}, the nearest, is taken; "
+              f"so it is with all that are not among its {len(self.places)}")
     return near
 
 # %% ../nbs/00i_modulation.ipynb #7593c30d
@@ -231,8 +229,6 @@ def rows(self:ModulationTable,
 ) -> torch.Tensor: # [len(times), 12 * blocks, dim]
     "The rows of some times, on a device."
     places = [self.places[self.nearest(t)] for t in times]
-    out = torch.empty(len(times), self.blocks * 12, self.width, dtype=self.dtype, pin_memory=torch.device(device).type == "cuda")
-    raw = _bytes(out)
-    for n, (s, row) in enumerate(places):
-        for b, block in enumerate(self.sets[s]): raw[n, b * 12:b * 12 + 12] = block[row]
-    return out.to(device, non_blocking=True)
+    raw = np.concatenate([block[row] for s, row in places for block in self.sets[s]]).reshape(len(times), self.blocks * 12, -1)
+    out = torch.from_numpy(raw).view(self.dtype)
+    return (out.pin_memory() if torch.device(device).type == "cuda" else out).to(device, non_blocking=True)

@@ -51,7 +51,9 @@ class Lookup:
     ):
         "Fetch the rows of a call; those of the last call serve again where it is the same (guidance)."
         timestep, self.next = timestep if self.next is None else self.next, None
-        times = floats_of(timestep.to("cpu", self.table.dtype)) + [0.] * self.zero
+        own, t = self.table.dtype, timestep.to("cpu")
+        times = floats_of(t) if t.dtype == own else seen_times((t.double() * 1000).round(decimals=3), own) # a copy's rows may be narrower than the run
+        times += [0.] * self.zero
         if self.key != (times, device): self.key, self.rows = (times, device), self.table.rows(times, device)
 
     def append(self,
@@ -60,7 +62,7 @@ class Lookup:
         "The time embedding with the call's rows behind it."
         rows = self.rows
         if self.zero: rows = torch.cat([rows[:-1], rows[-1:].expand(len(rows) - 1, -1, -1)])
-        return torch.cat([temb[:, None], rows], 1)
+        return torch.cat([temb[:, None], rows.to(temb.dtype)], 1)
 
 # %% ../nbs/00ia_on_table.ipynb #f7091425
 def _choose(transformer, args, kwargs):

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from .models import device_of, resolve_model
+from .models import device_of
 from .modulation import STREAMS
 from .quantise import _KEEP, KINDS, held_bytes, kind_of
 from .shown import table_html
+from .stored import stored_kind
 from .stream import weight_files
 
 # %% ../nbs/02aa_place.ipynb #ec58079d
@@ -33,6 +34,7 @@ def component_bytes(
     table:bool=False, # a transformer on the modulation table, without its modulation layers?
 ) -> int:
     "Bytes that a component's weights take in memory, from the headers of its files."
+    if stored_kind(folder): return sum(p.stat().st_size for p in Path(folder).glob("*.safetensors"))
     taken = lambda n, shape: kind and len(shape) == 2 and n.endswith(".weight") and not any(fnmatch(n, p) for p in _KEEP)
     width = lambda n, t: KINDS[kind].bits / 8 if taken(n, t["shape"]) else dtype.itemsize
     files = weight_files(folder) if any(Path(folder).glob("*.safetensors")) else [] # one that is not there is told when it is needed
@@ -200,7 +202,7 @@ def plan_predict(self:PlaceMethods) -> Placement:
     if keeper := parts.keepers.get("transformer"): fixed["transformer"] = keeper.why
     if self.running and wanted.setdefault("transformer", there["transformer"]) == there["transformer"]:
         fixed["transformer"] = "it is trained there"
-    file = {n: resolve_model(parts.name, [n], parts.revision)/n for n in PARTS if n not in there}
+    file = {n: parts.folder_of(n)/n for n in PARTS if n not in there}
     table = "transformer" in parts.prepare or self.config.model.modulation_table is True
     sizes = {n: held_bytes(parts.parts[n]) if n in there else component_bytes(file[n], parts.dtype, kinds.get(n), table) for n in PARTS}
     devices = {main, "cpu", *wanted.values(), *there.values()}

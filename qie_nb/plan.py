@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'FREE', 'PUBLISHED', 'TEXT_NF4', 'Card', 'card_of', 'step_work', 'ways', 'cost', 'way_name', 'way_settings',
-           'Plan', 'plan']
+           'Plan', 'encoder_settings', 'plan']
 
 # %% ../nbs/03b_plan.ipynb #cc7f4e06
 import math, re
@@ -15,11 +15,13 @@ import torch
 
 from .config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
-from .doctor import doctor, selfcheck
-from .memory import Job, block_layers, job_of, model_facts, prompt_tokens, stream_tokens
+from .disk import ENCODERS
+from .flat import tree_of
+from .memory import Job, block_layers, job_of, model_facts, parameters, prompt_tokens, stream_tokens
 from .place import plan_placement, work_bytes
 from .quantise import kind_of
 from .shown import note, table_html
+from .stored import stored_kind
 
 # %% ../nbs/03b_plan.ipynb #0c3c223e
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Card:
     bytes: int          # of each
     bf16: bool = True   # of its own?
     count: int = 1
+
+    @property
+    def tensor_cores(self) -> bool: return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower()) # from compute capability 7.0
 
 _GIB = dict(t4=14.56, l4=22.0, a10g=22.0, rtx3090=23.6, rtx4090=23.6, rtx5090=31.3, a100_40=39.4, a100_80=79.2, h100=79.1, h200=139.8)
 CARDS = {n: Card(n.upper().replace("RTX", "RTX ").replace("_", " "), int(gib * 2**30), n != "t4") for n, gib in _GIB.items()}
@@ -100,7 +105,8 @@ def way_name(job:Job) -> str:
     again = {False: "nothing recomputed", "selective": "all but attention recomputed", True: "blocks recomputed"}[job.checkpointing]
     more = [s for s, used in (("blocks streamed", job.streaming), ("inputs in host memory", job.offload),
                               (f"on {job.devices} GPUs", job.devices > 1)) if used]
-    return ", ".join([job.kind or ("float32" if job.wide == 4 else "bfloat16"), again, *more])
+    form = [job.kind] * bool(job.kind) or ["float32" if job.wide == 4 else "bfloat16"]
+    return ", ".join([*form, *["products in float16"] * job.half, again, *more])
 
 # %% ../nbs/03b_plan.ipynb #82362382
 def way_settings(
@@ -183,12 +189,13 @@ def _repr_html_(self:Plan):
     return f"<h3>{escape(self._head())}</h3>" * bool(self.card) + changes + "".join(note(n) for n in self.notes) + tables
 
 # %% ../nbs/03b_plan.ipynb #4387e3d2
-PUBLISHED = dict(text_encoder=16.6e9, vae=0.25e9, transformer=40.9e9) # bytes in bfloat16
+PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
 TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantiser takes, and the rest in bfloat16
 
 _SMALL = "; with `model.modulation_table` true, which a trainer that only predicts has to be told"
 
 def _other(job, card) -> list: # (job, what it takes)
+    if parameters(replace(job, table=False)) < 1e9: return [] # a tiny model's are no question
     scale, area = job.wide / 2, job.target * 256
     text, work = PUBLISHED["text_encoder"] * scale, work_bytes(max(area, job.control * 256))
     need = text + PUBLISHED["vae"] * scale + max(work["vae"], work["text_encoder"])
@@ -204,6 +211,24 @@ def _other(job, card) -> list: # (job, what it takes)
     packed, free = ("transformer",) if job.kind else (), {f"cuda:{n}": card.bytes for n in range(card.count)} | dict(cpu=math.inf)
     places = plan_placement(sizes, free, "cuda:0", work=work, quantised=packed)
     return [("precompute", made), *((f"predict: {n}", f"{gb(p.bytes)}, {p.device} {p.how}: {p.why}" + _SMALL * (small and n == "transformer")) for n, p in places.items())]
+
+# %% ../nbs/03b_plan.ipynb #0a76d018
+def encoder_settings(
+    job:Job,
+    card:Card, # or None
+    config, # `Config`; what it says of the encoders stands
+) -> dict: # {section: {key: value}}
+    "What makes precompute fit a card, for a model of the published one's size."
+    m, c, scale, out = config.model, config.cache, job.wide / 2, {}
+    if not card or parameters(replace(job, table=False)) < 1e9: return out
+    work, room = work_bytes(256 * max(job.target, job.control)), (1 - FREE) * card.bytes
+    text, vae = (0 if m.text_encoder_offload else PUBLISHED["text_encoder"] * scale), PUBLISHED["vae"] * scale
+    together = lambda: text + vae + max(work["vae"], work["text_encoder"])
+    small = TEXT_NF4[0] + TEXT_NF4[1] * scale
+    if kind_of(m.text_encoder_quantize): text = small
+    elif (text + work["text_encoder"] if card.count > 1 else together()) > room: text, out["model"] = small, dict(text_encoder_quantize="nf4")
+    if together() > room and c.vae_encoder_device == "auto": out["cache"] = dict(vae_encoder_device="cuda:1" if card.count > 1 else "cpu")
+    return out
 
 # %% ../nbs/03b_plan.ipynb #5a3c06a7
 def _area(resolution, data) -> tuple: # (width, height)
@@ -229,11 +254,13 @@ def plan(
     model, c = model and str(model), make_config(config)
     t, plus = model_facts(model or (c.model.pretrained_model_name_or_path if config is not None else "2511"))
     size, card = _area(resolution, c.data), card_of(gpu)
-    wide = 4 if c.train.mixed_precision == "no" or c.train.mixed_precision == "auto" and card and not card.bf16 else 2
-    job = job_of(c, transformer or t, wide)
+    old = c.train.mixed_precision == "auto" and card and not card.bf16
+    job = job_of(c, transformer or t, 4 if old else None)
+    if old and card.tensor_cores: job = replace(job, half=True, compiled=False)
     job = replace(job, target=size[0] * size[1] // 256, control=controls * job.control,
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
-    return _choose(job, c, card, size, quantize)
+    own = stored_kind(tree_of(model or c.model.pretrained_model_name_or_path)/"transformer") # a prequantised copy has no other form
+    return _choose(job, c, card, size, own or quantize)
 
 # %% ../nbs/03b_plan.ipynb #3da04ba0
 def _choose(job, c, card, size, quantize) -> Plan:
@@ -241,7 +268,9 @@ def _choose(job, c, card, size, quantize) -> Plan:
     for way in ways(job, card, None if quantize is None else (kind_of(quantize),)) if card else ():
         out.tried.append(memory_of(way))
         if out.chosen is None and out.fits(out.tried[-1]): out.chosen = out.tried[-1]
-    if out.chosen: out.changes = way_settings(out.chosen.job, c)
+    if out.chosen:
+        out.changes = way_settings(out.chosen.job, c)
+        for section, keys in encoder_settings(out.chosen.job, card, c).items(): out.changes[section] = out.changes.get(section, {}) | keys
     if list(size) != list(c.data.image_size): out.changes = dict(data=dict(image_size=list(size))) | out.changes
     out.notes, out.other = _notes(out), _other(out.shown.job, card)
     return out
@@ -259,6 +288,7 @@ def _notes(p:Plan) -> list: # sentences
                    f"would save {less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
     if m.host: out.append(f"host memory: {m.host / 1e9:.1f} GB that are pinned while training")
     if card and not card.bf16 and m.job.wide == 4:
-        out.append(f"{card.name} has no bfloat16 of its own, so it computes in float32; `train.mixed_precision` bf16 needs about half the "
+        how = "in float32, its large products and attention in scaled float16" if m.job.half else "in float32"
+        out.append(f"{card.name} has no bfloat16 of its own, so it computes {how}; `train.mixed_precision` bf16 needs about half the "
                    "room beside quantised weights, but is emulated there, and slow")
     return out

@@ -14,9 +14,10 @@ from .cache import PREFIX, claim, leftovers
 from .data import ImageDataset
 from .encoder import Encoder
 from .entries import entry_bytes
-from .files import DiskFull, block_size, free_bytes, megabytes
+from .files import DiskFull, block_size, megabytes
 from .layers import examine
 from .overlap import Ahead, Recent, Writer
+from .places import where
 from .prefix import Unshared, front_tokens, suffix_ids, whole_ids
 from .progress import Progress, short_time
 from .samples import PictureChanged
@@ -117,7 +118,7 @@ def check_space(
     of_them:int=0, # bytes of the modulation table
 ):
     "Say what a job will take, and refuse it where it cannot fit."
-    free = free_bytes(folder)
+    free = where().room(folder)
     of_them = f" ({of_them/1e6:.1f} MB of them the modulation table)" if of_them else ""
     print(f"precompute: {(said or need)/1e6:.1f} MB to write{of_them}, {free/1e6:.0f} MB free in {folder}")
     if need > free:

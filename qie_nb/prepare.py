@@ -13,6 +13,7 @@ from .batches import BucketBatchSampler
 from .cache import CacheEntryError, EmbeddingCacheManager
 from .data import ImageDataset, find_samples, loader, split_held_out
 from .encoder import Encoder
+from .flat import tree_of
 from .models import check_device, prompt_text
 from .pictures import Geometry
 from .precompute import my_share, precompute
@@ -92,7 +93,7 @@ def _drop_useless(self:CacheMethods, dataset):
 def _check_holes(self:CacheMethods, dataset):
     "Where a hole in the cache cannot be filled, there must be none."
     if dataset.cache is None: return
-    local = self.components.name == "tiny" or Path(self.components.name).expanduser().is_dir()
+    local = self.components.name == "tiny" or tree_of(self.components.name).is_dir()
     dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
     if not dataset.cached_only: return
     if dataset.identity is None:
@@ -185,7 +186,7 @@ def encode_batch(self:CacheMethods, batch) -> dict:
 @patch
 def encoding(self:CacheMethods, enc):
     "Within, an encoder that runs out of memory is let go, and what helps is said."
-    size = lambda name: sum(p.stat().st_size for p in (self.components.folder/name).glob("*.safetensors"))
+    size = lambda name: sum(p.stat().st_size for p in (self.components.folder_of(name)/name).glob("*.safetensors"))
     return memory_advice("encoding", lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")}), enc.release)
 
 # %% ../nbs/00o_prepare.ipynb #e9d9654f

@@ -41,9 +41,10 @@ class Progress:
         what:str="", # name of the work
         start:int=0, # steps done before, e.g. on resume
         every:float=10., # seconds between plain lines, while the log is young
-        stream=None, # default stderr
+        stream=None, # default stderr; lines in a notebook go to stdout, for saved notebooks show stderr on red
     ):
         self.total, self.what, self.start, self.every, self.stream = total, what, start, every, stream or sys.stderr
+        self.lines = stream or (sys.stderr if kernel() is None else sys.stdout)
         self.n, self.t0, self.bar = start, time.time(), None
         self.due = self.t0 + min(1., every)
         Progress.began = Progress.began or self.t0
@@ -69,7 +70,7 @@ class Progress:
         if self.every and left is not None and 0 < left < 3: return # the last line follows at once
         self.due = now + min(300., max(self.every, (now - Progress.began) / 20)) if self.every else now
         left = "?" if left is None else short_time(left)
-        print(f"{self.what} {self.n}/{self.total}, {rate:.2f}/s, {left} left {note}".rstrip(), file=self.stream, flush=True)
+        print(f"{self.what} {self.n}/{self.total}, {rate:.2f}/s, {left} left {note}".rstrip(), file=self.lines, flush=True)
 
     def close(self):
         if self.bar is None: return

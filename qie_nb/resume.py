@@ -14,7 +14,10 @@ import torch
 from . import checkpoint as ckpt
 from . import lora
 from .callback import RunState
+from .disk import DiskPlan, Item, run_items
 from .identity import base_digest, check_same_run, data_facts, settings_facts, told
+from .memory import job_of
+from .places import where
 from .processes import divided_state, like, whole_state
 from .quantise import kind_of
 
@@ -44,15 +47,15 @@ def run_facts(self:ResumeMethods,
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "batch_sampler", None)
     encoders = getattr(dataset, "identity", None) or {}
-    dtype = str(self.weight_dtype).removeprefix("torch.")
+    dtype = str(self.weight_dtype).removeprefix("torch.") + ", products in float16" * self.half
     return dict(settings=settings_facts(self.config, dtype, kind_of(self.quantize), getattr(sampler, "batch_size", None)),
                 base=f"{self.components.variant.name} {base_digest(self._base_folder())}", data=data_facts(dataset),
                 encoders=" ".join(str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders) or None)
 
 @patch
 def _base_folder(self:ResumeMethods):
-    from qie_nb.models import resolve_model
-    return resolve_model(self.components.name, ["transformer"], self.components.revision)
+    self.components.quantize["transformer"] = kind_of(self.quantize)
+    return self.components.folder_of("transformer")
 
 # %% ../nbs/01aa_resume.ipynb #55e92c0f
 @patch
@@ -155,8 +158,15 @@ def _check_writable(self:ResumeMethods):
         self.checkpoint_root().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.checkpoint_root()): pass
     except OSError as e:
-        where = self.config.train.output_dir
-        raise ValueError(f"`train.output_dir` {where!r} cannot be written ({e.strerror}); set it to a folder that can") from None
+        folder = self.config.train.output_dir
+        raise ValueError(f"`train.output_dir` {folder!r} cannot be written ({e.strerror}); set it to a folder that can") from None
+
+@patch
+def _check_room(self:ResumeMethods):
+    "Checkpoints, logs and a modulation table that is still to be made have to fit the disk and the place's quota."
+    items = run_items(self.config, job_of(self.config, self._transformer_config(), self.weight_dtype.itemsize))
+    if table := sum(self.modulation_bytes()): items.append(Item("modulation table", table, self._empty_table().cache.cache_dir, "is not there yet"))
+    DiskPlan(items, where()).check()
 
 # %% ../nbs/01aa_resume.ipynb #08a30613
 @patch

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from .callback import Callback
+from .places import time_limit
 
 # %% ../nbs/00p_stops.ipynb #9532bd55
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
@@ -38,16 +39,17 @@ def _say(text): # a signal may come in the middle of a print
 # %% ../nbs/00p_stops.ipynb #d340ca5f
 class Deadline(Callback):
     "Ends a run while there is still time to save it."
-    def on_train_begin(self, t): self.last, self.longest = time.time(), 0.
+    def on_train_begin(self, t):
+        self.last, self.longest = time.time(), 0.
+        self.end, self.what = time_limit(t.config.train.max_hours, t.state.began)
 
     def on_step_end(self, t):
-        hours, s = t.config.train.max_hours, t.state
-        if not hours: return
+        s = t.state
+        if self.end is None: return
         if s.save_seconds is None: t.save_checkpoint(s.epoch, s.global_step, by_epoch=s.epoch_ended)
         now = time.time()
         self.longest, self.last = max(self.longest, now - self.last), now
-        left = hours * 3600 - (now - s.began)
-        if left <= self.longest + 1.5 * s.save_seconds: s.stop = s.stop or f"max_hours {hours:g} is nearly over"
+        if self.end - now <= self.longest + 1.5 * s.save_seconds: s.stop = s.stop or f"{self.what} is nearly over"
 
 # %% ../nbs/00p_stops.ipynb #ae2782d0
 class Finite:
@@ -81,9 +83,12 @@ def check_finite(t):
     there = all(torch.is_tensor(n) and n.device == t.finite.skipped.device for n in (s.loss, s.grad_norm)) # not fetched yet
     s.skipped, row, *rest = t.finite.read(*(s.loss, s.grad_norm) if there else ())
     if there: s.loss, s.grad_norm = rest
+    watch = getattr(getattr(t, "transformer", None), "half_watch", None)
+    if row and watch and watch.first(): print(f"a step was skipped: not finite first in {watch.found}")
     if row < t.config.train.stop_after_nonfinite: return
+    where = watch.found if watch else "" # of products in float16
     t.state.suspect = True
-    t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}); none of them changed anything: "
+    t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where and f', first in {where}'}); none of them changed anything: "
                     "lower `optimizer.lr`, or look at the last batch's pictures")
 
 def logged(t) -> bool:

@@ -8,17 +8,20 @@ __all__ = ['TableMethods']
 # %% ../nbs/01ac_table.ipynb #4ba7a02a
 import json
 
+import torch
 from fastcore.basics import patch
 
 from .cache import EmbeddingCacheManager
 from .data import ImageDataset
 from .edits import factor_of
-from .identity import base_digest
+from .identity import transformer_digest
 from .lora import check_targets, is_target
 from .models import check_weights
 from .modulation import ModulationTable, beyond_training, seen_times, training_times
 from .on_table import put_on_table, table_of, uses_modulation
 from .sample import sampling_schedule
+from .source import source_of
+from .stored import origin_of
 from .stream import empty_model
 
 # %% ../nbs/01ac_table.ipynb #b7edd66b
@@ -34,13 +37,20 @@ class TableMethods:
 # %% ../nbs/01ac_table.ipynb #31b32307
 @patch
 def _transformer_config(self:TableMethods) -> dict:
-    check_weights(self._base_folder(), "transformer")
-    return json.loads((self._base_folder()/"transformer"/"config.json").read_text())
+    folder = self.components.folder # of a hub's model these small files are always there
+    if not source_of(self.components.name, self.components.revision): check_weights(folder, "transformer")
+    return json.loads((folder/"transformer"/"config.json").read_text())
+
+@patch
+def _needs_table(self:TableMethods) -> str: # "" where the modulation layers are there
+    "Why nothing but a table will do."
+    folder = self.components.folder/"transformer"
+    return f"{str(folder)!r} has no modulation layers, only a table of them" if origin_of(folder).get("table") else ""
 
 @patch
 def _layers(self:TableMethods) -> list: # names of the linear layers
     from diffusers import QwenImageTransformer2DModel
-    empty = empty_model(QwenImageTransformer2DModel, self._base_folder()/"transformer")
+    empty = empty_model(QwenImageTransformer2DModel, self.components.folder/"transformer")
     return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
 # %% ../nbs/01ac_table.ipynb #2670ab83
@@ -60,14 +70,26 @@ def why_modulation(self:TableMethods,
 # %% ../nbs/01ac_table.ipynb #5fe2cfa5
 @patch
 def _empty_table(self:TableMethods, cache=None) -> ModulationTable:
-    folder = self._base_folder()
-    cache = cache or getattr(self._encoder, "cache", None) or (EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
-    return ModulationTable(base_digest(folder), self.components.dtype, self._transformer_config()["num_layers"], folder/"transformer", cache)
+    folder = self._base_folder()/"transformer"
+    cache, origin = cache or getattr(self._encoder, "cache", None), origin_of(folder)
+    if cache is None and self.use_cache and self.cache_dir: cache = EmbeddingCacheManager(self.cache_dir)
+    if origin.get("table"): cache = EmbeddingCacheManager([folder/"modulation", *([d.folder for d in cache.layers] if cache else [])])
+    dtype = getattr(torch, origin["table_dtype"]) if origin.get("table") else self.components.dtype
+    return ModulationTable(transformer_digest(folder), dtype, self._transformer_config()["num_layers"], None if origin else folder, cache)
 
 @patch
-def _training_sets(self:TableMethods) -> dict: # {times: name of the work}
+def _training_sets(self:TableMethods, dtype) -> dict: # {times: name of the work}
     zero = {(0.,): "modulation of timestep 0"} if self._transformer_config().get("zero_cond_t") else {}
-    return zero | {training_times(self.components.dtype): "modulation"}
+    return zero | {training_times(dtype): "modulation"}
+
+@patch
+def table_sets(self:TableMethods,
+    dtype=None, # of the table; default the transformer's
+    dataset=None, # `ImageDataset` whose sizes the schedules are for
+) -> dict: # {times: name of the work}
+    "All that a table shall hold: what training can draw, and the schedules of `model.table_steps`."
+    dtype = dtype or self.components.dtype
+    return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
 
 # %% ../nbs/01ac_table.ipynb #e44fd770
 @patch
@@ -76,7 +98,7 @@ def make_table(self:TableMethods,
 ) -> ModulationTable:
     "The table of this model, with all timesteps that training can draw."
     table = self._empty_table(cache)
-    for times, name in self._training_sets().items(): table.make(times, name)
+    for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
     if self.config.train.continuous_timesteps:
         self.say_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.places)} timesteps")
     table.tell = not self.config.train.continuous_timesteps
@@ -91,6 +113,10 @@ def choose_table(self:TableMethods,
     "Put the transformer on a table, now or as soon as it is loaded, or say why not."
     setting, parts = self.config.model.modulation_table, self.components
     if training: check_targets(self.config.model.lora, self._layers())
+    if must := self._needs_table():
+        why = self.why_modulation(training, adapters) if setting else "`model.modulation_table` is false"
+        if why: raise ValueError(f"{why}, and the prequantised copy {must}; name the full model")
+        setting = True
     if self._leaving or not setting or not training and not adapters and setting != True: return
     if why := self.why_modulation(training, adapters): return self.leave_table(why)
     if self.modulation_table is not None or self.transformer is None and "transformer" in parts.prepare: return
@@ -108,13 +134,13 @@ def _table_is_wanted(self:TableMethods, cache=None) -> bool:
     return not why
 
 @patch
-def _schedule_sets(self:TableMethods, dataset=None) -> dict: # {times beyond those of training: name of the work}, of `model.table_steps`
+def _schedule_sets(self:TableMethods, dataset, dtype) -> dict: # {times beyond those of training: name of the work}, of `model.table_steps`
     if not self.config.model.table_steps: return {}
-    scheduler, dtype, out = self.components.get("scheduler"), self.components.dtype, {}
+    scheduler, out = self.components.get("scheduler"), {}
     for tokens in sorted(self._target_tokens(dataset)):
         for steps in self.config.model.table_steps:
             times = beyond_training(seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, dtype), dtype)
-            out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+            if times: out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
     return out
 
 # %% ../nbs/01ac_table.ipynb #3a2e9397
@@ -126,7 +152,9 @@ def cache_modulation(self:TableMethods,
     "Compute what training and the schedules of `model.table_steps` will look up, so that it is in the cache: the part of precompute that sees no picture."
     if not self._table_is_wanted(cache): return None
     table = self.make_table(cache)
-    for times, name in self._schedule_sets(dataset).items(): table.make(times, name)
+    for times, name in self._schedule_sets(dataset, table.dtype).items():
+        if table.folder is None: table.find(times)
+        else: table.make(times, name)
     return table
 
 # %% ../nbs/01ac_table.ipynb #1032d8d4
@@ -138,14 +166,16 @@ def modulation_bytes(self:TableMethods,
     "What `cache_modulation` will write."
     if not self._table_is_wanted(cache): return []
     table, t = self._empty_table(cache), self._transformer_config()
-    if not table.cache.writable: return []
-    sets = self._training_sets() | self._schedule_sets(dataset)
+    if not table.cache.writable or table.folder is None: return []
+    sets = self.table_sets(table.dtype, dataset)
     return [n for times in sets for n in table.to_write(times, t["num_attention_heads"] * t["attention_head_dim"])]
 
 # %% ../nbs/01ac_table.ipynb #1cf07305
 @patch
 def _target_tokens(self:TableMethods, dataset=None) -> set: # packed tokens of a target, for each size in the data
-    dataset, side = dataset or ImageDataset(self.config), 2 * factor_of(self.components)
+    d, side = self.config.data, 2 * factor_of(self.components)
+    if dataset is None and d.dataset_path is None: return {d.image_size[0] // side * (d.image_size[1] // side)} # nothing to look at yet
+    dataset = dataset or ImageDataset(self.config)
     dataset.areas = self.components.areas
     return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
 

@@ -19,21 +19,24 @@ from .checkpoint import CheckpointCallback
 from .compiled import compile_choice, set_up, watch_attention
 from .config import make_config
 from .divided import keeper_of
+from .half import half_choice, halve
 from .lora_dropout import install_sample_dropout, set_sample_seeds
 from .models import COMPONENTS, Components, check_device, pick_dtype
 from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
+from .prequantise import PrequantiseMethods
 from .prepare import CacheMethods
 from .processes import agree, check_launch, divide, local_device, whole, wrap
 from .quantise import check_adapters, kind_of, quantise
 from .resume import ResumeMethods
+from .stored import stored_kind
 from .table import TableMethods
 from .step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
 from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 from .streamed import offload_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods, PrequantiseMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
@@ -42,9 +45,10 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         c = self.config = make_config(config)
         self.device = local_device((c.train.transformer_devices or [c.train.device])[0])
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
+        self.half, why = half_choice(c.train, self.device, kind_of(c.model.quantize))
+        self.dtype_reason = why or self.dtype_reason
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
-        self.quantize = c.model.quantize
         self.use_cache, self.cache_dir = c.cache.use_cache, c.cache.cache_dir
         self.cache_exist = check_cache_exists(self.cache_dir) if self.use_cache else False
         self.vae_device, self.text_device = (check_device(d) if d != "auto" else self.device
@@ -53,7 +57,11 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
                                      dict(transformer=self.device),
                                      dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
-                                     (["text_encoder"] if c.model.text_encoder_offload else []))
+                                     (["text_encoder"] if c.model.text_encoder_offload else []), c.model.release_shards)
+        stored = lambda n: stored_kind(self.components.folder/n) # a prequantised copy says itself how it is quantised
+        self.quantize = c.model.quantize if kind_of(c.model.quantize) else stored("transformer") or c.model.quantize
+        self.components.quantize["text_encoder"] = self.components.quantize["text_encoder"] or stored("text_encoder")
+        self.components.sets = self._hub_sets
         self._keep(kind_of(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None
@@ -96,7 +104,8 @@ def _transformer(self:QwenImageEditTrainer):
     "The transformer on its device, quantised if asked for."
     kind = self.components.quantize["transformer"] = kind_of(self.quantize)
     if self.transformer is None: self.choose_table(training=False); self._keep(kind)
-    return self.components.get("transformer")
+    tr = self.components.get("transformer")
+    return halve(tr) if self.half else tr
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
@@ -104,6 +113,8 @@ def quantize_model(self:QwenImageEditTrainer, model, device):
     "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
     if why := getattr(model, "fixed", ""):
         raise ValueError(f"a transformer {why} cannot be quantised any more; set `model.quantize` before it is loaded")
+    if hasattr(model, "half_watch"):
+        raise ValueError("a transformer whose products run in float16 cannot be quantised any more; set `model.quantize` before it is loaded")
     return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
@@ -279,6 +290,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
         begins_from = self.config.model.lora.pretrained_weight
         if begins_from and not found: lora.find_lora(begins_from)
         self._check_writable()
+        self._check_room()
         for listener in callbacks: getattr(listener, "prepare", lambda t: None)(self) # encoders have room now, not beside the transformer
         self.resume(found) if found else self.start()
         self.began = True

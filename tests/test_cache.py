@@ -106,6 +106,25 @@ def test_a_picture_replaced_between_its_key_and_its_pixels_is_noticed(pairs, tmp
     with pytest.raises(PictureChanged, match="0000.png.* has changed"): dataset.pictures(0)
 
 
+def test_packing_again_replaces_a_pack_and_nothing_else(tmp_path, monkeypatch):
+    manager, out = EmbeddingCacheManager(tmp_path/"cache"), tmp_path/"packed"
+    for n in range(3): manager.save_cache("pixel_latent", f"{n:02}ab", torch.full((4, 4), float(n)))
+    manager.pack(out, shard_bytes=300)
+    with pytest.raises(ValueError, match=r"`out` '.*packed' is not empty; name a new folder to pack into, or set `replace`"): manager.pack(out)
+    manager.save_cache("pixel_latent", "03ab", torch.ones(2))
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with monkeypatch.context() as m:
+        m.setattr("qie_nb.cache.write_packed", lambda out, *a: (out.mkdir(), 1 / 0))
+        with pytest.raises(ZeroDivisionError): manager.pack(out, replace=True)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before, "until the new one is whole the old one stays"
+    files = manager.pack(out, replace=True)
+    assert EmbeddingCacheManager(out).get_cache_stats()["total"]["count"] == 4 and all(f.is_file() and f.parent == out for f in files)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "packed"]
+    (out/"notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty"): manager.pack(out, replace=True)
+    assert (out/"notes.txt").read_text() == "mine"
+
+
 def test_the_machine_without_encoders_trains_from_a_packed_cache(pairs, tmp_path, built):
     root, bare = pairs(THREE), tmp_path/"bare"
     loose = QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/"a"))))
@@ -206,7 +225,7 @@ def test_the_bytes_are_said_before_and_refused_where_they_do_not_fit(room, pairs
     root = pairs(THREE)
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     if room:
-        monkeypatch.setattr("qie_nb.precompute.free_bytes", lambda folder: 1000)
+        monkeypatch.setattr("qie_nb.places.free_bytes", lambda folder: 1000)
         with pytest.raises(OSError, match=r"needs \d\.\d MB more, but .*cache' has 0.0 MB free: \d\.\d MB are missing"): trainer.cache_embeddings()
         assert not list((tmp_path/"cache").rglob("*.safetensors"))
         return

@@ -168,6 +168,10 @@ def test_what_stands_against_compiling_is_said():
     hook = tr.transformer_blocks[1].attn.to_q.register_forward_pre_hook(lambda m, a: None)
     assert compile_choice(True, "cpu", tr) == (False, "hooks run inside the blocks (Linear): weights are cast or moved")
     hook.remove()
+    assert compile_choice(True, "cpu", tr, inputs_wait=True) == (False, "`train.offload_activations` moves what they keep")
+    from qie_nb.streamed import on_ring
+    streamed = on_ring(small(), "cpu", places=2)
+    assert compile_choice(True, "cpu", streamed) == (False, obstacle(streamed)) and obstacle(streamed) == f"this is a transformer {streamed.fixed}"
     from qie_nb.quantise import quantise
     held = QwenImageTransformer2DModel(num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(4, 6, 6))
     assert obstacle(held) == "" and "weights are cast" in obstacle(quantise(held, "fp8_storage"))

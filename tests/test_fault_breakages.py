@@ -31,7 +31,7 @@ BREAKAGES = { # what is broken: ([(module, old, new)], cases that must fail)
                                          ("files", "    finally: lock.release()", "    finally: os.unlink(lock.lock_file + '.held')")], ["crowd_of_2", "crowd_of_4"]),
     "a full disk is nobody's": ([("files", "if full: raise disk_full", "if False: raise disk_full")], ["full_disk"]),
     "what is missing rounded off": ([("files", "(math.ceil if up else math.floor)(n/1e5)/10", "n/1e6")], ["full_disk"]),
-    "everything can be written": ([("cache", "return not self.layers[-1].packed and os.access(folder, os.W_OK)", "return True")], ["read_only_loose", "read_only_packed"]),
+    "everything can be written": ([("cache", "return not self.layers[-1].packed and not self.carried and os.access(folder, os.W_OK)", "return True")], ["read_only_loose", "read_only_packed"]),
     "a checkpoint is unpickled": ([("checkpoint", 'load_file(Path(folder)/"optimizer.safetensors")', '__import__("torch").load(open(Path(folder)/"optimizer.safetensors", "rb"), weights_only=False)')], ["pickles"]),
     "any prefix will do": ([("entries", 'if "prefix" in meta and (kind == PREFIX or not is_key(meta["prefix"]))', "if False")], ["headers"]),
     "kept as float16": ([("entries", "t = tensor.detach().cpu().contiguous()", "t = tensor.detach().cpu().contiguous()\n    if t.dtype == torch.bfloat16: t = t.half().bfloat16()")], ["bits"]),

@@ -164,7 +164,8 @@ def test_diffusers_pipeline_reads_the_comfyui_form(settings, tmp_path):
 
 def test_the_header_holds_only_what_a_reader_needs(tmp_path):
     config = json.loads(file_of(lora.save_lora(trained(), tmp_path))[1]["lora_adapter_metadata"])
-    assert config == {"transformer.r": 4, "transformer.lora_alpha": 6, "transformer.target_modules": ["to_k", "to_out.0", "to_q", "to_v"]}
+    assert config == {"transformer.r": 4, "transformer.lora_alpha": 6, "transformer.target_modules": ["to_k", "to_out.0", "to_q", "to_v"],
+                      "transformer.rank_pattern": {}}, "diffusers 0.37, which Kaggle has, takes rank_pattern from every file's settings, whether it is there or not"
 
 
 # ComfyUI: its rules as of comfy/lora.py (model_lora_keys_unet for QwenImage, load_lora) and comfy/weight_adapter/lora.py (LoRAAdapter), in our words:
@@ -267,6 +268,12 @@ def test_any_spelling_is_the_same_adapter(spell, sides, tmp_path):
     other = bare()
     lora.load_lora(other, tmp_path)
     assert torch.equal(output(other), output(tr))
+
+
+def test_a_header_without_a_rank_pattern_is_read_as_one_with_an_empty_one(tmp_path):
+    config = dict(r=4, lora_alpha=4, target_modules=["to_k", "to_q"])
+    tr, file = bare(), write_lora(tmp_path/"first", made_up(config), config, {})
+    assert lora.read_fitting(tr, file).config["transformer.rank_pattern"] == {}
 
 
 def test_alpha_that_was_scaled_since_is_believed(tmp_path):

@@ -17,7 +17,7 @@ from qie_nb.lora import add_lora, lora_parameters
 from qie_nb.memory import Job, adapter_shapes, block_bytes, block_kept, job_of, kept, model_facts, numbers, optimizer_bytes, other_bytes, parameters
 from qie_nb.optimize import make_optimizer
 from qie_nb.place import component_bytes
-from qie_nb.plan import CARDS, Card, card_of, plan, step_work, way_name, ways
+from qie_nb.plan import CARDS, Card, card_of, encoder_settings, plan, step_work, way_name, ways
 from qie_nb.quantise import _inner, held_bytes, quantise
 from qie_nb.stops import training_advice
 from qie_nb.streamed import RING
@@ -284,6 +284,26 @@ def test_the_changes_make_the_configuration_that_was_chosen(gpu):
     for section, keys in yaml.safe_load(yaml.safe_dump(p.changes)).items(): raw[section] = raw.get(section, {}) | keys
     again = plan("2511", gpu, config=raw)
     assert replace(again.asked.job, compiled=False) == replace(p.chosen.job, compiled=False) and not again.changes
+
+
+CPU, SECOND, NF4 = dict(cache=dict(vae_encoder_device="cpu")), dict(cache=dict(vae_encoder_device="cuda:1")), dict(model=dict(text_encoder_quantize="nf4"))
+
+@pytest.mark.parametrize("gpu, side, area, wanted", [
+    ("T4", 512, 1024, NF4 | CPU), ("T4", 512, 512, NF4), ("T4", 1024, 1024, NF4 | CPU), ("2xT4", 512, 1024, NF4 | SECOND), ("2xT4", 512, 512, NF4), ("2xT4", 1024, 1024, NF4 | SECOND),
+    ("L4", 512, 1024, NF4), ("L4", 512, 512, {}), ("L4", 1024, 1024, NF4), ("H100", 512, 512, {}), ("H100", 1024, 1024, {})])
+def test_the_encoders_are_made_to_fit(gpu, side, area, wanted):
+    "Text encoder, VAE and the larger working set have to fit one card together, or the VAE goes to the second one, or to the CPU."
+    c = make_config(dict(data=dict(image_size=[side, side], control_area=area**2)))
+    job = job_of(c, model_facts("2511")[0], 2 if gpu in ("L4", "H100") else 4)
+    assert encoder_settings(job, card_of(gpu), c) == wanted
+
+
+def test_what_was_said_of_the_encoders_stands():
+    job, t4 = job_of(make_config(None), model_facts("2511")[0], 4), card_of("T4")
+    said = lambda **sections: encoder_settings(job, t4, make_config(sections))
+    assert said() == NF4 | CPU and said(model=dict(text_encoder_quantize="qint8")) == CPU, "another kind is kept"
+    assert said(cache=dict(vae_encoder_device="cuda:0")) == NF4 and said(model=dict(text_encoder_offload=True)).get("model") is None
+    assert encoder_settings(job, None, make_config(None)) == {} == encoder_settings(job_of(make_config(None), model_facts("tiny")[0], 4), t4, make_config(None)), "no card, and a tiny model"
 
 
 def test_a_way_that_needs_compiled_blocks_asks_for_them():

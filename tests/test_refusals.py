@@ -359,7 +359,7 @@ CONFIGS = {
     "a key of another section": (change("train.batch_size", 3), "`train.batch_size` is not a known key; did you mean `data.batch_size`?"),
     "a size that is no multiple of 16": (change("data.image_size", [500, 512]), "`image_size` must be a multiple of 16, got 500; use 496 or 512"),
     "rank 0": (change("model.lora.r", 0), "`model.lora.r`: input should be greater than or equal to 1, got 0"),
-    "float16": (change("train.mixed_precision", "fp16"), "`train.mixed_precision`: input should be 'auto', 'bf16' or 'no', got 'fp16'"),
+    "float16": (change("train.mixed_precision", "float16"), "`train.mixed_precision`: input should be 'auto', 'bf16', 'fp16' or 'no', got 'float16'"),
     "a rate of 0": (change("optimizer.lr", 0), "`optimizer.lr`: input should be greater than 0, got 0"),
     "an EMA that never moves": (change("train.ema_decay", 1.), "`train.ema_decay`: input should be less than 1, got 1.0"),
     "an unknown optimizer": (change("optimizer.name", "lion"), "`optimizer.name`: input should be 'adamw', 'adamw8bit', 'adafactor' or 'prodigy', got 'lion'"),

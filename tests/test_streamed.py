@@ -372,6 +372,8 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
     (dict(block_streaming=True), "cuda:0", "fp8_storage", "does not go with `model.quantize` fp8_storage"),
     (dict(block_streaming=True), "cuda:0", "qint4", "does not go with `model.quantize` qint4"),
     (dict(block_streaming=True), "cuda:0", "dora", "does not go with `model.lora.use_dora`"),
+    (dict(block_streaming=True, compile=True), "cuda:0", None, "`train.block_streaming` does not go with `train.compile` true, .*; set it to auto"),
+    (dict(offload_activations=True, compile=True), "cuda:0", None, "`train.offload_activations` does not go with `train.compile` true, .*; set it to auto"),
     (dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"]), "cuda:0", None, "does not go with `train.transformer_devices`")])
 def test_what_cannot_be_is_refused_in_one_sentence(train, device, kind, text):
     with pytest.raises(ValueError, match=text) as e: check_streaming(make_config(dict(train=train)).train, device, *((None, True) if kind == "dora" else (kind,)))
