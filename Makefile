@@ -23,16 +23,14 @@ $(VENV)/.ready: settings.ini setup.py
 demo: $(VENV)/.ready ## precompute, train and predict on the embedded model and real photographs
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
-test: $(VENV)/.ready ## everyday suite: notebooks, Kaggle notebooks, pytest without what is marked slow
+test: $(VENV)/.ready ## everyday suite: notebooks, pytest (the notebooks of the places among it) without what is marked slow
 	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS)
-	$(ONE) $(BIN)/nbdev_test --path kaggle --n_workers 1
 	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 	@echo "left out, run by make test-all: the browser (JupyterLab in Chromium), read-only and full disks (they are mounted, as root), what is marked slow (1 MP parity, the demo's figures, the breakages)"
 
 test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
 	$(BIN)/python tests/browser/lab.py
 	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS) --flags slow
-	$(ONE) $(BIN)/nbdev_test --path kaggle --n_workers 1
 	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not browser"
 	$(MAKE) browser
 
