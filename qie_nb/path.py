@@ -177,6 +177,7 @@ def checkpoint_bytes(job:Job) -> float:
     "Adapter, optimizer and running mean."
     return 4 * numbers(adapter_shapes(job)) * (1 + job.ema) + optimizer_bytes(job)
 
+# %% ../nbs/03bd_path.ipynb #b3b85f09
 def copy_bytes(job:Job) -> float:
     "A prequantised transformer, without the modulation; what is not quantised is in bfloat16."
     j = replace(job, wide=2, table=True)
@@ -244,6 +245,7 @@ def forward_work(job:Job) -> float: # operations
 def _unpacking(job:Job, passes:float) -> float: # bytes
     return passes * (copy_bytes(job) + copy_bytes(replace(job, kind=None)) * job.wide / 2) if job.kind else 0.
 
+# %% ../nbs/03bd_path.ipynb #e59e6f45
 def _training(t:Task) -> list: # of (what, amount, rate)
     j, c = t.job, t.config.train
     work = [(f"{t.steps} steps", t.steps * step_work(j) * 1e12, t.rate),

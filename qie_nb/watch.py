@@ -65,6 +65,7 @@ def _anonymous() -> int: # bytes of the process that are no mapped file
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
+# %% ../nbs/03bb_watch.ipynb #91635e27
 class Peaks:
     "The most memory in named stages."
     def __init__(self, device): self.gpu, self.base, self.most, self.seen = torch.device(device).type == "cuda", _anonymous(), {}, 0
