@@ -79,6 +79,7 @@ def model_files(
     def file(part, i, n): return stem(part) + (f"-{i + 1:05}-of-{n:05}" if n > 1 else "") + ".safetensors"
     return {p: [(file(p, i, len(s)), n) for i, n in enumerate(s)] for p, s in sizes.items()}
 
+# %% ../nbs/03bd_path.ipynb #0a66bc1c
 def largest(files:dict) -> tuple: # (file, bytes)
     "The largest file of a model."
     return max((f for some in files.values() for f in some), key=lambda f: f[1])
@@ -316,6 +317,7 @@ def checks(self:WholePath) -> list: # (what, needed, given, fits?: None where no
     copy = kept_bytes(t.job)
     return out + [(f"a prequantised copy ({t.job.kind}) with table and encoders, kept", gb(copy), gb(l.output), copy <= l.output, "")]
 
+# %% ../nbs/03bd_path.ipynb #54c5cd39
 @patch
 def data(self:WholePath) -> dict: # plain
     "All that is shown."
