@@ -9,7 +9,6 @@ __all__ = ['QUOTA', 'HOURS', 'MARGIN', 'Place', 'place_name', 'host_memory', 'ho
 # %% ../nbs/00ah_places.ipynb #687d209d
 import json, math, os, socket, sys, tempfile, threading, time
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies

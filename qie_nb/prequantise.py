@@ -19,7 +19,6 @@ from .prequantised import LocalShards, make_stored, rows_bytes, stored_bytes
 from .quantise import kind_of
 from .source import HubShards, gigabytes, source_of
 from .stored import check_storable, origin_of
-from .stream import weight_files
 
 # %% ../nbs/01ad_prequantise.ipynb #7e50c006
 class PrequantiseMethods:

@@ -6,13 +6,12 @@
 __all__ = ['INDEX', 'HUB', 'model_below', 'HuggingFace', 'Source', 'gigabytes', 'HubShards', 'source_of']
 
 # %% ../nbs/00ca_source.ipynb #7d30c003
-import hashlib, json, os
+import json, os
 from functools import lru_cache
 from pathlib import Path
 
 from .files import free_bytes, write_atomic
 from .flat import FLAT, tree_of
-from .progress import quiet_bars
 
 # %% ../nbs/00ca_source.ipynb #7d30c006
 INDEX = "model_index.json"
