@@ -29,17 +29,17 @@ test: $(VENV)/.ready ## everyday suite: notebooks, pytest (the notebooks of the 
 	@echo "left out, run by make test-all: the browser (JupyterLab in Chromium), read-only and full disks (they are mounted, as root), what is marked slow (1 MP parity, the demo's figures, the breakages)"
 
 test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
-	$(BIN)/python tests/browser/lab.py
+	$(BIN)/python tests/end_to_end/browser/lab.py
 	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS) --flags slow
 	$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not browser"
 	$(MAKE) browser
 
 BROWSERS := w8 w7
 browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
-	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest tests/test_browser.py || exit 1; done
+	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest tests/end_to_end/test_browser.py || exit 1; done
 
 # an environment with one JupyterLab and its ipywidgets in front of what is installed in $(VENV)
-$(VENV)-%/.ready: tests/browser/%.txt $(VENV)/.ready
+$(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q -r $<
 	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib'))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
@@ -49,7 +49,7 @@ $(VENV)-%/.ready: tests/browser/%.txt $(VENV)/.ready
 PLACES := kaggle colab
 PLACE_PYTHON ?= $(PYTHON)
 places: $(PLACES:%=$(VENV)-%/.ready) $(VENV)-wheels/.ready ## the Kaggle notebooks and much of the suite with each place's library versions, in imitations of the places; 13 GB
-	$(ONE) QIE_NB_KAGGLE_PYTHON=$(abspath $(VENV))-kaggle/bin/python QIE_NB_COLAB_PYTHON=$(abspath $(VENV))-colab/bin/python QIE_NB_WHEELS=$(abspath $(VENV))-wheels $(BIN)/python -m pytest tests/test_kaggle.py
+	$(ONE) QIE_NB_KAGGLE_PYTHON=$(abspath $(VENV))-kaggle/bin/python QIE_NB_COLAB_PYTHON=$(abspath $(VENV))-colab/bin/python QIE_NB_WHEELS=$(abspath $(VENV))-wheels $(BIN)/python -m pytest tests/end_to_end/test_kaggle.py
 
 $(VENV)-%/.ready: constraints/%.txt $(VENV)/.ready
 	$(PLACE_PYTHON) -m venv $(VENV)-$*
@@ -62,7 +62,7 @@ $(VENV)-wheels/.ready: settings.ini
 	touch $@
 
 screenshots: $(VENV)-w8/.ready ## README's pictures of the widgets, taken anew
-	$(VENV)-w8/bin/python tests/browser/screenshots.py docs
+	$(VENV)-w8/bin/python tests/end_to_end/browser/screenshots.py docs
 
 check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday suite
 	$(BIN)/nbdev_export
@@ -72,13 +72,13 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 	$(MAKE) test
 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and see a test fail
-	$(BIN)/python -m pytest -s tests/test_breakages.py tests/test_fault_breakages.py
+	$(BIN)/python -m pytest -s tests/breakages/test_code_breakages.py tests/breakages/test_cache_breakages.py
 
 faults: $(VENV)/.ready ## kills, flipped bits, full disks, crowds: all trials, about 20 minutes; as root, or without the disks' cases
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --full --out benchmarks/results/faults.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/cache_fault_trials.py --full --out benchmarks/results/faults.json
 
 kills: $(VENV)/.ready ## runs killed, interrupted and ended by signals, two processes too: all trials, about half an hour
-	OMP_NUM_THREADS=1 $(BIN)/python tests/kills.py --full --out benchmarks/results/kills.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash_trials.py --full --out benchmarks/results/kills.json
 
 bench-cache: $(VENV)/.ready ## what the cache costs, measured on this machine: benchmarks/results/cache.json and a table
 	$(BIN)/python benchmarks/cache.py
@@ -95,7 +95,7 @@ bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by s
 bench-gpu: $(VENV)/.ready ## on a GPU, full size with random weights: its floor, the bare loop, every mode; again where time ran out. ARGS="--part floor" for one part
 	$(BIN)/python benchmarks/step_gpu.py --minutes 60 $(ARGS)
 	$(BIN)/python benchmarks/precompute.py --gpu
-	$(BIN)/python benchmarks/stream.py --out benchmarks/results/stream.json
+	$(BIN)/python benchmarks/block_swap.py --out benchmarks/results/stream.json
 	$(BIN)/python benchmarks/table.py --write
 
 clean:

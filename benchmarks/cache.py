@@ -41,7 +41,7 @@ def make_pairs(root, n, side):
 
 
 def data_set(root, layer, dropout=0.1):
-    from qie_nb.data import ImageDataset
+    from qie_nb.data.dataset import ImageDataset
     return ImageDataset(dict(dataset_path=str(root/"set"), image_size=[64, 64], cache_dir=str(root/layer), use_cache=True,
                              caption_dropout_rate=dropout))
 
@@ -69,7 +69,7 @@ def fill(dataset, latent, front, rest, width):
 CHILD = """
 import json, sys, time
 t = [time.perf_counter()]
-from qie_nb.data import ImageDataset
+from qie_nb.data.dataset import ImageDataset
 t.append(time.perf_counter())
 ds = ImageDataset(dict(dataset_path=sys.argv[1], image_size=[64, 64], cache_dir=sys.argv[2], use_cache=True, caption_dropout_rate=0.1))
 t.append(time.perf_counter())
@@ -130,8 +130,8 @@ def python_step():
 
 def batches_of(dataset, how, size):
     "Batches as `Run` gives them (from its thread, or from a loader process), or as the loader does, or the same one again and again."
-    from qie_nb.data import loader
-    from qie_nb.step import Run
+    from qie_nb.data.dataset import loader
+    from qie_nb.training.step import Run
     ready = loader(dataset, batch_size=size, num_workers=int(how == "process"))
     if how in ("ahead", "process"): return (b for g in Run(ready, 1, []).groups(SimpleNamespace(epoch=0, position=0)) for b in g)
     return iter(ready) if how == "plain" else itertools.repeat(next(iter(ready)))
@@ -216,7 +216,7 @@ opened, on = collections.Counter(), False
 def hook(event, args):
     if on and event == "open" and isinstance(args[0], (str, bytes, os.PathLike)): opened[os.fsdecode(args[0])] += 1
 sys.addaudithook(hook)
-from qie_nb.data import loader
+from qie_nb.data.dataset import loader
 ready = loader(sys.argv[1], sys.argv[2], image_size=[64, 64], use_cache=True, caption_dropout_rate=0.)
 out = []
 for epoch in range(2):
@@ -244,7 +244,7 @@ def opens(root):
 def sizes(root, a):
     "A sample with one control: every prompt whole in one file, against the front once and the rests."
     from qie_nb.cache import image_parts, prefix_parts, prompt_parts
-    from qie_nb.entries import PREFIX, entry_bytes
+    from qie_nb.core.cache_entries import PREFIX, entry_bytes
     out, key, f = {}, "0" * 40, "2" * 64
     picture, seen = image_parts(f, (1024, 1024), WHO), (["3" * 64], [(1024, 1024)], WHO)
     latents = 2 * entry_bytes("pixel_latent", key, picture, "bfloat16", (16, 1, 128, 128))
@@ -304,7 +304,7 @@ def text_flops(model, passes, head):
 def operations(root, a):
     import torch
     from diffusers import AutoencoderKLQwenImage
-    from qie_nb.flat_vae import vae_flops
+    from qie_nb.encoding.vae import vae_flops
     with torch.device("meta"): vae = AutoencoderKLQwenImage()
     plain, flat = (vae_flops(vae, flat=f) for f in (False, True))
     out = dict(vae_1024=dict(plain=plain, flat=flat, ratio={k: round(plain[k] / flat[k], 3) for k in plain}), note="two operations for a "

@@ -1,7 +1,7 @@
 """The question that is asked first: train without a cache, fill it on the way, or precompute? Time, memory and bytes, side by side.
 
 `make bench-modes` trains the embedded model on the CPU in each way, in a process of its own, and writes results/modes.json and a table.
-`--full` takes random weights of full size on a GPU (1024 x 1024, benchmarks/made_up.py) in place of it.
+`--full` takes random weights of full size on a GPU (1024 x 1024, benchmarks/synthetic_checkpoint.py) in place of it.
 """
 import argparse, json, os, platform, subprocess, sys, tempfile, threading, time
 from contextlib import nullcontext
@@ -39,7 +39,7 @@ def configuration(root, mode, a):
         base = dict(model=dict(pretrained_model_name_or_path=str(root/"model"), lora=dict(r=16, lora_alpha=16)), data=dict(dataset_path=str(root/"data"), image_size=[1024, 1024], batch_size=1),
                     train=dict(device="cuda", mixed_precision="bf16", gradient_checkpointing=True), optimizer={}, lr_scheduler={})
     else:
-        from qie_nb.demo import demo_config
+        from qie_nb.tiny.demo import demo_config
         base = demo_config(root, 1)
         del base["train"]["val_path"], base["train"]["max_train_steps"], base["train"]["eval_steps"]
     base["train"] |= dict(output_dir=str(root/mode), num_epochs=a.epochs, save_interval=0, eval_interval=0)
@@ -110,12 +110,12 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         root = Path(tmp)
         if a.full:
-            from made_up import FULL, model_folder
+            from synthetic_checkpoint import FULL, model_folder
             from precompute import make_pairs
             model_folder(root/"model", "2509", FULL, encoders=True)
             make_pairs(root/"data", a.pairs, 1024)
         else:
-            from qie_nb.demo import write_pairs
+            from qie_nb.tiny.demo import write_pairs
             write_pairs(root, a.pairs, 1)
         for mode in MODES:
             run = subprocess.run([sys.executable, __file__, "--child", mode, "--root", str(root), "--epochs", str(a.epochs)] + ["--full"] * a.full, capture_output=True, text=True)

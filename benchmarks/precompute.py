@@ -37,7 +37,7 @@ def counted(run):
 def vision_flops(model, grid, together=True):
     "A picture through the vision tower; its grid is known, its patches are not. Windows apart are the same operations, counted for longer."
     import torch
-    from qie_nb.windows import windows_together
+    from qie_nb.encoding.windows import windows_together
     n = int(grid[0].prod())
     with windows_together(model, together):
         return counted(lambda: model.model.visual(torch.empty(n, 1176, device="meta"), grid_thw=grid, position_ids=torch.empty(n, 2, device="meta")))
@@ -57,15 +57,15 @@ def text_flops(model, tokens, before=0, head=False):
 
 def operations(variant):
     """Of a pair of 1024x1024 with a caption and the empty prompt. Naive: each prompt in a pass of its own with pictures and language head,
-    the VAE's convolutions in three dimensions. Ours: what `Encoder` runs (tests/test_precompute_costs.py looks that it does)."""
+    the VAE's convolutions in three dimensions. Ours: what `Encoder` runs (tests/encoding/test_precompute.py looks that it does)."""
     import torch
     from diffusers import AutoencoderKLQwenImage
     from PIL import Image
-    from qie_nb.flat_vae import vae_flops
-    from qie_nb.models import VARIANTS, load_component
-    from qie_nb.pictures import Geometry
-    from qie_nb.prefix import Seen, front_tokens, suffix_ids
-    from qie_nb.tiny import tiny_folder
+    from qie_nb.encoding.vae import vae_flops
+    from qie_nb.models.components import VARIANTS, load_component
+    from qie_nb.data.images import Geometry
+    from qie_nb.encoding.prompts import Seen, front_tokens, suffix_ids
+    from qie_nb.tiny.random_models import tiny_folder
     v, proc = VARIANTS[variant], load_component(tiny_folder(variant), "processor")
     picture = Image.new("RGB", Geometry(vl_area=v.vl_area).vl((SIDE, SIDE)))
     front, grid = front_tokens(proc, v, [picture]), Seen([picture]).ready(proc)[1]
@@ -85,11 +85,11 @@ def calls(variant):
     "Attention calls of the vision tower's layers for that picture, apart and together."
     import torch
     from PIL import Image
-    from qie_nb.models import VARIANTS, load_component
-    from qie_nb.pictures import Geometry
-    from qie_nb.prefix import Seen
-    from qie_nb.tiny import tiny_folder
-    from qie_nb.windows import attention_calls, windows_together
+    from qie_nb.models.components import VARIANTS, load_component
+    from qie_nb.data.images import Geometry
+    from qie_nb.encoding.prompts import Seen
+    from qie_nb.tiny.random_models import tiny_folder
+    from qie_nb.encoding.windows import attention_calls, windows_together
     te, proc = (load_component(tiny_folder(variant), n) for n in ("text_encoder", "processor"))
     pixels, grid = Seen([Image.new("RGB", Geometry(vl_area=VARIANTS[variant].vl_area).vl((SIDE, SIDE)))]).ready(proc)
     def count(on):
@@ -114,8 +114,8 @@ def full_size(folder, variant, device):
     "Components with the real sizes and random normal weights, which no file holds."
     import torch
     from diffusers import AutoencoderKLQwenImage
-    from qie_nb.models import Components
-    from qie_nb.tiny import tiny_folder
+    from qie_nb.models.components import Components
+    from qie_nb.tiny.random_models import tiny_folder
     shutil.copytree(tiny_folder(variant, areas=None), folder)
     parts = Components(str(folder), torch.bfloat16, devices=dict(vae=device, text_encoder=device))
     torch.manual_seed(0)
@@ -143,8 +143,8 @@ def synchronised(device):
 def bare(parts, dataset, n, device, naive):
     "Seconds that the encoders alone take for samples whose pictures are tensors already; nothing is read or written."
     import torch
-    from qie_nb.encode import encode_images, encode_prompt, pixels_of, vl_pictures
-    from qie_nb.prefix import encode_prefix, encode_suffixes
+    from qie_nb.encoding.encode import encode_images, encode_prompt, pixels_of, vl_pictures
+    from qie_nb.encoding.prompts import encode_prefix, encode_suffixes
     vae, text = parts.get("vae"), (parts.get("text_encoder"), parts.get("processor"), parts.variant)
     held = dataset.pictures(0)
     size, control = held["image"].shape[1::-1], held["control"][0]
@@ -171,11 +171,11 @@ def bare(parts, dataset, n, device, naive):
 def rates(a, root):
     "Paired in one run: precompute into an empty cache, the bare encoders, the naive ones."
     import torch
-    from qie_nb.data import ImageDataset
-    from qie_nb.encoder import Encoder
-    from qie_nb.models import Components
-    from qie_nb.precompute import precompute
-    from qie_nb.tiny import tiny_folder
+    from qie_nb.data.dataset import ImageDataset
+    from qie_nb.encoding.encoder import Encoder
+    from qie_nb.models.components import Components
+    from qie_nb.encoding.precompute import precompute
+    from qie_nb.tiny.random_models import tiny_folder
     device, side = ("cuda:0", SIDE) if a.gpu else ("cpu", 96)
     make_pairs(root/"set", a.samples, side)
     parts = full_size(root/"model", a.variant, device) if a.gpu else Components(str(tiny_folder(a.variant)))

@@ -67,7 +67,7 @@ class Built:
 def model_folder(folder, layers, variant="2511", width=(2, 16)):
     "A tiny model with so many blocks; heads and their size may be given."
     from diffusers import QwenImageTransformer2DModel
-    from qie_nb.tiny import tiny_folder
+    from qie_nb.tiny.random_models import tiny_folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(tiny_folder(variant, (64*64, 56*56)), folder)
     shutil.rmtree(folder/"transformer")
@@ -165,7 +165,7 @@ def counted(config):
 
 def waited(config):
     "The same on a device that is not there: {waits, launched, sent} of each step."
-    import away
+    import fake_device
     from qie_nb.trainer import QwenImageEditTrainer
     trainer = QwenImageEditTrainer(config).set_lora() # on the CPU; what follows is there
     rows = []
@@ -203,13 +203,13 @@ def counts(root, a):
         there[name] = dict(unlogged=dict(got[1]["waits"]), logged=dict(got[0]["waits"]), bare=dict(bare["waits"]), launched=sum(got[1]["launched"].values()), launched_bare=sum(bare["launched"].values()))
         print(name, there[name], flush=True)
     return dict(rows=rows, elsewhere=there, note="operations: aten calls of the main thread, forward, backward and optimizer; the batch is fetched by another thread. "
-                "elsewhere: the same steps on tensors that say they are elsewhere (benchmarks/away.py): what the host waits for, and operations that would run there; the bare loop reads its timestep for the table")
+                "elsewhere: the same steps on tensors that say they are elsewhere (benchmarks/fake_device.py): what the host waits for, and operations that would run there; the bare loop reads its timestep for the table")
 
 
 # --- times
 def stepper(config):
     "A function that does one step as `fit` does it, callbacks included, and the trainer."
-    from qie_nb.callback import call
+    from qie_nb.training.callbacks import call
     from qie_nb.trainer import QwenImageEditTrainer
     t = QwenImageEditTrainer(config)
     run = t.begin()
@@ -269,12 +269,12 @@ WAYS = {"adapters in float32, as peft has them": dict(adapter=4, table=False), "
 
 def kept(root, a):
     "What a step keeps for its backward pass by mode, with the planner's figure; and how many codes compiled blocks take."
-    from qie_nb import compiled
+    from qie_nb.devices import compile as compiled
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.config import make_config
-    from qie_nb.counting import LiveBytes, empty_step, empty_transformer
-    from qie_nb.lora import add_lora
-    from qie_nb.memory import Job, kept as planned, row_bytes
+    from qie_nb.planning.counting import LiveBytes, empty_step, empty_transformer
+    from qie_nb.lora.adapters import add_lora
+    from qie_nb.planning.training_memory import Job, kept as planned, row_bytes
     rows = []
     for name, way in WAYS.items():
         job = Job(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter=2, checkpointing=False) | way)

@@ -1,7 +1,7 @@
 """What a GPU reaches: its own floor, the bare loop of diffusers and peft, and this library in each mode, in one run.
 
 `make bench-gpu` writes results/step_gpu.json after each part. Weights are random normal numbers at the published model's full size, drawn on
-the GPU (benchmarks/made_up.py); nothing is downloaded. A part fits into ten minutes, and what is in the file already is not measured again:
+the GPU (benchmarks/synthetic_checkpoint.py); nothing is downloaded. A part fits into ten minutes, and what is in the file already is not measured again:
     python benchmarks/step_gpu.py --part floor | bare | ours | small | infer | profile   [--modes a,b] [--again] [--minutes 9]
 `--tiny` runs the same code on a CPU with tiny widths, to see that it runs.
 """
@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from made_up import FULL, SMALL, made_up, model_folder # noqa: E402
+from synthetic_checkpoint import FULL, SMALL, made_up, model_folder # noqa: E402
 
 OUT = Path(__file__).parent/"results"/"step_gpu.json"
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "optimum-quanto", "triton")
@@ -208,8 +208,8 @@ def bare_setup(b, size):
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
     from diffusers.training_utils import cast_training_params, compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
     from peft import LoraConfig
-    from qie_nb.flow import pack_latents
-    from qie_nb.stream import stream
+    from qie_nb.models.flow_matching import pack_latents
+    from qie_nb.models.loading import stream
     with made_up(b.device): tr = stream(QwenImageTransformer2DModel, b.folder/"transformer", None, torch.bfloat16, b.device)
     tr.add_adapter(LoraConfig(r=16, lora_alpha=16, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
     cast_training_params([tr], dtype=torch.float32)
@@ -344,7 +344,7 @@ def mode_of(b, mode, how, size):
 def planned(t, b):
     "What the planner says of this configuration, in GB; None where it cannot say."
     try:
-        from qie_nb.plan import plan
+        from qie_nb.planning.plan import plan
         return plan(t.config, transformer=b.model, prompt=b.text).asked.total / 1e9
     except Exception as e:
         print(f"no plan: {type(e).__name__}: {e}", flush=True)
@@ -360,8 +360,8 @@ def small(b):
 
 # --- inference
 def infer_mode(b, table, compiled, scale, steps=8):
-    from qie_nb.cached import edit_cached
-    from qie_nb.edits import Encoded
+    from qie_nb.sampling.cached_edits import edit_cached
+    from qie_nb.sampling.edits import Encoded
     from qie_nb.trainer import QwenImageEditTrainer
     with made_up(b.device):
         t = QwenImageEditTrainer(configuration(b, change(model=dict(modulation_table=table)), 1024, 1))
@@ -412,7 +412,7 @@ def profiles(b):
 @contextmanager
 def as_on_a_gpu():
     "For `--tiny`: graphs are made, kernels are not, and blocks are streamed although nothing has to be."
-    import qie_nb.compiled as compiled, qie_nb.streamed as streamed
+    import qie_nb.devices.compile as compiled, qie_nb.devices.block_swap as streamed
     with patch.object(compiled, "BACKEND", "eager"), patch.object(streamed, "_check_host", lambda *a: None): yield
 
 

@@ -62,7 +62,7 @@ CARDS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 
 
 def cards_table():
     "What the planner chooses."
-    from qie_nb.plan import plan, way_name
+    from qie_nb.planning.plan import plan, way_name
     rows = []
     for gpu, side in CARDS:
         p = plan("2511", gpu, side, config=dict(data=dict(control_area=side * side)))

@@ -20,8 +20,8 @@ def lap(name):
     global t
     out[name], t = time.perf_counter() - t, time.perf_counter()
 import ipywidgets
-from qie_nb.data import ImageDataset
-from qie_nb.widgets import sample_viewer
+from qie_nb.data.dataset import ImageDataset
+from qie_nb.widgets.cache_status import sample_viewer
 lap("import")
 ds = ImageDataset(dict(dataset_path=sys.argv[1], image_size=[1024, 1024], cache_dir=sys.argv[2]))
 lap("make the data set")
@@ -58,7 +58,7 @@ print(json.dumps(dict(seconds=out, near=view.filters()["near"], pages_bytes=[a[0
 
 def make_set(root, n, side):
     "Pairs whose files all differ: crops of photographs, a pixel of each with its number."
-    from qie_nb.photos import EDITS, crops
+    from qie_nb.tiny.photos import EDITS, crops
     for d in ("training_images", "control_images"): (root/d).mkdir(parents=True)
     ims = crops(100, (side, side * 3 // 4), seed=0)
     edited = [EDITS["duotone"](im) for im in ims]

@@ -10,11 +10,11 @@ import hashlib, json, os, shutil
 from contextlib import suppress
 from pathlib import Path
 
-from .entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
-from .files import claim, file_digest, file_fact, leftovers, write_atomic
-from .flat import tree_of
-from .layers import checked, examine, fresh_folder, mapped, open_layer, write_packed
-from .status import set_aside, status_html
+from .core.cache_entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
+from .core.files import claim, file_digest, file_fact, leftovers, write_atomic
+from .core.flat import tree_of
+from .core.cache_layers import checked, examine, fresh_folder, mapped, open_layer, write_packed
+from .core.cache_report import set_aside, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _spell = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode # made once: thousands of keys are asked for

@@ -37,7 +37,7 @@ def train(a):
 
 # %% ../nbs/04_cli.ipynb #ef4d21bf
 def evaluate(a):
-    from qie_nb.evaluate import evaluate, table
+    from qie_nb.evaluation.evaluate import evaluate, table
     t, names = _trainer(a), a.checkpoint or ["latest"]
     results = [evaluate(t, name) for name in names]
     for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
@@ -46,7 +46,7 @@ def evaluate(a):
 # %% ../nbs/04_cli.ipynb #dac50409
 def predict(a):
     from PIL import Image
-    from qie_nb.lora_mix import split_weight
+    from qie_nb.lora.mixing import split_weight
     t = _trainer(a)
     if len(a.lora) == 1: path, weight = split_weight(a.lora[0]); t.load_lora(path, weight=weight)
     elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
@@ -68,7 +68,7 @@ def _stats(m, a): print(json.dumps(_dataset(m, a).status() if a.config else m.ge
 def _clear(m, a): print(f"{m.clear_cache(a.kind)} entries removed")
 
 def _verify(m, a):
-    from qie_nb.progress import Progress
+    from qie_nb.core.progress import Progress
     n = m.get_cache_stats()["total"]["count"]
     bad = m.verify(a.repair, Progress(n, "verify") if n > 500 else None)
     for path, why in bad: print(f"{path}: {why}")
@@ -78,7 +78,7 @@ def _verify(m, a):
 # %% ../nbs/04_cli.ipynb #4ed51773
 def _dataset(m, a):
     "The configuration's data set, looked up in this cache by its model's encoders, or by the cache's manifest where they are not at hand."
-    from qie_nb.data import ImageDataset
+    from qie_nb.data.dataset import ImageDataset
     t = _trainer(a)
     dataset = ImageDataset(t.config)
     dataset.cache, dataset.areas = m, t.components.areas
@@ -89,7 +89,7 @@ def _dataset(m, a):
 
 def _keep(m, a):
     if not a.config: return None
-    from qie_nb.data import find_samples
+    from qie_nb.data.dataset import find_samples
     t, dataset = _trainer(a), _dataset(m, a)
     more = [t._subset(dataset, find_samples(t.config.train.val_path))] if t.config.train.val_path else []
     return set().union(*(d.entries_needed() for d in (dataset, *more)))
@@ -107,28 +107,28 @@ def _pack(m, a):
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):
     from qie_nb.config import load_config_from_yaml
-    from qie_nb.plan import plan
+    from qie_nb.planning.plan import plan
     config = a.config and load_config_from_yaml(a.config)
     if not a.place: return print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
-    from qie_nb.path import whole_path
+    from qie_nb.planning.path import whole_path
     print(whole_path(a.model, a.place, a.pairs, a.gpu, a.resolution, config, a.quantize, a.weights, a.steps, a.fp16 or None, a.controls))
 
 def doctor(a):
     from qie_nb.config import load_config_from_yaml
-    from qie_nb.doctor import doctor
+    from qie_nb.planning.doctor import doctor
     report = doctor(a.config and load_config_from_yaml(a.config))
     print(report)
     return 1 if report.of("stops") else 0
 
 # %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
-    from qie_nb.selfcheck import selfcheck
+    from qie_nb.evaluation.selfcheck import selfcheck
     report = selfcheck(a.model, a.steps, a.device, a.train == "true", a.offload, a.quantize, a.text_encoder_quantize)
     print(json.dumps(report.data(), indent=1) if a.json else report)
     return 0 if report.ok else 1
 
 def demo(a):
-    from qie_nb.demo import demo
+    from qie_nb.tiny.demo import demo
     demo(a.out)
 
 # %% ../nbs/04_cli.ipynb #669c0ecf

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .cached import cached_data, cached_edits
-from .edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, standing
-from .encode import decode_latents
-from .encoder import Encoder
-from .models import check_device
-from .pictures import Geometry, crop_to, figure, open_image
-from .place import PARTS, PlaceMethods, borrowed
-from .preview import Watching
-from .sample import denoise, output_size, sampling_schedule, start_noise # by these names also from here
+from .sampling.cached_edits import cached_data, cached_edits
+from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, standing
+from .encoding.encode import decode_latents
+from .encoding.encoder import Encoder
+from .models.components import check_device
+from .data.images import Geometry, crop_to, figure, open_image
+from .devices.placement import PARTS, PlaceMethods, borrowed
+from .sampling.preview import Watching
+from .sampling.denoising import denoise, output_size, sampling_schedule, start_noise # by these names also from here
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e
 def edit(
@@ -110,7 +110,7 @@ def predict(self:PredictMethods,
     preview_every:int=4, # steps between previews
     progress:bool=True, # a bar where somebody watches, else lines for long work?
     scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
-    schedule=None, # name of one of `qie_nb.few_steps.SCHEDULES`; default `predict.schedule`, which asks the adapters in use
+    schedule=None, # name of one of `qie_nb.sampling.denoising.SCHEDULES`; default `predict.schedule`, which asks the adapters in use
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit a picture: what the diffusers pipeline gives for the same size, seed and adapter."
     num_inference_steps, true_cfg_scale, scheduler_overrides = self._sampled(

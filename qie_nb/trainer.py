@@ -11,29 +11,29 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from . import lora
-from .adapter import AdapterMethods
+from .lora import adapters as lora
+from .training.run_adapters import AdapterMethods
 from .cache import check_cache_exists, stable_seed
-from .callback import FreeEncoders, RunState, call
-from .checkpoint import CheckpointCallback
-from .compiled import compile_choice, set_up, watch_attention
+from .training.callbacks import FreeEncoders, RunState, call
+from .training.checkpoint import CheckpointCallback
+from .devices.compile import compile_choice, set_up, watch_attention
 from .config import make_config
-from .divided import keeper_of
-from .half import half_choice, halve
-from .lora_dropout import install_sample_dropout, set_sample_seeds
-from .models import COMPONENTS, Components, check_device, pick_dtype
-from .optimize import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
+from .devices.model_parallel import keeper_of
+from .devices.fp16 import half_choice, halve
+from .lora.dropout import install_sample_dropout, set_sample_seeds
+from .models.components import COMPONENTS, Components, check_device, pick_dtype
+from .training.optimizer import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
-from .prequantise import PrequantiseMethods
-from .prepare import CacheMethods
-from .processes import agree, check_launch, divide, local_device, whole, wrap
-from .quantise import check_adapters, kind_of, quantise
-from .resume import ResumeMethods
-from .stored import stored_kind
-from .table import TableMethods
-from .step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
-from .stops import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
-from .streamed import offload_inputs
+from .models.prequantize import PrequantiseMethods
+from .training.run_data import CacheMethods
+from .devices.distributed import agree, check_launch, divide, local_device, whole, wrap
+from .models.quantize import check_adapters, kind_of, quantise
+from .training.resume import ResumeMethods
+from .models.loading import stored_kind
+from .training.run_modulation import TableMethods
+from .training.step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
+from .training.stopping import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
+from .devices.block_swap import offload_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
 class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods, PrequantiseMethods):
@@ -169,7 +169,7 @@ def configure_optimizers(self:QwenImageEditTrainer):
     params, decay = lora.lora_parameters(self._transformer()), self.config.train.ema_decay
     self.optimizer = make_optimizer(params, self.config.optimizer)
     if decay:
-        from qie_nb.ema import EMA
+        from qie_nb.training.optimizer import EMA
         self.ema = EMA(params, decay)
     return self.configure_schedule()
 
@@ -210,7 +210,7 @@ def _compute_loss(self:QwenImageEditTrainer,
 
 @patch
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", background=1.) -> torch.Tensor: # [B] float32
-    "Loss of each sample at given noise, by `qie_nb.step.loss_at`; plain unless told otherwise."
+    "Loss of each sample at given noise, by `qie_nb.training.step.loss_at`; plain unless told otherwise."
     model = self.model if self.model is not None and torch.is_grad_enabled() else self._transformer() # the wrapper is for training alone
     whole = bool(self.config.model.lora.lora_dropout) and torch.is_grad_enabled()
     whole = whole or type(self.transformer).__name__.startswith("FSDP") # whose processes must call it equally often
@@ -322,7 +322,7 @@ def start(self:QwenImageEditTrainer):
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
     "What listens to every run: evaluation, logs, checkpoints, deadline. The files are the main process's."
-    from qie_nb.evaluate import EvaluationCallback
+    from qie_nb.evaluation.evaluate import EvaluationCallback
     from qie_nb.logging import logging_callbacks
     logs = logging_callbacks(self.config)
     return [FreeEncoders(), EvaluationCallback(self.config), NonFiniteStop(),

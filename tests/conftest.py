@@ -53,7 +53,7 @@ def built(monkeypatch):
             count[klass.__name__] += 1
             return _real(klass, *a, **kw)
         monkeypatch.setattr(cls, "from_pretrained", classmethod(counted))
-    from qie_nb import models
+    from qie_nb.models import components as models
     def streamed(cls, *a, _real=models.stream, **kw):
         count[cls.__name__] += 1
         return _real(cls, *a, **kw)

@@ -7,10 +7,10 @@ import torch
 from PIL import Image
 
 from qie_nb.cache import EmbeddingCacheManager, check_cache_exists
-from qie_nb.data import ImageDataset, loader
-from qie_nb.entries import ALL_KINDS, read_header
-from qie_nb.samples import PictureChanged
-from qie_nb.tiny import tiny_folder
+from qie_nb.data.dataset import ImageDataset, loader
+from qie_nb.core.cache_entries import ALL_KINDS, read_header
+from qie_nb.data.samples import PictureChanged
+from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from test_main_job import adapters_equal, settings
 
@@ -225,7 +225,7 @@ def test_the_bytes_are_said_before_and_refused_where_they_do_not_fit(room, pairs
     root = pairs(THREE)
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     if room:
-        monkeypatch.setattr("qie_nb.places.free_bytes", lambda folder: 1000)
+        monkeypatch.setattr("qie_nb.core.environment.free_bytes", lambda folder: 1000)
         with pytest.raises(OSError, match=r"needs \d\.\d MB more, but .*cache' has 0.0 MB free: \d\.\d MB are missing"): trainer.cache_embeddings()
         assert not list((tmp_path/"cache").rglob("*.safetensors"))
         return

@@ -4,9 +4,9 @@ import collections, os, sys
 import pytest
 import torch
 
-from qie_nb import files
+from qie_nb.core import files
 from qie_nb.cache import PREFIX
-from qie_nb.data import ImageDataset, loader
+from qie_nb.data.dataset import ImageDataset, loader
 
 WHO = dict(model="made up", vae="v", text_encoder="t", template="t", dtype="float32", control_area=64*64, vl_area=64*64)
 N = 8

@@ -88,14 +88,14 @@ def test_a_table_has_as_many_cells_in_every_row(page):
 
 
 def parts():
-    import north_star
+    import session_table
     return north_star.PARTS
 
 @pytest.mark.parametrize("number", range(4))
 def test_tables_are_what_the_script_makes(number):
-    import north_star
+    import session_table
     (file, name), make = list(parts().items())[number]
-    assert north_star.filled(file, name, make()) == read(file), "python benchmarks/north_star.py --write"
+    assert north_star.filled(file, name, make()) == read(file), "python benchmarks/session_table.py --write"
 
 
 def test_the_north_star_says_what_does_not_fit():

@@ -11,12 +11,12 @@ from PIL import Image, ImageOps
 from test_main_job import StopAt, adapters_equal, settings
 
 import qie_nb.logging as logs
-from qie_nb.batches import Batch
-from qie_nb.callback import Callback
-from qie_nb.events import read_events, read_run, run_folders
+from qie_nb.data.batches import Batch
+from qie_nb.training.callbacks import Callback
+from qie_nb.widgets.tensorboard import read_events, read_run, run_folders
 from qie_nb.logging import LogCallback, Tracker, picture_grid
-from qie_nb.pictures import Geometry
-from qie_nb.progress import Progress, quiet_bars
+from qie_nb.data.images import Geometry
+from qie_nb.core.progress import Progress, quiet_bars
 from qie_nb.trainer import QwenImageEditTrainer
 
 TAGS = {"loss", "lr", "grad_norm", "gpu_memory/utilization", "gpu_modules/transformer_MB_cpu", "gpu_modules/vae_MB_cpu", "gpu_modules/text_encoder_MB_cpu", "held_out_loss",
@@ -108,7 +108,7 @@ def test_the_log_says_once_which_way_pictures_came(cached_run, pairs, tmp_path, 
 
 
 def test_pictures_are_upright_and_no_larger_than_training_sees_them(tmp_path):
-    from qie_nb.samples import Sample
+    from qie_nb.data.samples import Sample
     rng = np.random.default_rng(0)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -124,7 +124,7 @@ def test_pictures_are_upright_and_no_larger_than_training_sees_them(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_picture_step_opens_what_it_shows_and_lets_go_of_it(count, pairs, tmp_path, monkeypatch):
-    import qie_nb.batches as batches
+    import qie_nb.data.batches as batches
     root, opened, held, alive, at_once = pairs(((96, 64),) * 4, controls=2), [], [], [], []
     real_open, real_array = Path.open, batches.np.asarray
     trainer = QwenImageEditTrainer(logged(root, tmp_path, train=dict(val_fraction=0., num_epochs=3), data=dict(batch_size=2), logging=dict(log_images_every=3, log_images_count=count)))
@@ -172,7 +172,7 @@ def test_logging_changes_no_bit_of_the_adapter(pairs, tmp_path):
 
 
 def test_a_component_that_has_moved_counts_nothing_where_it_was(monkeypatch):
-    from qie_nb.callback import RunState
+    from qie_nb.training.callbacks import RunState
     seen, places = [], iter([{"vae_MB_cuda0": 250.}, {"vae_MB_cuda0": 250.}, {"vae_MB_cpu": 250.}])
     monkeypatch.setattr(logs, "module_gauges", lambda t: next(places))
     made = LogCallback([SimpleNamespace(name="x", scalars=lambda values, step: seen.append({k: v for k, v in values.items() if "modules" in k}))])
@@ -201,10 +201,10 @@ def test_missing_pictures_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("batch, words", [
-    (dict(pixel_latent=1), "this loader's batches cannot fetch pictures; use qie_nb.data.loader to see them"),
-    (object(), "cannot fetch pictures; use qie_nb.data.loader"),
-    (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's pictures are not uint8 [H, W, 3]; give such, or use qie_nb.data.loader"),
-    (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch pictures (KeyError: 'control'); use qie_nb.data.loader")])
+    (dict(pixel_latent=1), "this loader's batches cannot fetch pictures; use qie_nb.data.dataset.loader to see them"),
+    (object(), "cannot fetch pictures; use qie_nb.data.dataset.loader"),
+    (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's pictures are not uint8 [H, W, 3]; give such, or use qie_nb.data.dataset.loader"),
+    (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch pictures (KeyError: 'control'); use qie_nb.data.dataset.loader")])
 def test_foreign_batches_get_a_sentence(batch, words, capsys):
     made, sink = LogCallback([]), []
     t = SimpleNamespace(batch=batch, global_step=1, config=SimpleNamespace(logging=SimpleNamespace(log_images_count=2)))
@@ -244,7 +244,7 @@ def test_a_log_folder_that_cannot_be_is_refused_before_anything_is_loaded(pairs,
 
 
 def test_rows_wait_for_room_on_the_disk(pairs, tmp_path, monkeypatch, capsys):
-    import qie_nb.rows as rows
+    import qie_nb.logging as rows
     real, n = rows.append, [0]
     def full(path, text):
         n[0] += 1
@@ -258,7 +258,7 @@ def test_rows_wait_for_room_on_the_disk(pairs, tmp_path, monkeypatch, capsys):
 
 
 def test_half_a_row_is_taken_back(tmp_path, monkeypatch):
-    from qie_nb.rows import append
+    from qie_nb.logging import append
     path, real = tmp_path/"rows.csv", Path.open
     append(path, "step\n1\n")
     class Short:
@@ -338,7 +338,7 @@ def test_a_resumed_runs_file_comes_after_its_forerunner_by_name(tmp_path, monkey
 
 
 def test_what_fails_before_the_logs_begin_is_what_is_told(pairs, tmp_path, monkeypatch):
-    import qie_nb.evaluate as evaluate
+    import qie_nb.evaluation.evaluate as evaluate
     def fails(self, t): raise RuntimeError("no room for the encoder")
     monkeypatch.setattr(evaluate.EvaluationCallback, "on_train_begin", fails)
     with pytest.raises(RuntimeError, match="no room for the encoder"): QwenImageEditTrainer(logged(pairs(SIZES), tmp_path, train=dict(val_fraction=0.), cache=dict(use_cache=False))).fit()

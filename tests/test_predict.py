@@ -9,11 +9,11 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from qie_nb.config import LoraSection
-from qie_nb.data import ImageDataset
-from qie_nb.lora import add_lora, save_lora
-from qie_nb.models import load_component
-from qie_nb.pictures import calculate_dimensions
-from qie_nb.tiny import tiny_folder
+from qie_nb.data.dataset import ImageDataset
+from qie_nb.lora.adapters import add_lora, save_lora
+from qie_nb.models.components import load_component
+from qie_nb.data.images import calculate_dimensions
+from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from conftest import small_areas
 
@@ -122,7 +122,7 @@ def test_the_encoders_run_once_for_each_distinct_thing(scale, texts):
 
 
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
-    from qie_nb import edits
+    from qie_nb.sampling import edits
     t, order = trainer_of("2511").setup_predict(), []
     for name in ("decode_latents", "denoise_encoded"):
         monkeypatch.setattr(edits, name, lambda *a, _n=name, _f=getattr(edits, name), **kw: (order.append(_n), _f(*a, **kw))[1])
@@ -232,7 +232,7 @@ def test_a_preview_shows_the_picture_and_changes_no_bit(capsys):
 
 
 def test_a_watched_notebook_gets_one_picture_that_changes(monkeypatch):
-    from qie_nb import preview
+    from qie_nb.sampling import preview
     shown = []
 
     class Handle:
@@ -246,7 +246,7 @@ def test_a_watched_notebook_gets_one_picture_that_changes(monkeypatch):
 
 
 def test_long_work_says_lines_where_nobody_watches(monkeypatch, capsys):
-    from qie_nb import preview
+    from qie_nb.sampling import preview
     clock = [0.]
     monkeypatch.setattr(preview.time, "time", lambda: clock.__setitem__(0, clock[0] + 6) or clock[0])
     ready("2511").predict(pictures(1)[0], ["x", "y"], num_inference_steps=2, width=64, height=32)

@@ -68,7 +68,7 @@ def test_imports_make_no_circle():
     ("import qie_nb", ["torch", "numpy", "pydantic", "diffusers", "transformers"]),
     ("from qie_nb.cache import EmbeddingCacheManager", ["torch", "numpy", "diffusers", "transformers"]),
     ("from qie_nb.config import load_config_from_yaml", ["torch", "diffusers", "transformers"]),
-    ("from qie_nb.data import ImageDataset, loader", ["diffusers", "transformers", "tensorboard", "ipywidgets", "matplotlib"]),
+    ("from qie_nb.data.dataset import ImageDataset, loader", ["diffusers", "transformers", "tensorboard", "ipywidgets", "matplotlib"]),
     ("from qie_nb.trainer import QwenImageEditTrainer", ["diffusers", "tensorboard", "ipywidgets", "matplotlib", "optimum"])])
 def test_imports_are_light(statement, absent):
     code = f"{statement}; import sys; print(' '.join(m for m in {absent!r} if m in sys.modules))"

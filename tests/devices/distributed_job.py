@@ -1,0 +1,28 @@
+"""What each process of tests/devices/test_distributed.py runs: train by a configuration, perhaps with the transformer divided by FSDP2, and save the LoRA."""
+import json, sys
+from pathlib import Path
+
+from qie_nb.trainer import QwenImageEditTrainer
+
+
+def divide(trainer):
+    "FSDP2 by hand: on a CPU accelerate's plugin makes DDP of it."
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (trainer.setup_accelerator().num_processes,))
+    trainer.set_lora()
+    for block in trainer.transformer.transformer_blocks: fully_shard(block, mesh=mesh)
+    fully_shard(trainer.transformer, mesh=mesh)
+    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in trainer.transformer.parameters())
+
+
+if __name__ == "__main__":
+    config, out, kind = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    trainer = QwenImageEditTrainer(config)
+    if kind == "fsdp": divide(trainer)
+    trainer.fit()
+    trainer.save_lora(out)
+    if trainer.is_main: (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))
+    trainer.accelerator.wait_for_everyone() # who leaves while another still talks to it can die of it
+    trainer.accelerator.end_training()

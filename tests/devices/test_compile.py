@@ -1,0 +1,435 @@
+"""Compiled blocks, adapters in the base's dtype, batches without masks: the same numbers as before, and how often what is compiled."""
+import json
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+from qie_nb.devices import compile as compiled
+
+from qie_nb.training import step
+from qie_nb.data.batches import BucketBatchSampler
+from qie_nb.devices.compile import Compiled, attention_kernel, can_compile, compile_choice, compiled_graphs, obstacle, set_up, watch_attention
+from qie_nb.config import Config, LoraSection
+from qie_nb.data.dataset import ImageDataset
+from qie_nb.lora.adapters import CastLinear, add_lora, assert_float32, compute_in_base, computes_in_base, load_lora, lora_state, save_lora, start_lora
+from qie_nb.lora.dropout import install_sample_dropout
+from qie_nb.trainer import QwenImageEditTrainer
+
+from test_main_job import adapters_equal, settings
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    "Code is traced and made, by torch's own operations in place of a compiler's."
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def small(layers=3, dtype=torch.float32, zero=False, **lora):
+    torch.manual_seed(0)
+    tr = QwenImageTransformer2DModel(num_layers=layers, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(4, 6, 6), zero_cond_t=zero).to(dtype)
+    add_lora(tr, LoraSection(**dict(r=4) | lora))
+    for n, p in tr.named_parameters():
+        if "lora_B" in n: p.data.normal_(std=0.05)
+    return tr
+
+
+def call(tr, size=(4, 6), words=5, batch=1, mask=None):
+    rng = torch.Generator().manual_seed(1)
+    x, text = (torch.randn(batch, n, 64, generator=rng).to(tr.dtype) for n in (size[0] * size[1] + 16, words))
+    return tr(hidden_states=x, encoder_hidden_states=text, encoder_hidden_states_mask=mask, timestep=torch.full((batch,), 0.7, dtype=tr.dtype), img_shapes=[[(1, *size), (1, 4, 4)]] * batch, return_dict=False)[0]
+
+
+def gradients(tr, **kw):
+    for p in tr.parameters(): p.grad = None
+    call(tr, **kw).float().square().mean().backward()
+    return {n: p.grad.clone() for n, p in tr.named_parameters() if p.grad is not None}
+
+
+def whole(g): return torch.cat([x.flatten() for x in g.values()])
+
+
+def kept_bytes(fn):
+    "Bytes that autograd keeps during a forward pass, each storage once; and by dtype."
+    kept = {}
+    def note(t):
+        kept[t.untyped_storage().data_ptr()] = (t.untyped_storage().nbytes(), t.dtype, t)
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t): out = fn()
+    return sum(n for n, *_ in kept.values()), [t for *_, t in kept.values()], out
+
+
+# --- what is recomputed
+
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_recomputing_changes_no_gradient(mode):
+    tr = small(target_modules="all_linear")
+    want = gradients(tr)
+    set_up(tr, mode)
+    got = gradients(tr)
+    assert got.keys() == want.keys()
+    for n in want: torch.testing.assert_close(got[n], want[n], rtol=1e-6, atol=1e-8)
+
+
+def test_selective_keeps_attention_and_runs_it_once_a_step(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Count(TorchDispatchMode):
+        n = products = 0
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.n += "scaled_dot_product" in str(op) and "backward" not in str(op)
+            self.products += str(op) in ("aten.mm.default", "aten.addmm.default")
+            return op(*args, **kwargs or {})
+    seen, tr = {}, small()
+    for mode in (False, True, "selective"):
+        set_up(tr, mode)
+        with Count() as c: gradients(tr)
+        seen[mode] = c.n, c.products
+    assert seen[False][0] == seen["selective"][0] == 3 and seen[True][0] == 6
+    assert seen["selective"][1] == seen[True][1] > seen[False][1], "only attention is kept"
+
+
+# --- compiled
+
+@pytest.mark.parametrize("mode", [False, "selective"])
+def test_one_code_serves_every_size_and_every_prompt(mode, traced):
+    tr = small()
+    asked = [dict(size=s, words=w) for s, w in (((4, 6), 5), ((4, 6), 9), ((6, 4), 2), ((2, 2), 7), ((8, 6), 11))]
+    want = [gradients(tr, **kw) for kw in asked]
+    code = set_up(tr, mode, True)
+    for kw, w in zip(asked, want):
+        got = gradients(tr, **kw)
+        assert got.keys() == w.keys() and not code.failed
+        for n in w: torch.testing.assert_close(got[n], w[n], rtol=1e-4, atol=1e-6)
+    assert compiled_graphs() == 1, "sizes, prompts and blocks share one code"
+    made = set()
+    for kw in asked:
+        with torch.no_grad(): call(tr, **kw)
+        made.add(compiled_graphs())
+    assert made == ({1} if mode else {2}), "evaluation takes one more, and none where only the recomputing function is compiled"
+
+
+@pytest.mark.slow
+def test_text_adapters_batches_and_masks_take_codes_of_their_own_and_no_more(traced):
+    tr = small(target_modules="attention_text")
+    want, code = gradients(tr), set_up(tr, False, True)
+    for n, g in gradients(tr).items(): torch.testing.assert_close(g, want[n], rtol=1e-4, atol=1e-6)
+    gradients(tr, words=8)
+    assert compiled_graphs() == 2
+    for batch in (2, 3, 4): gradients(tr, batch=batch, words=4 + batch)
+    assert compiled_graphs() == 4, "several samples are another code than one, however many they are"
+    for words in (5, 6, 7): gradients(tr, batch=2, words=words, mask=torch.arange(words) < torch.tensor([[words], [words - 1]]))
+    assert compiled_graphs() == 6 and not code.failed
+
+
+def test_a_failing_compiler_ends_nothing_and_is_told_once(traced, monkeypatch):
+    tr, said, tried = small(), [], []
+    def broken(graph, inputs): tried.append(graph); raise RuntimeError("no such instruction")
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    want = gradients(tr)
+    for mode in (True, False):
+        said.clear(), tried.clear()
+        code = set_up(tr, mode, True, said.append)
+        for n, g in gradients(tr).items(): torch.testing.assert_close(g, want[n], rtol=1e-5, atol=1e-7)
+        gradients(tr, words=8)
+        assert len(tried) == 1 and len(said) == 1 and "no such instruction" in said[0] and code.failed
+
+
+def test_a_failing_backward_compiler_is_caught_too(traced, monkeypatch):
+    from torch._dynamo.backends.common import aot_autograd
+    def fails(graph, inputs): raise RuntimeError("no backward")
+    monkeypatch.setattr(compiled, "BACKEND", aot_autograd(fw_compiler=lambda g, i: g, bw_compiler=fails))
+    tr, said = small(1), []
+    want, code = gradients(tr), set_up(tr, False, True, said.append)
+    got = gradients(tr)
+    for n in want: torch.testing.assert_close(got[n], want[n], rtol=1e-5, atol=1e-7)
+    assert code.failed and len(said) == 1
+
+
+def test_too_little_memory_is_no_failure_of_the_compiler(traced, monkeypatch):
+    tr, said = small(1), []
+    def full(graph, inputs): raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(compiled, "BACKEND", full)
+    code = set_up(tr, False, True, said.append)
+    with pytest.raises(Exception, match="out of memory"): call(tr)
+    assert not code.failed and not said
+
+
+def test_what_stands_against_compiling_is_said():
+    tr = small()
+    assert obstacle(tr) == ""
+    install_sample_dropout(tr, 0.3)
+    assert "lora_dropout" in obstacle(tr)
+    install_sample_dropout(tr, 0)
+    assert compile_choice(False, "cuda", tr) == (False, "`train.compile` is false")
+    assert not compile_choice("auto", "cpu", tr)[0] and compile_choice(True, "cpu", tr)[0]
+    assert compile_choice("auto", "cuda", tr, 100) == (False, "100 steps do not pay for the wait; `train.compile` true compiles")
+    hook = tr.transformer_blocks[1].attn.to_q.register_forward_pre_hook(lambda m, a: None)
+    assert compile_choice(True, "cpu", tr) == (False, "hooks run inside the blocks (Linear): weights are cast or moved")
+    hook.remove()
+    assert compile_choice(True, "cpu", tr, inputs_wait=True) == (False, "`train.offload_activations` moves what they keep")
+    from qie_nb.devices.block_swap import on_ring
+    streamed = on_ring(small(), "cpu", places=2)
+    assert compile_choice(True, "cpu", streamed) == (False, obstacle(streamed)) and obstacle(streamed) == f"this is a transformer {streamed.fixed}"
+    from qie_nb.models.quantize import quantise
+    held = QwenImageTransformer2DModel(num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(4, 6, 6))
+    assert obstacle(held) == "" and "weights are cast" in obstacle(quantise(held, "fp8_storage"))
+
+
+def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch):
+    tr = small(1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    assert compile_choice("auto", "cuda", tr, 1000) == (False, "triton is not installed")
+    monkeypatch.setattr(compiled, "find_spec", lambda name: object())
+    assert compile_choice("auto", "cuda", tr, 1000)[0] and compile_choice("auto", "cuda", tr)[0] and compile_choice(True, "cuda", tr, 3)[0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "Tesla P40")
+    assert can_compile("cuda") == (False, "Tesla P40 is too old for triton")
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    assert can_compile("cuda") == can_compile("cpu") == (False, "there is no C compiler here")
+
+
+def run(pairs_root, tmp_path, name, train, lora=None, **more):
+    c = settings(pairs_root, tmp_path, "2511", train=dict(output_dir=str(tmp_path/name), num_epochs=1, **train), **more)
+    c["model"] = c["model"] | dict(lora=dict(r=4, lora_alpha=8) | (lora or {}))
+    c["optimizer"] = c["optimizer"] | dict(eps=1e-5)
+    return QwenImageEditTrainer(c)
+
+
+def test_a_run_with_compiled_blocks_saves_resumes_predicts_and_merges(pairs, tmp_path, traced, capsys):
+    root = pairs(((48, 32), (32, 48), (64, 64)), caption=["invert", "invert the colours of everything", "x"])
+    more = dict(gradient_checkpointing="selective", ema_decay=0.5, save_interval=1)
+    plain = run(root, tmp_path, "plain", dict(more, compile=False)).fit()
+    ours = run(root, tmp_path, "ours", dict(more, compile=True, max_train_steps=1))
+    first = ours.fit()
+    assert "blocks are compiled" in capsys.readouterr().out
+    warm, again = compiled_graphs(), run(root, tmp_path, "ours", dict(more, compile=True, resume_checkpoint="latest"))
+    again.fit()
+    assert again.global_step == plain.global_step > 1
+    for k, v in lora_state(plain.transformer).items(): torch.testing.assert_close(lora_state(again.transformer)[k], v, rtol=1e-3, atol=1e-5)
+    assert 0 < warm <= 2 and compiled_graphs() <= 2 * warm, "a resumed run makes its own codes, and no more"
+    file = again.save_lora(tmp_path/"lora")
+    from safetensors import safe_open
+    names = list(safe_open(file, "pt").keys())
+    assert sorted(names) == sorted(safe_open(plain.save_lora(tmp_path/"plain_lora"), "pt").keys()) and not any("_orig_mod" in n for n in names)
+    picture = lambda t: t.predict(str(root/"control_images"/"0000.png"), "invert", num_inference_steps=2, seed=1)
+    beside = picture(again).astype(int)
+    again.merge_lora()
+    assert abs(picture(again).astype(int) - beside).max() <= 2
+
+
+def test_dropout_leaves_blocks_uncompiled_with_a_sentence(pairs, tmp_path, traced, capsys):
+    t = run(pairs(), tmp_path, "d", dict(compile=True, max_train_steps=1), dict(lora_dropout=0.2)).fit()
+    assert "blocks run uncompiled: `model.lora.lora_dropout`" in capsys.readouterr().out
+    assert compiled_graphs() == 0 and t.global_step == 1
+
+
+def test_several_processes_wrapper_runs_compiled_blocks_whole(tmp_path, traced, monkeypatch):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    tr, made = small(1, r=1024, target_modules="attention_text"), [] # more than the megabyte after which DDP would cut
+    def counted(graph, inputs): made.append(graph); return graph
+    monkeypatch.setattr(compiled, "BACKEND", counted)
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True) # torch's default
+    want = gradients(tr)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path/'store'}", rank=0, world_size=1)
+    try:
+        code = set_up(tr, False, True)
+        wrapped = DistributedDataParallel(tr)
+        wrapped.dtype = tr.dtype
+        for p in tr.parameters(): p.grad = None
+        call(wrapped).float().square().mean().backward()
+        assert not code.failed and len(made) == compiled_graphs() == 1
+        for n, p in tr.named_parameters():
+            if p.grad is not None: torch.testing.assert_close(p.grad, want[n], rtol=1e-4, atol=1e-6)
+    finally: dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [False, True, "selective"])
+def test_aot_code_has_no_complex_numbers_and_gives_the_same_gradients(mode, traced, monkeypatch):
+    from torch._dynamo.backends.common import aot_autograd
+    from functorch.compile import min_cut_rematerialization_partition
+    seen = []
+    def keep(name):
+        def compiler(graph, inputs): seen.append((name, graph)); return graph
+        return compiler
+    monkeypatch.setattr(compiled, "BACKEND", aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition))
+    tr = small(2, zero=True)
+    want, code = gradients(tr), set_up(tr, mode, True)
+    got = gradients(tr)
+    assert not code.failed
+    assert (whole(got) - whole(want)).norm() <= 1e-5 * whole(want).norm()
+    ops = {name: [n for n in graph.graph.nodes if n.op == "call_function"] for name, graph in seen}
+    complex_ones = [n for o in ops.values() for n in o if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].is_complex()]
+    attention = [sum("scaled_dot_product" in str(n.target) and "_backward" not in str(n.target) for n in ops[k]) for k in ("forward", "backward")]
+    assert not complex_ones and attention == [1, mode is True]
+
+
+@pytest.mark.slow
+def test_the_real_compiler_gives_the_same_gradients(monkeypatch):
+    torch.compiler.reset()
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        tr = small(1, dtype)
+        compute_in_base(tr, dtype != torch.float32)
+        want, code = gradients(tr), set_up(tr, "selective", True)
+        got = gradients(tr)
+        assert not code.failed, code.failed
+        assert (whole(got) - whole(want)).norm() <= tolerance * whole(want).norm()
+
+
+# --- what adapters compute in
+
+def test_three_float32_copies_are_gone():
+    tr = small(1, torch.bfloat16)
+    block_input = lambda t: t.dtype == torch.float32 and t.shape[-2:] == (40, 32)
+    n, tensors, _ = kept_bytes(lambda: call(tr))
+    before = [t for t in tensors if block_input(t)]
+    compute_in_base(tr)
+    m, tensors, _ = kept_bytes(lambda: call(tr))
+    after = [t for t in tensors if block_input(t)]
+    one = 40 * 32 * 4
+    assert len(before) - len(after) == 4, "the three of q, k and v, and the one of to_out"
+    assert n - m >= 4 * one - 2 * one // 2 - 4096, "in their place the one input in bfloat16 that they share, and to_out's"
+
+
+@pytest.mark.parametrize("targets", ["attention", "all_linear"])
+def test_gradients_in_the_bases_dtype_are_float32s_within_rounding(targets):
+    tr = small(3, torch.bfloat16, target_modules=targets)
+    exact, want = small(3, torch.float32, target_modules=targets), gradients(tr)
+    for p, q in zip(exact.parameters(), tr.parameters(), strict=True): p.data.copy_(q.data)
+    truth = gradients(exact)
+    compute_in_base(tr)
+    got = gradients(tr)
+    assert got.keys() == want.keys() and all(g.dtype == torch.float32 for g in got.values())
+    error = lambda a: ((whole(a) - whole(truth)).norm() / whole(truth).norm()).item()
+    assert (whole(got) - whole(want)).norm() <= 2**-6 * whole(want).norm()
+    assert error(got) <= 1.25 * error(want), "no farther from the float32 model's gradients than with float32 adapters on this base"
+    assert_float32(tr)
+
+
+def test_float32_bases_and_doras_stay_as_they_are():
+    tr = small(1)
+    want = gradients(tr)
+    compute_in_base(tr)
+    for n, g in gradients(tr).items(): assert torch.equal(g, want[n])
+    dora = small(1, torch.bfloat16, use_dora=True)
+    assert compute_in_base(dora) == 0 and not computes_in_base(dora)
+    gradients(dora)
+
+
+def test_files_and_a_second_adapter_see_float32_weights(tmp_path):
+    tr = small(1, torch.bfloat16)
+    before, want = lora_state(tr), call(tr)
+    compute_in_base(tr)
+    for k, v in lora_state(tr).items(): assert torch.equal(v, before[k])
+    file = save_lora(tr, tmp_path/"lora")
+    load_lora(tr, file, "second")
+    call(tr)
+    start_lora(tr, LoraSection(pretrained_weight=str(file)))
+    assert all(type(l) is CastLinear for m in tr.modules() if hasattr(m, "lora_A") for l in (*m.lora_A.values(), *m.lora_B.values()))
+    for k, v in lora_state(tr).items(): assert torch.equal(v, before[k])
+    assert gradients(tr)
+    compute_in_base(tr, False)
+    assert not computes_in_base(tr) and torch.equal(call(tr), want)
+
+
+def test_the_trainer_asks_by_adapter_dtype(pairs, tmp_path):
+    root = pairs()
+    for asked, dtype, on in (("auto", "bf16", True), ("base", "bf16", True), ("float32", "bf16", False), ("auto", "no", False)):
+        t = run(root, tmp_path, f"{asked}{dtype}", dict(adapter_dtype=asked, mixed_precision=dtype, max_train_steps=1)).fit()
+        assert computes_in_base(t.transformer) == on
+        assert_float32(t.transformer)
+
+
+# --- masks
+
+def test_no_mask_reaches_the_transformer(pairs, tmp_path, monkeypatch):
+    root = pairs(((48, 32),) * 4, caption=["invert", "invert the colours of everything", "x", "x"])
+    calls, real = [], QwenImageTransformer2DModel.forward
+    def forward(self, *a, **kw):
+        calls.append((kw["encoder_hidden_states_mask"], *kw["encoder_hidden_states"].shape[:2]))
+        return real(self, *a, **kw)
+    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", forward)
+    def fit(name, batch, **lora):
+        calls.clear()
+        t = run(root, tmp_path, name, dict(gradient_checkpointing=False), lora, data=dict(batch_size=batch, caption_dropout_rate=0.))
+        return t.fit(), list(calls)
+    _, one = fit("one", 1)
+    assert len(one) == 4 and all(m is None for m, *_ in one)
+    four, parts = fit("four", 4)
+    assert sorted(b for _, b, _ in parts) == [1, 1, 2] and all(m is None for m, *_ in parts), "the two of one length go together"
+    masked, with_dropout = fit("dropped", 4, lora_dropout=1e-9)
+    assert len(with_dropout) == 1 and with_dropout[0][0] is not None, "dropout's seeds are the batch's"
+    for k, v in lora_state(masked.transformer).items(): torch.testing.assert_close(lora_state(four.transformer)[k], v, rtol=1e-3, atol=1e-6)
+
+
+class Watched(torch.Tensor):
+    "A mask that notes whether anybody reads it on the host, on a device that is not the CPU."
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func.__name__ not in ("all", "any", "item", "tolist", "__bool__", "equal", "nonzero", "sum"), func
+        if getattr(func, "__self__", None) is torch.Tensor.device: return torch.device("cuda")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_mask_on_the_device_is_not_read():
+    mask = torch.ones(2, 5, dtype=torch.bool).as_subclass(Watched)
+    assert mask.device.type == "cuda" and step.equal_prompts(mask) == {}
+    assert step.equal_prompts(torch.ones(2, 5, dtype=torch.bool)) == {5: [0, 1]}
+    assert step.equal_prompts(torch.tensor([[True, False, True]])) == {} == step.equal_prompts(torch.zeros(1, 3, dtype=torch.bool))
+
+
+def test_losses_of_parts_are_those_of_the_masked_whole():
+    tr, g = small(2).eval(), torch.Generator().manual_seed(0)
+    rand = lambda *s: torch.randn(*s, generator=g)
+    lengths = [3, 6, 3, 5]
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    batch = dict(pixel_latent=rand(4, 16, 1, 8, 12), control_latent=[rand(4, 16, 1, 8, 8), rand(4, 16, 1, 4, 8)], prompt_embed=rand(4, 6, 64) * mask[..., None], prompt_embeds_mask=mask, mask=torch.rand(4, 1, 8, 12, generator=g))
+    eps, sigmas = rand(4, 16, 1, 8, 12), torch.tensor([0.2, 0.9, 0.5, 0.7])
+    for kw in (dict(), dict(weighting="cosmap", background=0.1)):
+        parts, whole_ = (step.loss_at(tr, batch, eps, sigmas, whole=w, **kw) for w in (False, True))
+        torch.testing.assert_close(parts, whole_, rtol=1e-5, atol=1e-6)
+    assert step.equal_prompts(mask) == {3: [0, 2], 6: [1], 5: [3]}
+
+
+# --- which attention
+
+def test_the_attention_kernel_is_the_one_that_runs_and_is_told_when_it_changes(monkeypatch):
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+    from torch.profiler import profile
+    monkeypatch.setattr(Registry, "_active_backend", Registry._active_backend) # set_attention_backend sets it for every model
+    tr, said = small(1, torch.bfloat16), []
+    watch_attention(tr, said.append), watch_attention(tr, said.append)
+    def ran(**kw):
+        with profile() as p, torch.no_grad(): call(tr, **kw)
+        return {e.key for e in p.key_averages() if "scaled_dot_product" in e.key}
+    for words in (5, 9, 12): assert any("flash" in k for k in ran(words=words)) == ("flash" in tr.attention_kernel)
+    assert said == [f"attention: {tr.attention_kernel} (bfloat16, no mask)"]
+    ran(batch=2, mask=torch.tensor([[True] * 5, [True] * 4 + [False]]))
+    ran()
+    assert len(said) == 2 and said[1].endswith("a mask)")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert attention_kernel(tr) == "math" and not any("flash" in k for k in ran())
+    other = small(1)
+    tr.set_attention_backend("_native_math")
+    assert attention_kernel(tr) == attention_kernel(other) == "_native_math", "models without a choice of their own take the last that was made"
+    with profile() as p, torch.no_grad(): call(other)
+    assert not any("flash" in e.key for e in p.key_averages())
+
+
+def test_each_kind_of_call_is_asked_for_once(monkeypatch):
+    tr, said, asked = small(1), [], []
+    def kernel(tr, batch, tokens, masked, device, dtype, grad): asked.append((batch, tokens, masked, grad)); return "efficient" if masked else "flash"
+    monkeypatch.setattr(compiled, "attention_kernel", kernel)
+    watch_attention(tr, said.append)
+    for words in (8, 16, 24): call(tr, words=words)
+    assert asked == [(1, 48, False, True)] and tr.attention_kernel == "flash"
+    call(tr, batch=2, words=8, mask=torch.arange(8) < torch.tensor([[8], [7]]))
+    assert asked[1:] == [(2, 48, True, True)] and tr.attention_kernel == "efficient"
+    call(tr, words=8)
+    assert said == ["attention: flash (float32, no mask)", "attention: efficient (float32, a mask)"] and tr.attention_kernel == "flash"

@@ -1,0 +1,396 @@
+"""float16 products inside a float32 model: finite where float16 is not, nearer to float32 than bfloat16, and what fails without each guard."""
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qie_nb.devices import fp16 as half
+
+from qie_nb.planning import plan as planner
+from qie_nb.devices.compile import attention_kernel, compile_choice, set_up
+from qie_nb.config import LoraSection, make_config
+from qie_nb.planning.counting import count_step, empty_step, empty_transformer, memory_of
+from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, Pair, half_choice, half_weight, halve, measure, power_of_two, to_half, with_outliers
+from qie_nb.lora.adapters import add_lora, load_lora, lora_parameters, save_lora
+from qie_nb.lora.mixing import merge_lora, unmerge_lora
+from qie_nb.planning.training_memory import Job, job_of, kept
+from qie_nb.planning.plan import CARDS, Card, plan
+from qie_nb.models.quantize import _inner, quantise
+from qie_nb.devices.block_swap import on_ring
+from qie_nb.trainer import QwenImageEditTrainer
+
+from test_main_job import settings
+from test_plan import ALL, TINY, close, counted_kept, saved_bytes
+
+NONE = dict(residual=0., power=2)
+WILD = dict(residual=2.**18, power=16)
+
+
+def model(dtype=torch.float32, on=False, zero=False, adapter=True, kind=None, layers=3, **outliers):
+    "The same weights in every dtype; those that are wild are so in bfloat16 too."
+    torch.manual_seed(0)
+    tr = QwenImageTransformer2DModel(num_layers=layers, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=48, axes_dims_rope=(8, 12, 12), zero_cond_t=zero)
+    with_outliers(tr, **NONE | outliers)
+    tr = quantise(tr.to(torch.bfloat16).to(dtype).requires_grad_(False), kind)
+    if on: halve(tr)
+    if not adapter: return tr
+    add_lora(tr, LoraSection(r=4, target_modules="all_linear"))
+    g = torch.Generator().manual_seed(3)
+    for n, p in tr.named_parameters():
+        if "lora_B" in n: p.data = torch.randn(p.shape, generator=g) * 0.02
+    return tr
+
+
+def call(tr, batch=1, mask=None, wild=()):
+    g = torch.Generator().manual_seed(1)
+    x, text = (torch.randn(batch, n, c, generator=g).bfloat16() for n, c in ((24 + 16, 64), (9, 48)))
+    for token in wild: x[:, token] *= 2.**14
+    t = torch.full((batch,), 0.5).to(tr.dtype)
+    return tr(x.to(tr.dtype), text.to(tr.dtype), mask, t, [[(1, 4, 6), (1, 4, 4)]] * batch, return_dict=False)[0].float()
+
+
+def results(tr, size=1., **kw): # output without what all tokens have in common, gradients of the adapter
+    for p in tr.parameters(): p.grad = None
+    out = call(tr, **kw)
+    (out.square().mean() * size).backward()
+    return (out - out.mean(1, keepdim=True)).detach().flatten(), torch.cat([p.grad.flatten() for p in lora_parameters(tr)])
+
+
+def results_without_grad(tr):
+    with torch.no_grad(): out = call(tr)
+    return (out - out.mean(1, keepdim=True)).flatten()
+
+
+def far(got, exact): return [((a - b).norm() / b.norm()).item() for a, b in zip(got, exact)]
+def finite(got): return all(x.isfinite().all() for x in got)
+
+
+# --- outputs and gradients
+
+CASES = dict(tame={}, wild=WILD, residual=dict(residual=2.**18), mlp=dict(power=16), zero_cond=dict(zero=True, **WILD), token=dict(wild=(3, 30)), small_loss=dict(size=1e-12, **WILD),
+             large_loss=dict(size=1e12, **WILD), batch=dict(batch=2, mask=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nearer_to_float32_than_bfloat16_is(case):
+    kw = dict(CASES[case])
+    run = {k: kw.pop(k) for k in ("wild", "size", "batch", "mask") if k in kw}
+    if run.get("mask"): run["mask"] = torch.arange(9) < torch.tensor([[9], [6]])
+    exact, bf16, ours = (results(model(dtype, on, **kw), **run) for dtype, on in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)))
+    assert finite(ours) and exact[1].norm() > 0
+    ratios = [a / b for a, b in zip(far(ours, exact), far(bf16, exact))]
+    print(f"{case}: errors {far(ours, exact)}, of bfloat16 {far(bf16, exact)}, ratios {ratios}")
+    assert max(ratios) < 0.1
+
+
+def test_what_float16_alone_gives():
+    plain, wild = (model(torch.float16, adapter=False, **kw) for kw in ({}, WILD))
+    with torch.no_grad(): assert call(plain).isfinite().all() and not call(wild).isfinite().all()
+    seen, tr = {}, model(**WILD)
+    for n, m in tr.named_modules(): m.register_forward_hook(lambda m, a, out, n=n: seen.update({n: out.abs().max().item()}) if torch.is_tensor(out) else None)
+    call(tr)
+    assert seen["img_in"] > 2e5 and max(v for n, v in seen.items() if n.endswith("mlp.net.0.proj")) > 65504 # the injected case is the one that is meant
+
+
+@pytest.mark.parametrize("kind", ["qint8", "nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qfloat8", "int8", "float8"))])
+def test_quantised_bases(kind):
+    build = partial(model, kind=kind)
+    for kw in ({}, WILD) if kind == "qint8" else ({},):
+        exact, ours = results(build(**kw)), results(build(on=True, **kw))
+        assert finite(ours) and max(far(ours, exact)) < 0.003, far(ours, exact)
+    layer = next(m for n, m in build(on=True).named_modules() if n.endswith("to_q.base_layer"))
+    assert type(layer).__name__.startswith("Half") and layer.half.known is None
+
+
+@pytest.mark.parametrize("kind", ["qint8", "qfloat8"])
+def test_eight_bits_lose_nothing_on_the_way_into_float16(kind):
+    torch.manual_seed(0)
+    layer = quantise(torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False)), kind)[0]
+    w, rows = half_weight(layer, measure(layer)[0])
+    assert torch.equal(w.float() * rows[:, None], layer.weight.dequantize())
+
+
+# --- each guard, taken away
+
+def unscaled(x): return torch.ones_like(x)
+
+
+def only_cast(x, longest):
+    "As `to_half`, without a power; the lengths are those of what is stored."
+    return (x16 := x.half()), torch.ones_like(x[..., :1]), torch.linalg.vector_norm(x16.float(), dim=-1, keepdim=True)
+
+
+def test_without_the_scale_of_a_product_it_overflows_and_the_layer_is_named(monkeypatch):
+    "What the first layer of the MLP gives is finite in float32, and is twice what float16 can hold."
+    monkeypatch.setattr(half, "to_half", only_cast)
+    tr = model(on=True, power=17)
+    with torch.no_grad(): out = call(tr)
+    assert not out.isfinite().all() and tr.half_watch.first() == "block 0, the input of img_mlp.net.2, forward"
+
+
+def test_without_the_scale_of_a_gradient_it_vanishes(monkeypatch):
+    exact, real = results(model(), 1e-9)[1], half.to_half
+    assert far([results(model(on=True), 1e-9)[1]], [exact])[0] < 0.005
+    def only_forward(x, longest):
+        return (real if torch._C._current_graph_task_id() == -1 else only_cast)(x, longest)
+    monkeypatch.setattr(half, "to_half", only_forward)
+    assert far([results(model(on=True), 1e-9)[1]], [exact])[0] > 0.1
+
+
+def attended(q, k, v, g, on=True, kernel=None):
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    inner = lambda q, k, v, scale=None: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=scale).transpose(1, 2)
+    watch = half.Watch(1)
+    place = half.Place(watch, 6)
+    place.known = tuple((t.abs().max() / t.shape[-1]**0.5).item() for t in (q, k)) # as the norms' weights would bound them
+    out = (half.half_attention(None, place, inner) if on else inner)(q, k, v)
+    out.backward(g)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def random_attention(n=200, d=32):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(1, n, 2, d, generator=g) for _ in range(4)]
+
+
+@pytest.mark.parametrize("case", ["values", "gradients", "queries", "small"])
+def test_attention_with_large_and_with_small_numbers(case, monkeypatch):
+    q, k, v, g = random_attention()
+    if case == "values": v = v * 1e6
+    if case == "gradients": g = g * 1e8
+    if case == "queries": q, k = q * 1e5, k * 1e-5
+    if case == "small": g = g * 1e-9
+    exact = attended(q, k, v, g, False)
+    assert max(far(attended(q, k, v, g), exact)) < 0.003
+    if case == "queries": monkeypatch.setattr(half, "Pair", lambda note, a, b: Pair(note, 1., 1.)) # told that they are as usual: no power
+    else: monkeypatch.setattr(half, "power_of_two", unscaled)
+    without = attended(q, k, v, g)
+    assert not finite(without) or max(far(without, exact)) > 0.5
+
+
+def test_products_stay_below_the_limit_whatever_comes():
+    g = torch.Generator().manual_seed(0)
+    for scale in (1e-15, 1e-3, 1., 1e9, 1e18):
+        w = torch.randn(48, 64, generator=g)
+        x = torch.cat([w * scale, torch.full((1, 64), scale), torch.zeros(1, 64), torch.eye(64)[:2] * scale, w.sign() * scale]) # the worst are those along a row
+        x16, s, _ = to_half(x, w.norm(dim=1).max().item())
+        y = F.linear(x16, w.half())
+        assert y.abs().max() <= LIMIT and x16.isfinite().all() and y.abs().max() > LIMIT / 8
+        torch.testing.assert_close(y * s, x @ w.T, rtol=0.01, atol=1e-3 * scale * 64)
+    assert power_of_two(torch.tensor([1., 1.5, 0.25])).tolist() == [2., 2., 0.5]
+
+
+def worst(case, n=300, d=32):
+    "Attention whose gradients come as near to the bound as they can."
+    q, k, v, g = random_attention(n, d)
+    one, other = torch.eye(d)[0], torch.eye(d)[1]
+    if case == "all look at one value": q[:], g[:], v[:], k[:], k[:, 0], v[:, 0] = one * d**0.5, one * 1e3, one, -one * d**0.5, one * d**0.5, -one # its gradient is the sum of all
+    if case == "one query": # values and keys pull it to two sides
+        q[:], g[:], g[:, 0] = other * d**0.5, 0., one
+        sides = torch.ones(n, 1, 1).index_fill_(0, torch.arange(0, n, 2), -1.)
+        v[:], k[:] = sides * one, sides * one * d**0.5
+    return q, k, v, g
+
+
+@pytest.mark.parametrize("case", ["all look at one value", "one query", "random"])
+def test_gradients_of_attention_stay_below_the_limit_whatever_comes(case):
+    largest = {}
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if "attention" in str(func) and "backward" in str(func): largest.update(zip("qkv", (t.abs().max().item() for t in out[:3])))
+            return out
+    with See(): got = attended(*worst(case))
+    most = Pair(None, 1., 1.).most
+    assert finite(got) and 0 < max(largest.values()) <= MOST
+    if case == "all look at one value": assert MOST / most / 4 < largest["v"] <= MOST / most # all of the sum, and no more
+    if case == "one query": assert largest["q"] >= MOST / 16 # times `most`, it would be past the end of float16
+
+
+def test_weights_far_from_one():
+    for size in (1e7, 1e-7):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 48, bias=False).requires_grad_(False)
+        layer.weight.data *= size
+        x = torch.randn(5, 64)
+        want = F.linear(x, layer.weight)
+        layer.half, layer.__class__ = half.Place(half.Watch(1), 0), half.half_class(torch.nn.Linear)
+        assert far([layer(x)], [want])[0] < 0.001 and not far([F.linear(x.half(), layer.weight.half()).float()], [want])[0] < 0.01
+
+
+# --- what it goes with
+
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_recomputing_changes_no_gradient(mode):
+    tr = model(on=True, **WILD)
+    want = results(tr)
+    set_up(tr, mode)
+    for a, b in zip(results(tr), want): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", [None, "qint8", "nf4"])
+def test_streamed_blocks_give_the_same(kind):
+    want = results(model(on=True, kind=kind))
+    tr = on_ring(halve(model(kind=kind)), "cpu", places=2)
+    set_up(tr, True)
+    assert all(torch.equal(a, b) for a, b in zip(results(tr), want))
+
+
+def test_adapters_that_come_later_leave_and_are_merged(tmp_path):
+    tr = model(on=True)
+    want, _ = results(tr)
+    save_lora(tr, tmp_path)
+    other = model(on=True, adapter=False)
+    load_lora(other, tmp_path, trainable=True)
+    assert torch.equal(results(other)[0], want)
+    merge_lora(other)
+    assert far([results_without_grad(other)], [want])[0] < 0.002
+    unmerge_lora(other)
+    assert torch.equal(results(other)[0], want) and halve(other) is other
+
+
+def test_every_large_product_is_in_float16_and_nothing_is_read_from_the_device():
+    "On the meta device a reading would raise."
+    job, work = Job(layers=2, target=256, control=256, text=64, checkpointing=False, half=True, wide=4, kernel="efficient"), {}
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            a = [t for t in args if isinstance(t, torch.Tensor)]
+            if func.name().startswith(("aten::mm", "aten::addmm", "aten::bmm")): work[a[-1].dtype] = work.get(a[-1].dtype, 0) + 2 * a[-2].numel() * a[-1].shape[-1]
+            if "attention" in func.name(): assert all(t.dtype == torch.float16 for t in a[:3])
+            return func(*args, **kwargs or {})
+    tr = empty_transformer(job)
+    loss, _ = empty_step(job, tr)
+    with Count(): loss().backward()
+    share = work[torch.float16] / sum(work.values())
+    print(f"share of float16: {share:.4f}")
+    assert share > 0.96 and set(work) == {torch.float16, torch.float32}
+
+
+def test_the_kernel_is_asked_for_in_float16_and_blocks_are_not_compiled():
+    tr = model(on=True)
+    assert compile_choice(True, "cuda", tr) == (False, "products are scaled into float16 (`train.mixed_precision` fp16)")
+    from qie_nb.devices.compile import watch_attention
+    watch_attention(tr, (told := []).append)
+    call(tr)
+    assert "float16" in told[0] and attention_kernel(tr, dtype=torch.float16)
+
+
+# --- the planner
+
+KEPT = dict(plain={}, efficient=dict(kernel="efficient"), every_layer=dict(targets=ALL), out_only=dict(targets=("to_out.0",)), text_too=dict(targets=ALL[:8]), batch=dict(batch=2),
+            everything=dict(batch=3, zero_cond=True, table=True, targets=ALL), dropout=dict(dropout=0.1), dora=dict(dora=True), checkpointing=dict(checkpointing=True, table=True), wider=dict(dim=128, heads=2, layers=4))
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_autograd_keeps_is_what_the_list_says(case):
+    job = replace(TINY, half=True, **KEPT[case])
+    assert close(kept(job).bytes, counted_kept(job), 0.01)
+    if case in ("plain", "batch"): assert kept(job).bytes < 0.95 * kept(replace(job, half=False)).bytes
+
+
+@pytest.mark.parametrize("kind", ["qint8", "nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_quantised_base_keeps_no_copies(kind):
+    job = replace(TINY, kind=kind, dim=128, heads=4, half=True)
+    tr = empty_transformer(replace(job, half=False), "cpu")
+    for m in list(tr.modules()):
+        if hasattr(m, "base_layer"): m.base_layer = quantise(torch.nn.Sequential(m.base_layer), kind)[0]
+    halve(quantise(tr, kind))
+    loss, batch = empty_step(job, tr, "cpu")
+    there = [t for p in (*tr.parameters(), *tr.buffers()) for t in _inner(p)]
+    loss()
+    assert close(kept(job).bytes, saved_bytes(loss, [*there, *batch]))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_of_a_step_is_the_sum_of_the_parts(checkpointing):
+    job = replace(TINY, layers=5, half=True, checkpointing=checkpointing)
+    m = memory_of(job, gpu=False)
+    assert close(m.part("kept activations") + m.part("working set") + m.parts[1][1], count_step(job, "cpu")[0])
+
+
+def test_plans_for_cards_without_bfloat16(monkeypatch):
+    some = partial(plan, "2511", resolution=512, quantize="nf4")
+    p = some("T4")
+    assert p.chosen.job.half and p.chosen.job.wide == 4 and not p.chosen.job.compiled and "nf4, products in float16" in repr(p) and any("scaled float16" in n for n in p.notes)
+    small = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
+    monkeypatch.setattr(planner, "ways", lambda *a: []) # what was asked is enough
+    asked = lambda gpu, how="auto": some(gpu, transformer=small, config=dict(train=dict(mixed_precision=how))).asked.job
+    assert [asked(g).half for g in ("T4", "V100 32GB", "P100 16GB", "RTX 4090")] == [True, True, False, False]
+    assert not asked("T4", "no").half and asked("RTX 4090", "fp16").half and asked("P100 16GB").wide == 4
+
+
+# --- the setting
+
+def test_when_it_is_chosen(monkeypatch):
+    train = lambda **kw: make_config(dict(train=kw)).train
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
+    for capability, want in (((7, 5), True), ((7, 0), True), ((6, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
+        assert half_choice(train(), "cuda")[0] == want
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5))
+    assert half_choice(train(), "cuda", "nf4")[1].startswith("Tesla T4 has no bfloat16 of its own")
+    assert not any(half_choice(train(mixed_precision=m), "cuda")[0] for m in ("no", "bf16")) and not half_choice(train(), "cuda", "fp8_storage")[0]
+    assert not half_choice(train(compile=True), "cuda")[0] and not half_choice(train(), "cpu")[0]
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert not half_choice(train(), "cuda")[0] and half_choice(train(mixed_precision="fp16"), "cuda")[0]
+
+
+@pytest.mark.parametrize("change, why", [(dict(model=dict(quantize="fp8_storage")), "`model.quantize` fp8_storage, whose layers are cast by hooks; take qint8 or nf4"),
+                                         (dict(train=dict(compile=True)), "`train.compile` true; set it to auto"), (dict(train=dict(distributed="fsdp")), "`train.distributed` fsdp; set it to ddp")])
+def test_what_is_refused_before_anything_is_loaded(change, why, tmp_path):
+    with pytest.raises(ValueError, match=f"`train.mixed_precision` fp16 does not go with {why}"):
+        QwenImageEditTrainer(dict(model=change.get("model", {}), train=dict(device="cpu", mixed_precision="fp16", output_dir=str(tmp_path)) | change.get("train", {})))
+
+
+# --- training
+
+def losses(trainer):
+    out = []
+    step = trainer.optimizer_step
+    def noted(group):
+        step(group)
+        out.append(float(trainer.state.loss))
+    trainer.optimizer_step = noted
+    trainer.fit()
+    return torch.tensor(out)
+
+
+def run(pairs, tmp_path, how, **kw):
+    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=20, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
+
+
+def test_training_gives_float32s_curve(pairs, tmp_path):
+    where = pairs()
+    full, ours = run(where, tmp_path, "no", train=dict(save_steps=20)), run(where, tmp_path, "fp16")
+    a, b = losses(full), losses(ours)
+    print("float32", a[::4].tolist(), "half", b[::4].tolist(), "largest difference", ((a - b).abs() / a).max().item())
+    assert len(a) == 20 and a[-6:].mean() < a[:6].mean() and ((a - b).abs() / a).max() < 0.01
+    tr = ours.transformer
+    assert "scaled float16" in repr(ours) and all(type(m).__name__ == "HalfLinear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
+    assert ours.finite.read()[0] == 0 and ours.transformer.half_watch.read().isfinite().all()
+    with pytest.raises(ValueError, match="products run in float16 cannot be quantised any more"): ours.quantize_model(tr, "cpu")
+    again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=40, output_dir=str(tmp_path/"third")))
+    with pytest.raises(ValueError, match="products in float16"): again.fit()
+
+
+def test_a_run_that_goes_wrong_names_the_block(pairs, tmp_path, capsys):
+    trainer = run(pairs(), tmp_path, "fp16", train=dict(stop_after_nonfinite=2))
+    trainer.set_lora()
+    trainer.transformer.transformer_blocks[0].attn.to_add_out.bias.data[3] = float("nan")
+    trainer.fit()
+    assert "(step 2, first in block 0, the input of txt_mlp.net.0.proj, forward)" in trainer.state.stop
+    assert capsys.readouterr().out.count("a step was skipped: not finite first in block 0") == 2
+
+
+def test_a_prediction_runs_in_it_too(pairs, tmp_path):
+    from PIL import Image
+    picture = Image.effect_noise((64, 64), 60).convert("RGB")
+    out = {how: QwenImageEditTrainer(settings(pairs(), tmp_path/how, train=dict(mixed_precision=how))).predict(picture, "invert", num_inference_steps=2) for how in ("no", "fp16")}
+    assert abs(out["no"].astype(int) - out["fp16"].astype(int)).max() <= 2

@@ -1,0 +1,269 @@
+"""A transformer over several devices without a GPU: fake tensors say where everything is and refuse to mix, forward and backward; their numbers are computed beside them.
+
+The devices are called lazy:0 and lazy:1, for torch's autograd runs fake tensors of that name where there is no such device, and asks for a driver with fake CUDA tensors.
+"""
+from contextlib import contextmanager
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qie_nb.devices import model_parallel as divided
+
+from qie_nb.models import components as models
+
+from qie_nb.training import optimizer as optimize
+from qie_nb.config import make_config
+from qie_nb.devices.model_parallel import Dividing, Moves, check_divided, division, keeper_of, on_devices
+from qie_nb.training.optimizer import EMA
+from qie_nb.models.modulation import ModulationTable
+from qie_nb.models.modulation import put_on_table
+from qie_nb.training.optimizer import guarded_step, make_optimizer
+from qie_nb.devices.distributed import whole
+from qie_nb.models.loading import stream
+from qie_nb.trainer import QwenImageEditTrainer
+
+from test_main_job import settings
+from test_placement import Numbers
+from test_streamed import adapted, base, call
+
+LAYERS = 3
+FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")
+
+
+class Counted(Numbers):
+    "What is copied from one device to another."
+    def dispatch(self, func, types, args=(), kwargs=None):
+        out = super().dispatch(func, types, args, kwargs)
+        if not self.inside and func is torch.ops.aten._to_copy.default and out.device != args[0].device: self.moved.append((str(args[0].device), str(out.device), tuple(out.shape)))
+        return out
+
+
+@contextmanager
+def pretended():
+    mode = Counted(allow_non_fake_inputs=True)
+    mode.worked, mode.moved = set(), []
+    with pytest.MonkeyPatch.context() as mp, sdpa_kernel(SDPBackend.MATH), mode:
+        mp.setattr(optimize, "_adamw", lambda params, kw: torch.optim.AdamW(params, **kw, fused=False, foreach=False)) # fused ones take no such device
+        mp.setattr(torch.Tensor, "numpy", numpy)
+        mp.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: "cpu") # whose random state it is to keep
+        yield mode
+
+
+def numpy(t, real=torch.Tensor.numpy):
+    assert t.device.type == "cpu"
+    with _disable_current_modes(): return real(getattr(t, "numbers", t))
+
+
+def fake(mode, t, device):
+    "A tensor that says it is on a device, with the numbers of a real one."
+    mode.inside = True
+    try: f = torch.empty(t.shape, dtype=t.dtype, device=device)
+    finally: mode.inside = False
+    with _disable_current_modes(): f.numbers = t.detach().clone()
+    return f
+
+
+def spread(mode, tr, keeper):
+    "Put a real transformer's weights and adapters where a keeper says."
+    for name, m in tr.named_modules():
+        for k, p in m._parameters.items():
+            if p is not None:
+                new = m._parameters[k] = torch.nn.Parameter(f := fake(mode, p, keeper.device(f"{name}.{k}")), requires_grad=p.requires_grad)
+                new.numbers = f.numbers
+        for k, b in m._buffers.items():
+            if b is not None: m._buffers[k] = fake(mode, b, keeper.device(f"{name}.{k}"))
+    return tr
+
+
+def with_table(tr, folder):
+    base(layers=LAYERS).save_pretrained(folder)
+    table = ModulationTable("a digest", torch.float32, LAYERS, folder)
+    table.make((0., 0.5))
+    return put_on_table(tr, table)
+
+
+def inputs():
+    g = torch.Generator().manual_seed(1)
+    x, text = torch.randn(1, 40, 64, generator=g), torch.randn(1, 5, 64, generator=g)
+    mask = torch.tensor([[True] * 4 + [False]])
+    return dict(hidden_states=x, encoder_hidden_states=text, encoder_hidden_states_mask=mask, timestep=torch.tensor([0.5]),
+                img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False)
+
+
+def step(tr, optimizer, ema, given, target):
+    "What the trainer does: loss, backward, clip, a step that can be called off, running mean (of which this rig computes no numbers)."
+    loss = (tr(**given)[0] - target).square().mean()
+    loss.backward()
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    norm = whole(torch.nn.utils.clip_grad_norm_(params, 0.5))
+    ok = torch.isfinite(norm) & torch.isfinite(loss)
+    guarded_step(optimizer, ok)
+    ema.update(ok)
+    optimizer.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+def trained(tr): return [p for p in tr.parameters() if p.requires_grad]
+
+
+def tools(tr, name="adamw"): return make_optimizer(trained(tr), make_config(dict(optimizer=dict(name=name, lr=1e-3, weight_decay=0.1))).optimizer), EMA(trained(tr), 0.9)
+
+
+def made(tmp_path, table=True, **kw):
+    tr = base(layers=LAYERS)
+    return adapted(with_table(tr, tmp_path/"tr") if table else tr, **kw)
+
+
+def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, build=on_devices, optimizer="adamw"):
+    "Losses, norms and adapters after some steps, on pretended devices; and what was moved."
+    with torch.random.fork_rng(): tr = made(tmp_path, table)
+    keeper, given, target = Dividing([FIRST, SECOND]), inputs(), torch.zeros(1, 40, 64) # real ones, made here
+    keeper.prepare(tr)
+    if table: # rows come from the host
+        rows = tr.lookup.table.rows
+        def real(times):
+            with _disable_current_modes(): return rows(times)
+        tr.lookup.choose = lambda timestep, device: setattr(tr.lookup, "rows", put(real([0.5, 0.])))
+    with pretended() as mode:
+        put = lambda t: fake(mode, t, FIRST)
+        spread(mode, tr, keeper)
+        build(tr, keeper.blocks)
+        spoil(tr)
+        adam, ema = tools(tr, optimizer)
+        given, target = {k: put(x) if torch.is_tensor(x) else x for k, x in given.items()}, put(target)
+        out = []
+        for _ in range(steps):
+            out += [t.numbers.item() for t in step(tr, adam, ema, given, target)]
+        devices = {p.device for p in trained(tr)}
+        return out, [p.numbers for p in trained(tr)], mode.moved, devices, tr
+
+
+def expected(tmp_path, steps=1, table=True, optimizer="adamw"):
+    tr = made(tmp_path, table)
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(optimize, "_adamw", lambda params, kw: torch.optim.AdamW(params, **kw, fused=False, foreach=False))
+        adam, ema = tools(tr, optimizer)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = [t.item() for _ in range(steps) for t in step(tr, adam, ema, inputs(), torch.zeros(1, 40, 64))]
+    return out, [p.detach() for p in trained(tr)]
+
+
+# --- steps
+@pytest.mark.parametrize("table, optimizer", [(True, "adamw"), pytest.param(False, "adafactor", marks=pytest.mark.slow)])
+def test_steps_over_two_devices_mix_nothing_and_are_the_same(table, optimizer, tmp_path):
+    out, weights = expected(tmp_path, 2, table=table, optimizer=optimizer)
+    got, ours, moved, devices, tr = run(tmp_path, 2, table=table, optimizer=optimizer)
+    torch.testing.assert_close(got, out, rtol=1e-6, atol=0)
+    for a, b in zip(ours, weights, strict=True): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert devices == {FIRST, SECOND}
+
+
+def test_what_all_blocks_share_is_moved_once_a_call(tmp_path):
+    shape, away = (2, 1 + 12 * LAYERS, 64), ("lazy:0", "lazy:1")
+    _, _, moved, *_ = run(tmp_path)
+    assert moved.count((*away, shape)) == 1, "time embedding and rows"
+    assert moved.count((*away, (1, 40, 64))) == 3, "the pictures' tokens at the boundary, again when that block is recomputed, and the prediction's gradient"
+    assert moved.count((away[1], away[0], (1, 40, 64))) == 2, "the prediction, and the gradient over the boundary"
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def theirs(tr, blocks):
+        for block, device in zip(tr.transformer_blocks, blocks): add_hook_to_module(block, AlignDevicesHook(device))
+        for m in (tr.norm_out, tr.proj_out): add_hook_to_module(m, AlignDevicesHook(blocks[-1]))
+        tr.proj_out.register_forward_hook(lambda m, args, out: out.to(FIRST))
+    again = run(tmp_path, build=theirs)[2]
+    assert again.count((*away, shape)) == 2 * sum(d == SECOND for d in Dividing_blocks()), "accelerate's hooks: at each block, and again at its recomputation"
+
+
+def Dividing_blocks():
+    keeper = Dividing([FIRST, SECOND])
+    keeper.prepare(base(layers=LAYERS))
+    return keeper.blocks
+
+
+SPOILED = {
+    "a block's inputs": lambda tr: tr.transformer_blocks[LAYERS - 1]._forward_pre_hooks.clear(),
+    "the last norm's inputs": lambda tr: tr.norm_out._forward_pre_hooks.popitem(),
+    "the prediction": lambda tr: tr.proj_out._forward_hooks.clear(),
+    "an adapter": lambda tr: setattr(tr.transformer_blocks[LAYERS - 1].attn.to_q.lora_A.default, "weight", tr.transformer_blocks[0].attn.to_q.lora_A.default.weight),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_forgotten_move_is_found(what, tmp_path):
+    with pytest.raises(RuntimeError, match="found at least two devices|different from other tensors"): run(tmp_path, spoil=SPOILED[what])
+
+
+def test_a_step_that_is_called_off_leaves_both_devices_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "isfinite", lambda t: t != t)
+    before = [p.detach() for p in trained(made(tmp_path))]
+    _, ours, *_ = run(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+
+
+# --- loading
+@pytest.mark.parametrize("kind", [None, "qfloat8", "nf4"])
+def test_each_weight_is_read_to_its_own_device(kind, tmp_path, monkeypatch):
+    base(layers=LAYERS).save_pretrained(tmp_path/"tr", max_shard_size="200KB")
+    monkeypatch.setattr(divided, "on_devices", lambda tr, blocks: tr) # for here all of it is on the CPU
+    keeper, seen = Dividing(["cpu", "meta"]), {}
+    plain = keeper.device
+    keeper.device = lambda name: (seen.setdefault(name, str(plain(name))), torch.device("cpu"))[1]
+    tr = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, keeper=keeper)
+    with torch.no_grad(): assert torch.equal(call(tr), call(stream(QwenImageTransformer2DModel, tmp_path/"tr", kind)))
+    on = {n: d for n, d in seen.items() if n.endswith("weight")}
+    assert {on[f"transformer_blocks.{n}.attn.to_q.weight"] for n in (0,)} == {"cpu"} == {on["img_in.weight"], on["txt_in.weight"]}
+    assert {on[f"transformer_blocks.{n}.attn.to_q.weight"] for n in (1, 2)} == {"meta"} == {on["norm_out.linear.weight"], on["proj_out.weight"]}
+
+
+def test_division_is_by_bytes():
+    assert division([4, 1, 1, 1, 1], 2) == [0, 1, 1, 1, 1] and division([1] * 60, 2).count(0) == 30
+    for sizes in ([3] * 60, [1, 5] * 10, [9, 1, 1, 1, 9, 1, 1, 1]):
+        for parts in (2, 3):
+            at = division(sizes, parts)
+            load = [sum(s for s, d in zip(sizes, at) if d == p) for p in range(parts)]
+            assert at == sorted(at) and max(load) <= sum(sizes) / parts + max(sizes)
+
+
+def test_an_original_that_changes_hands_is_copied_anew():
+    moves, meta = Moves(), torch.device("meta")
+    a = torch.ones(2)
+    first = moves(a, meta)
+    moves.known[(id(a), meta)] = (lambda: None, first) # an id that was another tensor's
+    assert moves(a, meta) is not first and moves(a, meta) is moves(a, meta)
+
+
+# --- refusals
+@pytest.mark.parametrize("train, text", [
+    (dict(transformer_devices=["cuda:0"]), "must be at least two different GPUs, got \\['cuda:0'\\]"),
+    (dict(transformer_devices=["cuda:0", "cuda"]), "must be at least two different GPUs"),
+    (dict(transformer_devices=["cpu", "cuda:1"]), "must be at least two different GPUs"),
+    (dict(transformer_devices=["cuda:0", "cuda:7"]), "'cuda:7' does not exist here"),
+    (dict(transformer_devices=["cuda:0", "cuda:1"], device="cuda:1"), "the first of `train.transformer_devices` is cuda:0; set it to auto"),
+    (dict(transformer_devices=["cuda:0", "cuda:1"], distributed="fsdp"), "is for one process"),
+    (dict(transformer_devices=["cuda:0", "cuda:1"], block_streaming=True), "`train.block_streaming` does not go with")])
+def test_what_cannot_be_is_refused_in_one_sentence(train, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=text) as e: keeper_of(make_config(dict(train=train)), "cuda:0")
+    assert "\n" not in str(e.value)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_divided(train := make_config(dict(train=dict(transformer_devices=["cuda:0", "cuda:1"]))).train)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start it without `accelerate launch`"): check_divided(train)
+
+
+def test_a_trainer_trains_on_the_first_and_moves_nobody(pairs, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="'cuda:0' does not exist here"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(transformer_devices=["cuda:0", "cuda:1"], device="auto")))
+    monkeypatch.setattr(divided, "check_divided", lambda train: None)
+    for module in (models, divided, *(m for k, m in __import__("sys").modules.items() if k in ("qie_nb.trainer", "qie_nb.devices.distributed"))):
+        if hasattr(module, "check_device"): monkeypatch.setattr(module, "check_device", lambda name: torch.device("cpu"))
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(transformer_devices=["cpu", "cpu"], device="auto", max_train_steps=1)))
+    t.fit()
+    assert t.global_step == 1 and t.transformer.fixed == "whose blocks are divided over several devices"
+    with pytest.raises(ValueError, match="whose blocks are divided over several devices cannot be moved"): t.transformer.to("meta")

@@ -1,0 +1,244 @@
+"""The notebooks in a real JupyterLab, in a real browser: what appears, what a click does, what a saved notebook shows the day after.
+
+`make browser` runs this file in two environments of its own, ipywidgets 7.7.1 and 8.1 with their front ends (tests/browser/*.txt)."""
+import json, os, re, shutil, sys
+from pathlib import Path
+
+import pytest
+
+from browser.lab import ROOT, Lab, Page, chrome
+
+WHICH = os.environ.get("QIE_NB_BROWSER", "")
+pytestmark = [pytest.mark.browser, pytest.mark.slow,
+              pytest.mark.skipif(not WHICH, reason="needs JupyterLab and Playwright: `make browser` runs it in environments of its own")]
+HOSTILE = '<img src=x onerror="window.pwned=1">'
+LEFT = ".jp-OutputArea-child:has(+ * [class^=qie-]) > .jp-OutputArea-output:not([data-mime-type])" # our widgets, or what is left of them
+STILL = "[class^=qie-]:not([class*=live])"
+STOPS = "button:has-text('stop and save')"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chrome() as b: yield b
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lab")
+    for d in ("notebooks", "home"): (folder/d).mkdir()
+    with Lab(folder/"notebooks", folder/"home") as running: yield running
+
+
+@pytest.fixture
+def opened(browser, lab, tmp_path, request):
+    "Opens notebooks; keeps what was to be seen where a test fails."
+    pages = []
+
+    def open_(name, cells=None, server=lab):
+        file = server.folder/f"{name}.ipynb"
+        if cells is not None: file.write_text(json.dumps(notebook(cells)))
+        elif not file.exists(): file.write_text(json.dumps(chapter(file.name)))
+        pages.append(Page(browser, server, file.name, tmp_path))
+        return pages[-1]
+    yield open_
+    failed = getattr(request.node, "failed", False)
+    for page in pages:
+        if failed: print("to be seen when it failed:", page.keep(f"failed_{page.name}"))
+        page.close()
+
+
+def chapter(name) -> dict:
+    "A notebook of the project without its last cells: it exports nothing here, and its files stay for the clicks."
+    book = json.loads((ROOT/"nbs"/name).read_text())
+    ends = lambda c: c["cell_type"] == "code" and re.search(r"^(shutil\.rmtree\(|import nbdev)", "".join(c["source"]), re.M)
+    book["cells"] = [c for c in book["cells"] if not ends(c)]
+    for c in book["cells"]:
+        if c["cell_type"] == "code": c["outputs"] = []
+    return book
+
+
+def notebook(cells) -> dict:
+    code = [dict(cell_type="code", id=f"cell{i}", source=c, metadata={}, outputs=[], execution_count=None) for i, c in enumerate(cells)]
+    return dict(cells=code, metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")), nbformat=4, nbformat_minor=5)
+
+
+def visible(page, selector) -> int: return sum(e.is_visible() for e in page.page.locator(selector).all())
+
+
+def text_of(page): return page.page.inner_text(".jp-NotebookPanel:not(.lm-mod-hidden):not(.p-mod-hidden)")
+
+
+def test_the_environment_is_the_one_that_is_meant(opened):
+    page = opened("versions", ["import ipywidgets, ipykernel, jupyterlab, torch, qie_nb\n"
+                               "print(ipywidgets.__version__, jupyterlab.__version__, ipykernel.__version__, qie_nb.__file__)"]).kernel().run_all()
+    pins = dict(line.split("==") for line in (ROOT/"tests"/"browser"/f"{WHICH}.txt").read_text().split() if "==" in line)
+    assert page.outputs()[0]["text"].split() == [pins["ipywidgets"], pins["jupyterlab"], pins["ipykernel"], str(ROOT/"qie_nb"/"__init__.py")]
+
+
+def test_a_hostile_caption_would_be_noticed(opened):
+    page = opened("control", [f"import ipywidgets\nipywidgets.HTML({HOSTILE!r})"]).kernel().run_all()
+    page.page.wait_for_function("() => window.pwned === 1")
+
+
+
+def seen(page, text): page.page.wait_for_function("t => document.querySelector('.jp-Notebook').innerText.replace(/\\s+/g, ' ').includes(t)", arg=text)
+
+
+def test_the_tour(opened, lab, tmp_path):
+    page = opened("index").kernel().run_all()
+    assert not page.errors()
+    p = page.page
+    seen(page, "finished, step 40 of 40") # the training panel
+    assert visible(page, LEFT) == 4 and page.page.locator(STILL).count() == 4 and not visible(page, STILL), "the widgets hide the still forms"
+
+    viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
+    first = viewer.inner_text()
+    viewer.locator("button:has-text('next')").click()
+    p.wait_for_function("([e, was]) => e.innerText !== was", arg=[viewer.element_handle(), first])
+    pictures = viewer.locator("img").first.get_attribute("src")
+    slide(viewer, "ArrowRight", 3)
+    viewer.get_by_text("5 of 12").wait_for()
+    assert viewer.locator("img").first.get_attribute("src") != pictures
+    was = viewer.inner_text()
+    viewer.locator("select").select_option(index=1)
+    p.wait_for_function("([e, was]) => e.innerText !== was", arg=[viewer.element_handle(), was])
+
+    status = p.locator(".jp-OutputArea-output:has(button:has-text('verify'))").first
+    before = status.inner_text()
+    assert "pixel_latent" in before
+    status.locator("button:has-text('verify')").click()
+    p.wait_for_function("([e, was]) => e.innerText !== was", arg=[status.element_handle(), before])
+
+    both = p.locator(".jp-OutputArea-output:has(img.widget-image)").first
+    picture = both.locator("img.widget-image").get_attribute("src")
+    slide(both, "ArrowLeft", 20)
+    p.wait_for_function("([e, was]) => e.querySelector('img.widget-image').src !== was", arg=[both.element_handle(), picture])
+
+    assert not page.errors() and not page.console
+    page.save()
+    tomorrow(page, opened, lab, tmp_path, "finished", "with the LoRA so far", "pixel_latent")
+    p.evaluate("() => (window.jupyterapp || window.jupyterlab).shell.currentWidget.sessionContext.session.kernel.restart()")
+    p.wait_for_timeout(1000)
+    p.reload(wait_until="domcontentloaded")
+    page.kernel()
+    p.wait_for_timeout(3000)
+    page.keep("restarted")
+    assert visible(page, STILL) == 4 and not visible(page, LEFT), "what is left of the widgets is hidden once their kernel is gone"
+
+
+def slide(box, key, times):
+    handle = box.locator(".noUi-handle, .ui-slider-handle").first
+    handle.focus()
+    for _ in range(times): handle.press(key)
+
+
+@pytest.mark.parametrize("name, text", [("00_cache", "pixel_latent"), ("03_logging", "finished, step 30 of 30")])
+def test_a_chapter_runs_and_shows_itself(name, text, opened):
+    page = opened(name).kernel().run_all()
+    assert not page.errors() and not page.console
+    seen(page, text)
+
+
+EVENTS = """
+import tempfile
+from torch.utils.tensorboard import SummaryWriter
+from qie_nb.logging import show_tensorboard
+runs = tempfile.mkdtemp()
+with SummaryWriter(runs) as w: [w.add_scalar("loss", 1 / n, n) for n in range(1, 9)]
+show_tensorboard(runs)"""
+
+
+def test_tensorboard_is_served_inline(opened):
+    page = opened("tensorboard", [EVENTS]).kernel().run_all()
+    assert not page.errors()
+    frame = page.page.frame_locator("iframe").first
+    frame.locator("text=loss").first.wait_for(timeout=60_000)
+
+
+WIDGETS = """
+import tempfile, torch
+from pathlib import Path
+from qie_nb.cache import EmbeddingCacheManager, key_of
+from qie_nb.data.dataset import ImageDataset
+from qie_nb.tiny.photos import make_pairs
+from qie_nb.widgets.before_after import before_after
+from qie_nb.widgets.cache_status import cache_status, pair_grid, sample_viewer
+hostile = {hostile!r}
+work = Path(tempfile.mkdtemp())
+folder = make_pairs(work/"pairs", "duotone", 4)
+name = hostile.replace("/", "")
+for f in sorted(folder.rglob("0000.*")): f.rename(f.with_name(name + f.suffix))
+for f in (folder/"training_images").glob("*.txt"): f.write_text("text of " + hostile)
+dataset = ImageDataset(dict(dataset_path=str(folder), image_size=[96, 96]))
+cache = EmbeddingCacheManager(work/name)
+bad = cache.save_cache("pixel_latent", key_of("pixel_latent", a=1), torch.randn(4))
+bad.write_bytes(bad.read_bytes()[:-1] + b"\\0")"""
+
+
+def test_captions_and_file_names_are_no_program(opened):
+    shown = ["sample_viewer(dataset)", "pair_grid(dataset, 4)", "cache_status(cache)",
+             "picture = next(folder.rglob('0001.png'))\nbefore_after(picture, picture, [hostile, hostile])"]
+    page = opened("hostile", [WIDGETS.format(hostile=HOSTILE), *shown]).kernel().run_all()
+    assert not page.errors()
+    page.page.locator("button:has-text('next')").first.click()
+    page.page.locator("button:has-text('verify')").first.click()
+    seen(page, "1 of 1 entries are bad")
+    seen(page, "text of <img src=x") # it is there, as text
+    page.page.wait_for_timeout(500)
+    assert page.page.evaluate("window.pwned") is None and not page.page.locator("img[src=x]").count()
+
+
+TRAIN = '''
+import tempfile
+from pathlib import Path
+from qie_nb.tiny.photos import make_pairs
+from qie_nb.trainer import QwenImageEditTrainer
+work = Path(tempfile.mkdtemp())
+folder = make_pairs(work/"pairs", "duotone", 12)
+for f in (folder/"training_images").glob("*.txt"): f.write_text("print it in two colours " + {hostile!r})
+trainer = QwenImageEditTrainer(dict(
+    model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16)), data=dict(dataset_path=str(folder), image_size=[96, 96], batch_size=2),
+    train=dict(output_dir=str(work), max_train_steps=5000, device="cpu", mixed_precision="no", gradient_checkpointing=False, save_interval=0,
+               val_fraction=0.3, eval_interval=0, eval_steps=6, eval_pictures=3, eval_num_inference_steps=4),
+    cache=dict(cache_dir=str(work/"cache")), optimizer=dict(lr=5e-3), logging=dict(log_dir=str(work/"runs"))))
+trainer.cache_embeddings()'''
+FIT = 'trainer.fit()\nprint("left with", trainer.state.stop, trainer.global_step, (trainer.checkpoint_root()/"latest").read_text())'
+ON = "trainer.config.train.max_train_steps = trainer.global_step + 2\ntrainer.fit()\nprint('went on to', trainer.global_step)"
+
+
+def steps_shown(page): return int(re.search(r"step (\d+) of", page.page.inner_text(f".jp-OutputArea:has({STOPS})"))[1])
+
+
+def test_the_stop_button_ends_a_run_with_a_checkpoint_and_fit_goes_on(opened, browser, lab, tmp_path):
+    page = opened("panel", [TRAIN.format(hostile=HOSTILE), FIT, ON]).kernel().run_all(wait=False)
+    button = page.page.locator(STOPS)
+    button.wait_for(timeout=120_000)
+    page.page.locator("figure:has-text('print it in two colours')").first.wait_for(timeout=120_000) # an evaluation's pictures
+    curve, at = page.page.locator("svg polyline").first.get_attribute("points"), steps_shown(page)
+    page.page.wait_for_function("was => document.querySelector('svg polyline').getAttribute('points') !== was", arg=curve)
+    assert steps_shown(page) > at
+    page.keep("training")
+    button.click()
+    page.finished()
+    assert not page.errors() and not page.console
+    said = "".join(o.get("text", "") for o in page.outputs() if o["output_type"] == "stream")
+    step = int(re.search(r"left with the stop button (\d+) (?:step|epoch)_\d+", said)[1])
+    assert at < step < 5000 and f"went on to {step + 2}" in said
+    assert page.page.evaluate("window.pwned") is None
+    assert page.page.locator(STOPS).count() == 0 or not page.page.locator(STOPS).first.is_visible()
+    assert "stopped: the stop button" in text_of(page) and "finished, step" in re.sub(r"\s+", " ", text_of(page))
+    page.save()
+    tomorrow(page, opened, lab, tmp_path, "stopped: the stop button")
+
+
+def tomorrow(page, opened, lab, tmp_path, *texts):
+    "The saved notebook in a server that knows nothing of its kernel shows the still forms, and no error."
+    for d in ("notebooks", "home"): (tmp_path/d).mkdir()
+    shutil.copy(lab.folder/f"{page.name}", tmp_path/"notebooks")
+    with Lab(tmp_path/"notebooks", tmp_path/"home") as fresh:
+        again = opened(page.name.removesuffix(".ipynb"), server=fresh).kernel()
+        for text in texts: again.page.get_by_text(text).first.wait_for()
+        again.page.wait_for_timeout(1500) # the widgets' manager has looked for the models
+        again.keep("tomorrow")
+        assert not visible(again, LEFT)
+        assert again.page.evaluate("window.pwned") is None

@@ -1,0 +1,19 @@
+"""Few trials of every case in kills.py, in a process of their own that forks freely; `make kills` runs the full counts."""
+import pytest
+
+from conftest import few_trials
+from crash_trials import SLOW, cases
+
+CASES = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in cases(False)]
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    "One run of the cases that were selected, by name."
+    return few_trials("kills", request, tmp_path_factory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_trial_goes_as_it_must(case, results):
+    r = results[case]
+    assert r["trials"] and r["passed"] == r["trials"], r["worst"]

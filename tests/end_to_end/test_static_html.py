@@ -1,0 +1,33 @@
+"""Notebooks executed with nobody watching, as nbconvert does it: still forms in the output, no widget, no error; the pictures are in the exported page."""
+import json, os, re
+from pathlib import Path
+
+import pytest
+
+from qie_nb.core.display import VIEW
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name, texts", [
+    ("index", ["1 of 12", "pixel_latent", "with the LoRA so far"]),
+    ("00_cache", ["pixel_latent"]),
+    ("03_logging", ["trained 30 steps"]),
+])
+def test_a_notebook_that_nobody_watches_shows_still_forms(name, texts, tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    book = nbformat.read(ROOT/"nbs"/f"{name}.ipynb", 4)
+    book.cells = [c for c in book.cells if "nbdev_export()" not in c.source]
+    NotebookClient(book, timeout=600, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    outputs = [o for c in book.cells if c.cell_type == "code" for o in c.outputs]
+    assert not [o for o in outputs if VIEW in o.get("data", {})]
+    page, _ = HTMLExporter().from_notebook_node(book)
+    for text in texts: assert text in page
+    if name == "index":
+        pictures = [d for o in outputs for d in re.findall("data:image/jpeg;base64,[^\"]+", o.get("data", {}).get("text/html", ""))]
+        assert len(pictures) >= 4 and all(d in page for d in pictures)
+        assert len(json.dumps(book)) < 3e6

@@ -1,0 +1,262 @@
+"""Comparisons: each column is what `predict` gives, the encoders run once for all, and afterwards everything is as it was."""
+import json, re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qie_nb.evaluation import compare as comparison
+
+from qie_nb.lora import adapters as lora
+
+from qie_nb.core import display as shown
+from qie_nb.evaluation.compare import Comparison, compare_edits, find_adapter
+from qie_nb.encoding.encoder import Encoder
+from qie_nb.core.display import VIEW
+from qie_nb.trainer import QwenImageEditTrainer
+from conftest import write_pairs
+from test_lora_mix import PICTURE, quiet, same_state, state_of, trainer, write
+from test_main_job import settings
+
+OTHER = Image.fromarray(np.random.default_rng(2).integers(0, 255, (56, 40, 3), dtype=np.uint8))
+SMALL = dict(num_inference_steps=2, height=48, width=64)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    d = tmp_path_factory.mktemp("loras")
+    return dict(style=write(d/"style.safetensors", 1), other=write(d/"other.safetensors", 2, r=8, lora_alpha=3, target_modules="attention_text"),
+                fast=write(d/"Qwen-Image-Edit-Lightning-4steps-V1.0.safetensors", 9, lora_alpha=8))
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    "What the encoders were asked for."
+    calls = []
+    for name in ("image", "prompt"):
+        def counted(self, what, *a, _real=getattr(Encoder, name), _name=name, **kw):
+            calls.append((_name, what if isinstance(what, str) else np.asarray(what).tobytes()))
+            return _real(self, what, *a, **kw)
+        monkeypatch.setattr(Encoder, name, counted)
+    return calls
+
+
+def alone(files, name, picture=PICTURE, prompt="make it blue", weight=1.0, seed=0, **kw):
+    t = trainer()
+    if name: t.load_lora(files[name], weight=weight)
+    return t.predict(picture, prompt, seed=seed, **SMALL | kw)
+
+
+def same(a, b): return np.array_equal(a, b)
+
+
+def test_checkpoints_in_columns_are_what_predict_gives_and_the_encoders_run_once(files, encoded):
+    t = trainer()
+    c = compare_edits(t, [PICTURE, OTHER, PICTURE], ["make it blue", "make it blue", "remove it"], [None, files["style"], files["other"]], **SMALL)
+    pictures, prompts = ([w for n, w in encoded if n == kind] for kind in ("image", "prompt"))
+    assert len(pictures) == len(set(pictures)) == 2, "once for each distinct picture"
+    assert sorted(prompts) == [" ", " ", "make it blue", "make it blue", "remove it"], "once for each prompt on its picture"
+    want = [[alone(files, n, p, q) for n in (None, "style", "other")] for p, q in ((PICTURE, "make it blue"), (OTHER, "make it blue"), (PICTURE, "remove it"))]
+    for row, expected in zip(c.pictures, want, strict=True):
+        assert all(map(same, row, expected)) and not same(row[0], row[1]) and not same(row[1], row[2])
+    assert [k.title for k in c.columns] == ["base", "style", "other"]
+    assert t.active_adapters() == {} and not any(hasattr(m, "lora_A") for m in t.transformer.modules()), "taken out again"
+
+
+def test_scales_from_the_base_to_the_whole_adapter(files):
+    t = trainer().load_lora(files["style"])
+    c = compare_edits(t, PICTURE, "make it blue", scales=[0, 0.5, 1, 1], **SMALL)
+    zero, half, one, again = c.pictures[0]
+    assert same(zero, alone(files, None)) and same(half, alone(files, "style", weight=0.5)) and same(one, alone(files, "style")) and same(one, again)
+    assert [k["weight"] for k in c.data()["columns"]] == [0, 0.5, 1, 1]
+    dora = write(files["style"].parent/"dora.safetensors", 5, use_dora=True)
+    assert same(compare_edits(t, PICTURE, "make it blue", [dora], scales=[0], **SMALL).pictures[0][0], zero), "a DoRA at 0 would not be the base"
+    assert t.active_adapters() == dict(default=1.0)
+
+
+def test_scales_of_several_are_factors_on_their_weights(files):
+    t = trainer().load_loras({files["style"]: 0.8, files["other"]: -0.5})
+    c = compare_edits(t, PICTURE, "make it blue", scales=[0.5, 1], **SMALL)
+    assert same(c.pictures[0][1], t.predict(PICTURE, "make it blue", **SMALL)) and t.active_adapters() == dict(style=0.8, other=-0.5)
+    t.set_adapters(["style", "other"], [0.4, -0.25])
+    assert same(c.pictures[0][0], t.predict(PICTURE, "make it blue", **SMALL))
+    assert [k.title for k in c.columns] == ["style + other x 0.5", "style + other x 1"]
+
+
+def test_seeds_and_checkpoints_cross(files):
+    c = compare_edits(trainer(), PICTURE, "make it blue", ["base", files["style"]], seeds=[3, 4], **SMALL)
+    assert [k.title for k in c.columns] == ["base, seed 3", "base, seed 4", "style, seed 3", "style, seed 4"]
+    for p, (name, seed) in zip(c.pictures[0], ((None, 3), (None, 4), ("style", 3), ("style", 4))): assert same(p, alone(files, name, seed=seed))
+
+
+def test_before_and_after_is_the_default(files):
+    c = compare_edits(trainer().load_lora(files["style"], weight=0.7), PICTURE, "make it blue", seed=9, **SMALL)
+    assert [k.checkpoint for k in c.columns] == ["base", "now"] and same(c.pictures[0][0], alone(files, None, seed=9))
+    assert same(c.pictures[0][1], alone(files, "style", weight=0.7, seed=9)) and c.distances[0][0] == 0 < c.distances[0][1]
+
+
+def test_each_column_is_sampled_as_its_adapter_wants(files, monkeypatch):
+    told = []
+    real = comparison.denoise_encoded
+    monkeypatch.setattr(comparison, "denoise_encoded", lambda *a, **kw: (told.append(a[3:5]), real(*a, **kw))[1])
+    c = compare_edits(trainer(), PICTURE, "make it blue", [files["fast"], "base"], height=48, width=64)
+    assert told == [(4, 1.0), (20, 4.0)] and same(c.pictures[0][0], alone(files, "fast", num_inference_steps=None)) and same(c.pictures[0][1], alone(files, None, num_inference_steps=20))
+    compare_edits(trainer(), PICTURE, "x", [files["fast"], "base"], schedule="lightning", true_cfg_scale=2.0, height=48, width=64)
+    assert told[2:] == [(4, 2.0), (4, 2.0)]
+
+
+# names
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    d = tmp_path_factory.mktemp("run")
+    root = write_pairs(d/"set", ((48, 32),) * 4)
+    t = QwenImageEditTrainer(settings(root, d, train=dict(output_dir=str(d), max_train_steps=4, save_steps=2, ema_decay=0.5), optimizer=dict(lr=0.05))).fit()
+    (t.checkpoint_root()/"best").write_text("epoch_0001")
+    return t, settings(root, d)
+
+
+def test_checkpoints_are_named_as_everywhere(run, files, monkeypatch):
+    trained, config = run
+    t, root = QwenImageEditTrainer(config), trained.checkpoint_root()
+    latest = (root/"latest").read_text().strip()
+    file = lambda name: (root/name/"ema.safetensors") if (root/name/"ema.safetensors").is_file() else root/name/lora.WEIGHT_NAME
+    for name, folder in (("latest", latest), ("best", "epoch_0001"), (root/"epoch_0001", "epoch_0001"), ("epoch_0001", "epoch_0001"), (f"checkpoints/{latest}", latest)):
+        found, info, title = find_adapter(t, name)
+        assert found == file(folder) and info["steps"] in (2, 4) and title == f"{name if name in ('best', 'latest') else folder} (mean)"
+    assert find_adapter(t, files["style"])[2] == "style" and find_adapter(t, root/latest/lora.WEIGHT_NAME)[::2] == (root/latest/lora.WEIGHT_NAME, latest)
+    monkeypatch.setattr("qie_nb.lora.formats.from_hub", lambda path: files["other"])
+    assert find_adapter(t, "owner/style")[::2] == (files["other"], "owner/style")
+    c = compare_edits(t, PICTURE, "x", ["base", "best", "latest"], **SMALL)
+    assert same(c.pictures[0][1], QwenImageEditTrainer(config).load_lora(file("epoch_0001")).predict(PICTURE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
+
+
+def test_in_a_trainer_that_trains_its_adapter_stays_and_goes_on(run):
+    t, _ = run
+    before, learns = state_of(t), {n for n, p in t.transformer.named_parameters() if p.requires_grad}
+    c = compare_edits(t, PICTURE, "x", ["base", "best", "now"], **SMALL)
+    assert same_state(before, state_of(t)) and learns == {n for n, p in t.transformer.named_parameters() if p.requires_grad} and learns
+    assert same(c.pictures[0][2], t.predict(PICTURE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
+
+
+# afterwards
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", [1, 2])
+def test_after_an_error_what_was_loaded_is_back(error, at, files, monkeypatch):
+    t = trainer().load_loras({files["style"]: 1 / 3}).load_lora(files["other"], "other", weight=0.2)
+    t.set_adapters(["other", "style"], [0.2, 1 / 3])
+    t.transformer.train()
+    before, calls, real = state_of(t), [], comparison.denoise_encoded
+
+    def failing(*a, **kw):
+        calls.append(1)
+        if len(calls) > at: raise error
+        return real(*a, **kw)
+    monkeypatch.setattr(comparison, "denoise_encoded", failing)
+    with pytest.raises(type(error)): compare_edits(t, PICTURE, "x", ["base", files["other"], "now"], **SMALL)
+    assert len(calls) == at + 1 and same_state(before, state_of(t)) and list(t.active_adapters()) == ["other", "style"] and t.transformer.training
+
+
+@pytest.mark.parametrize("ask, sentence", [
+    (lambda t, f: compare_edits(t, PICTURE, "x", [f["style"], "none.safetensors"]), "none.safetensors' does not exist"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", ["best"]), "`checkpoints` 'best': there is no such checkpoint"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", ["epoch_0009"]), "`checkpoints` 'epoch_0009' does not exist"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", "latest"), "`checkpoints` must be a list"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", []), "`checkpoints` must be a list with an entry or more"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", scales=[0, float("nan")]), "must be a finite number, got nan"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", seeds=[-1]), "`seed` must be a whole number"),
+    (lambda t, f: compare_edits(t, [PICTURE, OTHER], ["x"]), "`images` has 2 entries for 1 rows"),
+    (lambda t, f: compare_edits(t, PICTURE, ["x", "y"], targets=[PICTURE]), "`targets` has 1 entries for 2 rows"),
+    (lambda t, f: compare_edits(t, PICTURE, " "), "`prompt` is empty"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", height=50), "`height` must be a multiple of 16"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", num_inference_steps=0), "`num_inference_steps` must be at least"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", schedule="turbo"), "must be one of none, lightning"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", [narrow(f)]), "does not fit this transformer"),
+    (lambda t, f: compare_edits(t.merge_lora(), PICTURE, "x"), "call unmerge_lora")])
+def test_a_mistake_is_told_before_anything_is_computed(ask, sentence, files, encoded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    t = trainer(train=dict(output_dir=str(tmp_path))).load_lora(files["style"])
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: ask(t, files)
+    assert "\n" not in str(e.value) and not encoded and t.active_adapters() == dict(default=1.0)
+
+
+def narrow(files):
+    from qie_nb.lora.formats import read_lora, write_lora
+    state, config, info = read_lora(files["style"])
+    return write_lora(files["style"].parent/"narrow.safetensors", {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in state.items()}, config, info)
+
+
+def test_without_an_adapter_there_is_nothing_to_compare():
+    for kw in (dict(), dict(scales=[0, 1]), dict(checkpoints=["base", "now"])):
+        with pytest.raises(ValueError, match="no adapter is in use, so there is nothing to compare with"): compare_edits(trainer(), PICTURE, "x", **kw)
+
+
+def test_adapters_of_other_sizes_share_the_first_one_s(files, tmp_path, capsys, encoded):
+    small, large = (write(tmp_path/f"{n}.safetensors", 1, dict(control_area=a)) for n, a in (("small", 64 * 64), ("large", 96 * 96)))
+    c = compare_edits(trainer(), PICTURE, "make it blue", ["base", small, large], **SMALL)
+    assert "all columns use the first" in capsys.readouterr().out and len([w for n, w in encoded if n == "image"]) == 1
+    assert same(c.pictures[0][1], trainer().load_lora(small).predict(PICTURE, "make it blue", **SMALL)) and same(c.pictures[0][1], c.pictures[0][2]) # one and the same adapter
+    fixed = compare_edits(trainer(data=dict(control_area=80 * 80)), PICTURE, "make it blue", [small], **SMALL)
+    assert same(fixed.pictures[0][0], trainer(data=dict(control_area=80 * 80)).load_lora(small).predict(PICTURE, "make it blue", **SMALL))
+
+
+# what is shown
+
+@pytest.fixture(scope="module")
+def seen(files):
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(shown, "watched", lambda: False)
+        yield compare_edits(trainer().load_lora(files["style"]), [[PICTURE, OTHER], [OTHER]], ["<img src=x onerror=alert(1)> & $x_$", "two"], scales=[0, 1], targets=[OTHER, PICTURE], **SMALL)
+
+
+def test_data_says_what_was_made_with_what(seen):
+    d = seen.data()
+    assert [(c["checkpoint"], c["weight"], c["seed"], c["steps"], c["true_cfg_scale"]) for c in d["columns"]] == [("now", 0, 0, 2, 4.0), ("now", 1, 0, 2, 4.0)]
+    assert [r["prompt"] for r in d["rows"]] == ["<img src=x onerror=alert(1)> & $x_$", "two"] and [r["size"] for r in d["rows"]] == [(64, 48), (64, 48)]
+    assert all(p.shape == (48, 64, 3) and p.dtype == np.uint8 for row in d["pictures"] for p in row)
+    want = [[np.abs(p.astype(float) - np.asarray(t.resize((64, 48), Image.LANCZOS))).mean() for p in row] for row, t in zip(d["pictures"], (OTHER, PICTURE))]
+    assert np.allclose(d["error"], want) and "change" not in d
+    json.dumps(d["columns"]) # plain values
+
+
+def test_the_page_holds_the_pictures_and_no_ones_html(seen):
+    html = seen._repr_mimebundle_()["text/html"]
+    assert html.count("data:image/jpeg;base64,") == 2 * 4 and "<img src=x" not in html and "&lt;img src=x onerror=alert(1)&gt; &amp; $x_$" in html
+    title = Comparison([comparison.Column("<b>a</b>", "x")], seen.edits, [[row[0]] for row in seen.pictures]).html()
+    assert "<b>a</b>" not in title and "&lt;b&gt;a&lt;/b&gt;" in title and title.count("change 0.0") == 2
+    assert [m for m in re.findall(r"error \d+\.\d", html)] == [f"error {d:.1f}" for row in seen.distances for d in row]
+
+
+def test_a_widget_only_where_somebody_watches(seen, monkeypatch):
+    out = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **kw: out.append(data))
+    monkeypatch.setattr(shown, "kernel", lambda: object())
+    for watches in (False, True):
+        monkeypatch.setattr(shown, "watched", lambda: watches)
+        seen._ipython_display_()
+    assert [VIEW in data for data in out] == [False, True, False] and "&lt;img src=x" in seen.box.children[0].value
+
+
+def test_the_figure_shows_every_cell_and_hostile_titles_draw(seen, tmp_path):
+    fig = seen.figure()
+    assert len(fig.axes) == 2 * 4 and [a.get_title() for a in fig.axes[:4]] == ["control", "adapter x 0", "adapter x 1", "target"]
+    assert np.array_equal(fig.axes[1].images[0].get_array(), seen.pictures[0][0]) and any("$x_$" in t.get_text() for t in fig.axes[0].texts)
+    bad = Comparison([comparison.Column("$\\frac{$", "x")], seen.edits, [[row[0]] for row in seen.pictures])
+    bad.figure().savefig(tmp_path/"bad.png") # as a formula it would raise
+    assert Image.open(tmp_path/"bad.png").size[0] > 100
+
+
+def test_where_two_columns_differ(seen):
+    a, b = (seen.difference(1, 0), seen.difference(0, 0))
+    assert a[0].shape == (48, 64) and a[0].max() > 0 and not b[0].any()
+    gap = np.abs(seen.pictures[0][1].astype(int) - seen.pictures[0][0]).max(2)
+    assert np.array_equal(a[0] > 0, gap > 0)
+
+
+def test_progress_counts_every_step(files, capsys):
+    compare_edits(trainer().load_lora(files["style"]), PICTURE, ["x", "y"], scales=[0, 1], **SMALL)
+    assert re.search(r"compare 8/8, [\d.]+/s, 0 s left adapter x 1", capsys.readouterr().err)
+    compare_edits(trainer().load_lora(files["style"]), PICTURE, "x", progress=False, **SMALL)
+    assert "compare" not in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""What a training step computes, held against formulas and diffusers' scheduler rather than against our own code."""
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qie_nb.models import flow_matching as flow
+from qie_nb.data.dataset import ImageDataset, loader
+from qie_nb.encoding.encoder import Encoder
+from qie_nb.encoding.precompute import precompute
+from qie_nb.models.components import Components
+from qie_nb.training.step import batch_seeds, draw, loss_at
+from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
+from qie_nb.trainer import QwenImageEditTrainer
+
+from test_main_job import settings
+
+
+def batch_of(pairs, tmp_path, variant, controls, sizes=((48, 32),) * 2, **kw):
+    "A cached batch of a data set, with its trainer."
+    trainer = QwenImageEditTrainer(settings(pairs(sizes, controls=controls, **kw), tmp_path, variant, data=dict(caption_dropout_rate=0.0))).set_lora()
+    trainer.cache_embeddings()
+    return trainer, next(iter(trainer.make_loader()))
+
+
+class PerfectTransformer(torch.nn.Module):
+    "Answers with the true velocity (x_t - x0) / sigma on the target's tokens and with nonsense on the controls'."
+    def __init__(self, x0): super().__init__(); self.x0 = x0
+    def forward(self, hidden_states, timestep, **kw):
+        n = self.x0.shape[1]
+        x_t, s = hidden_states[:, :n], timestep.float().view(-1, 1, 1)
+        return (torch.cat([(x_t - self.x0) / s, torch.full_like(hidden_states[:, n:], 99.)], 1),)
+
+
+@pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 1), ("2511", 2)])
+def test_the_true_velocity_has_no_loss(variant, controls, pairs, tmp_path):
+    trainer, batch = batch_of(pairs, tmp_path, variant, controls)
+    B, C, _, h, w = batch["pixel_latent"].shape
+    x0 = torch.stack([torch.stack([batch["pixel_latent"][b, :, 0, 2*i:2*i+2, 2*j:2*j+2].reshape(-1) for i in range(h//2) for j in range(w//2)]) for b in range(B)])
+    trainer.components.parts["transformer"] = PerfectTransformer(x0)
+    assert trainer.training_step(batch).item() < 1e-6
+
+
+@pytest.mark.parametrize("sigma_index", [0, 3, 7])
+def test_diffusers_scheduler_walks_from_our_noise_to_our_latent(sigma_index):
+    scheduler = tiny_pipeline("2511").scheduler
+    scheduler.set_timesteps(sigmas=np.linspace(1, 0.1, 10), mu=0.6)
+    x0, eps = torch.randn(1, 24, 64), torch.randn(1, 24, 64)
+    x = flow.add_noise(x0, eps, scheduler.sigmas[sigma_index:sigma_index + 1])
+    for t in scheduler.timesteps[sigma_index:]: x = scheduler.step(flow.flow_target(x0, eps), t, x, return_dict=False)[0]
+    torch.testing.assert_close(x, x0, rtol=1e-4, atol=1e-4)
+
+
+def test_the_transformer_gets_what_the_pipeline_would_give_it(pairs, tmp_path):
+    trainer, batch = batch_of(pairs, tmp_path, "2511", 2)
+    seen = {}
+    trainer.transformer.register_forward_pre_hook(lambda m, a, kw: seen.update(kw), with_kwargs=True)
+    trainer.training_step(batch)
+    h, w = batch["pixel_latent"].shape[-2:]
+    shapes = [(1, h // 2, w // 2)] + [(1, c.shape[-2] // 2, c.shape[-1] // 2) for c in batch["control_latent"]]
+    assert seen["img_shapes"] == [shapes] * 2 and seen["guidance"] is None
+    assert seen["hidden_states"].shape[1] == sum(r * c for _, r, c in shapes)
+    assert ((seen["timestep"] > 0) & (seen["timestep"] <= 1)).all()
+    n = h * w // 4
+    for k, c in enumerate(batch["control_latent"]):
+        m = c.shape[-2] * c.shape[-1] // 4
+        assert torch.equal(seen["hidden_states"][:, n:n + m], flow.pack_latents(c)), f"control {k} must stay clean"
+        n += m
+
+
+@pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 2), ("2511", 3)])
+def test_samples_of_unequal_prompts_train_as_if_alone(variant, controls, pairs, tmp_path):
+    trainer, batch = batch_of(pairs, tmp_path, variant, controls, caption=["invert", "invert all of the colours, please"])
+    assert batch["prompt_embeds_mask"].dtype == torch.bool and not batch["prompt_embeds_mask"].all()
+    params = [p for p in trainer.transformer.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in params: p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+
+    def gradients(loss): return torch.autograd.grad(loss, params)
+    together = trainer.training_step(batch)
+    alone = [trainer.training_step(b) for b in loader(trainer.make_loader().dataset, batch_size=1)]
+    torch.testing.assert_close(together, sum(alone) / 2, rtol=1e-5, atol=1e-6)
+    for a, b in zip(gradients(together), gradients(sum(alone) / 2)): torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_no_mask_where_nothing_is_padded(pairs, tmp_path):
+    trainer, batch = batch_of(pairs, tmp_path, "2511", 1)
+    assert batch["prompt_embeds_mask"] is None
+
+
+def test_same_prompt_other_picture_other_embedding(pairs, tmp_path):
+    dataset = ImageDataset(dict(dataset_path=str(pairs(((48, 32),) * 2)), image_size=[64, 64], cache_dir=str(tmp_path/"cache"), caption_dropout_rate=0.0))
+    precompute(dataset, Encoder(Components(str(tiny_folder("2511"))), dataset.cache))
+    a, b = dataset[0], dataset[1]
+    assert a["cached"] and a["prompt"] == b["prompt"]
+    assert not torch.equal(a["prompt_embed"], b["prompt_embed"]), "an embedding depends on its control picture"
+
+
+def test_the_dropped_caption_keeps_its_own_pictures(pairs, tmp_path):
+    dataset = ImageDataset(dict(dataset_path=str(pairs(((48, 32),) * 2)), image_size=[64, 64], cache_dir=str(tmp_path/"cache"), caption_dropout_rate=1.0))
+    encoder = Encoder(Components(str(tiny_folder("2511"))), dataset.cache)
+    precompute(dataset, encoder)
+    for i in range(2):
+        want = encoder.prompt("", dataset.pictures(i)["control"], dataset.geometry)[0]
+        assert torch.equal(dataset[i]["prompt_embed"], want)
+    assert not torch.equal(dataset[0]["prompt_embed"], dataset[1]["prompt_embed"])
+
+
+def test_accumulated_batches_give_the_gradient_of_one(pairs, tmp_path):
+    root = pairs(((48, 32),) * 4)
+    def adapter(**kw):
+        t = QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=kw["batch_size"], caption_dropout_rate=0.0), train=dict(gradient_accumulation_steps=kw["steps"], num_epochs=1)))
+        norms = []
+        t.callbacks.append(type("N", (), dict(on_train_begin=lambda s, t: None, on_epoch_end=lambda s, t: None, on_train_end=lambda s, t: None, on_step_end=lambda s, t: norms.append(float(t.state.grad_norm))))())
+        t.fit()
+        return norms
+    one, four = adapter(batch_size=4, steps=1), adapter(batch_size=1, steps=4)
+    assert len(one) == len(four) == 1 and abs(one[0] - four[0]) < 1e-4 * one[0]
+
+
+@pytest.mark.parametrize("how", ["uniform", "logit_normal", "shift"])
+def test_noise_levels_are_the_schedulers_timesteps(how):
+    s = flow.sample_sigmas(range(300), how, 0.7)
+    assert ((s * 1000 - (s * 1000).round()).abs() < 1e-3).all() and s.min() > 0 and s.max() <= 1

@@ -1,0 +1,678 @@
+"""What a person sees of caches and samples: as plain data, still and live; what is escaped, counted, marked, and not held in memory."""
+import gc, json, os, shutil, sys, weakref
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import qie_nb.widgets.sample_info, qie_nb.data.pair_checks, qie_nb.widgets.sample_viewer, qie_nb.widgets.cache_status
+from qie_nb.cache import EmbeddingCacheManager
+from qie_nb.data.dataset import ImageDataset, loader
+from qie_nb.core.cache_layers import LooseLayer
+from qie_nb.models.components import Components, prompt_text
+from qie_nb.data.pair_checks import AGAIN, AMBIGUOUS, RENAMED, REUSED, SWAPPED, UNCHANGED, alike, look, near_pairs
+from qie_nb.tiny.photos import EDITS, crops, make_pairs
+from qie_nb.data.samples import Sample
+from qie_nb.core.display import VIEW
+from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.widgets.cache_status import SampleViewer, cache_status, pair_grid, sample_facts, sample_html, sample_viewer
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def dataset(root, cache=None, **kw):
+    cache = dict(cache_dir=cache if isinstance(cache, list) else str(cache)) if cache else {}
+    return ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], **cache, **kw))
+
+
+def fill(ds, model=None, start=0, end=None):
+    from qie_nb.encoding.encoder import Encoder
+    from qie_nb.encoding.precompute import precompute
+    parts = Components(str(model or tiny_folder("2511")))
+    precompute(ds, Encoder(parts, ds.cache), start, end)
+    return parts
+
+
+def opened(view):
+    view.box
+    return view.controls
+
+
+def widgets_in(box): return [box, *(w for child in getattr(box, "children", ()) for w in widgets_in(child))]
+
+
+def texts_of(box):
+    "(texts that are rendered as HTML, texts that must hold nothing of the data)"
+    html, plain = [], []
+    for w in widgets_in(box):
+        if type(w).__name__ == "HTML": html.append(w.value)
+        plain += [str(getattr(w, name, "")) for name in ("description", "placeholder", "tooltip", "options", "_options_labels")]
+    return html, plain
+
+
+def tame(page): return "<img src=x" not in page and "<script" not in page.lower() and "onerror=alert(1)>" not in page
+
+
+# --- nothing of the data becomes part of the page
+
+def hostile_set(tmp_path):
+    "Sample ids, captions, folder, model and reasons that all hold a tag; pair 1 is pair 0 again."
+    root = tmp_path/f"set {HOSTILE}"
+    for d in ("training_images", "control_images"): (root/d).mkdir(parents=True)
+    for i, im in enumerate(crops(2, (96, 64), seed=5)):
+        for n in (i, i + 2):
+            im.save(root/"control_images"/f"{n} {HOSTILE}.png")
+            EDITS["duotone"](im).save(root/"training_images"/f"{n} {HOSTILE}.png")
+            (root/"training_images"/f"{n} {HOSTILE}.txt").write_text(f"{HOSTILE} {i}")
+    ds = dataset(root, tmp_path/f"cache {HOSTILE}", caption_dropout_rate=0.5)
+    who = fill(ds).identity()
+    (tmp_path/f"cache {HOSTILE}"/"manifest.json").write_text(json.dumps(dict(version=1, identities=dict(a=who | dict(model=HOSTILE)))))
+    ds.refresh()
+    return ds
+
+
+def test_everything_is_escaped_in_the_viewer(tmp_path):
+    ds = hostile_set(tmp_path)
+    view = sample_viewer(ds, str(tiny_folder("2511")), whole=True, decode=True)
+    c, pages = opened(view), [pair_grid(ds).html(), view.html(), *(sample_html(ds, i) for i in range(4))]
+    assert any("is dropped; the model sees" in p for p in pages)
+    (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").write_bytes(b"broken")
+    seen = lambda: pages.extend((c.page.value, c.message.value))
+    for name in list(view.filters()):
+        c.filter.value = name
+        for i in range(1, c.slider.max + 1): c.slider.value = i; seen()
+    c.filter.value = "all"
+    for text in (HOSTILE, f"nowhere {HOSTILE}"): c.goto.value = text; seen()
+    assert "no id holds" in pages[-1] and view.filters()["near"] == 2 and view.filters()["bad"] == 1
+    assert all(tame(p) for p in pages) and sum("&lt;img src=x" in p for p in pages) > 10
+    html, plain = texts_of(view.box)
+    assert all(map(tame, html)) and not any("onerror" in t for t in plain)
+
+
+def test_everything_is_escaped_in_the_status(tmp_path):
+    ds = hostile_set(tmp_path)
+    cache = ds.cache
+    path = next(Path(cache.cache_dir, "pixel_latent").rglob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    cache._set_aside(cache.layers[-1], "pixel_latent", path.stem, f"is {HOSTILE}")
+    (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").unlink()
+    for what in (ds, cache, str(cache.cache_dir), tmp_path/f"gone {HOSTILE}", [tmp_path/f"gone {HOSTILE}", tmp_path/"b"]):
+        status = cache_status(what)
+        opened(status).verify.click()
+        html, plain = texts_of(status.box)
+        assert all(map(tame, [*html, status.html(), status.page(status.data())])) and not any("onerror" in t for t in plain)
+        assert "&lt;img src=x" in html[0]
+    assert tame(ds._repr_html_()) and tame(cache._repr_html_())
+
+
+# --- facts
+
+@pytest.mark.parametrize("variant, controls", [("v1", 1), ("2511", 2)])
+def test_tokens_agree_with_what_was_encoded(variant, controls, pairs, tmp_path):
+    ds = dataset(pairs(controls=controls), tmp_path/"cache", caption_dropout_rate=0.5)
+    parts = Components(str(tiny_folder(variant)))
+    before = [sample_facts(ds, i, parts, whole=True) for i in range(3)]
+    fill(ds, tiny_folder(variant))
+    for i, b in enumerate(before):
+        f, tensors = sample_facts(ds, i), ds[i]
+        latents = [tensors["pixel_latent"], *(tensors["control_latent"] if controls > 1 else [tensors["control_latent"]])]
+        tokens = [t.shape[-1] * t.shape[-2] // 4 for t in latents]
+        assert [f["tokens"]["target"], *f["tokens"]["controls"]] == tokens and f["tokens"]["embedding"] == len(tensors["prompt_embed"])
+        assert f["tokens"]["sequence"] == sum(tokens) + len(tensors["prompt_embed"]) and f["cached"] and not f["missing"]
+        assert b["tokens"] == f["tokens"] | dict(counted_by="tokenizer") and f["tokens"]["counted_by"] == "cache" and b["missing"] == ["everything"]
+        assert b["text"] == prompt_text(parts.variant, "" if ds.dropped(i) else "invert the colours", controls)
+        assert f["text"] in b["text"] and f["variant"] == variant and f["dropped"] == ds.dropped(i)
+
+
+def test_a_dropped_caption_is_said_and_follows_the_epoch(pairs):
+    ds = dataset(pairs(), caption_dropout_rate=0.5)
+    view = sample_viewer(ds, str(tiny_folder("2511")), whole=False)
+    texts = set()
+    for epoch in range(8):
+        ds.set_epoch(epoch)
+        page, f = view.page(), view.data()
+        assert f["dropped"] == ds.dropped(0) == (f"caption dropped in epoch {epoch}" in page)
+        assert f["text"].endswith(" " if f["dropped"] else "invert the colours") and "invert the colours" in page
+        texts.add(f["text"])
+    assert len(texts) == 2
+
+
+def test_a_caption_that_the_model_cannot_take_is_said(pairs):
+    ds = dataset(pairs(caption="a <|image_pad|> here"))
+    f = sample_facts(ds, 0, str(tiny_folder("2511")), whole=True)
+    assert "must not contain the token" in f["problems"][0] and f["tokens"]["target"] == 16 and f["tokens"]["text"] is None
+    assert "must not contain" in sample_html(ds, 0, facts=f)
+
+
+def test_without_a_model_nothing_is_imported_and_the_caption_is_plain(pairs):
+    import subprocess
+    root = pairs()
+    code = ("import sys; from qie_nb.widgets.cache_status import sample_viewer; v = sample_viewer({'dataset_path': sys.argv[1]}); v.box; v.html(); d = v.data(); "
+            "assert d['text'] == 'invert the colours' and d['variant'] is None; print([m for m in ('diffusers', 'transformers', 'matplotlib') if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1] == "[]"
+    code = "import sys, qie_nb.widgets.cache_status; print('ipywidgets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_what_stands_for_a_model_and_for_a_data_set(pairs, tmp_path):
+    from qie_nb.trainer import QwenImageEditTrainer
+    root = pairs()
+    trainer = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), data=dict(dataset_path=str(root), image_size=[64, 64]),
+                                        train=dict(output_dir=str(tmp_path), device="cpu"), cache=dict(cache_dir=str(tmp_path/"cache"))))
+    assert {sample_viewer(d, m).data()["variant"] for d in (root, loader(root), dict(dataset_path=str(root))) for m in (trainer, trainer.components, tiny_folder("2511"))} == {"2511"}
+    with pytest.raises(ValueError, match="`model` must be a trainer"): sample_viewer(root, 3)
+
+
+# --- leafing
+
+def test_clicks_lead_where_they_say(pairs):
+    view = sample_viewer(dataset(pairs(sizes=[(48, 32)] * 5, caption=[f"caption {i}" for i in range(5)])))
+    c = opened(view)
+    shown = lambda: (view.data()["id"], c.slider.value, f"caption {view.index}" in c.page.value, f"({view.index + 1} of 5)" in c.page.value)
+    assert shown() == ("0000", 1, True, True) and (c.back.disabled, c.on.disabled) == (True, False)
+    c.on.click(); c.on.click()
+    assert shown() == ("0002", 3, True, True)
+    c.back.click()
+    assert shown() == ("0001", 2, True, True) and not c.back.disabled
+    c.slider.value = 5
+    assert shown() == ("0004", 5, True, True) and c.on.disabled
+    c.on.click()
+    assert shown()[0] == "0004"
+    c.goto.value = " 0003 "
+    assert shown() == ("0003", 4, True, True) and c.goto.value == ""
+    for expected in ("0004", "0000", "0001"): c.goto.value = "00"; assert view.data()["id"] == expected
+    c.goto.value = "elsewhere"
+    assert "no id holds" in c.message.value and shown()[0] == "0001"
+    c.on.click()
+    assert c.message.value == ""
+
+
+def test_an_exact_id_goes_before_a_part_of_one(pairs):
+    ds = dataset(pairs())
+    view = SampleViewer(ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=[Sample(i, s.target, s.controls, s.prompt) for i, s in zip(("a", "ab", "b"), ds.samples)]))
+    view.find("b")
+    assert view.data()["id"] == "b" and view.find("a") and view.data()["id"] == "a"
+
+
+def test_filters_count_and_show(tmp_path):
+    root = make_pairs(tmp_path/"set", "duotone", 6)
+    ds = dataset(root, tmp_path/"cache")
+    fill(ds, end=4)
+    for what in ("training_images", "control_images"): shutil.copy(root/what/"0001.png", root/what/"0005.png")
+    (root/"control_images"/"0002.png").write_bytes(b"broken")
+    (root/"training_images"/"0003.png").unlink()
+    entry = ds.keys(0)["pixel_latent"]
+    path = Path(ds.cache.layers[-1].path(*entry[:2]))
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    view = sample_viewer(ds)
+    c = opened(view)
+    assert {k: v for k, v in view.filters().items() if v is None} == dict.fromkeys(("missing", "bad", "near", "swapped", "unchanged"))
+    chosen = {}
+    for name in ("missing", "bad", "near", "swapped", "unchanged"):
+        c.filter.value = name
+        chosen[name] = [ds.samples[i].id for i in view.chosen]
+        assert (c.slider.max, c.slider.disabled) == (max(1, len(chosen[name])), not chosen[name]) and c.filter.value == view.filter == name
+        assert [len(v) for k, v in chosen.items() if k == name] == [view.filters()[name]] and f"({len(chosen[name])})" in dict((k, label) for label, k in c.filter.options)[name]
+    # what was made of 0003 before its target went is as good as it was; the picture itself is bad
+    assert chosen == dict(missing=["0002", "0004"], bad=["0000", "0002", "0003"], near=["0001", "0005"], swapped=[], unchanged=[])
+    assert "no sample" in c.page.value and view.data()["id"] is None
+    c.filter.value = "bad"
+    assert "pixel_latent is bad: checksum differs" in c.page.value
+    c.on.click()
+    assert "cannot be read (not a picture or broken)" in c.page.value
+    c.on.click()
+    assert "cannot be read (it does not exist)" in c.page.value and c.on.disabled and path.is_file(), "a look moves nothing"
+    c.filter.value = "near"
+    assert view.data()["near"] == [dict(id="0005", what=AGAIN)] and AGAIN in c.page.value
+    c.filter.value = "all"
+    assert len(view.chosen) == 6
+
+
+def test_broken_pictures_are_found_without_a_cache(pairs):
+    root = pairs()
+    view = sample_viewer(dataset(root))
+    (root/"control_images"/"0001.png").write_bytes(b"broken")
+    view.select("bad")
+    assert list(view.chosen) == [1] and view.filters()["near"] == 0
+
+
+def test_buckets_are_filters(pairs):
+    root = pairs(sizes=[(48, 32), (48, 32), (32, 48), (40, 40)])
+    ds = ImageDataset(dict(dataset_path=str(root), image_size=[128, 128], control_area=64*64))
+    view = sample_viewer(ds)
+    names = {k: v for k, v in view.filters().items() if k.startswith("bucket")}
+    assert names == {"bucket 160x96 + 64x64": 2, "bucket 96x160 + 64x64": 1, "bucket 128x128 + 64x64": 1} and next(iter(names.values())) == 2
+    for name in names:
+        opened(view).filter.value = name
+        assert len(view.chosen) == names[name] and {"bucket " + " + ".join(f"{w}x{h}" for w, h in ds.bucket(i)) for i in view.chosen} == {name}
+    assert {k: len(v) for k, v in view.buckets(most=1).items()} == {"bucket 160x96 + 64x64": 2, "other buckets": 2}
+    with pytest.raises(ValueError, match="`name` must be one of all, missing"): view.select("bucket 1x1")
+
+
+def test_a_failing_click_is_a_sentence_and_the_controls_go_on(pairs):
+    view = sample_viewer(dataset(pairs()))
+    c = opened(view)
+    with patch.object(qie_nb.widgets.sample_viewer, "near_pairs", side_effect=RuntimeError(f"no {HOSTILE}")): c.scan.click()
+    assert "RuntimeError" in c.message.value and tame(c.message.value) and not c.scan.disabled and view.filters()["near"] is None
+    with patch.object(qie_nb.widgets.sample_viewer, "look", side_effect=KeyboardInterrupt): c.filter.value = "near"
+    assert "stopped" in c.message.value and c.filter.value == view.filter == "all"
+    with patch.object(qie_nb.widgets.sample_viewer, "sample_facts", side_effect=RuntimeError("no facts")): c.on.click()
+    assert "no facts" in c.page.value and c.slider.value == 2
+    c.on.click()
+    assert "(3 of 3)" in c.page.value
+    c.scan.click()
+    assert c.message.value.count("0 near duplicates") == 1 and view.filters()["near"] == 0
+
+
+def test_progress_is_shown_while_it_looks(pairs):
+    view, seen = sample_viewer(dataset(pairs())), []
+    c = opened(view)
+    c.message.observe(lambda ch: seen.append(ch["new"]), "value")
+    with patch.object(qie_nb.widgets.sample_viewer.Told.__init__, "__defaults__", (0,)): c.scan.click()
+    assert [f"look at pictures {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
+
+
+def test_samples_may_leave_while_one_looks(pairs):
+    ds = dataset(pairs(sizes=[(48, 32)] * 4))
+    view = sample_viewer(ds)
+    c = opened(view)
+    c.scan.click(); c.slider.value = 4
+    ds.drop({2: "gone", 3: "gone"})
+    assert view.data()["id"] == "0001" and "(2 of 2)" in view.page()
+    c.on.click()
+    assert view.data()["id"] == "0001" and "(2 of 2)" in c.page.value and c.slider.max == 2
+
+
+def test_no_samples_are_a_sentence(pairs):
+    ds = ImageDataset(dict(dataset_path=str(pairs()), image_size=[64, 64]), samples=[])
+    view = sample_viewer(ds)
+    c = opened(view)
+    for b in (c.on, c.back, c.scan): b.click()
+    assert "there are no samples" in c.page.value and "there are no samples" in view.html() and c.slider.disabled
+
+
+# --- pictures
+
+def test_a_picture_that_is_broken_or_gone_is_a_sentence_in_its_place(pairs):
+    root = pairs(sizes=[(48, 32)] * 3, controls=2)
+    view = sample_viewer(dataset(root))
+    c = opened(view)
+    (root/"control_images"/"0001.png").write_bytes(b"broken")
+    (root/"control_images_2"/"0001.png").unlink()
+    c.on.click()
+    assert "control 1: picture" in c.page.value and "control 2: picture" in c.page.value and c.page.value.count("<figure") == 1
+    assert len(view.data()["problems"]) == 1 and "cannot be read" in pair_grid(view.dataset, 2).html()
+    c.on.click()
+    assert c.page.value.count("<figure") == 3 and view.data()["problems"] == []
+    assert "control 1:" in c.page.value and "control 2:" in c.page.value
+
+
+def test_a_mask_is_drawn_as_the_loss_sees_it(pairs):
+    root = pairs(sizes=[(96, 64)] * 3)
+    (root/"mask_images").mkdir()
+    for i, name in enumerate(("0000", "0001")): Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 255]]), 48, 1), 64, 0)).save(root/"mask_images"/f"{name}.png")
+    ds = dataset(root)
+    drawn, real = [], qie_nb.widgets.sample_viewer.masked_picture
+
+    def kept(*args):
+        drawn.append(real(*args))
+        return drawn[-1]
+    with patch.object(qie_nb.widgets.sample_viewer, "masked_picture", kept): page = sample_html(ds, 0)
+    target = np.asarray(Image.open(root/"training_images"/"0000.png"), int)
+    left, right = drawn[0][:, :40].astype(int), drawn[0][:, 56:].astype(int)
+    assert (np.abs(right - target[:, 56:]) <= 1).all() and (np.abs(left - (0.35 * target[:, :40] + 0.65 * np.array([200, 30, 30]))) <= 1).all()
+    assert "mask: 50 % counts" in page and sample_facts(ds, 0)["mask"] and not sample_facts(ds, 2)["mask"] and "mask" not in sample_html(ds, 2)
+    Image.fromarray(np.zeros((64, 96), np.uint8)).save(root/"mask_images"/"0001.png")
+    assert "is black everywhere" in sample_html(ds, 1)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    root = tmp_path_factory.mktemp("learnt")
+    folder = make_pairs(root/"set", "duotone", 2, split="held_out")
+    ds = ImageDataset(dict(dataset_path=str(folder), image_size=[96, 96], cache_dir=str(root/"cache")))
+    return ds, fill(ds, "tiny", end=1)
+
+
+def test_a_cached_latent_decodes_to_its_picture(learnt):
+    ds, parts = learnt
+    view = sample_viewer(ds, Components("tiny"))
+    c = opened(view)
+    assert "decoded" not in c.page.value and not view.components.parts, "nothing is loaded before it is asked for"
+    c.decode.value = True
+    assert c.page.value.count("latent decoded") == 2 and list(view.components.parts) == ["vae"]
+    for name, (picture, db) in qie_nb.widgets.sample_info.decoded(ds, 0, parts).items(): assert db > 25 and picture.shape == (96, 96, 3), name
+    c.on.click()
+    assert "the cache holds no latent" in c.page.value and c.page.value.count("<figure") == 2
+    c.decode.value = False
+    assert "not decoded" not in c.page.value
+
+
+def test_what_cannot_be_decoded_is_said(learnt, tmp_path, pairs):
+    ds, _ = learnt
+    for viewer, why in ((sample_viewer(ds), "no VAE is at hand"), (sample_viewer(ds, str(tiny_folder("2511"))), "filled by another VAE"),
+                        (sample_viewer(dataset(pairs()), "tiny"), "no cache is set"), (sample_viewer(dataset(pairs(), tmp_path/"empty"), "tiny"), "nobody has filled")):
+        c = opened(viewer)
+        c.decode.value = True
+        assert "not decoded: " in c.page.value and why in c.page.value and "<figure" in c.page.value
+
+
+# --- what looks wrong
+
+def as_looks(ims, tmp_path, **kw):
+    out = []
+    for n, im in enumerate(ims):
+        path = tmp_path/f"{len(os.listdir(tmp_path))}.{kw.get('format', 'png')}"
+        im.save(path, **{k: v for k, v in kw.items() if k != "format"})
+        out.append(look(path))
+    return out
+
+
+def test_near_duplicates_are_found_and_not_over_found(tmp_path):
+    ims = crops(30, (192, 128), seed=3) + crops(18, (192, 128), seed=4, split="more")
+    base = as_looks(ims, tmp_path)
+    close = {(i, j) for i, j, _ in alike(base)}
+    assert len(close) <= 12, "of 1,128 pairs"
+    for i, j in close: assert np.abs(np.asarray(ims[i], float) - np.asarray(ims[j], float)).mean() < 20, "only crops of the same place are alike"
+    saved, half = as_looks(ims, tmp_path, format="jpg", quality=60), as_looks([im.resize((96, 64)) for im in ims], tmp_path)
+    found = lambda other: sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
+    assert found(saved) > 0.95 and found(half) > 0.9
+    left, right = (as_looks([im.crop((x, 0, x + 188, 128)) for im in ims], tmp_path) for x in (0, 4))
+    assert sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(left, right)) < 6, "a frame of a film that moves is another picture"
+    for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
+
+
+def test_plain_skies_are_not_one_picture(tmp_path):
+    skies = []
+    for x in (10, 30, 50, 70):
+        skies.append(Image.new("RGB", (96, 64), (60, 80, 120)))
+        skies[-1].paste((255, 255, 255), (x, 20, x + 4, 40))
+    looks = as_looks(skies, tmp_path)
+    assert all(sum(x != y for x, y in zip(f"{int(a['hash'], 16):0256b}", f"{int(b['hash'], 16):0256b}")) <= 20 for a in looks for b in looks), "few bits differ"
+    assert list(alike(looks)) == [] and len(list(alike(as_looks([skies[0]] * 2, tmp_path)))) == 1
+
+
+def test_blocks_find_what_one_block_finds(tmp_path):
+    looks = as_looks(crops(9, (96, 64), seed=1), tmp_path) * 3
+    assert list(alike(looks, block=4)) == list(alike(looks, block=100)) and len(list(alike(looks, 4))) >= 27
+
+
+def test_pairs_of_samples_are_told_apart(tmp_path):
+    a, b, c, d = as_looks([*crops(2, (96, 64), seed=1), *crops(2, (96, 64), seed=2, split="more")], tmp_path)
+    kind = lambda x, y, p, q: [n["what"] for n in near_pairs([x, y], [p, q])]
+    assert kind((a, b), (a, b), "blue", " Blue ") == [AGAIN] and kind((a, b), (a, b), "blue", "red") == [RENAMED]
+    assert kind((a, b), (a, c), "blue", "red") == [REUSED] and kind((a, b), (c, b), "blue", "blue") == [AMBIGUOUS]
+    assert kind((a, b), (c, b), "blue", "red") == [] and kind((a, b), (c, d), "blue", "blue") == [] and kind((a, b), None, "blue", "blue") == []
+    assert kind((a, b, c), (a, b, d), "x", "x") == [REUSED] and kind((a, b), (a, b, c), "x", "x") == [REUSED], "all controls count"
+    assert len(near_pairs([(a, b)] * 100, ["x"] * 100, most=50)) == 50
+
+
+def swap_set(root, name_target, name_control, pictures, prompts, exif=(None, None)):
+    "Samples of (target, control) pictures, saved under these names."
+    out = []
+    for i, ((t, c), prompt) in enumerate(zip(pictures, prompts)):
+        paths = [root/n.format(i) for n in (name_target, name_control)]
+        for path, im, e in zip(paths, (t, c), exif):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            im.save(path, **({"exif": e} if e else {}))
+        out.append(Sample(str(i), paths[0], (paths[1],), prompt))
+    return ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=out)
+
+
+def camera():
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0110] = "Maker", "Model"
+    return exif
+
+
+ONE, TWO = (EDITS[k](crops(1, (96, 64), seed=7)[0]) for k in ("keep", "duotone"))
+GREY = EDITS["grayscale"](ONE)
+
+
+@pytest.mark.parametrize("target, control, pictures, prompt, exif, swapped", [
+    ("before/{}.png", "after/{}.png", (ONE, TWO), "make it blue", (None, None), True),
+    ("after/{}.png", "before/{}.png", (ONE, TWO), "make it blue", (None, None), False),
+    ("{}_src.png", "{}_edited.png", (ONE, TWO), "make it blue", (None, None), True),
+    ("originals/{}.png", "sketches/{}.png", (ONE, TWO), "fill it in", (None, None), False),
+    ("t/{}.png", "c/{}.png", (ONE, GREY), "Make it black and white", (None, None), True),
+    ("t/{}.png", "c/{}.png", (GREY, ONE), "Make it black and white", (None, None), False),
+    ("t/{}.png", "c/{}.png", (GREY, ONE), "colorize this black and white photo", (None, None), True),
+    ("t/{}.png", "c/{}.png", (ONE, GREY), "colorize this black and white photo", (None, None), False),
+    ("t/{}.png", "c/{}.png", (ONE, GREY), "make it sharper", (None, None), False),
+    ("t/{}.png", "c/{}.png", (ONE, TWO), "Make it black and white", (None, None), False),
+    ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), None), True),
+    ("t/{}.jpg", "c/{}.jpg", (TWO, ONE), "draw it in ink", (None, camera()), False),
+    ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), camera()), False),
+    ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "restore the photo", (camera(), None), False),
+    ("t/{}.png", "c/{}.png", (ONE, TWO), "draw it in ink", (None, None), False)])
+def test_signs_of_swapped_pairs(target, control, pictures, prompt, exif, swapped, tmp_path):
+    ds = swap_set(tmp_path, target, control, [pictures], [prompt], exif)
+    view = sample_viewer(ds)
+    c = opened(view)
+    assert [m for m, why in view.data()["marks"] if why] == [SWAPPED] * swapped and (SWAPPED in c.page.value) == swapped
+    view.select("swapped")
+    assert list(view.chosen) == [0] * swapped and (SWAPPED in pair_grid(ds, 1).html()) == swapped
+
+
+def test_sharing_tells_from_which_end_edits_branch(tmp_path):
+    before, *afters = crops(3, (96, 64), seed=9)
+    wrong = swap_set(tmp_path/"a", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["draw it in ink", "make it blue"])
+    right = swap_set(tmp_path/"b", "t/{}.png", "c/{}.png", [(a, before) for a in afters], ["draw it in ink", "make it blue"])
+    mend = swap_set(tmp_path/"c", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["restore it"] * 2)
+    both = [(before, a) for a in afters] + [(crops(1, (96, 64), seed=10)[0], afters[0])]
+    mixed = swap_set(tmp_path/"d", "t/{}.png", "c/{}.png", both, ["draw it in ink", "make it blue", "make it red"])
+    views = [sample_viewer(d) for d in (wrong, right, mend, mixed)]
+    assert [v.data()["marks"] for v in views] == [[]] * 4, "one sample alone does not tell"
+    for v in views: v.scan()
+    assert [v.filters()["swapped"] for v in views] == [2, 0, 0, 0] and "share this target" in views[0].data()["marks"][0][1]
+    assert "share this target" in views[0].page()
+
+
+def test_a_pair_in_which_nothing_changes_has_a_mark_of_its_own(tmp_path):
+    ds = swap_set(tmp_path, "before/{}.png", "after/{}.png", [(ONE, ONE), (ONE, TWO)], ["make it blue"] * 2)
+    view = sample_viewer(ds)
+    view.scan()
+    assert [m for m, _ in view.data()["marks"]] == [UNCHANGED] and (view.sets["unchanged"], view.sets["swapped"]) == ([0], [1])
+    ONE.save(tmp_path/"before"/"0.png", compress_level=0)
+    assert [m for m, _ in view.data()["marks"]] == [UNCHANGED], "other bytes, the same pixels"
+
+
+# --- thousands of samples
+
+@pytest.fixture
+def many(tmp_path):
+    "5,000 samples on ten pairs of real files, and a cache with an identity and no entries."
+    root = make_pairs(tmp_path/"set", "duotone", 10)
+    base = dataset(root).samples
+    cache = EmbeddingCacheManager(tmp_path/"cache")
+    cache.add_identity(dict(model="m", variant="2511", vae="v", text_encoder="t", template="e", dtype="float32", control_area=64*64, vl_area=64*64))
+    samples = [Sample(f"{i:05}", base[i % 10].target, base[i % 10].controls, f"caption {i}") for i in range(5000)]
+    return ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/"cache")), samples=samples)
+
+
+_opens, _hooked = [], []
+
+
+@pytest.fixture
+def opens():
+    "Pictures opened since."
+    if not _hooked: sys.addaudithook(lambda event, args: _opens.append(str(args[0])) if event == "open" and _hooked[-1] else None)
+    _hooked.append(True)
+    _opens.clear()
+    yield lambda: {Path(p).stem for p in _opens if p.endswith(".png")}
+    _hooked.append(False)
+
+
+def test_opening_and_leafing_read_what_is_shown(many, opens):
+    opens_of = lambda work: (_opens.clear(), work(), opens())[2]
+    view = sample_viewer(many)
+    with patch.object(ImageDataset, "lacking", side_effect=AssertionError), patch.object(SampleViewer, "scan", side_effect=AssertionError), \
+         patch.object(ImageDataset, "status", side_effect=AssertionError):
+        assert opens_of(lambda: view.box) == {"0000"}
+        c = view.controls
+        assert opens_of(c.on.click) == {"0001"} and len(_opens) < 20
+        assert opens_of(lambda: setattr(c.slider, "value", 4728)) == {"0007"} and view.data()["id"] == "04727"
+        assert opens_of(lambda: setattr(c.goto, "value", "00003")) == {"0003"}
+        assert len(opens_of(view.html)) == 4
+
+
+def test_filters_of_thousands_list_the_cache_once(many):
+    view = sample_viewer(many)
+    c = opened(view)
+    asked = []
+    with patch.object(LooseLayer, "has", lambda self, kind, key: asked.append(key) or False), patch.object(LooseLayer, "entries", autospec=True, side_effect=LooseLayer.entries) as listed:
+        c.filter.value = "missing"
+    assert view.filters()["missing"] == 5000 and len(asked) < 20 and listed.call_count < 20
+
+
+def test_memory_does_not_grow_with_leafing(many):
+    import ipywidgets
+    alive, sizes, real = [], [], qie_nb.widgets.sample_viewer.open_image
+    registry = lambda: len(ipywidgets.Widget.widgets if ipywidgets.__version__ < "8" else ipywidgets.widgets.widget._instances)
+
+    def counted(source, *a):
+        im = real(source, *a)
+        alive.append(weakref.ref(im))
+        return im
+    view = sample_viewer(many)
+    c = opened(view)
+    n = registry()
+    with patch.object(qie_nb.widgets.sample_viewer, "open_image", counted):
+        for i in range(1, 300, 3):
+            c.slider.value = i
+            sizes.append(sum(len(getattr(w, "value", "")) for w in widgets_in(view.box) if isinstance(getattr(w, "value", None), str)))
+    gc.collect()
+    assert len(alive) >= 190 and not any(r() is not None for r in alive) and registry() == n
+    assert max(sizes[50:]) <= max(sizes[:50]) * 1.1 and len(view.sets) < 40 and not many._keys.keys() - set(range(300))
+    assert sum(sys.getsizeof(v) for v in vars(view).values()) < 20_000
+
+
+# --- cache status
+
+@pytest.fixture
+def layered(pairs, tmp_path):
+    "A data set on a packed layer, a loose one that is only read, and an empty one to write."
+    ds = dataset(pairs(sizes=[(48, 32), (32, 48), (40, 40), (64, 32)]), tmp_path/"one", caption_dropout_rate=0.3)
+    fill(ds, end=2)
+    ds.cache.pack(tmp_path/"packed")
+    shutil.rmtree(tmp_path/"one")
+    two = dataset(ds.config.dataset_path, [str(tmp_path/"packed"), str(tmp_path/"two")], caption_dropout_rate=0.3)
+    fill(two, start=2, end=3)
+    return dataset(ds.config.dataset_path, [str(tmp_path/d) for d in ("packed", "two", "three")], caption_dropout_rate=0.3)
+
+
+def test_status_of_several_layers(layered, tmp_path):
+    s = cache_status(layered).data()
+    assert (s["samples"], s["complete"], s["quarantined"], s["problem"]) == (4, 3, 0, "")
+    assert [(Path(d["folder"]).name, d["exists"], d["packed"], d["writable"], d["count"]) for d in s["layers"]] == \
+        [("packed", True, True, False, 14), ("two", True, False, False, 7), ("three", False, False, True, 0)]
+    assert all((k["needed"], k["present"], k["missing"]) == (4, 3, 1) and k["bytes"] > 0 for k in s["kinds"].values())
+    assert [v["variant"] for v in s["models"].values()] == ["2511"] and "three does not exist yet" in s["why"] and not (tmp_path/"three").exists()
+    plain = cache_status([d["folder"] for d in s["layers"]]).data()
+    assert "samples" not in plain and plain["kinds"]["pixel_latent"] == {k: s["kinds"]["pixel_latent"][k] for k in ("present", "bytes")}
+    page = cache_status(layered).html()
+    for text in ("packed, only read", "only read", "not there yet", "3 complete in the cache", "prompt_prefix"): assert text in page, text
+
+
+def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
+    status, seen = cache_status(layered), []
+    c = opened(status)
+    c.message.observe(lambda ch: seen.append(ch["new"]), "value")
+    with patch.object(qie_nb.widgets.cache_status.Told.__init__, "__defaults__", (0,)): c.verify.click()
+    assert status.data()["verified"] | dict(seconds=0) == dict(entries=21, bad=[], seconds=0) and "every entry is whole: 21 read" in c.table.value
+    assert sum("verify" in t and "of 21" in t for t in seen) == 21 and c.message.value == "" and not c.verify.disabled
+    shard = next((tmp_path/"packed").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes()); data[-1] ^= 1
+    shard.write_bytes(data)
+    loose = sorted((tmp_path/"two").rglob("pixel_latent/*/*.safetensors"))[0]
+    loose.write_bytes(loose.read_bytes()[:-9])
+    c.verify.click()
+    bad = status.data()["verified"]["bad"]
+    assert len(bad) == 2 and {Path(p.split(": ")[0]).name for p, _ in bad} == {shard.name, loose.name}
+    assert "2 of 21 entries are bad" in c.table.value and "checksum differs" in c.table.value and loose.exists(), "nothing is moved"
+    loose.unlink()
+    c.again.click()
+    assert ">6</td>" in c.table.value
+
+
+def test_status_where_there_is_nothing(pairs, tmp_path):
+    root = pairs()
+    (tmp_path/"file").write_text("x")
+    (tmp_path/"empty").mkdir()
+    (tmp_path/"broken").mkdir(); (tmp_path/"broken"/"manifest.json").write_text("{")
+    for what, said, verdict in (
+            (tmp_path/"nowhere", "does not exist yet", "there is nothing to verify"), (tmp_path/"empty", "0 entries", "there is nothing to verify"),
+            (dataset(root), "no cache is set", "there is no cache to verify"), (dataset(root, tmp_path/"nowhere"), "does not exist yet", "there is nothing to verify"),
+            (dataset(root, tmp_path/"empty"), "nobody has filled this cache yet", "there is nothing to verify"),
+            (tmp_path/"file", "is a file; name a folder", "is a file"), ([tmp_path/"nowhere", tmp_path/"empty"], "which does not exist", "which does not exist"),
+            (tmp_path/"broken", "is unreadable", "there is nothing to verify"), ([], "is an empty list", "is an empty list")):
+        status = cache_status(what)
+        c = opened(status)
+        assert said in status.html() and said in c.table.value, said
+        c.verify.click()
+        assert verdict in c.table.value + c.message.value, (said, c.table.value, c.message.value)
+        assert not c.verify.disabled and status.data()["verified"] in (None, dict(entries=0, bad=[], seconds=status.data()["verified"] and status.data()["verified"]["seconds"]))
+    assert not (tmp_path/"nowhere").exists() and os.listdir(tmp_path/"empty") == []
+
+
+def test_a_verify_that_fails_or_is_stopped_is_said(layered):
+    status = cache_status(layered)
+    c = opened(status)
+    for error, said in ((OSError(f"disk {HOSTILE}"), "OSError"), (KeyboardInterrupt(), "stopped")):
+        with patch.object(EmbeddingCacheManager, "verify", side_effect=error): c.verify.click()
+        assert said in c.message.value and tame(c.message.value) and "not verified to the end" in c.table.value and not c.verify.disabled
+    assert status.data()["verified"] is None
+
+
+def test_two_identities_and_quarantine_are_told(pairs, tmp_path):
+    ds = dataset(pairs(), tmp_path/"cache")
+    fill(ds)
+    entry = ds.keys(0)["pixel_latent"][:2]
+    path = ds.cache.layers[-1].path(*entry)
+    path.write_bytes(b"nothing")
+    ds._whole.clear()
+    assert ds.cache.load_cache(*entry) is None
+    s = cache_status(ds).data()
+    assert s["quarantined"] == 1 and len(s["bad"]) == 1 and s["kinds"]["pixel_latent"]["missing"] == 1 and entry[1] in s["aside"][0][0]
+    ds.cache.add_identity(ds.identity | dict(model="another", vae="other"))
+    both = cache_status(dataset(ds.config.dataset_path, tmp_path/"cache")).data()
+    assert len(both["models"]) == 2 and "was filled by 2 encoders" in both["why"] and both["kinds"]["control_latent"]["present"] == 3
+
+
+def test_status_counts_what_a_vanished_picture_leaves(pairs, tmp_path):
+    root = pairs()
+    ds = dataset(root, tmp_path/"cache")
+    fill(ds)
+    ds.refresh() # keys are not known yet
+    (root/"training_images"/"0001.png").unlink()
+    s = cache_status(ds).data()
+    assert (s["samples"], s["complete"], [i for i, _ in s["unreadable"]], s["problem"]) == (3, 2, ["0001"], "") and ds.lacking() == {1: None}
+    assert "1 without a readable picture" in cache_status(ds).html()
+
+
+# --- forms
+
+def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
+    ds = dataset(pairs(sizes=[(48, 32)] * 6), tmp_path/"cache")
+
+    def displayed(shown, seen):
+        out = []
+        with patch("qie_nb.core.display.watched", lambda: seen), patch("qie_nb.core.display.kernel", lambda: object()), patch("IPython.display.display", lambda data, **kw: out.append(data)):
+            shown._ipython_display_()
+        assert out[-1]["text/html"].strip() and json.dumps(shown.data(), default=str)
+        return [d[VIEW]["model_id"] for d in out if VIEW in d]
+    for make in (lambda: sample_viewer(ds), lambda: cache_status(ds)):
+        shown = make()
+        assert displayed(shown, seen=False) == [] and shown._box is None
+        assert displayed(shown, seen=True) == [shown._page.model_id] and shown.box in shown._page.children
+    assert displayed(pair_grid(ds), seen=True) == [], "there is nothing to click in a grid"
+    still = sample_viewer(ds).html()
+    assert still.count("<figure") == 8 and "and 2 more" in still and "pair_grid(dataset" in still
+    assert len(pair_grid(ds, 2).data()["samples"]) == 2 and pair_grid(ds, 99).html().count("<figure") == 12
+
+
+def test_only_controls_that_both_versions_of_ipywidgets_have(pairs):
+    names = {type(w).__name__ for shown in (sample_viewer(dataset(pairs())), cache_status("nowhere")) for w in widgets_in(shown.box)}
+    assert names <= {"HTML", "Image", "Button", "IntSlider", "IntText", "Text", "Dropdown", "Checkbox", "Label", "VBox", "HBox", "Output"}
