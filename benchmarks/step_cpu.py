@@ -169,12 +169,12 @@ def waited(config):
     from qie_nb.trainer import QwenImageEditTrainer
     trainer = QwenImageEditTrainer(config).set_lora() # on the CPU; what follows is there
     rows = []
-    with away.pretended() as device:
+    with fake_device.pretended() as device:
         trainer.callbacks.append(Boundaries(lambda t: rows.append(device.take())))
-        trainer.device = away.DEVICE
-        away.send(trainer.transformer)
+        trainer.device = fake_device.DEVICE
+        fake_device.send(trainer.transformer)
         trainer.fit()
-        bare = bare_of(trainer, lambda t: t.to(away.DEVICE))
+        bare = bare_of(trainer, lambda t: t.to(fake_device.DEVICE))
         bare(), bare(), device.take(), bare()
     return rows[2:], device.take()
 

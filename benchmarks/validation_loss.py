@@ -78,7 +78,7 @@ def train(out, name, run, edit):
 def pixel_errors(judge, dataset, true, seeds, steps=8):
     "Mean error in grey levels over the crops, one for each seed of the sampler's noise."
     from qie_nb.tiny.demo import rms
-    from qie_nb.evaluation.validation_loss import evaluating, fetch
+    from qie_nb.sampling.cached_edits import evaluating, fetch
     from qie_nb.predict import denoise, sampling_schedule
     from qie_nb.models.flow_matching import sample_noise
     batch, out = fetch(judge, dataset, range(len(dataset))), []

@@ -333,7 +333,7 @@ def save_config(
 ):
     "Write a configuration with every value spelt out, so that a run can be repeated from it."
     import yaml
-    from qie_nb.cache import write_atomic
+    from qie_nb.core.files import write_atomic
     write_atomic(path, yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True).encode())
 
 # %% ../nbs/core/07_config.ipynb #84819397

@@ -114,7 +114,7 @@ def tagged(
     if controls: yield "training/control_images", picture_grid(controls, each if each > 1 else 4)
 
 # %% ../nbs/03_logging.ipynb #3d000004
-OWN = "use qie_nb.data.dataset.loader to see them"
+OWN = "use qie_nb.data.loader to see them"
 
 def pictures_of(
     batch, # of any loader
@@ -330,7 +330,7 @@ def logging_callbacks(
 import csv, io, json, math, time
 from pathlib import Path
 
-from .cache import write_atomic
+from .core.files import write_atomic
 from .training.callbacks import Callback
 from .evaluation.validation_loss import COLUMNS
 from .training.stopping import logged

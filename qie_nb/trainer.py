@@ -31,7 +31,8 @@ from .models.quantize import check_adapters, kind_of, quantise
 from .training.resume import ResumeMethods
 from .models.loading import stored_kind
 from .training.run_modulation import TableMethods
-from .training.step import Run, batch_seeds, draw, is_cached, loss_at, send_lists
+from .training.step import Run, batch_seeds, draw, loss_at, send_lists
+from .data.batches import is_cached
 from .training.stopping import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
 from .devices.block_swap import offload_inputs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from conftest import write_pairs
+from helpers import write_pairs
 from cache_fault_trials import Shared, Tally, about, fork, wait, watch_operations
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from qie_nb.core.cache_entries import ALL_KINDS, read_header
 from qie_nb.data.samples import PictureChanged
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import adapters_equal, settings
+from helpers import adapters_equal, settings
 
 THREE = ((48, 32), (32, 48), (48, 32))
 

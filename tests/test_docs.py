@@ -89,16 +89,16 @@ def test_a_table_has_as_many_cells_in_every_row(page):
 
 def parts():
     import session_table
-    return north_star.PARTS
+    return session_table.PARTS
 
 @pytest.mark.parametrize("number", range(4))
 def test_tables_are_what_the_script_makes(number):
     import session_table
     (file, name), make = list(parts().items())[number]
-    assert north_star.filled(file, name, make()) == read(file), "python benchmarks/session_table.py --write"
+    assert session_table.filled(file, name, make()) == read(file), "python benchmarks/session_table.py --write"
 
 
-def test_the_north_star_says_what_does_not_fit():
+def test_the_session_table_says_what_does_not_fit():
     text = read("kaggle").split("north star: made by")[1].split("<!-- end")[0]
     assert "does not fit: time, all in one session" in text and "Computed, not measured" in text and "assumed" in text and ".safetensors` with 9.99 GB" in text
     assert len(re.findall(r"^\| (?:512 x 512|1024 x 1024) \| float", text, re.M)) == 4

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image, ImageOps
-from test_main_job import StopAt, adapters_equal, settings
+from helpers import StopAt, adapters_equal, settings
 
 import qie_nb.logging as logs
 from qie_nb.data.batches import Batch
@@ -201,10 +201,10 @@ def test_missing_pictures_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("batch, words", [
-    (dict(pixel_latent=1), "this loader's batches cannot fetch pictures; use qie_nb.data.dataset.loader to see them"),
-    (object(), "cannot fetch pictures; use qie_nb.data.dataset.loader"),
-    (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's pictures are not uint8 [H, W, 3]; give such, or use qie_nb.data.dataset.loader"),
-    (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch pictures (KeyError: 'control'); use qie_nb.data.dataset.loader")])
+    (dict(pixel_latent=1), "this loader's batches cannot fetch pictures; use qie_nb.data.loader to see them"),
+    (object(), "cannot fetch pictures; use qie_nb.data.loader"),
+    (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's pictures are not uint8 [H, W, 3]; give such, or use qie_nb.data.loader"),
+    (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch pictures (KeyError: 'control'); use qie_nb.data.loader")])
 def test_foreign_batches_get_a_sentence(batch, words, capsys):
     made, sink = LogCallback([]), []
     t = SimpleNamespace(batch=batch, global_step=1, config=SimpleNamespace(logging=SimpleNamespace(log_images_count=2)))

@@ -15,7 +15,7 @@ from qie_nb.models.components import load_component
 from qie_nb.data.images import calculate_dimensions
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from conftest import small_areas
+from helpers import small_areas
 
 CONTROL, VL = 128 * 128, 112 * 112
 SIZES, TARGET = ((50, 75), (180, 90), (40, 100)), (144, 80) # (w, h)

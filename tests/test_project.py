@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MODULES = {p.stem: p for p in (ROOT/"qie_nb").glob("*.py") if not p.stem.startswith("_")}
-NOTEBOOKS = sorted((ROOT/"nbs").glob("*.ipynb")) + sorted((ROOT/"kaggle").rglob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT/"nbs").rglob("*.ipynb")) + sorted((ROOT/"kaggle").rglob("*.ipynb"))
+MODULES = {".".join(p.relative_to(ROOT/"qie_nb").with_suffix("").parts).removesuffix(".__init__"): p
+           for p in sorted((ROOT/"qie_nb").rglob("*.py")) if p.name != "_modidx.py" and p.parent != ROOT/"qie_nb" or p.stem[0] != "_"}
+ORDER = "core config cache data lora models devices encoding sampling planning predict training evaluation widgets logging trainer tiny cli".split()
 
 
 def settings():
@@ -36,32 +38,65 @@ def test_clean_and_export_leave_the_tree_unchanged(tmp_path):
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "demo_out", "*.egg-info", "__pycache__"))
     bin = Path(sys.executable).parent
     for cmd in (["nbdev_clean"], ["nbdev_clean", "--fname", "kaggle"], ["nbdev_export"]): subprocess.run([bin/cmd[0], *cmd[1:]], cwd=copy, check=True, capture_output=True)
-    for p in [*NOTEBOOKS, *(ROOT/"qie_nb").glob("*.py")]: assert (copy/p.relative_to(ROOT)).read_bytes() == p.read_bytes(), f"{p.name} is not clean or not exported"
+    for p in [*NOTEBOOKS, *(ROOT/"qie_nb").rglob("*.py")]: assert (copy/p.relative_to(ROOT)).read_bytes() == p.read_bytes(), f"{p.relative_to(ROOT)} is not clean or not exported"
 
 
-def imports_of(path):
-    "Modules of ours that a module imports, anywhere in it but under `if __name__ == ...`, which no import runs."
-    found, tree = set(), ast.parse(path.read_text())
+def imports_of(name):
+    "Modules of qie_nb that a module imports, also inside functions, but not under `if __name__ == ...`."
+    found, tree, path = set(), ast.parse(MODULES[name].read_text()), MODULES[name].relative_to(ROOT).with_suffix("").parts
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            name = ".".join(filter(None, ["qie_nb" if node.level else "", node.module])) # nbdev writes `from .flow`
-            if name == "qie_nb": found |= {a.name for a in node.names}
-            elif name.startswith("qie_nb."): found.add(name.split(".")[1])
-        elif isinstance(node, ast.Import): found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("qie_nb.")}
-    return found & MODULES.keys()
+            base = path[:len(path) - node.level] if node.level else () # nbdev writes `from ..core.files`
+            module = ".".join([*base, *filter(None, [node.module])])
+            if module.startswith("qie_nb"): found |= {module, *(f"{module}.{a.name}" for a in node.names)}
+        elif isinstance(node, ast.Import): found |= {a.name for a in node.names if a.name.startswith("qie_nb.")}
+    return {m.removeprefix("qie_nb.") for m in found} & MODULES.keys() - {name}
+
+
+GRAPH = {name: imports_of(name) for name in MODULES}
+FACES = {m for m, p in MODULES.items() if p.name == "__init__.py"}
 
 
 def test_imports_make_no_circle():
-    graph, done = {name: imports_of(path) for name, path in MODULES.items()}, set()
+    done = set()
 
     def walk(name, path):
         assert name not in path, " -> ".join([*path[path.index(name):], name])
         if name in done: return
-        for other in sorted(graph[name]): walk(other, [*path, name])
+        for other in sorted(GRAPH[name]): walk(other, [*path, name])
         done.add(name)
-    for name in graph: walk(name, [])
-    assert {"prepare", "predict"} <= graph["trainer"] and "data" in graph["prepare"] and "torch" not in graph, "imports are seen at all"
+    for name in GRAPH: walk(name, [])
+    assert "data.dataset" in GRAPH["data"] and "torch" not in GRAPH, "imports are seen at all"
+
+
+def test_rooms_import_only_from_rooms_to_their_left():
+    wrong = [f"{name} imports {other}" for name, imports in GRAPH.items() for other in imports
+             if ORDER.index(other.split(".")[0]) > ORDER.index(name.split(".")[0])]
+    assert not wrong, wrong
+    assert not [f"{n} imports the face {m}" for n, found in GRAPH.items() for m in found & FACES]
+
+
+def test_the_top_level_holds_the_public_modules_and_nothing_else():
+    top = {m for m, p in MODULES.items() if "." not in m and p.name != "__init__.py"}
+    assert top == {"config", "cache", "trainer", "predict", "logging", "cli"}
+    assert {m.split(".")[0] for m in MODULES} == set(ORDER)
+
+
+def test_each_module_names_a_notebook_that_exists_and_has_a_name_of_its_own():
+    for name, path in MODULES.items():
+        if path.read_text().strip():
+            edited = re.search(r"File to edit: (\S+\.ipynb)", path.read_text())
+            assert edited and (path.parent/edited[1]).resolve().is_file(), f"{path} is stale: delete it"
+    names = [p.stem for p in MODULES.values() if p.stem != "__init__"]
+    assert len(names) == len(set(names))
+
+
+def test_git_holds_no_run_time_files():
+    if not (ROOT/".git").exists(): pytest.skip("not a git checkout")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    made = re.compile(r"(^|/)(cache/(modulation|pixel_latent|control_latent|prompt_)|\.locks/|runs/|events\.out|demo_out/|checkpoints/)")
+    assert not [f for f in files if made.search(f) and not f.startswith("tests/data/v1/")]
 
 
 @pytest.mark.parametrize("statement, absent", [

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from ..cache import file_digest
+from ..core.files import file_digest
 
 # %% ../../nbs/data/00_images.ipynb #4b92c9cb
 @dataclass(frozen=True)

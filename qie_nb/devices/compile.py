@@ -15,7 +15,7 @@ from types import FunctionType
 import torch
 
 from ..lora.dropout import SampleDropout
-from ..training.stopping import is_out_of_memory
+from .placement import is_out_of_memory
 
 # %% ../../nbs/devices/03_compile.ipynb #0b599b6e
 def keep_all(block, *args):

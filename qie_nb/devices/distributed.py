@@ -49,7 +49,7 @@ def divide(
     if n == 1: return loader
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, BucketBatchSampler):
-        raise ValueError(f"with {n} processes the loader must be one of qie_nb.data.dataset.loader, got {type(loader).__name__}")
+        raise ValueError(f"with {n} processes the loader must be one of qie_nb.data.loader, got {type(loader).__name__}")
     sampler.batch_size, sampler.rank, sampler.world = sampler.batch_size * n, accelerator.process_index, n
     return loader
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..cache import write_atomic
+from ..core.files import write_atomic
 from ..sampling.cached_edits import at_hand, edit_cached, encoded_sample
 from ..sampling.edits import encode_edits, make_edits
 from ..encoding.encode import decode_latents

@@ -11,7 +11,7 @@ import json, re
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from ..cache import write_atomic
+from ..core.files import write_atomic
 from ..training.callbacks import Callback, Sampled, due
 from ..training.checkpoint import checkpoint_name, find_checkpoint
 from .eval_images import at_hand, borrowed, file_name, find_styles, shots_of, take_pictures

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'COLUMNS', 'fixed_sigmas', 'losses_at_draw', 'level_weight', 'weights_at_draw', 't_quantile', 'interval',
-           'HeldOut', 'Change', 'compare', 'Stopped', 'process', 'Watch', 'add_up', 'shares', 'evaluating', 'fetch',
-           'held_out_loss']
+           'HeldOut', 'Change', 'compare', 'Stopped', 'process', 'Watch', 'add_up', 'shares', 'held_out_loss']
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #6c27c6ae
 import math
@@ -19,7 +18,7 @@ from ..models import flow_matching as flow
 from ..data.batches import BucketBatchSampler, collate
 from ..cache import stable_seed
 from ..core.progress import Progress
-from ..training.step import is_cached
+from ..sampling.cached_edits import evaluating, fetch
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #d8e4f4d2
 PARTS = ("0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0")
@@ -169,25 +168,6 @@ def shares(
     "This process's part of the work."
     me, every = process(trainer)
     return [(u % n, u < n) for u in range(me, -(-n // every) * every, every)]
-
-# %% ../../nbs/evaluation/00_validation_loss.ipynb #87dc15e3
-@contextmanager
-def evaluating(transformer):
-    "In evaluation mode, without gradients; afterwards as it was."
-    was = transformer.training
-    transformer.eval()
-    try:
-        with torch.no_grad(): yield
-    finally: transformer.train(was)
-
-def fetch(
-    trainer,
-    dataset, # `ImageDataset`
-    indices, # of one bucket
-): # a batch with the four cached tensors
-    "Samples as a batch, encoded now where the cache lacks them."
-    batch = collate([dataset[i] for i in indices], dataset.geometry, dataset.config)
-    return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #b7bf28b2
 def held_out_loss(

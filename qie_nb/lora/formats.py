@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..cache import write_atomic
+from ..core.files import write_atomic
 from ..core.flat import tree_of
 from ..core.progress import quiet_bars
 

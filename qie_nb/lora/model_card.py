@@ -10,7 +10,7 @@ __all__ = ['plain', 'fenced', 'front_matter', 'usage', 'card_settings', 'model_c
 import html, json, re, shutil
 from pathlib import Path
 
-from ..cache import write_atomic
+from ..core.files import write_atomic
 from .formats import COMFY_NAME, WEIGHT_NAME, hub_error, is_hub_id
 
 # %% ../../nbs/lora/03_model_card.ipynb #897de3c7

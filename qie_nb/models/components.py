@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'COMPONENTS', 'Variant', 'template_of', 'prompt_text', 'positions_of', 'resolve_model', 'find_variant',
-           'native_areas', 'check_device', 'pick_dtype', 'check_weights', 'component_class', 'load_component',
-           'Components', 'offload', 'device_of', 'component_digest']
+           'native_areas', 'check_device', 'pick_dtype', 'check_weights', 'load_component', 'Components', 'offload',
+           'device_of', 'component_digest']
 
 # %% ../../nbs/models/03_components.ipynb #e7f003db
 import hashlib, importlib, inspect, json, shutil
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from ..cache import file_digest
+from ..core.files import file_digest
 from ..core.files import free_bytes
 from ..core.flat import tree_of
 from ..core.progress import quiet_bars
 from .quantize import check_kind, kind_of
-from .hub import HubShards, model_below, source_of
+from .hub import HubShards, component_class, model_below, source_of
 from .loading import check_stored, origin_of, stored_kind
 from .loading import stream
 
@@ -172,20 +172,6 @@ def check_weights(
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read")
 
 _SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
-
-# %% ../../nbs/models/03_components.ipynb #6986a5f9
-def component_class(
-    folder, # local model folder
-    name:str, # one of `COMPONENTS`
-) -> tuple: # (library's name, class)
-    "The class that model_index.json names for a component."
-    index = json.loads((Path(folder)/"model_index.json").read_text())
-    if not index.get(name) or None in index[name]:
-        raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that holds it")
-    library, cls = index[name]
-    if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model folder {str(folder)!r} wants {name} from {library!r}; only diffusers and transformers are imported")
-    return library, getattr(importlib.import_module(library), cls)
 
 # %% ../../nbs/models/03_components.ipynb #a2dfa46f
 def load_component(

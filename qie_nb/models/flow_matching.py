@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLINGS', 'WEIGHTINGS', 'pack_latents', 'unpack_latents', 'img_shapes', 'sample_noise', 'calculate_mu',
            'shift_sigmas', 'sample_sigmas', 'add_noise', 'flow_target', 'flow_loss', 'mask_weights', 'level_weights',
-           'pad_prompts', 'velocity', 'true_cfg']
+           'velocity', 'true_cfg']
 
 # %% ../../nbs/models/04_flow_matching.ipynb #48f12cfa
 import math
@@ -146,18 +146,6 @@ def level_weights(
     from diffusers.training_utils import compute_loss_weighting_for_sd3
     if how == "cosmap": return compute_loss_weighting_for_sd3(how, sigmas)
     return compute_loss_weighting_for_sd3(how, sigmas.clamp_min(0.1)) / 19 # the mean of min(100, sigma**-2)
-
-# %% ../../nbs/models/04_flow_matching.ipynb #64ccd0c9
-def pad_prompts(
-    embeds, # list of [L_i, D]
-    masks=None, # list of [L_i] bool, or None where all tokens count
-) -> tuple: # ([B, max L, D], [B, max L] bool or None)
-    "Stack prompt embeddings, with a mask only where it is needed."
-    masks = masks or [torch.ones(e.shape[0], dtype=torch.bool) for e in embeds]
-    n = max(e.shape[0] for e in embeds)
-    out = torch.stack([torch.cat([e, e.new_zeros(n - e.shape[0], e.shape[1])]) for e in embeds])
-    mask = torch.stack([torch.cat([m.bool(), m.new_zeros(n - m.shape[0]).bool()]) for m in masks])
-    return out, (None if bool(mask.all()) else mask)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #80cb96be
 def velocity(

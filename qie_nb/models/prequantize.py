@@ -16,7 +16,7 @@ from torch import nn
 from ..cache import EmbeddingCacheManager, key_of
 from ..core.cache_entries import MODULATION, entry_bytes, pack_entry
 from ..core.files import file_digest, file_fact, write_atomic
-from ..training.resume import sampled_digest, transformer_digest
+from .hub import sampled_digest, transformer_digest
 from ..core.cache_layers import write_packed
 from .modulation import ModulationTable, block_rows, time_embeddings
 from .modulation import put_on_table, uses_modulation
@@ -305,7 +305,7 @@ from fastcore.basics import patch
 
 from ..core.files import free_bytes, write_atomic
 from ..core.flat import FLAT, flatten
-from .components import component_class
+from .hub import component_class
 from ..core.environment import where
 from .quantize import kind_of
 from .hub import HubShards, gigabytes, source_of

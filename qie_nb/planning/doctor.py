@@ -381,6 +381,3 @@ def _plan(c, m):
     alike = [g for g in m.gpus if g.name == m.gpus[0].name]
     try: return plan(c, gpu=Card(alike[0].name, min(g.bytes for g in alike), alike[0].bf16, len(alike)) if alike else None)
     except ValueError: return None # the model's files: said where they are needed
-
-# %% ../../nbs/planning/04_doctor.ipynb #15eaaf3c
-from ..evaluation.selfcheck import selfcheck # by this name also from here

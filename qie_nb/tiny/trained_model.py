@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..models.flow_matching import (add_noise, calculate_mu, flow_loss, flow_target, img_shapes, pack_latents, pad_prompts, sample_noise, shift_sigmas,
-                         unpack_latents)
+from ..models.flow_matching import add_noise, calculate_mu, flow_loss, flow_target, img_shapes, pack_latents, sample_noise, shift_sigmas, unpack_latents
+from ..data.batches import pad_prompts
 from .photos import EDITS, crop, photos
 from .tiny_vae import fit_for, jitter, single_frame, train_vae
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..cache import file_digest, write_atomic
+from ..core.files import file_digest, write_atomic
 from .callbacks import Callback, due
 from ..core.environment import time_limit
 from ..core.flat import tree_of

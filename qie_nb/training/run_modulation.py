@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..cache import EmbeddingCacheManager
 from ..data.dataset import ImageDataset
 from ..sampling.edits import factor_of
-from .resume import transformer_digest
+from ..models.hub import transformer_digest
 from ..lora.adapters import check_targets, is_target
 from ..models.components import check_weights
 from ..models.modulation import ModulationTable, beyond_training, seen_times, training_times

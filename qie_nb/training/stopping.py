@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['StopSignals', 'Deadline', 'Finite', 'NonFiniteStop', 'check_finite', 'logged', 'training_advice', 'encoder_advice',
-           'is_out_of_memory', 'OutOfMemory', 'memory_advice']
+           'OutOfMemory', 'memory_advice']
 
 # %% ../../nbs/training/03_stopping.ipynb #29823383
 import gc, signal, threading, time, traceback
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..devices.placement import is_out_of_memory
 from .callbacks import Callback
 from ..core.environment import time_limit
 
@@ -157,14 +158,6 @@ def _forget(error):
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error = None, error.__cause__ or error.__context__
-
-# %% ../../nbs/training/03_stopping.ipynb #ce7a5899
-def is_out_of_memory(
-    error, # any exception
-) -> bool:
-    "Is it an accelerator's, or the host's, out-of-memory error?"
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and any(
-        s in str(error) for s in ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")))
 
 # %% ../../nbs/training/03_stopping.ipynb #c71969ea
 class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with what to set."

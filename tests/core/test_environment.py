@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import write_pairs
+from helpers import settings, write_pairs
 from qie_nb.planning import disk_space as disk
 from qie_nb.core import flat
 from qie_nb.core import environment as places
@@ -16,7 +16,6 @@ from qie_nb.core.flat import flatten
 from qie_nb.core.environment import MARGIN, Place, host_cores, host_memory, online, place_name, session_start, time_limit, used_bytes, where
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import settings
 
 KAGGLE = dict(KAGGLE_KERNEL_RUN_TYPE="Interactive", CUDA_VERSION="12.8")
 OLD, NEW = "input/first-session", "input/notebooks/somebody/first-session" # where Kaggle mounts a notebook's output
@@ -145,7 +144,7 @@ def first(tmp_path_factory):
 
 def at(monkeypatch, place):
     "This place wherever the library asks for one."
-    for module in ("disk", "resume", "precompute", "places"): monkeypatch.setattr(f"qie_nb.{module}.where", lambda *a, **kw: place)
+    for module in ("planning.disk_space", "training.resume", "encoding.precompute", "core.environment"): monkeypatch.setattr(f"qie_nb.{module}.where", lambda *a, **kw: place)
     return place
 
 

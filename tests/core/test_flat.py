@@ -13,7 +13,7 @@ from qie_nb.core.flat import FLAT, flatten, read_flat, tree_of
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import adapters_equal, settings
+from helpers import adapters_equal, settings
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from qie_nb.models.loading import stream
 from qie_nb.devices.block_swap import Ring, Streaming, Streams, check_streaming, offload_inputs, on_ring
 from qie_nb.trainer import QwenImageEditTrainer
 
-from test_main_job import settings
+from helpers import settings
 
 LAYERS = 5
 

@@ -16,7 +16,7 @@ from qie_nb.lora.adapters import CastLinear, add_lora, assert_float32, compute_i
 from qie_nb.lora.dropout import install_sample_dropout
 from qie_nb.trainer import QwenImageEditTrainer
 
-from test_main_job import adapters_equal, settings
+from helpers import adapters_equal, settings
 
 
 @pytest.fixture

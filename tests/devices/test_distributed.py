@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from qie_nb.data.batches import BucketBatchSampler
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import settings
+from helpers import settings
 
-JOB = Path(__file__).parent/"processes_job.py"
+JOB = Path(__file__).parent/"distributed_job.py"
 SIZES, CAPTIONS = ((48, 32),) * 7 + ((32, 48),) * 2, [f"make it {'very ' * i}dark" for i in range(9)]
 
 

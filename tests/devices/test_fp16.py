@@ -24,7 +24,7 @@ from qie_nb.models.quantize import _inner, quantise
 from qie_nb.devices.block_swap import on_ring
 from qie_nb.trainer import QwenImageEditTrainer
 
-from test_main_job import settings
+from helpers import settings
 from test_plan import ALL, TINY, close, counted_kept, saved_bytes
 
 NONE = dict(residual=0., power=2)

@@ -26,9 +26,9 @@ from qie_nb.devices.distributed import whole
 from qie_nb.models.loading import stream
 from qie_nb.trainer import QwenImageEditTrainer
 
-from test_main_job import settings
+from helpers import settings
 from test_placement import Numbers
-from test_streamed import adapted, base, call
+from test_block_swap import adapted, base, call
 
 LAYERS = 3
 FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")

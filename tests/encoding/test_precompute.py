@@ -19,9 +19,9 @@ from qie_nb.encoding.overlap import Ahead, Recent, Writer
 from qie_nb.encoding.precompute import precompute
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.encoding.windows import NAME, Windows, attention_calls, windows_together
-from conftest import write_pairs
+from helpers import write_pairs
 from test_cache_costs import Counted
-from test_prefix import picture, rig
+from test_prompts import picture, rig
 
 spec = importlib.util.spec_from_file_location("precompute_benchmark", Path(__file__).parents[2]/"benchmarks"/"precompute.py")
 bench = importlib.util.module_from_spec(spec)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conftest import write_pairs
+from helpers import write_pairs
 from crash_trials import complete
 from qie_nb.config import load_config_from_yaml
 from qie_nb.tiny.random_models import save_tiny, tiny_folder

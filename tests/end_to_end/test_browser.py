@@ -1,6 +1,6 @@
 """The notebooks in a real JupyterLab, in a real browser: what appears, what a click does, what a saved notebook shows the day after.
 
-`make browser` runs this file in two environments of its own, ipywidgets 7.7.1 and 8.1 with their front ends (tests/browser/*.txt)."""
+`make browser` runs this file in two environments of its own, ipywidgets 7.7.1 and 8.1 with their front ends (tests/end_to_end/browser/*.txt)."""
 import json, os, re, shutil, sys
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Few trials of every case in faults.py, in a process of their own that forks freely; `make faults` runs the full counts."""
 import pytest
 
-from conftest import few_trials
+from helpers import few_trials
 from cache_fault_trials import cases
 
 MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]

@@ -1,7 +1,7 @@
 """Few trials of every case in kills.py, in a process of their own that forks freely; `make kills` runs the full counts."""
 import pytest
 
-from conftest import few_trials
+from helpers import few_trials
 from crash_trials import SLOW, cases
 
 CASES = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in cases(False)]

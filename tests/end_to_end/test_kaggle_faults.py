@@ -21,12 +21,11 @@ import json, re
 import pytest
 from safetensors import safe_open
 
-from conftest import write_pairs
+from helpers import settings, write_pairs
 from fake_kaggle import kaggle, run_notebook, unsharing
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from test_kaggle import ANOTHER_PLACE, ROOT, notebook, own_packages
-from test_main_job import settings
 
 TRAIN = ROOT/"kaggle"/"train"/"train.ipynb"
 TINY = 'MODEL, SIZE, PRECISION = "tiny", [96, 96], "no"'

@@ -7,27 +7,12 @@ import torch
 import yaml
 from PIL import Image
 
+from helpers import TEXT, TRANSFORMER, VAE, StopAt, adapters_equal, settings
 from qie_nb.config import load_config_from_yaml
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.lora.adapters import lora_state
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
-
-VAE, TEXT, TRANSFORMER = "AutoencoderKLQwenImage", "Qwen2_5_VLForConditionalGeneration", "QwenImageTransformer2DModel"
-
-
-def settings(root, tmp_path, variant="2511", **sections):
-    base = dict(
-        model=dict(pretrained_model_name_or_path=str(tiny_folder(variant)), lora=dict(r=4, lora_alpha=8)),
-        data=dict(dataset_path=str(root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
-        train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0),
-        cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none"))
-    for name, values in sections.items(): base[name] = base[name] | values
-    return base
-
-
-def adapters_equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(lora_state(a.transformer).values(), lora_state(b.transformer).values(), strict=True))
 
 
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 1), ("2509", 3), ("2511", 2)])
@@ -161,15 +146,6 @@ def make_clean(make, tmp_path):
     import shutil
     shutil.rmtree(tmp_path/"checkpoints")
     return make().fit()
-
-
-class StopAt:
-    def __init__(self, n): self.n = n
-    def on_train_begin(self, t): pass
-    def on_step_end(self, t):
-        if t.global_step == self.n: t.state.stop = "test"
-    def on_epoch_end(self, t): pass
-    def on_train_end(self, t): pass
 
 
 def test_pictures_reach_tensorboard_although_latents_are_cached(pairs, tmp_path):

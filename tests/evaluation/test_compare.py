@@ -15,9 +15,8 @@ from qie_nb.evaluation.compare import Comparison, compare_edits, find_adapter
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.core.display import VIEW
 from qie_nb.trainer import QwenImageEditTrainer
-from conftest import write_pairs
-from test_lora_mix import PICTURE, quiet, same_state, state_of, trainer, write
-from test_main_job import settings
+from helpers import settings, write_pairs
+from test_mixing import PICTURE, quiet, same_state, state_of, trainer, write
 
 OTHER = Image.fromarray(np.random.default_rng(2).integers(0, 255, (56, 40, 3), dtype=np.uint8))
 SMALL = dict(num_inference_steps=2, height=48, width=64)

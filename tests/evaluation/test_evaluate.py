@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import write_pairs
+from helpers import adapters_equal, settings, write_pairs
 from qie_nb.evaluation import evaluate as evaluation
 from qie_nb.evaluation import validation_loss as rooms
 from qie_nb.training.callbacks import Callback
@@ -19,7 +19,6 @@ from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, HeldOut, compare, fixed_sigmas, held_out_loss, interval
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import adapters_equal, settings
 
 SIZES = ((96, 32), (96, 32), (32, 48), (48, 32), (40, 40)) # the first two make a bucket of their own
 

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from qie_nb.data.batches import pad_prompts
 from qie_nb.models import flow_matching as flow
 
 from qie_nb.lora import adapters as lora
@@ -58,7 +59,7 @@ def sample(n, seed, controls=1):
 
 
 def batch_of(samples):
-    embeds, mask = flow.pad_prompts([s["prompt_embed"][0] for s in samples])
+    embeds, mask = pad_prompts([s["prompt_embed"][0] for s in samples])
     return dict(pixel_latent=torch.cat([s["pixel_latent"] for s in samples]), prompt_embed=embeds, prompt_embeds_mask=mask,
                 control_latent=[torch.cat(c) for c in zip(*(s["control_latent"] for s in samples))])
 

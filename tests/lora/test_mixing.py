@@ -19,8 +19,7 @@ from qie_nb.predict import sampling_schedule
 from qie_nb.models.quantize import KINDS, installed
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from conftest import write_pairs
-from test_main_job import settings
+from helpers import settings, write_pairs
 
 AREA, VL = 96 * 96, 112 * 112 # of the tiny folders
 SIZE = dict(height=48, width=64)

@@ -15,8 +15,8 @@ from qie_nb.models.components import Components, resolve_model
 from qie_nb.models.hub import HuggingFace, Source, model_below, source_of
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import adapters_equal, settings
-from test_prequantised import sharded # noqa: F401, a fixture
+from helpers import adapters_equal, settings
+from test_prequantize import sharded # noqa: F401, a fixture
 
 NAME = "someone/model"
 
@@ -158,7 +158,7 @@ def test_a_killed_download_goes_on_and_fetches_nothing_twice(after, hub, tmp_pat
     folder = ask()
     assert len(weights(hub.got)) == len(set(weights(hub.got))) == 13
     assert not list((hub.folder/"transformer").glob("*.safetensors")), "the one that the kill left goes as well"
-    from qie_nb.training.resume import base_digest
+    from qie_nb.models.hub import base_digest
     assert base_digest(folder) == base_digest(hub.served)
 
 

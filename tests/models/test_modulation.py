@@ -15,8 +15,7 @@ from qie_nb.models.loading import stream
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 
-from conftest import small_areas
-from test_main_job import settings
+from helpers import settings, small_areas
 
 VARIANTS = ["v1", "2509", "2511"]
 

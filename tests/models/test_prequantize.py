@@ -13,7 +13,7 @@ from qie_nb import cli
 
 from qie_nb.models import prequantize as prequantised
 from qie_nb.core.flat import tree_of
-from qie_nb.training.resume import base_digest
+from qie_nb.models.hub import base_digest
 from qie_nb.core.cache_layers import open_layer
 from qie_nb.models.modulation import ModulationTable, training_times
 from qie_nb.models.components import component_digest, load_component
@@ -24,8 +24,8 @@ from qie_nb.models.loading import origin_of
 from qie_nb.models.loading import stream
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import adapters_equal, settings
-from test_quantise import run, same_tensors
+from helpers import adapters_equal, settings
+from test_quantize import run, same_tensors
 
 KINDS = ["nf4", "qint8", "qfloat8", "int8", "float8", "fp8_storage"]
 SETS = [(0.,), training_times(torch.float32)[::100]]

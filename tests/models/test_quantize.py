@@ -21,8 +21,7 @@ from qie_nb.models.quantize import KINDS, check_adapters, check_kind, held_bytes
 from qie_nb.models.loading import stream
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
-from conftest import write_pairs
-from test_main_job import TEXT, TRANSFORMER, VAE, settings
+from helpers import TEXT, TRANSFORMER, VAE, settings, write_pairs
 
 ROOT = Path(__file__).parents[2]
 COMPILED = pytest.param("qint4", marks=pytest.mark.slow) # half a minute of compiling on first use

@@ -22,12 +22,13 @@ from qie_nb.data.dataset import Geometry, ImageDataset
 from qie_nb.encoding.encode import decode_latents, encode_image, encode_prompt, vae_factor, vl_pictures
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
-from qie_nb.models.flow_matching import calculate_mu, img_shapes, pack_latents, pad_prompts, unpack_latents, velocity
+from qie_nb.models.flow_matching import calculate_mu, img_shapes, pack_latents, unpack_latents, velocity
+from qie_nb.data.batches import pad_prompts
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
 from qie_nb.models.components import VARIANTS, Components, find_variant, load_component
 from qie_nb.predict import edit, sampling_schedule, start_noise
 from qie_nb.tiny.random_models import tiny_folder
-from conftest import small_areas
+from helpers import small_areas
 
 CONTROL, VL = 128 * 128, 112 * 112                # pixels; the pipelines' own are 1024*1024 and 384*384
 SIZES = (50, 75), (180, 90), (40, 100)            # (w, h) of the control pictures: portrait, landscape, tall

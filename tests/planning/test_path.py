@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import write_pairs
+from helpers import write_pairs
 from qie_nb.planning import path
 from qie_nb.cli import main
 from qie_nb.config import make_config

@@ -21,7 +21,7 @@ from qie_nb.training.step import batch_seeds, draw, loss_at
 from qie_nb.tiny.random_models import tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 
-from test_main_job import settings
+from helpers import settings
 
 QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
 SEEDS = range(3000)

@@ -13,7 +13,7 @@ from qie_nb.training.step import batch_seeds, draw, loss_at
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 
-from test_main_job import settings
+from helpers import settings
 
 
 def batch_of(pairs, tmp_path, variant, controls, sizes=((48, 32),) * 2, **kw):

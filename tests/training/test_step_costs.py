@@ -19,7 +19,7 @@ def script(name):
     return out
 
 
-away, cost = script("away"), script("step_cpu")
+fake_device, cost = script("fake_device"), script("step_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def test_training_on_the_device_that_is_not_there_is_training(world):
     from qie_nb.lora.adapters import lora_state
     plain = QwenImageEditTrainer(world("2509", out="plain", optimizer=dict(eps=1e-3))).fit()
     t = QwenImageEditTrainer(world("2509", out="there", optimizer=dict(eps=1e-3))).set_lora()
-    with away.pretended():
-        t.device = away.DEVICE
-        away.send(t.transformer)
+    with fake_device.pretended():
+        t.device = fake_device.DEVICE
+        fake_device.send(t.transformer)
         t.fit()
         there = list(lora_state(t.transformer).values())
     for a, b in zip(lora_state(plain.transformer).values(), there, strict=True): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -112,9 +112,9 @@ def test_training_on_the_device_that_is_not_there_is_training(world):
     ("a copy to the host", lambda x: x.cpu()), ("a copy to the host", lambda x: x.tolist()), ("a blocking copy to the device", lambda x: torch.ones(3).to(x.device)),
     ("a blocking copy to the device", lambda x: torch.tensor([1, 2], device=x.device))])
 def test_the_account_notices_what_waits(why, act, world):
-    with away.pretended() as device:
-        x = torch.ones(3).to(away.DEVICE, non_blocking=True)
-        assert not (x * 2 + torch.ones((), device=away.DEVICE)).sum().requires_grad and not device.waits and device.sent == 1
+    with fake_device.pretended() as device:
+        x = torch.ones(3).to(fake_device.DEVICE, non_blocking=True)
+        assert not (x * 2 + torch.ones((), device=fake_device.DEVICE)).sum().requires_grad and not device.waits and device.sent == 1
         act(x)
     assert len(device.waits) == 1 and why in next(iter(device.waits))
 

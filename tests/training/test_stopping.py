@@ -4,7 +4,7 @@ import gc, json, linecache, os, re, shutil, sys, time, weakref
 import pytest
 import torch
 
-from conftest import write_pairs
+from helpers import write_pairs
 from crash_trials import complete, differ, log_rows, outcome
 from qie_nb.training.callbacks import Callback
 from qie_nb.training.checkpoint import is_complete

@@ -13,7 +13,7 @@ from qie_nb.widgets.training_panel import Curve, TrainingPanel, curve_svg, smoot
 from qie_nb.core.progress import Progress
 from qie_nb.core.display import VIEW, Shown
 from qie_nb.trainer import QwenImageEditTrainer
-from test_main_job import adapters_equal, settings
+from helpers import adapters_equal, settings
 
 HOSTILE = '<img src=x onerror="window.pwned=1">'
 
@@ -33,7 +33,7 @@ def bars_speak_again(monkeypatch): monkeypatch.setattr(Progress, "hush", None)
 def watched(monkeypatch):
     "As in a notebook that somebody looks at; what is displayed is collected."
     shown = []
-    for module in ("shown", "logging"):
+    for module in ("core.display", "logging"):
         monkeypatch.setattr(f"qie_nb.{module}.kernel", lambda: object())
         monkeypatch.setattr(f"qie_nb.{module}.watched", lambda: True)
     for name in ("display", "update_display"):

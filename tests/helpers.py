@@ -1,0 +1,74 @@
+"""Data sets, configurations and comparisons that several tests share."""
+import json, os, subprocess, sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qie_nb.lora.adapters import lora_state
+from qie_nb.tiny.random_models import tiny_folder
+
+VAE, TEXT, TRANSFORMER = "AutoencoderKLQwenImage", "Qwen2_5_VLForConditionalGeneration", "QwenImageTransformer2DModel"
+
+
+def write_pairs(root, sizes, controls=1, caption="invert the colours", seed=0):
+    "Random pairs of the given (width, height); the target inverts the first control."
+    folders = [root/"training_images", root/"control_images", *(root/f"control_images_{n + 1}" for n in range(1, controls))]
+    for f in folders: f.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for i, (w, h) in enumerate(sizes):
+        pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for _ in range(controls)]
+        Image.fromarray(255 - pictures[0]).save(root/"training_images"/f"{i:04}.png")
+        (root/"training_images"/f"{i:04}.txt").write_text(caption if isinstance(caption, str) else caption[i])
+        for f, p in zip(folders[1:], pictures): Image.fromarray(p if f.name == "control_images" else np.ascontiguousarray(p.transpose(1, 0, 2))).save(f/f"{i:04}.png")
+    return root
+
+
+@contextmanager
+def small_areas(variant, control, vl):
+    "The areas that the edit pipelines hard-code made small; all in pixels."
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_v1, pipeline_qwenimage_edit_plus as edit_plus
+    module = edit_v1 if variant == "v1" else edit_plus
+    real = module.calculate_dimensions
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(module, "calculate_dimensions", lambda area, ratio: real(control if area == 1024 * 1024 else area, ratio))
+        if variant != "v1":
+            mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", vl)
+            mp.setattr(edit_plus, "VAE_IMAGE_SIZE", control)
+        yield
+
+
+def settings(root, tmp_path, variant="2511", **sections):
+    base = dict(
+        model=dict(pretrained_model_name_or_path=str(tiny_folder(variant)), lora=dict(r=4, lora_alpha=8)),
+        data=dict(dataset_path=str(root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
+        train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0),
+        cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none"))
+    for name, values in sections.items(): base[name] = base[name] | values
+    return base
+
+
+def adapters_equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(lora_state(a.transformer).values(), lora_state(b.transformer).values(), strict=True))
+
+
+class StopAt:
+    def __init__(self, n): self.n = n
+    def on_train_begin(self, t): pass
+    def on_step_end(self, t):
+        if t.global_step == self.n: t.state.stop = "test"
+    def on_epoch_end(self, t): pass
+    def on_train_end(self, t): pass
+
+
+def few_trials(script, request, tmp_path_factory):
+    "The cases of faults.py or kills.py that this session selected, in a process of its own that forks freely: {name: result}."
+    chosen = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]
+    here, out = Path(__file__).parent, tmp_path_factory.mktemp(script)/"results.json"
+    paths = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run([sys.executable, here/f"{script}.py", "--only", *chosen, "--out", out], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths))
+    assert out.is_file(), run.stdout[-2000:] + run.stderr[-2000:]
+    return {r["name"]: r for r in json.loads(out.read_text())["cases"]}
