@@ -61,7 +61,7 @@ $(VENV)-wheels/.ready: settings.ini
 	$(PLACE_PYTHON) -m pip download -q --no-deps -d $(@D) optimum-quanto ninja bitsandbytes
 	touch $@
 
-screenshots: $(VENV)-w8/.ready ## README's pictures of the widgets, taken anew
+screenshots: $(VENV)-w8/.ready ## README's images of the widgets, taken anew
 	$(VENV)-w8/bin/python tests/end_to_end/browser/screenshots.py docs
 
 check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday suite

@@ -1,7 +1,7 @@
 """Streamed blocks against blocks that stay on the GPU: step time, peak memory, and how fast copies are.
 
 python benchmarks/block_swap.py [--layers 60] [--size 1024] [--places 2 3] [--inputs] [--modes resident streamed] [--kind nf4] [--out FILE]
-CUDA only; random weights of full size on the modulation table, one picture and one control, LoRA r16, full checkpointing. Prints JSON. It has not been run on a GPU yet.
+CUDA only; random weights of full size on the modulation table, one image and one control, LoRA r16, full checkpointing. Prints JSON. It has not been run on a GPU yet.
 --layers below 60 makes both fit a smaller card: the ratio of the times hardly depends on it. Host memory: 0.46 GB a layer in bfloat16, pinned."""
 import argparse, gc, json, platform, statistics, time
 from importlib.metadata import version
@@ -21,11 +21,11 @@ def made_up(layers, device, kind, streamed, places):
     import torch
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
-    from qie_nb.models.modulation import put_on_table
-    from qie_nb.models.quantize import linears, quantise_linear, replace
-    from qie_nb.devices.block_swap import Packed, on_ring, pinned
+    from qie_nb.models.modulation import use_modulation_table
+    from qie_nb.models.quantize import linears, quantize_linear, replace
+    from qie_nb.devices.block_swap import PinnedBlock, enable_block_swap, pinned
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=layers)
-    put_on_table(tr, Rows(torch, layers, tr.inner_dim, torch.bfloat16))
+    use_modulation_table(tr, Rows(torch, layers, tr.inner_dim, torch.bfloat16))
     tr.requires_grad_(False).eval()
 
     def fill(module):
@@ -39,13 +39,13 @@ def made_up(layers, device, kind, streamed, places):
     for block in tr.transformer_blocks:
         fill(block)
         if kind:
-            for name in linears(block): replace(block, name, quantise_linear(block.get_submodule(name), kind))
-        if streamed: packed.append(Packed(block, lambda n: pinned(n, device)))
+            for name in linears(block): replace(block, name, quantize_linear(block.get_submodule(name), kind))
+        if streamed: packed.append(PinnedBlock(block, lambda n: pinned(n, device)))
     fill(tr)
     for m in tr.modules():
         for k, b in m._buffers.items():
             if b is not None: m._buffers[k] = b.to(device)
-    return on_ring(tr, device, packed, places=places) if streamed else tr
+    return enable_block_swap(tr, device, packed, places=places) if streamed else tr
 
 
 def batch(size, layers, device):
@@ -63,12 +63,12 @@ def measure(args, device, mode, places=3):
     from qie_nb.config import make_config
     from qie_nb.lora.adapters import add_lora
     from qie_nb.models.quantize import held_bytes
-    from qie_nb.devices.block_swap import offload_inputs
+    from qie_nb.devices.block_swap import offload_checkpoint_inputs
     torch.manual_seed(0)
     tr = made_up(args.layers, device, args.kind, mode == "streamed", places)
     add_lora(tr, make_config().model.lora)
     tr.enable_gradient_checkpointing()
-    if args.inputs: offload_inputs(tr, device)
+    if args.inputs: offload_checkpoint_inputs(tr, device)
     params = [p for p in tr.parameters() if p.requires_grad]
     optimizer, given = torch.optim.AdamW(params, lr=1e-5, fused=True), batch(args.size, args.layers, device)
     gc.collect(), torch.cuda.empty_cache(), torch.cuda.reset_peak_memory_stats()
@@ -119,7 +119,7 @@ def main():
     p.add_argument("--size", type=int, default=1024, help="side of target and control in pixels")
     p.add_argument("--places", type=int, nargs="+", default=[2, 3])
     p.add_argument("--modes", nargs="+", default=["resident", "streamed"], choices=["resident", "streamed"])
-    p.add_argument("--kind", default=None, help="quantisation, e.g. nf4")
+    p.add_argument("--kind", default=None, help="quantization, e.g. nf4")
     p.add_argument("--inputs", action="store_true", help="checkpointed inputs wait in host memory too")
     p.add_argument("--steps", type=int, default=5)
     p.add_argument("--warmup", type=int, default=2)

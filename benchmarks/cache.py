@@ -310,7 +310,7 @@ def operations(root, a):
     out = dict(vae_1024=dict(plain=plain, flat=flat, ratio={k: round(plain[k] / flat[k], 3) for k in plain}), note="two operations for a "
                "multiplication with its addition; attention counted as a full square; the vision tower computed, the rest counted on the meta device")
     model = qwen_vl()
-    for name, whole, patches in (("v1", 1420, 4 * 36 * 37), ("plus", 250, 4 * 14 * 14)): # the prompt and the empty one on one picture
+    for name, whole, patches in (("v1", 1420, 4 * 36 * 37), ("plus", 250, 4 * 14 * 14)): # the prompt and the empty one on one image
         front, vision = whole - 30, vision_flops(model.config.vision_config, patches)
         apart = 2 * vision + text_flops(model, [(whole, 0), (front + 6, 0)], head=True)
         shared = vision + text_flops(model, [(front, 0), (30, front), (6, front)], head=False)

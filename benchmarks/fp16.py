@@ -1,7 +1,7 @@
 """float16 inside products and attention (qie_nb.devices.fp16) against bfloat16 and float32: how far outputs and gradients are from float32's, what is not finite, step time and memory.
 
 python benchmarks/fp16.py [--layers 60] [--size 512] [--kind nf4] [--modes float32 bfloat16 half float16] [--tame] [--out FILE]
-The model has its published size, random weights on the modulation table, and outliers (`with_outliers`) unless --tame. All modes have the same weights, which bfloat16 holds exactly; those of a --kind are quantised
+The model has its published size, random weights on the modulation table, and outliers (`with_outliers`) unless --tame. All modes have the same weights, which bfloat16 holds exactly; those of a --kind are quantized
 from them in each mode's own dtype. float32 with 60 layers takes 54.5 GB: fewer --layers for a smaller card (about 10 with --kind nf4 on a T4, whose bfloat16 is emulated: leave it out of --modes for times).
 --tiny runs a small model on any device, to see that the script works. NOT RUN on a GPU yet: there are no results of it."""
 import argparse, gc, json, math, platform, statistics, time
@@ -23,13 +23,13 @@ def made_up(a, mode, device):
     import torch
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
-    from qie_nb.devices.fp16 import halve, with_outliers
-    from qie_nb.models.modulation import put_on_table
-    from qie_nb.models.quantize import linears, quantise_linear, replace
+    from qie_nb.devices.fp16 import enable_fp16, with_outliers
+    from qie_nb.models.modulation import use_modulation_table
+    from qie_nb.models.quantize import linears, quantize_linear, replace
     dtype = dict(half=torch.float32).get(mode) or getattr(torch, mode)
     small = dict(num_attention_heads=2, attention_head_dim=32, joint_attention_dim=64, axes_dims_rope=(8, 12, 12)) if a.tiny else {}
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=a.layers, **small)
-    put_on_table(tr, Rows(torch, a.layers, tr.inner_dim, dtype))
+    use_modulation_table(tr, Rows(torch, a.layers, tr.inner_dim, dtype))
     tr.requires_grad_(False).eval()
     rng = torch.Generator(device).manual_seed(0)
 
@@ -51,12 +51,12 @@ def made_up(a, mode, device):
         if not a.tame: with_outliers(tr)
         torch.nn.Module.to(block, dtype)
         if a.kind:
-            for name in linears(block): replace(block, name, quantise_linear(block.get_submodule(name), a.kind))
+            for name in linears(block): replace(block, name, quantize_linear(block.get_submodule(name), a.kind))
     tr.transformer_blocks, (tr.img_in, tr.txt_in) = blocks, ends
     for m in tr.modules():
         for k, b in m._buffers.items():
             if b is not None: m._buffers[k] = b.to(device)
-    return halve(tr) if mode == "half" else tr
+    return enable_fp16(tr) if mode == "half" else tr
 
 
 def batch(a, dtype, device, width):
@@ -67,16 +67,16 @@ def batch(a, dtype, device, width):
                 img_shapes=[[(1, n, n), (1, n, n)]], return_dict=False)
 
 
-def measure(a, mode, device):
+def weight_norms(a, mode, device):
     "Output and gradients on the CPU, and a row of results."
     import torch
     from qie_nb.config import make_config
-    from qie_nb.lora.adapters import add_lora, compute_in_base
+    from qie_nb.lora.adapters import add_lora, adapters_in_base_dtype
     tr, cuda = made_up(a, mode, device), device.type == "cuda"
     add_lora(tr, make_config().model.lora)
     for n, p in tr.named_parameters():
         if "lora_B" in n: p.data.normal_(std=0.01, generator=torch.Generator(device).manual_seed(p.numel()))
-    if mode in ("bfloat16", "float16"): compute_in_base(tr)
+    if mode in ("bfloat16", "float16"): adapters_in_base_dtype(tr)
     tr.enable_gradient_checkpointing()
     params, given = [p for p in tr.parameters() if p.requires_grad], batch(a, tr.dtype if not a.kind else tr.img_in.weight.dtype, device, tr.config.joint_attention_dim)
     target = given["hidden_states"].shape[1] // 2
@@ -95,8 +95,8 @@ def measure(a, mode, device):
     row = dict(mode=mode, seconds=statistics.median(times[1:]), finite_output=bool(out.isfinite().all()), finite_gradients=all(bool(p.grad.isfinite().all()) for p in params),
                kernel=getattr(tr, "attention_kernel", None), peak_bytes=torch.cuda.max_memory_allocated() if cuda else None)
     if mode == "half":
-        tops = tr.half_watch.read()
-        row |= dict(longest_input=float(tops[0].max()), longest_gradient=float(tops[1].max()), not_finite=tr.half_watch.first())
+        tops = tr.fp16_stats.read()
+        row |= dict(longest_input=float(tops[0].max()), longest_gradient=float(tops[1].max()), not_finite=tr.fp16_stats.first())
     own = (out - out.mean(1, keepdim=True)).detach().flatten().cpu() # without what all tokens have in common
     return row, dict(output=out.detach().flatten().cpu(), output_by_token=own, gradients=torch.cat([p.grad.flatten().cpu() for p in params]))
 
@@ -106,7 +106,7 @@ def main():
     p.add_argument("--layers", type=int, default=60)
     p.add_argument("--size", type=int, default=512, help="side of target and control in pixels")
     p.add_argument("--words", type=int, default=250, help="tokens of the prompt")
-    p.add_argument("--kind", default=None, help="quantisation, e.g. nf4 or qint8")
+    p.add_argument("--kind", default=None, help="quantization, e.g. nf4 or qint8")
     p.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     p.add_argument("--tame", action="store_true", help="without outliers")
     p.add_argument("--tiny", action="store_true")
@@ -120,7 +120,7 @@ def main():
     out, exact = dict(device=about.name if about else platform.processor(), capability=f"{about.major}.{about.minor}" if about else None, versions={n: version(n) for n in LIBRARIES}, settings=vars(a), results=[]), None
     torch.backends.cuda.matmul.allow_tf32 = False
     for mode in a.modes:
-        try: row, got = measure(a, mode, device)
+        try: row, got = weight_norms(a, mode, device)
         except torch.OutOfMemoryError as e: row, got = dict(mode=mode, out_of_memory=str(e).split(". ")[0]), None
         if mode == "float32": exact = got
         elif exact and got: row["errors"] = {n: e if math.isfinite(e := float((got[n] - t).norm() / t.norm())) else None for n, t in exact.items()}

@@ -19,7 +19,7 @@ VISION = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, 
 
 # --- the real sizes, without the real weights
 def qwen_vl(tokenizer=None):
-    "Qwen2.5-VL-7B with its published sizes, on the default device; with a tokenizer, its numbers for pictures."
+    "Qwen2.5-VL-7B with its published sizes, on the default device; with a tokenizer, its numbers for images."
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     names = dict(image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end")
     ids = {f"{k}_token_id": tokenizer.convert_tokens_to_ids(f"<|{v}|>") for k, v in names.items()} if tokenizer else {}
@@ -35,7 +35,7 @@ def counted(run):
 
 
 def vision_flops(model, grid, together=True):
-    "A picture through the vision tower; its grid is known, its patches are not. Windows apart are the same operations, counted for longer."
+    "An image through the vision tower; its grid is known, its patches are not. Windows apart are the same operations, counted for longer."
     import torch
     from qie_nb.encoding.windows import windows_together
     n = int(grid[0].prod())
@@ -56,7 +56,7 @@ def text_flops(model, tokens, before=0, head=False):
 
 
 def operations(variant):
-    """Of a pair of 1024x1024 with a caption and the empty prompt. Naive: each prompt in a pass of its own with pictures and language head,
+    """Of a pair of 1024x1024 with a caption and the empty prompt. Naive: each prompt in a pass of its own with images and language head,
     the VAE's convolutions in three dimensions. Ours: what `Encoder` runs (tests/encoding/test_precompute.py looks that it does)."""
     import torch
     from diffusers import AutoencoderKLQwenImage
@@ -64,11 +64,11 @@ def operations(variant):
     from qie_nb.encoding.vae import vae_flops
     from qie_nb.models.components import VARIANTS, load_component
     from qie_nb.data.images import Geometry
-    from qie_nb.encoding.prompts import Seen, front_tokens, suffix_ids
+    from qie_nb.encoding.prompts import VLImages, prefix_tokens, suffix_ids
     from qie_nb.tiny.random_models import tiny_folder
     v, proc = VARIANTS[variant], load_component(tiny_folder(variant), "processor")
     picture = Image.new("RGB", Geometry(vl_area=v.vl_area).vl((SIDE, SIDE)))
-    front, grid = front_tokens(proc, v, [picture]), Seen([picture]).ready(proc)[1]
+    front, grid = prefix_tokens(proc, v, [picture]), VLImages([picture]).ready(proc)[1]
     rests = [len(suffix_ids(proc, v, front, p)) for p in (CAPTION, "")]
     with torch.device("meta"): vae, model = AutoencoderKLQwenImage(), qwen_vl()
     vaes = [vae_flops(vae, (SIDE, SIDE), flat)["encode"] for flat in (False, True)]
@@ -82,19 +82,19 @@ def operations(variant):
 
 
 def calls(variant):
-    "Attention calls of the vision tower's layers for that picture, apart and together."
+    "Attention calls of the vision tower's layers for that image, apart and together."
     import torch
     from PIL import Image
     from qie_nb.models.components import VARIANTS, load_component
     from qie_nb.data.images import Geometry
-    from qie_nb.encoding.prompts import Seen
+    from qie_nb.encoding.prompts import VLImages
     from qie_nb.tiny.random_models import tiny_folder
     from qie_nb.encoding.windows import attention_calls, windows_together
     te, proc = (load_component(tiny_folder(variant), n) for n in ("text_encoder", "processor"))
-    pixels, grid = Seen([Image.new("RGB", Geometry(vl_area=VARIANTS[variant].vl_area).vl((SIDE, SIDE)))]).ready(proc)
+    pixels, grid = VLImages([Image.new("RGB", Geometry(vl_area=VARIANTS[variant].vl_area).vl((SIDE, SIDE)))]).ready(proc)
     def count(on):
         with torch.no_grad(), windows_together(te, on): return attention_calls(te, lambda: te.model.visual(pixels, grid_thw=grid))
-    return dict(zip(("windows", "whole_picture"), map(list, zip(count(False), count(True)))))
+    return dict(zip(("windows", "whole_image"), map(list, zip(count(False), count(True)))))
 
 
 # --- samples a second
@@ -141,16 +141,16 @@ def synchronised(device):
 
 
 def bare(parts, dataset, n, device, naive):
-    "Seconds that the encoders alone take for samples whose pictures are tensors already; nothing is read or written."
+    "Seconds that the encoders alone take for samples whose images are tensors already; nothing is read or written."
     import torch
-    from qie_nb.encoding.encode import encode_images, encode_prompt, pixels_of, vl_pictures
+    from qie_nb.encoding.encode import encode_images, encode_prompt, pixels_of, vl_images
     from qie_nb.encoding.prompts import encode_prefix, encode_suffixes
     vae, text = parts.get("vae"), (parts.get("text_encoder"), parts.get("processor"), parts.variant)
     held = dataset.pictures(0)
     size, control = held["image"].shape[1::-1], held["control"][0]
     from PIL import Image
     pixels = [pixels_of(vae, im, s).to(device) for im, s in ((Image.fromarray(held["image"]), size), (control, dataset.geometry.control(control.size)))]
-    seen = vl_pictures([control], dataset.geometry)
+    seen = vl_images([control], dataset.geometry)
     seen.ready(text[1])
     def sample():
         for x in pixels: encode_images(vae, [x], None, device, flat=not naive)
@@ -188,7 +188,7 @@ def rates(a, root):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()): report = precompute(dataset, encoder, ahead=a.ahead)
         took = synchronised(device) - began
         assert report.encoded == a.samples and not report.skipped, str(report)
-        settings = dict(batch_size=encoder.batch_size, decode_ahead=a.ahead, side=side, bytes_a_sample=report.bytes // a.samples)
+        settings = dict(batch_size=encoder.batch_size, prefetch=a.ahead, side=side, bytes_a_sample=report.bytes // a.samples)
         row = dict(precompute=a.samples / took, **{k: a.samples / bare(parts, dataset, a.samples, device, k == "naive") for k in ("bare", "naive")})
         shutil.rmtree(root/f"cache{n}")
         gc.collect()
@@ -214,7 +214,7 @@ def table(r):
         tf = lambda p: ", ".join(f"{k} {v/1e12:.2f}" for k, v in p.items())
         print(f"{o['variant']}: 10^12 operations a sample: naive {o['total']['naive']/1e12:.1f} ({tf(o['naive'])}), "
               f"ours {o['total']['ours']/1e12:.1f} ({tf(o['ours'])}): {o['ratio']:.3f}")
-    for k, v in r["attention_calls"].items(): print(f"{k}: attention calls a layer, apart and together: windows {v['windows']}, whole picture {v['whole_picture']}")
+    for k, v in r["attention_calls"].items(): print(f"{k}: attention calls a layer, apart and together: windows {v['windows']}, whole image {v['whole_image']}")
     for k in ("cpu", "gpu"):
         if s := r.get(k):
             each = ", ".join(f"{n} {v['median']:.2f} ({v['min']:.2f}-{v['max']:.2f})" for n, v in s["samples_a_second"].items())

@@ -1,13 +1,13 @@
-"""What quantised bases cost and keep: training on the learnt tiny model, and host memory while a checkpoint streams in.
+"""What quantized bases cost and keep: training on the learnt tiny model, and host memory while a checkpoint streams in.
 
-python benchmarks/quantize.py [training] [memory] [--gb 2] [--kinds nf4,...]; writes benchmarks/results/quantise.json and prints tables.
+python benchmarks/quantize.py [training] [memory] [--gb 2] [--kinds nf4,...]; writes benchmarks/results/quantize.json and prints tables.
 Memory is measured where /proc/self/status has RssAnon (Linux); each kind in a process of its own, forked after the imports."""
 import argparse, gc, json, multiprocessing, os, platform, tempfile, threading, time
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
-OUT = Path(__file__).parent/"results"/"quantise.json"
+OUT = Path(__file__).parent/"results"/"quantize.json"
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "accelerate", "optimum-quanto", "bitsandbytes", "torchao", "safetensors")
 
 
@@ -62,11 +62,11 @@ def made_up(folder, gb, shards=5):
 def measure(folder, kind, how, queue):
     import torch
     from diffusers import QwenImageTransformer2DModel
-    from qie_nb.models.quantize import held_bytes, quantise_linear
-    from qie_nb.models.loading import give_back, stream
-    if kind: quantise_linear(torch.nn.Linear(128, 128).bfloat16().requires_grad_(False), kind)(torch.randn(2, 128).bfloat16()) # its imports
+    from qie_nb.models.quantize import held_bytes, quantize_linear
+    from qie_nb.models.loading import trim_malloc, stream
+    if kind: quantize_linear(torch.nn.Linear(128, 128).bfloat16().requires_grad_(False), kind)(torch.randn(2, 128).bfloat16()) # its imports
     gc.collect()
-    give_back() # what the imports freed would otherwise take in the first weights unseen
+    trim_malloc() # what the imports freed would otherwise take in the first weights unseen
     base, began = anonymous(), time.perf_counter()
     with Peak() as peak:
         if how == "stream": model = stream(QwenImageTransformer2DModel, folder, kind, torch.bfloat16)

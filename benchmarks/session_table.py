@@ -10,9 +10,9 @@ from table import markdown
 
 DOCS = HERE.parent/"docs"
 PAIRS, SIDE = 50, 512
-AREAS = (512, 1024)                                        # sides of the control pictures
+AREAS = (512, 1024)                                        # sides of the control images
 PRODUCTS = dict(float32=dict(mixed_precision="no"), float16={})
-PHASES = ("download", "quantise", "precompute", "train", "save")
+PHASES = ("download", "quantize", "precompute", "train", "save")
 
 
 @lru_cache(None)
@@ -33,7 +33,7 @@ def times(place):
         w = case(place, side, products)
         d = w.data()
         rows.append([f"{side} x {side}", products, d["way"], *(hours(p["minutes"]) for p in d["phases"]), f"{d['hours']} h", d["sessions"]])
-    return markdown(["control pictures", "products in", "way", *PHASES[:3], f"{w.task.steps} steps", "save", "together", f"sessions of {w.limits.hours:g} h"], rows)
+    return markdown(["control images", "products in", "way", *PHASES[:3], f"{w.task.steps} steps", "save", "together", f"sessions of {w.limits.hours:g} h"], rows)
 
 
 def peaks(place):
@@ -42,12 +42,12 @@ def peaks(place):
         w, at = case(place, side, products), lambda what, w: f"{gb(w.peak(what)[0])} ({w.peak(what)[1]})"
         if products == "float16": rows.append([f"{side} x {side}", *(at(k, w) for k in ("output", "host", "gpu"))])
     l, free = w.limits, gb(0.93 * w.task.card.bytes)
-    return markdown(["control pictures", f"disk kept, of {gb(l.output)} GB", f"host, of {gb(l.host)} GB", f"fullest GPU, of {free} GB"], rows)
+    return markdown(["control images", f"disk kept, of {gb(l.output)} GB", f"host, of {gb(l.host)} GB", f"fullest GPU, of {free} GB"], rows)
 
 
 def disk(place):
     from qie_nb.planning.path import WEIGHTS
-    said = dict(hub="downloaded whole", shards="downloaded file by file, each let go when it is quantised (nf4)", attached="the model attached as an input", prequantised="a copy in nf4 attached, with its table and encoders")
+    said = dict(hub="downloaded whole", shards="downloaded file by file, each let go when it is quantized (nf4)", attached="the model attached as an input", prequantized="a copy in nf4 attached, with its table and encoders")
     rows = [[n, said[n], gb((w := case(place, 512, "float16", n, None if n in ("hub", "attached") else "nf4")).peak("scratch")[0]), gb(w.peak("output")[0])] for n in WEIGHTS]
     return markdown(["weights", "", "GB of disk, not kept", "GB of disk, kept"], rows)
 
@@ -60,12 +60,12 @@ def verdicts(place):
     out.append(f"- The largest file is `{name}` with {size / 1e9:.2f} GB (computed from the tensors by the rule that cut the files).")
     for side, products in cases(place):
         w = case(place, side, products)
-        bad = [f"{n} ({need} of {given})" for n, need, given, fits, _ in w.checks() if fits is False and not n.startswith("a prequantised")]
+        bad = [f"{n} ({need} of {given})" for n, need, given, fits, _ in w.checks() if fits is False and not n.startswith("a prequantized")]
         out.append(f"- Controls at {side} x {side}, products in {products}: " + (f"does not fit: {'; '.join(bad)}" if bad else "fits") + f"; {w.hours:.1f} h.")
     j = replace(w0.task.job, kind="nf4")
     room, sizes = w0.limits.output, [(kind, e, kept_bytes(replace(j, kind=kind), e)) for kind, e in (("nf4", True), ("qint8", True), ("qint8", False))]
     for kind, encoders, size in sizes:
-        out.append(f"- A prequantised copy in {kind} with its table, {'the text encoder in nf4 and the VAE' if encoders else 'without the encoders'}, is {gb(size)} GB: it {'fits' if size <= room else 'does not fit'} into {gb(room)} GB.")
+        out.append(f"- A prequantized copy in {kind} with its table, {'the text encoder in nf4 and the VAE' if encoders else 'without the encoders'}, is {gb(size)} GB: it {'fits' if size <= room else 'does not fit'} into {gb(room)} GB.")
     out.append(f"- The modulation table is {gb(table_bytes(replace(j, wide=2)))} GB in such a copy (bfloat16, as the checkpoint) and {gb(table_bytes(j))} GB where precompute makes it on this machine (float32).")
     return "\n".join(out)
 

@@ -274,10 +274,10 @@ def kept(root, a):
     from qie_nb.config import make_config
     from qie_nb.planning.counting import LiveBytes, empty_step, empty_transformer
     from qie_nb.lora.adapters import add_lora
-    from qie_nb.planning.training_memory import Job, kept as planned, row_bytes
+    from qie_nb.planning.training_memory import MemoryQuery, kept as planned, modulation_bytes
     rows = []
     for name, way in WAYS.items():
-        job = Job(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter=2, checkpointing=False) | way)
+        job = MemoryQuery(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter=2, checkpointing=False) | way)
         tr = empty_transformer(job, "cpu")
         if job.checkpointing: compiled.set_up(tr, job.checkpointing)
         loss, there = empty_step(job, tr, "cpu")
@@ -285,7 +285,7 @@ def kept(root, a):
         rotation = 4 * job.dim // job.heads * (job.target + job.control) # it and the rows of the table stay between steps
         with LiveBytes([*tr.parameters(), *tr.buffers(), *there]) as live: out = loss() # held as long as its graph is
         gc.collect()
-        rows.append(dict(way=name, bytes=live.now - out.nbytes, planned=planned(job).bytes + row_bytes(job) + rotation * bool(job.checkpointing)))
+        rows.append(dict(way=name, bytes=live.now - out.nbytes, planned=planned(job).bytes + modulation_bytes(job) + rotation * bool(job.checkpointing)))
         print(rows[-1], flush=True)
     with patch.object(compiled, "BACKEND", "eager"):
         torch.compiler.reset(), torch._dynamo.utils.counters.clear()
@@ -293,12 +293,12 @@ def kept(root, a):
         add_lora(tr, make_config({}).model.lora)
         code = compiled.set_up(tr, "selective", True)
         for n in range(20):
-            job = Job(layers=4, dim=64, heads=2, text_dim=64, target=(24, 40, 48, 64)[n % 4], control=16, text=9 + n % 7, zero_cond=True, wide=4)
+            job = MemoryQuery(layers=4, dim=64, heads=2, text_dim=64, target=(24, 40, 48, 64)[n % 4], control=16, text=9 + n % 7, zero_cond=True, wide=4)
             loss, _ = empty_step(job, tr, "cpu")
             loss().backward()
             made.append(compiled.compiled_graphs())
     return dict(rows=rows, failed=code.failed, codes=dict(after_two_steps=made[1], later=made[-1] - made[1], steps=20, sizes=4, prompts=7),
-                note="2511, bfloat16, 4 blocks of 256, 160 picture tokens; codes are traced and run by torch's own operations")
+                note="2511, bfloat16, 4 blocks of 256, 160 image tokens; codes are traced and run by torch's own operations")
 
 
 # --- all of it

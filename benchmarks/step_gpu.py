@@ -136,7 +136,7 @@ def work(b, size, how):
 
 # --- the floor
 def gemms(b, size):
-    "Products of a block: {(rows, in, out): how often}; rows are picture or text tokens."
+    "Products of a block: {(rows, in, out): how often}; rows are image or text tokens."
     d, n, t = b.dim, b.tokens(size) - b.text, b.text
     return {(rows, i, o): k for rows in (n, t) for i, o, k in ((d, d, 4), (d, 4 * d, 1), (4 * d, d, 1))}
 
@@ -204,7 +204,7 @@ def batch_of(b, size, mask=False):
 
 # --- the bare loop
 def bare_setup(b, size):
-    "A transformer with peft's adapter, and a step as diffusers' examples/dreambooth/train_dreambooth_lora_qwen_image.py has it, with a control picture."
+    "A transformer with peft's adapter, and a step as diffusers' examples/dreambooth/train_dreambooth_lora_qwen_image.py has it, with a control image."
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
     from diffusers.training_utils import cast_training_params, compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
     from peft import LoraConfig
@@ -272,7 +272,7 @@ def bare(b):
 
 
 # --- ours
-BASE = dict(model=dict(modulation_table=False, quantize="none"), train=dict(gradient_checkpointing=True, compile=False, adapter_dtype="float32", block_streaming=False, offload_activations=False))
+BASE = dict(model=dict(modulation_table=False, quantize="none"), train=dict(gradient_checkpointing=True, compile=False, adapter_dtype="float32", blocks_to_swap=False, offload_activations=False))
 def change(of=None, **kw): return {s: (of or BASE).get(s, {}) | kw.get(s, {}) for s in BASE}
 
 TABLE = change(model=dict(modulation_table=True), train=dict(adapter_dtype="base"))
@@ -287,9 +287,9 @@ MODES = { # in the order to measure them; each is (configuration, what is recomp
     "no recompute, table, compiled": (change(COMPILED, train=dict(gradient_checkpointing=False)), "none")}
 QUANTISED = lambda kind: change(TABLE, model=dict(quantize=kind))
 SMALLER = {f"{name}, {size}": (c, "full", size) for size in (1024, 512) for name, c in {
-    "nf4, table": QUANTISED("nf4"), "int8, table": QUANTISED("int8"), "streamed, table": change(TABLE, train=dict(block_streaming=True)),
-    "streamed, inputs on the host, table": change(TABLE, train=dict(block_streaming=True, offload_activations=True))}.items()}
-OFF = dict(compile=False, adapter_dtype="float32", block_streaming=False, offload_activations=False, gradient_checkpointing=True)
+    "nf4, table": QUANTISED("nf4"), "int8, table": QUANTISED("int8"), "streamed, table": change(TABLE, train=dict(blocks_to_swap=True)),
+    "streamed, inputs on the host, table": change(TABLE, train=dict(blocks_to_swap=True, offload_activations=True))}.items()}
+OFF = dict(compile=False, adapter_dtype="float32", blocks_to_swap=False, offload_activations=False, gradient_checkpointing=True)
 
 
 def configuration(b, mode, size, steps):

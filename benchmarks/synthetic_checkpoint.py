@@ -1,6 +1,6 @@
 """Checkpoints that are not there: every tensor is drawn from a normal distribution when it is read, on the device, the same each time.
 
-The library's own loading, quantising, streaming and table-making run on them as on the files of a real model; nothing but a configuration is on the disk.
+The library's own loading, quantizing, streaming and table-making run on them as on the files of a real model; nothing but a configuration is on the disk.
 """
 import json, shutil, zlib
 from contextlib import contextmanager
@@ -64,7 +64,7 @@ def stand_in(folder, cls, config):
 
 
 def model_folder(folder, variant="2509", transformer=FULL, encoders=False, tiny=False):
-    "A model's folder: the tiny one's tokenizer, processor and scheduler, the picture areas of the pipelines, and components of full size that are made up."
+    "A model's folder: the tiny one's tokenizer, processor and scheduler, the image areas of the pipelines, and components of full size that are made up."
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.models.components import VARIANTS
     from qie_nb.tiny.random_models import tiny_folder

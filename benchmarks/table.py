@@ -46,7 +46,7 @@ def step_table(r):
 
 
 def precompute_table(r):
-    "What encoding a sample takes, against encoding each of its pictures and prompts by itself."
+    "What encoding a sample takes, against encoding each of its images and prompts by itself."
     if "operations" not in r: return "not yet measured: `make bench-cpu`"
     tf = lambda n: f"{n / 1e12:.1f}"
     rows = [[f"operations a sample at 1024 x 1024, one control, {o['variant']}, 10\u00b9\u00b2", tf(o["total"]["naive"]), tf(o["total"]["ours"]), f"{o['ratio']:.2f}"] for o in r["operations"]]

@@ -2,7 +2,7 @@
 
 `python benchmarks/validation_loss.py` trains a few adapters for each edit, good ones, overfitted ones and ones at too high a rate, keeps
 checkpoints on the way, and writes results/held_out.json; with `--edits` the others stay in the file as they were. For each checkpoint:
-held-out loss on one set of crops; root-mean-square error in grey levels of the edited pictures against the true edit seen through the
+held-out loss on one set of crops; root-mean-square error in grey levels of the edited images against the true edit seen through the
 VAE, on another set of crops, with several sampling seeds; and what training loss would have said, the mean of the last 20 steps in front
 of it. Both sets are cut from photographs that nothing was ever trained on.
 
@@ -35,7 +35,7 @@ def config_of(out, run, edit):
         data=dict(dataset_path=str(out/f"data_{edit}_{run['pairs']}"), image_size=[96, 96], batch_size=min(4, run["pairs"]),
                   caption_dropout_rate=0.0),
         train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False, max_train_steps=max(run["keep"]),
-                   save_interval=0, eval_interval=0, eval_pictures=0, val_path=str(out/f"held_out_{edit}")),
+                   save_interval=0, eval_interval=0, eval_images=0, val_path=str(out/f"held_out_{edit}")),
         cache=dict(cache_dir=str(out/"cache")), optimizer=dict(lr=run["lr"], weight_decay=0.0),
         lr_scheduler=dict(scheduler_type="constant_with_warmup", warmup_steps=10), logging=dict(report_to="none", log_dir=str(out/"runs")))
 
@@ -107,13 +107,13 @@ def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noi
     first = next(iter(runs.values()))
     judge = QwenImageEditTrainer(config_of(out, first, edit))
     judge.make_loader()
-    with_pictures = judge._subset(judge.held_out, find_samples(out/f"judge_{edit}"))
-    true, known = truths(judge, with_pictures), out/f"pixels_{edit}.json"
+    with_images = judge._subset(judge.held_out, find_samples(out/f"judge_{edit}"))
+    true, known = truths(judge, with_images), out/f"pixels_{edit}.json"
     pixels = json.loads(known.read_text()) if known.is_file() else {}
     for row in rows:
         if "lora" in row: judge.load_lora(row.pop("lora"))
         held, name = held_out_loss(judge, judge.held_out, noises), f"{row['run']} {row['step']}"
-        if name not in pixels: pixels[name] = pixel_errors(judge, with_pictures, true, seeds)
+        if name not in pixels: pixels[name] = pixel_errors(judge, with_images, true, seeds)
         known.write_text(json.dumps(pixels))
         row["pixel_error_per_seed"] = pixels[name]
         row |= dict(pixel_error=float(np.mean(row["pixel_error_per_seed"]))) | held.row() | dict(losses=held.losses)

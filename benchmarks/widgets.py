@@ -89,7 +89,7 @@ def device():
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--samples", type=int, default=5000)
-    p.add_argument("--side", type=int, default=192, help="pixels of the longer side of the pictures")
+    p.add_argument("--side", type=int, default=192, help="pixels of the longer side of the images")
     p.add_argument("--runs", type=int, default=5, help="processes with everything remembered; the first one comes on top")
     a = p.parse_args()
     began = time.time()

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from .core.cache_entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
-from .core.files import claim, file_digest, file_fact, leftovers, write_atomic
+from .core.files import file_lock, file_digest, cached_file_property, stale_temp_files, write_atomic
 from .core.flat import tree_of
-from .core.cache_layers import checked, examine, fresh_folder, mapped, open_layer, write_packed
-from .core.cache_report import set_aside, status_html
+from .core.cache_layers import checked, verify_entry, empty_output_dir, mapped, open_layer, write_packed
+from .core.cache_report import quarantined_entries, status_html
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _spell = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode # made once: thousands of keys are asked for
@@ -125,11 +125,11 @@ def _read(self:EmbeddingCacheManager, layer, kind, key):
     if not layer.has(kind, key): return None
     try: return unpack_entry(layer.read(kind, key), kind, key)
     except FileNotFoundError: return None # another process set it aside
-    except (CacheEntryError, OSError) as e: return self._set_aside(layer, kind, key, str(e))
+    except (CacheEntryError, OSError) as e: return self.quarantine(layer, kind, key, str(e))
 
 # %% ../nbs/00_cache.ipynb #7b3766ce
 @patch
-def _set_aside(self:EmbeddingCacheManager, layer, kind, key, reason):
+def quarantine(self:EmbeddingCacheManager, layer, kind, key, reason):
     "Move a bad entry to `quarantine/` in the writable layer; remember it either way."
     self.quarantined.append((layer.where(kind, key), reason))
     if layer is not self.layers[-1] or not self.writable: return self.shunned.add((self.layers.index(layer), kind, key))
@@ -150,8 +150,8 @@ def map_cache(self:EmbeddingCacheManager,
     "Like `load_cache` for what is too large to hold: read from the disk as it is used. It is checked once a process, or was found good before."
     for layer in self.layers:
         if not layer.has(kind, file_hash) or (self.layers.index(layer), kind, file_hash) in self.shunned: continue
-        if not (why := examine(layer, kind, file_hash, afresh=False)): return mapped(layer, kind, file_hash)
-        self._set_aside(layer, kind, file_hash, why)
+        if not (why := verify_entry(layer, kind, file_hash, afresh=False)): return mapped(layer, kind, file_hash)
+        self.quarantine(layer, kind, file_hash, why)
 
 # %% ../nbs/00_cache.ipynb #c2c4c5a4
 # what makes two identities different; a model's name and folder do not
@@ -180,7 +180,7 @@ def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
     "Note in the manifest that these encoders fill the cache."
     name = key_of("identity", **{k: identity.get(k) for k in _IDENTITY})[:12]
     if name in self.identities(): return name
-    with claim(self.cache_dir/".locks", "manifest", wait=30): # another process may be adding its own
+    with file_lock(self.cache_dir/".locks", "manifest", wait=30): # another process may be adding its own
         mine = EmbeddingCacheManager(self.cache_dir).identities() | {name: identity}
         write_atomic(self.cache_dir/"manifest.json", json.dumps(dict(version=1, identities=mine), indent=1).encode(), self._scratch())
     return name
@@ -248,9 +248,9 @@ def verify(self:EmbeddingCacheManager,
     "Read every entry and check it; nothing is moved unless `repair`."
     bad = []
     for layer, kind, key in [(d, k, key) for d in self.layers for k in EVERY_KIND for key, _ in d.entries(k)]:
-        if why := examine(layer, kind, key):
+        if why := verify_entry(layer, kind, key):
             bad.append((layer.where(kind, key), why))
-            if repair: self._set_aside(layer, kind, key, why)
+            if repair: self.quarantine(layer, kind, key, why)
         elif (front := self.prefix_of(kind, key)) and self._first(PREFIX, front) is None:
             bad.append((layer.where(kind, key), f"stands on {PREFIX} {front}, which is missing; precompute makes it again"))
         if bar: bar.update()
@@ -268,7 +268,7 @@ def gc(self:EmbeddingCacheManager,
     if keep is not None: used = {key for k, key in keep if k == PREFIX}
     gone = [mine.path(k, key) for k in KINDS for key, _ in mine.entries(k) if keep is not None and (k, key) not in keep]
     gone += [mine.path(PREFIX, key) for key, _ in mine.entries(PREFIX) if key not in used]
-    found = dict(entries=gone, quarantine=sorted((self.cache_dir/"quarantine").glob("*")), leftovers=leftovers(self._scratch()))
+    found = dict(entries=gone, quarantine=sorted((self.cache_dir/"quarantine").glob("*")), stale_temp_files=stale_temp_files(self._scratch()))
     said = {what: dict(count=len(files), bytes=sum(p.stat().st_size for p in files)) for what, files in found.items()}
     for p in () if dry_run else sum(found.values(), []): p.unlink(missing_ok=True)
     return said
@@ -277,7 +277,7 @@ def gc(self:EmbeddingCacheManager,
 @patch
 def _sound(self:EmbeddingCacheManager, kind, key):
     "The first layer that has an entry in good order."
-    return next((d for d in self.layers if d.has(kind, key) and not examine(d, kind, key, afresh=False)), None)
+    return next((d for d in self.layers if d.has(kind, key) and not verify_entry(d, kind, key, afresh=False)), None)
 
 @patch
 def pack(self:EmbeddingCacheManager,
@@ -293,12 +293,12 @@ def pack(self:EmbeddingCacheManager,
         raise CacheEntryError(f"{len(lost)} prefixes that prompts stand on are missing, {PREFIX} {lost[0]} among them; "
                               "precompute again first")
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
-    with fresh_folder(out, replace) as folder: files = write_packed(folder, chosen, self.identities(), shard_bytes)
+    with empty_output_dir(out, replace) as folder: files = write_packed(folder, chosen, self.identities(), shard_bytes)
     return [Path(out)/f.name for f in files]
 
 # %% ../nbs/00_cache.ipynb #c8e189e5
 def image_parts(
-    image:str, # digest of the picture file's bytes
+    image:str, # digest of the image file's bytes
     size, # (width, height) it is resized to, pixels
     identity:dict, # the encoders, as in the manifest
     crop=None, # aspect (width, height) cut out of the middle first, or None
@@ -310,19 +310,19 @@ def image_parts(
 # %% ../nbs/00_cache.ipynb #63e41c60
 def prompt_parts(
     prompt:str, # the instruction; an empty one is encoded as " "
-    controls, # digests of the control pictures, in order
+    controls, # digests of the control images, in order
     vl_sizes, # (width, height) of each as the text encoder's vision tower gets it
     identity:dict, # the encoders, as in the manifest
     crop=None, # as for the latents
 ) -> dict: # key parts of `prompt_embed` and `prompt_embeds_mask`
-    "All that a prompt embedding depends on: the prompt, the ordered control pictures and their size, template and encoder."
+    "All that a prompt embedding depends on: the prompt, the ordered control images and their size, template and encoder."
     return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls), vl_sizes=[list(s) for s in vl_sizes],
                 crop=list(crop) if crop else None, resize="lanczos-1",
                 template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
 
 # %% ../nbs/00_cache.ipynb #e70a39b3
 def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict: # key parts of `prompt_prefix`
-    "The same without the prompt: what stands in front of it is a function of the pictures alone."
+    "The same without the prompt: what stands in front of it is a function of the images alone."
     parts = prompt_parts("", controls, vl_sizes, identity, crop)
     return {k: v for k, v in parts.items() if k != "prompt"}
 
@@ -350,7 +350,7 @@ def status(self:EmbeddingCacheManager) -> dict:
 @patch
 def aside(self:EmbeddingCacheManager) -> list: # (entry, reason)
     "What lies in quarantine, and why."
-    return set_aside([d.folder for d in self.layers])
+    return quarantined_entries([d.folder for d in self.layers])
 
 # %% ../nbs/00_cache.ipynb #8d1d9a67
 @patch

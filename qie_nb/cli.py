@@ -26,7 +26,7 @@ def precompute(a):
     return 0 if report.samples > len(report.skipped) else 1 # a skipped sample is in the report and ends nothing
 
 def prequantise(a):
-    _trainer(a).save_prequantised(a.out, not a.no_encoders, not a.tree)
+    _trainer(a).save_prequantized(a.out, not a.no_encoders, not a.tree)
 
 def train(a):
     trainer = _trainer(a).fit()
@@ -83,7 +83,7 @@ def _dataset(m, a):
     dataset = ImageDataset(t.config)
     dataset.cache, dataset.areas = m, t.components.areas
     dataset.refresh(t.components.identity() if t.components.has_encoders() else None)
-    if dataset.undecided: raise dataset.undecided
+    if dataset.ambiguous_identity: raise dataset.ambiguous_identity
     if dataset.identity is None: raise ValueError(f"cache {m.cache_dir} is empty; precompute first")
     return dataset
 
@@ -142,16 +142,16 @@ def parser() -> argparse.ArgumentParser:
         s.set_defaults(run=fn)
     config = ("--config", dict(required=True, help="YAML file"))
     add(precompute, "encode a data set into the cache", config, ("--start_idx", dict(type=int, default=0)), ("--end_idx", dict(type=int)))
-    add(prequantise, "write a small copy of the model to attach: quantised, with the modulation table", config, ("--out", dict(required=True, help="new folder")),
+    add(prequantise, "write a small copy of the model to attach: quantized, with the modulation table", config, ("--out", dict(required=True, help="new folder")),
         ("--no_encoders", dict(action="store_true", help="for training from a cache alone")),
         ("--tree", dict(action="store_true", help="keep sub-folders, which upload clients skip")))
     add(train, "train an adapter", config, ("--resume", dict(help="checkpoint folder, or latest")),
         ("--force", dict(action="store_true", help="resume although data, seed, model or adapter differ")))
-    add(evaluate, "held-out loss and pictures of a checkpoint", config, ("--checkpoint", dict(action="append",
+    add(evaluate, "held-out loss and images of a checkpoint", config, ("--checkpoint", dict(action="append",
         help="folder, LoRA file, latest (default), or base for the model alone; repeat to compare")))
-    add(predict, "edit a picture", ("--config", dict(help="YAML file")),
+    add(predict, "edit an image", ("--config", dict(help="YAML file")),
         ("--model", dict(help="in place of a configuration: model folder, hub id, or tiny, which is the default")),
-        ("--image", dict(required=True, action="append", help="control picture; repeat for several")),
+        ("--image", dict(required=True, action="append", help="control image; repeat for several")),
         ("--prompt", dict(required=True)), ("--out", dict(default="edited.png")),
         ("--lora", dict(action="append", default=[], help="file, folder or hub id, and :weight if it is not 1; repeat for several")),
         ("--schedule", dict(choices=["auto", "none", "lightning"], help="of few-step adapters; default by configuration, header or name")),
@@ -169,11 +169,11 @@ def parser() -> argparse.ArgumentParser:
         ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
         ("--quantize", dict(help="only this one: a kind, or none")),
-        ("--controls", dict(type=int, default=1, help="control pictures of a pair")),
+        ("--controls", dict(type=int, default=1, help="control images of a pair")),
         ("--place", dict(help="kaggle or colab: disk, memory and time of the whole path there, from the download to the saved adapter")),
         ("--pairs", dict(type=int, default=50, help="with --place: pairs of the data set")),
         ("--steps", dict(type=int, help="with --place: of training; default by the pairs")),
-        ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantised")),
+        ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantized")),
         ("--fp16", dict(action="store_true", help="with --place: float16 inside the products on a card without bfloat16")))
     add(doctor, "what this machine has and lacks, and what a configuration needs of it", ("--config", dict(help="YAML file")))
     add(selfcheck, "a report for an issue: parity with the diffusers pipeline, memory, speed, finite numbers",

@@ -14,39 +14,39 @@ import torch
 from .lora import adapters as lora
 from .training.run_adapters import AdapterMethods
 from .cache import check_cache_exists, stable_seed
-from .training.callbacks import FreeEncoders, RunState, call
+from .training.callbacks import UnloadEncodersCallback, RunState, call
 from .training.checkpoint import CheckpointCallback
 from .devices.compile import compile_choice, set_up, watch_attention
 from .config import make_config
-from .devices.model_parallel import keeper_of
-from .devices.fp16 import half_choice, halve
+from .devices.model_parallel import weight_placement
+from .devices.fp16 import pick_fp16, enable_fp16
 from .lora.dropout import install_sample_dropout, set_sample_seeds
 from .models.components import COMPONENTS, Components, check_device, pick_dtype
 from .training.optimizer import advance, check_optimizer, check_schedule, guarded_step, make_optimizer, make_schedule
 from .predict import PredictMethods
-from .models.prequantize import PrequantiseMethods
+from .models.prequantize import PrequantizeMethods
 from .training.run_data import CacheMethods
-from .devices.distributed import agree, check_launch, divide, local_device, whole, wrap
-from .models.quantize import check_adapters, kind_of, quantise
+from .devices.distributed import broadcast_stop, check_launch, shard_loader, local_device, whole, wrap
+from .models.quantize import check_adapters, parse_quantization, quantize
 from .training.resume import ResumeMethods
-from .models.loading import stored_kind
+from .models.loading import saved_quantization
 from .training.run_modulation import TableMethods
-from .training.step import Run, batch_seeds, draw, loss_at, send_lists
+from .training.step import BatchStream, batch_seeds, draw, loss_at, send_lists
 from .data.batches import is_cached
-from .training.stopping import Deadline, Finite, NonFiniteStop, StopSignals, memory_advice, training_advice
-from .devices.block_swap import offload_inputs
+from .training.stopping import TimeLimitCallback, NonFiniteCounter, NonFiniteStop, StopSignals, memory_advice, training_advice
+from .devices.block_swap import offload_checkpoint_inputs
 
 # %% ../nbs/01_trainer.ipynb #a3b724b6
-class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods, PrequantiseMethods):
+class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMethods, ResumeMethods, PrequantizeMethods):
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
         config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
         callbacks=(), # further `Callback`s
     ):
         c = self.config = make_config(config)
-        self.device = local_device((c.train.transformer_devices or [c.train.device])[0])
+        self.device = local_device((c.train.model_parallel_devices or [c.train.device])[0])
         self.weight_dtype, self.dtype_reason = pick_dtype(c.train.mixed_precision, self.device)
-        self.half, why = half_choice(c.train, self.device, kind_of(c.model.quantize))
+        self.half, why = pick_fp16(c.train, self.device, parse_quantization(c.model.quantize))
         self.dtype_reason = why or self.dtype_reason
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
@@ -57,20 +57,20 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         self.predict_devices = {k: check_device(d) if d != "auto" else self.device for k, d in c.predict.devices.model_dump().items()}
         self.components = Components(c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
                                      dict(transformer=self.device),
-                                     dict(text_encoder=kind_of(c.model.text_encoder_quantize)), c.model.revision,
-                                     (["text_encoder"] if c.model.text_encoder_offload else []), c.model.release_shards)
-        stored = lambda n: stored_kind(self.components.folder/n) # a prequantised copy says itself how it is quantised
-        self.quantize = c.model.quantize if kind_of(c.model.quantize) else stored("transformer") or c.model.quantize
+                                     dict(text_encoder=parse_quantization(c.model.text_encoder_quantize)), c.model.revision,
+                                     (["text_encoder"] if c.model.text_encoder_offload else []), c.model.delete_downloaded_shards)
+        stored = lambda n: saved_quantization(self.components.folder/n) # a prequantized copy says itself how it is quantized
+        self.quantize = c.model.quantize if parse_quantization(c.model.quantize) else stored("transformer") or c.model.quantize
         self.components.quantize["text_encoder"] = self.components.quantize["text_encoder"] or stored("text_encoder")
         self.components.sets = self._hub_sets
-        self._keep(kind_of(self.quantize))
+        self._keep(parse_quantization(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None
         self.began = False # has this trainer's run started, or been resumed?
         self.callbacks, self.state, self.batch, self.held_out, self.lora_origin = list(callbacks), RunState(), None, None, {}
 
     def _keep(self, kind):
-        if keeper := keeper_of(self.config, self.device, kind): self.components.keepers["transformer"] = keeper
+        if placement := weight_placement(self.config, self.device, kind): self.components.placements["transformer"] = placement
 
     def __repr__(self):
         dtype = str(self.weight_dtype).removeprefix("torch.")
@@ -102,21 +102,21 @@ def load_model(self:QwenImageEditTrainer,
 # %% ../nbs/01_trainer.ipynb #b945a932
 @patch
 def _transformer(self:QwenImageEditTrainer):
-    "The transformer on its device, quantised if asked for."
-    kind = self.components.quantize["transformer"] = kind_of(self.quantize)
-    if self.transformer is None: self.choose_table(training=False); self._keep(kind)
+    "The transformer on its device, quantized if asked for."
+    kind = self.components.quantize["transformer"] = parse_quantization(self.quantize)
+    if self.transformer is None: self.pick_modulation(training=False); self._keep(kind)
     tr = self.components.get("transformer")
-    return halve(tr) if self.half else tr
+    return enable_fp16(tr) if self.half else tr
 
 # %% ../nbs/01_trainer.ipynb #e34912fb
 @patch
 def quantize_model(self:QwenImageEditTrainer, model, device):
-    "Quantise a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
+    "Quantize a model's weights (qfloat8 unless the configuration names another kind) and put it on a device."
     if why := getattr(model, "fixed", ""):
-        raise ValueError(f"a transformer {why} cannot be quantised any more; set `model.quantize` before it is loaded")
-    if hasattr(model, "half_watch"):
-        raise ValueError("a transformer whose products run in float16 cannot be quantised any more; set `model.quantize` before it is loaded")
-    return quantise(model, kind_of(self.quantize) or "qfloat8").to(device)
+        raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it is loaded")
+    if hasattr(model, "fp16_stats"):
+        raise ValueError("a transformer whose products run in float16 cannot be quantized any more; set `model.quantize` before it is loaded")
+    return quantize(model, parse_quantization(self.quantize) or "qfloat8").to(device)
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
 @patch
@@ -132,7 +132,7 @@ def setup_accelerator(self:QwenImageEditTrainer):
 def set_lora(self:QwenImageEditTrainer):
     "Load the transformer and add the adapter that will be trained; the base is frozen."
     given = self.config.model.lora.pretrained_weight
-    self.choose_table(adapters=lora.lora_layers(given) if given else ())
+    self.pick_modulation(adapters=lora.lora_layers(given) if given else ())
     tr, c = self._transformer(), self.config
     try:
         self.lora_origin = lora.start_lora(tr, c.model.lora, c.train.seed) or self.lora_origin
@@ -145,16 +145,16 @@ def prepare_model(self:QwenImageEditTrainer):
     "Set up what the training step calls: checkpointing, and the wrapper of several processes."
     tr, c = self._transformer(), self.config
     lora.assert_float32(tr)
-    lora.compute_in_base(tr, c.train.adapter_dtype != "float32" and self.weight_dtype != torch.float32)
+    lora.adapters_in_base_dtype(tr, c.train.adapter_dtype != "float32" and self.weight_dtype != torch.float32)
     install_sample_dropout(tr, c.model.lora.lora_dropout)
     wrapped = wrap(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
     compiled, why = compile_choice(c.train.compile, self.device, tr, self._steps_ahead(), c.train.offload_activations)
     if not compiled and c.train.compile is not False and (c.train.compile is True or self.device.type == "cuda"):
-        self.say_once(f"blocks run uncompiled: {why}")
-    if compiled: self.say_once(f"blocks are compiled ({why}), so the first steps take their time; `train.compile` false leaves it")
+        self.warn_once(f"blocks run uncompiled: {why}")
+    if compiled: self.warn_once(f"blocks are compiled ({why}), so the first steps take their time; `train.compile` false leaves it")
     set_up(tr, c.train.gradient_checkpointing, compiled)
-    if c.train.offload_activations: offload_inputs(tr, self.device)
+    if c.train.offload_activations: offload_checkpoint_inputs(tr, self.device)
     watch_attention(send_lists(tr))
     return self
 
@@ -207,7 +207,7 @@ def _compute_loss(self:QwenImageEditTrainer,
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss at each sample's own noise and noise level."
     c = self.config.train
-    return self.loss_at(batch, *draw(batch, seeds, c, self.components.get("scheduler").config), c.loss_weighting, c.mask_background)
+    return self.loss_at(batch, *draw(batch, seeds, c, self.components.get("scheduler").config), c.loss_weighting, c.mask_min_weight)
 
 @patch
 def loss_at(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", background=1.) -> torch.Tensor: # [B] float32
@@ -224,7 +224,7 @@ def fit(self:QwenImageEditTrainer,
 ):
     "Train until `max_train_steps` or `num_epochs`; a second call in the same session goes on where the first was stopped."
     state = self.state
-    with StopSignals(state) as signals, memory_advice("training", lambda: training_advice(self.config), self.let_go):
+    with StopSignals(state) as signals, memory_advice("training", lambda: training_advice(self.config), self.free_step_memory):
         run = self.begin(train_dataloader)
         with self.ending(run, signals):
             while state.epoch < state.num_epochs and not state.stop:
@@ -233,14 +233,14 @@ def fit(self:QwenImageEditTrainer,
                     state.advance(len(group), run.batches)
                     call(run.callbacks, "on_step_end", self)
                     if state.epoch_ended: call(run.callbacks, "on_epoch_end", self)
-                    state.stop = agree(self.accelerator, state.stop)
+                    state.stop = broadcast_stop(self.accelerator, state.stop)
                     if state.stop: break
     return self
 
 # %% ../nbs/01_trainer.ipynb #5f5e2da2
 @patch
 def optimizer_step(self:QwenImageEditTrainer,
-    group, # `Group` of batches
+    group, # `StepBatches` of batches
 ):
     "Backward over the batches, clip, step; loss, gradient norm before clipping and rate go into the state."
     s, n, total = self.state, self.accelerator.num_processes, 0.
@@ -272,22 +272,22 @@ def change(self:QwenImageEditTrainer,
 
 # %% ../nbs/01_trainer.ipynb #ab53ed29
 @patch
-def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
+def begin(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
     "Everything in front of the loop; a run that was stopped goes on. What can be refused is refused before the transformer is loaded."
     c, s = self.config.train, self.state
     s.stop, s.began = "", time.time()
     self.setup_accelerator()
-    self.components.quantize["transformer"] = kind_of(self.quantize)
+    self.components.quantize["transformer"] = parse_quantization(self.quantize)
     self.components.check()
     check_adapters()
     callbacks = [*self.default_callbacks(), *self.callbacks]
-    data = divide(self.make_loader(train_dataloader), self.accelerator)
-    run = Run(data, c.gradient_accumulation_steps, callbacks)
-    self.facts = self.run_facts(data)
-    self.back_to_training()
+    data = shard_loader(self.make_loader(train_dataloader), self.accelerator)
+    run = BatchStream(data, c.gradient_accumulation_steps, callbacks)
+    self.facts = self.run_fingerprint(data)
+    self.restore_training_placement()
     self.mend()
     if not self.began:
-        found = self.look_up(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()
+        found = self.find_run_checkpoint(c.resume_checkpoint, self.facts) if c.resume_checkpoint else self._check_output()
         begins_from = self.config.model.lora.pretrained_weight
         if begins_from and not found: lora.find_lora(begins_from)
         self._check_writable()
@@ -295,7 +295,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> Run:
         for listener in callbacks: getattr(listener, "prepare", lambda t: None)(self) # encoders have room now, not beside the transformer
         self.resume(found) if found else self.start()
         self.began = True
-    if self.finite is None: self.finite = Finite(self.device, s.skipped)
+    if self.finite is None: self.finite = NonFiniteCounter(self.device, s.skipped)
     self.set_lengths(run)
     self.configure_schedule() # now that the length is known
     if s.global_step >= s.max_steps: s.stop = "done"
@@ -326,14 +326,14 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.evaluation.evaluate import EvaluationCallback
     from qie_nb.logging import logging_callbacks
     logs = logging_callbacks(self.config)
-    return [FreeEncoders(), EvaluationCallback(self.config), NonFiniteStop(),
-            *(logs if self.is_main else ()), CheckpointCallback(), Deadline()]
+    return [UnloadEncodersCallback(), EvaluationCallback(self.config), NonFiniteStop(),
+            *(logs if self.is_main else ()), CheckpointCallback(), TimeLimitCallback()]
 
 @patch
 @contextmanager
 def ending(self:QwenImageEditTrainer, run, signals):
     "Around the loop: a signal is heard after the step, and the callbacks are told of the end, whatever it was."
-    signals.gently = self.running = True
+    signals.stop_requested_only = self.running = True
     try:
         call(run.callbacks, "on_train_begin", self)
         yield
@@ -343,7 +343,7 @@ def ending(self:QwenImageEditTrainer, run, signals):
         finally: self.running = False
 
 @patch
-def let_go(self:QwenImageEditTrainer):
+def free_step_memory(self:QwenImageEditTrainer):
     "Give back what a step holds beside the weights."
     self.batch = self.state.loss = self.state.grad_norm = None
     if self.optimizer is not None: self.optimizer.zero_grad(set_to_none=True)

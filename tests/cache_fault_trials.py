@@ -71,7 +71,7 @@ def picture(seed, size=(48, 32), path=None):
 
 
 def write_set(root, same=(0, 1, 2, 0, 4, 5), captions="abcdefgh"):
-    "Pairs; sample i has the control picture of sample same[i]."
+    "Pairs; sample i has the control image of sample same[i]."
     sizes = ((48, 32), (32, 48), (40, 40))
     for i, s in enumerate(same):
         picture(2 * s, sizes[s % 3], root/"control_images"/f"{i:04}.png")
@@ -182,7 +182,7 @@ def wait(pids, seconds) -> dict: # {pid: status}; those that hang are killed and
 
 
 def counted(world, cache, shared, at=0, die_at=None, **kw):
-    "In a child: precompute, with entries (and the encoders' calls) counted where others see it; killed at its entry `die_at`, thus while it holds a claim."
+    "In a child: precompute, with entries (and the encoders' calls) counted where others see it; killed at its entry `die_at`, thus while it holds a file_lock."
     from qie_nb.encoding.encoder import Encoder
     real = Encoder._keep
     def keep(self, *a, **kw):
@@ -231,7 +231,7 @@ def watch_operations(below, tell):
 
 
 # --- kills
-def after_a_kill(world, cache, shared, at=0) -> tuple: # (entries made again, pictures and prompts encoded again)
+def after_a_kill(world, cache, shared, at=0) -> tuple: # (entries made again, images and prompts encoded again)
     "What a killed precompute leaves is whole; the next one does the rest and ends with the same bytes."
     there = snapshot(cache)
     wrong = [p for p, data in there.items() if world.files.get(p) != data]
@@ -240,7 +240,7 @@ def after_a_kill(world, cache, shared, at=0) -> tuple: # (entries made again, pi
     assert not report.skipped and not report.bad, str(report)
     again = shared[at] + report.tensors - len(world.entries)
     encoded = [shared[at + 1 + n] + calls[k] - world.calls[k] for n, k in enumerate(world.calls)]
-    assert 0 <= again <= world.piece and max(encoded) <= 4, f"{again} entries made again, {encoded} pictures, prefixes, prompts"
+    assert 0 <= again <= world.piece and max(encoded) <= 4, f"{again} entries made again, {encoded} images, prefixes, prompts"
     assert snapshot(cache) == world.files, "the final cache differs"
     left = [p for d in (".tmp", "quarantine") for p in (cache/d).glob("*") if (cache/d).is_dir()]
     assert not left or not report.tensors, f"left over: {left}"
@@ -262,7 +262,7 @@ def kills_at_random(world, trials, seed=0) -> dict:
         if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]): missed += 1; continue # it was done already
         moments.append(shared[0])
         with t.trial(f"killed after {moment:.3f} s"): worst = max(worst, after_a_kill(world, cache, shared))
-    return t.result(f"{worst[0]} entries made again and {worst[1]} pictures or prompts encoded again after a kill; "
+    return t.result(f"{worst[0]} entries made again and {worst[1]} images or prompts encoded again after a kill; "
                     f"kills fell after {min(moments)} to {max(moments)} of {len(world.entries)} entries")
 
 
@@ -297,7 +297,7 @@ def kills_at_operations(world, each=None, seed=0) -> dict:
             assert os.WIFSIGNALED(status), "was not killed"
             worst = max(worst, after_a_kill(world, cache, shared))
     kinds = collections.Counter(w for w, _ in said)
-    return t.result(f"{worst[0]} entries made again and {worst[1]} pictures or prompts encoded again after a kill; an undisturbed run has "
+    return t.result(f"{worst[0]} entries made again and {worst[1]} images or prompts encoded again after a kill; an undisturbed run has "
                     f"{kinds['write']} writes (killed before and in the middle), {kinds['fsync']} fsyncs and {kinds['rename']} renames (killed before and after)")
 
 
@@ -345,9 +345,9 @@ def place(cache, kind, key): return Path(cache)/kind/key[:2]/f"{key}.safetensors
 def reading(cache, kind, key, front_of=()):
     "A bad entry is not handed out, is said in one sentence and moved away; what stands on it is not handed out either."
     from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.cache_layers import LooseLayer, examine
+    from qie_nb.core.cache_layers import LooseLayer, verify_entry
     m = EmbeddingCacheManager(cache)
-    assert examine(LooseLayer(cache), kind, key), "`examine` finds nothing"
+    assert verify_entry(LooseLayer(cache), kind, key), "`verify_entry` finds nothing"
     for k in front_of: assert m.load_cache("prompt_embed", k) is None, "a prompt on a bad prefix was handed out"
     assert m.load_cache(kind, key) is None, "was handed out"
     where, why = m.quarantined[0]
@@ -442,7 +442,7 @@ def swaps(world, trials=None, seed=0) -> dict:
         if moved.exists(): shutil.rmtree(moved)
     kinds = collections.Counter("the same kind" if a[0] == b[0] else "different kinds" for a, b in pairs)
     fronts = sum(a[0] == b[0] == "prompt_prefix" for a, b in pairs)
-    return t.result(f"all noticed: {kinds['the same kind']} exchanges within a kind ({fronts} of them prefixes of other pictures) and {kinds['different kinds']} between kinds")
+    return t.result(f"all noticed: {kinds['the same kind']} exchanges within a kind ({fronts} of them prefixes of other images) and {kinds['different kinds']} between kinds")
 
 
 # --- exactly what an edit makes stale, by a model of the rules that knows nothing of the library's keys
@@ -459,7 +459,7 @@ class Studio:
     def __init__(self, tmp, variant="2511", areas=(64*64, 64*64), settle=0.03, same=(0, 1, 2, 0, 4, 5)):
         self.tmp, self.root, self.cache, self.settle = Path(tmp), Path(tmp)/"set", Path(tmp)/"cache", settle
         write_set(self.root, same)
-        self.variant, self.areas, self.weights, self.dtype, self.template, self.quantised = variant, areas, "00", torch.float32, "", None
+        self.variant, self.areas, self.weights, self.dtype, self.template, self.quantized = variant, areas, "00", torch.float32, "", None
         self.data, self.encoder, self.part, self.dirs, self.bare = dict(image_size=[64, 64], caption_dropout_rate=0.), {}, (0, None), None, None
         self.known, self.models, self.pool = set(), {}, itertools.count(1000)
 
@@ -477,7 +477,7 @@ class Studio:
         aspect = fractions.Fraction(*d["image_size"]) if d.get("crop") else None
         shape = lambda size: (aspect.numerator, aspect.denominator) if aspect else size
         area, control, vl = d["image_size"][0] * d["image_size"][1], d.get("control_area", self.areas[0]), d.get("vl_area", self.areas[1])
-        vae, text = (self.weights[0], self.dtype), (self.weights[1], self.dtype, self.template, self.variant == "v1", self.quantised)
+        vae, text = (self.weights[0], self.dtype), (self.weights[1], self.dtype, self.template, self.variant == "v1", self.quantized)
         for target, controls, caption in self.samples()[slice(*self.part)]:
             size = tuple(d["image_size"]) if aspect else by_area(area, Image.open(target).size)
             out.add((("pixel_latent", sha(target), size, aspect), vae))
@@ -492,7 +492,7 @@ class Studio:
 
     # what the library does
     def model(self):
-        name = (self.variant, self.weights, self.dtype, self.quantised)
+        name = (self.variant, self.weights, self.dtype, self.quantized)
         if name in self.models: return self.models[name]
         from qie_nb.models.components import Components
         from qie_nb.tiny.random_models import tiny_folder
@@ -504,7 +504,7 @@ class Studio:
             if self.weights != "00":
                 folder = Path(shutil.copytree(folder, self.tmp/f"model-{self.variant}-{self.weights}", dirs_exist_ok=True))
                 for part, w in zip(("vae", "text_encoder"), self.weights): shutil.copytree(tiny_folder(self.variant, self.areas, int(w))/part, folder/part, dirs_exist_ok=True)
-            self.models[name] = Components(str(folder), self.dtype, quantize=dict(text_encoder=self.quantised))
+            self.models[name] = Components(str(folder), self.dtype, quantize=dict(text_encoder=self.quantized))
         return self.models[name]
 
     def precompute(self) -> tuple: # (Counter of what was stored, Report, encoder's calls)
@@ -558,10 +558,10 @@ class Studio:
     def target(self, n, suffix=".png"): return self.root/"training_images"/f"{n:04}{suffix}"
     def control(self, n, folder="control_images"): return self.root/folder/f"{n:04}.png"
     def caption(self, n, text): self.target(n, ".txt").write_bytes(text.encode() if isinstance(text, str) else text)
-    def new_picture(self, path, size=None): picture(next(self.pool), size or Image.open(path).size, path)
+    def new_image(self, path, size=None): picture(next(self.pool), size or Image.open(path).size, path)
 
     def replace_unseen(self, path):
-        "Another picture under the same name, of the same size and time."
+        "Another image under the same name, of the same size and time."
         st, old = os.stat(path), path.read_bytes()
         while True:
             im = np.array(Image.open(path))
@@ -604,7 +604,7 @@ def times(n, *kinds): return {k: v * n for d in kinds for k, v in d.items()}
 def scripted(s): # (name, edit, what it is to cost)
     import qie_nb.core.files
     t0, move, nothing = s.target(0), (lambda a, b: shutil.move(a, b)), {}
-    all_text = times(5, SUFFIX) | dict(prompt_prefix=5) | times(5, EMPTY) # six captions, two of them the same, on five sets of pictures
+    all_text = times(5, SUFFIX) | dict(prompt_prefix=5) | times(5, EMPTY) # six captions, two of them the same, on five sets of images
     def forget_digests(): shutil.rmtree(os.environ["QIE_NB_HOME"]); qie_nb.core.files._facts.clear(), qie_nb.core.files._folders.clear(); setattr(qie_nb.core.files._local, "of", None)
     def spoil_digests(): forget_digests(); Path(os.environ["QIE_NB_HOME"]).mkdir(); (Path(os.environ["QIE_NB_HOME"])/"files.sqlite").write_bytes(b"not a data base" * 100)
     def new_root(name): move(s.root, s.tmp/name); s.root = s.tmp/name
@@ -618,18 +618,18 @@ def scripted(s): # (name, edit, what it is to cost)
         ("captions are dropped from now on", lambda: s.set(caption_dropout_rate=0.1), times(5, EMPTY)),
         ("they are dropped more often", lambda: s.set(caption_dropout_rate=0.6), nothing),
         ("one caption", lambda: s.caption(1, "make it sharp"), SUFFIX),
-        ("one caption of two on the same pictures", lambda: s.caption(3, "make it round"), SUFFIX),
+        ("one caption of two on the same images", lambda: s.caption(3, "make it round"), SUFFIX),
         ("a line end behind a caption", lambda: s.caption(1, "make it sharp\n"), nothing),
         ("a caption with a byte order mark", lambda: s.caption(1, b"\xef\xbb\xbfmake it sharp"), nothing),
         ("a caption as it was before", lambda: s.caption(1, "make it b"), nothing),
-        ("the caption of another picture", lambda: s.caption(1, "make it a"), SUFFIX),
-        ("the caption of the same pictures", lambda: s.caption(3, "make it a"), nothing),
-        ("captions exchanged between two pictures", lambda: s.exchange(s.target(4, ".txt"), s.target(5, ".txt")), times(2, SUFFIX)),
+        ("the caption of another image", lambda: s.caption(1, "make it a"), SUFFIX),
+        ("the caption of the same images", lambda: s.caption(3, "make it a"), nothing),
+        ("captions exchanged between two images", lambda: s.exchange(s.target(4, ".txt"), s.target(5, ".txt")), times(2, SUFFIX)),
         ("and back", lambda: s.exchange(s.target(4, ".txt"), s.target(5, ".txt")), nothing),
         ("captions touched", lambda: [os.utime(p) for p in s.root.rglob("*.txt")], nothing),
-        ("a target", lambda: s.new_picture(t0), dict(pixel_latent=1)),
+        ("a target", lambda: s.new_image(t0), dict(pixel_latent=1)),
         ("a target under the same name, size and time", lambda: s.replace_unseen(t0), dict(pixel_latent=1)),
-        ("a target of another size", lambda: s.new_picture(t0, (64, 24)), dict(pixel_latent=1)),
+        ("a target of another size", lambda: s.new_image(t0, (64, 24)), dict(pixel_latent=1)),
         ("a target's file written anew, the same pixels", lambda: Image.open(t0).save(t0, compress_level=1), dict(pixel_latent=1)),
         ("a target as a bitmap", lambda: (Image.open(t0).save(s.target(0, ".bmp")), t0.unlink()), dict(pixel_latent=1)),
         ("a target back", lambda: (Image.open(s.target(0, ".bmp")).save(t0, compress_level=1), s.target(0, ".bmp").unlink()), nothing),
@@ -640,14 +640,14 @@ def scripted(s): # (name, edit, what it is to cost)
         ("and back", lambda: [move(p, p.with_name(p.name.replace("0009", "0005"))) for p in s.root.glob("*/0009.*")], nothing),
         ("the data set moved", lambda: new_root("elsewhere"), nothing),
         ("the data set copied", copied, nothing),
-        ("a picture behind a link", lambda: (move(s.control(1), s.tmp/"away.png"), s.control(1).symlink_to(s.tmp/"away.png")), nothing),
-        ("the linked picture replaced", lambda: s.new_picture(s.tmp/"away.png", (32, 48)), dict(control_latent=1) | TEXT | EMPTY),
+        ("an image behind a link", lambda: (move(s.control(1), s.tmp/"away.png"), s.control(1).symlink_to(s.tmp/"away.png")), nothing),
+        ("the linked image replaced", lambda: s.new_image(s.tmp/"away.png", (32, 48)), dict(control_latent=1) | TEXT | EMPTY),
         ("and no link", lambda: shutil.move(shutil.copy(s.control(1), s.tmp/"same.png"), s.control(1)), nothing),
-        ("a control picture", lambda: s.new_picture(s.control(5)), dict(control_latent=1) | TEXT | EMPTY),
-        ("a control picture under the same name, size and time", lambda: s.replace_unseen(s.control(5)), dict(control_latent=1) | TEXT | EMPTY),
-        ("one of two equal control pictures", lambda: s.new_picture(s.control(3)), dict(control_latent=1) | TEXT | EMPTY),
+        ("a control image", lambda: s.new_image(s.control(5)), dict(control_latent=1) | TEXT | EMPTY),
+        ("a control image under the same name, size and time", lambda: s.replace_unseen(s.control(5)), dict(control_latent=1) | TEXT | EMPTY),
+        ("one of two equal control images", lambda: s.new_image(s.control(3)), dict(control_latent=1) | TEXT | EMPTY),
         ("and equal again", lambda: shutil.copy(s.control(0), s.control(3)), nothing),
-        ("control pictures exchanged", lambda: s.exchange(s.control(2), s.control(4)), times(2, SUFFIX)),
+        ("control images exchanged", lambda: s.exchange(s.control(2), s.control(4)), times(2, SUFFIX)),
         ("target and control exchanged", lambda: s.exchange(s.target(4), s.control(4)), dict(pixel_latent=1, control_latent=1) | TEXT | EMPTY),
         ("and back", lambda: s.exchange(s.target(4), s.control(4)), nothing),
         ("a sample taken out", lambda: [move(p, s.tmp/f"{p.parent.name}-{p.name}") for p in s.root.glob("*/0005.*")], nothing),
@@ -656,7 +656,7 @@ def scripted(s): # (name, edit, what it is to cost)
         ("a sample copied", lambda: s.add(11, 10), nothing),
         ("a sample copied with another caption", lambda: s.add(12, 10, "but not so much"), SUFFIX),
         ("three samples removed", lambda: [s.remove(n) for n in (10, 11, 12)], nothing),
-        ("a second control picture", lambda: picture(next(s.pool), (40, 40), s.control(2, "control_images_2")), dict(control_latent=1) | TEXT | EMPTY),
+        ("a second control image", lambda: picture(next(s.pool), (40, 40), s.control(2, "control_images_2")), dict(control_latent=1) | TEXT | EMPTY),
         ("the two the other way round", lambda: s.exchange(s.control(2), s.control(2, "control_images_2")), TEXT | EMPTY),
         ("only the first again", lambda: (s.exchange(s.control(2), s.control(2, "control_images_2")), shutil.rmtree(s.root/"control_images_2")), nothing),
         ("a table in place of folders", lambda: s.table("metadata.jsonl"), nothing),
@@ -681,15 +681,15 @@ def scripted(s): # (name, edit, what it is to cost)
         ("the first template", lambda: setattr(s, "template", ""), nothing),
         ("bfloat16", lambda: setattr(s, "dtype", torch.bfloat16), dict(pixel_latent=6, control_latent=5) | all_text),
         ("float32", lambda: setattr(s, "dtype", torch.float32), nothing),
-        ("a quantised text encoder", lambda: setattr(s, "quantised", "qint8"), all_text),
-        ("not quantised", lambda: setattr(s, "quantised", None), nothing),
+        ("a quantized text encoder", lambda: setattr(s, "quantized", "qint8"), all_text),
+        ("not quantized", lambda: setattr(s, "quantized", None), nothing),
         ("2509 in place of 2511, the same encoders", lambda: setattr(s, "variant", "2509"), nothing),
         ("v1, another template and order of sizes", lambda: setattr(s, "variant", "v1"), all_text),
         ("2511", lambda: setattr(s, "variant", "2511"), nothing),
         ("the model's files touched", lambda: s.touch_all(s.model().folder), nothing),
         ("prompts encoded whole, convolutions in 3-D", lambda: setattr(s, "encoder", dict(shared=False, flat=False)), nothing),
         ("and as before", lambda: setattr(s, "encoder", {}), nothing),
-        ("part of the data set, with one new target in it", lambda: (setattr(s, "part", (0, 2)), s.new_picture(s.target(0)), s.new_picture(s.target(5))), dict(pixel_latent=1)),
+        ("part of the data set, with one new target in it", lambda: (setattr(s, "part", (0, 2)), s.new_image(s.target(0)), s.new_image(s.target(5))), dict(pixel_latent=1)),
         ("all of it, with another outside the part", lambda: setattr(s, "part", (0, None)), dict(pixel_latent=1)),
         ("the memory of digests lost", forget_digests, nothing),
         ("the memory of digests spoilt", spoil_digests, nothing),
@@ -723,7 +723,7 @@ def edits_of_the_model(tmp) -> dict:
 
 
 def edits_v1(tmp, t, settle):
-    "v1's text encoder sees the VAE's control picture, so that its area concerns both; the target's does not."
+    "v1's text encoder sees the VAE's control image, so that its area concerns both; the target's does not."
     s = Studio(tmp, "v1", (64*64, None), settle)
     s.step(t, "v1: a first precompute", lambda: None, dict(pixel_latent=6, control_latent=5, prompt_prefix=5) | times(6, SUFFIX))
     s.step(t, "v1: resolution", lambda: s.set(image_size=[96, 96]), dict(pixel_latent=6))
@@ -766,10 +766,10 @@ def losses(tmp, settle=0.03, every=1) -> dict:
 
 
 def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
-    "A picture is replaced after its digest was taken and before it is read: what is stored is what its key says."
+    "An image is replaced after its digest was taken and before it is read: what is stored is what its key says."
     from qie_nb.cache import EmbeddingCacheManager
     from qie_nb.data.dataset import ImageDataset
-    t, real = Tally("invalidation: pictures replaced while they are encoded"), ImageDataset.pictures
+    t, real = Tally("invalidation: images replaced while they are encoded"), ImageDataset.pictures
     old = {p: p.read_bytes() for p in world.root.rglob("*.png")}
     for side in ("training_images", "control_images"):
         for size, ahead in ((None, 0), ((64, 24), 0), (None, 4), ((64, 24), 4)):
@@ -790,9 +790,9 @@ def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
                             assert list(m.load_cache(kind, key).shape[-2:]) == [said["size"][1] // 8, said["size"][0] // 8], f"a {kind} said to be of {said['size']}"
                     world.run(fresh := world.folder("fresh"))
                     now, new = snapshot(cache), snapshot(fresh)
-                    assert all(new[p] == now.get(p, new[p]) for p in new), "an entry holds another picture than its key says"
+                    assert all(new[p] == now.get(p, new[p]) for p in new), "an entry holds another image than its key says"
                 for p, data in old.items(): p.write_bytes(data)
-    return t.result("every entry is of the picture that its key names; a picture that changed again and again is skipped with that reason")
+    return t.result("every entry is of the image that its key names; an image that changed again and again is skipped with that reason")
 
 
 def edits_random(tmp, trials, seed=0, settle=0.03) -> dict:
@@ -844,7 +844,7 @@ def crowd(world, processes, repetitions, kill=True, seed=0) -> dict:
     alone, entries = time.time() - began, len(world.entries)
     while t.trials < repetitions:
         cache, shared, victim = world.folder(), Shared(), rng.randrange(processes)
-        at_work = t.trials % 2 == 0 # killed while it surely holds a claim; else at any moment
+        at_work = t.trials % 2 == 0 # killed while it surely holds a file_lock; else at any moment
         die_at = rng.randint(1, 5)
         def job(n):
             while not shared[63]: time.sleep(0.0005)
@@ -1114,7 +1114,7 @@ def pickles(world) -> dict:
         "an entry": (picked("prompt_embed"), entry), "a latent": (picked("pixel_latent"), entry), "a prefix": (picked("prompt_prefix"), entry),
         "manifest.json": (world.tmp/"usual"/"manifest.json", lambda p: EmbeddingCacheManager(world.tmp/"usual").identities()),
         "cache-index.json": (packed/"cache-index.json", lambda p: EmbeddingCacheManager(packed)), "a shard": (next(packed.glob("cache-0*")), shard),
-        "a target picture": (world.root/"training_images"/"0000.png", data_set), "a control picture": (world.root/"control_images"/"0001.png", data_set),
+        "a target image": (world.root/"training_images"/"0000.png", data_set), "a control image": (world.root/"control_images"/"0001.png", data_set),
         "a caption": (world.root/"training_images"/"0002.txt", data_set), "metadata.jsonl": (world.root/"metadata.jsonl", data_set), "metadata.csv": (world.root/"metadata.csv", data_set),
         "a LoRA": (run/"lora"/"pytorch_lora_weights.safetensors", lambda p: load_lora(whole.transformer, p)),
         "a checkpoint's LoRA": (point/"pytorch_lora_weights.safetensors", lambda p: resumed()),
@@ -1322,8 +1322,8 @@ def sizes(tmp) -> dict:
     from qie_nb.core.cache_entries import entry_bytes
     from safetensors.torch import save
     from qie_nb.cache import EmbeddingCacheManager, image_parts, prefix_parts, prompt_parts
-    t, said = Tally("bytes per sample, v1 with one control picture"), []
-    with t.trial("a tiny model, 1400 picture tokens"):
+    t, said = Tally("bytes per sample, v1 with one control image"), []
+    with t.trial("a tiny model, 1400 image tokens"):
         w = World.__new__(World)
         w.tmp, w.root, w.components = Path(tmp), Path(tmp)/"set", components("v1", (128*128, None), dtype=torch.bfloat16)
         w.settings = dict(image_size=[128, 128], vl_area=1024*1024, caption_dropout_rate=0.1)

@@ -104,7 +104,7 @@ class Course:
             model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", (64*64, 64*64))), lora=dict(r=2, lora_alpha=4, lora_dropout=0.1)),
             data=dict(dataset_path=str(self.root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
             train=dict(device="cpu", mixed_precision="no", num_epochs=5, gradient_accumulation_steps=3, gradient_checkpointing=False, ema_decay=0.9, val_fraction=0.15,
-                       save_steps=2, save_interval=2, keep_checkpoints=2, eval_interval=0, eval_steps=3, eval_noises=1, eval_pictures=0),
+                       save_steps=2, save_interval=2, keep_checkpoints=2, eval_interval=0, eval_steps=3, eval_noise_samples=1, eval_images=0),
             cache=dict(cache_dir=str(self.tmp/"cache")), optimizer=dict(lr=0.01), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=2),
             logging=dict(log_dir=str(self.tmp/"runs"), report_to="none"))
         for k, v in sections.items(): self.base[k] = self.base[k] | v

@@ -9,7 +9,7 @@ from PIL import Image
 from qie_nb.cache import EmbeddingCacheManager, check_cache_exists
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_entries import ALL_KINDS, read_header
-from qie_nb.data.samples import PictureChanged
+from qie_nb.data.samples import ImageChanged
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_equal, settings
@@ -22,8 +22,8 @@ def files(folder):
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*.safetensors"))}
 
 
-def two_captions_a_picture(root):
-    "Sample 0002 gets 0000's control picture."
+def two_captions_a_image(root):
+    "Sample 0002 gets 0000's control image."
     shutil.copy(root/"control_images"/"0000.png", root/"control_images"/"0002.png")
     return root
 
@@ -31,7 +31,7 @@ def two_captions_a_picture(root):
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2511", 2)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_first_touch_writes_the_bytes_that_precompute_writes(variant, controls, shared, pairs, tmp_path):
-    root = two_captions_a_picture(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))
+    root = two_captions_a_image(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))
     make = lambda name: QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(cache_dir=str(tmp_path/name), prompt_prefix=shared), train=dict(num_epochs=1)))
     make("pre").cache_embeddings()
     make("lazy").fit()
@@ -45,7 +45,7 @@ def test_first_touch_writes_the_bytes_that_precompute_writes(variant, controls, 
 
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 2)])
 def test_a_larger_encode_batch_rounds_differently_and_no_more(variant, controls, pairs, tmp_path):
-    root = two_captions_a_picture(pairs(((48, 32),) * 5, controls=controls, caption=["invert", "invert the colours of everything", "x", "yy", "a b c"]))
+    root = two_captions_a_image(pairs(((48, 32),) * 5, controls=controls, caption=["invert", "invert the colours of everything", "x", "yy", "a b c"]))
     caches = []
     for n in (1, 3):
         t = QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(cache_dir=str(tmp_path/str(n)), batch_size=n)))
@@ -97,13 +97,13 @@ def test_a_moved_data_set_and_a_renamed_model_cost_nothing(pairs, tmp_path, buil
     assert (report.tensors, report.reused) == (0, 3) and not built
 
 
-def test_a_picture_replaced_between_its_key_and_its_pixels_is_noticed(pairs, tmp_path):
+def test_a_image_replaced_between_its_key_and_its_pixels_is_noticed(pairs, tmp_path):
     root = pairs(THREE)
     dataset = ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/"cache")))
     dataset.refresh(dict(vae="v", text_encoder="t", template="p", dtype="float32", control_area=4096, vl_area=4096))
     dataset.keys(0)
     Image.new("RGB", (48, 32)).save(root/"training_images"/"0000.png")
-    with pytest.raises(PictureChanged, match="0000.png.* has changed"): dataset.pictures(0)
+    with pytest.raises(ImageChanged, match="0000.png.* has changed"): dataset.pictures(0)
 
 
 def test_packing_again_replaces_a_pack_and_nothing_else(tmp_path, monkeypatch):
@@ -203,7 +203,7 @@ def test_a_data_set_of_the_hubs_library_is_cached_and_trained_on(pairs, tmp_path
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     batches = loader(held, cache_dir=str(tmp_path/"cache"), image_size=[64, 64], caption_dropout_rate=0.3)
     assert trainer.cache_embeddings(batches).encoded == 3
-    assert QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings().tensors == 0, "the same pictures in files are the same entries"
+    assert QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings().tensors == 0, "the same images in files are the same entries"
     trainer.fit(batches)
     assert trainer.global_step == 6 and check_cache_exists(tmp_path/"cache")
 
@@ -248,7 +248,7 @@ def test_a_dropped_caption_is_its_own_empty_prompt(pairs, tmp_path):
             assert torch.equal(dataset[i]["prompt_embed"], dataset.cache.load_cache(*dataset.keys(i)[kind][:2]))
     assert len(seen) == 6
     empty = [dataset.cache.load_cache(*dataset.keys(i)["empty_prompt_embed"][:2]) for i in (0, 2)]
-    assert empty[0].shape == empty[1].shape and not torch.equal(*empty), "other pictures, another empty prompt"
+    assert empty[0].shape == empty[1].shape and not torch.equal(*empty), "other images, another empty prompt"
 
 
 def test_lazy_filling_goes_by_the_loaders_own_settings(pairs, tmp_path):
@@ -275,7 +275,7 @@ def test_a_lost_prefix_is_made_again_whatever_the_switch_says(pairs, tmp_path):
     assert files(tmp_path/"cache") == good and make(prompt_prefix=False).cache_embeddings().encoded == 0
 
 
-def test_a_picture_that_cannot_be_decoded_is_left_out_where_there_are_no_encoders_too(pairs, tmp_path):
+def test_a_image_that_cannot_be_decoded_is_left_out_where_there_are_no_encoders_too(pairs, tmp_path):
     import struct, zlib
     root, bare = pairs(THREE), tmp_path/"bare"
     chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -309,7 +309,7 @@ def test_held_out_pairs_of_their_own_are_kept_shipped_and_asked_for(pairs, tmp_p
     with pytest.raises(ValueError, match="prompt_embed of sample '0001' is missing"): QwenImageEditTrainer(raw).fit()
 
 
-def test_a_prompt_with_a_pictures_tokens_is_skipped(pairs, tmp_path):
+def test_a_prompt_with_a_images_tokens_is_skipped(pairs, tmp_path):
     root = pairs(THREE, caption=["invert", "like <|image_pad|> here", "x"])
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     assert [i for i, _ in trainer.cache_embeddings().skipped] == ["0001"] and trainer.fit().global_step == 2

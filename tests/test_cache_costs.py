@@ -56,15 +56,15 @@ def epoch(ready):
     return c
 
 
-def test_a_sample_opens_five_files_and_no_picture_once_its_digests_are_known(filled):
+def test_a_sample_opens_five_files_and_no_image_once_its_digests_are_known(filled):
     ready = loader(filled("loose"))
     for _ in range(2):
         c = epoch(ready)
         entries = {p: n for p, n in c.opened.items() if p.endswith(".safetensors")}
         kinds = collections.Counter(p.split(os.sep)[-3] for p in entries)
         assert kinds == dict.fromkeys(("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask", PREFIX), N) and set(entries.values()) == {1}
-        assert not [p for p in c.opened if p.endswith(".png")], "a picture is asked about, not read"
-    assert sum(c.asked.values()) <= 9 * N, "in a later epoch: each of two pictures twice, each entry once"
+        assert not [p for p in c.opened if p.endswith(".png")], "an image is asked about, not read"
+    assert sum(c.asked.values()) <= 9 * N, "in a later epoch: each of two images twice, each entry once"
 
 
 def test_a_packed_cache_opens_each_shard_once_a_process(filled, tmp_path):
@@ -77,7 +77,7 @@ def test_a_packed_cache_opens_each_shard_once_a_process(filled, tmp_path):
 
 
 @pytest.mark.parametrize("layer", ["loose", "packed"])
-def test_a_look_at_the_status_opens_nothing_and_asks_about_each_picture_twice(filled, layer):
+def test_a_look_at_the_status_opens_nothing_and_asks_about_each_image_twice(filled, layer):
     ds = filled(layer)
     ds.status()
     with Counted() as c: assert ds.status()["complete"] == N

@@ -1,4 +1,4 @@
-"Logs: what the event files, the rows and the trackers hold, what pictures cost, and that no log changes or ends a run."
+"Logs: what the event files, the rows and the trackers hold, what images cost, and that no log changes or ends a run."
 import io, json, re, sys, time, weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +14,14 @@ import qie_nb.logging as logs
 from qie_nb.data.batches import Batch
 from qie_nb.training.callbacks import Callback
 from qie_nb.widgets.tensorboard import read_events, read_run, run_folders
-from qie_nb.logging import LogCallback, Tracker, picture_grid
+from qie_nb.logging import LogCallback, Tracker, image_grid
 from qie_nb.data.images import Geometry
 from qie_nb.core.progress import Progress, quiet_bars
 from qie_nb.trainer import QwenImageEditTrainer
 
 TAGS = {"loss", "lr", "grad_norm", "gpu_memory/utilization", "gpu_modules/transformer_MB_cpu", "gpu_modules/vae_MB_cpu", "gpu_modules/text_encoder_MB_cpu", "held_out_loss",
         "held_out_loss_low", "held_out_loss/0.0-0.2", "held_out_pairs"}
-PICTURES = {"training/training_images", "training/control_images", "individual/training_image_0", "individual/training_image_1"}
+IMAGES = {"training/training_images", "training/control_images", "individual/training_image_0", "individual/training_image_1"}
 NASTY = "<img src=x onerror=alert(1)> *make* $it$ [blue](http://x) `now`"
 SIZES = ((96, 64), (64, 64), (64, 96)) * 2 # with an area of 96x64 each is its own bucket: nothing is resized
 
@@ -53,14 +53,14 @@ def cached_run(tmp_path_factory):
 def test_every_tag_is_there_although_latents_are_cached(cached_run):
     r, t = cached_run.run, cached_run.trainer
     assert t.qwen_vl is None and t.vae is None
-    assert TAGS <= set(r.scalars) and PICTURES - {"individual/training_image_1"} <= set(r.images)
+    assert TAGS <= set(r.scalars) and IMAGES - {"individual/training_image_1"} <= set(r.images)
     assert [s for s, _ in r.scalars["loss"]] == list(range(1, t.global_step + 1)) == [s for s, _ in r.scalars["gpu_memory/utilization"]]
     assert 0 < r.scalars["gpu_memory/utilization"][-1][1] < 1
     size = sum(p.numel() * p.element_size() for p in (*t.transformer.parameters(), *t.transformer.buffers())) / 1e6
     assert r.scalars["gpu_modules/transformer_MB_cpu"][-1][1] == pytest.approx(size) and r.scalars["gpu_modules/vae_MB_cpu"][-1][1] == 0
 
 
-def test_the_pictures_are_those_on_disk(cached_run):
+def test_the_images_are_those_on_disk(cached_run):
     r, root = cached_run.run, cached_run.root
     read = lambda folder: [np.asarray(Image.open(p)) for p in sorted((root/folder).glob("*.png"))]
     targets, first, second = read("training_images"), read("control_images"), read("control_images_2")
@@ -69,9 +69,9 @@ def test_the_pictures_are_those_on_disk(cached_run):
     for step, grid in r.images["training/training_images"]:
         held = [im for i in range(len(shown[step])) for s, im in r.images[f"individual/training_image_{i}"] if s == step]
         which = [next(k for k, t in enumerate(targets) if same(t, im)) for im in held]
-        assert same(grid, picture_grid([targets[k] for k in which]))
+        assert same(grid, image_grid([targets[k] for k in which]))
         controls = next(im for s, im in r.images["training/control_images"] if s == step)
-        assert same(controls, picture_grid([c[k] for k in which for c in (first, second)], 2)), "a row a sample, its controls side by side"
+        assert same(controls, image_grid([c[k] for k in which for c in (first, second)], 2)), "a row a sample, its controls side by side"
         x = 0
         for k in which: # and each can be cut out of the grid
             h, w = targets[k].shape[:2]
@@ -95,19 +95,19 @@ def test_samples_come_with_their_captions_as_written(cached_run):
     assert not re.search("<(img|em|a |code)", page) and "onerror" in page, "TensorBoard shows it as text"
 
 
-def test_the_log_says_once_which_way_pictures_came(cached_run, pairs, tmp_path, capsys):
-    assert cached_run.said.count("[IMAGE_LOG] latents are cached; pictures are loaded from their files when due") == 1 and cached_run.said.count("[IMAGE_LOG]") == 1
+def test_the_log_says_once_which_way_images_came(cached_run, pairs, tmp_path, capsys):
+    assert cached_run.said.count("[IMAGE_LOG] latents are cached; images are loaded from their files when due") == 1 and cached_run.said.count("[IMAGE_LOG]") == 1
     trainer = QwenImageEditTrainer(logged(pairs(SIZES, controls=2), tmp_path, cache=dict(use_cache=False))).fit()
     said = capsys.readouterr().out
-    assert said.count("[IMAGE_LOG] pictures come from the batch") == 1 and said.count("[IMAGE_LOG]") == 1
+    assert said.count("[IMAGE_LOG] images come from the batch") == 1 and said.count("[IMAGE_LOG]") == 1
     plain = read_run(tmp_path/"runs")
     assert set(plain.images) - {t for t in plain.images if t.startswith("samples/")} == set(cached_run.run.images) - {t for t in cached_run.run.images if t.startswith("samples/")}
     assert TAGS <= set(plain.scalars)
-    for tag in PICTURES & set(plain.images): # the same pictures, whichever way they came
+    for tag in IMAGES & set(plain.images): # the same images, whichever way they came
         assert all(s == u and (a == b).all() for (s, a), (u, b) in zip(plain.images[tag], cached_run.run.images[tag], strict=True))
 
 
-def test_pictures_are_upright_and_no_larger_than_training_sees_them(tmp_path):
+def test_images_are_upright_and_no_larger_than_training_sees_them(tmp_path):
     from qie_nb.data.samples import Sample
     rng = np.random.default_rng(0)
     exif = Image.Exif()
@@ -123,7 +123,7 @@ def test_pictures_are_upright_and_no_larger_than_training_sees_them(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_picture_step_opens_what_it_shows_and_lets_go_of_it(count, pairs, tmp_path, monkeypatch):
+def test_a_image_step_opens_what_it_shows_and_lets_go_of_it(count, pairs, tmp_path, monkeypatch):
     import qie_nb.data.batches as batches
     root, opened, held, alive, at_once = pairs(((96, 64),) * 4, controls=2), [], [], [], []
     real_open, real_array = Path.open, batches.np.asarray
@@ -140,7 +140,7 @@ def test_a_picture_step_opens_what_it_shows_and_lets_go_of_it(count, pairs, tmp_
         out = real_array(*a, **kw)
         held.append(weakref.ref(out))
         return out
-    real_grid = logs.picture_grid
+    real_grid = logs.image_grid
     def grid(*a):
         out = real_grid(*a)
         held.append(weakref.ref(out))
@@ -148,7 +148,7 @@ def test_a_picture_step_opens_what_it_shows_and_lets_go_of_it(count, pairs, tmp_
     trainer.callbacks.append(Each(after))
     monkeypatch.setattr(Path, "open", lambda self, *a, **kw: (opened.append(self) if self.suffix == ".png" else None, real_open(self, *a, **kw))[1])
     monkeypatch.setattr(batches, "np", SimpleNamespace(asarray=seen, ndarray=np.ndarray))
-    monkeypatch.setattr(logs, "picture_grid", grid)
+    monkeypatch.setattr(logs, "image_grid", grid)
     class Begins(Callback):
         def on_train_begin(self, t): opened.clear() # the data set has been looked at
     trainer.callbacks.append(Begins())
@@ -156,9 +156,9 @@ def test_a_picture_step_opens_what_it_shows_and_lets_go_of_it(count, pairs, tmp_
     per_step = " ".join(str(o) for o in opened).split("over")
     counts = [step.count(".png") for step in per_step[:-1]]
     due = [1, 3, 6]
-    assert len(counts) == 6 and [n + 1 for n, c in enumerate(counts) if c] == due, "no file is opened where no picture is due"
+    assert len(counts) == 6 and [n + 1 for n, c in enumerate(counts) if c] == due, "no file is opened where no image is due"
     assert all(counts[n - 1] == count * 3 for n in due), "a target and two controls of each sample that is shown"
-    assert all(at_once[n - 1] == count * 3 + 2 for n in due), "pictures of at most log_images_count samples, and two grids"
+    assert all(at_once[n - 1] == count * 3 + 2 for n in due), "images of at most log_images_count samples, and two grids"
     assert not any(any(step) for step in alive), "nothing of them is left after the step"
 
 
@@ -182,7 +182,7 @@ def test_a_component_that_has_moved_counts_nothing_where_it_was(monkeypatch):
 
 
 # --- what cannot be shown
-def test_missing_pictures_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
+def test_missing_images_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
     root = pairs(((96, 64),) * 6)
     trainer = QwenImageEditTrainer(logged(root, tmp_path, train=dict(val_fraction=0., num_epochs=4), logging=dict(log_images_every=1)))
     trainer.cache_embeddings()
@@ -193,18 +193,18 @@ def test_missing_pictures_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
     trainer.fit()
     said = capsys.readouterr().out
     assert trainer.state.stop == "done" and trainer.global_step == 12
-    assert said.count("picture left out") == 3 and "cannot be read (it does not exist); replace it or take the pair out" in said
-    assert said.count("more pictures cannot be read; they are left out without a word") == 1
-    assert said.count("latents are cached; pictures are loaded from their files when due") == 1
+    assert said.count("image left out") == 3 and "cannot be read (it does not exist); replace it or take the pair out" in said
+    assert said.count("more images cannot be read; they are left out without a word") == 1
+    assert said.count("latents are cached; images are loaded from their files when due") == 1
     run = read_run(tmp_path/"runs")
     assert not run.images and len(run.scalars["loss"]) == 12
 
 
 @pytest.mark.parametrize("batch, words", [
-    (dict(pixel_latent=1), "this loader's batches cannot fetch pictures; use qie_nb.data.loader to see them"),
-    (object(), "cannot fetch pictures; use qie_nb.data.loader"),
-    (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's pictures are not uint8 [H, W, 3]; give such, or use qie_nb.data.loader"),
-    (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch pictures (KeyError: 'control'); use qie_nb.data.loader")])
+    (dict(pixel_latent=1), "this loader's batches cannot fetch images; use qie_nb.data.loader to see them"),
+    (object(), "cannot fetch images; use qie_nb.data.loader"),
+    (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's images are not uint8 [H, W, 3]; give such, or use qie_nb.data.loader"),
+    (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch images (KeyError: 'control'); use qie_nb.data.loader")])
 def test_foreign_batches_get_a_sentence(batch, words, capsys):
     made, sink = LogCallback([]), []
     t = SimpleNamespace(batch=batch, global_step=1, config=SimpleNamespace(logging=SimpleNamespace(log_images_count=2)))
@@ -212,7 +212,7 @@ def test_foreign_batches_get_a_sentence(batch, words, capsys):
     assert capsys.readouterr().out.count(words) == 1
 
 
-def test_a_plain_mapping_with_pictures_is_shown():
+def test_a_plain_mapping_with_images_is_shown():
     picture, seen = np.full((4, 6, 3), 7, np.uint8), []
     made = LogCallback([SimpleNamespace(name="x", image=lambda tag, im, step: seen.append((tag, im.shape)))])
     made.pictures(SimpleNamespace(batch=dict(image=[picture], control=[Image.fromarray(picture)]), global_step=1, config=SimpleNamespace(logging=SimpleNamespace(log_images_count=2))))
@@ -287,7 +287,7 @@ def test_rows_are_readable_while_they_grow_and_the_same_in_both_files(pairs, tmp
         seen.append(len(table))
     class Bad(QwenImageEditTrainer):
         def _compute_loss(self, batch, seeds): return super()._compute_loss(batch, seeds) * (float("nan") if self.global_step == 1 else 1)
-    Bad(logged(pairs(SIZES), tmp_path, train=dict(eval_interval=2, val_fraction=0.2, eval_pictures=0), logging=dict(report_to="none")), callbacks=[Each(look)]).fit()
+    Bad(logged(pairs(SIZES), tmp_path, train=dict(eval_interval=2, val_fraction=0.2, eval_images=0), logging=dict(report_to="none")), callbacks=[Each(look)]).fit()
     assert seen == list(range(1, len(seen) + 1)) and len(seen) > 3
     rows = [json.loads(line) for line in next((tmp_path/"checkpoints"/"logs").glob("*.jsonl")).read_text().splitlines()]
     assert rows[1]["loss"] is None and rows[0]["loss"] > 0 and rows[1]["skipped"] in (0, 1) and rows[-1]["held_out_loss"] > 0
@@ -369,7 +369,7 @@ def Notes(*fails):
     return made
 
 
-def test_a_tracker_gets_numbers_pictures_and_captions(pairs, tmp_path):
+def test_a_tracker_gets_numbers_images_and_captions(pairs, tmp_path):
     mine = Notes()
     trainer = QwenImageEditTrainer(logged(pairs(SIZES, caption=NASTY), tmp_path, train=dict(num_epochs=1, val_fraction=0.2), logging=dict(report_to="none")), callbacks=[LogCallback([Tracker(mine)])]).fit()
     kinds = [s[0] for s in mine.seen]

@@ -52,14 +52,14 @@ def piped(variant, images, prompt, seed, scale, size=TARGET, steps=3):
         out = pipeline(variant)(image=images[0] if variant == "v1" else images, prompt=prompt, negative_prompt="blurry" if scale > 1 else None,
                                 true_cfg_scale=scale, width=size[0], height=size[1], num_inference_steps=steps,
                                 generator=torch.Generator().manual_seed(seed)).images[0]
-    assert np.asarray(out).std() > 5, "no flat picture, which would equal any other"
+    assert np.asarray(out).std() > 5, "no flat image, which would equal any other"
     return np.asarray(out)
 
 
 def asked(scale, size=TARGET, steps=3): return dict(negative_prompt="blurry", true_cfg_scale=scale, width=size[0], height=size[1], num_inference_steps=steps)
 
 
-# --- the pipelines' own pictures
+# --- the pipelines' own images
 @pytest.mark.parametrize("scale", [1.0, 4.0], ids=["no-cfg", "cfg"])
 @pytest.mark.parametrize("variant, n", CASES)
 def test_a_list_of_edits_is_the_pipeline_called_for_each(variant, n, scale):
@@ -96,12 +96,12 @@ def test_a_schedule_of_four_steps_is_the_pipelines_with_that_scheduler():
 
 
 @pytest.mark.parametrize("variant, n", [("v1", 1), ("2509", 3), ("2511", 2)])
-def test_the_size_is_the_first_pictures_aspect_in_every_variant(variant, n):
+def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
     t, images = ready(variant), pictures(n)
     out = t.predict(images, "x", num_inference_steps=2, true_cfg_scale=1)
     w, h = calculate_dimensions(CONTROL, SIZES[0][0] / SIZES[0][1])
     assert out.shape == (h, w, 3) and h > w
-    assert t.predicted == [dict(size=(w, h), why=f"the first picture's aspect at {CONTROL} pixels", seed=0,
+    assert t.predicted == [dict(size=(w, h), why=f"the first image's aspect at {CONTROL} pixels", seed=0,
                                 controls=[calculate_dimensions(CONTROL, im.width / im.height) for im in images])]
 
 
@@ -118,7 +118,7 @@ def test_the_encoders_run_once_for_each_distinct_thing(scale, texts):
     t, (a, b) = trainer_of("2511").setup_predict(), pictures(2)
     sets, prompts = [a, [a, b], a.copy(), a, [a, b]], ["one", "one", "one", "two", "one"] # a copy holds the same pixels
     t.predict(sets, prompts, seed=list(range(5)), true_cfg_scale=scale, num_inference_steps=2, width=64, height=32)
-    assert t._predictor.calls == dict(vae=2, prefix=0, text_encoder=texts), "two pictures; (a, one), (a, two), (ab, one) and with guidance an empty one each"
+    assert t._predictor.calls == dict(vae=2, prefix=0, text_encoder=texts), "two images; (a, one), (a, two), (ab, one) and with guidance an empty one each"
 
 
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
@@ -143,7 +143,7 @@ def test_a_list_gives_a_list_and_one_generator_draws_on():
 
 
 # --- inputs
-def test_a_picture_in_every_form_is_the_same(tmp_path):
+def test_a_image_in_every_form_is_the_same(tmp_path):
     t, im = ready("2511"), pictures(2)[1]
     turned = im.transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
@@ -156,7 +156,7 @@ def test_a_picture_in_every_form_is_the_same(tmp_path):
     assert outs[0].shape[1] > outs[0].shape[0] and all(np.array_equal(o, outs[0]) for o in outs)
 
 
-def test_grey_pictures_and_pil_output():
+def test_grey_images_and_pil_output():
     t, grey = ready("2511"), pictures(1)[0].convert("L")
     outs = [t.predict(f, "x", num_inference_steps=2, true_cfg_scale=1) for f in (grey, np.asarray(grey), np.asarray(grey)[:, :, None], grey.convert("RGB"))]
     assert all(np.array_equal(o, outs[0]) for o in outs)
@@ -166,15 +166,15 @@ def test_grey_pictures_and_pil_output():
 
 IM = Image.new("RGB", (60, 40))
 REFUSED = [
-    (([], "x"), {}, "`prompt_image` is an empty list; give at least one picture"),
-    (([[], IM], ["x", "y"]), {}, "`prompt_image` is an empty list; give at least one picture"),
+    (([], "x"), {}, "`prompt_image` is an empty list; give at least one image"),
+    (([[], IM], ["x", "y"]), {}, "`prompt_image` is an empty list; give at least one image"),
     ((IM, []), {}, "`prompt` is an empty list; give at least one instruction"),
     ((IM, "  "), {}, "`prompt` is empty; say what to change"),
     ((IM, ["a", ""]), {}, "`prompt` is empty; say what to change"),
     ((IM, 3), {}, "`prompt` must be a string, or a list of strings for several edits, got 3"),
-    ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>, got 'a <|image_pad|>'; remove it, pictures get theirs from the template"),
-    ((IM, "x", "<|vision_end|>"), {}, "`prompt` must not contain the token <|vision_end|>, got '<|vision_end|>'; remove it, pictures get theirs from the template"),
-    (([IM], ["a", "b"]), {}, "`prompt_image` has 1 entries for 2 prompts; give one picture for all or an entry each, where an entry may be a list of pictures"),
+    ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>, got 'a <|image_pad|>'; remove it, images get theirs from the template"),
+    ((IM, "x", "<|vision_end|>"), {}, "`prompt` must not contain the token <|vision_end|>, got '<|vision_end|>'; remove it, images get theirs from the template"),
+    (([IM], ["a", "b"]), {}, "`prompt_image` has 1 entries for 2 prompts; give one image for all or an entry each, where an entry may be a list of images"),
     ((IM, ["a", "b"]), dict(seed=[1]), "`seed` has 1 entries for 2 prompts; give one for all or one each"),
     ((IM, ["a", "b"], ["x", "y", "z"]), {}, "`negative_prompt` has 3 entries for 2 prompts; give one for all or one each"),
     ((IM, "a"), dict(seed=-1), "`seed` must be a whole number, 0 or more and below 2**63, got -1"),
@@ -187,14 +187,14 @@ REFUSED = [
     ((IM, "a"), dict(true_cfg_scale=float("inf")), "`true_cfg_scale` must be a finite number, got inf; 4 is usual, 1 means no guidance"),
     ((IM, "a"), dict(true_cfg_scale="4"), "`true_cfg_scale` must be a finite number, got '4'; 4 is usual, 1 means no guidance"),
     ((IM, "a"), dict(output_type="latent"), "`output_type` must be np (a uint8 array) or pil, got 'latent'"),
-    ((IM, "a"), dict(preview="yes"), "`preview` must be true, a number of steps or a function of (step, steps, picture), got 'yes'"),
+    ((IM, "a"), dict(preview="yes"), "`preview` must be true, a number of steps or a function of (step, steps, image), got 'yes'"),
     ((IM, "a"), dict(preview=True, preview_every=0), "`preview_every` must be a whole number of 1 or more, got 0"),
     ((None, "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got NoneType"),
     ((np.zeros((4, 4, 3)), "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got float64; scale it to 0..255 and use .astype('uint8')"),
-    ((np.zeros((2, 4, 4, 3), np.uint8), "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got shape [2, 4, 4, 3]; one array is one picture"),
+    ((np.zeros((2, 4, 4, 3), np.uint8), "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got shape [2, 4, 4, 3]; one array is one image"),
     ((torch.zeros(3, 4, 4), "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got a tensor; give it as a numpy array, channels last"),
     (([[IM, IM]], "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got list"),
-    (("nowhere.png", "a"), {}, "picture 'nowhere.png' cannot be read (it does not exist); replace it or take the pair out"),
+    (("nowhere.png", "a"), {}, "image 'nowhere.png' cannot be read (it does not exist); replace it or take the pair out"),
 ]
 
 
@@ -211,13 +211,13 @@ def test_an_unknown_override_is_refused_with_the_known_names(built):
     assert not built
 
 
-def test_v1_takes_one_picture(built):
-    with pytest.raises(ValueError, match="variant v1 takes one control picture, got 2; use a 2509 or 2511 model"): trainer_of("v1").predict([IM, IM], "a")
+def test_v1_takes_one_image(built):
+    with pytest.raises(ValueError, match="variant v1 takes one control image, got 2; use a 2509 or 2511 model"): trainer_of("v1").predict([IM, IM], "a")
     assert not built
 
 
 # --- progress and previews
-def test_a_preview_shows_the_picture_and_changes_no_bit(capsys):
+def test_a_preview_shows_the_image_and_changes_no_bit(capsys):
     t, seen, told = ready("2511"), [], []
     plain = t.predict(pictures(1)[0], PROMPTS, num_inference_steps=5)
     with_it = t.predict(pictures(1)[0], PROMPTS, num_inference_steps=5, preview=lambda n, steps, im: seen.append((n, steps, im)), preview_every=2,
@@ -225,13 +225,13 @@ def test_a_preview_shows_the_picture_and_changes_no_bit(capsys):
     assert all(np.array_equal(a, b) for a, b in zip(plain, with_it))
     assert [s[:2] for s in seen] == [(2, 5), (4, 5), (5, 5)] * 2 and [s[:2] for s in told] == [(n, 5) for n in range(1, 6)] * 2
     close = lambda a, b: np.abs(a.astype(int) - b).mean()
-    assert close(seen[2][2], plain[0]) < 1 and close(seen[5][2], plain[1]) < 1, "the last preview is the picture"
+    assert close(seen[2][2], plain[0]) < 1 and close(seen[5][2], plain[1]) < 1, "the last preview is the image"
     assert told[0][2] == (1, 16, 1, plain[0].shape[0] // 8, plain[0].shape[1] // 8)
     assert np.array_equal(t.predict(pictures(1), PROMPTS[0], num_inference_steps=5, preview=2), plain[0]), "nobody watches"
     assert capsys.readouterr() == ("", ""), "short work where nobody watches says nothing"
 
 
-def test_a_watched_notebook_gets_one_picture_that_changes(monkeypatch):
+def test_a_watched_notebook_gets_one_image_that_changes(monkeypatch):
     from qie_nb.sampling import preview
     shown = []
 
@@ -239,7 +239,7 @@ def test_a_watched_notebook_gets_one_picture_that_changes(monkeypatch):
         def __init__(self, im, display_id): shown.append([im])
         def update(self, im): shown[-1].append(im)
     monkeypatch.setattr(preview, "kernel", lambda: 1)
-    monkeypatch.setattr(preview, "watched", lambda: True)
+    monkeypatch.setattr(preview, "is_interactive", lambda: True)
     monkeypatch.setattr("IPython.display.display", Handle)
     ready("2511").predict(pictures(1)[0], PROMPTS, num_inference_steps=4, preview=2, progress=False)
     assert [len(s) for s in shown] == [4], "one place on the page, for both edits"
@@ -267,7 +267,7 @@ def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **changes):
 
 
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2511", 2)])
-def test_a_cached_sample_is_edited_as_its_pictures_would_be_and_no_text_encoder_is_built(variant, controls, pairs, tmp_path, built):
+def test_a_cached_sample_is_edited_as_its_images_would_be_and_no_text_encoder_is_built(variant, controls, pairs, tmp_path, built):
     make = cached_trainer(pairs, tmp_path, variant, controls)
     make().cache_embeddings()
     built.clear()

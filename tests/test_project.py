@@ -119,7 +119,7 @@ def test_kaggle_notebooks_only_call():
     for p in (ROOT/"kaggle").rglob("*.ipynb"):
         code = ["".join(c["source"]) for c in json.loads(p.read_text())["cells"] if c["cell_type"] == "code"]
         assert not any(re.search(r"^\s*(def|class) ", c, re.M) for c in code), p.name
-        assert len(code) <= 5, f"{p.name} has {len(code)} cells to run; five or fewer lead from pictures to a LoRA"
+        assert len(code) <= 5, f"{p.name} has {len(code)} cells to run; five or fewer lead from images to a LoRA"
         if p.parent.name == "kaggle": continue # Colab has no metadata
         meta = json.loads((p.parent/"kernel-metadata.json").read_text())
         assert meta["code_file"] == p.name

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CACHED', 'pad_prompts', 'is_cached', 'batch_size', 'as_list', 'BucketBatchSampler', 'as_seen', 'Batch', 'stack_masks',
-           'collate', 'controls_of', 'stack_tensors', 'ahead']
+           'collate', 'controls_of', 'stack_tensors', 'prefetch']
 
 # %% ../../nbs/data/05_batches.ipynb #5c106b78
 import queue, random, threading
@@ -15,7 +15,7 @@ from PIL import Image
 
 from ..cache import stable_seed
 from .images import Geometry
-from .samples import load_pictures
+from .samples import load_images
 
 # %% ../../nbs/data/05_batches.ipynb #64ccd0c9
 def pad_prompts(
@@ -94,7 +94,7 @@ def as_seen(
     return np.asarray(control)
 
 class Batch(dict):
-    "A batch as a mapping; it can fetch its pictures although its latents came from the cache."
+    "A batch as a mapping; it can fetch its images although its latents came from the cache."
     def __init__(self, items, geometry=None, config=None, **kw):
         super().__init__(items, **kw)
         self.geometry, self.config = geometry, config # of the data set it comes from
@@ -102,22 +102,22 @@ class Batch(dict):
     def get_images_for_tensorboard(self,
         max_images:int=8, # at most so many samples
     ) -> dict: # `training_images`, `control_images`: lists of uint8 [H, W, 3]; `source`: batch or disk; `problems`: list of sentences
-        "The batch's pictures: its own where it has them, else read from their files now and not kept."
+        "The batch's images: its own where it has them, else read from their files now and not kept."
         out = dict(training_images=[], control_images=[], source="batch" if self.get("image") else "disk", problems=[])
         for n in range(min(max_images, len(self.get("sample") or self.get("image") or ()))):
             if not self.holds(n): out["source"] = "disk"
-            try: image, controls = self.pictures_of(n)
+            try: image, controls = self.images_of(n)
             except (OSError, ValueError) as e: out["problems"].append(str(e)); continue
             out["training_images"].append(image)
             out["control_images"] += controls
         return out
 
     def holds(self, n:int) -> bool: return bool(self.get("image")) and self["image"][n] is not None
-    def pictures_of(self,
+    def images_of(self,
         n:int, # place in the batch
     ) -> tuple: # (target, list of controls), uint8 [H, W, 3]
-        "One sample's pictures, never larger than training sees them."
-        held = dict(image=self["image"][n], control=self["control"][n]) if self.holds(n) else load_pictures(self["sample"][n], self.geometry)
+        "One sample's images, never larger than training sees them."
+        held = dict(image=self["image"][n], control=self["control"][n]) if self.holds(n) else load_images(self["sample"][n], self.geometry)
         controls = held["control"] if isinstance(held["control"], (list, tuple)) else [held["control"]]
         return np.asarray(held["image"]), [as_seen(c, self.geometry) for c in controls]
 
@@ -138,7 +138,7 @@ def collate(
     geometry:Geometry=None,
     config=None, # `DataSection` of the data set
 ) -> Batch:
-    "Stack samples: latents and padded embeddings where all are cached, else lists of pictures."
+    "Stack samples: latents and padded embeddings where all are cached, else lists of images."
     out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")} | dict(mask=stack_masks(samples))
     if all(s["cached"] for s in samples): return Batch(out | stack_tensors(samples), geometry, config, cached=True)
     return Batch(out | {k: [s.get(k) for s in samples] for k in ("image", "control")}, geometry, config, cached=False)
@@ -162,7 +162,7 @@ def stack_tensors(samples:list) -> dict:
     return out
 
 # %% ../../nbs/data/05_batches.ipynb #2b1bff0e
-def ahead(
+def prefetch(
     batches, # an iterable
     n:int=2, # batches fetched before they are asked for
 ): # yields the same

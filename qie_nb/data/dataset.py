@@ -14,18 +14,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .batches import BucketBatchSampler, Batch, collate, controls_of, stack_tensors
-from ..cache import ALL_KINDS, PREFIX, CacheEntryError, EmbeddingCacheManager, examine
+from ..cache import ALL_KINDS, PREFIX, CacheEntryError, EmbeddingCacheManager, verify_entry
 from ..cache import image_parts, key_of, prefix_parts, prompt_parts, stable_seed
 from ..config import Config, DataSection, make_config
-from ..core.files import file_fact
+from ..core.files import cached_file_property
 from .images import Geometry, open_image, source_digest
 from ..core.progress import Progress
-from .samples import _size_of, Sample, Samples, find_samples, load_mask, load_pictures, split_held_out, usable
+from .samples import _size_of, Sample, Samples, find_samples, load_mask, load_images, split_held_out, usable
 from ..core.cache_report import status_html
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4
 class ImageDataset(Dataset):
-    "Samples of a data set as mappings: tensors from the cache where they are complete, pictures where not."
+    "Samples of a data set as mappings: tensors from the cache where they are complete, images where not."
     def __init__(self,
         config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `image_size`, `cache_dir`, `use_cache`, `seed`, ...)
         samples=None, # use these `Sample`s instead of searching `dataset_path`
@@ -37,7 +37,7 @@ class ImageDataset(Dataset):
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
         self.epoch, self.areas, self.cached_only, self._keys, self._whole, self._masks = 0, {}, False, {}, set(), {}
-        self.recent = None # `Recent`, while neighbours share decoded pictures
+        self.recent = None # `Recent`, while neighbours share decoded images
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
 
@@ -68,11 +68,11 @@ from fastcore.basics import patch
 @patch
 def refresh(self:ImageDataset, identity:dict=None):
     "Take the encoders' identity from the cache's manifest (or as given) and settle the sizes; call it after the cache was filled."
-    self.identity, self.undecided = identity, None
+    self.identity, self.ambiguous_identity = identity, None
     self._keys.clear(), self._whole.clear()
     if identity is None and self.cache:
         try: self.identity = self.cache.identity(self.cache_identity)
-        except ValueError as e: self.undecided = e # raised when entries are looked up, unless somebody who knows says which first
+        except ValueError as e: self.ambiguous_identity = e # raised when entries are looked up, unless somebody who knows says which first
     c, who = self.config, self.areas or self.identity or {}
     self.geometry = Geometry(tuple(c.image_size), c.crop,
                              c.control_area or who.get("control_area") or 1024*1024,
@@ -80,7 +80,7 @@ def refresh(self:ImageDataset, identity:dict=None):
 
 @patch
 def set_areas(self:ImageDataset, areas:dict):
-    "The model's own picture areas, so that sizes and order do not depend on whether a cache was filled yet."
+    "The model's own image areas, so that sizes and order do not depend on whether a cache was filled yet."
     self.areas = areas
     self.refresh(self.identity)
 
@@ -91,9 +91,9 @@ def trust_manifest(self:ImageDataset,
 ):
     "Take the identity from the manifest where no encoder is at hand to ask; it must name one model, and it must be of this kind."
     self.refresh()
-    if self.undecided:
+    if self.ambiguous_identity:
         fitting = [v for v in self.cache.identities().values() if all(v.get(k) == value for k, value in mine.items())]
-        if len(fitting) != 1: raise self.undecided
+        if len(fitting) != 1: raise self.ambiguous_identity
         self.refresh(fitting[0])
     who = self.identity or {}
     for what, value in mine.items():
@@ -111,14 +111,14 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
 @patch
 def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; control latents are named control_latent.0, .1, ...
-    "Cache keys of all that sample `i` may need. Reads the pictures' bytes once to digest them."
+    "Cache keys of all that sample `i` may need. Reads the images' bytes once to digest them."
     s = self.samples[i]
     try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
     except ValueError: # gone since it was looked at; what was made of it is as good as before
         if i not in self._keys: raise
         return self._keys[i][1]
     if i not in self._keys or self._keys[i][0] != digests:
-        self.sizes[i] = tuple(_size_of(p) for p in (s.target, *s.controls)) # of the pictures that were digested
+        self.sizes[i] = tuple(_size_of(p) for p in (s.target, *s.controls)) # of the images that were digested
         self._keys[i] = digests, self._keys_of(i, *digests)
         self._whole.discard(i)
     return self._keys[i][1]
@@ -170,14 +170,14 @@ def dropped(self:ImageDataset, i:int) -> bool:
 # %% ../../nbs/data/06_dataset.ipynb #df719060
 @patch
 def length(self:ImageDataset, i:int) -> int:
-    "About how long sample `i`'s embedding is in this epoch, in tokens for its pictures and letters for its prompt."
+    "About how long sample `i`'s embedding is in this epoch, in tokens for its images and letters for its prompt."
     seen = sum(w * h for w, h in map(self.geometry.vl, self.sizes[i][1:])) // 784 # 28 x 28 pixels a token
     return seen + (0 if self.dropped(i) else len(self.samples[i].prompt))
 
 # %% ../../nbs/data/06_dataset.ipynb #10b2d0eb
 @patch
 def _cached(self:ImageDataset, i) -> dict:
-    if self.undecided: raise self.undecided
+    if self.ambiguous_identity: raise self.ambiguous_identity
     if self.cache is None or self.identity is None: return None
     keys, p = self.keys(i), "empty_" if self.dropped(i) else ""
     if i not in self._whole and not self.missing(i): self._whole.add(i)
@@ -199,7 +199,7 @@ def problems(self:ImageDataset, afresh:bool=True) -> list: # (sample id, tensor'
         for name, (kind, key, _) in ({} if self.identity is None else self.keys(i)).items():
             layer = self.cache._first(kind, key)
             if (kind, key) in seen or (not layer and name not in lacking): continue
-            why = seen[kind, key] = examine(layer, kind, key, afresh) if layer else "is missing"
+            why = seen[kind, key] = verify_entry(layer, kind, key, afresh) if layer else "is missing"
             place = layer.where(kind, key) if layer else "" if last.packed else last.where(kind, key)
             if why: out.append((s.id, name, place, dict(self.cache.quarantined).get(place, why)))
         if bar: bar.update()
@@ -215,13 +215,13 @@ def problems_text(self:ImageDataset, found=None) -> str:
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
 @patch
 def pictures(self:ImageDataset, i:int) -> dict: # `image`: uint8 [H, W, 3]; `control`: list of PIL images in their own size
-    "Sample `i`'s pictures: the target at its bucket's size, the controls as the encoders take them."
-    return load_pictures(self.samples[i], self.geometry, self._keys[i][0] if i in self._keys else None, self.recent)
+    "Sample `i`'s images: the target at its bucket's size, the controls as the encoders take them."
+    return load_images(self.samples[i], self.geometry, self._keys[i][0] if i in self._keys else None, self.recent)
 
 # %% ../../nbs/data/06_dataset.ipynb #4e201272
 @patch
 def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size in its bucket; None where the sample has none
-    "Where sample `i`'s loss counts: 255 fully, 0 as `train.mask_background` says."
+    "Where sample `i`'s loss counts: 255 fully, 0 as `train.mask_min_weight` says."
     s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
     if s.mask is None: return None
     if (s.id, size) not in self._masks: self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
@@ -253,14 +253,14 @@ def _lacking_all(self:ImageDataset, there, bar=None): # yields (i, entries neede
             keys = self.keys(i)
             wanted = {v[:2] for v in (*self._needed(keys).values(), keys[PREFIX])}
             yield i, wanted, [] if all(e in there for e in wanted) else self._lacking(keys, there.__contains__), ""
-        except ValueError as e: yield i, set(), None, str(e) # a picture that is gone by now
+        except ValueError as e: yield i, set(), None, str(e) # an image that is gone by now
         if bar is None and time.monotonic() - began > 2: bar = Progress(len(self), "look through the cache", start=i)
         if bar: bar.update()
 
 @patch
 def lacking(self:ImageDataset,
     bar=None, # with `update()`, called once a sample; default a `Progress` where it takes more than two seconds
-) -> dict: # {i: names, as `missing(i)` has them, or None where a picture cannot be read}
+) -> dict: # {i: names, as `missing(i)` has them, or None where an image cannot be read}
     "The samples of which the cache lacks something."
     if self.cache is None or self.identity is None: return {i: ["everything"] for i in range(len(self))}
     there = {(kind, key) for _, kind, key, _ in self.cache.entries()}
@@ -287,7 +287,7 @@ def status(self:ImageDataset,
 def _why_unknown(self:ImageDataset) -> str:
     if self.cache is None: return "no cache is set; `cache_dir` names a folder for one"
     if self.identity is not None: return ""
-    return str(self.undecided or "nobody has filled this cache yet, so nothing can be looked up; precompute fills it")
+    return str(self.ambiguous_identity or "nobody has filled this cache yet, so nothing can be looked up; precompute fills it")
 
 # %% ../../nbs/data/06_dataset.ipynb #928b4ead
 @patch
@@ -318,14 +318,14 @@ def entries_needed(self:ImageDataset) -> set: # of (kind, key)
 # %% ../../nbs/data/06_dataset.ipynb #d450cd36
 def _decodes(source):
     decode = lambda p: bool(open_image(p).size)
-    return file_fact(source, "decodes", decode) if isinstance(source, (str, Path)) else decode(source)
+    return cached_file_property(source, "decodes", decode) if isinstance(source, (str, Path)) else decode(source)
 
 @patch
 def drop_unreadable(self:ImageDataset):
-    "Skip the samples whose masks, or whose pictures where the cache lacks something of them, cannot be decoded."
-    lacking, bad = {i for i in range(len(self)) if self.cache is None or self.undecided or self.missing(i)}, {}
+    "Skip the samples whose masks, or whose images where the cache lacks something of them, cannot be decoded."
+    lacking, bad = {i for i in range(len(self)) if self.cache is None or self.ambiguous_identity or self.missing(i)}, {}
     todo = [i for i, s in enumerate(self.samples) if i in lacking or s.mask is not None]
-    bar = Progress(len(todo), "look at pictures") if len(todo) > 500 else None
+    bar = Progress(len(todo), "look at images") if len(todo) > 500 else None
     for i in todo:
         s = self.samples[i]
         try: [_decodes(p) for p in (s.target, *s.controls) if i in lacking], self.mask(i)

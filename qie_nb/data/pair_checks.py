@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ALIKE', 'COLOURS', 'AGAIN', 'RENAMED', 'REUSED', 'AMBIGUOUS', 'SWAPPED', 'UNCHANGED', 'look', 'alike', 'distance',
-           'near_pairs', 'shared_targets', 'marks_of']
+           'near_duplicates', 'shared_targets', 'pair_warnings']
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0003
 import hashlib, io, os, re
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..core.files import file_fact
+from ..core.files import cached_file_property
 from .images import open_image, read_bytes, source_name
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0006
@@ -41,9 +41,9 @@ def _camera(data) -> bool:
 def look(
     source, # path, or an object with `read_bytes()`
 ) -> dict: # hash (64 hex digits), colours (96), colourful (0 to 255), pixels (digest), camera?
-    "What a picture looks like. Raises ValueError naming one that cannot be read."
+    "What an image looks like. Raises ValueError naming one that cannot be read."
     if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source): return _look(source)
-    return file_fact(source, "look 1", _look)
+    return cached_file_property(source, "look 1", _look)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000a
 ALIKE, COLOURS = 20, 10. # bits of 256 that may differ; levels of 255 between the mean colours
@@ -53,10 +53,10 @@ def _arrays(looks) -> tuple: # (bits as -1 and 1 [n, 256], colours [n, 48]), flo
     return np.unpackbits(raw("hash"), axis=1).astype(np.float32) * 2 - 1, raw("colours").astype(np.float32)
 
 def alike(
-    looks, # of n pictures, as `look` gives them
-    block:int=512, # pictures compared with all others at a time
+    looks, # of n images, as `look` gives them
+    block:int=512, # images compared with all others at a time
 ): # yields (i, j, bits that differ), i < j
-    "Pairs of pictures that are nearly the same: a product of matrices, 5,000 pictures take a second."
+    "Pairs of images that are nearly the same: a product of matrices, 5,000 images take a second."
     bits, colours = _arrays(looks) if looks else (np.zeros((0, 1)),) * 2
     rising = (bits > 0).sum(1)
     for start in range(0, len(looks), block):
@@ -83,10 +83,10 @@ def _controls_alike(a, b) -> bool:
     return len(a) == len(b) and all(x["pixels"] == y["pixels"] or distance(x, y) is not None for x, y in zip(a, b))
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0010
-def near_pairs(
-    looks, # per sample (look of the target, look of each control), or None where a picture cannot be read
+def near_duplicates(
+    looks, # per sample (look of the target, look of each control), or None where an image cannot be read
     prompts, # per sample
-    most:int=10_000, # pairs; a set of one picture would make millions
+    most:int=10_000, # pairs; a set of one image would make millions
 ) -> list: # {a, b (positions), what, bits}
     "Samples that are nearly the same, or contradict each other."
     at, out, seen = [i for i, x in enumerate(looks) if x], [], set()
@@ -126,7 +126,7 @@ _TO_GREY = re.compile(r"\bblack[ -]?(and|&|n)[ -]?white\b|\bb ?& ?w\b|\bgr[ae]y[
                       r"|\bremove (all |the |its )*colou?rs?\b", re.I)
 _TO_COLOUR = re.compile(r"\bcolou?ri[sz]|\bin(to)? (full |vivid |natural )*colou?rs?\b"
                         r"|\b(add|restore|bring back) (the |its |natural )*colou?rs?\b", re.I)
-_GREY, _COLOURED = 4., 12. # how colourful a picture is at most, or at least
+_GREY, _COLOURED = 4., 12. # how colourful an image is at most, or at least
 
 def _by_colour(prompt, target, controls) -> str:
     grey, coloured = (lambda x: x["colourful"] <= _GREY), (lambda x: x["colourful"] >= _COLOURED)
@@ -149,7 +149,7 @@ def shared_targets(
     digests, # per sample (digest of the target, of each control), or None
     prompts, # per sample
 ) -> dict: # {position: reason}
-    "Samples whose target looks like the picture before, from how pictures are shared in the whole set."
+    "Samples whose target looks like the image before, from how images are shared in the whole set."
     held, groups = [d for d in digests if d], defaultdict(list)
     if any(n > 1 for n in Counter(c for d in held for c in set(d[1:])).values()): return {}
     for i, d in enumerate(digests):
@@ -161,7 +161,7 @@ def shared_targets(
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e001f
 SWAPPED, UNCHANGED = "looks swapped", "nothing changes"
 
-def marks_of(
+def pair_warnings(
     sample, # `Sample`
     looks=None, # (look of the target, look of each control); without them only names are judged
     shared:str="", # reason from `shared_targets`

@@ -11,7 +11,7 @@ import ast, csv, io, json, os, re, unicodedata
 from collections import Counter
 from pathlib import Path
 
-from .images import RowPicture
+from .images import RowImage
 
 # %% ../../nbs/data/01_tables.ipynb #82918870
 def text_of(
@@ -75,7 +75,7 @@ def table_rows(
     return rows
 
 # %% ../../nbs/data/01_tables.ipynb #e2d88683
-_EITHER = "image img picture photo file_name filename file path".split()
+_EITHER = "image img image photo file_name filename file path".split()
 _SPELLINGS = dict(
     target="""target_image target edited_image edited output_image output after_image after result_image result end_image
               ground_truth gt""".split() + _EITHER,
@@ -135,9 +135,9 @@ def inside(
     name, # what the row says
     where:str, # "row 3 of 'metadata.jsonl'"
 ) -> Path: # root/name, not resolved
-    "A picture's path out of a table. Raises ValueError or FileNotFoundError naming the row."
+    "An image's path out of a table. Raises ValueError or FileNotFoundError naming the row."
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"{where} must name a picture file, got {_short(name)}; write its path there")
+        raise ValueError(f"{where} must name an image file, got {_short(name)}; write its path there")
     says, use = f"{where} names {_short(name)}", f"use paths inside {str(root)!r}"
     end, there = _end_of(root/name)
     if end is None: raise ValueError(f"{says}, which can be no file; mend it")
@@ -172,7 +172,7 @@ def _mask_of(row, got, root, where): # path, or None where the row has none
 def _sample_of(row, got, root, where) -> tuple: # (target, controls, prompt, mask)
     target = inside(root, row.get(got["target"]), where)
     names = [n for c in got["control"] for n in _names_in(row.get(c), root)]
-    if not names: raise ValueError(f"{where} has no control picture in {' or '.join(map(repr, got['control']))}; write its path there")
+    if not names: raise ValueError(f"{where} has no control image in {' or '.join(map(repr, got['control']))}; write its path there")
     controls = tuple(inside(root, n, where) for n in names)
     return target, controls, instruction(row.get(got["prompt"]), nfc(target.stem), where), _mask_of(row, got, root, where)
 
@@ -215,7 +215,7 @@ def read_table(
     return _unique(found, path), layout_of(path.name, got, names)
 
 # %% ../../nbs/data/01_tables.ipynb #be4b9613
-def _picture_kind(feature) -> str: # "one", "many", or None for what holds no pictures
+def _image_kind(feature) -> str: # "one", "many", or None for what holds no images
     if type(feature).__name__ == "Image": return "one"
     inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
     return "many" if type(inner).__name__ == "Image" else None
@@ -229,7 +229,7 @@ def _split_of(data):
     return data[name]
 
 # %% ../../nbs/data/01_tables.ipynb #c8dbbc73
-def _column(rows, name): return rows.select_columns([name])[:].column(name) # the other columns' pictures stay where they are
+def _column(rows, name): return rows.select_columns([name])[:].column(name) # the other columns' images stay where they are
 
 def _places(rows, name, kind) -> list: # for each row the places in its list, or [None]
     if kind == "one": return [[None]] * len(rows)
@@ -237,21 +237,21 @@ def _places(rows, name, kind) -> list: # for each row the places in its list, or
 
 # %% ../../nbs/data/01_tables.ipynb #4de79d92
 def _kinds(features, got) -> dict: # {column: "one" or "many"}
-    kinds = {c: _picture_kind(features[c]) for c in (got["target"], *got["control"], *([got["mask"]] if "mask" in got else []))}
+    kinds = {c: _image_kind(features[c]) for c in (got["target"], *got["control"], *([got["mask"]] if "mask" in got else []))}
     for c, kind in kinds.items():
-        if not kind: raise ValueError(f"column {c!r} of the data set holds no pictures; use `cast_column({c!r}, datasets.Image())`")
+        if not kind: raise ValueError(f"column {c!r} of the data set holds no images; use `cast_column({c!r}, datasets.Image())`")
     for role in {"target", "mask"} & got.keys():
         if kinds[got[role]] != "one": raise ValueError(f"column {got[role]!r} of the data set holds lists; a sample has one {role}")
     return kinds
 
 # %% ../../nbs/data/01_tables.ipynb #be86e3d1
 def _row_sample(rows, got, places, prompt, masked, i) -> tuple:
-    controls = tuple(RowPicture(rows, c, i, k) for c, held in zip(got["control"], places) for k in held[i])
+    controls = tuple(RowImage(rows, c, i, k) for c, held in zip(got["control"], places) for k in held[i])
     if not controls:
-        raise ValueError(f"row {i} of the data set has no control picture in {' or '.join(map(repr, got['control']))}; "
+        raise ValueError(f"row {i} of the data set has no control image in {' or '.join(map(repr, got['control']))}; "
                          "fill it or drop the row")
     said = instruction(prompt, f"{i:06}", f"row {i}, column {got['prompt']!r}")
-    return f"{i:06}", RowPicture(rows, got["target"], i), controls, said, RowPicture(rows, got["mask"], i) if masked else None
+    return f"{i:06}", RowImage(rows, got["target"], i), controls, said, RowImage(rows, got["mask"], i) if masked else None
 
 # %% ../../nbs/data/01_tables.ipynb #4e804a41
 def read_dataset(
@@ -261,7 +261,7 @@ def read_dataset(
     "The samples of a data set; ids are row numbers, counted from 0 as it counts them."
     data = _split_of(data)
     if not hasattr(data, "__len__"): raise ValueError("a streamed data set has no order to train in; load it without `streaming=True`")
-    if not len(data): raise ValueError("the data set holds no rows; give one with pictures")
+    if not len(data): raise ValueError("the data set holds no rows; give one with images")
     got = match_columns(list(data.column_names), "the data set", columns)
     kinds = _kinds(data.features, got)
     rows = data.with_format("arrow")

@@ -61,7 +61,7 @@ def obstacle(
 ) -> str: # a reason, or ""
     "What stands against compiling this transformer's blocks?"
     if why := getattr(transformer, "fixed", ""): return f"this is a transformer {why}"
-    if hasattr(transformer, "half_watch"): return "products are scaled into float16 (`train.mixed_precision` fp16)"
+    if hasattr(transformer, "fp16_stats"): return "products are scaled into float16 (`train.mixed_precision` fp16)"
     for m in transformer.transformer_blocks.modules():
         if isinstance(m, SampleDropout) and m.rate: return "`model.lora.lora_dropout` draws by the samples' seeds, new in each step"
         if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook"):
@@ -188,7 +188,7 @@ def set_up(
 def attention_kernel(
     transformer,
     batch:int=1, # samples
-    tokens:int=4096, # words and picture tokens together
+    tokens:int=4096, # words and image tokens together
     masked:bool=False, # is a mask given?
     device="cpu",
     dtype=torch.float32,
@@ -215,7 +215,7 @@ class _Watch:
         x, text, mask = given(0, "hidden_states"), given(1, "encoder_hidden_states"), given(2, "encoder_hidden_states_mask")
         if x is None or text is None: return
         tokens, grad = x.shape[1] + text.shape[1], torch.is_grad_enabled()
-        dtype = torch.float16 if hasattr(transformer, "half_watch") else x.dtype
+        dtype = torch.float16 if hasattr(transformer, "fp16_stats") else x.dtype
         key = len(x), tokens % 8, mask is not None, x.device, dtype, grad # kernels ask whether 8 divides a length, not for the length
         if key not in self.seen: self.seen[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
         transformer.attention_kernel = self.seen[key]

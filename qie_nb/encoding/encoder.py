@@ -15,15 +15,15 @@ from PIL import Image
 
 from ..cache import PREFIX
 from ..data.dataset import ImageDataset
-from .encode import encode_images, encode_prompt, pixels_of, vl_pictures
+from .encode import encode_images, encode_prompt, pixels_of, vl_images
 from ..models.components import Components
 from ..data.images import Geometry
 from ..devices.placement import component_bytes, free_bytes, work_bytes
-from .prompts import Prefix, Unshared, encode_prefix, encode_suffixes
+from .prompts import Prefix, PrefixNotSharable, encode_prefix, encode_suffixes
 
 # %% ../../nbs/encoding/04_encoder.ipynb #538de181
 class Inputs(dict):
-    "A sample's pictures as `load_pictures` gives them, and what is made of them; each thing once."
+    "A sample's images as `load_images` gives them, and what is made of them; each thing once."
     def __init__(self,
         held:dict, # `image`, `control`
         geometry:Geometry,
@@ -37,7 +37,7 @@ class Inputs(dict):
         return Image.fromarray(self["image"]) if name == "pixel_latent" else self["control"][int(name.split(".")[1])]
 
     def size(self, name) -> tuple: # (width, height) in pixels
-        "What the latent's picture is resized to."
+        "What the latent's image is resized to."
         if name == "pixel_latent": return self["image"].shape[1::-1]
         return self.geometry.control(self.picture(name).size)
 
@@ -45,7 +45,7 @@ class Inputs(dict):
         if what not in self.made: self.made[what] = make()
         return self.made[what]
     def pixels(self, name, vae): return self._once(name, lambda: pixels_of(vae, self.picture(name), self.size(name)))
-    def seen(self): return self._once("seen", lambda: vl_pictures(self["control"], self.geometry))
+    def seen(self): return self._once("seen", lambda: vl_images(self["control"], self.geometry))
 
 # %% ../../nbs/encoding/04_encoder.ipynb #6abff766
 _MOST = 4 # more of 1 MP fill no GPU better
@@ -73,17 +73,17 @@ class Encoder:
     def __init__(self,
         components:Components,
         cache=None, # `EmbeddingCacheManager`, or None to keep nothing
-        vae_device=None, # where pictures are encoded
+        vae_device=None, # where images are encoded
         text_device=None, # where prompts are encoded
-        shared:bool=True, # encode what stands in front of a prompt once for all prompts on the same pictures?
+        shared:bool=True, # encode what stands in front of a prompt once for all prompts on the same images?
         flat:bool=True, # the VAE's one frame as 2-D convolutions?
-        batch_size=1, # pictures, or sets of pictures, encoded at once; "auto": by the GPU's free memory
+        batch_size=1, # images, or sets of images, encoded at once; "auto": by the GPU's free memory
         windows:bool=None, # the vision tower's windows of one size in one call? Default as `shared`
     ):
         self.components, self.cache, self.shared, self.flat = components, cache, shared, flat
         self.windows = shared if windows is None else windows
         self.asked, self.ahead, self.writer = batch_size, None, None # an `Ahead` and a `Writer` of inputs and entries, while there are any
-        self.calls = dict(vae=0, prefix=0, text_encoder=0) # pictures, sets of pictures and prompts encoded
+        self.calls = dict(vae=0, prefix=0, text_encoder=0) # images, sets of images and prompts encoded
         self.devices = dict(vae=vae_device or "cpu", text_encoder=text_device or "cpu")
         self.made, self._identity, self._last = 0, None, (None, None) # entries made; the prefix encoded last, by what it was made from
 
@@ -117,7 +117,7 @@ from fastcore.basics import patch
 
 @patch
 def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
-    "Latent of one picture, resized to (width, height)."
+    "Latent of one image, resized to (width, height)."
     return self.images([image], size)[0]
 
 @patch
@@ -128,10 +128,10 @@ def images(self:Encoder, images, size) -> torch.Tensor: # [B, C, 1, h, w]
 # %% ../../nbs/encoding/04_encoder.ipynb #e3e6b010
 @patch
 def prefix(self:Encoder,
-    made_from, # list of what each set of pictures is known by
-    pictures, # function that gives B lists of pictures at the text encoder's size
+    made_from, # list of what each set of images is known by
+    pictures, # function that gives B lists of images at the text encoder's size
 ) -> Prefix:
-    "The part in front of the prompts; the last one is kept, for the next prompt is often on the same pictures."
+    "The part in front of the prompts; the last one is kept, for the next prompt is often on the same images."
     if self._last[0] != made_from:
         self._last = None, None # let go before the next one is made
         sets = pictures()
@@ -142,8 +142,8 @@ def prefix(self:Encoder,
 # %% ../../nbs/encoding/04_encoder.ipynb #12a9b8fb
 @patch
 def prompt(self:Encoder, prompt, pictures, geometry) -> tuple: # ([L, D], [L] bool)
-    "Embedding and mask of one prompt with its pictures, which are in their own size."
-    seen = vl_pictures(pictures, geometry)
+    "Embedding and mask of one prompt with its images, which are in their own size."
+    seen = vl_images(pictures, geometry)
     front, rest = self.prompts([prompt], [seen], [[hashlib.sha256(p.tobytes()).hexdigest() for p in seen]])[0]
     e = rest if front is None else torch.cat([front, rest])
     return e, torch.ones(len(e), dtype=torch.bool, device=e.device)
@@ -152,25 +152,25 @@ def prompt(self:Encoder, prompt, pictures, geometry) -> tuple: # ([L, D], [L] bo
 @patch
 def prompts(self:Encoder,
     prompts, # B strings
-    sets, # B lists of pictures at the text encoder's size, the same sizes in each; or a function that gives them
-    made_from, # B values that say which pictures they are
+    sets, # B lists of images at the text encoder's size, the same sizes in each; or a function that gives them
+    made_from, # B values that say which images they are
     shared:bool=False, # in two parts although it is off: a prefix that entries stand on has to be made again
 ) -> list: # B pairs (prefix [P, D] or None, rest [S, D])
     "Embeddings of prompts in two parts, or whole where they are not to be shared."
     self.calls["text_encoder"] += len(prompts)
     get = sets if callable(sets) else lambda: sets
     try:
-        if not (self.shared or shared): raise Unshared("`shared` is off")
+        if not (self.shared or shared): raise PrefixNotSharable("`shared` is off")
         front = self.prefix(made_from, get)
         return list(zip(front.hidden, encode_suffixes(*self._text(), front, prompts)))
-    except Unshared:
+    except PrefixNotSharable:
         return [(None, encode_prompt(*self._text(), p, pics, shared=False, windows=self.windows)[0][0]) for p, pics in zip(prompts, get())]
 
 # %% ../../nbs/encoding/04_encoder.ipynb #1e0d2534
 @patch
 def make(self:Encoder,
     name:str, # pixel_latent, control_latent.0, prompt_embed, empty_prompt_embed, or a mask's name
-    pictures:dict, # as `load_pictures` gives them
+    pictures:dict, # as `load_images` gives them
     prompt:str,
     geometry:Geometry,
 ) -> dict: # {name: tensor}; a prompt's embedding comes with its mask
@@ -187,7 +187,7 @@ def make(self:Encoder,
 
 # %% ../../nbs/encoding/04_encoder.ipynb #3c4c2d3a
 @patch
-def warm_up(self:Encoder,
+def load_encoders(self:Encoder,
     missing, # names of tensors that will be made
 ):
     "Build the components that these tensors need, and no other."
@@ -233,7 +233,7 @@ def inputs(self:Encoder, dataset, i) -> Inputs:
 
 @patch
 def read_ahead(self:Encoder, dataset, i, names) -> Inputs:
-    "The same in another thread: the pictures, and what the named tensors will be made of."
+    "The same in another thread: the images, and what the named tensors will be made of."
     digests = _digests(dataset, i)
     out, vae = Inputs(dataset.pictures(i), dataset.geometry, digests), self.components.parts.get("vae")
     for name in names:
@@ -270,7 +270,7 @@ def _latents(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key), te
 # %% ../../nbs/encoding/04_encoder.ipynb #b8eb75fa
 @patch
 def _embeddings(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key), tensor)
-    sets = {} # (sizes, key of the prefix) to the jobs on these pictures
+    sets = {} # (sizes, key of the prefix) to the jobs on these images
     for job, ((i, name), *_) in jobs.items():
         if "prompt" not in name: continue
         sizes = tuple(dataset.geometry.vl(p.size) for p in held[i]["control"])
@@ -278,7 +278,7 @@ def _embeddings(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key),
     for _, some in groupby(sorted(sets, key=lambda s: s[0]), key=lambda s: s[0]):
         some = list(some)
         for n in range(0, len(some), self.batch_size):
-            yield from self._on_pictures(dataset, held, keys, [(s[1], sets[s]) for s in some[n:n + self.batch_size]])
+            yield from self._on_images(dataset, held, keys, [(s[1], sets[s]) for s in some[n:n + self.batch_size]])
 
 # %% ../../nbs/encoding/04_encoder.ipynb #e7b366b8
 def _asked(dataset, i, name) -> str:
@@ -287,7 +287,7 @@ def _asked(dataset, i, name) -> str:
 
 # %% ../../nbs/encoding/04_encoder.ipynb #261f20aa
 @patch
-def _on_pictures(self:Encoder, dataset, held, keys, batch): # batch: [(prefix key, {prompt: [(job, i, name)]})]
+def _on_images(self:Encoder, dataset, held, keys, batch): # batch: [(prefix key, {prompt: [(job, i, name)]})]
     first = [next(iter(prompts.values()))[0][1] for _, prompts in batch] # a sample of each set
     get = lambda: [held[i].seen() for i in first]
     turns, lost = [list(prompts) for _, prompts in batch], any(name == PREFIX for _, p in batch for jobs in p.values() for *_, name in jobs)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'target_modules', 'is_target', 'lora_parameters', 'assert_float32', 'check_targets', 'add_lora',
-           'train_only', 'CastLinear', 'compute_in_base', 'computes_in_base', 'lora_tensors', 'lora_state',
+           'train_only', 'CastLinear', 'adapters_in_base_dtype', 'computes_in_base', 'lora_tensors', 'lora_state',
            'adapter_config', 'save_lora', 'Read', 'read_fitting', 'load_lora', 'start_lora']
 
 # %% ../../nbs/lora/01_adapters.ipynb #0b90d8f1
@@ -52,14 +52,14 @@ def assert_float32(transformer):
     wrong = [(n, p.dtype) for n, p in transformer.named_parameters() if p.requires_grad and p.dtype != torch.float32]
     if wrong:
         raise ValueError(f"adapter {wrong[0][0]} is {wrong[0][1]}, but trainable parameters must be float32; "
-                         "add the adapter after quantising")
+                         "add the adapter after quantizing")
 
 # %% ../../nbs/lora/01_adapters.ipynb #1dac3bfc
 _told = set()
 def _tell_dora():
     if "dora" in _told: return
     _told.add("dora")
-    warnings.warn("DoRA: this library and diffusers (0.42.1) read a DoRA file's magnitudes; ComfyUI drops them and shows another picture. "
+    warnings.warn("DoRA: this library and diffusers (0.42.1) read a DoRA file's magnitudes; ComfyUI drops them and shows another image. "
                   "For ComfyUI train without `model.lora.use_dora`", stacklevel=3)
 
 # %% ../../nbs/lora/01_adapters.ipynb #6a40e505
@@ -123,7 +123,7 @@ def _adapted(transformer) -> list: # layers with adapters; a DoRA's, whose norms
     layers = [m for m in transformer.modules() if hasattr(m, "lora_A") and hasattr(m, "cast_input_dtype_enabled")]
     return [m for m in layers if not getattr(m, "lora_variant", None) and not any(getattr(m, "use_dora", {}).values())]
 
-def compute_in_base(
+def adapters_in_base_dtype(
     transformer, # with adapters
     on:bool=True, # False: in the dtype of the adapters' weights, as peft does
 ) -> int: # layers
@@ -260,7 +260,7 @@ def load_lora(
     except BaseException: remove_loras(transformer, [name]); use_loras(transformer, before); raise
     use_loras(transformer, {name: weight})
     train_only(transformer, name if trainable else None)
-    if computes_in_base(transformer): compute_in_base(transformer) # the one that came too
+    if computes_in_base(transformer): adapters_in_base_dtype(transformer) # the one that came too
     if trainable:
         for k, p in lora_tensors(transformer, name).items(): p.data.copy_(read.state[k]) # diffusers casts them to the base's dtype on the way
     return read.info

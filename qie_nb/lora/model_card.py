@@ -63,7 +63,7 @@ image.save("output.png")'''
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
 _TOLD = ("model.lora model.quantize data.image_size data.crop data.caption_dropout_rate data.batch_size train.seed train.num_epochs "
          "train.max_train_steps train.gradient_accumulation_steps train.mixed_precision train.max_grad_norm train.timestep_sampling "
-         "train.loss_weighting train.mask_background train.ema_decay optimizer lr_scheduler").split()
+         "train.loss_weighting train.mask_min_weight train.ema_decay optimizer lr_scheduler").split()
 
 def card_settings(
     config, # `Config`
@@ -82,7 +82,7 @@ def _table(rows, head=("setting", "value")):
     return "\n".join(lines + [f"| {' | '.join(plain(c) for c in row)} |" for row in rows])
 
 _WEIGHTS = dict(raw="those of the last step", ema="a running mean (EMA) over the steps")
-_DATA = dict(samples="pairs", held_out="pairs held out", controls="control pictures a pair", image_size="target size, pixels",
+_DATA = dict(samples="pairs", held_out="pairs held out", controls="control images a pair", image_size="target size, pixels",
              control_area="control area, pixels", vl_area="area the text encoder sees, pixels")
 
 def _parts(facts, pictures, where): # (heading, text or None)
@@ -119,7 +119,7 @@ def write_model_card(
     pictures=(), # paths, or (path, what it shows)
     where:str="path/to/this/folder", # hub id or folder of the LoRA
 ) -> Path: # README.md
-    "Write the card and the pictures it shows."
+    "Write the card and the images it shows."
     folder, shown = Path(folder), []
     for n, p in enumerate(pictures):
         source, text = p if isinstance(p, tuple) else (p, Path(p).stem)
@@ -148,7 +148,7 @@ def push_to_hub(
     private:bool=True, # only you see it?
     token:str=None, # default the one you logged in with
 ) -> str: # address of the repository
-    "Upload the LoRA, its card and the card's pictures, and nothing else. Raises ValueError or ConnectionError with the remedy."
+    "Upload the LoRA, its card and the card's images, and nothing else. Raises ValueError or ConnectionError with the remedy."
     from huggingface_hub import HfApi
     files, api = published(folder), HfApi(token=token)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(repo_id)): raise ValueError(f"`repo_id` must be owner/name, got {repo_id!r}")

@@ -19,9 +19,9 @@ from ..core.files import file_digest
 from ..core.files import free_bytes
 from ..core.flat import tree_of
 from ..core.progress import quiet_bars
-from .quantize import check_kind, kind_of
-from .hub import HubShards, component_class, model_below, source_of
-from .loading import check_stored, origin_of, stored_kind
+from .quantize import check_kind, parse_quantization
+from .hub import ShardDownloader, component_class, model_below, source_of
+from .loading import check_stored, source_checkpoint, saved_quantization
 from .loading import stream
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
@@ -30,23 +30,23 @@ class Variant:
     "What distinguishes one Qwen-Image-Edit from another."
     name: str          # v1, 2509 or 2511
     pipeline: str      # the diffusers class named in model_index.json
-    picture: str       # put in front of the prompt for each control picture, with its number
-    vl_area: int       # pixels the text encoder sees of a control; None: the VAE's control picture itself
+    picture: str       # put in front of the prompt for each control image, with its number
+    vl_area: int       # pixels the text encoder sees of a control; None: the VAE's control image itself
     zero_cond_t: bool  # control tokens modulated at timestep 0?
-    many: bool         # several control pictures?
+    many: bool         # several control images?
     control_area: int = 1024 * 1024 # pixels of a control for the VAE
 
-_PICTURE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
+_IMAGE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 VARIANTS = {v.name: v for v in (
     Variant("v1",   "QwenImageEditPipeline",     "",       None,      False, False),
-    Variant("2509", "QwenImageEditPlusPipeline", _PICTURE, 384 * 384, False, True),
-    Variant("2511", "QwenImageEditPlusPipeline", _PICTURE, 384 * 384, True,  True))}
+    Variant("2509", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, False, True),
+    Variant("2511", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, True,  True))}
 
 # %% ../../nbs/models/03_components.ipynb #ff610c21
 @lru_cache
 def template_of(
     pipeline:str, # class name
-) -> tuple: # (template with one {} for pictures and prompt, tokens dropped from the front)
+) -> tuple: # (template with one {} for images and prompt, tokens dropped from the front)
     "Chat template and drop index, read from the installed diffusers so that they cannot drift from it."
     import diffusers
     args = inspect.signature(getattr(diffusers, pipeline).__init__).parameters
@@ -59,13 +59,13 @@ _VISION = tuple(f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad",
 def prompt_text(
     variant:Variant,
     prompt:str, # "" is encoded as " "
-    pictures:int=1, # how many control pictures
+    pictures:int=1, # how many control images
 ) -> str:
     "The whole text that the processor gets. Raises ValueError for a prompt that holds vision tokens."
     if found := next((t for t in _VISION if t in prompt), None):
-        raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, pictures get theirs from the template")
+        raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, images get theirs from the template")
     if pictures > 1 and not variant.many:
-        raise ValueError(f"variant v1 takes one control picture, got {pictures}; use a 2509 or 2511 model")
+        raise ValueError(f"variant v1 takes one control image, got {pictures}; use a 2509 or 2511 model")
     shown = "".join(variant.picture.format(i + 1) for i in range(pictures))
     return template_of(variant.pipeline)[0].format(shown + (prompt if prompt.strip() else " "))
 
@@ -74,7 +74,7 @@ def prompt_text(
 def positions_of(
     pipeline:str, # class name
 ) -> str: # "3d", or "1d" where the installed pair of libraries falls back to running positions
-    "Which positions the installed diffusers pipeline gives to picture tokens."
+    "Which positions the installed diffusers pipeline gives to image tokens."
     import diffusers
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
     asks = "mm_token_type_ids" in inspect.signature(Qwen2_5_VLModel.forward).parameters
@@ -123,7 +123,7 @@ def native_areas(
     folder, # local model folder
     variant:Variant,
 ) -> dict: # control_area, vl_area in pixels
-    "The areas at which a model takes its control pictures."
+    "The areas at which a model takes its control images."
     path = Path(folder)/"qie_nb.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     return dict(control_area=own.get("control_area", variant.control_area), vl_area=own.get("vl_area", variant.vl_area))
@@ -154,7 +154,7 @@ def pick_dtype(
     slow = f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own"
     if mixed_precision == "bf16":
         return torch.bfloat16, f"asked for, but {slow}: it is emulated and slow; `train.mixed_precision` auto takes float32"
-    return torch.float32, f"{slow}, and float16 overflows in this model; quantise the base, for float32 weights take twice the room"
+    return torch.float32, f"{slow}, and float16 overflows in this model; quantize the base, for float32 weights take twice the room"
 
 def _has_bf16(device):
     if device.type != "cuda": return True
@@ -179,9 +179,9 @@ def load_component(
     name:str, # one of `COMPONENTS`
     dtype=torch.float32,
     device="cpu",
-    kind:str=None, # quantisation, one of `qie_nb.models.quantize.KINDS`
+    kind:str=None, # quantization, one of `qie_nb.models.quantize.KINDS`
     prepare=None, # function of the empty model, as for `stream`
-    keeper=None, # where its weights are kept, as for `stream`
+    placement=None, # where its weights are kept, as for `stream`
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
     library, cls = component_class(folder, name)
@@ -189,14 +189,14 @@ def load_component(
     if not issubclass(cls, torch.nn.Module): check_weights(folder, name, False); return cls.from_pretrained(folder, subfolder=name)
     check_weights(folder, name)
     check_stored(Path(folder)/name, kind, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
-    if origin_of(Path(folder)/name).get("table") and not prepare:
+    if source_checkpoint(Path(folder)/name).get("table") and not prepare:
         raise ValueError(f"{str(Path(folder)/name)!r} has no modulation layers, only a table of them; "
                          "load it through the trainer, which puts it on the table")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     from safetensors import SafetensorError
     try:
-        if kind or prepare or keeper or torch.device(device).type != "cpu":
-            return stream(cls, Path(folder)/name, kind, dtype, device, prepare, keeper)
+        if kind or prepare or placement or torch.device(device).type != "cpu":
+            return stream(cls, Path(folder)/name, kind, dtype, device, prepare, placement)
         return cls.from_pretrained(folder, subfolder=name, **kw).requires_grad_(False).eval()
     except SafetensorError as e:
         raise ValueError(f"the weights in {str(Path(folder)/name)!r} cannot be read ({e}); copy them again") from e
@@ -212,15 +212,15 @@ class Components:
         quantize:dict=None, # {component: one of `qie_nb.models.quantize.KINDS`, or a bool}
         revision:str=None, # hub revision
         offload:tuple=(), # components that stay in host memory; each layer visits the device
-        release="auto", # delete a hub's files when they are quantised? auto: where the disk does not hold them
+        release="auto", # delete a hub's files when they are quantized? auto: where the disk does not hold them
     ):
         self.name, self.dtype, self.revision, self.devices, self.offload = name, dtype, revision, dict(devices or {}), tuple(offload)
-        self.quantize = {k: kind_of(v) for k, v in (quantize or {}).items()}
+        self.quantize = {k: parse_quantization(v) for k, v in (quantize or {}).items()}
         self.folder, self.release = resolve_model(name, revision=revision), release
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
         self.parts, self.built = {}, [] # what is in memory, and what was ever built
-        self.prepare, self.keepers = {}, {} # {component: function of the model while it is still empty}, {component: where its weights are kept}
+        self.prepare, self.placements = {}, {} # {component: function of the model while it is still empty}, {component: where its weights are kept}
         self.sets = lambda: {} # times of the modulation table that a transformer made from a hub's files shall have in place of its layers
 
     def __repr__(self):
@@ -253,7 +253,7 @@ from fastcore.basics import patch
 def check(self:Components,
     *names, # components; all that have a setting when none is named
 ):
-    "Refuse what cannot be quantised or offloaded as asked, before any weight is read."
+    "Refuse what cannot be quantized or offloaded as asked, before any weight is read."
     for n in names or {*self.quantize, *self.offload}:
         key = _SETTING.get(n, f"quantize[{n!r}]")
         kind = check_kind(self.quantize.get(n), self.devices.get(n, "cpu"), key)
@@ -266,26 +266,26 @@ def check(self:Components,
 def releases(self:Components,
     name:str, # component
 ) -> bool:
-    "Are the files of a component deleted when they are quantised?"
-    source, kind = source_of(self.name, self.revision), kind_of(self.quantize.get(name))
+    "Are the files of a component deleted when they are quantized?"
+    source, kind = source_of(self.name, self.revision), parse_quantization(self.quantize.get(name))
     if source is None or not kind or kind == "qint4" or not self.release or not source.weights(name): return False
     return self.release is True or sum(source.missing(name).values()) > free_bytes(source.hub.folder)
 
 @patch
-def _made(self:Components, source, name) -> Path: # what is made of a component that is quantised while it is fetched
-    kind, dtype = kind_of(self.quantize.get(name)), str(self.dtype).removeprefix("torch.")
+def _made(self:Components, source, name) -> Path: # what is made of a component that is quantized while it is fetched
+    kind, dtype = parse_quantization(self.quantize.get(name)), str(self.dtype).removeprefix("torch.")
     return source.store/f"{name}-{kind}-{dtype}{'-table' * bool(name == 'transformer' and self.sets())}"/name
 
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "Where a component is, fetched or made now if it is not here yet."
     from qie_nb.models.prequantize import make_stored, rows_bytes, stored_bytes
-    source, kind = source_of(self.name, self.revision), kind_of(self.quantize.get(name))
+    source, kind = source_of(self.name, self.revision), parse_quantization(self.quantize.get(name))
     if source is None: return self.folder
     sets, made = self.sets() if name == "transformer" else {}, self._made(source, name).parent
     if not (made/name).is_dir():
         if not self.releases(name): return resolve_model(self.name, [name], self.revision)
-        cls, shards = component_class(self.folder, name)[1], HubShards(source, name)
+        cls, shards = component_class(self.folder, name)[1], ShardDownloader(source, name)
         config = json.loads((shards.folder/"config.json").read_text())
         rows = 2 * rows_bytes(sets, config, self.dtype) if sets else 0 # twice while they are packed
         source.announce(name, stored_bytes(cls, shards.folder, kind, self.dtype, bool(sets)) + rows)
@@ -296,13 +296,13 @@ def folder_of(self:Components, name:str) -> Path: # a model folder
 # %% ../../nbs/models/03_components.ipynb #4c2f04cf
 @patch
 def get(self:Components, name:str):
-    "A component, built now if it was not yet, on its device and quantised as asked."
+    "A component, built now if it was not yet, on its device and quantized as asked."
     if name not in COMPONENTS: raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
     if name not in self.parts:
         self.check(name)
         folder, device, away = self.folder_of(name), self.devices.get(name, "cpu"), name in self.offload
-        part = load_component(folder, name, self.dtype, "cpu" if away else device, kind_of(self.quantize.get(name)), self.prepare.get(name),
-                              self.keepers.get(name))
+        part = load_component(folder, name, self.dtype, "cpu" if away else device, parse_quantization(self.quantize.get(name)), self.prepare.get(name),
+                              self.placements.get(name))
         self.parts[name] = offload(part, device) if away else part
         self.built.append(name)
     return self.parts[name]
@@ -341,15 +341,15 @@ def move(self:Components, name:str, device):
 
 # %% ../../nbs/models/03_components.ipynb #de56b44a
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "processor_class")
-_ASIDE = ("generation_config.json", "video_preprocessor_config.json") # of no matter to pictures and hidden states
+_ASIDE = ("generation_config.json", "video_preprocessor_config.json") # of no matter to images and hidden states
 
 def component_digest(
     folder, # local model folder
     name:str, # component
 ) -> str: # 16 hex digits
-    "Digest of a component's weights and settings; a renamed folder keeps it, and so does a prequantised copy."
+    "Digest of a component's weights and settings; a renamed folder keeps it, and so does a prequantized copy."
     if not (Path(folder)/name).is_dir(): raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs")
-    origin = origin_of(Path(folder)/name)
+    origin = source_checkpoint(Path(folder)/name)
     parts = [f["sha256"] for f in origin.get("files", {}).values()]
     for p in sorted((Path(folder)/name).iterdir()):
         if p.suffix == ".safetensors" and not origin: parts.append(file_digest(p))
@@ -372,12 +372,12 @@ def identity(self:Components) -> dict:
     "What the cache's keys and manifest say of these encoders."
     at = {c: self.folder_of(c) for c in ("vae", "text_encoder", "tokenizer", "processor")}
     size = sum(p.stat().st_size for p in (at["text_encoder"]/"text_encoder").glob("*.safetensors"))
-    if size > 2e9 and not stored_kind(at["text_encoder"]/"text_encoder"):
+    if size > 2e9 and not saved_quantization(at["text_encoder"]/"text_encoder"):
         print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
-                text_encoder=f"{text}-{kind_of(self.quantize.get('text_encoder')) or 'plain'}",
+                text_encoder=f"{text}-{parse_quantization(self.quantize.get('text_encoder')) or 'plain'}",
                 template=f"{template}-{positions_of(self.variant.pipeline)}",
                 dtype=str(self.dtype).removeprefix("torch."), **self.areas)

@@ -57,7 +57,7 @@ def calculate_mu(
     tokens:int, # packed tokens of the target alone
     config, # scheduler config, a mapping
 ) -> float:
-    "Logarithm of the shift for a picture of this size: linear in the tokens (`calculate_shift` of the diffusers pipelines)."
+    "Logarithm of the shift for an image of this size: linear in the tokens (`calculate_shift` of the diffusers pipelines)."
     n0, n1 = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     s0, s1 = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     m = (s1 - s0) / (n1 - n0)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RUNTIME', 'LiveBytes', 'AttentionBy', 'fix_attention', 'rope_axes', 'empty_transformer', 'empty_step', 'count_step',
-           'rough_working_set', 'working_set', 'Memory', 'memory_of']
+           'rough_working_set', 'peak_activations', 'Memory', 'memory_of']
 
 # %% ../../nbs/planning/01_counting.ipynb #39aed08f
 import math, weakref
@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .training_memory import (Job, adapter_shapes, block_bytes, block_kept, kept, numbers, optimizer_bytes, other_bytes, parameters,
-                           row_bytes, stream_tokens)
+from .training_memory import (MemoryQuery, adapter_shapes, block_bytes, saved_by_block, kept, numbers, optimizer_bytes, other_bytes, parameters,
+                           modulation_bytes, stream_tokens)
 from ..core.display import table_html
 from ..devices.block_swap import RING
 
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         scratch=None, # function of an operation and its arguments: bytes that its kernel takes for its own, and those of an unpacked weight
     ):
         super().__init__()
-        self.now = self.peak = self.unpacked = 0 # the last is the peak where weights are quantised
+        self.now = self.peak = self.unpacked = 0 # the last is the peak where weights are quantized
         self.there = {id(s): s for s in (t.untyped_storage() for t in known)}
         self.scratch = scratch or (lambda func, args: (0, 0))
 
@@ -94,40 +94,40 @@ class _Rows: # a `ModulationTable` of the right shape
     def __init__(self, job, dtype): self.job, self.dtype = job, dtype
     def rows(self, times, device): return torch.empty(len(times), 12 * self.job.layers, self.job.dim, dtype=self.dtype, device=device)
 
-def rope_axes(size:int) -> tuple: # of a head's features: an eighth for the picture's number, the rest for its sides
+def rope_axes(size:int) -> tuple: # of a head's features: an eighth for the image's number, the rest for its sides
     side = size * 7 // 16 // 2 * 2
     return size - 2 * side, side, side
 
 # %% ../../nbs/planning/01_counting.ipynb #00f99c49
 def empty_transformer(
-    job:Job,
+    job:MemoryQuery,
     device:str="meta", # another one gives its tensors numbers, though no meaning
 ): # QwenImageTransformer2DModel
     "A job's transformer with its adapter."
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.config import make_config
-    from qie_nb.devices.fp16 import halve
-    from qie_nb.lora.adapters import add_lora, compute_in_base
+    from qie_nb.devices.fp16 import enable_fp16
+    from qie_nb.lora.adapters import add_lora, adapters_in_base_dtype
     from qie_nb.lora.dropout import install_sample_dropout, set_sample_seeds
-    from qie_nb.models.modulation import put_on_table
+    from qie_nb.models.modulation import use_modulation_table
     head, dtype = job.dim // job.heads, torch.float32 if job.wide == 4 else torch.bfloat16
     with torch.device(device):
         tr = QwenImageTransformer2DModel(num_layers=job.layers, num_attention_heads=job.heads, attention_head_dim=head,
                                          in_channels=job.channels, out_channels=job.channels // 4, joint_attention_dim=job.text_dim,
                                          axes_dims_rope=rope_axes(head), zero_cond_t=job.zero_cond)
         for p in tr.parameters(): p.data = p.data.to(dtype)
-        if job.table: put_on_table(tr, _Rows(job, dtype))
+        if job.table: use_modulation_table(tr, _Rows(job, dtype))
         lora = dict(r=job.r, target_modules=job.targets if isinstance(job.targets, str) else list(job.targets), use_dora=job.dora)
         add_lora(tr, make_config(dict(model=dict(lora=lora))).model.lora)
     if job.dropout: install_sample_dropout(tr, job.dropout), set_sample_seeds(tr, [0] * job.batch)
-    fix_attention(halve(tr) if job.half else tr, job.kernel)
-    compute_in_base(tr, job.adapter < 4)
+    fix_attention(enable_fp16(tr) if job.half else tr, job.kernel)
+    adapters_in_base_dtype(tr, job.adapter < 4)
     if job.checkpointing: tr.enable_gradient_checkpointing()
     return tr.train()
 
 # %% ../../nbs/planning/01_counting.ipynb #ba1d3aac
 def empty_step(
-    job:Job,
+    job:MemoryQuery,
     transformer, # as `empty_transformer` gives it
     device:str="meta", # where it is
 ) -> tuple: # (function that gives the loss, tensors that it finds there)
@@ -145,9 +145,9 @@ def empty_step(
 
 # %% ../../nbs/planning/01_counting.ipynb #2d9d3de3
 def count_step(
-    job:Job,
+    job:MemoryQuery,
     device:str="meta",
-) -> tuple: # (bytes, the same where the products' weights are quantised)
+) -> tuple: # (bytes, the same where the products' weights are quantized)
     "The most that a training step holds besides weights, adapter and batch."
     tr = empty_transformer(job, device)
     loss, batch = empty_step(job, tr, device)
@@ -157,21 +157,21 @@ def count_step(
 
 # %% ../../nbs/planning/01_counting.ipynb #50331057
 def _inner(job) -> int: # bytes that a block in the middle keeps
-    return block_kept(replace(job, layers=3), 1, dict(img=True, txt=True))[0].bytes
+    return saved_by_block(replace(job, layers=3), 1, dict(img=True, txt=True))[0].bytes
 
 @lru_cache(256)
 def _counted(job) -> tuple:
-    return tuple(n - kept(job).bytes - row_bytes(job) for n in count_step(job))
+    return tuple(n - kept(job).bytes - modulation_bytes(job) for n in count_step(job))
 
 # %% ../../nbs/planning/01_counting.ipynb #acdcc527
-def rough_working_set(job:Job) -> int: # bytes
+def rough_working_set(job:MemoryQuery) -> int: # bytes
     "The same from the list alone, a few per cent less: a block's tensors where it is computed again, and GELU's two gradients."
     return bool(job.checkpointing) * _inner(job) + 8 * stream_tokens(job)["img"] * job.dim * job.wide
 
 # %% ../../nbs/planning/01_counting.ipynb #0eb1c68d
-def working_set(job:Job) -> int: # bytes
+def peak_activations(job:MemoryQuery) -> int: # bytes
     "What a step takes at most beyond what it keeps."
-    usual = Job()
+    usual = MemoryQuery()
     few = replace(job, layers=min(3, job.layers), checkpointing=bool(job.checkpointing), compiled=False,
                   **{n: getattr(usual, n) for n in ("kind", "streaming", "offload", "devices", "optimizer", "ema", "accumulate")})
     work = _counted(few)[bool(job.kind)]
@@ -185,7 +185,7 @@ RUNTIME = 0.7e9 # CUDA context, kernels, cuBLAS workspaces: an estimate
 @dataclass
 class Memory:
     "Bytes of a training step on its device by part, and on the host."
-    job: Job
+    job: MemoryQuery
     parts: list # (part, bytes, why)
     host: int   # bytes in the host's memory that the device reads
 
@@ -217,15 +217,15 @@ def _kept(j) -> tuple: # (bytes, why)
 
 # %% ../../nbs/planning/01_counting.ipynb #7e3b1fc9
 def memory_of(
-    job:Job,
+    job:MemoryQuery,
     gpu:bool=True, # with what a GPU's driver takes?
-    work=working_set, # function of the job
+    work=peak_activations, # function of the job
 ) -> Memory:
     "The memory of a training step by part."
     share, trained = -(-job.layers // job.devices) / job.layers, numbers(adapter_shapes(job))
     held, tokens = numbers(adapter_shapes(job, trained=False)), sum(stream_tokens(job).values())
     rows = [("weights", *_weights(job)),
-            ("modulation rows" if job.table else "time embedding", row_bytes(job), "of this step's timesteps"),
+            ("modulation rows" if job.table else "time embedding", modulation_bytes(job), "of this step's timesteps"),
             ("adapter", share * held * 4, f"{held / 1e6:.1f} M parameters, float32"),
             ("gradients", share * trained * 4, "of the adapter, float32"),
             ("optimizer", share * optimizer_bytes(job), job.optimizer)]

@@ -18,9 +18,9 @@ from ..core.files import DiskFull, free_bytes
 from ..core.flat import tree_of
 from .training_memory import adapter_shapes, job_of, model_facts, numbers, optimizer_bytes, parameters
 from ..models.components import find_variant, native_areas, resolve_model
-from ..core.environment import Place, used_bytes, where
+from ..core.environment import Environment, used_bytes, detect_environment
 from ..core.display import note, table_html
-from ..models.loading import origin_of
+from ..models.loading import source_checkpoint
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19cb1
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ def written(
     return next(p for p in (folder, *folder.parents) if p.exists())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #cc525dae
-def checkpoint_bytes(job) -> int: # of a `Job`
+def checkpoint_bytes(job) -> int: # of a `MemoryQuery`
     "Bytes of one checkpoint."
     return (1 + job.ema) * 4 * numbers(adapter_shapes(job, trained=False)) + optimizer_bytes(job) + 1_000_000 # names, state.json, digests
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a59aab18
 def run_items(
     config, # `Config`
-    job, # `Job` of it
+    job, # `MemoryQuery` of it
 ) -> list: # of `Item`s
     "What training writes beside a cache."
     c, one, root = config.train, checkpoint_bytes(job), Path(config.train.output_dir)/"checkpoints"
@@ -60,10 +60,10 @@ def run_items(
     adapter = 4 * numbers(adapter_shapes(job, trained=False))
     return [Item("checkpoints", max(0, size - there), root, why, "checkpoints"),
             Item("adapter", adapter, Path(c.output_dir), "float32", "checkpoints"),
-            Item("logs and pictures", LOGS, Path(config.logging.log_dir), "estimated", "logs")]
+            Item("logs and images", LOGS, Path(config.logging.log_dir), "estimated", "logs")]
 
 # %% ../../nbs/planning/02_disk_space.ipynb #8b8a4663
-LOGS = 50_000_000 # bytes of event files, CSV and evaluation pictures
+LOGS = 50_000_000 # bytes of event files, CSV and evaluation images
 
 # %% ../../nbs/planning/02_disk_space.ipynb #4dc57d24
 BLOCK = 4096   # bytes of a disk's block
@@ -75,7 +75,7 @@ class Pair:
     "What a sample takes, in tokens."
     target: int     # of the target's latent
     controls: tuple # of each control's latent
-    seen: int       # of the control pictures for the text encoder
+    seen: int       # of the control images for the text encoder
     words: int      # of the prompt
 
 # %% ../../nbs/planning/02_disk_space.ipynb #674a655f
@@ -84,7 +84,7 @@ def pairs_of(
     areas:dict, # control_area, vl_area in pixels, of the model
     plus:bool, # 2509 or 2511?
 ) -> list: # of `Pair`
-    "The samples of a configuration, held-out ones too. Reads the headers of their pictures."
+    "The samples of a configuration, held-out ones too. Reads the headers of their images."
     from qie_nb.data.images import Geometry
     from qie_nb.data.samples import find_samples, usable
     d = config.data
@@ -101,7 +101,7 @@ def pairs_of(
 # %% ../../nbs/planning/02_disk_space.ipynb #939c64b3
 def usual_pairs(
     n:int, # of them
-    job, # `Job`
+    job, # `MemoryQuery`
     areas:dict, # control_area, vl_area in pixels, of the model
     words:int=50, # of a prompt
 ) -> list: # of `Pair`
@@ -112,7 +112,7 @@ def usual_pairs(
 # %% ../../nbs/planning/02_disk_space.ipynb #64c112ad
 def pair_bytes(
     pair:Pair,
-    job, # `Job`
+    job, # `MemoryQuery`
     shared:bool=True, # is what stands in front of a prompt kept once?
 ) -> tuple: # (bytes of latents, bytes of prompts), in whole blocks
     "What a sample takes in the cache."
@@ -125,17 +125,17 @@ def pair_bytes(
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
 def table_bytes(
     config, # `Config`
-    job, # `Job`
+    job, # `MemoryQuery`
     sizes:int=1, # different sizes of targets, each with its own schedule
 ) -> int:
-    "What the modulation table takes in the cache; nothing where training uses none, or a prequantised copy's own."
+    "What the modulation table takes in the cache; nothing where training uses none, or a prequantized copy's own."
     import torch
     from qie_nb.models.modulation import training_times
     if not job.table or _own_table(config): return 0
     times = len(training_times(torch.float32 if job.wide == 4 else torch.bfloat16)) + job.zero_cond
-    return (times + sizes * sum(config.model.table_steps)) * job.layers * 12 * job.dim * job.wide + job.layers * BLOCK
+    return (times + sizes * sum(config.model.modulation_table_steps)) * job.layers * 12 * job.dim * job.wide + job.layers * BLOCK
 
-def _own_table(config) -> bool: return bool(origin_of(tree_of(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
+def _own_table(config) -> bool: return bool(source_checkpoint(tree_of(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
 def _there(config) -> tuple: # bytes in the cache: (entries, modulation table)
@@ -150,7 +150,7 @@ def _there(config) -> tuple: # bytes in the cache: (entries, modulation table)
 # %% ../../nbs/planning/02_disk_space.ipynb #f43dbbb2
 def cache_items(
     config, # `Config`
-    job, # `Job`
+    job, # `MemoryQuery`
     pairs:list, # of `Pair`
 ) -> list: # of `Item`s
     "What precompute and training write into the cache."
@@ -161,7 +161,7 @@ def cache_items(
     table, form = table_bytes(config, job, len({p.target for p in pairs}) or 1), "float32" if job.wide == 4 else "bfloat16"
     share = max(0, sum(sums) - entries) / max(1, sum(sums))
     why = f"{len(pairs)} samples, {form}" + f"; {entries / 1e6:.1f} MB are there" * bool(entries)
-    said = f"{form}{'; it is there' * bool(rows)}" if table else "in the prequantised copy" if job.table and _own_table(config) else "not used"
+    said = f"{form}{'; it is there' * bool(rows)}" if table else "in the prequantized copy" if job.table and _own_table(config) else "not used"
     return [Item("latents", int(sums[0] * share), Path(dirs[-1]), why), Item("prompts", int(sums[1] * share), Path(dirs[-1]), why),
             Item("modulation table", max(0, table - rows), Path(dirs[-1]), said)]
 
@@ -179,7 +179,7 @@ def is_local(name:str) -> bool: # is a model here as a folder, or part of this p
 # %% ../../nbs/planning/02_disk_space.ipynb #496a37a4
 def download_items(
     config, # `Config`
-    job, # `Job`
+    job, # `MemoryQuery`
     env, # mapping of environment variables
 ) -> list: # of `Item`s
     "What a hub model's components take, as far as they are not here."
@@ -205,7 +205,7 @@ def largest_shard(
 class DiskPlan:
     "What a job will write, and whether it fits; shows itself as a table."
     items: list     # of `Item`
-    place: Place
+    place: Environment
     shard: tuple = None # (file name, bytes) of the model's largest file
     free: object = free_bytes # function of a folder: bytes free on its disk
 
@@ -289,12 +289,12 @@ def _repr_html_(self:DiskPlan):
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a2a3
 def disk_plan(
     config=None, # `Config` or dict
-    place:Place=None, # default where this runs
+    place:Environment=None, # default where this runs
     pairs:int=None, # samples, where the data set is not at hand
     wide:int=None, # bytes of a number in the base's dtype; default by `train.mixed_precision`
 ) -> DiskPlan:
     "What a configuration writes from precompute to the saved adapter, and whether there is room for it. Computed, not measured."
-    c, place = make_config(config), place or where()
+    c, place = make_config(config), place or detect_environment()
     name = c.model.pretrained_model_name_or_path
     t, plus = model_facts(name)
     local = is_local(name) and (folder := resolve_model(name)) and (folder/"model_index.json").is_file()

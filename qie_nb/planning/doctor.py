@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PACKAGES', 'LEVELS', 'TRIED', 'LEAST', 'Gpu', 'gpus_here', 'runs_on', 'Machine', 'this_machine', 'Finding',
            'version_findings', 'gpu_findings', 'memory_findings', 'disk_findings', 'hub_findings', 'cache_findings',
-           'place_findings', 'Diagnosis', 'doctor', 'plan_findings']
+           'place_findings', 'DoctorReport', 'doctor', 'plan_findings']
 
 # %% ../../nbs/planning/04_doctor.ipynb #263c6109
 import importlib.metadata, platform, time
@@ -20,7 +20,7 @@ from ..config import Config, make_config
 from .disk_space import ENCODERS, disk_plan, download_items, is_local
 from ..core.files import free_bytes
 from .training_memory import block_bytes, job_of, model_facts, parameters
-from ..core.environment import Place, online, time_limit, where
+from ..core.environment import Environment, online, time_limit, detect_environment
 from ..core.display import note, table_html
 
 # %% ../../nbs/planning/04_doctor.ipynb #ea0e8796
@@ -71,7 +71,7 @@ def runs_on(
 @dataclass(frozen=True)
 class Machine:
     "All that the doctor judges by; a test makes its own."
-    place: Place
+    place: Environment
     versions: dict            # {package: version, or None}
     gpus: tuple = ()          # of `Gpu`s
     built_for: tuple = ()     # architectures that torch has kernels for
@@ -80,7 +80,7 @@ class Machine:
     free: object = free_bytes # function of a folder: bytes free on its disk
     online: bool = None       # is the hub reached? None: nobody asked
     token: bool = False       # is there a token of the hub?
-    positions: str = "3d"     # picture positions that the installed libraries hand on, as `qie_nb.models.components.positions_of`
+    positions: str = "3d"     # image positions that the installed libraries hand on, as `qie_nb.models.components.positions_of`
 
 # %% ../../nbs/planning/04_doctor.ipynb #d943df3b
 def _positions() -> str: # as `positions_of`, from the sources alone: importing both libraries takes seconds
@@ -91,11 +91,11 @@ def _positions() -> str: # as `positions_of`, from the sources alone: importing 
 
 # %% ../../nbs/planning/04_doctor.ipynb #eed85f51
 def this_machine(
-    place:Place=None, # default where this runs
+    place:Environment=None, # default where this runs
     internet:bool=True, # ask whether the hub is reached?
 ) -> Machine:
     "What can be told of this machine within a second or two."
-    place = place or where()
+    place = place or detect_environment()
     reached = online(env=place.env) if internet else None
     return Machine(place, {n: _version(n) for n in PACKAGES}, gpus_here(), tuple(torch.cuda.get_arch_list()), torch.version.cuda,
                    place.memory, online=reached, token=bool(place.secret("HF_TOKEN")), positions=_positions())
@@ -132,10 +132,10 @@ def version_findings(m:Machine, c:Config=None) -> list: # of `Finding`s
     if _older(v.get("torchao"), (0, 16)) and v.get("peft") and not _older(v["peft"], (0, 19)):
         say("torchao", "stops", f"peft {v['peft']} raises on every LoRA beside torchao < 0.16: pip uninstall -y torchao")
     if not v.get("torchvision"):
-        say("torchvision", "stops", "the picture processor needs it: pip install torchvision, from where torch came")
-    if not v.get("ipywidgets"): say("ipywidgets", "note", "live panels become text and still pictures: pip install ipywidgets")
+        say("torchvision", "stops", "the image processor needs it: pip install torchvision, from where torch came")
+    if not v.get("ipywidgets"): say("ipywidgets", "note", "live panels become text and still images: pip install ipywidgets")
     if m.positions == "1d":
-        say("transformers", "note", "its picture positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); "
+        say("transformers", "note", "its image positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); "
                                     "training follows the pipelines")
     if c and c.model.quantize == "nf4" and not v.get("bitsandbytes"):
         say("bitsandbytes", "stops", "`model.quantize` nf4 needs it: pip install bitsandbytes")
@@ -164,7 +164,7 @@ def _gpu(name, g, m, c) -> list:
     if not g.bf16:
         asked = c and c.train.mixed_precision == "bf16"
         remedy = f"{'set' if asked else 'leave'} `train.mixed_precision` auto, which takes what is safe there"
-        if not c or c.model.quantize in (False, "none"): remedy += ", and quantise the base (`model.quantize` nf4)"
+        if not c or c.model.quantize in (False, "none"): remedy += ", and quantize the base (`model.quantize` nf4)"
         out.append(Finding(f"{name} bfloat16", "emulated, so slow" if g.emulated else "none", "hinders", remedy))
     return out
 
@@ -176,17 +176,17 @@ def memory_findings(m:Machine, c:Config=None) -> list:
     value, large = f"{m.memory / 1e9:.1f} GB", _is_large(c)
     for name, most in _host_bytes(c).items() if large else ():
         if most > 0.9 * m.memory:
-            cure = "set it to false and quantise instead (`model.text_encoder_quantize`, `model.quantize` nf4)"
+            cure = "set it to false and quantize instead (`model.text_encoder_quantize`, `model.quantize` nf4)"
             return [Finding("host memory", value, "stops", f"{name} keeps {most / 1e9:.1f} GB there; {cure}")]
     if m.memory >= LEAST: return [Finding("host memory", value)]
     return [Finding("host memory", value, "hinders" if large or not c else "note", "the real model's loading is planned for 12 GB; "
-                    "close other notebooks, keep `data.num_workers` 0 and `cache.decode_ahead` 0, and offload nothing")]
+                    "close other notebooks, keep `data.num_workers` 0 and `cache.prefetch` 0, and offload nothing")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #e120c42a
 def _host_bytes(c) -> dict: # {setting: bytes that it keeps in the host's memory}
     job = job_of(c, model_facts(c.model.pretrained_model_name_or_path)[0])
     return {"`model.text_encoder_offload`": ENCODERS["text_encoder"] * c.model.text_encoder_offload,
-            "`train.block_streaming`": c.train.block_streaming and job.layers * block_bytes(job)}
+            "`train.blocks_to_swap`": c.train.blocks_to_swap and job.layers * block_bytes(job)}
 
 # %% ../../nbs/planning/04_doctor.ipynb #c4623e6a
 def disk_findings(m:Machine, c:Config=None, planned=None) -> list:
@@ -194,7 +194,7 @@ def disk_findings(m:Machine, c:Config=None, planned=None) -> list:
     p, out = m.place, []
     folders = {"working folder": p.working, "temporary folder": p.temp} | ({"cache": Path(_dirs(c)[-1])} if c and _dirs(c) else {})
     for name, folder in folders.items():
-        room = p.room(folder, m.free)
+        room = p.free_space(folder, m.free)
         few = room < 5e9 and (_is_large(c) or not c) and name != "temporary folder"
         out.append(Finding(f"disk: {name}", f"{folder}: {room / 1e9:.1f} GB can be written", "hinders" * few,
                            "too little for the real model's cache and checkpoints; remove files, or attach a filled cache" * few))
@@ -239,7 +239,7 @@ def _run_is(c:Config, m:Machine) -> dict: # what a manifest tells of the encoder
     return out | dict(vae=component_digest(folder, "vae"), text_encoder="-".join(component_digest(folder, p) for p in parts))
 
 # %% ../../nbs/planning/04_doctor.ipynb #bbd58511
-def _same(who, mine) -> bool: # of the text encoder the quantisation, which comes last, is not asked for
+def _same(who, mine) -> bool: # of the text encoder the quantization, which comes last, is not asked for
     return all(str(who.get(k)).startswith(v) if k == "text_encoder" else who.get(k, v) == v for k, v in mine.items())
 
 # %% ../../nbs/planning/04_doctor.ipynb #1850e6d9
@@ -263,7 +263,7 @@ def cache_findings(m:Machine, c:Config=None) -> list:
 def place_findings(m:Machine, c:Config=None) -> list:
     "The place, its hours, and the data set."
     p = m.place
-    out = [Finding("place", p.name + f", {p.run}" * bool(p.run) + ("" if p.watched else ", nobody watches"))]
+    out = [Finding("place", p.name + f", {p.run}" * bool(p.run) + ("" if p.is_interactive else ", nobody watches"))]
     end, what = time_limit(c.train.max_hours if c else "auto", time.time(), p)
     left = (end - time.time()) / 3600 if end else 0
     if end and left >= 1: out.append(Finding("time to train", f"{left:.1f} h, {what}"))
@@ -279,7 +279,7 @@ def place_findings(m:Machine, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #ed733898
 @dataclass
-class Diagnosis:
+class DoctorReport:
     "Findings, the worst first, and the plan for this machine; shows itself as a table."
     findings: list       # of `Finding`s
     disk: object = None  # `DiskPlan`
@@ -303,20 +303,20 @@ class Diagnosis:
 
 # %% ../../nbs/planning/04_doctor.ipynb #069fb12c
 @patch
-def _rows(self:Diagnosis) -> list: # versions without a fault share a row
+def _rows(self:DoctorReport) -> list: # versions without a fault share a row
     plain = [f for f in self.findings if not f.level and f.what in ("python", *PACKAGES)]
     rows = [(f.level or "fine", f.what, f.value, f.remedy) for f in self.findings if f not in plain]
     return rows + [("fine", "versions", ", ".join(f"{f.what} {f.value}" for f in plain), "")] * bool(plain)
 
 @patch
-def _summary(self:Diagnosis) -> str:
+def _summary(self:DoctorReport) -> str:
     n = [len(self.of(level)) for level in ("stops", "hinders", "note")]
     first = "this cannot run here: " + ", ".join(f.what for f in self.of("stops")) if n[0] else "nothing stops a run here"
     return f"{first} ({n[1]} hinder, {n[2]} to know)"
 
 # %% ../../nbs/planning/04_doctor.ipynb #ecf8f83d
 @patch
-def __repr__(self:Diagnosis):
+def __repr__(self:DoctorReport):
     rows = self._rows()
     width = [max(len(r[n]) for r in rows) for n in range(2)]
     lines = [f"{level:<{width[0]}}  {what:<{width[1]}}  {value}" + f"  ! {remedy}" * bool(remedy) for level, what, value, remedy in rows]
@@ -325,14 +325,14 @@ def __repr__(self:Diagnosis):
 
 # %% ../../nbs/planning/04_doctor.ipynb #a936bc26
 @patch
-def _repr_html_(self:Diagnosis):
+def _repr_html_(self:DoctorReport):
     head = note(self._summary(), good=not self.of("stops")) + table_html(self._rows(), ("", "what", "it is", "what to do"))
     plans = [("Disk", self.disk), ("Plan", self.plan)]
     return head + "".join(f"<h4>{title}</h4>" + p._repr_html_() for title, p in plans if p is not None)
 
 # %% ../../nbs/planning/04_doctor.ipynb #2f86e2ed
 @patch
-def config(self:Diagnosis) -> Config:
+def config(self:DoctorReport) -> Config:
     "The configuration as this machine should run it: as it was asked for, with what the plan sets. Raises ValueError where none was given."
     if self.asked is None: raise ValueError("the doctor looked at the machine alone; call doctor(config) to plan a run")
     changes = self.plan.changes if self.plan is not None and self.plan.chosen else {}
@@ -346,7 +346,7 @@ def doctor(
     machine:Machine=None, # what to judge; default this one
     internet:bool=True, # ask whether the hub is reached?
     plans:bool=True, # plan memory and disk too, where there is a configuration?
-) -> Diagnosis:
+) -> DoctorReport:
     "What this machine has, what will not work and what to do about it, and the plan for it."
     c, t0 = None if config is None else make_config(config), time.time()
     m = machine or this_machine(internet=internet)
@@ -356,7 +356,7 @@ def doctor(
     found = [f for look in looks for f in look()]
     sound = c and plans and not any(f.level == "stops" for f in found) # a plan takes seconds, and imports what may be broken
     seconds, way = time.time() - t0, _plan(c, m) if sound else None
-    return Diagnosis(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds, c)
+    return DoctorReport(sorted(found + plan_findings(way), key=lambda f: LEVELS.index(f.level)), disk, way, seconds, c)
 
 # %% ../../nbs/planning/04_doctor.ipynb #66ce8272
 def _disk(c, m):

@@ -19,12 +19,12 @@ import torch
 
 from ..config import make_config
 from .counting import RUNTIME, _weights
-from .training_memory import Job, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes
+from .training_memory import MemoryQuery, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes
 from ..models.modulation import training_times
 from ..devices.placement import work_bytes
 from ..core.environment import HOURS, QUOTA
 from .plan import FREE, PUBLISHED, TEXT_NF4, card_of, encoder_settings, plan, step_work, way_name
-from ..models.quantize import kind_of
+from ..models.quantize import parse_quantization
 from ..core.display import note, table_html
 from ..models.loading import weight_files
 
@@ -128,7 +128,7 @@ class Phase:
                     work=[(n, round(a / rates[r][0] / 60, 1), r) for n, a, r in self.work]) # minutes of each
 
 # %% ../../nbs/planning/05_path.ipynb #2c5f2afc
-WEIGHTS = ("hub", "shards", "attached", "prequantised")
+WEIGHTS = ("hub", "shards", "attached", "prequantized")
 SPARE = 0.25 # hours of a session in which nothing is trained: installing, a last checkpoint, uploading
 PROCESS = 2.5e9 # Python, torch, CUDA and the libraries in host memory: an estimate
 VOCABULARY = 545e6 # numbers of the text encoder's largest tensor
@@ -136,7 +136,7 @@ VOCABULARY = 545e6 # numbers of the text encoder's largest tensor
 @dataclass
 class Task:
     "What the phases are computed from."
-    job: Job         # of training, as the plan chose it
+    job: MemoryQuery         # of training, as the plan chose it
     files: dict      # as `model_files` gives them
     weights: str     # one of `WEIGHTS`
     pairs: int
@@ -148,13 +148,13 @@ class Task:
 
     def bytes(self, *parts) -> float: return sum(n for p in parts for _, n in self.files.get(p, ()))
     def there(self, *parts) -> list: # of the download, at most at a time
-        if self.weights in ("attached", "prequantised"): return []
+        if self.weights in ("attached", "prequantized"): return []
         if self.weights == "hub": return [(p, self.bytes(p)) for p in parts]
-        copy = [("quantised copy", copy_bytes(self.job)), ("modulation rows, twice while they are packed", 2 * table_bytes(self.job))]
+        copy = [("quantized copy", copy_bytes(self.job)), ("modulation rows, twice while they are packed", 2 * table_bytes(self.job))]
         return [("largest file", max(largest({p: self.files[p]})[1] for p in parts)), *(copy if "transformer" in parts else ())]
     @property
     def made(self) -> float: # bytes of the modulation table, where it is not attached
-        return table_bytes(self.job) * (self.job.table and self.weights != "prequantised")
+        return table_bytes(self.job) * (self.job.table and self.weights != "prequantized")
     @property
     def own(self): return "half" if self.job.wide == 2 and self.card.bf16 else "float32" # rate of what is not the transformer
     @property
@@ -165,27 +165,27 @@ class Task:
         return "bfloat16" if self.card.bf16 else "bfloat16, emulated"
 
 # %% ../../nbs/planning/05_path.ipynb #3b3b8b79
-def table_bytes(job:Job) -> float:
+def table_bytes(job:MemoryQuery) -> float:
     "The modulation table of all timesteps that training can draw."
     times = len(training_times(torch.float32 if job.wide == 4 else torch.bfloat16)) + job.zero_cond
     return times * 12 * job.layers * job.dim * job.wide
 
-def cache_bytes(job:Job, pairs:int) -> float:
+def cache_bytes(job:MemoryQuery, pairs:int) -> float:
     "Latents and prompts of so many pairs, the empty prompt's end too, and a kB for each entry's header."
     return pairs * job.wide * ((job.target + job.control) * job.channels + (job.text + 6) * job.text_dim) + pairs * 5e3
 
-def checkpoint_bytes(job:Job) -> float:
+def checkpoint_bytes(job:MemoryQuery) -> float:
     "Adapter, optimizer and running mean."
     return 4 * numbers(adapter_shapes(job)) * (1 + job.ema) + optimizer_bytes(job)
 
 # %% ../../nbs/planning/05_path.ipynb #b3b85f09
-def copy_bytes(job:Job) -> float:
-    "A prequantised transformer, without the modulation; what is not quantised is in bfloat16."
+def copy_bytes(job:MemoryQuery) -> float:
+    "A prequantized transformer, without the modulation; what is not quantized is in bfloat16."
     j = replace(job, wide=2, table=True)
     return j.layers * block_bytes(j) + other_bytes(j)
 
-def kept_bytes(job:Job, encoders:bool=True) -> float:
-    "All of a prequantised copy: the transformer, its table in bfloat16, and the encoders with the text encoder in nf4."
+def kept_bytes(job:MemoryQuery, encoders:bool=True) -> float:
+    "All of a prequantized copy: the transformer, its table in bfloat16, and the encoders with the text encoder in nf4."
     return copy_bytes(job) + table_bytes(replace(job, wide=2)) + (sum(TEXT_NF4) + PUBLISHED["vae"]) * encoders
 
 # %% ../../nbs/planning/05_path.ipynb #7aa0bb48
@@ -193,27 +193,27 @@ def _download(t:Task) -> Phase:
     parts = t.files if t.weights in ("hub", "shards") else ()
     return Phase("download", t.there(*parts), host=[("process", PROCESS)], work=[(p, t.bytes(p), "download") for p in parts])
 
-def _quantise(t:Task) -> Phase:
+def _quantize(t:Task) -> Phase:
     j = t.job
     tensor = max(i * o for i, o in block_layers(j).values())
-    ready = t.weights == "prequantised"
+    ready = t.weights == "prequantized"
     read = ("the copy", copy_bytes(j), "read") if ready else ("transformer", t.bytes("transformer"), "read")
     gpu = [("weights", _weights(j)[0]), ("a layer", 2 * tensor * j.wide), ("runtime", RUNTIME)]
-    return Phase("quantise", t.there("transformer"), [], [("process", PROCESS), ("a layer", tensor * (2 + j.wide))], gpu, [read])
+    return Phase("quantize", t.there("transformer"), [], [("process", PROCESS), ("a layer", tensor * (2 + j.wide))], gpu, [read])
 
 # %% ../../nbs/planning/05_path.ipynb #97d81193
 ENCODING = dict(vae=2.85e12, token=13.3e9, patch=1.31e9) # a megapixel; a token; a patch of 14 x 14 pixels
 DROPPED = 80 # tokens of the template that are encoded and not kept
 
-def encoding_work(job:Job) -> float: # operations a pair
+def encoding_work(job:MemoryQuery) -> float: # operations a pair
     "Both latents, the prompt and the empty prompt behind one shared front."
     return _vae_work(job) + ENCODING["token"] * (job.text + DROPPED + 6) + ENCODING["patch"] * 4 * (job.text - 62)
 
 def _vae_work(job) -> float: return ENCODING["vae"] * (job.target + job.control) * 256 / 2**20
 
-def _placed(t:Task) -> tuple: # (text encoder's quantisation, VAE's device), as the plan sets them
+def _placed(t:Task) -> tuple: # (text encoder's quantization, VAE's device), as the plan sets them
     new, m = encoder_settings(t.job, t.card, t.config), t.config.model
-    kind = new.get("model", {}).get("text_encoder_quantize") or kind_of(m.text_encoder_quantize) or "nf4" * (t.weights == "prequantised")
+    kind = new.get("model", {}).get("text_encoder_quantize") or parse_quantization(m.text_encoder_quantize) or "nf4" * (t.weights == "prequantized")
     return kind, new.get("cache", {}).get("vae_encoder_device") or t.config.cache.vae_encoder_device
 
 def _encoders_gpu(t:Task) -> list: # of the fullest
@@ -232,18 +232,18 @@ def _precompute(t:Task) -> Phase:
     output = [("cache", cache_bytes(j, t.pairs))] + [("modulation table", table)] * bool(table)
     host = [("process", PROCESS), ("the text encoder's largest tensor", VOCABULARY * (2 + j.wide)), ("a block's rows", table / j.layers)]
     modulation = [("modulation layers", t.bytes("transformer") / 3, "read"), ("modulation", table / j.wide * 2 * j.dim, "cpu")]
-    read = sum(TEXT_NF4) + t.bytes("vae") if t.weights == "prequantised" else t.bytes("text_encoder", "vae")
+    read = sum(TEXT_NF4) + t.bytes("vae") if t.weights == "prequantized" else t.bytes("text_encoder", "vae")
     pictures, device = t.pairs * _vae_work(j), _placed(t)[1]
     work = [("encoders", read, "read"), ("text encoder", t.pairs * encoding_work(j) - pictures, t.own),
             ("VAE", pictures, "cpu" if device == "cpu" else t.own), *(modulation if table else ()), ("store", sum(n for _, n in output), "write")]
     return Phase("precompute", t.there(*t.files), output, host, _encoders_gpu(t), work)
 
 # %% ../../nbs/planning/05_path.ipynb #5e8de59e
-def forward_work(job:Job) -> float: # operations
+def forward_work(job:MemoryQuery) -> float: # operations
     "One forward pass of a batch."
     return 1e12 * (step_work(replace(job, checkpointing=True)) - step_work(replace(job, checkpointing=False)))
 
-def _unpacking(job:Job, passes:float) -> float: # bytes
+def _unpacking(job:MemoryQuery, passes:float) -> float: # bytes
     return passes * (copy_bytes(job) + copy_bytes(replace(job, kind=None)) * job.wide / 2) if job.kind else 0.
 
 # %% ../../nbs/planning/05_path.ipynb #e59e6f45
@@ -253,14 +253,14 @@ def _training(t:Task) -> list: # of (what, amount, rate)
             ("unpacking weights", _unpacking(j, t.steps * (3 if j.checkpointing else 2)), "memory")]
     epochs = t.steps * j.batch // max(1, t.pairs - t.held)
     times = max((epochs // c.eval_interval if c.eval_interval else 0), (t.steps // c.eval_steps if c.eval_steps else 0)) * bool(t.held)
-    losses, pictures = t.held * c.eval_noises * 4, min(c.eval_pictures, t.held) * c.eval_num_inference_steps * 2
+    losses, pictures = t.held * c.eval_noise_samples * 4, min(c.eval_images, t.held) * c.eval_num_inference_steps * 2
     return work + [(f"{times} evaluations", times * (losses + pictures) * forward_work(j), t.rate)] * bool(times)
 
 def _train(t:Task, host:int, gpu:list) -> Phase:
     j, one = t.job, checkpoint_bytes(t.job)
     kept = t.config.train.keep_checkpoints + 1 + bool(t.held) # and one that is being written
     output = [("cache", cache_bytes(j, t.pairs)), ("modulation table", t.made), (f"{kept} checkpoints", kept * one),
-              ("logs and pictures", 5e7)]
+              ("logs and images", 5e7)]
     memory = [("process", PROCESS), ("a checkpoint", 2 * one)] + [("pinned", host)] * bool(host)
     saved = ("checkpoints", one * max(1, t.steps // 100), "write")
     return Phase("train", t.there("transformer"), output, memory, gpu, [*_training(t), saved])
@@ -295,7 +295,7 @@ class WholePath:
     @property
     def sessions(self) -> int: # of the place's length
         if self.hours <= self.limits.hours: return 1
-        lost = [p for p in self.phases if p.name in ("download", "quantise")] # in each of them again
+        lost = [p for p in self.phases if p.name in ("download", "quantize")] # in each of them again
         again = sum(p.seconds(self.rates) for p in lost) / 3600
         return math.ceil((self.hours - again) / max(self.limits.hours - again - SPARE, 0.1))
 
@@ -315,7 +315,7 @@ def checks(self:WholePath) -> list: # (what, needed, given, fits?: None where no
     out.append(("time, all in one session", f"{self.hours:.1f} h", f"{l.hours:g} h", self.hours <= l.hours, longest))
     if not t.job.kind: return out
     copy = kept_bytes(t.job)
-    return out + [(f"a prequantised copy ({t.job.kind}) with table and encoders, kept", gb(copy), gb(l.output), copy <= l.output, "")]
+    return out + [(f"a prequantized copy ({t.job.kind}) with table and encoders, kept", gb(copy), gb(l.output), copy <= l.output, "")]
 
 # %% ../../nbs/planning/05_path.ipynb #54c5cd39
 @patch
@@ -382,7 +382,7 @@ def _notes(w:WholePath) -> list: # sentences
     if not w.plan.chosen: out.append(f"nothing fits {w.task.card.name} in training; the smallest way is shown")
     if j.wide == 4 and w.task.made:
         less = table_bytes(replace(j, wide=2))
-        out.append(f"in float32 the modulation table is {table_bytes(j) / 1e9:.1f} GB; a prequantised copy brings its own, in bfloat16: {less / 1e9:.1f}")
+        out.append(f"in float32 the modulation table is {table_bytes(j) / 1e9:.1f} GB; a prequantized copy brings its own, in bfloat16: {less / 1e9:.1f}")
     if not w.task.half and j.wide == 4:
         faster = sum(p.seconds(w.rates | dict(float32=w.rates["half"])) for p in w.phases if p.name in ("train", "save"))
         out.append(f"products in float32: with float16 inside them (`fp16`) training and saving would take {faster / 3600:.1f} h")
@@ -405,7 +405,7 @@ def whole_path(
     weights:str="attached", # one of `WEIGHTS`
     steps:int=None, # of training; default the configuration's `max_train_steps`, else by the pairs
     fp16:bool=None, # float16 inside the products, everything else in float32? Default what the plan says
-    controls:int=1, # control pictures of a pair
+    controls:int=1, # control images of a pair
     rates:dict=None, # {name: amount a second} in place of `rates_of`'s
 ) -> WholePath:
     "Disk, memory and time of the whole path on a place's machine, from the configuration alone. Computed, not measured."
@@ -423,6 +423,6 @@ def whole_path(
     job, half = p.shown.job, getattr(p.shown.job, "half", False) if fp16 is None else fp16
     task = Task(job, files, weights, pairs, steps, held, c, half, p.card)
     train = _train(task, p.shown.host, [(n, b) for n, b, _ in p.shown.parts])
-    out = WholePath(task, limits, p, [_download(task), _quantise(task), _precompute(task), train, _save(task)], known, [])
+    out = WholePath(task, limits, p, [_download(task), _quantize(task), _precompute(task), train, _save(task)], known, [])
     out.notes = _notes(out)
     return out

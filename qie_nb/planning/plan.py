@@ -17,11 +17,11 @@ from ..config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
 from .disk_space import ENCODERS
 from ..core.flat import tree_of
-from .training_memory import Job, block_layers, job_of, model_facts, parameters, prompt_tokens, stream_tokens
+from .training_memory import MemoryQuery, block_layers, job_of, model_facts, parameters, prompt_tokens, stream_tokens
 from ..devices.placement import plan_placement, work_bytes
-from ..models.quantize import kind_of
+from ..models.quantize import parse_quantization
 from ..core.display import note, table_html
-from ..models.loading import stored_kind
+from ..models.loading import saved_quantization
 
 # %% ../../nbs/planning/03_plan.ipynb #0c3c223e
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def card_of(
 
 # %% ../../nbs/planning/03_plan.ipynb #adea7685
 def step_work(
-    job:Job,
+    job:MemoryQuery,
 ) -> float: # TF
     "Operations of a training step; those of the adapter, about one in a hundred, are not counted."
     t = stream_tokens(job)
@@ -79,10 +79,10 @@ def step_work(
 _WORSE = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, streaming=2., offload=1.1, devices=1.02)
 
 def ways(
-    job:Job, # as configured
+    job:MemoryQuery, # as configured
     card:Card,
-    kinds=None, # quantisations to choose from; default all of the order
-) -> list: # of `Job`
+    kinds=None, # quantizations to choose from; default all of the order
+) -> list: # of `MemoryQuery`
     "Every way to do a job on a card, the preferred one first."
     plain = replace(job, streaming=False, offload=False, devices=1)
     kinds = kinds or (None, "qfloat8" if card.bf16 else "qint8", "nf4")
@@ -94,13 +94,13 @@ def ways(
     return sorted(out, key=cost)
 
 # %% ../../nbs/planning/03_plan.ipynb #297c414d
-def cost(job:Job) -> float: # TF, weighted
+def cost(job:MemoryQuery) -> float: # TF, weighted
     "Work of a step times the factors of preference; the less the better."
     used = dict(streaming=job.streaming, offload=job.offload, devices=job.devices > 1)
     return step_work(job) * _WORSE.get(job.kind, 1.) * math.prod(_WORSE[name] for name, is_used in used.items() if is_used)
 
 # %% ../../nbs/planning/03_plan.ipynb #5f20d241
-def way_name(job:Job) -> str:
+def way_name(job:MemoryQuery) -> str:
     "A way in words."
     again = {False: "nothing recomputed", "selective": "all but attention recomputed", True: "blocks recomputed"}[job.checkpointing]
     more = [s for s, used in (("blocks streamed", job.streaming), ("inputs in host memory", job.offload),
@@ -110,14 +110,14 @@ def way_name(job:Job) -> str:
 
 # %% ../../nbs/planning/03_plan.ipynb #82362382
 def way_settings(
-    job:Job,
+    job:MemoryQuery,
     config, # `Config` that it is to be written into
 ) -> dict: # {section: {key: value}}, what differs alone
     "The YAML changes that make a configuration train this way."
     wanted = dict(model=dict(quantize=job.kind or "none"), train=dict(gradient_checkpointing=job.checkpointing))
     if job.compiled and not job.checkpointing: wanted["train"]["compile"] = True # uncompiled blocks keep more
-    wanted["train"] |= dict(block_streaming=job.streaming, offload_activations=job.offload,
-                            transformer_devices=[f"cuda:{n}" for n in range(job.devices)] if job.devices > 1 else [])
+    wanted["train"] |= dict(blocks_to_swap=job.streaming, offload_activations=job.offload,
+                            model_parallel_devices=[f"cuda:{n}" for n in range(job.devices)] if job.devices > 1 else [])
     same = lambda a, b: a == b or not a and b in (None, "none", [])
     out = {s: {k: v for k, v in keys.items() if not same(getattr(getattr(config, s), k), v)} for s, keys in wanted.items()}
     return {s: keys for s, keys in out.items() if keys}
@@ -190,7 +190,7 @@ def _repr_html_(self:Plan):
 
 # %% ../../nbs/planning/03_plan.ipynb #4387e3d2
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
-TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantiser takes, and the rest in bfloat16
+TEXT_NF4 = (3.36e9, 3.58e9) # the text encoder in nf4: what a quantizer takes, and the rest in bfloat16
 
 _SMALL = "; with `model.modulation_table` true, which a trainer that only predicts has to be told"
 
@@ -209,12 +209,12 @@ def _other(job, card) -> list: # (job, what it takes)
     small = job.table and _weights(whole)[0] + work["transformer"] > (1 - FREE) * card.bytes # it would not fit with its modulation layers
     sizes = dict(text_encoder=text, vae=PUBLISHED["vae"] * scale, transformer=_weights(replace(whole, table=small))[0])
     packed, free = ("transformer",) if job.kind else (), {f"cuda:{n}": card.bytes for n in range(card.count)} | dict(cpu=math.inf)
-    places = plan_placement(sizes, free, "cuda:0", work=work, quantised=packed)
+    places = plan_placement(sizes, free, "cuda:0", work=work, quantized=packed)
     return [("precompute", made), *((f"predict: {n}", f"{gb(p.bytes)}, {p.device} {p.how}: {p.why}" + _SMALL * (small and n == "transformer")) for n, p in places.items())]
 
 # %% ../../nbs/planning/03_plan.ipynb #0a76d018
 def encoder_settings(
-    job:Job,
+    job:MemoryQuery,
     card:Card, # or None
     config, # `Config`; what it says of the encoders stands
 ) -> dict: # {section: {key: value}}
@@ -225,7 +225,7 @@ def encoder_settings(
     text, vae = (0 if m.text_encoder_offload else PUBLISHED["text_encoder"] * scale), PUBLISHED["vae"] * scale
     together = lambda: text + vae + max(work["vae"], work["text_encoder"])
     small = TEXT_NF4[0] + TEXT_NF4[1] * scale
-    if kind_of(m.text_encoder_quantize): text = small
+    if parse_quantization(m.text_encoder_quantize): text = small
     elif (text + work["text_encoder"] if card.count > 1 else together()) > room: text, out["model"] = small, dict(text_encoder_quantize="nf4")
     if together() > room and c.vae_encoder_device == "auto": out["cache"] = dict(vae_encoder_device="cuda:1" if card.count > 1 else "cpu")
     return out
@@ -245,8 +245,8 @@ def plan(
     resolution=None, # of targets: side, or width x height, in pixels; default the configuration's
     config=None, # `Config` or dict; what it leaves open is chosen
     quantize=None, # only this one: a kind, or none
-    controls:int=1, # control pictures of a pair
-    prompt:int=None, # tokens of a prompt with its pictures; default the variant's
+    controls:int=1, # control images of a pair
+    prompt:int=None, # tokens of a prompt with its images; default the variant's
     transformer:dict=None, # its configuration, in place of the model's own
 ) -> Plan:
     "What a run takes, and the fastest way to do it on a card. Computed, not measured."
@@ -259,13 +259,13 @@ def plan(
     if old and card.tensor_cores: job = replace(job, half=True, compiled=False)
     job = replace(job, target=size[0] * size[1] // 256, control=controls * job.control,
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
-    own = stored_kind(tree_of(model or c.model.pretrained_model_name_or_path)/"transformer") # a prequantised copy has no other form
+    own = saved_quantization(tree_of(model or c.model.pretrained_model_name_or_path)/"transformer") # a prequantized copy has no other form
     return _choose(job, c, card, size, own or quantize)
 
 # %% ../../nbs/planning/03_plan.ipynb #3da04ba0
 def _choose(job, c, card, size, quantize) -> Plan:
     out = Plan(card, memory_of(job), [], None, {}, [], [])
-    for way in ways(job, card, None if quantize is None else (kind_of(quantize),)) if card else ():
+    for way in ways(job, card, None if quantize is None else (parse_quantization(quantize),)) if card else ():
         out.tried.append(memory_of(way))
         if out.chosen is None and out.fits(out.tried[-1]): out.chosen = out.tried[-1]
     if out.chosen:
@@ -278,17 +278,17 @@ def _choose(job, c, card, size, quantize) -> Plan:
 # %% ../../nbs/planning/03_plan.ipynb #a3afa1e2
 def _notes(p:Plan) -> list: # sentences
     m, card, out = p.shown, p.card, []
-    if card and not p.chosen: out.append(f"nothing fits {card.name}; the smallest way is shown: take smaller pictures, or a larger card")
+    if card and not p.chosen: out.append(f"nothing fits {card.name}; the smallest way is shown: take smaller images, or a larger card")
     if p.chosen and m.job.compiled and not p.fits(plain := memory_of(replace(m.job, compiled=False))):
         out.append(f"this goes by compiled blocks, for others would keep {(plain.total - m.total) / 1e9:.1f} GB more: where there is no compiler "
                    "(a run says so in its first line), set `train.gradient_checkpointing` selective")
     if m.job.control > m.job.target:
         less = memory_of(m.job, work=rough_working_set).total - memory_of(replace(m.job, control=m.job.target), work=rough_working_set).total
-        out.append(f"control pictures have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} "
+        out.append(f"control images have {m.job.control} tokens, targets {m.job.target}: `data.control_area` {m.job.target * 256} "
                    f"would save {less / 1e9:.1f} GB and the work of those tokens (precompute anew; `predict` uses the same)")
     if m.host: out.append(f"host memory: {m.host / 1e9:.1f} GB that are pinned while training")
     if card and not card.bf16 and m.job.wide == 4:
         how = "in float32, its large products and attention in scaled float16" if m.job.half else "in float32"
         out.append(f"{card.name} has no bfloat16 of its own, so it computes {how}; `train.mixed_precision` bf16 needs about half the "
-                   "room beside quantised weights, but is emulated there, and slow")
+                   "room beside quantized weights, but is emulated there, and slow")
     return out

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EDIT', 'SEEDS', 'demo_config', 'write_pairs', 'answers', 'truths', 'rms', 'errors', 'demo', 'loss_figure', 'squares',
-           'pictures_figure']
+           'images_figure']
 
 # %% ../../nbs/tiny/04_demo.ipynb #4a30a726
 import json, os, platform, shutil, time
@@ -29,7 +29,7 @@ def demo_config(
         data=dict(dataset_path=str(out/"data"), image_size=[96, 96], batch_size=4, caption_dropout_rate=0.0),
         train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False,
                    max_train_steps=steps, save_interval=0, val_path=str(out/"held_out"),
-                   eval_interval=0, eval_steps=max(1, steps // 5), eval_pictures=0),
+                   eval_interval=0, eval_steps=max(1, steps // 5), eval_images=0),
         cache=dict(cache_dir=str(out/"cache")),
         optimizer=dict(lr=5e-3, weight_decay=0.0), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=min(10, steps // 4)),
         logging=dict(log_dir=str(out/"runs"), log_images_every=50))
@@ -111,7 +111,7 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     look = lambda: [judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width, height=p.height) for p in whole]
     true, before, seen = truths(judge, held), answers(judge, held, seeds), look()
     after = answers(judge.load_lora(out/"lora"), held, seeds)
-    pictures_figure(zip(whole, seen, look(), map(EDITS[EDIT], whole)), text).savefig(out/"before_after.png", dpi=120)
+    images_figure(zip(whole, seen, look(), map(EDITS[EDIT], whole)), text).savefig(out/"before_after.png", dpi=120)
     e0, e1 = errors(before, true), errors(after, true)
     metrics = dict(edit=text, crops=len(held), seeds=list(seeds),
                    error="rms in grey levels against the true edit seen through the VAE",
@@ -156,8 +156,8 @@ def squares(
     box = lambda w, h, m: ((w - m) // 2, (h - m) // 2, (w + m) // 2, (h + m) // 2)
     return [p.resize((side, side), Image.Resampling.LANCZOS, box=box(*p.size, min(p.size))) for p in photos("held_out")]
 
-def pictures_figure(
-    rows, # of (picture, model alone, with the LoRA, true edit)
+def images_figure(
+    rows, # of (image, model alone, with the LoRA, true edit)
     text:str, # the instruction
 ): # matplotlib Figure
     from qie_nb.predict import grid

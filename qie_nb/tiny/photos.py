@@ -23,7 +23,7 @@ PHOTOS = dict(
 
 # %% ../../nbs/tiny/01_photos.ipynb #3bd8d39a
 def photo_folder() -> Path:
-    "Where scikit-image's wheel keeps its pictures; found without importing it."
+    "Where scikit-image's wheel keeps its images; found without importing it."
     spec = importlib.util.find_spec("skimage")
     if spec is None: raise ImportError("the photographs are those of `scikit-image`, which is not installed; pip install scikit-image")
     return Path(spec.origin).parent/"data"

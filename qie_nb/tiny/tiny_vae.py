@@ -106,7 +106,7 @@ def patches(
     size:int, # side in pixels
     rng:np.random.Generator,
 ) -> torch.Tensor: # [n, 3, 1, size, size] in -1..1
-    "Varied square pictures for the VAE, never of held-out photographs."
+    "Varied square images for the VAE, never of held-out photographs."
     ims = photos("train") + photos("more")
     weights = np.array([4, 3, 2, 1, 1.5] + [3, 1, .5, 2, 1, 1, 1, 1, 1]) # the richer a photograph, the oftener
     out = []
@@ -158,7 +158,7 @@ class LinearCode(nn.Module):
     def forward(self,
         x, # [B, 3, h, w]
         noise:float=0., # standard deviation of the noise added to latents
-    ): # (picture, latents, end of the encoder, end of the decoder)
+    ): # (image, latents, end of the encoder, end of the decoder)
         pad, up = lambda t: F.pad(t, (0, 1, 0, 1)), lambda t: F.interpolate(t, scale_factor=2., mode="nearest-exact")
         h = self.down2(pad(self.down1(pad(self.e_in(x)))))
         z = self.e_out(h)
@@ -180,7 +180,7 @@ def _put(conv, weight, bias, constant=None, pairs=False):
 def plant(
     vae, # of `new_vae`
     code:LinearCode,
-    x:torch.Tensor, # [B, 3, 1, h, w] some pictures, for the amplitudes
+    x:torch.Tensor, # [B, 3, 1, h, w] some images, for the amplitudes
 ):
     "Make the VAE compute what the linear code computes."
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageAttentionBlock, QwenImageResample, QwenImageResidualBlock
@@ -210,9 +210,9 @@ def plant(
 # %% ../../nbs/tiny/02_tiny_vae.ipynb #3a80c238
 def train_vae(
     minutes:float=15, # two fifths of it for the linear code
-    seed:int=1, # of weights, pictures and noise
+    seed:int=1, # of weights, images and noise
 ): # AutoencoderKLQwenImage with `latents_mean` and `latents_std`
-    "The picture code: linear first, then the whole VAE."
+    "The image code: linear first, then the whole VAE."
     torch.manual_seed(seed)
     rng, vae, code = np.random.default_rng(seed), new_vae(), LinearCode()
     few = torch.cat([patches(200, 48, rng) for _ in range(12)])

@@ -16,7 +16,7 @@ from ..core.files import file_digest, write_atomic
 from .callbacks import Callback, due
 from ..core.environment import time_limit
 from ..core.flat import tree_of
-from .stopping import check_finite
+from .stopping import read_nonfinite
 
 FORMAT = 2 # of a checkpoint; one that says a higher number is of a newer version
 
@@ -191,10 +191,10 @@ class CheckpointCallback(Callback):
         short = t.global_step < t.state.max_steps # not by `stop`, which a signal may change in one process alone
         wanted = short or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0] # a run cut short is saved in any case
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
-        else: t.tidy() # the last save may have been killed at just that
+        else: t.prune_checkpoints() # the last save may have been killed at just that
 
     def save(self, t):
         if not t.state.whole: return print("no checkpoint: the last step was torn; the one before is kept")
-        if t.finite is not None: check_finite(t)
+        if t.finite is not None: read_nonfinite(t)
         t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
         self.saved = t.global_step

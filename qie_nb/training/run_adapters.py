@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..lora import adapters as lora
 from ..sampling.denoising import as_schedule, pick_schedule
-from ..lora.mixing import same_learning, wanted_loras
+from ..lora.mixing import keep_trainable, parse_loras
 
 # %% ../../nbs/training/07_run_adapters.ipynb #51fdaaee
 class AdapterMethods:
@@ -67,7 +67,7 @@ def load_lora(self:AdapterMethods,
     adapter_name:str="default", # one of that name is replaced
     weight:float=1.0, # factor on the adapter's own scale
 ):
-    "Load an adapter for prediction and use it alone; the picture sizes it was trained at are taken over."
+    "Load an adapter for prediction and use it alone; the image sizes it was trained at are taken over."
     return self.load_loras([dict(path=path, weight=weight, name=adapter_name)])
 
 @patch
@@ -75,9 +75,9 @@ def load_loras(self:AdapterMethods,
     loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
 ):
     "Load adapters and use these together, all of them or none: what one of them lacks is said before the others are loaded."
-    wanted = wanted_loras(loras)
+    wanted = parse_loras(loras)
     files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
-    self.choose_table(training=False, adapters=[n for file, _ in files for n in lora.lora_layers(file)])
+    self.pick_modulation(training=False, adapters=[n for file, _ in files for n in lora.lora_layers(file)])
     tr = self.gathered()
     read = [lora.read_fitting(tr, file) for file, _ in files]
     self._take(wanted, read)
@@ -89,7 +89,7 @@ def load_loras(self:AdapterMethods,
 def _take(self:AdapterMethods, wanted, read):
     tr, new = self.transformer, []
     before = lora.active_loras(tr)
-    with nullcontext() if any(w.name == "default" for w in wanted) else same_learning(tr):
+    with nullcontext() if any(w.name == "default" for w in wanted) else keep_trainable(tr):
         try:
             for w, r in zip(wanted, read):
                 new.append(w.name)
@@ -143,7 +143,7 @@ def loras_in_use(self:AdapterMethods) -> list: # of (adapter name, file, what it
 _SIZES = ("control_area", "vl_area")
 
 def _origin(self) -> dict:
-    "What the adapter says of itself whose picture sizes are used: the first one in use that has any, else the first one in memory."
+    "What the adapter says of itself whose image sizes are used: the first one in use that has any, else the first one in memory."
     infos = [i for *_, i in self.loras_in_use()] or [i for _, i in self._loras.values()]
     return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
 
@@ -152,7 +152,7 @@ AdapterMethods.lora_origin = property(_origin, _set_origin)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #fa36947b
 @patch
-def say_once(self:AdapterMethods, text:str):
+def warn_once(self:AdapterMethods, text:str):
     if text and text not in self._told: self._told = (*self._told, text); print(text)
 
 @patch
@@ -163,11 +163,11 @@ def tell_adapters(self:AdapterMethods):
     sized = [(n, s) for n, s in sized if s]
     for n, s in sized[1:]:
         if s != sized[0][1]:
-            self.say_once(f"adapter {n!r} was trained at {s}, {sized[0][0]!r} at {sized[0][1]}: the first one's sizes are used; "
+            self.warn_once(f"adapter {n!r} was trained at {s}, {sized[0][0]!r} at {sized[0][1]}: the first one's sizes are used; "
                           "set `data.control_area` and `data.vl_area` to choose others")
     for n, _, info in used:
         if info.get("variant") not in (None, self.components.variant.name):
-            self.say_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {self.components.variant.name}")
+            self.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {self.components.variant.name}")
     return self
 
 # %% ../../nbs/training/07_run_adapters.ipynb #b4c3a824
@@ -181,7 +181,7 @@ def sampling(self:AdapterMethods,
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(file, info) for _, file, info in self.loras_in_use()])
     if s.name != "none" and not why.startswith("asked"):
-        self.say_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; "
+        self.warn_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; "
                       "`schedule` none samples by the model's own")
     return s.steps if steps is None else steps, s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler)
 
@@ -191,8 +191,8 @@ def load_configured_loras(self:AdapterMethods):
     "Load `predict.loras` where no adapter is in memory."
     wanted, there = [l.model_dump() for l in self.config.predict.loras], list(getattr(self.transformer, "peft_config", {}))
     if wanted and not there: return self.load_loras(wanted)
-    if wanted and not {w.name for w in wanted_loras(wanted)} & set(there):
-        self.say_once(f"`predict.loras` is left out: adapters {', '.join(there)} are in memory already")
+    if wanted and not {w.name for w in parse_loras(wanted)} & set(there):
+        self.warn_once(f"`predict.loras` is left out: adapters {', '.join(there)} are in memory already")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #920cc2fa
 @patch
@@ -201,7 +201,7 @@ def merge_lora(self:AdapterMethods,
 ):
     "Add the adapters in use, as they are weighted, into the base's weights; predicting does not add them twice."
     if hasattr(self.transformer, "ring"):
-        raise ValueError("the base is streamed from host memory (`train.block_streaming`), so nothing can be merged into it; save the adapter "
+        raise ValueError("the base is streamed from host memory (`train.blocks_to_swap`), so nothing can be merged into it; save the adapter "
                          "and merge it in a trainer without")
     lora.merge_lora(self.gathered(), undo)
     return self

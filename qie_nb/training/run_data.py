@@ -16,7 +16,7 @@ from ..encoding.encoder import Encoder
 from ..core.flat import tree_of
 from ..models.components import check_device, prompt_text
 from ..data.images import Geometry
-from ..encoding.precompute import my_share, precompute
+from ..encoding.precompute import shard, precompute
 from ..data.samples import Samples
 from .step import encode_batch
 from .stopping import encoder_advice, memory_advice
@@ -39,14 +39,14 @@ def make_loader(self:CacheMethods,
     if not isinstance(given, BucketBatchSampler): given = None
     if self.use_cache and dataset.cache is None and self.cache_dir: dataset.cache = EmbeddingCacheManager(self.cache_dir)
     if not self.use_cache: dataset.cache = None
-    self._settle(dataset)
+    self.set_geometry_and_identity(dataset)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    self._drop_useless(dataset)
+    self.skip_unreadable(dataset)
     self._encoder = self.encoder(dataset.cache) # fills the loader's own cache; builds nothing until something is missing
     keep, held = split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)
     held = held or self._val_samples()
     self.held_out = self._subset(dataset, held, caption_dropout_rate=0.) if held else None
-    if self.held_out and c.train.val_path: self._drop_useless(self.held_out)
+    if self.held_out and c.train.val_path: self.skip_unreadable(self.held_out)
     self.samples = keep
     if len(keep) < len(dataset): dataset = self._subset(dataset, keep)
     if given: size, seed, shuffle = given.batch_size, given.seed, given.shuffle
@@ -61,11 +61,11 @@ def _val_samples(self:CacheMethods):
     except (ValueError, FileNotFoundError) as e: raise type(e)(str(e).replace("`data.dataset_path`", "`train.val_path`")) from None
 
 @patch
-def _settle(self:CacheMethods, dataset):
+def set_geometry_and_identity(self:CacheMethods, dataset):
     "Sizes and encoder identity of a data set, so that entries of another model are never taken for this one's."
     many = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
     if many is not None and not self.components.variant.many:
-        raise ValueError(f"sample {many!r} has several control pictures, but variant v1 takes one; use a 2509 or 2511 model")
+        raise ValueError(f"sample {many!r} has several control images, but variant v1 takes one; use a 2509 or 2511 model")
     dataset.areas = self.components.areas
     if dataset.cache is None: return dataset.refresh()
     if self.components.has_encoders(): dataset.refresh(self.components.identity())
@@ -73,7 +73,7 @@ def _settle(self:CacheMethods, dataset):
 
 # %% ../../nbs/training/06_run_data.ipynb #aa783ba2
 @patch
-def _drop_untellable(self:CacheMethods, dataset):
+def skip_bad_prompts(self:CacheMethods, dataset):
     "Skip the samples whose prompts cannot be put into the model's template."
     bad = {}
     for i, s in enumerate(dataset.samples):
@@ -82,15 +82,15 @@ def _drop_untellable(self:CacheMethods, dataset):
     dataset.drop(bad)
 
 @patch
-def _drop_useless(self:CacheMethods, dataset):
+def skip_unreadable(self:CacheMethods, dataset):
     "Skip what cannot be encoded, and refuse what could not be made: all before a run begins."
-    self._drop_untellable(dataset)
+    self.skip_bad_prompts(dataset)
     dataset.drop_unreadable()
-    self._check_holes(dataset)
+    self.check_cache_complete(dataset)
 
 # %% ../../nbs/training/06_run_data.ipynb #3e57bd9d
 @patch
-def _check_holes(self:CacheMethods, dataset):
+def check_cache_complete(self:CacheMethods, dataset):
     "Where a hole in the cache cannot be filled, there must be none."
     if dataset.cache is None: return
     local = self.components.name == "tiny" or tree_of(self.components.name).is_dir()
@@ -135,15 +135,15 @@ def cache_embeddings(self:CacheMethods,
     if dataset.cache is None and not (self.use_cache and self.cache_dir):
         raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so nobody would read what is precomputed; set both")
     if dataset.cache is None: dataset.cache = EmbeddingCacheManager(self.cache_dir)
-    self._drop_untellable(dataset)
+    self.skip_bad_prompts(dataset)
     enc = self.encoder(dataset.cache)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    table = my_share(self.modulation_bytes(dataset.cache, dataset)) if (whole := start_idx == 0 and end_idx is None) else ()
-    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify, self.config.cache.decode_ahead, table)
+    table = shard(self.modulation_bytes(dataset.cache, dataset)) if (whole := start_idx == 0 and end_idx is None) else ()
+    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, self.config.cache.verify, self.config.cache.prefetch, table)
     if self.config.train.val_path and whole:
         held_out = self._subset(dataset, self._val_samples(), caption_dropout_rate=0.)
-        self._drop_untellable(held_out)
-        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, ahead=self.config.cache.decode_ahead)
+        self.skip_bad_prompts(held_out)
+        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, ahead=self.config.cache.prefetch)
     enc.release()
     if whole: self.cache_modulation(dataset.cache, dataset)
     self.cache_exist = True
@@ -154,7 +154,7 @@ def cache_embeddings(self:CacheMethods,
 @patch
 def cache_step(self:CacheMethods,
     batch, # of a loader over an `ImageDataset`
-    vae_device=None, # where pictures are encoded
+    vae_device=None, # where images are encoded
     text_device=None, # where prompts are encoded
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
@@ -176,7 +176,7 @@ def _dataset_of(self:CacheMethods, batch, enc):
 # %% ../../nbs/training/06_run_data.ipynb #f2f68984
 @patch
 def encode_batch(self:CacheMethods, batch) -> dict:
-    "Latents and embeddings of a batch of pictures; with a cache, only what it lacks is computed."
+    "Latents and embeddings of a batch of images; with a cache, only what it lacks is computed."
     if self._encoder is None:
         self._encoder = self.encoder(EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None)
     if self._encoder.cache is not None: self._encoder.cache.add_identity(self._encoder.identity)
@@ -194,7 +194,7 @@ def encoding(self:CacheMethods, enc):
 def geometry(self:CacheMethods,
     data=None, # `DataSection` of a data set that has its own
 ) -> Geometry:
-    "Sizes of the pictures: the configuration's, else the loaded adapter's, else the model's own."
+    "Sizes of the images: the configuration's, else the loaded adapter's, else the model's own."
     d, trained_at = data or self.config.data, {k: v for k, v in self.lora_origin.items() if k in ("control_area", "vl_area")}
     areas = {**self.components.areas, **trained_at}
     return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])

@@ -17,11 +17,11 @@ from ..sampling.edits import factor_of
 from ..models.hub import transformer_digest
 from ..lora.adapters import check_targets, is_target
 from ..models.components import check_weights
-from ..models.modulation import ModulationTable, beyond_training, seen_times, training_times
-from ..models.modulation import put_on_table, table_of, uses_modulation
+from ..models.modulation import ModulationTable, extra_timesteps, model_timesteps, training_times
+from ..models.modulation import use_modulation_table, table_of, uses_modulation
 from ..sampling.denoising import sampling_schedule
 from ..models.hub import source_of
-from ..models.loading import origin_of
+from ..models.loading import source_checkpoint
 from ..models.loading import empty_model
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b7edd66b
@@ -45,7 +45,7 @@ def _transformer_config(self:TableMethods) -> dict:
 def _needs_table(self:TableMethods) -> str: # "" where the modulation layers are there
     "Why nothing but a table will do."
     folder = self.components.folder/"transformer"
-    return f"{str(folder)!r} has no modulation layers, only a table of them" if origin_of(folder).get("table") else ""
+    return f"{str(folder)!r} has no modulation layers, only a table of them" if source_checkpoint(folder).get("table") else ""
 
 @patch
 def _layers(self:TableMethods) -> list: # names of the linear layers
@@ -71,7 +71,7 @@ def why_modulation(self:TableMethods,
 @patch
 def _empty_table(self:TableMethods, cache=None) -> ModulationTable:
     folder = self._base_folder()/"transformer"
-    cache, origin = cache or getattr(self._encoder, "cache", None), origin_of(folder)
+    cache, origin = cache or getattr(self._encoder, "cache", None), source_checkpoint(folder)
     if cache is None and self.use_cache and self.cache_dir: cache = EmbeddingCacheManager(self.cache_dir)
     if origin.get("table"): cache = EmbeddingCacheManager([folder/"modulation", *([d.folder for d in cache.layers] if cache else [])])
     dtype = getattr(torch, origin["table_dtype"]) if origin.get("table") else self.components.dtype
@@ -87,7 +87,7 @@ def table_sets(self:TableMethods,
     dtype=None, # of the table; default the transformer's
     dataset=None, # `ImageDataset` whose sizes the schedules are for
 ) -> dict: # {times: name of the work}
-    "All that a table shall hold: what training can draw, and the schedules of `model.table_steps`."
+    "All that a table shall hold: what training can draw, and the schedules of `model.modulation_table_steps`."
     dtype = dtype or self.components.dtype
     return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
 
@@ -100,13 +100,13 @@ def make_table(self:TableMethods,
     table = self._empty_table(cache)
     for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
     if self.config.train.continuous_timesteps:
-        self.say_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.places)} timesteps")
+        self.warn_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.places)} timesteps")
     table.tell = not self.config.train.continuous_timesteps
     return table
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
 @patch
-def choose_table(self:TableMethods,
+def pick_modulation(self:TableMethods,
     training:bool=True, # is an adapter to be trained?
     adapters=(), # layers of adapters that will be loaded
 ):
@@ -115,31 +115,31 @@ def choose_table(self:TableMethods,
     if training: check_targets(self.config.model.lora, self._layers())
     if must := self._needs_table():
         why = self.why_modulation(training, adapters) if setting else "`model.modulation_table` is false"
-        if why: raise ValueError(f"{why}, and the prequantised copy {must}; name the full model")
+        if why: raise ValueError(f"{why}, and the prequantized copy {must}; name the full model")
         setting = True
     if self._leaving or not setting or not training and not adapters and setting != True: return
-    if why := self.why_modulation(training, adapters): return self.leave_table(why)
+    if why := self.why_modulation(training, adapters): return self.restore_modulation(why)
     if self.modulation_table is not None or self.transformer is None and "transformer" in parts.prepare: return
     if not training and setting != True: return
     table = self.make_table()
-    if self.transformer is None: parts.prepare["transformer"] = lambda model: put_on_table(model, table)
-    else: put_on_table(self.gathered(), table)
+    if self.transformer is None: parts.prepare["transformer"] = lambda model: use_modulation_table(model, table)
+    else: use_modulation_table(self.gathered(), table)
 
 # %% ../../nbs/training/08_run_modulation.ipynb #441e94b0
 @patch
 def _table_is_wanted(self:TableMethods, cache=None) -> bool:
     here = any((self.components.folder/"transformer").glob("*.safetensors")) # for precompute alone nothing is downloaded
     if not self.config.model.modulation_table or not here or cache is None and not (self.use_cache and self.cache_dir): return False
-    if why := self.why_modulation(): self.say_once(f"no modulation table: {why}")
+    if why := self.why_modulation(): self.warn_once(f"no modulation table: {why}")
     return not why
 
 @patch
-def _schedule_sets(self:TableMethods, dataset, dtype) -> dict: # {times beyond those of training: name of the work}, of `model.table_steps`
-    if not self.config.model.table_steps: return {}
+def _schedule_sets(self:TableMethods, dataset, dtype) -> dict: # {times beyond those of training: name of the work}, of `model.modulation_table_steps`
+    if not self.config.model.modulation_table_steps: return {}
     scheduler, out = self.components.get("scheduler"), {}
     for tokens in sorted(self._target_tokens(dataset)):
-        for steps in self.config.model.table_steps:
-            times = beyond_training(seen_times(sampling_schedule(scheduler, steps, tokens).timesteps, dtype), dtype)
+        for steps in self.config.model.modulation_table_steps:
+            times = extra_timesteps(model_timesteps(sampling_schedule(scheduler, steps, tokens).timesteps, dtype), dtype)
             if times: out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
     return out
 
@@ -149,7 +149,7 @@ def cache_modulation(self:TableMethods,
     cache=None, # `EmbeddingCacheManager`; default the configuration's
     dataset=None, # `ImageDataset` whose sizes the schedules are for; default the configuration's
 ) -> ModulationTable: # None where training will not use it, or nothing can be computed here
-    "Compute what training and the schedules of `model.table_steps` will look up, so that it is in the cache: the part of precompute that sees no picture."
+    "Compute what training and the schedules of `model.modulation_table_steps` will look up, so that it is in the cache: the part of precompute that sees no image."
     if not self._table_is_wanted(cache): return None
     table = self.make_table(cache)
     for times, name in self._schedule_sets(dataset, table.dtype).items():
@@ -181,11 +181,11 @@ def _target_tokens(self:TableMethods, dataset=None) -> set: # packed tokens of a
 
 # %% ../../nbs/training/08_run_modulation.ipynb #d21db8d0
 @patch
-def leave_table(self:TableMethods,
+def restore_modulation(self:TableMethods,
     why:str, # the modulation layers are needed
 ):
     "Have the modulation layers in the transformer, which is loaded anew where it lacks them."
-    self.say_once(f"no modulation table: {why}")
+    self.warn_once(f"no modulation table: {why}")
     self.components.prepare.pop("transformer", None)
     if self.modulation_table is None: return self._load_whole({})
     others = {n: file for n, (file, _) in self._loras.items() if n in getattr(self.transformer, "peft_config", {})}

@@ -13,7 +13,7 @@ from qie_nb.training.checkpoint import is_complete
 from qie_nb.config import make_config
 from qie_nb.core.files import DiskFull
 from qie_nb.core.flat import flatten
-from qie_nb.core.environment import MARGIN, Place, host_cores, host_memory, online, place_name, session_start, time_limit, used_bytes, where
+from qie_nb.core.environment import MARGIN, Environment, host_cores, host_memory, online, place_name, session_start, time_limit, used_bytes, detect_environment
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -39,37 +39,37 @@ def test_a_place_is_known_by_its_environment(env, name, tmp_path): assert place_
 @pytest.mark.parametrize("looks, name", [(True, "jupyter"), (False, "batch")])
 def test_a_kernel_is_a_notebook_or_a_batch(looks, name, tmp_path, monkeypatch):
     monkeypatch.setattr(places, "kernel", lambda: object())
-    monkeypatch.setattr(places, "watched", lambda: looks)
+    monkeypatch.setattr(places, "is_interactive", lambda: looks)
     assert place_name({}, tmp_path) == name
 
 
 def test_kaggle_by_its_folder_alone(tmp_path):
     (tmp_path/"kaggle/working").mkdir(parents=True)
-    p = where(tmp_path, {})
+    p = detect_environment(tmp_path, {})
     assert (p.name, p.working, p.quota, p.hours) == ("kaggle", tmp_path/"kaggle/working", 20_000_000_000, 12.)
     (tmp_path/"dev").mkdir()
     (tmp_path/"dev/nvidia0").touch()
-    assert where(tmp_path, {}).hours == 9.
+    assert detect_environment(tmp_path, {}).hours == 9.
 
 
 @pytest.mark.parametrize("env, hours", [(KAGGLE, 9.), (KAGGLE | dict(CUDA_VERSION=""), 12.), (KAGGLE | dict(CUDA_VERSION="", TPU_NAME="local"), 9.), (dict(COLAB_GPU="1"), None), ({}, None)])
-def test_hours_of_a_session(env, hours, tmp_path): assert where(tmp_path, env).hours == hours
+def test_hours_of_a_session(env, hours, tmp_path): assert detect_environment(tmp_path, env).hours == hours
 
 
 def test_a_batch_is_not_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "watched", lambda: True)
-    assert [where(tmp_path, KAGGLE | dict(KAGGLE_KERNEL_RUN_TYPE=run)).watched for run in ("Interactive", "Batch")] == [True, False]
+    monkeypatch.setattr(places, "is_interactive", lambda: True)
+    assert [detect_environment(tmp_path, KAGGLE | dict(KAGGLE_KERNEL_RUN_TYPE=run)).is_interactive for run in ("Interactive", "Batch")] == [True, False]
 
 
 def test_the_root_may_come_from_the_environment(tmp_path):
-    assert where(env=KAGGLE | dict(QIE_NB_ROOT=str(tmp_path))).working == tmp_path/"kaggle/working"
+    assert detect_environment(env=KAGGLE | dict(QIE_NB_ROOT=str(tmp_path))).working == tmp_path/"kaggle/working"
 
 
 def test_colab_keeps_only_what_is_on_drive(tmp_path):
-    assert where(tmp_path, dict(COLAB_GPU="1")).keep is None
+    assert detect_environment(tmp_path, dict(COLAB_GPU="1")).keep is None
     cache = tmp_path/"content/drive/MyDrive/qie_nb/cache"
     files(cache, {"manifest.json": json.dumps(dict(identities=dict(a=dict(model="m", variant="v1"))))})
-    p = where(tmp_path, dict(COLAB_GPU="1"))
+    p = detect_environment(tmp_path, dict(COLAB_GPU="1"))
     assert p.keep == cache.parent and [f.path for f in p.found("cache")] == [cache] and p.working == tmp_path/"content"
 
 
@@ -119,10 +119,10 @@ def test_the_session_began_before_this_process(ages, env, hours, age, tmp_path):
 
 
 def test_time_limit():
-    p = Place("kaggle", hours=9., began=1000.)
+    p = Environment("kaggle", hours=9., began=1000.)
     assert time_limit("auto", 5000., p)[0] == 1000. + (9 - MARGIN) * 3600 and "from its start" in time_limit("auto", 5000., p)[1]
     assert time_limit("auto", 5000., replace(p, began=None))[0] == 5000. + (9 - MARGIN) * 3600 and "the call of fit" in time_limit("auto", 5000., replace(p, began=None))[1]
-    assert time_limit("auto", 5000., Place("colab")) == (None, "") == time_limit(None, 5000., p)
+    assert time_limit("auto", 5000., Environment("colab")) == (None, "") == time_limit(None, 5000., p)
     assert time_limit(2, 5000., p) == (5000. + 7200, "max_hours 2")
 
 
@@ -144,19 +144,19 @@ def first(tmp_path_factory):
 
 def at(monkeypatch, place):
     "This place wherever the library asks for one."
-    for module in ("planning.disk_space", "training.resume", "encoding.precompute", "core.environment"): monkeypatch.setattr(f"qie_nb.{module}.where", lambda *a, **kw: place)
+    for module in ("planning.disk_space", "training.resume", "encoding.precompute", "core.environment"): monkeypatch.setattr(f"qie_nb.{module}.detect_environment", lambda *a, **kw: place)
     return place
 
 
 def test_a_run_ends_with_its_session(first, tmp_path, monkeypatch):
     config, _ = first
-    at(monkeypatch, Place("kaggle", working=tmp_path, hours=9., began=time.time() - 8.6 * 3600))
+    at(monkeypatch, Environment("kaggle", working=tmp_path, hours=9., began=time.time() - 8.6 * 3600))
     t = QwenImageEditTrainer(config(tmp_path, num_epochs=50, save_steps=None)).fit()
     assert t.global_step == 1 and t.state.stop == "max_hours auto (8.5 of kaggle's 9 h, from its start) is nearly over"
     assert is_complete(tmp_path/"checkpoints"/(tmp_path/"checkpoints/latest").read_text())
 
 
-@pytest.mark.parametrize("train, place", [({}, Place("script")), (dict(max_hours=None), Place("kaggle", hours=9., began=time.time() - 1e5)), ({}, Place("kaggle", hours=9., began=time.time()))])
+@pytest.mark.parametrize("train, place", [({}, Environment("script")), (dict(max_hours=None), Environment("kaggle", hours=9., began=time.time() - 1e5)), ({}, Environment("kaggle", hours=9., began=time.time()))])
 def test_a_run_goes_on_where_its_hours_are_not_over(train, place, first, tmp_path, monkeypatch):
     config, _ = first
     at(monkeypatch, replace(place, working=tmp_path))
@@ -172,7 +172,7 @@ def kaggle(root, mount, source):
     shutil.copytree(source, attached, ignore=shutil.ignore_patterns("runs"))
     (root/"kaggle/working").mkdir()
     for p in [*attached.rglob("*"), attached]: p.chmod(0o555 if p.is_dir() else 0o444)
-    return where(root, KAGGLE), attached
+    return detect_environment(root, KAGGLE), attached
 
 
 def state(folder): return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in sorted(folder.rglob("*"))}
@@ -196,21 +196,21 @@ def test_the_second_session_goes_on_from_what_is_attached(mount, first, tmp_path
 def test_a_first_session_finds_nothing(tmp_path):
     (tmp_path/"kaggle/input/pairs").mkdir(parents=True)
     (tmp_path/"kaggle/working").mkdir()
-    place = where(tmp_path, KAGGLE)
+    place = detect_environment(tmp_path, KAGGLE)
     assert place.latest("checkpoint") is None and place.cache_dirs() == [str(tmp_path/"kaggle/working/cache")]
 
 
 def test_all_kinds_of_mounts_are_listed(tmp_path):
     mounts = ("pairs", "datasets/me/pairs", "notebooks/me/run", "models/q/edit/diffusers/v/1", "competitions/c", "qwen/diffusers/v/1")
     for m in mounts: files(tmp_path/"kaggle/input"/m, {"model_index.json": '{"_class_name": "QwenImageEditPipeline"}'})
-    place = where(tmp_path, KAGGLE)
+    place = detect_environment(tmp_path, KAGGLE)
     assert [str(p.relative_to(tmp_path/"kaggle/input")) for p in place.attached()] == sorted((*mounts[:5], "qwen"), key=lambda m: m.split("/"))
     assert {str(f.path.relative_to(tmp_path/"kaggle/input")) for f in place.found("model")} == set(mounts), "at the new path of a model and at the old one"
 
 
 def test_a_data_set_called_models_is_one(tmp_path):
     files(tmp_path/"kaggle/input/models", {"a.png": ""})
-    assert where(tmp_path, KAGGLE).attached() == [tmp_path/"kaggle/input/models"]
+    assert detect_environment(tmp_path, KAGGLE).attached() == [tmp_path/"kaggle/input/models"]
 
 
 def test_a_checkpoint_that_lost_a_file_on_its_way_is_none(first, tmp_path):
@@ -225,14 +225,14 @@ def test_the_newest_comes_first_and_the_rest_is_no_cache(tmp_path):
     top = tmp_path/"kaggle/input"
     for name, when in (("a", 5.), ("b", 9.), ("c", 7.)): files(top/name, {"COMPLETE": "{}", "state.json": json.dumps(dict(written=when, global_step=int(when)))})
     files(top/"other", {"manifest.json": '{"name": "a web page"}', "d/manifest.json": "[1]", "e/manifest.json": "{", "f/COMPLETE": "", "g/state.json": "{}"})
-    place = where(tmp_path, KAGGLE)
+    place = detect_environment(tmp_path, KAGGLE)
     assert [f.path.name for f in place.found()] == ["b", "c", "a"] and place.latest() == str(top/"b") and all(f.attached for f in place.found())
 
 
 def test_a_packed_cache_is_found(first, tmp_path):
     from qie_nb.cache import EmbeddingCacheManager
     EmbeddingCacheManager(first[1]/"cache").pack(tmp_path/"kaggle/input/packed")
-    found, = where(tmp_path, KAGGLE).found("cache")
+    found, = detect_environment(tmp_path, KAGGLE).found("cache")
     assert found.path.name == "packed" and found.said.startswith("packed, of ") and "(2511)" in found.said
 
 
@@ -256,7 +256,7 @@ def carried(first, tmp_path, monkeypatch):
     flatten(tree, mount)
     (tmp_path/"kaggle/working").mkdir()
     assert not [d for d in mount.iterdir() if d.is_dir()]
-    return where(tmp_path, KAGGLE), mount
+    return detect_environment(tmp_path, KAGGLE), mount
 
 
 def test_what_was_carried_flat_is_found_where_its_tree_would_lie(carried):
@@ -290,16 +290,16 @@ def test_a_flat_folder_that_is_not_whole_is_passed_over(lost, carried, tmp_path)
 
 # --- room
 def test_room_is_the_least_of_disk_and_quota(tmp_path):
-    p = Place("kaggle", working=tmp_path, quota=10_000_000)
+    p = Environment("kaggle", working=tmp_path, quota=10_000_000)
     files(tmp_path/"a", {"b": "x" * 4_000_000})
-    assert 5_900_000 < p.room() <= 6_000_000 == p.room() + used_bytes(tmp_path) - 4_000_000
-    assert p.room(tmp_path/"not/there/yet") == p.room() and p.room(tmp_path.parent, lambda folder: 77) == 77 == p.room(free=lambda folder: 77)
+    assert 5_900_000 < p.free_space() <= 6_000_000 == p.free_space() + used_bytes(tmp_path) - 4_000_000
+    assert p.free_space(tmp_path/"not/there/yet") == p.free_space() and p.free_space(tmp_path.parent, lambda folder: 77) == 77 == p.free_space(free=lambda folder: 77)
     assert replace(p, quota=1).room() == 0 and replace(p, quota=None).room() > 10_000_000
 
 
 def test_fit_refuses_what_would_not_fit(first, tmp_path, monkeypatch, built):
     config, _ = first
-    at(monkeypatch, Place("kaggle", working=tmp_path, quota=100_000_000))
+    at(monkeypatch, Environment("kaggle", working=tmp_path, quota=100_000_000))
     with pytest.raises(DiskFull, match=r"quota 0\.1 GB: \d+\.\d MB are to be written \(checkpoints .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
         QwenImageEditTrainer(config(tmp_path, keep_checkpoints=100)).fit()
     assert not (tmp_path/"checkpoints/latest").exists() and "QwenImageTransformer2DModel" not in built
@@ -308,7 +308,7 @@ def test_fit_refuses_what_would_not_fit(first, tmp_path, monkeypatch, built):
 
 def test_precompute_refuses_what_would_pass_the_quota(first, tmp_path, monkeypatch):
     config, _ = first
-    at(monkeypatch, Place("kaggle", working=tmp_path, quota=100_000))
+    at(monkeypatch, Environment("kaggle", working=tmp_path, quota=100_000))
     with pytest.raises(DiskFull, match="Nothing was written"): QwenImageEditTrainer(config(tmp_path)).cache_embeddings()
     assert used_bytes(tmp_path) < 50_000
 
@@ -316,7 +316,7 @@ def test_precompute_refuses_what_would_pass_the_quota(first, tmp_path, monkeypat
 # --- the plan of disk use
 def test_the_plan_agrees_with_what_is_written(first, tmp_path):
     config, out = first
-    c, place = make_config(config(tmp_path)), Place("script", working=tmp_path)
+    c, place = make_config(config(tmp_path)), Environment("script", working=tmp_path)
     plan = disk.disk_plan(c, place)
     entries = sum(i.bytes for i in plan.items if i.what in ("latents", "prompts"))
     table, = (i.bytes for i in plan.items if i.what == "modulation table")
@@ -333,17 +333,17 @@ def test_the_plan_agrees_with_what_is_written(first, tmp_path):
 
 def test_what_is_there_is_not_counted_again(first, tmp_path):
     config, out = first
-    done = {i.what: i.bytes for i in disk.disk_plan(config(out), Place("script", working=tmp_path)).items}
-    anew = {i.what: i.bytes for i in disk.disk_plan(config(tmp_path), Place("script", working=tmp_path)).items}
+    done = {i.what: i.bytes for i in disk.disk_plan(config(out), Environment("script", working=tmp_path)).items}
+    anew = {i.what: i.bytes for i in disk.disk_plan(config(tmp_path), Environment("script", working=tmp_path)).items}
     assert all(done[what] < 0.3 * anew[what] for what in ("latents", "prompts", "modulation table")) and done["checkpoints"] < anew["checkpoints"]
     attached = config(tmp_path) | dict(cache=dict(cache_dir=[str(out/"cache"), str(tmp_path/"cache")]))
-    assert {i.what: i.bytes for i in disk.disk_plan(attached, Place("script", working=tmp_path)).items}["modulation table"] == done["modulation table"]
+    assert {i.what: i.bytes for i in disk.disk_plan(attached, Environment("script", working=tmp_path)).items}["modulation table"] == done["modulation table"]
 
 
 def test_cache_and_checkpoints_together_are_refused_by_the_quota(tmp_path):
     real = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[512, 512]), logging=dict(log_dir=str(tmp_path/"runs")),
                 cache=dict(cache_dir=str(tmp_path/"cache")), train=dict(output_dir=str(tmp_path), keep_checkpoints=50))
-    place = Place("kaggle", working=tmp_path, quota=20_000_000_000, env=dict(HOME=str(tmp_path.parent)))
+    place = Environment("kaggle", working=tmp_path, quota=20_000_000_000, env=dict(HOME=str(tmp_path.parent)))
     roomy = replace(disk.disk_plan(real, place, pairs=1000), free=lambda folder: 10**12)
     cache, kept = roomy.bytes("cache"), roomy.bytes("checkpoints")
     assert max(cache, kept) < 20e9 < cache + kept or roomy.fits()
@@ -354,14 +354,14 @@ def test_cache_and_checkpoints_together_are_refused_by_the_quota(tmp_path):
 
 def test_folders_on_one_disk_share_it(tmp_path):
     item = lambda what, size: disk.Item(what, size, tmp_path/what, "")
-    plan = disk.DiskPlan([item("a", 60), item("b", 60)], Place("script", working=tmp_path), free=lambda folder: 100)
+    plan = disk.DiskPlan([item("a", 60), item("b", 60)], Environment("script", working=tmp_path), free=lambda folder: 100)
     (what, need, room, _), = plan.limits()
     assert (need, room) == (120, 100) and not plan.fits() and replace(plan, free=lambda folder: 120).fits()
 
 
 def test_only_what_is_missing_is_downloaded(tmp_path):
     config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"))
-    bytes_of = lambda: {i.what: i.bytes for i in disk.disk_plan(config, Place("script", env=dict(HF_HOME=str(tmp_path))), pairs=1).items if i.group == "downloads"}
+    bytes_of = lambda: {i.what: i.bytes for i in disk.disk_plan(config, Environment("script", env=dict(HF_HOME=str(tmp_path))), pairs=1).items if i.group == "downloads"}
     before = bytes_of()
     assert set(before) == {"download transformer", "download text_encoder", "download vae"} and before["download transformer"] == pytest.approx(40.86e9, rel=1e-3)
     files(tmp_path/"hub/models--Qwen--Qwen-Image-Edit-2511/snapshots/abc/vae", {"m.safetensors": "x" * 1000})
@@ -386,7 +386,7 @@ def test_online():
 
 
 def test_secrets_are_found_and_not_shown(tmp_path, monkeypatch):
-    place = lambda **env: Place("kaggle", working=tmp_path, temp=tmp_path, env=dict(HOME=str(tmp_path)) | env)
+    place = lambda **env: Environment("kaggle", working=tmp_path, temp=tmp_path, env=dict(HOME=str(tmp_path)) | env)
     assert place().secret() is None and place(HF_TOKEN="hf_1").secret() == "hf_1" and place(OTHER="o").secret("OTHER") == "o"
     files(tmp_path/".cache/huggingface", {"token": "hf_2\n"})
     assert place().secret() == "hf_2" and place().secret("OTHER") is None
@@ -401,5 +401,5 @@ def test_secrets_are_found_and_not_shown(tmp_path, monkeypatch):
 def test_a_place_shows_itself_escaped(tmp_path):
     files(tmp_path/"kaggle/input/<b>x", {"COMPLETE": "{}", "state.json": '{"global_step": "<i>"}'})
     (tmp_path/"kaggle/working").mkdir()
-    page = where(tmp_path, KAGGLE)._repr_html_()
+    page = detect_environment(tmp_path, KAGGLE)._repr_html_()
     assert "<b>" not in page and "<i>" not in page and "&lt;i&gt;" in page

@@ -1,11 +1,11 @@
-"""Pictures as people have them: each kind has a stated outcome, and what cannot be used says so in one sentence with its name."""
+"""Images as people have them: each kind has a stated outcome, and what cannot be used says so in one sentence with its name."""
 import io, os, struct, warnings, zlib
 
 import numpy as np
 import pytest
 from PIL import Image, features
 
-from qie_nb.data.images import RowPicture, open_image, picture_size, read_bytes, source_digest, source_name
+from qie_nb.data.images import RowImage, open_image, picture_size, read_bytes, source_digest, source_name
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 255, (20, 30, 3), dtype=np.uint8)
@@ -169,7 +169,7 @@ def test_animations_and_pages_are_refused(name, how, tmp_path):
     assert picture_size(one) == open_image(one).size == (30, 20)
 
 
-def test_of_an_mpo_the_first_picture_is_the_picture(tmp_path):
+def test_of_an_mpo_the_first_image_is_the_image(tmp_path):
     path = saved(tmp_path/"a.jpg", Image.new("RGB", (30, 20), "red"), format="MPO", save_all=True, append_images=[Image.new("RGB", (30, 20), "blue")])
     with Image.open(path) as im: assert im.n_frames == 2
     assert picture_size(path) == (30, 20) and open_image(path).getpixel((0, 0))[0] > 240
@@ -188,7 +188,7 @@ def test_truncated_and_empty_files_are_refused(name, how, left, tmp_path):
     data = path.read_bytes()
     assert picture_size(path) == (64, 64)
     path.write_bytes(data[:int(len(data) * left)])
-    refused(path, f"picture '.*{name}' cannot be read " + (r"\(it is empty\)" if not left else r"\(.+\)") + "; replace it or take the pair out$")
+    refused(path, f"image '.*{name}' cannot be read " + (r"\(it is empty\)" if not left else r"\(.+\)") + "; replace it or take the pair out$")
 
 
 def test_a_film_behind_a_jpeg_does_no_harm_and_a_cut_one_with_a_thumbnail_is_found(tmp_path):
@@ -203,9 +203,9 @@ def test_a_film_behind_a_jpeg_does_no_harm_and_a_cut_one_with_a_thumbnail_is_fou
 
 
 @pytest.mark.parametrize("content", [b"hello", b"\0" * 5000, b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xd9", b"GIF89a\0\0\0\0\0\0\0", b"RIFF\xff\xff\xff\xffWEBPVP8 "])
-def test_no_pictures_are_refused_whatever_they_are_called(content, tmp_path):
+def test_no_images_are_refused_whatever_they_are_called(content, tmp_path):
     (tmp_path/"a.png").write_bytes(content)
-    refused(tmp_path/"a.png", "picture '.*a.png' ")
+    refused(tmp_path/"a.png", "image '.*a.png' ")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -217,7 +217,7 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path):
             for at in RNG.integers(0, min(len(data), 300), 3): broken[at] = RNG.integers(0, 256)
             for f in (picture_size, open_image):
                 try: f(bytes(broken))
-                except ValueError as e: assert str(e).startswith("picture bytes "), e
+                except ValueError as e: assert str(e).startswith("image bytes "), e
 
 
 def test_a_bomb_is_one_sentence(tmp_path):
@@ -240,8 +240,8 @@ def test_sizes(size, ok, tmp_path):
 
 
 def test_no_pixels_at_all():
-    with pytest.raises(ValueError, match="picture Image is 0x5, without a pixel; replace it"): open_image(Image.new("RGB", (0, 5)))
-    with pytest.raises(ValueError, match="picture bytes cannot be read"): picture_size(png(0, 5, 8, 0, b""))
+    with pytest.raises(ValueError, match="image Image is 0x5, without a pixel; replace it"): open_image(Image.new("RGB", (0, 5)))
+    with pytest.raises(ValueError, match="image bytes cannot be read"): picture_size(png(0, 5, 8, 0, b""))
 
 
 # --- what stands at a path
@@ -251,10 +251,10 @@ def test_folders_links_pipes_and_gone_files(tmp_path):
     (tmp_path/"loop.png").symlink_to(tmp_path/"loop.png")
     os.mkfifo(tmp_path/"pipe.png")
     for name, why in {"dir.png": "it is a folder", "lost.png": "its link leads nowhere", "loop.png": "its link leads nowhere", "pipe.png": "it is no regular file", "gone.png": "it does not exist", "a\0b.png": "it does not exist", "x" * 300 + ".png": "File name too long"}.items():
-        sentence = rf"picture '.*' cannot be read \({why}\); replace it or take the pair out$"
+        sentence = rf"image '.*' cannot be read \({why}\); replace it or take the pair out$"
         refused(tmp_path/name, sentence)
         with pytest.raises(ValueError, match=sentence): read_bytes(tmp_path/name)
-        with pytest.raises(ValueError, match="picture '.*' cannot be read"): source_digest(tmp_path/name)
+        with pytest.raises(ValueError, match="image '.*' cannot be read"): source_digest(tmp_path/name)
 
 
 def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
@@ -266,7 +266,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 
 
 # --- sources in memory
-def test_all_kinds_of_source_are_the_same_picture(tmp_path):
+def test_all_kinds_of_source_are_the_same_image(tmp_path):
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
     class Held: name = "held"; read_bytes = staticmethod(path.read_bytes)
     for source in (path, str(path), path.read_bytes(), Held):
@@ -274,29 +274,29 @@ def test_all_kinds_of_source_are_the_same_picture(tmp_path):
         assert source_digest(source) == source_digest(path) and len(source_digest(source)) == 64
         if not isinstance(source, bytes): assert read_bytes(source) == path.read_bytes()
     for source in (io.BytesIO(path.read_bytes()), Image.open(path), COLOURS): assert (np.asarray(open_image(source)) == COLOURS).all()
-    with pytest.raises(ValueError, match="picture 'mine' cannot be read"): open_image(b"no", name="'mine'")
-    with pytest.raises(ValueError, match="picture int cannot be read"): open_image(5)
+    with pytest.raises(ValueError, match="image 'mine' cannot be read"): open_image(b"no", name="'mine'")
+    with pytest.raises(ValueError, match="image int cannot be read"): open_image(5)
 
 
-def test_pictures_of_a_datasets_row(tmp_path):
+def test_images_of_a_datasets_row(tmp_path):
     import datasets
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
     data = datasets.Dataset.from_dict(dict(image=[str(path), str(tmp_path/"gone.png"), None], many=[[str(path), str(path)], [], []]),
                                       features=datasets.Features(image=datasets.Image(), many=datasets.List(datasets.Image()))).with_format("arrow")
-    for source in (RowPicture(data, "image", 0), RowPicture(data, "many", 0, 1)):
+    for source in (RowImage(data, "image", 0), RowImage(data, "many", 0, 1)):
         assert picture_size(source) == (30, 20) and source_digest(source) == source_digest(path)
-    assert source_name(RowPicture(data, "many", 0, 1)) == "'many[0][1]'" and "rows" not in repr(source)
-    refused(RowPicture(data, "image", 1), r"picture 'image\[1\]' cannot be read \(it does not exist\); replace it")
-    refused(RowPicture(data, "image", 2), r"picture 'image\[2\]' cannot be read \(it is empty\); replace it")
+    assert source_name(RowImage(data, "many", 0, 1)) == "'many[0][1]'" and "rows" not in repr(source)
+    refused(RowImage(data, "image", 1), r"image 'image\[1\]' cannot be read \(it does not exist\); replace it")
+    refused(RowImage(data, "image", 2), r"image 'image\[2\]' cannot be read \(it is empty\); replace it")
 
 
-def test_a_row_picture_reaches_the_loaders_workers(tmp_path):
+def test_a_row_image_reaches_the_loaders_workers(tmp_path):
     import datasets
     from torch.utils.data import DataLoader
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
     data = datasets.Dataset.from_dict(dict(image=[str(path)] * 4)).cast_column("image", datasets.Image())
     class Sizes:
-        pictures = [RowPicture(data.with_format("arrow"), "image", i) for i in range(4)]
+        pictures = [RowImage(data.with_format("arrow"), "image", i) for i in range(4)]
         def __len__(self): return 4
         def __getitem__(self, i): return np.array(picture_size(self.pictures[i]))
     assert np.concatenate([b.numpy() for b in DataLoader(Sizes(), num_workers=1)]).tolist() == [[30, 20]] * 4

@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from qie_nb.data.batches import Batch, BucketBatchSampler
-from qie_nb.data.images import Geometry, RowPicture, picture_size, source_digest
-from qie_nb.data.samples import PictureChanged, Sample, Samples, find_samples, load_pictures, split_held_out, usable
+from qie_nb.data.images import Geometry, RowImage, picture_size, source_digest
+from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
 
 
 def picture(path, colour=0, size=(8, 6)):
@@ -17,7 +17,7 @@ def picture(path, colour=0, size=(8, 6)):
 
 
 def tree(root, *names, caption="make it blue"):
-    "Pictures and captions by their names; each picture has a colour of its own."
+    "Images and captions by their names; each image has a colour of its own."
     for n, name in enumerate(names):
         if name.endswith((".txt", ".caption")):
             (root/name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,25 +77,25 @@ def test_what_nothing_asks_for_is_listed_with_its_reason(tmp_path):
     os.close(os.open(os.fsencode(tmp_path/"images") + b"/caf\xe9.png", os.O_CREAT))
     samples = find_samples(tmp_path)
     assert dict(samples.ignored) == {
-        "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without a picture", "images/._a.png": "hidden",
-        "images/c.txt": "a caption without a picture", "images/caf\\xe9.png": "its name is not UTF-8",
-        "images/dir.png": "a folder", "images/notes.md": "no picture", "loose.png": "not in one of the folders"}
-    assert repr(samples) == ("1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a caption without a picture), "
+        "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without an image", "images/._a.png": "hidden",
+        "images/c.txt": "a caption without an image", "images/caf\\xe9.png": "its name is not UTF-8",
+        "images/dir.png": "a folder", "images/notes.md": "no image", "loose.png": "not in one of the folders"}
+    assert repr(samples) == ("1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a caption without an image), "
                              "contrl_2 (a folder of no known role), control/b.png (a control without a target), ...")
     repr(samples).encode()
 
 
 @pytest.mark.parametrize("names, sentence", [
-    (["images/a.png", "images/a.txt", "control/b.png"], "target 'a.png' has no control picture; expected '.*control/a' with any of .png, .jpg"),
-    (["images/a.png", "images/a.txt"], "has no control folder; put the pictures before the edit into '.*control_images'"),
+    (["images/a.png", "images/a.txt", "control/b.png"], "target 'a.png' has no control image; expected '.*control/a' with any of .png, .jpg"),
+    (["images/a.png", "images/a.txt"], "has no control folder; put the images before the edit into '.*control_images'"),
     (["images/a.png", "control/a.png"], "sample 'a' has no caption; write its instruction into '.*images/a.txt'"),
     (["images/a.png", "images/a.jpg", "images/a.txt", "control/a.png"], "two samples are called 'a': a.jpg and a.png in '.*images'; rename or remove one"),
     (["images/a.png", "images/a.txt", "images/a.caption", "control/a.png"], "two captions are called 'a': a.caption and a.txt in"),
-    (["images/a.png", "images/a.txt", "control/a.png", "control_3/a.png", "control_2/b.png"], "target 'a.png' has no picture in control_2/ but one in a later folder"),
-    (["a_start.png", "a_end.png", "b_end.png", "a.txt", "b.txt"], "target 'b_end.png' has no control picture; expected 'b_control' beside it"),
+    (["images/a.png", "images/a.txt", "control/a.png", "control_3/a.png", "control_2/b.png"], "target 'a.png' has no image in control_2/ but one in a later folder"),
+    (["a_start.png", "a_end.png", "b_end.png", "a.txt", "b.txt"], "target 'b_end.png' has no control image; expected 'b_control' beside it"),
     (["a_start.png", "a_end.png", "a_after.png", "a.txt"], "two samples are called 'a': a_after.png and a_end.png in"),
     (["a_start.png", "a_end.png"], "sample 'a' has no caption; write its instruction into '.*a_end.txt'"),
-    (["just.png", "pictures.png"], "holds no pictures; expected training_images/ and control_images/, or metadata.jsonl"),
+    (["just.png", "pictures.png"], "holds no images; expected training_images/ and control_images/, or metadata.jsonl"),
 ])
 def test_folders_that_cannot_be_used(names, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", *names))
@@ -130,7 +130,7 @@ def test_names_of_files(stem, tmp_path):
     for samples in (folders, table, find_samples(tmp_path/"t.csv")):
         assert [s.id for s in samples] == [stem] and len(usable(samples)[0]) == 1
         assert "<b>" not in samples._repr_html_()
-        assert load_pictures(samples[0], Geometry((32, 32)))["image"].shape == (32, 32, 3)
+        assert load_images(samples[0], Geometry((32, 32)))["image"].shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize("target, control", [("NFC", "NFD"), ("NFD", "NFC"), ("NFD", "NFD")])
@@ -270,11 +270,11 @@ def test_two_tables_and_the_folder_layout_beside_a_card(tmp_path):
     ("m.jsonl", '{"image": 1}\n\n{"image"', "line 3 of 'm.jsonl' is not valid JSON .*; mend it"), ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
     ("m.json", "", "'m.json' is not valid JSON"), ("m.jsonl", "[1]\n{}", "row 1 of 'm.jsonl' must be an object"), ("m.csv", "", "'m.csv' holds no rows"), ("m.csv", "image,edit_image,prompt\n", "'m.csv' holds no rows"),
     ("m.csv", "image,edit_image,prompt\n" + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), ("m.jsonl", "null", "row 1 of 'm.jsonl' must be an object"),
-    ("m.csv", "image,edit_image,prompt\nt.png,,p", "row 1 of 'm.csv' has no control picture in 'edit_image'; write its path there"), ("m.csv", "image,edit_image,prompt\n,c.png,p", "row 1 of 'm.csv' must name a picture file, got ''; write its path there"),
+    ("m.csv", "image,edit_image,prompt\nt.png,,p", "row 1 of 'm.csv' has no control image in 'edit_image'; write its path there"), ("m.csv", "image,edit_image,prompt\n,c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"),
     ("m.csv", "image,edit_image,prompt\nt.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
     ("m.csv", "image,edit_image,prompt\nt.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; mend the path or take the row out \(2 of 3 rows are refused\)"),
-    ("m.jsonl", '{"image": "t.png", "edit_image": 5, "prompt": "p"}', "has no control picture"), ("m.jsonl", '{"image": {"bytes": "x"}, "edit_image": "c.png", "prompt": "p"}', "row 1 of 'm.jsonl' must name a picture file, got {"),
-    ("m.jsonl", '{"image": "t.png", "edit_image": [["c.png"]], "prompt": "p"}', "row 1 of 'm.jsonl' must name a picture file, got"), ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": ["p"]}', "caption of sample 't' must be text"),
+    ("m.jsonl", '{"image": "t.png", "edit_image": 5, "prompt": "p"}', "has no control image"), ("m.jsonl", '{"image": {"bytes": "x"}, "edit_image": "c.png", "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got {"),
+    ("m.jsonl", '{"image": "t.png", "edit_image": [["c.png"]], "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": ["p"]}', "caption of sample 't' must be text"),
     ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": "\\ud800"}', "caption of sample 't' is not valid Unicode; mend it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it"),
 ])
 def test_tables_that_cannot_be_used(name, text, sentence, tmp_path):
@@ -335,12 +335,12 @@ def test_a_windows_path_inside_the_set_is_read(tmp_path):
 
 
 # --- data sets of the hub
-def pictures_of(n): return [Image.new("RGB", (8, 6), (i, 0, 0)) for i in range(n)]
+def images_of(n): return [Image.new("RGB", (8, 6), (i, 0, 0)) for i in range(n)]
 
 
 def test_a_dataset_with_lists_of_controls(tmp_path):
     import datasets
-    held = dict(target_image=pictures_of(3), control_images=[pictures_of(2), pictures_of(1), pictures_of(3)], prompt=["a", "b", "c"], quality=[1, 2, 3])
+    held = dict(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=["a", "b", "c"], quality=[1, 2, 3])
     features = datasets.Features(target_image=datasets.Image(), control_images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), quality=datasets.Value("int64"))
     data = datasets.Dataset.from_dict(held, features=features)
     for given in (data, datasets.DatasetDict(test=data.select([0]), train=data), datasets.DatasetDict(only=data)):
@@ -348,16 +348,16 @@ def test_a_dataset_with_lists_of_controls(tmp_path):
         assert [(s.id, len(s.controls), s.prompt) for s in samples] == [("000000", 2, "a"), ("000001", 1, "b"), ("000002", 3, "c")]
         assert samples.layout == "datasets.Dataset: target `target_image`, control `control_images`, prompt `prompt`; not used: quality"
         keep, sizes, skipped = usable(samples)
-        assert sizes[2] == ((8, 6),) * 4 and not skipped and isinstance(keep[0].target, RowPicture)
+        assert sizes[2] == ((8, 6),) * 4 and not skipped and isinstance(keep[0].target, RowImage)
     shuffled = find_samples(data.select([2, 0]))
     assert [(s.prompt, len(s.controls)) for s in shuffled] == [("c", 3), ("a", 2)]
     assert source_digest(shuffled[1].target) == source_digest(find_samples(data)[0].target)
-    assert load_pictures(shuffled[0], Geometry((32, 32)))["control"][2].size == (8, 6)
+    assert load_images(shuffled[0], Geometry((32, 32)))["control"][2].size == (8, 6)
 
 
 def test_a_dataset_beside_a_folder_and_its_split(tmp_path):
     import datasets
-    data = datasets.Dataset.from_dict(dict(input_image=pictures_of(4), edited_image=pictures_of(4)[::-1], edit_prompt=list("abcd"))).cast_column("input_image", datasets.Image()).cast_column("edited_image", datasets.Image())
+    data = datasets.Dataset.from_dict(dict(input_image=images_of(4), edited_image=images_of(4)[::-1], edit_prompt=list("abcd"))).cast_column("input_image", datasets.Image()).cast_column("edited_image", datasets.Image())
     tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "control/b.png")
     both = find_samples([tmp_path, data])
     assert [s.id for s in both] == ["0/a", "1/000000", "1/000001", "1/000002", "1/000003"] and both.ignored == [("0/control/b.png", "a control without a target")]
@@ -372,25 +372,25 @@ def test_a_dataset_beside_a_folder_and_its_split(tmp_path):
     (lambda d, hub: d.select([]), "the data set holds no rows"),
     (lambda d, hub: hub.DatasetDict(a=d, b=d), "the data set has the splits a, b and no train; give one of them"),
     (lambda d, hub: d.to_iterable_dataset(), "a streamed data set has no order to train in; load it without `streaming=True`"),
-    (lambda d, hub: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set holds no pictures; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
+    (lambda d, hub: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set holds no images; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
     (lambda d, hub: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
     (lambda d, hub: d.remove_columns("prompt").add_column("prompt", [1, 2]), "caption of sample '000000' must be text, got 1"),
 ])
 def test_datasets_that_cannot_be_used(change, sentence):
     import datasets
-    data = datasets.Dataset.from_dict(dict(image=pictures_of(2), edit_image=pictures_of(2), prompt=["x", "y"])).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
+    data = datasets.Dataset.from_dict(dict(image=images_of(2), edit_image=images_of(2), prompt=["x", "y"])).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
     with pytest.raises(ValueError, match=sentence): find_samples(change(data, datasets))
 
 
-def test_bad_pictures_of_a_dataset_are_skipped(tmp_path):
+def test_bad_images_of_a_dataset_are_skipped(tmp_path):
     import datasets
     good = picture(tmp_path/"a.png").read_bytes()
     data = datasets.Dataset.from_dict(dict(image=[dict(bytes=b, path=p) for b, p in ((good, "a.png"), (b"no", None), (None, "/nowhere/x.png"), (None, "https://example.org/a.png"))] + [None],
                                            control=[dict(bytes=good, path=None)] * 5, prompt=["p"] * 5), features=datasets.Features(image=datasets.Image(), control=datasets.Image(), prompt=datasets.Value("string")))
     keep, _, skipped = usable(find_samples(data))
     assert [s.id for s in keep] == ["000000"]
-    assert dict(skipped) == {f"00000{i}": f"picture 'image[{i}]' cannot be read ({why}); replace it or take the pair out"
-                             for i, why in ((1, "not a picture or broken"), (2, "it does not exist"), (3, "it does not exist"), (4, "it is empty"))}
+    assert dict(skipped) == {f"00000{i}": f"image 'image[{i}]' cannot be read ({why}); replace it or take the pair out"
+                             for i, why in ((1, "not an image or broken"), (2, "it does not exist"), (3, "it does not exist"), (4, "it is empty"))}
 
 
 # --- nothing else is a data set
@@ -403,7 +403,7 @@ def test_what_is_no_data_set(given, kind, sentence, tmp_path):
 
 
 # --- which can be used
-def test_bad_pictures_are_skipped_with_their_reason(tmp_path):
+def test_bad_images_are_skipped_with_their_reason(tmp_path):
     names = [f"{d}/{n}.{k}" for n in "abcd" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))]
     tree(tmp_path, *names)
     (tmp_path/"control"/"b.png").write_bytes(b"")
@@ -415,7 +415,7 @@ def test_bad_pictures_are_skipped_with_their_reason(tmp_path):
     assert [i for i, _ in skipped] == ["b", "c", "d"]
     for (_, reason), says in zip(skipped, ("control/b.png' cannot be read (it is empty)", "images/c.png' cannot be read (", "control/d.png' is 400x10, more than 16 times as long as wide")): assert says in reason
     with pytest.raises(ValueError, match="b.png' cannot be read"): usable(samples, strict=True)
-    with pytest.raises(ValueError, match="none of 3 samples can be used; the first: picture .*b.png' cannot be read .*"): usable(samples[1:])
+    with pytest.raises(ValueError, match="none of 3 samples can be used; the first: image .*b.png' cannot be read .*"): usable(samples[1:])
     assert usable([]) == ([], [], [])
 
 
@@ -423,19 +423,19 @@ def test_a_file_that_goes_while_it_is_looked_at_is_skipped_too(tmp_path):
     samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
     (tmp_path/"control"/"b.png").unlink()
     (tmp_path/"control"/"b.png").symlink_to("nowhere")
-    assert usable(samples)[2] == [("b", f"picture '{tmp_path}/control/b.png' cannot be read (its link leads nowhere); replace it or take the pair out")]
+    assert usable(samples)[2] == [("b", f"image '{tmp_path}/control/b.png' cannot be read (its link leads nowhere); replace it or take the pair out")]
 
 
 def test_sizes_are_asked_of_the_files_memory_and_a_lost_file_is_still_one_sentence(tmp_path, monkeypatch):
     from pathlib import Path
     asked = []
     def remembered(path, name, compute): return asked.append((Path(path).stat().st_size > 0, name, compute)) or [8, 6]
-    monkeypatch.setattr("qie_nb.data.samples.file_fact", remembered)
+    monkeypatch.setattr("qie_nb.data.samples.cached_file_property", remembered)
     samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
     samples[1].target.unlink()
     keep, sizes, skipped = usable(samples)
     assert sizes == [((8, 6), (8, 6))] and asked == [(True, "size", picture_size)] * 2
-    assert skipped == [("b", f"picture '{tmp_path}/images/b.png' cannot be read (it does not exist); replace it or take the pair out")]
+    assert skipped == [("b", f"image '{tmp_path}/images/b.png' cannot be read (it does not exist); replace it or take the pair out")]
 
 
 def test_a_key_of_old_bytes_never_gets_new_pixels(tmp_path, monkeypatch):
@@ -444,21 +444,21 @@ def test_a_key_of_old_bytes_never_gets_new_pixels(tmp_path, monkeypatch):
     digests = [source_digest(p) for p in (sample.target, *sample.controls)]
     opened, real = [], Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **kw: (opened.append(self), real(self, *a, **kw))[1])
-    held = load_pictures(sample, Geometry((32, 32)), digests)
+    held = load_images(sample, Geometry((32, 32)), digests)
     assert len(held["control"]) == 2 and sorted(opened) == sorted([sample.target, *sample.controls]), "each file is read once"
     picture(sample.controls[1], 200)
-    with pytest.raises(PictureChanged, match="picture '.*control_2/a.png' has changed since it was looked at; start again"): load_pictures(sample, Geometry((32, 32)), digests)
-    assert issubclass(PictureChanged, ValueError) and load_pictures(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
-    with pytest.raises(ValueError): load_pictures(sample, Geometry((32, 32)), digests[:1])
+    with pytest.raises(ImageChanged, match="image '.*control_2/a.png' has changed since it was looked at; start again"): load_images(sample, Geometry((32, 32)), digests)
+    assert issubclass(ImageChanged, ValueError) and load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
+    with pytest.raises(ValueError): load_images(sample, Geometry((32, 32)), digests[:1])
 
 
-def test_a_batch_fetches_pictures_of_any_source(tmp_path):
+def test_a_batch_fetches_images_of_any_source(tmp_path):
     path = picture(tmp_path/"a.png", 7)
     class Held: name = "held"; read_bytes = staticmethod(path.read_bytes)
     sample, bad = Sample("a", path, (Held, path), "p"), Sample("b", tmp_path/"gone.png", (path,), "p")
     got = Batch(dict(sample=[sample, bad]), Geometry((32, 32))).get_images_for_tensorboard()
     assert len(got["training_images"]) == 1 and [c.shape for c in got["control_images"]] == [(6, 8, 3)] * 2 and got["source"] == "disk"
-    assert got["problems"] == [f"picture '{tmp_path}/gone.png' cannot be read (it does not exist); replace it or take the pair out"]
+    assert got["problems"] == [f"image '{tmp_path}/gone.png' cannot be read (it does not exist); replace it or take the pair out"]
 
 
 # --- batches

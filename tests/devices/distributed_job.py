@@ -5,7 +5,7 @@ from pathlib import Path
 from qie_nb.trainer import QwenImageEditTrainer
 
 
-def divide(trainer):
+def shard_loader(trainer):
     "FSDP2 by hand: on a CPU accelerate's plugin makes DDP of it."
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +20,7 @@ def divide(trainer):
 if __name__ == "__main__":
     config, out, kind = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     trainer = QwenImageEditTrainer(config)
-    if kind == "fsdp": divide(trainer)
+    if kind == "fsdp": shard_loader(trainer)
     trainer.fit()
     trainer.save_lora(out)
     if trainer.is_main: (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))

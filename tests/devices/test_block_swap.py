@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from qie_nb.devices import model_parallel as divided
 from qie_nb.config import make_config
 from qie_nb.lora.adapters import add_lora, lora_state
-from qie_nb.models.modulation import put_on_table
+from qie_nb.models.modulation import use_modulation_table
 from qie_nb.models.modulation import ModulationTable
-from qie_nb.models.quantize import held_bytes, quantise
+from qie_nb.models.quantize import held_bytes, quantize
 from qie_nb.models.loading import stream
-from qie_nb.devices.block_swap import Ring, Streaming, Streams, check_streaming, offload_inputs, on_ring
+from qie_nb.devices.block_swap import BlockSwap, BlockSwapLoader, Streams, check_streaming, offload_checkpoint_inputs, enable_block_swap
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
@@ -29,7 +29,7 @@ class Rig(TorchDispatchMode):
     "CUDA's streams at their worst: a copy is made when it is waited for and not before; one that could overtake what reads its place is refused."
     def __init__(self):
         super().__init__()
-        self.clock, self.used, self.watched, self.copies, self.inside = 0, {}, set(), [], None
+        self.clock, self.used, self.is_interactive, self.copies, self.inside = 0, {}, set(), [], None
         rig = self
 
         class Stream:
@@ -75,7 +75,7 @@ class Rig(TorchDispatchMode):
 def base(zero=True, kind=None, layers=LAYERS):
     torch.manual_seed(0)
     size = dict(attention_head_dim=16, num_attention_heads=4, joint_attention_dim=64, axes_dims_rope=(4, 6, 6))
-    return quantise(QwenImageTransformer2DModel(num_layers=layers, zero_cond_t=zero, **size).requires_grad_(False).eval(), kind)
+    return quantize(QwenImageTransformer2DModel(num_layers=layers, zero_cond_t=zero, **size).requires_grad_(False).eval(), kind)
 
 
 def adapted(tr, targets="attention", **kw):
@@ -117,7 +117,7 @@ def numbers(ring, rig):
 @pytest.mark.parametrize("zero", [False, True])
 def test_outputs_and_gradients_are_the_same_to_the_last_bit(zero, places):
     plain, rig = adapted(base(zero)), Rig()
-    ours = adapted(on_ring(base(zero), "cpu", places=places, streams=Streams("cpu", rig)))
+    ours = adapted(enable_block_swap(base(zero), "cpu", places=places, streams=Streams("cpu", rig)))
     expected, picture = gradients(plain, one()), call(plain).detach()
     with rig:
         assert torch.equal(call(ours).detach(), picture)
@@ -127,7 +127,7 @@ def test_outputs_and_gradients_are_the_same_to_the_last_bit(zero, places):
 @pytest.mark.parametrize("places", [2, 3])
 def test_each_block_is_copied_once_forward_and_once_backward_and_ahead_of_its_need(places):
     rig = Rig()
-    ours = adapted(on_ring(base(), "cpu", places=places, streams=Streams("cpu", rig)))
+    ours = adapted(enable_block_swap(base(), "cpu", places=places, streams=Streams("cpu", rig)))
     ring, seen = ours.ring, []
     for n, block in enumerate(ours.transformer_blocks):
         block.register_forward_pre_hook(lambda m, a, n=n: seen.append((n, len(rig.copies))))
@@ -152,7 +152,7 @@ def test_each_block_is_copied_once_forward_and_once_backward_and_ahead_of_its_ne
 
 def test_a_wait_that_is_left_out_is_noticed(monkeypatch):
     plain, rig = gradients(adapted(base()), one()), Rig()
-    make = lambda: adapted(on_ring(base(), "cpu", streams=Streams("cpu", rig)))
+    make = lambda: adapted(enable_block_swap(base(), "cpu", streams=Streams("cpu", rig)))
     monkeypatch.setattr(Streams, "wait", lambda self, event: None)
     with rig: assert not same(gradients(make(), one()), plain), "computing does not wait for the copy"
     monkeypatch.undo()
@@ -164,19 +164,19 @@ def test_a_wait_that_is_left_out_is_noticed(monkeypatch):
 
 def test_a_place_that_is_given_away_too_early_is_noticed(monkeypatch):
     expected, rig = gradients(adapted(base()), one()), Rig()
-    ours = adapted(on_ring(base(), "cpu", streams=Streams("cpu", rig)))
-    monkeypatch.setattr(Ring, "following", lambda self, n: [n, *(k for k in (n - 3, n + 3) if 0 <= k < LAYERS)]) # into the place of the block itself
-    real = Ring.visit
+    ours = adapted(enable_block_swap(base(), "cpu", streams=Streams("cpu", rig)))
+    monkeypatch.setattr(BlockSwap, "following", lambda self, n: [n, *(k for k in (n - 3, n + 3) if 0 <= k < LAYERS)]) # into the place of the block itself
+    real = BlockSwap.visit
     def greedy(self, n): # ... and without a look at who is there
         real(self, n)
         if n + 3 < LAYERS: self.streams.wait(self.streams.copy(self.places[n % 3], self.packed[n + 3].flat)); self.holds[n % 3] = n + 3
-    monkeypatch.setattr(Ring, "visit", greedy)
+    monkeypatch.setattr(BlockSwap, "visit", greedy)
     with rig: assert not same(gradients(ours, one()), expected)
 
 
 def test_passes_of_any_order_are_the_same():
     plain, rig = adapted(base()), Rig()
-    ours = adapted(on_ring(base(), "cpu", streams=Streams("cpu", rig)))
+    ours = adapted(enable_block_swap(base(), "cpu", streams=Streams("cpu", rig)))
     both = lambda tr: call(tr, 1).square().mean() + call(tr, 2, 0.7).square().mean() # two forward passes before the backward ones
 
     def broken_off(tr): # a forward pass without a backward one, and predicting in between
@@ -191,7 +191,7 @@ def test_passes_of_any_order_are_the_same():
 @pytest.mark.parametrize("layers", [2, 4, 5])
 def test_predicting_is_the_same_where_places_and_blocks_do_not_come_out_even(layers):
     rig = Rig()
-    ours = on_ring(base(layers=layers), "cpu", streams=Streams("cpu", rig))
+    ours = enable_block_swap(base(layers=layers), "cpu", streams=Streams("cpu", rig))
     with torch.no_grad():
         picture = call(base(layers=layers))
         with rig: assert all(torch.equal(call(ours), picture) for _ in range(3))
@@ -199,7 +199,7 @@ def test_predicting_is_the_same_where_places_and_blocks_do_not_come_out_even(lay
 
 def test_predicting_goes_round():
     rig = Rig()
-    ours = on_ring(base(layers=6), "cpu", streams=Streams("cpu", rig))
+    ours = enable_block_swap(base(layers=6), "cpu", streams=Streams("cpu", rig))
     with rig, torch.no_grad():
         call(ours)
         rig.copies.clear()
@@ -208,9 +208,9 @@ def test_predicting_goes_round():
 
 
 @pytest.mark.parametrize("kind", ["qfloat8", "nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qint8", "int8", "float8"))])
-def test_quantised_blocks(kind):
+def test_quantized_blocks(kind):
     plain, rig = adapted(base(kind=kind)), Rig()
-    ours = adapted(on_ring(base(kind=kind), "cpu", streams=Streams("cpu", rig)))
+    ours = adapted(enable_block_swap(base(kind=kind), "cpu", streams=Streams("cpu", rig)))
     expected = gradients(plain, one())
     with rig:
         for _ in range(2): assert same(gradients(ours, one()), expected)
@@ -226,8 +226,8 @@ def test_with_what_else_there_is(how, tmp_path):
             base().save_pretrained(tmp_path/"tr")
             table = ModulationTable("a digest", torch.float32, LAYERS, tmp_path/"tr")
             table.make((0., 0.5))
-            put_on_table(tr, table)
-        if ring: on_ring(tr, "cpu", streams=Streams("cpu", rig))
+            use_modulation_table(tr, table)
+        if ring: enable_block_swap(tr, "cpu", streams=Streams("cpu", rig))
         return adapted(tr, "all_linear" if how == "all_linear" else "attention", lora_dropout=0.3 * (how == "dropout"))
     rig, dtype = Rig(), torch.bfloat16 if how == "bfloat16" else torch.float32
     def loss(tr):
@@ -243,7 +243,7 @@ def test_with_what_else_there_is(how, tmp_path):
 
 def test_a_block_kept_by_its_weights_raises_and_is_not_corrupt():
     "Without checkpointing the weights are needed in the backward pass, where others lie: torch notices, for they share the place's version."
-    ours = adapted(on_ring(base(), "cpu"))
+    ours = adapted(enable_block_swap(base(), "cpu"))
     ours.disable_gradient_checkpointing()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"): call(ours).square().mean().backward()
 
@@ -252,22 +252,22 @@ def test_a_block_kept_by_its_weights_raises_and_is_not_corrupt():
 def test_loaded_from_disk_block_by_block(kind, tmp_path, monkeypatch):
     base().save_pretrained(tmp_path/"tr", max_shard_size="200KB")
     plain, waiting, most = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind), [], []
-    keeper, settle = Streaming("cpu", kind), Streaming.settle
+    placement, settle = BlockSwapLoader("cpu", kind), BlockSwapLoader.settle
 
     def counted(self, model, name):
         settle(self, model, name)
         most.append(sum(not any(p.is_meta for p in b.parameters()) and n not in self.packed for n, b in enumerate(model.transformer_blocks)))
-    monkeypatch.setattr(Streaming, "settle", counted)
-    ours = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, keeper=keeper)
-    assert max(most) == 0 and len(ours.ring.packed) == LAYERS and not keeper.packed
+    monkeypatch.setattr(BlockSwapLoader, "settle", counted)
+    ours = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
+    assert max(most) == 0 and len(ours.ring.packed) == LAYERS and not placement.packed
     with torch.no_grad(): assert torch.equal(call(ours), call(plain))
 
 
-def test_a_streamed_transformer_is_not_moved_or_merged_or_quantised(pairs, tmp_path, streamed_on_cpu):
-    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(block_streaming=True)))
+def test_a_streamed_transformer_is_not_moved_or_merged_or_quantized(pairs, tmp_path, streamed_on_cpu):
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(blocks_to_swap=True)))
     t.set_lora()
-    for act, text in ((lambda: t.transformer.to("meta"), "cannot be moved; set `train.block_streaming` to its default"),
-                      (t.merge_lora, "so nothing can be merged into it"), (lambda: t.quantize_model(t.transformer, "cpu"), "cannot be quantised any more")):
+    for act, text in ((lambda: t.transformer.to("meta"), "cannot be moved; set `train.blocks_to_swap` to its default"),
+                      (t.merge_lora, "so nothing can be merged into it"), (lambda: t.quantize_model(t.transformer, "cpu"), "cannot be quantized any more")):
         with pytest.raises(ValueError, match=text): act()
     t.transformer.to("cpu")
 
@@ -276,8 +276,8 @@ def test_a_streamed_transformer_is_not_moved_or_merged_or_quantised(pairs, tmp_p
 @pytest.mark.parametrize("ring", [False, True])
 def test_inputs_wait_in_host_memory_and_gradients_are_the_same(ring):
     expected, rig = gradients(adapted(base()), one(), one(2)), Rig()
-    make = lambda: adapted(on_ring(base(), "cpu", streams=Streams("cpu", rig)) if ring else base())
-    ours = offload_inputs(make(), "cpu", cuda=rig)
+    make = lambda: adapted(enable_block_swap(base(), "cpu", streams=Streams("cpu", rig)) if ring else base())
+    ours = offload_checkpoint_inputs(make(), "cpu", cuda=rig)
     with rig:
         for _ in range(2): assert same(gradients(ours, one(), one(2)), expected)
 
@@ -308,7 +308,7 @@ def test_no_input_stays_on_the_device_and_each_travels_once(monkeypatch):
         for s in streams:
             while s.queue: yield s.queue.pop(0)
     rig.now_waiting = now_waiting
-    offload_inputs(ours, "cpu", cuda=rig)
+    offload_checkpoint_inputs(ours, "cpu", cuda=rig)
     assert inputs_alive(plain, rig)[:3] == (2 * (LAYERS - 1), 2 * (LAYERS - 1), 0)
     rig.copies.clear()
     total, alive, out, both = inputs_alive(ours, rig)
@@ -318,7 +318,7 @@ def test_no_input_stays_on_the_device_and_each_travels_once(monkeypatch):
 
 def test_the_inputs_of_the_block_before_are_asked_for_ahead(monkeypatch):
     rig, order = Rig(), []
-    ours = offload_inputs(adapted(base()), "cpu", cuda=rig)
+    ours = offload_checkpoint_inputs(adapted(base()), "cpu", cuda=rig)
     for n, block in enumerate(ours.transformer_blocks):
         block.register_forward_pre_hook(lambda m, a, n=n: order.append((n, len(rig.copies))) if torch._C._current_graph_task_id() != -1 else None)
     with rig: gradients(ours, one())
@@ -328,7 +328,7 @@ def test_the_inputs_of_the_block_before_are_asked_for_ahead(monkeypatch):
 
 def test_inputs_that_are_not_waited_for_are_noticed(monkeypatch):
     expected, rig = gradients(adapted(base()), one()), Rig()
-    ours = offload_inputs(adapted(base()), "cpu", cuda=rig)
+    ours = offload_checkpoint_inputs(adapted(base()), "cpu", cuda=rig)
     monkeypatch.setattr(Streams, "wait", lambda self, event: None)
     with rig: assert not same(gradients(ours, one()), expected)
     monkeypatch.undo()
@@ -348,7 +348,7 @@ def streamed_on_cpu(monkeypatch):
 def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, tmp_path, streamed_on_cpu):
     root, states, pictures = pairs(((48, 32),) * 4), {}, {}
     def make(name, on, **train):
-        both = dict(block_streaming=on, offload_activations=on, output_dir=str(tmp_path/name), save_interval=1, val_fraction=0.25, eval_interval=1, eval_pictures=1, eval_num_inference_steps=2)
+        both = dict(blocks_to_swap=on, offload_activations=on, output_dir=str(tmp_path/name), save_interval=1, val_fraction=0.25, eval_interval=1, eval_images=1, eval_num_inference_steps=2)
         return QwenImageEditTrainer(settings(root, tmp_path, train=both | train, model=dict(quantize=quantize), data=dict(image_size=[48, 48])))
     for name, first, second in (("off", False, False), ("on", True, True), ("across", True, False)):
         make(name, first, max_train_steps=2).fit()
@@ -364,24 +364,24 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
 
 
 @pytest.mark.parametrize("train, device, kind, text", [
-    (dict(block_streaming=True), "cpu", None, "`train.block_streaming` needs a CUDA GPU to copy to, and the transformer trains on cpu"),
+    (dict(blocks_to_swap=True), "cpu", None, "`train.blocks_to_swap` needs a CUDA GPU to copy to, and the transformer trains on cpu"),
     (dict(offload_activations=True), "mps", None, "`train.offload_activations` needs a CUDA GPU"),
-    (dict(block_streaming=True, gradient_checkpointing=False), "cuda:0", None, "needs `train.gradient_checkpointing`, which is false"),
+    (dict(blocks_to_swap=True, gradient_checkpointing=False), "cuda:0", None, "needs `train.gradient_checkpointing`, which is false"),
     (dict(offload_activations=True, gradient_checkpointing=False), "cuda:0", None, "needs `train.gradient_checkpointing`, which is false"),
-    (dict(block_streaming=True, distributed="fsdp"), "cuda:0", None, "does not go with fsdp"),
-    (dict(block_streaming=True), "cuda:0", "fp8_storage", "does not go with `model.quantize` fp8_storage"),
-    (dict(block_streaming=True), "cuda:0", "qint4", "does not go with `model.quantize` qint4"),
-    (dict(block_streaming=True), "cuda:0", "dora", "does not go with `model.lora.use_dora`"),
-    (dict(block_streaming=True, compile=True), "cuda:0", None, "`train.block_streaming` does not go with `train.compile` true, .*; set it to auto"),
+    (dict(blocks_to_swap=True, distributed="fsdp"), "cuda:0", None, "does not go with fsdp"),
+    (dict(blocks_to_swap=True), "cuda:0", "fp8_storage", "does not go with `model.quantize` fp8_storage"),
+    (dict(blocks_to_swap=True), "cuda:0", "qint4", "does not go with `model.quantize` qint4"),
+    (dict(blocks_to_swap=True), "cuda:0", "dora", "does not go with `model.lora.use_dora`"),
+    (dict(blocks_to_swap=True, compile=True), "cuda:0", None, "`train.blocks_to_swap` does not go with `train.compile` true, .*; set it to auto"),
     (dict(offload_activations=True, compile=True), "cuda:0", None, "`train.offload_activations` does not go with `train.compile` true, .*; set it to auto"),
-    (dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"]), "cuda:0", None, "does not go with `train.transformer_devices`")])
+    (dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"]), "cuda:0", None, "does not go with `train.model_parallel_devices`")])
 def test_what_cannot_be_is_refused_in_one_sentence(train, device, kind, text):
     with pytest.raises(ValueError, match=text) as e: check_streaming(make_config(dict(train=train)).train, device, *((None, True) if kind == "dora" else (kind,)))
     assert "\n" not in str(e.value)
 
 
 def test_a_trainer_refuses_before_anything_is_loaded(pairs, tmp_path, built):
-    with pytest.raises(ValueError, match="needs a CUDA GPU"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(block_streaming=True)))
+    with pytest.raises(ValueError, match="needs a CUDA GPU"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(blocks_to_swap=True)))
     assert not built
 
 

@@ -12,7 +12,7 @@ from qie_nb.data.batches import BucketBatchSampler
 from qie_nb.devices.compile import Compiled, attention_kernel, can_compile, compile_choice, compiled_graphs, obstacle, set_up, watch_attention
 from qie_nb.config import Config, LoraSection
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.lora.adapters import CastLinear, add_lora, assert_float32, compute_in_base, computes_in_base, load_lora, lora_state, save_lora, start_lora
+from qie_nb.lora.adapters import CastLinear, add_lora, assert_float32, adapters_in_base_dtype, computes_in_base, load_lora, lora_state, save_lora, start_lora
 from qie_nb.lora.dropout import install_sample_dropout
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -171,12 +171,12 @@ def test_what_stands_against_compiling_is_said():
     assert compile_choice(True, "cpu", tr) == (False, "hooks run inside the blocks (Linear): weights are cast or moved")
     hook.remove()
     assert compile_choice(True, "cpu", tr, inputs_wait=True) == (False, "`train.offload_activations` moves what they keep")
-    from qie_nb.devices.block_swap import on_ring
-    streamed = on_ring(small(), "cpu", places=2)
+    from qie_nb.devices.block_swap import enable_block_swap
+    streamed = enable_block_swap(small(), "cpu", places=2)
     assert compile_choice(True, "cpu", streamed) == (False, obstacle(streamed)) and obstacle(streamed) == f"this is a transformer {streamed.fixed}"
-    from qie_nb.models.quantize import quantise
+    from qie_nb.models.quantize import quantize
     held = QwenImageTransformer2DModel(num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(4, 6, 6))
-    assert obstacle(held) == "" and "weights are cast" in obstacle(quantise(held, "fp8_storage"))
+    assert obstacle(held) == "" and "weights are cast" in obstacle(quantize(held, "fp8_storage"))
 
 
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch):
@@ -275,7 +275,7 @@ def test_the_real_compiler_gives_the_same_gradients(monkeypatch):
     torch.compiler.reset()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         tr = small(1, dtype)
-        compute_in_base(tr, dtype != torch.float32)
+        adapters_in_base_dtype(tr, dtype != torch.float32)
         want, code = gradients(tr), set_up(tr, "selective", True)
         got = gradients(tr)
         assert not code.failed, code.failed
@@ -289,7 +289,7 @@ def test_three_float32_copies_are_gone():
     block_input = lambda t: t.dtype == torch.float32 and t.shape[-2:] == (40, 32)
     n, tensors, _ = kept_bytes(lambda: call(tr))
     before = [t for t in tensors if block_input(t)]
-    compute_in_base(tr)
+    adapters_in_base_dtype(tr)
     m, tensors, _ = kept_bytes(lambda: call(tr))
     after = [t for t in tensors if block_input(t)]
     one = 40 * 32 * 4
@@ -303,7 +303,7 @@ def test_gradients_in_the_bases_dtype_are_float32s_within_rounding(targets):
     exact, want = small(3, torch.float32, target_modules=targets), gradients(tr)
     for p, q in zip(exact.parameters(), tr.parameters(), strict=True): p.data.copy_(q.data)
     truth = gradients(exact)
-    compute_in_base(tr)
+    adapters_in_base_dtype(tr)
     got = gradients(tr)
     assert got.keys() == want.keys() and all(g.dtype == torch.float32 for g in got.values())
     error = lambda a: ((whole(a) - whole(truth)).norm() / whole(truth).norm()).item()
@@ -315,17 +315,17 @@ def test_gradients_in_the_bases_dtype_are_float32s_within_rounding(targets):
 def test_float32_bases_and_doras_stay_as_they_are():
     tr = small(1)
     want = gradients(tr)
-    compute_in_base(tr)
+    adapters_in_base_dtype(tr)
     for n, g in gradients(tr).items(): assert torch.equal(g, want[n])
     dora = small(1, torch.bfloat16, use_dora=True)
-    assert compute_in_base(dora) == 0 and not computes_in_base(dora)
+    assert adapters_in_base_dtype(dora) == 0 and not computes_in_base(dora)
     gradients(dora)
 
 
 def test_files_and_a_second_adapter_see_float32_weights(tmp_path):
     tr = small(1, torch.bfloat16)
     before, want = lora_state(tr), call(tr)
-    compute_in_base(tr)
+    adapters_in_base_dtype(tr)
     for k, v in lora_state(tr).items(): assert torch.equal(v, before[k])
     file = save_lora(tr, tmp_path/"lora")
     load_lora(tr, file, "second")
@@ -334,7 +334,7 @@ def test_files_and_a_second_adapter_see_float32_weights(tmp_path):
     assert all(type(l) is CastLinear for m in tr.modules() if hasattr(m, "lora_A") for l in (*m.lora_A.values(), *m.lora_B.values()))
     for k, v in lora_state(tr).items(): assert torch.equal(v, before[k])
     assert gradients(tr)
-    compute_in_base(tr, False)
+    adapters_in_base_dtype(tr, False)
     assert not computes_in_base(tr) and torch.equal(call(tr), want)
 
 
@@ -379,9 +379,9 @@ class Watched(torch.Tensor):
 
 def test_a_mask_on_the_device_is_not_read():
     mask = torch.ones(2, 5, dtype=torch.bool).as_subclass(Watched)
-    assert mask.device.type == "cuda" and step.equal_prompts(mask) == {}
-    assert step.equal_prompts(torch.ones(2, 5, dtype=torch.bool)) == {5: [0, 1]}
-    assert step.equal_prompts(torch.tensor([[True, False, True]])) == {} == step.equal_prompts(torch.zeros(1, 3, dtype=torch.bool))
+    assert mask.device.type == "cuda" and step.split_by_prompt_length(mask) == {}
+    assert step.split_by_prompt_length(torch.ones(2, 5, dtype=torch.bool)) == {5: [0, 1]}
+    assert step.split_by_prompt_length(torch.tensor([[True, False, True]])) == {} == step.split_by_prompt_length(torch.zeros(1, 3, dtype=torch.bool))
 
 
 def test_losses_of_parts_are_those_of_the_masked_whole():
@@ -394,7 +394,7 @@ def test_losses_of_parts_are_those_of_the_masked_whole():
     for kw in (dict(), dict(weighting="cosmap", background=0.1)):
         parts, whole_ = (step.loss_at(tr, batch, eps, sigmas, whole=w, **kw) for w in (False, True))
         torch.testing.assert_close(parts, whole_, rtol=1e-5, atol=1e-6)
-    assert step.equal_prompts(mask) == {3: [0, 2], 6: [1], 5: [3]}
+    assert step.split_by_prompt_length(mask) == {3: [0, 2], 6: [1], 5: [3]}
 
 
 # --- which attention

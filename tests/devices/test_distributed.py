@@ -1,4 +1,4 @@
-"""Two CPU processes train what one trains: DDP as it is launched, FSDP2's division by hand; the same files, the same LoRA."""
+"""Two CPU processes train what one trains: DDP as it is launched, FSDP2's split_blocks by hand; the same files, the same LoRA."""
 import json, os, subprocess, sys
 from pathlib import Path
 

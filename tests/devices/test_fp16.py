@@ -15,13 +15,13 @@ from qie_nb.planning import plan as planner
 from qie_nb.devices.compile import attention_kernel, compile_choice, set_up
 from qie_nb.config import LoraSection, make_config
 from qie_nb.planning.counting import count_step, empty_step, empty_transformer, memory_of
-from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, Pair, half_choice, half_weight, halve, measure, power_of_two, to_half, with_outliers
+from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, pick_fp16, fp16_weight, enable_fp16, weight_norms, power_of_two, scale_to_fp16, with_outliers
 from qie_nb.lora.adapters import add_lora, load_lora, lora_parameters, save_lora
 from qie_nb.lora.mixing import merge_lora, unmerge_lora
-from qie_nb.planning.training_memory import Job, job_of, kept
+from qie_nb.planning.training_memory import MemoryQuery, job_of, kept
 from qie_nb.planning.plan import CARDS, Card, plan
-from qie_nb.models.quantize import _inner, quantise
-from qie_nb.devices.block_swap import on_ring
+from qie_nb.models.quantize import _inner, quantize
+from qie_nb.devices.block_swap import enable_block_swap
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
@@ -36,8 +36,8 @@ def model(dtype=torch.float32, on=False, zero=False, adapter=True, kind=None, la
     torch.manual_seed(0)
     tr = QwenImageTransformer2DModel(num_layers=layers, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=48, axes_dims_rope=(8, 12, 12), zero_cond_t=zero)
     with_outliers(tr, **NONE | outliers)
-    tr = quantise(tr.to(torch.bfloat16).to(dtype).requires_grad_(False), kind)
-    if on: halve(tr)
+    tr = quantize(tr.to(torch.bfloat16).to(dtype).requires_grad_(False), kind)
+    if on: enable_fp16(tr)
     if not adapter: return tr
     add_lora(tr, LoraSection(r=4, target_modules="all_linear"))
     g = torch.Generator().manual_seed(3)
@@ -98,7 +98,7 @@ def test_what_float16_alone_gives():
 
 
 @pytest.mark.parametrize("kind", ["qint8", "nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qfloat8", "int8", "float8"))])
-def test_quantised_bases(kind):
+def test_quantized_bases(kind):
     build = partial(model, kind=kind)
     for kw in ({}, WILD) if kind == "qint8" else ({},):
         exact, ours = results(build(**kw)), results(build(on=True, **kw))
@@ -110,8 +110,8 @@ def test_quantised_bases(kind):
 @pytest.mark.parametrize("kind", ["qint8", "qfloat8"])
 def test_eight_bits_lose_nothing_on_the_way_into_float16(kind):
     torch.manual_seed(0)
-    layer = quantise(torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False)), kind)[0]
-    w, rows = half_weight(layer, measure(layer)[0])
+    layer = quantize(torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False)), kind)[0]
+    w, rows = fp16_weight(layer, weight_norms(layer)[0])
     assert torch.equal(w.float() * rows[:, None], layer.weight.dequantize())
 
 
@@ -121,34 +121,34 @@ def unscaled(x): return torch.ones_like(x)
 
 
 def only_cast(x, longest):
-    "As `to_half`, without a power; the lengths are those of what is stored."
+    "As `scale_to_fp16`, without a power; the lengths are those of what is stored."
     return (x16 := x.half()), torch.ones_like(x[..., :1]), torch.linalg.vector_norm(x16.float(), dim=-1, keepdim=True)
 
 
 def test_without_the_scale_of_a_product_it_overflows_and_the_layer_is_named(monkeypatch):
     "What the first layer of the MLP gives is finite in float32, and is twice what float16 can hold."
-    monkeypatch.setattr(half, "to_half", only_cast)
+    monkeypatch.setattr(half, "scale_to_fp16", only_cast)
     tr = model(on=True, power=17)
     with torch.no_grad(): out = call(tr)
-    assert not out.isfinite().all() and tr.half_watch.first() == "block 0, the input of img_mlp.net.2, forward"
+    assert not out.isfinite().all() and tr.fp16_stats.first() == "block 0, the input of img_mlp.net.2, forward"
 
 
 def test_without_the_scale_of_a_gradient_it_vanishes(monkeypatch):
-    exact, real = results(model(), 1e-9)[1], half.to_half
+    exact, real = results(model(), 1e-9)[1], half.scale_to_fp16
     assert far([results(model(on=True), 1e-9)[1]], [exact])[0] < 0.005
     def only_forward(x, longest):
         return (real if torch._C._current_graph_task_id() == -1 else only_cast)(x, longest)
-    monkeypatch.setattr(half, "to_half", only_forward)
+    monkeypatch.setattr(half, "scale_to_fp16", only_forward)
     assert far([results(model(on=True), 1e-9)[1]], [exact])[0] > 0.1
 
 
 def attended(q, k, v, g, on=True, kernel=None):
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
     inner = lambda q, k, v, scale=None: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=scale).transpose(1, 2)
-    watch = half.Watch(1)
-    place = half.Place(watch, 6)
+    watch = half.Fp16Stats(1)
+    place = half.LayerStats(watch, 6)
     place.known = tuple((t.abs().max() / t.shape[-1]**0.5).item() for t in (q, k)) # as the norms' weights would bound them
-    out = (half.half_attention(None, place, inner) if on else inner)(q, k, v)
+    out = (half.fp16_attention(None, place, inner) if on else inner)(q, k, v)
     out.backward(g)
     return out.detach(), q.grad, k.grad, v.grad
 
@@ -167,7 +167,7 @@ def test_attention_with_large_and_with_small_numbers(case, monkeypatch):
     if case == "small": g = g * 1e-9
     exact = attended(q, k, v, g, False)
     assert max(far(attended(q, k, v, g), exact)) < 0.003
-    if case == "queries": monkeypatch.setattr(half, "Pair", lambda note, a, b: Pair(note, 1., 1.)) # told that they are as usual: no power
+    if case == "queries": monkeypatch.setattr(half, "AttnScale", lambda note, a, b: AttnScale(note, 1., 1.)) # told that they are as usual: no power
     else: monkeypatch.setattr(half, "power_of_two", unscaled)
     without = attended(q, k, v, g)
     assert not finite(without) or max(far(without, exact)) > 0.5
@@ -178,7 +178,7 @@ def test_products_stay_below_the_limit_whatever_comes():
     for scale in (1e-15, 1e-3, 1., 1e9, 1e18):
         w = torch.randn(48, 64, generator=g)
         x = torch.cat([w * scale, torch.full((1, 64), scale), torch.zeros(1, 64), torch.eye(64)[:2] * scale, w.sign() * scale]) # the worst are those along a row
-        x16, s, _ = to_half(x, w.norm(dim=1).max().item())
+        x16, s, _ = scale_to_fp16(x, w.norm(dim=1).max().item())
         y = F.linear(x16, w.half())
         assert y.abs().max() <= LIMIT and x16.isfinite().all() and y.abs().max() > LIMIT / 8
         torch.testing.assert_close(y * s, x @ w.T, rtol=0.01, atol=1e-3 * scale * 64)
@@ -206,7 +206,7 @@ def test_gradients_of_attention_stay_below_the_limit_whatever_comes(case):
             if "attention" in str(func) and "backward" in str(func): largest.update(zip("qkv", (t.abs().max().item() for t in out[:3])))
             return out
     with See(): got = attended(*worst(case))
-    most = Pair(None, 1., 1.).most
+    most = AttnScale(None, 1., 1.).most
     assert finite(got) and 0 < max(largest.values()) <= MOST
     if case == "all look at one value": assert MOST / most / 4 < largest["v"] <= MOST / most # all of the sum, and no more
     if case == "one query": assert largest["q"] >= MOST / 16 # times `most`, it would be past the end of float16
@@ -219,7 +219,7 @@ def test_weights_far_from_one():
         layer.weight.data *= size
         x = torch.randn(5, 64)
         want = F.linear(x, layer.weight)
-        layer.half, layer.__class__ = half.Place(half.Watch(1), 0), half.half_class(torch.nn.Linear)
+        layer.half, layer.__class__ = half.LayerStats(half.Fp16Stats(1), 0), half.fp16_class(torch.nn.Linear)
         assert far([layer(x)], [want])[0] < 0.001 and not far([F.linear(x.half(), layer.weight.half()).float()], [want])[0] < 0.01
 
 
@@ -236,7 +236,7 @@ def test_recomputing_changes_no_gradient(mode):
 @pytest.mark.parametrize("kind", [None, "qint8", "nf4"])
 def test_streamed_blocks_give_the_same(kind):
     want = results(model(on=True, kind=kind))
-    tr = on_ring(halve(model(kind=kind)), "cpu", places=2)
+    tr = enable_block_swap(enable_fp16(model(kind=kind)), "cpu", places=2)
     set_up(tr, True)
     assert all(torch.equal(a, b) for a, b in zip(results(tr), want))
 
@@ -251,12 +251,12 @@ def test_adapters_that_come_later_leave_and_are_merged(tmp_path):
     merge_lora(other)
     assert far([results_without_grad(other)], [want])[0] < 0.002
     unmerge_lora(other)
-    assert torch.equal(results(other)[0], want) and halve(other) is other
+    assert torch.equal(results(other)[0], want) and enable_fp16(other) is other
 
 
 def test_every_large_product_is_in_float16_and_nothing_is_read_from_the_device():
     "On the meta device a reading would raise."
-    job, work = Job(layers=2, target=256, control=256, text=64, checkpointing=False, half=True, wide=4, kernel="efficient"), {}
+    job, work = MemoryQuery(layers=2, target=256, control=256, text=64, checkpointing=False, half=True, wide=4, kernel="efficient"), {}
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             a = [t for t in args if isinstance(t, torch.Tensor)]
@@ -294,12 +294,12 @@ def test_what_autograd_keeps_is_what_the_list_says(case):
 
 
 @pytest.mark.parametrize("kind", ["qint8", "nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_quantised_base_keeps_no_copies(kind):
+def test_a_quantized_base_keeps_no_copies(kind):
     job = replace(TINY, kind=kind, dim=128, heads=4, half=True)
     tr = empty_transformer(replace(job, half=False), "cpu")
     for m in list(tr.modules()):
-        if hasattr(m, "base_layer"): m.base_layer = quantise(torch.nn.Sequential(m.base_layer), kind)[0]
-    halve(quantise(tr, kind))
+        if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
+    enable_fp16(quantize(tr, kind))
     loss, batch = empty_step(job, tr, "cpu")
     there = [t for p in (*tr.parameters(), *tr.buffers()) for t in _inner(p)]
     loss()
@@ -333,13 +333,13 @@ def test_when_it_is_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
     for capability, want in (((7, 5), True), ((7, 0), True), ((6, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
-        assert half_choice(train(), "cuda")[0] == want
+        assert pick_fp16(train(), "cuda")[0] == want
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5))
-    assert half_choice(train(), "cuda", "nf4")[1].startswith("Tesla T4 has no bfloat16 of its own")
-    assert not any(half_choice(train(mixed_precision=m), "cuda")[0] for m in ("no", "bf16")) and not half_choice(train(), "cuda", "fp8_storage")[0]
-    assert not half_choice(train(compile=True), "cuda")[0] and not half_choice(train(), "cpu")[0]
+    assert pick_fp16(train(), "cuda", "nf4")[1].startswith("Tesla T4 has no bfloat16 of its own")
+    assert not any(pick_fp16(train(mixed_precision=m), "cuda")[0] for m in ("no", "bf16")) and not pick_fp16(train(), "cuda", "fp8_storage")[0]
+    assert not pick_fp16(train(compile=True), "cuda")[0] and not pick_fp16(train(), "cpu")[0]
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert not half_choice(train(), "cuda")[0] and half_choice(train(mixed_precision="fp16"), "cuda")[0]
+    assert not pick_fp16(train(), "cuda")[0] and pick_fp16(train(mixed_precision="fp16"), "cuda")[0]
 
 
 @pytest.mark.parametrize("change, why", [(dict(model=dict(quantize="fp8_storage")), "`model.quantize` fp8_storage, whose layers are cast by hooks; take qint8 or nf4"),
@@ -374,14 +374,14 @@ def test_training_gives_float32s_curve(pairs, tmp_path):
     assert len(a) == 20 and a[-6:].mean() < a[:6].mean() and ((a - b).abs() / a).max() < 0.01
     tr = ours.transformer
     assert "scaled float16" in repr(ours) and all(type(m).__name__ == "HalfLinear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
-    assert ours.finite.read()[0] == 0 and ours.transformer.half_watch.read().isfinite().all()
-    with pytest.raises(ValueError, match="products run in float16 cannot be quantised any more"): ours.quantize_model(tr, "cpu")
+    assert ours.finite.read()[0] == 0 and ours.transformer.fp16_stats.read().isfinite().all()
+    with pytest.raises(ValueError, match="products run in float16 cannot be quantized any more"): ours.quantize_model(tr, "cpu")
     again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=40, output_dir=str(tmp_path/"third")))
     with pytest.raises(ValueError, match="products in float16"): again.fit()
 
 
 def test_a_run_that_goes_wrong_names_the_block(pairs, tmp_path, capsys):
-    trainer = run(pairs(), tmp_path, "fp16", train=dict(stop_after_nonfinite=2))
+    trainer = run(pairs(), tmp_path, "fp16", train=dict(max_nonfinite_steps=2))
     trainer.set_lora()
     trainer.transformer.transformer_blocks[0].attn.to_add_out.bias.data[3] = float("nan")
     trainer.fit()

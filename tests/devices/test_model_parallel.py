@@ -17,10 +17,10 @@ from qie_nb.models import components as models
 
 from qie_nb.training import optimizer as optimize
 from qie_nb.config import make_config
-from qie_nb.devices.model_parallel import Dividing, Moves, check_divided, division, keeper_of, on_devices
+from qie_nb.devices.model_parallel import ModelParallelLoader, MoveInputs, check_divided, split_blocks, weight_placement, enable_model_parallel
 from qie_nb.training.optimizer import EMA
 from qie_nb.models.modulation import ModulationTable
-from qie_nb.models.modulation import put_on_table
+from qie_nb.models.modulation import use_modulation_table
 from qie_nb.training.optimizer import guarded_step, make_optimizer
 from qie_nb.devices.distributed import whole
 from qie_nb.models.loading import stream
@@ -67,15 +67,15 @@ def fake(mode, t, device):
     return f
 
 
-def spread(mode, tr, keeper):
-    "Put a real transformer's weights and adapters where a keeper says."
+def spread(mode, tr, placement):
+    "Put a real transformer's weights and adapters where a placement says."
     for name, m in tr.named_modules():
         for k, p in m._parameters.items():
             if p is not None:
-                new = m._parameters[k] = torch.nn.Parameter(f := fake(mode, p, keeper.device(f"{name}.{k}")), requires_grad=p.requires_grad)
+                new = m._parameters[k] = torch.nn.Parameter(f := fake(mode, p, placement.device(f"{name}.{k}")), requires_grad=p.requires_grad)
                 new.numbers = f.numbers
         for k, b in m._buffers.items():
-            if b is not None: m._buffers[k] = fake(mode, b, keeper.device(f"{name}.{k}"))
+            if b is not None: m._buffers[k] = fake(mode, b, placement.device(f"{name}.{k}"))
     return tr
 
 
@@ -83,7 +83,7 @@ def with_table(tr, folder):
     base(layers=LAYERS).save_pretrained(folder)
     table = ModulationTable("a digest", torch.float32, LAYERS, folder)
     table.make((0., 0.5))
-    return put_on_table(tr, table)
+    return use_modulation_table(tr, table)
 
 
 def inputs():
@@ -118,11 +118,11 @@ def made(tmp_path, table=True, **kw):
     return adapted(with_table(tr, tmp_path/"tr") if table else tr, **kw)
 
 
-def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, build=on_devices, optimizer="adamw"):
+def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, build=enable_model_parallel, optimizer="adamw"):
     "Losses, norms and adapters after some steps, on pretended devices; and what was moved."
     with torch.random.fork_rng(): tr = made(tmp_path, table)
-    keeper, given, target = Dividing([FIRST, SECOND]), inputs(), torch.zeros(1, 40, 64) # real ones, made here
-    keeper.prepare(tr)
+    placement, given, target = ModelParallelLoader([FIRST, SECOND]), inputs(), torch.zeros(1, 40, 64) # real ones, made here
+    placement.prepare(tr)
     if table: # rows come from the host
         rows = tr.lookup.table.rows
         def real(times):
@@ -130,8 +130,8 @@ def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, build=on_devices, 
         tr.lookup.choose = lambda timestep, device: setattr(tr.lookup, "rows", put(real([0.5, 0.])))
     with pretended() as mode:
         put = lambda t: fake(mode, t, FIRST)
-        spread(mode, tr, keeper)
-        build(tr, keeper.blocks)
+        spread(mode, tr, placement)
+        build(tr, placement.blocks)
         spoil(tr)
         adam, ema = tools(tr, optimizer)
         given, target = {k: put(x) if torch.is_tensor(x) else x for k, x in given.items()}, put(target)
@@ -166,7 +166,7 @@ def test_what_all_blocks_share_is_moved_once_a_call(tmp_path):
     shape, away = (2, 1 + 12 * LAYERS, 64), ("lazy:0", "lazy:1")
     _, _, moved, *_ = run(tmp_path)
     assert moved.count((*away, shape)) == 1, "time embedding and rows"
-    assert moved.count((*away, (1, 40, 64))) == 3, "the pictures' tokens at the boundary, again when that block is recomputed, and the prediction's gradient"
+    assert moved.count((*away, (1, 40, 64))) == 3, "the images' tokens at the boundary, again when that block is recomputed, and the prediction's gradient"
     assert moved.count((away[1], away[0], (1, 40, 64))) == 2, "the prediction, and the gradient over the boundary"
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
@@ -179,9 +179,9 @@ def test_what_all_blocks_share_is_moved_once_a_call(tmp_path):
 
 
 def Dividing_blocks():
-    keeper = Dividing([FIRST, SECOND])
-    keeper.prepare(base(layers=LAYERS))
-    return keeper.blocks
+    placement = ModelParallelLoader([FIRST, SECOND])
+    placement.prepare(base(layers=LAYERS))
+    return placement.blocks
 
 
 SPOILED = {
@@ -208,11 +208,11 @@ def test_a_step_that_is_called_off_leaves_both_devices_as_they_were(tmp_path, mo
 @pytest.mark.parametrize("kind", [None, "qfloat8", "nf4"])
 def test_each_weight_is_read_to_its_own_device(kind, tmp_path, monkeypatch):
     base(layers=LAYERS).save_pretrained(tmp_path/"tr", max_shard_size="200KB")
-    monkeypatch.setattr(divided, "on_devices", lambda tr, blocks: tr) # for here all of it is on the CPU
-    keeper, seen = Dividing(["cpu", "meta"]), {}
-    plain = keeper.device
-    keeper.device = lambda name: (seen.setdefault(name, str(plain(name))), torch.device("cpu"))[1]
-    tr = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, keeper=keeper)
+    monkeypatch.setattr(divided, "enable_model_parallel", lambda tr, blocks: tr) # for here all of it is on the CPU
+    placement, seen = ModelParallelLoader(["cpu", "meta"]), {}
+    plain = placement.device
+    placement.device = lambda name: (seen.setdefault(name, str(plain(name))), torch.device("cpu"))[1]
+    tr = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
     with torch.no_grad(): assert torch.equal(call(tr), call(stream(QwenImageTransformer2DModel, tmp_path/"tr", kind)))
     on = {n: d for n, d in seen.items() if n.endswith("weight")}
     assert {on[f"transformer_blocks.{n}.attn.to_q.weight"] for n in (0,)} == {"cpu"} == {on["img_in.weight"], on["txt_in.weight"]}
@@ -220,16 +220,16 @@ def test_each_weight_is_read_to_its_own_device(kind, tmp_path, monkeypatch):
 
 
 def test_division_is_by_bytes():
-    assert division([4, 1, 1, 1, 1], 2) == [0, 1, 1, 1, 1] and division([1] * 60, 2).count(0) == 30
+    assert split_blocks([4, 1, 1, 1, 1], 2) == [0, 1, 1, 1, 1] and split_blocks([1] * 60, 2).count(0) == 30
     for sizes in ([3] * 60, [1, 5] * 10, [9, 1, 1, 1, 9, 1, 1, 1]):
         for parts in (2, 3):
-            at = division(sizes, parts)
+            at = split_blocks(sizes, parts)
             load = [sum(s for s, d in zip(sizes, at) if d == p) for p in range(parts)]
             assert at == sorted(at) and max(load) <= sum(sizes) / parts + max(sizes)
 
 
 def test_an_original_that_changes_hands_is_copied_anew():
-    moves, meta = Moves(), torch.device("meta")
+    moves, meta = MoveInputs(), torch.device("meta")
     a = torch.ones(2)
     first = moves(a, meta)
     moves.known[(id(a), meta)] = (lambda: None, first) # an id that was another tensor's
@@ -238,32 +238,32 @@ def test_an_original_that_changes_hands_is_copied_anew():
 
 # --- refusals
 @pytest.mark.parametrize("train, text", [
-    (dict(transformer_devices=["cuda:0"]), "must be at least two different GPUs, got \\['cuda:0'\\]"),
-    (dict(transformer_devices=["cuda:0", "cuda"]), "must be at least two different GPUs"),
-    (dict(transformer_devices=["cpu", "cuda:1"]), "must be at least two different GPUs"),
-    (dict(transformer_devices=["cuda:0", "cuda:7"]), "'cuda:7' does not exist here"),
-    (dict(transformer_devices=["cuda:0", "cuda:1"], device="cuda:1"), "the first of `train.transformer_devices` is cuda:0; set it to auto"),
-    (dict(transformer_devices=["cuda:0", "cuda:1"], distributed="fsdp"), "is for one process"),
-    (dict(transformer_devices=["cuda:0", "cuda:1"], block_streaming=True), "`train.block_streaming` does not go with")])
+    (dict(model_parallel_devices=["cuda:0"]), "must be at least two different GPUs, got \\['cuda:0'\\]"),
+    (dict(model_parallel_devices=["cuda:0", "cuda"]), "must be at least two different GPUs"),
+    (dict(model_parallel_devices=["cpu", "cuda:1"]), "must be at least two different GPUs"),
+    (dict(model_parallel_devices=["cuda:0", "cuda:7"]), "'cuda:7' does not exist here"),
+    (dict(model_parallel_devices=["cuda:0", "cuda:1"], device="cuda:1"), "the first of `train.model_parallel_devices` is cuda:0; set it to auto"),
+    (dict(model_parallel_devices=["cuda:0", "cuda:1"], distributed="fsdp"), "is for one process"),
+    (dict(model_parallel_devices=["cuda:0", "cuda:1"], blocks_to_swap=True), "`train.blocks_to_swap` does not go with")])
 def test_what_cannot_be_is_refused_in_one_sentence(train, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=text) as e: keeper_of(make_config(dict(train=train)), "cuda:0")
+    with pytest.raises(ValueError, match=text) as e: weight_placement(make_config(dict(train=train)), "cuda:0")
     assert "\n" not in str(e.value)
 
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_divided(train := make_config(dict(train=dict(transformer_devices=["cuda:0", "cuda:1"]))).train)
+    check_divided(train := make_config(dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"]))).train)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start it without `accelerate launch`"): check_divided(train)
 
 
 def test_a_trainer_trains_on_the_first_and_moves_nobody(pairs, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="'cuda:0' does not exist here"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(transformer_devices=["cuda:0", "cuda:1"], device="auto")))
+    with pytest.raises(ValueError, match="'cuda:0' does not exist here"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=["cuda:0", "cuda:1"], device="auto")))
     monkeypatch.setattr(divided, "check_divided", lambda train: None)
     for module in (models, divided, *(m for k, m in __import__("sys").modules.items() if k in ("qie_nb.trainer", "qie_nb.devices.distributed"))):
         if hasattr(module, "check_device"): monkeypatch.setattr(module, "check_device", lambda name: torch.device("cpu"))
-    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(transformer_devices=["cpu", "cpu"], device="auto", max_train_steps=1)))
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=["cpu", "cpu"], device="auto", max_train_steps=1)))
     t.fit()
     assert t.global_step == 1 and t.transformer.fixed == "whose blocks are divided over several devices"
     with pytest.raises(ValueError, match="whose blocks are divided over several devices cannot be moved"): t.transformer.to("meta")

@@ -1,6 +1,6 @@
 """Three devices without a GPU: fake tensors say where everything is and refuse to mix, and their numbers are computed on the CPU beside them.
 
-Covered: everything that `predict` calls between the processor's tensors and the picture, text encoder and vision tower included, with the
+Covered: everything that `predict` calls between the processor's tensors and the image, text encoder and vision tower included, with the
 math attention kernel (the fused ones have no fake CUDA form that runs on a CPU). Not covered: GPU kernels themselves.
 """
 import inspect, itertools, sys
@@ -26,7 +26,7 @@ from qie_nb.devices import placement as place
 from qie_nb.sampling import denoising as sample
 from qie_nb.training.callbacks import Callback
 from qie_nb.models.components import Components, device_of
-from qie_nb.devices.placement import PARTS, Placement, Place, component_bytes, leaving, plan_placement
+from qie_nb.devices.placement import PARTS, Placement, Place, component_bytes, pick_evicted, plan_placement
 from qie_nb.models.quantize import held_bytes
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -48,7 +48,7 @@ def ask(t, n=1, scale=4.0, **kw): return t.predict(pictures(n), "make it blue", 
 
 # --- the rig
 class Numbers(FakeTensorMode):
-    "Fake tensors with their numbers, so that what depends on numbers (positions, windows, the least value of a picture) goes its real way."
+    "Fake tensors with their numbers, so that what depends on numbers (positions, windows, the least value of an image) goes its real way."
     inside, worked = False, None
 
     def dispatch(self, func, types, args=(), kwargs=None):
@@ -123,7 +123,7 @@ def plain(*args, **kw):
 # --- three devices
 @pytest.mark.parametrize("variant, n, scale", [("v1", 1, 4.0), ("2509", 3, 1.0), ("2511", 2, 4.0)] + [pytest.param(*c, marks=pytest.mark.slow) for c in
     [("v1", 1, 1.0), *(("2509", n, 4.0) for n in (1, 2, 3)), ("2509", 1, 1.0), ("2511", 1, 4.0), ("2511", 3, 4.0), ("2511", 2, 1.0)]])
-def test_on_three_devices_nothing_is_mixed_and_the_picture_is_the_same(variant, n, scale, pretend):
+def test_on_three_devices_nothing_is_mixed_and_the_image_is_the_same(variant, n, scale, pretend):
     expected, t = plain(trainer_of(variant), n, scale), trainer_of(variant, predict=dict(devices=THREE))
     with pretend(t) as mode: got = ask(t, n, scale)
     assert {k: str(device_of(t.components.parts[k])) for k in PARTS} == THREE and mode.worked >= set(THREE.values())
@@ -171,10 +171,10 @@ FORGOTTEN = {
     "timesteps": (flow, "velocity", "times.to(x_t.device, non_blocking=True)", "times"),
     "noise": (sample, "start_noise", "device=torch.device(device)", 'device=torch.device("cpu")'),
     "latents to the VAE": (encode, "decode_latents", "latents.to(vae.device, vae.dtype)", "latents.to(vae.dtype)"),
-    "picture to the VAE": (encode, "encode_images", "x.to(device or vae.device, vae.dtype)", "x.to(vae.dtype)"),
+    "image to the VAE": (encode, "encode_images", "x.to(device or vae.device, vae.dtype)", "x.to(vae.dtype)"),
     "statistics of the latents": (encode, "_stats", ".to(like.device, like.dtype)", ".to(like.dtype)"),
     "tokens to the text encoder": (encode, "_encode_whole", 'return_tensors="pt").to(device)', 'return_tensors="pt")'),
-    "picture from the VAE": (encode, "decode_latents", 'postprocess(x, output_type="np")', 'postprocess(x, output_type="pt").permute(0, 2, 3, 1).numpy()'),
+    "image from the VAE": (encode, "decode_latents", 'postprocess(x, output_type="np")', 'postprocess(x, output_type="pt").permute(0, 2, 3, 1).numpy()'),
 }
 
 
@@ -210,7 +210,7 @@ def test_each_component_visits_a_small_gpu_in_its_turn(pretend, monkeypatch):
     assert np.array_equal(got, expected)
 
 
-def test_layer_by_layer_gives_the_same_picture_and_leaves_nothing_behind(monkeypatch):
+def test_layer_by_layer_gives_the_same_image_and_leaves_nothing_behind(monkeypatch):
     expected, t = ask(trainer_of()), trainer_of()
     hows = dict(text_encoder="layers", vae="model", transformer="layers")
     plan = lambda *a, **kw: Placement({n: Place("cpu", h, "", 1) for n, h in hows.items()}, {"cpu": GB}, dict.fromkeys(PARTS, 0))
@@ -229,7 +229,7 @@ def test_adapters_and_training_after_layer_by_layer(monkeypatch, tmp_path, pairs
     config = dict(train=dict(output_dir=str(tmp_path), max_train_steps=1, save_interval=0, device="cpu", mixed_precision="no"), data=dict(dataset_path=str(data), image_size=[48, 48]),
                   cache=dict(cache_dir=str(tmp_path/"cache")), logging=dict(report_to="none"))
     first = trainer_of(**config)
-    first.config.model.modulation_table = False # else its picture differs by rounding from those of a trainer that only predicts
+    first.config.model.modulation_table = False # else its image differs by rounding from those of a trainer that only predicts
     first.fit()
     for p in first.transformer.parameters(): p.data += 0.01 * p.requires_grad
     first.save_lora(tmp_path/"lora")
@@ -254,7 +254,7 @@ def test_adapters_and_training_after_layer_by_layer(monkeypatch, tmp_path, pairs
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("where", [w for w in itertools.product(["cpu", "cuda:0"], repeat=3) if "cuda:0" in w], ids="-".join)
-def test_cpu_and_gpu_split_give_the_same_picture(where):
+def test_cpu_and_gpu_split_give_the_same_image(where):
     expected = ask(trainer_of(), 2).astype(int)
     t = trainer_of(predict=dict(devices=dict(zip(PARTS, where))))
     assert np.abs(ask(t, 2) - expected).max() <= 2
@@ -290,11 +290,11 @@ PLANS = [ # sizes, free, keywords, (device, how) of text encoder, VAE, transform
     (REAL, gpus(46), dict(offload="none"), ["cuda:0 stay", "cuda:0 stay", "cuda:0 stay"]),
     (REAL, gpus(80), dict(offload="model"), ["cuda:0 model", "cuda:0 model", "cuda:0 model"]),
     (REAL, gpus(80), dict(offload="layers"), ["cuda:0 layers", "cuda:0 model", "cuda:0 layers"]),
-    (NF4, gpus(15, 15), dict(quantised=("transformer", "text_encoder")), ["cuda:1 stay", "cuda:1 stay", "cuda:0 stay"]),
-    (NF4, gpus(15), dict(quantised=("transformer", "text_encoder")), ["cuda:0 model", "cuda:0 model", "cuda:0 model"]),
-    (NF4, gpus(15), dict(quantised=("transformer", "text_encoder"), fixed=dict(transformer="packed")), ["cpu stay", "cpu stay", "cuda:0 stay"]),
-    (NF4, gpus(19), dict(quantised=("transformer",), fixed=dict(transformer="packed")), ["cuda:0 model", "cuda:0 model", "cuda:0 stay"]),
-    (NF4, gpus(8), dict(quantised=("transformer",)), ["cuda:0 model", "cuda:0 model", "cuda:0 stay"]),
+    (NF4, gpus(15, 15), dict(quantized=("transformer", "text_encoder")), ["cuda:1 stay", "cuda:1 stay", "cuda:0 stay"]),
+    (NF4, gpus(15), dict(quantized=("transformer", "text_encoder")), ["cuda:0 model", "cuda:0 model", "cuda:0 model"]),
+    (NF4, gpus(15), dict(quantized=("transformer", "text_encoder"), fixed=dict(transformer="packed")), ["cpu stay", "cpu stay", "cuda:0 stay"]),
+    (NF4, gpus(19), dict(quantized=("transformer",), fixed=dict(transformer="packed")), ["cuda:0 model", "cuda:0 model", "cuda:0 stay"]),
+    (NF4, gpus(8), dict(quantized=("transformer",)), ["cuda:0 model", "cuda:0 model", "cuda:0 stay"]),
 ]
 
 
@@ -310,14 +310,14 @@ def test_the_plan_says_why_and_shows_itself():
     plan = plan_placement(REAL, gpus(46), "cuda:0", dict(vae="cpu"), work=WORK)
     assert plan["vae"].why == "`predict.devices` says so" and plan["transformer"].why == "not all fit in 46.0 GB: it comes for its turn"
     assert "text_encoder" in repr(plan) and "<table" in plan._repr_html_() and plan.data()[0][:3] == ("text_encoder", "cuda:0", "model")
-    assert plan_placement(NF4, gpus(8), "cuda:0", quantised=("transformer",), work=WORK)["transformer"].why.endswith("quantise it further, or compute on cpu")
-    with pytest.raises(ValueError, match="`predict.offload` layers does not go with a quantised transformer"): plan_placement(NF4, gpus(8), "cuda:0", offload="layers", quantised=("transformer",))
+    assert plan_placement(NF4, gpus(8), "cuda:0", quantized=("transformer",), work=WORK)["transformer"].why.endswith("quantize it further, or compute on cpu")
+    with pytest.raises(ValueError, match="`predict.offload` layers does not go with a quantized transformer"): plan_placement(NF4, gpus(8), "cuda:0", offload="layers", quantized=("transformer",))
 
 
 def test_only_who_is_in_the_way_leaves():
     plan = plan_placement(REAL, gpus(50), "cuda:0", work=WORK)
-    assert leaving(plan, "vae", ["transformer"]) == [] and leaving(plan, "text_encoder", ["vae", "transformer"]) == ["transformer"]
-    assert leaving(plan, "transformer", ["text_encoder", "vae"]) == ["text_encoder"] and leaving(plan, "transformer", ["transformer"]) == []
+    assert pick_evicted(plan, "vae", ["transformer"]) == [] and pick_evicted(plan, "text_encoder", ["vae", "transformer"]) == ["transformer"]
+    assert pick_evicted(plan, "transformer", ["text_encoder", "vae"]) == ["text_encoder"] and pick_evicted(plan, "transformer", ["transformer"]) == []
 
 
 @pytest.mark.parametrize("kind", [None, "qint8", "nf4"])

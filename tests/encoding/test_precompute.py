@@ -1,4 +1,4 @@
-"""What precompute costs, counted and not timed: operations, calls of the attention, files opened, pictures decoded, waits; and that none of it changes an entry."""
+"""What precompute costs, counted and not timed: operations, calls of the attention, files opened, images decoded, waits; and that none of it changes an entry."""
 import collections, copy, importlib.util, threading, time
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_windows_together_are_the_same_operations():
 
 @pytest.mark.parametrize("variant", ["v1", "2511"])
 def test_precompute_runs_what_was_counted(variant, tmp_path):
-    "A sample: its pictures once through the vision tower, once through the VAE, one pass in front, one for the caption and one for the empty prompt; no head."
+    "A sample: its images once through the vision tower, once through the VAE, one pass in front, one for the caption and one for the empty prompt; no head."
     dataset = data_set(write_pairs(tmp_path/"set", ((64, 48),)), tmp_path/"cache", variant)
     encoder = Encoder(Components(str(tiny_folder(variant))), dataset.cache)
     te, seen, passes = encoder.components.get("text_encoder"), [], []
@@ -60,7 +60,7 @@ def test_precompute_runs_what_was_counted(variant, tmp_path):
 GRIDS = [(22, 30), (8, 8), (16, 24), (6, 10), (10, 8), (2, 2)] # patches down and across: ragged, one window, whole ones, less than one
 
 def see(te, *grids):
-    "Pictures of so many patches through the vision tower."
+    "Images of so many patches through the vision tower."
     torch.manual_seed(0)
     x = torch.randn(sum(h * w for h, w in grids), 1176)
     with torch.no_grad(): return te.model.visual(x, grid_thw=torch.tensor([[1, h, w] for h, w in grids])).pooler_output
@@ -78,8 +78,8 @@ def test_windows_together_are_the_windows_apart(grids):
     assert len(attention_calls(te, lambda: see(te, *grids))) == 2 and torch.equal(see(te, *grids), apart), "outside it is what it was"
 
 @pytest.mark.parametrize("variant, before, after", [("v1", 100, 3), ("2511", 16, 3)])
-def test_calls_of_a_layer_for_a_picture_of_1024(variant, before, after):
-    assert bench.calls(variant) == dict(windows=[before, after], whole_picture=[1, 1])
+def test_calls_of_a_layer_for_a_image_of_1024(variant, before, after):
+    assert bench.calls(variant) == dict(windows=[before, after], whole_image=[1, 1])
 
 def test_the_lengths_are_asked_for_twice_a_pass_and_not_in_every_layer(monkeypatch):
     te, made = rig("2511").te, []
@@ -183,7 +183,7 @@ def test_entries_and_their_order_are_the_same_with_nothing_beside(batch_size, tm
 
 @pytest.fixture
 def decoded(monkeypatch):
-    "How often each picture was decoded, and by whom."
+    "How often each image was decoded, and by whom."
     count, real = collections.Counter(), qie_nb.data.samples.open_image
     def opened(source, name=None):
         count[name] += 1
@@ -193,18 +193,18 @@ def decoded(monkeypatch):
     return count
 
 @pytest.mark.parametrize("ahead", [0, 4])
-def test_no_picture_is_decoded_twice_and_none_in_the_main_thread(ahead, tmp_path, decoded, monkeypatch):
+def test_no_image_is_decoded_twice_and_none_in_the_main_thread(ahead, tmp_path, decoded, monkeypatch):
     monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home")), monkeypatch.setattr("qie_nb.core.files._SETTLED", -10.) # facts of files are kept at once
     root = several(tmp_path/"set", 7)
-    for i in range(1, 6): (root/"control_images"/f"{i:04}.png").write_bytes((root/"control_images"/"0000.png").read_bytes()) # six edits of one picture
+    for i in range(1, 6): (root/"control_images"/f"{i:04}.png").write_bytes((root/"control_images"/"0000.png").read_bytes()) # six edits of one image
     with Counted() as c: assert run(root, tmp_path/"cache", ahead=ahead)[0].encoded == 7
     here = decoded.pop("here", 0)
     assert set(decoded.values()) == {1} and len(decoded) == 7 + 2 and here == (0 if ahead else 9)
     opened = {p: n for p, n in c.opened.items() if p.endswith(".png")}
     assert len(opened) == 14 and max(opened.values()) <= 3, "its size, its digest, itself"
 
-def test_pictures_are_read_while_the_encoders_work(tmp_path, monkeypatch, decoded):
-    "In the first sample's encoding the next ones' pictures arrive; without reading ahead they would not, and this would wait in vain."
+def test_images_are_read_while_the_encoders_work(tmp_path, monkeypatch, decoded):
+    "In the first sample's encoding the next ones' images arrive; without reading ahead they would not, and this would wait in vain."
     root, came, real = several(tmp_path/"set"), [], Encoder._latents
     def latents(self, *a):
         end = time.monotonic() + 20
@@ -215,7 +215,7 @@ def test_pictures_are_read_while_the_encoders_work(tmp_path, monkeypatch, decode
     assert run(root, tmp_path/"cache", ahead=4)[0].encoded == 6 and 8 <= came[0] <= 2 * 5 + 1, "four samples ahead and no more"
 
 @pytest.mark.parametrize("side", ["training_images", "control_images"])
-def test_a_picture_replaced_after_it_was_read_ahead_is_read_again(side, tmp_path, monkeypatch, decoded):
+def test_a_image_replaced_after_it_was_read_ahead_is_read_again(side, tmp_path, monkeypatch, decoded):
     root, real, done = several(tmp_path/"set"), Encoder._latents, []
     path = next((root/side).glob("0003*.png"))
     def latents(self, *a):
@@ -232,7 +232,7 @@ def test_a_picture_replaced_after_it_was_read_ahead_is_read_again(side, tmp_path
 def test_an_error_is_its_samples_and_the_others_are_done(tmp_path, monkeypatch):
     root, real = several(tmp_path/"set"), qie_nb.data.samples.open_image
     def opened(source, name=None):
-        if name.endswith("control_images/0003.png'"): raise ValueError(f"picture {name} cannot be read")
+        if name.endswith("control_images/0003.png'"): raise ValueError(f"image {name} cannot be read")
         return real(source, name)
     monkeypatch.setattr(qie_nb.data.samples, "open_image", opened)
     for n, ahead in enumerate((0, 4)):
@@ -325,7 +325,7 @@ def test_ahead_is_bounded_and_ends():
         assert [ahead(k) for k in range(10)] == list(range(10)) and len(ahead.waiting) == 3
     assert max(begun) <= 12
 
-def test_two_threads_that_want_the_same_picture_decode_it_once():
+def test_two_threads_that_want_the_same_image_decode_it_once():
     recent, made, gate = Recent(), [], threading.Barrier(4)
     def want(): gate.wait(); return recent("a", lambda: (time.sleep(0.02), made.append(1))[1])
     threads = [threading.Thread(target=want) for _ in range(4)]

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qie_nb.encoding.encode, qie_nb.encoding.prompts
 from qie_nb.encoding.encode import decode_latents, encode_image, encode_images, encode_prompt
-from qie_nb.encoding.vae import flat_convolutions, vae_flops
+from qie_nb.encoding.vae import vae_2d, vae_flops
 from qie_nb.models.components import VARIANTS, load_component, prompt_text
-from qie_nb.encoding.prompts import Unshared, encode_prefix, encode_suffixes, suffix_ids
+from qie_nb.encoding.prompts import PrefixNotSharable, encode_prefix, encode_suffixes, suffix_ids
 from qie_nb.tiny.random_models import tiny_folder
 
 PROMPTS = ["make the sky green", "", "remove the second boat from the left, keep its shadow", "x"]
@@ -29,7 +29,7 @@ def no_grad():
 
 @pytest.fixture(params=["1d", "3d"])
 def positions(request, monkeypatch):
-    "Both ways of numbering picture tokens, whatever the installed pair of libraries does."
+    "Both ways of numbering image tokens, whatever the installed pair of libraries does."
     for module in (qie_nb.encoding.prompts, qie_nb.encoding.encode): monkeypatch.setattr(module, "positions_of", lambda pipeline: request.param)
     return request.param
 
@@ -143,7 +143,7 @@ def test_a_tokenizer_without_a_cut_gets_the_whole_encoding():
     odd.proc.tokenizer = Odd(r.proc.tokenizer)
     odd.proc.__class__ = type("OddProcessor", (type(r.proc),), {}) # the copy's own, so that nothing of the real one is touched
     prefix = prefix_of(odd, pictures(1))
-    with pytest.raises(Unshared, match="do not begin with the prefix's; encode it whole"): suffixes(odd, prefix, "make it green")
+    with pytest.raises(PrefixNotSharable, match="do not begin with the prefix's; encode it whole"): suffixes(odd, prefix, "make it green")
     assert torch.equal(joined(odd, "make it green", pictures(1)), whole(odd, "make it green", pictures(1)))
     with passes(r) as lengths: joined(odd, "make it blue", pictures(1))
     assert len(lengths) == 2 # this one could be shared
@@ -151,7 +151,7 @@ def test_a_tokenizer_without_a_cut_gets_the_whole_encoding():
 def test_samples_of_other_sizes_are_not_put_together():
     r = rig("2511")
     for other in ([picture((140, 84), 1)], pictures(2), []): # turned round (as many tokens), one more, none
-        with pytest.raises(ValueError, match="must have pictures of the same sizes in each sample"): prefix_of(r, pictures(1), other)
+        with pytest.raises(ValueError, match="must have images of the same sizes in each sample"): prefix_of(r, pictures(1), other)
     prefix = prefix_of(r, pictures(1))
     with pytest.raises(ValueError, match="`prompts` must be one for each of 1 samples, got 2"): suffixes(r, prefix, "a", "b")
 
@@ -186,7 +186,7 @@ def test_positions_left_in_the_model_by_another_call_do_no_harm():
     r.te.model.rope_deltas = None
 
 @each_case
-def test_pictures_are_seen_once_and_the_language_head_never(variant, n):
+def test_images_are_seen_once_and_the_language_head_never(variant, n):
     r, seen = rig(variant), []
     parts = dict(vision=r.te.model.visual, head=r.te.lm_head)
     hooks = [m.register_forward_hook(lambda *a, name=name: seen.append(name)) for name, m in parts.items()]
@@ -194,7 +194,7 @@ def test_pictures_are_seen_once_and_the_language_head_never(variant, n):
         prefix = prefix_of(r, pictures(n))
         for p in PROMPTS: suffixes(r, prefix, p)
         assert seen == ["vision"]
-        joined(r, "x", pictures(n)), whole(r, "x", pictures(n)) # each on pictures that are new to it
+        joined(r, "x", pictures(n)), whole(r, "x", pictures(n)) # each on images that are new to it
     for h in hooks: h.remove()
     assert seen == ["vision"] * 3
     suffix = lambda p: len(suffix_ids(r.proc, r.variant, prefix, p))
@@ -215,7 +215,7 @@ def test_flat_convolutions_save_what_they_promise():
         assert all(plain[k] / flat[k] >= 2.5 for k in plain)
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_flat_latents_and_pictures_are_the_same(stages):
+def test_flat_latents_and_images_are_the_same(stages):
     v, images = vae(stages), [picture((96, 64), i) for i in range(3)]
     flat, plain = (encode_images(v, images, (96, 64), flat=on) for on in (True, False))
     close(flat, plain)
@@ -248,8 +248,8 @@ def test_several_frames_are_left_to_the_real_convolutions():
     v = vae(3)
     film = torch.randn(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0))
     z = v.encode(film).latent_dist.mode()
-    with flat_convolutions(v): close(v.encode(film).latent_dist.mode(), z)
-    with flat_convolutions(v): close(v.decode(z).sample, v.decode(z).sample)
+    with vae_2d(v): close(v.encode(film).latent_dist.mode(), z)
+    with vae_2d(v): close(v.decode(z).sample, v.decode(z).sample)
     assert z.shape[2] == 2
 
 def test_the_vae_is_as_before_whatever_happens():
@@ -258,7 +258,7 @@ def test_the_vae_is_as_before_whatever_happens():
     conv = v.encoder.conv_in
     conv.forward = wrapper = lambda *a, real=conv.forward, **kw: real(*a, **kw) # as accelerate's hooks do it
     with pytest.raises(ZeroDivisionError):
-        with flat_convolutions(v):
+        with vae_2d(v):
             assert sum("forward" in vars(m) for m in v.modules()) > 10 and not any("forward" in vars(m) for m in other.modules())
             1 / 0
     assert [m for m in v.modules() if "forward" in vars(m)] == [conv] and conv.forward is wrapper

@@ -63,10 +63,10 @@ DIFFERENCES = {
     "DoRA": (change("model.lora.use_dora", True), "model.lora.use_dora", False, True),
     "dropout": (change("model.lora.lora_dropout", 0.1), "model.lora.lora_dropout", 0.0, 0.1),
     "seed": (change("train.seed", 7), "train.seed", 0, 7),
-    "picture size": (change("data.image_size", [64, 96]), "data.image_size", [64, 64], [64, 96]),
+    "image size": (change("data.image_size", [64, 96]), "data.image_size", [64, 64], [64, 96]),
     "crop": (change("data.crop", True), "data.crop", False, True),
     "area of the controls": (change("data.control_area", 48*48), "data.control_area", None, None),
-    "area of the text encoder's pictures": (change("data.vl_area", 96*96), "data.vl_area", None, None),
+    "area of the text encoder's images": (change("data.vl_area", 96*96), "data.vl_area", None, None),
     "batch size": (change("data.batch_size", 2), "data.batch_size x processes", 1, 2),
     "shuffling": (change("data.shuffle", False), "data.shuffle", True, False),
     "caption dropout": (change("data.caption_dropout_rate", 0.5), "data.caption_dropout_rate", 0.1, 0.5),
@@ -74,7 +74,7 @@ DIFFERENCES = {
     "precision": (change("train.mixed_precision", "bf16"), "dtype of the base", "float32", "bfloat16"),
     "timestep sampling": (change("train.timestep_sampling", "shift"), "train.timestep_sampling", "uniform", "shift"),
     "loss weighting": (change("train.loss_weighting", "cosmap"), "train.loss_weighting", "none", "cosmap"),
-    "mask weight": (change("train.mask_background", 0.5), "train.mask_background", 0.1, 0.5),
+    "mask weight": (change("train.mask_min_weight", 0.5), "train.mask_min_weight", 0.1, 0.5),
     "held-out share": (change("train.val_fraction", 0.3), "train.val_fraction", 0.0, 0.3),
     "EMA switched on": (change("train.ema_decay", 0.9), "train.ema_decay", None, 0.9),
     "optimizer": (change("optimizer.name", "adafactor"), "optimizer.name", "adamw", "adafactor"),
@@ -92,8 +92,8 @@ MAY_CHANGE = {
    
     "length in epochs": merged(change("train.max_train_steps", None), change("train.num_epochs", 2)), "saves": change("train.save_steps", 3), "evaluations": change("train.eval_interval", 2),
     "log folder": change("logging.log_dir", "elsewhere"), "log interval": change("logging.log_every", 2), "hours": change("train.max_hours", 5.), "kept": change("train.keep_checkpoints", 4),
-    "budget": change("train.checkpoint_budget_gb", 1.), "workers": change("data.num_workers", 1), "recomputation": change("train.gradient_checkpointing", True), "stop after": change("train.stop_after_nonfinite", 2),
-    "device by name": change("train.device", "auto"), "steps of pictures": change("train.eval_num_inference_steps", 2),
+    "budget": change("train.checkpoint_budget_gb", 1.), "workers": change("data.num_workers", 1), "recomputation": change("train.gradient_checkpointing", True), "stop after": change("train.max_nonfinite_steps", 2),
+    "device by name": change("train.device", "auto"), "steps of images": change("train.eval_num_inference_steps", 2),
 }
 
 
@@ -324,13 +324,13 @@ def no_module(name):
 def hide(name, set_item, set_attribute):
     "As if a library were not installed: neither imported nor listed."
     import importlib.metadata, importlib.util
-    from qie_nb.models import quantize as quantise
+    from qie_nb.models import quantize as quantize
     for m in [m for m in sys.modules if m.split(".")[0] == name] + [name]: set_item(sys.modules, m, None)
     version, find_spec = importlib.metadata.version, importlib.util.find_spec
     def no_version(n):
         if n == name: raise importlib.metadata.PackageNotFoundError(n)
         return version(n)
-    set_attribute(importlib.metadata, "version", no_version), set_attribute(quantise, "version", no_version)
+    set_attribute(importlib.metadata, "version", no_version), set_attribute(quantize, "version", no_version)
     set_attribute(importlib.util, "find_spec", lambda n, *a: None if n.split(".")[0] == name else find_spec(n, *a))
 
 
@@ -369,7 +369,7 @@ CONFIGS = {
     "no data": (change("data.dataset_path", None), "`data.dataset_path` is not set; give the folder that holds your pairs"),
     "data that is not there": (change("data.dataset_path", "/no/such"), "`data.dataset_path` '/no/such' does not exist; give the folder that holds your pairs"),
     "a model that is not there": (change("model.pretrained_model_name_or_path", "/no/such"), "pretrained_model_name_or_path.*/no/such"),
-    "pictures to try that are not there": (change("train.test_image_dir", "/no/such"), "`train.test_image_dir` '/no/such' does not exist; give a folder with one sub-folder a style"),
+    "images to try that are not there": (change("train.test_image_dir", "/no/such"), "`train.test_image_dir` '/no/such' does not exist; give a folder with one sub-folder a style"),
     "one style only": (both(one_style, change("train.style_prompts", dict(ink="as an ink drawing"))), "`train.test_image_dir` .* holds 1 style folders; it needs at least two"),
     "held-out pairs that are not there": (change("train.val_path", "/no/such"), "`train.val_path` ./no/such. does not exist"),
     "a LoRA to start from that is not there": (change("model.lora.pretrained_weight", "/no/such.safetensors"), "/no/such.safetensors.*does not exist"),

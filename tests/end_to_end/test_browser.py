@@ -177,7 +177,7 @@ bad.write_bytes(bad.read_bytes()[:-1] + b"\\0")"""
 
 def test_captions_and_file_names_are_no_program(opened):
     shown = ["sample_viewer(dataset)", "pair_grid(dataset, 4)", "cache_status(cache)",
-             "picture = next(folder.rglob('0001.png'))\nbefore_after(picture, picture, [hostile, hostile])"]
+             "image = next(folder.rglob('0001.png'))\nbefore_after(image, image, [hostile, hostile])"]
     page = opened("hostile", [WIDGETS.format(hostile=HOSTILE), *shown]).kernel().run_all()
     assert not page.errors()
     page.page.locator("button:has-text('next')").first.click()
@@ -199,7 +199,7 @@ for f in (folder/"training_images").glob("*.txt"): f.write_text("print it in two
 trainer = QwenImageEditTrainer(dict(
     model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16)), data=dict(dataset_path=str(folder), image_size=[96, 96], batch_size=2),
     train=dict(output_dir=str(work), max_train_steps=5000, device="cpu", mixed_precision="no", gradient_checkpointing=False, save_interval=0,
-               val_fraction=0.3, eval_interval=0, eval_steps=6, eval_pictures=3, eval_num_inference_steps=4),
+               val_fraction=0.3, eval_interval=0, eval_steps=6, eval_images=3, eval_num_inference_steps=4),
     cache=dict(cache_dir=str(work/"cache")), optimizer=dict(lr=5e-3), logging=dict(log_dir=str(work/"runs"))))
 trainer.cache_embeddings()'''
 FIT = 'trainer.fit()\nprint("left with", trainer.state.stop, trainer.global_step, (trainer.checkpoint_root()/"latest").read_text())'
@@ -213,7 +213,7 @@ def test_the_stop_button_ends_a_run_with_a_checkpoint_and_fit_goes_on(opened, br
     page = opened("panel", [TRAIN.format(hostile=HOSTILE), FIT, ON]).kernel().run_all(wait=False)
     button = page.page.locator(STOPS)
     button.wait_for(timeout=120_000)
-    page.page.locator("figure:has-text('print it in two colours')").first.wait_for(timeout=120_000) # an evaluation's pictures
+    page.page.locator("figure:has-text('print it in two colours')").first.wait_for(timeout=120_000) # an evaluation's images
     curve, at = page.page.locator("svg polyline").first.get_attribute("points"), steps_shown(page)
     page.page.wait_for_function("was => document.querySelector('svg polyline').getAttribute('points') !== was", arg=curve)
     assert steps_shown(page) > at

@@ -331,7 +331,7 @@ def test_colab_keeps_all_on_drive_and_goes_on_from_there(tmp_path):
 
 
 def test_a_copy_is_made_once_and_trained_from(tmp_path):
-    "The prequantised copy is attached in place of the model, carried flat, and brings its modulation table."
+    "The prequantized copy is attached in place of the model, carried flat, and brings its modulation table."
     place = kaggle(tmp_path, quota=64 * MB)
     first = check(run_notebook(ROOT/"kaggle"/"prequantise"/"prequantise.ipynb", place), place)
     copy = next(first.output.rglob("model"))

@@ -10,7 +10,7 @@
 | 2 GB of disk, the published model | stops: what does not fit, and what to set | stops |
 | 2 GB of disk, the tiny model | finds nothing | goes on |
 | 8 GB of host memory, the published model | hinders: keep nothing more there | goes on |
-| 8 GB of host memory, and weights that are to wait there | stops: set it to false, quantise | stops |
+| 8 GB of host memory, and weights that are to wait there | stops: set it to false, quantize | stops |
 | no internet, a hub id | stops: switch it on, or attach | stops |
 | no internet, the tiny model | a note | goes on |
 | a cache of another model, attached | stops: attach this one's, or precompute | stops |
@@ -157,15 +157,15 @@ def test_a_cache_of_another_model_stops(tmp_path):
 
 @pytest.mark.slow
 def test_8_gb_of_host_memory_stop_what_would_wait_there(tmp_path):
-    waits = OURS | {"lora=dict(r=16)": "lora=dict(r=16), text_encoder_offload=True", "train=dict(": "train=dict(block_streaming=True, "}
+    waits = OURS | {"lora=dict(r=16)": "lora=dict(r=16), text_encoder_offload=True", "train=dict(": "train=dict(blocks_to_swap=True, "}
     found = stopped(visit(place_of(tmp_path), memory=8 * 10**9, changes=waits))
-    only(found, {"host memory": ("stops", "^`model.text_encoder_offload` keeps 16.6 GB there; set it to false and quantise instead")})
+    only(found, {"host memory": ("stops", "^`model.text_encoder_offload` keeps 16.6 GB there; set it to false and quantize instead")})
 
 
 # ---- what hinders ----------------------------------------------------------------------------------------------------------------------
 
 EMULATED = ("hinders", "^set `train.mixed_precision` auto, which takes what is safe there")
-FEW = ("hinders", "^the real model's loading is planned for 12 GB; close other notebooks, keep `data.num_workers` 0 and `cache.decode_ahead` 0, and offload nothing")
+FEW = ("hinders", "^the real model's loading is planned for 12 GB; close other notebooks, keep `data.num_workers` 0 and `cache.prefetch` 0, and offload nothing")
 SECRET = ("hinders", r'^the hub limits downloads without it .*Kaggle: Add-ons > Secrets.*os.environ\["HF_TOKEN"\] = where\(\).secret\("HF_TOKEN", ask=True\)')
 
 RUNS_OUT = ("hinders", r"^it will probably run out: set .*`model.text_encoder_quantize` nf4.*, as config\(\) of this report does")
@@ -195,7 +195,7 @@ def test_the_remedy_of_a_missing_secret_is_a_line_that_works(tmp_path):
 
 # ---- what the notebook mends, and goes on to the end -----------------------------------------------------------------------------------
 
-SHORT = {"STEPS, RATE, BATCH = 150, 5e-3, 4": "STEPS, RATE, BATCH = 4, 5e-3, 1", "eval_steps=50": "eval_steps=4", "compare_unseen(trainer, 3, num_inference_steps=8": "compare_unseen(trainer, 1, num_inference_steps=2"}
+SHORT = {"STEPS, RATE, BATCH = 150, 5e-3, 4": "STEPS, RATE, BATCH = 4, 5e-3, 1", "eval_steps=50": "eval_steps=4", "compare_validation(trainer, 3, num_inference_steps=8": "compare_validation(trainer, 1, num_inference_steps=2"}
 
 def test_the_install_cell_takes_an_old_torchao_away_and_the_tiny_model_needs_no_more_than_2_gb(tmp_path):
     "Nor the internet, nor a GPU, nor a secret."

@@ -81,7 +81,7 @@ def test_bfloat16_base_keeps_a_float32_adapter(pairs, tmp_path):
     assert torch.isfinite(torch.as_tensor(trainer.state.loss)) and trainer.predict(Image.new("RGB", (40, 30)), "x", num_inference_steps=2).ndim == 3
 
 
-def test_the_adapter_gives_diffusers_the_same_picture(pairs, tmp_path, monkeypatch):
+def test_the_adapter_gives_diffusers_the_same_image(pairs, tmp_path, monkeypatch):
     import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as plus
     root = pairs()
     trainer = QwenImageEditTrainer(settings(root, tmp_path, optimizer=dict(lr=0.05))).fit()
@@ -148,7 +148,7 @@ def make_clean(make, tmp_path):
     return make().fit()
 
 
-def test_pictures_reach_tensorboard_although_latents_are_cached(pairs, tmp_path):
+def test_images_reach_tensorboard_although_latents_are_cached(pairs, tmp_path):
     from qie_nb.logging import read_events
     root = pairs(((64, 64),) * 2)
     trainer = QwenImageEditTrainer(settings(root, tmp_path, logging=dict(report_to="tensorboard", log_images_every=1)))
@@ -188,16 +188,16 @@ def break_nothing(root): pass
 def remove_control(root): (root/"control_images"/"0001.png").unlink()
 def empty_caption(root): (root/"training_images"/"0001.txt").write_text(" ")
 def two_of_a_name(root): Image.new("RGB", (8, 8)).save(root/"training_images"/"0001.jpg")
-def not_a_picture(root): (root/"control_images"/"0001.png").write_text("no picture")
+def not_a_image(root): (root/"control_images"/"0001.png").write_text("no image")
 def truncated(root): (root/"training_images"/"0002.png").write_bytes((root/"training_images"/"0002.png").read_bytes()[:-40])
 
 
 @pytest.mark.parametrize("damage, changes, sentence", [
     (break_nothing, dict(data=dict(dataset_path="/no/such/folder")), r"`data.dataset_path` '/no/such/folder' does not exist; give"),
-    (break_nothing, dict(data=dict(dataset_path="EMPTY")), r"holds no pictures; expected training_images/"),
-    (remove_control, {}, r"target '0001.png' has no control picture; expected .*control_images/0001"),
-    (not_a_picture, dict(data=dict(strict=True)), r"picture .*control_images/0001.png' cannot be read \(not a picture or broken\); replace it"),
-    (truncated, dict(data=dict(strict=True)), r"picture .*0002.png' cannot be read .*; replace it"),
+    (break_nothing, dict(data=dict(dataset_path="EMPTY")), r"holds no images; expected training_images/"),
+    (remove_control, {}, r"target '0001.png' has no control image; expected .*control_images/0001"),
+    (not_a_image, dict(data=dict(strict=True)), r"image .*control_images/0001.png' cannot be read \(not an image or broken\); replace it"),
+    (truncated, dict(data=dict(strict=True)), r"image .*0002.png' cannot be read .*; replace it"),
     (empty_caption, {}, r"caption of sample '0001' is empty; write the instruction into .*0001.txt"),
     (two_of_a_name, {}, r"two samples are called '0001': 0001.jpg and 0001.png in .*; rename or remove one"),
     (break_nothing, dict(data=dict(image_size=[64, 500])), r"`image_size` must be a multiple of 16, got 500; use 496 or 512"),
@@ -226,8 +226,8 @@ def test_bad_input_is_one_sentence_and_no_encoder_runs(damage, changes, sentence
     assert not built[VAE] and not built[TEXT] and not (tmp_path/"cache").exists()
 
 
-@pytest.mark.parametrize("damage, id", [(not_a_picture, "0001"), (truncated, "0002")])
-def test_a_bad_picture_is_skipped_and_the_rest_trained_on(damage, id, pairs, tmp_path, capsys):
+@pytest.mark.parametrize("damage, id", [(not_a_image, "0001"), (truncated, "0002")])
+def test_a_bad_image_is_skipped_and_the_rest_trained_on(damage, id, pairs, tmp_path, capsys):
     root = pairs()
     damage(root)
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
@@ -235,7 +235,7 @@ def test_a_bad_picture_is_skipped_and_the_rest_trained_on(damage, id, pairs, tmp
     assert (report.encoded, [i for i, _ in report.skipped]) == (2, [id])
     trainer.fit()
     said = capsys.readouterr().out
-    assert trainer.global_step == 4 and f"{id}: picture " in said and "1 of 3 samples are skipped" in said # two buckets, two epochs
+    assert trainer.global_step == 4 and f"{id}: image " in said and "1 of 3 samples are skipped" in said # two buckets, two epochs
 
 
 def test_predict_refuses_a_size_the_model_cannot_have(tmp_path, pairs):
@@ -277,14 +277,14 @@ def test_names_of_the_facade_exist():
     assert trainer.load_model().processor is not None and trainer.vae is not None and trainer.setup_accelerator() is trainer.accelerator
 
 
-def test_quantised_prediction(tmp_path, pairs):
+def test_quantized_prediction(tmp_path, pairs):
     trainer = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=1))).fit()
     plain = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int)
     trainer.quantize = True
     trainer.setup_predict()
     assert type(trainer.transformer.transformer_blocks[0].attn.to_q.base_layer).__name__ == "QLinear"
-    quantised = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int)
-    assert 0 < abs(plain - quantised).mean() < 12
+    quantized = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int)
+    assert 0 < abs(plain - quantized).mean() < 12
 
 
 # --- what an outside tester broke

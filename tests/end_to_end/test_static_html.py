@@ -1,4 +1,4 @@
-"""Notebooks executed with nobody watching, as nbconvert does it: still forms in the output, no widget, no error; the pictures are in the exported page."""
+"""Notebooks executed with nobody watching, as nbconvert does it: still forms in the output, no widget, no error; the images are in the exported page."""
 import json, os, re
 from pathlib import Path
 

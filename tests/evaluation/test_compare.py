@@ -54,8 +54,8 @@ def test_checkpoints_in_columns_are_what_predict_gives_and_the_encoders_run_once
     t = trainer()
     c = compare_edits(t, [PICTURE, OTHER, PICTURE], ["make it blue", "make it blue", "remove it"], [None, files["style"], files["other"]], **SMALL)
     pictures, prompts = ([w for n, w in encoded if n == kind] for kind in ("image", "prompt"))
-    assert len(pictures) == len(set(pictures)) == 2, "once for each distinct picture"
-    assert sorted(prompts) == [" ", " ", "make it blue", "make it blue", "remove it"], "once for each prompt on its picture"
+    assert len(pictures) == len(set(pictures)) == 2, "once for each distinct image"
+    assert sorted(prompts) == [" ", " ", "make it blue", "make it blue", "remove it"], "once for each prompt on its image"
     want = [[alone(files, n, p, q) for n in (None, "style", "other")] for p, q in ((PICTURE, "make it blue"), (OTHER, "make it blue"), (PICTURE, "remove it"))]
     for row, expected in zip(c.pictures, want, strict=True):
         assert all(map(same, row, expected)) and not same(row[0], row[1]) and not same(row[1], row[2])
@@ -206,7 +206,7 @@ def test_adapters_of_other_sizes_share_the_first_one_s(files, tmp_path, capsys, 
 @pytest.fixture(scope="module")
 def seen(files):
     with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(shown, "watched", lambda: False)
+        mp.setattr(shown, "is_interactive", lambda: False)
         yield compare_edits(trainer().load_lora(files["style"]), [[PICTURE, OTHER], [OTHER]], ["<img src=x onerror=alert(1)> & $x_$", "two"], scales=[0, 1], targets=[OTHER, PICTURE], **SMALL)
 
 
@@ -220,7 +220,7 @@ def test_data_says_what_was_made_with_what(seen):
     json.dumps(d["columns"]) # plain values
 
 
-def test_the_page_holds_the_pictures_and_no_ones_html(seen):
+def test_the_page_holds_the_images_and_no_ones_html(seen):
     html = seen._repr_mimebundle_()["text/html"]
     assert html.count("data:image/jpeg;base64,") == 2 * 4 and "<img src=x" not in html and "&lt;img src=x onerror=alert(1)&gt; &amp; $x_$" in html
     title = Comparison([comparison.Column("<b>a</b>", "x")], seen.edits, [[row[0]] for row in seen.pictures]).html()
@@ -233,7 +233,7 @@ def test_a_widget_only_where_somebody_watches(seen, monkeypatch):
     monkeypatch.setattr("IPython.display.display", lambda data, **kw: out.append(data))
     monkeypatch.setattr(shown, "kernel", lambda: object())
     for watches in (False, True):
-        monkeypatch.setattr(shown, "watched", lambda: watches)
+        monkeypatch.setattr(shown, "is_interactive", lambda: watches)
         seen._ipython_display_()
     assert [VIEW in data for data in out] == [False, True, False] and "&lt;img src=x" in seen.box.children[0].value
 

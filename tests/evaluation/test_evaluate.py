@@ -1,4 +1,4 @@
-"""Evaluation tells the truth and changes nothing: fixed noise, pictures from what is encoded once, the same adapter with it and without."""
+"""Evaluation tells the truth and changes nothing: fixed noise, images from what is encoded once, the same adapter with it and without."""
 import contextlib, csv, importlib.util, json, random, shutil
 from pathlib import Path
 from types import SimpleNamespace as NS
@@ -14,9 +14,9 @@ from qie_nb.evaluation import validation_loss as rooms
 from qie_nb.training.callbacks import Callback
 from qie_nb.cli import main
 from qie_nb.encoding.encoder import Encoder
-from qie_nb.evaluation.eval_images import Shot, edit_cached, find_styles, overview, shots_of, take_pictures
+from qie_nb.evaluation.eval_images import EvalCase, edit_cached, find_styles, overview, eval_cases, render_eval_images
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
-from qie_nb.evaluation.validation_loss import COLUMNS, HeldOut, compare, fixed_sigmas, held_out_loss, interval
+from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare, fixed_sigmas, held_out_loss, confidence_interval
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -34,7 +34,7 @@ def made(tmp_path):
         (tmp_path/"test"/style/"prompt.txt").write_text(f"make it a {style}")
 
     def config(out="out", styles=False, lora=None, **sections):
-        train = dict(output_dir=str(tmp_path/out), val_path=str(tmp_path/"val"), eval_num_inference_steps=2, eval_pictures=2, eval_noises=1,
+        train = dict(output_dir=str(tmp_path/out), val_path=str(tmp_path/"val"), eval_num_inference_steps=2, eval_images=2, eval_noise_samples=1,
                      max_train_steps=4)
         if styles: train["test_image_dir"] = str(tmp_path/"test")
         sections["train"] = train | sections.get("train", {})
@@ -47,7 +47,7 @@ def made(tmp_path):
 @pytest.fixture
 def trainer(made):
     "Ready to be asked for losses: an adapter, an encoded cache, held-out pairs."
-    t = QwenImageEditTrainer(made(train=dict(eval_noises=2)))
+    t = QwenImageEditTrainer(made(train=dict(eval_noise_samples=2)))
     t.cache_embeddings()
     t.make_loader()
     t.set_lora()
@@ -131,15 +131,15 @@ def test_the_number_weighs_levels_as_the_sampler_meets_them(trainer, monkeypatch
 
 
 def test_intervals_and_verdicts():
-    assert interval([1., 2., 3., 4.]) == pytest.approx((2.5, 2.5 - 2.05426, 2.5 + 2.05426), rel=6e-3) # t of 3 degrees, 3.1824, times 0.6455
+    assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 2.5 - 2.05426, 2.5 + 2.05426), rel=6e-3) # t of 3 degrees, 3.1824, times 0.6455
     rng = np.random.default_rng(0)
-    inside = [low <= 0 <= high for _, low, high in (interval(rng.normal(size=6)) for _ in range(4000))]
+    inside = [low <= 0 <= high for _, low, high in (confidence_interval(rng.normal(size=6)) for _ in range(4000))]
     assert abs(np.mean(inside) - 0.95) < 0.012
-    pair = lambda *v: HeldOut({str(i): [x] * 6 for i, x in enumerate(v)})
+    pair = lambda *v: ValidationLoss({str(i): [x] * 6 for i, x in enumerate(v)})
     a, b = pair(1., 2., 3.), pair(0.9, 1.91, 2.88)
     assert compare(a, b).verdict == "better" and compare(b, a).verdict == "worse" and compare(a, pair(0.9, 2.1, 3.)).verdict == "no clear change"
-    assert compare(pair(1.), pair(0.5)).verdict == "no clear change" and "interval" not in str(pair(1.))
-    with pytest.raises(ValueError, match="same `train.eval_noises`"): compare(a, HeldOut(b.losses, 3))
+    assert compare(pair(1.), pair(0.5)).verdict == "no clear change" and "confidence_interval" not in str(pair(1.))
+    with pytest.raises(ValueError, match="same `train.eval_noise_samples`"): compare(a, ValidationLoss(b.losses, 3))
 
 
 # --- the run is not touched
@@ -154,7 +154,7 @@ class Look(Callback):
         self.notes.append(state)
 
 
-def watched(monkeypatch):
+def is_interactive(monkeypatch):
     look, real = Look(), EvaluationCallback.evaluate
 
     def evaluate(self, t):
@@ -164,10 +164,10 @@ def watched(monkeypatch):
 
 
 def test_evaluation_on_or_off_gives_the_same_adapter_to_the_bit(made, monkeypatch, tmp_path):
-    lora, train = dict(lora_dropout=0.3), dict(gradient_checkpointing=True, max_train_steps=4, eval_pictures=1)
+    lora, train = dict(lora_dropout=0.3), dict(gradient_checkpointing=True, max_train_steps=4, eval_images=1)
     QwenImageEditTrainer(made()).cache_embeddings()
     plain = QwenImageEditTrainer(made("plain", lora=lora, train=train)).fit()
-    look = watched(monkeypatch)
+    look = is_interactive(monkeypatch)
     seen = QwenImageEditTrainer(made("seen", styles=True, lora=lora, train=train | dict(eval_steps=2))).fit()
     assert adapters_equal(plain, seen)
     assert len(look.notes) == 4, "at step 2, in the middle of an epoch, and at the end"
@@ -203,7 +203,7 @@ def test_nothing_frozen_is_encoded_twice_and_encoders_leave_memory(made, monkeyp
     t = QwenImageEditTrainer(made(styles=True, train=dict(eval_steps=2)))
     t.fit()
     first = count()
-    assert first == dict(vae=2, text_encoder=2 + 2 + 2), "two test pictures; two empty prompts of pairs; a prompt and an empty one for each picture"
+    assert first == dict(vae=2, text_encoder=2 + 2 + 2), "two test images; two empty prompts of pairs; a prompt and an empty one for each image"
     assert t.vae is None and t.qwen_vl is None
     t.config.train.max_train_steps = 5
     t.fit()
@@ -229,7 +229,7 @@ def test_encoders_that_training_uses_stay(made):
 
 def test_pairs_that_nobody_encoded_yet_leave_no_encoder_behind(made):
     QwenImageEditTrainer(made(train=dict(val_path=None))).cache_embeddings()
-    t = QwenImageEditTrainer(made(train=dict(eval_steps=2, max_train_steps=2, eval_pictures=0))).fit() # in mid-epoch
+    t = QwenImageEditTrainer(made(train=dict(eval_steps=2, max_train_steps=2, eval_images=0))).fit() # in mid-epoch
     assert "held_out_loss" in t.state.metrics and t.vae is None and t.qwen_vl is None
 
 
@@ -249,8 +249,8 @@ def test_a_stop_is_obeyed_within_a_step(where, made, monkeypatch, capsys):
         real = cached.denoise_encoded
         monkeypatch.setattr(cached, "denoise_encoded", lambda *a, on_step, **kw: real(*a, on_step=lambda *s: (stop(), on_step(*s)), **kw))
     else:
-        real = rooms.losses_at_draw
-        monkeypatch.setattr(rooms, "losses_at_draw", lambda *a: (stop(), real(*a))[1])
+        real = rooms.losses_at_sigma
+        monkeypatch.setattr(rooms, "losses_at_sigma", lambda *a: (stop(), real(*a))[1])
     t.fit()
     assert len(calls) == 3 and t.global_step == 2 and t.state.stop == "SIGTERM"
     assert "held_out_loss" not in t.state.metrics and "given up: SIGTERM" in capsys.readouterr().out
@@ -277,7 +277,7 @@ def test_an_evaluation_after_a_stopped_run_is_no_stop(trainer):
 def test_the_last_step_is_evaluated_once(made, monkeypatch):
     at, real = [], EvaluationCallback.evaluate
     monkeypatch.setattr(EvaluationCallback, "evaluate", lambda self, t: (at.append((t.global_step, t.state.epoch_ended)), real(self, t))[1])
-    quick = dict(eval_pictures=0)
+    quick = dict(eval_images=0)
     t = QwenImageEditTrainer(made("a", train=quick | dict(eval_steps=3, max_train_steps=4))).fit()
     assert [s for s, _ in at] == [3, 4]
     rows = list(csv.DictReader(next((t.checkpoint_root()/"logs").glob("*.csv")).open()))
@@ -294,7 +294,7 @@ def test_the_last_step_is_evaluated_once(made, monkeypatch):
 
 
 def test_a_line_says_whether_it_is_more_than_noise_and_a_resumed_run_remembers(made, capsys, tmp_path):
-    train = dict(eval_steps=2, eval_pictures=0, save_steps=2)
+    train = dict(eval_steps=2, eval_images=0, save_steps=2)
     QwenImageEditTrainer(made(train=train | dict(max_train_steps=2), optimizer=dict(lr=0.05))).fit()
     assert "since step" not in (out := capsys.readouterr().out) and "step 2: held-out loss" in out and "5 pairs" in out
     QwenImageEditTrainer(made(train=train | dict(resume_checkpoint="latest"), optimizer=dict(lr=0.05))).fit()
@@ -311,18 +311,18 @@ def test_the_running_mean_is_what_is_judged(trainer, tmp_path):
     from qie_nb.training.optimizer import EMA
     trainer.ema = EMA([p for p in trainer.transformer.parameters() if p.requires_grad], 0.9)
     for m in trainer.ema.mean: m *= 0.5
-    trainer.config.train.eval_pictures = 0
+    trainer.config.train.eval_images = 0
     result = evaluate(trainer)
     assert result["weights"] == "ema" and result["held_out_loss"] != raw.row()["held_out_loss"]
     assert held_out_loss(trainer, trainer.held_out) == raw
 
 
-# --- pictures
-def test_pictures_are_what_predict_gives_at_the_pairs_own_size(made, tmp_path):
+# --- images
+def test_images_are_what_predict_gives_at_the_pairs_own_size(made, tmp_path):
     t = QwenImageEditTrainer(made(styles=True, train=dict(eval_steps=2, max_train_steps=2))).fit()
     folder = tmp_path/"out"/"checkpoints"/"inference"/"step_00000002"
     assert sorted(p.name for p in folder.glob("*.jpg")) == ["00_0000.jpg", "01_0004.jpg", "grid.jpg", "monet_to_photo.jpg", "photo_to_monet.jpg"]
-    for shot, i in zip(shots_of(t, find_styles(tmp_path/"test"))[:2], (0, 4)):
+    for shot, i in zip(eval_cases(t, find_styles(tmp_path/"test"))[:2], (0, 4)):
         w, h = t.held_out.bucket(i)[0]
         s = t.held_out.samples[i]
         assert Image.open(folder/f"{shot.name}.jpg").size == (w, h)
@@ -334,32 +334,32 @@ def test_pictures_are_what_predict_gives_at_the_pairs_own_size(made, tmp_path):
 
 def test_the_style_matrix_is_predict_to_the_bit(made, tmp_path):
     t = QwenImageEditTrainer(made(styles=True))
-    shots = {s.name: s for s in shots_of(t, find_styles(tmp_path/"test"))}
+    shots = {s.name: s for s in eval_cases(t, find_styles(tmp_path/"test"))}
     expected = t.predict(str(tmp_path/"test"/"photo"/"1.png"), "make it a monet", num_inference_steps=2)
     got = t.decode_vae_latent(edit_cached(t, shots["photo_to_monet"], 2))[0]
     assert expected.shape[0] > expected.shape[1] and np.array_equal(got, expected)
 
 
-def test_a_kill_leaves_no_half_picture(trainer, tmp_path, monkeypatch):
+def test_a_kill_leaves_no_half_image(trainer, tmp_path, monkeypatch):
     from qie_nb.core import files
-    shots = shots_of(trainer)
+    shots = eval_cases(trainer)
 
     def killed(*a): raise KeyboardInterrupt
     monkeypatch.setattr(files.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt): take_pictures(trainer, shots, tmp_path/"pictures")
+    with pytest.raises(KeyboardInterrupt): render_eval_images(trainer, shots, tmp_path/"pictures")
     assert not list((tmp_path/"pictures").glob("*.jpg")) and trainer.vae is None
 
 
 def test_names_and_captions_may_be_anything(tmp_path):
-    from qie_nb.evaluation.eval_images import file_name, save_picture
+    from qie_nb.evaluation.eval_images import file_name, save_image
     for bad in ("../../etc/passwd", "a b/c\\d:e", "..", "\n", "x" * 300, "風" * 300):
         name = file_name(bad)
         assert name and not set(name) & set("/\\ :\n") and not name.startswith(".") and len(name.encode()) < 200
     pair = tuple(np.full((40, w, 3), 90, np.uint8) for w in (80, 60))
     captions = ["costs $5^_{ and $6 \\frac{", "two\nlines\x00 and\ta tab", "<b>&amp;", "long " * 200, ""]
-    made = [(Shot(f"{i}", c, None, [], None, None, pair), pair[1]) for i, c in enumerate(captions)]
+    made = [(EvalCase(f"{i}", c, None, [], None, None, pair), pair[1]) for i, c in enumerate(captions)]
     fig = overview(made)
-    save_picture(tmp_path/"grid.jpg", fig)
+    save_image(tmp_path/"grid.jpg", fig)
     assert Image.open(tmp_path/"grid.jpg").size[1] > 200
     texts = [t.get_text() for a in fig.axes for t in a.texts]
     assert texts[0] == captions[0] and texts[1].split() == "two lines and a tab".split() and len(texts[3]) <= 152
@@ -372,7 +372,7 @@ def test_a_model_without_encoders_is_judged_by_its_loss(made, tmp_path, capsys):
         shutil.copytree(tiny_folder("2511"), tmp_path/d, ignore=shutil.ignore_patterns("text_encoder", "processor", *(["vae"] if d == "bare" else [])))
     run = lambda d, **kw: made(d, model=dict(pretrained_model_name_or_path=str(tmp_path/d)), train=dict(eval_steps=4), **kw)
     t = QwenImageEditTrainer(run("bare")).fit()
-    assert "has no VAE to make pictures with" in capsys.readouterr().out and "held_out_loss" in t.state.metrics
+    assert "has no VAE to make images with" in capsys.readouterr().out and "held_out_loss" in t.state.metrics
     shutil.rmtree(tmp_path/"bare"/"checkpoints")
     with pytest.raises(ValueError, match="needs a VAE and a text encoder"): QwenImageEditTrainer(run("bare", styles=True) | {}).fit()
     QwenImageEditTrainer(run("with_vae")).fit() # without guidance, for there is no empty prompt
@@ -383,8 +383,8 @@ def test_a_model_without_encoders_is_judged_by_its_loss(made, tmp_path, capsys):
     (lambda d: shutil.rmtree(d), "does not exist; give a folder"),
     (lambda d: shutil.rmtree(d/"monet"), "holds 1 style folders; it needs at least two"),
     (lambda d: (d/"monet"/"prompt.txt").unlink(), "style 'monet' has no instruction; set `train.style_prompts` monet"),
-    (lambda d: (d/"photo"/"1.png").unlink(), "holds no picture; put one in"),
-    (lambda d: (d/"photo"/"1.png").write_bytes(b"no picture"), "cannot be read")])
+    (lambda d: (d/"photo"/"1.png").unlink(), "holds no image; put one in"),
+    (lambda d: (d/"photo"/"1.png").write_bytes(b"no image"), "cannot be read")])
 def test_a_faulty_test_folder_is_told_before_anything_is_loaded(break_it, message, made, tmp_path, built):
     config = made(styles=True, train=dict(eval_steps=1))
     break_it(tmp_path/"test")
@@ -394,20 +394,20 @@ def test_a_faulty_test_folder_is_told_before_anything_is_loaded(break_it, messag
 
 # --- several processes, played one after the other
 def test_processes_share_the_work_and_take_equally_many_turns(trainer, tmp_path, monkeypatch):
-    whole, shots, turns = held_out_loss(trainer, trainer.held_out), shots_of(trainer), []
-    real = rooms.losses_at_draw
-    monkeypatch.setattr(rooms, "losses_at_draw", lambda *a: (turns.append(1), real(*a))[1])
+    whole, shots, turns = held_out_loss(trainer, trainer.held_out), eval_cases(trainer), []
+    real = rooms.losses_at_sigma
+    monkeypatch.setattr(rooms, "losses_at_sigma", lambda *a: (turns.append(1), real(*a))[1])
     losses, counts, taken = [], [], []
     for me in range(3):
         trainer.accelerator = NS(process_index=me, num_processes=3, device="cpu", reduce=lambda t, how: t, wait_for_everyone=lambda: None)
         turns.clear()
         losses.append(held_out_loss(trainer, trainer.held_out).losses)
         counts.append(len(turns))
-        if me: # the main process last: it puts the pictures of all together
-            take_pictures(trainer, shots, tmp_path/"p", 2)
+        if me: # the main process last: it puts the images of all together
+            render_eval_images(trainer, shots, tmp_path/"p", 2)
             taken.append({p.name for p in (tmp_path/"p").glob("*.jpg")})
     trainer.accelerator = NS(process_index=0, num_processes=3, device="cpu", reduce=lambda t, how: t, wait_for_everyone=lambda: None)
-    take_pictures(trainer, shots, tmp_path/"p", 2)
+    render_eval_images(trainer, shots, tmp_path/"p", 2)
     assert len(set(counts)) == 1 and taken == [{"01_0004.jpg"}, {"01_0004.jpg"}]
     assert {p.name for p in (tmp_path/"p").glob("*.jpg")} == {"00_0000.jpg", "01_0004.jpg", "grid.jpg"}
     for i, v in whole.losses.items(): np.testing.assert_allclose(np.sum([l[i] for l in losses], 0), v, rtol=1e-5)
@@ -415,14 +415,14 @@ def test_processes_share_the_work_and_take_equally_many_turns(trainer, tmp_path,
 
 def test_a_stop_in_one_process_stops_all():
     one = NS(state=NS(stop=""), accelerator=NS(process_index=0, num_processes=2, device="cpu", reduce=lambda t, how: t + 1))
-    with pytest.raises(rooms.Stopped): rooms.Watch(one)()
+    with pytest.raises(rooms.StopRequested): rooms.StopCheck(one)()
 
 
 # --- any checkpoint
 @pytest.fixture
 def run(made, tmp_path):
     "A run with two checkpoints, a running mean in the second, and a LoRA file of its own."
-    t = QwenImageEditTrainer(made(train=dict(save_steps=2, eval_pictures=1), optimizer=dict(lr=0.05))).fit()
+    t = QwenImageEditTrainer(made(train=dict(save_steps=2, eval_images=1), optimizer=dict(lr=0.05))).fit()
     t.save_lora(tmp_path/"elsewhere"/"mine.safetensors")
     root = tmp_path/"out"/"checkpoints"
     shutil.copy(root/"step_00000002"/"pytorch_lora_weights.safetensors", root/"ema.safetensors")
@@ -430,7 +430,7 @@ def run(made, tmp_path):
 
 
 def test_any_checkpoint_is_evaluated_without_training(run, made, tmp_path):
-    judge = QwenImageEditTrainer(made(train=dict(eval_pictures=1)))
+    judge = QwenImageEditTrainer(made(train=dict(eval_images=1)))
     base, two, last, file = (evaluate(judge, c) for c in ("base", "step_00000002", "latest", tmp_path/"elsewhere"/"mine.safetensors"))
     assert (base["weights"], two["weights"], two["steps"], last["steps"]) == ("none", "raw", 2, 4)
     assert last["losses"] == file["losses"]
@@ -450,7 +450,7 @@ def test_a_running_mean_beside_the_adapter_is_preferred_and_named(run, made, tmp
     shutil.copytree(tmp_path/"elsewhere", mixed)
     (mixed/"mine.safetensors").rename(mixed/"pytorch_lora_weights.safetensors")
     shutil.copy(tmp_path/"out"/"checkpoints"/"ema.safetensors", mixed/"ema.safetensors")
-    judge = QwenImageEditTrainer(made(train=dict(eval_pictures=0)))
+    judge = QwenImageEditTrainer(made(train=dict(eval_images=0)))
     ema, raw, two = (evaluate(judge, c) for c in (mixed, mixed/"pytorch_lora_weights.safetensors", "step_00000002"))
     assert (ema["weights"], raw["weights"]) == ("ema", "raw") and ema["losses"] == two["losses"] != raw["losses"]
 
@@ -466,7 +466,7 @@ def test_mistakes_of_evaluate(run, made, tmp_path):
 
 def test_the_command_prints_numbers_and_a_table(run, made, tmp_path, capsys):
     file = tmp_path/"run.json"
-    file.write_text(json.dumps(made(styles=True, train=dict(eval_pictures=1))))
+    file.write_text(json.dumps(made(styles=True, train=dict(eval_images=1))))
     capsys.readouterr()
     assert main(["evaluate", "--config", str(file), "--checkpoint", "base", "--checkpoint", "latest"]) == 0
     out = capsys.readouterr().out
@@ -476,8 +476,8 @@ def test_the_command_prints_numbers_and_a_table(run, made, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_held_out_loss_ranks_checkpoints_as_their_pictures_do(tmp_path):
-    "A small form of benchmarks/validation_loss.py: good, overfitted and ruined adapters, ranked by loss and by the pictures' true error."
+def test_held_out_loss_ranks_checkpoints_as_their_images_do(tmp_path):
+    "A small form of benchmarks/validation_loss.py: good, overfitted and ruined adapters, ranked by loss and by the images' true error."
     spec = importlib.util.spec_from_file_location("held_out_benchmark", Path(__file__).parents[2]/"benchmarks"/"validation_loss.py")
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
@@ -491,7 +491,7 @@ def test_held_out_loss_ranks_checkpoints_as_their_pictures_do(tmp_path):
 def test_no_process_evaluates_alone(made, monkeypatch):
     "A signal reaches one process before the other: what one of them does not begin, nobody begins."
     said = []
-    monkeypatch.setattr(evaluation, "agree", lambda accelerator, stop: said.append(stop) or "SIGTERM") # as the other one answers
+    monkeypatch.setattr(evaluation, "broadcast_stop", lambda accelerator, stop: said.append(stop) or "SIGTERM") # as the other one answers
     monkeypatch.setattr(evaluation, "evaluate_now", lambda *a: pytest.fail("it would wait for the other for ever"))
     t = QwenImageEditTrainer(made(train=dict(eval_steps=2, max_train_steps=3)))
     t.callbacks.append(type("Stop", (evaluation.Callback,), dict(on_step_end=lambda self, t: setattr(t.state, "stop", "test") if t.global_step == 2 else None))())

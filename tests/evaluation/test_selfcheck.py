@@ -36,7 +36,7 @@ def test_a_good_model_passes_with_every_part_of_the_report(variant, built):
     r = check(variant)
     assert r.ok and r.verdict == "passed", r
     assert built == dict(AutoencoderKLQwenImage=1, QwenImageTransformer2DModel=1, Qwen2_5_VLForConditionalGeneration=1), "loaded once for both"
-    assert [p["stage"] for p in r.parity] == ["prompt embedding", "control latents", "latents, step 1", "latents, step 2", "picture, grey levels"]
+    assert [p["stage"] for p in r.parity] == ["prompt embedding", "control latents", "latents, step 1", "latents, step 2", "image, grey levels"]
     assert all(p["difference"] == 0 for p in r.parity), "bit for bit on a CPU"
     found = {m["part"]: m for m in r.memory}
     assert all(found[n]["found"] == pytest.approx(found[n]["planned"], rel=0.01) for n in ("transformer", "vae"))
@@ -57,7 +57,7 @@ def test_a_weight_that_is_not_finite_is_named_by_its_block(monkeypatch, componen
     r = check(train=False)
     assert not r.ok and r.verdict == f"not finite in {component}: {block}"
     assert r.finite[component]["first_not_finite"] == block and f"| {block} |" in repr(r)
-    assert json.dumps(r.data(), allow_nan=False) and "| picture, grey levels |" in repr(r)
+    assert json.dumps(r.data(), allow_nan=False) and "| image, grey levels |" in repr(r)
 
 
 def test_an_adapter_s_gradient_that_is_not_finite_is_named(monkeypatch):
@@ -160,7 +160,7 @@ def test_the_command_prints_markdown_or_json(capsys):
 
 def test_the_pipeline_follows_the_placement_over_three_devices(pretend):
     from PIL import Image
-    picture, size = Image.fromarray(room.test_picture(80, 64)), (64, 64)
+    picture, size = Image.fromarray(room.test_image(80, 64)), (64, 64)
     plain = trainer_of()
     plain._plan()
     with sdpa_kernel(SDPBackend.MATH): expected = pipeline_run(plain, picture, size, 2)
@@ -172,7 +172,7 @@ def test_the_pipeline_follows_the_placement_over_three_devices(pretend):
     assert np.array_equal(got.picture, expected.picture)
 
 
-def test_quantised_weights_are_compared_on_the_same_layers():
+def test_quantized_weights_are_compared_on_the_same_layers():
     r = check(quantize="qint8", train=False)
     assert r.ok and r.facts["quantize"] == "qint8"
     part = next(m for m in r.memory if m["part"] == "transformer")

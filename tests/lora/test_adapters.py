@@ -16,7 +16,7 @@ from qie_nb.models import flow_matching as flow
 from qie_nb.lora import adapters as lora
 from qie_nb.config import LoraSection, make_config
 from qie_nb.lora.dropout import SampleDropout, install_sample_dropout, keep_mask, sample_seeds, set_sample_seeds
-from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME, convert_lora, find_lora, lora_info, plain_alpha, read_lora, split_key, write_lora
+from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME, convert_lora, find_lora, lora_info, kohya_alpha, read_lora, parse_key, write_lora
 from qie_nb.lora.model_card import card_settings, model_card, published, push_to_hub, write_model_card
 from qie_nb.training.step import loss_at
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
@@ -214,7 +214,7 @@ def test_every_name_that_comfyui_knows_is_understood():
     linear = [n for n, m in bare().named_modules() if isinstance(m, torch.nn.Linear)]
     for layer in linear:
         for name in comfy_names(f"diffusion_model.{layer}.weight"):
-            for part, side in (("lora_up.weight", "B"), ("lora_A.weight", "A"), ("lora_B.default.weight", "B"), ("alpha", "alpha")): assert split_key(f"{name}.{part}") == (layer, side)
+            for part, side in (("lora_up.weight", "B"), ("lora_A.weight", "A"), ("lora_B.default.weight", "B"), ("alpha", "alpha")): assert parse_key(f"{name}.{part}") == (layer, side)
     assert len(linear) == 34
 
 
@@ -258,15 +258,15 @@ def test_without_a_header_the_tensors_say_it_all(config, tmp_path):
     torch.testing.assert_close(output(ours), output(theirs), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("spell", [lambda n: f"lora_unet_{n.replace('.', '_')}", lambda n: n, lambda n: f"base_model.model.{n}", lambda n: f"lycoris_{n.replace('.', '_')}",
+@pytest.mark.parametrize("rename_keys", [lambda n: f"lora_unet_{n.replace('.', '_')}", lambda n: n, lambda n: f"base_model.model.{n}", lambda n: f"lycoris_{n.replace('.', '_')}",
                                    lambda n: f"diffusion_model.{n}", lambda n: f"transformer.{n}"], ids=["kohya", "bare", "peft", "lycoris", "comfyui", "diffusers"])
 @pytest.mark.parametrize("sides", [("lora_down", "lora_up"), ("lora_A", "lora_B")], ids=["down_up", "A_B"])
-def test_any_spelling_is_the_same_adapter(spell, sides, tmp_path):
+def test_any_spelling_is_the_same_adapter(rename_keys, sides, tmp_path):
     tr = trained(target_modules="all_linear")
     tensors = {}
     for key, t in lora.lora_state(tr).items():
-        layer, side = split_key(key)
-        tensors[f"{spell(layer)}.{sides[side == 'B']}.weight"], tensors[f"{spell(layer)}.alpha"] = t, torch.tensor(6.0)
+        layer, side = parse_key(key)
+        tensors[f"{rename_keys(layer)}.{sides[side == 'B']}.weight"], tensors[f"{rename_keys(layer)}.alpha"] = t, torch.tensor(6.0)
     save_file(tensors, tmp_path/"some.safetensors")
     other = bare()
     lora.load_lora(other, tmp_path)
@@ -528,9 +528,9 @@ def merged_for_good(tmp_path):
     lora.load_lora(tr, file)
 
 
-def quantised(kind):
-    from qie_nb.models.quantize import quantise
-    return lora.add_lora(quantise(bare(), kind), LoraSection(r=2))
+def quantized(kind):
+    from qie_nb.models.quantize import quantize
+    return lora.add_lora(quantize(bare(), kind), LoraSection(r=2))
 
 
 def cast(tmp_path):
@@ -580,9 +580,9 @@ REFUSALS = [
     ("a mean of other sizes", lambda t: lora.save_lora(trained(), t, state={f"transformer.{B0}.lora_A.weight": torch.ones(1)}), ValueError, "or in another size"),
     ("a misspelt preset", lambda t: lora.add_lora(bare(), LoraSection(target_modules="attention_all")), ValueError, "matches no layer .*try attention, attention_text, all_linear"),
     ("nothing to merge", lambda t: lora.merge_lora(bare()), ValueError, "there is no adapter to merge"),
-    ("merging into 8 bits", lambda t: lora.merge_lora(quantised("qint8")), ValueError, "the base is quantised or divided .*load the base with `model.quantize` none"),
-    ("merging into float8", lambda t: lora.merge_lora(quantised("qfloat8")), ValueError, "the base is quantised or divided"),
-    ("merging into stored fp8", cast, ValueError, "the base is quantised or divided .*float8_e4m3fn"),
+    ("merging into 8 bits", lambda t: lora.merge_lora(quantized("qint8")), ValueError, "the base is quantized or divided .*load the base with `model.quantize` none"),
+    ("merging into float8", lambda t: lora.merge_lora(quantized("qfloat8")), ValueError, "the base is quantized or divided"),
+    ("merging into stored fp8", cast, ValueError, "the base is quantized or divided .*float8_e4m3fn"),
     ("merging NaN", not_finite, ValueError, "adapter 'default' has values in transformer_blocks.1.attn.to_k that are not finite"),
     ("training while merged", merged_then(lambda tr: lora.train_only(tr, "default")), ValueError, "merged into the base, so it can be neither trained .*call unmerge_lora"),
     ("starting while merged", merged_then(lambda tr: lora.start_lora(tr, LoraSection())), ValueError, "call unmerge_lora"),
@@ -700,7 +700,7 @@ def test_a_caption_stays_text():
     card = model_card(FACTS, [("samples/00.jpg", NASTY)], "me/lora")
     body = outside_fences(card.split("---\n", 2)[2])
     assert not any("<script" in line or "</td>" in line or "](http" in line for line in body)
-    assert [line for line in body if line.startswith("#")][1:] == ["## Pictures", "## Use", "## Data", "## Captions", "## Held-out loss", "## Weights", "## Settings"]
+    assert [line for line in body if line.startswith("#")][1:] == ["## Images", "## Use", "## Data", "## Captions", "## Held-out loss", "## Weights", "## Settings"]
     for line in body:
         if line.startswith("|"): assert len(re.findall(r"(?<!\\)\|", line)) == 3, line
     assert "make it red" in card and "0.1234" in card and "running mean (EMA) over the steps, after 500 steps" in card
@@ -734,7 +734,7 @@ def test_the_code_of_the_card_runs(variant, tmp_path, monkeypatch):
     assert np.asarray(Image.open("output.png")).shape == (32, 32, 3)
 
 
-def test_an_upload_takes_the_lora_the_card_and_its_pictures(monkeypatch, tmp_path):
+def test_an_upload_takes_the_lora_the_card_and_its_images(monkeypatch, tmp_path):
     import huggingface_hub
     from fnmatch import fnmatch
     sent = {}
@@ -782,4 +782,4 @@ def test_settings_of_a_card_hold_no_paths():
 
 
 def test_alpha_for_plain_readers():
-    assert plain_alpha(dict(r=16, lora_alpha=8, use_rslora=True), "a.to_q") == 32 and math.isclose(plain_alpha(dict(r=3, lora_alpha=8, use_rslora=True), "a"), 8 * math.sqrt(3))
+    assert kohya_alpha(dict(r=16, lora_alpha=8, use_rslora=True), "a.to_q") == 32 and math.isclose(kohya_alpha(dict(r=3, lora_alpha=8, use_rslora=True), "a"), 8 * math.sqrt(3))

@@ -1,4 +1,4 @@
-"""Several adapters at prediction: the pictures of diffusers' own pipelines, what stays after a mistake, training beside them, merging, few-step schedules."""
+"""Several adapters at prediction: the images of diffusers' own pipelines, what stays after a mistake, training beside them, merging, few-step schedules."""
 import math, warnings
 
 import numpy as np
@@ -83,11 +83,11 @@ def piped(pipe, steps=2, cfg=4.0):
                            generator=torch.Generator().manual_seed(5), **SIZE).images[0])
 
 
-# the same picture as diffusers'
+# the same image as diffusers'
 
 @pytest.mark.parametrize("variant, mix", [("2511", dict(style=0.8, wide=0.5)), ("2511", dict(root=1.2, comfy=-0.4, style=0.7)), ("2511", dict(dora=0.6, wide=1)),
                                           ("v1", dict(style=1, root=0.3)), ("2509", dict(comfy=0.5, wide=0))], ids=str)
-def test_weighted_together_they_are_diffusers_picture(variant, mix, files):
+def test_weighted_together_they_are_diffusers_image(variant, mix, files):
     ours = trainer(variant).load_loras([dict(path=files[n], weight=w, name=n) for n, w in mix.items()])
     assert ours.active_adapters() == mix
     pipe = pipeline(variant)
@@ -310,11 +310,11 @@ def test_a_dora_is_not_merged_with_others(files):
 SLOW = pytest.param("qint4", marks=pytest.mark.slow) # half a minute of compiling on first use
 
 @pytest.mark.parametrize("kind", [*(k for k in KINDS if k != "qint4"), SLOW])
-def test_a_quantised_base_refuses_to_be_merged_into_and_its_plain_layers_do_not(kind, files, tmp_path):
+def test_a_quantized_base_refuses_to_be_merged_into_and_its_plain_layers_do_not(kind, files, tmp_path):
     if not installed(KINDS[kind].library): pytest.skip(f"{KINDS[kind].library} is not installed")
     t = trainer(model=dict(quantize=kind)).load_lora(files["style"])
     before = predict(t)
-    with pytest.raises(ValueError, match="^the base is quantised .*use it unmerged, or load the base with `model.quantize` none$") as e: t.merge_lora()
+    with pytest.raises(ValueError, match="^the base is quantized .*use it unmerged, or load the base with `model.quantize` none$") as e: t.merge_lora()
     assert "\n" not in str(e.value) and np.array_equal(predict(t), before) and not lora.is_merged(t.transformer)
     plain = write(tmp_path/"plain.safetensors", 7, target_modules=["proj_out", "img_in"])
     t.load_lora(plain)

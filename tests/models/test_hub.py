@@ -1,4 +1,4 @@
-"""Where a model comes from: only what a job needs, file by file, announced and refused before the first; what was downloaded here goes when it is quantised, and nothing else ever does."""
+"""Where a model comes from: only what a job needs, file by file, announced and refused before the first; what was downloaded here goes when it is quantized, and nothing else ever does."""
 import json, shutil
 from pathlib import Path
 
@@ -7,12 +7,12 @@ import torch
 
 from qie_nb.models import components as models
 
-from qie_nb.models import prequantize as prequantised
+from qie_nb.models import prequantize as prequantized
 
 from qie_nb.models import hub as source
 from qie_nb.core.flat import flatten
 from qie_nb.models.components import Components, resolve_model
-from qie_nb.models.hub import HuggingFace, Source, model_below, source_of
+from qie_nb.models.hub import HubClient, Source, model_below, source_of
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_equal, settings
@@ -47,11 +47,11 @@ def hub(sharded, tmp_path, monkeypatch): # noqa: F811
     hub.root.mkdir()
     monkeypatch.setattr(source, "HUB", hub)
     for module in (source, models): monkeypatch.setattr(module, "free_bytes", hub.free)
-    real = prequantised.write_atomic
-    def watched(*a):
+    real = prequantized.write_atomic
+    def is_interactive(*a):
         real(*a)
         hub.look()
-    monkeypatch.setattr(prequantised, "write_atomic", watched)
+    monkeypatch.setattr(prequantized, "write_atomic", is_interactive)
     return hub
 
 
@@ -83,11 +83,11 @@ def test_each_job_fetches_its_own_components_only(hub, pairs, tmp_path):
     assert adapters_equal(second, QwenImageEditTrainer(configured(root, tmp_path, "local", hub.served)).fit())
 
 
-def test_shards_go_when_they_are_quantised_and_it_is_the_same_run(hub, pairs, tmp_path, capsys):
+def test_shards_go_when_they_are_quantized_and_it_is_the_same_run(hub, pairs, tmp_path, capsys):
     root = pairs()
-    quantised = dict(quantize="nf4", text_encoder_quantize="qint8")
+    quantized = dict(quantize="nf4", text_encoder_quantize="qint8")
     own = [configured(root, tmp_path, n, m) for n, m in (("hub", NAME), ("local", hub.served))]
-    for c in own: c["model"] |= quantised | dict(release_shards=True)
+    for c in own: c["model"] |= quantized | dict(delete_downloaded_shards=True)
     far, near = (QwenImageEditTrainer(c) for c in own)
     for t in (far, near): t.cache_embeddings(), t.fit()
     assert adapters_equal(far, near) and far.facts == near.facts, "data, encoders and base are told apart by what they are"
@@ -100,7 +100,7 @@ def test_shards_go_when_they_are_quantised_and_it_is_the_same_run(hub, pairs, tm
     rows = sum(p.stat().st_size for p in (hub.root/"home"/"models").rglob("modulation/*"))
     assert hub.peak <= kept + small + largest + rows, (hub.peak, kept, small, largest)
     out = capsys.readouterr().out
-    assert f"{NAME}: transformer " in out and "in 13 files, the largest model-000" in out and "each goes when it is quantised" in out
+    assert f"{NAME}: transformer " in out and "in 13 files, the largest model-000" in out and "each goes when it is quantized" in out
     got = len(hub.got)
     again = QwenImageEditTrainer(own[0] | dict(train=own[0]["train"] | dict(output_dir=str(tmp_path/"again"))))
     assert adapters_equal(again.fit(), near) and len(hub.got) == got, "the next process begins from what was made"
@@ -111,7 +111,7 @@ def test_a_disk_that_does_not_hold_the_component_decides(hub, tmp_path):
     far = Components(NAME, quantize=dict(transformer="nf4"))
     assert not far.releases("transformer")
     hub.size = hub.used() + big - 1
-    assert far.releases("transformer") and not Components(NAME).releases("transformer"), "without a quantisation the weights are needed as they are"
+    assert far.releases("transformer") and not Components(NAME).releases("transformer"), "without a quantization the weights are needed as they are"
     made = far.folder_of("transformer")
     assert hub.peak <= hub.size and not weights(p.name for p in (hub.folder/"transformer").iterdir())
     near = Components(str(hub.served), quantize=dict(transformer="nf4"))
@@ -123,7 +123,7 @@ def test_a_disk_that_does_not_hold_the_component_decides(hub, tmp_path):
 
 @pytest.mark.parametrize("kind, sentence", [
     (None, r"someone/model: transformer \d+\.\d MB in 13 files, the largest model-000\d\d-of-00013.safetensors with 0\.[1-9] MB: \d+\.\d MB are needed at a time and 0\.0 MB are free "
-           r"at '.*hub'; set `model.quantize` \(`model.text_encoder_quantize`\) and leave `model.release_shards` auto, or attach the model as a folder"),
+           r"at '.*hub'; set `model.quantize` \(`model.text_encoder_quantize`\) and leave `model.delete_downloaded_shards` auto, or attach the model as a folder"),
     ("nf4", r"someone/model: transformer .* are needed at a time and 0\.0 MB are free at '.*'; free some, or take fewer bits, or attach the model as a folder")])
 def test_too_small_a_disk_is_refused_before_the_first_shard(kind, sentence, hub, pairs, tmp_path):
     config = configured(pairs(), tmp_path, "out")
@@ -175,13 +175,13 @@ def test_a_download_that_fails_is_told_and_called_again(hub):
     assert len(weights(hub.got)) == 13 and len(hub.got) > got
 
 
-def test_a_prequantised_copy_straight_from_the_hub(hub, pairs, tmp_path):
+def test_a_prequantized_copy_straight_from_the_hub(hub, pairs, tmp_path):
     config = configured(pairs(), tmp_path, "out")
     config["model"] |= dict(quantize="nf4", text_encoder_quantize="nf4")
     local = configured(tmp_path/"set", tmp_path, "local", hub.served)
     local["model"] |= dict(quantize="nf4", text_encoder_quantize="nf4")
-    a, b = (QwenImageEditTrainer(c).save_prequantised(tmp_path/n) for c, n in ((config, "from hub"), (local, "from folder")))
-    contents = lambda d: {p.name: p.read_bytes() for p in d.iterdir() if p.name not in ("flat-index.json", "prequantised.json")}
+    a, b = (QwenImageEditTrainer(c).save_prequantized(tmp_path/n) for c, n in ((config, "from hub"), (local, "from folder")))
+    contents = lambda d: {p.name: p.read_bytes() for p in d.iterdir() if p.name not in ("flat-index.json", "prequantized.json")}
     assert contents(a) == contents(b)
     big = [n for n in weights(hub.got) if n.split("/")[0] in ("transformer", "text_encoder")]
     assert sorted(hub.gone) == sorted(big) and len(big) == 26
@@ -228,7 +228,7 @@ def test_the_real_hubs_cache(tmp_path, monkeypatch):
     import huggingface_hub
     real = {n: getattr(huggingface_hub, n) for n in ("snapshot_download", "try_to_load_from_cache", "hf_hub_download")}
     for n, f in real.items(): monkeypatch.setattr(huggingface_hub, n, lambda *a, f=f, **kw: f(*a, cache_dir=tmp_path, **kw))
-    hub = HuggingFace()
+    hub = HubClient()
     assert hub.folder == tmp_path
     assert hub.files("someone/model") == (commit, {"model_index.json": 2, "vae/config.json": 2, "vae/diffusion_pytorch_model.safetensors": 2})
     file = hub.get("someone/model", "vae/diffusion_pytorch_model.safetensors", commit)

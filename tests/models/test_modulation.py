@@ -9,8 +9,8 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.training.checkpoint import complete_checkpoints
 from qie_nb.config import make_config
 from qie_nb.lora.adapters import add_lora, lora_parameters, lora_state
-from qie_nb.models.modulation import ModulationTable, seen_times, training_times
-from qie_nb.models.modulation import put_on_table
+from qie_nb.models.modulation import ModulationTable, model_timesteps, training_times
+from qie_nb.models.modulation import use_modulation_table
 from qie_nb.models.loading import stream
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
@@ -32,7 +32,7 @@ def transformers(variant, times, dtype=torch.float32):
     out = []
     for on in (False, True):
         tr = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype)
-        if on: put_on_table(tr, table_for(folder, seen_times([0., *times], dtype), dtype))
+        if on: use_modulation_table(tr, table_for(folder, model_timesteps([0., *times], dtype), dtype))
         add_lora(tr, make_config(dict(model=dict(lora=dict(r=4, target_modules="all_linear")))).model.lora)
         rng = torch.Generator().manual_seed(3)
         for n, p in tr.named_parameters():
@@ -77,8 +77,8 @@ def test_in_bfloat16_the_rows_are_the_layers_own_to_one_rounding(variant):
     plain, ours = transformers(variant, times, torch.bfloat16)
     a, b = (call(tr, times, torch.bfloat16).float() for tr in (plain, ours))
     assert (a - b).abs().max() <= 2**-7 * a.abs().max()
-    temb = plain.time_text_embed(torch.tensor(seen_times(times, torch.bfloat16)).bfloat16(), torch.empty(0, dtype=torch.bfloat16))
-    rows = ours.lookup.table.rows(seen_times(times, torch.bfloat16)).float()
+    temb = plain.time_text_embed(torch.tensor(model_timesteps(times, torch.bfloat16)).bfloat16(), torch.empty(0, dtype=torch.bfloat16))
+    rows = ours.lookup.table.rows(model_timesteps(times, torch.bfloat16)).float()
     for n, block in enumerate(plain.transformer_blocks):
         own = torch.cat([block.img_mod(temb), block.txt_mod(temb)], 1).float().view(3, 12, -1)
         mine = rows[:, 12 * n:12 * n + 12]
@@ -103,7 +103,7 @@ def test_a_pipeline_of_diffusers_runs_on_it(tmp_path):
             hook = pipe.transformer.register_forward_pre_hook(lambda m, a, kw: seen.append(kw["timestep"][0].item()), with_kwargs=True)
             plain = run()
             hook.remove()
-            put_on_table(pipe.transformer, table_for(folder, [0., *seen]))
+            use_modulation_table(pipe.transformer, table_for(folder, [0., *seen]))
             assert np.abs(run() - plain).max() < 1e-5
 
 
@@ -112,7 +112,7 @@ def test_every_timestep_of_training_has_its_row(pairs, tmp_path):
         table = table_for(tiny_folder("v1")/"transformer", training_times(dtype), dtype)
         for how in ("uniform", "logit_normal", "shift"):
             from qie_nb.models.flow_matching import sample_sigmas
-            assert not table.missing(seen_times(sample_sigmas(range(400), how, 0.9) * 1000, dtype))
+            assert not table.missing(model_timesteps(sample_sigmas(range(400), how, 0.9) * 1000, dtype))
 
 
 def test_another_schedule_snaps_to_the_nearest_row_and_says_so_once(capsys):
@@ -188,7 +188,7 @@ def test_a_third_of_the_model_is_never_in_memory(pairs, tmp_path, monkeypatch):
     alive = Alive(monkeypatch)
     alive.watch(modulation, "block_rows", 1), alive.watch(streaming, "place_tensor", 9)
     trainer = QwenImageEditTrainer(config)
-    trainer.choose_table(), trainer._transformer()
+    trainer.pick_modulation(), trainer._transformer()
     assert alive.calls > 100 and 0.6 * total < alive.peak <= (2 / 3 + 0.01) * total
     assert sum(p.numel() * p.element_size() for p in trainer.transformer.parameters()) <= (2 / 3 + 0.01) * total
     trainer.fit()
@@ -318,13 +318,13 @@ def test_predicting_makes_the_rows_of_its_schedule_or_takes_the_nearest(pairs, t
 def test_precompute_makes_the_table_and_the_schedules_named(pairs, tmp_path, computed):
     from qie_nb.sampling.denoising import sampling_schedule
     c = settings(pairs(), tmp_path)
-    t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(table_steps=[3, 5])))
+    t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(modulation_table_steps=[3, 5])))
     table = t.cache_modulation()
     for tokens in t._target_tokens():
-        for steps in (3, 5): assert not table.missing(seen_times(sampling_schedule(t.components.get("scheduler"), steps, tokens).timesteps, torch.float32))
+        for steps in (3, 5): assert not table.missing(model_timesteps(sampling_schedule(t.components.get("scheduler"), steps, tokens).timesteps, torch.float32))
     assert "transformer" not in t.components.built
     computed.clear()
-    QwenImageEditTrainer(c | dict(model=c["model"] | dict(table_steps=[3, 5]))).cache_modulation()
+    QwenImageEditTrainer(c | dict(model=c["model"] | dict(modulation_table_steps=[3, 5]))).cache_modulation()
     assert not computed
 
 
@@ -339,7 +339,7 @@ def test_continuous_noise_levels_take_the_nearest_row_and_say_so_once(pairs, tmp
 
 
 @pytest.mark.parametrize("kind", ["qint8", "fp8_storage"])
-def test_a_quantised_base_runs_on_it(kind, pairs, tmp_path):
+def test_a_quantized_base_runs_on_it(kind, pairs, tmp_path):
     c = settings(pairs(), tmp_path, train=dict(max_train_steps=2))
     t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(quantize=kind))).fit()
     assert t.modulation_table is not None and torch.isfinite(t.state.loss) and not [n for n, _ in t.transformer.named_parameters() if "_mod." in n]

@@ -1,4 +1,4 @@
-"""The prequantised copy: what quantising on the fly gives to the last bit, under the checkpoint's identity, made file by file, interrupted anywhere, read from where nothing can be written."""
+"""The prequantized copy: what quantizing on the fly gives to the last bit, under the checkpoint's identity, made file by file, interrupted anywhere, read from where nothing can be written."""
 import json, os, shutil
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qie_nb import cli
 
-from qie_nb.models import prequantize as prequantised
+from qie_nb.models import prequantize as prequantized
 from qie_nb.core.flat import tree_of
 from qie_nb.models.hub import base_digest
 from qie_nb.core.cache_layers import open_layer
@@ -20,7 +20,7 @@ from qie_nb.models.components import component_digest, load_component
 from qie_nb.planning.plan import plan
 from qie_nb.config import make_config
 from qie_nb.models.prequantize import LocalShards, make_stored
-from qie_nb.models.loading import origin_of
+from qie_nb.models.loading import source_checkpoint
 from qie_nb.models.loading import stream
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -60,7 +60,7 @@ CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLF
 
 @kinds
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_component_is_the_one_that_is_quantised_on_the_fly(kind, name, sharded, tmp_path):
+def test_a_component_is_the_one_that_is_quantized_on_the_fly(kind, name, sharded, tmp_path):
     for dtype in (torch.bfloat16, torch.float32):
         out = make_stored(CLASSES[name], LocalShards(sharded/name), tmp_path/str(dtype)/name, kind, dtype, whole=True, part_bytes=100_000)
         assert len(list(out.glob("part-*"))) > 3 and not list(out.glob("left-*"))
@@ -76,10 +76,10 @@ def test_a_component_is_the_one_that_is_quantised_on_the_fly(kind, name, sharded
 def test_four_bits_serve_both_dtypes(tmp_path):
     out = make_stored(QwenImageTransformer2DModel, LocalShards(tiny_folder("2511")/"transformer"), tmp_path/"transformer", "nf4", torch.bfloat16)
     wide, fly = (stream(QwenImageTransformer2DModel, f, "nf4", torch.float32) for f in (out, tiny_folder("2511")/"transformer"))
-    quantised = [n for n, m in fly.named_modules() if type(m).__name__ == "Linear4bit"]
+    quantized = [n for n, m in fly.named_modules() if type(m).__name__ == "Linear4bit"]
     weights = lambda m, n: m.get_submodule(n).weight
-    far = [n for n in quantised if (weights(wide, n) != weights(fly, n)).float().mean() > 0.02]
-    assert len(quantised) > 20 and not far, "a checkpoint rounded to bfloat16 falls into another of sixteen values only at the edge"
+    far = [n for n in quantized if (weights(wide, n) != weights(fly, n)).float().mean() > 0.02]
+    assert len(quantized) > 20 and not far, "a checkpoint rounded to bfloat16 falls into another of sixteen values only at the edge"
     to_q = wide.transformer_blocks[0].attn.to_q
     assert to_q.compute_dtype == to_q.weight.quant_state.dtype == torch.float32 and to_q(torch.randn(1, 96)).dtype == torch.float32
 
@@ -131,8 +131,8 @@ def test_each_file_is_asked_for_once_and_none_while_another_is_held(sharded, tmp
 def test_interrupted_after_any_write_it_goes_on_behind_what_is_finished(sharded, tmp_path, monkeypatch):
     bytes_of = lambda d: {p.relative_to(d).as_posix(): p.read_bytes() for p in d.rglob("*") if p.is_file()}
     job = lambda out, shards=None: make_stored(QwenImageTransformer2DModel, shards or LocalShards(sharded/"transformer"), out/"transformer", "nf4", torch.float32, sets=SETS, part_bytes=60_000)
-    whole, real, writes = bytes_of(job(tmp_path/"whole")), prequantised.write_atomic, []
-    monkeypatch.setattr(prequantised, "write_atomic", lambda p, d, real=real: (writes.append(p), real(p, d))[1])
+    whole, real, writes = bytes_of(job(tmp_path/"whole")), prequantized.write_atomic, []
+    monkeypatch.setattr(prequantized, "write_atomic", lambda p, d, real=real: (writes.append(p), real(p, d))[1])
     job(tmp_path/"counted")
     for stop in (*range(1, len(writes), 5), len(writes)):
         out, n = tmp_path/f"cut{stop}", 0
@@ -141,11 +141,11 @@ def test_interrupted_after_any_write_it_goes_on_behind_what_is_finished(sharded,
             n += 1
             if n == stop: raise KeyboardInterrupt
             real(path, data)
-        monkeypatch.setattr(prequantised, "write_atomic", killed)
+        monkeypatch.setattr(prequantized, "write_atomic", killed)
         with pytest.raises(KeyboardInterrupt): job(out)
         assert not (out/"transformer").exists(), "it is complete or absent"
         done = len(json.loads((out/".transformer.partial"/"progress.json").read_text())["done"]) if (out/".transformer.partial"/"progress.json").is_file() else 0
-        monkeypatch.setattr(prequantised, "write_atomic", real)
+        monkeypatch.setattr(prequantized, "write_atomic", real)
         shards = Counted(sharded/"transformer")
         job(out, shards)
         assert len(shards.asked) == 13 - done
@@ -159,14 +159,14 @@ def test_another_checkpoint_in_an_interrupted_folder_begins_anew(sharded, tmp_pa
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data), os.utime(file)
-    real = prequantised._note
+    real = prequantized._note
     def stop(work, state, left, number):
         real(work, state, left, number)
         if number == 4: raise KeyboardInterrupt
-    monkeypatch.setattr(prequantised, "_note", stop)
+    monkeypatch.setattr(prequantized, "_note", stop)
     make = lambda folder, out: make_stored(QwenImageTransformer2DModel, LocalShards(folder), out, "nf4", torch.float32, sets=SETS)
     with pytest.raises(KeyboardInterrupt): make(sharded/"transformer", tmp_path/"a"/"transformer")
-    monkeypatch.setattr(prequantised, "_note", real)
+    monkeypatch.setattr(prequantized, "_note", real)
     make(other, tmp_path/"a"/"transformer"), make(other, tmp_path/"b"/"transformer")
     bytes_of = lambda d: {p.relative_to(d).as_posix(): p.read_bytes() for p in d.rglob("*") if p.is_file()}
     assert bytes_of(tmp_path/"a") == bytes_of(tmp_path/"b")
@@ -198,7 +198,7 @@ def test_the_whole_job_from_the_copy_is_the_job_from_the_model(flat, sharded, pa
     "Precompute, train, predict, resume; bit for bit, from a folder in which nothing changes; cache, checkpoint and LoRA change sides."
     root = pairs()
     full = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded, ))
-    copy = full.save_prequantised(tmp_path/"copy", flat=flat, part_bytes=100_000)
+    copy = full.save_prequantized(tmp_path/"copy", flat=flat, part_bytes=100_000)
     assert any(p.is_dir() for p in copy.iterdir()) != flat
     before = state_of(copy)
     small = QwenImageEditTrainer(configured(root, tmp_path, "small", copy))
@@ -226,7 +226,7 @@ def test_a_copy_for_training_alone_from_a_packed_cache(sharded, pairs, tmp_path)
     full = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded))
     full.cache_embeddings()
     EmbeddingCacheManager(str(tmp_path/"full"/"cache")).pack(tmp_path/"packed")
-    copy = full.save_prequantised(tmp_path/"copy", encoders=False)
+    copy = full.save_prequantized(tmp_path/"copy", encoders=False)
     assert not (tree_of(copy)/"vae").exists() and not (tree_of(copy)/"text_encoder").exists()
     c = configured(root, tmp_path, "small", copy)
     c["cache"] = dict(cache_dir=str(tmp_path/"packed"))
@@ -237,9 +237,9 @@ def test_a_copy_for_training_alone_from_a_packed_cache(sharded, pairs, tmp_path)
 def test_schedules_that_were_asked_for_are_in_the_copy(sharded, pairs, tmp_path, capsys):
     root = pairs()
     config = configured(root, tmp_path, "full", sharded)
-    config["model"]["table_steps"] = [2]
+    config["model"]["modulation_table_steps"] = [2]
     full = QwenImageEditTrainer(config)
-    copy = full.save_prequantised(tmp_path/"copy")
+    copy = full.save_prequantized(tmp_path/"copy")
     c = configured(root, tmp_path, "small", copy)
     small = QwenImageEditTrainer(c)
     edit = lambda t: t.predict(str(root/"control_images"/"0000.png"), "x", num_inference_steps=2, height=80, width=48)
@@ -247,41 +247,41 @@ def test_schedules_that_were_asked_for_are_in_the_copy(sharded, pairs, tmp_path,
     capsys.readouterr()
     small.setup_predict()
     table = small.modulation_table or small.set_lora().modulation_table
-    from qie_nb.models.modulation import beyond_training, seen_times
+    from qie_nb.models.modulation import extra_timesteps, model_timesteps
     from qie_nb.sampling.denoising import sampling_schedule
     for tokens in sizes:
-        times = seen_times(sampling_schedule(small.components.get("scheduler"), 2, tokens).timesteps, table.dtype)
+        times = model_timesteps(sampling_schedule(small.components.get("scheduler"), 2, tokens).timesteps, table.dtype)
         table.provide(times)
         assert not table.missing(times)
     assert "nearest" not in capsys.readouterr().out
 
 
 REFUSED = [
-    (dict(model=dict(quantize="qint8")), "is prequantised as nf4, and `model.quantize` is qint8; set it to nf4 or to none"),
-    (dict(model=dict(text_encoder_quantize="qint8")), "is prequantised as nf4, and `model.text_encoder_quantize` is qint8"),
-    (dict(model=dict(modulation_table=False)), "`model.modulation_table` is false, and the prequantised copy .* has no modulation layers, only a table of them; name the full model"),
-    (dict(model=dict(lora=dict(r=4, target_modules=["to_q", "img_mod.1"]))), r"names transformer_blocks.0.img_mod.1, so what it says will change, and the prequantised copy .* has no modulation layers")]
+    (dict(model=dict(quantize="qint8")), "is prequantized as nf4, and `model.quantize` is qint8; set it to nf4 or to none"),
+    (dict(model=dict(text_encoder_quantize="qint8")), "is prequantized as nf4, and `model.text_encoder_quantize` is qint8"),
+    (dict(model=dict(modulation_table=False)), "`model.modulation_table` is false, and the prequantized copy .* has no modulation layers, only a table of them; name the full model"),
+    (dict(model=dict(lora=dict(r=4, target_modules=["to_q", "img_mod.1"]))), r"names transformer_blocks.0.img_mod.1, so what it says will change, and the prequantized copy .* has no modulation layers")]
 
 def test_refused_before_anything_is_loaded(sharded, pairs, tmp_path):
     root = pairs()
-    copy = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantised(tmp_path/"copy")
+    copy = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantized(tmp_path/"copy")
     for change, sentence in REFUSED:
         c = configured(root, tmp_path, "x", copy)
         c["model"] |= change["model"]
         with pytest.raises(ValueError, match=sentence): t = QwenImageEditTrainer(c); t.components.check(); t.set_lora()
-    with pytest.raises(ValueError, match="holds a whole copy"): QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantised(copy)
-    with pytest.raises(ValueError, match="is a prequantised copy already"): QwenImageEditTrainer(configured(root, tmp_path, "x", copy)).save_prequantised(tmp_path/"again")
+    with pytest.raises(ValueError, match="holds a whole copy"): QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantized(copy)
+    with pytest.raises(ValueError, match="is a prequantized copy already"): QwenImageEditTrainer(configured(root, tmp_path, "x", copy)).save_prequantized(tmp_path/"again")
     with pytest.raises(ValueError, match="make it again here, or take nf4"):
         make_stored(QwenImageTransformer2DModel, LocalShards(sharded/"transformer"), tmp_path/"q"/"transformer", "qint8", torch.bfloat16)
         shutil.copyfile(sharded/"model_index.json", tmp_path/"q"/"model_index.json")
         load_component(tmp_path/"q", "transformer", torch.float32, kind="qint8")
-    for kind, sentence in ((None, "`model.quantize` is none, and a prequantised copy"), ("qint4", "qint4 is packed for one kind of device and is not kept in files; take nf4")):
+    for kind, sentence in ((None, "`model.quantize` is none, and a prequantized copy"), ("qint4", "qint4 is packed for one kind of device and is not kept in files; take nf4")):
         t = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded))
         t.quantize = kind
-        with pytest.raises(ValueError, match=sentence): t.save_prequantised(tmp_path/"no")
+        with pytest.raises(ValueError, match=sentence): t.save_prequantized(tmp_path/"no")
     t = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded))
     t.components.quantize["text_encoder"] = None
-    with pytest.raises(ValueError, match="at full width the text encoder is 16.6 GB"): t.save_prequantised(tmp_path/"no")
+    with pytest.raises(ValueError, match="at full width the text encoder is 16.6 GB"): t.save_prequantized(tmp_path/"no")
     assert not (tmp_path/"no").exists()
 
 
@@ -290,19 +290,19 @@ def test_no_room_is_told_with_sizes_before_the_first_file(sharded, pairs, tmp_pa
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
     monkeypatch.setattr(prequantise, "make_stored", lambda *a, **kw: pytest.fail("it began"))
     with pytest.raises(OSError, match=r"'.*copy' has 0\.0 MB free, and .* MB are needed \(transformer .* MB, modulation table .* MB, text_encoder .*, the table twice while it is packed\)"):
-        QwenImageEditTrainer(configured(pairs(), tmp_path, "full", sharded)).save_prequantised(tmp_path/"copy")
+        QwenImageEditTrainer(configured(pairs(), tmp_path, "full", sharded)).save_prequantized(tmp_path/"copy")
 
 
 def test_modulation_layers_are_kept_where_they_are_needed(sharded, pairs, tmp_path):
     config = configured(pairs(), tmp_path, "full", sharded)
     config["model"]["modulation_table"] = False
     full = QwenImageEditTrainer(config)
-    copy = full.save_prequantised(tmp_path/"copy", encoders=False)
+    copy = full.save_prequantized(tmp_path/"copy", encoders=False)
     c = configured(tmp_path/"set", tmp_path, "small", copy)
     c["model"]["lora"] = dict(r=4, target_modules=["img_mod.1"])
     small = QwenImageEditTrainer(c).set_lora()
     full._transformer()
-    assert not origin_of(tree_of(copy)/"transformer")["table"] and small.modulation_table is None
+    assert not source_checkpoint(tree_of(copy)/"transformer")["table"] and small.modulation_table is None
     with torch.no_grad(): assert torch.equal(run(full.transformer), run(small.transformer))
 
 
@@ -311,7 +311,7 @@ def test_from_the_shell_and_in_the_plan(sharded, pairs, tmp_path, capsys):
     config = configured(pairs(), tmp_path, "full", sharded)
     (tmp_path/"run.yaml").write_text(yaml.safe_dump(config))
     assert cli.main(["prequantise", "--config", str(tmp_path/"run.yaml"), "--out", str(tmp_path/"copy"), "--no_encoders"]) == 0
-    assert "prequantised copy: transformer" in capsys.readouterr().out
+    assert "prequantized copy: transformer" in capsys.readouterr().out
     from qie_nb.planning.training_memory import job_of
     own = make_config(configured(tmp_path/"set", tmp_path, "x", tmp_path/"copy"))
     assert job_of(own).kind == "nf4"
@@ -332,11 +332,11 @@ def narrow(sharded, tmp_path_factory):
 def test_a_card_without_bfloat16_takes_the_copy_s_narrow_rows(narrow, pairs, tmp_path, capsys):
     "A copy of a bfloat16 checkpoint carries 500 rows in bfloat16; float32 with products in float16 looks each timestep up that a bfloat16 run would."
     from qie_nb.planning.disk_space import disk_plan
-    from qie_nb.models.modulation import seen_times
+    from qie_nb.models.modulation import model_timesteps
     root, fp16 = pairs(), dict(mixed_precision="fp16", gradient_checkpointing=False)
     full = QwenImageEditTrainer(configured(root, tmp_path, "full", narrow))
-    copy = full.save_prequantised(tmp_path/"copy")
-    assert origin_of(tree_of(copy)/"transformer")["table_dtype"] == "bfloat16"
+    copy = full.save_prequantized(tmp_path/"copy")
+    assert source_checkpoint(tree_of(copy)/"transformer")["table_dtype"] == "bfloat16"
     c = configured(root, tmp_path, "small", copy)
     c["train"] |= fp16
     assert not [i.bytes for i in disk_plan(c).items if i.what == "modulation table" and i.bytes]
@@ -349,7 +349,7 @@ def test_a_card_without_bfloat16_takes_the_copy_s_narrow_rows(narrow, pairs, tmp
     look = small.transformer.lookup
     for t in torch.arange(1, 1001).float():
         look.choose(t[None] / 1000, "cpu")
-        assert look.key[0][:1] == seen_times([t], torch.bfloat16)
+        assert look.key[0][:1] == model_timesteps([t], torch.bfloat16)
     assert "nearest" not in capsys.readouterr().out
     wide = configured(root, tmp_path, "wide", narrow)
     wide["train"] |= fp16
@@ -365,5 +365,5 @@ def test_room_is_reckoned_by_what_the_files_keep(narrow, pairs, tmp_path, monkey
     monkeypatch.setattr(prequantise, "stored_bytes", lambda *a: said.append(a[3]) or real(*a))
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
     full = QwenImageEditTrainer(configured(pairs(), tmp_path, "full", narrow))
-    with pytest.raises(OSError, match="are needed"): full.save_prequantised(tmp_path/"copy")
+    with pytest.raises(OSError, match="are needed"): full.save_prequantized(tmp_path/"copy")
     assert full.weight_dtype == torch.float32 and said == [torch.bfloat16] * 2

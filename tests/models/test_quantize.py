@@ -1,4 +1,4 @@
-"""Quantised bases: near the plain one, trained with float32 adapters, streamed in to the last bit, refused before a weight is read; the offloaded encoder."""
+"""Quantized bases: near the plain one, trained with float32 adapters, streamed in to the last bit, refused before a weight is read; the offloaded encoder."""
 import gc, json, shutil, subprocess, sys, weakref
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from qie_nb.config import LoraSection
 from qie_nb.encoding.encode import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
 from qie_nb.models.components import Components, device_of, load_component, offload
-from qie_nb.models.quantize import KINDS, check_adapters, check_kind, held_bytes, linears, quantise
+from qie_nb.models.quantize import KINDS, check_adapters, check_kind, held_bytes, linears, quantize
 from qie_nb.models.loading import stream
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
@@ -37,7 +37,7 @@ def inputs(dtype=torch.float32):
                 img_shapes=[[(1, 4, 4), (1, 4, 4)]], return_dict=False)
 
 
-def transformer(kind=None, dtype=torch.float32): return quantise(load_component(tiny_folder("2511"), "transformer", dtype), kind)
+def transformer(kind=None, dtype=torch.float32): return quantize(load_component(tiny_folder("2511"), "transformer", dtype), kind)
 def run(tr, dtype=torch.float32): return tr(**inputs(dtype))[0].float()
 def distance(a, b): return ((a - b).norm() / b.norm()).item()
 
@@ -70,11 +70,11 @@ def test_the_text_encoder_too(kind):
     picture, (processor, variant) = Image.effect_noise((84, 84), 80).convert("RGB"), (load_component(tiny_folder("2511"), "processor"), models.VARIANTS["2511"])
     embed = lambda te: encode_prompt(te, processor, variant, "make it blue", [picture])[0].float()
     for dtype in (torch.float32, torch.bfloat16):
-        got = quantise(load_component(tiny_folder("2511"), "text_encoder", dtype), kind)
+        got = quantize(load_component(tiny_folder("2511"), "text_encoder", dtype), kind)
         assert not any(".visual." in n or "lm_head" in n for n, m in got.named_modules() if type(m) is not torch.nn.Linear and hasattr(m, "in_features"))
         e = encode_prompt(got, processor, variant, "make it blue", [picture])[0]
         assert e.dtype == dtype, "an embedding keeps the dtype of training, not the weights'"
-    assert 1e-4 < distance(embed(quantise(load_component(tiny_folder("2511"), "text_encoder"), kind)), embed(load_component(tiny_folder("2511"), "text_encoder"))) < 2 * FAR[kind]
+    assert 1e-4 < distance(embed(quantize(load_component(tiny_folder("2511"), "text_encoder"), kind)), embed(load_component(tiny_folder("2511"), "text_encoder"))) < 2 * FAR[kind]
 
 
 # --- what it trains
@@ -126,7 +126,7 @@ def test_a_run_and_its_lora_on_the_plain_base(kind, trained_set, tmp_path):
     trainer = QwenImageEditTrainer(config).fit()
     assert trainer.global_step == 4 and trainer.state.loss.isfinite()
     assert_float32(trainer.transformer)
-    assert not linears(trainer.transformer), "every inner layer is quantised"
+    assert not linears(trainer.transformer), "every inner layer is quantized"
     state = lora_state(trainer.transformer)
     assert all(v.isfinite().all() for v in state.values()) and any(v.abs().max() > 0 for k, v in state.items() if "lora_B" in k)
     path = trainer.save_lora(tmp_path/"lora")
@@ -157,11 +157,11 @@ def same_tensors(a, b):
 
 @pytest.mark.parametrize("kind", [None, *ALL])
 @pytest.mark.parametrize("name, cls", [("transformer", QwenImageTransformer2DModel), ("text_encoder", Qwen2_5_VLForConditionalGeneration)])
-def test_streamed_is_loaded_then_quantised(kind, name, cls, tmp_path):
+def test_streamed_is_loaded_then_quantized(kind, name, cls, tmp_path):
     folder = sharded(tmp_path, name, cls)
     for dtype in (torch.bfloat16, torch.float32):
         kw = {"dtype" if name == "text_encoder" else "torch_dtype": dtype}
-        loaded = quantise(cls.from_pretrained(folder, **kw).requires_grad_(False).eval(), kind)
+        loaded = quantize(cls.from_pretrained(folder, **kw).requires_grad_(False).eval(), kind)
         streamed = stream(cls, folder, kind, dtype)
         assert same_tensors(loaded, streamed) and not streamed.training and not any(p.requires_grad for p in streamed.parameters())
         assert [n for n, _ in loaded.named_modules()] == [n for n, _ in streamed.named_modules()]
@@ -287,7 +287,7 @@ def test_what_is_set_after_the_constructor_is_looked_at_too(monkeypatch, nothing
     with pytest.raises(ValueError, match="`model.quantize` nf4 needs bitsandbytes"): trainer.set_lora()
 
 
-def test_a_text_encoder_that_cannot_be_quantised_is_told_before_the_vae_is_built(monkeypatch, pairs, tmp_path, built):
+def test_a_text_encoder_that_cannot_be_quantized_is_told_before_the_vae_is_built(monkeypatch, pairs, tmp_path, built):
     config = settings(pairs(), tmp_path)
     config["model"]["text_encoder_quantize"] = "nf4"
     lacking("bitsandbytes")(monkeypatch)
@@ -295,10 +295,10 @@ def test_a_text_encoder_that_cannot_be_quantised_is_told_before_the_vae_is_built
     assert not built
 
 
-def test_quantised_in_memory_is_looked_at_too(monkeypatch):
+def test_quantized_in_memory_is_looked_at_too(monkeypatch):
     tr = transformer()
     lacking("torchao")(monkeypatch)
-    with pytest.raises(ValueError, match="int8 needs torchao"): quantise(tr, "int8")
+    with pytest.raises(ValueError, match="int8 needs torchao"): quantize(tr, "int8")
     assert type(tr.transformer_blocks[0].attn.to_q) is torch.nn.Linear
 
 
@@ -314,13 +314,13 @@ def test_a_clash_that_nobody_asked_for(monkeypatch):
 
 def test_kernels_that_do_not_suit_training_are_never_taken(monkeypatch):
     "Marlin wants weights without a note on activations, tinygemm and AWQ groups of 128; bitsandbytes packs weights on CPUs with AVX512-BF16."
-    to_q = lambda kind, width=128: rooms.quantise_linear(torch.nn.Linear(width, 64).bfloat16(), kind).weight
+    to_q = lambda kind, width=128: rooms.quantize_linear(torch.nn.Linear(width, 64).bfloat16(), kind).weight
     assert to_q("qfloat8").activation_qtype is not None and to_q("qfloat8").to("cpu", copy=True).activation_qtype is not None
     assert [to_q("qint4", w)._group_size for w in (128, 256, 96)] == [64, 64, 32]
     assert type(to_q("qint4")).__name__ == "WeightQBitsTensor"
     import bitsandbytes.nn.modules as bnb
     monkeypatch.setattr(bnb, "has_avx512bf16", lambda: True)
-    nf4 = rooms.quantise_linear(torch.nn.Linear(128, 64).bfloat16(), "nf4")
+    nf4 = rooms.quantize_linear(torch.nn.Linear(128, 64).bfloat16(), "nf4")
     assert not nf4.support_avx512bf16_for_cpu, "weights packed in an evaluation give no gradients"
 
 
@@ -376,7 +376,7 @@ def test_precomputed_with_an_offloaded_encoder_is_the_same_cache(pairs, tmp_path
     assert (image == plain).all()
 
 
-def test_offloaded_and_quantised_do_not_go_together(pairs, tmp_path, built):
+def test_offloaded_and_quantized_do_not_go_together(pairs, tmp_path, built):
     config = settings(pairs(), tmp_path)
     config["model"] |= dict(text_encoder_offload=True, text_encoder_quantize="qint8")
     sentence = "`model.text_encoder_quantize` qint8 does not go with `model.text_encoder_offload`, whose layers travel at full width; choose one of them"

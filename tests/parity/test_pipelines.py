@@ -1,4 +1,4 @@
-"""The same numbers as diffusers' edit pipelines: embeddings, latents, schedule, velocity, picture; tiny random models, CPU float32.
+"""The same numbers as diffusers' edit pipelines: embeddings, latents, schedule, velocity, image; tiny random models, CPU float32.
 
 With the flat VAE, the shared prefix and the windows together switched off they are the pipelines' bit for bit, with all on to the rounding of
 float32.
@@ -19,7 +19,7 @@ from PIL import Image
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import LoraSection
 from qie_nb.data.dataset import Geometry, ImageDataset
-from qie_nb.encoding.encode import decode_latents, encode_image, encode_prompt, vae_factor, vl_pictures
+from qie_nb.encoding.encode import decode_latents, encode_image, encode_prompt, vae_factor, vl_images
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.models.flow_matching import calculate_mu, img_shapes, pack_latents, unpack_latents, velocity
@@ -31,7 +31,7 @@ from qie_nb.tiny.random_models import tiny_folder
 from helpers import small_areas
 
 CONTROL, VL = 128 * 128, 112 * 112                # pixels; the pipelines' own are 1024*1024 and 384*384
-SIZES = (50, 75), (180, 90), (40, 100)            # (w, h) of the control pictures: portrait, landscape, tall
+SIZES = (50, 75), (180, 90), (40, 100)            # (w, h) of the control images: portrait, landscape, tall
 SEEN = (96, 160), (192, 96), (96, 192)            # (w, h) that the VAE gets of them at CONTROL, worked out by hand
 TARGET = 144, 80                                  # (w, h): no control's aspect, no multiple of 32, not square
 PROMPT, OTHER, SEED, STEPS = "make the sky green", "remove the second boat from the left, keep its shadow", 5, 3
@@ -114,7 +114,7 @@ def edited(case, scale=1.0, size=TARGET, on=False):
     with watch(r.transformer) as calls: return edit_call(r, r.transformer, pictures(case.n), scale, size, on), calls
 
 def our_prompt(r, variant, prompt, images, on=False):
-    vl = vl_pictures(images, r.geometry)
+    vl = vl_images(images, r.geometry)
     e, m = encode_prompt(r.parts.get("text_encoder"), r.parts.get("processor"), VARIANTS[variant], prompt, vl, shared=on, windows=on)
     return pad_prompts(list(e), list(m))
 
@@ -139,7 +139,7 @@ def same(a, b):
 
 def apart(a, b): return (a - b).abs().max().item()
 
-def agree(a, b, on, within=1e-5):
+def broadcast_stop(a, b, on, within=1e-5):
     "Bit equality in the plain way; with less work, to `within` of the largest value."
     if not on: return same(a, b)
     assert a.shape == b.shape and a.dtype == b.dtype
@@ -160,7 +160,7 @@ def test_prompt_embeddings_are_the_pipelines(case, prompt, on):
     seen = [r.pipe.image_processor.resize(im, *r.geometry.vl(im.size)[::-1]) for im in images]
     theirs, mask = r.pipe.encode_prompt(prompt, given(case.variant, seen))
     ours, our_mask = our_prompt(r, case.variant, prompt, images, on)
-    agree(ours, theirs, on)
+    broadcast_stop(ours, theirs, on)
     assert our_mask is None and mask is None
 
 @each_variant
@@ -175,13 +175,13 @@ def test_embeddings_of_a_run_are_the_pipelines_for_prompt_and_negative_prompt(ca
     r, run = rig_of(case), piped(case, 4.0)
     for prompt, (_, (theirs, mask)) in zip((PROMPT, " "), run.prompts, strict=True):
         ours, our_mask = our_prompt(r, case.variant, prompt, pictures(case.n), on)
-        agree(ours, theirs, on)
+        broadcast_stop(ours, theirs, on)
         assert our_mask is None and mask is None
 
 @both_ways
 def test_v1_pads_a_batch_of_two_as_the_pipeline(on):
     r, images = rig("v1"), [picture(SIZES[0], 1), picture(SIZES[0], 2)]
-    theirs, mask = r.pipe.encode_prompt([PROMPT, OTHER], vl_pictures(images, r.geometry))
+    theirs, mask = r.pipe.encode_prompt([PROMPT, OTHER], vl_images(images, r.geometry))
     alone = [our_prompt(r, "v1", p, [im], on)[0][0] for p, im in zip((PROMPT, OTHER), images)]
     ours, our_mask = pad_prompts(alone)
     assert len(alone[0]) != len(alone[1])
@@ -208,7 +208,7 @@ def test_padding_changes_nothing_with_its_mask_and_something_without(variant):
 @both_ways
 def test_control_latents_are_the_pipelines(case, on):
     r = rig_of(case)
-    agree(torch.cat([pack_latents(c) for c in our_controls(r, pictures(case.n), on)], dim=1), piped(case).controls, on)
+    broadcast_stop(torch.cat([pack_latents(c) for c in our_controls(r, pictures(case.n), on)], dim=1), piped(case).controls, on)
 
 @each(CASES + FACTOR4)
 @both_ways
@@ -271,7 +271,7 @@ def test_schedule_of_a_run_is_the_pipelines(case):
 def test_shift_at_one_megapixel_is_two():
     assert math.exp(calculate_mu(64 * 64, rig("2511").parts.get("scheduler").config)) == pytest.approx(2.0, abs=0.01)
 
-# --- the transformer and the picture
+# --- the transformer and the image
 
 def our_arguments(case, on=False):
     "What `velocity` takes beside the timestep, computed by us: (noise, controls, embeds, mask, shapes)."
@@ -284,7 +284,7 @@ def our_arguments(case, on=False):
 @both_ways
 def test_velocity_is_the_pipelines(case, on):
     run, (noise, controls, *text) = piped(case), our_arguments(case, on)
-    agree(velocity(rig_of(case).transformer, noise, controls, run.timesteps[:1], *text), run.calls[0][1][:, :noise.shape[1]], on)
+    broadcast_stop(velocity(rig_of(case).transformer, noise, controls, run.timesteps[:1], *text), run.calls[0][1][:, :noise.shape[1]], on)
 
 @each(CASES + FACTOR4)
 @pytest.mark.parametrize("scale", [1.0, 4.0])
@@ -294,27 +294,27 @@ def test_every_transformer_call_of_a_run_gets_the_pipelines_arguments(case, scal
     assert len(ours) == len(theirs) == STEPS * (2 if scale > 1 else 1)
     for (a, _), (b, _) in zip(ours, theirs):
         same(a["timestep"], b["timestep"])
-        for name in ("hidden_states", "encoder_hidden_states"): agree(a[name], b[name], on)
+        for name in ("hidden_states", "encoder_hidden_states"): broadcast_stop(a[name], b[name], on)
         assert a["guidance"] is b["guidance"] is a["encoder_hidden_states_mask"] is b["encoder_hidden_states_mask"] is None
         assert rows(a["img_shapes"]) == rows(b["img_shapes"])
 
 @each(CASES + FACTOR4)
 @pytest.mark.parametrize("scale", [1.0, 4.0], ids=["no-cfg", "cfg"])
 @both_ways
-def test_picture_is_the_pipelines(case, scale, on):
+def test_image_is_the_pipelines(case, scale, on):
     theirs, ours = np.asarray(piped(case, scale).image), edited(case, scale, on=on)[0]
     assert ours.dtype == theirs.dtype == np.uint8 and ours.shape == theirs.shape == (TARGET[1], TARGET[0], 3)
-    assert theirs.std() > 5 # no flat picture, which would equal any other
+    assert theirs.std() > 5 # no flat image, which would equal any other
     looks(ours, theirs, on)
 
 @each([c for c in CASES + FACTOR4 if c.n == 1])
 @both_ways
-def test_picture_at_the_default_size_is_the_pipelines(case, on):
+def test_image_at_the_default_size_is_the_pipelines(case, on):
     theirs, ours = np.asarray(piped(case, 4.0, (None, None)).image), edited(case, 4.0, (None, None), on)[0]
     assert ours.shape == theirs.shape == (SEEN[0][1], SEEN[0][0], 3)
     looks(ours, theirs, on)
 
-def test_guidance_changes_the_picture():
+def test_guidance_changes_the_image():
     assert not np.array_equal(edited(Case("2511", 2), 4.0)[0], edited(Case("2511", 2), 1.0)[0])
 
 @pytest.mark.slow
@@ -323,11 +323,11 @@ def test_guidance_changes_the_picture():
 def test_conditioning_is_the_pipelines_at_one_megapixel(case, on):
     r, run, (noise, controls, embeds, mask, shapes) = rig_of(case), piped(case, steps=2, output="latent"), our_arguments(case, on)
     assert r.geometry == Geometry(**r.parts.areas)
-    agree(embeds, run.prompts[0][1][0], on)
+    broadcast_stop(embeds, run.prompts[0][1][0], on)
     assert mask is None and run.prompts[0][1][1] is None
-    agree(torch.cat(controls, dim=1), run.controls, on)
+    broadcast_stop(torch.cat(controls, dim=1), run.controls, on)
     assert rows(shapes) == rows(run.calls[0][0]["img_shapes"])
-    agree(velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes), run.calls[0][1][:, :noise.shape[1]], on)
+    broadcast_stop(velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes), run.calls[0][1][:, :noise.shape[1]], on)
 
 # --- adapters
 
@@ -341,7 +341,7 @@ def adapted(folder, r, alpha):
     return tr
 
 @each_variant
-def test_lora_gives_the_same_picture_in_the_pipeline(variant, tmp_path):
+def test_lora_gives_the_same_image_in_the_pipeline(variant, tmp_path):
     r, case = rig(variant), Case(variant, 1)
     tr = adapted(r.folder, 4, 12)
     save_lora(tr, tmp_path)
@@ -359,7 +359,7 @@ def test_lora_gives_the_same_picture_in_the_pipeline(variant, tmp_path):
 # --- training reads what inference computes
 
 def write_pairs(root, n, count=1):
-    "`count` samples of one prompt and `n` control pictures each; sample 0 has the pictures of `pictures(n)`."
+    "`count` samples of one prompt and `n` control images each; sample 0 has the images of `images(n)`."
     folders = [root/"control_images"] + [root/f"control_images_{k}" for k in range(2, n + 1)]
     for f in (root/"training_images", *folders): f.mkdir(parents=True)
     for i in range(count):
@@ -385,9 +385,9 @@ def test_training_conditioning_is_the_pipelines(case, tmp_path, on):
     data = filled(tmp_path, r, case.n, on=on)
     got = read(data, 0)
     controls = [got[f"control_latent.{k}"] for k in range(case.n)]
-    agree(torch.cat([pack_latents(c[None]) for c in controls], dim=1), run.controls, on)
+    broadcast_stop(torch.cat([pack_latents(c[None]) for c in controls], dim=1), run.controls, on)
     for prefix, (_, (theirs, _)) in zip(("", "empty_"), run.prompts, strict=True):
-        agree(got[f"{prefix}prompt_embed"][None], theirs, on)
+        broadcast_stop(got[f"{prefix}prompt_embed"][None], theirs, on)
         assert got[f"{prefix}prompt_embeds_mask"].all()
     item = data[0]
     assert item["cached"] and torch.equal(item["pixel_latent"], got["pixel_latent"])
@@ -405,11 +405,11 @@ def test_target_latent_is_the_pipelines_encoding_of_the_resized_target(case, tmp
     assert (w, h) == edit_plus.calculate_dimensions(128 * 96, 70 / 44) == (128, 96)
     with Image.open(tmp_path/"pairs/training_images/s0.png") as im: resized = im.convert("RGB").resize((w, h), Image.Resampling.LANCZOS)
     theirs = r.pipe._encode_vae_image(r.pipe.image_processor.preprocess(resized, h, w).unsqueeze(2), None)
-    agree(read(data, 0)["pixel_latent"][None], theirs, on)
+    broadcast_stop(read(data, 0)["pixel_latent"][None], theirs, on)
     assert theirs.shape == (1, 16, 1, h // 2 ** case.stages, w // 2 ** case.stages)
 
 @each_variant
-def test_same_prompt_with_another_picture_has_another_embedding_and_key(variant, tmp_path):
+def test_same_prompt_with_another_image_has_another_embedding_and_key(variant, tmp_path):
     data = filled(tmp_path, rig(variant), 1, count=2)
     for name in ("prompt_embed", "empty_prompt_embed"):
         assert data.keys(0)[name][1] != data.keys(1)[name][1]
@@ -417,7 +417,7 @@ def test_same_prompt_with_another_picture_has_another_embedding_and_key(variant,
         assert a.shape == b.shape and apart(a, b) > 1e-3
 
 @pytest.mark.parametrize("variant", ["2509", "2511"])
-def test_the_order_of_control_pictures_counts(variant):
+def test_the_order_of_control_images_counts(variant):
     r, (a, b) = rig(variant), [picture(SIZES[0], 1), picture(SIZES[0], 2)]
     assert apart(our_prompt(r, variant, PROMPT, [a, b])[0], our_prompt(r, variant, PROMPT, [b, a])[0]) > 1e-3
 

@@ -13,9 +13,9 @@ from qie_nb import cli
 from qie_nb.planning import doctor as rooms
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
-from qie_nb.planning.doctor import Diagnosis, Finding, Gpu, LEVELS, Machine, doctor, gpus_here, runs_on, this_machine
+from qie_nb.planning.doctor import DoctorReport, Finding, Gpu, LEVELS, Machine, doctor, gpus_here, runs_on, this_machine
 from qie_nb.models.components import Components
-from qie_nb.core.environment import Place
+from qie_nb.core.environment import Environment
 
 GOOD = dict(torch="2.10.0+cu128", torchvision="0.25.0", diffusers="0.37.1", transformers="5.0.0", accelerate="1.13.0", peft="0.19.1", safetensors="0.7.0", huggingface_hub="1.11.0",
             bitsandbytes="0.50.2", torchao=None, fastcore="1.14.5", ipywidgets="8.1.5", tensorboard="2.20.0")
@@ -26,7 +26,7 @@ BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "compute_90")
 @pytest.fixture
 def machine(tmp_path):
     "One without a fault: what a place with 31 GB and an L4 would be."
-    place = Place("kaggle", "Interactive", watched=True, working=tmp_path/"working", keep=tmp_path/"working", temp=tmp_path, quota=20_000_000_000, memory=31_000_000_000, env=dict(HOME=str(tmp_path)))
+    place = Environment("kaggle", "Interactive", is_interactive=True, working=tmp_path/"working", keep=tmp_path/"working", temp=tmp_path, quota=20_000_000_000, memory=31_000_000_000, env=dict(HOME=str(tmp_path)))
     place.working.mkdir()
     return Machine(place, GOOD, (L4,), BUILT, "12.8", 31_000_000_000, lambda folder: 200_000_000_000, True, True)
 
@@ -88,7 +88,7 @@ def test_emulated_bf16_that_was_asked_for(machine, real):
     found = lines(look(replace(machine, gpus=(T4,)), real))["GPU bfloat16"]
     assert (found.value, found.level) == ("emulated, so slow", "hinders") and found.remedy.startswith("set `train.mixed_precision` auto")
     assert lines(look(replace(machine, gpus=(replace(T4, emulated=False),)), real))["GPU bfloat16"].value == "none"
-    assert "quantise the base" in lines(look(replace(machine, gpus=(T4,)), real | dict(model=real["model"] | dict(quantize="none"))))["GPU bfloat16"].remedy
+    assert "quantize the base" in lines(look(replace(machine, gpus=(T4,)), real | dict(model=real["model"] | dict(quantize="none"))))["GPU bfloat16"].remedy
 
 
 def test_2_gb_of_disk_stop_what_does_not_fit(machine, real, tmp_path, monkeypatch):
@@ -102,11 +102,11 @@ def test_2_gb_of_disk_stop_what_does_not_fit(machine, real, tmp_path, monkeypatc
 
 def test_8_gb_of_host_memory_stop_what_would_be_kept_there(machine, real):
     real["model"]["quantize"] = "none"
-    for section, key in (("model", "text_encoder_offload"), ("train", "block_streaming")):
+    for section, key in (("model", "text_encoder_offload"), ("train", "blocks_to_swap")):
         asks = real | {section: real[section] | {key: True}}
         found = lines(look(replace(machine, memory=8_000_000_000), asks), "stops")["host memory"]
         assert f"`{section}.{key}` keeps" in found.remedy and "set it to false" in found.remedy
-    assert not lines(look(replace(machine, memory=64_000_000_000), real | dict(train=real["train"] | dict(block_streaming=True))))
+    assert not lines(look(replace(machine, memory=64_000_000_000), real | dict(train=real["train"] | dict(blocks_to_swap=True))))
 
 
 @pytest.mark.parametrize("level, config", [("note", {}), ("note", dict(model=dict(pretrained_model_name_or_path="tiny")))])
@@ -190,7 +190,7 @@ def test_the_plan_for_this_machine_comes_with_it(machine, real):
 H100 = Gpu("NVIDIA H100 80GB HBM3", 84_900_000_000, (9, 0))
 T4_HALF = dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"))
 TWO = dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"))
-BOTH = dict(transformer_devices=["cuda:0", "cuda:1"])
+BOTH = dict(model_parallel_devices=["cuda:0", "cuda:1"])
 WIDE = dict(train=dict(gradient_checkpointing=False, compile=True))
 
 @pytest.mark.parametrize("gpus, side, area, expected", [
@@ -232,7 +232,7 @@ def test_where_something_stops_nothing_is_planned(machine, real, monkeypatch):
 
 # --- the report
 def test_it_shows_itself_escaped_and_the_worst_first():
-    report = Diagnosis(sorted([Finding("a", "b"), Finding("<i>", "<b>", "stops", "<u>")], key=lambda f: LEVELS.index(f.level)))
+    report = DoctorReport(sorted([Finding("a", "b"), Finding("<i>", "<b>", "stops", "<u>")], key=lambda f: LEVELS.index(f.level)))
     page = report._repr_html_()
     assert not any(tag in page for tag in ("<i>", "<b>", "<u>")) and "&lt;u&gt;" in page and repr(report).splitlines()[0] == "this cannot run here: <i> (0 hinder, 0 to know)"
     assert report.data()["findings"][0] == dict(what="<i>", value="<b>", level="stops", remedy="<u>") and list(report)[0] == ("<i>", "<b>", "<u>")

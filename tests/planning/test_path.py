@@ -12,11 +12,11 @@ from qie_nb.planning import path
 from qie_nb.cli import main
 from qie_nb.config import make_config
 from qie_nb.planning.counting import empty_step, empty_transformer
-from qie_nb.planning.training_memory import Job, job_of
+from qie_nb.planning.training_memory import MemoryQuery, job_of
 from qie_nb.planning.path import (LIMITS, WEIGHTS, cache_bytes, checkpoint_bytes, copy_bytes, encoding_work, forward_work, largest, model_files, rates_of, shard_sizes, steps_for,
                          table_bytes, whole_path)
 from qie_nb.planning.plan import card_of
-from qie_nb.models.quantize import held_bytes, quantise
+from qie_nb.models.quantize import held_bytes, quantize
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -51,13 +51,13 @@ def test_cache_table_and_checkpoint_are_what_lies_on_the_disk(run):
 
 
 @pytest.mark.parametrize("kind", [None, "nf4", "qint8"])
-def test_a_prequantised_copy_is_what_such_a_model_holds(kind):
-    job = Job(layers=2, dim=256, heads=2, text_dim=96, kind=kind, wide=4, targets=("to_q",))
+def test_a_prequantized_copy_is_what_such_a_model_holds(kind):
+    job = MemoryQuery(layers=2, dim=256, heads=2, text_dim=96, kind=kind, wide=4, targets=("to_q",))
     tr = empty_transformer(replace(job, wide=2), "cpu")
     plain = tr.get_base_model() if hasattr(tr, "get_base_model") else tr
     for m in list(plain.modules()):
-        if hasattr(m, "base_layer"): m.base_layer = quantise(torch.nn.Sequential(m.base_layer), kind)[0]
-    assert copy_bytes(job) == pytest.approx(held_bytes(quantise(plain, kind)) - sum(p.nbytes for n, p in plain.named_parameters() if "lora_" in n), rel=0.02)
+        if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
+    assert copy_bytes(job) == pytest.approx(held_bytes(quantize(plain, kind)) - sum(p.nbytes for n, p in plain.named_parameters() if "lora_" in n), rel=0.02)
 
 
 def test_published_files_and_the_rule_that_makes_them(tmp_path):
@@ -84,7 +84,7 @@ def test_a_folder_s_own_files_are_taken(tmp_path):
 
 
 def test_a_forward_pass_is_counted():
-    job = Job(layers=2, dim=512, heads=4, text_dim=256, target=256, control=256, text=64, table=True, targets=("to_q",), kernel="flash", r=1)
+    job = MemoryQuery(layers=2, dim=512, heads=4, text_dim=256, target=256, control=256, text=64, table=True, targets=("to_q",), kernel="flash", r=1)
     tr = empty_transformer(job)
     for m in list(tr.modules()):
         if hasattr(m, "disable_adapters"): m._disable_adapters = True
@@ -97,13 +97,13 @@ def test_a_forward_pass_is_counted():
 def test_encoding_is_what_was_counted(number):
     row = json.loads((ROOT/"benchmarks"/"results"/"precompute.json").read_text())["operations"][number]
     seen = row["vision_patches"] // 4
-    assert encoding_work(Job(target=4096, control=4096, text=seen + 62)) == pytest.approx(row["total"]["ours"], rel=0.05)
+    assert encoding_work(MemoryQuery(target=4096, control=4096, text=seen + 62)) == pytest.approx(row["total"]["ours"], rel=0.05)
 
 
 # --- the north star
 def test_every_phase_and_limit_is_there():
     d = whole_path(**T4, weights="hub").data()
-    assert [p["phase"] for p in d["phases"]] == ["download", "quantise", "precompute", "train", "save"] and d["source"] == "computed, not measured"
+    assert [p["phase"] for p in d["phases"]] == ["download", "quantize", "precompute", "train", "save"] and d["source"] == "computed, not measured"
     assert {"kept disk", "host memory", "GPU memory", "disk that is not kept", "time, all in one session"} <= {c[0] for c in d["checks"]}
     assert d["largest_file"] == ("transformer/diffusion_pytorch_model-00002-of-00005.safetensors", 9.99)
     assert all(p[k] >= 0 for p in d["phases"] for k in ("scratch_gb", "output_gb", "host_gb", "gpu_gb", "minutes")) and all(len(v) == 2 and v[1] for v in d["rates"].values())
@@ -132,22 +132,22 @@ def test_disk_by_where_the_weights_come_from():
     scratch = {n: w.peak("scratch")[0] for n, w in peak.items()}
     shards = peak["shards"].task
     assert scratch["shards"] == 9_987_271_168 + copy_bytes(shards.job) + 2 * table_bytes(shards.job) < scratch["hub"]
-    assert scratch["attached"] == 0 and round(scratch["hub"] / 1e9, 1) == 57.7 and scratch["prequantised"] == 0
+    assert scratch["attached"] == 0 and round(scratch["hub"] / 1e9, 1) == 57.7 and scratch["prequantized"] == 0
     output = {n: w.peak("output")[0] for n, w in peak.items()}
-    assert output["hub"] == output["shards"] == output["attached"] and output["hub"] - output["prequantised"] == table_bytes(peak["hub"].task.job)
+    assert output["hub"] == output["shards"] == output["attached"] and output["hub"] - output["prequantized"] == table_bytes(peak["hub"].task.job)
     assert peak["hub"].hours > peak["shards"].hours - 1e-9 > peak["attached"].hours
 
 
 def test_a_copy_that_is_too_large_to_keep_is_said():
-    kept = lambda kind, place="kaggle", **kw: [c for c in whole_path(**T4 | dict(place=place, quantize=kind) | kw).checks() if c[0].startswith("a prequantised")][0]
+    kept = lambda kind, place="kaggle", **kw: [c for c in whole_path(**T4 | dict(place=place, quantize=kind) | kw).checks() if c[0].startswith("a prequantized")][0]
     assert kept("qint8")[1:4] == ("23.1 GB", "20.0 GB", False) and kept("nf4")[1:4] == ("16.5 GB", "20.0 GB", True) and kept("nf4", "colab")[3] is False
     assert kept("nf4", config=dict(train=dict(mixed_precision="bf16")))[1] == "16.5 GB", "its rows have the checkpoint's dtype, not the run's"
 
 
 def test_the_place_s_quota_and_hours_are_those_that_a_session_is_judged_by(tmp_path):
-    from qie_nb.core.environment import where
+    from qie_nb.core.environment import detect_environment
     (tmp_path/"kaggle"/"working").mkdir(parents=True)
-    p = where(tmp_path, dict(KAGGLE_KERNEL_RUN_TYPE="Batch", CUDA_VERSION="12"))
+    p = detect_environment(tmp_path, dict(KAGGLE_KERNEL_RUN_TYPE="Batch", CUDA_VERSION="12"))
     assert (LIMITS["kaggle"].output, LIMITS["kaggle"].hours) == (p.quota, p.hours) == (20e9, 9.)
 
 
@@ -184,7 +184,7 @@ def test_as_text_as_html_and_from_the_shell(capsys):
 
 @pytest.mark.parametrize("kw, said", [
     (dict(place="mars"), "`place` must be one of kaggle, colab, got 'mars'"), (dict(pairs=1), "`pairs` must be a whole number, 2 or more, got 1"), (dict(pairs=2.5), "got 2.5"),
-    (dict(steps=0), "`steps` must be a whole number, 1 or more, got 0"), (dict(weights="usb"), "`weights` must be one of hub, shards, attached, prequantised, got 'usb'"),
+    (dict(steps=0), "`steps` must be a whole number, 1 or more, got 0"), (dict(weights="usb"), "`weights` must be one of hub, shards, attached, prequantized, got 'usb'"),
     (dict(gpu=48), "`gpu` 48 GB has no rates here"), (dict(rates=dict(light=1.)), "`rates` has 'light', which is not known"), (dict(resolution=500), "must be a multiple of 16")])
 def test_what_cannot_be_computed_is_refused(kw, said):
     with pytest.raises(ValueError) as e: whole_path(**T4 | kw)

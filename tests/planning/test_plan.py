@@ -14,18 +14,18 @@ from qie_nb.planning import training_memory as memory
 from qie_nb.planning import plan as planner
 from qie_nb.cli import main
 from qie_nb.config import Config, make_config
-from qie_nb.planning.counting import LiveBytes, count_step, empty_step, empty_transformer, memory_of, rough_working_set, working_set
+from qie_nb.planning.counting import LiveBytes, count_step, empty_step, empty_transformer, memory_of, rough_working_set, peak_activations
 from qie_nb.lora.adapters import add_lora, lora_parameters
-from qie_nb.planning.training_memory import Job, adapter_shapes, block_bytes, block_kept, job_of, kept, model_facts, numbers, optimizer_bytes, other_bytes, parameters
+from qie_nb.planning.training_memory import MemoryQuery, adapter_shapes, block_bytes, saved_by_block, job_of, kept, model_facts, numbers, optimizer_bytes, other_bytes, parameters
 from qie_nb.training.optimizer import make_optimizer
 from qie_nb.devices.placement import component_bytes
 from qie_nb.planning.plan import CARDS, Card, card_of, encoder_settings, plan, step_work, way_name, ways
-from qie_nb.models.quantize import _inner, held_bytes, quantise
+from qie_nb.models.quantize import _inner, held_bytes, quantize
 from qie_nb.training.stopping import training_advice
 from qie_nb.devices.block_swap import RING
 from qie_nb.tiny.random_models import tiny_folder
 
-TINY = Job(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, wide=4)
+TINY = MemoryQuery(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, wide=4)
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 ALL = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", *(f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")))
 BF16 = dict(wide=2)
@@ -82,12 +82,12 @@ def test_what_autograd_keeps_is_what_the_list_says(case):
 
 
 @pytest.mark.parametrize("kind", ["qfloat8", "qint8", "nf4", "int8", "fp8_storage"])
-def test_a_quantised_base_keeps_what_its_library_keeps(kind):
+def test_a_quantized_base_keeps_what_its_library_keeps(kind):
     job = replace(TINY, kind=kind, dim=128, heads=4, wide=2, targets=ATTENTION)
     tr = empty_transformer(job, "cpu")
-    for m in list(tr.modules()): # its adapters have replaced the linear layers that a quantiser looks for
-        if hasattr(m, "base_layer"): m.base_layer = quantise(torch.nn.Sequential(m.base_layer), kind)[0]
-    quantise(tr, kind)
+    for m in list(tr.modules()): # its adapters have replaced the linear layers that a quantizer looks for
+        if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
+    quantize(tr, kind)
     loss, batch = empty_step(job, tr, "cpu")
     there = [t for p in (*tr.parameters(), *tr.buffers()) for t in _inner(p)]
     loss()
@@ -97,19 +97,19 @@ def test_a_quantised_base_keeps_what_its_library_keeps(kind):
 @pytest.mark.parametrize("zero_cond", [False, True])
 @pytest.mark.parametrize("table", [False, True])
 def test_every_parameter_is_counted(table, zero_cond):
-    for job in (replace(TINY, table=table, zero_cond=zero_cond), Job(layers=2, dim=256, heads=2, text_dim=96, channels=16, table=table)):
+    for job in (replace(TINY, table=table, zero_cond=zero_cond), MemoryQuery(layers=2, dim=256, heads=2, text_dim=96, channels=16, table=table)):
         tr = empty_transformer(replace(job, targets=("to_q",)))
         assert parameters(job) == sum(p.numel() for n, p in tr.named_parameters() if "lora_" not in n)
-    assert round(parameters(Job()) / 1e9, 3) == 13.633 and round(parameters(Job(table=False)) / 1e9, 3) == 20.430
+    assert round(parameters(MemoryQuery()) / 1e9, 3) == 13.633 and round(parameters(MemoryQuery(table=False)) / 1e9, 3) == 20.430
 
 
 @pytest.mark.parametrize("wide", [2, 4])
 @pytest.mark.parametrize("kind", [None, "qfloat8", "qint8", "nf4", "int8", "float8", "fp8_storage"])
 def test_weights_by_kind_are_what_is_held(kind, wide):
-    job = Job(layers=2, dim=256, heads=2, text_dim=96, kind=kind, wide=wide, table=False, targets=("to_q",))
+    job = MemoryQuery(layers=2, dim=256, heads=2, text_dim=96, kind=kind, wide=wide, table=False, targets=("to_q",))
     tr = empty_transformer(job, "cpu")
     plain = type(tr)(**tr.config).to(torch.bfloat16 if wide == 2 else torch.float32).requires_grad_(False)
-    assert close(2 * block_bytes(job) + other_bytes(job), held_bytes(quantise(plain, kind)), 0.01)
+    assert close(2 * block_bytes(job) + other_bytes(job), held_bytes(quantize(plain, kind)), 0.01)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adafactor", "prodigy"])
@@ -198,21 +198,21 @@ def test_what_compiled_code_keeps_is_near_the_list(case):
     block.forward = torch.compile(block.forward, backend=backend)
     empty_step(job, tr, "cpu")[0]()
     inputs = (job.target + job.control + job.text) * job.dim * job.wide # of the graph, which a block in the middle keeps
-    k, _ = block_kept(replace(job, compiled=True), 1, dict(img=True, txt=True))
+    k, _ = saved_by_block(replace(job, compiled=True), 1, dict(img=True, txt=True))
     assert close(k.bytes, sum(found.values()) + inputs)
 
 
 def test_the_working_set_of_other_ways_follows_from_the_list():
     job = replace(TINY, table=True, checkpointing=True, wide=2)
-    plain = working_set(job)
-    assert working_set(replace(job, compiled=True)) < plain < working_set(replace(job, kind="int8")) # copies of a block's weights
-    assert working_set(replace(job, layers=1)) < plain == working_set(replace(job, layers=9))
-    assert working_set(replace(job, checkpointing="selective")) < plain and working_set(replace(job, streaming=True, devices=1)) == plain
-    assert 0.8 < rough_working_set(Job()) / working_set(Job()) < 1.05
+    plain = peak_activations(job)
+    assert peak_activations(replace(job, compiled=True)) < plain < peak_activations(replace(job, kind="int8")) # copies of a block's weights
+    assert peak_activations(replace(job, layers=1)) < plain == peak_activations(replace(job, layers=9))
+    assert peak_activations(replace(job, checkpointing="selective")) < plain and peak_activations(replace(job, streaming=True, devices=1)) == plain
+    assert 0.8 < rough_working_set(MemoryQuery()) / peak_activations(MemoryQuery()) < 1.05
 
 
 def test_streaming_offloading_and_two_devices():
-    job = Job(text=250)
+    job = MemoryQuery(text=250)
     base, part = memory_of(job), lambda name, **kw: memory_of(replace(job, **kw)).part(name)
     assert part("weights", streaming=True) == RING * block_bytes(job) + other_bytes(job)
     assert memory_of(replace(job, streaming=True)).host == 60 * block_bytes(job)
@@ -223,11 +223,11 @@ def test_streaming_offloading_and_two_devices():
 
 
 def test_the_figures_of_the_real_model():
-    gb = lambda **kw: memory_of(replace(Job(text=1420), **kw), gpu=False).total / 1e9
+    gb = lambda **kw: memory_of(replace(MemoryQuery(text=1420), **kw), gpu=False).total / 1e9
     fast, plus = dict(checkpointing=False, compiled=True, adapter=2), dict(text=250, kind="nf4")
     by_hand = {75.5: fast, 89.0: fast | dict(table=False), 84.6: fast | dict(adapter=4), 12.5: plus, 9.5: plus | dict(target=1024, control=1024), 7.0: dict(streaming=True)}
     for figure, kw in by_hand.items(): assert close(gb(**kw), figure, 0.07), (figure, gb(**kw))
-    work = lambda **kw: step_work(replace(Job(text=1420), **kw))
+    work = lambda **kw: step_work(replace(MemoryQuery(text=1420), **kw))
     assert close(work(checkpointing=False), 501, 0.005) and close(work(), 700, 0.005) and work(checkpointing=False) < work(checkpointing="selective") < work()
 
 
@@ -316,7 +316,7 @@ def test_a_way_that_needs_compiled_blocks_asks_for_them():
 
 
 def test_ways_to_choose_from():
-    jobs = ways(Job(compiled=True), replace(CARDS["t4"], count=2))
+    jobs = ways(MemoryQuery(compiled=True), replace(CARDS["t4"], count=2))
     two = [way_name(j) for j in jobs]
     assert "bfloat16, blocks recomputed, blocks streamed" in two and "nf4, blocks recomputed, inputs in host memory" in two and "qint8, blocks recomputed, on 2 GPUs" in two
     assert two.index("nf4, blocks recomputed") < two.index("bfloat16, blocks recomputed, blocks streamed") and "bfloat16, all but attention recomputed" in two

@@ -231,7 +231,7 @@ def test_a_mask_is_cut_turned_and_averaged_as_its_target(pairs, tmp_path):
         w, h = size
         seen = dataset.pictures(0)["image"].mean(2).reshape(h // 8, 8, w // 8, 8).mean((1, 3))
         assert dataset.mask(0).shape == (h // 8, w // 8)
-        assert np.abs(dataset.mask(0).astype(float) - seen).max() < 16, "the mask lies on the picture it was painted on"
+        assert np.abs(dataset.mask(0).astype(float) - seen).max() < 16, "the mask lies on the image it was painted on"
 
 
 def test_the_average_over_latent_pixels_by_hand(tmp_path):
@@ -242,7 +242,7 @@ def test_the_average_over_latent_pixels_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("write, sentence", [
-    (lambda p: p.write_text("no picture"), "cannot be read"),
+    (lambda p: p.write_text("no image"), "cannot be read"),
     (lambda p: Image.new("L", (32, 48), 255).save(p), "is 32x48, another shape than its target of 48x32; cut it alike or take it out"),
     (lambda p: Image.new("L", (48, 32), 0).save(p), "is black everywhere; paint white what counts, or take it out"),
     (lambda p: Image.new("L", (48, 32), 1).save(p), "is black everywhere")])
@@ -319,14 +319,14 @@ class Masked(QwenImageEditTrainer):
     def _compute_loss(self, batch, seeds):
         c = self.config.train
         drawn = draw(batch, seeds, c, self.components.get("scheduler").config)
-        return loss_at(self._transformer(), batch, *drawn, self.device, self.weight_dtype, c.loss_weighting, c.mask_background)
+        return loss_at(self._transformer(), batch, *drawn, self.device, self.weight_dtype, c.loss_weighting, c.mask_min_weight)
 
 
 @pytest.mark.parametrize("controls", [1, 2])
 def test_masked_samples_accumulate_exactly(controls, pairs, tmp_path):
     root = paint(pairs(((64, 32),) * 4, controls=controls), {"0000": halves(64, 32), "0001": np.pad(np.full((4, 4), 255), ((0, 28), (0, 60)))})
     def gradient(batch_size, **train):
-        t = Masked(settings(root, tmp_path, data=dict(batch_size=batch_size, caption_dropout_rate=0.), train=dict(num_epochs=1, mask_background=0.05, loss_weighting="cosmap", timestep_sampling="logit_normal", **train)))
+        t = Masked(settings(root, tmp_path, data=dict(batch_size=batch_size, caption_dropout_rate=0.), train=dict(num_epochs=1, mask_min_weight=0.05, loss_weighting="cosmap", timestep_sampling="logit_normal", **train)))
         seen = []
         t.callbacks.append(type("N", (), dict(on_train_begin=lambda s, t: None, on_epoch_end=lambda s, t: None, on_train_end=lambda s, t: None,
                                               on_step_end=lambda s, t: seen.append([p.grad.clone() for g in t.optimizer.param_groups for p in g["params"] if p.grad is not None]))))

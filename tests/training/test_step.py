@@ -88,15 +88,15 @@ def test_no_mask_where_nothing_is_padded(pairs, tmp_path):
     assert batch["prompt_embeds_mask"] is None
 
 
-def test_same_prompt_other_picture_other_embedding(pairs, tmp_path):
+def test_same_prompt_other_image_other_embedding(pairs, tmp_path):
     dataset = ImageDataset(dict(dataset_path=str(pairs(((48, 32),) * 2)), image_size=[64, 64], cache_dir=str(tmp_path/"cache"), caption_dropout_rate=0.0))
     precompute(dataset, Encoder(Components(str(tiny_folder("2511"))), dataset.cache))
     a, b = dataset[0], dataset[1]
     assert a["cached"] and a["prompt"] == b["prompt"]
-    assert not torch.equal(a["prompt_embed"], b["prompt_embed"]), "an embedding depends on its control picture"
+    assert not torch.equal(a["prompt_embed"], b["prompt_embed"]), "an embedding depends on its control image"
 
 
-def test_the_dropped_caption_keeps_its_own_pictures(pairs, tmp_path):
+def test_the_dropped_caption_keeps_its_own_images(pairs, tmp_path):
     dataset = ImageDataset(dict(dataset_path=str(pairs(((48, 32),) * 2)), image_size=[64, 64], cache_dir=str(tmp_path/"cache"), caption_dropout_rate=1.0))
     encoder = Encoder(Components(str(tiny_folder("2511"))), dataset.cache)
     precompute(dataset, encoder)

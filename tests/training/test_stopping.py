@@ -105,7 +105,7 @@ def test_max_hours_counts_what_comes_before_the_first_step(world, tmp_path, monk
 
 def test_max_hours_counts_evaluations(world, tmp_path, monkeypatch):
     clock = Clock(monkeypatch, 120, 60, evaluation=30.)
-    t = world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, save_steps=10, val_fraction=0.2, eval_steps=7, eval_noises=1, eval_pictures=0)).fit()
+    t = world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, save_steps=10, val_fraction=0.2, eval_steps=7, eval_noise_samples=1, eval_images=0)).fit()
     assert t.global_step < 200 and clock.passed <= 3600, clock.passed
     assert state_of(latest(tmp_path))["global_step"] == t.global_step
 
@@ -293,7 +293,7 @@ def test_a_skipped_step_survives_a_resume(world, tmp_path):
 @pytest.mark.parametrize("every", [1, 5])
 def test_it_stops_after_several_in_a_row_with_the_last_good_state(every, world, tmp_path, capsys):
     bad_from, in_a_row = 7, 3
-    t = poison(world.trainer(tmp_path, train=dict(max_train_steps=40, stop_after_nonfinite=in_a_row, save_steps=6), logging=dict(log_every=every)), set(range(bad_from, 99))).fit()
+    t = poison(world.trainer(tmp_path, train=dict(max_train_steps=40, max_nonfinite_steps=in_a_row, save_steps=6), logging=dict(log_every=every)), set(range(bad_from, 99))).fit()
     seen_at = next(n for n in range(bad_from + in_a_row - 1, 99) if n % every == 0)
     assert t.global_step == seen_at and "finite" in t.state.stop, (t.global_step, t.state.stop)
     last = state_of(latest(tmp_path))["global_step"]
@@ -303,7 +303,7 @@ def test_it_stops_after_several_in_a_row_with_the_last_good_state(every, world, 
 
 
 def test_bad_steps_that_do_not_follow_each_other_do_not_stop_it(world, tmp_path):
-    t = poison(world.trainer(tmp_path, train=dict(max_train_steps=12, stop_after_nonfinite=3)), {1, 2, 4, 5, 7, 8, 10, 11}).fit()
+    t = poison(world.trainer(tmp_path, train=dict(max_train_steps=12, max_nonfinite_steps=3)), {1, 2, 4, 5, 7, 8, 10, 11}).fit()
     assert t.global_step == 12 and t.state.stop == "done" and int(t.state.skipped) == 8
 
 
@@ -333,7 +333,7 @@ def test_steps_that_are_not_logged_do_not_wait_for_the_device(world, tmp_path, m
 
 # --- which checkpoints are kept
 def test_the_last_two_and_the_best_are_kept(world, tmp_path):
-    t = world.trainer(tmp_path, train=dict(val_fraction=0.2, eval_steps=1, eval_noises=1, eval_pictures=0, keep_checkpoints=2, ema_decay=None))
+    t = world.trainer(tmp_path, train=dict(val_fraction=0.2, eval_steps=1, eval_noise_samples=1, eval_images=0, keep_checkpoints=2, ema_decay=None))
     real = type(t).loss_at
     def loss_at(batch, *a, **kw):
         loss = real(t, batch, *a, **kw)
@@ -358,11 +358,11 @@ def test_a_budget_of_bytes_is_kept_and_the_newest_stays(world, tmp_path):
 def test_nothing_is_removed_before_the_newer_one_is_complete(world, tmp_path, monkeypatch):
     removed = []
     for name in ("unlink", "rmdir", "remove", "replace", "rename"):
-        def watched(*a, _real=getattr(os, name), **kw):
+        def is_interactive(*a, _real=getattr(os, name), **kw):
             n = len(complete(tmp_path))
             out = _real(*a, **kw)
             if (now := len(complete(tmp_path))) < n: removed.append((n, now))
             return out
-        monkeypatch.setattr(os, name, watched)
+        monkeypatch.setattr(os, name, is_interactive)
     world.trainer(tmp_path, train=dict(keep_checkpoints=2)).fit()
     assert removed and all(n == 3 for n, _ in removed), removed

@@ -1,11 +1,11 @@
-"""The before/after slider: any pictures, any sizes, a line that moves, and a still form beside it."""
+"""The before/after slider: any images, any sizes, a line that moves, and a still form beside it."""
 import io
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from qie_nb.widgets.before_after import before_after, wipe
+from qie_nb.widgets.before_after import before_after, composite
 
 HOSTILE = '<img src=x onerror="window.pwned=1">'
 rng = np.random.default_rng(0)
@@ -15,12 +15,12 @@ noise = lambda w, h: rng.integers(0, 255, (h, w, 3), dtype=np.uint8)
 def test_left_of_the_line_is_before_and_right_of_it_after():
     a, b = (Image.fromarray(noise(100, 20)) for _ in range(2))
     for share in (0., 0.3, 1., -1., 2.):
-        x, got = round(100 * min(max(share, 0), 1)), np.asarray(wipe(a, b, share))
+        x, got = round(100 * min(max(share, 0), 1)), np.asarray(composite(a, b, share))
         assert (got[:, :max(x - 1, 0)] == np.asarray(a)[:, :max(x - 1, 0)]).all() and (got[:, x + 1:] == np.asarray(b)[:, x + 1:]).all()
         if 0 < x < 100: assert (got[:, x - 1:x + 1] == 255).all()
 
 
-def test_files_arrays_and_pictures_are_taken_and_left_alone(tmp_path):
+def test_files_arrays_and_images_are_taken_and_left_alone(tmp_path):
     array = noise(48, 32)
     was, exif = array.copy(), Image.Exif()
     exif[274] = 6 # the camera was held upright
@@ -66,9 +66,9 @@ def test_titles_are_text():
 
 
 @pytest.mark.parametrize("args, sentence", [
-    ((np.zeros((2, 8, 8, 3), "uint8"), noise(8, 8)), "`before` must be a path, a PIL picture or a uint8 array"),
-    ((noise(8, 8), np.zeros((8, 8, 3))), "`after` must be a path, a PIL picture or a uint8 array"),
-    ((noise(8, 8), noise(8, 8), ["one"]), "`titles` must be two, got 1; give one for each picture"),
+    ((np.zeros((2, 8, 8, 3), "uint8"), noise(8, 8)), "`before` must be a path, a PIL image or a uint8 array"),
+    ((noise(8, 8), np.zeros((8, 8, 3))), "`after` must be a path, a PIL image or a uint8 array"),
+    ((noise(8, 8), noise(8, 8), ["one"]), "`titles` must be two, got 1; give one for each image"),
     ((noise(8, 8), noise(8, 8), ("a", "b"), 0), "`height` must be 1 or more pixels, got 0"),
 ])
 def test_what_cannot_be_shown_is_said(args, sentence):

@@ -12,12 +12,12 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_layers import LooseLayer
 from qie_nb.models.components import Components, prompt_text
-from qie_nb.data.pair_checks import AGAIN, AMBIGUOUS, RENAMED, REUSED, SWAPPED, UNCHANGED, alike, look, near_pairs
+from qie_nb.data.pair_checks import AGAIN, AMBIGUOUS, RENAMED, REUSED, SWAPPED, UNCHANGED, alike, look, near_duplicates
 from qie_nb.tiny.photos import EDITS, crops, make_pairs
 from qie_nb.data.samples import Sample
 from qie_nb.core.display import VIEW
 from qie_nb.tiny.random_models import tiny_folder
-from qie_nb.widgets.cache_status import SampleViewer, cache_status, pair_grid, sample_facts, sample_html, sample_viewer
+from qie_nb.widgets.cache_status import SampleViewer, cache_status, pair_grid, sample_info, sample_html, sample_viewer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -96,7 +96,7 @@ def test_everything_is_escaped_in_the_status(tmp_path):
     cache = ds.cache
     path = next(Path(cache.cache_dir, "pixel_latent").rglob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    cache._set_aside(cache.layers[-1], "pixel_latent", path.stem, f"is {HOSTILE}")
+    cache.quarantine(cache.layers[-1], "pixel_latent", path.stem, f"is {HOSTILE}")
     (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").unlink()
     for what in (ds, cache, str(cache.cache_dir), tmp_path/f"gone {HOSTILE}", [tmp_path/f"gone {HOSTILE}", tmp_path/"b"]):
         status = cache_status(what)
@@ -113,10 +113,10 @@ def test_everything_is_escaped_in_the_status(tmp_path):
 def test_tokens_agree_with_what_was_encoded(variant, controls, pairs, tmp_path):
     ds = dataset(pairs(controls=controls), tmp_path/"cache", caption_dropout_rate=0.5)
     parts = Components(str(tiny_folder(variant)))
-    before = [sample_facts(ds, i, parts, whole=True) for i in range(3)]
+    before = [sample_info(ds, i, parts, whole=True) for i in range(3)]
     fill(ds, tiny_folder(variant))
     for i, b in enumerate(before):
-        f, tensors = sample_facts(ds, i), ds[i]
+        f, tensors = sample_info(ds, i), ds[i]
         latents = [tensors["pixel_latent"], *(tensors["control_latent"] if controls > 1 else [tensors["control_latent"]])]
         tokens = [t.shape[-1] * t.shape[-2] // 4 for t in latents]
         assert [f["tokens"]["target"], *f["tokens"]["controls"]] == tokens and f["tokens"]["embedding"] == len(tensors["prompt_embed"])
@@ -141,7 +141,7 @@ def test_a_dropped_caption_is_said_and_follows_the_epoch(pairs):
 
 def test_a_caption_that_the_model_cannot_take_is_said(pairs):
     ds = dataset(pairs(caption="a <|image_pad|> here"))
-    f = sample_facts(ds, 0, str(tiny_folder("2511")), whole=True)
+    f = sample_info(ds, 0, str(tiny_folder("2511")), whole=True)
     assert "must not contain the token" in f["problems"][0] and f["tokens"]["target"] == 16 and f["tokens"]["text"] is None
     assert "must not contain" in sample_html(ds, 0, facts=f)
 
@@ -215,13 +215,13 @@ def test_filters_count_and_show(tmp_path):
         chosen[name] = [ds.samples[i].id for i in view.chosen]
         assert (c.slider.max, c.slider.disabled) == (max(1, len(chosen[name])), not chosen[name]) and c.filter.value == view.filter == name
         assert [len(v) for k, v in chosen.items() if k == name] == [view.filters()[name]] and f"({len(chosen[name])})" in dict((k, label) for label, k in c.filter.options)[name]
-    # what was made of 0003 before its target went is as good as it was; the picture itself is bad
+    # what was made of 0003 before its target went is as good as it was; the image itself is bad
     assert chosen == dict(missing=["0002", "0004"], bad=["0000", "0002", "0003"], near=["0001", "0005"], swapped=[], unchanged=[])
     assert "no sample" in c.page.value and view.data()["id"] is None
     c.filter.value = "bad"
     assert "pixel_latent is bad: checksum differs" in c.page.value
     c.on.click()
-    assert "cannot be read (not a picture or broken)" in c.page.value
+    assert "cannot be read (not an image or broken)" in c.page.value
     c.on.click()
     assert "cannot be read (it does not exist)" in c.page.value and c.on.disabled and path.is_file(), "a look moves nothing"
     c.filter.value = "near"
@@ -230,7 +230,7 @@ def test_filters_count_and_show(tmp_path):
     assert len(view.chosen) == 6
 
 
-def test_broken_pictures_are_found_without_a_cache(pairs):
+def test_broken_images_are_found_without_a_cache(pairs):
     root = pairs()
     view = sample_viewer(dataset(root))
     (root/"control_images"/"0001.png").write_bytes(b"broken")
@@ -254,11 +254,11 @@ def test_buckets_are_filters(pairs):
 def test_a_failing_click_is_a_sentence_and_the_controls_go_on(pairs):
     view = sample_viewer(dataset(pairs()))
     c = opened(view)
-    with patch.object(qie_nb.widgets.sample_viewer, "near_pairs", side_effect=RuntimeError(f"no {HOSTILE}")): c.scan.click()
+    with patch.object(qie_nb.widgets.sample_viewer, "near_duplicates", side_effect=RuntimeError(f"no {HOSTILE}")): c.scan.click()
     assert "RuntimeError" in c.message.value and tame(c.message.value) and not c.scan.disabled and view.filters()["near"] is None
     with patch.object(qie_nb.widgets.sample_viewer, "look", side_effect=KeyboardInterrupt): c.filter.value = "near"
     assert "stopped" in c.message.value and c.filter.value == view.filter == "all"
-    with patch.object(qie_nb.widgets.sample_viewer, "sample_facts", side_effect=RuntimeError("no facts")): c.on.click()
+    with patch.object(qie_nb.widgets.sample_viewer, "sample_info", side_effect=RuntimeError("no facts")): c.on.click()
     assert "no facts" in c.page.value and c.slider.value == 2
     c.on.click()
     assert "(3 of 3)" in c.page.value
@@ -270,8 +270,8 @@ def test_progress_is_shown_while_it_looks(pairs):
     view, seen = sample_viewer(dataset(pairs())), []
     c = opened(view)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
-    with patch.object(qie_nb.widgets.sample_viewer.Told.__init__, "__defaults__", (0,)): c.scan.click()
-    assert [f"look at pictures {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
+    with patch.object(qie_nb.widgets.sample_viewer.StatusText.__init__, "__defaults__", (0,)): c.scan.click()
+    assert [f"look at images {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
 
 
 def test_samples_may_leave_while_one_looks(pairs):
@@ -293,16 +293,16 @@ def test_no_samples_are_a_sentence(pairs):
     assert "there are no samples" in c.page.value and "there are no samples" in view.html() and c.slider.disabled
 
 
-# --- pictures
+# --- images
 
-def test_a_picture_that_is_broken_or_gone_is_a_sentence_in_its_place(pairs):
+def test_a_image_that_is_broken_or_gone_is_a_sentence_in_its_place(pairs):
     root = pairs(sizes=[(48, 32)] * 3, controls=2)
     view = sample_viewer(dataset(root))
     c = opened(view)
     (root/"control_images"/"0001.png").write_bytes(b"broken")
     (root/"control_images_2"/"0001.png").unlink()
     c.on.click()
-    assert "control 1: picture" in c.page.value and "control 2: picture" in c.page.value and c.page.value.count("<figure") == 1
+    assert "control 1: image" in c.page.value and "control 2: image" in c.page.value and c.page.value.count("<figure") == 1
     assert len(view.data()["problems"]) == 1 and "cannot be read" in pair_grid(view.dataset, 2).html()
     c.on.click()
     assert c.page.value.count("<figure") == 3 and view.data()["problems"] == []
@@ -314,16 +314,16 @@ def test_a_mask_is_drawn_as_the_loss_sees_it(pairs):
     (root/"mask_images").mkdir()
     for i, name in enumerate(("0000", "0001")): Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 255]]), 48, 1), 64, 0)).save(root/"mask_images"/f"{name}.png")
     ds = dataset(root)
-    drawn, real = [], qie_nb.widgets.sample_viewer.masked_picture
+    drawn, real = [], qie_nb.widgets.sample_viewer.masked_image
 
     def kept(*args):
         drawn.append(real(*args))
         return drawn[-1]
-    with patch.object(qie_nb.widgets.sample_viewer, "masked_picture", kept): page = sample_html(ds, 0)
+    with patch.object(qie_nb.widgets.sample_viewer, "masked_image", kept): page = sample_html(ds, 0)
     target = np.asarray(Image.open(root/"training_images"/"0000.png"), int)
     left, right = drawn[0][:, :40].astype(int), drawn[0][:, 56:].astype(int)
     assert (np.abs(right - target[:, 56:]) <= 1).all() and (np.abs(left - (0.35 * target[:, :40] + 0.65 * np.array([200, 30, 30]))) <= 1).all()
-    assert "mask: 50 % counts" in page and sample_facts(ds, 0)["mask"] and not sample_facts(ds, 2)["mask"] and "mask" not in sample_html(ds, 2)
+    assert "mask: 50 % counts" in page and sample_info(ds, 0)["mask"] and not sample_info(ds, 2)["mask"] and "mask" not in sample_html(ds, 2)
     Image.fromarray(np.zeros((64, 96), np.uint8)).save(root/"mask_images"/"0001.png")
     assert "is black everywhere" in sample_html(ds, 1)
 
@@ -336,7 +336,7 @@ def learnt(tmp_path_factory):
     return ds, fill(ds, "tiny", end=1)
 
 
-def test_a_cached_latent_decodes_to_its_picture(learnt):
+def test_a_cached_latent_decodes_to_its_image(learnt):
     ds, parts = learnt
     view = sample_viewer(ds, Components("tiny"))
     c = opened(view)
@@ -380,11 +380,11 @@ def test_near_duplicates_are_found_and_not_over_found(tmp_path):
     found = lambda other: sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
     assert found(saved) > 0.95 and found(half) > 0.9
     left, right = (as_looks([im.crop((x, 0, x + 188, 128)) for im in ims], tmp_path) for x in (0, 4))
-    assert sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(left, right)) < 6, "a frame of a film that moves is another picture"
+    assert sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(left, right)) < 6, "a frame of a film that moves is another image"
     for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
 
 
-def test_plain_skies_are_not_one_picture(tmp_path):
+def test_plain_skies_are_not_one_image(tmp_path):
     skies = []
     for x in (10, 30, 50, 70):
         skies.append(Image.new("RGB", (96, 64), (60, 80, 120)))
@@ -401,16 +401,16 @@ def test_blocks_find_what_one_block_finds(tmp_path):
 
 def test_pairs_of_samples_are_told_apart(tmp_path):
     a, b, c, d = as_looks([*crops(2, (96, 64), seed=1), *crops(2, (96, 64), seed=2, split="more")], tmp_path)
-    kind = lambda x, y, p, q: [n["what"] for n in near_pairs([x, y], [p, q])]
+    kind = lambda x, y, p, q: [n["what"] for n in near_duplicates([x, y], [p, q])]
     assert kind((a, b), (a, b), "blue", " Blue ") == [AGAIN] and kind((a, b), (a, b), "blue", "red") == [RENAMED]
     assert kind((a, b), (a, c), "blue", "red") == [REUSED] and kind((a, b), (c, b), "blue", "blue") == [AMBIGUOUS]
     assert kind((a, b), (c, b), "blue", "red") == [] and kind((a, b), (c, d), "blue", "blue") == [] and kind((a, b), None, "blue", "blue") == []
     assert kind((a, b, c), (a, b, d), "x", "x") == [REUSED] and kind((a, b), (a, b, c), "x", "x") == [REUSED], "all controls count"
-    assert len(near_pairs([(a, b)] * 100, ["x"] * 100, most=50)) == 50
+    assert len(near_duplicates([(a, b)] * 100, ["x"] * 100, most=50)) == 50
 
 
 def swap_set(root, name_target, name_control, pictures, prompts, exif=(None, None)):
-    "Samples of (target, control) pictures, saved under these names."
+    "Samples of (target, control) images, saved under these names."
     out = []
     for i, ((t, c), prompt) in enumerate(zip(pictures, prompts)):
         paths = [root/n.format(i) for n in (name_target, name_control)]
@@ -431,7 +431,7 @@ ONE, TWO = (EDITS[k](crops(1, (96, 64), seed=7)[0]) for k in ("keep", "duotone")
 GREY = EDITS["grayscale"](ONE)
 
 
-@pytest.mark.parametrize("target, control, pictures, prompt, exif, swapped", [
+@pytest.mark.parametrize("target, control, images, prompt, exif, swapped", [
     ("before/{}.png", "after/{}.png", (ONE, TWO), "make it blue", (None, None), True),
     ("after/{}.png", "before/{}.png", (ONE, TWO), "make it blue", (None, None), False),
     ("{}_src.png", "{}_edited.png", (ONE, TWO), "make it blue", (None, None), True),
@@ -497,7 +497,7 @@ _opens, _hooked = [], []
 
 @pytest.fixture
 def opens():
-    "Pictures opened since."
+    "Images opened since."
     if not _hooked: sys.addaudithook(lambda event, args: _opens.append(str(args[0])) if event == "open" and _hooked[-1] else None)
     _hooked.append(True)
     _opens.clear()
@@ -580,7 +580,7 @@ def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
     status, seen = cache_status(layered), []
     c = opened(status)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
-    with patch.object(qie_nb.widgets.cache_status.Told.__init__, "__defaults__", (0,)): c.verify.click()
+    with patch.object(qie_nb.widgets.cache_status.StatusText.__init__, "__defaults__", (0,)): c.verify.click()
     assert status.data()["verified"] | dict(seconds=0) == dict(entries=21, bad=[], seconds=0) and "every entry is whole: 21 read" in c.table.value
     assert sum("verify" in t and "of 21" in t for t in seen) == 21 and c.message.value == "" and not c.verify.disabled
     shard = next((tmp_path/"packed").glob("*.safetensors"))
@@ -641,7 +641,7 @@ def test_two_identities_and_quarantine_are_told(pairs, tmp_path):
     assert len(both["models"]) == 2 and "was filled by 2 encoders" in both["why"] and both["kinds"]["control_latent"]["present"] == 3
 
 
-def test_status_counts_what_a_vanished_picture_leaves(pairs, tmp_path):
+def test_status_counts_what_a_vanished_image_leaves(pairs, tmp_path):
     root = pairs()
     ds = dataset(root, tmp_path/"cache")
     fill(ds)
@@ -649,7 +649,7 @@ def test_status_counts_what_a_vanished_picture_leaves(pairs, tmp_path):
     (root/"training_images"/"0001.png").unlink()
     s = cache_status(ds).data()
     assert (s["samples"], s["complete"], [i for i, _ in s["unreadable"]], s["problem"]) == (3, 2, ["0001"], "") and ds.lacking() == {1: None}
-    assert "1 without a readable picture" in cache_status(ds).html()
+    assert "1 without a readable image" in cache_status(ds).html()
 
 
 # --- forms
@@ -659,7 +659,7 @@ def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
 
     def displayed(shown, seen):
         out = []
-        with patch("qie_nb.core.display.watched", lambda: seen), patch("qie_nb.core.display.kernel", lambda: object()), patch("IPython.display.display", lambda data, **kw: out.append(data)):
+        with patch("qie_nb.core.display.is_interactive", lambda: seen), patch("qie_nb.core.display.kernel", lambda: object()), patch("IPython.display.display", lambda data, **kw: out.append(data)):
             shown._ipython_display_()
         assert out[-1]["text/html"].strip() and json.dumps(shown.data(), default=str)
         return [d[VIEW]["model_id"] for d in out if VIEW in d]

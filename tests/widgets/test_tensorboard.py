@@ -10,7 +10,7 @@ import qie_nb.widgets.tensorboard as events
 from qie_nb.widgets.tensorboard import Place, choose_view, plot_events, read_events, read_run, run_folders, running_mean
 from qie_nb.logging import show_tensorboard
 
-LIVE = dict(kernel=True, watched=True)
+LIVE = dict(kernel=True, is_interactive=True)
 PLACES = {
     "Jupyter": (Place(**LIVE, server="/"), "magic", "a live notebook"),
     "Colab": (Place(**LIVE, colab=True), "magic", "Colab shows it below the cell"),
@@ -141,7 +141,7 @@ def test_two_runs_are_two_curves_and_a_resumed_one_is_one(runs):
     assert [len(lines[n].get_xdata()) for n in ("a", "b")] == [60, 30]
     assert [t.get_text() for t in fig.axes[0].get_legend().get_texts()] == ["b", "a"]
     titles = [ax.get_title(loc="left") for ax in fig.axes]
-    assert "a training/training_images, step 60" in titles and "a samples/00_x, step 60" in titles, "the newest run's last pictures, with their step"
+    assert "a training/training_images, step 60" in titles and "a samples/00_x, step 60" in titles, "the newest run's last images, with their step"
 
 
 def test_captions_are_drawn_as_they_were_written(runs):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import qie_nb.widgets.training_panel
-from qie_nb.training.callbacks import Callback, RunState, Sampled
+from qie_nb.training.callbacks import Callback, RunState, EvalImage
 from qie_nb.config import Config
 from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import Curve, TrainingPanel, curve_svg, smooth, ticks
 from qie_nb.core.progress import Progress
-from qie_nb.core.display import VIEW, Shown
+from qie_nb.core.display import VIEW, Display
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_equal, settings
 
@@ -30,12 +30,12 @@ def bars_speak_again(monkeypatch): monkeypatch.setattr(Progress, "hush", None)
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def is_interactive(monkeypatch):
     "As in a notebook that somebody looks at; what is displayed is collected."
     shown = []
     for module in ("core.display", "logging"):
         monkeypatch.setattr(f"qie_nb.{module}.kernel", lambda: object())
-        monkeypatch.setattr(f"qie_nb.{module}.watched", lambda: True)
+        monkeypatch.setattr(f"qie_nb.{module}.is_interactive", lambda: True)
     for name in ("display", "update_display"):
         monkeypatch.setattr(f"IPython.display.{name}", lambda bundle, name=name, **kw: shown.append((name, kw.get("display_id"), bundle)))
     return shown
@@ -55,17 +55,17 @@ def go(t, panel, steps, loss=0.5):
         panel.on_step_end(t)
 
 
-def test_a_watched_run_trains_the_same_adapter(pairs, tmp_path, watched):
+def test_a_watched_run_trains_the_same_adapter(pairs, tmp_path, is_interactive):
     root, held = pairs(((48, 32),) * 4), dict(val_fraction=0.3, eval_steps=2, eval_interval=0, eval_num_inference_steps=2)
     seen = QwenImageEditTrainer(settings(root, tmp_path/"a", train=held)).fit()
-    assert [kind for kind, *_ in watched][:2] == ["display", "display"], "the panel did not come up by itself"
+    assert [kind for kind, *_ in is_interactive][:2] == ["display", "display"], "the panel did not come up by itself"
     plain = QwenImageEditTrainer(settings(root, tmp_path/"b", train=held, logging=dict(panel=False), cache=dict(cache_dir=str(tmp_path/"a"/"cache")))).fit()
     assert seen.global_step == plain.global_step > 2 and adapters_equal(seen, plain)
 
 
-def test_it_shows_the_widget_and_leaves_the_last_state(pairs, tmp_path, watched):
+def test_it_shows_the_widget_and_leaves_the_last_state(pairs, tmp_path, is_interactive):
     trainer = QwenImageEditTrainer(settings(pairs(), tmp_path)).fit()
-    (_, _, live), (_, mark, still), *updates = watched
+    (_, _, live), (_, mark, still), *updates = is_interactive
     assert list(live) == [VIEW] and "text/html" in still and VIEW not in still
     kind, updated, last = updates[-1]
     assert (kind, updated) == ("update_display", mark) and f"step {trainer.global_step} of {trainer.global_step}" in last["text/html"]
@@ -75,7 +75,7 @@ def test_it_shows_the_widget_and_leaves_the_last_state(pairs, tmp_path, watched)
 @pytest.mark.parametrize("asked, looked_at, wanted", [("auto", True, True), ("auto", False, False), (True, False, True), (False, True, False)])
 def test_where_the_panel_comes_up(asked, looked_at, wanted, monkeypatch):
     monkeypatch.setattr("qie_nb.logging.kernel", lambda: object())
-    monkeypatch.setattr("qie_nb.logging.watched", lambda: looked_at)
+    monkeypatch.setattr("qie_nb.logging.is_interactive", lambda: looked_at)
     assert type(progress_callback(Config(logging=dict(panel=asked)))) is (TrainingPanel if wanted else ProgressCallback)
 
 
@@ -120,7 +120,7 @@ def test_every_curve_can_be_drawn(points):
     assert len(ticks(0, 1)) <= 6
 
 
-def test_a_drawing_that_fails_leaves_the_run_alone(pairs, tmp_path, watched, monkeypatch, capsys):
+def test_a_drawing_that_fails_leaves_the_run_alone(pairs, tmp_path, is_interactive, monkeypatch, capsys):
     root = pairs()
     plain = QwenImageEditTrainer(settings(root, tmp_path/"a", logging=dict(panel=False))).fit()
     def broken(self, still=False):
@@ -134,13 +134,13 @@ def test_a_drawing_that_fails_leaves_the_run_alone(pairs, tmp_path, watched, mon
     assert "train 6/6" in said.err and seen.state.stop == "done" and adapters_equal(seen, plain)
 
 
-def test_a_panel_without_ipywidgets_leaves_the_run_alone(pairs, tmp_path, watched, monkeypatch, capsys):
+def test_a_panel_without_ipywidgets_leaves_the_run_alone(pairs, tmp_path, is_interactive, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
     assert QwenImageEditTrainer(settings(pairs(), tmp_path)).fit().state.stop == "done"
     assert "the training panel failed (ModuleNotFoundError" in capsys.readouterr().out
 
 
-def test_a_run_that_is_stopped_by_the_button_goes_on_as_if_it_had_not_been(pairs, tmp_path, watched):
+def test_a_run_that_is_stopped_by_the_button_goes_on_as_if_it_had_not_been(pairs, tmp_path, is_interactive):
     root = pairs()
     whole = QwenImageEditTrainer(settings(root, tmp_path/"a")).fit()
     found = []
@@ -162,7 +162,7 @@ def test_a_run_that_is_stopped_by_the_button_goes_on_as_if_it_had_not_been(pairs
     assert [s for s, _ in found[1].data()["curve"]] == [1, 2, 3, 4, 5, 6], "the second panel begins with the curve so far"
 
 
-def test_an_evaluation_hears_the_button(pairs, tmp_path, watched, capsys):
+def test_an_evaluation_hears_the_button(pairs, tmp_path, is_interactive, capsys):
     root, pressed = pairs(((48, 32),) * 4), []
     class Press(Callback):
         def on_train_begin(self, t):
@@ -180,7 +180,7 @@ def test_what_an_evaluation_makes_is_shown_with_its_instruction_as_text(tmp_path
     Image.new("RGB", (600, 300), (200, 30, 30)).save(tmp_path/"edit.jpg")
     t, panel = fake(tmp_path), TrainingPanel(every=0)
     panel.on_train_begin(t)
-    t.state.pictures = [Sampled("00", HOSTILE, tmp_path/"edit.jpg")] * 9
+    t.state.pictures = [EvalImage("00", HOSTILE, tmp_path/"edit.jpg")] * 9
     go(t, panel, 1)
     t.state.pictures, t.state.stop = None, HOSTILE
     go(t, panel, 1)
@@ -226,7 +226,7 @@ def test_the_bars_within_a_run_keep_silent_and_speak_again_after_it(tmp_path, ca
     panel.on_train_end(t)
     assert "pictures" not in capsys.readouterr().err and Progress.hush is None
     bar = Progress(2, "pictures", every=0); bar.update(2); bar.close()
-    assert "pictures 2/2" in capsys.readouterr().err
+    assert "images 2/2" in capsys.readouterr().err
 
 
 def test_a_panel_whose_run_ends_before_it_began_is_silent(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""README's pictures of the widgets, as they stand in JupyterLab: `make screenshots` writes them to docs/."""
+"""README's images of the widgets, as they stand in JupyterLab: `make screenshots` writes them to docs/."""
 import io, json, re, sys, tempfile
 from pathlib import Path
 
@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from browser.lab import Lab, Page, chrome
 from test_browser import notebook, slide
 
-MOST = 290_000 # bytes of a picture
+MOST = 290_000 # bytes of an image
 
 SET = '''
 import tempfile, warnings
@@ -24,14 +24,14 @@ folder = make_pairs("pairs", "duotone", 48)
 config = dict(
     model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16)), data=dict(dataset_path=str(folder), image_size=[96, 96], batch_size=4),
     train=dict(output_dir=str(work), max_train_steps=200, device="cpu", mixed_precision="no", gradient_checkpointing=False, save_interval=0,
-               val_fraction=0.1, eval_interval=0, eval_steps=30, eval_pictures=4, eval_num_inference_steps=8),
+               val_fraction=0.1, eval_interval=0, eval_steps=30, eval_images=4, eval_num_inference_steps=8),
     cache=dict(cache_dir="cache"), optimizer=dict(lr=5e-3, weight_decay=0.0), logging=dict(log_dir="runs"))
 trainer = QwenImageEditTrainer(config)
 trainer.cache_embeddings()'''
 AFTER = '''
-picture = squares()[1]
-edited = trainer.predict(picture, EDITS["duotone"].instruction, num_inference_steps=8, true_cfg_scale=1.0)
-before_after(picture, edited, ["photograph", "what the LoRA makes of it"], height=300)'''
+image = squares()[1]
+edited = trainer.predict(image, EDITS["duotone"].instruction, num_inference_steps=8, true_cfg_scale=1.0)
+before_after(image, edited, ["photograph", "what the LoRA makes of it"], height=300)'''
 
 
 def write(path, png):
