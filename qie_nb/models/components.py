@@ -90,7 +90,7 @@ def resolve_model(
     revision:str=None, # hub revision
 ) -> Path: # local folder
     "Folder of a model, downloading the named components of a hub model."
-    if name == "tiny": return Path(__file__).parent/"assets"/"tiny-edit"
+    if name == "tiny": return Path(__file__).parents[1]/"assets"/"tiny-edit"
     if source := source_of(name, revision):
         quiet_bars()
         return source.fetch_all(components)

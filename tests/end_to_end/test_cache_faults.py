@@ -11,7 +11,7 @@ CASES = [pytest.param(c, marks=[pytest.mark.mounts, pytest.mark.slow]) if c in M
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     "One run of the cases that were selected, by name."
-    return few_trials("faults", request, tmp_path_factory)
+    return few_trials("cache_fault_trials", request, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES)

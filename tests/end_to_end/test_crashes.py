@@ -10,7 +10,7 @@ CASES = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in ca
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     "One run of the cases that were selected, by name."
-    return few_trials("kills", request, tmp_path_factory)
+    return few_trials("crash_trials", request, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -115,7 +115,7 @@ def test_a_disk_that_does_not_hold_the_component_decides(hub, tmp_path):
     made = far.folder_of("transformer")
     assert hub.peak <= hub.size and not weights(p.name for p in (hub.folder/"transformer").iterdir())
     near = Components(str(hub.served), quantize=dict(transformer="nf4"))
-    from test_quantise import run, same_tensors
+    from test_quantize import run, same_tensors
     assert same_tensors(far.get("transformer"), near.get("transformer")) and made.is_relative_to(hub.root/"home")
     off = Components(NAME, quantize=dict(transformer="nf4"), release=False)
     assert not off.releases("transformer")

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import qie_nb.widgets.sample_info, qie_nb.data.pair_checks, qie_nb.widgets.sample_viewer, qie_nb.widgets.cache_status
+from importlib import import_module
+
+import qie_nb.data.pair_checks
+
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_layers import LooseLayer
@@ -20,6 +23,8 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.widgets.cache_status import SampleViewer, cache_status, pair_grid, sample_info, sample_html, sample_viewer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
+
+_sample_info, _sample_viewer, _cache_status = (import_module(f"qie_nb.widgets.{m}") for m in ("sample_info", "sample_viewer", "cache_status")) # functions of these names hide the modules
 
 
 def dataset(root, cache=None, **kw):
@@ -254,11 +259,11 @@ def test_buckets_are_filters(pairs):
 def test_a_failing_click_is_a_sentence_and_the_controls_go_on(pairs):
     view = sample_viewer(dataset(pairs()))
     c = opened(view)
-    with patch.object(qie_nb.widgets.sample_viewer, "near_duplicates", side_effect=RuntimeError(f"no {HOSTILE}")): c.scan.click()
+    with patch.object(_sample_viewer, "near_duplicates", side_effect=RuntimeError(f"no {HOSTILE}")): c.scan.click()
     assert "RuntimeError" in c.message.value and tame(c.message.value) and not c.scan.disabled and view.filters()["near"] is None
-    with patch.object(qie_nb.widgets.sample_viewer, "look", side_effect=KeyboardInterrupt): c.filter.value = "near"
+    with patch.object(_sample_viewer, "look", side_effect=KeyboardInterrupt): c.filter.value = "near"
     assert "stopped" in c.message.value and c.filter.value == view.filter == "all"
-    with patch.object(qie_nb.widgets.sample_viewer, "sample_info", side_effect=RuntimeError("no facts")): c.on.click()
+    with patch.object(_sample_viewer, "sample_info", side_effect=RuntimeError("no facts")): c.on.click()
     assert "no facts" in c.page.value and c.slider.value == 2
     c.on.click()
     assert "(3 of 3)" in c.page.value
@@ -270,7 +275,7 @@ def test_progress_is_shown_while_it_looks(pairs):
     view, seen = sample_viewer(dataset(pairs())), []
     c = opened(view)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
-    with patch.object(qie_nb.widgets.sample_viewer.StatusText.__init__, "__defaults__", (0,)): c.scan.click()
+    with patch.object(_sample_viewer.StatusText.__init__, "__defaults__", (0,)): c.scan.click()
     assert [f"look at images {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
 
 
@@ -314,12 +319,12 @@ def test_a_mask_is_drawn_as_the_loss_sees_it(pairs):
     (root/"mask_images").mkdir()
     for i, name in enumerate(("0000", "0001")): Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 255]]), 48, 1), 64, 0)).save(root/"mask_images"/f"{name}.png")
     ds = dataset(root)
-    drawn, real = [], qie_nb.widgets.sample_viewer.masked_image
+    drawn, real = [], _sample_viewer.masked_image
 
     def kept(*args):
         drawn.append(real(*args))
         return drawn[-1]
-    with patch.object(qie_nb.widgets.sample_viewer, "masked_image", kept): page = sample_html(ds, 0)
+    with patch.object(_sample_viewer, "masked_image", kept): page = sample_html(ds, 0)
     target = np.asarray(Image.open(root/"training_images"/"0000.png"), int)
     left, right = drawn[0][:, :40].astype(int), drawn[0][:, 56:].astype(int)
     assert (np.abs(right - target[:, 56:]) <= 1).all() and (np.abs(left - (0.35 * target[:, :40] + 0.65 * np.array([200, 30, 30]))) <= 1).all()
@@ -343,7 +348,7 @@ def test_a_cached_latent_decodes_to_its_image(learnt):
     assert "decoded" not in c.page.value and not view.components.parts, "nothing is loaded before it is asked for"
     c.decode.value = True
     assert c.page.value.count("latent decoded") == 2 and list(view.components.parts) == ["vae"]
-    for name, (picture, db) in qie_nb.widgets.sample_info.decoded(ds, 0, parts).items(): assert db > 25 and picture.shape == (96, 96, 3), name
+    for name, (picture, db) in _sample_info.decoded(ds, 0, parts).items(): assert db > 25 and picture.shape == (96, 96, 3), name
     c.on.click()
     assert "the cache holds no latent" in c.page.value and c.page.value.count("<figure") == 2
     c.decode.value = False
@@ -529,7 +534,7 @@ def test_filters_of_thousands_list_the_cache_once(many):
 
 def test_memory_does_not_grow_with_leafing(many):
     import ipywidgets
-    alive, sizes, real = [], [], qie_nb.widgets.sample_viewer.open_image
+    alive, sizes, real = [], [], _sample_viewer.open_image
     registry = lambda: len(ipywidgets.Widget.widgets if ipywidgets.__version__ < "8" else ipywidgets.widgets.widget._instances)
 
     def counted(source, *a):
@@ -539,7 +544,7 @@ def test_memory_does_not_grow_with_leafing(many):
     view = sample_viewer(many)
     c = opened(view)
     n = registry()
-    with patch.object(qie_nb.widgets.sample_viewer, "open_image", counted):
+    with patch.object(_sample_viewer, "open_image", counted):
         for i in range(1, 300, 3):
             c.slider.value = i
             sizes.append(sum(len(getattr(w, "value", "")) for w in widgets_in(view.box) if isinstance(getattr(w, "value", None), str)))
@@ -580,7 +585,7 @@ def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
     status, seen = cache_status(layered), []
     c = opened(status)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
-    with patch.object(qie_nb.widgets.cache_status.StatusText.__init__, "__defaults__", (0,)): c.verify.click()
+    with patch.object(_cache_status.StatusText.__init__, "__defaults__", (0,)): c.verify.click()
     assert status.data()["verified"] | dict(seconds=0) == dict(entries=21, bad=[], seconds=0) and "every entry is whole: 21 read" in c.table.value
     assert sum("verify" in t and "of 21" in t for t in seen) == 21 and c.message.value == "" and not c.verify.disabled
     shard = next((tmp_path/"packed").glob("*.safetensors"))
