@@ -118,7 +118,7 @@ def check_space(
     of_them:int=0, # bytes of the modulation table
 ):
     "Say what a job will take, and refuse it where it cannot fit."
-    free = detect_environment().room(folder)
+    free = detect_environment().free_space(folder)
     of_them = f" ({of_them/1e6:.1f} MB of them the modulation table)" if of_them else ""
     print(f"precompute: {(said or need)/1e6:.1f} MB to write{of_them}, {free/1e6:.0f} MB free in {folder}")
     if need > free:

@@ -403,7 +403,7 @@ def _check_copy(self:PrequantizeMethods, folder, todo, sets, dtype, own): # own:
         sizes[n] = stored_bytes(component_class(parts.folder, n)[1], config, parts.quantize[n], min((parts.dtype, own), key=lambda d: d.itemsize), bool(sets))
         if n == "transformer" and sets: sizes["modulation table"] = rows_bytes(sets, json.loads((config/"config.json").read_text()), dtype)
     for n in todo if source else (): source.announce(n, sum(sizes.values()) + sizes.get("modulation table", 0))
-    need, free = sum(sizes.values()) + sizes.get("modulation table", 0), detect_environment().room(folder, free_bytes)
+    need, free = sum(sizes.values()) + sizes.get("modulation table", 0), detect_environment().free_space(folder, free_bytes)
     said = ", ".join(f"{n} {gigabytes(size)}" for n, size in sizes.items())
     if need > free:
         raise OSError(f"{str(folder)!r} has {gigabytes(free)} free, and {gigabytes(need)} are needed ({said}, the table twice while it is packed); "

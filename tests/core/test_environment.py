@@ -294,7 +294,7 @@ def test_room_is_the_least_of_disk_and_quota(tmp_path):
     files(tmp_path/"a", {"b": "x" * 4_000_000})
     assert 5_900_000 < p.free_space() <= 6_000_000 == p.free_space() + used_bytes(tmp_path) - 4_000_000
     assert p.free_space(tmp_path/"not/there/yet") == p.free_space() and p.free_space(tmp_path.parent, lambda folder: 77) == 77 == p.free_space(free=lambda folder: 77)
-    assert replace(p, quota=1).room() == 0 and replace(p, quota=None).room() > 10_000_000
+    assert replace(p, quota=1).free_space() == 0 and replace(p, quota=None).free_space() > 10_000_000
 
 
 def test_fit_refuses_what_would_not_fit(first, tmp_path, monkeypatch, built):
