@@ -8,12 +8,18 @@ sys.path[:0] = [str(p) for p in sorted(HERE.iterdir()) if p.is_dir() and p.name[
 
 import pytest
 
-from helpers import write_pairs
+from helpers import make_trained_run, write_pairs
 
 
 @pytest.fixture
 def pairs(tmp_path):
     return lambda sizes=((48, 32), (32, 48), (40, 40)), **kw: write_pairs(tmp_path/"set", sizes, **kw)
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    "A finished run of the tiny 2511 model (`helpers.TrainedRun`): read it, change only copies made by `copy`."
+    return make_trained_run(tmp_path_factory.mktemp("trained_run"))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Data sets, configurations and comparisons that several tests share."""
-import json, os, subprocess, sys
+import json, os, shutil, subprocess, sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +73,50 @@ def few_trials(script, request, tmp_path_factory):
     run = subprocess.run([sys.executable, here/f"{script}.py", "--only", *chosen, "--out", out], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths))
     assert out.is_file(), run.stdout[-2000:] + run.stderr[-2000:]
     return {r["name"]: r for r in json.loads(out.read_text())["cases"]}
+
+
+@dataclass
+class TrainedRun:
+    "A finished run: 5 pairs, one of them for validation, 2 epochs of 4 steps, checkpoints after every second step, TensorBoard log, evaluations."
+    folder: Path    # of everything below
+    root: Path      # data set
+    cache: Path     # filled, with the modulation table
+    output: Path    # `train.output_dir`: checkpoints/step_00000002 ... 8, logs, inference
+    lora: Path      # LoRA file in diffusers format
+    trainer: object # as `fit` left it
+    losses: list    # of the 8 steps
+
+    def settings(self, output=None, **sections):
+        "Configuration of the run, with another output folder and other values."
+        out = Path(output or self.output)
+        base = {name: RUN.get(name, {}) | sections.get(name, {}) for name in RUN.keys() | sections.keys()}
+        base["train"], base["logging"] = dict(output_dir=str(out)) | base["train"], dict(log_dir=str(out/"runs")) | base["logging"]
+        return settings(self.root, self.folder, **base)
+
+    def copy(self, to): # a copy of the output folder that a test may change
+        shutil.copytree(self.output, to)
+        return to
+
+
+RUN = dict(data=dict(batch_size=1), train=dict(save_steps=2, keep_checkpoints=9, val_fraction=0.2, eval_steps=4, eval_noise_samples=1, eval_images=1),
+           logging=dict(report_to="tensorboard", log_every=1))
+
+
+def make_trained_run(folder):
+    from qie_nb.trainer import QwenImageEditTrainer
+    run = TrainedRun(folder, write_pairs(folder/"set", ((48, 32),) * 4 + ((32, 48),)), folder/"cache", folder/"out", None, None, [])
+    run.trainer = QwenImageEditTrainer(run.settings())
+    run.trainer.cache_embeddings()
+    run.trainer.callbacks.append(OnStep(lambda t: run.losses.append(float(t.state.loss))))
+    run.trainer.fit()
+    run.lora = run.trainer.save_lora(folder/"lora")
+    return run
+
+
+class OnStep:
+    "A callback: `fn(trainer)` after every step."
+    def __init__(self, fn): self.fn = fn
+    def on_train_begin(self, t): pass
+    def on_step_end(self, t): self.fn(t)
+    def on_epoch_end(self, t): pass
+    def on_train_end(self, t): pass
