@@ -1,4 +1,4 @@
-"""Everything about the package stands in settings.ini; this file only hands it to setuptools."""
+"""Reads settings.ini and passes it to setuptools."""
 from configparser import ConfigParser
 from pathlib import Path
 
