@@ -64,7 +64,7 @@ def encoded_sample(
 ) -> Encoded:
     "A sample as the transformer is told of it; what the cache lacks is encoded now."
     batch, uncond = fetch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
-    return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]), batch["prompt_embed"],
+    return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]), batch["prompt_embed"][0][None],
                    None if uncond is None else uncond[None])
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9fef

@@ -16,7 +16,7 @@ import torch
 
 from ..models import flow_matching as flow
 from ..cache import stable_seed
-from ..data.batches import BucketBatchSampler, prefetch, as_list, batch_size, controls_of, stack_tensors
+from ..data.batches import BucketBatchSampler, prefetch, as_list, batch_size, controls_of, pad_prompts, stack_tensors
 from ..data.images import open_image
 
 # %% ../../nbs/training/01_step.ipynb #ddc2e709
@@ -64,13 +64,17 @@ def send_lists(
 
 # %% ../../nbs/training/01_step.ipynb #234daa2c
 def split_by_prompt_length(
-    mask, # [B, L] of the prompts, or None
-) -> dict: # {length: places of the samples whose prompts have it}; {} where the batch goes as it is
+    mask, # [B, L] of padded prompts, or None
+    prompts=None, # a list of unpadded prompts [L_i, D] needs no mask
+) -> dict: # {length: positions of the samples with prompts of that length}; {} if the batch cannot be split
     "Parts of a batch that need no mask."
-    if mask is None or mask.device.type != "cpu": return {}
-    out, lengths = {}, mask.bool().sum(1)
-    padded = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None])
-    if not padded or not lengths.all(): return {} # it hides other things than padding
+    out = {}
+    if isinstance(prompts, list): lengths = torch.tensor([len(e) for e in prompts])
+    elif mask is None or mask.device.type != "cpu": return {}
+    else:
+        lengths = mask.bool().sum(1)
+        padded = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None])
+        if not padded or not lengths.all(): return {} # the mask hides more than padding
     for i, n in enumerate(lengths.tolist()): out.setdefault(n, []).append(i)
     return out
 
@@ -82,8 +86,10 @@ def take_samples(
     "Some samples of a batch, their prompts without padding."
     whole = len(places) == len(batch["pixel_latent"])
     take = lambda t: t if whole or t is None else t[places]
+    prompts = batch["prompt_embed"]
+    prompts = torch.stack([prompts[i] for i in places]) if isinstance(prompts, list) else take(prompts)[:, :length]
     return dict(pixel_latent=take(batch["pixel_latent"]), control_latent=[take(c) for c in as_list(batch["control_latent"])],
-                prompt_embed=take(batch["prompt_embed"])[:, :length], prompt_embeds_mask=None, mask=take(batch.get("mask")))
+                prompt_embed=prompts, prompt_embeds_mask=None, mask=take(batch.get("mask")))
 
 # %% ../../nbs/training/01_step.ipynb #5436fb2b
 def _loss(transformer, batch, eps, sigmas, device, dtype, weighting, background):
@@ -113,8 +119,13 @@ def loss_at(
     whole:bool=False, # in one call, with a mask where prompts are unequal? for dropout, whose seeds are the batch's, and for FSDP
 ) -> torch.Tensor: # [B] float32
     "Flow-matching loss of each sample at given noise."
-    parts, how, losses = split_by_prompt_length(batch["prompt_embeds_mask"]), (device, dtype, weighting, background), {}
-    if not parts or whole and len(parts) > 1: return _loss(transformer, batch, eps, sigmas, *how)
+    how, losses = (device, dtype, weighting, background), {}
+    parts = split_by_prompt_length(batch["prompt_embeds_mask"], batch["prompt_embed"])
+    if not parts or whole and len(parts) > 1:
+        if isinstance(batch["prompt_embed"], list):
+            embeds, mask = pad_prompts(batch["prompt_embed"])
+            batch = {**batch, "prompt_embed": embeds, "prompt_embeds_mask": mask}
+        return _loss(transformer, batch, eps, sigmas, *how)
     for length, places in parts.items():
         at = slice(None) if len(places) == len(eps) else places
         losses |= zip(places, _loss(transformer, take_samples(batch, places, length), eps[at], sigmas[at], *how))
