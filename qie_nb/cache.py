@@ -12,7 +12,6 @@ from pathlib import Path
 
 from .core.cache_entries import ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key, pack_entry, read_header, unpack_entry
 from .core.files import file_lock, file_digest, cached_file_property, stale_temp_files, write_atomic
-from .core.flat import tree_of
 from .core.cache_layers import checked, verify_entry, empty_output_dir, mapped, open_layer, write_packed
 from .core.cache_report import quarantined_entries, status_html
 
@@ -39,14 +38,13 @@ class EmbeddingCacheManager:
     def __init__(self,
         cache_dir, # folder, or list of folders: all are read in order, the last is written
     ):
-        dirs = cache_dir if isinstance(cache_dir, (list, tuple)) else [cache_dir]
+        dirs = [Path(d).expanduser() for d in (cache_dir if isinstance(cache_dir, (list, tuple)) else [cache_dir])]
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
-            if Path(d).exists() and not Path(d).is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
-        lost = [str(d) for d in dirs[:-1] if not tree_of(d).exists()]
+            if d.exists() and not d.is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
+        lost = [str(d) for d in dirs[:-1] if not d.exists()]
         if lost: raise FileNotFoundError(f"`cache_dir` names {lost[0]!r}, which does not exist; only the last folder of a list is made")
-        self.carried = tree_of(dirs[-1]) != Path(dirs[-1]).expanduser() # read from a flat folder: nothing may be written among its links
-        self.layers = [open_layer(tree_of(d)) for d in dirs]
+        self.layers = [open_layer(d) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined, self.shunned = [], set() # (place, reason) of bad entries met; those that could not be moved
 
@@ -54,7 +52,7 @@ class EmbeddingCacheManager:
     def writable(self) -> bool:
         "Can entries be stored? A packed layer and a read-only mount are only read."
         folder = next(p for p in (self.cache_dir.absolute(), *self.cache_dir.absolute().parents) if p.exists())
-        return not self.layers[-1].packed and not self.carried and os.access(folder, os.W_OK)
+        return not self.layers[-1].packed and os.access(folder, os.W_OK)
 
     def _scratch(self): return self.cache_dir/".tmp"
     def _first(self, kind, key):

@@ -26,7 +26,7 @@ def precompute(a):
     return 0 if report.samples > len(report.skipped) else 1 # a skipped sample is in the report and ends nothing
 
 def prequantise(a):
-    _trainer(a).save_prequantized(a.out, not a.no_encoders, not a.tree)
+    _trainer(a).save_prequantized(a.out, not a.no_encoders)
 
 def train(a):
     trainer = _trainer(a).fit()
@@ -143,8 +143,7 @@ def parser() -> argparse.ArgumentParser:
     config = ("--config", dict(required=True, help="YAML file"))
     add(precompute, "encode a data set into the cache", config, ("--start_idx", dict(type=int, default=0)), ("--end_idx", dict(type=int)))
     add(prequantise, "write a small copy of the model to attach: quantized, with the modulation table", config, ("--out", dict(required=True, help="new folder")),
-        ("--no_encoders", dict(action="store_true", help="for training from a cache alone")),
-        ("--tree", dict(action="store_true", help="keep sub-folders, which upload clients skip")))
+        ("--no_encoders", dict(action="store_true", help="for training from a cache alone")))
     add(train, "train an adapter", config, ("--resume", dict(help="checkpoint folder, or latest")),
         ("--force", dict(action="store_true", help="resume although data, seed, model or adapter differ")))
     add(evaluate, "held-out loss and images of a checkpoint", config, ("--checkpoint", dict(action="append",

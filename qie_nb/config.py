@@ -50,7 +50,7 @@ Quantized = Union[bool, Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int
 class ModelSection(Section):
     "Which base model, and how it is held."
     pretrained_model_name_or_path: PathStr = Field("tiny", min_length=1,
-        description="local folder in diffusers format or its prequantized copy, flat or not; hub id; or `tiny` for the learnt model inside this "
+        description="local folder in diffusers format or its prequantized copy; hub id; or `tiny` for the learnt model inside this "
         "package")
     revision: Optional[str] = Field(None, description="hub revision")
     delete_downloaded_shards: Union[bool, Literal["auto"]] = Field("auto",

@@ -16,7 +16,6 @@ from urllib.request import getproxies
 from fastcore.basics import patch
 
 from .files import free_bytes
-from .flat import FLAT, tree_of
 from .progress import kernel, is_interactive
 from .display import table_html
 
@@ -184,11 +183,6 @@ def _known(folder, names) -> tuple: # (kind, said, when or None); None for any o
 # %% ../../nbs/core/03_environment.ipynb #f8e08ce6
 _MARK = dict(checkpoint="COMPLETE", model="model_index.json")
 
-# %% ../../nbs/core/03_environment.ipynb #eee55b91
-def _trees(folder, called, level) -> list: # of what `_meet` has still to look at
-    try: return [(tree_of(folder), called, level)]
-    except (ValueError, OSError): return [] # a part of it was not carried
-
 # %% ../../nbs/core/03_environment.ipynb #96a8fb68
 def _meet(top, attached, most=2000, deep=9): # yields `Found`, from folder to folder, the upper ones first
     todo = [(Path(top), Path(top), 0)] # a folder, what it is called, and its level
@@ -197,8 +191,7 @@ def _meet(top, attached, most=2000, deep=9): # yields `Found`, from folder to fo
         try: entries = sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError: continue
         names = {e.name for e in entries}
-        if FLAT in names: todo += _trees(folder, called, level)
-        elif known := _known(folder, names):
+        if known := _known(folder, names):
             kind, said, when = known
             mark = folder/_MARK.get(kind, next((n for n in ("cache-index.json", "manifest.json") if n in names), ""))
             yield Artifact(kind, called, when if isinstance(when, (int, float)) else mark.stat().st_mtime, said, attached)

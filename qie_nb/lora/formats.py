@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from ..core.files import write_atomic
-from ..core.flat import tree_of
 from ..core.progress import quiet_bars
 
 # %% ../../nbs/lora/00_formats.ipynb #22ffe4bd
@@ -96,7 +95,7 @@ def find_lora(
 ) -> Path:
     "The LoRA file meant by a path. Raises FileNotFoundError, or ValueError for a pickle or several files."
     if is_hub_id(path): return from_hub(path)
-    path = tree_of(path)
+    path = Path(path).expanduser()
     if path.is_dir(): return _pick(path, path)
     refuse_pickle(path)
     if not path.is_file():

@@ -17,7 +17,6 @@ import torch
 
 from ..core.files import file_digest
 from ..core.files import free_bytes
-from ..core.flat import tree_of
 from ..core.progress import quiet_bars
 from .quantize import check_kind, parse_quantization
 from .hub import ShardDownloader, component_class, model_below, source_of
@@ -94,7 +93,7 @@ def resolve_model(
     if source := source_of(name, revision):
         quiet_bars()
         return source.fetch_all(components)
-    return model_below(tree_of(name))
+    return model_below(Path(name).expanduser())
 
 # %% ../../nbs/models/03_components.ipynb #26ddae71
 def find_variant(

@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..core.files import cached_file_property, free_bytes, write_atomic
-from ..core.flat import FLAT, tree_of
 from .loading import source_checkpoint
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c006
@@ -25,12 +24,11 @@ def model_below(
     "The model in a folder, at most four levels below it. Raises ValueError where there are several."
     folder = Path(folder)
     if (folder/INDEX).is_file(): return folder
-    at = sorted({p.parent for depth in range(1, 5) for name in (INDEX, FLAT) for p in folder.glob("*/" * depth + name)})
-    found = [p for p in at if (tree_of(p)/INDEX).is_file()]
+    found = sorted(p.parent for depth in range(1, 5) for p in folder.glob("*/" * depth + INDEX))
     if len(found) > 1:
         names = ", ".join(str(p.relative_to(folder)) for p in found)
         raise ValueError(f"{str(folder)!r} holds {len(found)} models ({names}); name one of them")
-    return tree_of(found[0]) if found else folder
+    return found[0] if found else folder
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
 class HubClient:
@@ -181,7 +179,7 @@ def source_of(
     revision:str=None,
 ) -> Source: # or None where it is no hub id
     "The hub's model by that name. Raises FileNotFoundError where nothing can be found by it."
-    if name == "tiny" or tree_of(name).is_dir(): return None
+    if name == "tiny" or Path(name).expanduser().is_dir(): return None
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"`model.pretrained_model_name_or_path` {name!r} is not a folder; "
                                 "give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")

@@ -304,7 +304,6 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..core.files import free_bytes, write_atomic
-from ..core.flat import FLAT, flatten
 from .hub import component_class
 from ..core.environment import detect_environment
 from .quantize import parse_quantization
@@ -353,13 +352,12 @@ def table_dtype(self:PrequantizeMethods, name:str="transformer"): # torch dtype
 def save_prequantized(self:PrequantizeMethods,
     folder, # new; a call that was interrupted is repeated with the same one
     encoders:bool=True, # the text encoder, VAE, tokenizer and processor too?
-    flat:bool=True, # all files at top level, as upload clients want them?
     table_dtype=None, # of the rows of the modulation table; default the checkpoint's own
     part_bytes:int=10**9, # of a file
 ) -> Path: # `folder`
     "Write the model's prequantized copy. Neither memory nor disk ever holds the full model: a hub's files come one by one, and go."
     folder, parts = Path(folder), self.components
-    if (folder/FLAT).is_file() or (folder/"prequantized.json").is_file():
+    if (folder/"prequantized.json").is_file():
         raise ValueError(f"`folder` {str(folder)!r} holds a whole copy; name a new one")
     kinds, own = self._copied(encoders), self.table_dtype()
     dtype = table_dtype or own
@@ -377,7 +375,6 @@ def save_prequantized(self:PrequantizeMethods,
         if (parts.folder/n).is_file(): shutil.copyfile(parts.folder/n, folder/n)
     about = dict(model=parts.name, revision=parts.revision, components=kinds)
     write_atomic(folder/"prequantized.json", json.dumps(about, indent=1).encode())
-    if flat: flatten(folder)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     print(f"prequantized copy in {folder}: {gigabytes(size)}; name it as `model.pretrained_model_name_or_path`")
     return folder

@@ -15,7 +15,6 @@ from pathlib import Path
 from ..config import make_config
 from ..core.cache_entries import MODULATION
 from ..core.files import DiskFull, free_bytes
-from ..core.flat import tree_of
 from .training_memory import adapter_shapes, job_of, model_facts, numbers, optimizer_bytes, parameters
 from ..models.components import find_variant, native_areas, resolve_model
 from ..core.environment import Environment, used_bytes, detect_environment
@@ -135,7 +134,7 @@ def table_bytes(
     times = len(training_times(torch.float32 if job.wide == 4 else torch.bfloat16)) + job.zero_cond
     return (times + sizes * sum(config.model.modulation_table_steps)) * job.layers * 12 * job.dim * job.wide + job.layers * BLOCK
 
-def _own_table(config) -> bool: return bool(source_checkpoint(tree_of(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
+def _own_table(config) -> bool: return bool(source_checkpoint(Path(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
 def _there(config) -> tuple: # bytes in the cache: (entries, modulation table)
@@ -174,7 +173,7 @@ def hub_folder(env) -> Path: # of downloads; `env` is a mapping of environment v
     return Path(env.get("HF_HUB_CACHE") or home/"hub")
 
 def is_local(name:str) -> bool: # is a model here as a folder, or part of this package?
-    return name == "tiny" or tree_of(name).is_dir()
+    return name == "tiny" or Path(name).expanduser().is_dir()
 
 # %% ../../nbs/planning/02_disk_space.ipynb #496a37a4
 def download_items(

@@ -137,8 +137,9 @@ def version_findings(m:Machine, c:Config=None) -> list: # of `Finding`s
     if m.positions == "1d":
         say("transformers", "note", "its image positions reach diffusers' pipelines as plain running ones (diffusers issue 14194); "
                                     "training follows the pipelines")
-    if c and c.model.quantize == "nf4" and not v.get("bitsandbytes"):
-        say("bitsandbytes", "stops", "`model.quantize` nf4 needs it: pip install bitsandbytes")
+    kind = c and ("qfloat8" if c.model.quantize is True else c.model.quantize)
+    package = dict.fromkeys(("qfloat8", "qint8", "qint4"), "optimum-quanto").get(kind, "bitsandbytes" if kind == "nf4" else None)
+    if package and not v.get(package): say(package, "stops", f"`model.quantize` {kind} needs it: pip install {package}")
     return [Finding("python", platform.python_version()), *out.values()]
 
 # %% ../../nbs/planning/04_doctor.ipynb #37107674
@@ -218,7 +219,7 @@ def hub_findings(m:Machine, c:Config=None) -> list:
         out.append(Finding("internet", "yes") if m.online else Finding("internet", "no", *bad))
     if needs and not m.token:
         cure = ("the hub limits downloads without it and refuses private models: add the secret (Kaggle: Add-ons > Secrets; Colab: the key "
-                'at the left), then os.environ["HF_TOKEN"] = where().secret("HF_TOKEN", ask=True)')
+                'at the left), then os.environ["HF_TOKEN"] = detect_environment().secret("HF_TOKEN", ask=True)')
         out.append(Finding("secret HF_TOKEN", "missing", "hinders", cure))
     return out
 

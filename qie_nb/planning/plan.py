@@ -10,13 +10,13 @@ __all__ = ['CARDS', 'FREE', 'PUBLISHED', 'TEXT_NF4', 'Card', 'card_of', 'step_wo
 import math, re
 from html import escape
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ..config import Config, make_config
 from .counting import Memory, _weights, memory_of, rough_working_set
 from .disk_space import ENCODERS
-from ..core.flat import tree_of
 from .training_memory import MemoryQuery, block_layers, job_of, model_facts, parameters, prompt_tokens, stream_tokens
 from ..devices.placement import plan_placement, work_bytes
 from ..models.quantize import parse_quantization
@@ -259,7 +259,7 @@ def plan(
     if old and card.tensor_cores: job = replace(job, half=True, compiled=False)
     job = replace(job, target=size[0] * size[1] // 256, control=controls * job.control,
                   text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
-    own = saved_quantization(tree_of(model or c.model.pretrained_model_name_or_path)/"transformer") # a prequantized copy has no other form
+    own = saved_quantization(Path(model or c.model.pretrained_model_name_or_path)/"transformer") # a prequantized copy has no other form
     return _choose(job, c, card, size, own or quantize)
 
 # %% ../../nbs/planning/03_plan.ipynb #3da04ba0

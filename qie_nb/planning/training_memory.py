@@ -13,7 +13,6 @@ import json, math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.flat import tree_of
 from ..lora.adapters import _UNUSED, is_target, target_modules
 from ..models.components import resolve_model
 from ..models.modulation import STREAMS
@@ -94,7 +93,7 @@ def job_of(
     wide = wide or (4 if how in ("no", "fp16") else 2)
     said = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"], text_dim=t["joint_attention_dim"],
                 channels=t["in_channels"], zero_cond=bool(t.get("zero_cond_t")), target=d.image_size[0] * d.image_size[1] // 256,
-                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, half=how == "fp16", kind=parse_quantization(config.model.quantize) or saved_quantization(tree_of(config.model.pretrained_model_name_or_path)/"transformer"),
+                control=(d.control_area or 2**20) // 1024 * 4, batch=d.batch_size, wide=wide, half=how == "fp16", kind=parse_quantization(config.model.quantize) or saved_quantization(Path(config.model.pretrained_model_name_or_path)/"transformer"),
                 table=_table(config, t), kernel="flash" if wide == 2 else "efficient")
     return MemoryQuery(**said | _adapter_fields(config.model.lora) | _train_fields(config, wide) | changes)
 
@@ -103,7 +102,7 @@ def model_facts(
     name:str="Qwen/Qwen-Image-Edit-2511", # folder, hub id, variant (v1, 2509, 2511) or tiny
 ) -> tuple: # (transformer's configuration, are images small for the text encoder?)
     "What a model's files say, or what is published of it."
-    folder = resolve_model(name) if name == "tiny" else tree_of(name)
+    folder = resolve_model(name) if name == "tiny" else Path(name).expanduser()
     file, index = folder/"transformer"/"config.json", folder/"model_index.json"
     t = json.loads(file.read_text()) if file.is_file() else REAL | dict(zero_cond_t="2511" in str(name))
     if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")

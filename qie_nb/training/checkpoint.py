@@ -15,7 +15,6 @@ import torch
 from ..core.files import file_digest, write_atomic
 from .callbacks import Callback, due
 from ..core.environment import time_limit
-from ..core.flat import tree_of
 from .stopping import read_nonfinite
 
 FORMAT = 2 # of a checkpoint; one that says a higher number is of a newer version
@@ -110,7 +109,7 @@ def find_checkpoint(
     root="checkpoints", # where `latest` looks
 ) -> Path:
     "The checkpoint folder meant. Raises FileNotFoundError or ValueError: a run never starts over in silence."
-    path = tree_of(str(which).removesuffix(".pt"))
+    path = Path(str(which).removesuffix(".pt")).expanduser()
     if path.name == "latest":
         root = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
         named = root/(root/"latest").read_text().strip() if (root/"latest").is_file() else None

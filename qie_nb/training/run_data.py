@@ -13,7 +13,6 @@ from ..data.batches import BucketBatchSampler
 from ..cache import CacheEntryError, EmbeddingCacheManager
 from ..data.dataset import ImageDataset, find_samples, loader, split_held_out
 from ..encoding.encoder import Encoder
-from ..core.flat import tree_of
 from ..models.components import check_device, prompt_text
 from ..data.images import Geometry
 from ..encoding.precompute import shard, precompute
@@ -93,7 +92,7 @@ def skip_unreadable(self:CacheMethods, dataset):
 def check_cache_complete(self:CacheMethods, dataset):
     "Where a hole in the cache cannot be filled, there must be none."
     if dataset.cache is None: return
-    local = self.components.name == "tiny" or tree_of(self.components.name).is_dir()
+    local = self.components.name == "tiny" or Path(self.components.name).expanduser().is_dir()
     dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
     if not dataset.cached_only: return
     if dataset.identity is None:

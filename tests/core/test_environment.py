@@ -7,12 +7,10 @@ import pytest
 
 from helpers import settings, write_pairs
 from qie_nb.planning import disk_space as disk
-from qie_nb.core import flat
 from qie_nb.core import environment as places
 from qie_nb.training.checkpoint import is_complete
 from qie_nb.config import make_config
 from qie_nb.core.files import DiskFull
-from qie_nb.core.flat import flatten
 from qie_nb.core.environment import MARGIN, Environment, host_cores, host_memory, online, place_name, session_start, time_limit, used_bytes, detect_environment
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -82,7 +80,7 @@ def test_tensorboard_is_told_the_same_place(monkeypatch):
 
 
 def test_where_needs_neither_torch_nor_a_network():
-    code = "import socket, sys\nsocket.socket.connect = None\nfrom qie_nb.core.environment import where\nrepr(where())\nassert not {'torch', 'numpy', 'diffusers'} & set(sys.modules)"
+    code = "import socket, sys\nsocket.socket.connect = None\nfrom qie_nb.core.environment import detect_environment\nrepr(detect_environment())\nassert not {'torch', 'numpy', 'diffusers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
@@ -243,49 +241,6 @@ def test_the_search_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", lambda p: seen.append(p) or real(p))
     assert not list(places._meet(tmp_path, True, most=20)) and len(seen) == 20
     assert [f.kind for f in places._meet(tmp_path, True)] == ["model"]
-
-
-# --- what is attached flat
-@pytest.fixture
-def carried(first, tmp_path, monkeypatch):
-    "A place with the first session's output, and a model in it, as one flat folder; the paths that it would have in a tree."
-    monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home"))
-    monkeypatch.setattr(flat, "_trees", {})
-    tree, mount = shutil.copytree(first[1], tmp_path/"tree", ignore=shutil.ignore_patterns("runs")), tmp_path/"kaggle"/NEW
-    shutil.copytree(tiny_folder("2511"), tree/"model")
-    flatten(tree, mount)
-    (tmp_path/"kaggle/working").mkdir()
-    assert not [d for d in mount.iterdir() if d.is_dir()]
-    return detect_environment(tmp_path, KAGGLE), mount
-
-
-def test_what_was_carried_flat_is_found_where_its_tree_would_lie(carried):
-    place, mount = carried
-    below = {kind: [str(f.path.relative_to(mount)) for f in place.found(kind)] for kind in ("checkpoint", "cache", "model")}
-    assert below == dict(checkpoint=["checkpoints/epoch_0001", "checkpoints/step_00000002"], cache=["cache"], model=["model"])
-    assert all(f.attached for f in place.found()) and [place.latest(kind) for kind in below] == [str(mount/some[0]) for some in below.values()]
-    assert place.cache_dirs() == [str(mount/"cache"), str(place.working/"cache")] and place.found("checkpoint")[0].said.startswith("step 4, ")
-
-
-def test_the_second_session_goes_on_from_what_was_carried_flat(carried, first):
-    place, mount = carried
-    before = state(mount)
-    again = first[0](place.working, resume_checkpoint=place.latest("checkpoint"), num_epochs=2)
-    again["cache"] = dict(cache_dir=place.cache_dirs())
-    again["model"]["pretrained_model_name_or_path"] = place.latest("model")
-    t = QwenImageEditTrainer(again).fit()
-    assert t.resumed_from.name == "epoch_0001" and t.global_step == 8 and t.components.folder.is_dir()
-    assert not {"vae", "text_encoder"} & set(t.components.built), "the cache that was carried holds all that training reads"
-    assert state(mount) == before and place.latest("checkpoint") == str(place.working/"checkpoints/epoch_0002")
-
-
-@pytest.mark.parametrize("lost", ["checkpoints--epoch_0001--optimizer.safetensors", "cache--manifest.json", flat.FLAT])
-def test_a_flat_folder_that_is_not_whole_is_passed_over(lost, carried, tmp_path):
-    place, mount = carried
-    files(tmp_path/"kaggle/input"/"older", {"COMPLETE": "{}", "state.json": json.dumps(dict(written=5., global_step=1))})
-    assert place.latest() == str(mount/"checkpoints/epoch_0001")
-    (mount/lost).unlink()
-    assert [f.path.name for f in place.found()] == ["older"] and place.latest() == str(tmp_path/"kaggle/input/older") and place.latest("model") is None
 
 
 # --- room

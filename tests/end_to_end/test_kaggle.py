@@ -167,8 +167,8 @@ def wheels(tmp_path_factory):
 
 def test_the_notebooks_begin_with_the_same_install_cell():
     first, colabs = {cells_of(p)[0] for p in (ROOT/"kaggle").glob("*/*.ipynb")}, cells_of(ROOT/"kaggle"/"colab.ipynb")[0]
-    assert len(first) == 1 and "torch" not in colabs + next(iter(first))
-    assert colabs.splitlines()[-2:] == next(iter(first)).splitlines()[-2:] == ["from qie_nb.core.ready import make_ready", "make_ready()"]
+    assert len(first) == 1 and not re.search(r"\btorch\b", colabs + next(iter(first)))
+    assert colabs.splitlines()[-2] == next(iter(first)).splitlines()[-2] and "bitsandbytes" in colabs
 
 
 ANOTHER_PLACE = """
@@ -190,7 +190,7 @@ def test_the_install_cell_installs_from_attached_wheels_without_internet(slug, w
     run = run_notebook(notebook(tmp_path, cells_of(ROOT/"kaggle"/"train"/"train.ipynb")[0], after), kaggle(tmp_path, {slug: wheels}), library=False, before=ANOTHER_PLACE)
     assert not run.error, run.error
     assert re.search(rf"site-packages/qie_nb/__init__.py {re.escape(metadata.version('torch'))} \[\]", run.text()), run.text()
-    assert re.search(r"torchao +uninstalled: peft .* fails on every LoRA beside torchao 0.10.0", run.text()) and run.inputs_written == []
+    assert "Successfully uninstalled torchao-0.10.0" in run.text() and run.inputs_written == []
 
 
 # ---- what is pushed --------------------------------------------------------------------------------------------------------------------
@@ -331,11 +331,10 @@ def test_colab_keeps_all_on_drive_and_goes_on_from_there(tmp_path):
 
 
 def test_a_copy_is_made_once_and_trained_from(tmp_path):
-    "The prequantized copy is attached in place of the model, carried flat, and brings its modulation table."
+    "The prequantized copy is attached instead of the model, and brings its modulation table."
     place = kaggle(tmp_path, quota=64 * MB)
     first = check(run_notebook(ROOT/"kaggle"/"prequantise"/"prequantise.ipynb", place), place)
     copy = next(first.output.rglob("model"))
-    assert not any(p.is_dir() for p in copy.iterdir()), "all of it at one level"
     place.inputs["/kaggle/input/datasets/somebody/copy"] = copy
     changes = FEW | {'MODEL, SIZE, PRECISION = "tiny",': 'MODEL, SIZE, PRECISION = place.latest("model"),', 'DATA = make_pairs(place.temp/"pairs", "duotone", 48)': 'DATA = make_pairs(place.temp/"pairs", "duotone", 6)',
                      'num_inference_steps=8 if MODEL == "tiny" else 20': "num_inference_steps=8"}
@@ -349,7 +348,7 @@ def test_the_notebooks_run_with_kaggles_own_versions(wheels, tmp_path):
     if not any(wheels.glob("optimum_quanto-*.whl")): pytest.skip("QIE_NB_WHEELS does not name a folder with optimum-quanto's wheel; `make places` fills one")
     place = kaggle(tmp_path, {"datasets/somebody/wheels": wheels}, quota=64 * MB)
     first, second = both(place, python=python, library=False)
-    assert re.search(r"torchao +uninstalled", first.text()) and re.search(r"optimum-quanto\S* +installed", first.text())
+    assert "Successfully uninstalled torchao" in first.text()
     assert ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
     once_more(place, second, "train/train.ipynb", (150, 152, 150), python=python, library=False)
 
@@ -376,7 +375,7 @@ def test_the_everyday_tests_pass_with_the_places_own_versions(place, name, wheel
     python = python_of(place)
     if not any(wheels.glob("optimum_quanto-*.whl")): pytest.skip("QIE_NB_WHEELS does not name a folder with optimum-quanto's wheel; `make places` fills one")
     wheel = next(wheels.glob("qie_nb-*.whl"))
-    steps = f"""{python} -m pip install -q --no-deps --no-index {wheel} && {python} -c 'from qie_nb.core.ready import make_ready; print(make_ready())' &&
+    steps = f"""{python} -m pip install -q --no-index --find-links {wheel.parent} qie_nb bitsandbytes && {python} -m pip uninstall -y torchao &&
         cd {ROOT} && PYTHONPATH={ROOT} {python} -m pytest -m 'not slow' --tb=short tests/test_{name}.py"""
     home, done, changed, _ = session(colab(tmp_path, {"wheels": wheels}, quota=2048 * MB), ["bash", "-c", steps], python, library=False, timeout=3600)
     assert done.returncode == 0 and changed == [], done.stdout[-6000:] + done.stderr[-2000:]

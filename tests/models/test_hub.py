@@ -10,7 +10,6 @@ from qie_nb.models import components as models
 from qie_nb.models import prequantize as prequantized
 
 from qie_nb.models import hub as source
-from qie_nb.core.flat import flatten
 from qie_nb.models.components import Components, resolve_model
 from qie_nb.models.hub import HubClient, Source, model_below, source_of
 from qie_nb.tiny.random_models import tiny_folder
@@ -181,7 +180,7 @@ def test_a_prequantized_copy_straight_from_the_hub(hub, pairs, tmp_path):
     local = configured(tmp_path/"set", tmp_path, "local", hub.served)
     local["model"] |= dict(quantize="nf4", text_encoder_quantize="nf4")
     a, b = (QwenImageEditTrainer(c).save_prequantized(tmp_path/n) for c, n in ((config, "from hub"), (local, "from folder")))
-    contents = lambda d: {p.name: p.read_bytes() for p in d.iterdir() if p.name not in ("flat-index.json", "prequantized.json")}
+    contents = lambda d: {str(p.relative_to(d)): p.read_bytes() for p in d.rglob("*") if p.is_file() and p.name != "prequantized.json"}
     assert contents(a) == contents(b)
     big = [n for n in weights(hub.got) if n.split("/")[0] in ("transformer", "text_encoder")]
     assert sorted(hub.gone) == sorted(big) and len(big) == 26
@@ -208,8 +207,8 @@ def test_the_model_in_what_was_attached(tmp_path):
     at = tmp_path/"input"/"qwen"/"transformers"/"default"/"1"
     shutil.copytree(tiny_folder("2511"), at)
     assert resolve_model(str(tmp_path/"input"/"qwen")) == at
-    flatten(tiny_folder("2509"), tmp_path/"input"/"flat"/"2")
-    assert Components(str(tmp_path/"input"/"flat")).variant.name == "2509"
+    shutil.copytree(tiny_folder("2509"), tmp_path/"input"/"other"/"2")
+    assert Components(str(tmp_path/"input"/"other")).variant.name == "2509"
     with pytest.raises(ValueError, match="holds 2 models .*; name one of them"): model_below(tmp_path/"input")
     (tmp_path/"empty").mkdir()
     with pytest.raises(ValueError, match="has no model_index.json"): Components(str(tmp_path/"empty"))
