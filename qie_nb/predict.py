@@ -75,7 +75,7 @@ def _predicting(self:PredictMethods):
     training = self.transformer is not None and self.transformer.training
     if self.running or self._predictor is None:
         if self._plan().moves: print(self.placement)
-    with temporarily_load(self, *PARTS) if self.running else nullcontext():
+    with temporarily_load(self.components, *PARTS) if self.running else nullcontext():
         try: yield
         finally:
             if self.transformer is not None: self.transformer.train(training)

@@ -104,7 +104,7 @@ def eval_cases(
     data, n = trainer.held_out if at_hand(trainer, "vae") else None, trainer.config.train.eval_images
     key = repr((n if data else 0, [s.id for s in data.samples] if data else (), styles, trainer.geometry()))
     if getattr(trainer, "_shots", (None,))[0] != key:
-        with torch.no_grad(), temporarily_load(trainer, "vae", "text_encoder"):
+        with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
             trainer._shots = key, (pair_cases(trainer, data, n) if data else []) + (style_cases(trainer, styles) if styles else [])
     return trainer._shots[1]
 
@@ -148,7 +148,7 @@ def render_eval_images(
     def on_step(*_):
         if bar: bar.update()
         watch()
-    with temporarily_load(trainer, "vae"):
+    with temporarily_load(trainer.components, "vae"):
         for i, counts in todo:
             latent = edit_cached(trainer, shots[i], steps, on_step=on_step)
             if counts: save_image(out/f"{shots[i].name}.jpg", decode(trainer, latent))
@@ -173,5 +173,5 @@ def style_matrix(
     steps:int=20, # sampling steps
 ) -> list: # paths written
     "Every style's image turned into every other style."
-    with temporarily_load(trainer, "vae", "text_encoder"): shots = style_cases(trainer, styles)
+    with temporarily_load(trainer.components, "vae", "text_encoder"): shots = style_cases(trainer, styles)
     return render_eval_images(trainer, shots, out, steps)

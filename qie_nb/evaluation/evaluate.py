@@ -26,7 +26,7 @@ def evaluate_now(
     styles:dict=None, # as `find_styles` gives them
 ) -> tuple: # (`ValidationLoss` or None, list of images' paths)
     "Held-out loss and images of the adapter as it stands, the running mean where there is one. Raises `StopRequested`."
-    with getattr(trainer, "ema_weights", nullcontext)(), temporarily_load(trainer, "vae", "text_encoder"): # pairs may not be cached yet
+    with getattr(trainer, "ema_weights", nullcontext)(), temporarily_load(trainer.components, "vae", "text_encoder"): # pairs may not be cached yet
         held = held_out_loss(trainer, trainer.held_out) if trainer.held_out else None
         shots = eval_cases(trainer, styles)
         files = render_eval_images(trainer, shots, out) if shots else []

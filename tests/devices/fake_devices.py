@@ -1,0 +1,115 @@
+"""GPUs without a GPU: fake tensors know their device and refuse to mix devices; their values are computed on the CPU beside them.
+
+This covers everything `predict` calls, text encoder and vision tower included, with the math attention kernel (the fused ones have
+no fake CUDA form that runs on a CPU). It does not cover the GPU kernels themselves.
+"""
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from qie_nb.devices import placement
+from qie_nb.devices.placement import PARTS
+from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.trainer import QwenImageEditTrainer
+
+THREE = dict(transformer="cuda:0", vae="cuda:1", text_encoder="cuda:2")
+GB = 10**9
+
+
+def images(n):
+    sizes = ((50, 75), (90, 45), (40, 80))[:n]
+    return [Image.fromarray(np.random.default_rng(i).integers(0, 256, (h, w, 3), dtype=np.uint8)) for i, (w, h) in enumerate(sizes)]
+
+
+def trainer_of(variant="2511", **sections):
+    return QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder(variant, (64 * 64, 56 * 56)))),
+                                     train=dict(device="cpu", mixed_precision="no"), cache=dict(use_cache=False)) | sections)
+
+
+def edit(t, n=1, scale=4.0, **kw): return t.predict(images(n), "make it blue", "grey", 2, scale, 48, 64, 3, **kw)
+
+
+def edit_math(*args, **kw):
+    with sdpa_kernel(SDPBackend.MATH): return edit(*args, **kw)
+
+
+def assert_close(a, b, levels=1): assert a.shape == b.shape and np.abs(a.astype(int) - b.astype(int)).max() <= levels
+
+
+class Numbers(FakeTensorMode):
+    "Fake tensors with values, so that code that depends on values (positions, windows, the minimum of an image) runs as usual."
+    inside, worked = False, None
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        def fake():
+            self.inside = True
+            try: return FakeTensorMode.dispatch(self, func, types, args, kwargs or {})
+            finally: self.inside = False
+        if self.inside or func.namespace == "prim": return FakeTensorMode.dispatch(self, func, types, args, kwargs or {})
+        plain = lambda t: t.numbers if isinstance(t, FakeTensor) else torch.device("cpu") if isinstance(t, torch.device) else t
+        def numbers():
+            with _disable_current_modes(): return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        try: out, got = fake(), None
+        except (DataDependentOutputException, DynamicOutputShapeException): # a number, or a shape that depends on numbers
+            got, out = numbers(), None
+            if not isinstance(got, torch.Tensor): return got
+            device = next(t for t in tree_leaves(args) if isinstance(t, FakeTensor)).device
+            self.inside = True
+            try:
+                with self: out = torch.empty(got.shape, dtype=got.dtype, device=device)
+            finally: self.inside = False
+        fakes = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if not fakes: return out
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default):
+            self.worked.add(str(fakes[0].device))
+        values = [t for t in tree_leaves(numbers() if got is None else got) if isinstance(t, torch.Tensor)]
+        for f, t in zip(fakes, values, strict=True): f.numbers = t
+        return out
+
+
+def set_parameters(self, fn, recurse=True):
+    "`Module._apply`, which cannot swap fake tensors."
+    for m in self.children() if recurse else (): m._apply(fn)
+    for k, p in self._parameters.items():
+        if p is not None: self._parameters[k] = torch.nn.Parameter(fn(p.detach()), requires_grad=False)
+    for k, b in self._buffers.items():
+        if b is not None: self._buffers[k] = fn(b)
+    return self
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    "A context in which three GPUs exist and a trainer's components are fake."
+    real = torch.Tensor.numpy
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(placement, "free_bytes", lambda d: 80 * GB)
+    mode = Numbers(allow_non_fake_inputs=True)
+    mode.worked = set()
+
+    def numpy(t, **kw):
+        if not isinstance(t, FakeTensor): return real(t, **kw)
+        assert t.device.type == "cpu", f"numpy of a tensor on {t.device}"
+        with _disable_current_modes(): return real(t.numbers, **kw)
+
+    def fake(t):
+        f = mode.from_tensor(t, static_shapes=True)
+        f.numbers = t
+        return f
+
+    @contextmanager
+    def at(trainer):
+        for n in (*PARTS, "processor", "scheduler"): trainer.components.get(n)
+        with pytest.MonkeyPatch.context() as mp, sdpa_kernel(SDPBackend.MATH):
+            mp.setattr(torch.nn.Module, "_apply", set_parameters)
+            mp.setattr(torch.Tensor, "numpy", numpy)
+            mp.setattr(placement, "held_bytes", lambda m: 4 * sum(p.numel() for p in m.parameters()))
+            for n in PARTS: trainer.components.parts[n]._apply(lambda t: fake(t.data))
+            with mode: yield mode
+    return at
