@@ -85,7 +85,7 @@ def child(root, mode, a):
     held = sum(p.stat().st_size for p in cache.rglob("*") if p.is_file() and "modulation" not in p.parts) if cache.exists() else 0
     rows = sum(p.stat().st_size for p in cache.rglob("*.safetensors") if "modulation" in p.parts) if cache.exists() else 0
     return out | dict(epochs_s=[round(s, 3) for s in each], steps_an_epoch=per, first_epoch_step_s=round(each[0] / per, 4), later_step_s=round(sum(each[1:]) / len(each[1:]) / per, 4),
-                      peak_MB=round(peak.bytes / 1e6, 1), cache_bytes=held, modulation_table_bytes=rows, encoders_left=sorted(k for k in ("vae", "text_encoder") if k in t.components.parts))
+                      peak_MB=round(peak.bytes / 1e6, 1), cache_bytes=held, modulation_table_bytes=rows, encoders_left=sorted(k for k in ("vae", "text_encoder") if k in t.components.loaded))
 
 
 def about(a):

@@ -130,7 +130,7 @@ def full_size(folder, variant, device):
     for name, m in made.items():
         m.eval().requires_grad_(False)
         m.config.save_pretrained(folder/name) if name == "text_encoder" else m.save_config(folder/name)
-        parts.parts[name] = m
+        parts.loaded[name] = m
     return parts
 
 

@@ -63,13 +63,13 @@ def measure(folder, kind, how, queue):
     import torch
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.models.quantize import held_bytes, quantize_linear
-    from qie_nb.models.loading import trim_malloc, stream
+    from qie_nb.models.loading import load_quantized, trim_malloc
     if kind: quantize_linear(torch.nn.Linear(128, 128).bfloat16().requires_grad_(False), kind)(torch.randn(2, 128).bfloat16()) # its imports
     gc.collect()
     trim_malloc() # what the imports freed would otherwise take in the first weights unseen
     base, began = anonymous(), time.perf_counter()
     with Peak() as peak:
-        if how == "stream": model = stream(QwenImageTransformer2DModel, folder, kind, torch.bfloat16)
+        if how == "stream": model = load_quantized(QwenImageTransformer2DModel, folder, kind, torch.bfloat16)
         else: model = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
     shards = [p.stat().st_size for p in folder.glob("*.safetensors")]
     held, most = held_bytes(model), peak.most - base
@@ -159,15 +159,15 @@ PARTS = dict(training=training, memory=memory)
 
 
 def main():
-    from qie_nb.models.quantize import KINDS
+    from qie_nb.models.quantize import QUANTIZATIONS
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default all")
     p.add_argument("--steps", type=int, default=150)
     p.add_argument("--gb", type=float, default=2., help="of the made-up checkpoint")
-    p.add_argument("--kinds", type=lambda s: s.split(","), default=list(KINDS))
+    p.add_argument("--kinds", type=lambda s: s.split(","), default=list(QUANTIZATIONS))
     p.add_argument("--out", type=Path, default=OUT)
     a = p.parse_args()
-    if wrong := set(a.parts) - PARTS.keys() | set(a.kinds) - KINDS.keys(): p.error(f"unknown {', '.join(wrong)}")
+    if wrong := set(a.parts) - PARTS.keys() | set(a.kinds) - QUANTIZATIONS.keys(): p.error(f"unknown {', '.join(wrong)}")
     result = json.loads(a.out.read_text()) if a.out.is_file() else {}
     for name in a.parts or PARTS:
         load, began = os.getloadavg()[0], time.perf_counter()

@@ -209,8 +209,8 @@ def bare_setup(b, size):
     from diffusers.training_utils import cast_training_params, compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
     from peft import LoraConfig
     from qie_nb.models.flow_matching import pack_latents
-    from qie_nb.models.loading import stream
-    with made_up(b.device): tr = stream(QwenImageTransformer2DModel, b.folder/"transformer", None, torch.bfloat16, b.device)
+    from qie_nb.models.loading import load_quantized
+    with made_up(b.device): tr = load_quantized(QwenImageTransformer2DModel, b.folder/"transformer", None, torch.bfloat16, b.device)
     tr.add_adapter(LoraConfig(r=16, lora_alpha=16, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
     cast_training_params([tr], dtype=torch.float32)
     tr.enable_gradient_checkpointing()

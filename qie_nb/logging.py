@@ -53,7 +53,7 @@ def module_gauges(
 ) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
     "MB (1e6 bytes) of each component on each device."
     out = {f"{name}_MB_{_place(torch.device(t.device))}": 0. for name in ("transformer", "vae", "text_encoder")}
-    for name, part in t.components.parts.items():
+    for name, part in t.components.loaded.items():
         if isinstance(part, torch.nn.Module): out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_place(part).items()}
     return out
 

@@ -27,7 +27,7 @@ from .predict import PredictMethods
 from .models.prequantize import PrequantizeMethods
 from .training.run_data import CacheMethods
 from .devices.distributed import broadcast_stop, check_launch, shard_loader, local_device, whole, wrap
-from .models.quantize import check_adapters, parse_quantization, quantize
+from .models.quantize import check_torchao, parse_quantization, quantize
 from .training.resume import ResumeMethods
 from .models.loading import saved_quantization
 from .training.run_modulation import TableMethods
@@ -62,7 +62,7 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
         stored = lambda n: saved_quantization(self.components.folder/n) # a prequantized copy says itself how it is quantized
         self.quantize = c.model.quantize if parse_quantization(c.model.quantize) else stored("transformer") or c.model.quantize
         self.components.quantize["text_encoder"] = self.components.quantize["text_encoder"] or stored("text_encoder")
-        self.components.sets = self._hub_sets
+        self.components.modulation_sets = self._hub_sets
         self._keep(parse_quantization(self.quantize))
         self.accelerator = self.optimizer = self.lr_scheduler = self._encoder = None
         self.model = self.finite = self.facts = self.resumed_from = None
@@ -78,8 +78,8 @@ class QwenImageEditTrainer(CacheMethods, PredictMethods, AdapterMethods, TableMe
 
 # %% ../nbs/01_trainer.ipynb #2ee1dd4c
 def _part(name):
-    def get(self): return self.components.parts.get(name)
-    def put(self, value): self.components.parts[name] = value
+    def get(self): return self.components.loaded.get(name)
+    def put(self, value): self.components.loaded[name] = value
     return property(get, put, doc=f"The {name}, or None while nothing has needed it.")
 
 for _attr, _name in dict(vae="vae", qwen_vl="text_encoder", transformer="transformer",
@@ -279,7 +279,7 @@ def begin(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
     self.setup_accelerator()
     self.components.quantize["transformer"] = parse_quantization(self.quantize)
     self.components.check()
-    check_adapters()
+    check_torchao()
     callbacks = [*self.default_callbacks(), *self.callbacks]
     data = shard_loader(self.make_loader(train_dataloader), self.accelerator)
     run = BatchStream(data, c.gradient_accumulation_steps, callbacks)

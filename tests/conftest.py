@@ -36,10 +36,10 @@ def built(monkeypatch):
             return _real(klass, *a, **kw)
         monkeypatch.setattr(cls, "from_pretrained", classmethod(counted))
     from qie_nb.models import components as models
-    def streamed(cls, *a, _real=models.stream, **kw):
+    def streamed(cls, *a, _real=models.load_quantized, **kw):
         count[cls.__name__] += 1
         return _real(cls, *a, **kw)
-    monkeypatch.setattr(models, "stream", streamed)
+    monkeypatch.setattr(models, "load_quantized", streamed)
     return count
 
 

@@ -199,7 +199,7 @@ def forbid_move(
 
 # %% ../../nbs/devices/01_block_swap.ipynb #c6b8b678
 class BlockSwapLoader:
-    "How `qie_nb.models.loading.stream` keeps the weights of a transformer whose blocks will be streamed."
+    "How `qie_nb.models.loading.load_quantized` keeps the weights of a transformer whose blocks will be streamed."
     why = "its blocks are streamed from host memory"
     def __init__(self,
         device, # where it computes

@@ -62,7 +62,7 @@ def enable_model_parallel(
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #47b9ae0c
 class ModelParallelLoader:
-    "How `qie_nb.models.loading.stream` puts a transformer's weights on several devices."
+    "How `qie_nb.models.loading.load_quantized` puts a transformer's weights on several devices."
     why = "its blocks are divided over several GPUs"
     def __init__(self,
         devices, # the first has what is in front of the blocks, the last what is behind them

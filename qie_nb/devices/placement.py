@@ -21,7 +21,7 @@ from ..core.display import table_html
 from ..models.components import device_of
 from ..models.loading import saved_quantization, weight_files
 from ..models.modulation import STREAMS
-from ..models.quantize import _KEEP, KINDS, held_bytes, parse_quantization
+from ..models.quantize import NOT_QUANTIZED, QUANTIZATIONS, held_bytes, parse_quantization
 
 # %% ../../nbs/devices/00_placement.ipynb #ce7a5899
 def is_out_of_memory(
@@ -40,14 +40,14 @@ def _header(path) -> dict: # {name: {dtype, shape, data_offsets}}
 def component_bytes(
     folder, # of the component, with its safetensors files
     dtype=torch.bfloat16, # it is loaded in
-    kind:str=None, # of `qie_nb.models.quantize.KINDS`
+    kind:str=None, # of `qie_nb.models.quantize.QUANTIZATIONS`
     table:bool=False, # a transformer on the modulation table, without its modulation layers?
 ) -> int:
     "Bytes that a component's weights take in memory, from the headers of its files; 0 if there are none."
     if saved_quantization(folder): return sum(p.stat().st_size for p in Path(folder).glob("*.safetensors"))
     quantized = lambda n, shape: (kind and len(shape) == 2 and n.endswith(".weight")
-                                  and not any(fnmatch(n, p) for p in _KEEP))
-    width = lambda n, t: KINDS[kind].bits / 8 if quantized(n, t["shape"]) else dtype.itemsize
+                                  and not any(fnmatch(n, p) for p in NOT_QUANTIZED))
+    width = lambda n, t: QUANTIZATIONS[kind].bits / 8 if quantized(n, t["shape"]) else dtype.itemsize
     files = weight_files(folder) if any(Path(folder).glob("*.safetensors")) else []
     dropped = lambda n: table and any(f".{s}." in n for s in STREAMS)
     return round(sum(math.prod(t["shape"]) * width(n, t) for f in files for n, t in _header(f).items() if not dropped(n)))
@@ -179,8 +179,8 @@ def device_name(
     return f"cuda:{d.index or 0}" if d.type == "cuda" else d.type
 
 def _loaded(components) -> dict: # {component: device}
-    return {n: device_name(device_of(components.parts[n])) for n in PARTS
-            if n in components.parts and n not in components.offload}
+    return {n: device_name(device_of(components.loaded[n])) for n in PARTS
+            if n in components.loaded and n not in components.offload}
 
 # %% ../../nbs/devices/00_placement.ipynb #35be8a6a
 def plan_components(
@@ -197,7 +197,7 @@ def plan_components(
     alone:bool=True, # the only process?
 ) -> Placement:
     "Plan a prediction from the configuration, the components' sizes and free memory."
-    parts, main, loaded = components.parts, device_name(device), _loaded(components)
+    parts, main, loaded = components.loaded, device_name(device), _loaded(components)
     quant = {n: q for n in PARTS if (q := parse_quantization(quantization) if n == "transformer" else components.quantize.get(n))}
     wanted = {n: device_name(devices[n]) for n in PARTS if getattr(predict.devices, n) != "auto"}
     fixed = {n: f"{q} weights are packed for their device" for n, q in quant.items() if q in _PACKED}
@@ -238,7 +238,7 @@ def temporarily_load(
     *names,
 ):
     "Afterwards drop those of these components that were not loaded before, and move the others back."
-    parts, devices = components.parts, dict(components.devices)
+    parts, devices = components.loaded, dict(components.devices)
     before = {n: {k: next(m.parameters()).device for k, m in parts[n].named_children() if any(True for _ in m.parameters())}
               for n in names if n in parts}
     try: yield
@@ -261,7 +261,7 @@ def restore_training_placement(
     device, # where the transformer trains
 ):
     "Move the transformer back to its training device, if there is one and a prediction moved it."
-    if components.parts.get("transformer") is None: return
+    if components.loaded.get("transformer") is None: return
     if device_name(device_of(materialized(components))) != device_name(device): components.move("transformer", device)
 
 # %% ../../nbs/devices/00_placement.ipynb #5a1e0002

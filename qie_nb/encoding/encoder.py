@@ -61,7 +61,7 @@ def pick_batch(
     c = components
     here = {torch.device(d) for d in devices.values()}
     if any(d.type != "cuda" for d in here): return 1, f"nothing is gained on {', '.join(sorted(str(d) for d in here if d.type != 'cuda'))}"
-    weights = {n: 0 if n in c.parts else component_bytes(c.folder/n, c.dtype, c.quantize.get(n)) for n in devices}
+    weights = {n: 0 if n in c.loaded else component_bytes(c.folder/n, c.dtype, c.quantize.get(n)) for n in devices}
     on = lambda d, each: sum(each[n] for n in devices if torch.device(devices[n]) == d)
     left, work = {d: free(d) - on(d, weights) for d in here}, work_bytes(c.areas["control_area"])
     n = max(1, min(_MOST, *(int(left[d] / 2 // on(d, work)) for d in here))) # half is left for what was not thought of
@@ -106,7 +106,7 @@ class Encoder:
     def _part(self, name): return self.components.move(name, self.devices[name])
     def _vae(self): # of which only the half that encodes goes to the device
         c = self.components
-        if "vae" not in c.parts: c.devices["vae"] = "cpu"
+        if "vae" not in c.loaded: c.devices["vae"] = "cpu"
         vae = c.get("vae")
         for half in (vae.encoder, vae.quant_conv): half.to(self.devices["vae"])
         return vae
@@ -235,7 +235,7 @@ def inputs(self:Encoder, dataset, i) -> Inputs:
 def read_ahead(self:Encoder, dataset, i, names) -> Inputs:
     "The same in another thread: the images, and what the named tensors will be made of."
     digests = _digests(dataset, i)
-    out, vae = Inputs(dataset.pictures(i), dataset.geometry, digests), self.components.parts.get("vae")
+    out, vae = Inputs(dataset.pictures(i), dataset.geometry, digests), self.components.loaded.get("vae")
     for name in names:
         if "latent" in name and vae is not None: out.pixels(name, vae)
     if any("prompt" in name for name in names): out.seen().ready(self.components.get("processor"))

@@ -122,7 +122,7 @@ def test_image(
 # %% ../../nbs/evaluation/05_selfcheck.ipynb #b0075ba6
 def pipeline_run(t, picture, size, steps) -> Run:
     "The edit by the diffusers pipeline."
-    out, pipe, many = Run(), placed_pipeline(t), t.components.variant.many
+    out, pipe, many = Run(), placed_pipeline(t), t.components.variant.multi_image
     first, prepare = pipe.encode_prompt, pipe.prepare_latents
     def encode(*a, **kw):
         got = first(*a, **kw)

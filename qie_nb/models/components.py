@@ -18,10 +18,10 @@ import torch
 from ..core.files import file_digest
 from ..core.files import free_bytes
 from ..core.progress import quiet_bars
-from .quantize import check_kind, parse_quantization
-from .hub import ShardDownloader, component_class, model_below, source_of
-from .loading import check_stored, source_checkpoint, saved_quantization
-from .loading import stream
+from .quantize import check_quantization, parse_quantization
+from .hub import ShardDownloader, component_class, find_model_folder, hub_model
+from .loading import check_saved_quantization, source_checkpoint, saved_quantization
+from .loading import load_quantized
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Variant:
     "What distinguishes one Qwen-Image-Edit from another."
     name: str          # v1, 2509 or 2511
     pipeline: str      # the diffusers class named in model_index.json
-    picture: str       # put in front of the prompt for each control image, with its number
+    image_prefix: str  # put in front of the prompt for each control image, with its number
     vl_area: int       # pixels the text encoder sees of a control; None: the VAE's control image itself
     zero_cond_t: bool  # control tokens modulated at timestep 0?
-    many: bool         # several control images?
+    multi_image: bool  # several control images?
     control_area: int = 1024 * 1024 # pixels of a control for the VAE
 
 _IMAGE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
@@ -63,9 +63,9 @@ def prompt_text(
     "The whole text that the processor gets. Raises ValueError for a prompt that holds vision tokens."
     if found := next((t for t in _VISION if t in prompt), None):
         raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, images get theirs from the template")
-    if pictures > 1 and not variant.many:
+    if pictures > 1 and not variant.multi_image:
         raise ValueError(f"variant v1 takes one control image, got {pictures}; use a 2509 or 2511 model")
-    shown = "".join(variant.picture.format(i + 1) for i in range(pictures))
+    shown = "".join(variant.image_prefix.format(i + 1) for i in range(pictures))
     return template_of(variant.pipeline)[0].format(shown + (prompt if prompt.strip() else " "))
 
 # %% ../../nbs/models/03_components.ipynb #6b2330c6
@@ -90,10 +90,10 @@ def resolve_model(
 ) -> Path: # local folder
     "Folder of a model, downloading the named components of a hub model."
     if name == "tiny": return Path(__file__).parents[1]/"assets"/"tiny-edit"
-    if source := source_of(name, revision):
+    if source := hub_model(name, revision):
         quiet_bars()
         return source.fetch_all(components)
-    return model_below(Path(name).expanduser())
+    return find_model_folder(Path(name).expanduser())
 
 # %% ../../nbs/models/03_components.ipynb #26ddae71
 def find_variant(
@@ -108,7 +108,7 @@ def find_variant(
     name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
     config = folder/"transformer"/"config.json"
     flag = config.is_file() and bool(json.loads(config.read_text()).get("zero_cond_t", False))
-    found = next((v for v in VARIANTS.values() if v.pipeline == name and v.zero_cond_t == (flag and v.many)), None)
+    found = next((v for v in VARIANTS.values() if v.pipeline == name and v.zero_cond_t == (flag and v.multi_image)), None)
     if not found:
         raise ValueError(f"model folder {str(folder)!r} holds a {name}; "
                          "this library needs QwenImageEditPipeline or QwenImageEditPlusPipeline")
@@ -178,16 +178,16 @@ def load_component(
     name:str, # one of `COMPONENTS`
     dtype=torch.float32,
     device="cpu",
-    kind:str=None, # quantization, one of `qie_nb.models.quantize.KINDS`
-    prepare=None, # function of the empty model, as for `stream`
-    placement=None, # where its weights are kept, as for `stream`
+    kind:str=None, # quantization, one of `qie_nb.models.quantize.QUANTIZATIONS`
+    prepare=None, # function of the empty model, as for `load_quantized`
+    placement=None, # where its weights are kept, as for `load_quantized`
 ): # the diffusers or transformers object
     "One component of a model folder, of the class that its model_index.json names."
     library, cls = component_class(folder, name)
     quiet_bars()
     if not issubclass(cls, torch.nn.Module): check_weights(folder, name, False); return cls.from_pretrained(folder, subfolder=name)
     check_weights(folder, name)
-    check_stored(Path(folder)/name, kind, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
+    check_saved_quantization(Path(folder)/name, kind, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
     if source_checkpoint(Path(folder)/name).get("table") and not prepare:
         raise ValueError(f"{str(Path(folder)/name)!r} has no modulation layers, only a table of them; "
                          "load it through the trainer, which puts it on the table")
@@ -195,7 +195,7 @@ def load_component(
     from safetensors import SafetensorError
     try:
         if kind or prepare or placement or torch.device(device).type != "cpu":
-            return stream(cls, Path(folder)/name, kind, dtype, device, prepare, placement)
+            return load_quantized(cls, Path(folder)/name, kind, dtype, device, prepare, placement)
         return cls.from_pretrained(folder, subfolder=name, **kw).requires_grad_(False).eval()
     except SafetensorError as e:
         raise ValueError(f"the weights in {str(Path(folder)/name)!r} cannot be read ({e}); copy them again") from e
@@ -208,7 +208,7 @@ class Components:
         dtype=torch.float32, # of VAE, text encoder and transformer
         variant:str="auto", # auto, v1, 2509 or 2511
         devices:dict=None, # {component: device}, default cpu
-        quantize:dict=None, # {component: one of `qie_nb.models.quantize.KINDS`, or a bool}
+        quantize:dict=None, # {component: one of `qie_nb.models.quantize.QUANTIZATIONS`, or a bool}
         revision:str=None, # hub revision
         offload:tuple=(), # components that stay in host memory; each layer visits the device
         release="auto", # delete a hub's files when they are quantized? auto: where the disk does not hold them
@@ -218,16 +218,19 @@ class Components:
         self.folder, self.release = resolve_model(name, revision=revision), release
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
-        self.parts, self.built = {}, [] # what is in memory, and what was ever built
+        self.loaded, self.built = {}, [] # what is in memory, and what was ever built
         self.prepare, self.placements = {}, {} # {component: function of the model while it is still empty}, {component: where its weights are kept}
-        self.sets = lambda: {} # times of the modulation table that a transformer made from a hub's files shall have in place of its layers
+        self.modulation_sets = lambda: {} # times of the modulation table that a transformer made from a hub's files shall have in place of its layers
+
+    @property
+    def parts(self): return self.loaded # until no caller uses the old name
 
     def __repr__(self):
         v = self.variant
         return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), "
                 f"controls {self.areas['control_area']} px, "
                 f"text encoder sees {self.areas['vl_area'] or 'the same'}{' px' if self.areas['vl_area'] else ''}; "
-                f"loaded: {', '.join(self.parts) or 'nothing yet'}")
+                f"loaded: {', '.join(self.loaded) or 'nothing yet'}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
 def offload(
@@ -255,40 +258,40 @@ def check(self:Components,
     "Refuse what cannot be quantized or offloaded as asked, before any weight is read."
     for n in names or {*self.quantize, *self.offload}:
         key = _SETTING.get(n, f"quantize[{n!r}]")
-        kind = check_kind(self.quantize.get(n), self.devices.get(n, "cpu"), key)
-        check_stored(self.folder/n, kind, self.dtype, key)
+        kind = check_quantization(self.quantize.get(n), self.devices.get(n, "cpu"), key)
+        check_saved_quantization(self.folder/n, kind, self.dtype, key)
         if kind and n in self.offload:
             raise ValueError(f"`{key}` {kind} does not go with `model.{n}_offload`, whose layers travel at full width; choose one of them")
 
 # %% ../../nbs/models/03_components.ipynb #7d40c002
 @patch
-def releases(self:Components,
+def deletes_shards(self:Components,
     name:str, # component
 ) -> bool:
     "Are the files of a component deleted when they are quantized?"
-    source, kind = source_of(self.name, self.revision), parse_quantization(self.quantize.get(name))
+    source, kind = hub_model(self.name, self.revision), parse_quantization(self.quantize.get(name))
     if source is None or not kind or kind == "qint4" or not self.release or not source.weights(name): return False
     return self.release is True or sum(source.missing(name).values()) > free_bytes(source.hub.folder)
 
 @patch
 def _made(self:Components, source, name) -> Path: # what is made of a component that is quantized while it is fetched
     kind, dtype = parse_quantization(self.quantize.get(name)), str(self.dtype).removeprefix("torch.")
-    return source.store/f"{name}-{kind}-{dtype}{'-table' * bool(name == 'transformer' and self.sets())}"/name
+    return source.store/f"{name}-{kind}-{dtype}{'-table' * bool(name == 'transformer' and self.modulation_sets())}"/name
 
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "Where a component is, fetched or made now if it is not here yet."
-    from qie_nb.models.prequantize import make_stored, rows_bytes, stored_bytes
-    source, kind = source_of(self.name, self.revision), parse_quantization(self.quantize.get(name))
+    from qie_nb.models.prequantize import quantize_checkpoint, modulation_table_bytes, quantized_bytes
+    source, kind = hub_model(self.name, self.revision), parse_quantization(self.quantize.get(name))
     if source is None: return self.folder
-    sets, made = self.sets() if name == "transformer" else {}, self._made(source, name).parent
+    sets, made = self.modulation_sets() if name == "transformer" else {}, self._made(source, name).parent
     if not (made/name).is_dir():
-        if not self.releases(name): return resolve_model(self.name, [name], self.revision)
+        if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
         cls, shards = component_class(self.folder, name)[1], ShardDownloader(source, name)
         config = json.loads((shards.folder/"config.json").read_text())
-        rows = 2 * rows_bytes(sets, config, self.dtype) if sets else 0 # twice while they are packed
-        source.announce(name, stored_bytes(cls, shards.folder, kind, self.dtype, bool(sets)) + rows)
-        make_stored(cls, shards, made/name, kind, self.dtype, self.devices.get(name, "cpu"), sets, whole=name != "transformer")
+        rows = 2 * modulation_table_bytes(sets, config, self.dtype) if sets else 0 # twice while they are packed
+        source.check_disk_space(name, quantized_bytes(cls, shards.folder, kind, self.dtype, bool(sets)) + rows)
+        quantize_checkpoint(cls, shards, made/name, kind, self.dtype, self.devices.get(name, "cpu"), sets, whole=name != "transformer")
     shutil.copyfile(self.folder/"model_index.json", made/"model_index.json")
     return made
 
@@ -297,20 +300,20 @@ def folder_of(self:Components, name:str) -> Path: # a model folder
 def get(self:Components, name:str):
     "A component, built now if it was not yet, on its device and quantized as asked."
     if name not in COMPONENTS: raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
-    if name not in self.parts:
+    if name not in self.loaded:
         self.check(name)
         folder, device, away = self.folder_of(name), self.devices.get(name, "cpu"), name in self.offload
         part = load_component(folder, name, self.dtype, "cpu" if away else device, parse_quantization(self.quantize.get(name)), self.prepare.get(name),
                               self.placements.get(name))
-        self.parts[name] = offload(part, device) if away else part
+        self.loaded[name] = offload(part, device) if away else part
         self.built.append(name)
-    return self.parts[name]
+    return self.loaded[name]
 
 # %% ../../nbs/models/03_components.ipynb #9d0e65df
 @patch
 def drop(self:Components, *names):
     "Let components go and give their memory back."
-    for n in names: self.parts.pop(n, None)
+    for n in names: self.loaded.pop(n, None)
     import gc; gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
 
@@ -321,9 +324,9 @@ def set_offload(self:Components,
     on:bool, # shall each of its layers visit the device, from now on?
 ):
     "Keep a component in host memory, or whole again."
-    if name in self.parts and (on or name in self.offload):
+    if name in self.loaded and (on or name in self.offload):
         from accelerate.hooks import remove_hook_from_module
-        part = self.parts[name]
+        part = self.loaded[name]
         if not on: remove_hook_from_module(part, recurse=True)
         elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter may be new
     self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
@@ -362,7 +365,7 @@ def component_digest(
 @patch
 def has_encoders(self:Components) -> bool:
     "Are the encoders' files at hand, so that their digest can be taken?"
-    source = source_of(self.name, self.revision)
+    source = hub_model(self.name, self.revision)
     here = lambda c: (self.folder/c).is_dir() and (source is None or self._made(source, c).is_dir() or not source.missing(c))
     return all(here(c) for c in ("vae", "text_encoder", "tokenizer", "processor"))
 
@@ -374,7 +377,7 @@ def identity(self:Components) -> dict:
     if size > 2e9 and not saved_quantization(at["text_encoder"]/"text_encoder"):
         print(f"the encoders are told by their weights: {size/1e9:.1f} GB to read, unless they were read here before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
-    template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.picture)).encode()).hexdigest()[:12]
+    template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{parse_quantization(self.quantize.get('text_encoder')) or 'plain'}",

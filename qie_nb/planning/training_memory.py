@@ -16,7 +16,7 @@ from pathlib import Path
 from ..lora.adapters import _UNUSED, is_target, target_modules
 from ..models.components import resolve_model
 from ..models.modulation import STREAMS
-from ..models.quantize import KINDS, parse_quantization
+from ..models.quantize import QUANTIZATIONS, parse_quantization
 from ..models.loading import saved_quantization
 
 # %% ../../nbs/planning/00_training_memory.ipynb #bf1af59a
@@ -43,7 +43,7 @@ class MemoryQuery:
     r: int = 16
     dora: bool = False
     dropout: float = 0.     # in front of the adapters
-    kind: str = None        # of `qie_nb.models.quantize.KINDS`
+    kind: str = None        # of `qie_nb.models.quantize.QUANTIZATIONS`
     table: bool = True      # are modulation rows looked up?
     checkpointing: object = True # False, True, or "selective": attention's output is kept
     compiled: bool = False
@@ -148,7 +148,7 @@ def layer_bytes(
     i:int, # inputs
     o:int, # outputs
     wide:int=2, # bytes of a number in the base's dtype
-    kind:str=None, # of `KINDS`
+    kind:str=None, # of `QUANTIZATIONS`
 ) -> float:
     "Bytes of a linear layer with its bias, in one kind."
     n, bias, group = i * o, o * wide, 64 if i % 64 == 0 else 32
@@ -210,13 +210,13 @@ class BlockActivations(Kept):
         "`x` names the input, `grad` says whether it needs a gradient, `held` whether it is part of a tensor that is kept anyway."
         j, (i, o) = self.job, block_layers(self.job)[layer]
         hit, kind = j.hits(f"transformer_blocks.{self.number}.{layer}"), None if j.half else j.kind # products in float16 keep nothing
-        quanto = kind and KINDS[kind].library == "optimum-quanto"
+        quanto = kind and QUANTIZATIONS[kind].library == "optimum-quanto"
         own, size = j.adapter > j.wide or j.dropout, max(j.adapter, j.wide)
         mine = f"{x if j.compiled and not j.dropout else layer + ' input'}, the adapter's"
         if hit and own: self.add(mine, tokens * i * size, "adapter: A")
         elif (hit or quanto and grad) and not held: self.add(x, tokens * i * j.wide, "adapter: A" if hit else "quanto")
         if hit: self.adapter(layer, tokens, i, o, grad, size)
-        if grad and kind and KINDS[kind].copies: self.add(f"{layer} weight", i * o * j.wide, j.kind)
+        if grad and kind and QUANTIZATIONS[kind].copies: self.add(f"{layer} weight", i * o * j.wide, j.kind)
         return hit or grad
 
     def adapter(self, layer, tokens, i, o, grad, size):

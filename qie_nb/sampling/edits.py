@@ -88,7 +88,7 @@ def _sets(prompt_image, n, several) -> list: # n lists of images
 # %% ../../nbs/sampling/01_edits.ipynb #9dede750
 def factor_of(components) -> int: # pixels of an image for one of its latent
     "The VAE's factor, without the VAE."
-    if "vae" in components.parts: return vae_factor(components.parts["vae"])
+    if "vae" in components.loaded: return vae_factor(components.loaded["vae"])
     file = components.folder_of("vae")/"vae"/"config.json"
     if not file.is_file(): raise FileNotFoundError(f"model folder {str(components.folder)!r} lacks vae/, which this job needs")
     return 2 ** len(json.loads(file.read_text())["temperal_downsample"])
@@ -178,7 +178,7 @@ def denoise_encoded(
     C, _, h, w = edit.shape
     schedule = sampling_schedule(scheduler, steps, h * w // 4, device, overrides)
     table = table_of(transformer)
-    if table: table.provide(model_timesteps(schedule.timesteps, table.dtype), f"modulation of {steps} sampling steps")
+    if table: table.ensure(model_timesteps(schedule.timesteps, table.dtype), f"modulation of {steps} sampling steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
     uncond = edit.uncond if true_cfg_scale > 1 else None
     return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond), text(uncond), true_cfg_scale,

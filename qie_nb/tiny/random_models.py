@@ -18,7 +18,7 @@ _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>
 
 def _templates() -> list:
     from qie_nb.models.components import VARIANTS, template_of
-    texts = [template_of("QwenImagePipeline")[0]] + [template_of(v.pipeline)[0] + v.picture for v in VARIANTS.values()]
+    texts = [template_of("QwenImagePipeline")[0]] + [template_of(v.pipeline)[0] + v.image_prefix for v in VARIANTS.values()]
     for s in _SPECIAL: texts = [t.replace(s, "\n") for t in texts]
     return texts
 

@@ -63,7 +63,7 @@ def _val_samples(self:CacheMethods):
 def set_geometry_and_identity(self:CacheMethods, dataset):
     "Sizes and encoder identity of a data set, so that entries of another model are never taken for this one's."
     many = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
-    if many is not None and not self.components.variant.many:
+    if many is not None and not self.components.variant.multi_image:
         raise ValueError(f"sample {many!r} has several control images, but variant v1 takes one; use a 2509 or 2511 model")
     dataset.areas = self.components.areas
     if dataset.cache is None: return dataset.refresh()

@@ -20,7 +20,7 @@ from ..models.components import check_weights
 from ..models.modulation import ModulationTable, extra_timesteps, model_timesteps, training_times
 from ..models.modulation import use_modulation_table, table_of, uses_modulation
 from ..sampling.denoising import sampling_schedule
-from ..models.hub import source_of
+from ..models.hub import hub_model
 from ..models.loading import source_checkpoint
 from ..models.loading import empty_model
 
@@ -38,7 +38,7 @@ class TableMethods:
 @patch
 def _transformer_config(self:TableMethods) -> dict:
     folder = self.components.folder # of a hub's model these small files are always there
-    if not source_of(self.components.name, self.components.revision): check_weights(folder, "transformer")
+    if not hub_model(self.components.name, self.components.revision): check_weights(folder, "transformer")
     return json.loads((folder/"transformer"/"config.json").read_text())
 
 @patch
@@ -100,8 +100,8 @@ def make_table(self:TableMethods,
     table = self._empty_table(cache)
     for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
     if self.config.train.continuous_timesteps:
-        self.warn_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.places)} timesteps")
-    table.tell = not self.config.train.continuous_timesteps
+        self.warn_once(f"`train.continuous_timesteps`: the transformer is told the nearest of the modulation table's {len(table.index)} timesteps")
+    table.warn_nearest = not self.config.train.continuous_timesteps
     return table
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
@@ -168,7 +168,7 @@ def modulation_bytes(self:TableMethods,
     table, t = self._empty_table(cache), self._transformer_config()
     if not table.cache.writable or table.folder is None: return []
     sets = self.table_sets(table.dtype, dataset)
-    return [n for times in sets for n in table.to_write(times, t["num_attention_heads"] * t["attention_head_dim"])]
+    return [n for times in sets for n in table.missing_entries(times, t["num_attention_heads"] * t["attention_head_dim"])]
 
 # %% ../../nbs/training/08_run_modulation.ipynb #1cf07305
 @patch

@@ -94,7 +94,7 @@ def seen_text(
     "The text that the processor gets."
     if variant is None: return prompt or " "
     if whole: return prompt_text(variant, prompt, pictures)
-    return "".join(variant.picture.format(n + 1) for n in range(pictures)) + (prompt if prompt.strip() else " ")
+    return "".join(variant.image_prefix.format(n + 1) for n in range(pictures)) + (prompt if prompt.strip() else " ")
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #7e52d0a0
 def text_length(

@@ -110,6 +110,6 @@ def pretend(monkeypatch):
             mp.setattr(torch.nn.Module, "_apply", set_parameters)
             mp.setattr(torch.Tensor, "numpy", numpy)
             mp.setattr(placement, "held_bytes", lambda m: 4 * sum(p.numel() for p in m.parameters()))
-            for n in PARTS: trainer.components.parts[n]._apply(lambda t: fake(t.data))
+            for n in PARTS: trainer.components.loaded[n]._apply(lambda t: fake(t.data))
             with mode: yield mode
     return at

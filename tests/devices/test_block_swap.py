@@ -15,7 +15,7 @@ from qie_nb.lora.adapters import add_lora, lora_state
 from qie_nb.models.modulation import use_modulation_table
 from qie_nb.models.modulation import ModulationTable
 from qie_nb.models.quantize import held_bytes, quantize
-from qie_nb.models.loading import stream
+from qie_nb.models.loading import load_quantized
 from qie_nb.devices.block_swap import BlockSwap, BlockSwapLoader, Streams, check_streaming, offload_checkpoint_inputs, enable_block_swap
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -251,14 +251,14 @@ def test_a_block_kept_by_its_weights_raises_and_is_not_corrupt():
 @pytest.mark.parametrize("kind", [None, "qint8", "nf4"])
 def test_loaded_from_disk_block_by_block(kind, tmp_path, monkeypatch):
     base().save_pretrained(tmp_path/"tr", max_shard_size="200KB")
-    plain, waiting, most = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind), [], []
+    plain, waiting, most = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind), [], []
     placement, settle = BlockSwapLoader("cpu", kind), BlockSwapLoader.settle
 
     def counted(self, model, name):
         settle(self, model, name)
         most.append(sum(not any(p.is_meta for p in b.parameters()) and n not in self.packed for n, b in enumerate(model.transformer_blocks)))
     monkeypatch.setattr(BlockSwapLoader, "settle", counted)
-    ours = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
+    ours = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
     assert max(most) == 0 and len(ours.ring.packed) == LAYERS and not placement.packed
     with torch.no_grad(): assert torch.equal(call(ours), call(plain))
 

@@ -20,7 +20,7 @@ from qie_nb.lora.adapters import add_lora, load_lora, lora_parameters, save_lora
 from qie_nb.lora.mixing import merge_lora, unmerge_lora
 from qie_nb.planning.training_memory import MemoryQuery, job_of, kept
 from qie_nb.planning.plan import CARDS, Card, plan
-from qie_nb.models.quantize import _inner, quantize
+from qie_nb.models.quantize import plain_tensors, quantize
 from qie_nb.devices.block_swap import enable_block_swap
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -301,7 +301,7 @@ def test_a_quantized_base_keeps_no_copies(kind):
         if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
     enable_fp16(quantize(tr, kind))
     loss, batch = empty_step(job, tr, "cpu")
-    there = [t for p in (*tr.parameters(), *tr.buffers()) for t in _inner(p)]
+    there = [t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p)]
     loss()
     assert close(kept(job).bytes, saved_bytes(loss, [*there, *batch]))
 

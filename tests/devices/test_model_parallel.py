@@ -23,7 +23,7 @@ from qie_nb.models.modulation import ModulationTable
 from qie_nb.models.modulation import use_modulation_table
 from qie_nb.training.optimizer import guarded_step, make_optimizer
 from qie_nb.devices.distributed import whole
-from qie_nb.models.loading import stream
+from qie_nb.models.loading import load_quantized
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
@@ -212,8 +212,8 @@ def test_each_weight_is_read_to_its_own_device(kind, tmp_path, monkeypatch):
     placement, seen = ModelParallelLoader(["cpu", "meta"]), {}
     plain = placement.device
     placement.device = lambda name: (seen.setdefault(name, str(plain(name))), torch.device("cpu"))[1]
-    tr = stream(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
-    with torch.no_grad(): assert torch.equal(call(tr), call(stream(QwenImageTransformer2DModel, tmp_path/"tr", kind)))
+    tr = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
+    with torch.no_grad(): assert torch.equal(call(tr), call(load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind)))
     on = {n: d for n, d in seen.items() if n.endswith("weight")}
     assert {on[f"transformer_blocks.{n}.attn.to_q.weight"] for n in (0,)} == {"cpu"} == {on["img_in.weight"], on["txt_in.weight"]}
     assert {on[f"transformer_blocks.{n}.attn.to_q.weight"] for n in (1, 2)} == {"meta"} == {on["norm_out.linear.weight"], on["proj_out.weight"]}

@@ -39,7 +39,7 @@ def plan_on_cpu(monkeypatch, **hows):
 def test_three_devices_give_the_same_image_and_mix_nothing(variant, n, scale, pretend):
     expected, t = edit_math(trainer_of(variant), n, scale), trainer_of(variant, predict=dict(devices=THREE))
     with pretend(t) as mode: got = edit(t, n, scale)
-    assert {k: str(device_of(t.components.parts[k])) for k in PARTS} == THREE and mode.worked >= set(THREE.values())
+    assert {k: str(device_of(t.components.loaded[k])) for k in PARTS} == THREE and mode.worked >= set(THREE.values())
     assert_close(got, expected)
 
 
@@ -113,7 +113,7 @@ def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
 
     def noted(parts, plan, name, *a, **kw):
         out = real(parts, plan, name, *a, **kw)
-        seen.append((name, sorted(k for k in PARTS if str(device_of(parts.parts[k])) == "cuda:0")))
+        seen.append((name, sorted(k for k in PARTS if str(device_of(parts.loaded[k])) == "cuda:0")))
         return out
     replace_everywhere(monkeypatch, real, noted)
     with pretend(t) as mode:
@@ -128,7 +128,7 @@ def test_layer_by_layer_gives_the_same_image_and_can_be_undone(monkeypatch):
     expected, t = edit(trainer_of()), trainer_of()
     plan_on_cpu(monkeypatch, text_encoder="layers", vae="model", transformer="layers")
     assert_close(edit(t), expected)
-    for n in ("text_encoder", "transformer"): assert all(p.is_meta for p in t.components.parts[n].parameters())
+    for n in ("text_encoder", "transformer"): assert all(p.is_meta for p in t.components.loaded[n].parameters())
     assert_close(edit(t), expected) # a second call
     monkeypatch.undo()
     t.setup_predict()
@@ -171,7 +171,7 @@ def test_cpu_and_gpu_split_give_the_same_image(devices):
     expected = edit(trainer_of(), 2)
     t = trainer_of(predict=dict(devices=dict(zip(PARTS, devices))))
     assert_close(edit(t, 2), expected, 2)
-    assert [device_of(t.components.parts[n]).type for n in PARTS] == [w.split(":")[0] for w in devices]
+    assert [device_of(t.components.loaded[n]).type for n in PARTS] == [w.split(":")[0] for w in devices]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -252,7 +252,7 @@ def test_setup_prints_the_plan_and_obeys_an_explicit_device(capsys, monkeypatch)
 def test_a_prediction_during_training_leaves_every_component_where_it_was(pairs, tmp_path):
     class Predict(Callback):
         def on_step_end(self, t):
-            where = lambda: {n: {k: p.device for k, p in part.named_parameters()} for n, part in t.components.parts.items() if n in PARTS}
+            where = lambda: {n: {k: p.device for k, p in part.named_parameters()} for n, part in t.components.loaded.items() if n in PARTS}
             before, devices = where(), dict(t.components.devices)
             edit(t)
             assert t.running and str(t.placement["transformer"].device) == "cpu"

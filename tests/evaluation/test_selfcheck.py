@@ -70,7 +70,7 @@ def test_an_adapter_s_gradient_that_is_not_finite_is_named(monkeypatch):
 
 def test_hooks_are_gone_afterwards(monkeypatch):
     seen = []
-    monkeypatch.setattr(Components, "drop", lambda self, *names, real=Components.drop: (seen.extend(self.parts.values()), real(self, *names)))
+    monkeypatch.setattr(Components, "drop", lambda self, *names, real=Components.drop: (seen.extend(self.loaded.values()), real(self, *names)))
     check(train=False)
     models_ = [p for p in seen if isinstance(p, torch.nn.Module)]
     assert len(models_) >= 3 and not [n for p in models_ for n, b in blocks_of(p).items() for h in b._forward_hooks.values() if "Finite" in h.__qualname__]
@@ -168,7 +168,7 @@ def test_the_pipeline_follows_the_placement_over_three_devices(pretend):
     with pretend(t) as mode:
         t._plan()
         got = pipeline_run(t, picture, size, 2)
-        assert {n: str(device_of(t.components.parts[n])) for n in THREE} == THREE and mode.worked >= set(THREE.values())
+        assert {n: str(device_of(t.components.loaded[n])) for n in THREE} == THREE and mode.worked >= set(THREE.values())
     assert np.array_equal(got.picture, expected.picture)
 
 

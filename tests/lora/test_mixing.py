@@ -16,7 +16,7 @@ from qie_nb.sampling.denoising import SCHEDULES, as_schedule, steps_in_name
 from qie_nb.lora.formats import read_lora, write_lora
 from qie_nb.lora.mixing import split_weight
 from qie_nb.predict import sampling_schedule
-from qie_nb.models.quantize import KINDS, installed
+from qie_nb.models.quantize import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import settings, write_pairs
@@ -309,9 +309,9 @@ def test_a_dora_is_not_merged_with_others(files):
 
 SLOW = pytest.param("qint4", marks=pytest.mark.slow) # half a minute of compiling on first use
 
-@pytest.mark.parametrize("kind", [*(k for k in KINDS if k != "qint4"), SLOW])
+@pytest.mark.parametrize("kind", [*(k for k in QUANTIZATIONS if k != "qint4"), SLOW])
 def test_a_quantized_base_refuses_to_be_merged_into_and_its_plain_layers_do_not(kind, files, tmp_path):
-    if not installed(KINDS[kind].library): pytest.skip(f"{KINDS[kind].library} is not installed")
+    if not library_version(QUANTIZATIONS[kind].library): pytest.skip(f"{QUANTIZATIONS[kind].library} is not installed")
     t = trainer(model=dict(quantize=kind)).load_lora(files["style"])
     before = predict(t)
     with pytest.raises(ValueError, match="^the base is quantized .*use it unmerged, or load the base with `model.quantize` none$") as e: t.merge_lora()

@@ -11,7 +11,7 @@ from qie_nb.models import prequantize as prequantized
 
 from qie_nb.models import hub as source
 from qie_nb.models.components import Components, resolve_model
-from qie_nb.models.hub import HubClient, Source, model_below, source_of
+from qie_nb.models.hub import HubClient, HubModel, find_model_folder, hub_model
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_equal, settings
@@ -73,7 +73,7 @@ def test_each_job_fetches_its_own_components_only(hub, pairs, tmp_path):
     assert parts(hub.got) == {"transformer", "vae", "text_encoder", "tokenizer", "processor"} and not any(n.startswith("transformer/") for n in weights(hub.got))
     precomputed = len(hub.got)
     shutil.rmtree(hub.folder) # another machine, which has the cache alone
-    source._source.cache_clear()
+    source._cached_hub_model.cache_clear()
     second = QwenImageEditTrainer(configured(root, tmp_path, "out"))
     second.fit()
     got = hub.got[precomputed:]
@@ -108,16 +108,16 @@ def test_shards_go_when_they_are_quantized_and_it_is_the_same_run(hub, pairs, tm
 def test_a_disk_that_does_not_hold_the_component_decides(hub, tmp_path):
     big, table = bytes_of(hub.served/"transformer"), 0
     far = Components(NAME, quantize=dict(transformer="nf4"))
-    assert not far.releases("transformer")
+    assert not far.deletes_shards("transformer")
     hub.size = hub.used() + big - 1
-    assert far.releases("transformer") and not Components(NAME).releases("transformer"), "without a quantization the weights are needed as they are"
+    assert far.deletes_shards("transformer") and not Components(NAME).deletes_shards("transformer"), "without a quantization the weights are needed as they are"
     made = far.folder_of("transformer")
     assert hub.peak <= hub.size and not weights(p.name for p in (hub.folder/"transformer").iterdir())
     near = Components(str(hub.served), quantize=dict(transformer="nf4"))
     from test_quantize import run, same_tensors
     assert same_tensors(far.get("transformer"), near.get("transformer")) and made.is_relative_to(hub.root/"home")
     off = Components(NAME, quantize=dict(transformer="nf4"), release=False)
-    assert not off.releases("transformer")
+    assert not off.deletes_shards("transformer")
 
 
 @pytest.mark.parametrize("kind, sentence", [
@@ -153,7 +153,7 @@ def test_a_killed_download_goes_on_and_fetches_nothing_twice(after, hub, tmp_pat
     ask = lambda: Components(NAME, quantize=dict(transformer="nf4"), release=True).folder_of("transformer")
     with pytest.raises(KeyboardInterrupt): ask()
     hub.release = real
-    source._source.cache_clear() # another process
+    source._cached_hub_model.cache_clear() # another process
     folder = ask()
     assert len(weights(hub.got)) == len(set(weights(hub.got))) == 13
     assert not list((hub.folder/"transformer").glob("*.safetensors")), "the one that the kill left goes as well"
@@ -209,7 +209,7 @@ def test_the_model_in_what_was_attached(tmp_path):
     assert resolve_model(str(tmp_path/"input"/"qwen")) == at
     shutil.copytree(tiny_folder("2509"), tmp_path/"input"/"other"/"2")
     assert Components(str(tmp_path/"input"/"other")).variant.name == "2509"
-    with pytest.raises(ValueError, match="holds 2 models .*; name one of them"): model_below(tmp_path/"input")
+    with pytest.raises(ValueError, match="holds 2 models .*; name one of them"): find_model_folder(tmp_path/"input")
     (tmp_path/"empty").mkdir()
     with pytest.raises(ValueError, match="has no model_index.json"): Components(str(tmp_path/"empty"))
 
@@ -236,6 +236,6 @@ def test_the_real_hubs_cache(tmp_path, monkeypatch):
     assert not file.is_symlink() and not (root/"blobs"/"2").exists() and (root/"blobs"/"1").exists()
     assert not hub.has("someone/model", "vae/diffusion_pytorch_model.safetensors", commit)
     monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home"))
-    own = Source("someone/model", hub=hub)
+    own = HubModel("someone/model", hub=hub)
     own.release("vae/config.json")
     assert hub.has("someone/model", "vae/config.json", commit), "it was here before"

@@ -11,7 +11,7 @@ from qie_nb.config import make_config
 from qie_nb.lora.adapters import add_lora, lora_parameters, lora_state
 from qie_nb.models.modulation import ModulationTable, model_timesteps, training_times
 from qie_nb.models.modulation import use_modulation_table
-from qie_nb.models.loading import stream
+from qie_nb.models.loading import load_quantized
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -216,7 +216,7 @@ def test_a_table_is_computed_once(pairs, tmp_path, computed):
     assert computed == [0, 1] * 2
     EmbeddingCacheManager(tmp_path/"cache").pack(tmp_path/"packed")
     t = run(cache_dir=[str(tmp_path/"packed"), str(tmp_path/"fresh")])
-    assert computed == [0, 1] * 2 and len(t.modulation_table.places) == 1001
+    assert computed == [0, 1] * 2 and len(t.modulation_table.index) == 1001
     run(use_cache=False)
     assert computed == [0, 1] * 4, "kept in memory alone"
 
@@ -265,7 +265,7 @@ def test_without_weights_what_is_in_the_cache_is_enough(tmp_path):
     made = table_for(folder, times, cache=EmbeddingCacheManager(tmp_path))
     bare = ModulationTable("a digest", torch.float32, 2, None, EmbeddingCacheManager(tmp_path))
     assert bare.make(times) == 0 and torch.equal(bare.rows(times), made.rows(times))
-    bare.provide((0.3,)) # nothing to make it from: the nearest will be taken
+    bare.ensure((0.3,)) # nothing to make it from: the nearest will be taken
     with pytest.raises(ValueError, match="lacks 1 timesteps and the weights to compute them are not here; attach the whole transformer"): bare.make((0.3,))
 
 

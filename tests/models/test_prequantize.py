@@ -18,9 +18,9 @@ from qie_nb.models.modulation import ModulationTable, training_times
 from qie_nb.models.components import component_digest, load_component
 from qie_nb.planning.plan import plan
 from qie_nb.config import make_config
-from qie_nb.models.prequantize import LocalShards, make_stored
+from qie_nb.models.prequantize import LocalShards, quantize_checkpoint
 from qie_nb.models.loading import source_checkpoint
-from qie_nb.models.loading import stream
+from qie_nb.models.loading import load_quantized
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_equal, settings
@@ -61,9 +61,9 @@ CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLF
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_component_is_the_one_that_is_quantized_on_the_fly(kind, name, sharded, tmp_path):
     for dtype in (torch.bfloat16, torch.float32):
-        out = make_stored(CLASSES[name], LocalShards(sharded/name), tmp_path/str(dtype)/name, kind, dtype, whole=True, part_bytes=100_000)
+        out = quantize_checkpoint(CLASSES[name], LocalShards(sharded/name), tmp_path/str(dtype)/name, kind, dtype, whole=True, part_bytes=100_000)
         assert len(list(out.glob("part-*"))) > 3 and not list(out.glob("left-*"))
-        a, b = stream(CLASSES[name], sharded/name, kind, dtype), stream(CLASSES[name], out, kind, dtype)
+        a, b = load_quantized(CLASSES[name], sharded/name, kind, dtype), load_quantized(CLASSES[name], out, kind, dtype)
         assert same_tensors(a, b) and not b.training and not any(p.requires_grad for p in b.parameters())
         assert [(n, type(m)) for n, m in a.named_modules()] == [(n, type(m)) for n, m in b.named_modules()]
         assert component_digest(out.parent, name) == component_digest(sharded, name)
@@ -73,8 +73,8 @@ def test_a_component_is_the_one_that_is_quantized_on_the_fly(kind, name, sharded
 
 
 def test_four_bits_serve_both_dtypes(tmp_path):
-    out = make_stored(QwenImageTransformer2DModel, LocalShards(tiny_folder("2511")/"transformer"), tmp_path/"transformer", "nf4", torch.bfloat16)
-    wide, fly = (stream(QwenImageTransformer2DModel, f, "nf4", torch.float32) for f in (out, tiny_folder("2511")/"transformer"))
+    out = quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(tiny_folder("2511")/"transformer"), tmp_path/"transformer", "nf4", torch.bfloat16)
+    wide, fly = (load_quantized(QwenImageTransformer2DModel, f, "nf4", torch.float32) for f in (out, tiny_folder("2511")/"transformer"))
     quantized = [n for n, m in fly.named_modules() if type(m).__name__ == "Linear4bit"]
     weights = lambda m, n: m.get_submodule(n).weight
     far = [n for n in quantized if (weights(wide, n) != weights(fly, n)).float().mean() > 0.02]
@@ -87,9 +87,9 @@ def test_what_stays_plain_is_no_wider_than_in_the_checkpoint(tmp_path):
     "A run in float32 on a checkpoint in bfloat16: a T4's."
     model = QwenImageTransformer2DModel.from_pretrained(tiny_folder("2511")/"transformer").to(torch.bfloat16)
     model.save_pretrained(tmp_path/"bf16")
-    out = make_stored(QwenImageTransformer2DModel, LocalShards(tmp_path/"bf16"), tmp_path/"copy"/"transformer", "nf4", torch.float32)
+    out = quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(tmp_path/"bf16"), tmp_path/"copy"/"transformer", "nf4", torch.float32)
     with safe_open(next(out.glob("part-*")), "pt") as f: assert f.get_tensor("img_in.weight").dtype == torch.bfloat16
-    assert same_tensors(stream(QwenImageTransformer2DModel, tmp_path/"bf16", "nf4", torch.float32), stream(QwenImageTransformer2DModel, out, "nf4", torch.float32))
+    assert same_tensors(load_quantized(QwenImageTransformer2DModel, tmp_path/"bf16", "nf4", torch.float32), load_quantized(QwenImageTransformer2DModel, out, "nf4", torch.float32))
 
 
 def table_of_copy(folder, dtype=torch.float32):
@@ -98,7 +98,7 @@ def table_of_copy(folder, dtype=torch.float32):
 
 
 def test_the_rows_are_those_that_are_computed_from_the_checkpoint(sharded, tmp_path):
-    make_stored(QwenImageTransformer2DModel, LocalShards(sharded/"transformer"), tmp_path/"transformer", "nf4", torch.float32, sets=SETS, part_bytes=100_000)
+    quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(sharded/"transformer"), tmp_path/"transformer", "nf4", torch.float32, sets=SETS, part_bytes=100_000)
     own, shipped = ModulationTable(base_digest(sharded), torch.float32, 2, sharded/"transformer"), table_of_copy(tmp_path)
     for times in SETS:
         assert own.make(times) == 2 and shipped.find(times)
@@ -123,13 +123,13 @@ class Counted(LocalShards):
 
 def test_each_file_is_asked_for_once_and_none_while_another_is_held(sharded, tmp_path):
     shards = Counted(sharded/"transformer")
-    make_stored(QwenImageTransformer2DModel, shards, tmp_path/"transformer", "nf4", torch.float32, sets=SETS)
+    quantize_checkpoint(QwenImageTransformer2DModel, shards, tmp_path/"transformer", "nf4", torch.float32, sets=SETS)
     assert sorted(shards.asked) == sorted(shards.names) and shards.most == 1 and not shards.held
 
 
 def test_interrupted_after_any_write_it_goes_on_behind_what_is_finished(sharded, tmp_path, monkeypatch):
     bytes_of = lambda d: {p.relative_to(d).as_posix(): p.read_bytes() for p in d.rglob("*") if p.is_file()}
-    job = lambda out, shards=None: make_stored(QwenImageTransformer2DModel, shards or LocalShards(sharded/"transformer"), out/"transformer", "nf4", torch.float32, sets=SETS, part_bytes=60_000)
+    job = lambda out, shards=None: quantize_checkpoint(QwenImageTransformer2DModel, shards or LocalShards(sharded/"transformer"), out/"transformer", "nf4", torch.float32, sets=SETS, part_bytes=60_000)
     whole, real, writes = bytes_of(job(tmp_path/"whole")), prequantized.write_atomic, []
     monkeypatch.setattr(prequantized, "write_atomic", lambda p, d, real=real: (writes.append(p), real(p, d))[1])
     job(tmp_path/"counted")
@@ -163,7 +163,7 @@ def test_another_checkpoint_in_an_interrupted_folder_begins_anew(sharded, tmp_pa
         real(work, state, left, number)
         if number == 4: raise KeyboardInterrupt
     monkeypatch.setattr(prequantized, "_note", stop)
-    make = lambda folder, out: make_stored(QwenImageTransformer2DModel, LocalShards(folder), out, "nf4", torch.float32, sets=SETS)
+    make = lambda folder, out: quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(folder), out, "nf4", torch.float32, sets=SETS)
     with pytest.raises(KeyboardInterrupt): make(sharded/"transformer", tmp_path/"a"/"transformer")
     monkeypatch.setattr(prequantized, "_note", real)
     make(other, tmp_path/"a"/"transformer"), make(other, tmp_path/"b"/"transformer")
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_lacks_a_tensor(sharded, tmp_path):
     gone = sorted(k for k in weights if k.endswith(".weight"))[0]
     del weights[gone]
     save_file(weights, file)
-    with pytest.raises(ValueError, match="the weights in .* lack "): make_stored(QwenImageTransformer2DModel, LocalShards(folder), tmp_path/"out", "nf4", torch.float32)
+    with pytest.raises(ValueError, match="the weights in .* lack "): quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(folder), tmp_path/"out", "nf4", torch.float32)
     assert not (tmp_path/"out").exists()
 
 
@@ -248,7 +248,7 @@ def test_schedules_that_were_asked_for_are_in_the_copy(sharded, pairs, tmp_path,
     from qie_nb.sampling.denoising import sampling_schedule
     for tokens in sizes:
         times = model_timesteps(sampling_schedule(small.components.get("scheduler"), 2, tokens).timesteps, table.dtype)
-        table.provide(times)
+        table.ensure(times)
         assert not table.missing(times)
     assert "nearest" not in capsys.readouterr().out
 
@@ -269,7 +269,7 @@ def test_refused_before_anything_is_loaded(sharded, pairs, tmp_path):
     with pytest.raises(ValueError, match="holds a whole copy"): QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantized(copy)
     with pytest.raises(ValueError, match="is a prequantized copy already"): QwenImageEditTrainer(configured(root, tmp_path, "x", copy)).save_prequantized(tmp_path/"again")
     with pytest.raises(ValueError, match="make it again here, or take nf4"):
-        make_stored(QwenImageTransformer2DModel, LocalShards(sharded/"transformer"), tmp_path/"q"/"transformer", "qint8", torch.bfloat16)
+        quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(sharded/"transformer"), tmp_path/"q"/"transformer", "qint8", torch.bfloat16)
         shutil.copyfile(sharded/"model_index.json", tmp_path/"q"/"model_index.json")
         load_component(tmp_path/"q", "transformer", torch.float32, kind="qint8")
     for kind, sentence in ((None, "`model.quantize` is none, and a prequantized copy"), ("qint4", "qint4 is packed for one kind of device and is not kept in files; take nf4")):
@@ -285,7 +285,7 @@ def test_refused_before_anything_is_loaded(sharded, pairs, tmp_path):
 def test_no_room_is_told_with_sizes_before_the_first_file(sharded, pairs, tmp_path, monkeypatch):
     from qie_nb.models import prequantize as prequantise
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
-    monkeypatch.setattr(prequantise, "make_stored", lambda *a, **kw: pytest.fail("it began"))
+    monkeypatch.setattr(prequantise, "quantize_checkpoint", lambda *a, **kw: pytest.fail("it began"))
     with pytest.raises(OSError, match=r"'.*copy' has 0\.0 MB free, and .* MB are needed \(transformer .* MB, modulation table .* MB, text_encoder .*, the table twice while it is packed\)"):
         QwenImageEditTrainer(configured(pairs(), tmp_path, "full", sharded)).save_prequantized(tmp_path/"copy")
 
@@ -341,7 +341,7 @@ def test_a_card_without_bfloat16_takes_the_copy_s_narrow_rows(narrow, pairs, tmp
     capsys.readouterr()
     small.cache_embeddings(), small.fit()
     table, layers = small.modulation_table, [n for n, _ in small.transformer.named_parameters() if "_mod." in n]
-    assert small.half and small.weight_dtype == torch.float32 and not layers and (table.dtype, len(table.places)) == (torch.bfloat16, 501)
+    assert small.half and small.weight_dtype == torch.float32 and not layers and (table.dtype, len(table.index)) == (torch.bfloat16, 501)
     assert not (tmp_path/"small"/"cache"/"modulation").exists() and small.global_step == 3
     look = small.transformer.lookup
     for t in torch.arange(1, 1001).float():
@@ -351,15 +351,15 @@ def test_a_card_without_bfloat16_takes_the_copy_s_narrow_rows(narrow, pairs, tmp
     wide = configured(root, tmp_path, "wide", narrow)
     wide["train"] |= fp16
     wide = QwenImageEditTrainer(wide).fit()
-    assert wide.modulation_table.dtype == torch.float32 and len(wide.modulation_table.places) == 1001
+    assert wide.modulation_table.dtype == torch.float32 and len(wide.modulation_table.index) == 1001
     a, b = (torch.cat([p.detach().flatten() for n, p in t.transformer.named_parameters() if "lora_" in n]) for t in (small, wide))
     assert torch.isfinite(a).all() and not torch.equal(a, b) and torch.nn.functional.cosine_similarity(a, b, 0) > 0.99
 
 
 def test_room_is_reckoned_by_what_the_files_keep(narrow, pairs, tmp_path, monkeypatch):
     from qie_nb.models import prequantize as prequantise
-    real, said = prequantise.stored_bytes, []
-    monkeypatch.setattr(prequantise, "stored_bytes", lambda *a: said.append(a[3]) or real(*a))
+    real, said = prequantise.quantized_bytes, []
+    monkeypatch.setattr(prequantise, "quantized_bytes", lambda *a: said.append(a[3]) or real(*a))
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
     full = QwenImageEditTrainer(configured(pairs(), tmp_path, "full", narrow))
     with pytest.raises(OSError, match="are needed"): full.save_prequantized(tmp_path/"copy")

@@ -17,15 +17,15 @@ from qie_nb.config import LoraSection
 from qie_nb.encoding.encode import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
 from qie_nb.models.components import Components, device_of, load_component, offload
-from qie_nb.models.quantize import KINDS, check_adapters, check_kind, held_bytes, linears, quantize
-from qie_nb.models.loading import stream
+from qie_nb.models.quantize import QUANTIZATIONS, check_torchao, check_quantization, held_bytes, quantizable_layers, quantize
+from qie_nb.models.loading import load_quantized
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import TEXT, TRANSFORMER, VAE, settings, write_pairs
 
 ROOT = Path(__file__).parents[2]
 COMPILED = pytest.param("qint4", marks=pytest.mark.slow) # half a minute of compiling on first use
-ALL = [*(k for k in KINDS if k != "qint4"), COMPILED]
+ALL = [*(k for k in QUANTIZATIONS if k != "qint4"), COMPILED]
 FAR = dict(qfloat8=0.03, qint8=0.005, qint4=0.08, nf4=0.1, int8=0.005, float8=0.03, fp8_storage=0.03) # of the plain output's norm
 kinds = pytest.mark.parametrize("kind", ALL)
 
@@ -126,7 +126,7 @@ def test_a_run_and_its_lora_on_the_plain_base(kind, trained_set, tmp_path):
     trainer = QwenImageEditTrainer(config).fit()
     assert trainer.global_step == 4 and trainer.state.loss.isfinite()
     assert_float32(trainer.transformer)
-    assert not linears(trainer.transformer), "every inner layer is quantized"
+    assert not quantizable_layers(trainer.transformer), "every inner layer is quantized"
     state = lora_state(trainer.transformer)
     assert all(v.isfinite().all() for v in state.values()) and any(v.abs().max() > 0 for k, v in state.items() if "lora_B" in k)
     path = trainer.save_lora(tmp_path/"lora")
@@ -150,7 +150,7 @@ def sharded(tmp_path, name, cls, dtype=torch.bfloat16):
 
 
 def same_tensors(a, b):
-    plain = lambda m: {n: p for n, t in (*m.named_parameters(), *m.named_buffers()) for i, p in enumerate(rooms._inner(t)) for n in [f"{n}.{i}"]}
+    plain = lambda m: {n: p for n, t in (*m.named_parameters(), *m.named_buffers()) for i, p in enumerate(rooms.plain_tensors(t)) for n in [f"{n}.{i}"]}
     x, y = plain(a), plain(b)
     return x.keys() == y.keys() and all(v.dtype == y[n].dtype and torch.equal(v.view(torch.uint8) if v.ndim else v, y[n].view(torch.uint8) if v.ndim else y[n]) for n, v in x.items())
 
@@ -162,7 +162,7 @@ def test_streamed_is_loaded_then_quantized(kind, name, cls, tmp_path):
     for dtype in (torch.bfloat16, torch.float32):
         kw = {"dtype" if name == "text_encoder" else "torch_dtype": dtype}
         loaded = quantize(cls.from_pretrained(folder, **kw).requires_grad_(False).eval(), kind)
-        streamed = stream(cls, folder, kind, dtype)
+        streamed = load_quantized(cls, folder, kind, dtype)
         assert same_tensors(loaded, streamed) and not streamed.training and not any(p.requires_grad for p in streamed.parameters())
         assert [n for n, _ in loaded.named_modules()] == [n for n, _ in streamed.named_modules()]
         if name == "transformer":
@@ -174,7 +174,7 @@ def test_streamed_is_loaded_then_quantized(kind, name, cls, tmp_path):
 
 
 def test_the_vae_streams_too():
-    a, b = AutoencoderKLQwenImage.from_pretrained(tiny_folder("2511")/"vae").eval(), stream(AutoencoderKLQwenImage, tiny_folder("2511")/"vae")
+    a, b = AutoencoderKLQwenImage.from_pretrained(tiny_folder("2511")/"vae").eval(), load_quantized(AutoencoderKLQwenImage, tiny_folder("2511")/"vae")
     assert same_tensors(a, b)
 
 
@@ -184,7 +184,7 @@ def test_names_of_a_newer_text_encoder(tmp_path):
     folder = shutil.copytree(tiny_folder("2511")/"text_encoder", tmp_path/"text_encoder")
     save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder/"model.safetensors")
     with safe_open(folder/"model.safetensors", "pt") as f: assert "model.language_model.norm.weight" in f.keys()
-    assert same_tensors(model, stream(Qwen2_5_VLForConditionalGeneration, folder))
+    assert same_tensors(model, load_quantized(Qwen2_5_VLForConditionalGeneration, folder))
 
 
 def test_tied_weights(tmp_path):
@@ -195,14 +195,14 @@ def test_tied_weights(tmp_path):
     weights = load_file(folder/"model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder/"model.safetensors")
-    te = stream(Qwen2_5_VLForConditionalGeneration, folder, "qint8")
+    te = load_quantized(Qwen2_5_VLForConditionalGeneration, folder, "qint8")
     assert te.lm_head.weight is te.model.language_model.embed_tokens.weight
 
 
 def test_a_missing_shard_is_named(tmp_path):
     folder = sharded(tmp_path, "transformer", QwenImageTransformer2DModel)
     (gone := sorted(folder.glob("*.safetensors"))[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"lacks {gone.name}, which its index names; copy the model again"): stream(QwenImageTransformer2DModel, folder)
+    with pytest.raises(FileNotFoundError, match=f"lacks {gone.name}, which its index names; copy the model again"): load_quantized(QwenImageTransformer2DModel, folder)
 
 
 def memory(tmp_path, *args):
@@ -221,7 +221,7 @@ def test_a_streamed_checkpoint_is_never_in_memory_whole(tmp_path):
 
 @pytest.mark.slow
 def test_two_gigabytes_of_each_kind(tmp_path):
-    assert memory(tmp_path, "--gb", "2").keys() > KINDS.keys()
+    assert memory(tmp_path, "--gb", "2").keys() > QUANTIZATIONS.keys()
 
 
 # --- refused before a weight is read
@@ -231,7 +231,7 @@ def nothing_read(monkeypatch):
     monkeypatch.setattr(models, "load_component", fail)
 
 
-def lacking(*names): return lambda m: m.setattr(rooms, "installed", lambda lib, real=rooms.installed: None if lib in names else real(lib))
+def lacking(*names): return lambda m: m.setattr(rooms, "library_version", lambda lib, real=rooms.library_version: None if lib in names else real(lib))
 def versions(**have):
     def change(m):
         text = lambda n, real=rooms.version: have.get(n) or real(n)
@@ -303,13 +303,13 @@ def test_quantized_in_memory_is_looked_at_too(monkeypatch):
 
 
 def test_a_clash_that_nobody_asked_for(monkeypatch):
-    check_adapters()
-    assert check_kind("none") is None and check_kind(True) == "qfloat8"
+    check_torchao()
+    assert check_quantization("none") is None and check_quantization(True) == "qfloat8"
     versions(torchao="0.10.0", peft="0.21.2")(monkeypatch)
-    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and with it peft 0.21.2 fails on every LoRA"): check_adapters()
-    assert check_kind("nf4") == "nf4", "bitsandbytes itself does not mind"
+    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and with it peft 0.21.2 fails on every LoRA"): check_torchao()
+    assert check_quantization("nf4") == "nf4", "bitsandbytes itself does not mind"
     versions(torchao="0.10.0", peft="0.18.0")(monkeypatch)
-    check_adapters()
+    check_torchao()
 
 
 def test_kernels_that_do_not_suit_training_are_never_taken(monkeypatch):
@@ -333,7 +333,7 @@ def test_torchs_settings_are_left_alone():
 
 
 # --- held and let go
-@pytest.mark.parametrize("kind, away", [(None, True), *((k, False) for k in (None, *KINDS) if k != "qint4")])
+@pytest.mark.parametrize("kind, away", [(None, True), *((k, False) for k in (None, *QUANTIZATIONS) if k != "qint4")])
 def test_moved_and_let_go(kind, away):
     parts = Components(str(tiny_folder("2511")), quantize=dict(text_encoder=kind), offload=["text_encoder"] if away else ())
     part = parts.move("text_encoder", "cpu")

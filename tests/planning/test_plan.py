@@ -20,7 +20,7 @@ from qie_nb.planning.training_memory import MemoryQuery, adapter_shapes, block_b
 from qie_nb.training.optimizer import make_optimizer
 from qie_nb.devices.placement import component_bytes
 from qie_nb.planning.plan import CARDS, Card, card_of, encoder_settings, plan, step_work, way_name, ways
-from qie_nb.models.quantize import _inner, held_bytes, quantize
+from qie_nb.models.quantize import plain_tensors, held_bytes, quantize
 from qie_nb.training.stopping import training_advice
 from qie_nb.devices.block_swap import RING
 from qie_nb.tiny.random_models import tiny_folder
@@ -44,7 +44,7 @@ def saved_bytes(loss, there):
         return box
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor): out = loss()
     gc.collect()
-    kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for b in boxes for t in _inner(b.tensor))}
+    kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for b in boxes for t in plain_tensors(b.tensor))}
     assert out.requires_grad
     return sum(n for key, n in kept.items() if key not in {s._cdata for s in held})
 
@@ -89,7 +89,7 @@ def test_a_quantized_base_keeps_what_its_library_keeps(kind):
         if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
     quantize(tr, kind)
     loss, batch = empty_step(job, tr, "cpu")
-    there = [t for p in (*tr.parameters(), *tr.buffers()) for t in _inner(p)]
+    there = [t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p)]
     loss()
     assert close(kept(job).bytes, saved_bytes(loss, [*there, *batch]))
 

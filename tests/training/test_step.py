@@ -37,7 +37,7 @@ def test_the_true_velocity_has_no_loss(variant, controls, pairs, tmp_path):
     trainer, batch = batch_of(pairs, tmp_path, variant, controls)
     B, C, _, h, w = batch["pixel_latent"].shape
     x0 = torch.stack([torch.stack([batch["pixel_latent"][b, :, 0, 2*i:2*i+2, 2*j:2*j+2].reshape(-1) for i in range(h//2) for j in range(w//2)]) for b in range(B)])
-    trainer.components.parts["transformer"] = PerfectTransformer(x0)
+    trainer.components.loaded["transformer"] = PerfectTransformer(x0)
     assert trainer.training_step(batch).item() < 1e-6
 
 

@@ -222,7 +222,7 @@ def test_memory_runs_out_in_an_encoder(part, lazily, world, tmp_path, monkeypatc
     from qie_nb.models.components import Components
     booms, get = [], Components.get
     def get_(self, name, *a, **kw):
-        new, module = name not in self.parts, get(self, name, *a, **kw)
+        new, module = name not in self.loaded, get(self, name, *a, **kw)
         if name == part and new and not booms:
             booms.append(Boom(40, ERRORS["new"]()))
             for m in module.modules(): m.register_forward_pre_hook(booms[0])

@@ -345,9 +345,9 @@ def test_a_cached_latent_decodes_to_its_image(learnt):
     ds, parts = learnt
     view = sample_viewer(ds, Components("tiny"))
     c = opened(view)
-    assert "decoded" not in c.page.value and not view.components.parts, "nothing is loaded before it is asked for"
+    assert "decoded" not in c.page.value and not view.components.loaded, "nothing is loaded before it is asked for"
     c.decode.value = True
-    assert c.page.value.count("latent decoded") == 2 and list(view.components.parts) == ["vae"]
+    assert c.page.value.count("latent decoded") == 2 and list(view.components.loaded) == ["vae"]
     for name, (picture, db) in _sample_info.decoded(ds, 0, parts).items(): assert db > 25 and picture.shape == (96, 96, 3), name
     c.on.click()
     assert "the cache holds no latent" in c.page.value and c.page.value.count("<figure") == 2
