@@ -345,9 +345,9 @@ def place(cache, kind, key): return Path(cache)/kind/key[:2]/f"{key}.safetensors
 def reading(cache, kind, key, front_of=()):
     "A bad entry is not handed out, is said in one sentence and moved away; what stands on it is not handed out either."
     from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.cache_layers import LooseLayer, verify_entry
+    from qie_nb.core.cache_layers import FolderStore, verify_entry
     m = EmbeddingCacheManager(cache)
-    assert verify_entry(LooseLayer(cache), kind, key), "`verify_entry` finds nothing"
+    assert verify_entry(FolderStore(cache), kind, key), "`verify_entry` finds nothing"
     for k in front_of: assert m.load_cache("prompt_embed", k) is None, "a prompt on a bad prefix was handed out"
     assert m.load_cache(kind, key) is None, "was handed out"
     where, why = m.quarantined[0]

@@ -245,9 +245,9 @@ def test_a_dropped_caption_is_its_own_empty_prompt(pairs, tmp_path):
         for i in range(3):
             kind = "empty_prompt_embed" if dataset.dropped(i) else "prompt_embed"
             seen.add((i, kind))
-            assert torch.equal(dataset[i]["prompt_embed"], dataset.cache.load_cache(*dataset.keys(i)[kind][:2]))
+            assert torch.equal(dataset[i]["prompt_embed"], dataset.cache.load_cache(*dataset.keys(i)[kind].id))
     assert len(seen) == 6
-    empty = [dataset.cache.load_cache(*dataset.keys(i)["empty_prompt_embed"][:2]) for i in (0, 2)]
+    empty = [dataset.cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id) for i in (0, 2)]
     assert empty[0].shape == empty[1].shape and not torch.equal(*empty), "other images, another empty prompt"
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .batches import BucketBatchSampler, Batch, collate, controls_of, stack_tensors
 from ..cache import ALL_KINDS, PREFIX, CacheEntryError, EmbeddingCacheManager, verify_entry
-from ..cache import image_parts, key_of, prefix_parts, prompt_parts, stable_seed
+from ..cache import CacheEntry, image_parts, key_of, prefix_parts, prompt_parts, stable_seed
 from ..config import Config, DataSection, make_config
 from ..core.files import cached_file_property
 from .images import Geometry, open_image, source_digest
@@ -110,7 +110,7 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
 @patch
-def keys(self:ImageDataset, i:int) -> dict: # {name: (kind, key, parts)}; control latents are named control_latent.0, .1, ...
+def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control latents are named control_latent.0, .1, ...
     "Cache keys of all that sample `i` may need. Reads the images' bytes once to digest them."
     s = self.samples[i]
     try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
@@ -132,7 +132,7 @@ def _keys_of(self:ImageDataset, i, image, *controls):
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
         parts |= dict.fromkeys((f"{prefix}prompt_embed", f"{prefix}prompt_embeds_mask"), prompt_parts(prompt, *seen))
-    return {name: (kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p) for name, p in parts.items()}
+    return {name: CacheEntry(kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p) for name, p in parts.items()}
 
 # %% ../../nbs/data/06_dataset.ipynb #e0ba058d
 @patch
@@ -150,15 +150,15 @@ def _needed(self:ImageDataset, keys):
 def missing(self:ImageDataset, i:int) -> list:
     "Names of sample `i`'s tensors that the cache lacks; `prompt_prefix` where only that is gone."
     if self.identity is None: return ["everything"]
-    return self._lacking(self.keys(i), lambda entry: self.cache._first(*entry) is not None)
+    return self._lacking(self.keys(i), lambda entry: self.cache.find(*entry) is not None)
 
 @patch
 def _lacking(self:ImageDataset, keys, has) -> list:
     needed = self._needed(keys)
-    out = [name for name, v in needed.items() if not has(v[:2])]
-    if not has(keys[PREFIX][:2]):
+    out = [name for name, v in needed.items() if not has(v.id)]
+    if not has(keys[PREFIX].id):
         prompts = [n for n in needed if n.endswith("prompt_embed") and n not in out]
-        if any(self.cache.prefix_of(*keys[n][:2]) for n in prompts): out.append(PREFIX)
+        if any(self.cache.prefix_of(*keys[n].id) for n in prompts): out.append(PREFIX)
     return out
 
 # %% ../../nbs/data/06_dataset.ipynb #9411db01
@@ -182,7 +182,7 @@ def _cached(self:ImageDataset, i) -> dict:
     keys, p = self.keys(i), "empty_" if self.dropped(i) else ""
     if i not in self._whole and not self.missing(i): self._whole.add(i)
     wanted = [n for n in keys if "latent" in n] + [f"{p}prompt_embed", f"{p}prompt_embeds_mask"]
-    out = {n: self.cache.load_cache(*keys[n][:2]) for n in wanted} if i in self._whole else {}
+    out = {n: self.cache.load_cache(*keys[n].id) for n in wanted} if i in self._whole else {}
     if out and all(t is not None for t in out.values()): return out
     self._whole.discard(i)
     if self.cached_only: raise CacheEntryError(self.problems_text())
@@ -197,7 +197,7 @@ def problems(self:ImageDataset, afresh:bool=True) -> list: # (sample id, tensor'
     for i, s in enumerate(self.samples):
         lacking = self.missing(i)
         for name, (kind, key, _) in ({} if self.identity is None else self.keys(i)).items():
-            layer = self.cache._first(kind, key)
+            layer = self.cache.find(kind, key)
             if (kind, key) in seen or (not layer and name not in lacking): continue
             why = seen[kind, key] = verify_entry(layer, kind, key, afresh) if layer else "is missing"
             place = layer.where(kind, key) if layer else "" if last.packed else last.where(kind, key)
@@ -251,7 +251,7 @@ def _lacking_all(self:ImageDataset, there, bar=None): # yields (i, entries neede
     for i in range(len(self)):
         try:
             keys = self.keys(i)
-            wanted = {v[:2] for v in (*self._needed(keys).values(), keys[PREFIX])}
+            wanted = {v.id for v in (*self._needed(keys).values(), keys[PREFIX])}
             yield i, wanted, [] if all(e in there for e in wanted) else self._lacking(keys, there.__contains__), ""
         except ValueError as e: yield i, set(), None, str(e) # an image that is gone by now
         if bar is None and time.monotonic() - began > 2: bar = Progress(len(self), "look through the cache", start=i)
@@ -313,7 +313,7 @@ def _repr_html_(self:ImageDataset) -> str:
 @patch
 def entries_needed(self:ImageDataset) -> set: # of (kind, key)
     "Every entry that training on this data set may read."
-    return {v[:2] for i in range(len(self)) for v in self.keys(i).values()}
+    return {v.id for i in range(len(self)) for v in self.keys(i).values()}
 
 # %% ../../nbs/data/06_dataset.ipynb #d450cd36
 def _decodes(source):

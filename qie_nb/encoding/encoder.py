@@ -215,7 +215,7 @@ def make_missing(self:Encoder, dataset, missing) -> dict: # {i: {name: CPU tenso
     held = {i: self.inputs(dataset, i) for i in keys} # after their keys, which they are compared with
     jobs = {} # one entry of the cache to the samples and names that want it
     for i, names in missing.items():
-        for name in names: jobs.setdefault(keys[i][name][:2], []).append((i, name))
+        for name in names: jobs.setdefault(keys[i][name].id, []).append((i, name))
     for done in (self._latents(dataset, held, keys, jobs), self._embeddings(dataset, held, keys, jobs)):
         for job, tensor in done:
             for i, name in jobs[job] if self.writer is None else (): out[i][name] = tensor
@@ -252,7 +252,7 @@ def _keep(self:Encoder, kind, key, tensor, parts, prefix=None):
 
 @patch
 def _stored(self:Encoder, kind, key) -> bool: # or about to be
-    return self.cache._first(kind, key) is not None or (self.writer is not None and (kind, key) in self.writer.pending)
+    return self.cache.find(kind, key) is not None or (self.writer is not None and (kind, key) in self.writer.pending)
 
 # %% ../../nbs/encoding/04_encoder.ipynb #c71ae394
 @patch
@@ -260,7 +260,7 @@ def _latents(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key), te
     sizes = {}
     for job, ((i, name), *_) in jobs.items():
         if "latent" not in name: continue
-        sizes.setdefault(held[i].size(name), []).append((job, held[i], name, keys[i][name][2]))
+        sizes.setdefault(held[i].size(name), []).append((job, held[i], name, keys[i][name].parts))
     for size, some in sizes.items():
         for n in range(0, len(some), self.batch_size):
             batch = some[n:n + self.batch_size]
@@ -274,7 +274,7 @@ def _embeddings(self:Encoder, dataset, held, keys, jobs): # yields ((kind, key),
     for job, ((i, name), *_) in jobs.items():
         if "prompt" not in name: continue
         sizes = tuple(dataset.geometry.vl(p.size) for p in held[i]["control"])
-        sets.setdefault((sizes, keys[i][PREFIX][1]), {}).setdefault(_asked(dataset, i, name), []).append((job, i, name))
+        sets.setdefault((sizes, keys[i][PREFIX].key), {}).setdefault(_asked(dataset, i, name), []).append((job, i, name))
     for _, some in groupby(sorted(sets, key=lambda s: s[0]), key=lambda s: s[0]):
         some = list(some)
         for n in range(0, len(some), self.batch_size):
@@ -302,11 +302,11 @@ def _store(self:Encoder, keys, front_key, wanted, front, rest):
     "Keep the parts that are wanted, the prefix before what stands on it."
     shared = front is not None
     if shared and self.cache is not None and not self._stored(PREFIX, front_key):
-        self._keep(PREFIX, front_key, front, keys[wanted[0][1]][PREFIX][2])
+        self._keep(PREFIX, front_key, front, keys[wanted[0][1]][PREFIX].parts)
     home = torch.Tensor.cpu if self.writer is None else lambda t: t
     whole = home(torch.cat([front, rest]) if shared else rest)
     for (kind, key), i, name in wanted:
-        parts = keys[i][name][2]
+        parts = keys[i][name].parts
         if name == PREFIX: yield (kind, key), home(front) if shared else whole
         elif name.endswith("mask"): yield (kind, key), self._keep(kind, key, torch.ones(len(whole), dtype=torch.bool), parts)
         else: self._keep(kind, key, rest, parts, front_key if shared else None); yield (kind, key), whole

@@ -104,7 +104,7 @@ def bytes_needed(
                 continue
             front, rest = sizes.prompt("" if name.startswith("empty_") or name == PREFIX else dataset.samples[i].prompt, seen)
             _, front_key, front_parts = keys[PREFIX]
-            if front and encoder.cache._first(PREFIX, front_key) is None:
+            if front and encoder.cache.find(PREFIX, front_key) is None:
                 out[PREFIX, front_key] = entry_bytes(PREFIX, front_key, front_parts, dtype, (front, sizes.width))
             if name.endswith("mask"): out[kind, key] = entry_bytes(kind, key, parts, "bool", (front + rest,))
             elif name != PREFIX: out[kind, key] = entry_bytes(kind, key, parts, dtype, (rest, sizes.width), front_key if front else None)
@@ -136,7 +136,7 @@ def pieces(
 ) -> list: # of lists of (name to file_lock, samples)
     "Pieces of work, those on the same images one after the other."
     by_images, like = {}, {}
-    for i in samples: by_images.setdefault(dataset.keys(i)[PREFIX][1], []).append(i)
+    for i in samples: by_images.setdefault(dataset.keys(i)[PREFIX].key, []).append(i)
     for key, some in by_images.items():
         sizes = dataset.bucket(some[0]), tuple(map(dataset.geometry.vl, dataset.sizes[some[0]][1:]))
         chunks = [(key, some[n:n + _TOGETHER]) for n in range(0, len(some), _TOGETHER)]
@@ -167,7 +167,7 @@ def _try(encoder, dataset, samples, report):
 def _check(cache, kind, key, report):
     "Set bad copies of an entry aside until there is a good one, or none."
     for _ in cache.layers: # each holds one copy at most
-        layer = cache._first(kind, key)
+        layer = cache.find(kind, key)
         if not layer or not (why := verify_entry(layer, kind, key, afresh=False)): return
         report.bad.append((layer.where(kind, key), why))
         cache.quarantine(layer, kind, key, why)
@@ -205,7 +205,7 @@ class _Job:
     def todo(self, samples) -> list:
         "Those that lack something."
         lacking = {i: self.dataset.missing(i) for i in samples}
-        if any(self.dataset.keys(i)[n][:2] in self.encoder.writer.pending for i, names in lacking.items() for n in names):
+        if any(self.dataset.keys(i)[n].id in self.encoder.writer.pending for i, names in lacking.items() for n in names):
             self.settle() # made already, and about to be there
             lacking = {i: self.dataset.missing(i) for i in samples}
         return [i for i, names in lacking.items() if names]
@@ -286,7 +286,7 @@ def precompute(
         check_space(on_disk, cache.cache_dir, report.bytes, sum(table))
     if work:
         encoder.load_encoders({name for i in todo for name in missing[i]}) # a broken model is no reason to skip samples
-        for p in stale_temp_files(cache._scratch()): p.unlink(missing_ok=True)
+        cache.clean()
         cache.add_identity(encoder.identity)
         _run(dataset, encoder, work, report, missing, ahead)
     elif cache.writable: cache.add_identity(encoder.identity)
@@ -318,7 +318,7 @@ def _wanted(dataset, work, missing) -> dict: # {sample: names of tensors}, in th
     seen, out = set(), {}
     for i in (i for piece in work for _, samples in piece for i in samples):
         keys = dataset.keys(i)
-        entries = {n: keys[PREFIX if "prompt" in n else n][:2] for n in missing[i]}
+        entries = {n: keys[PREFIX if "prompt" in n else n].id for n in missing[i]}
         out[i] = [n for n, e in entries.items() if e not in seen]
         seen |= set(entries.values())
     return out

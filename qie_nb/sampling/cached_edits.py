@@ -48,7 +48,7 @@ def empty_prompt(
 ): # [L, D] on the CPU, or None where it can neither be found nor made
     "Embedding of the empty prompt with a sample's control images."
     cache, known = dataset.cache, dataset.identity is not None
-    if cache is not None and known and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"][:2])) is not None: return e
+    if cache is not None and known and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None: return e
     if not at_hand(trainer, "text_encoder", "processor"): return None
     keep = cache if cache is not None and known and cache.writable else None
     encoder = trainer.encoder(keep, trainer.vae_device, trainer.text_device)

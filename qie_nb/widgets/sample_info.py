@@ -68,7 +68,7 @@ def entry_shape(
     if dataset.cache is None or dataset.identity is None: return None
     try:
         kind, key, _ = dataset.keys(i)[name]
-        layer = dataset.cache._first(kind, key)
+        layer = dataset.cache.find(kind, key)
         return layer and tuple(read_header(_beginning(layer, kind, key))[kind]["shape"])
     except (ValueError, OSError, KeyError, TypeError): return None # a bad entry, or an image that is gone
 
@@ -157,7 +157,7 @@ def bad_entries(
     if dataset.cache is None or dataset.identity is None: return []
     out = []
     for name, (kind, key, _) in dataset.keys(i).items():
-        layer = dataset.cache._first(kind, key)
+        layer = dataset.cache.find(kind, key)
         if layer and (why := verify_entry(layer, kind, key, afresh=False)): out.append((name, layer.where(kind, key), why))
     return out
 
@@ -189,8 +189,8 @@ def decoded(
     originals = dict(pixel_latent=held["image"])
     originals |= {f"control_latent.{n}": np.asarray(c.resize(g.control(c.size), Resampling.LANCZOS)) for n, c in enumerate(held["control"])}
     for name, original in originals.items():
-        entry = keys[name][:2]
-        if (layer := dataset.cache._first(*entry)) is None: continue
+        entry = keys[name].id
+        if (layer := dataset.cache.find(*entry)) is None: continue
         picture = decode_latents(components.get("vae"), unpack_entry(layer.read(*entry), *entry)[0][None])[0]
         out[name] = picture, _db(picture, original)
     return out

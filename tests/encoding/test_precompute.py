@@ -275,7 +275,7 @@ def test_a_claim_is_held_until_its_entries_are_there(tmp_path, monkeypatch):
     dataset = data_set(root, tmp_path/"cache")
     encoder = Encoder(Components(str(tiny_folder("2511"))), dataset.cache)
     precompute(dataset, encoder)
-    front = {dataset.keys(i)["prompt_prefix"][1]: i for i in range(6)}
+    front = {dataset.keys(i)["prompt_prefix"].key: i for i in range(6)}
     order = [front[name] for name in free]
     for n, names in enumerate(seen): # seven entries a sample, in the order of the work
         assert all(order.index(front[name]) < n // 7 for name in names), "let go before its entries were stored"

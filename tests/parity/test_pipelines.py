@@ -412,7 +412,7 @@ def test_target_latent_is_the_pipelines_encoding_of_the_resized_target(case, tmp
 def test_same_prompt_with_another_image_has_another_embedding_and_key(variant, tmp_path):
     data = filled(tmp_path, rig(variant), 1, count=2)
     for name in ("prompt_embed", "empty_prompt_embed"):
-        assert data.keys(0)[name][1] != data.keys(1)[name][1]
+        assert data.keys(0)[name].key != data.keys(1)[name].key
         a, b = read(data, 0)[name], read(data, 1)[name]
         assert a.shape == b.shape and apart(a, b) > 1e-3
 

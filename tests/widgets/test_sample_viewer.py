@@ -13,7 +13,7 @@ import qie_nb.data.pair_checks
 
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.data.dataset import ImageDataset, loader
-from qie_nb.core.cache_layers import LooseLayer
+from qie_nb.core.cache_layers import FolderStore
 from qie_nb.models.components import Components, prompt_text
 from qie_nb.data.pair_checks import AGAIN, AMBIGUOUS, RENAMED, REUSED, SWAPPED, UNCHANGED, alike, look, near_duplicates
 from qie_nb.tiny.photos import EDITS, crops, make_pairs
@@ -527,7 +527,7 @@ def test_filters_of_thousands_list_the_cache_once(many):
     view = sample_viewer(many)
     c = opened(view)
     asked = []
-    with patch.object(LooseLayer, "has", lambda self, kind, key: asked.append(key) or False), patch.object(LooseLayer, "entries", autospec=True, side_effect=LooseLayer.entries) as listed:
+    with patch.object(FolderStore, "has", lambda self, kind, key: asked.append(key) or False), patch.object(FolderStore, "entries", autospec=True, side_effect=FolderStore.entries) as listed:
         c.filter.value = "missing"
     assert view.filters()["missing"] == 5000 and len(asked) < 20 and listed.call_count < 20
 
