@@ -252,7 +252,7 @@ class TableModulation(nn.Module):
         first:int, # row
     ):
         super().__init__()
-        self.register_buffer("places", torch.arange(first, first + 6), persistent=False)
+        self.register_buffer("index", torch.arange(first, first + 6), persistent=False)
 
     def forward(self, temb): # [B, 1 + 12 * blocks, dim] -> [B, 6 * dim]
         return temb.index_select(1, self.index).flatten(1)
