@@ -15,7 +15,7 @@ from ..core.files import write_atomic
 from ..training.callbacks import Callback, EvalImage, due
 from ..training.checkpoint import checkpoint_name, find_checkpoint
 from .eval_images import at_hand, temporarily_load, file_name, find_styles, eval_cases, render_eval_images
-from .validation_loss import ValidationLoss, StopRequested, compare, held_out_loss, process
+from .validation_loss import ValidationLoss, StopRequested, compare_losses, held_out_loss, process
 from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
 from ..devices.distributed import broadcast_stop
 
@@ -54,7 +54,7 @@ def say_change(step, held, last) -> str:
     "One line on an evaluation."
     since = ""
     if last:
-        try: since = f"; since step {last[0]} {compare(last[1], held)}"
+        try: since = f"; since step {last[0]} {compare_losses(last[1], held)}"
         except ValueError: since = "" # other pairs or noises than before the run was resumed
     return f"step {step}: {held}{since}"
 
@@ -187,7 +187,7 @@ def table(
     held, best = [ValidationLoss(r["losses"], r["noises"]) for r in results], best_of(results)
     rows = [("", "checkpoint", "weights", "held-out loss", "more than the best, with 95 % interval")]
     for i, (r, h) in enumerate(zip(results, held)):
-        against = "best" if i == best else str(compare(held[best], h))
+        against = "best" if i == best else str(compare_losses(held[best], h))
         rows.append(("*" * (i == best), r["checkpoint"], r["weights"], f"{r['held_out_loss']:.4f}", against))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)

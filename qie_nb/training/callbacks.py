@@ -39,6 +39,7 @@ class RunState:
     pending: str = ""        # name of an evaluation that was given up because the run was asked to stop; made up for when it goes on
     suspect: bool = False    # was the run ended by losses that are not finite?
     best: tuple = None       # (held-out loss, checkpoint's name) of the best checkpoint
+    poll: object = None      # function that an evaluation calls often, e.g. to handle clicks on a stop button
 
     def advance(self,
         batches:int, # that the step was made of

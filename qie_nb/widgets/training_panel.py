@@ -12,9 +12,8 @@ from html import escape
 
 from fastcore.basics import patch
 from ..training.callbacks import Callback
-from ..core.clicks import Clicks
 from ..core.progress import Progress, short_time
-from ..core.display import Display, image_html, table_html
+from ..core.display import ButtonPoller, Display, image_html, table_html
 from ..training.stopping import logged
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0006
@@ -204,7 +203,7 @@ def build(self:TrainingPanel):
     self.button = w.Button(description="stop and save", icon="stop", tooltip="finish this step, write a checkpoint and return from fit()")
     self.top, self.shots = w.HTML(self.body()), w.HTML(self.gallery())
     self.button.on_click(lambda _: self.stop())
-    self.clicks = Clicks(self.button)
+    self.clicks = ButtonPoller(self.button)
     return w.VBox([self.top, self.button, self.shots])
 
 @patch
@@ -262,7 +261,7 @@ def begin(self:TrainingPanel, t):
     self.note_time()
     self._ipython_display_()
     self.still_drawn = time.time()
-    t.listen = self.evaluating
+    t.state.poll = self.evaluating
 
 @patch
 def note_time(self:TrainingPanel): self.times.append((time.time(), self.state.global_step))
@@ -299,6 +298,6 @@ def in_time(self:TrainingPanel):
 
 @patch
 def on_train_end(self:TrainingPanel, t):
-    t.listen, self.ended, self.doing, Progress.hush = None, time.time(), "", None
+    t.state.poll, self.ended, self.doing, Progress.hush = None, time.time(), "", None
     if self.text is not None: self.text.close()
     elif self.state is not None: self.tell(self.draw) # else the run ended before it began

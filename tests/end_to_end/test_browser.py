@@ -71,7 +71,7 @@ def text_of(page): return page.page.inner_text(".jp-NotebookPanel:not(.lm-mod-hi
 def test_the_environment_is_the_one_that_is_meant(opened):
     page = opened("versions", ["import ipywidgets, ipykernel, jupyterlab, torch, qie_nb\n"
                                "print(ipywidgets.__version__, jupyterlab.__version__, ipykernel.__version__, qie_nb.__file__)"]).kernel().run_all()
-    pins = dict(line.split("==") for line in (ROOT/"tests"/"browser"/f"{WHICH}.txt").read_text().split() if "==" in line)
+    pins = dict(line.split("==") for line in (ROOT/"tests"/"end_to_end"/"browser"/f"{WHICH}.txt").read_text().split() if "==" in line)
     assert page.outputs()[0]["text"].split() == [pins["ipywidgets"], pins["jupyterlab"], pins["ipykernel"], str(ROOT/"qie_nb"/"__init__.py")]
 
 

@@ -16,7 +16,7 @@ from qie_nb.cli import main
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, find_styles, overview, eval_cases, render_eval_images
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
-from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare, fixed_sigmas, held_out_loss, confidence_interval
+from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses as compare, fixed_sigmas, held_out_loss, confidence_interval
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -138,7 +138,7 @@ def test_intervals_and_verdicts():
     pair = lambda *v: ValidationLoss({str(i): [x] * 6 for i, x in enumerate(v)})
     a, b = pair(1., 2., 3.), pair(0.9, 1.91, 2.88)
     assert compare(a, b).verdict == "better" and compare(b, a).verdict == "worse" and compare(a, pair(0.9, 2.1, 3.)).verdict == "no clear change"
-    assert compare(pair(1.), pair(0.5)).verdict == "no clear change" and "confidence_interval" not in str(pair(1.))
+    assert compare(pair(1.), pair(0.5)).verdict == "no clear change" and "interval" not in str(pair(1.))
     with pytest.raises(ValueError, match="same `train.eval_noise_samples`"): compare(a, ValidationLoss(b.losses, 3))
 
 
@@ -414,7 +414,7 @@ def test_processes_share_the_work_and_take_equally_many_turns(trainer, tmp_path,
 
 
 def test_a_stop_in_one_process_stops_all():
-    one = NS(state=NS(stop=""), accelerator=NS(process_index=0, num_processes=2, device="cpu", reduce=lambda t, how: t + 1))
+    one = NS(state=NS(stop="", poll=None), accelerator=NS(process_index=0, num_processes=2, device="cpu", reduce=lambda t, how: t + 1))
     with pytest.raises(rooms.StopRequested): rooms.StopCheck(one)()
 
 

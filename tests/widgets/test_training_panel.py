@@ -166,9 +166,9 @@ def test_an_evaluation_hears_the_button(pairs, tmp_path, is_interactive, capsys)
     root, pressed = pairs(((48, 32),) * 4), []
     class Press(Callback):
         def on_train_begin(self, t):
-            listen = t.listen
-            def press(): pressed.append(t.global_step); t.state.stop = "the stop button"; listen()
-            t.listen = press
+            poll = t.state.poll
+            def press(): pressed.append(t.global_step); t.state.stop = "the stop button"; poll()
+            t.state.poll = press
     trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(
         val_fraction=0.3, eval_steps=2, eval_interval=0, eval_num_inference_steps=2)), [Press()]).fit()
     assert set(pressed) == {2} and trainer.global_step == 2

@@ -3,7 +3,7 @@ import json, os, secrets, shutil, socket, subprocess, sys, time, urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = {
     "apputils-extension/notification": dict(fetchNews="false", checkForUpdates=False),
     "notebook-extension/tracker": dict(windowingMode="none"),
