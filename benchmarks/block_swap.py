@@ -45,7 +45,7 @@ def made_up(layers, device, kind, streamed, places):
     for m in tr.modules():
         for k, b in m._buffers.items():
             if b is not None: m._buffers[k] = b.to(device)
-    return enable_block_swap(tr, device, packed, places=places) if streamed else tr
+    return enable_block_swap(tr, device, packed, slots=places) if streamed else tr
 
 
 def batch(size, layers, device):
@@ -87,8 +87,8 @@ def measure(args, device, mode, places=3):
     out = dict(mode=mode, places=places if mode == "streamed" else None, seconds=statistics.median(times), fastest=min(times), slowest=max(times), peak_bytes=torch.cuda.max_memory_allocated(),
                reserved_bytes=torch.cuda.max_memory_reserved(), weights_bytes=held_bytes(tr))
     if mode == "streamed":
-        size = tr.ring.packed[0].flat.nbytes
-        out |= dict(block_bytes=size, copied_bytes_a_step=2 * size * (args.layers - len(tr.ring.places)), host_bytes=size * args.layers)
+        size = tr.block_swap.pinned[0].flat.nbytes
+        out |= dict(block_bytes=size, copied_bytes_a_step=2 * size * (args.layers - len(tr.block_swap.slots)), host_bytes=size * args.layers)
     return out
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from .training_memory import (MemoryQuery, adapter_shapes, block_bytes, saved_by_block, kept, numbers, optimizer_bytes, other_bytes, parameters,
                            modulation_bytes, stream_tokens)
 from ..core.display import table_html
-from ..devices.block_swap import RING
+from ..devices.block_swap import SLOTS
 
 # %% ../../nbs/planning/01_counting.ipynb #4465a81b
 class LiveBytes(TorchDispatchMode):
@@ -201,7 +201,7 @@ class Memory:
 
 # %% ../../nbs/planning/01_counting.ipynb #c7a69219
 def _weights(j) -> tuple: # (bytes, why)
-    blocks = min(RING, j.layers) if j.streaming else -(-j.layers // j.devices)
+    blocks = min(SLOTS, j.layers) if j.streaming else -(-j.layers // j.devices)
     form = j.kind or ("float32" if j.wide == 4 else "bfloat16")
     why = f"{parameters(j) / 1e9:.2f} B parameters, {form}" + (", without the modulation" if j.table else "")
     if j.streaming: why += f"; {blocks} of {j.layers} blocks at a time"

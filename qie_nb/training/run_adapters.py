@@ -200,7 +200,7 @@ def merge_lora(self:AdapterMethods,
     undo:bool=True, # keep the base's weights in host memory for `unmerge_lora`?
 ):
     "Add the adapters in use, as they are weighted, into the base's weights; predicting does not add them twice."
-    if hasattr(self.transformer, "ring"):
+    if hasattr(self.transformer, "block_swap"):
         raise ValueError("the base is streamed from host memory (`train.blocks_to_swap`), so nothing can be merged into it; save the adapter "
                          "and merge it in a trainer without")
     lora.merge_lora(self.gathered(), undo)

@@ -22,7 +22,7 @@ from qie_nb.devices.placement import component_bytes
 from qie_nb.planning.plan import CARDS, Card, card_of, encoder_settings, plan, step_work, way_name, ways
 from qie_nb.models.quantize import plain_tensors, held_bytes, quantize
 from qie_nb.training.stopping import training_advice
-from qie_nb.devices.block_swap import RING
+from qie_nb.devices.block_swap import SLOTS
 from qie_nb.tiny.random_models import tiny_folder
 
 TINY = MemoryQuery(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, wide=4)
@@ -214,7 +214,7 @@ def test_the_working_set_of_other_ways_follows_from_the_list():
 def test_streaming_offloading_and_two_devices():
     job = MemoryQuery(text=250)
     base, part = memory_of(job), lambda name, **kw: memory_of(replace(job, **kw)).part(name)
-    assert part("weights", streaming=True) == RING * block_bytes(job) + other_bytes(job)
+    assert part("weights", streaming=True) == SLOTS * block_bytes(job) + other_bytes(job)
     assert memory_of(replace(job, streaming=True)).host == 60 * block_bytes(job)
     inputs = 8442 * 3072 * 2
     assert base.part("kept activations") - part("kept activations", offload=True) == 58 * inputs and memory_of(replace(job, offload=True)).host == 60 * inputs
