@@ -209,12 +209,12 @@ def identity(self:EmbeddingCacheManager,
     "The identity to look entries up by. Raises ValueError where there are several and none is named."
     known = self.identities()
     if which is not None and which not in known:
-        raise ValueError(f"`cache.identity` {which!r} is not in {self.cache_dir}; it holds {', '.join(known) or 'none'}")
+        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.cache_dir}; it holds {', '.join(known) or 'none'}")
     if which is not None: return known[which]
     if len(known) > 1:
         names = ", ".join(f"{k} ({v.get('model')}, {v.get('dtype')})" for k, v in known.items())
         raise ValueError(f"{self.cache_dir} was filled by {len(known)} encoders: {names}; "
-                         "set `cache.identity` to one of them or use another `cache_dir`")
+                         "set `cache.encoder_id` to one of them or use another `cache_dir`")
     return next(iter(known.values()), None)
 
 # %% ../nbs/00_cache.ipynb #22c8908f

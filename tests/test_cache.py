@@ -32,7 +32,7 @@ def two_captions_a_image(root):
 @pytest.mark.parametrize("shared", [True, False])
 def test_first_touch_writes_the_bytes_that_precompute_writes(variant, controls, shared, pairs, tmp_path):
     root = two_captions_a_image(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))
-    make = lambda name: QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(cache_dir=str(tmp_path/name), prompt_prefix=shared), train=dict(num_epochs=1)))
+    make = lambda name: QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(cache_dir=str(tmp_path/name), share_prompt_prefix=shared), train=dict(num_epochs=1)))
     make("pre").cache_embeddings()
     make("lazy").fit()
     half = make("half")
@@ -62,7 +62,7 @@ def test_a_larger_encode_batch_rounds_differently_and_no_more(variant, controls,
 def test_whole_and_shared_embeddings_are_the_same_to_rounding_and_know_each_other(pairs, tmp_path):
     root = pairs(THREE)
     make = lambda **kw: QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/"cache"), **kw)))
-    make(prompt_prefix=False, vae_2d=False).cache_embeddings()
+    make(share_prompt_prefix=False, vae_2d=False).cache_embeddings()
     whole = EmbeddingCacheManager(tmp_path/"cache")
     held = {key: whole.load_cache("prompt_embed", key) for _, _, key, _ in whole.entries(["prompt_embed"])}
     assert make().cache_embeddings().tensors == 0, "a switch of the computation is no other tensor"
@@ -271,8 +271,8 @@ def test_a_lost_prefix_is_made_again_whatever_the_switch_says(pairs, tmp_path):
     manager = EmbeddingCacheManager(tmp_path/"cache")
     assert len(manager.verify()) == 2 and "precompute makes it again" in manager.verify()[0][1]
     with pytest.raises(ValueError, match="prefixes that prompts stand on are missing"): manager.pack(tmp_path/"packed")
-    assert make(prompt_prefix=False).cache_embeddings().tensors == 1
-    assert files(tmp_path/"cache") == good and make(prompt_prefix=False).cache_embeddings().encoded == 0
+    assert make(share_prompt_prefix=False).cache_embeddings().tensors == 1
+    assert files(tmp_path/"cache") == good and make(share_prompt_prefix=False).cache_embeddings().encoded == 0
 
 
 def test_a_image_that_cannot_be_decoded_is_left_out_where_there_are_no_encoders_too(pairs, tmp_path):

@@ -261,7 +261,7 @@ def test_long_work_says_lines_where_nobody_watches(monkeypatch, capsys):
 def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **changes):
     base = dict(model=dict(pretrained_model_name_or_path=str(folder(variant))), train=dict(device="cpu", mixed_precision="no", output_dir=str(tmp_path)),
                 data=dict(dataset_path=str(pairs(((48, 32), (32, 48), (40, 40)), controls=controls, caption=["red", "green", "blue"])), image_size=[64, 64], caption_dropout_rate=0.3),
-                cache=dict(cache_dir=str(tmp_path/"cache"), prompt_prefix=False, vae_2d=False))
+                cache=dict(cache_dir=str(tmp_path/"cache"), share_prompt_prefix=False, vae_2d=False))
     for name, values in changes.items(): base[name] = base[name] | values
     return lambda **kw: QwenImageEditTrainer(base | kw)
 

@@ -52,11 +52,11 @@ class ImageDataset(Dataset):
 # %% ../../nbs/data/06_dataset.ipynb #0f5cc43a
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
     if isinstance(config, Config):
-        return config.data, config.cache.cache_dir if config.cache.use_cache else None, config.train.seed, config.cache.identity
+        return config.data, config.cache.cache_dir if config.cache.use_cache else None, config.train.seed, config.cache.encoder_id
     if isinstance(config, DataSection): return config, None, 0, None
     flat = dict(config)
     if not {"data", "cache", "model"} & set(flat):
-        cache = {k: flat.pop(k) for k in ("cache_dir", "use_cache", "identity") if k in flat}
+        cache = {k: flat.pop(k) for k in ("cache_dir", "use_cache", "encoder_id", "identity") if k in flat}
         seed = flat.pop("seed", 0)
         if "cache_dir" not in cache: cache["use_cache"] = False
         flat = dict(data=flat, cache=cache, train=dict(seed=seed))
@@ -99,7 +99,7 @@ def trust_manifest(self:ImageDataset,
     for what, value in mine.items():
         if who.get(what, value) != value and not self.cache_identity:
             raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run has {value}; "
-                             "precompute for it, or set `cache.identity` to say that this is meant")
+                             "precompute for it, or set `cache.encoder_id` to say that this is meant")
     if who: print(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
 @patch

@@ -156,7 +156,7 @@ def cache_items(
     dirs = config.cache.cache_dir if isinstance(config.cache.cache_dir, list) else [config.cache.cache_dir]
     if not config.cache.use_cache or not dirs or not dirs[-1]: return []
     entries, rows = _there(config)
-    sums = [sum(sizes) for sizes in zip(*(pair_bytes(p, job, config.cache.prompt_prefix) for p in pairs))] or [0, 0]
+    sums = [sum(sizes) for sizes in zip(*(pair_bytes(p, job, config.cache.share_prompt_prefix) for p in pairs))] or [0, 0]
     table, form = table_bytes(config, job, len({p.target for p in pairs}) or 1), "float32" if job.wide == 4 else "bfloat16"
     share = max(0, sum(sums) - entries) / max(1, sum(sums))
     why = f"{len(pairs)} samples, {form}" + f"; {entries / 1e6:.1f} MB are there" * bool(entries)

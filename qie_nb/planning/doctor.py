@@ -254,8 +254,8 @@ def cache_findings(m:Machine, c:Config=None) -> list:
     mine, told = _run_is(c, m), "of " + ", ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in known.values())
     fits = [k for k, v in known.items() if _same(v, mine)]
     tells = is_local(c.model.pretrained_model_name_or_path) # the encoders are here to say which
-    if c.cache.identity in known or len(fits) == 1 or fits and tells: return [Finding("cache", told)]
-    if fits: return [Finding("cache", told, "hinders", "several encoders filled it: set `cache.identity` to one of " + ", ".join(fits))]
+    if c.cache.encoder_id in known or len(fits) == 1 or fits and tells: return [Finding("cache", told)]
+    if fits: return [Finding("cache", told, "hinders", "several encoders filled it: set `cache.encoder_id` to one of " + ", ".join(fits))]
     wants = ", ".join(f"{k} {v}" for k, v in mine.items() if any(not _same(w, {k: v}) for w in known.values()))
     return [Finding("cache", told, "stops", f"it is another model's, for this run has {wants}: attach the cache of this model, "
                     "or set `cache.cache_dir` to a new folder and precompute")]

@@ -120,7 +120,7 @@ def encoder(self:CacheMethods,
     "An encoder over this trainer's components; it loads them when something has to be encoded."
     c = self.config.cache
     return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device,
-                   c.prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size, c.vision_windows and not exact)
+                   c.share_prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size, not exact)
 
 # %% ../../nbs/training/06_run_data.ipynb #43a212be
 @patch

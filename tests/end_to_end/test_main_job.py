@@ -311,7 +311,7 @@ def test_without_encoders_at_hand_the_manifest_must_name_one_model(pairs, tmp_pa
     bf16 = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)), train=dict(mixed_precision="bf16"))
     with pytest.raises(ValueError, match="filled by tiny-2511 with dtype float32, but this run has bfloat16; precompute for it"): QwenImageEditTrainer(bf16).fit()
     QwenImageEditTrainer(settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", seed=5))))).cache_embeddings()
-    with pytest.raises(ValueError, match="was filled by 2 encoders: .*; set `cache.identity` to one of them"): make().fit()
+    with pytest.raises(ValueError, match="was filled by 2 encoders: .*; set `cache.encoder_id` to one of them"): make().fit()
 
 
 def test_a_run_resumed_from_far_back_keeps_its_own_checkpoints(pairs, tmp_path):

@@ -1,0 +1,48 @@
+"""The configuration: version 1's spellings give the same settings, and each is reported once per process."""
+import json, subprocess, sys
+
+import pytest, yaml
+
+from qie_nb import config
+from qie_nb.config import ALIASES, canonical_name, describe, load_config_from_yaml, make_config
+
+V1 = dict(model=dict(release_shards=False, table_steps=[8]), cache=dict(decode_ahead=2, prompt_prefix=False, identity="ab12", vision_windows=False),
+          train=dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"], eval_noises=3, eval_pictures=1, mask_background=0.5, stop_after_nonfinite=7))
+TODAY = dict(model=dict(delete_downloaded_shards=False, modulation_table_steps=[8]), cache=dict(prefetch=2, share_prompt_prefix=False, encoder_id="ab12"),
+             train=dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"], eval_noise_samples=3, eval_images=1, mask_min_weight=0.5, max_nonfinite_steps=7))
+
+
+def test_version_1_yaml_gives_the_same_configuration(tmp_path):
+    (tmp_path/"v1.yaml").write_text(yaml.safe_dump(V1))
+    (tmp_path/"v1.json").write_text(json.dumps(V1))
+    today = make_config(TODAY)
+    assert load_config_from_yaml(tmp_path/"v1.yaml") == load_config_from_yaml(tmp_path/"v1.json") == make_config(V1) == today != make_config()
+    renamed = {f"{s}.{k}" for s, keys in V1.items() for k in keys}
+    assert {k for k in ALIASES if k.split(".")[0] not in ("data", "training")} - renamed == {"train.ode_integration_steps"}
+
+
+def test_aliases_lead_to_known_settings():
+    known = {name for name, *_ in describe()}
+    assert not ALIASES.keys() & known and all(new in known for new in ALIASES.values() if new)
+    assert canonical_name("train.block_streaming") == "train.blocks_to_swap" and canonical_name("train.lr") == "train.lr"
+
+
+def test_todays_spelling_wins_over_an_older_one():
+    c = make_config(dict(train=dict(eval_pictures=1, eval_images=2), training=dict(eval_noises=5, batch_size=3), data=dict(batch_size=2)))
+    assert (c.train.eval_images, c.train.eval_noise_samples, c.data.batch_size) == (2, 5, 2)
+
+
+def test_translations_are_reported_once(capsys, monkeypatch):
+    monkeypatch.setattr(config, "_reported", set())
+    for _ in range(2): make_config(V1)
+    out = capsys.readouterr().out
+    assert out.count("train.block_streaming -> train.blocks_to_swap") == out.count("cache.vision_windows has no effect any more") == 1 and out.count("\n") == 1
+
+
+def test_wrong_values_name_the_setting():
+    with pytest.raises(ValueError, match="`train.eval_images`: input should be greater than or equal to 0, got -1"): make_config(dict(train=dict(eval_pictures=-1)))
+    with pytest.raises(ValueError, match="must be a mapping of sections, got list"): make_config([1])
+
+
+def test_config_does_not_import_torch():
+    subprocess.run([sys.executable, "-c", "import sys, qie_nb.config; assert 'torch' not in sys.modules"], check=True)
