@@ -1,6 +1,9 @@
-"""Fifty pairs at 512 x 512 on a place's free machine, on paper: `python benchmarks/session_table.py` prints the tables of docs/kaggle.md, docs/colab.md and docs/recipes.md, `--write` puts them there."""
-import argparse, json, re, sys
-from dataclasses import replace
+"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for docs/kaggle.md, docs/colab.md and docs/recipes.md.
+
+`python benchmarks/session_table.py` prints the tables and `--write` puts them into the pages. Nothing here is measured:
+memory and disk come from the planner, work from counted operations, and time from the rates assumed below."""
+import argparse, json, math, re, sys
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,118 +12,154 @@ sys.path.insert(0, str(HERE))
 from table import markdown
 
 DOCS = HERE.parent/"docs"
-PAIRS, SIDE = 50, 512
-AREAS = (512, 1024)                                        # sides of the control images
-PRODUCTS = dict(float32=dict(mixed_precision="no"), float16={})
-PHASES = ("download", "quantize", "precompute", "train", "save")
+PAIRS, SIDE, SAMPLING_STEPS = 50, 512, 20
+AREAS = (512, 1024)                                                # sides of the control images
+PRODUCTS = dict(float32=dict(mixed_precision="no"), float16={})    # `train` settings: dtype of the matrix products
+LARGEST = ("transformer/diffusion_pytorch_model-00002-of-00005.safetensors", 9.99e9) # file of the 2511 checkpoint, bytes
+ENCODING = dict(vae=2.85e12, token=13.3e9, patch=1.31e9)           # operations a megapixel, text token, vision patch: benchmarks/precompute.py
+TEMPLATE_TOKENS = 86                                               # of both prompts, encoded and not stored
+
+
+@dataclass(frozen=True)
+class Site:
+    gpu: str
+    output: float  # bytes of disk that are kept
+    hours: float   # of a session
+    cores: int
+
+SITES = dict(kaggle=Site("2xT4", 20e9, 9, 4), colab=Site("T4", 15e9, 12, 2))
+
+
+def rates(site): # {name: (amount a second, source)}
+    return dict(download=(40e6, "bytes, one connection to the hub: assumed"), read=(100e6, "bytes from a mounted data set: assumed"),
+                write=(100e6, "bytes: assumed"), cpu=(25e9 * site.cores, f"operations of {site.cores} slow cores in float32: assumed"),
+                float32=(0.5 * 8.1e12, "operations, 50% of the T4's data sheet: assumed"),
+                float16=(25e12, "operations, 38% of the T4's data sheet: assumed"),
+                memory=(0.7 * 320e9, "bytes of GPU memory, 70% of the T4's data sheet: assumed"))
+
+
+def steps_for(pairs): # musubi-tuner's 16 passes, at least diffusers' 500 steps
+    return max(500, min(16 * pairs, 2000))
+
+def encoding_work(q): # operations a pair: (VAE, text encoder)
+    vae = ENCODING["vae"] * (q.target + q.control) * 256 / 2**20
+    return vae, ENCODING["token"] * (q.text + TEMPLATE_TOKENS) + ENCODING["patch"] * 4 * (q.text - 62)
+
+def forward_work(q): # operations of one forward pass: what recomputing everything adds to a step
+    from qie_nb.planning.plan import step_work
+    return 1e12 * (step_work(replace(q, checkpointing=True)) - step_work(replace(q, checkpointing=False)))
+
+def copy_bytes(q): # a prequantized transformer without its modulation layers
+    from qie_nb.planning.memory_query import block_bytes, other_bytes
+    stored = replace(q, base_bytes=2, table=True)
+    return q.layers * block_bytes(stored) + other_bytes(stored)
+
+def unpacking(q, passes): # bytes read and written to unpack quantized weights
+    return passes * (copy_bytes(q) + copy_bytes(replace(q, quantization=None)) * q.base_bytes / 2) if q.quantization else 0
 
 
 @lru_cache(None)
-def case(place, side, products, weights="hub", quantize=None):
-    from qie_nb.planning.path import whole_path
-    config = dict(data=dict(control_area=side * side), train=PRODUCTS[products])
-    return whole_path("2511", place, PAIRS, None, SIDE, config, quantize, weights, fp16=products == "float16")
+def case(where, side, products, pairs=PAIRS):
+    "(plan, disk plan, {phase: seconds}) of one run."
+    from qie_nb.config import make_config
+    from qie_nb.core.environment import Environment
+    from qie_nb.planning.disk_space import disk_plan, table_bytes
+    from qie_nb.planning.plan import PUBLISHED, plan, step_work
+    site, steps = SITES[where], steps_for(pairs)
+    config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[SIDE, SIDE], control_area=side * side),
+                  train=PRODUCTS[products] | dict(output_dir="/nowhere"), cache=dict(cache_dir="/nowhere/cache"), logging=dict(log_dir="/nowhere/runs"))
+    p = plan(config, site.gpu)
+    disk = disk_plan(config, Environment(where, working=Path("/nowhere"), env=dict(HOME="/nowhere")), pairs, wide=4)
+    q, rate, whole = p.shown.query, {n: v for n, (v, _) in rates(site).items()}, PUBLISHED["transformer"]
+    table, (vae, text) = table_bytes(make_config(config), q), encoding_work(q)
+    vae_rate = rate["cpu" if p.changes.get("cache", {}).get("vae_encoder_device") == "cpu" else "float32"]
+    precompute = ((PUBLISHED["text_encoder"] + PUBLISHED["vae"] + whole / 3) / rate["read"] + disk.bytes("cache") / rate["write"]
+                  + pairs * (vae / vae_rate + text / rate["float32"]) + table / q.base_bytes * 2 * q.dim / rate["cpu"])
+    train = steps * step_work(q) * 1e12 / rate[products] + unpacking(q, steps * (3 if q.checkpointing else 2)) / rate["memory"]
+    passes = 2 * 2 * SAMPLING_STEPS # one edit before and one after, each with guidance
+    edits = passes * forward_work(q) / rate[products] + unpacking(q, passes) / rate["memory"]
+    return p, disk, dict(download=sum(PUBLISHED.values()) / rate["download"], quantize=whole / rate["read"], precompute=precompute, train=train, save=edits)
 
 
-def cases(place): return [(side, products) for side in AREAS for products in PRODUCTS]
-def hours(minutes): return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} h"
+def cases(where): return [(side, products, *case(where, side, products)) for side in AREAS for products in PRODUCTS]
+def duration(seconds): return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 def gb(n): return f"{n / 1e9:.1f}"
 
-
-def times(place):
-    rows = []
-    for side, products in cases(place):
-        w = case(place, side, products)
-        d = w.data()
-        rows.append([f"{side} x {side}", products, d["way"], *(hours(p["minutes"]) for p in d["phases"]), f"{d['hours']} h", d["sessions"]])
-    return markdown(["control images", "products in", "way", *PHASES[:3], f"{w.task.steps} steps", "save", "together", f"sessions of {w.limits.hours:g} h"], rows)
+def sessions(phases, hours): # download and quantization again in each one; a quarter of an hour of each is lost
+    again, total = (phases["download"] + phases["quantize"]) / 3600, sum(phases.values()) / 3600
+    return 1 if total <= hours else math.ceil((total - again) / (hours - again - 0.25))
 
 
-def peaks(place):
-    rows = []
-    for side, products in cases(place):
-        w, at = case(place, side, products), lambda what, w: f"{gb(w.peak(what)[0])} ({w.peak(what)[1]})"
-        if products == "float16": rows.append([f"{side} x {side}", *(at(k, w) for k in ("output", "host", "gpu"))])
-    l, free = w.limits, gb(0.93 * w.task.card.bytes)
-    return markdown(["control images", f"disk kept, of {gb(l.output)} GB", f"host, of {gb(l.host)} GB", f"fullest GPU, of {free} GB"], rows)
+def times(where):
+    from qie_nb.planning.plan import strategy_name
+    hours = SITES[where].hours
+    rows = [[f"{side} x {side}", products, strategy_name(p.shown.query), *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours)]
+            for side, products, p, _, phases in cases(where)]
+    head = ["control images", "products in", "strategy", "download", "quantize", "precompute", f"{steps_for(PAIRS)} steps", "before and after", "total", f"sessions of {hours:g} h"]
+    return markdown(head, rows)
+
+def sizes(where):
+    rows = [[f"{side} x {side}", products, gb(p.shown.total), gb(sum(disk.bytes(g) for g in ("cache", "checkpoints", "logs")))] for side, products, p, disk, _ in cases(where)]
+    p, site = case(where, *list(AREAS)[:1], "float32")[0], SITES[where]
+    return markdown(["control images", "products in", f"GB on a GPU while training, of {gb(0.93 * p.gpu.bytes)}", f"GB of kept disk, of {gb(site.output)}"], rows)
 
 
-def disk(place):
-    from qie_nb.planning.path import WEIGHTS
-    said = dict(hub="downloaded whole", shards="downloaded file by file, each let go when it is quantized (nf4)", attached="the model attached as an input", prequantized="a copy in nf4 attached, with its table and encoders")
-    rows = [[n, said[n], gb((w := case(place, 512, "float16", n, None if n in ("hub", "attached") else "nf4")).peak("scratch")[0]), gb(w.peak("output")[0])] for n in WEIGHTS]
-    return markdown(["weights", "", "GB of disk, not kept", "GB of disk, kept"], rows)
+def verdicts(where):
+    from qie_nb.planning.disk_space import table_bytes
+    from qie_nb.planning.plan import PUBLISHED, TEXT_NF4
+    from qie_nb.config import make_config
+    site, out = SITES[where], [f"- Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."]
+    for side, products, p, disk, phases in cases(where):
+        total = sum(phases.values()) / 3600
+        fits = "fits into one session" if total <= site.hours else f"does not fit into one session of {site.hours:g} h"
+        out.append(f"- Controls at {side} x {side}, products in {products}: {total:.1f} h, {fits}.")
+    q = case(where, AREAS[0], "float32")[0].shown.query
+    small, large = (table_bytes(make_config(None), replace(q, base_bytes=w)) for w in (2, 4))
+    for kind, encoders in (("nf4", True), ("qint8", True), ("qint8", False)):
+        size = copy_bytes(replace(q, quantization=kind)) + small + (sum(TEXT_NF4) + PUBLISHED["vae"]) * encoders
+        what = "the text encoder in nf4 and the VAE" if encoders else "no encoders"
+        out.append(f"- A prequantized {kind} copy with its modulation table and {what} is {gb(size)} GB: it {'fits' if size <= site.output else 'does not fit'} into {gb(site.output)} GB.")
+    return "\n".join([*out, f"- The modulation table is {gb(small)} GB in such a copy (bfloat16) and {gb(large)} GB if precompute makes it on a T4 (float32)."])
 
 
-def verdicts(place):
-    "What fits and what does not, in sentences."
-    from qie_nb.planning.path import kept_bytes, largest, table_bytes
-    out, w0 = [], case(place, 512, "float16")
-    name, size = largest(w0.task.files)
-    out.append(f"- The largest file is `{name}` with {size / 1e9:.2f} GB (computed from the tensors by the rule that cut the files).")
-    for side, products in cases(place):
-        w = case(place, side, products)
-        bad = [f"{n} ({need} of {given})" for n, need, given, fits, _ in w.checks() if fits is False and not n.startswith("a prequantized")]
-        out.append(f"- Controls at {side} x {side}, products in {products}: " + (f"does not fit: {'; '.join(bad)}" if bad else "fits") + f"; {w.hours:.1f} h.")
-    j = replace(w0.task.job, kind="nf4")
-    room, sizes = w0.limits.output, [(kind, e, kept_bytes(replace(j, kind=kind), e)) for kind, e in (("nf4", True), ("qint8", True), ("qint8", False))]
-    for kind, encoders, size in sizes:
-        out.append(f"- A prequantized copy in {kind} with its table, {'the text encoder in nf4 and the VAE' if encoders else 'without the encoders'}, is {gb(size)} GB: it {'fits' if size <= room else 'does not fit'} into {gb(room)} GB.")
-    out.append(f"- The modulation table is {gb(table_bytes(replace(j, wide=2)))} GB in such a copy (bfloat16, as the checkpoint) and {gb(table_bytes(j))} GB where precompute makes it on this machine (float32).")
-    return "\n".join(out)
-
-
-def rates(place):
-    w = case(place, 512, "float32")
-    used = {r for side, p in cases(place) for ph in case(place, side, p).phases for *_, r in ph.work}
-    return markdown(["rate", "a second", "where it comes from"], [[n, f"{v:.3g}", why] for n, (v, why) in w.rates.items() if n in used])
-
-
-def tables(place):
-    return "\n\n".join([times(place), f"Computed, not measured: {PAIRS} pairs at {SIDE} x {SIDE}, model 2511, rank 16 on attention, batch 1, no evaluation, weights downloaded whole.", "At most, in GB, with products in float16:",
-                        peaks(place), "What the weights take on the disk:", disk(place), "What fits, and what does not:", verdicts(place), "The rates:", rates(place)])
-
+def tables(where):
+    about = f"Computed, not measured: {PAIRS} pairs at {SIDE} x {SIDE}, model 2511, rank 16 on attention, batch 1, no evaluation, the model downloaded whole."
+    rows = [[n, f"{v:.3g}", why] for n, (v, why) in rates(SITES[where]).items()]
+    return "\n\n".join([times(where), about, sizes(where), verdicts(where), "Assumed rates:", markdown(["rate", "a second", "source"], rows)])
 
 def recipe_times():
-    "Training alone for the recipes' pairs and steps."
-    from qie_nb.planning.path import steps_for, whole_path
-    rows = []
-    for pairs in (20, 50, 200):
-        at = {}
-        for products, train in PRODUCTS.items():
-            w = whole_path("2511", "kaggle", pairs, None, SIDE, dict(data=dict(control_area=SIDE * SIDE), train=train), fp16=products == "float16")
-            at[products] = hours(next(p.seconds(w.rates) for p in w.phases if p.name == "train") / 60)
-        rows.append([pairs, steps_for(pairs), at["float32"], at["float16"]])
+    rows = [[n, steps_for(n), *(duration(case("kaggle", SIDE, products, n)[2]["train"]) for products in PRODUCTS)] for n in (20, 50, 200)]
     return markdown(["pairs", "steps", "products in float32", "products in float16"], rows)
 
-
-def held_out():
-    "What the runs on the embedded model came to: the model alone, then each run's best and last checkpoint."
+def validation():
+    "Error of the model alone, then of each run's best and last checkpoint, on the embedded model."
     results = json.loads((HERE/"results"/"held_out.json").read_text())
     names = dict(good="48 pairs, rank 16, rate 5e-3", slow="48 pairs, rank 8, rate 1e-3", overfitted="2 pairs, rank 64, rate 1e-2", too_high="48 pairs, rank 16, rate 5e-2")
-    assert all(f"rank {r['r']}" in names[n] and f"{r['pairs']} pairs" in names[n] and r["lr"] == float(names[n].split("rate ")[1]) for n, r in results["runs"].items())
+    show = lambda x: f"{x['pixel_error']:.1f} (step {x['step']})"
     rows = []
     for edit, r in results["results"].items():
-        of = lambda run: sorted((x for x in r["rows"] if x["run"] == run), key=lambda x: x["step"])
-        cell = lambda run: f"{(best := min(of(run), key=lambda x: x['pixel_error']))['pixel_error']:.1f} (step {best['step']}), {of(run)[-1]['pixel_error']:.1f} (step {of(run)[-1]['step']})"
-        rows.append([edit, f"{of('base')[0]['pixel_error']:.1f}", *(cell(run) for run in names)])
+        runs = {name: sorted((x for x in r["rows"] if x["run"] == name), key=lambda x: x["step"]) for name in ("base", *names)}
+        best = {name: min(points, key=lambda x: x["pixel_error"]) for name, points in runs.items()}
+        rows.append([edit, f"{runs['base'][0]['pixel_error']:.1f}", *(f"{show(best[n])}, {show(runs[n][-1])}" for n in names)])
     return markdown(["edit", "model alone", *(f"{n}: best, last" for n in names.values())], rows)
 
 
-PARTS = {("kaggle", "north star: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"), ("colab", "north star: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
-         ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times, ("recipes", "held out: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): held_out}
+PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
+         ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
+         ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
+         ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation}
 
-def filled(file, name, text): # the page with this part as the script makes it
-    start, end = f"<!-- {name} -->\n", "<!-- end -->"
-    page = (DOCS/f"{file}.md").read_text()
-    assert page.count(start) == 1, f"docs/{file}.md has no place for {name!r}"
-    return re.sub(re.escape(start) + ".*?" + re.escape(end), lambda m: f"{start}{text}\n{end}", page, flags=re.S)
+def filled(page, mark, text): # the page with its table replaced
+    start, end = f"<!-- {mark} -->\n", "<!-- end -->"
+    old = (DOCS/f"{page}.md").read_text()
+    assert old.count(start) == 1, f"docs/{page}.md needs the mark {mark!r} once"
+    return re.sub(re.escape(start) + ".*?" + re.escape(end), lambda m: f"{start}{text}\n{end}", old, flags=re.S)
 
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--write", action="store_true")
     write = p.parse_args().write
-    for (file, name), make in PARTS.items():
-        if write: (DOCS/f"{file}.md").write_text(filled(file, name, make()))
+    for (page, mark), make in PARTS.items():
+        if write: (DOCS/f"{page}.md").write_text(filled(page, mark, make()))
         else: print(make(), "\n")

@@ -263,7 +263,7 @@ def precomputed_at(config):
 
 
 # --- bytes kept, and codes made
-WAYS = {"adapters in float32, as peft has them": dict(adapter=4, table=False), "adapters in bfloat16": dict(table=False), "the same on the table": {},
+WAYS = {"adapters in float32, as peft has them": dict(adapter_bytes=4, table=False), "adapters in bfloat16": dict(table=False), "the same on the table": {},
         "selective": dict(checkpointing="selective"), "blocks recomputed": dict(checkpointing=True)}
 
 
@@ -272,12 +272,13 @@ def kept(root, a):
     from qie_nb.devices import compile as compiled
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.config import make_config
-    from qie_nb.planning.counting import LiveBytes, empty_step, empty_transformer
+    from counted_step import LiveBytes, empty_step, empty_transformer
     from qie_nb.lora.adapters import add_lora
-    from qie_nb.planning.training_memory import MemoryQuery, kept as planned, modulation_bytes
+    from qie_nb.planning.memory_query import MemoryQuery
+    from qie_nb.planning.training_memory import modulation_bytes, saved_activations
     rows = []
     for name, way in WAYS.items():
-        job = MemoryQuery(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter=2, checkpointing=False) | way)
+        job = MemoryQuery(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter_bytes=2, checkpointing=False) | way)
         tr = empty_transformer(job, "cpu")
         if job.checkpointing: compiled.set_up(tr, job.checkpointing)
         loss, there = empty_step(job, tr, "cpu")
@@ -285,7 +286,7 @@ def kept(root, a):
         rotation = 4 * job.dim // job.heads * (job.target + job.control) # it and the rows of the table stay between steps
         with LiveBytes([*tr.parameters(), *tr.buffers(), *there]) as live: out = loss() # held as long as its graph is
         gc.collect()
-        rows.append(dict(way=name, bytes=live.now - out.nbytes, planned=planned(job).bytes + modulation_bytes(job) + rotation * bool(job.checkpointing)))
+        rows.append(dict(way=name, bytes=live.now - out.nbytes, planned=saved_activations(job).bytes + modulation_bytes(job) + rotation * bool(job.checkpointing)))
         print(rows[-1], flush=True)
     with patch.object(compiled, "BACKEND", "eager"):
         torch.compiler.reset(), torch._dynamo.utils.counters.clear()
@@ -293,7 +294,7 @@ def kept(root, a):
         add_lora(tr, make_config({}).model.lora)
         code = compiled.set_up(tr, "selective", True)
         for n in range(20):
-            job = MemoryQuery(layers=4, dim=64, heads=2, text_dim=64, target=(24, 40, 48, 64)[n % 4], control=16, text=9 + n % 7, zero_cond=True, wide=4)
+            job = MemoryQuery(layers=4, dim=64, heads=2, text_dim=64, target=(24, 40, 48, 64)[n % 4], control=16, text=9 + n % 7, zero_cond=True, base_bytes=4)
             loss, _ = empty_step(job, tr, "cpu")
             loss().backward()
             made.append(compiled.compiled_graphs())

@@ -62,12 +62,12 @@ CARDS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 
 
 def cards_table():
     "What the planner chooses."
-    from qie_nb.planning.plan import plan, way_name
+    from qie_nb.planning.plan import plan, strategy_name
     rows = []
     for gpu, side in CARDS:
         p = plan("2511", gpu, side, config=dict(data=dict(control_area=side * side)))
         m = p.chosen
-        rows.append([gpu.replace("2x", "2 x "), f"{side} x {side}"] + ([way_name(m.job), f"{m.total / 1e9:.1f}", f"{m.host / 1e9:.1f}" if m.host else ""] if m else ["nothing fits", "", ""]))
+        rows.append([gpu.replace("2x", "2 x "), f"{side} x {side}"] + ([strategy_name(m.query), f"{m.total / 1e9:.1f}", f"{m.host / 1e9:.1f}" if m.host else ""] if m else ["nothing fits", "", ""]))
     return markdown(["card", "target and control", "chosen", "GB", "GB on the host"], rows) + "\n\nLoRA of rank 16 on attention, batch 1. Computed, not measured."
 
 

@@ -109,9 +109,7 @@ def plan(a):
     from qie_nb.config import load_config_from_yaml
     from qie_nb.planning.plan import plan
     config = a.config and load_config_from_yaml(a.config)
-    if not a.place: return print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
-    from qie_nb.planning.path import whole_path
-    print(whole_path(a.model, a.place, a.pairs, a.gpu, a.resolution, config, a.quantize, a.weights, a.steps, a.fp16 or None, a.controls))
+    print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
 
 def doctor(a):
     from qie_nb.config import load_config_from_yaml
@@ -168,12 +166,7 @@ def parser() -> argparse.ArgumentParser:
         ("--gpu", dict(help="name (T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB'), or memory in GB; default what is here")),
         ("--resolution", dict(help="of targets: side, or width x height, in pixels; default the configuration's")),
         ("--quantize", dict(help="only this one: a kind, or none")),
-        ("--controls", dict(type=int, default=1, help="control images of a pair")),
-        ("--place", dict(help="kaggle or colab: disk, memory and time of the whole path there, from the download to the saved adapter")),
-        ("--pairs", dict(type=int, default=50, help="with --place: pairs of the data set")),
-        ("--steps", dict(type=int, help="with --place: of training; default by the pairs")),
-        ("--weights", dict(default="attached", help="with --place: hub, shards, attached (default) or prequantized")),
-        ("--fp16", dict(action="store_true", help="with --place: float16 inside the products on a card without bfloat16")))
+        ("--controls", dict(type=int, default=1, help="control images of a pair")))
     add(doctor, "what this machine has and lacks, and what a configuration needs of it", ("--config", dict(help="YAML file")))
     add(selfcheck, "a report for an issue: parity with the diffusers pipeline, memory, speed, finite numbers",
         ("--model", dict(default="tiny", help="folder, hub id or tiny")), ("--steps", dict(type=int, default=2, help="sampling steps")),

@@ -308,16 +308,16 @@ def _facts(t, model, size, steps) -> dict:
 
 # %% ../../nbs/evaluation/05_selfcheck.ipynb #ce02ddbe
 def _job(t, ready, target): # of the training steps
-    from qie_nb.planning.training_memory import job_of
+    from qie_nb.planning.memory_query import memory_query
     cells = lambda z: z.shape[-1] * z.shape[-2] // 4
     config, cuda = dict(t.components.get("transformer").config), t.device.type == "cuda"
     wide = t.weight_dtype.itemsize
-    return job_of(t.config, config, wide, target=cells(target), control=sum(map(cells, ready.controls)), text=ready.cond.shape[1],
+    return memory_query(t.config, config, wide, target=cells(target), control=sum(map(cells, ready.controls)), text=ready.cond.shape[1],
                   kernel=("flash" if wide == 2 else "efficient") if cuda else "cpu", table=False)
 
 # %% ../../nbs/evaluation/05_selfcheck.ipynb #228ffba9
 def _memory(t, peaks, job) -> list: # of dicts
-    from qie_nb.planning.counting import memory_of
+    from qie_nb.planning.training_memory import memory_of
     from qie_nb.devices.placement import PARTS
     rows, gpu, places = [], peaks.gpu, t.placement
     row = lambda part, found, planned, note="": rows.append(dict(part=part, found=found, planned=planned, note=note))

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config import make_config
 from ..core.cache_entries import MODULATION
 from ..core.files import DiskFull, free_bytes
-from .training_memory import adapter_shapes, job_of, model_facts, numbers, optimizer_bytes, parameters
+from .memory_query import adapter_shapes, memory_query, model_facts, numbers, optimizer_bytes, parameters
 from ..models.components import find_variant, native_areas, resolve_model
 from ..core.environment import Environment, used_bytes, detect_environment
 from ..core.display import note, table_html
@@ -118,8 +118,8 @@ def pair_bytes(
     ends = (pair.words + TEMPLATE, 1 + TEMPLATE) # prompt, empty prompt
     texts = (pair.seen, *ends) if shared else [pair.seen + n for n in ends]
     whole = lambda sizes: sum(-(-(n + HEADER) // BLOCK) * BLOCK for n in sizes)
-    return (whole([n * job.channels * job.wide for n in (pair.target, *pair.controls)]),
-            whole([n * job.text_dim * job.wide for n in texts] + [pair.seen + n for n in ends])) # masks: a byte a token
+    return (whole([n * job.channels * job.base_bytes for n in (pair.target, *pair.controls)]),
+            whole([n * job.text_dim * job.base_bytes for n in texts] + [pair.seen + n for n in ends])) # masks: a byte a token
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
 def table_bytes(
@@ -131,8 +131,8 @@ def table_bytes(
     import torch
     from qie_nb.models.modulation import training_times
     if not job.table or _own_table(config): return 0
-    times = len(training_times(torch.float32 if job.wide == 4 else torch.bfloat16)) + job.zero_cond
-    return (times + sizes * sum(config.model.modulation_table_steps)) * job.layers * 12 * job.dim * job.wide + job.layers * BLOCK
+    times = len(training_times(torch.float32 if job.base_bytes == 4 else torch.bfloat16)) + job.zero_cond
+    return (times + sizes * sum(config.model.modulation_table_steps)) * job.layers * 12 * job.dim * job.base_bytes + job.layers * BLOCK
 
 def _own_table(config) -> bool: return bool(source_checkpoint(Path(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
 
@@ -157,7 +157,7 @@ def cache_items(
     if not config.cache.use_cache or not dirs or not dirs[-1]: return []
     entries, rows = _there(config)
     sums = [sum(sizes) for sizes in zip(*(pair_bytes(p, job, config.cache.share_prompt_prefix) for p in pairs))] or [0, 0]
-    table, form = table_bytes(config, job, len({p.target for p in pairs}) or 1), "float32" if job.wide == 4 else "bfloat16"
+    table, form = table_bytes(config, job, len({p.target for p in pairs}) or 1), "float32" if job.base_bytes == 4 else "bfloat16"
     share = max(0, sum(sums) - entries) / max(1, sum(sums))
     why = f"{len(pairs)} samples, {form}" + f"; {entries / 1e6:.1f} MB are there" * bool(entries)
     said = f"{form}{'; it is there' * bool(rows)}" if table else "in the prequantized copy" if job.table and _own_table(config) else "not used"
@@ -299,6 +299,6 @@ def disk_plan(
     local = is_local(name) and (folder := resolve_model(name)) and (folder/"model_index.json").is_file()
     areas = native_areas(folder, find_variant(folder)) if local else dict(control_area=2**20, vl_area=384 * 384 if plus else None)
     areas = areas | {k: v for k in areas if (v := getattr(c.data, k))}
-    job = job_of(c, t, wide, control=areas["control_area"] // 256)
+    job = memory_query(c, t, wide, control=areas["control_area"] // 256)
     some = pairs_of(c, areas, plus) if pairs is None else usual_pairs(pairs, job, areas)
     return DiskPlan([*cache_items(c, job, some), *run_items(c, job), *download_items(c, job, place.env)], place, largest_shard(name))

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from ..config import Config, make_config
 from .disk_space import ENCODERS, disk_plan, download_items, is_local
 from ..core.files import free_bytes
-from .training_memory import block_bytes, job_of, model_facts, parameters
+from .memory_query import block_bytes, memory_query, model_facts, parameters
 from ..core.environment import Environment, online, time_limit, detect_environment
 from ..core.display import note, table_html
 
@@ -144,7 +144,7 @@ def version_findings(m:Machine, c:Config=None) -> list: # of `Finding`s
 
 # %% ../../nbs/planning/04_doctor.ipynb #37107674
 def _is_large(c:Config) -> bool: # is it the real model, and not a tiny one?
-    return bool(c) and parameters(job_of(c, model_facts(c.model.pretrained_model_name_or_path)[0])) > 1e9
+    return bool(c) and parameters(memory_query(c, model_facts(c.model.pretrained_model_name_or_path)[0])) > 1e9
 
 def gpu_findings(m:Machine, c:Config=None) -> list:
     "GPUs, whether this torch runs on them, and bfloat16."
@@ -185,7 +185,7 @@ def memory_findings(m:Machine, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #e120c42a
 def _host_bytes(c) -> dict: # {setting: bytes that it keeps in the host's memory}
-    job = job_of(c, model_facts(c.model.pretrained_model_name_or_path)[0])
+    job = memory_query(c, model_facts(c.model.pretrained_model_name_or_path)[0])
     return {"`model.text_encoder_offload`": ENCODERS["text_encoder"] * c.model.text_encoder_offload,
             "`train.blocks_to_swap`": c.train.blocks_to_swap and job.layers * block_bytes(job)}
 
@@ -210,7 +210,7 @@ def _dirs(c) -> list: # of the cache
 def hub_findings(m:Machine, c:Config=None) -> list:
     "Network and token, as far as the configuration needs them."
     name = c.model.pretrained_model_name_or_path if c else "tiny"
-    needs = c and not is_local(name) and sum(i.bytes for i in download_items(c, job_of(c, model_facts(name)[0]), m.place.env)) > 1e9
+    needs = c and not is_local(name) and sum(i.bytes for i in download_items(c, memory_query(c, model_facts(name)[0]), m.place.env)) > 1e9
     out = []
     if m.online is not None:
         cure = (f"{name} cannot be downloaded: switch Internet on in the notebook's settings, "
@@ -368,8 +368,8 @@ def _disk(c, m):
 # %% ../../nbs/planning/04_doctor.ipynb #bd5a97cd
 def plan_findings(p) -> list: # of `Finding`s; `p` is a `Plan` or None
     "Whether the configuration fits the card as it stands."
-    if p is None or p.card is None: return []
-    value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.card.bytes / 1e9:.1f} GB"
+    if p is None or p.gpu is None: return []
+    value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.gpu.bytes / 1e9:.1f} GB"
     small = "no way to train fits this card: lower `data.image_size` and `data.control_area`, or choose a larger card"
     if not p.chosen: return [Finding("GPU memory", value, "stops", small)]
     if p.fits(p.asked): return [Finding("GPU memory", value)]
@@ -378,7 +378,7 @@ def plan_findings(p) -> list: # of `Finding`s; `p` is a `Plan` or None
 
 # %% ../../nbs/planning/04_doctor.ipynb #3bb8b8a6
 def _plan(c, m):
-    from qie_nb.planning.plan import Card, plan
+    from qie_nb.planning.plan import Gpu as PlanGpu, plan
     alike = [g for g in m.gpus if g.name == m.gpus[0].name]
-    try: return plan(c, gpu=Card(alike[0].name, min(g.bytes for g in alike), alike[0].bf16, len(alike)) if alike else None)
+    try: return plan(c, gpu=PlanGpu(alike[0].name, min(g.bytes for g in alike), alike[0].bf16, len(alike)) if alike else None)
     except ValueError: return None # the model's files: said where they are needed

@@ -16,7 +16,7 @@ from . import checkpoint as ckpt
 from ..lora import adapters as lora
 from .callbacks import RunState
 from ..planning.disk_space import DiskPlan, Item, run_items
-from ..planning.training_memory import job_of
+from ..planning.memory_query import memory_query
 from ..core.environment import detect_environment
 from ..devices.distributed import sharded_state, shard_like, full_state
 from ..models.quantize import parse_quantization
@@ -164,7 +164,7 @@ def _check_writable(self:ResumeMethods):
 @patch
 def _check_room(self:ResumeMethods):
     "Checkpoints, logs and a modulation table that is still to be made have to fit the disk and the place's quota."
-    items = run_items(self.config, job_of(self.config, self._transformer_config(), self.weight_dtype.itemsize))
+    items = run_items(self.config, memory_query(self.config, self._transformer_config(), self.weight_dtype.itemsize))
     if table := sum(self.modulation_bytes()): items.append(Item("modulation table", table, self._empty_table().cache.cache_dir, "is not there yet"))
     DiskPlan(items, detect_environment()).check()
 

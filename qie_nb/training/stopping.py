@@ -122,11 +122,11 @@ def training_advice(
 ) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them, with what each saves by itself."
     from qie_nb.config import make_config
-    from qie_nb.planning.counting import memory_of, rough_working_set
-    from qie_nb.planning.training_memory import job_of, model_facts, prompt_tokens
+    from qie_nb.planning.memory_query import memory_query, model_facts, prompt_tokens
+    from qie_nb.planning.training_memory import memory_of
     t, plus = model_facts(config.model.pretrained_model_name_or_path)
     text = prompt_tokens(plus, 1, config.data.vl_area)
-    gb = lambda c: memory_of(job_of(make_config(c), t, text=text), work=rough_working_set).total / 1e9
+    gb = lambda c: memory_of(memory_query(make_config(c), t, text=text)).total / 1e9
     raw, out = config.model_dump(), []
     for _, say, new in _changes(config):
         saved = gb(config) - gb(_merged(raw, new))

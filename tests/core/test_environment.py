@@ -280,8 +280,8 @@ def test_the_plan_agrees_with_what_is_written(first, tmp_path):
     files_there = sum(f.stat().st_blocks * 512 for kind in real for f in (out/"cache"/kind).rglob("*.safetensors"))
     assert 0.8 < table / modulation < 1.25 and 0.8 < entries / files_there < 1.3, (table, modulation, entries, files_there)
     one = used_bytes(out/"checkpoints/epoch_0001")
-    from qie_nb.planning.training_memory import job_of, model_facts
-    job = job_of(c, model_facts(c.model.pretrained_model_name_or_path)[0])
+    from qie_nb.planning.memory_query import memory_query, model_facts
+    job = memory_query(c, model_facts(c.model.pretrained_model_name_or_path)[0])
     assert 0 <= disk.checkpoint_bytes(job) - one < 1_100_000, "names and digests are counted as 1 MB"
     assert plan.bytes("downloads") == 0 and plan.fits()
 

@@ -14,18 +14,19 @@ from qie_nb.devices import fp16 as half
 from qie_nb.planning import plan as planner
 from qie_nb.devices.compile import attention_kernel, compile_choice, set_up
 from qie_nb.config import LoraSection, make_config
-from qie_nb.planning.counting import count_step, empty_step, empty_transformer, memory_of
+from counted_step import count_step, empty_step, empty_transformer
 from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, pick_fp16, fp16_weight, enable_fp16, weight_norms, power_of_two, scale_to_fp16, with_outliers
 from qie_nb.lora.adapters import add_lora, load_lora, lora_parameters, save_lora
 from qie_nb.lora.mixing import merge_lora, unmerge_lora
-from qie_nb.planning.training_memory import MemoryQuery, job_of, kept
-from qie_nb.planning.plan import CARDS, Card, plan
+from qie_nb.planning.memory_query import MemoryQuery, memory_query
+from qie_nb.planning.training_memory import memory_of, saved_activations
+from qie_nb.planning.plan import GPUS, Gpu, plan
 from qie_nb.models.quantize import plain_tensors, quantize
 from qie_nb.devices.block_swap import enable_block_swap
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
-from test_plan import ALL, TINY, close, counted_kept, saved_bytes
+from test_training_memory import ALL, TINY, close, counted_saved, saved_bytes
 
 NONE = dict(residual=0., power=2)
 WILD = dict(residual=2.**18, power=16)
@@ -256,7 +257,7 @@ def test_adapters_that_come_later_leave_and_are_merged(tmp_path):
 
 def test_every_large_product_is_in_float16_and_nothing_is_read_from_the_device():
     "On the meta device a reading would raise."
-    job, work = MemoryQuery(layers=2, target=256, control=256, text=64, checkpointing=False, half=True, wide=4, kernel="efficient"), {}
+    job, work = MemoryQuery(layers=2, target=256, control=256, text=64, checkpointing=False, fp16=True, base_bytes=4, kernel="efficient"), {}
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             a = [t for t in args if isinstance(t, torch.Tensor)]
@@ -288,40 +289,40 @@ KEPT = dict(plain={}, efficient=dict(kernel="efficient"), every_layer=dict(targe
 
 @pytest.mark.parametrize("case", KEPT)
 def test_what_autograd_keeps_is_what_the_list_says(case):
-    job = replace(TINY, half=True, **KEPT[case])
-    assert close(kept(job).bytes, counted_kept(job), 0.01)
-    if case in ("plain", "batch"): assert kept(job).bytes < 0.95 * kept(replace(job, half=False)).bytes
+    job = replace(TINY, fp16=True, **KEPT[case])
+    assert close(saved_activations(job).bytes, counted_saved(job), 0.01)
+    if case in ("plain", "batch"): assert saved_activations(job).bytes < 0.95 * saved_activations(replace(job, fp16=False)).bytes
 
 
 @pytest.mark.parametrize("kind", ["qint8", "nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_quantized_base_keeps_no_copies(kind):
-    job = replace(TINY, kind=kind, dim=128, heads=4, half=True)
-    tr = empty_transformer(replace(job, half=False), "cpu")
+    job = replace(TINY, quantization=kind, dim=128, heads=4, fp16=True)
+    tr = empty_transformer(replace(job, fp16=False), "cpu")
     for m in list(tr.modules()):
         if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
     enable_fp16(quantize(tr, kind))
     loss, batch = empty_step(job, tr, "cpu")
     there = [t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p)]
     loss()
-    assert close(kept(job).bytes, saved_bytes(loss, [*there, *batch]))
+    assert close(saved_activations(job).bytes, saved_bytes(loss, [*there, *batch]))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_step_is_the_sum_of_the_parts(checkpointing):
-    job = replace(TINY, layers=5, half=True, checkpointing=checkpointing)
+    job = replace(TINY, layers=5, fp16=True, checkpointing=checkpointing)
     m = memory_of(job, gpu=False)
-    assert close(m.part("kept activations") + m.part("working set") + m.parts[1][1], count_step(job, "cpu")[0])
+    assert close(m.part("saved activations") + m.part("working memory") + m.parts[1][1], count_step(job, "cpu")[0])
 
 
 def test_plans_for_cards_without_bfloat16(monkeypatch):
     some = partial(plan, "2511", resolution=512, quantize="nf4")
     p = some("T4")
-    assert p.chosen.job.half and p.chosen.job.wide == 4 and not p.chosen.job.compiled and "nf4, products in float16" in repr(p) and any("scaled float16" in n for n in p.notes)
+    assert p.chosen.query.fp16 and p.chosen.query.base_bytes == 4 and not p.chosen.query.compiled and "nf4, float16 products" in repr(p) and any("scaled float16" in n for n in p.notes)
     small = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
-    monkeypatch.setattr(planner, "ways", lambda *a: []) # what was asked is enough
-    asked = lambda gpu, how="auto": some(gpu, transformer=small, config=dict(train=dict(mixed_precision=how))).asked.job
-    assert [asked(g).half for g in ("T4", "V100 32GB", "P100 16GB", "RTX 4090")] == [True, True, False, False]
-    assert not asked("T4", "no").half and asked("RTX 4090", "fp16").half and asked("P100 16GB").wide == 4
+    monkeypatch.setattr(planner, "strategies", lambda *a: []) # what was asked is enough
+    asked = lambda gpu, how="auto": some(gpu, transformer=small, config=dict(train=dict(mixed_precision=how))).asked.query
+    assert [asked(g).fp16 for g in ("T4", "V100 32GB", "P100 16GB", "RTX 4090")] == [True, True, False, False]
+    assert not asked("T4", "no").fp16 and asked("RTX 4090", "fp16").fp16 and asked("P100 16GB").base_bytes == 4
 
 
 # --- the setting
@@ -377,7 +378,7 @@ def test_training_gives_float32s_curve(pairs, tmp_path):
     assert ours.finite.read()[0] == 0 and ours.transformer.fp16_stats.read().isfinite().all()
     with pytest.raises(ValueError, match="products run in float16 cannot be quantized any more"): ours.quantize_model(tr, "cpu")
     again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=40, output_dir=str(tmp_path/"third")))
-    with pytest.raises(ValueError, match="products in float16"): again.fit()
+    with pytest.raises(ValueError, match="float16 products"): again.fit()
 
 
 def test_a_run_that_goes_wrong_names_the_block(pairs, tmp_path, capsys):

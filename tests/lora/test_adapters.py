@@ -105,10 +105,10 @@ def test_all_linear_is_every_linear_layer_of_the_blocks_but_modulation():
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("wanted", ["attention", "all_linear", ["to_q"]])
 def test_the_plan_counts_what_is_trained(wanted, use_dora):
-    from qie_nb.planning.training_memory import adapter_shapes, job_of, numbers
+    from qie_nb.planning.memory_query import adapter_shapes, memory_query, numbers
     section = dict(r=3, target_modules=wanted, use_dora=use_dora)
     tr = lora.add_lora(bare(), LoraSection(**section))
-    job = job_of(make_config(dict(model=dict(lora=section))), dict(bare().config))
+    job = memory_query(make_config(dict(model=dict(lora=section))), dict(bare().config))
     assert numbers(adapter_shapes(job, trained=False)) == sum(p.numel() for p in lora.lora_tensors(tr).values())
 
 

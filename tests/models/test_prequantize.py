@@ -309,11 +309,11 @@ def test_from_the_shell_and_in_the_plan(sharded, pairs, tmp_path, capsys):
     (tmp_path/"run.yaml").write_text(yaml.safe_dump(config))
     assert cli.main(["prequantise", "--config", str(tmp_path/"run.yaml"), "--out", str(tmp_path/"copy"), "--no_encoders"]) == 0
     assert "prequantized copy: transformer" in capsys.readouterr().out
-    from qie_nb.planning.training_memory import job_of
+    from qie_nb.planning.memory_query import memory_query
     own = make_config(configured(tmp_path/"set", tmp_path, "x", tmp_path/"copy"))
-    assert job_of(own).kind == "nf4"
+    assert memory_query(own).quantization == "nf4"
     for p in (plan(own, gpu="2xT4"), plan(str(tmp_path/"copy"), gpu="2xT4")):
-        assert {m.job.kind for m in p.tried} == {"nf4"} and p.changes.get("model", {}).get("quantize") in (None, "nf4"), "a copy has no other form"
+        assert {m.query.quantization for m in p.tried} == {"nf4"} and p.changes.get("model", {}).get("quantize") in (None, "nf4"), "a copy has no other form"
     assert cli.main(["prequantise", "--config", str(tmp_path/"run.yaml"), "--out", str(tmp_path/"copy")]) == 2
 
 

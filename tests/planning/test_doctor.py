@@ -177,7 +177,7 @@ def test_a_data_set_that_is_not_there(machine, real, pairs, tmp_path, monkeypatc
 def test_the_plan_for_this_machine_comes_with_it(machine, real):
     report = doctor(real, replace(machine, gpus=(T4, T4)))
     data = report.data()
-    assert data["plan"]["card"] == "Tesla T4" and data["disk"]["items"] and report.plan.card.count == 2 and not report.plan.card.bf16
+    assert data["plan"]["gpu"] == "Tesla T4" and data["disk"]["items"] and report.plan.gpu.count == 2 and not report.plan.gpu.bf16
     assert json.loads(json.dumps(data)) and "what is written" in report._repr_html_() and repr(report.disk) in repr(report)
     assert {f.what for f in report.of("hinders")} >= {"GPU 0 bfloat16"}
     none = doctor(real, replace(machine, gpus=(replace(T4, bytes=3_000_000_000),)))
