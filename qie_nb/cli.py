@@ -48,7 +48,7 @@ def predict(a):
     from PIL import Image
     from qie_nb.lora.mixing import split_weight
     t = _trainer(a)
-    if len(a.lora) == 1: path, weight = split_weight(a.lora[0]); t.load_lora(path, weight=weight)
+    if len(a.lora) == 1: spec = split_weight(a.lora[0]); t.load_lora(spec.path, weight=spec.weight)
     elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
     out = t.predict(a.image if len(a.image) > 1 else a.image[0], a.prompt, a.negative_prompt, a.steps, a.cfg, a.height, a.width, a.seed,
                     schedule=a.schedule)

@@ -1,11 +1,11 @@
-"""Several adapters at prediction: the images of diffusers' own pipelines, what stays after a mistake, training beside them, merging, few-step schedules."""
-import math, warnings
+"""Several adapters at prediction: diffusers' own images, errors, training beside them, merging, few-step schedules, the command line."""
+import math
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_v1, pipeline_qwenimage_edit_plus as edit_plus
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -19,29 +19,18 @@ from qie_nb.predict import sampling_schedule
 from qie_nb.models.quantize import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import settings, write_pairs
+from helpers import settings, small_areas, write_pairs
+from loras import bare, randomize, same
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 AREA, VL = 96 * 96, 112 * 112 # of the tiny folders
 SIZE = dict(height=48, width=64)
-PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 255, (40, 56, 3), dtype=np.uint8))
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 255, (40, 56, 3), dtype=np.uint8))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_pipelines():
-    "The pipelines' hard-coded areas, as small as the tiny folders'."
-    real = edit_v1.calculate_dimensions
-    with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(edit_v1, "calculate_dimensions", lambda area, ratio: real(AREA if area == 1024 * 1024 else area, ratio))
-        mp.setattr(edit_plus, "VAE_IMAGE_SIZE", AREA)
-        mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", VL)
-        yield
+    with small_areas("v1", AREA, VL), small_areas("2511", AREA, VL): yield
 
 
 def trainer(variant="2511", **sections):
@@ -50,18 +39,13 @@ def trainer(variant="2511", **sections):
     return QwenImageEditTrainer(dict(model=model, train=train, **sections))
 
 
-def predict(t, **kw): return t.predict(PICTURE, "make it blue", seed=5, **SIZE | dict(num_inference_steps=2) | kw)
+def predict(t, **kw): return t.predict(IMAGE, "make it blue", seed=5, **SIZE | dict(num_inference_steps=2) | kw)
 
 
-def write(path, seed, info=None, format="diffusers", variant="2511", **settings):
-    "A LoRA file whose B is not zero."
-    from qie_nb.models.components import load_component
-    tr = lora.add_lora(load_component(tiny_folder(variant), "transformer"), LoraSection(**dict(r=4, lora_alpha=6) | settings))
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for n, p in tr.named_parameters():
-            if ".lora_" in n: p.copy_(p * (1 + 0.2 * torch.rand(p.shape, generator=g)) if "magnitude" in n else torch.randn(p.shape, generator=g) * 0.15)
-    return lora.save_lora(tr, path, info, format=format)
+def write(path, seed, info=None, format="diffusers", **settings):
+    "A LoRA file with random values."
+    tr = lora.add_lora(bare(), LoraSection(**dict(r=4, lora_alpha=6) | settings))
+    return lora.save_lora(randomize(tr, seed, 0.15), path, info, format=format)
 
 
 @pytest.fixture(scope="module")
@@ -79,64 +63,67 @@ def pipeline(variant="2511", scheduler=None):
 
 
 def piped(pipe, steps=2, cfg=4.0):
-    return np.asarray(pipe(PICTURE if "Plus" not in type(pipe).__name__ else [PICTURE], "make it blue", negative_prompt=" ", true_cfg_scale=cfg, num_inference_steps=steps,
-                           generator=torch.Generator().manual_seed(5), **SIZE).images[0])
+    images = [IMAGE] if "Plus" in type(pipe).__name__ else IMAGE
+    return np.asarray(pipe(images, "make it blue", negative_prompt=" ", true_cfg_scale=cfg, num_inference_steps=steps, generator=torch.Generator().manual_seed(5), **SIZE).images[0])
+
+
+def distance(a, b): return np.abs(a.astype(int) - b).max()
+def close(a, b): return a.shape == b.shape and distance(a, b) <= 1 # grey levels: rounding, and the modulation table's
 
 
 # the same image as diffusers'
 
 @pytest.mark.parametrize("variant, mix", [("2511", dict(style=0.8, wide=0.5)), ("2511", dict(root=1.2, comfy=-0.4, style=0.7)), ("2511", dict(dora=0.6, wide=1)),
                                           ("v1", dict(style=1, root=0.3)), ("2509", dict(comfy=0.5, wide=0))], ids=str)
-def test_weighted_together_they_are_diffusers_image(variant, mix, files):
+def test_weighted_adapters_give_diffusers_image(variant, mix, files):
     ours = trainer(variant).load_loras([dict(path=files[n], weight=w, name=n) for n, w in mix.items()])
     assert ours.active_adapters() == mix
     pipe = pipeline(variant)
     for n in mix: pipe.load_lora_weights(str(files[n]), adapter_name=n)
     pipe.set_adapters(list(mix), list(mix.values()))
     theirs = piped(pipe)
-    assert np.array_equal(predict(ours), theirs)
+    assert close(predict(ours), theirs)
     pipe.set_adapters(list(mix), [1.0] * len(mix))
-    assert not np.array_equal(piped(pipe), theirs), "the weights must show"
+    assert distance(piped(pipe), theirs) > 5, "the weights have no effect"
 
 
-def test_one_at_a_time_it_goes_as_in_diffusers(files):
+def test_loading_weighting_and_deleting_follow_diffusers(files):
     ours, pipe = trainer().load_lora(files["style"], "style").load_lora(files["wide"], "wide", weight=0.7), pipeline()
     for n in ("style", "wide"): pipe.load_lora_weights(str(files[n]), adapter_name=n)
     assert list(ours.active_adapters()) == pipe.get_active_adapters() == ["wide"] # the last one loaded
     pipe.set_adapters("wide", 0.7)
-    assert np.array_equal(predict(ours), piped(pipe))
+    assert close(predict(ours), piped(pipe))
     ours.set_adapters(["wide", "style"], [0.2, 1.0]), pipe.set_adapters(["wide", "style"], [0.2, 1.0])
-    assert np.array_equal(predict(ours), piped(pipe))
+    assert close(predict(ours), piped(pipe))
     ours.delete_adapters("wide"), pipe.delete_adapters("wide")
-    assert ours.active_adapters() == dict(style=1.0) and np.array_equal(predict(ours), piped(pipe))
+    assert ours.active_adapters() == dict(style=1.0) and close(predict(ours), piped(pipe))
 
 
-def test_none_in_use_is_the_base_and_back_is_the_same_bits(files):
+def test_deactivated_or_deleted_adapters_leave_the_base(files):
     t = trainer()
     base = predict(t)
     t.load_loras({files["style"]: 1 / 3, files["root"]: 0.1})
     mixed = predict(t)
-    assert predict(t.set_adapters([])).tobytes() == base.tobytes() and t.active_adapters() == {}
+    assert close(predict(t.set_adapters([])), base) and t.active_adapters() == {}
     t.set_adapters(["style", "root"], [1 / 3, 0.1])
-    assert np.array_equal(predict(t), mixed) and not np.array_equal(mixed, base)
-    t.delete_adapters(["style", "root"])
-    assert np.array_equal(predict(t), base) and not any(hasattr(m, "lora_A") for m in t.transformer.modules())
+    assert close(predict(t), mixed) and not close(mixed, base)
+    t.delete_adapters("root")
+    t.set_adapters([]).delete_adapters("style")
+    assert close(predict(t), base) and not any(hasattr(m, "lora_A") for m in t.transformer.modules())
 
 
-def test_taking_one_out_puts_no_other_into_use(files):
-    t = trainer()
-    base = predict(t)
-    t.load_lora(files["wide"], "wide").load_lora(files["style"], "style").delete_adapters("style")
-    assert t.active_adapters() == {} and np.array_equal(predict(t), base), "peft would use the other one"
+def test_deleting_activates_no_other_adapter(files):
+    t = trainer().load_lora(files["wide"], "wide").load_lora(files["style"], "style").delete_adapters("style")
+    assert t.active_adapters() == {}, "peft activates the other one"
 
 
-def test_weights_that_diffusers_set_are_seen(files):
-    t = trainer().load_loras(dict(a=0.5) and [dict(path=files["root"], weight=0.5, name="a")])
+def test_weights_set_through_diffusers_are_seen(files):
+    t = trainer().load_loras([dict(path=files["root"], weight=0.5, name="a")])
     t.transformer.set_adapters(["a"], [0.25])
     assert t.active_adapters() == dict(a=pytest.approx(0.25))
 
 
-# mistakes
+# errors
 
 def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().items()}, t.active_adapters(), dict(t._loras)
 
@@ -144,40 +131,36 @@ def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().ite
 def same_state(a, b): return a[1:] == b[1:] and a[0].keys() == b[0].keys() and all(torch.equal(a[0][k], b[0][k]) for k in a[0])
 
 
+def changed(d, change):
+    "The `style` file with its A matrices changed."
+    state, config, info = read_lora(write(d/"x.safetensors", 1))
+    return write_lora(d/"changed.safetensors", {k: change(t) if "lora_A" in k else t for k, t in state.items()}, config, info)
+
+
 @pytest.mark.parametrize("act, sentence", [
     (lambda t, f, d: t.set_adapters(["style", "third"]), "there is no adapter 'third'; loaded are"),
-    (lambda t, f, d: t.set_adapters(["style"], [1, 2]), "`names` and `weights` must go together"),
+    (lambda t, f, d: t.set_adapters(["style"], [1, 2]), "`names` and `weights`"),
     (lambda t, f, d: t.set_adapters(["style", "style"]), "each name once"),
     (lambda t, f, d: t.set_adapters("style", math.inf), "must be a finite number, got inf"),
     (lambda t, f, d: t.set_adapters("style", "much"), "must be a finite number, got 'much'"),
     (lambda t, f, d: t.load_lora(f["wide"], "wide", weight=math.nan), "must be a finite number, got nan"),
-    (lambda t, f, d: t.load_lora(f["wide"], "a.b"), "`adapter_name` must be letters.* got 'a.b'"),
-    (lambda t, f, d: t.load_lora(f["wide"], "type"), "no attribute of torch's modules, got 'type'"),
+    (lambda t, f, d: t.load_lora(f["wide"], "a.b"), "`adapter_name` must consist of letters.* got 'a.b'"),
+    (lambda t, f, d: t.load_lora(f["wide"], "type"), "an attribute of torch's modules, got 'type'"),
     (lambda t, f, d: t.load_loras([dict(path=f["wide"], name="x"), dict(path=f["root"], name="x")]), "`name` 'x' is given to two"),
     (lambda t, f, d: t.load_loras([f["wide"], d/"none.safetensors"]), "none.safetensors' does not exist"),
-    (lambda t, f, d: t.load_loras([f["wide"], other_base(d)]), "does not fit this transformer"),
-    (lambda t, f, d: t.load_loras([f["wide"], odd_rank(d)]), "has another rank in .*lora_A.* give the file as it was trained"),
+    (lambda t, f, d: t.load_loras([f["wide"], changed(d, lambda a: a.repeat(1, 2))]), "does not fit this transformer"),
+    (lambda t, f, d: t.load_loras([f["wide"], changed(d, lambda a: a[:3])]), "has different ranks in .*lora_A.* give the file as it was trained"),
     (lambda t, f, d: t.delete_adapters("third"), "there is no adapter 'third'"),
-    (lambda t, f, d: t.save_lora(d), "there is no adapter to save; .*style can only be used"),
+    (lambda t, f, d: t.save_lora(d), "there is no adapter to save"),
     (lambda t, f, d: predict(t, schedule="turbo"), "must be one of none, lightning")])
-def test_a_mistake_is_a_sentence_and_changes_nothing(act, sentence, files, tmp_path):
+def test_errors_change_nothing(act, sentence, files, tmp_path):
     t = trainer().load_lora(files["style"], "style", weight=0.5)
     before = state_of(t)
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: act(t, files, tmp_path)
     assert "\n" not in str(e.value) and same_state(before, state_of(t))
 
 
-def other_base(d):
-    state, config, info = read_lora(write(d/"x.safetensors", 1))
-    return write_lora(d/"other.safetensors", {k: t.repeat(1, 2) if "lora_A" in k else t for k, t in state.items()}, config, info)
-
-
-def odd_rank(d):
-    state, config, info = read_lora(write(d/"x.safetensors", 1))
-    return write_lora(d/"odd.safetensors", {k: t[:3] if "lora_A" in k else t for k, t in state.items()}, config, info)
-
-
-def test_a_missing_file_is_told_before_the_transformer_is_built(built, tmp_path):
+def test_a_missing_file_is_reported_before_the_transformer_is_built(built, tmp_path):
     with pytest.raises(FileNotFoundError): trainer().load_lora(tmp_path/"none.safetensors")
     t = trainer(predict=dict(loras=[dict(path=tmp_path/"none.safetensors")]))
     with pytest.raises(FileNotFoundError): predict(t)
@@ -185,7 +168,7 @@ def test_a_missing_file_is_told_before_the_transformer_is_built(built, tmp_path)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_a_load_that_is_cut_short_leaves_nothing(error, files, monkeypatch):
+def test_an_interrupted_load_leaves_nothing(error, files, monkeypatch):
     t = trainer().load_lora(files["style"], "style", weight=0.5)
     before, real, calls = state_of(t), type(t.transformer).load_lora_adapter, []
 
@@ -195,12 +178,11 @@ def test_a_load_that_is_cut_short_leaves_nothing(error, files, monkeypatch):
         if len(calls) == 2: raise error
     monkeypatch.setattr(type(t.transformer), "load_lora_adapter", cut)
     with pytest.raises(type(error)): t.load_loras([files["root"], files["wide"]])
-    assert calls == ["root", "wide"] and same_state(before, state_of(t)), "peft's layers of the two that came too late are gone"
+    assert calls == ["root", "wide"] and same_state(before, state_of(t))
 
 
-def test_a_load_into_a_bare_transformer_that_is_cut_short_leaves_it_bare(files, monkeypatch):
-    from qie_nb.models.components import load_component
-    tr = load_component(tiny_folder("2511"), "transformer")
+def test_an_interrupted_first_load_leaves_a_bare_transformer(files, monkeypatch):
+    tr = bare()
     before, real = tr.state_dict().keys(), type(tr).load_lora_adapter
 
     def cut(self, *a, **kw):
@@ -211,15 +193,15 @@ def test_a_load_into_a_bare_transformer_that_is_cut_short_leaves_it_bare(files, 
     assert tr.state_dict().keys() == before and lora.active_loras(tr) == {}
 
 
-def test_other_sizes_and_other_bases_are_said_once_and_the_first_one_s_are_used(tmp_path, capsys):
+def test_the_first_adapters_areas_are_used_and_differences_printed_once(tmp_path, capsys):
     files = [write(tmp_path/f"{n}.safetensors", k, info) for k, (n, info) in enumerate(dict(
         fast={}, small=dict(control_area=64 * 64, variant="2511"), large=dict(control_area=96 * 96, variant="v1")).items())]
     t = trainer().load_loras(files)
-    said = capsys.readouterr().out
-    assert t.geometry().control_area == 64 * 64 and "adapter 'large' was trained at {'control_area': 9216}, 'small' at {'control_area': 4096}: the first one's" in said
-    assert "adapter 'large' was trained on v1, and the base is 2511" in said
+    printed = capsys.readouterr().out
+    assert t.geometry().control_area == 64 * 64 and "'control_area': 9216" in printed and "'control_area': 4096" in printed
+    assert "adapter 'large' was trained on v1, and the base is 2511" in printed
     t.set_adapters(["large", "small"])
-    assert t.geometry().control_area == 96 * 96 and capsys.readouterr().out.count("first one's") == 1 # another order, another sentence
+    assert t.geometry().control_area == 96 * 96 and capsys.readouterr().out.count("\n") == 1 # another order, another message
     t.set_adapters(["large", "small"], [0, 1]), t.set_adapters(["small", "large"])
     assert t.geometry().control_area == 64 * 64 and capsys.readouterr().out == ""
     assert t.set_adapters("fast").geometry().control_area == AREA
@@ -227,54 +209,62 @@ def test_other_sizes_and_other_bases_are_said_once_and_the_first_one_s_are_used(
 
 # training beside them
 
+def run_of(tmp_path, out, *callbacks, **sections):
+    root = tmp_path/"set"
+    if not root.exists(): write_pairs(root, ((48, 32),) * 4)
+    train = dict(output_dir=str(tmp_path/out), max_train_steps=2) | sections.pop("train", {})
+    model = dict(modulation_table=False) # loading other adapters first keeps the layers, so every run keeps them
+    return QwenImageEditTrainer(settings(root, tmp_path/out, train=train, model=model, **sections), callbacks)
+
+
+def same_tensors(a, b):
+    for x, y in zip(load_file(a).values(), load_file(b).values(), strict=True): same(x, y)
+
+
 def test_training_saves_and_resumes_its_own_adapter(files, tmp_path, capsys):
-    root = write_pairs(tmp_path/"set", ((48, 32),) * 4)
-    run = lambda out, **train: QwenImageEditTrainer(settings(root, tmp_path/out, train=dict(output_dir=str(tmp_path/out), max_train_steps=2, **train)))
-    alone, beside = run("a").fit(), run("b").load_loras({files["style"]: 0.5})
+    alone, beside = run_of(tmp_path, "a").fit(), run_of(tmp_path, "b").load_loras({files["style"]: 0.5})
     beside.fit()
-    assert "training uses adapter 'default' alone; put out of use: style" in capsys.readouterr().out
-    same = lambda x, y: all(torch.equal(a, b) for a, b in zip(load_file(x).values(), load_file(y).values(), strict=True))
+    assert "training uses only adapter 'default'; deactivated: style" in capsys.readouterr().out
     a, b = alone.save_lora(tmp_path/"la"), beside.save_lora(tmp_path/"lb")
-    assert same(a, b) and beside.active_adapters() == dict(default=1.0)
+    same_tensors(a, b)
+    assert beside.active_adapters() == dict(default=1.0)
     mixed = predict(beside.set_adapters(["default", "style"], [0.3, 0.5]))
     pipe = pipeline()
     for n, f in (("default", b), ("style", files["style"])): pipe.load_lora_weights(str(f), adapter_name=n)
     pipe.set_adapters(["default", "style"], [0.3, 0.5])
-    assert np.array_equal(mixed, piped(pipe))
-    assert same(beside.save_lora(tmp_path/"lc"), a), "weights are no part of the file"
+    assert close(mixed, piped(pipe))
+    same_tensors(beside.save_lora(tmp_path/"lc"), a) # weights are not part of the file
     beside.save_checkpoint(2, 2)
-    again = run("b", resume_checkpoint="latest").load_lora(files["wide"], "wide")
+    again = run_of(tmp_path, "b", train=dict(resume_checkpoint="latest")).load_lora(files["wide"], "wide")
     again.fit()
-    assert same(again.save_lora(tmp_path/"ld"), a) and again.active_adapters() == dict(default=1.0)
+    same_tensors(again.save_lora(tmp_path/"ld"), a)
+    assert again.active_adapters() == dict(default=1.0)
 
 
-def learns_in(t): return {n for n, p in t.transformer.named_parameters() if p.requires_grad}
+def trainable(t): return {n for n, p in t.transformer.named_parameters() if p.requires_grad}
 
 
-def test_a_look_at_others_in_the_middle_of_a_run_does_not_disturb_it(files, tmp_path):
+def test_predicting_with_others_does_not_change_a_run(files, tmp_path):
     from qie_nb.training.callbacks import Callback
-    root = write_pairs(tmp_path/"set", ((48, 32),) * 4)
 
-    class Look(Callback):
+    class Predict(Callback):
         def on_step_end(self, t):
-            before = learns_in(t)
-            assert before and learns_in(t.load_lora(files["wide"], "wide")) == before, "what is looked at does not learn, what learns goes on"
+            before = trainable(t)
+            assert before and trainable(t.load_lora(files["wide"], "wide")) == before
             predict(t), t.delete_adapters("wide"), t.set_adapters("default")
-            assert learns_in(t) == before
-    run = lambda out, *callbacks: QwenImageEditTrainer(settings(root, tmp_path/out, train=dict(output_dir=str(tmp_path/out), max_train_steps=3), optimizer=dict(lr=0.01)), callbacks).fit()
-    a, b = run("a"), run("b", Look())
-    assert all(torch.equal(x, y) for x, y in zip(lora.lora_state(a.transformer).values(), lora.lora_state(b.transformer).values(), strict=True))
+            assert trainable(t) == before
+    a, b = (run_of(tmp_path, out, *callbacks, optimizer=dict(lr=0.01)).fit() for out, callbacks in (("a", ()), ("b", (Predict(),))))
+    for x, y in zip(lora.lora_state(a.transformer).values(), lora.lora_state(b.transformer).values(), strict=True): same(x, y)
     with pytest.raises(ValueError, match="adapter 'default' is being trained"): b.delete_adapters("default")
 
 
-def test_the_configuration_names_them(files, tmp_path, capsys):
+def test_the_configuration_names_adapters(files, capsys):
     loras = [dict(path=files["style"], weight=0.8), dict(path=files["wide"], weight=0.5, name="w")]
     t = trainer(predict=dict(loras=loras))
-    want = predict(trainer().load_loras(loras))
-    assert np.array_equal(predict(t), want) and t.active_adapters() == dict(style=0.8, w=0.5)
+    assert close(predict(t), predict(trainer().load_loras(loras))) and t.active_adapters() == dict(style=0.8, w=0.5)
     own = trainer(predict=dict(loras=[str(files["style"])])).load_lora(files["root"])
-    assert np.array_equal(predict(own), predict(trainer().load_lora(files["root"])))
-    assert "`predict.loras` is left out: adapters default are in memory already" in capsys.readouterr().out
+    predict(own)
+    assert own.active_adapters() == dict(default=1.0) and "`predict.loras`" in capsys.readouterr().out
     for wrong in (dict(path="x", weight=math.inf), dict(path="x", wieght=1), {}):
         with pytest.raises(ValueError, match="predict.loras"): make_config(dict(predict=dict(loras=[wrong])))
 
@@ -282,47 +272,44 @@ def test_the_configuration_names_them(files, tmp_path, capsys):
 # merging
 
 @pytest.mark.parametrize("mix", [dict(style=0.8, wide=0.5, root=-0.3), dict(dora=0.7)], ids=str)
-def test_what_is_in_use_is_merged_at_its_weights(mix, files, tmp_path):
+def test_active_adapters_are_merged_at_their_weights(mix, files):
     t = trainer().load_lora(files["comfy"], "idle").load_loras([dict(path=files[n], weight=w, name=n) for n, w in mix.items()])
     weights, beside = {n: m.base_layer.weight.clone() for n, m in t.transformer.named_modules() if hasattr(m, "lora_A")}, predict(t)
-    merged = predict(t.merge_lora())
-    assert np.abs(merged.astype(int) - beside).max() <= 1 and any(not torch.equal(weights[n], t.transformer.get_submodule(n).base_layer.weight) for n in weights)
+    assert close(predict(t.merge_lora()), beside) and any(not torch.equal(weights[n], t.transformer.get_submodule(n).base_layer.weight) for n in weights)
     with pytest.raises(ValueError, match="call unmerge_lora"): t.set_adapters("idle")
     t.unmerge_lora()
-    assert np.array_equal(predict(t), beside) and t.active_adapters() == mix
+    assert close(predict(t), beside) and t.active_adapters() == mix
     assert all(torch.equal(w, t.transformer.get_submodule(n).base_layer.weight) for n, w in weights.items())
 
 
-def test_taking_a_merged_one_out_takes_it_out_of_the_base(files):
+def test_deleting_a_merged_adapter_restores_the_base(files):
     t = trainer()
-    base = predict(t)
-    t.load_lora(files["style"], "style").merge_lora().delete_adapters("style")
-    assert np.array_equal(predict(t), base)
+    base = {k.replace("base_layer.", ""): v.clone() for k, v in t.load_lora(files["style"], "style").transformer.state_dict().items() if "lora_" not in k}
+    t.merge_lora().delete_adapters("style")
+    after = t.transformer.state_dict()
+    assert after.keys() == base.keys() and all(torch.equal(after[k], v) for k, v in base.items())
 
 
 def test_a_dora_is_not_merged_with_others(files):
     t = trainer().load_loras([files["style"], files["dora"]])
     before = state_of(t)
-    with pytest.raises(ValueError, match="adapters style, dora meet in .* and one is a DoRA"): t.merge_lora()
+    with pytest.raises(ValueError, match="adapters style, dora both change .* and one is a DoRA"): t.merge_lora()
     assert same_state(before, state_of(t))
 
 
-SLOW = pytest.param("qint4", marks=pytest.mark.slow) # half a minute of compiling on first use
-
-@pytest.mark.parametrize("kind", [*(k for k in QUANTIZATIONS if k != "qint4"), SLOW])
-def test_a_quantized_base_refuses_to_be_merged_into_and_its_plain_layers_do_not(kind, files, tmp_path):
-    if not library_version(QUANTIZATIONS[kind].library): pytest.skip(f"{QUANTIZATIONS[kind].library} is not installed")
-    t = trainer(model=dict(quantize=kind)).load_lora(files["style"])
+@pytest.mark.parametrize("quantization", [q if q == "fp8_storage" else pytest.param(q, marks=pytest.mark.slow) for q in QUANTIZATIONS])
+def test_only_plain_layers_of_a_quantized_base_are_merged(quantization, files, tmp_path):
+    if not library_version(QUANTIZATIONS[quantization].library): pytest.skip(f"{QUANTIZATIONS[quantization].library} is not installed")
+    t = trainer(model=dict(quantize=quantization)).load_lora(files["style"])
     before = predict(t)
     with pytest.raises(ValueError, match="^the base is quantized .*use it unmerged, or load the base with `model.quantize` none$") as e: t.merge_lora()
-    assert "\n" not in str(e.value) and np.array_equal(predict(t), before) and not lora.is_merged(t.transformer)
-    plain = write(tmp_path/"plain.safetensors", 7, target_modules=["proj_out", "img_in"])
-    t.load_lora(plain)
+    assert "\n" not in str(e.value) and close(predict(t), before) and not lora.is_merged(t.transformer)
+    t.load_lora(write(tmp_path/"plain.safetensors", 7, target_modules=["proj_out", "img_in"]))
     beside = predict(t)
     merged = predict(t.merge_lora())
-    assert lora.is_merged(t.transformer) and np.abs(merged.astype(int) - beside).max() <= 1 and not np.array_equal(merged, before)
+    assert lora.is_merged(t.transformer) and close(merged, beside) and not close(merged, before)
     t.unmerge_lora()
-    assert np.array_equal(predict(t), beside)
+    assert close(predict(t), beside)
 
 
 # few steps
@@ -334,13 +321,13 @@ LIGHTNING = dict(base_image_seq_len=256, base_shift=math.log(3), invert_sigmas=F
 
 @pytest.mark.parametrize("tokens", [12, 4096, 6032])
 @pytest.mark.parametrize("steps", [1, 4, 8])
-def test_levels_are_those_that_lightning_asks_for(steps, tokens):
+def test_lightning_sigmas(steps, tokens):
     own = sampling_schedule(pipeline().scheduler, steps, tokens, overrides=SCHEDULES["lightning"].scheduler)
     s = np.linspace(1, 1 / steps, steps)
     assert own.sigmas.tolist() == pytest.approx([*(3 * s / (1 + 2 * s)), 0], abs=1e-6)
     theirs = FlowMatchEulerDiscreteScheduler.from_config(LIGHTNING)
     theirs.set_timesteps(sigmas=s, mu=edit_plus.calculate_shift(tokens, 256, 8192, math.log(3), math.log(3)))
-    assert torch.equal(own.sigmas, theirs.sigmas) and torch.equal(own.timesteps, theirs.timesteps)
+    same(own.sigmas, theirs.sigmas), same(own.timesteps, theirs.timesteps)
 
 
 @pytest.fixture(scope="module")
@@ -349,57 +336,52 @@ def fast(tmp_path_factory):
     return {n: write(d/f"Qwen-Image-Edit-2511-Lightning-{n}steps-V1.0-bf16.safetensors", 9, format="comfyui", lora_alpha=8) for n in (4, 8)}
 
 
-@pytest.mark.parametrize("variant", ["v1", "2511"])
-def test_a_lightning_file_is_known_and_sampled_as_the_pipeline_would(variant, fast, files, capsys):
+@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
+def test_a_lightning_file_is_recognized_and_sampled_as_by_the_pipeline(variant, fast, files, capsys):
     pipe = pipeline(variant, FlowMatchEulerDiscreteScheduler.from_config(LIGHTNING))
     pipe.load_lora_weights(str(fast[4]), adapter_name="fast"), pipe.load_lora_weights(str(files["style"]), adapter_name="style")
     pipe.set_adapters(["style", "fast"], [0.8, 1.0])
-    t = trainer(variant).load_loras({files["style"]: 0.8, fast[4]: 1.0})
-    theirs = piped(pipe, 4, 1.0)
-    assert np.array_equal(predict(t, num_inference_steps=None), theirs)
-    assert "schedule lightning, 4 steps, guidance 1: Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16.safetensors is called so" in capsys.readouterr().out
+    t, theirs = trainer(variant).load_loras({files["style"]: 0.8, fast[4]: 1.0}), piped(pipe, 4, 1.0)
+    assert close(predict(t, num_inference_steps=None), theirs)
+    printed = capsys.readouterr().out
+    assert "schedule lightning, 4 steps, guidance 1" in printed and "Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16.safetensors" in printed
     predict(t, num_inference_steps=None)
-    assert capsys.readouterr().out == "", "said once"
+    assert capsys.readouterr().out == "", "printed once"
     asked = trainer(variant).load_loras([dict(path=files["style"], weight=0.8), dict(path=fast[4], name="f")])
-    assert np.array_equal(predict(asked, num_inference_steps=None, schedule="lightning"), theirs) and capsys.readouterr().out == ""
-    # what the user says by number wins
-    assert np.array_equal(predict(t, num_inference_steps=2, true_cfg_scale=2.5), piped(pipe, 2, 2.5))
-    # and without it, or with the adapter at 0, the model's own
-    assert np.array_equal(predict(t, num_inference_steps=None, true_cfg_scale=1.0, schedule="none"), own_schedule(pipe, variant, 20, 1.0))
+    assert close(predict(asked, num_inference_steps=None, schedule="lightning"), theirs) and capsys.readouterr().out == ""
+    assert close(predict(t, num_inference_steps=2, true_cfg_scale=2.5), piped(pipe, 2, 2.5)) # explicit numbers win
     t.set_adapters(["style", "Qwen-Image-Edit-2511-Lightning-4steps-V1_0-bf16"], [1, 0])
-    assert t.sampling() == (20, 4.0, {})
-
-
-def own_schedule(pipe, variant, steps, cfg):
+    assert t.sampling() == (20, 4.0, {}) # the model's own, with the adapter at 0 or without a schedule
+    t.set_adapters(["style", "Qwen-Image-Edit-2511-Lightning-4steps-V1_0-bf16"], [0.8, 1])
     pipe.scheduler = pipeline(variant).scheduler
-    return piped(pipe, steps, cfg)
+    assert close(predict(t, num_inference_steps=3, true_cfg_scale=1.0, schedule="none"), piped(pipe, 3, 1.0))
 
 
-def test_overrides_of_the_caller_win(fast):
+def test_scheduler_overrides_of_the_caller_win(fast):
     t = trainer().load_lora(fast[4])
     plain, other = predict(t, num_inference_steps=None), predict(t, num_inference_steps=None, scheduler_overrides=dict(shift_terminal=0.3))
-    assert not np.array_equal(plain, other)
+    assert not close(plain, other)
     pipe = pipeline("2511", FlowMatchEulerDiscreteScheduler.from_config(LIGHTNING | dict(shift_terminal=0.3)))
     pipe.load_lora_weights(str(fast[4]))
-    assert np.array_equal(piped(pipe, 4, 1.0), other)
+    assert close(piped(pipe, 4, 1.0), other)
 
 
-def test_a_lora_of_ours_carries_its_schedule(files, tmp_path, capsys):
+def test_our_files_store_their_schedule(files, tmp_path, capsys):
     t = trainer().load_lora(files["style"])
     file = t.save_lora(tmp_path/"own.safetensors", schedule=dict(steps=3, true_cfg_scale=1.0, scheduler=dict(shift_terminal=None)))
     fresh = trainer().load_lora(file)
-    assert fresh.sampling() == (3, 1.0, dict(shift_terminal=None)) and "own.safetensors says so" in capsys.readouterr().out
-    assert trainer().load_lora(lora.convert_lora(file, tmp_path/"comfy.safetensors")).sampling()[0] == 3, "in every format"
+    assert fresh.sampling() == (3, 1.0, dict(shift_terminal=None)) and "own.safetensors" in capsys.readouterr().out
+    assert trainer().load_lora(lora.convert_lora(file, tmp_path/"comfy.safetensors")).sampling()[0] == 3
     assert trainer().load_lora(t.save_lora(tmp_path/"named.safetensors", schedule="lightning")).sampling() == (4, 1.0, SCHEDULES["lightning"].scheduler)
-    assert "schedule" not in read_lora(t.save_lora(tmp_path/"plain"))[2]
+    assert "schedule" not in read_lora(t.save_lora(tmp_path/"plain")).info
     with pytest.raises(ValueError, match="`schedule` must be one of"): t.save_lora(tmp_path/"x", schedule="fast")
     odd = write(tmp_path/"odd.safetensors", 1, dict(schedule=dict(steps="many")))
     with pytest.raises(ValueError, match="`schedule` of LoRA .*odd.safetensors' has 'steps'"): trainer().load_lora(odd).sampling()
 
 
-def test_the_configuration_chooses(fast, files):
+def test_the_configuration_chooses_the_schedule(fast):
     assert trainer(predict=dict(schedule="lightning")).sampling() == (4, 1.0, SCHEDULES["lightning"].scheduler)
-    assert trainer(predict=dict(schedule="lightning")).load_lora(fast[8]).sampling()[0] == 8 # as the file's name says
+    assert trainer(predict=dict(schedule="lightning")).load_lora(fast[8]).sampling()[0] == 8 # from the file's name
     assert trainer(predict=dict(schedule="none")).load_lora(fast[8]).sampling() == (20, 4.0, {})
     assert trainer(predict=dict(schedule="none")).load_lora(fast[8]).sampling("lightning", 6)[:2] == (6, 1.0)
     with pytest.raises(ValueError, match="predict.schedule"): make_config(dict(predict=dict(schedule="turbo")))
@@ -412,67 +394,57 @@ def test_names_of_lightning_files(name, steps): assert steps_in_name(f"/loras/{n
 
 @pytest.mark.parametrize("wrong", [dict(steps=0), dict(steps=2.5), dict(steps=True), dict(true_cfg_scale=math.nan), dict(scheduler=dict(shift="3")), dict(scheduler=dict(beta=1.0)),
                                    dict(scheduler=dict(use_dynamic_shifting=1)), dict(code="x"), 3, "turbo", []])
-def test_a_schedule_from_elsewhere_is_looked_at(wrong):
+def test_a_files_schedule_is_checked(wrong):
     with pytest.raises(ValueError, match="`schedule` (must be|has)"): as_schedule(wrong)
 
 
 # the command line
 
-@pytest.mark.parametrize("text, parts", [("a.safetensors:0.8", ("a.safetensors", 0.8)), ("a.safetensors", ("a.safetensors", 1.0)), ("me/x:b.safetensors", ("me/x:b.safetensors", 1.0)),
-    ("me/x:b.safetensors:-0.5", ("me/x:b.safetensors", -0.5)), ("C:/loras/a", ("C:/loras/a", 1.0)), ("me/x:2", ("me/x", 2.0))])
-def test_a_weight_stands_behind_the_path(text, parts): assert split_weight(text) == parts
+@pytest.mark.parametrize("text, path, weight", [("a.safetensors:0.8", "a.safetensors", 0.8), ("a.safetensors", "a.safetensors", 1.0), ("me/x:b.safetensors", "me/x:b.safetensors", 1.0),
+    ("me/x:b.safetensors:-0.5", "me/x:b.safetensors", -0.5), ("C:/loras/a", "C:/loras/a", 1.0), ("me/x:2", "me/x", 2.0)])
+def test_a_weight_follows_the_path(text, path, weight): assert split_weight(text) == (path, weight, None)
 
 
-def test_a_path_that_ends_like_a_weight_is_a_path(tmp_path, monkeypatch):
+def test_an_existing_path_has_no_weight(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/"x:2").mkdir()
-    assert split_weight("x:2") == ("x:2", 1.0)
+    assert split_weight("x:2").path == "x:2"
 
 
 @pytest.fixture
 def shell(tmp_path):
-    PICTURE.save(tmp_path/"a.png"), Image.new("RGB", (40, 40), "red").save(tmp_path/"b.png")
+    IMAGE.save(tmp_path/"a.png"), Image.new("RGB", (40, 40), "red").save(tmp_path/"b.png")
 
-    def run(*flags):
+    def run(*flags, model=("--model", str(tiny_folder("2511")))):
         out = tmp_path/"out"/"edited.png"
-        code = main(["predict", "--model", str(tiny_folder("2511")), "--image", str(tmp_path/"a.png"), "--prompt", "make it blue", "--seed", "5", "--height", "48", "--width", "64", "--out", str(out), *map(str, flags)])
+        code = main(["predict", *model, "--image", str(tmp_path/"a.png"), "--prompt", "make it blue", "--seed", "5", "--height", "48", "--width", "64", "--out", str(out), *map(str, flags)])
         return code, np.asarray(Image.open(out)) if code == 0 else None
     return run
 
 
-def test_predict_from_a_shell(shell, files, fast, tmp_path, capsys):
-    trainer = lambda: globals()["trainer"](train=dict(mixed_precision="auto")) # as without a configuration
-    want = predict(trainer().load_loras([(files["style"], 0.5), files["root"]]))
+def test_predict_on_the_command_line(shell, files, fast, capsys):
+    want = predict(trainer(train=dict(mixed_precision="auto")).load_loras([(files["style"], 0.5), files["root"]]))
     code, got = shell("--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2)
-    assert code == 0 and np.array_equal(got, want)
-    assert np.array_equal(shell("--lora", f"{files['style']}:0.5", "--steps", 2, "--cfg", 1)[1], predict(trainer().load_lora(files["style"], weight=0.5), true_cfg_scale=1.0))
-    pictures = [PICTURE, Image.new("RGB", (40, 40), "red")]
-    assert np.array_equal(shell("--image", tmp_path/"b.png", "--schedule", "lightning")[1], trainer().predict(pictures, "make it blue", seed=5, schedule="lightning", **SIZE))
-    assert np.array_equal(shell("--lora", fast[4])[1], predict(trainer().load_lora(fast[4]), num_inference_steps=None))
-    assert "schedule lightning, 4 steps" in capsys.readouterr().out
+    assert code == 0 and close(got, want)
     for flags, sentence in ((("--lora", f"{files['style']}:nan"), "must be a finite number, got nan"), (("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"),
                             (("--config", "x.yaml"), "give `--config` or `--model`, not both")):
         assert shell(*flags)[0] == 2 and sentence in capsys.readouterr().err
     with pytest.raises(SystemExit): shell("--schedule", "turbo")
 
 
-def test_the_old_way_by_configuration_still_works(files, tmp_path):
+@pytest.mark.slow
+def test_predict_options_on_the_command_line(shell, files, fast, tmp_path, capsys):
+    auto = lambda: trainer(train=dict(mixed_precision="auto")) # as without a configuration
+    assert close(shell("--lora", f"{files['style']}:0.5", "--steps", 2, "--cfg", 1)[1], predict(auto().load_lora(files["style"], weight=0.5), true_cfg_scale=1.0))
+    images = [IMAGE, Image.new("RGB", (40, 40), "red")]
+    assert close(shell("--image", tmp_path/"b.png", "--schedule", "lightning")[1], auto().predict(images, "make it blue", seed=5, schedule="lightning", **SIZE))
+    assert close(shell("--lora", fast[4])[1], predict(auto().load_lora(fast[4]), num_inference_steps=None))
+    assert "schedule lightning, 4 steps" in capsys.readouterr().out
+
+
+def test_predict_with_a_configuration_file(shell, files, tmp_path):
     import yaml
     config = tmp_path/"run.yaml"
     config.write_text(yaml.safe_dump(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), train=dict(device="cpu", mixed_precision="no"),
                                           predict=dict(loras=[dict(path=str(files["style"]), weight=0.3)]))))
-    PICTURE.save(tmp_path/"a.png")
-    assert main(["predict", "--config", str(config), "--image", str(tmp_path/"a.png"), "--prompt", "x", "--steps", "2", "--cfg", "4", "--out", str(tmp_path/"o.png")]) == 0
-    assert np.array_equal(np.asarray(Image.open(tmp_path/"o.png")), QwenImageEditTrainer(load_config_from_yaml(config)).predict(PICTURE, "x", num_inference_steps=2))
-
-
-def test_a_second_adapter_raises_no_false_alarm(capfd, recwarn, tmp_path):
-    "`lora` is part of every adapter's keys, and diffusers goes by that."
-    from qie_nb.lora import adapters as lora
-    from qie_nb.tiny.random_models import tiny_pipeline
-    first, second = (tiny_pipeline("2511").transformer for _ in range(2))
-    lora.add_lora(first, LoraSection(r=4))
-    lora.save_lora(first, tmp_path/"a", {})
-    for name in ("default", "lora"): lora.load_lora(second, tmp_path/"a", name)
-    assert "missing keys" not in capfd.readouterr().err and not [w for w in recwarn if "peft_config" in str(w.message)]
-    assert set(second.peft_config) == {"default", "lora"}
+    assert close(shell("--steps", "2", "--cfg", "4", model=("--config", str(config)))[1], predict(QwenImageEditTrainer(load_config_from_yaml(config))))

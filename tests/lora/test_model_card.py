@@ -1,0 +1,109 @@
+"""Model cards: escaping, header, usage code, upload."""
+import json, re
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from qie_nb.config import make_config
+from qie_nb.lora import adapters as lora
+from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME
+from qie_nb.lora.model_card import card_settings, model_card, published, push_to_hub, write_model_card
+from qie_nb.tiny.random_models import tiny_folder
+from helpers import small_areas
+from loras import http_error, trained, written
+
+NASTY = "blue | </td><script>alert(1)</script> ![x](http://evil/p.png) `code` \n---\n# heading\n``` \n````md"
+FACTS = dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", variant="2511", samples=40, held_out=4, controls=2, image_size=[1024, 768],
+             captions=[NASTY, "```", "# injected", "make it red"], held_out_loss=0.1234, weights="ema", steps=500, title=NASTY, settings={"train.note": NASTY, "optimizer.lr": 1e-4})
+
+
+def outside_fences(text):
+    lines, fence = [], None
+    for line in text.splitlines():
+        mark = re.match(r"`{3,}", line)
+        if fence is None and mark: fence = mark[0]
+        elif fence and line == fence: fence = None
+        elif fence is None: lines.append(line)
+    assert fence is None, "a fence is left open"
+    return lines
+
+
+def test_captions_are_escaped():
+    card = model_card(FACTS, [("samples/00.jpg", NASTY)], "me/lora")
+    body = outside_fences(card.split("---\n", 2)[2])
+    assert not any("<script" in line or "</td>" in line or "](http" in line for line in body)
+    assert [line for line in body if line.startswith("#")][1:] == ["## Images", "## Use", "## Data", "## Captions", "## Validation loss", "## Weights", "## Settings"]
+    for line in body:
+        if line.startswith("|"): assert len(re.findall(r"(?<!\\)\|", line)) == 3, line
+    assert "make it red" in card and "0.1234" in card and "running mean (EMA) over the steps, after 500 steps" in card
+
+
+def test_header_is_yaml_with_known_facts_only(tmp_path):
+    top = lambda facts: yaml.safe_load(model_card(facts).split("---\n")[1])
+    assert top(FACTS) == dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", library_name="diffusers", pipeline_tag="image-to-image",
+                              tags=["lora", "diffusers", "qwen-image-edit", "image-to-image"])
+    assert {"base_model", "license"}.isdisjoint(top(dict(base_model=str(tmp_path)))) and "license" not in top({})
+    assert top(dict(license="x\nevil: 1")).get("evil") is None
+    assert model_card({}).count("\n## ") == 1, "unknown parts are omitted"
+
+
+@pytest.mark.parametrize("variant", ["v1", "2511"])
+def test_usage_code_runs(variant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lora.save_lora(trained(variant), tmp_path/"lora")
+    Image.new("RGB", (64, 64), "red").save("input.png")
+    facts = FACTS | dict(variant=variant, base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"])
+    code = re.search(r"```python\n(.*?)\n```", write_model_card(tmp_path/"lora", facts, where=str(tmp_path/"lora")).read_text(), re.S)[1]
+    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), ("num_inference_steps=20", "num_inference_steps=2, height=32, width=32")):
+        assert old in code
+        code = code.replace(old, new)
+    with small_areas(variant, 96 * 96, 112 * 112): exec(code, {})
+    assert np.asarray(Image.open("output.png")).shape == (32, 32, 3)
+
+
+def test_upload_takes_lora_card_and_images_only(monkeypatch, tmp_path):
+    import huggingface_hub
+    from fnmatch import fnmatch
+    sent = {}
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda api, repo, **kw: sent.update(repo=repo, **kw) or f"https://huggingface.co/{repo}")
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda api, **kw: sent.update(kw))
+    image = tmp_path/"me [1] ](x).png"
+    Image.new("RGB", (4, 4)).save(image)
+    folder, tr = tmp_path/"run", trained()
+    lora.save_lora(tr, folder), lora.save_lora(tr, folder, format="comfyui")
+    for name in ("optimizer.safetensors", "state.json", "samples/99.png", "samples/secret.png", "logs/x.csv", "training_images/0.png"): written(folder/name)
+    write_model_card(folder, FACTS, [image, (image, "again")], "me/lora")
+    assert push_to_hub(folder, "me/lora") == "https://huggingface.co/me/lora"
+    assert sent["repo"] == "me/lora" and sent["private"] is True and sent["exist_ok"] and sent["folder_path"] == str(folder)
+    files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+    taken = {f for f in files if any(fnmatch(f, p) for p in sent["allow_patterns"])}
+    assert taken == {WEIGHT_NAME, COMFY_NAME, "README.md", "samples/00.png", "samples/01.png"} == set(published(folder)) and len(files) == 11
+    push_to_hub(folder, "me/lora", private=False)
+    assert sent["private"] is False
+
+
+@pytest.mark.parametrize("error, kind, sentence", [
+    (lambda: ConnectionError(), ConnectionError, "'me/lora' cannot be written: the hub cannot be reached"),
+    (lambda: http_error("LocalTokenNotFoundError", 0), ValueError, "'me/lora' cannot be written without a token that allows it; log in with `hf auth login`, or set HF_TOKEN"),
+    (lambda: http_error("HfHubHTTPError", 401), ValueError, "without a token that allows it"),
+    (lambda: http_error("HfHubHTTPError", 403), ValueError, "without a token that allows it")])
+def test_upload_errors_name_the_remedy(error, kind, sentence, monkeypatch, tmp_path):
+    import huggingface_hub
+    def create(*a, **kw): raise error()
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create)
+    with pytest.raises(ValueError, match=f"contains no {WEIGHT_NAME}"): push_to_hub(tmp_path, "me/lora")
+    lora.save_lora(trained(), tmp_path)
+    with pytest.raises(ValueError, match="write the model card there first"): push_to_hub(tmp_path, "me/lora")
+    write_model_card(tmp_path, {})
+    with pytest.raises(kind, match=sentence): push_to_hub(tmp_path, "me/lora")
+    with pytest.raises(ValueError, match="`repo_id` must be owner/name, got 'lora'"): push_to_hub(tmp_path, "lora")
+
+
+def test_settings_contain_no_paths():
+    config = make_config(dict(model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=7, pretrained_weight="/home/me/start")), data=dict(dataset_path="/home/me/data"),
+                              train=dict(output_dir="/home/me/out", ema_decay=0.9), logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache")))
+    settings = card_settings(config)
+    assert "/home/me" not in json.dumps(settings) and (settings["model.lora.r"], settings["train.ema_decay"], settings["optimizer.name"]) == (7, 0.9, "adamw")
+    assert not any(k.startswith(("logging", "cache", "predict")) for k in settings)
