@@ -64,7 +64,7 @@ import os, subprocess
 root = os.environ.get("QIE_NB_ROOT", "")
 for folder in ("/proc", "/sys/fs/cgroup"): os.makedirs(root + folder, exist_ok=True)
 told = root + "/proc/meminfo" if root else "/tmp/meminfo"
-open(told, "w").write("MemTotal: %d kB\\n" % (31 * 10**6))
+open(told, "w").write("MemTotal: %d kB\\nMemFree: %d kB\\n" % (31 * 10**6, 31 * 10**6))
 if not root: subprocess.run(["mount", "--bind", told, "/proc/meminfo"], check=True), subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup"], check=True)
 open(root + "/sys/fs/cgroup/memory.max", "w").write("{memory}")
 """

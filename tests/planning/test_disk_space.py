@@ -1,0 +1,91 @@
+"""The plan of disk use: agrees with what is written, and refuses a run or a cache that would not fit."""
+import os
+from dataclasses import replace
+
+import pytest
+
+from qie_nb.config import make_config
+from qie_nb.core.environment import Environment, used_bytes
+from qie_nb.core.files import DiskFull
+from qie_nb.planning import disk_space as disk
+from qie_nb.planning.memory_query import memory_query, model_facts
+from qie_nb.trainer import QwenImageEditTrainer
+
+REAL = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"))
+
+
+@pytest.fixture
+def quota(monkeypatch, tmp_path):
+    "Sets the quota of the folder that a run writes to."
+    def at(size):
+        for module in ("planning.disk_space", "training.resume", "encoding.precompute"):
+            monkeypatch.setattr(f"qie_nb.{module}.detect_environment", lambda *a, **kw: Environment("kaggle", working=tmp_path, quota=size))
+    return at
+
+
+def test_fit_refuses_checkpoints_that_do_not_fit(trained_run, tmp_path, quota, built):
+    quota(100_000_000)
+    make = lambda keep: QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(keep_checkpoints=keep, num_epochs=keep, eval_steps=None, val_fraction=0)))
+    with pytest.raises(DiskFull, match=r"quota 0\.1 GB: \d+\.\d MB are to be written \(checkpoints .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
+        make(100).fit()
+    assert not (tmp_path/"checkpoints/latest").exists() and "QwenImageTransformer2DModel" not in built
+    assert make(1).fit().global_step == 5
+
+
+def test_precompute_refuses_a_cache_beyond_the_quota(trained_run, tmp_path, quota):
+    quota(100_000)
+    config = trained_run.settings(tmp_path, cache=dict(cache_dir=str(tmp_path/"cache")))
+    with pytest.raises(DiskFull, match="Nothing was written"): QwenImageEditTrainer(config).cache_embeddings()
+    assert used_bytes(tmp_path) < 50_000
+
+
+def test_plan_agrees_with_what_is_written(trained_run, tmp_path):
+    c = make_config(trained_run.settings(tmp_path, cache=dict(cache_dir=str(tmp_path/"cache"))))
+    plan = disk.disk_plan(c, Environment("script", working=tmp_path))
+    entries = sum(i.bytes for i in plan.items if i.what in ("latents", "prompts"))
+    table, = (i.bytes for i in plan.items if i.what == "modulation table")
+    sizes = {kind: sum(f.stat().st_blocks * 512 for f in (trained_run.cache/kind).rglob("*.safetensors")) for kind in os.listdir(trained_run.cache)}
+    modulation = sizes.pop("modulation")
+    assert 0.8 < table / modulation < 1.25 and 0.8 < entries / sum(sizes.values()) < 1.3, (table, modulation, entries, sizes)
+    query = memory_query(c, model_facts(c.model.pretrained_model_name_or_path)[0])
+    extra = disk.checkpoint_bytes(query) - used_bytes(trained_run.output/"checkpoints/step_00000002")
+    assert 0 <= extra < 1_100_000, "names and digests are counted as 1 MB"
+    assert plan.bytes("downloads") == 0 and plan.fits()
+
+
+def test_existing_files_are_not_counted_again(trained_run, tmp_path):
+    def planned(output, *cache):
+        config = trained_run.settings(output, cache=dict(cache_dir=[str(c) for c in cache]))
+        return {i.what: i.bytes for i in disk.disk_plan(config, Environment("script", working=tmp_path)).items}
+    done, anew = planned(trained_run.output, trained_run.cache), planned(tmp_path, tmp_path/"cache")
+    assert all(done[what] < 0.3 * anew[what] for what in ("latents", "prompts", "modulation table")) and done["checkpoints"] < anew["checkpoints"]
+    assert planned(tmp_path, trained_run.cache, tmp_path/"cache")["modulation table"] == done["modulation table"]
+
+
+def test_cache_and_checkpoints_share_the_quota(tmp_path):
+    real = REAL | dict(data=dict(image_size=[512, 512]), logging=dict(log_dir=str(tmp_path/"runs")),
+                       cache=dict(cache_dir=str(tmp_path/"cache")), train=dict(output_dir=str(tmp_path), keep_checkpoints=50))
+    place = Environment("kaggle", working=tmp_path, quota=20_000_000_000, env=dict(HOME=str(tmp_path.parent)))
+    roomy = replace(disk.disk_plan(real, place, pairs=1000), free=lambda folder: 10**12)
+    cache, kept = roomy.bytes("cache"), roomy.bytes("checkpoints")
+    assert max(cache, kept) < 20e9 < cache + kept or roomy.fits()
+    tight = replace(roomy, place=replace(place, quota=max(cache, kept) + 10_000_000))
+    assert not tight.fits() and "`train.keep_checkpoints` 1" in tight.problems()[0] and repr(tight).endswith(tight.problems()[0]) and "too much" in tight._repr_html_()
+    with pytest.raises(DiskFull): tight.check()
+
+
+def test_folders_on_one_disk_share_it(tmp_path):
+    item = lambda what, size: disk.Item(what, size, tmp_path/what, "")
+    plan = disk.DiskPlan([item("a", 60), item("b", 60)], Environment("script", working=tmp_path), free=lambda folder: 100)
+    (what, need, room, _), = plan.limits()
+    assert (need, room) == (120, 100) and not plan.fits() and replace(plan, free=lambda folder: 120).fits()
+
+
+def test_only_missing_files_are_downloaded(tmp_path):
+    bytes_of = lambda: {i.what: i.bytes for i in disk.disk_plan(REAL, Environment("script", env=dict(HF_HOME=str(tmp_path))), pairs=1).items if i.group == "downloads"}
+    before = bytes_of()
+    assert set(before) == {"download transformer", "download text_encoder", "download vae"} and before["download transformer"] == pytest.approx(40.86e9, rel=1e-3)
+    vae = tmp_path/"hub/models--Qwen--Qwen-Image-Edit-2511/snapshots/abc/vae"
+    vae.mkdir(parents=True)
+    (vae/"m.safetensors").write_bytes(bytes(1000))
+    assert before["download vae"] - bytes_of()["download vae"] == 1000
