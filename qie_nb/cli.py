@@ -120,8 +120,10 @@ def doctor(a):
 
 # %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
-    from qie_nb.evaluation.selfcheck import selfcheck
-    report = selfcheck(a.model, a.steps, a.device, a.train == "true", a.offload, a.quantize, a.text_encoder_quantize)
+    from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
+    from qie_nb.trainer import QwenImageEditTrainer
+    config = selfcheck_config(a.model, a.device, a.offload, a.quantize, a.text_encoder_quantize)
+    report = selfcheck(QwenImageEditTrainer(config), a.steps, a.train == "true")
     print(json.dumps(report.data(), indent=1) if a.json else report)
     return 0 if report.ok else 1
 

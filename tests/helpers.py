@@ -56,6 +56,13 @@ def adapters_equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(lora_state(a.transformer).values(), lora_state(b.transformer).values(), strict=True))
 
 
+def adapters_close(a, b, rtol=1e-3, atol=1e-5):
+    "The adapters of two trainers are equal up to rounding."
+    a, b = lora_state(a.transformer), lora_state(b.transformer)
+    assert a.keys() == b.keys()
+    for k in a: torch.testing.assert_close(a[k], b[k], rtol=rtol, atol=atol, msg=lambda m: f"{k}: {m}")
+
+
 class StopAt:
     def __init__(self, n): self.n = n
     def on_train_begin(self, t): pass
