@@ -69,7 +69,7 @@ def case(where, side, products, pairs=PAIRS):
     config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[SIDE, SIDE], control_area=side * side),
                   train=PRODUCTS[products] | dict(output_dir="/nowhere"), cache=dict(cache_dir="/nowhere/cache"), logging=dict(log_dir="/nowhere/runs"))
     p = plan(config, site.gpu)
-    disk = disk_plan(config, Environment(where, working=Path("/nowhere"), env=dict(HOME="/nowhere")), pairs, wide=4)
+    disk = disk_plan(config, Environment(where, working=Path("/nowhere"), env=dict(HOME="/nowhere")), pairs, base_bytes=4)
     q, rate, whole = p.shown.query, {n: v for n, (v, _) in rates(site).items()}, PUBLISHED["transformer"]
     table, (vae, text) = table_bytes(make_config(config), q), encoding_work(q)
     vae_rate = rate["cpu" if p.changes.get("cache", {}).get("vae_encoder_device") == "cpu" else "float32"]

@@ -116,7 +116,7 @@ def doctor(a):
     from qie_nb.planning.doctor import doctor
     report = doctor(a.config and load_config_from_yaml(a.config))
     print(report)
-    return 1 if report.of("stops") else 0
+    return 1 if report.of("error") else 0
 
 # %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):

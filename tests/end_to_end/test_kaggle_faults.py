@@ -3,18 +3,18 @@
 | put there | `doctor` | the notebook |
 |---|---|---|
 | torchao 0.10 beside peft 0.21, with the install cell | finds nothing: the cell took it away | goes on, to the LoRA |
-| torchao 0.10 beside peft 0.21, without it | stops: pip uninstall | stops |
-| a GPU of sm 6.0 | stops: no kernels, choose another | stops |
-| a GPU of sm 7.5 (no bfloat16) | hinders: leave the precision auto | goes on |
-| bfloat16 asked for where it is emulated | hinders: set the precision auto | goes on |
-| 2 GB of disk, the published model | stops: what does not fit, and what to set | stops |
+| torchao 0.10 beside peft 0.21, without it | error: pip uninstall | stops |
+| a GPU of sm 6.0 | error: no kernels, choose another | stops |
+| a GPU of sm 7.5 (no bfloat16) | warning: leave the precision auto | goes on |
+| bfloat16 asked for where it is emulated | warning: set the precision auto | goes on |
+| 2 GB of disk, the published model | error: what does not fit, and what to set | stops |
 | 2 GB of disk, the tiny model | finds nothing | goes on |
-| 8 GB of host memory, the published model | hinders: keep nothing more there | goes on |
-| 8 GB of host memory, and weights that are to wait there | stops: set it to false, quantize | stops |
-| no internet, a hub id | stops: switch it on, or attach | stops |
+| 8 GB of host memory, the published model | warning: keep nothing more there | goes on |
+| 8 GB of host memory, and weights that are to wait there | error: set it to false, quantize | stops |
+| no internet, a hub id | error: switch it on, or attach | stops |
 | no internet, the tiny model | a note | goes on |
-| a cache of another model, attached | stops: attach this one's, or precompute | stops |
-| no secret HF_TOKEN, a hub id | hinders: where to add it | goes on |
+| a cache of another model, attached | error: attach this one's, or precompute | stops |
+| no secret HF_TOKEN, a hub id | warning: where to add it | goes on |
 """
 import json, re
 
@@ -105,7 +105,7 @@ def went_on(run) -> dict:
     "What the doctor says of a place in which the notebook goes on: {what: (level, remedy)}."
     assert not run.error, run.error
     found = json.loads(re.search(r"^told (.*)$", run.text(), re.M)[1])
-    return {f["what"]: (f["level"], f["remedy"]) for f in found if f["level"]}
+    return {f["what"]: (f["level"], f["remedy"]) for f in found if f["level"] != "ok"}
 
 
 def stopped(run) -> dict:
@@ -113,8 +113,8 @@ def stopped(run) -> dict:
     *_, last = re.sub(r"\x1b\[[\d;]*m", "", run.error).strip().splitlines() # as a terminal without colours shows it
     assert last.startswith("ValueError: this cannot run here: "), run.error
     assert "another exception occurred" not in run.error and not re.search(r"^told", run.text(), re.M)
-    rows = re.findall(r"^(stops|hinders|note) +(disk: (?:working|temporary) folder|disk: cache|[^:]+): .*?; (.*)$", run.text(), re.M)
-    for level, what, remedy in rows: assert (level == "stops") == (f"{what} " in last and remedy in last), last
+    rows = re.findall(r"^(error|warning|note) +(disk: (?:working|temporary) folder|disk: cache|[^:]+): .*?; (.*)$", run.text(), re.M)
+    for level, what, remedy in rows: assert (level == "error") == (f"{what} " in last and remedy in last), last
     return {what: (level, remedy) for level, what, remedy in rows}
 
 
@@ -128,30 +128,30 @@ def only(found, wanted): # {what: (level, pattern of the remedy)}; what is but t
 def test_an_old_torchao_stops_where_nobody_took_it_away(tmp_path):
     own_packages()
     run = visit(place_of(tmp_path), first_cells(tmp_path, slice(1, 2)), gpu=None, before=OLD_TORCHAO)
-    only({w: f for w, f in stopped(run).items() if f[0] == "stops"}, {"torchao": ("stops", r"^peft 0\.\d+\.\d+ raises on every LoRA beside torchao < 0.16: pip uninstall -y torchao")})
+    only({w: f for w, f in stopped(run).items() if f[0] == "error"}, {"torchao": ("error", r"^peft 0\.\d+\.\d+ raises on every LoRA with torchao < 0.16: pip uninstall -y torchao")})
 
 
 def test_a_gpu_without_kernels_stops(tmp_path):
     found = stopped(visit(place_of(tmp_path), gpu=P100))
-    only(found, {"GPU": ("stops", r"no kernels for sm 6\.0 \(it has sm_75, .*\); choose a newer accelerator \(Kaggle: GPU T4 x2\)")})
+    only(found, {"GPU": ("error", r"no kernels for sm 6\.0 \(it has sm_75, .*\); choose a newer accelerator \(Kaggle: GPU T4 x2\)")})
 
 
 def test_a_hub_id_without_internet_stops(tmp_path):
     found = stopped(visit(place_of(tmp_path), online=False, changes=OURS))
-    only(found, {"internet": ("stops", "^Qwen/Qwen-Image-Edit-2511 cannot be downloaded: switch Internet on in the notebook's settings, or attach the model as an input and give its folder")})
+    only(found, {"internet": ("error", "^Qwen/Qwen-Image-Edit-2511 cannot be downloaded: switch Internet on in the notebook's settings, or attach the model as an input and give its folder")})
 
 
 def test_2_gb_of_disk_stop_what_does_not_fit(tmp_path):
     if not unsharing(): pytest.skip("a folder that holds so much takes mounts of its own (unshare)")
     found = stopped(visit(place_of(tmp_path, quota=2 * 10**9), changes=OURS))
-    only({w: f for w, f in found.items() if f[0] == "stops"}, {"disk": ("stops", r"disk of /kaggle/working: [\d.]+ GB are to be written .* and 2\.00 GB can be; .*attach a cache that was filled before")})
+    only({w: f for w, f in found.items() if f[0] == "error"}, {"disk": ("error", r"disk of /kaggle/working: the run writes [\d.]+ GB .*, but 2\.00 GB are free; .*attach a filled cache")})
 
 
 def test_a_cache_of_another_model_stops(tmp_path):
     model, root, out = tiny_folder("v1"), write_pairs(tmp_path/"set", ((48, 32),) * 2), tmp_path/"other"
     QwenImageEditTrainer(settings(root, out, model=dict(pretrained_model_name_or_path=str(model)), cache=dict(cache_dir=str(out/"cache")))).cache_embeddings()
     run = visit(place_of(tmp_path, inputs={"notebooks/somebody/other": out}))
-    only(stopped(run), {"cache": ("stops", "^it is another model's, for this run has .*variant 2511.*: attach the cache of this model, or set `cache.cache_dir` to a new folder and precompute")})
+    only(stopped(run), {"cache": ("error", "^it belongs to another model; this run has .*variant 2511.*: attach the cache of this model, or set `cache.cache_dir` to a new folder and precompute")})
     assert run.inputs_written == []
 
 
@@ -159,16 +159,16 @@ def test_a_cache_of_another_model_stops(tmp_path):
 def test_8_gb_of_host_memory_stop_what_would_wait_there(tmp_path):
     waits = OURS | {"lora=dict(r=16)": "lora=dict(r=16), text_encoder_offload=True", "train=dict(": "train=dict(blocks_to_swap=True, "}
     found = stopped(visit(place_of(tmp_path), memory=8 * 10**9, changes=waits))
-    only(found, {"host memory": ("stops", "^`model.text_encoder_offload` keeps 16.6 GB there; set it to false and quantize instead")})
+    only(found, {"host memory": ("error", "^`model.text_encoder_offload` keeps 16.6 GB there; set it to false and quantize instead")})
 
 
 # ---- what hinders ----------------------------------------------------------------------------------------------------------------------
 
-EMULATED = ("hinders", "^set `train.mixed_precision` auto, which takes what is safe there")
-FEW = ("hinders", "^the real model's loading is planned for 12 GB; close other notebooks, keep `data.num_workers` 0 and `cache.prefetch` 0, and offload nothing")
-SECRET = ("hinders", r'^the hub limits downloads without it .*Kaggle: Add-ons > Secrets.*os.environ\["HF_TOKEN"\] = where\(\).secret\("HF_TOKEN", ask=True\)')
+EMULATED = ("warning", "^set `train.mixed_precision` auto, which chooses a safe precision")
+FEW = ("warning", "^loading the real model needs 12 GB; close other notebooks, keep `data.num_workers` 0 and `cache.prefetch` 0, and offload nothing")
+SECRET = ("warning", r'^the hub limits downloads without it .*Kaggle: Add-ons > Secrets.*os.environ\["HF_TOKEN"\] = where\(\).secret\("HF_TOKEN", ask=True\)')
 
-RUNS_OUT = ("hinders", r"^it will probably run out: set .*`model.text_encoder_quantize` nf4.*, as config\(\) of this report does")
+RUNS_OUT = ("warning", r"^it will probably run out of memory: set .*`model.text_encoder_quantize` nf4.*, as config\(\) of this report does")
 IN_BF16 = {TINY: PUBLISHED.replace('"auto"', '"bf16"')}
 
 def test_a_place_with_all_that_hinders_goes_on(tmp_path):
@@ -178,7 +178,7 @@ def test_a_place_with_all_that_hinders_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault, wanted", [
-    (dict(gpu=T4), {"GPU bfloat16": ("hinders", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}), (dict(gpu=T4, changes=OURS | IN_BF16), {"GPU bfloat16": EMULATED}),
+    (dict(gpu=T4), {"GPU bfloat16": ("warning", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}), (dict(gpu=T4, changes=OURS | IN_BF16), {"GPU bfloat16": EMULATED}),
     (dict(memory=8 * 10**9), {"host memory": FEW}), (dict(token=None), {"secret HF_TOKEN": SECRET}), ({}, {})], ids=["sm 7.5", "emulated bf16", "8 GB of host memory", "missing secret", "no fault"])
 def test_a_fault_that_hinders_is_told_and_no_other(fault, wanted, tmp_path):
     found = went_on(visit(place_of(tmp_path, token=fault.get("token", "hf_given")), **dict(changes=OURS, plans=True) | {k: v for k, v in fault.items() if k != "token"}))
@@ -203,7 +203,7 @@ def test_the_install_cell_takes_an_old_torchao_away_and_the_tiny_model_needs_no_
     run = run_notebook(TRAIN, place_of(tmp_path, token=None, quota=2 * 10**9), changes=SHORT, before=OLD_TORCHAO)
     assert not run.error, run.error
     assert re.search(r"torchao +uninstalled: peft 0\.\d+\.\d+ fails on every LoRA beside torchao 0\.10\.0", run.text())
-    assert "nothing stops a run here" in run.text() and adapter_moved(run.output/"lora")
+    assert "no errors" in run.text() and adapter_moved(run.output/"lora")
 
 
 @pytest.mark.slow

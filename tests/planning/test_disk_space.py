@@ -26,7 +26,7 @@ def quota(monkeypatch, tmp_path):
 def test_fit_refuses_checkpoints_that_do_not_fit(trained_run, tmp_path, quota, built):
     quota(100_000_000)
     make = lambda keep: QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(keep_checkpoints=keep, num_epochs=keep, eval_steps=None, val_fraction=0)))
-    with pytest.raises(DiskFull, match=r"quota 0\.1 GB: \d+\.\d MB are to be written \(checkpoints .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
+    with pytest.raises(DiskFull, match=r"quota 0\.1 GB: the run writes \d+\.\d MB \(checkpoints .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
         make(100).fit()
     assert not (tmp_path/"checkpoints/latest").exists() and "QwenImageTransformer2DModel" not in built
     assert make(1).fit().global_step == 5
@@ -69,8 +69,8 @@ def test_cache_and_checkpoints_share_the_quota(tmp_path):
     roomy = replace(disk.disk_plan(real, place, pairs=1000), free=lambda folder: 10**12)
     cache, kept = roomy.bytes("cache"), roomy.bytes("checkpoints")
     assert max(cache, kept) < 20e9 < cache + kept or roomy.fits()
-    tight = replace(roomy, place=replace(place, quota=max(cache, kept) + 10_000_000))
-    assert not tight.fits() and "`train.keep_checkpoints` 1" in tight.problems()[0] and repr(tight).endswith(tight.problems()[0]) and "too much" in tight._repr_html_()
+    tight = replace(roomy, environment=replace(place, quota=max(cache, kept) + 10_000_000))
+    assert not tight.fits() and "`train.keep_checkpoints` 1" in tight.problems()[0] and repr(tight).endswith(tight.problems()[0]) and "does not fit" in tight._repr_html_()
     with pytest.raises(DiskFull): tight.check()
 
 
