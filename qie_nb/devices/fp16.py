@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..models.components import _has_bf16
+from ..models.components import has_bf16
 from ..models.modulation import STREAMS
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0006
@@ -274,7 +274,7 @@ def with_outliers(
 _NO = dict(fp8_storage="whose layers are cast by hooks; take qint8 or nf4")
 
 def _tensor_cores(device):
-    return device.type == "cuda" and not _has_bf16(device) and torch.cuda.get_device_capability(device) >= (7, 0)
+    return device.type == "cuda" and not has_bf16(device) and torch.cuda.get_device_capability(device) >= (7, 0)
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b8
 def pick_fp16(

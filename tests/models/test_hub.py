@@ -99,7 +99,7 @@ def test_shards_go_when_they_are_quantized_and_it_is_the_same_run(hub, pairs, tm
     rows = sum(p.stat().st_size for p in (hub.root/"home"/"models").rglob("modulation/*"))
     assert hub.peak <= kept + small + largest + rows, (hub.peak, kept, small, largest)
     out = capsys.readouterr().out
-    assert f"{NAME}: transformer " in out and "in 13 files, the largest model-000" in out and "each goes when it is quantized" in out
+    assert f"{NAME}: transformer is " in out and "in 13 files, the largest is model-000" in out and "each is deleted after it is quantized" in out
     got = len(hub.got)
     again = QwenImageEditTrainer(own[0] | dict(train=own[0]["train"] | dict(output_dir=str(tmp_path/"again"))))
     assert adapters_equal(again.fit(), near) and len(hub.got) == got, "the next process begins from what was made"
@@ -121,9 +121,9 @@ def test_a_disk_that_does_not_hold_the_component_decides(hub, tmp_path):
 
 
 @pytest.mark.parametrize("kind, sentence", [
-    (None, r"someone/model: transformer \d+\.\d MB in 13 files, the largest model-000\d\d-of-00013.safetensors with 0\.[1-9] MB: \d+\.\d MB are needed at a time and 0\.0 MB are free "
-           r"at '.*hub'; set `model.quantize` \(`model.text_encoder_quantize`\) and leave `model.delete_downloaded_shards` auto, or attach the model as a folder"),
-    ("nf4", r"someone/model: transformer .* are needed at a time and 0\.0 MB are free at '.*'; free some, or take fewer bits, or attach the model as a folder")])
+    (None, r"someone/model: transformer is \d+\.\d MB in 13 files, the largest is model-000\d\d-of-00013.safetensors with 0\.[1-9] MB; it needs \d+\.\d MB at a time, but "
+           r"'.*hub' has 0\.0 MB free; set `model.quantize` \(`model.text_encoder_quantize`\) and leave `model.delete_downloaded_shards` at auto, or attach the model as a folder"),
+    ("nf4", r"someone/model: transformer .* MB at a time, but '.*' has 0\.0 MB free; free some space, or use fewer bits, or attach the model as a folder")])
 def test_too_small_a_disk_is_refused_before_the_first_shard(kind, sentence, hub, pairs, tmp_path):
     config = configured(pairs(), tmp_path, "out")
     config["model"]["quantize"] = kind or False
@@ -167,7 +167,7 @@ def test_a_download_that_fails_is_told_and_called_again(hub):
         if path.endswith("00005-of-00013.safetensors"): raise ConnectionError("reset by peer")
         return real(name, path, commit)
     hub.get = broken
-    with pytest.raises(OSError, match=r"someone/model: transformer/model-00005-of-00013.safetensors cannot be downloaded \(ConnectionError: reset by peer\); call it again, what is here is kept"):
+    with pytest.raises(OSError, match=r"someone/model: transformer/model-00005-of-00013.safetensors cannot be downloaded \(ConnectionError: reset by peer\); run it again, finished files are kept"):
         resolve_model(NAME, ["transformer"])
     hub.get, got = real, len(hub.got)
     resolve_model(NAME, ["transformer"])
@@ -200,7 +200,7 @@ def test_what_is_no_model_is_told(hub, monkeypatch):
         with pytest.raises(FileNotFoundError, match="is not a folder; give a diffusers folder, a hub id like"): resolve_model(name)
     def nothing(*a): raise ConnectionError
     monkeypatch.setattr(hub, "files", nothing)
-    with pytest.raises(FileNotFoundError, match=r"'no/body' is no local folder and cannot be downloaded \(ConnectionError\); attach the model as a folder and give its path"): resolve_model("no/body")
+    with pytest.raises(FileNotFoundError, match=r"'no/body' is not a local folder and cannot be downloaded \(ConnectionError\); attach the model as a folder and give its path"): resolve_model("no/body")
 
 
 def test_the_model_in_what_was_attached(tmp_path):
@@ -209,7 +209,7 @@ def test_the_model_in_what_was_attached(tmp_path):
     assert resolve_model(str(tmp_path/"input"/"qwen")) == at
     shutil.copytree(tiny_folder("2509"), tmp_path/"input"/"other"/"2")
     assert Components(str(tmp_path/"input"/"other")).variant.name == "2509"
-    with pytest.raises(ValueError, match="holds 2 models .*; name one of them"): find_model_folder(tmp_path/"input")
+    with pytest.raises(ValueError, match="contains 2 models .*; give the folder of one of them"): find_model_folder(tmp_path/"input")
     (tmp_path/"empty").mkdir()
     with pytest.raises(ValueError, match="has no model_index.json"): Components(str(tmp_path/"empty"))
 

@@ -121,7 +121,7 @@ def test_another_schedule_snaps_to_the_nearest_row_and_says_so_once(capsys):
     a, b = table.rows([0.44]), table.rows([0.44])
     assert torch.equal(a, table.rows([0.5])) and torch.equal(a, b) and torch.equal(table.rows([0.2]), table.rows([0.1]))
     out = capsys.readouterr().out
-    assert out == "timestep 440 is not in the modulation table: 500, the nearest, is taken; so it is with all that are not among its 2\n"
+    assert out == "timestep 440 is not in the modulation table; the nearest, 500, is used, and so for every timestep that is not among its 2\n"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -256,7 +256,7 @@ def test_an_interrupted_table_goes_on_where_it_was(tmp_path, monkeypatch, comput
 
 def test_other_weights_dtypes_and_times_are_other_entries():
     table = ModulationTable("a", torch.float32, 2)
-    keys = {str(t.parts(b, times)) for t in (table, ModulationTable("b", torch.float32, 2), ModulationTable("a", torch.bfloat16, 2)) for b in (0, 1) for times in ((0.1,), (0.1, 0.2))}
+    keys = {t.entries(times)[b].key for t in (table, ModulationTable("b", torch.float32, 2), ModulationTable("a", torch.bfloat16, 2)) for b in (0, 1) for times in ((0.1,), (0.1, 0.2))}
     assert len(keys) == 12
 
 
@@ -266,7 +266,7 @@ def test_without_weights_what_is_in_the_cache_is_enough(tmp_path):
     bare = ModulationTable("a digest", torch.float32, 2, None, EmbeddingCacheManager(tmp_path))
     assert bare.make(times) == 0 and torch.equal(bare.rows(times), made.rows(times))
     bare.ensure((0.3,)) # nothing to make it from: the nearest will be taken
-    with pytest.raises(ValueError, match="lacks 1 timesteps and the weights to compute them are not here; attach the whole transformer"): bare.make((0.3,))
+    with pytest.raises(ValueError, match="has no rows for 1 timesteps, and the weights to compute them are not here; attach the whole transformer"): bare.make((0.3,))
 
 
 # --- when there is none

@@ -18,7 +18,8 @@ from qie_nb.models.modulation import ModulationTable, training_times
 from qie_nb.models.components import component_digest, load_component
 from qie_nb.planning.plan import plan
 from qie_nb.config import make_config
-from qie_nb.models.prequantize import LocalShards, quantize_checkpoint
+from qie_nb.models.hub import LocalShards
+from qie_nb.models.prequantize import quantize_checkpoint
 from qie_nb.models.loading import source_checkpoint
 from qie_nb.models.loading import load_quantized
 from qie_nb.tiny.random_models import tiny_folder
@@ -61,7 +62,7 @@ CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLF
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_component_is_the_one_that_is_quantized_on_the_fly(kind, name, sharded, tmp_path):
     for dtype in (torch.bfloat16, torch.float32):
-        out = quantize_checkpoint(CLASSES[name], LocalShards(sharded/name), tmp_path/str(dtype)/name, kind, dtype, whole=True, part_bytes=100_000)
+        out = quantize_checkpoint(CLASSES[name], LocalShards(sharded/name), tmp_path/str(dtype)/name, kind, dtype, hash_files=True, part_bytes=100_000)
         assert len(list(out.glob("part-*"))) > 3 and not list(out.glob("left-*"))
         a, b = load_quantized(CLASSES[name], sharded/name, kind, dtype), load_quantized(CLASSES[name], out, kind, dtype)
         assert same_tensors(a, b) and not b.training and not any(p.requires_grad for p in b.parameters())
@@ -158,14 +159,14 @@ def test_another_checkpoint_in_an_interrupted_folder_begins_anew(sharded, tmp_pa
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data), os.utime(file)
-    real = prequantized._note
+    real = prequantized._save_progress
     def stop(work, state, left, number):
         real(work, state, left, number)
         if number == 4: raise KeyboardInterrupt
-    monkeypatch.setattr(prequantized, "_note", stop)
+    monkeypatch.setattr(prequantized, "_save_progress", stop)
     make = lambda folder, out: quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(folder), out, "nf4", torch.float32, sets=SETS)
     with pytest.raises(KeyboardInterrupt): make(sharded/"transformer", tmp_path/"a"/"transformer")
-    monkeypatch.setattr(prequantized, "_note", real)
+    monkeypatch.setattr(prequantized, "_save_progress", real)
     make(other, tmp_path/"a"/"transformer"), make(other, tmp_path/"b"/"transformer")
     bytes_of = lambda d: {p.relative_to(d).as_posix(): p.read_bytes() for p in d.rglob("*") if p.is_file()}
     assert bytes_of(tmp_path/"a") == bytes_of(tmp_path/"b")
@@ -254,8 +255,8 @@ def test_schedules_that_were_asked_for_are_in_the_copy(sharded, pairs, tmp_path,
 
 
 REFUSED = [
-    (dict(model=dict(quantize="qint8")), "is prequantized as nf4, and `model.quantize` is qint8; set it to nf4 or to none"),
-    (dict(model=dict(text_encoder_quantize="qint8")), "is prequantized as nf4, and `model.text_encoder_quantize` is qint8"),
+    (dict(model=dict(quantize="qint8")), "is prequantized as nf4, but `model.quantize` is qint8; set it to nf4 or none"),
+    (dict(model=dict(text_encoder_quantize="qint8")), "is prequantized as nf4, but `model.text_encoder_quantize` is qint8"),
     (dict(model=dict(modulation_table=False)), "`model.modulation_table` is false, and the prequantized copy .* has no modulation layers, only a table of them; name the full model"),
     (dict(model=dict(lora=dict(r=4, target_modules=["to_q", "img_mod.1"]))), r"names transformer_blocks.0.img_mod.1, so what it says will change, and the prequantized copy .* has no modulation layers")]
 
@@ -266,13 +267,13 @@ def test_refused_before_anything_is_loaded(sharded, pairs, tmp_path):
         c = configured(root, tmp_path, "x", copy)
         c["model"] |= change["model"]
         with pytest.raises(ValueError, match=sentence): t = QwenImageEditTrainer(c); t.components.check(); t.set_lora()
-    with pytest.raises(ValueError, match="holds a whole copy"): QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantized(copy)
+    with pytest.raises(ValueError, match="has a complete copy"): QwenImageEditTrainer(configured(root, tmp_path, "full", sharded)).save_prequantized(copy)
     with pytest.raises(ValueError, match="is a prequantized copy already"): QwenImageEditTrainer(configured(root, tmp_path, "x", copy)).save_prequantized(tmp_path/"again")
-    with pytest.raises(ValueError, match="make it again here, or take nf4"):
+    with pytest.raises(ValueError, match="make the copy again here, or use nf4"):
         quantize_checkpoint(QwenImageTransformer2DModel, LocalShards(sharded/"transformer"), tmp_path/"q"/"transformer", "qint8", torch.bfloat16)
         shutil.copyfile(sharded/"model_index.json", tmp_path/"q"/"model_index.json")
-        load_component(tmp_path/"q", "transformer", torch.float32, kind="qint8")
-    for kind, sentence in ((None, "`model.quantize` is none, and a prequantized copy"), ("qint4", "qint4 is packed for one kind of device and is not kept in files; take nf4")):
+        load_component(tmp_path/"q", "transformer", torch.float32, quantization="qint8")
+    for kind, sentence in ((None, "`model.quantize` is none, but a prequantized copy"), ("qint4", "qint4 is packed for one kind of device and cannot be saved; use nf4")):
         t = QwenImageEditTrainer(configured(root, tmp_path, "full", sharded))
         t.quantize = kind
         with pytest.raises(ValueError, match=sentence): t.save_prequantized(tmp_path/"no")
@@ -286,7 +287,7 @@ def test_no_room_is_told_with_sizes_before_the_first_file(sharded, pairs, tmp_pa
     from qie_nb.models import prequantize as prequantise
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
     monkeypatch.setattr(prequantise, "quantize_checkpoint", lambda *a, **kw: pytest.fail("it began"))
-    with pytest.raises(OSError, match=r"'.*copy' has 0\.0 MB free, and .* MB are needed \(transformer .* MB, modulation table .* MB, text_encoder .*, the table twice while it is packed\)"):
+    with pytest.raises(OSError, match=r"'.*copy' has 0\.0 MB free, but the copy needs .* MB \(transformer .* MB, modulation table .* MB, text_encoder .*, the table twice while it is packed\)"):
         QwenImageEditTrainer(configured(pairs(), tmp_path, "full", sharded)).save_prequantized(tmp_path/"copy")
 
 
@@ -362,5 +363,5 @@ def test_room_is_reckoned_by_what_the_files_keep(narrow, pairs, tmp_path, monkey
     monkeypatch.setattr(prequantise, "quantized_bytes", lambda *a: said.append(a[3]) or real(*a))
     monkeypatch.setattr(prequantise, "free_bytes", lambda p: 1000)
     full = QwenImageEditTrainer(configured(pairs(), tmp_path, "full", narrow))
-    with pytest.raises(OSError, match="are needed"): full.save_prequantized(tmp_path/"copy")
+    with pytest.raises(OSError, match="but the copy needs"): full.save_prequantized(tmp_path/"copy")
     assert full.weight_dtype == torch.float32 and said == [torch.bfloat16] * 2

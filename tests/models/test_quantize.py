@@ -202,7 +202,7 @@ def test_tied_weights(tmp_path):
 def test_a_missing_shard_is_named(tmp_path):
     folder = sharded(tmp_path, "transformer", QwenImageTransformer2DModel)
     (gone := sorted(folder.glob("*.safetensors"))[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"lacks {gone.name}, which its index names; copy the model again"): load_quantized(QwenImageTransformer2DModel, folder)
+    with pytest.raises(FileNotFoundError, match=f"{gone.name} is missing in .* but its index names it; copy the model again"): load_quantized(QwenImageTransformer2DModel, folder)
 
 
 def memory(tmp_path, *args):
@@ -248,26 +248,26 @@ def both(*changes): return lambda m: [c(m) for c in changes]
 
 REFUSED = [
     ("qint8", "cpu", lacking("optimum-quanto"),
-     "`model.quantize` qint8 needs optimum-quanto, which is not installed; pip install optimum-quanto, or take fp8_storage, which needs nothing"),
-    ("nf4", "cpu", lacking("bitsandbytes"), "`model.quantize` nf4 needs bitsandbytes, which is not installed; pip install bitsandbytes, or take qfloat8"),
+     "`model.quantize` qint8 needs optimum-quanto, which is not installed; pip install optimum-quanto, or use fp8_storage, which needs no package"),
+    ("nf4", "cpu", lacking("bitsandbytes"), "`model.quantize` nf4 needs bitsandbytes, which is not installed; pip install bitsandbytes, or use qfloat8"),
     ("float8", "cpu", lacking("torchao"),
-     "`model.quantize` float8 needs torchao, which is not installed; pip install torchao, or take fp8_storage, which needs nothing"),
+     "`model.quantize` float8 needs torchao, which is not installed; pip install torchao, or use fp8_storage, which needs no package"),
     ("int8", "cpu", versions(torchao="0.10.0+cu124", peft="0.19.1"),
-     "torchao 0.10.0+cu124 is installed, and with it peft 0.19.1 fails on every LoRA; pip install -U torchao, or pip uninstall -y torchao where nothing needs it"),
+     "torchao 0.10.0+cu124 is installed, and peft 0.19.1 fails on every LoRA with it; pip install -U torchao, or pip uninstall -y torchao if nothing needs it"),
     ("int8", "cpu", versions(torchao="0.15.0", peft="0.18.0"),
-     "`model.quantize` int8 needs torchao >= 0.16, got 0.15.0; pip install -U torchao, or take fp8_storage, which needs nothing"),
+     "`model.quantize` int8 needs torchao >= 0.16, got 0.15.0; pip install -U torchao, or use fp8_storage, which needs no package"),
     ("float8", "cpu", versions(peft="0.18.0"),
-     "`model.quantize` float8 needs peft >= 0.19, got 0.18.0; pip install -U peft, or take fp8_storage, which needs nothing"),
+     "`model.quantize` float8 needs peft >= 0.19, got 0.18.0; pip install -U peft, or use fp8_storage, which needs no package"),
     ("qint4", "cpu", without("ninja"), "`model.quantize` qint4 compiles a part of quanto on first use and needs ninja, not found here; "
-     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or take nf4"),
+     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"),
     ("qint4", "cpu", without("ninja", "g++", "c++"), "`model.quantize` qint4 compiles a part of quanto on first use and needs ninja and g++, not found here; "
-     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or take nf4"),
+     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"),
     ("qint4", "cuda", without("nvcc"), "`model.quantize` qint4 compiles a part of quanto on first use and needs nvcc, not found here; "
-     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or take nf4"),
-    ("qfloat8", "mps", both(), "`model.quantize` qfloat8 holds weights in float8, which mps cannot; take qint8"),
-    ("fp8_storage", "mps", both(), "`model.quantize` fp8_storage holds weights in float8, which mps cannot; take qint8"),
-    ("nf4", "mps", both(), "`model.quantize` nf4 runs on cpu and cuda, got mps; take qint8"),
-    ("nf4", "cuda", gpu((5, 2)), "`model.quantize` nf4 needs a GPU of compute capability 6.0, Tesla M60 has less; take qint8")]
+     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"),
+    ("qfloat8", "mps", both(), "`model.quantize` qfloat8 stores weights in float8, which mps does not support; use qint8"),
+    ("fp8_storage", "mps", both(), "`model.quantize` fp8_storage stores weights in float8, which mps does not support; use qint8"),
+    ("nf4", "mps", both(), "`model.quantize` nf4 runs on cpu and cuda, got mps; use qint8"),
+    ("nf4", "cuda", gpu((5, 2)), "`model.quantize` nf4 needs a GPU of compute capability 6.0 or higher, got Tesla M60; use qint8")]
 
 
 @pytest.mark.parametrize("kind, device, change, sentence", REFUSED, ids=[f"{k}-{d}-{n}" for n, (k, d, *_) in enumerate(REFUSED)])
@@ -306,7 +306,7 @@ def test_a_clash_that_nobody_asked_for(monkeypatch):
     check_torchao()
     assert check_quantization("none") is None and check_quantization(True) == "qfloat8"
     versions(torchao="0.10.0", peft="0.21.2")(monkeypatch)
-    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and with it peft 0.21.2 fails on every LoRA"): check_torchao()
+    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and peft 0.21.2 fails on every LoRA with it"): check_torchao()
     assert check_quantization("nf4") == "nf4", "bitsandbytes itself does not mind"
     versions(torchao="0.10.0", peft="0.18.0")(monkeypatch)
     check_torchao()
@@ -379,7 +379,7 @@ def test_precomputed_with_an_offloaded_encoder_is_the_same_cache(pairs, tmp_path
 def test_offloaded_and_quantized_do_not_go_together(pairs, tmp_path, built):
     config = settings(pairs(), tmp_path)
     config["model"] |= dict(text_encoder_offload=True, text_encoder_quantize="qint8")
-    sentence = "`model.text_encoder_quantize` qint8 does not go with `model.text_encoder_offload`, whose layers travel at full width; choose one of them"
+    sentence = "`model.text_encoder_quantize` qint8 is incompatible with `model.text_encoder_offload`, which moves unquantized layers; choose one of them"
     with pytest.raises(ValueError) as e: QwenImageEditTrainer(config).cache_embeddings()
     assert str(e.value) == sentence and not built
 
