@@ -306,7 +306,7 @@ def operations(root, a):
     from diffusers import AutoencoderKLQwenImage
     from qie_nb.encoding.vae import vae_flops
     with torch.device("meta"): vae = AutoencoderKLQwenImage()
-    plain, flat = (vae_flops(vae, flat=f) for f in (False, True))
+    plain, flat = (vae_flops(vae, use_2d=f) for f in (False, True))
     out = dict(vae_1024=dict(plain=plain, flat=flat, ratio={k: round(plain[k] / flat[k], 3) for k in plain}), note="two operations for a "
                "multiplication with its addition; attention counted as a full square; the vision tower computed, the rest counted on the meta device")
     model = qwen_vl()

@@ -37,9 +37,9 @@ def counted(run):
 def vision_flops(model, grid, together=True):
     "An image through the vision tower; its grid is known, its patches are not. Windows apart are the same operations, counted for longer."
     import torch
-    from qie_nb.encoding.windows import windows_together
+    from qie_nb.encoding.prompts import batched_windows
     n = int(grid[0].prod())
-    with windows_together(model, together):
+    with batched_windows(model) if together else contextlib.nullcontext():
         return counted(lambda: model.model.visual(torch.empty(n, 1176, device="meta"), grid_thw=grid, position_ids=torch.empty(n, 2, device="meta")))
 
 
@@ -68,7 +68,7 @@ def operations(variant):
     from qie_nb.tiny.random_models import tiny_folder
     v, proc = VARIANTS[variant], load_component(tiny_folder(variant), "processor")
     picture = Image.new("RGB", Geometry(vl_area=v.vl_area).vl((SIDE, SIDE)))
-    front, grid = prefix_tokens(proc, v, [picture]), VLImages([picture]).ready(proc)[1]
+    front, grid = prefix_tokens(proc, v, [picture]), VLImages([picture]).process(proc)[1]
     rests = [len(suffix_ids(proc, v, front, p)) for p in (CAPTION, "")]
     with torch.device("meta"): vae, model = AutoencoderKLQwenImage(), qwen_vl()
     vaes = [vae_flops(vae, (SIDE, SIDE), flat)["encode"] for flat in (False, True)]
@@ -81,19 +81,36 @@ def operations(variant):
                 total=total, ratio=round(total["ours"] / total["naive"], 4))
 
 
+def attention_calls(text_encoder, run) -> list:
+    "How often each layer of the vision tower calls scaled dot product attention while `run()` sends images through it."
+    import torch
+    from torch.overrides import TorchFunctionMode
+    class Count(TorchFunctionMode):
+        n = 0
+        def __torch_function__(self, f, types, args=(), kwargs=None):
+            self.n += f is torch.nn.functional.scaled_dot_product_attention
+            return f(*args, **(kwargs or {}))
+    calls, layers = [], [b.attn for b in text_encoder.model.visual.blocks]
+    with Count() as count:
+        hooks = [m.register_forward_pre_hook(lambda *a: calls.append(-count.n)) for m in layers]
+        hooks += [m.register_forward_hook(lambda *a: calls.append(calls.pop() + count.n)) for m in layers]
+        try: run()
+        finally: [h.remove() for h in hooks]
+    return calls
+
+
 def calls(variant):
     "Attention calls of the vision tower's layers for that image, apart and together."
     import torch
     from PIL import Image
     from qie_nb.models.components import VARIANTS, load_component
     from qie_nb.data.images import Geometry
-    from qie_nb.encoding.prompts import VLImages
+    from qie_nb.encoding.prompts import VLImages, batched_windows
     from qie_nb.tiny.random_models import tiny_folder
-    from qie_nb.encoding.windows import attention_calls, windows_together
     te, proc = (load_component(tiny_folder(variant), n) for n in ("text_encoder", "processor"))
-    pixels, grid = VLImages([Image.new("RGB", Geometry(vl_area=VARIANTS[variant].vl_area).vl((SIDE, SIDE)))]).ready(proc)
+    pixels, grid = VLImages([Image.new("RGB", Geometry(vl_area=VARIANTS[variant].vl_area).vl((SIDE, SIDE)))]).process(proc)
     def count(on):
-        with torch.no_grad(), windows_together(te, on): return attention_calls(te, lambda: te.model.visual(pixels, grid_thw=grid))
+        with torch.no_grad(), batched_windows(te) if on else contextlib.nullcontext(): return attention_calls(te, lambda: te.model.visual(pixels, grid_thw=grid))
     return dict(zip(("windows", "whole_image"), map(list, zip(count(False), count(True)))))
 
 
@@ -143,21 +160,21 @@ def synchronised(device):
 def bare(parts, dataset, n, device, naive):
     "Seconds that the encoders alone take for samples whose images are tensors already; nothing is read or written."
     import torch
-    from qie_nb.encoding.encode import encode_images, encode_prompt, pixels_of, vl_images
-    from qie_nb.encoding.prompts import encode_prefix, encode_suffixes
+    from qie_nb.encoding.prompts import encode_prefix, encode_prompt, encode_suffixes, vl_images
+    from qie_nb.encoding.vae import encode_images, pixels_of
     vae, text = parts.get("vae"), (parts.get("text_encoder"), parts.get("processor"), parts.variant)
-    held = dataset.pictures(0)
+    held = dataset.images(0)
     size, control = held["image"].shape[1::-1], held["control"][0]
     from PIL import Image
     pixels = [pixels_of(vae, im, s).to(device) for im, s in ((Image.fromarray(held["image"]), size), (control, dataset.geometry.control(control.size)))]
     seen = vl_images([control], dataset.geometry)
-    seen.ready(text[1])
+    seen.process(text[1])
     def sample():
-        for x in pixels: encode_images(vae, [x], None, device, flat=not naive)
+        for x in pixels: encode_images(vae, [x], None, device, use_2d=not naive)
         prompts = dataset.samples[0].prompt, ""
         if naive:
             for p in prompts:
-                e = encode_prompt(*text, p, seen, device, shared=False)[0]
+                e = encode_prompt(*text, p, seen, device, share_prefix=False)[0]
                 with torch.no_grad(): text[0].lm_head(e)
         else:
             front = encode_prefix(*text, [seen], device)
@@ -185,7 +202,7 @@ def rates(a, root):
         dataset = ImageDataset(dict(dataset_path=str(root/"set"), image_size=[side, side], cache_dir=str(root/f"cache{n}"), caption_dropout_rate=0.1))
         encoder = Encoder(parts, dataset.cache, device, device, batch_size=a.batch_size)
         began = synchronised(device)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()): report = precompute(dataset, encoder, ahead=a.ahead)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()): report = precompute(dataset, encoder, prefetch=a.ahead)
         took = synchronised(device) - began
         assert report.encoded == a.samples and not report.skipped, str(report)
         settings = dict(batch_size=encoder.batch_size, prefetch=a.ahead, side=side, bytes_a_sample=report.bytes // a.samples)

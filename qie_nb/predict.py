@@ -15,7 +15,7 @@ from PIL import Image
 
 from .sampling.cached_edits import cached_data, cached_edits
 from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, standing
-from .encoding.encode import decode_latents
+from .encoding.vae import decode_latents
 from .encoding.encoder import Encoder
 from .models.components import check_device
 from .data.images import Geometry, crop_to, figure, open_image
@@ -160,7 +160,7 @@ def predict_cached(self:PredictMethods,
         check_sampling(scheduler, edits, factor_of(self.components), num_inference_steps, true_cfg_scale, scheduler_overrides)
         watch = self._watching(edits, num_inference_steps, progress, preview, preview_every)
         out = run_encoded(self._at, scheduler, ready, edits, num_inference_steps, true_cfg_scale, scheduler_overrides, self.weight_dtype,
-                          on_step, watch, self._predictor.flat)
+                          on_step, watch, self._predictor.vae_2d)
     self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed) for e, k in zip(edits, indices)]
     return [give(o) for o in out] if several else give(out[0])
 

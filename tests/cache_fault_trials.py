@@ -129,7 +129,7 @@ class World:
             dataset = self.dataset(cache)
             encoder = Encoder(self.components, dataset.cache, **kw)
             if shared: encoder.calls = Shared.Calls(shared, at, encoder.calls)
-            return precompute(dataset, encoder, ahead=ahead), dict(encoder.calls)
+            return precompute(dataset, encoder, prefetch=ahead), dict(encoder.calls)
 
     def train(self, cache, model=None, **sections):
         from qie_nb.trainer import QwenImageEditTrainer
@@ -184,12 +184,12 @@ def wait(pids, seconds) -> dict: # {pid: status}; those that hang are killed and
 def counted(world, cache, shared, at=0, die_at=None, **kw):
     "In a child: precompute, with entries (and the encoders' calls) counted where others see it; killed at its entry `die_at`, thus while it holds a file_lock."
     from qie_nb.encoding.encoder import Encoder
-    real = Encoder._keep
+    real = Encoder.save
     def keep(self, *a, **kw):
         shared[at] += 1
         if shared[at] == die_at: os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *a, **kw)
-    Encoder._keep = keep
+    Encoder.save = keep
     report, _ = world.run(cache, shared, at, **kw)
     shared[at + 4] = report.tensors + 1
 
@@ -508,7 +508,7 @@ class Studio:
         return self.models[name]
 
     def precompute(self) -> tuple: # (Counter of what was stored, Report, encoder's calls)
-        import qie_nb.encoding.encode, qie_nb.core.files, qie_nb.models.components, qie_nb.encoding.prompts
+        import qie_nb.core.files, qie_nb.models.components, qie_nb.encoding.prompts
         from qie_nb.cache import EmbeddingCacheManager
         from qie_nb.data.dataset import ImageDataset
         from qie_nb.encoding.encoder import Encoder
@@ -521,7 +521,7 @@ class Studio:
             text, drop = template(pipeline)
             return text.replace("<|im_start|>user", f"{self.template}<|im_start|>user"), drop
         changes = [(EmbeddingCacheManager, "save_cache", save_cache), (qie_nb.core.files, "_SETTLED", self.settle)]
-        if self.template: changes += [(m, "template_of", template_of) for m in (qie_nb.models.components, qie_nb.encoding.prompts, qie_nb.encoding.encode)]
+        if self.template: changes += [(m, "template_of", template_of) for m in (qie_nb.models.components, qie_nb.encoding.prompts)]
         dirs = self.dirs or str(self.cache)
         with patched(*changes), quiet():
             dataset = ImageDataset(dict(dataset_path=str(self.root), cache_dir=dirs) | self.data)
@@ -687,7 +687,7 @@ def scripted(s): # (name, edit, what it is to cost)
         ("v1, another template and order of sizes", lambda: setattr(s, "variant", "v1"), all_text),
         ("2511", lambda: setattr(s, "variant", "2511"), nothing),
         ("the model's files touched", lambda: s.touch_all(s.model().folder), nothing),
-        ("prompts encoded whole, convolutions in 3-D", lambda: setattr(s, "encoder", dict(shared=False, flat=False)), nothing),
+        ("prompts encoded whole, convolutions in 3-D", lambda: setattr(s, "encoder", dict(share_prefix=False, vae_2d=False)), nothing),
         ("and as before", lambda: setattr(s, "encoder", {}), nothing),
         ("part of the data set, with one new target in it", lambda: (setattr(s, "part", (0, 2)), s.new_image(s.target(0)), s.new_image(s.target(5))), dict(pixel_latent=1)),
         ("all of it, with another outside the part", lambda: setattr(s, "part", (0, None)), dict(pixel_latent=1)),
@@ -769,7 +769,7 @@ def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
     "An image is replaced after its digest was taken and before it is read: what is stored is what its key says."
     from qie_nb.cache import EmbeddingCacheManager
     from qie_nb.data.dataset import ImageDataset
-    t, real = Tally("invalidation: images replaced while they are encoded"), ImageDataset.pictures
+    t, real = Tally("invalidation: images replaced while they are encoded"), ImageDataset.images
     old = {p: p.read_bytes() for p in world.root.rglob("*.png")}
     for side in ("training_images", "control_images"):
         for size, ahead in ((None, 0), ((64, 24), 0), (None, 4), ((64, 24), 4)):
@@ -777,10 +777,10 @@ def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
                 with t.trial(f"{side}, {'another' if size else 'the same'} size, {often} times, {ahead} samples read ahead"):
                     cache, left = world.folder(), [often]
                     path = world.root/side/"0002.png"
-                    def pictures(dataset, i):
+                    def pictures(dataset, i, *a):
                         if dataset.samples[i].id == "0002" and left[0]: left[0] -= 1; picture(9000 + left[0], size or Image.open(path).size, path)
-                        return real(dataset, i)
-                    with patched((ImageDataset, "pictures", pictures)): report, _ = world.run(cache, ahead=ahead)
+                        return real(dataset, i, *a)
+                    with patched((ImageDataset, "images", pictures)): report, _ = world.run(cache, ahead=ahead)
                     assert not left[0] or (len(report.skipped) == 1 and "changed" in report.skipped[0][1]), str(report)
                     m = EmbeddingCacheManager(cache)
                     assert not m.verify()

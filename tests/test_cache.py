@@ -103,7 +103,7 @@ def test_a_image_replaced_between_its_key_and_its_pixels_is_noticed(pairs, tmp_p
     dataset.refresh(dict(vae="v", text_encoder="t", template="p", dtype="float32", control_area=4096, vl_area=4096))
     dataset.keys(0)
     Image.new("RGB", (48, 32)).save(root/"training_images"/"0000.png")
-    with pytest.raises(ImageChanged, match="0000.png.* has changed"): dataset.pictures(0)
+    with pytest.raises(ImageChanged, match="0000.png.* has changed"): dataset.images(0)
 
 
 def test_packing_again_replaces_a_pack_and_nothing_else(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ..lora import adapters as lora
 from ..sampling.edits import as_image, check_sampling, denoise_encoded, encode_edits, factor_of, make_edits
-from ..encoding.encode import decode_latents
+from ..encoding.vae import decode_latents
 from .evaluate import adapter_of
 from ..sampling.denoising import pick_schedule
 from ..lora.formats import is_hub_id
@@ -290,7 +290,7 @@ def compare_edits(
         encoded = encode_edits(trainer._predictor, edits, geometry, any(c.true_cfg_scale > 1 for c in columns), trainer._at)
         latents = denoise_columns(trainer, columns, edits, encoded, progress)
         vae = trainer._at("vae")
-        pictures = [[decode_latents(vae, z, trainer._predictor.flat)[0] for z in row] for row in zip(*latents)]
+        pictures = [[decode_latents(vae, z, trainer._predictor.vae_2d)[0] for z in row] for row in zip(*latents)]
     return Comparison(columns, edits, pictures, targets)
 
 # %% ../../nbs/evaluation/03_compare.ipynb #4431360c
@@ -312,7 +312,7 @@ from PIL import Image
 
 from ..sampling.cached_edits import cached_data, cached_edits
 from ..sampling.edits import check_sampling, factor_of
-from ..encoding.encode import decode_latents
+from ..encoding.vae import decode_latents
 
 # %% ../../nbs/evaluation/03_compare.ipynb #532ba233
 def validation_pairs(
@@ -344,10 +344,10 @@ def compare_validation(
         for c in columns: check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale, dict(c.scheduler))
         latents = denoise_columns(trainer, columns, edits, ready)
         vae = trainer._at("vae")
-        made = [[decode_latents(vae, z, trainer._predictor.flat)[0] for z in row] for row in zip(*latents)]
+        made = [[decode_latents(vae, z, trainer._predictor.vae_2d)[0] for z in row] for row in zip(*latents)]
     return _shown(columns, dataset, edits, made)
 
 # %% ../../nbs/evaluation/03_compare.ipynb #c67ad489
 def _shown(columns, dataset, edits, made) -> Comparison:
-    seen = [dataset.pictures(i) for i in range(len(edits))]
+    seen = [dataset.images(i) for i in range(len(edits))]
     return Comparison(columns, [replace(e, pictures=s["control"]) for e, s in zip(edits, seen)], made, [Image.fromarray(s["image"]) for s in seen])

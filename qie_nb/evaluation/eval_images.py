@@ -20,7 +20,7 @@ from ..core.files import write_atomic
 from ..core.progress import Progress
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.placement import temporarily_load
-from ..encoding.encode import decode_latents
+from ..encoding.vae import decode_latents
 from .validation_loss import StopCheck, process, shares
 from ..predict import grid
 from ..sampling.cached_edits import at_hand, edit_cached, encoded_sample
@@ -76,7 +76,7 @@ def pair_cases(
     return [_pair_case(trainer, dataset, i, k) for k, i in enumerate(chosen)]
 
 def _pair_case(trainer, dataset, i, k):
-    s, images, got = dataset.samples[i], dataset.pictures(i), encoded_sample(trainer, dataset, i)
+    s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i)
     h = len(images["image"])
     control = np.concatenate([np.asarray(c.resize((max(1, round(c.width * h / c.height)), h))) for c in images["control"]], 1)
     return EvalCase(f"{k:02}_{file_name(s.id)}", s.prompt, got.shape, got.controls, got.cond, got.uncond, (control, images["image"]))

@@ -19,7 +19,7 @@ from PIL import Image
 from fastcore.basics import patch
 
 from ..devices.placement import PARTS
-from ..encoding.encode import decode_latents
+from ..encoding.vae import decode_latents
 from .layer_stats import FiniteCheck, PeakMemory
 from ..models.components import COMPONENTS, check_device, check_weights, device_of
 from ..models.flow_matching import pack_latents, sample_noise
@@ -169,7 +169,7 @@ def our_run(t, image, size, steps, finite) -> OurEdit:
     transformer = at("transformer")
     out.tick(device)
     z = denoise_encoded(transformer, t.components.get("scheduler"), ready, steps, 4., dtype=t.weight_dtype, on_step=step)
-    out.picture = decode_latents(at("vae"), z.cpu(), t._predictor.flat)[0]
+    out.picture = decode_latents(at("vae"), z.cpu(), t._predictor.vae_2d)[0]
     finite.stop()
     return OurEdit(out, ready, target)
 

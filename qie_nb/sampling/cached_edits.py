@@ -52,8 +52,8 @@ def empty_prompt(
     if not at_hand(trainer, "text_encoder", "processor"): return None
     keep = cache if cache is not None and known and cache.writable else None
     encoder = trainer.encoder(keep, trainer.vae_device, trainer.text_device)
-    if keep is not None: return encoder.make_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
-    return encoder.prompt("", dataset.pictures(i)["control"], dataset.geometry)[0].cpu()
+    if keep is not None: return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
+    return encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0].cpu()
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #6fd6d398
 def encoded_sample(

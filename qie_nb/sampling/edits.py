@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..encoding.encode import decode_latents, vae_factor
+from ..encoding.vae import decode_latents, vae_factor
 from ..models.components import device_of, prompt_text
 from ..models.modulation import model_timesteps
 from ..models.modulation import table_of
@@ -187,7 +187,7 @@ def denoise_encoded(
 # %% ../../nbs/sampling/01_edits.ipynb #8dad2bf5
 def standing(encoder, transformer): # function for `run_edits`
     "Components that stay where they are."
-    return lambda name: transformer if name == "transformer" else encoder._part(name)
+    return lambda name: transformer if name == "transformer" else encoder.place(name)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee75c
 def check_sampling(
@@ -218,7 +218,7 @@ def run_edits(
     scheduler = encoder.components.get("scheduler")
     check_sampling(scheduler, edits, factor_of(encoder.components), steps, true_cfg_scale, overrides)
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
-    return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch, encoder.flat)
+    return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch, encoder.vae_2d)
 
 # %% ../../nbs/sampling/01_edits.ipynb #d561b53d
 def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None, on_step=None, watch=None,

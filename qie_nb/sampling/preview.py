@@ -11,7 +11,7 @@ import time
 import torch
 from PIL import Image
 
-from ..encoding.encode import decode_latents
+from ..encoding.vae import decode_latents
 from ..core.progress import Progress, kernel, is_interactive
 
 # %% ../../nbs/sampling/02_preview.ipynb #528d31ca

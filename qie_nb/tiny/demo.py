@@ -57,9 +57,9 @@ def answers(
 # %% ../../nbs/tiny/03_demo.ipynb #92fee4cb
 def truths(trainer, held_out) -> list: # uint8 [H, W, 3] per sample
     "The true edits, encoded and decoded by the VAE."
-    from qie_nb.encoding.encode import encode_image
+    from qie_nb.encoding.vae import encode_image
     vae = trainer.components.get("vae")
-    latent = lambda i: encode_image(vae, Image.fromarray(held_out.pictures(i)["image"]), held_out.bucket(i)[0])
+    latent = lambda i: encode_image(vae, Image.fromarray(held_out.images(i)["image"]), held_out.bucket(i)[0])
     return [trainer.decode_vae_latent(latent(i))[0] for i in range(len(held_out))]
 
 # %% ../../nbs/tiny/03_demo.ipynb #31ff8d75

@@ -91,4 +91,4 @@ class UnloadEncodersCallback(Callback):
     "Lets the encoders go after an epoch over a lazily filled cache: it now holds all that training needs."
     def on_epoch_end(self, trainer):
         held = trainer.components.loaded.keys() & {"vae", "text_encoder"}
-        if held and trainer._encoder is not None and trainer._encoder.cache is not None: trainer._encoder.release()
+        if held and trainer._encoder is not None and trainer._encoder.cache is not None: trainer._encoder.unload()

@@ -120,7 +120,7 @@ def encoder(self:CacheMethods,
     "An encoder over this trainer's components; it loads them when something has to be encoded."
     c = self.config.cache
     return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device,
-                   c.share_prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size, not exact)
+                   c.share_prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size)
 
 # %% ../../nbs/training/06_run_data.ipynb #43a212be
 @patch
@@ -142,8 +142,8 @@ def cache_embeddings(self:CacheMethods,
     if self.config.train.val_path and whole:
         held_out = self._subset(dataset, self._val_samples(), caption_dropout_rate=0.)
         self.skip_bad_prompts(held_out)
-        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, ahead=self.config.cache.prefetch)
-    enc.release()
+        with self.encoding(enc): report += precompute(held_out, enc, verify=self.config.cache.verify, prefetch=self.config.cache.prefetch)
+    enc.unload()
     if whole: self.cache_modulation(dataset.cache, dataset)
     self.cache_exist = True
     print(report)
@@ -186,7 +186,7 @@ def encode_batch(self:CacheMethods, batch) -> dict:
 def encoding(self:CacheMethods, enc):
     "Within, an encoder that runs out of memory is let go, and what helps is said."
     size = lambda name: sum(p.stat().st_size for p in (self.components.folder_of(name)/name).glob("*.safetensors"))
-    return memory_advice("encoding", lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")}), enc.release)
+    return memory_advice("encoding", lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")}), enc.unload)
 
 # %% ../../nbs/training/06_run_data.ipynb #e9d9654f
 @patch

@@ -183,9 +183,9 @@ def decoded(
 ) -> dict: # {pixel_latent, control_latent.0, ...: (uint8 [H, W, 3], PSNR against the image in dB)}; what is not cached is left out
     "Sample `i`'s cached latents as images. Raises ValueError where that cannot be."
     from PIL.Image import Resampling
-    from qie_nb.encoding.encode import decode_latents
+    from qie_nb.encoding.vae import decode_latents
     check_vae(dataset, components := components_of(model))
-    keys, held, g, out = dataset.keys(i), dataset.pictures(i), dataset.geometry, {}
+    keys, held, g, out = dataset.keys(i), dataset.images(i), dataset.geometry, {}
     originals = dict(pixel_latent=held["image"])
     originals |= {f"control_latent.{n}": np.asarray(c.resize(g.control(c.size), Resampling.LANCZOS)) for n, c in enumerate(held["control"])}
     for name, original in originals.items():

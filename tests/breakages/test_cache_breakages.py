@@ -36,7 +36,7 @@ BREAKAGES = { # what is broken: ([(module, old, new)], cases that must fail)
     "any prefix will do": ([("core/cache_entries", 'if "prefix" in meta and (kind == PREFIX or not is_key(meta["prefix"]))', "if False")], ["headers"]),
     "kept as float16": ([("core/cache_entries", "t = tensor.detach().cpu().contiguous()", "t = tensor.detach().cpu().contiguous()\n    if t.dtype == torch.bfloat16: t = t.half().bfloat16()")], ["bits"]),
     "masks kept as bytes": ([("core/cache_entries", "t = tensor.detach().cpu().contiguous()", "t = tensor.detach().cpu().contiguous()\n    if t.dtype == torch.bool: t = t.byte()")], ["bits", "bits_of_a_run"]),
-    "every prompt kept whole": ([("encoding/encoder", "self._keep(kind, key, rest, parts, front_key if shared else None)", "self._keep(kind, key, whole, parts, None)")], ["sizes", "opens"]),
+    "every prompt kept whole": ([("encoding/encoder", "Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None)", "Encoded(m.entry, torch.cat([prefix, rest]).cpu())")], ["sizes", "opens"]),
     "a shard opened for every read": ([("core/cache_layers", "if (os.getpid(), shard) not in self.open_files:", "if True:")], ["opens"]),
 }
 

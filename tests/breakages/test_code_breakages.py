@@ -9,8 +9,7 @@ BREAKAGES = dict(
     sign_of_the_flow_target=[("models/flow_matching", "return eps.float() - x0.float()", "return x0.float() - eps.float()")],
     loss_on_all_tokens=[("models/flow_matching", "return pred[:, :x_t.shape[1]]", "return pred"),
                         ("models/flow_matching", "    pred = pred[:, :target.shape[1]].float()\n", "    target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)\n")],
-    height_and_width_of_the_control_swapped=[("encoding/encoder", "self.image(im, geometry.control(im.size))", "self.image(im, geometry.control(im.size)[::-1])"),
-                                             ("encoding/encoder", "return self.geometry.control(self.image(name).size)", "return self.geometry.control(self.image(name).size)[::-1]")],
+    height_and_width_of_the_control_swapped=[("encoding/encoder", 'else self.geometry.control(size)', 'else self.geometry.control(size)[::-1]')],
     embeddings_keyed_by_the_prompt_alone=[("cache", "controls=list(controls)", "controls=[]")],
     zero_cond_t_lost=[("models/components", "return cls.from_pretrained(folder, subfolder=name, **kw)", "return cls.from_pretrained(folder, subfolder=name, **kw, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
 )

@@ -1,48 +1,33 @@
-"""The prefix once and the VAE in two dimensions: the same sums in another order, fewer of them, and no state from one call to the next."""
+"""Prefix and suffix give the embedding of the whole prompt, keep no state, and batch the vision tower's windows."""
 import copy
 from contextlib import contextmanager
-from functools import lru_cache
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage
-from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 
-import qie_nb.encoding.encode, qie_nb.encoding.prompts
-from qie_nb.encoding.encode import decode_latents, encode_image, encode_images, encode_prompt
-from qie_nb.encoding.vae import vae_2d, vae_flops
-from qie_nb.models.components import VARIANTS, load_component, prompt_text
-from qie_nb.encoding.prompts import PrefixNotSharable, encode_prefix, encode_suffixes, suffix_ids
-from qie_nb.tiny.random_models import tiny_folder
+import qie_nb.encoding.prompts
+from qie_nb.encoding.prompts import (NAME, PrefixNotSharable, Windows, batched_windows, encode_prefix, encode_prompt, encode_suffixes,
+                                     suffix_ids)
+from qie_nb.models.components import load_component, prompt_text
+from test_precompute import bench
+from tiny_rig import close, random_image, random_images, rig, rms
 
 PROMPTS = ["make the sky green", "", "remove the second boat from the left, keep its shadow", "x"]
-SIZES = (84, 140), (168, 56), (112, 112)          # (w, h) as the text encoder sees them
-CASES = [("v1", 1), ("2509", 1), ("2509", 2), ("2511", 3)]
-each_case = pytest.mark.parametrize("variant,n", CASES)
+each_case = pytest.mark.parametrize("variant, n", [("v1", 1), ("2509", 2), ("2511", 3)])
+
 
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.no_grad(): yield
 
+
 @pytest.fixture(params=["1d", "3d"])
 def positions(request, monkeypatch):
-    "Both ways of numbering image tokens, whatever the installed pair of libraries does."
-    for module in (qie_nb.encoding.prompts, qie_nb.encoding.encode): monkeypatch.setattr(module, "positions_of", lambda pipeline: request.param)
-    return request.param
+    "Both numberings of image tokens, whichever the installed libraries use."
+    monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda pipeline: request.param)
 
-@lru_cache
-def rig(variant):
-    folder = tiny_folder(variant)
-    return SimpleNamespace(folder=folder, variant=VARIANTS[variant], te=load_component(folder, "text_encoder"),
-                           proc=load_component(folder, "processor"))
 
-def picture(size, seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-
-def pictures(n, seed=0): return [picture(s, 10 * seed + i) for i, s in enumerate(SIZES[:n])]
 @contextmanager
 def passes(r):
     "Tokens of every pass of the language model."
@@ -51,83 +36,81 @@ def passes(r):
     try: yield lengths
     finally: hook.remove()
 
+
 def prefix_of(r, *lists): return encode_prefix(r.te, r.proc, r.variant, list(lists))
 def suffixes(r, prefix, *prompts): return encode_suffixes(r.te, r.proc, r.variant, prefix, list(prompts))
 def joined(r, prompt, images, te=None): return encode_prompt(te or r.te, r.proc, r.variant, prompt, images)[0]
-def whole(r, prompt, images, te=None): return encode_prompt(te or r.te, r.proc, r.variant, prompt, images, shared=False)[0]
+def whole(r, prompt, images, te=None): return encode_prompt(te or r.te, r.proc, r.variant, prompt, images, share_prefix=False)[0]
 
-def close(a, b, within=1e-5):
-    assert a.shape == b.shape and a.dtype == b.dtype
-    assert (a - b).abs().max() <= within * b.abs().max(), f"{(a - b).abs().max():.3g} apart at a scale of {b.abs().max():.3g}"
 
-# --- the joined embedding is the whole one
+# --- prefix and suffix
+@each_case
+@pytest.mark.parametrize("prompt", PROMPTS[:3])
+def test_prefix_and_suffix_are_the_whole_embedding(variant, n, prompt, positions):
+    r = rig(variant)
+    close(joined(r, prompt, random_images(n)), whole(r, prompt, random_images(n)))
+
 
 @each_case
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_prefix_and_suffix_are_the_whole_encoding(variant, n, prompt, positions):
+def test_3d_positions_are_the_models_own(variant, n, monkeypatch):
     r = rig(variant)
-    close(joined(r, prompt, pictures(n)), whole(r, prompt, pictures(n)))
-
-@each_case
-def test_three_dimensional_positions_are_the_models_own(variant, n, monkeypatch):
-    r = rig(variant)
-    flat = joined(r, PROMPTS[0], pictures(n))
-    for module in (qie_nb.encoding.prompts, qie_nb.encoding.encode): monkeypatch.setattr(module, "positions_of", lambda pipeline: "3d")
-    inputs = r.proc(text=[prompt_text(r.variant, PROMPTS[0], n)], images=pictures(n), return_tensors="pt")
+    flat = joined(r, PROMPTS[0], random_images(n))
+    monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda pipeline: "3d")
+    inputs = r.proc(text=[prompt_text(r.variant, PROMPTS[0], n)], images=random_images(n), return_tensors="pt")
     expected = r.te.model(**inputs).last_hidden_state[:, 64:]
-    close(joined(r, PROMPTS[0], pictures(n)), expected)
-    assert (flat - expected).abs().max() > 1e-3 # the two numberings differ, so the test can tell
+    close(joined(r, PROMPTS[0], random_images(n)), expected)
+    assert (flat - expected).abs().max() > 1e-3 # the two numberings differ
 
-def test_a_batch_is_what_its_samples_are_alone(positions):
-    r, lists = rig("2511"), [pictures(2, seed) for seed in range(3)]
+
+def test_a_batch_equals_its_samples(positions):
+    r, lists = rig("2511"), [random_images(2, seed) for seed in range(3)]
     prefix = prefix_of(r, *lists)
     got = suffixes(r, prefix, *PROMPTS[:3])
-    assert len({len(s) for s in got}) == 3 and len(prefix) == 3 # three lengths, so two are padded
-    for i, (s, p, images) in enumerate(zip(got, PROMPTS, lists)):
-        close(torch.cat([prefix.hidden[i], s])[None], whole(r, p, images))
+    assert len({len(s) for s in got}) == 3 and len(prefix) == 3 # two of them are padded
+    for i, (s, p, images) in enumerate(zip(got, PROMPTS, lists)): close(torch.cat([prefix.hidden[i], s])[None], whole(r, p, images))
 
-def rms(errors): return torch.cat([e.flatten() for e in errors]).pow(2).mean().sqrt().item()
 
-@each_case
-def test_bfloat16_is_as_near_to_float32_as_in_one_pass(variant, n):
+@pytest.mark.parametrize("variant, n", [("v1", 1), ("2511", 2)])
+def test_bfloat16_is_as_close_to_float32_as_one_pass(variant, n):
     r = rig(variant)
     bf16, fp32 = load_component(r.folder, "text_encoder", torch.bfloat16), copy.deepcopy(r.te)
-    fp32.load_state_dict(bf16.state_dict()) # the same rounded weights: what is left is the rounding on the way
+    fp32.load_state_dict(bf16.state_dict()) # the same rounded weights
     shared, plain = [], []
-    for seed in range(6):
-        images = pictures(n, seed)
+    for seed in range(3):
+        images = random_images(n, seed)
         for prompt in PROMPTS:
             exact = whole(r, prompt, images, fp32)
             shared.append(joined(r, prompt, images, bf16).float() - exact)
             plain.append(whole(r, prompt, images, bf16).float() - exact)
-    assert joined(r, "x", pictures(n), bf16).dtype == torch.bfloat16 and rms(plain) > 1e-3
+    assert joined(r, "x", images, bf16).dtype == torch.bfloat16 and rms(plain) > 1e-3
     assert rms(shared) <= 1.1 * rms(plain), f"{rms(shared):.3g} against {rms(plain):.3g}"
 
-# --- the cut
 
-ODD = ["\n two lines\n\n", "   three blanks in front", "été 画 🙂",
-       "<|im_end|>\n<|im_start|>assistant\n", "{braces} %s", "'s", " ", "\u0301 on its own"]
+# --- the cut
+ODD = ["\n two lines\n\n", "   three blanks first", "été 画 🙂", "<|im_end|>\n<|im_start|>assistant\n", "{braces} %s", "'s", " ", "\u0301 alone"]
 
 @each_case
-@pytest.mark.parametrize("prompt", ODD + PROMPTS)
-def test_tokens_of_prefix_and_suffix_are_the_processors(variant, n, prompt):
+def test_tokens_are_the_processors(variant, n):
     r = rig(variant)
-    prefix = prefix_of(r, pictures(n))
-    theirs = r.proc(text=[prompt_text(r.variant, prompt, n)], images=pictures(n))["input_ids"][0]
-    assert [*prefix.ids, *suffix_ids(r.proc, r.variant, prefix, prompt)] == list(theirs)
+    prefix = prefix_of(r, random_images(n))
+    for prompt in ODD + PROMPTS:
+        theirs = r.proc(text=[prompt_text(r.variant, prompt, n)], images=random_images(n))["input_ids"][0]
+        assert [*prefix.ids, *suffix_ids(r.proc, r.variant, prefix, prompt)] == list(theirs), prompt
     assert r.proc.tokenizer.decode(prefix.ids[-1:]) == "<|vision_end|>" and len(prefix.counts) == n
     assert prefix.hidden.shape[1] == prefix.count - 64
+
 
 @pytest.mark.parametrize("token", ["vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"])
 def test_a_prompt_with_vision_tokens_is_refused(token):
     r = rig("2511")
     prompt = f"like <|{token}|> here"
-    for call in (lambda: prompt_text(r.variant, prompt, 2), lambda: joined(r, prompt, pictures(1)), lambda: whole(r, prompt, pictures(1)),
-                 lambda: suffixes(r, prefix_of(r, pictures(1)), prompt)):
+    for call in (lambda: prompt_text(r.variant, prompt, 2), lambda: joined(r, prompt, random_images(1)),
+                 lambda: whole(r, prompt, random_images(1)), lambda: suffixes(r, prefix_of(r, random_images(1)), prompt)):
         with pytest.raises(ValueError, match=rf"`prompt` must not contain the token <\|{token}\|>, got 'like .* here'; remove it"): call()
 
-class Odd:
-    "A tokenizer whose first tokens depend on the last ones."
+
+class OddTokenizer:
+    "Its first tokens depend on the last ones."
     def __init__(self, real): self.real = real
     def __getattr__(self, name): return getattr(self.real, name)
     def __call__(self, text, **kw):
@@ -136,130 +119,142 @@ class Odd:
             if "green" in (text[0] if isinstance(text, list) else text): row[0] += 1
         return out
 
-def test_a_tokenizer_without_a_cut_gets_the_whole_encoding():
+
+def test_an_odd_tokenizer_encodes_the_whole_prompt():
     r = rig("2511")
     odd = SimpleNamespace(**vars(r))
     odd.proc = copy.copy(r.proc)
-    odd.proc.tokenizer = Odd(r.proc.tokenizer)
-    odd.proc.__class__ = type("OddProcessor", (type(r.proc),), {}) # the copy's own, so that nothing of the real one is touched
-    prefix = prefix_of(odd, pictures(1))
+    odd.proc.tokenizer = OddTokenizer(r.proc.tokenizer)
+    odd.proc.__class__ = type("OddProcessor", (type(r.proc),), {}) # the real processor stays as it is
+    prefix = prefix_of(odd, random_images(1))
     with pytest.raises(PrefixNotSharable, match="do not begin with the prefix's; encode it whole"): suffixes(odd, prefix, "make it green")
-    assert torch.equal(joined(odd, "make it green", pictures(1)), whole(odd, "make it green", pictures(1)))
-    with passes(r) as lengths: joined(odd, "make it blue", pictures(1))
-    assert len(lengths) == 2 # this one could be shared
+    close(joined(odd, "make it green", random_images(1)), whole(odd, "make it green", random_images(1)))
+    with passes(r) as lengths: joined(odd, "make it blue", random_images(1))
+    assert len(lengths) == 2 # this one can be shared
 
-def test_samples_of_other_sizes_are_not_put_together():
+
+def test_other_sizes_are_not_batched():
     r = rig("2511")
-    for other in ([picture((140, 84), 1)], pictures(2), []): # turned round (as many tokens), one more, none
-        with pytest.raises(ValueError, match="must have images of the same sizes in each sample"): prefix_of(r, pictures(1), other)
-    prefix = prefix_of(r, pictures(1))
-    with pytest.raises(ValueError, match="`prompts` must be one for each of 1 samples, got 2"): suffixes(r, prefix, "a", "b")
+    for other in ([random_image((140, 84), 1)], random_images(2), []): # rotated (as many tokens), one more, none
+        with pytest.raises(ValueError, match="must have images of the same sizes in each sample"): prefix_of(r, random_images(1), other)
+
 
 # --- no state, no work twice
-
 @each_case
-def test_a_suffix_does_not_know_what_ran_before_it(variant, n, positions):
+def test_earlier_prompts_change_nothing(variant, n, positions):
     r = rig(variant)
-    alone = suffixes(r, prefix_of(r, pictures(n)), PROMPTS[0])[0]
-    prefix = prefix_of(r, pictures(n))
+    alone = suffixes(r, prefix_of(r, random_images(n)), PROMPTS[0])[0]
+    prefix = prefix_of(r, random_images(n))
     before = [(layer.keys.clone(), layer.values.clone()) for layer in prefix.cache.layers]
     for other in (*PROMPTS[1:], PROMPTS[2] * 5): suffixes(r, prefix, other)
-    assert torch.equal(suffixes(r, prefix, PROMPTS[0])[0], alone)
-    assert all(torch.equal(k, l.keys) and torch.equal(v, l.values) for (k, v), l in zip(before, prefix.cache.layers, strict=True))
-    assert torch.equal(joined(r, PROMPTS[0], pictures(n))[0], torch.cat([prefix.hidden[0], alone])) # nor do one caption's bytes
-
-def test_a_run_that_fails_half_way_leaves_the_prefix_alone(monkeypatch):
-    r = rig("2511")
-    prefix = prefix_of(r, pictures(1))
-    alone = suffixes(r, prefix, PROMPTS[0])[0]
     hook = r.te.model.language_model.layers[1].register_forward_pre_hook(lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError): suffixes(r, prefix, PROMPTS[2])
+    with pytest.raises(ZeroDivisionError): suffixes(r, prefix, PROMPTS[2]) # fails half-way
     hook.remove()
-    assert torch.equal(suffixes(r, prefix, PROMPTS[0])[0], alone)
+    assert all(torch.equal(k, l.keys) and torch.equal(v, l.values) for (k, v), l in zip(before, prefix.cache.layers, strict=True))
+    close(suffixes(r, prefix, PROMPTS[0])[0], alone)
 
-def test_positions_left_in_the_model_by_another_call_do_no_harm():
+
+def test_positions_left_in_the_model_are_ignored():
     r = rig("2511")
-    alone = joined(r, PROMPTS[0], pictures(1))
-    r.te.model(**r.proc(text=[prompt_text(r.variant, "x", 3)], images=pictures(3), return_tensors="pt")) # notes its own rope_deltas
+    alone = joined(r, PROMPTS[0], random_images(1))
+    r.te.model(**r.proc(text=[prompt_text(r.variant, "x", 3)], images=random_images(3), return_tensors="pt"))
     assert r.te.model.rope_deltas is not None
-    assert torch.equal(joined(r, PROMPTS[0], pictures(1)), alone)
+    close(joined(r, PROMPTS[0], random_images(1)), alone)
     r.te.model.rope_deltas = None
 
+
 @each_case
-def test_images_are_seen_once_and_the_language_head_never(variant, n):
+def test_images_are_encoded_once_and_without_the_head(variant, n):
     r, seen = rig(variant), []
-    parts = dict(vision=r.te.model.visual, head=r.te.lm_head)
-    hooks = [m.register_forward_hook(lambda *a, name=name: seen.append(name)) for name, m in parts.items()]
+    modules = dict(vision=r.te.model.visual, head=r.te.lm_head)
+    hooks = [m.register_forward_hook(lambda *a, name=name: seen.append(name)) for name, m in modules.items()]
     with passes(r) as lengths:
-        prefix = prefix_of(r, pictures(n))
+        prefix = prefix_of(r, random_images(n))
         for p in PROMPTS: suffixes(r, prefix, p)
         assert seen == ["vision"]
-        joined(r, "x", pictures(n)), whole(r, "x", pictures(n)) # each on images that are new to it
+        joined(r, "x", random_images(n)), whole(r, "x", random_images(n))
     for h in hooks: h.remove()
     assert seen == ["vision"] * 3
     suffix = lambda p: len(suffix_ids(r.proc, r.variant, prefix, p))
     assert lengths == [prefix.count, *map(suffix, PROMPTS), prefix.count, suffix("x"), prefix.count + suffix("x")]
 
-# --- the VAE
 
-@lru_cache
-def vae(stages, dtype=torch.float32): return load_component(tiny_folder("2511", vae_stages=stages), "vae", dtype)
+# --- windows
+def see(te, *grids):
+    "Images of these patches (h, w) through the vision tower."
+    x = torch.randn(sum(h * w for h, w in grids), 1176, generator=torch.Generator().manual_seed(0))
+    return te.model.visual(x, grid_thw=torch.tensor([[1, h, w] for h, w in grids])).pooler_output
 
-def test_flat_convolutions_save_what_they_promise():
-    with torch.device("meta"): real = AutoencoderKLQwenImage()
-    plain, flat = vae_flops(real, flat=False), vae_flops(real)
-    assert plain["encode"] / 1e12 == pytest.approx(7.39, abs=0.01) and flat["encode"] / 1e12 == pytest.approx(2.85, abs=0.01)
-    assert plain["encode"] / flat["encode"] >= 2.5 and plain["decode"] / flat["decode"] >= 2.4
-    for stages in (2, 3):
-        plain, flat = (vae_flops(vae(stages), (96, 64), on) for on in (False, True))
-        assert all(plain[k] / flat[k] >= 2.5 for k in plain)
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_flat_latents_and_images_are_the_same(stages):
-    v, images = vae(stages), [picture((96, 64), i) for i in range(3)]
-    flat, plain = (encode_images(v, images, (96, 64), flat=on) for on in (True, False))
-    close(flat, plain)
-    assert flat.shape == (3, 16, 1, 64 // 2 ** stages, 96 // 2 ** stages)
-    for i, im in enumerate(images): close(flat[i:i + 1], encode_image(v, im, (96, 64)))
-    assert torch.equal(encode_image(v, images[0], (96, 64)), encode_images(v, images[:1], (96, 64)))
-    a, b = (decode_latents(v, plain, flat=on).astype(int) for on in (True, False))
-    assert np.abs(a - b).max() <= 1 and (a != b).mean() <= 1e-3 and b.std() > 5
+GRIDS = [(22, 30), (8, 8), (16, 24), (6, 10), (2, 2)] # ragged, one window, whole windows, less than one
 
-@pytest.mark.parametrize("call", [lambda v, **kw: encode_image(v, picture((96, 64), 0), (96, 64), **kw),
-                                  lambda v, **kw: decode_latents(v, torch.zeros(1, 16, 1, 8, 12), **kw)], ids=["encode", "decode"])
-def test_flat_is_the_default_and_can_be_switched_off(call):
-    count = {}
-    for name, kw in dict(default={}, on=dict(flat=True), off=dict(flat=False)).items():
-        with FlopCounterMode(display=False) as counter: call(vae(3), **kw)
-        count[name] = counter.get_total_flops()
-    assert count["default"] == count["on"] and count["off"] / count["on"] >= 2.5
+@pytest.mark.parametrize("grids", [[g] for g in GRIDS] + [[(22, 30), (6, 10), (16, 24)]], ids=str)
+def test_batched_windows_give_the_same_result(grids):
+    te = rig("2511").te
+    plain = see(te, *grids)
+    with batched_windows(te):
+        close(see(te, *grids), plain, 1e-6)
+        calls = bench.attention_calls(te, lambda: see(te, *grids))
+    lengths = {min(8, h - y) * min(8, w - x) for h, w in grids for y in range(0, h, 8) for x in range(0, w, 8)}
+    assert calls == [len(lengths), len({h * w for h, w in grids})]
+    close(see(te, *grids), plain, 1e-6)
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_flat_bfloat16_is_as_near_to_float32(stages):
-    half, full = vae(stages, torch.bfloat16), copy.deepcopy(vae(stages))
-    full.load_state_dict(half.state_dict())
-    error = {True: [], False: []}
-    for im in (picture((96, 64), i) for i in range(4)):
-        exact = encode_image(full, im, (96, 64), flat=False)
-        for on in error: error[on].append(encode_image(half, im, (96, 64), flat=on).float() - exact)
-    assert rms(error[False]) > 1e-3 and rms(error[True]) <= 1.1 * rms(error[False]), {on: rms(e) for on, e in error.items()}
 
-def test_several_frames_are_left_to_the_real_convolutions():
-    v = vae(3)
-    film = torch.randn(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0))
-    z = v.encode(film).latent_dist.mode()
-    with vae_2d(v): close(v.encode(film).latent_dist.mode(), z)
-    with vae_2d(v): close(v.decode(z).sample, v.decode(z).sample)
-    assert z.shape[2] == 2
+@pytest.mark.parametrize("variant, before, after", [("v1", 100, 3), ("2511", 16, 3)])
+def test_attention_calls_per_layer_at_1024(variant, before, after):
+    assert bench.calls(variant) == dict(windows=[before, after], whole_image=[1, 1])
 
-def test_the_vae_is_as_before_whatever_happens():
-    v, other = copy.deepcopy(vae(3)), vae(3)
-    im, plain = picture((96, 64), 0), encode_image(other, picture((96, 64), 0), (96, 64), flat=False)
-    conv = v.encoder.conv_in
-    conv.forward = wrapper = lambda *a, real=conv.forward, **kw: real(*a, **kw) # as accelerate's hooks do it
-    with pytest.raises(ZeroDivisionError):
-        with vae_2d(v):
-            assert sum("forward" in vars(m) for m in v.modules()) > 10 and not any("forward" in vars(m) for m in other.modules())
+
+def test_window_lengths_are_read_once_a_pass(monkeypatch):
+    te, made = rig("2511").te, []
+    real = Windows.__init__
+    monkeypatch.setattr(Windows, "__init__", lambda self, ends, device: made.append(ends) or real(self, ends, device))
+    blocks = torch.nn.ModuleList(copy.deepcopy(b) for _ in range(3) for b in te.model.visual.blocks)
+    for b in blocks: b.attn.config = te.model.visual.config
+    monkeypatch.setitem(te.model.visual._modules, "blocks", blocks)
+    monkeypatch.setattr(te.model.visual, "fullatt_block_indexes", [1, 3])
+    with batched_windows(te): see(te, (22, 30))
+    assert len(made) == 2 # windows and whole images, for six layers
+
+
+def test_the_vision_tower_is_restored_after_an_error():
+    te = rig("2511").te
+    visual, attn = te.model.visual, te.model.visual.blocks[0].attn
+    attn.forward = wrapper = lambda *a, real=attn.forward, **kw: real(*a, **kw) # like accelerate's hooks
+    try:
+        with pytest.raises(ZeroDivisionError), batched_windows(te):
+            assert visual.config._attn_implementation == NAME and attn.forward is not wrapper
             1 / 0
-    assert [m for m in v.modules() if "forward" in vars(m)] == [conv] and conv.forward is wrapper
-    assert torch.equal(encode_image(v, im, (96, 64), flat=False), plain)
+        assert visual.config._attn_implementation == "sdpa" and attn.forward is wrapper and "forward" not in vars(visual.blocks[1].attn)
+        assert te.config.text_config._attn_implementation == "sdpa"
+    finally: del attn.forward
+
+
+class OtherAttention(torch.nn.Module):
+    "Attention of a library version that calls no function by name and loops over the windows itself."
+    def __init__(self, real): super().__init__(); self.real, self.ends = real, []
+    def forward(self, hidden_states, cu_seqlens, **kw):
+        self.ends.append(cu_seqlens.tolist())
+        kw.pop("windows", None)
+        return self.real(hidden_states, cu_seqlens, **kw)
+
+
+def test_another_library_version_keeps_its_own_loop():
+    te = rig("2511").te
+    plain, blocks = see(te, (22, 30)), te.model.visual.blocks
+    with pytest.MonkeyPatch.context() as mp:
+        for b in blocks: mp.setitem(b._modules, "attn", OtherAttention(b.attn))
+        with batched_windows(te):
+            mp.setattr(te.model.visual.config, "_attn_implementation", "sdpa") # its layers ignore the name
+            close(see(te, (22, 30)), plain, 1e-6)
+        assert [len(e) for e in blocks[0].attn.ends] == [2, 13] and [len(e) for e in blocks[1].attn.ends] == [2], "tried once"
+    for b in blocks: b.attn.config._attn_implementation = "eager"
+    try:
+        with batched_windows(te): assert not any("forward" in vars(b.attn) for b in blocks), "only SDPA is batched"
+    finally: blocks[0].attn.config._attn_implementation = "sdpa"
+
+
+def test_the_exact_encoding_does_not_batch_windows():
+    r, images = rig("2511"), [random_image((280, 196), 0)]
+    shared, exact = (sum(bench.attention_calls(r.te, lambda: f(r, "x", images))) for f in (joined, whole))
+    assert shared < exact

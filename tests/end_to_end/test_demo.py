@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from qie_nb.tiny.demo import demo
-from qie_nb.encoding.encode import decode_latents, encode_image
+from qie_nb.encoding.vae import decode_latents, encode_image
 from qie_nb.models.components import Components
 from qie_nb.tiny.photos import PHOTOS, crops
 

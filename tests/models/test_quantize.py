@@ -14,7 +14,7 @@ from qie_nb.models import components as models
 
 from qie_nb.models import quantize as rooms
 from qie_nb.config import LoraSection
-from qie_nb.encoding.encode import encode_prompt
+from qie_nb.encoding.prompts import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
 from qie_nb.models.components import Components, device_of, load_component, offload
 from qie_nb.models.quantize import QUANTIZATIONS, check_torchao, check_quantization, held_bytes, quantizable_layers, quantize
@@ -356,10 +356,10 @@ def test_an_offloaded_encoder_gives_the_same_bits(shared, variant):
     away = offload(load_component(folder, "text_encoder"), "cpu")
     assert all(p.is_meta for p in away.parameters())
     for prompt in ("make it blue", "", "a much longer prompt than the others were"):
-        a, b = (encode_prompt(te, processor, models.VARIANTS[variant], prompt, [picture], shared=shared)[0] for te in (plain, away))
+        a, b = (encode_prompt(te, processor, models.VARIANTS[variant], prompt, [picture], share_prefix=shared)[0] for te in (plain, away))
         assert torch.equal(a, b)
         assert all(p.is_meta for p in away.parameters()), "nothing stays behind"
-    again = encode_prompt(offload(away, "cpu"), processor, models.VARIANTS[variant], prompt, [picture], shared=shared)[0]
+    again = encode_prompt(offload(away, "cpu"), processor, models.VARIANTS[variant], prompt, [picture], share_prefix=shared)[0]
     assert torch.equal(a, again), "a second placing"
 
 

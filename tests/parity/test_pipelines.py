@@ -19,7 +19,8 @@ from PIL import Image
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import LoraSection
 from qie_nb.data.dataset import Geometry, ImageDataset
-from qie_nb.encoding.encode import decode_latents, encode_image, encode_prompt, vae_factor, vl_images
+from qie_nb.encoding.prompts import encode_prompt, vl_images
+from qie_nb.encoding.vae import decode_latents, encode_image, vae_factor
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.models.flow_matching import calculate_mu, img_shapes, pack_latents, unpack_latents, velocity
@@ -92,7 +93,7 @@ def pipe_call(r, variant, images, scale=1.0, size=TARGET, steps=STEPS, **kw):
                   width=size[0], height=size[1], num_inference_steps=steps, generator=torch.Generator().manual_seed(SEED), **kw).images[0]
 
 def edit_call(r, transformer, images, scale=1.0, size=TARGET, on=False):
-    return edit(Encoder(r.parts, shared=on, flat=on, windows=on), transformer, images, PROMPT, " ", STEPS, scale,
+    return edit(Encoder(r.parts, share_prefix=on, vae_2d=on), transformer, images, PROMPT, " ", STEPS, scale,
                 width=size[0], height=size[1], geometry=r.geometry, seed=SEED)
 
 @lru_cache
@@ -115,11 +116,11 @@ def edited(case, scale=1.0, size=TARGET, on=False):
 
 def our_prompt(r, variant, prompt, images, on=False):
     vl = vl_images(images, r.geometry)
-    e, m = encode_prompt(r.parts.get("text_encoder"), r.parts.get("processor"), VARIANTS[variant], prompt, vl, shared=on, windows=on)
+    e, m = encode_prompt(r.parts.get("text_encoder"), r.parts.get("processor"), VARIANTS[variant], prompt, vl, share_prefix=on)
     return pad_prompts(list(e), list(m))
 
 def our_controls(r, images, on=False):
-    return [encode_image(r.parts.get("vae"), im, r.geometry.control(im.size), flat=on) for im in images]
+    return [encode_image(r.parts.get("vae"), im, r.geometry.control(im.size), use_2d=on) for im in images]
 
 def latent_sizes(r, images, target): # target (w, h) -> ((h, w), [(h, w), ...])
     f = vae_factor(r.parts.get("vae"))
@@ -218,7 +219,7 @@ def test_decoded_latents_are_the_pipelines(case, on):
     with pytest.MonkeyPatch.context() as mp: # whatever the model says, the pipeline ends at these latents
         mp.setattr(r.pipe.scheduler, "step", lambda *a, **kw: (pack_latents(z),))
         with small(case.variant): theirs = pipe_call(r, case.variant, pictures(case.n), steps=2)
-    looks(decode_latents(r.parts.get("vae"), z, flat=on)[0], np.asarray(theirs), on)
+    looks(decode_latents(r.parts.get("vae"), z, use_2d=on)[0], np.asarray(theirs), on)
 
 @each(CASES + FACTOR4)
 def test_packed_noise_is_the_pipelines(case):
@@ -371,7 +372,7 @@ def filled(tmp_path, r, n, count=1, on=True):
     write_pairs(tmp_path/"pairs", n, count)
     data = ImageDataset(dict(dataset_path=str(tmp_path/"pairs"), image_size=[128, 96], cache_dir=str(tmp_path/"cache"),
                              caption_dropout_rate=0.5)) # with dropout, so that empty prompts are made too
-    precompute(data, Encoder(r.parts, EmbeddingCacheManager(tmp_path/"cache"), shared=on, flat=on, windows=on))
+    precompute(data, Encoder(r.parts, EmbeddingCacheManager(tmp_path/"cache"), share_prefix=on, vae_2d=on))
     return data
 
 def read(data, i):

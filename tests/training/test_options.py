@@ -229,7 +229,7 @@ def test_a_mask_is_cut_turned_and_averaged_as_its_target(pairs, tmp_path):
     for kw, size in (dict(image_size=[96, 64]), (96, 64)), (dict(image_size=[64, 64], crop=True), (64, 64)), (dict(image_size=[48, 64], crop=True), (48, 64)):
         dataset = ImageDataset(dict(dataset_path=str(tmp_path), **kw))
         w, h = size
-        seen = dataset.pictures(0)["image"].mean(2).reshape(h // 8, 8, w // 8, 8).mean((1, 3))
+        seen = dataset.images(0)["image"].mean(2).reshape(h // 8, 8, w // 8, 8).mean((1, 3))
         assert dataset.mask(0).shape == (h // 8, w // 8)
         assert np.abs(dataset.mask(0).astype(float) - seen).max() < 16, "the mask lies on the image it was painted on"
 

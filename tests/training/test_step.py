@@ -101,7 +101,7 @@ def test_the_dropped_caption_keeps_its_own_images(pairs, tmp_path):
     encoder = Encoder(Components(str(tiny_folder("2511"))), dataset.cache)
     precompute(dataset, encoder)
     for i in range(2):
-        want = encoder.prompt("", dataset.pictures(i)["control"], dataset.geometry)[0]
+        want = encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0]
         assert torch.equal(dataset[i]["prompt_embed"], want)
     assert not torch.equal(dataset[0]["prompt_embed"], dataset[1]["prompt_embed"])
 

@@ -1,0 +1,78 @@
+"""2-D convolutions give the latents and images of the 3-D ones with fewer operations, and leave no trace in the VAE."""
+import copy
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from qie_nb.encoding.vae import decode_latents, encode_image, encode_images, vae_2d, vae_flops
+from qie_nb.models.components import load_component
+from qie_nb.tiny.random_models import tiny_folder
+from tiny_rig import close, random_image, rms
+
+SIZE = (96, 64)
+both_depths = pytest.mark.parametrize("stages", [2, 3])
+
+
+@lru_cache
+def vae(stages, dtype=torch.float32): return load_component(tiny_folder("2511", vae_stages=stages), "vae", dtype)
+
+
+@both_depths
+def test_operations_are_saved(stages): # the notebook counts the real model
+    plain, fast = (vae_flops(vae(stages), SIZE, on) for on in (False, True))
+    assert all(plain[k] / fast[k] >= 2.5 for k in plain)
+
+
+@both_depths
+def test_latents_and_images_are_the_same(stages):
+    v, images = vae(stages), [random_image(SIZE, i) for i in range(3)]
+    fast, plain = (encode_images(v, images, SIZE, use_2d=on) for on in (True, False))
+    close(fast, plain)
+    assert fast.shape == (3, 16, 1, 64 // 2 ** stages, 96 // 2 ** stages)
+    for i, im in enumerate(images): close(fast[i:i + 1], encode_image(v, im, SIZE))
+    a, b = (decode_latents(v, plain, use_2d=on).astype(int) for on in (True, False))
+    assert np.abs(a - b).max() <= 1 and (a != b).mean() <= 1e-3 and b.std() > 5
+
+
+@pytest.mark.parametrize("call", [lambda v, **kw: encode_image(v, random_image(SIZE, 0), SIZE, **kw),
+                                  lambda v, **kw: decode_latents(v, torch.zeros(1, 16, 1, 8, 12), **kw)], ids=["encode", "decode"])
+def test_2d_is_the_default_and_can_be_switched_off(call):
+    count = {}
+    for name, kw in dict(default={}, on=dict(use_2d=True), off=dict(use_2d=False)).items():
+        with FlopCounterMode(display=False) as counter: call(vae(3), **kw)
+        count[name] = counter.get_total_flops()
+    assert count["default"] == count["on"] and count["off"] / count["on"] >= 2.5
+
+
+@both_depths
+def test_bfloat16_is_as_close_to_float32(stages):
+    bf16, fp32 = vae(stages, torch.bfloat16), copy.deepcopy(vae(stages))
+    fp32.load_state_dict(bf16.state_dict())
+    error = {True: [], False: []}
+    for im in (random_image(SIZE, i) for i in range(4)):
+        exact = encode_image(fp32, im, SIZE, use_2d=False)
+        for on in error: error[on].append(encode_image(bf16, im, SIZE, use_2d=on).float() - exact)
+    assert rms(error[False]) > 1e-3 and rms(error[True]) <= 1.1 * rms(error[False])
+
+
+def test_several_frames_use_the_3d_convolutions():
+    v = vae(3)
+    video = torch.randn(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        z = v.encode(video).latent_dist.mode()
+        frames = v.decode(z).sample
+        with vae_2d(v): close(v.encode(video).latent_dist.mode(), z), close(v.decode(z).sample, frames)
+    assert z.shape[2] == 2
+
+
+def test_the_vae_is_restored_after_an_error():
+    v, other = copy.deepcopy(vae(3)), vae(3)
+    conv = v.encoder.conv_in
+    conv.forward = wrapper = lambda *a, real=conv.forward, **kw: real(*a, **kw) # like accelerate's hooks
+    with pytest.raises(ZeroDivisionError), vae_2d(v):
+        assert sum("forward" in vars(m) for m in v.modules()) > 10 and not any("forward" in vars(m) for m in other.modules())
+        1 / 0
+    assert [m for m in v.modules() if "forward" in vars(m)] == [conv] and conv.forward is wrapper
