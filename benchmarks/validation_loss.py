@@ -78,15 +78,15 @@ def train(out, name, run, edit):
 def pixel_errors(judge, dataset, true, seeds, steps=8):
     "Mean error in grey levels over the crops, one for each seed of the sampler's noise."
     from qie_nb.tiny.demo import rms
-    from qie_nb.sampling.cached_edits import evaluating, fetch
+    from qie_nb.sampling.cached_edits import eval_mode, load_batch
     from qie_nb.predict import denoise, sampling_schedule
     from qie_nb.models.flow_matching import sample_noise
-    batch, out = fetch(judge, dataset, range(len(dataset))), []
+    batch, out = load_batch(judge, dataset, range(len(dataset))), []
     shape = batch["pixel_latent"].shape[1:]
     for seed in seeds:
         noise = sample_noise([1000 * seed + i for i in range(len(dataset))], shape)
         schedule = sampling_schedule(judge.components.get("scheduler"), steps, shape[-2] * shape[-1] // 4)
-        with evaluating(judge.transformer):
+        with eval_mode(judge.transformer):
             z = denoise(judge.transformer, schedule, noise, [batch["control_latent"]], (batch["prompt_embed"], batch["prompt_embeds_mask"]))
         out.append(float(np.mean([rms(a, b) for a, b in zip(judge.decode_vae_latent(z), true)])))
     return out

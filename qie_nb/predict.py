@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from .sampling.cached_edits import cached_data, cached_edits
-from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, standing
+from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, keep_in_place
 from .encoding.vae import decode_latents
 from .encoding.encoder import Encoder
 from .models.components import check_device
@@ -43,7 +43,7 @@ def edit(
     "Edit an image as the diffusers pipelines would."
     geometry = geometry or Geometry(**encoder.components.areas)
     edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed, generator, area)
-    return run_edits(encoder, standing(encoder, transformer), edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)[0]
+    return run_edits(encoder, keep_in_place(encoder, transformer), edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)[0]
 
 # %% ../nbs/02_predict.ipynb #4db80912
 class PredictMethods(PlaceMethods):
@@ -123,7 +123,7 @@ def predict(self:PredictMethods,
         out = run_edits(self._predictor, self._at, edits, geometry, num_inference_steps, true_cfg_scale, scheduler_overrides,
                         self.weight_dtype, on_step, watch)
     asked = "as asked" if height and width else f"the first image's aspect at {geometry.control_area} pixels"
-    seen = lambda e: [geometry.control(p.size) for p in e.pictures]
+    seen = lambda e: [geometry.control(p.size) for p in e.images]
     self.predicted = [dict(size=e.size, why=asked, controls=seen(e), seed=e.seed) for e in edits]
     return [give(o) for o in out] if isinstance(prompt, (list, tuple)) else give(out[0])
 

@@ -26,7 +26,7 @@ from .training.optimizer import advance, check_optimizer, check_schedule, guarde
 from .predict import PredictMethods
 from .models.prequantize import PrequantizeMethods
 from .training.run_data import CacheMethods
-from .devices.distributed import broadcast_stop, check_launch, shard_loader, local_device, whole, wrap
+from .devices.distributed import broadcast_stop, check_launch, full_tensor, local_device, prepare_distributed, shard_loader
 from .models.quantize import check_torchao, parse_quantization, quantize
 from .training.resume import ResumeMethods
 from .models.loading import saved_quantization
@@ -147,7 +147,7 @@ def prepare_model(self:QwenImageEditTrainer):
     lora.assert_float32(tr)
     lora.adapters_in_base_dtype(tr, c.train.adapter_dtype != "float32" and self.weight_dtype != torch.float32)
     install_sample_dropout(tr, c.model.lora.lora_dropout)
-    wrapped = wrap(tr, self.setup_accelerator())
+    wrapped = prepare_distributed(tr, self.setup_accelerator())
     self.model = None if wrapped is tr else wrapped
     compiled, why = compile_choice(c.train.compile, self.device, tr, self._steps_ahead(), c.train.offload_activations)
     if not compiled and c.train.compile is not False and (c.train.compile is True or self.device.type == "cuda"):
@@ -255,7 +255,7 @@ def optimizer_step(self:QwenImageEditTrainer,
         total = total + loss.detach() if k else loss.detach()
     params = [p for g in self.optimizer.param_groups for p in g["params"]]
     s.loss = self.accelerator.reduce(total, "mean") if n > 1 else total
-    s.grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf")))
+    s.grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm or float("inf")))
     self.change(torch.isfinite(s.grad_norm + s.loss))
 
 @patch

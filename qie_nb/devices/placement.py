@@ -15,7 +15,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from fastcore.basics import patch
 
 from ..core.display import table_html
 from ..models.components import device_of

@@ -126,7 +126,7 @@ class Comparison(Display):
         targets=None, # a PIL image a row, or None
     ):
         self.columns, self.edits, self.pictures = columns, edits, pictures
-        self.controls = [_side_by_side(e.pictures, row[0].shape[0]) for e, row in zip(edits, pictures)]
+        self.controls = [_side_by_side(e.images, row[0].shape[0]) for e, row in zip(edits, pictures)]
         self.targets = [_fitted(t, row[0]) for t, row in zip(targets, pictures)] if targets else None
         against = self.targets or [row[0] for row in pictures]
         self.distances = [[distance(p, a) for p in row] for row, a in zip(pictures, against)]
@@ -350,4 +350,4 @@ def compare_validation(
 # %% ../../nbs/evaluation/03_compare.ipynb #c67ad489
 def _shown(columns, dataset, edits, made) -> Comparison:
     seen = [dataset.images(i) for i in range(len(edits))]
-    return Comparison(columns, [replace(e, pictures=s["control"]) for e, s in zip(edits, seen)], made, [Image.fromarray(s["image"]) for s in seen])
+    return Comparison(columns, [replace(e, images=s["control"]) for e, s in zip(edits, seen)], made, [Image.fromarray(s["image"]) for s in seen])

@@ -23,7 +23,7 @@ from ..devices.placement import temporarily_load
 from ..encoding.vae import decode_latents
 from .validation_loss import StopCheck, process, shares
 from ..predict import grid
-from ..sampling.cached_edits import at_hand, edit_cached, encoded_sample
+from ..sampling.cached_edits import is_available, edit_cached, encoded_sample
 from ..sampling.edits import encode_edits, make_edits
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9ac4
@@ -103,7 +103,7 @@ def eval_cases(
     styles:dict=None, # from `find_styles`
 ) -> list: # of `EvalCase`
     "The run's evaluation images, encoded at the first call."
-    data, n = trainer.held_out if at_hand(trainer, "vae") else None, trainer.config.train.eval_images
+    data, n = trainer.held_out if is_available(trainer.components, "vae") else None, trainer.config.train.eval_images
     key = repr((n if data else 0, [s.id for s in data.samples] if data else (), styles, trainer.geometry()))
     if _encoded.get(trainer, (None,))[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):

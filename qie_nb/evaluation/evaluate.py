@@ -17,7 +17,7 @@ from ..devices.placement import temporarily_load
 from .eval_images import eval_cases, file_name, find_styles, render_eval_images
 from .validation_loss import StopRequested, ValidationLoss, compare_losses, held_out_loss, process
 from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
-from ..sampling.cached_edits import at_hand
+from ..sampling.cached_edits import is_available
 from ..training.callbacks import Callback, EvalImage, due
 from ..training.checkpoint import checkpoint_name, find_checkpoint
 
@@ -63,10 +63,10 @@ def say_change(step, held, last) -> str: # one line about an evaluation
 def check_parts(trainer, styles=None):
     "Refuse, or leave out, images that this model folder cannot make."
     folder = trainer.components.name
-    if styles and not at_hand(trainer, "vae", "text_encoder", "processor"):
+    if styles and not is_available(trainer.components, "vae", "text_encoder", "processor"):
         raise ValueError(f"`train.test_image_dir` needs a VAE and a text encoder, which model folder {folder!r} lacks; "
                          "give a whole model or remove the key")
-    if trainer.config.train.eval_images and trainer.held_out and not at_hand(trainer, "vae"):
+    if trainer.config.train.eval_images and trainer.held_out and not is_available(trainer.components, "vae"):
         print(f"held-out pairs are evaluated by their loss only: model folder {folder!r} has no VAE to make images with")
 
 def stop_requested(t) -> bool: # the same in all processes, because an evaluation synchronizes them

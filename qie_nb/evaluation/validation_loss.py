@@ -18,7 +18,7 @@ from ..cache import stable_seed
 from ..core.progress import Progress
 from ..data.batches import BucketBatchSampler
 from ..models import flow_matching as flow
-from ..sampling.cached_edits import evaluating, fetch
+from ..sampling.cached_edits import eval_mode, load_batch
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #d8e4f4d2
 PARTS = ("0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0") # bins of noise levels
@@ -182,10 +182,10 @@ def held_out_loss(
     batches = BucketBatchSampler(dataset, c.data.batch_size, shuffle=False).batches()
     work, sums, last = shares(len(batches) * noises, trainer), torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device), None
     bar = Progress(len(work), "held-out loss") if process(trainer)[0] == 0 else None
-    with evaluating(transformer):
+    with eval_mode(transformer):
         for u, counts in work:
             which, draw = divmod(u, noises)
-            if which != last: batch, last = fetch(trainer, dataset, batches[which]), which
+            if which != last: batch, last = load_batch(trainer, dataset, batches[which]), which
             losses, w = losses_at_sigma(trainer, batch, draw), sigma_weights(trainer, batch, draw, noises)
             if counts: sums[batches[which]] += torch.cat([(losses * w.to(losses)).sum(1, keepdim=True), losses / noises], 1)
             if bar: bar.update()

@@ -1,12 +1,12 @@
-"""What each process of tests/devices/test_distributed.py runs: train by a configuration, perhaps with the transformer divided by FSDP2, and save the LoRA."""
+"""Run by each process of test_distributed.py: train by a configuration, with DDP or FSDP2, and save the LoRA."""
 import json, sys
 from pathlib import Path
 
 from qie_nb.trainer import QwenImageEditTrainer
 
 
-def shard_loader(trainer):
-    "FSDP2 by hand: on a CPU accelerate's plugin makes DDP of it."
+def shard(trainer):
+    "FSDP2 by hand, because accelerate's plugin replaces it by DDP on a CPU."
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -20,9 +20,9 @@ def shard_loader(trainer):
 if __name__ == "__main__":
     config, out, kind = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     trainer = QwenImageEditTrainer(config)
-    if kind == "fsdp": shard_loader(trainer)
+    if kind == "fsdp": shard(trainer)
     trainer.fit()
     trainer.save_lora(out)
     if trainer.is_main: (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))
-    trainer.accelerator.wait_for_everyone() # who leaves while another still talks to it can die of it
+    trainer.accelerator.wait_for_everyone() # a process that ends too early can crash the others
     trainer.accelerator.end_training()

@@ -1,6 +1,7 @@
-"""Two CPU processes train what one trains: DDP as it is launched, FSDP2's split_blocks by hand; the same files, the same LoRA."""
+"""Two CPU processes train what one trains: with DDP as launched, and with FSDP2 sharding by hand."""
 import json, os, subprocess, sys
 from pathlib import Path
+from types import SimpleNamespace as NS
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from qie_nb.data.batches import BucketBatchSampler
+from qie_nb.devices.distributed import shard_loader
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import settings
 
@@ -22,30 +24,36 @@ def launch(config, out, kind="ddp", processes=2, env=()):
     return run
 
 
-@pytest.fixture # Adam divides by the root of a mean square: with its usual eps of 1e-8 it turns the rounding of a tiny gradient into a step
-def run(pairs, tmp_path):
+@pytest.fixture # eps: with the usual 1e-8 Adam turns the rounding of a tiny gradient into a step
+def configure(pairs, tmp_path):
     root = pairs(SIZES, caption=CAPTIONS)
 
     def config(out, batch_size, lr=1e-3, **train):
         lora = dict(r=4, lora_alpha=8, lora_dropout=train.pop("lora_dropout", 0.0))
         return settings(root, tmp_path, model=dict(lora=lora), data=dict(batch_size=batch_size), optimizer=dict(lr=lr, eps=1e-5), train=dict(output_dir=str(tmp_path/out), num_epochs=2, save_steps=2) | train)
-    QwenImageEditTrainer(config("cache", 1)).cache_embeddings()
     return config
 
 
+@pytest.fixture
+def run(configure):
+    QwenImageEditTrainer(configure("cache", 1)).cache_embeddings()
+    return configure
+
+
 def agrees(folder, trainer, atol=1e-6):
-    "The LoRA file that was saved is, to rounding, the one that this trainer would save."
+    "The saved LoRA file is, to rounding, the one that this trainer saves."
     trainer.save_lora(folder/"one")
     one, two = (folder/f/"pytorch_lora_weights.safetensors" for f in ("one", "lora"))
     a, b = load_file(one), load_file(two)
     assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max().item() for k in a) < atol
-    assert max(v.abs().max().item() for k, v in b.items() if "lora_B" in k) > 1e-3, "it must have learnt something"
+    assert max(v.abs().max().item() for k, v in b.items() if "lora_B" in k) > 1e-3, "training must change the adapter"
     with safe_open(one, "pt") as f, safe_open(two, "pt") as g: assert f.metadata() == g.metadata()
 
 
-@pytest.mark.parametrize("more", [dict(), dict(gradient_accumulation_steps=2, ema_decay=0.9, lora_dropout=0.3, gradient_checkpointing=False)])
-def test_two_processes_with_batch_2_are_one_with_batch_4(more, run, tmp_path):
-    "Buckets of 7 and 2: batches of 4, 3 and 2, so one process has less to do than the other, once."
+@pytest.mark.slow
+def test_two_processes_with_batch_2_equal_one_with_batch_4(run, tmp_path):
+    "Buckets of 7 and 2: batches of 4, 3 and 2, so once the shares differ in size."
+    more = dict(gradient_accumulation_steps=2, ema_decay=0.9, lora_dropout=0.3, gradient_checkpointing=False)
     one = QwenImageEditTrainer(run("one", 4, **more)).fit()
     launch(run("two", 2, **more), tmp_path/"lora")
     step, loss, n = json.loads((tmp_path/"lora"/"loss.json").read_text())
@@ -55,15 +63,17 @@ def test_two_processes_with_batch_2_are_one_with_batch_4(more, run, tmp_path):
     assert len(logs[1]) == 1 and len(logs[1][0].read_text().splitlines()) == len(logs[0][0].read_text().splitlines())
 
 
-def test_a_run_of_two_processes_goes_on_in_one_and_back(run, tmp_path):
-    whole = QwenImageEditTrainer(run("whole", 4)).fit()
+@pytest.mark.slow
+def test_a_run_of_two_processes_resumes_in_one_and_back(run, tmp_path):
+    uncut = QwenImageEditTrainer(run("uncut", 4)).fit()
     launch(run("cut", 2, max_train_steps=2), tmp_path/"first")
     QwenImageEditTrainer(run("cut", 4, max_train_steps=4, resume_checkpoint="latest")).fit()
     launch(run("cut", 2, resume_checkpoint="latest"), tmp_path/"lora")
-    agrees(tmp_path, whole)
+    agrees(tmp_path, uncut)
 
 
-def test_divided_by_fsdp2_it_trains_and_saves_the_same(run, tmp_path):
+@pytest.mark.slow
+def test_fsdp2_trains_and_saves_the_same(run, tmp_path):
     one = QwenImageEditTrainer(run("one", 4, ema_decay=0.9)).fit()
     launch(run("two", 2, ema_decay=0.9), tmp_path/"lora", "fsdp")
     agrees(tmp_path, one)
@@ -76,18 +86,20 @@ def test_divided_by_fsdp2_it_trains_and_saves_the_same(run, tmp_path):
 
 def test_shares_cover_each_batch_once(pairs):
     from qie_nb.data.dataset import loader
-    sampler = loader(pairs(SIZES), batch_size=4, image_size=[64, 64], seed=3).batch_sampler
-    whole, shares = sampler.batches(), []
+    data = loader(pairs(SIZES), batch_size=2, image_size=[64, 64], seed=3)
+    sampler = shard_loader(data, NS(num_processes=2, process_index=0)).batch_sampler
+    assert sampler.batch_size == 4
+    batches, shares = sampler.batches(), []
     for rank in range(2):
-        sampler.rank, sampler.world = rank, 2
+        sampler.rank = rank
         shares.append((list(sampler), sampler.counts()))
-    for k, batch in enumerate(whole):
+    for k, batch in enumerate(batches):
         parts = [s[0][k][:s[1][k][0]] for s in shares]
         assert sorted(parts[0] + parts[1]) == sorted(batch) and {s[1][k][1] for s in shares} == {len(batch)}
-        assert all(s[0][k] for s in shares), "nobody stands idle while the others wait for its gradient"
+        assert all(s[0][k] for s in shares), "every process has something to compute, because the others wait for its gradient"
 
 
-def test_a_process_without_a_share_rides_along():
+def test_a_process_without_a_share_computes_one_that_does_not_count():
     class Data:
         def __len__(self): return 3
         def bucket(self, i): return 0
@@ -97,14 +109,15 @@ def test_a_process_without_a_share_rides_along():
     assert list(sampler) == [[1], [2]] and sampler.counts() == [(1, 2), (0, 1)]
 
 
-def test_copies_that_would_train_alone_are_refused(run, monkeypatch):
-    trainer = QwenImageEditTrainer(run("out", 2))
+def test_processes_that_would_train_alone_raise(configure, monkeypatch):
+    trainer = QwenImageEditTrainer(configure("out", 2))
     trainer.setup_accelerator()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but accelerate made 1 process of it, .*; start with `accelerate launch`, or unset WORLD_SIZE"): trainer.fit()
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but accelerate started 1 process, .*; start with `accelerate launch`, or unset WORLD_SIZE"): trainer.fit()
 
 
-def test_fsdp_that_became_something_else_is_refused(run, monkeypatch):
-    with pytest.raises(ValueError, match="`train.distributed` is fsdp, but accelerate made NO of it; launch with"): QwenImageEditTrainer(run("out", 2, distributed="fsdp")).fit()
+def test_fsdp_that_became_something_else_raises(configure, monkeypatch):
+    text = "`train.distributed` is fsdp, but accelerate started NO; launch with"
+    with pytest.raises(ValueError, match=text): QwenImageEditTrainer(configure("out", 2, distributed="fsdp")).fit()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="`train.distributed` is fsdp, but accelerate made NO of it"): QwenImageEditTrainer(run("out", 2)).fit()
+    with pytest.raises(ValueError, match=text): QwenImageEditTrainer(configure("out", 2)).fit()
