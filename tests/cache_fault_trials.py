@@ -1236,7 +1236,7 @@ def headers(world) -> dict:
 def t_index(world, t):
     "Indexes of a packed layer that lie, with a right checksum."
     from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.cache_layers import _index_sum
+    from qie_nb.core.cache_layers import _index_checksum
     packed = world.folder("packed")
     EmbeddingCacheManager(world.reference).pack(packed)
     index = packed/"cache-index.json"
@@ -1250,7 +1250,7 @@ def t_index(world, t):
         "a shard's number beyond": entry([7, *where[1:]]), "a negative place": entry([where[0], -8, *where[2:]]), "a place beyond the file": entry([where[0], 1 << 40, *where[2:]]),
         "a size of 2**50": entry([*where[:2], 1 << 50, where[3]]), "a negative size": entry([*where[:2], -1, where[3]]), "three values": entry(where[:3]), "a header that is a number": entry([*where[:3], 5]), "nothing": entry(None)}
     for name, lie in lies.items():
-        if isinstance(lie, dict): lie = lie | dict(checksum=_index_sum(lie))
+        if isinstance(lie, dict): lie = lie | dict(checksum=_index_checksum(lie))
         index.write_text(json.dumps(lie))
         with t.trial(f"index: {name}"):
             try:

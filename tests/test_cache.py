@@ -269,8 +269,8 @@ def test_a_lost_prefix_is_made_again_whatever_the_switch_says(pairs, tmp_path):
     good = files(tmp_path/"cache")
     next((tmp_path/"cache"/"prompt_prefix").rglob("*.safetensors")).unlink()
     manager = EmbeddingCacheManager(tmp_path/"cache")
-    assert len(manager.verify()) == 2 and "precompute makes it again" in manager.verify()[0][1]
-    with pytest.raises(ValueError, match="prefixes that prompts stand on are missing"): manager.pack(tmp_path/"packed")
+    assert len(manager.verify()) == 2 and "precompute again" in manager.verify()[0][1]
+    with pytest.raises(ValueError, match="prompt prefixes are missing"): manager.pack(tmp_path/"packed")
     assert make(share_prompt_prefix=False).cache_embeddings().tensors == 1
     assert files(tmp_path/"cache") == good and make(share_prompt_prefix=False).cache_embeddings().encoded == 0
 

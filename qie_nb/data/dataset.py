@@ -189,7 +189,7 @@ def _cached(self:ImageDataset, i) -> dict:
 
 # %% ../../nbs/data/06_dataset.ipynb #4e836670
 @patch
-def problems(self:ImageDataset, afresh:bool=True) -> list: # (sample id, tensor's name, place, reason)
+def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor's name, place, reason)
     "All that training would miss in the cache: absent entries, and bad ones."
     out, seen, last = [], {}, self.cache.layers[-1]
     bar = Progress(len(self), "look through the cache") if len(self) > 500 else None
@@ -198,7 +198,7 @@ def problems(self:ImageDataset, afresh:bool=True) -> list: # (sample id, tensor'
         for name, (kind, key, _) in ({} if self.identity is None else self.keys(i)).items():
             layer = self.cache.find(kind, key)
             if (kind, key) in seen or (not layer and name not in lacking): continue
-            why = seen[kind, key] = verify_entry(layer, kind, key, afresh) if layer else "is missing"
+            why = seen[kind, key] = verify_entry(layer, kind, key, reread) if layer else "is missing"
             place = layer.where(kind, key) if layer else "" if last.packed else last.where(kind, key)
             if why: out.append((s.id, name, place, dict(self.cache.quarantined).get(place, why)))
         if bar: bar.update()

@@ -245,7 +245,7 @@ def _encode_all(dataset, encoder, work, report, prefetch):
 def _verify(cache, kind, key, report):
     for _ in cache.layers: # each has one copy at most
         layer = cache.find(kind, key)
-        if not layer or not (why := verify_entry(layer, kind, key, afresh=False)): return
+        if not layer or not (why := verify_entry(layer, kind, key, reread=False)): return
         report.bad.append((layer.where(kind, key), why))
         cache.quarantine(layer, kind, key, why)
 

@@ -98,7 +98,7 @@ def check_cache_complete(self:CacheMethods, dataset):
     if dataset.identity is None:
         raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} holds nothing, and model folder {self.components.name!r} "
                               "has no encoders to fill it; precompute with the whole model first")
-    if found := dataset.problems(afresh=False): raise CacheEntryError(dataset.problems_text(found))
+    if found := dataset.problems(reread=False): raise CacheEntryError(dataset.problems_text(found))
 
 # %% ../../nbs/training/06_run_data.ipynb #71715530
 @patch

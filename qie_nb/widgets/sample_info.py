@@ -158,7 +158,7 @@ def bad_entries(
     out = []
     for name, (kind, key, _) in dataset.keys(i).items():
         layer = dataset.cache.find(kind, key)
-        if layer and (why := verify_entry(layer, kind, key, afresh=False)): out.append((name, layer.where(kind, key), why))
+        if layer and (why := verify_entry(layer, kind, key, reread=False)): out.append((name, layer.where(kind, key), why))
     return out
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0017
