@@ -1,26 +1,26 @@
-"""Kaggle and Colab imitated on this machine: notebooks run in them head to tail, under their paths, limits and environment variables.
+"""Imitations of Kaggle and Colab: notebooks run under their paths, limits and environment variables.
 
-    place = kaggle(tmp_path, {"datasets/somebody/pairs": folder})   # /kaggle/input/datasets/somebody/pairs, read-only
-    run = run_notebook("kaggle/train/train.ipynb", place)           # .error, .notebook, .written, .inputs_written, .output
+    platform = kaggle(tmp_path, {"datasets/user/pairs": folder})    # /kaggle/input/datasets/user/pairs, read-only
+    run = run_notebook("kaggle/train/train.ipynb", platform)        # .error, .notebook, .written, .inputs_written, .output
 
-A session sees the whole machine, but what it writes is gone afterwards (so an install cell may install and uninstall), except its working folder,
-which comes back as `run.output`. It has mounts, a network and processes of its own: no internet, inputs that cannot be written, a working folder
-that holds `quota` bytes. That takes Linux with `unshare`, as root or with user namespaces (then without installing). Elsewhere the place is a folder that QIE_NB_ROOT
-names, inputs are protected by their modes, and the internet by proxies that refuse.
+A session sees the whole machine, but its changes are lost (so an install cell may install and uninstall), except its working folder, which is returned as
+`run.output`. It has its own mounts, network and processes: no internet, read-only inputs, a working folder of `quota` bytes. This needs Linux with
+`unshare`, as root or with user namespaces (then without installing). Elsewhere QIE_NB_ROOT names a folder as root, file modes protect the inputs, and
+proxies refuse the internet.
 """
 import functools, json, os, shutil, stat, subprocess, sys, tempfile, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-REFUSED = 77 # exit code of a child that may not mount
+REFUSED = 77 # exit code of a child without the right to mount
 
 # sources of the names: Kaggle/docker-python 78aaa43 (`test`, patches/), kagglehub 1.0 (env.py, clients.py), googlecolab/colabtools
 KAGGLE = dict(KAGGLE_KERNEL_RUN_TYPE="Batch", KAGGLE_URL_BASE="https://www.kaggle.com", KAGGLE_DATA_PROXY_URL="https://dp.kaggle.net",
               KAGGLE_DATA_PROXY_TOKEN="none", KAGGLE_USER_SECRETS_TOKEN="none", KAGGLE_KERNEL_INTEGRATIONS="", MKL_THREADING_LAYER="GNU")
 COLAB = dict(COLAB_RELEASE_TAG="release-colab-external_20260819-060000_RC00", COLAB_GPU="1", COLAB_BACKEND_VERSION="next", COLAB_NOTEBOOK_ID="1")
 
-# what the places put beside Python's own modules; a secret is missing there unless it is given
+# modules that exist only there; only the given secrets exist
 KAGGLE_MODULES = {"kaggle_secrets.py": '''
 class BackendError(Exception): pass
 class UserSecretsClient:
@@ -42,14 +42,14 @@ def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
 
 
 @dataclass
-class Place:
-    "A place to run notebooks in; paths are those that a notebook sees."
+class Platform:
+    "Kaggle or Colab; paths are as a notebook sees them."
     name: str                                     # kaggle or colab
-    root: Path                                    # folder for what sessions leave
-    working: str                                  # here a notebook runs
-    inputs: dict = field(default_factory=dict)    # path that is attached: folder on this machine; read-only
-    kept: dict = field(default_factory=dict)      # path that stays from session to session: folder on this machine
-    quota: int = 256 << 20                        # bytes that `working` holds
+    root: Path                                    # folder for the sessions' outputs
+    working: str                                  # a notebook's working folder
+    inputs: dict = field(default_factory=dict)    # attached path: folder on this machine; read-only
+    kept: dict = field(default_factory=dict)      # path kept between sessions: folder on this machine
+    quota: int = 256 << 20                        # of `working`, bytes
     env: dict = field(default_factory=dict)
     modules: dict = field(default_factory=dict)   # file: text
     secrets: dict = field(default_factory=dict)
@@ -57,31 +57,31 @@ class Place:
     sessions: int = 0
 
 
-def kaggle(root, inputs={}, **what) -> Place:
+def kaggle(root, inputs={}, **options) -> Platform:
     "`inputs`: path below /kaggle/input (a slug, or datasets/owner/slug as in newer sessions) to a folder."
     attached = {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()}
-    return Place("kaggle", Path(root), "/kaggle/working", attached, env=KAGGLE | what.pop("env", {}), modules=KAGGLE_MODULES, **what)
+    return Platform("kaggle", Path(root), "/kaggle/working", attached, env=KAGGLE | options.pop("env", {}), modules=KAGGLE_MODULES, **options)
 
 
-def colab(root, inputs={}, drive=None, **what) -> Place:
-    "`drive`: folder that is mounted as Google Drive, which is all that stays there."
-    attached = {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()} # kagglehub mounts it there on Colab, too
+def colab(root, inputs={}, drive=None, **options) -> Platform:
+    "`drive`: folder mounted as Google Drive, the only one that is kept."
+    attached = {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()} # where kagglehub mounts it on Colab
     kept = {"/content/drive/MyDrive": Path(drive)} if drive else {}
-    return Place("colab", Path(root), "/content", attached, kept, env=COLAB | what.pop("env", {}), modules=COLAB_MODULES, **what)
+    return Platform("colab", Path(root), "/content", attached, kept, env=COLAB | options.pop("env", {}), modules=COLAB_MODULES, **options)
 
 
 @dataclass
 class Run:
-    "What one session was."
+    "The result of a session."
     notebook: dict        # executed, as JSON
-    error: str            # traceback of the cell that failed, or why none was run; "" where all went well
+    error: str            # traceback of the failed cell, or why none was run; "" without an error
     output: Path          # copy of the working folder at the end
-    written: int          # bytes that its files take
-    inputs_written: list  # files of inputs that are no longer what they were
+    written: int          # bytes of its files
+    inputs_written: list  # changed files of inputs
     seconds: float
 
     def text(self) -> str:
-        "All that the cells print and show, as text."
+        "Everything that the cells print and show, as text."
         outs = [o for c in self.notebook["cells"] for o in c.get("outputs", [])]
         return "".join("".join(o.get("text", "") or o.get("data", {}).get("text/plain", "")) + "\n" for o in outs)
 
@@ -94,70 +94,70 @@ def bytes_of(folder) -> int: return sum(p.lstat().st_size for p in Path(folder).
 
 
 @functools.lru_cache
-def unsharing() -> tuple: # the command that gives a session mounts, a network and processes of its own; () where that is refused
+def unsharing() -> tuple: # command that isolates a session; () if it is not permitted
     common = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
     for command in ([*common], [*common, "--map-root-user"]) if shutil.which("unshare") else ():
         if subprocess.run([*command, sys.executable, __file__, "may-mount", mounts_of()], capture_output=True).returncode == 0: return tuple(command)
     return ()
 
 
-def may_install() -> bool: # may a session install and uninstall? With a user's own rights an overlay cannot note what was removed
+def may_install() -> bool: # may sessions (un)install? Without root an overlay cannot record removals
     return bool(unsharing()) and "--map-root-user" not in unsharing()
 
 
-def mounts_of(): return os.readlink("/proc/self/ns/mnt") # names the mounts that a process sees
+def mounts_of(): return os.readlink("/proc/self/ns/mnt") # identifies a process's mounts
 
 
 def session(
-    place,              # `Place`
-    command,            # words; {home} stands for a folder of the session that outlives it
-    python=None,        # whose library versions; default the present one's
+    platform,              # `Platform`
+    command,            # words; {home} is replaced by the session's own folder
+    python=None,        # Python to use; default this one
     env={},             # more environment variables
-    library=None,       # is this library there from the start? default: with the present Python
-    files={},           # name in that folder: text
-    before="",          # Python code that makes the place another one first
+    library=None,       # is qie_nb importable? default: only with this Python
+    files={},           # file in that folder: text
+    before="",          # Python code to run first
     timeout=600,        # seconds for the whole session
-) -> tuple: # the folder, CompletedProcess, files of inputs that are no longer what they were, seconds
-    "Run a command as a session of a place, in its working folder."
+) -> tuple: # the folder, CompletedProcess, changed files of inputs, seconds
+    "Run a command in a session of a platform, in its working folder."
     python = str(python or sys.executable)
     library = python == sys.executable if library is None else library
-    place.sessions += 1
-    home = Path(tempfile.mkdtemp(prefix=f"session{place.sessions}_", dir=place.root))
-    texts = files | {f"modules/{name}": f"SECRETS = {place.secrets!r}\n{text}" for name, text in place.modules.items()}
+    platform.sessions += 1
+    home = Path(tempfile.mkdtemp(prefix=f"session{platform.sessions}_", dir=platform.root))
+    texts = files | {f"modules/{name}": f"SECRETS = {platform.secrets!r}\n{text}" for name, text in platform.modules.items()}
     for name, text in texts.items():
         (home/name).parent.mkdir(parents=True, exist_ok=True)
         (home/name).write_text(text, encoding="utf-8")
     (home/"output").mkdir()
     variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
                      PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
-                     **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **place.env, **env)
-    spec = dict(home=str(home), python=python, working=place.working, quota=place.quota, env=variables, before=before, command=[str(w).format(home=home) for w in command],
-                inputs={at: str(f.resolve()) for at, f in place.inputs.items()}, kept={at: str(f.resolve()) for at, f in place.kept.items()})
+                     **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **platform.env, **env)
+    spec = dict(home=str(home), python=python, working=platform.working, quota=platform.quota, env=variables, before=before, command=[str(w).format(home=home) for w in command],
+                inputs={at: str(f.resolve()) for at, f in platform.inputs.items()}, kept={at: str(f.resolve()) for at, f in platform.kept.items()})
     (home/"spec.json").write_text(json.dumps(spec))
-    before, began = {at: files_of(folder) for at, folder in place.inputs.items()}, time.monotonic()
-    apart = [c for c in unsharing() if not (place.internet and c == "--net")]
+    before, began = {at: files_of(folder) for at, folder in platform.inputs.items()}, time.monotonic()
+    apart = [c for c in unsharing() if not (platform.internet and c == "--net")]
     words = [*apart, sys.executable, __file__, *(["enter", mounts_of()] if apart else ["pretend", "none"]), str(home/"spec.json")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
-    changed = [f"{at}/{f}" for at, folder in place.inputs.items() for f in sorted(dict(before[at].items() ^ files_of(folder).items()))]
+    changed = [f"{at}/{f}" for at, folder in platform.inputs.items() for f in sorted(dict(before[at].items() ^ files_of(folder).items()))]
     return home, done, changed, time.monotonic() - began
 
 
 def run_notebook(
-    path,               # notebook; it is not changed
-    place,              # `Place`
-    python=None,        # whose library versions; default the present one's
-    changes={},         # text in a cell: what stands there instead, as a user changes a line
+    path,               # of the notebook, which is not changed
+    platform,              # `Platform`
+    python=None,        # Python to use; default this one
+    changes={},         # text in a cell: its replacement
     files={},           # of `session`
-    **what,             # of `session`
+    **options,             # of `session`
 ) -> Run:
-    "Execute a notebook from head to tail, as a session of a place does it."
+    "Execute a notebook in a session of a platform."
     source = Path(path).read_text(encoding="utf-8")
     for old, new in changes.items():
         old, new = (json.dumps(t)[1:-1] for t in (old, new))
-        assert source.count(old) == 1, f"{old} stands {source.count(old)} times in {path}"
+        assert source.count(old) == 1, f"{old} occurs {source.count(old)} times in {path}"
         source = source.replace(old, new)
-    command = [python or sys.executable, "{home}/driver.py", "{home}", place.working]
-    home, done, changed, seconds = session(place, command, python, files=files | {"notebook.ipynb": source, "driver.py": DRIVER}, **what)
+    command = [python or sys.executable, "{home}/driver.py", "{home}", platform.working]
+    home, done, changed, seconds = session(platform, command, python, files=files | {"notebook.ipynb": source, "driver.py": DRIVER}, **options)
     error = (home/"error.txt").read_text() if (home/"error.txt").is_file() else f"exit code {done.returncode}: {done.stderr[-3000:]}" if done.returncode else ""
     executed = home/("executed.ipynb" if (home/"executed.ipynb").is_file() else "notebook.ipynb")
     return Run(json.loads(executed.read_text()), error, home/"output", bytes_of(home/"output"), changed, seconds)
@@ -175,29 +175,29 @@ nbformat.write(nb, f"{home}/executed.ipynb")
 """
 
 
-# ---- below: in a process of its own --------------------------------------------------------------------------------------------------
+# ---- below: inside the session's process --------------------------------------------------------------------------------------------------
 
 def mount(*args):
     done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
     if done.returncode: raise OSError(f"mount {' '.join(map(str, args))}: {done.stderr.strip()}")
 
 
-def over(folder, at, room): # `folder` as it is, seen at `at`; what is written there is kept in `room`
+def over(folder, at, room): # `folder` mounted at `at`; writes go to `room`
     for name in ("upper", "work"): (room/name).mkdir(parents=True)
     options = f"lowerdir={folder},upperdir={room/'upper'},workdir={room/'work'}"
     try: mount("-t", "overlay", "overlay", "-o", options, at)
     except OSError:
         try: mount("-t", "overlay", "overlay", "-o", options + ",userxattr", at)
-        except OSError: mount("--rbind", folder, at) # there are disks in it that were mounted with other rights; they stay as they are
+        except OSError: mount("--rbind", folder, at) # it contains disks that were mounted with other rights
 
 
-def other_disks(wanted): # folders above `wanted`, and below those of /, where another disk begins
-    above = {d for w in wanted for p in (Path(w), Path(w).resolve()) for d in [p, *p.parents]}
+def other_disks(paths): # mount points above these paths
+    above = {d for w in paths for p in (Path(w), Path(w).resolve()) for d in [p, *p.parents]}
     return sorted(d for d in above if d.is_dir() and len(d.parts) > 2 and d.stat().st_dev != d.parent.stat().st_dev)
 
 
 def new_root(spec) -> Path:
-    "Everything as it is, over which the session writes without a trace; the place's own folders in it."
+    "The whole machine under an overlay, with the platform's own folders."
     home = Path(spec["home"])
     mount("--make-rprivate", "/")
     scratch = home/"scratch"
@@ -205,14 +205,14 @@ def new_root(spec) -> Path:
     mount("-t", "tmpfs", "-o", "size=4g,mode=755", "tmpfs", scratch)
     new = scratch/"root"
     new.mkdir()
-    for top in sorted(Path("/").iterdir()): # one by one: with a user's own rights / as a whole cannot lie below an overlay
+    for top in sorted(Path("/").iterdir()): # one by one: without root / cannot be an overlay's lower folder
         if top.is_symlink(): (new/top.name).symlink_to(os.readlink(top))
         elif top.is_dir():
             (new/top.name).mkdir()
             if top.name in ("dev", "sys"): mount("--rbind", top, new/top.name)
-            elif top.name != "proc": over(top, new/top.name, scratch/"rooms"/top.name)
+            elif top.name != "proc": over(top, new/top.name, scratch/"layers"/top.name)
     needed = [spec["python"], sys.base_prefix, REPO, home, subprocess.run([spec["python"], "-c", "import sys; print(sys.base_prefix)"], capture_output=True, text=True).stdout.strip()]
-    for n, disk in enumerate(other_disks(needed)): over(disk, new/str(disk)[1:], scratch/"rooms"/f"disk{n}")
+    for n, disk in enumerate(other_disks(needed)): over(disk, new/str(disk)[1:], scratch/"layers"/f"disk{n}")
     mount("-t", "proc", "proc", new/"proc")
     inside = lambda at: new/str(at).lstrip("/")
     for at in (spec["working"], spec["env"]["HOME"], "/kaggle/input", *spec["inputs"]): inside(at).mkdir(parents=True, exist_ok=True)
@@ -226,12 +226,12 @@ def new_root(spec) -> Path:
     return new
 
 
-def loopback_up(): # notebooks talk to their kernels over it
+def loopback_up(): # kernels use it
     import fcntl, socket, struct
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         request = struct.pack("16sH14s", b"lo", 0x1 | 0x40, b"") # IFF_UP, IFF_RUNNING
         try: fcntl.ioctl(s, 0x8914, request) # SIOCSIFFLAGS
-        except OSError: pass # with the machine's own network it is up
+        except OSError: pass # already up in the machine's own network
 
 
 def execute(spec, working, env, root="/"):
@@ -240,7 +240,7 @@ def execute(spec, working, env, root="/"):
     return run(spec["command"]).returncode
 
 
-def keep(spec, session, working): # what the session leaves, brought to where it outlives it
+def keep(spec, session, working): # copy the session's output out of it
     home, kept = Path(spec["home"]), [working/Path(at).relative_to(spec["working"]) for at in spec["kept"] if Path(at).is_relative_to(spec["working"])]
     for name in ("executed.ipynb", "error.txt"):
         if (session/name).is_file() and session != home: shutil.copyfile(session/name, home/name)
@@ -249,7 +249,7 @@ def keep(spec, session, working): # what the session leaves, brought to where it
 
 
 def enter(spec) -> int:
-    "A session with mounts, network and processes of its own."
+    "Run an isolated session."
     spec["env"]["HOME"] = "/tmp/home"
     loopback_up()
     new = new_root(spec)
@@ -259,7 +259,7 @@ def enter(spec) -> int:
 
 
 def pretend(spec) -> int:
-    "The same without any of it: a folder that QIE_NB_ROOT names."
+    "Run a session without isolation, below the folder QIE_NB_ROOT."
     home = Path(spec["home"])
     root, inside = home/"root", lambda at: home/"root"/at.lstrip("/")
     for at, folder in (spec["inputs"] | spec["kept"]).items():
@@ -282,7 +282,7 @@ def pretend(spec) -> int:
     return code
 
 
-def may_mount(): # tried in a folder that goes with it
+def may_mount(): # tried in a temporary folder
     with tempfile.TemporaryDirectory() as tmp:
         mount("--make-rprivate", "/")
         mount("-t", "tmpfs", "tmpfs", tmp)
@@ -292,6 +292,6 @@ def may_mount(): # tried in a folder that goes with it
 
 if __name__ == "__main__":
     job, others, *spec = sys.argv[1:]
-    if job != "pretend" and others == mounts_of(): sys.exit("this mounts, and takes mounts of its own: it is started by run_notebook")
+    if job != "pretend" and others == mounts_of(): sys.exit("this mounts file systems and must be started by run_notebook")
     try: sys.exit(may_mount() if job == "may-mount" else dict(enter=enter, pretend=pretend)[job](json.loads(Path(spec[0]).read_text())))
     except OSError as e: print(e, file=sys.stderr); sys.exit(REFUSED)
