@@ -89,11 +89,11 @@ def test_what_nothing_asks_for_is_listed_with_its_reason(tmp_path):
     (["images/a.png", "images/a.txt", "control/b.png"], "target 'a.png' has no control image; expected '.*control/a' with any of .png, .jpg"),
     (["images/a.png", "images/a.txt"], "has no control folder; put the images before the edit into '.*control_images'"),
     (["images/a.png", "control/a.png"], "sample 'a' has no caption; write its instruction into '.*images/a.txt'"),
-    (["images/a.png", "images/a.jpg", "images/a.txt", "control/a.png"], "two samples are called 'a': a.jpg and a.png in '.*images'; rename or remove one"),
-    (["images/a.png", "images/a.txt", "images/a.caption", "control/a.png"], "two captions are called 'a': a.caption and a.txt in"),
+    (["images/a.png", "images/a.jpg", "images/a.txt", "control/a.png"], "two samples have the name 'a': a.jpg and a.png in '.*images'; rename or remove one"),
+    (["images/a.png", "images/a.txt", "images/a.caption", "control/a.png"], "two captions have the name 'a': a.caption and a.txt in"),
     (["images/a.png", "images/a.txt", "control/a.png", "control_3/a.png", "control_2/b.png"], "target 'a.png' has no image in control_2/ but one in a later folder"),
     (["a_start.png", "a_end.png", "b_end.png", "a.txt", "b.txt"], "target 'b_end.png' has no control image; expected 'b_control' beside it"),
-    (["a_start.png", "a_end.png", "a_after.png", "a.txt"], "two samples are called 'a': a_after.png and a_end.png in"),
+    (["a_start.png", "a_end.png", "a_after.png", "a.txt"], "two samples have the name 'a': a_after.png and a_end.png in"),
     (["a_start.png", "a_end.png"], "sample 'a' has no caption; write its instruction into '.*a_end.txt'"),
     (["just.png", "pictures.png"], "holds no images; expected training_images/ and control_images/, or metadata.jsonl"),
 ])
@@ -143,7 +143,7 @@ def test_a_mac_and_another_machine_write_the_same_name_differently(target, contr
     (tmp_path/"t.csv").unlink()
     if target == control: return
     picture(tmp_path/"images"/f"{b}.png")
-    with pytest.raises(ValueError, match=r"two samples are called 'café한': .* \(the same name in two Unicode normalisations, NFC and NFD\) in .*; rename or remove one"): find_samples(tmp_path)
+    with pytest.raises(ValueError, match=r"two samples have the name 'café한': .* \(the same name in two Unicode normalisations, NFC and NFD\) in .*; rename or remove one"): find_samples(tmp_path)
 
 
 def test_order_is_by_id_whatever_the_file_system_says(tmp_path):
@@ -236,7 +236,7 @@ def test_equal_stems_in_different_folders_get_their_path(tmp_path):
     tree(tmp_path, "x/a.png", "y/a.png", "b.png", "c.png")
     rows = [dict(image=f"{t}.png", edit_image="c.png", prompt="p") for t in ("y/a", "b", "x/a")]
     assert [s.id for s in find_samples(table(tmp_path, rows))] == ["b", "x/a", "y/a"]
-    with pytest.raises(ValueError, match="two samples are called 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"): find_samples(table(tmp_path, rows + rows[-1:]))
+    with pytest.raises(ValueError, match="two samples have the id 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"): find_samples(table(tmp_path, rows + rows[-1:]))
 
 
 def test_unknown_columns_and_how_to_name_them(tmp_path):
@@ -245,7 +245,7 @@ def test_unknown_columns_and_how_to_name_them(tmp_path):
     for path in (tmp_path, tmp_path/"set.csv"):
         with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; name it target_image or target or edited_image, or give `columns`"): find_samples(path)
         assert one(find_samples(path, columns=dict(target="neu", control="alt", prompt="wunsch")), tmp_path) == ("t.png", ["c.png"], "p")
-    with pytest.raises(ValueError, match="`columns` names 'old', which 'set.csv' does not know; .*out of: neu, alt, wunsch"): find_samples(tmp_path/"set.csv", dict(target="neu", control="old", prompt="wunsch"))
+    with pytest.raises(ValueError, match="`columns` names 'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"): find_samples(tmp_path/"set.csv", dict(target="neu", control="old", prompt="wunsch"))
     with pytest.raises(ValueError, match="`columns` names 'edge'"): find_samples(tmp_path/"set.csv", dict(edge="neu"))
 
 
@@ -267,15 +267,15 @@ def test_two_tables_and_the_folder_layout_beside_a_card(tmp_path):
 
 
 @pytest.mark.parametrize("name, text, sentence", [
-    ("m.jsonl", '{"image": 1}\n\n{"image"', "line 3 of 'm.jsonl' is not valid JSON .*; mend it"), ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
-    ("m.json", "", "'m.json' is not valid JSON"), ("m.jsonl", "[1]\n{}", "row 1 of 'm.jsonl' must be an object"), ("m.csv", "", "'m.csv' holds no rows"), ("m.csv", "image,edit_image,prompt\n", "'m.csv' holds no rows"),
+    ("m.jsonl", '{"image": 1}\n\n{"image"', "line 3 of 'm.jsonl' is not valid JSON .*; fix it"), ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
+    ("m.json", "", "'m.json' is not valid JSON"), ("m.jsonl", "[1]\n{}", "row 1 of 'm.jsonl' must be an object"), ("m.csv", "", "'m.csv' has no rows"), ("m.csv", "image,edit_image,prompt\n", "'m.csv' has no rows"),
     ("m.csv", "image,edit_image,prompt\n" + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), ("m.jsonl", "null", "row 1 of 'm.jsonl' must be an object"),
     ("m.csv", "image,edit_image,prompt\nt.png,,p", "row 1 of 'm.csv' has no control image in 'edit_image'; write its path there"), ("m.csv", "image,edit_image,prompt\n,c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"),
     ("m.csv", "image,edit_image,prompt\nt.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
-    ("m.csv", "image,edit_image,prompt\nt.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; mend the path or take the row out \(2 of 3 rows are refused\)"),
+    ("m.csv", "image,edit_image,prompt\nt.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; fix the path or remove the row \(2 of 3 rows are wrong\)"),
     ("m.jsonl", '{"image": "t.png", "edit_image": 5, "prompt": "p"}', "has no control image"), ("m.jsonl", '{"image": {"bytes": "x"}, "edit_image": "c.png", "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got {"),
     ("m.jsonl", '{"image": "t.png", "edit_image": [["c.png"]], "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": ["p"]}', "caption of sample 't' must be text"),
-    ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": "\\ud800"}', "caption of sample 't' is not valid Unicode; mend it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it"),
+    ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": "\\ud800"}', "caption of sample 't' is not valid Unicode; fix it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it"),
 ])
 def test_tables_that_cannot_be_used(name, text, sentence, tmp_path):
     tree(tmp_path, "t.png", "c.png")
@@ -369,10 +369,10 @@ def test_a_dataset_beside_a_folder_and_its_split(tmp_path):
 @pytest.mark.parametrize("change, sentence", [
     (lambda d, hub: d.remove_columns("prompt"), "the data set has no column for the prompt; it has image, edit_image; name it prompt or"),
     (lambda d, hub: d.rename_column("edit_image", "other"), "the data set has no column for the control; it has image, other, prompt; name it edit_image or"),
-    (lambda d, hub: d.select([]), "the data set holds no rows"),
+    (lambda d, hub: d.select([]), "the data set has no rows"),
     (lambda d, hub: hub.DatasetDict(a=d, b=d), "the data set has the splits a, b and no train; give one of them"),
-    (lambda d, hub: d.to_iterable_dataset(), "a streamed data set has no order to train in; load it without `streaming=True`"),
-    (lambda d, hub: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set holds no images; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
+    (lambda d, hub: d.to_iterable_dataset(), "a streamed data set has no length; load it without `streaming=True`"),
+    (lambda d, hub: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set has no images; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
     (lambda d, hub: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
     (lambda d, hub: d.remove_columns("prompt").add_column("prompt", [1, 2]), "caption of sample '000000' must be text, got 1"),
 ])
