@@ -1,9 +1,9 @@
-"""README's tables from benchmarks/results/*.json: `python benchmarks/table.py` prints them, `--write` puts them between README's marks."""
+"""Makes the tables of docs/speed_and_memory.md from benchmarks/results/*.json and the planner: `python benchmarks/table.py` prints them, `--write` puts them into the page."""
 import argparse, json, re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-README = HERE.parent/"README.md"
+PAGE = HERE.parent/"docs"/"speed_and_memory.md"
 
 
 def markdown(head, rows):
@@ -23,52 +23,54 @@ def about(r):
 def of(s, unit="", digits=2): return f"{s['median']:.{digits}f}{unit} ({s['min']:.{digits}f} to {s['max']:.{digits}f})"
 
 
+WAYS = {"adapters in float32, as peft has them": "adapters in float32", "the same on the table": "adapters in bfloat16, modulation table", "selective": "selective checkpointing", "blocks recomputed": "checkpointing"}
+
 def step_table(r):
-    "What a step does over the bare loop."
+    "What a step does beyond the bare loop."
     if "counts" not in r: return "not yet measured: `make bench-cpu`"
     c, get = r["counts"], lambda **kw: [x for x in r["counts"]["rows"] if all(x[k] == v for k, v in kw.items())]
     over = lambda **kw: ", ".join(str(n) for n in sorted({x["over"] for x in get(**kw)}))
     depth = " / ".join(str(x["blocks"]) for x in get(batch=1, table=True))
-    rows = [["operations over the bare loop, batch 1 and 2, " + depth + " blocks", f"{over(batch=1, table=True)} and {over(batch=2, table=True)}, whatever the depth"],
-            ["of " + " / ".join(str(x["bare"]) for x in get(batch=1, table=True)) + " in the bare loop", "forward, backward and optimizer, counted as aten calls"],
-            ["modules walked over, encoders called, schedulers made", f"{max(x['modules_walked'] for x in c['rows'])}, {max(x['built'].get('encoder calls', 0) for x in c['rows'])}, "
+    rows = [["operations beyond the bare loop, batch 1 and 2, " + depth + " blocks", f"{over(batch=1, table=True)} and {over(batch=2, table=True)}, at every depth"],
+            ["operations in the bare loop", " / ".join(str(x["bare"]) for x in get(batch=1, table=True)) + " aten calls of forward pass, backward pass and optimizer"],
+            ["modules traversed, encoder calls, schedulers created", f"{max(x['modules_walked'] for x in c['rows'])}, {max(x['built'].get('encoder calls', 0) for x in c['rows'])}, "
              f"{max(x['built'].get('schedulers made', 0) for x in c['rows'])}"]]
     for name, d in c["elsewhere"].items():
         said = lambda w: ", ".join(f"{n} x {k}" for k, n in w.items()) or "nothing"
-        rows.append([f"what the host waits for, {name}", f"{said(d['unlogged'])}; when a row is logged: {said(d['logged'])}"])
+        rows.append([f"waits for the device, {name}", f"{said(d['unlogged'])}; when a row is logged: {said(d['logged'])}"])
     if k := r.get("kept"):
-        for x in k["rows"]: rows.append([f"kept for the backward pass, bfloat16, {x['way']}", f"{x['bytes'] / 1e6:.2f} MB (planned {x['planned'] / 1e6:.2f})"])
-        rows.append([f"codes of compiled blocks after two steps, and made in {k['codes']['steps'] - 2} more of {k['codes']['sizes']} sizes and {k['codes']['prompts']} lengths of prompts", f"{k['codes']['after_two_steps']}, {k['codes']['later']}"])
+        for x in k["rows"]: rows.append([f"saved for the backward pass, bfloat16, {WAYS.get(x['way'], x['way'])}", f"{x['bytes'] / 1e6:.2f} MB (planned {x['planned'] / 1e6:.2f})"])
+        rows.append([f"compiled graphs after two steps, and after {k['codes']['steps'] - 2} more with {k['codes']['sizes']} sizes and {k['codes']['prompts']} prompt lengths", f"{k['codes']['after_two_steps']}, {k['codes']['later']}"])
     for name, t in ((k, v) for k, v in r.get("times", {}).items() if isinstance(v, dict) and "trainer_over_bare" in v):
-        rows.append([f"time over the bare loop's, {t['blocks']} blocks of {t['width']}, {t['tokens']} tokens", of(t["trainer_over_bare"])])
-        rows.append([f"time with the table over without, {t['blocks']} blocks of {t['width']}", of(t["table_over_layers"])])
-    return markdown(["a training step", "figure"], rows) + f"\n\n{about(c)}; times are paired, median and range of {next(iter([t['trainer_over_bare']['runs'] for t in r.get('times', {}).values() if isinstance(t, dict) and 'trainer_over_bare' in t]), 0)} rounds."
+        rows.append([f"time relative to the bare loop, {t['blocks']} blocks of {t['width']}, {t['tokens']} tokens", of(t["trainer_over_bare"])])
+        rows.append([f"time with the modulation table relative to without, {t['blocks']} blocks of {t['width']}", of(t["table_over_layers"])])
+    return markdown(["a training step", "figure"], rows) + f"\n\n{about(c)}; paired times, median and range of {next(iter([t['trainer_over_bare']['runs'] for t in r.get('times', {}).values() if isinstance(t, dict) and 'trainer_over_bare' in t]), 0)} rounds."
 
 
 def precompute_table(r):
-    "What encoding a sample takes, against encoding each of its images and prompts by itself."
+    "Operations and time to encode a sample, relative to encoding each image and prompt separately."
     if "operations" not in r: return "not yet measured: `make bench-cpu`"
     tf = lambda n: f"{n / 1e12:.1f}"
-    rows = [[f"operations a sample at 1024 x 1024, one control, {o['variant']}, 10\u00b9\u00b2", tf(o["total"]["naive"]), tf(o["total"]["ours"]), f"{o['ratio']:.2f}"] for o in r["operations"]]
+    rows = [[f"10\u00b9\u00b2 operations per sample at 1024 x 1024, one control, {o['variant']}", tf(o["total"]["naive"]), tf(o["total"]["ours"]), f"{o['ratio']:.2f}"] for o in r["operations"]]
     for where, name in (("cpu", "the tiny model"), ("gpu", f"full size, random weights, {r.get('gpu', {}).get('about', {}).get('accelerator')}")):
         for m in [r[where]] if where in r else []:
             s = m["samples_a_second"]
-            rows.append([f"samples a second, {name}, {m['variant']}, {m['side']} x {m['side']}, batches of {m['batch_size']}", of(s["naive"]), of(s["precompute"]), of(m["of_naive"])])
-            rows.append(["the same against the encoders alone, each called as precompute calls it", of(s["bare"]), of(s["precompute"]), of(m["of_bare"])])
-    return markdown(["precompute", "plain way", "qie_nb", "ratio"], rows) + f"\n\nOperations are counted on the real sizes without weights. {about(r['cpu']['about']) if 'cpu' in r else ''}."
+            rows.append([f"samples per second, {name}, {m['variant']}, {m['side']} x {m['side']}, batches of {m['batch_size']}", of(s["naive"]), of(s["precompute"]), of(m["of_naive"])])
+            rows.append(["the same, relative to only the encoders, called as precompute calls them", of(s["bare"]), of(s["precompute"]), of(m["of_bare"])])
+    return markdown(["precompute", "naive", "qie_nb", "ratio"], rows) + f"\n\nOperations are counted at the real sizes without weights. {about(r['cpu']['about']) if 'cpu' in r else ''}."
 
 
-CARDS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 512), ("RTX 4090", 1024), ("A100-40", 1024), ("H100", 1024)]
+GPUS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 512), ("RTX 4090", 1024), ("A100-40", 1024), ("H100", 1024)]
 
 def cards_table():
     "What the planner chooses."
     from qie_nb.planning.plan import plan, strategy_name
     rows = []
-    for gpu, side in CARDS:
+    for gpu, side in GPUS:
         p = plan("2511", gpu, side, config=dict(data=dict(control_area=side * side)))
         m = p.chosen
         rows.append([gpu.replace("2x", "2 x "), f"{side} x {side}"] + ([strategy_name(m.query), f"{m.total / 1e9:.1f}", f"{m.host / 1e9:.1f}" if m.host else ""] if m else ["nothing fits", "", ""]))
-    return markdown(["card", "target and control", "chosen", "GB", "GB on the host"], rows) + "\n\nLoRA of rank 16 on attention, batch 1. Computed, not measured."
+    return markdown(["GPU", "target and control", "strategy", "GB", "GB on the host"], rows) + "\n\nLoRA of rank 16 on attention, batch 1. Computed, not measured."
 
 
 def modes_table(r):
@@ -78,19 +80,19 @@ def modes_table(r):
         rows = [[k, "failed", "", "", "", ""] if "failed" in v else
                 [k, f"{v['precompute_s']:.1f} s" if "precompute_s" in v else "", f"{v['first_epoch_step_s']:.3f} s", f"{v['later_step_s']:.3f} s",
                  f"{v['peak_MB']:.0f} MB" + (f" (precompute {v['precompute_peak_MB']:.0f})" if "precompute_s" in v else ""), f"{v['cache_bytes'] / 1e6:.2f} MB"] for k, v in m["rows"].items()]
-        out.append(markdown(["way", "beforehand", "a step, first epoch", "a step, later", "peak memory in training", "cache"], rows) + f"\n\n{m['pairs']} pairs, {about(m)}.")
+        out.append(markdown(["cache", "precompute", "a step, first epoch", "a step, later", "peak memory in training", "cache size"], rows) + f"\n\n{m['pairs']} pairs, {about(m)}.")
     return "\n\n".join(out) or "not yet measured: `make bench-modes`"
 
 
 def gpu_table(r):
-    if not r or r.get("tiny"): return "GPU: not yet measured. `make bench-gpu` measures it on the card that is there: its floor, the bare diffusers + peft loop, and each mode."
+    if not r or r.get("tiny"): return "Not yet measured. `make bench-gpu` measures the installed GPU: its limits, the bare diffusers + peft loop, and each mode."
     cell = lambda v, k, digits=3: "" if v.get(k) is None else f"{v[k]:.{digits}f}"
     rows = []
     for part in ("bare", "ours", "small", "infer"):
         for name, v in r.get(part, {}).items():
             if "step_s" not in v: rows.append([part, name, v.get("failed", "")[:80], "", "", "", "", ""]); continue
             rows.append([part, name, of(v["step_s"], digits=3), cell(v, "TFs", 0), cell(v, "over_floor"), cell(v, "times_as_fast_as_bare", 2), cell(v, "peak_allocated_GB", 1), cell(v, "planned_GB", 1)])
-    return markdown(["part", "mode", "a step, s", "TF/s", "over the floor", "times as fast as bare", "peak GB", "planned GB"], rows) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
+    return markdown(["part", "mode", "s per step", "TF/s", "relative to the limit", "speed relative to bare", "peak GB", "planned GB"], rows) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
 
 
 TABLES = dict(cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")))
@@ -100,13 +102,13 @@ def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--write", action="store_true")
     a = p.parse_args()
-    text = README.read_text()
+    text = PAGE.read_text()
     for name, make in TABLES.items():
         made = make()
         if not a.write: print(f"{name}\n\n{made}\n"); continue
         text, n = re.subn(f"(<!-- {name}: .*? -->\n).*?(\n<!-- end -->)", lambda m: m[1] + made + m[2], text, flags=re.S)
-        if n != 1: raise SystemExit(f"README has {n} places for the table {name}")
-    if a.write: README.write_text(text)
+        if n != 1: raise SystemExit(f"{PAGE} needs the mark of the table {name} once, it has {n}")
+    if a.write: PAGE.write_text(text)
 
 
 if __name__ == "__main__": main()

@@ -142,7 +142,7 @@ def test_a_mode_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkey
     assert calls == ["a", "b", "a"] and got["ours"]["too big"]["failed"].startswith("OutOfMemoryError") and got["ours"]["fits"]["step_s"] == 1
 
 
-def test_readme_holds_the_tables_that_the_results_make(monkeypatch):
+def test_the_docs_tables_are_current(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    text, tables = (BENCHMARKS.parent/"README.md").read_text(), script("table").TABLES
-    for name, make in tables.items(): assert make() in text, f"README's table {name} is old; python benchmarks/table.py --write"
+    text, tables = script("table").PAGE.read_text(), script("table").TABLES
+    for name, make in tables.items(): assert make() in text, f"the table {name} is old; python benchmarks/table.py --write"
