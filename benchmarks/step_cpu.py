@@ -140,8 +140,9 @@ def bare_of(trainer, put=lambda t: t):
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.)
     b = trainer.batch
-    controls, mask = b["control_latent"], b["prompt_embeds_mask"]
-    batch = put(b["pixel_latent"]), [put(c) for c in (controls if isinstance(controls, list) else [controls])], put(b["prompt_embed"]), None if mask is None else put(mask)
+    from qie_nb.data.batches import as_list, pad_prompts
+    embeds, mask = pad_prompts(list(b["prompt_embed"]))
+    batch = put(b["pixel_latent"]), [put(c) for c in as_list(b["control_latent"])], put(embeds), None if mask is None else put(mask)
     return lambda: bare_step(trainer.transformer, params, optimizer, schedule, batch)
 
 
@@ -251,7 +252,7 @@ def times(root, a):
                 took[k].append((time.perf_counter() - began) / n)
         ratio = lambda x, y: spread([p / q for p, q in zip(took[x], took[y])])
         b = t.batch["pixel_latent"].shape
-        out[name] = dict(blocks=layers, width=width[0] * width[1], tokens=2 * b[-1] * b[-2] // 4 + t.batch["prompt_embed"].shape[1], steps_a_run=a.steps,
+        out[name] = dict(blocks=layers, width=width[0] * width[1], tokens=2 * b[-1] * b[-2] // 4 + max(map(len, t.batch["prompt_embed"])), steps_a_run=a.steps,
                          ms={k: spread([1e3 * x for x in v]) for k, v in took.items()}, trainer_over_bare=ratio("trainer", "bare"), table_over_layers=ratio("trainer", "layers"))
         print(name, out[name], flush=True)
     return out

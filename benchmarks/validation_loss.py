@@ -80,6 +80,7 @@ def pixel_errors(judge, dataset, true, seeds, steps=8):
     from qie_nb.tiny.demo import rms
     from qie_nb.sampling.cached_edits import eval_mode, load_batch
     from qie_nb.predict import denoise, sampling_schedule
+    from qie_nb.data.batches import pad_prompts
     from qie_nb.models.flow_matching import sample_noise
     batch, out = load_batch(judge, dataset, range(len(dataset))), []
     shape = batch["pixel_latent"].shape[1:]
@@ -87,7 +88,7 @@ def pixel_errors(judge, dataset, true, seeds, steps=8):
         noise = sample_noise([1000 * seed + i for i in range(len(dataset))], shape)
         schedule = sampling_schedule(judge.components.get("scheduler"), steps, shape[-2] * shape[-1] // 4)
         with eval_mode(judge.transformer):
-            z = denoise(judge.transformer, schedule, noise, [batch["control_latent"]], (batch["prompt_embed"], batch["prompt_embeds_mask"]))
+            z = denoise(judge.transformer, schedule, noise, [batch["control_latent"]], pad_prompts(list(batch["prompt_embed"])))
         out.append(float(np.mean([rms(a, b) for a, b in zip(judge.decode_vae_latent(z), true)])))
     return out
 

@@ -1313,7 +1313,7 @@ def bits_of_a_run(world) -> dict:
                 assert item["cached"] and want["pixel_latent"].dtype == torch.bfloat16
                 for name in ("pixel_latent", "prompt_embed", "prompt_embeds_mask"): assert item[name].dtype == want[name].dtype and torch.equal(raw(item[name]), raw(want[name])), name
                 assert torch.equal(raw(item["control_latent"]), raw(want["control_latent.0"])) and item["prompt_embeds_mask"].dtype == torch.bool
-                assert collate([item, item])["prompt_embed"].dtype == torch.bfloat16
+                assert collate([item, item])["prompt_embed"][0].dtype == torch.bfloat16
     return t.result("every tensor the same, bit for bit")
 
 

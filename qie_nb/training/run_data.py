@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..data.batches import BucketBatchSampler
 from ..cache import CacheEntryError, EmbeddingCacheManager
-from ..data.dataset import ImageDataset, find_samples, loader, split_held_out
+from ..data.dataset import ImageDataset, loader
+from ..data.samples import find_samples, split_held_out
 from ..encoding.encoder import Encoder
 from ..models.components import check_device, prompt_text
 from ..data.images import Geometry

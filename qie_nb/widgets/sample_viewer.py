@@ -190,7 +190,7 @@ def select(self:SampleViewer,
     if name not in self.filters(): raise ValueError(f"`name` must be one of {', '.join(self.filters())}, got {name!r}")
     ds = self.dataset
     if name in ("near", "swapped", "unchanged", "bad") and self.near is None: self.scan(tell)
-    if name == "missing": self.sets["missing"] = list(ds.lacking(StatusText(len(ds), "look through the cache", tell)))
+    if name == "missing": self.sets["missing"] = list(ds.incomplete(StatusText(len(ds), "look through the cache", tell)))
     if name == "bad": self.sets["bad"] = self._bad(tell)
     self.filter, self.place = name, 0
 

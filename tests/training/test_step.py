@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 
 from qie_nb.models import flow_matching as flow
+from qie_nb.data.batches import pad_prompts
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
@@ -71,7 +72,7 @@ def test_the_transformer_gets_what_the_pipeline_would_give_it(pairs, tmp_path):
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 2), ("2511", 3)])
 def test_samples_of_unequal_prompts_train_as_if_alone(variant, controls, pairs, tmp_path):
     trainer, batch = batch_of(pairs, tmp_path, variant, controls, caption=["invert", "invert all of the colours, please"])
-    assert batch["prompt_embeds_mask"].dtype == torch.bool and not batch["prompt_embeds_mask"].all()
+    assert len({len(e) for e in batch["prompt_embed"]}) == 2
     params = [p for p in trainer.transformer.parameters() if p.requires_grad]
     with torch.no_grad():
         for p in params: p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
@@ -83,9 +84,12 @@ def test_samples_of_unequal_prompts_train_as_if_alone(variant, controls, pairs, 
     for a, b in zip(gradients(together), gradients(sum(alone) / 2)): torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_no_mask_where_nothing_is_padded(pairs, tmp_path):
-    trainer, batch = batch_of(pairs, tmp_path, "2511", 1)
-    assert batch["prompt_embeds_mask"] is None
+def test_padded_prompts_with_a_mask_train_like_unpadded_ones(pairs, tmp_path):
+    trainer, batch = batch_of(pairs, tmp_path, "2511", 1, caption=["invert", "invert all of the colours, please"])
+    embeds, mask = pad_prompts(batch["prompt_embed"])
+    assert batch["prompt_embeds_mask"] is None and mask is not None
+    padded = {**batch, "prompt_embed": embeds, "prompt_embeds_mask": mask}
+    torch.testing.assert_close(trainer.training_step(padded), trainer.training_step(batch), rtol=1e-5, atol=1e-6)
 
 
 def test_same_prompt_other_image_other_embedding(pairs, tmp_path):

@@ -358,7 +358,7 @@ def test_a_cached_latent_decodes_to_its_image(learnt):
 def test_what_cannot_be_decoded_is_said(learnt, tmp_path, pairs):
     ds, _ = learnt
     for viewer, why in ((sample_viewer(ds), "no VAE is at hand"), (sample_viewer(ds, str(tiny_folder("2511"))), "filled by another VAE"),
-                        (sample_viewer(dataset(pairs()), "tiny"), "no cache is set"), (sample_viewer(dataset(pairs(), tmp_path/"empty"), "tiny"), "nobody has filled")):
+                        (sample_viewer(dataset(pairs()), "tiny"), "no cache is set"), (sample_viewer(dataset(pairs(), tmp_path/"empty"), "tiny"), "the cache is empty")):
         c = opened(viewer)
         c.decode.value = True
         assert "not decoded: " in c.page.value and why in c.page.value and "<figure" in c.page.value
@@ -610,7 +610,7 @@ def test_status_where_there_is_nothing(pairs, tmp_path):
     for what, said, verdict in (
             (tmp_path/"nowhere", "does not exist yet", "there is nothing to verify"), (tmp_path/"empty", "0 entries", "there is nothing to verify"),
             (dataset(root), "no cache is set", "there is no cache to verify"), (dataset(root, tmp_path/"nowhere"), "does not exist yet", "there is nothing to verify"),
-            (dataset(root, tmp_path/"empty"), "nobody has filled this cache yet", "there is nothing to verify"),
+            (dataset(root, tmp_path/"empty"), "the cache is empty", "there is nothing to verify"),
             (tmp_path/"file", "is a file; name a folder", "is a file"), ([tmp_path/"nowhere", tmp_path/"empty"], "which does not exist", "which does not exist"),
             (tmp_path/"broken", "is unreadable", "there is nothing to verify"), ([], "is an empty list", "is an empty list")):
         status = cache_status(what)
@@ -653,7 +653,7 @@ def test_status_counts_what_a_vanished_image_leaves(pairs, tmp_path):
     ds.refresh() # keys are not known yet
     (root/"training_images"/"0001.png").unlink()
     s = cache_status(ds).data()
-    assert (s["samples"], s["complete"], [i for i, _ in s["unreadable"]], s["problem"]) == (3, 2, ["0001"], "") and ds.lacking() == {1: None}
+    assert (s["samples"], s["complete"], [i for i, _ in s["unreadable"]], s["problem"]) == (3, 2, ["0001"], "") and ds.incomplete() == {1: None}
     assert "1 without a readable image" in cache_status(ds).html()
 
 
