@@ -1,16 +1,18 @@
-"""Break the code on purpose, one way at a time, and see a test fail: a test that cannot fail is a defect."""
+"""Break the library on purpose, one line at a time, and check that a test fails."""
 import os, re, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MISSING = "{!r} is no longer in {}; update the breakage"
+TESTS = "tests/training/test_step.py", "tests/parity/test_pipelines.py", "tests/end_to_end/test_main_job.py"
 BREAKAGES = dict(
-    sign_of_the_flow_target=[("models/flow_matching", "return eps.float() - x0.float()", "return x0.float() - eps.float()")],
-    loss_on_all_tokens=[("models/flow_matching", "return pred[:, :x_t.shape[1]]", "return pred"),
+    flow_target_with_the_wrong_sign=[("models/flow_matching", "return eps.float() - x0.float()", "return x0.float() - eps.float()")],
+    loss_on_control_tokens_too=[("models/flow_matching", "return pred[:, :x_t.shape[1]]", "return pred"),
                         ("models/flow_matching", "    pred = pred[:, :target.shape[1]].float()\n", "    target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)\n")],
-    height_and_width_of_the_control_swapped=[("encoding/encoder", 'else self.geometry.control(size)', 'else self.geometry.control(size)[::-1]')],
-    embeddings_keyed_by_the_prompt_alone=[("cache", "controls=list(controls)", "controls=[]")],
+    control_width_and_height_swapped=[("encoding/encoder", 'else self.geometry.control(size)', 'else self.geometry.control(size)[::-1]')],
+    embeddings_keyed_by_prompt_only=[("cache", "controls=list(controls)", "controls=[]")],
     zero_cond_t_lost=[("models/components", "return cls.from_pretrained(folder, subfolder=name, **kw)", "return cls.from_pretrained(folder, subfolder=name, **kw, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
 )
 
@@ -24,9 +26,9 @@ def test_a_breakage_is_noticed(name, tmp_path):
     for module, old, new in BREAKAGES[name]:
         path = tmp_path/"qie_nb"/f"{module}.py"
         text = path.read_text()
-        assert text.count(old) == 1, f"{old!r} is no longer in {module}; mend the breakage"
+        assert text.count(old) == 1, MISSING.format(old, module)
         path.write_text(text.replace(old, new))
-    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", "tests/training/test_step.py", "tests/parity/test_pipelines.py", "tests/end_to_end/test_main_job.py"], cwd=tmp_path,
+    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *TESTS], cwd=tmp_path,
                          env=os.environ | dict(PYTHONPATH=str(tmp_path)), capture_output=True, text=True)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", run.stdout, re.M)
     print(f"{name}: {failed}")
@@ -35,4 +37,4 @@ def test_a_breakage_is_noticed(name, tmp_path):
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_every_breakage_still_fits_the_code(name):
-    for module, old, _ in BREAKAGES[name]: assert (ROOT/"qie_nb"/f"{module}.py").read_text().count(old) == 1, f"{old!r} is no longer in {module}; mend the breakage"
+    for module, old, _ in BREAKAGES[name]: assert (ROOT/"qie_nb"/f"{module}.py").read_text().count(old) == 1, MISSING.format(old, module)
