@@ -21,7 +21,7 @@ def lap(name):
     out[name], t = time.perf_counter() - t, time.perf_counter()
 import ipywidgets
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.widgets.cache_status import sample_viewer
+from qie_nb.widgets.sample_viewer import sample_viewer
 lap("import")
 ds = ImageDataset(dict(dataset_path=sys.argv[1], image_size=[1024, 1024], cache_dir=sys.argv[2]))
 lap("make the data set")

@@ -162,7 +162,7 @@ from qie_nb.cache import EmbeddingCacheManager, key_of
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.tiny.photos import make_pairs
 from qie_nb.widgets.before_after import before_after
-from qie_nb.widgets.cache_status import cache_status, pair_grid, sample_viewer
+from qie_nb.widgets import cache_status, pair_grid, sample_viewer
 hostile = {hostile!r}
 work = Path(tempfile.mkdtemp())
 folder = make_pairs(work/"pairs", "duotone", 4)

@@ -47,7 +47,7 @@ def alone(files, name, picture=PICTURE, prompt="make it blue", weight=1.0, seed=
     return t.predict(picture, prompt, seed=seed, **SMALL | kw)
 
 
-def same(a, b): return np.array_equal(a, b)
+def same(a, b): return np.abs(a.astype(int) - b).max() <= 2
 
 
 def test_checkpoints_in_columns_are_what_predict_gives_and_the_encoders_run_once(files, encoded):
@@ -160,7 +160,7 @@ def test_after_an_error_what_was_loaded_is_back(error, at, files, monkeypatch):
 
 @pytest.mark.parametrize("ask, sentence", [
     (lambda t, f: compare_edits(t, PICTURE, "x", [f["style"], "none.safetensors"]), "none.safetensors' does not exist"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", ["best"]), "`checkpoints` 'best': there is no such checkpoint"),
+    (lambda t, f: compare_edits(t, PICTURE, "x", ["best"]), "`checkpoints` 'best' does not exist in"),
     (lambda t, f: compare_edits(t, PICTURE, "x", ["epoch_0009"]), "`checkpoints` 'epoch_0009' does not exist"),
     (lambda t, f: compare_edits(t, PICTURE, "x", "latest"), "`checkpoints` must be a list"),
     (lambda t, f: compare_edits(t, PICTURE, "x", []), "`checkpoints` must be a list with an entry or more"),
@@ -189,7 +189,7 @@ def narrow(files):
 
 def test_without_an_adapter_there_is_nothing_to_compare():
     for kw in (dict(), dict(scales=[0, 1]), dict(checkpoints=["base", "now"])):
-        with pytest.raises(ValueError, match="no adapter is in use, so there is nothing to compare with"): compare_edits(trainer(), PICTURE, "x", **kw)
+        with pytest.raises(ValueError, match="no adapter is active, so there is nothing to compare with"): compare_edits(trainer(), PICTURE, "x", **kw)
 
 
 def test_adapters_of_other_sizes_share_the_first_one_s(files, tmp_path, capsys, encoded):

@@ -1,4 +1,4 @@
-"""The before/after slider: any images, any sizes, a line that moves, and a still form beside it."""
+"""The before/after slider: image types, sizes, the line, and the static form."""
 import io
 
 import numpy as np
@@ -12,7 +12,7 @@ rng = np.random.default_rng(0)
 noise = lambda w, h: rng.integers(0, 255, (h, w, 3), dtype=np.uint8)
 
 
-def test_left_of_the_line_is_before_and_right_of_it_after():
+def test_composite():
     a, b = (Image.fromarray(noise(100, 20)) for _ in range(2))
     for share in (0., 0.3, 1., -1., 2.):
         x, got = round(100 * min(max(share, 0), 1)), np.asarray(composite(a, b, share))
@@ -20,7 +20,7 @@ def test_left_of_the_line_is_before_and_right_of_it_after():
         if 0 < x < 100: assert (got[:, x - 1:x + 1] == 255).all()
 
 
-def test_files_arrays_and_images_are_taken_and_left_alone(tmp_path):
+def test_input_types(tmp_path):
     array = noise(48, 32)
     was, exif = array.copy(), Image.Exif()
     exif[274] = 6 # the camera was held upright
@@ -32,14 +32,14 @@ def test_files_arrays_and_images_are_taken_and_left_alone(tmp_path):
     assert (array == was).all() and rgba.size == (64, 48) and rgba.mode == "RGBA"
 
 
-def test_another_size_is_said_and_shown_at_the_first_ones(tmp_path):
+def test_different_sizes(tmp_path):
     view = before_after(noise(96, 64), noise(1344, 768))
     assert view.data()["note"] == "after is 1344x768, shown at the size of before, 96x64" and view.before.size == view.after.size
     assert view.note() in view.html() and not before_after(noise(8, 8), noise(8, 8)).data()["note"]
 
 
 @pytest.mark.parametrize("size", [(4000, 3000), (3000, 4000), (2000, 130), (3, 2)])
-def test_what_travels_is_no_larger_than_the_page(size):
+def test_images_are_sent_at_display_size(size):
     view = before_after(noise(*size), noise(*size))
     image = view.box.children[0]
     shown = Image.open(io.BytesIO(image.value)).size
@@ -47,7 +47,7 @@ def test_what_travels_is_no_larger_than_the_page(size):
     assert view.html().count("data:image/jpeg") == 2 and len(view.html()) < 400_000
 
 
-def test_the_slider_moves_the_line():
+def test_slider_moves_the_line():
     view = before_after(np.zeros((40, 80, 3), "uint8"), np.full((40, 80, 3), 255, "uint8"))
     image, slider = view.box.children[:2]
     light = []
@@ -58,7 +58,7 @@ def test_the_slider_moves_the_line():
     assert light[0] > 250 and light[0] > light[1] > light[2] and light[2] < 5
 
 
-def test_titles_are_text():
+def test_titles_are_escaped():
     view = before_after(noise(8, 8), noise(9, 9), [HOSTILE, HOSTILE])
     import ipywidgets
     pages = [view.html(), *(c.value for c in view.box.children if isinstance(c, ipywidgets.HTML))]
@@ -68,8 +68,8 @@ def test_titles_are_text():
 @pytest.mark.parametrize("args, sentence", [
     ((np.zeros((2, 8, 8, 3), "uint8"), noise(8, 8)), "`before` must be a path, a PIL image or a uint8 array"),
     ((noise(8, 8), np.zeros((8, 8, 3))), "`after` must be a path, a PIL image or a uint8 array"),
-    ((noise(8, 8), noise(8, 8), ["one"]), "`titles` must be two, got 1; give one for each image"),
+    ((noise(8, 8), noise(8, 8), ["one"]), "`titles` must be two, got 1; give one per image"),
     ((noise(8, 8), noise(8, 8), ("a", "b"), 0), "`height` must be 1 or more pixels, got 0"),
 ])
-def test_what_cannot_be_shown_is_said(args, sentence):
+def test_wrong_arguments(args, sentence):
     with pytest.raises(ValueError, match=sentence): before_after(*args)

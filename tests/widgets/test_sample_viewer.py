@@ -20,7 +20,9 @@ from qie_nb.tiny.photos import EDITS, crops, make_pairs
 from qie_nb.data.samples import Sample
 from qie_nb.core.display import VIEW
 from qie_nb.tiny.random_models import tiny_folder
-from qie_nb.widgets.cache_status import SampleViewer, cache_status, pair_grid, sample_info, sample_html, sample_viewer
+from qie_nb.widgets.cache_status import cache_status
+from qie_nb.widgets.sample_info import sample_info
+from qie_nb.widgets.sample_viewer import SampleViewer, pair_grid, sample_html, sample_viewer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -82,7 +84,7 @@ def test_everything_is_escaped_in_the_viewer(tmp_path):
     ds = hostile_set(tmp_path)
     view = sample_viewer(ds, str(tiny_folder("2511")), whole=True, decode=True)
     c, pages = opened(view), [pair_grid(ds).html(), view.html(), *(sample_html(ds, i) for i in range(4))]
-    assert any("is dropped; the model sees" in p for p in pages)
+    assert any("is dropped; text for the model" in p for p in pages)
     (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").write_bytes(b"broken")
     seen = lambda: pages.extend((c.page.value, c.message.value))
     for name in list(view.filters()):
@@ -90,7 +92,7 @@ def test_everything_is_escaped_in_the_viewer(tmp_path):
         for i in range(1, c.slider.max + 1): c.slider.value = i; seen()
     c.filter.value = "all"
     for text in (HOSTILE, f"nowhere {HOSTILE}"): c.goto.value = text; seen()
-    assert "no id holds" in pages[-1] and view.filters()["near"] == 2 and view.filters()["bad"] == 1
+    assert "no id contains" in pages[-1] and view.filters()["near"] == 2 and view.filters()["bad"] == 1
     assert all(tame(p) for p in pages) and sum("&lt;img src=x" in p for p in pages) > 10
     html, plain = texts_of(view.box)
     assert all(map(tame, html)) and not any("onerror" in t for t in plain)
@@ -154,7 +156,7 @@ def test_a_caption_that_the_model_cannot_take_is_said(pairs):
 def test_without_a_model_nothing_is_imported_and_the_caption_is_plain(pairs):
     import subprocess
     root = pairs()
-    code = ("import sys; from qie_nb.widgets.cache_status import sample_viewer; v = sample_viewer({'dataset_path': sys.argv[1]}); v.box; v.html(); d = v.data(); "
+    code = ("import sys; from qie_nb.widgets.sample_viewer import sample_viewer; v = sample_viewer({'dataset_path': sys.argv[1]}); v.box; v.html(); d = v.data(); "
             "assert d['text'] == 'invert the colours' and d['variant'] is None; print([m for m in ('diffusers', 'transformers', 'matplotlib') if m in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1] == "[]"
     code = "import sys, qie_nb.widgets.cache_status; print('ipywidgets' in sys.modules)"
@@ -189,7 +191,7 @@ def test_clicks_lead_where_they_say(pairs):
     assert shown() == ("0003", 4, True, True) and c.goto.value == ""
     for expected in ("0004", "0000", "0001"): c.goto.value = "00"; assert view.data()["id"] == expected
     c.goto.value = "elsewhere"
-    assert "no id holds" in c.message.value and shown()[0] == "0001"
+    assert "no id contains" in c.message.value and shown()[0] == "0001"
     c.on.click()
     assert c.message.value == ""
 
@@ -276,7 +278,7 @@ def test_progress_is_shown_while_it_looks(pairs):
     c = opened(view)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
     with patch.object(_sample_viewer.StatusText.__init__, "__defaults__", (0,)): c.scan.click()
-    assert [f"look at images {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
+    assert [f"read images {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
 
 
 def test_samples_may_leave_while_one_looks(pairs):
@@ -350,15 +352,15 @@ def test_a_cached_latent_decodes_to_its_image(learnt):
     assert c.page.value.count("latent decoded") == 2 and list(view.components.loaded) == ["vae"]
     for name, (picture, db) in _sample_info.decoded(ds, 0, parts).items(): assert db > 25 and picture.shape == (96, 96, 3), name
     c.on.click()
-    assert "the cache holds no latent" in c.page.value and c.page.value.count("<figure") == 2
+    assert "the cache has no latent" in c.page.value and c.page.value.count("<figure") == 2
     c.decode.value = False
     assert "not decoded" not in c.page.value
 
 
 def test_what_cannot_be_decoded_is_said(learnt, tmp_path, pairs):
     ds, _ = learnt
-    for viewer, why in ((sample_viewer(ds), "no VAE is at hand"), (sample_viewer(ds, str(tiny_folder("2511"))), "filled by another VAE"),
-                        (sample_viewer(dataset(pairs()), "tiny"), "no cache is set"), (sample_viewer(dataset(pairs(), tmp_path/"empty"), "tiny"), "the cache is empty")):
+    for viewer, why in ((sample_viewer(ds), "decoding needs a VAE"), (sample_viewer(ds, str(tiny_folder("2511"))), "filled by another VAE"),
+                        (sample_viewer(dataset(pairs()), "tiny"), "no cache is set"), (sample_viewer(dataset(pairs(), tmp_path/"empty"), "tiny"), "cache is empty")):
         c = opened(viewer)
         c.decode.value = True
         assert "not decoded: " in c.page.value and why in c.page.value and "<figure" in c.page.value
@@ -452,8 +454,8 @@ GREY = EDITS["grayscale"](ONE)
     ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), camera()), False),
     ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "restore the photo", (camera(), None), False),
     ("t/{}.png", "c/{}.png", (ONE, TWO), "draw it in ink", (None, None), False)])
-def test_signs_of_swapped_pairs(target, control, pictures, prompt, exif, swapped, tmp_path):
-    ds = swap_set(tmp_path, target, control, [pictures], [prompt], exif)
+def test_signs_of_swapped_pairs(target, control, images, prompt, exif, swapped, tmp_path):
+    ds = swap_set(tmp_path, target, control, [images], [prompt], exif)
     view = sample_viewer(ds)
     c = opened(view)
     assert [m for m, why in view.data()["marks"] if why] == [SWAPPED] * swapped and (SWAPPED in c.page.value) == swapped
@@ -513,7 +515,7 @@ def opens():
 def test_opening_and_leafing_read_what_is_shown(many, opens):
     opens_of = lambda work: (_opens.clear(), work(), opens())[2]
     view = sample_viewer(many)
-    with patch.object(ImageDataset, "lacking", side_effect=AssertionError), patch.object(SampleViewer, "scan", side_effect=AssertionError), \
+    with patch.object(ImageDataset, "incomplete", side_effect=AssertionError), patch.object(SampleViewer, "scan", side_effect=AssertionError), \
          patch.object(ImageDataset, "status", side_effect=AssertionError):
         assert opens_of(lambda: view.box) == {"0000"}
         c = view.controls
@@ -586,7 +588,7 @@ def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
     c = opened(status)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
     with patch.object(_cache_status.StatusText.__init__, "__defaults__", (0,)): c.verify.click()
-    assert status.data()["verified"] | dict(seconds=0) == dict(entries=21, bad=[], seconds=0) and "every entry is whole: 21 read" in c.table.value
+    assert status.data()["verified"] | dict(seconds=0) == dict(entries=21, bad=[], seconds=0) and "all 21 entries are intact" in c.table.value
     assert sum("verify" in t and "of 21" in t for t in seen) == 21 and c.message.value == "" and not c.verify.disabled
     shard = next((tmp_path/"packed").glob("*.safetensors"))
     data = bytearray(shard.read_bytes()); data[-1] ^= 1
@@ -627,7 +629,7 @@ def test_a_verify_that_fails_or_is_stopped_is_said(layered):
     c = opened(status)
     for error, said in ((OSError(f"disk {HOSTILE}"), "OSError"), (KeyboardInterrupt(), "stopped")):
         with patch.object(EmbeddingCacheManager, "verify", side_effect=error): c.verify.click()
-        assert said in c.message.value and tame(c.message.value) and "not verified to the end" in c.table.value and not c.verify.disabled
+        assert said in c.message.value and tame(c.message.value) and "verification is incomplete" in c.table.value and not c.verify.disabled
     assert status.data()["verified"] is None
 
 

@@ -1,4 +1,4 @@
-"show_tensorboard: which way each place takes and why, and that the figure shows what the event files hold."
+"The view that show_tensorboard chooses in each environment, and the content of figures and event files."
 import io, sys
 from types import SimpleNamespace
 
@@ -7,37 +7,37 @@ import pytest
 from PIL import Image
 
 import qie_nb.widgets.tensorboard as events
-from qie_nb.widgets.tensorboard import Place, choose_view, plot_events, read_events, read_run, run_folders, running_mean
+from qie_nb.widgets.tensorboard import ViewerEnv, choose_view, plot_events, read_events, read_run, run_folders, running_mean
 from qie_nb.logging import show_tensorboard
 
-LIVE = dict(kernel=True, is_interactive=True)
-PLACES = {
-    "Jupyter": (Place(**LIVE, server="/"), "magic", "a live notebook"),
-    "Colab": (Place(**LIVE, colab=True), "magic", "Colab shows it below the cell"),
-    "Colab with a proxy's address": (Place(**LIVE, colab=True, proxy_url="/x/"), "magic", "Colab"),
-    "Kaggle": (Place(**LIVE, kaggle="Interactive"), "figure", "Kaggle serves no TensorBoard"),
-    "Kaggle, saved": (Place(kernel=True, kaggle="Batch"), "figure", "Kaggle"),
-    "JupyterHub with jupyter-server-proxy": (Place(**LIVE, hub="/user/me/", server_proxy=True), "proxy", "jupyter-server-proxy leads to it by /user/me/proxy/%PORT%/"),
-    "JupyterHub without": (Place(**LIVE, hub="/user/me/"), "figure", "install jupyter-server-proxy beside the Jupyter server"),
-    "Jupyter with jupyter-server-proxy": (Place(**LIVE, server="/", server_proxy=True), "proxy", "/proxy/%PORT%/"),
-    "an address by hand": (Place(**LIVE, proxy_url="https://h/p/%PORT%/"), "proxy", "TENSORBOARD_PROXY_URL is https://h/p/%PORT%/"),
-    "a proxy whose server cannot be told": (Place(**LIVE, server_proxy=True), "magic", "a live notebook"),
-    "nbconvert": (Place(kernel=True), "figure", "nobody watches"),
-    "nbconvert on JupyterHub": (Place(kernel=True, hub="/user/me/", server_proxy=True), "figure", "nobody watches"),
-    "a script": (Place(), "figure", "this is no notebook"),
-    "Jupyter without the program": (Place(**LIVE, server="/", program=False), "figure", "there is no tensorboard program"),
+LIVE = dict(kernel=True, interactive=True)
+ENVIRONMENTS = {
+    "Jupyter": (ViewerEnv(**LIVE, server="/"), "magic", "a live notebook"),
+    "Colab": (ViewerEnv(**LIVE, colab=True), "magic", "Colab shows it below the cell"),
+    "Colab with a proxy's address": (ViewerEnv(**LIVE, colab=True, proxy_url="/x/"), "magic", "Colab"),
+    "Kaggle": (ViewerEnv(**LIVE, kaggle="Interactive"), "figure", "Kaggle serves no TensorBoard"),
+    "Kaggle, saved": (ViewerEnv(kernel=True, kaggle="Batch"), "figure", "Kaggle"),
+    "JupyterHub with jupyter-server-proxy": (ViewerEnv(**LIVE, hub="/user/me/", server_proxy=True), "proxy", "jupyter-server-proxy serves it at /user/me/proxy/%PORT%/"),
+    "JupyterHub without": (ViewerEnv(**LIVE, hub="/user/me/"), "figure", "install jupyter-server-proxy beside the Jupyter server"),
+    "Jupyter with jupyter-server-proxy": (ViewerEnv(**LIVE, server="/", server_proxy=True), "proxy", "/proxy/%PORT%/"),
+    "an address by hand": (ViewerEnv(**LIVE, proxy_url="https://h/p/%PORT%/"), "proxy", "TENSORBOARD_PROXY_URL is https://h/p/%PORT%/"),
+    "a proxy whose server cannot be told": (ViewerEnv(**LIVE, server_proxy=True), "magic", "a live notebook"),
+    "nbconvert": (ViewerEnv(kernel=True), "figure", "batch job"),
+    "nbconvert on JupyterHub": (ViewerEnv(kernel=True, hub="/user/me/", server_proxy=True), "figure", "batch job"),
+    "a script": (ViewerEnv(), "figure", "this is not a notebook"),
+    "Jupyter without the program": (ViewerEnv(**LIVE, server="/", program=False), "figure", "there is no tensorboard program"),
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_every_place_has_its_way(name):
-    place, way, why = PLACES[name]
-    got = choose_view(place)
-    assert got[0] == way and why in got[1], got
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_view_of_each_environment(name):
+    env, view, why = ENVIRONMENTS[name]
+    got = choose_view(env)
+    assert got[0] == view and why in got[1], got
 
 
 class Shell:
-    "IPython's shell as far as it is needed: it notes which magics are run."
+    "The parts of IPython's shell that are used; records the magics."
     def __init__(self): self.ran, self.kernel = [], SimpleNamespace(_allow_stdin=True)
     def run_line_magic(self, name, line): self.ran.append((name, line.replace("$HOME", "/home/me"))) # it replaces what looks like a variable
     def find_line_magic(self, name): return lambda line: self.ran.append((name, line))
@@ -45,7 +45,7 @@ class Shell:
 
 @pytest.fixture
 def simulated(monkeypatch, tmp_path):
-    "A process that looks like that of a notebook in the named place."
+    "Makes this process look like a notebook in the named environment."
     def make(name):
         import IPython
         shell = Shell()
@@ -77,34 +77,34 @@ def runs(tmp_path):
     return tmp_path/"runs"
 
 
-@pytest.mark.parametrize("place, way", [("Jupyter", "magic"), ("Colab", "magic"), ("Kaggle", "figure"), ("JupyterHub", "proxy"), ("nbconvert", "figure"), ("script", "figure")])
-def test_three_ways_in_simulated_places(place, way, simulated, runs, capsys):
+@pytest.mark.parametrize("place, view", [("Jupyter", "magic"), ("Colab", "magic"), ("Kaggle", "figure"), ("JupyterHub", "proxy"), ("nbconvert", "figure"), ("script", "figure")])
+def test_views_in_simulated_environments(place, view, simulated, runs, capsys):
     import os
     shell = simulated(place)
     shown = show_tensorboard(runs)
-    assert capsys.readouterr().out.startswith(f"TensorBoard as {way}: ")
-    if way == "figure": assert len(shown.axes) >= 2 and shell.ran == [] and shown._repr_png_()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out.startswith(f"TensorBoard as {view}: ")
+    if view == "figure": assert len(shown.axes) >= 2 and shell.ran == [] and shown._repr_png_()[:4] == b"\x89PNG"
     else: assert shown is None and shell.ran == [("load_ext", "tensorboard"), ("tensorboard", f"--logdir {runs.resolve()}")]
-    assert (os.environ.get("TENSORBOARD_PROXY_URL") == "/user/me/proxy/%PORT%/") == (way == "proxy")
+    assert (os.environ.get("TENSORBOARD_PROXY_URL") == "/user/me/proxy/%PORT%/") == (view == "proxy")
 
 
-def test_a_folder_with_signs_reaches_the_magic_as_it_is(simulated, tmp_path):
+def test_special_characters_reach_the_magic(simulated, tmp_path):
     import shlex
     shell = simulated("Jupyter")
     show_tensorboard(tmp_path/"a {b} $HOME it's")
     assert shlex.split(shell.ran[-1][1]) == ["--logdir", str((tmp_path/"a {b} $HOME it's").resolve())]
 
 
-def test_the_prefix_of_the_server_is_read_from_its_note(monkeypatch, tmp_path):
+def test_server_prefix(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("JPY_PARENT_PID", "4711")
     assert events.server_prefix() == ""
     (tmp_path/"jpserver-4711.json").write_text('{"base_url": "/lab/of/me/"}')
     assert events.server_prefix() == "/lab/of/me/"
-    assert Place(**LIVE, server=events.server_prefix(), server_proxy=True).proxy() == "/lab/of/me/proxy/%PORT%/"
+    assert ViewerEnv(**LIVE, server=events.server_prefix(), server_proxy=True).proxy() == "/lab/of/me/proxy/%PORT%/"
 
 
-def test_an_extension_of_another_environment_is_found(monkeypatch, tmp_path):
+def test_proxy_of_another_environment_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "jupyter_server_proxy", None)
     import importlib.util
@@ -119,16 +119,16 @@ def test_an_extension_of_another_environment_is_found(monkeypatch, tmp_path):
     (lambda p: p/"none", FileNotFoundError, "`logdir` .*none.* does not exist; give the folder of `logging.log_dir`"),
     (lambda p: (p/"file").write_text("x") and p/"file", ValueError, "`logdir` .*file.* is a file; give the folder of `logging.log_dir`"),
     (lambda p: (p/"empty").mkdir() or p/"empty", ValueError, "`logdir` .*empty.* holds no event files; train with `logging.report_to` tensorboard first")])
-def test_a_wrong_folder_is_a_sentence(make, error, words, tmp_path):
+def test_wrong_folder(make, error, words, tmp_path):
     with pytest.raises(error, match=words) as e: show_tensorboard(make(tmp_path), "figure")
     assert "\n" not in str(e.value)
 
 
-def test_a_wrong_way_is_a_sentence(tmp_path):
+def test_wrong_view(tmp_path):
     with pytest.raises(ValueError, match="`view` must be magic, proxy or figure, got 'html'"): show_tensorboard(tmp_path, "html")
 
 
-def test_two_runs_are_two_curves_and_a_resumed_one_is_one(runs):
+def test_each_run_is_one_curve(runs):
     assert set(run_folders(runs)) == {"a", "b"}
     a = read_run(runs/"a")
     assert a.scalars["loss"] == [(s, 1.) for s in range(1, 31)] + [(s, 3.) for s in range(31, 61)]
@@ -144,7 +144,7 @@ def test_two_runs_are_two_curves_and_a_resumed_one_is_one(runs):
     assert "a training/training_images, step 60" in titles and "a samples/00_x, step 60" in titles, "the newest run's last images, with their step"
 
 
-def test_captions_are_drawn_as_they_were_written(runs):
+def test_captions_are_plain_text(runs):
     fig = plot_events(runs)
     below = [ax.xaxis.label for ax in fig.axes if "$5$" in ax.get_xlabel()]
     assert below[0].get_text() == "make it $5$ <b>" and not below[0].get_parse_math()
@@ -152,7 +152,7 @@ def test_captions_are_drawn_as_they_were_written(runs):
 
 
 @pytest.mark.parametrize("lost", [1, 9, 200])
-def test_a_file_is_read_as_far_as_it_is_whole(lost, runs):
+def test_partial_records_are_skipped(lost, runs):
     file = sorted((runs/"b").iterdir())[0]
     file.write_bytes(file.read_bytes()[:-lost])
     cut = read_run(runs/"b")
@@ -160,13 +160,13 @@ def test_a_file_is_read_as_far_as_it_is_whole(lost, runs):
     assert plot_events(runs).axes
 
 
-def test_a_run_that_was_killed_and_resumed_loses_only_the_half_record(runs):
+def test_killed_and_resumed_run(runs):
     first = sorted((runs/"a").iterdir())[0]
     first.write_bytes(first.read_bytes()[:-5])
     assert [s for s, _ in read_run(runs/"a").scalars["loss"]] == list(range(1, 61))
 
 
-def test_wide_ranges_are_logarithmic_and_noise_has_a_mean(tmp_path):
+def test_log_scale_and_running_mean(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
     with SummaryWriter(tmp_path) as w:
         for s in range(1, 101):
@@ -179,7 +179,7 @@ def test_wide_ranges_are_logarithmic_and_noise_has_a_mean(tmp_path):
     assert np.allclose(running_mean([3., 3., float("nan"), 3.]), 3)
 
 
-def test_only_the_newest_runs_are_drawn(tmp_path):
+def test_newest_runs_are_drawn(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
     for n in range(9):
         with SummaryWriter(tmp_path/f"run {n}") as w: w.add_scalar("loss", n, 1)
@@ -187,13 +187,12 @@ def test_only_the_newest_runs_are_drawn(tmp_path):
     assert len(fig.axes[0].lines) == 6 and fig.get_suptitle() == "the 6 newest of 9 runs"
 
 
-def test_the_program_beside_a_kernels_python_is_found_without_a_path(monkeypatch, tmp_path):
-    "A kernel is started by its path, and PATH knows nothing of its environment."
+def test_program_beside_the_kernels_python(monkeypatch, tmp_path):
     monkeypatch.delenv("TENSORBOARD_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path/"nothing"))
     monkeypatch.setattr(sys, "executable", str(tmp_path/"python"))
-    assert events.tensorboard_program() == "" and not events.this_place().program
+    assert events.tensorboard_program() == "" and not events.viewer_env().program
     (tmp_path/"tensorboard").write_text("")
-    assert events.tensorboard_program() == str(tmp_path/"tensorboard") and events.this_place().program
+    assert events.tensorboard_program() == str(tmp_path/"tensorboard") and events.viewer_env().program
     monkeypatch.setenv("TENSORBOARD_BINARY", "mine")
     assert events.tensorboard_program() == "mine"

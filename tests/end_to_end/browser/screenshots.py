@@ -18,7 +18,7 @@ from qie_nb.tiny.demo import squares
 from qie_nb.tiny.photos import EDITS, make_pairs
 from qie_nb.widgets.before_after import before_after
 from qie_nb.trainer import QwenImageEditTrainer
-from qie_nb.widgets.cache_status import cache_status, sample_viewer
+from qie_nb.widgets import cache_status, sample_viewer
 work = Path(tempfile.mkdtemp())
 folder = make_pairs("pairs", "duotone", 48)
 config = dict(
