@@ -1,4 +1,4 @@
-"""Quantized bases: near the plain one, trained with float32 adapters, streamed in to the last bit, refused before a weight is read; the offloaded encoder."""
+"""Quantized base models: close to the plain one, trained with float32 adapters, loaded layer by layer, refused before weights are read; offloading."""
 import gc, json, shutil, subprocess, sys, weakref
 from pathlib import Path
 
@@ -8,26 +8,26 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from qie_nb.models import components as models
-
-from qie_nb.models import quantize as rooms
 from qie_nb.config import LoraSection
 from qie_nb.encoding.prompts import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
-from qie_nb.models.components import Components, device_of, load_component, offload
-from qie_nb.models.quantize import QUANTIZATIONS, check_torchao, check_quantization, held_bytes, quantizable_layers, quantize
+from qie_nb.models import components, quantize as quantization
+from qie_nb.models.components import VARIANTS, Components, device_of, load_component, offload
 from qie_nb.models.loading import load_quantized
+from qie_nb.models.quantize import (QUANTIZATIONS, check_quantization, check_torchao, held_bytes, plain_tensors, quantizable_layers,
+                                    quantize, quantize_linear)
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import TEXT, TRANSFORMER, VAE, settings, write_pairs
+from helpers import settings, write_pairs
 
 ROOT = Path(__file__).parents[2]
-COMPILED = pytest.param("qint4", marks=pytest.mark.slow) # half a minute of compiling on first use
-ALL = [*(k for k in QUANTIZATIONS if k != "qint4"), COMPILED]
-FAR = dict(qfloat8=0.03, qint8=0.005, qint4=0.08, nf4=0.1, int8=0.005, float8=0.03, fp8_storage=0.03) # of the plain output's norm
-kinds = pytest.mark.parametrize("kind", ALL)
+CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
+TOLERANCE = dict(qfloat8=0.03, qint8=0.005, qint4=0.08, nf4=0.1, int8=0.005, float8=0.03, fp8_storage=0.03) # of the plain output's norm
+def slow_except(*everyday): return [q if q in everyday else pytest.param(q, marks=pytest.mark.slow) for q in QUANTIZATIONS]
+each = pytest.mark.parametrize("q", slow_except("qfloat8", "nf4", "int8", "fp8_storage")) # one of each library; qint4 compiles
 
 
 def inputs(dtype=torch.float32):
@@ -37,9 +37,14 @@ def inputs(dtype=torch.float32):
                 img_shapes=[[(1, 4, 4), (1, 4, 4)]], return_dict=False)
 
 
-def transformer(kind=None, dtype=torch.float32): return quantize(load_component(tiny_folder("2511"), "transformer", dtype), kind)
+def transformer(q=None, dtype=torch.float32): return quantize(load_component(tiny_folder("2511"), "transformer", dtype), q)
+def text_encoder(q=None, dtype=torch.float32): return quantize(load_component(tiny_folder("2511"), "text_encoder", dtype), q)
 def run(tr, dtype=torch.float32): return tr(**inputs(dtype))[0].float()
 def distance(a, b): return ((a - b).norm() / b.norm()).item()
+def image(size=(84, 84)): return Image.effect_noise(size, 80).convert("RGB")
+def trainer_for(root, tmp_path, **model):
+    c = settings(root, tmp_path)
+    return QwenImageEditTrainer(c | dict(model=c["model"] | model))
 
 
 def gradients(tr, dtype=torch.float32):
@@ -48,9 +53,9 @@ def gradients(tr, dtype=torch.float32):
     return torch.cat([p.grad.flatten() for p in lora_parameters(tr)])
 
 
-def adapted(kind=None, dtype=torch.float32):
+def adapted(q=None, dtype=torch.float32):
     "With an adapter whose B is not zero, so that A has a gradient too."
-    tr = add_lora(transformer(kind, dtype), LoraSection(r=4, lora_alpha=8))
+    tr = add_lora(transformer(q, dtype), LoraSection(r=4, lora_alpha=8))
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for n, p in tr.named_parameters():
@@ -58,51 +63,45 @@ def adapted(kind=None, dtype=torch.float32):
     return tr
 
 
-# --- what it computes
-@kinds
-def test_near_the_plain_base(kind):
-    with torch.no_grad(): plain, got = run(transformer()), run(transformer(kind))
-    assert 1e-4 < distance(got, plain) < FAR[kind]
+# --- outputs
+@each
+def test_outputs_are_close_to_the_plain_model(q):
+    with torch.no_grad(): plain, got = run(transformer()), run(transformer(q))
+    assert 1e-4 < distance(got, plain) < TOLERANCE[q]
+    processor, picture = load_component(tiny_folder("2511"), "processor"), image()
+    embed = lambda te: encode_prompt(te, processor, VARIANTS["2511"], "make it blue", [picture])[0]
+    te = text_encoder(q)
+    assert not any(".visual." in n or "lm_head" in n for n, m in te.named_modules() if type(m) is not torch.nn.Linear and hasattr(m, "in_features"))
+    assert 1e-4 < distance(embed(te), embed(text_encoder())) < 2 * TOLERANCE[q]
+    assert embed(text_encoder(q, torch.bfloat16)).dtype == torch.bfloat16, "an embedding has the dtype of training, not of the weights"
 
 
-@kinds
-def test_the_text_encoder_too(kind):
-    picture, (processor, variant) = Image.effect_noise((84, 84), 80).convert("RGB"), (load_component(tiny_folder("2511"), "processor"), models.VARIANTS["2511"])
-    embed = lambda te: encode_prompt(te, processor, variant, "make it blue", [picture])[0].float()
-    for dtype in (torch.float32, torch.bfloat16):
-        got = quantize(load_component(tiny_folder("2511"), "text_encoder", dtype), kind)
-        assert not any(".visual." in n or "lm_head" in n for n, m in got.named_modules() if type(m) is not torch.nn.Linear and hasattr(m, "in_features"))
-        e = encode_prompt(got, processor, variant, "make it blue", [picture])[0]
-        assert e.dtype == dtype, "an embedding keeps the dtype of training, not the weights'"
-    assert 1e-4 < distance(embed(quantize(load_component(tiny_folder("2511"), "text_encoder"), kind)), embed(load_component(tiny_folder("2511"), "text_encoder"))) < 2 * FAR[kind]
-
-
-# --- what it trains
+# --- training
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear") # of merging
-@kinds
+@each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_float32_and_get_the_gradients_of_the_plain_base(kind, dtype):
-    tr = adapted(kind, dtype).train()
+def test_adapters_are_float32_with_the_gradients_of_the_plain_model(q, dtype):
+    tr = adapted(q, dtype).train()
     assert_float32(tr)
     assert all(".lora_" in n for n, p in tr.named_parameters() if p.requires_grad)
     g = gradients(tr, dtype)
     tr.enable_gradient_checkpointing()
     again = gradients(tr, dtype)
     tr.eval()
-    with torch.no_grad(): run(tr, dtype) # an evaluation in between
+    with torch.no_grad(): run(tr, dtype) # an evaluation between the steps
     torch.optim.AdamW(lora_parameters(tr), lr=1e-3).step()
     assert_float32(tr.train())
     plain = gradients(adapted(None, dtype), dtype)
-    assert torch.equal(g, again)
+    assert_close(g, again, rtol=1e-4, atol=1e-5)
     assert torch.nn.functional.cosine_similarity(g, plain, dim=0) > 0.97 and 0.9 < g.norm() / plain.norm() < 1.1
-    assert gradients(tr, dtype).norm() > 0.5 * plain.norm(), "training goes on after an evaluation"
+    assert gradients(tr, dtype).norm() > 0.5 * plain.norm(), "training continues after an evaluation"
 
 
-@kinds
-def test_an_adapter_is_loaded_with_the_digits_that_the_plain_base_gives_it(kind, tmp_path):
+@each
+def test_a_loaded_adapter_has_the_same_values_as_on_the_plain_model(q, tmp_path):
     file = save_lora(adapted(), tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
-        tr, plain = transformer(kind, dtype), transformer(None, dtype)
+        tr, plain = transformer(q, dtype), transformer(None, dtype)
         for t in (tr, plain): load_lora(t, file, trainable=True)
         assert_float32(tr)
         got, want = lora_state(tr), load_file(file) if dtype == torch.float32 else lora_state(plain)
@@ -117,12 +116,11 @@ def trained_set(tmp_path_factory):
     return pairs, root
 
 
-@kinds
-def test_a_run_and_its_lora_on_the_plain_base(kind, trained_set, tmp_path):
-    import diffusers
+@pytest.mark.parametrize("q", slow_except("nf4"))
+def test_a_run_and_its_lora_on_the_plain_model(q, trained_set, tmp_path):
     pairs, root = trained_set
     config = settings(pairs, tmp_path, cache=dict(cache_dir=str(root/"cache")), train=dict(max_train_steps=4))
-    config["model"]["quantize"] = kind
+    config["model"]["quantize"] = q
     trainer = QwenImageEditTrainer(config).fit()
     assert trainer.global_step == 4 and trainer.state.loss.isfinite()
     assert_float32(trainer.transformer)
@@ -130,65 +128,69 @@ def test_a_run_and_its_lora_on_the_plain_base(kind, trained_set, tmp_path):
     state = lora_state(trainer.transformer)
     assert all(v.isfinite().all() for v in state.values()) and any(v.abs().max() > 0 for k, v in state.items() if "lora_B" in k)
     path = trainer.save_lora(tmp_path/"lora")
-    ours, pipe = transformer(), diffusers.QwenImageEditPlusPipeline.from_pretrained(tiny_folder("2511"))
+    ours, pipe = transformer(), tiny_pipeline("2511")
     load_lora(ours, path)
     pipe.load_lora_weights(path.parent)
     pipe.transformer.eval()
     with torch.no_grad(): a, b, plain = run(ours), run(pipe.transformer), run(transformer())
-    assert torch.equal(a, b) and not torch.equal(a, plain)
-    image = trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2)
-    assert image.std() > 0
+    assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert (a - plain).abs().max() > 1e-5
+    assert trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).std() > 0
 
 
-# --- streamed
-def sharded(tmp_path, name, cls, dtype=torch.bfloat16):
-    "A component of the tiny model in shards, as diffusers and transformers write them."
-    model = cls.from_pretrained(tiny_folder("2511")/name).to(dtype)
-    model.save_pretrained(tmp_path/name, max_shard_size="300KB" if name == "transformer" else "60KB")
+# --- loading
+def sharded_bf16(tmp_path, name):
+    "A component of the tiny model in bfloat16 shards, as diffusers and transformers write them."
+    CLASSES[name].from_pretrained(tiny_folder("2511")/name).to(torch.bfloat16).save_pretrained(
+        tmp_path/name, max_shard_size="300KB" if name == "transformer" else "60KB")
     assert len(list((tmp_path/name).glob("*.safetensors"))) > 2
     return tmp_path/name
 
 
 def same_tensors(a, b):
-    plain = lambda m: {n: p for n, t in (*m.named_parameters(), *m.named_buffers()) for i, p in enumerate(rooms.plain_tensors(t)) for n in [f"{n}.{i}"]}
-    x, y = plain(a), plain(b)
-    return x.keys() == y.keys() and all(v.dtype == y[n].dtype and torch.equal(v.view(torch.uint8) if v.ndim else v, y[n].view(torch.uint8) if v.ndim else y[n]) for n, v in x.items())
+    raw = lambda t: t.view(torch.uint8) if t.ndim else t
+    x, y = ({f"{n}.{i}": p for n, t in (*m.named_parameters(), *m.named_buffers()) for i, p in enumerate(plain_tensors(t))} for m in (a, b))
+    return x.keys() == y.keys() and all(v.dtype == y[n].dtype and torch.equal(raw(v), raw(y[n])) for n, v in x.items())
 
 
-@pytest.mark.parametrize("kind", [None, *ALL])
-@pytest.mark.parametrize("name, cls", [("transformer", QwenImageTransformer2DModel), ("text_encoder", Qwen2_5_VLForConditionalGeneration)])
-def test_streamed_is_loaded_then_quantized(kind, name, cls, tmp_path):
-    folder = sharded(tmp_path, name, cls)
-    for dtype in (torch.bfloat16, torch.float32):
-        kw = {"dtype" if name == "text_encoder" else "torch_dtype": dtype}
-        loaded = quantize(cls.from_pretrained(folder, **kw).requires_grad_(False).eval(), kind)
-        streamed = load_quantized(cls, folder, kind, dtype)
-        assert same_tensors(loaded, streamed) and not streamed.training and not any(p.requires_grad for p in streamed.parameters())
-        assert [n for n, _ in loaded.named_modules()] == [n for n, _ in streamed.named_modules()]
-        if name == "transformer":
-            with torch.no_grad(): assert torch.equal(run(loaded, dtype), run(streamed, dtype))
-        else:
-            processor, picture = load_component(tiny_folder("2511"), "processor"), Image.effect_noise((84, 84), 80).convert("RGB")
-            a, b = (encode_prompt(m, processor, models.VARIANTS["2511"], "x", [picture])[0] for m in (loaded, streamed))
-            assert torch.equal(a, b)
+LOADED = [(name, dtype, q) for name in CLASSES for dtype in (torch.bfloat16, torch.float32) for q in (None, *QUANTIZATIONS)]
+EVERYDAY = [c for c in LOADED if c[1] == torch.bfloat16 and c[2] in (None, "qfloat8", "nf4", "int8", "fp8_storage") and c[0] == "transformer"
+            or c == ("text_encoder", torch.float32, "nf4")]
 
 
-def test_the_vae_streams_too():
-    a, b = AutoencoderKLQwenImage.from_pretrained(tiny_folder("2511")/"vae").eval(), load_quantized(AutoencoderKLQwenImage, tiny_folder("2511")/"vae")
-    assert same_tensors(a, b)
+@pytest.mark.parametrize("name, dtype, q", [c if c in EVERYDAY else pytest.param(*c, marks=pytest.mark.slow) for c in LOADED])
+def test_load_quantized_gives_the_model_quantized_after_loading(name, dtype, q, tmp_path):
+    folder = sharded_bf16(tmp_path, name)
+    kw = {"dtype" if name == "text_encoder" else "torch_dtype": dtype}
+    after = quantize(CLASSES[name].from_pretrained(folder, **kw).requires_grad_(False).eval(), q)
+    during = load_quantized(CLASSES[name], folder, q, dtype)
+    assert same_tensors(after, during) and not during.training and not any(p.requires_grad for p in during.parameters())
+    assert [n for n, _ in after.named_modules()] == [n for n, _ in during.named_modules()]
+    if name == "transformer":
+        with torch.no_grad(): a, b = run(after, dtype), run(during, dtype)
+    else:
+        processor, picture = load_component(tiny_folder("2511"), "processor"), image()
+        a, b = (encode_prompt(m, processor, VARIANTS["2511"], "x", [picture])[0] for m in (after, during))
+    assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_names_of_a_newer_text_encoder(tmp_path):
-    "A checkpoint whose tensors are called as the modules are."
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny_folder("2511")/"text_encoder")
-    folder = shutil.copytree(tiny_folder("2511")/"text_encoder", tmp_path/"text_encoder")
+def test_load_quantized_loads_the_vae():
+    folder = tiny_folder("2511")/"vae"
+    assert same_tensors(AutoencoderKLQwenImage.from_pretrained(folder).eval(), load_quantized(AutoencoderKLQwenImage, folder))
+
+
+def text_encoder_copy(tmp_path): return shutil.copytree(tiny_folder("2511")/"text_encoder", tmp_path/"text_encoder")
+
+
+def test_tensor_names_of_newer_text_encoders(tmp_path):
+    model, folder = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny_folder("2511")/"text_encoder"), text_encoder_copy(tmp_path)
     save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder/"model.safetensors")
     with safe_open(folder/"model.safetensors", "pt") as f: assert "model.language_model.norm.weight" in f.keys()
     assert same_tensors(model, load_quantized(Qwen2_5_VLForConditionalGeneration, folder))
 
 
 def test_tied_weights(tmp_path):
-    folder = shutil.copytree(tiny_folder("2511")/"text_encoder", tmp_path/"text_encoder")
+    folder = text_encoder_copy(tmp_path)
     config = json.loads((folder/"config.json").read_text())
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
     (folder/"config.json").write_text(json.dumps(config))
@@ -200,13 +202,29 @@ def test_tied_weights(tmp_path):
 
 
 def test_a_missing_shard_is_named(tmp_path):
-    folder = sharded(tmp_path, "transformer", QwenImageTransformer2DModel)
+    folder = sharded_bf16(tmp_path, "transformer")
     (gone := sorted(folder.glob("*.safetensors"))[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{gone.name} is missing in .* but its index names it; copy the model again"): load_quantized(QwenImageTransformer2DModel, folder)
+    with pytest.raises(FileNotFoundError, match=f"{gone.name} is missing in .* but its index names it; copy the model again"):
+        load_quantized(QwenImageTransformer2DModel, folder)
+
+
+def test_no_layer_waits_for_quantization(tmp_path, monkeypatch):
+    "While a checkpoint is read, at most one block's layers have plain weights in memory."
+    from qie_nb.models import loading
+    real, most = loading.place_tensor, 0
+    def watched(model, *args):
+        nonlocal most
+        out = real(model, *args)
+        most = max(most, sum(not m.weight.is_meta for m in (model.get_submodule(n) for n in quantizable_layers(model))))
+        return out
+    monkeypatch.setattr(loading, "place_tensor", watched)
+    load_quantized(QwenImageTransformer2DModel, sharded_bf16(tmp_path, "transformer"), "qfloat8", torch.bfloat16)
+    assert 0 < most <= 2
 
 
 def memory(tmp_path, *args):
-    if not Path("/proc/self/status").exists() or "RssAnon" not in Path("/proc/self/status").read_text(): pytest.skip("the system does not tell anonymous memory")
+    "Peak memory in a process of its own, without mapped files."
+    if not Path("/proc/self/status").exists() or "RssAnon" not in Path("/proc/self/status").read_text(): pytest.skip("no RssAnon in /proc")
     out = tmp_path/"memory.json"
     subprocess.run([sys.executable, ROOT/"benchmarks"/"quantize.py", "memory", "--out", out, *args], check=True, capture_output=True, cwd=ROOT)
     rows = json.loads(out.read_text())["memory"]["rows"]
@@ -214,176 +232,148 @@ def memory(tmp_path, *args):
     return rows
 
 
-def test_a_streamed_checkpoint_is_never_in_memory_whole(tmp_path):
-    row = memory(tmp_path, "--gb", "0.3", "--kinds", "qfloat8")["qfloat8"]
-    assert row["held"] < row["peak"] < 0.9 * row["checkpoint"] and row["largest_shard"] < 0.3 * row["checkpoint"], "and the measure sees what is held"
-
-
 @pytest.mark.slow
-def test_two_gigabytes_of_each_kind(tmp_path):
+def test_the_full_weights_are_never_in_memory(tmp_path):
+    row = memory(tmp_path, "--gb", "0.3", "--kinds", "qfloat8")["qfloat8"]
+    assert row["held"] < row["peak"] < 0.9 * row["checkpoint"] and row["largest_shard"] < 0.3 * row["checkpoint"]
     assert memory(tmp_path, "--gb", "2").keys() > QUANTIZATIONS.keys()
 
 
-# --- refused before a weight is read
+# --- refused before weights are read
 @pytest.fixture
 def nothing_read(monkeypatch):
     def fail(*a, **kw): raise AssertionError("weights were read")
-    monkeypatch.setattr(models, "load_component", fail)
+    monkeypatch.setattr(components, "load_component", fail)
 
 
-def lacking(*names): return lambda m: m.setattr(rooms, "library_version", lambda lib, real=rooms.library_version: None if lib in names else real(lib))
-def versions(**have):
-    def change(m):
-        text = lambda n, real=rooms.version: have.get(n) or real(n)
-        m.setattr(rooms, "version", text)
-    return change
-def without(*tools): return lambda m: m.setattr(shutil, "which", lambda n, path=None, real=shutil.which: None if n in tools else real(n, path=path))
+def without_library(*names):
+    return lambda m: m.setattr(quantization, "library_version", lambda lib, real=quantization.library_version: None if lib in names else real(lib))
+def versions(**installed): return lambda m: m.setattr(quantization, "version", lambda n, real=quantization.version: installed.get(n) or real(n))
+def without_tool(*tools): return lambda m: m.setattr(shutil, "which", lambda n, path=None, real=shutil.which: None if n in tools else real(n, path=path))
 def gpu(capability):
     def change(m):
         m.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
         m.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla M60")
     return change
-def both(*changes): return lambda m: [c(m) for c in changes]
+def unchanged(m): pass
 
 
+NO_PACKAGE, COMPILERS = "use fp8_storage, which needs no package", "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"
 REFUSED = [
-    ("qint8", "cpu", lacking("optimum-quanto"),
-     "`model.quantize` qint8 needs optimum-quanto, which is not installed; pip install optimum-quanto, or use fp8_storage, which needs no package"),
-    ("nf4", "cpu", lacking("bitsandbytes"), "`model.quantize` nf4 needs bitsandbytes, which is not installed; pip install bitsandbytes, or use qfloat8"),
-    ("float8", "cpu", lacking("torchao"),
-     "`model.quantize` float8 needs torchao, which is not installed; pip install torchao, or use fp8_storage, which needs no package"),
-    ("int8", "cpu", versions(torchao="0.10.0+cu124", peft="0.19.1"),
-     "torchao 0.10.0+cu124 is installed, and peft 0.19.1 fails on every LoRA with it; pip install -U torchao, or pip uninstall -y torchao if nothing needs it"),
-    ("int8", "cpu", versions(torchao="0.15.0", peft="0.18.0"),
-     "`model.quantize` int8 needs torchao >= 0.16, got 0.15.0; pip install -U torchao, or use fp8_storage, which needs no package"),
-    ("float8", "cpu", versions(peft="0.18.0"),
-     "`model.quantize` float8 needs peft >= 0.19, got 0.18.0; pip install -U peft, or use fp8_storage, which needs no package"),
-    ("qint4", "cpu", without("ninja"), "`model.quantize` qint4 compiles a part of quanto on first use and needs ninja, not found here; "
-     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"),
-    ("qint4", "cpu", without("ninja", "g++", "c++"), "`model.quantize` qint4 compiles a part of quanto on first use and needs ninja and g++, not found here; "
-     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"),
-    ("qint4", "cuda", without("nvcc"), "`model.quantize` qint4 compiles a part of quanto on first use and needs nvcc, not found here; "
-     "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4"),
-    ("qfloat8", "mps", both(), "`model.quantize` qfloat8 stores weights in float8, which mps does not support; use qint8"),
-    ("fp8_storage", "mps", both(), "`model.quantize` fp8_storage stores weights in float8, which mps does not support; use qint8"),
-    ("nf4", "mps", both(), "`model.quantize` nf4 runs on cpu and cuda, got mps; use qint8"),
-    ("nf4", "cuda", gpu((5, 2)), "`model.quantize` nf4 needs a GPU of compute capability 6.0 or higher, got Tesla M60; use qint8")]
+    ("qint8", "cpu", without_library("optimum-quanto"), f"qint8 needs optimum-quanto, which is not installed; pip install optimum-quanto, or {NO_PACKAGE}"),
+    ("nf4", "cpu", without_library("bitsandbytes"), "nf4 needs bitsandbytes, which is not installed; pip install bitsandbytes, or use qfloat8"),
+    ("float8", "cpu", without_library("torchao"), f"float8 needs torchao, which is not installed; pip install torchao, or {NO_PACKAGE}"),
+    ("int8", "cpu", versions(torchao="0.10.0+cu124", peft="0.19.1"), "torchao 0.10.0+cu124 is installed, and peft 0.19.1 fails on every LoRA with it; "
+     "pip install -U torchao, or pip uninstall -y torchao if nothing needs it"),
+    ("int8", "cpu", versions(torchao="0.15.0", peft="0.18.0"), f"int8 needs torchao >= 0.16, got 0.15.0; pip install -U torchao, or {NO_PACKAGE}"),
+    ("float8", "cpu", versions(peft="0.18.0"), f"float8 needs peft >= 0.19, got 0.18.0; pip install -U peft, or {NO_PACKAGE}"),
+    *(("qint4", device, without_tool(*tools), f"qint4 compiles a part of quanto on first use and needs {names}, not found here; {COMPILERS}")
+      for device, tools, names in (("cpu", ["ninja"], "ninja"), ("cpu", ["ninja", "g++", "c++"], "ninja and g++"), ("cuda", ["nvcc"], "nvcc"))),
+    ("qfloat8", "mps", unchanged, "qfloat8 stores weights in float8, which mps does not support; use qint8"),
+    ("fp8_storage", "mps", unchanged, "fp8_storage stores weights in float8, which mps does not support; use qint8"),
+    ("nf4", "mps", unchanged, "nf4 runs on cpu and cuda, got mps; use qint8"),
+    ("nf4", "cuda", gpu((5, 2)), "nf4 needs a GPU of compute capability 6.0 or higher, got Tesla M60; use qint8")]
 
 
-@pytest.mark.parametrize("kind, device, change, sentence", REFUSED, ids=[f"{k}-{d}-{n}" for n, (k, d, *_) in enumerate(REFUSED)])
-def test_refused_before_a_weight_is_read(kind, device, change, sentence, monkeypatch, nothing_read):
-    parts = Components(str(tiny_folder("2511")), devices=dict(transformer=device), quantize=dict(transformer=kind))
+@pytest.mark.parametrize("q, device, change, sentence", REFUSED, ids=[f"{q}-{d}-{n}" for n, (q, d, *_) in enumerate(REFUSED)])
+def test_refused_before_weights_are_read(q, device, change, sentence, monkeypatch, nothing_read):
+    parts = Components(str(tiny_folder("2511")), devices=dict(transformer=device), quantize=dict(transformer=q))
     with pytest.raises(AssertionError, match="weights were read"): Components(str(tiny_folder("2511"))).get("transformer") # the guard works
     change(monkeypatch)
-    for ask in (lambda: parts.get("transformer"), lambda: parts.check("transformer"), parts.check):
+    for ask in (lambda: parts.get("transformer"), parts.check):
         with pytest.raises(ValueError) as e: ask()
-        assert str(e.value) == sentence
+        assert str(e.value).removeprefix("`model.quantize` ") == sentence
 
 
-def test_what_is_set_after_the_constructor_is_looked_at_too(monkeypatch, nothing_read, pairs, tmp_path):
-    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
-    trainer.quantize = "nf4"
-    lacking("bitsandbytes")(monkeypatch)
+def test_settings_of_the_trainer_are_checked_before_weights_are_read(monkeypatch, pairs, tmp_path, built):
+    root = pairs()
+    trainer = trainer_for(root, tmp_path)
+    trainer.quantize = "nf4" # after the constructor
+    encoding, both = (trainer_for(root, tmp_path, **m) for m in
+                      (dict(text_encoder_quantize="nf4"), dict(text_encoder_offload=True, text_encoder_quantize="qint8")))
+    without_library("bitsandbytes")(monkeypatch)
     with pytest.raises(ValueError, match="`model.quantize` nf4 needs bitsandbytes"): trainer.set_lora()
-
-
-def test_a_text_encoder_that_cannot_be_quantized_is_told_before_the_vae_is_built(monkeypatch, pairs, tmp_path, built):
-    config = settings(pairs(), tmp_path)
-    config["model"]["text_encoder_quantize"] = "nf4"
-    lacking("bitsandbytes")(monkeypatch)
-    with pytest.raises(ValueError, match="`model.text_encoder_quantize` nf4 needs bitsandbytes"): QwenImageEditTrainer(config).cache_embeddings()
+    with pytest.raises(ValueError, match="`model.text_encoder_quantize` nf4 needs bitsandbytes"): encoding.cache_embeddings()
+    with pytest.raises(ValueError, match="`model.text_encoder_quantize` qint8 is incompatible with `model.text_encoder_offload`, which moves "
+                                         "unquantized layers; choose one of them"): both.cache_embeddings()
     assert not built
 
 
-def test_quantized_in_memory_is_looked_at_too(monkeypatch):
+def test_quantize_checks_too(monkeypatch):
     tr = transformer()
-    lacking("torchao")(monkeypatch)
+    without_library("torchao")(monkeypatch)
     with pytest.raises(ValueError, match="int8 needs torchao"): quantize(tr, "int8")
     assert type(tr.transformer_blocks[0].attn.to_q) is torch.nn.Linear
 
 
-def test_a_clash_that_nobody_asked_for(monkeypatch):
+def test_an_old_torchao_is_refused_even_if_it_is_not_used(monkeypatch):
     check_torchao()
     assert check_quantization("none") is None and check_quantization(True) == "qfloat8"
     versions(torchao="0.10.0", peft="0.21.2")(monkeypatch)
-    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and peft 0.21.2 fails on every LoRA with it"): check_torchao()
-    assert check_quantization("nf4") == "nf4", "bitsandbytes itself does not mind"
+    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and peft 0.21.2 fails on every LoRA"): check_torchao()
+    assert check_quantization("nf4") == "nf4", "bitsandbytes itself works"
     versions(torchao="0.10.0", peft="0.18.0")(monkeypatch)
     check_torchao()
 
 
-def test_kernels_that_do_not_suit_training_are_never_taken(monkeypatch):
-    "Marlin wants weights without a note on activations, tinygemm and AWQ groups of 128; bitsandbytes packs weights on CPUs with AVX512-BF16."
-    to_q = lambda kind, width=128: rooms.quantize_linear(torch.nn.Linear(width, 64).bfloat16(), kind).weight
+def test_kernels_unfit_for_training_are_avoided(monkeypatch):
+    "Marlin needs weights without an activation dtype, tinygemm and AWQ groups of 128; bitsandbytes repacks weights on CPUs with AVX512-BF16."
+    to_q = lambda q, width=128: quantize_linear(torch.nn.Linear(width, 64).bfloat16(), q).weight
     assert to_q("qfloat8").activation_qtype is not None and to_q("qfloat8").to("cpu", copy=True).activation_qtype is not None
     assert [to_q("qint4", w)._group_size for w in (128, 256, 96)] == [64, 64, 32]
     assert type(to_q("qint4")).__name__ == "WeightQBitsTensor"
     import bitsandbytes.nn.modules as bnb
     monkeypatch.setattr(bnb, "has_avx512bf16", lambda: True)
-    nf4 = rooms.quantize_linear(torch.nn.Linear(128, 64).bfloat16(), "nf4")
-    assert not nf4.support_avx512bf16_for_cpu, "weights packed in an evaluation give no gradients"
+    nf4 = quantize_linear(torch.nn.Linear(128, 64).bfloat16(), "nf4")
+    assert not nf4.support_avx512bf16_for_cpu, "repacked weights give no gradients"
 
 
-def test_torchs_settings_are_left_alone():
+def test_torchao_changes_no_global_settings():
     import torch._inductor.config as inductor
     now = lambda: (torch.get_float32_matmul_precision(), inductor.coordinate_descent_tuning, inductor.force_fuse_int_mm_with_mul)
-    was = now()
+    before = now()
     transformer("int8"), transformer("float8")
-    assert now() == was
+    assert now() == before
 
 
-# --- held and let go
-@pytest.mark.parametrize("kind, away", [(None, True), *((k, False) for k in (None, *QUANTIZATIONS) if k != "qint4")])
-def test_moved_and_let_go(kind, away):
-    parts = Components(str(tiny_folder("2511")), quantize=dict(text_encoder=kind), offload=["text_encoder"] if away else ())
+# --- moving, dropping, offloading
+@pytest.mark.parametrize("q, offloaded", [(None, True), ("nf4", False), *(pytest.param(q, False, marks=pytest.mark.slow) for q in (None, *QUANTIZATIONS))])
+def test_a_dropped_component_is_freed(q, offloaded):
+    parts = Components(str(tiny_folder("2511")), quantize=dict(text_encoder=q), offload=["text_encoder"] if offloaded else ())
     part = parts.move("text_encoder", "cpu")
     assert parts.move("text_encoder", torch.device("cpu")) is part and device_of(part) == torch.device("cpu")
-    if not away: part.to("cpu")
-    alive = weakref.ref(part)
-    size = held_bytes(part)
+    alive, size = weakref.ref(part), held_bytes(part)
     del part
     parts.drop("text_encoder")
     gc.collect()
-    assert alive() is None and (away or size > 0)
+    assert alive() is None and (offloaded or size > 0)
 
 
-# --- offloaded
-@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("variant", ["v1", "2511"])
-def test_an_offloaded_encoder_gives_the_same_bits(shared, variant):
-    folder, picture = tiny_folder(variant), Image.effect_noise((84, 112), 80).convert("RGB")
+def test_an_offloaded_encoder_gives_the_same_embeddings(variant):
+    folder, picture = tiny_folder(variant), image((84, 112))
     processor, plain = load_component(folder, "processor"), load_component(folder, "text_encoder")
-    away = offload(load_component(folder, "text_encoder"), "cpu")
-    assert all(p.is_meta for p in away.parameters())
+    offloaded = offload(load_component(folder, "text_encoder"), "cpu")
     for prompt in ("make it blue", "", "a much longer prompt than the others were"):
-        a, b = (encode_prompt(te, processor, models.VARIANTS[variant], prompt, [picture], share_prefix=shared)[0] for te in (plain, away))
-        assert torch.equal(a, b)
-        assert all(p.is_meta for p in away.parameters()), "nothing stays behind"
-    again = encode_prompt(offload(away, "cpu"), processor, models.VARIANTS[variant], prompt, [picture], share_prefix=shared)[0]
-    assert torch.equal(a, again), "a second placing"
+        a, b = (encode_prompt(te, processor, VARIANTS[variant], prompt, [picture], share_prefix=bool(prompt))[0] for te in (plain, offloaded))
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert all(p.is_meta for p in offloaded.parameters())
+    again = encode_prompt(offload(offloaded, "cpu"), processor, VARIANTS[variant], prompt, [picture])[0]
+    assert_close(a, again, rtol=1e-4, atol=1e-5)
 
 
-def test_precomputed_with_an_offloaded_encoder_is_the_same_cache(pairs, tmp_path, built):
-    config = settings(root := pairs(), tmp_path)
-    config["model"]["text_encoder_offload"] = True
-    away = QwenImageEditTrainer(config)
-    assert away.cache_embeddings().encoded == 3 and away.qwen_vl is None
+def test_precompute_with_an_offloaded_encoder_makes_the_same_cache(pairs, tmp_path, built):
+    root = pairs()
+    offloaded = trainer_for(root, tmp_path, text_encoder_offload=True)
+    assert offloaded.cache_embeddings().encoded == 3 and offloaded.qwen_vl is None
     built.clear()
-    report = QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    plain = trainer_for(root, tmp_path)
+    report = plain.cache_embeddings()
     assert (report.encoded, report.reused) == (0, 3) and not built
-    image = away.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2)
-    plain = QwenImageEditTrainer(settings(root, tmp_path)).predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2)
-    assert (image == plain).all()
+    a, b = (t.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).astype(int) for t in (offloaded, plain))
+    assert abs(a - b).max() <= 1
 
 
-def test_offloaded_and_quantized_do_not_go_together(pairs, tmp_path, built):
-    config = settings(pairs(), tmp_path)
-    config["model"] |= dict(text_encoder_offload=True, text_encoder_quantize="qint8")
-    sentence = "`model.text_encoder_quantize` qint8 is incompatible with `model.text_encoder_offload`, which moves unquantized layers; choose one of them"
-    with pytest.raises(ValueError) as e: QwenImageEditTrainer(config).cache_embeddings()
-    assert str(e.value) == sentence and not built
-
-
-def test_the_kind_is_part_of_an_encoders_identity():
-    who = lambda kind: Components(str(tiny_folder("2511")), quantize=dict(text_encoder=kind)).identity()["text_encoder"].rsplit("-", 1)[1]
-    assert [who(k) for k in (None, False, "none")] == ["plain"] * 3 and who(True) == who("qfloat8") == "qfloat8" and who("nf4") == "nf4"
+def test_the_quantization_is_part_of_the_encoders_identity():
+    suffix = lambda q: Components(str(tiny_folder("2511")), quantize=dict(text_encoder=q)).identity()["text_encoder"].rsplit("-", 1)[1]
+    assert [suffix(q) for q in (None, False, "none")] == ["plain"] * 3 and suffix(True) == suffix("qfloat8") == "qfloat8" and suffix("nf4") == "nf4"
