@@ -48,16 +48,19 @@ def stable_seed(
 
 # %% ../nbs/00_cache.ipynb #975c43c4
 class EmbeddingCacheManager:
-    "Saves, finds and loads the tensors of a cache. Every read is checked; corrupt entries move to `quarantine/`."
+    "Saves, finds and loads tensors. Every read is checked; corrupt entries move to `quarantine/`."
     def __init__(self,
         cache_dir, # folder, or list of folders: all are read in order, the last is written
     ):
-        dirs = [Path(d).expanduser() for d in (cache_dir if isinstance(cache_dir, (list, tuple)) else [cache_dir])]
+        dirs = cache_dir if isinstance(cache_dir, (list, tuple)) else [cache_dir]
+        dirs = [Path(d).expanduser() for d in dirs]
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
-            if d.exists() and not d.is_dir(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
+            if d.exists() and not d.is_dir():
+                raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
             if d is not dirs[-1] and not d.exists():
-                raise FileNotFoundError(f"`cache_dir` names {str(d)!r}, which does not exist; only the last folder is created")
+                raise FileNotFoundError(f"`cache_dir` names {str(d)!r}, which does not exist; "
+                                        "only the last folder is created")
         self.layers = [open_layer(d) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined = [] # (location, reason) of each bad entry that was read
@@ -66,7 +69,8 @@ class EmbeddingCacheManager:
     @property
     def writable(self) -> bool:
         "Can entries be saved? Not in a packed layer or on a read-only mount."
-        folder = next(p for p in (self.cache_dir.absolute(), *self.cache_dir.absolute().parents) if p.exists())
+        path = self.cache_dir.absolute()
+        folder = next(p for p in (path, *path.parents) if p.exists())
         return not self.layers[-1].packed and os.access(folder, os.W_OK)
 
     @property
@@ -76,7 +80,9 @@ class EmbeddingCacheManager:
         "The first layer with this entry, ignoring entries known to be bad."
         return next((d for d in self.layers if self._has(d, kind, key)), None)
 
-    def _has(self, layer, kind, key): return layer.has(kind, key) and self._id(layer, kind, key) not in self.unusable
+    def _has(self, layer, kind, key):
+        return layer.has(kind, key) and self._id(layer, kind, key) not in self.unusable
+
     def _id(self, layer, kind, key): return self.layers.index(layer), kind, key
     def _require_writable(self, rest):
         if not self.writable: raise PermissionError(f"cache {self.layers[-1]} cannot be written{rest}")
@@ -115,7 +121,7 @@ def prefix_of(self:EmbeddingCacheManager, kind:str, file_hash:str) -> str: # Non
     layer = self.find(kind, file_hash)
     if layer is None or not kind.endswith("prompt_embed"): return "" if layer else None
     try: prefix = json.loads(layer.payload(kind, file_hash)[2])["__metadata__"].get("prefix", "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError): return "" # reading will tell
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError): return "" # a bad entry
     return prefix if is_key(prefix) else ""
 
 # %% ../nbs/00_cache.ipynb #6843343b
@@ -164,11 +170,13 @@ def map_cache(self:EmbeddingCacheManager,
     "Like `load_cache`, for large tensors: the file is checked once and read as it is used."
     for layer in self.layers:
         if not self._has(layer, kind, file_hash): continue
-        if not (why := verify_entry(layer, kind, file_hash, reread=False)): return mapped(layer, kind, file_hash)
+        why = verify_entry(layer, kind, file_hash, reread=False)
+        if not why: return mapped(layer, kind, file_hash)
         self.quarantine(layer, kind, file_hash, why)
 
 # %% ../nbs/00_cache.ipynb #c2c4c5a4
-_IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area") # not the model's name or folder
+# what makes two identities different; not the model's name or folder
+_IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area")
 
 @patch
 def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
@@ -183,7 +191,8 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
             found |= known
         except FileNotFoundError: pass
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{file} is unreadable ({e}); delete it and precompute again, entries are kept") from e
+            raise ValueError(f"{file} is unreadable ({e}); "
+                             "delete it and precompute again, entries are kept") from e
     return found
 
 @patch
@@ -205,7 +214,8 @@ def identity(self:EmbeddingCacheManager,
     "The identity to read entries by. Raises ValueError if there are several and you named none."
     known = self.identities()
     if which is not None and which not in known:
-        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.cache_dir}; it holds {', '.join(known) or 'none'}")
+        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.cache_dir}; "
+                         f"it holds {', '.join(known) or 'none'}")
     if which is not None: return known[which]
     if len(known) > 1:
         names = ", ".join(f"{k} ({v.get('model')}, {v.get('dtype')})" for k, v in known.items())
@@ -235,7 +245,7 @@ def entries(self:EmbeddingCacheManager, kinds=EVERY_KIND): # yields `StoredEntry
 def get_cache_stats(self:EmbeddingCacheManager,
     entries=None, # result of `entries()`, if known
 ) -> dict:
-    "{kind: {count, bytes}}, total, quarantined, layers [{folder, exists, packed, writable, count, bytes}] and models."
+    "{kind: {count, bytes}}, total, quarantined, layers [{folder, exists, packed, writable, ...}] and models."
     stats = {kind: dict(count=0, bytes=0) for kind in (*EVERY_KIND, "total")}
     layers = {d: dict(folder=str(d.folder), exists=d.folder.is_dir(), packed=d.packed,
                       writable=d is self.layers[-1] and self.writable, count=0, bytes=0) for d in self.layers}
@@ -273,7 +283,8 @@ def verify(self:EmbeddingCacheManager,
             bad.append((layer.where(kind, key), why))
             if repair: self.quarantine(layer, kind, key, why)
         elif (prefix := self.prefix_of(kind, key)) and self.find(PREFIX, prefix) is None:
-            bad.append((layer.where(kind, key), f"needs {PREFIX} {prefix}, which is missing; precompute again"))
+            why = f"needs {PREFIX} {prefix}, which is missing; precompute again"
+            bad.append((layer.where(kind, key), why))
         if bar: bar.update()
     return bad
 
@@ -287,11 +298,14 @@ def gc(self:EmbeddingCacheManager,
     self._require_writable(", so nothing is removed")
     mine, used = self.layers[-1], {self.prefix_of(e.kind, e.key) for e in self.entries(KINDS)}
     if keep is not None: used = {key for k, key in keep if k == PREFIX}
-    unneeded = [(k, key) for k in KINDS for key, _ in mine.entries(k) if keep is not None and (k, key) not in keep]
-    unneeded += [(PREFIX, key) for key, _ in mine.entries(PREFIX) if key not in used]
-    found = dict(entries=[mine.path(*id) for id in unneeded], quarantine=sorted((self.cache_dir/"quarantine").glob("*")),
-                 stale_temp_files=stale_temp_files(self.temp_dir))
-    report = {name: dict(count=len(files), bytes=sum(p.stat().st_size for p in files)) for name, files in found.items()}
+    unneeded = [(PREFIX, key) for key, _ in mine.entries(PREFIX) if key not in used]
+    if keep is not None:
+        unneeded += [(k, key) for k in KINDS for key, _ in mine.entries(k) if (k, key) not in keep]
+    files = [mine.path(kind, key) for kind, key in unneeded]
+    found = dict(entries=files, stale_temp_files=stale_temp_files(self.temp_dir),
+                 quarantine=sorted((self.cache_dir/"quarantine").glob("*")))
+    size = lambda files: sum(p.stat().st_size for p in files)
+    report = {name: dict(count=len(files), bytes=size(files)) for name, files in found.items()}
     for p in () if dry_run else sum(found.values(), []): p.unlink(missing_ok=True)
     return report
 
@@ -304,13 +318,16 @@ def pack(self:EmbeddingCacheManager,
     replace:bool=False, # replace a packed cache in `out`, once the new one is complete?
 ) -> list: # files written
     "Pack entries into a few large shards and an index, without sub-folders."
-    good = lambda k, key: (d for d in self.layers if d.has(k, key) and not verify_entry(d, k, key, reread=False))
+    def layer(e): # the first with a good copy
+        good = (d for d in self.layers if d.has(*e[1:3]) and not verify_entry(d, *e[1:3], reread=False))
+        return next(good, e.layer)
     chosen = [e for e in self.entries() if keep is None or e.kind == MODULATION or (e.kind, e.key) in keep]
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
     if missing := [p for p in needed if self.find(PREFIX, p) is None]:
-        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {PREFIX} {missing[0]}; precompute again first")
-    packed = [(next(good(e.kind, e.key), e.layer), e.kind, e.key) for e in chosen]
+        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {PREFIX} {missing[0]}; "
+                              "precompute again first")
+    packed = [(layer(e), e.kind, e.key) for e in chosen]
     with empty_output_dir(out, replace) as folder:
         return [Path(out)/f.name for f in write_packed(folder, packed, self.identities(), shard_bytes)]
 
@@ -332,9 +349,9 @@ def prompt_parts(
     identity:dict, # of the encoders, as in the manifest
     crop=None, # as for the latents
 ) -> dict: # key parts of `prompt_embed` and `prompt_embeds_mask`
-    "What a prompt embedding depends on. The prompt names the control images by number, so their order counts."
-    return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls), vl_sizes=[list(s) for s in vl_sizes],
-                crop=list(crop) if crop else None, resize="lanczos-1",
+    "What a prompt embedding depends on. Prompts name control images by number, so their order counts."
+    return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls),
+                vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop else None, resize="lanczos-1",
                 template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
 
 def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict: # key parts of `prompt_prefix`
@@ -352,9 +369,10 @@ def check_cache_exists(
 # %% ../nbs/00_cache.ipynb #bd93102e
 @patch
 def status(self:EmbeddingCacheManager) -> dict:
-    "{kind: {present, bytes}} under kinds, layers, models, bad entries that were read, and those in quarantine (aside)."
+    "Entries by kind, layers, models, bad entries that were read, and those in quarantine (aside)."
     s = self.get_cache_stats()
-    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in EVERY_KIND if k in ALL_KINDS or s[k]["count"]}
+    kinds = [k for k in EVERY_KIND if k in ALL_KINDS or s[k]["count"]]
+    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in kinds}
     return dict(kinds=kinds, layers=s["layers"], models=s["models"], quarantined=s["quarantined"],
                 bad=list(self.quarantined), aside=self.aside())
 

@@ -363,7 +363,7 @@ def damaged_loose(world, t, damage, trials, rng, whole_job):
     cache, on = world.copy(), collections.defaultdict(list)
     for kind, key, data in world.entries:
         if kind == "prompt_embed": on[header(data)["__metadata__"]["prefix"]].append(key)
-    with patched((files, "_SETTLED", 0.03)):
+    with patched((files, "_MIN_AGE", 0.03)):
         for n in range(trials):
             kind, key, data = rng.choice(world.entries)
             path, bad = place(cache, kind, key), damage(data, rng)
@@ -520,7 +520,7 @@ class Studio:
         def template_of(pipeline):
             text, drop = template(pipeline)
             return text.replace("<|im_start|>user", f"{self.template}<|im_start|>user"), drop
-        changes = [(EmbeddingCacheManager, "save_cache", save_cache), (qie_nb.core.files, "_SETTLED", self.settle)]
+        changes = [(EmbeddingCacheManager, "save_cache", save_cache), (qie_nb.core.files, "_MIN_AGE", self.settle)]
         if self.template: changes += [(m, "template_of", template_of) for m in (qie_nb.models.components, qie_nb.encoding.prompts)]
         dirs = self.dirs or str(self.cache)
         with patched(*changes), quiet():

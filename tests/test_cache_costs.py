@@ -35,7 +35,7 @@ sys.addaudithook(Counted.hook) # there is no taking it away again
 def filled(pairs, tmp_path, monkeypatch):
     "A data set of pairs with one control and a cache that holds all of it, loose and packed; facts of files are kept at once."
     monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home"))
-    monkeypatch.setattr(files, "_SETTLED", -10.)
+    monkeypatch.setattr(files, "_MIN_AGE", -10.)
     root = pairs(((48, 32),) * N, caption=[f"make number {i} blue" for i in range(N)])
     make = lambda layer: ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/layer), use_cache=True, caption_dropout_rate=0.))
     ds = make("loose")

@@ -34,8 +34,8 @@ def _checksum(meta, record, payload) -> str:
 
 # %% ../../nbs/core/04_cache_entries.ipynb #e9f11783
 def _header(kind, meta, record) -> bytes:
-    text = json.dumps({"__metadata__": meta, kind: record}, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    data = text.encode()
+    header = {"__metadata__": meta, kind: record}
+    data = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data
 
@@ -112,4 +112,5 @@ def unpack_entry(
         check(_checksum(meta, record, memoryview(data)[start:]) == meta["checksum"], "checksum differs")
         return load(data)[kind], meta
     except CacheEntryError: raise
-    except Exception as e: raise CacheEntryError(f"not a whole safetensors file ({type(e).__name__}: {e})") from e
+    except Exception as e:
+        raise CacheEntryError(f"not a whole safetensors file ({type(e).__name__}: {e})") from e

@@ -18,7 +18,8 @@ from .files import cached_file_property, write_atomic
 # %% ../../nbs/core/05_cache_layers.ipynb #10ca2abd
 def check_kind(kind:str, key:str="00"):
     "Raises ValueError unless `kind` is one of `EVERY_KIND` and `key` can be a file name."
-    if kind not in EVERY_KIND: raise ValueError(f"`kind` must be one of {', '.join(EVERY_KIND)}, got {kind!r}")
+    if kind not in EVERY_KIND:
+        raise ValueError(f"`kind` must be one of {', '.join(EVERY_KIND)}, got {kind!r}")
     if not is_key(key): raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
 
 # %% ../../nbs/core/05_cache_layers.ipynb #5c036cc0
@@ -124,18 +125,21 @@ def _read_index(path) -> dict:
         index = json.loads(path.read_text(encoding="utf-8"))
         shards, entries = index["shards"], index["entries"]
         check(_index_checksum(index) == index["checksum"], "its checksum differs")
-        check(all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards), "it names other files than shards")
+        names_ok = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
+        check(names_ok, "it names other files than shards")
         missing = [s for s in shards if not (path.parent/s).is_file()]
         check(not missing, f"{', '.join(missing)} beside it is missing")
         tables = index["identities"], *index["identities"].values(), *entries.values()
         check(all(isinstance(v, dict) for v in tables), "it was not written by qie_nb")
         sizes = [(path.parent/s).stat().st_size for s in shards]
-        for kind, key, (n, begin, size, header) in ((kind, *item) for kind in entries for item in entries[kind].items()):
-            inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
-            check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
+        for kind, table in entries.items():
+            for key, (n, begin, size, header) in table.items():
+                inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
+                check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
         return index
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CacheEntryError(f"packed cache {str(path)!r} cannot be used: {e}; upload it again, whole") from None
+        text = f"packed cache {str(path)!r} cannot be used: {e}; upload it again, whole"
+        raise CacheEntryError(text) from None
 
 def _index_checksum(index) -> str:
     signed = {k: v for k, v in index.items() if k != "checksum"}
@@ -155,7 +159,8 @@ def empty_output_dir(
     "A folder for a packed cache. Raises ValueError if it holds other files."
     out = Path(out)
     there = [p.name for p in out.iterdir()] if out.is_dir() else []
-    if there and not (replace and all(n == INDEX or re.fullmatch(r"cache-\d{5}-\d{5}\.safetensors", n) for n in there)):
+    is_packed = lambda name: name == INDEX or re.fullmatch(r"cache-\d{5}-\d{5}\.safetensors", name)
+    if there and not (replace and all(map(is_packed, there))):
         hint = ", or set `replace`" * (INDEX in there)
         raise ValueError(f"`out` {str(out)!r} is not empty; name a new folder to pack into{hint}")
     new, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
@@ -183,11 +188,14 @@ def write_packed(
             free = shard_bytes
         free -= len(data)
         shards[-1].append((layer, kind, key, header, len(data) - 8 - len(header)))
-    if bad: raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: " + "; ".join(bad))
+    if bad:
+        text = "; ".join(bad)
+        raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: {text}")
     names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
     for n, (name, shard) in enumerate(zip(names, shards)): _write_shard(out/name, n, shard, index)
     full = dict(format="qie_nb-pack-1", shards=names, identities=identities, entries=index)
-    write_atomic(out/INDEX, json.dumps(full | dict(checksum=_index_checksum(full)), ensure_ascii=False).encode())
+    full["checksum"] = _index_checksum(full)
+    write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
     return [out/name for name in (*names, INDEX)]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #0ab215ff

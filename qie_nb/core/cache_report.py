@@ -40,9 +40,9 @@ def _kinds_table(s) -> str:
     return table_html(rows, ("kind", *(names if len(names) > 1 else ("entries",)), "size"))
 
 def _badges(s) -> str:
-    complete = s.get("complete", 0)
-    if "samples" not in s: out = [badge(f"{sum(v['present'] for v in s['kinds'].values())} entries")]
-    else: out = [badge(f"{s['samples']} samples"), badge(f"{complete} complete in the cache", complete < s["samples"])]
+    n, complete = s.get("samples"), s.get("complete", 0)
+    if n is None: out = [badge(f"{sum(v['present'] for v in s['kinds'].values())} entries")]
+    else: out = [badge(f"{n} samples"), badge(f"{complete} complete in the cache", complete < n)]
     counts = {"skipped": len(s.get("skipped", ())), "without a readable image": len(s.get("unreadable", ())),
               "bad entries met": len(s["bad"]), "in quarantine": s["quarantined"]}
     return "".join(out + [badge(f"{n} {what}", bad=True) for what, n in counts.items() if n])
@@ -54,10 +54,11 @@ def _error_list(pairs, most=5) -> str:
 
 # %% ../../nbs/core/06_cache_report.ipynb #5a1e000f
 def status_html(
-    s:dict, # kinds, layers, models, bad, quarantined; of a data set also samples, complete, skipped, unreadable, why
+    s:dict, # from `status()` of a cache or a data set
 ) -> str:
     "The state of a cache as HTML, escaped."
-    models = "; ".join(f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in s["models"].values())
+    name = lambda v: f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})"
+    models = "; ".join(map(name, s["models"].values()))
     layers = [(d["folder"], mode_text(d), d["count"], size_text(d["bytes"])) for d in s["layers"]]
     folders = table_html(layers, ("folder", "", "entries", "size")) if layers else ""
     why = note(s["why"]) if s.get("why") else ""

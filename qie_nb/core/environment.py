@@ -24,7 +24,7 @@ from .display import table_html
 @dataclass(frozen=True)
 class Environment:
     "Where the code runs, and its limits."
-    name: str                    # kaggle, colab, jupyterhub, jupyter, batch (notebook without a user) or script
+    name: str                    # kaggle, colab, jupyterhub, jupyter, script, batch (notebook without user)
     run: str = ""                # Kaggle's kind of session: Interactive or Batch
     hub: str = ""                # JupyterHub's URL prefix of this server
     is_interactive: bool = False # is there a user at a terminal or live notebook?
@@ -59,8 +59,9 @@ def _words(path) -> list: # of a small file; [] if it cannot be read
     except (OSError, UnicodeDecodeError): return []
 
 def _cgroup(root, name) -> list: # words of the file `name` in this process's control group and its parents
-    own = [Path(line[3:]) for line in _words(root/"proc/self/cgroup") if line.startswith("0::")] or [Path("/")]
-    folders = [root/"sys/fs/cgroup"/str(p).lstrip("/") for p in (own[0], *own[0].parents)]
+    lines = [line[3:] for line in _words(root/"proc/self/cgroup") if line.startswith("0::")]
+    own = Path(lines[0] if lines else "/")
+    folders = [root/"sys/fs/cgroup"/str(p).lstrip("/") for p in (own, *own.parents)]
     return [w for folder in folders if (w := _words(folder/name))]
 
 # %% ../../nbs/core/03_environment.ipynb #b9585581
@@ -111,7 +112,8 @@ def _colab(root, env) -> dict:
     return dict(working=root/"content", keep=keep, temp=Path(tempfile.gettempdir()),
                 inputs=(mounts, keep) if keep else (mounts,))
 
-def _other(root, env) -> dict: return dict(working=Path.cwd(), keep=Path.cwd(), temp=Path(tempfile.gettempdir()))
+def _other(root, env) -> dict:
+    return dict(working=Path.cwd(), keep=Path.cwd(), temp=Path(tempfile.gettempdir()))
 
 # %% ../../nbs/core/03_environment.ipynb #d8c03000
 def detect_environment(
@@ -124,7 +126,8 @@ def detect_environment(
     name = environment_name(env, root)
     own = dict(kaggle=_kaggle, colab=_colab).get(name, _other)(root, env)
     interactive = is_interactive() and env.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
-    return Environment(name, is_interactive=interactive, hub=env.get("JUPYTERHUB_SERVICE_PREFIX", ""), root=root,
+    hub = env.get("JUPYTERHUB_SERVICE_PREFIX", "")
+    return Environment(name, is_interactive=interactive, root=root, hub=hub,
                        session_start=find_session_start(env, own.get("hours")), cores=host_cores(root),
                        memory=host_memory(root), env=dict(env), **own)
 
@@ -161,11 +164,13 @@ def _models(file) -> str: # named in a cache's manifest or index
 
 # %% ../../nbs/core/03_environment.ipynb #5ccd8f4d
 def _recognize(folder, names) -> tuple: # (kind, identifying file, description); () for any other folder
-    if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys(): # with all listed files
+    if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys(): # all files present
         state = _json(folder/"state.json")
         return "checkpoint", "COMPLETE", f"step {state.get('global_step')}, epoch {state.get('epoch')}"
-    if (file := "cache-index.json") in names: return "cache", file, f"packed, of {_models(folder/file) or 'no model'}"
-    if (file := "manifest.json") in names and (models := _models(folder/file)): return "cache", file, f"of {models}"
+    if (file := "cache-index.json") in names:
+        return "cache", file, f"packed, of {_models(folder/file) or 'no model'}"
+    if (file := "manifest.json") in names and (models := _models(folder/file)):
+        return "cache", file, f"of {models}"
     if (file := "model_index.json") in names: return "model", file, str(_json(folder/file).get("_class_name"))
     return ()
 

@@ -127,7 +127,7 @@ def test_encode_sample_stores_what_precompute_stores(root, tmp_path):
 
 @pytest.mark.parametrize("prefetch", [0, 4])
 def test_each_image_is_decoded_once(prefetch, tmp_path, decoded, monkeypatch):
-    monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home")), monkeypatch.setattr("qie_nb.core.files._SETTLED", -10.) # file facts are kept at once
+    monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home")), monkeypatch.setattr("qie_nb.core.files._MIN_AGE", -10.) # file facts are kept at once
     root = write_pairs(tmp_path/"set", ((48, 32),) * 7)
     for i in range(1, 6): (root/"control_images"/f"{i:04}.png").write_bytes((root/"control_images"/"0000.png").read_bytes()) # six edits of one image
     with Counted() as c: assert run(root, tmp_path/"cache", prefetch).encoded == 7
