@@ -1,4 +1,4 @@
-"""float16 products inside a float32 model: finite where float16 is not, nearer to float32 than bfloat16, and what fails without each guard."""
+"""float16 products inside a float32 model: finite, closer to float32 than bfloat16 is, and what fails without each scale."""
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,10 +9,9 @@ from diffusers import QwenImageTransformer2DModel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qie_nb.devices import fp16 as half
-
+from qie_nb.devices import fp16
 from qie_nb.planning import plan as planner
-from qie_nb.devices.compile import attention_kernel, compile_choice, set_up
+from qie_nb.devices.compile import attention_kernel, compile_choice, set_up, watch_attention
 from qie_nb.config import LoraSection, make_config
 from counted_step import count_step, empty_step, empty_transformer
 from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, pick_fp16, fp16_weight, enable_fp16, weight_norms, power_of_two, scale_to_fp16, with_outliers
@@ -33,7 +32,7 @@ WILD = dict(residual=2.**18, power=16)
 
 
 def model(dtype=torch.float32, on=False, zero=False, adapter=True, kind=None, layers=3, **outliers):
-    "The same weights in every dtype; those that are wild are so in bfloat16 too."
+    "The same weights in every dtype."
     torch.manual_seed(0)
     tr = QwenImageTransformer2DModel(num_layers=layers, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=48, axes_dims_rope=(8, 12, 12), zero_cond_t=zero)
     with_outliers(tr, **NONE | outliers)
@@ -55,7 +54,7 @@ def call(tr, batch=1, mask=None, wild=()):
     return tr(x.to(tr.dtype), text.to(tr.dtype), mask, t, [[(1, 4, 6), (1, 4, 4)]] * batch, return_dict=False)[0].float()
 
 
-def results(tr, size=1., **kw): # output without what all tokens have in common, gradients of the adapter
+def results(tr, size=1., **kw): # output minus its mean over tokens, gradients of the adapter
     for p in tr.parameters(): p.grad = None
     out = call(tr, **kw)
     (out.square().mean() * size).backward()
@@ -77,79 +76,77 @@ CASES = dict(tame={}, wild=WILD, residual=dict(residual=2.**18), mlp=dict(power=
              large_loss=dict(size=1e12, **WILD), batch=dict(batch=2, mask=True))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nearer_to_float32_than_bfloat16_is(case):
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("tame", "residual", "mlp", "large_loss"))) for c in CASES])
+def test_errors_are_a_tenth_of_bfloat16s(case):
     kw = dict(CASES[case])
     run = {k: kw.pop(k) for k in ("wild", "size", "batch", "mask") if k in kw}
     if run.get("mask"): run["mask"] = torch.arange(9) < torch.tensor([[9], [6]])
     exact, bf16, ours = (results(model(dtype, on, **kw), **run) for dtype, on in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)))
     assert finite(ours) and exact[1].norm() > 0
     ratios = [a / b for a, b in zip(far(ours, exact), far(bf16, exact))]
-    print(f"{case}: errors {far(ours, exact)}, of bfloat16 {far(bf16, exact)}, ratios {ratios}")
     assert max(ratios) < 0.1
 
 
-def test_what_float16_alone_gives():
+def test_plain_float16_overflows():
     plain, wild = (model(torch.float16, adapter=False, **kw) for kw in ({}, WILD))
     with torch.no_grad(): assert call(plain).isfinite().all() and not call(wild).isfinite().all()
     seen, tr = {}, model(**WILD)
     for n, m in tr.named_modules(): m.register_forward_hook(lambda m, a, out, n=n: seen.update({n: out.abs().max().item()}) if torch.is_tensor(out) else None)
     call(tr)
-    assert seen["img_in"] > 2e5 and max(v for n, v in seen.items() if n.endswith("mlp.net.0.proj")) > 65504 # the injected case is the one that is meant
+    assert seen["img_in"] > 2e5 and max(v for n, v in seen.items() if n.endswith("mlp.net.0.proj")) > 65504 # the outliers reach the sizes we mean
 
 
-@pytest.mark.parametrize("kind", ["qint8", "nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qfloat8", "int8", "float8"))])
+@pytest.mark.parametrize("kind", ["qint8", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "qfloat8", "int8", "float8"))])
 def test_quantized_bases(kind):
     build = partial(model, kind=kind)
     for kw in ({}, WILD) if kind == "qint8" else ({},):
         exact, ours = results(build(**kw)), results(build(on=True, **kw))
         assert finite(ours) and max(far(ours, exact)) < 0.003, far(ours, exact)
     layer = next(m for n, m in build(on=True).named_modules() if n.endswith("to_q.base_layer"))
-    assert type(layer).__name__.startswith("Half") and layer.half.known is None
+    assert type(layer).__name__.startswith("Fp16") and layer.fp16.norms is None
 
 
 @pytest.mark.parametrize("kind", ["qint8", "qfloat8"])
-def test_eight_bits_lose_nothing_on_the_way_into_float16(kind):
+def test_eight_bit_weights_are_exact_in_float16(kind):
     torch.manual_seed(0)
     layer = quantize(torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False)), kind)[0]
     w, rows = fp16_weight(layer, weight_norms(layer)[0])
-    assert torch.equal(w.float() * rows[:, None], layer.weight.dequantize())
+    torch.testing.assert_close(w.float() * rows[:, None], layer.weight.dequantize(), rtol=1e-6, atol=1e-8)
 
 
-# --- each guard, taken away
+# --- without each scale
 
 def unscaled(x): return torch.ones_like(x)
 
 
 def only_cast(x, longest):
-    "As `scale_to_fp16`, without a power; the lengths are those of what is stored."
+    "`scale_to_fp16` without a power of two."
     return (x16 := x.half()), torch.ones_like(x[..., :1]), torch.linalg.vector_norm(x16.float(), dim=-1, keepdim=True)
 
 
-def test_without_the_scale_of_a_product_it_overflows_and_the_layer_is_named(monkeypatch):
-    "What the first layer of the MLP gives is finite in float32, and is twice what float16 can hold."
-    monkeypatch.setattr(half, "scale_to_fp16", only_cast)
+def test_an_unscaled_product_overflows_and_the_layer_is_named(monkeypatch):
+    "The output of the MLP's first layer is finite in float32, and twice float16's maximum."
+    monkeypatch.setattr(fp16, "scale_to_fp16", only_cast)
     tr = model(on=True, power=17)
     with torch.no_grad(): out = call(tr)
     assert not out.isfinite().all() and tr.fp16_stats.first() == "block 0, the input of img_mlp.net.2, forward"
 
 
-def test_without_the_scale_of_a_gradient_it_vanishes(monkeypatch):
-    exact, real = results(model(), 1e-9)[1], half.scale_to_fp16
+def test_an_unscaled_gradient_vanishes(monkeypatch):
+    exact, real = results(model(), 1e-9)[1], fp16.scale_to_fp16
     assert far([results(model(on=True), 1e-9)[1]], [exact])[0] < 0.005
     def only_forward(x, longest):
         return (real if torch._C._current_graph_task_id() == -1 else only_cast)(x, longest)
-    monkeypatch.setattr(half, "scale_to_fp16", only_forward)
+    monkeypatch.setattr(fp16, "scale_to_fp16", only_forward)
     assert far([results(model(on=True), 1e-9)[1]], [exact])[0] > 0.1
 
 
 def attended(q, k, v, g, on=True, kernel=None):
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
     inner = lambda q, k, v, scale=None: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=scale).transpose(1, 2)
-    watch = half.Fp16Stats(1)
-    place = half.LayerStats(watch, 6)
-    place.known = tuple((t.abs().max() / t.shape[-1]**0.5).item() for t in (q, k)) # as the norms' weights would bound them
-    out = (half.fp16_attention(None, place, inner) if on else inner)(q, k, v)
+    place = fp16.LayerStats(fp16.Fp16Stats(1), 6)
+    place.norms = tuple((t.abs().max() / t.shape[-1]**0.5).item() for t in (q, k)) # the bound from the norms' weights
+    out = (fp16.fp16_attention(None, place, inner) if on else inner)(q, k, v)
     out.backward(g)
     return out.detach(), q.grad, k.grad, v.grad
 
@@ -168,17 +165,17 @@ def test_attention_with_large_and_with_small_numbers(case, monkeypatch):
     if case == "small": g = g * 1e-9
     exact = attended(q, k, v, g, False)
     assert max(far(attended(q, k, v, g), exact)) < 0.003
-    if case == "queries": monkeypatch.setattr(half, "AttnScale", lambda note, a, b: AttnScale(note, 1., 1.)) # told that they are as usual: no power
-    else: monkeypatch.setattr(half, "power_of_two", unscaled)
+    if case == "queries": monkeypatch.setattr(fp16, "AttnScale", lambda note, a, b: AttnScale(note, 1., 1.)) # as for usual sizes: no power
+    else: monkeypatch.setattr(fp16, "power_of_two", unscaled)
     without = attended(q, k, v, g)
     assert not finite(without) or max(far(without, exact)) > 0.5
 
 
-def test_products_stay_below_the_limit_whatever_comes():
+def test_products_stay_below_the_limit():
     g = torch.Generator().manual_seed(0)
     for scale in (1e-15, 1e-3, 1., 1e9, 1e18):
         w = torch.randn(48, 64, generator=g)
-        x = torch.cat([w * scale, torch.full((1, 64), scale), torch.zeros(1, 64), torch.eye(64)[:2] * scale, w.sign() * scale]) # the worst are those along a row
+        x = torch.cat([w * scale, torch.full((1, 64), scale), torch.zeros(1, 64), torch.eye(64)[:2] * scale, w.sign() * scale]) # parallel to a row is the worst case
         x16, s, _ = scale_to_fp16(x, w.norm(dim=1).max().item())
         y = F.linear(x16, w.half())
         assert y.abs().max() <= LIMIT and x16.isfinite().all() and y.abs().max() > LIMIT / 8
@@ -187,19 +184,19 @@ def test_products_stay_below_the_limit_whatever_comes():
 
 
 def worst(case, n=300, d=32):
-    "Attention whose gradients come as near to the bound as they can."
+    "Attention with gradients close to the bound."
     q, k, v, g = random_attention(n, d)
     one, other = torch.eye(d)[0], torch.eye(d)[1]
-    if case == "all look at one value": q[:], g[:], v[:], k[:], k[:, 0], v[:, 0] = one * d**0.5, one * 1e3, one, -one * d**0.5, one * d**0.5, -one # its gradient is the sum of all
-    if case == "one query": # values and keys pull it to two sides
+    if case == "one value": q[:], g[:], v[:], k[:], k[:, 0], v[:, 0] = one * d**0.5, one * 1e3, one, -one * d**0.5, one * d**0.5, -one # its gradient is the sum over all queries
+    if case == "one query": # values and keys in opposite directions
         q[:], g[:], g[:, 0] = other * d**0.5, 0., one
         sides = torch.ones(n, 1, 1).index_fill_(0, torch.arange(0, n, 2), -1.)
         v[:], k[:] = sides * one, sides * one * d**0.5
     return q, k, v, g
 
 
-@pytest.mark.parametrize("case", ["all look at one value", "one query", "random"])
-def test_gradients_of_attention_stay_below_the_limit_whatever_comes(case):
+@pytest.mark.parametrize("case", ["one value", "one query", "random"])
+def test_gradients_of_attention_stay_below_the_limit(case):
     largest = {}
     class See(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -209,22 +206,22 @@ def test_gradients_of_attention_stay_below_the_limit_whatever_comes(case):
     with See(): got = attended(*worst(case))
     most = AttnScale(None, 1., 1.).most
     assert finite(got) and 0 < max(largest.values()) <= MOST
-    if case == "all look at one value": assert MOST / most / 4 < largest["v"] <= MOST / most # all of the sum, and no more
+    if case == "one value": assert MOST / most / 4 < largest["v"] <= MOST / most # all of the sum, and no more
     if case == "one query": assert largest["q"] >= MOST / 16 # times `most`, it would be past the end of float16
 
 
-def test_weights_far_from_one():
+def test_very_large_and_small_weights():
     for size in (1e7, 1e-7):
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 48, bias=False).requires_grad_(False)
         layer.weight.data *= size
         x = torch.randn(5, 64)
         want = F.linear(x, layer.weight)
-        layer.half, layer.__class__ = half.LayerStats(half.Fp16Stats(1), 0), half.fp16_class(torch.nn.Linear)
+        layer.fp16, layer.__class__ = fp16.LayerStats(fp16.Fp16Stats(1), 0), fp16.fp16_class(torch.nn.Linear)
         assert far([layer(x)], [want])[0] < 0.001 and not far([F.linear(x.half(), layer.weight.half()).float()], [want])[0] < 0.01
 
 
-# --- what it goes with
+# --- with other features
 
 @pytest.mark.parametrize("mode", [True, "selective"])
 def test_recomputing_changes_no_gradient(mode):
@@ -234,29 +231,30 @@ def test_recomputing_changes_no_gradient(mode):
     for a, b in zip(results(tr), want): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", [None, "qint8", "nf4"])
-def test_streamed_blocks_give_the_same(kind):
+@pytest.mark.parametrize("kind", [None, *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "qint8"))])
+def test_block_swap_gives_the_same(kind):
     want = results(model(on=True, kind=kind))
-    tr = enable_block_swap(enable_fp16(model(kind=kind)), "cpu", places=2)
+    tr = enable_block_swap(enable_fp16(model(kind=kind)), "cpu", slots=2)
     set_up(tr, True)
-    assert all(torch.equal(a, b) for a, b in zip(results(tr), want))
+    for a, b in zip(results(tr), want): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-def test_adapters_that_come_later_leave_and_are_merged(tmp_path):
+def test_adapters_can_be_loaded_merged_and_unmerged(tmp_path):
     tr = model(on=True)
     want, _ = results(tr)
     save_lora(tr, tmp_path)
     other = model(on=True, adapter=False)
     load_lora(other, tmp_path, trainable=True)
-    assert torch.equal(results(other)[0], want)
+    torch.testing.assert_close(results(other)[0], want, rtol=1e-4, atol=1e-5)
     merge_lora(other)
     assert far([results_without_grad(other)], [want])[0] < 0.002
     unmerge_lora(other)
-    assert torch.equal(results(other)[0], want) and enable_fp16(other) is other
+    torch.testing.assert_close(results(other)[0], want, rtol=1e-4, atol=1e-5)
+    assert enable_fp16(other) is other
 
 
-def test_every_large_product_is_in_float16_and_nothing_is_read_from_the_device():
-    "On the meta device a reading would raise."
+def test_large_products_are_in_float16_and_nothing_is_read_from_the_device():
+    "Reading from the meta device would raise."
     job, work = MemoryQuery(layers=2, target=256, control=256, text=64, checkpointing=False, fp16=True, base_bytes=4, kernel="efficient"), {}
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -267,18 +265,15 @@ def test_every_large_product_is_in_float16_and_nothing_is_read_from_the_device()
     tr = empty_transformer(job)
     loss, _ = empty_step(job, tr)
     with Count(): loss().backward()
-    share = work[torch.float16] / sum(work.values())
-    print(f"share of float16: {share:.4f}")
-    assert share > 0.96 and set(work) == {torch.float16, torch.float32}
+    assert work[torch.float16] / sum(work.values()) > 0.96 and set(work) == {torch.float16, torch.float32}
 
 
-def test_the_kernel_is_asked_for_in_float16_and_blocks_are_not_compiled():
+def test_the_attention_kernel_is_that_of_float16_and_blocks_are_not_compiled():
     tr = model(on=True)
     assert compile_choice(True, "cuda", tr) == (False, "products are scaled into float16 (`train.mixed_precision` fp16)")
-    from qie_nb.devices.compile import watch_attention
-    watch_attention(tr, (told := []).append)
+    watch_attention(tr, (lines := []).append)
     call(tr)
-    assert "float16" in told[0] and attention_kernel(tr, dtype=torch.float16)
+    assert "float16" in lines[0] and attention_kernel(tr, dtype=torch.float16)
 
 
 # --- the planner
@@ -287,8 +282,8 @@ KEPT = dict(plain={}, efficient=dict(kernel="efficient"), every_layer=dict(targe
             everything=dict(batch=3, zero_cond=True, table=True, targets=ALL), dropout=dict(dropout=0.1), dora=dict(dora=True), checkpointing=dict(checkpointing=True, table=True), wider=dict(dim=128, heads=2, layers=4))
 
 
-@pytest.mark.parametrize("case", KEPT)
-def test_what_autograd_keeps_is_what_the_list_says(case):
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("everything", "dropout", "checkpointing"))) for c in KEPT])
+def test_the_planner_predicts_the_tensors_autograd_keeps(case):
     job = replace(TINY, fp16=True, **KEPT[case])
     assert close(saved_activations(job).bytes, counted_saved(job), 0.01)
     if case in ("plain", "batch"): assert saved_activations(job).bytes < 0.95 * saved_activations(replace(job, fp16=False)).bytes
@@ -327,7 +322,7 @@ def test_plans_for_cards_without_bfloat16(monkeypatch):
 
 # --- the setting
 
-def test_when_it_is_chosen(monkeypatch):
+def test_auto_by_device_and_settings(monkeypatch):
     train = lambda **kw: make_config(dict(train=kw)).train
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
@@ -336,17 +331,17 @@ def test_when_it_is_chosen(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
         assert pick_fp16(train(), "cuda")[0] == want
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5))
-    assert pick_fp16(train(), "cuda", "nf4")[1].startswith("Tesla T4 has no bfloat16 of its own")
+    assert pick_fp16(train(), "cuda", "nf4")[1].startswith("Tesla T4 has no bfloat16: ")
     assert not any(pick_fp16(train(mixed_precision=m), "cuda")[0] for m in ("no", "bf16")) and not pick_fp16(train(), "cuda", "fp8_storage")[0]
     assert not pick_fp16(train(compile=True), "cuda")[0] and not pick_fp16(train(), "cpu")[0]
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert not pick_fp16(train(), "cuda")[0] and pick_fp16(train(mixed_precision="fp16"), "cuda")[0]
 
 
-@pytest.mark.parametrize("change, why", [(dict(model=dict(quantize="fp8_storage")), "`model.quantize` fp8_storage, whose layers are cast by hooks; take qint8 or nf4"),
+@pytest.mark.parametrize("change, why", [(dict(model=dict(quantize="fp8_storage")), "`model.quantize` fp8_storage, whose layers are cast by hooks; use qint8 or nf4"),
                                          (dict(train=dict(compile=True)), "`train.compile` true; set it to auto"), (dict(train=dict(distributed="fsdp")), "`train.distributed` fsdp; set it to ddp")])
-def test_what_is_refused_before_anything_is_loaded(change, why, tmp_path):
-    with pytest.raises(ValueError, match=f"`train.mixed_precision` fp16 does not go with {why}"):
+def test_incompatible_settings_raise_before_anything_is_loaded(change, why, tmp_path):
+    with pytest.raises(ValueError, match=f"`train.mixed_precision` fp16 is incompatible with {why}"):
         QwenImageEditTrainer(dict(model=change.get("model", {}), train=dict(device="cpu", mixed_precision="fp16", output_dir=str(tmp_path)) | change.get("train", {})))
 
 
@@ -364,24 +359,23 @@ def losses(trainer):
 
 
 def run(pairs, tmp_path, how, **kw):
-    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=20, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
+    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=12, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
 
 
-def test_training_gives_float32s_curve(pairs, tmp_path):
+def test_training_gives_float32s_loss_curve(pairs, tmp_path):
     where = pairs()
-    full, ours = run(where, tmp_path, "no", train=dict(save_steps=20)), run(where, tmp_path, "fp16")
+    full, ours = run(where, tmp_path, "no", train=dict(save_steps=12)), run(where, tmp_path, "fp16")
     a, b = losses(full), losses(ours)
-    print("float32", a[::4].tolist(), "half", b[::4].tolist(), "largest difference", ((a - b).abs() / a).max().item())
-    assert len(a) == 20 and a[-6:].mean() < a[:6].mean() and ((a - b).abs() / a).max() < 0.01
+    assert len(a) == 12 and a[-4:].mean() < a[:4].mean() and ((a - b).abs() / a).max() < 0.01
     tr = ours.transformer
-    assert "scaled float16" in repr(ours) and all(type(m).__name__ == "HalfLinear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
+    assert "scaled float16" in repr(ours) and all(type(m).__name__ == "Fp16Linear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
     assert ours.finite.read()[0] == 0 and ours.transformer.fp16_stats.read().isfinite().all()
     with pytest.raises(ValueError, match="products run in float16 cannot be quantized any more"): ours.quantize_model(tr, "cpu")
-    again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=40, output_dir=str(tmp_path/"third")))
-    with pytest.raises(ValueError, match="float16 products"): again.fit()
+    again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=24, output_dir=str(tmp_path/"third")))
+    with pytest.raises(ValueError, match="products in float16"): again.fit()
 
 
-def test_a_run_that_goes_wrong_names_the_block(pairs, tmp_path, capsys):
+def test_a_run_with_nan_names_the_block(pairs, tmp_path, capsys):
     trainer = run(pairs(), tmp_path, "fp16", train=dict(max_nonfinite_steps=2))
     trainer.set_lora()
     trainer.transformer.transformer_blocks[0].attn.to_add_out.bias.data[3] = float("nan")
@@ -390,8 +384,8 @@ def test_a_run_that_goes_wrong_names_the_block(pairs, tmp_path, capsys):
     assert capsys.readouterr().out.count("a step was skipped: not finite first in block 0") == 2
 
 
-def test_a_prediction_runs_in_it_too(pairs, tmp_path):
+def test_prediction(pairs, tmp_path):
     from PIL import Image
-    picture = Image.effect_noise((64, 64), 60).convert("RGB")
-    out = {how: QwenImageEditTrainer(settings(pairs(), tmp_path/how, train=dict(mixed_precision=how))).predict(picture, "invert", num_inference_steps=2) for how in ("no", "fp16")}
+    image = Image.effect_noise((64, 64), 60).convert("RGB")
+    out = {how: QwenImageEditTrainer(settings(pairs(), tmp_path/how, train=dict(mixed_precision=how))).predict(image, "invert", num_inference_steps=2) for how in ("no", "fp16")}
     assert abs(out["no"].astype(int) - out["fp16"].astype(int)).max() <= 2

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, component_bytes, pick_evicted, plan_placement
-from qie_nb.encoding import encode
+from qie_nb.encoding import prompts, vae
 from qie_nb.models import flow_matching
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.quantize import held_bytes
@@ -71,11 +71,11 @@ FORGOTTEN = { # module, function, line, the line without the move
     "control latents": (edits, "denoise_encoded", "[put(c) for c in edit.controls]", "edit.controls"),
     "timesteps": (flow_matching, "velocity", "times.to(x_t.device, non_blocking=True)", "times"),
     "noise": (denoising, "start_noise", "device=torch.device(device)", 'device=torch.device("cpu")'),
-    "latents to the VAE": (encode, "decode_latents", "latents.to(vae.device, vae.dtype)", "latents.to(vae.dtype)"),
-    "image to the VAE": (encode, "encode_images", "x.to(device or vae.device, vae.dtype)", "x.to(vae.dtype)"),
-    "statistics of the latents": (encode, "_stats", ".to(like.device, like.dtype)", ".to(like.dtype)"),
-    "tokens to the text encoder": (encode, "_encode_whole", 'return_tensors="pt").to(device)', 'return_tensors="pt")'),
-    "image from the VAE": (encode, "decode_latents", 'postprocess(x, output_type="np")', 'postprocess(x, output_type="pt").permute(0, 2, 3, 1).numpy()'),
+    "latents to the VAE": (vae, "decode_latents", "latents.to(vae.device, vae.dtype)", "latents.to(vae.dtype)"),
+    "image to the VAE": (vae, "encode_images", "x.to(device or vae.device, vae.dtype)", "x.to(vae.dtype)"),
+    "statistics of the latents": (vae, "_stats", ".to(like.device, like.dtype)", ".to(like.dtype)"),
+    "tokens to the text encoder": (prompts, "_encode_whole", 'return_tensors="pt").to(device)', 'return_tensors="pt")'),
+    "image from the VAE": (vae, "decode_latents", 'postprocess(x, output_type="np")', 'postprocess(x, output_type="pt").permute(0, 2, 3, 1).numpy()'),
 }
 
 
