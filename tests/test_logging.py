@@ -193,7 +193,7 @@ def test_missing_images_are_told_and_the_run_goes_on(pairs, tmp_path, capsys):
     trainer.fit()
     said = capsys.readouterr().out
     assert trainer.state.stop == "done" and trainer.global_step == 12
-    assert said.count("image left out") == 3 and "cannot be read (it does not exist); replace it or take the pair out" in said
+    assert said.count("image left out") == 3 and "cannot be read (it does not exist); replace it or remove the pair" in said
     assert said.count("more images cannot be read; they are left out without a word") == 1
     assert said.count("latents are cached; images are loaded from their files when due") == 1
     run = read_run(tmp_path/"runs")

@@ -194,7 +194,7 @@ REFUSED = [
     ((np.zeros((2, 4, 4, 3), np.uint8), "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got shape [2, 4, 4, 3]; one array is one image"),
     ((torch.zeros(3, 4, 4), "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got a tensor; give it as a numpy array, channels last"),
     (([[IM, IM]], "a"), {}, "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got list"),
-    (("nowhere.png", "a"), {}, "image 'nowhere.png' cannot be read (it does not exist); replace it or take the pair out"),
+    (("nowhere.png", "a"), {}, "image 'nowhere.png' cannot be read (it does not exist); replace it or remove the pair"),
 ]
 
 

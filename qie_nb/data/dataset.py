@@ -22,7 +22,7 @@ from ..core.files import cached_file_property
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, source_digest
-from .samples import Samples, _size_of, find_samples, load_images, load_mask, open_unchanged, usable
+from .samples import Samples, cached_size, find_samples, load_images, load_mask, open_unchanged, usable
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -116,7 +116,7 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control late
         if i not in self._keys: raise
         return self._keys[i][1]
     if i not in self._keys or self._keys[i][0] != digests:
-        self.sizes[i] = tuple(_size_of(p) for p in (s.target, *s.controls))
+        self.sizes[i] = tuple(cached_size(p) for p in (s.target, *s.controls))
         self._keys[i] = digests, self._keys_of(i, *digests)
         self._whole.discard(i)
     return self._keys[i][1]

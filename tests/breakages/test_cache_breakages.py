@@ -25,7 +25,7 @@ BREAKAGES = { # what is broken: ([(module, old, new)], cases that must fail)
     "files known by name, size and time": ([("core/files", 'f"{st.st_dev}|{st.st_ino}|{st.st_size}|{st.st_mtime_ns}|{st.st_ctime_ns}"', 'f"{st.st_size}|{st.st_mtime_ns}"')], ["edits_scripted", "flips"]),
     "a prefix is not missed": ([("data/dataset", "    if not has(keys[PREFIX].id):\n", "    if False:\n")], ["losses"]),
     "an image read is not compared with its digest": ([("data/samples", "if digest and source_digest(data) != digest:", "if False:")], ["edits_meanwhile"]),
-    "sizes from before the digest": ([("data/dataset", "        self.sizes[i] = tuple(_size_of(p)", "        tuple(_size_of(p)")], ["edits_meanwhile"]),
+    "sizes from before the digest": ([("data/dataset", "        self.sizes[i] = tuple(cached_size(p)", "        tuple(cached_size(p)")], ["edits_meanwhile"]),
     "no claims": ([("core/files", "    try: lock.acquire()\n", "    try: pass\n")], ["crowd_undisturbed"]),
     "claims that outlive their owner": ([("core/files", "    try: lock.acquire()\n", "    try: os.close(os.open(lock.lock_file + '.held', os.O_CREAT | os.O_EXCL))\n    except FileExistsError: yield False; return\n"),
                                          ("core/files", "    finally: lock.release()", "    finally: os.unlink(lock.lock_file + '.held')")], ["crowd_of_2", "crowd_of_4"]),

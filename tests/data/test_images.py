@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from qie_nb.data.images import RowImage, open_image, picture_size, read_bytes, source_digest, source_name
+from qie_nb.data.images import RowImage, open_image, read_image_size, read_bytes, source_digest, source_name
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 255, (20, 30, 3), dtype=np.uint8)
@@ -42,7 +42,7 @@ def test_exif_orientation_is_applied(mark, kind, tmp_path):
     how = dict(jpg=dict(quality=95, subsampling=0), webp=dict(lossless=True)).get(kind, {}) | (dict(compression="tiff_lzw") if "lzw" in kind else {})
     path = saved(tmp_path/f"a.{kind.split('-')[0]}", stored, exif=exif.tobytes() if kind != "tiff" and "lzw" not in kind else exif, **how)
     got = open_image(path)
-    assert got.size == picture_size(path) == (30, 20)
+    assert got.size == read_image_size(path) == (30, 20)
     for at, colour in CORNERS.items(): assert np.abs(np.subtract(got.getpixel(at), colour)).max() < 12, (at, got.getpixel(at))
 
 
@@ -51,13 +51,13 @@ def test_a_mark_in_the_text_of_a_png_is_found_by_both(tmp_path):
     info = PngInfo()
     info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
     path = saved(tmp_path/"a.png", Image.new("RGB", (30, 20)), pnginfo=info)
-    assert open_image(path).size == picture_size(path) == (20, 30)
+    assert open_image(path).size == read_image_size(path) == (20, 30)
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\x08\0\0\0\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x63\0\0"])
 def test_an_orientation_that_cannot_be_read_is_none(exif, tmp_path):
     path = saved(tmp_path/"a.jpg", Image.new("RGB", (30, 20)), exif=exif)
-    assert open_image(path).size == picture_size(path) == (30, 20)
+    assert open_image(path).size == read_image_size(path) == (30, 20)
 
 
 # --- depth
@@ -69,7 +69,7 @@ def test_of_16_bit_grey_250_levels_survive(name, mode, tmp_path):
     with Image.open(path) as again: assert again.mode == mode or name == "a.png"
     got = np.asarray(open_image(path))
     assert len(np.unique(got)) >= 250 and got[0, 0, 0] == 0 and got[-1, -1, 0] == 255
-    assert abs(got[128, 0, 0] - 128) <= 1 and picture_size(path) == (256, 256)
+    assert abs(got[128, 0, 0] - 128) <= 1 and read_image_size(path) == (256, 256)
 
 
 def png(width, height, depth, colour, rows, *chunks):
@@ -83,7 +83,7 @@ def test_16_bit_colour_keeps_its_upper_bits(tmp_path):
     with pytest.raises(ValueError, match="is 256x1, more than 16 times as long as wide"): open_image(tmp_path/"a.png")
     rows = b"".join(b"\0" + a.astype(">u2").tobytes() for _ in range(16))
     (tmp_path/"a.png").write_bytes(png(256, 16, 16, 2, rows))
-    assert (np.asarray(open_image(tmp_path/"a.png"))[0] == a[0] >> 8).all() and picture_size(tmp_path/"a.png") == (256, 16)
+    assert (np.asarray(open_image(tmp_path/"a.png"))[0] == a[0] >> 8).all() and read_image_size(tmp_path/"a.png") == (256, 16)
 
 
 def test_16_bit_grey_with_a_colour_that_stands_for_nothing(tmp_path):
@@ -97,7 +97,7 @@ def test_float_is_scaled_by_what_its_white_must_be(top, middle, tmp_path):
     white = 1 if top <= 1.5 else top
     path = saved(tmp_path/"a.tiff", Image.fromarray(np.float32([[-1, 0], [white / 2, top]])))
     got = np.asarray(open_image(path))[..., 0]
-    assert got[0].tolist() == [0, 0] and abs(int(got[1, 0]) - middle) <= 1 and got[1, 1] == 255 and picture_size(path) == (2, 2)
+    assert got[0].tolist() == [0, 0] and abs(int(got[1, 0]) - middle) <= 1 and got[1, 1] == 255 and read_image_size(path) == (2, 2)
 
 
 @pytest.mark.parametrize("value, sentence", [(np.nan, "holds values that are not finite; save it"), (np.inf, "not finite"), (1e9, r"holds values up to 1e\+09, more than 16 bits; save it")])
@@ -142,7 +142,7 @@ def test_transparency_lies_on_white(tmp_path):
 @pytest.mark.parametrize("mode, value, pixel", [("1", 1, (255, 255, 255)), ("L", 7, (7, 7, 7)), ("P", 0, (0, 0, 0)), ("RGB", (1, 2, 3), (1, 2, 3)), ("YCbCr", (128, 128, 128), (128, 128, 128))])
 def test_plain_modes(mode, value, pixel, tmp_path):
     path = saved(tmp_path/("a.tiff" if mode == "YCbCr" else "a.png"), Image.new(mode, (8, 8), value))
-    assert open_image(path).getpixel((3, 3)) == pixel and picture_size(path) == (8, 8)
+    assert open_image(path).getpixel((3, 3)) == pixel and read_image_size(path) == (8, 8)
 
 
 def test_a_colour_profile_changes_nothing(tmp_path):
@@ -154,7 +154,7 @@ def test_a_colour_profile_changes_nothing(tmp_path):
 
 # --- what is refused: by the size and by the reading alike, in one sentence
 def refused(path, sentence):
-    for f in (picture_size, open_image):
+    for f in (read_image_size, open_image):
         with pytest.raises(ValueError, match=sentence) as e: f(path)
         assert "\n" not in str(e.value) and len(str(e.value)) < 700
 
@@ -164,15 +164,15 @@ def test_animations_and_pages_are_refused(name, how, tmp_path):
     if name == "a.avif" and not features.check("avif"): pytest.skip("this Pillow has no AVIF")
     frames = [Image.fromarray(COLOURS), Image.fromarray(255 - COLOURS), Image.fromarray(COLOURS // 2)]
     path = saved(tmp_path/name, frames[0], save_all=True, append_images=frames[1:])
-    refused(path, rf"{name}' holds 3 frames; save the one that is meant$")
+    refused(path, rf"{name}' has 3 frames; save one of them$")
     one = saved(tmp_path/f"one{name}", frames[0])
-    assert picture_size(one) == open_image(one).size == (30, 20)
+    assert read_image_size(one) == open_image(one).size == (30, 20)
 
 
 def test_of_an_mpo_the_first_image_is_the_image(tmp_path):
     path = saved(tmp_path/"a.jpg", Image.new("RGB", (30, 20), "red"), format="MPO", save_all=True, append_images=[Image.new("RGB", (30, 20), "blue")])
     with Image.open(path) as im: assert im.n_frames == 2
-    assert picture_size(path) == (30, 20) and open_image(path).getpixel((0, 0))[0] > 240
+    assert read_image_size(path) == (30, 20) and open_image(path).getpixel((0, 0))[0] > 240
 
 
 FULL = [(f"a.{k}", dict(lossless=True) if k == "webp" else {}) for k in ("png", "jpg", "webp", "bmp", "tiff", "gif", "avif")] + [("lzw.tiff", dict(compression="tiff_lzw")), ("deep.png", {})]
@@ -186,9 +186,9 @@ def test_truncated_and_empty_files_are_refused(name, how, left, tmp_path):
     noise = Image.fromarray(RNG.integers(0, 255, (64, 64, 3), dtype=np.uint8))
     path = saved(tmp_path/name, grey_png(RNG.integers(0, 65535, (64, 64))) if "deep" in name else noise, **how)
     data = path.read_bytes()
-    assert picture_size(path) == (64, 64)
+    assert read_image_size(path) == (64, 64)
     path.write_bytes(data[:int(len(data) * left)])
-    refused(path, f"image '.*{name}' cannot be read " + (r"\(it is empty\)" if not left else r"\(.+\)") + "; replace it or take the pair out$")
+    refused(path, f"image '.*{name}' cannot be read " + (r"\(it is empty\)" if not left else r"\(.+\)") + "; replace it or remove the pair$")
 
 
 def test_a_film_behind_a_jpeg_does_no_harm_and_a_cut_one_with_a_thumbnail_is_found(tmp_path):
@@ -197,7 +197,7 @@ def test_a_film_behind_a_jpeg_does_no_harm_and_a_cut_one_with_a_thumbnail_is_fou
     noise.resize((8, 8)).save(small, "JPEG")
     data = saved(tmp_path/"a.jpg", noise, comment=small.getvalue()).read_bytes()
     (tmp_path/"film.jpg").write_bytes(data + b"\0\0ftyp a film")
-    assert picture_size(tmp_path/"film.jpg") == open_image(tmp_path/"film.jpg").size == (64, 64)
+    assert read_image_size(tmp_path/"film.jpg") == open_image(tmp_path/"film.jpg").size == (64, 64)
     (tmp_path/"cut.jpg").write_bytes(data[:len(data) - 500])  # the thumbnail's end mark is near the end
     refused(tmp_path/"cut.jpg", "cut.jpg' cannot be read")
 
@@ -215,7 +215,7 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path):
         for _ in range(120):
             broken = bytearray(data)
             for at in RNG.integers(0, min(len(data), 300), 3): broken[at] = RNG.integers(0, 256)
-            for f in (picture_size, open_image):
+            for f in (read_image_size, open_image):
                 try: f(bytes(broken))
                 except ValueError as e: assert str(e).startswith("image bytes "), e
 
@@ -235,13 +235,13 @@ def test_a_bomb_is_one_sentence(tmp_path):
 def test_sizes(size, ok, tmp_path):
     from qie_nb.data.images import Geometry
     path = saved(tmp_path/"a.png", Image.new("RGB", size))
-    if not ok: refused(path, f"a.png' is {size[0]}x{size[1]}, more than 16 times as long as wide; cut it or take the pair out$")
-    else: assert picture_size(path) == size and min(Geometry((64, 64)).target(size)) >= 32
+    if not ok: refused(path, f"a.png' is {size[0]}x{size[1]}, more than 16 times as long as wide; crop it or remove the pair$")
+    else: assert read_image_size(path) == size and min(Geometry((64, 64)).target(size)) >= 32
 
 
 def test_no_pixels_at_all():
     with pytest.raises(ValueError, match="image Image is 0x5, without a pixel; replace it"): open_image(Image.new("RGB", (0, 5)))
-    with pytest.raises(ValueError, match="image bytes cannot be read"): picture_size(png(0, 5, 8, 0, b""))
+    with pytest.raises(ValueError, match="image bytes cannot be read"): read_image_size(png(0, 5, 8, 0, b""))
 
 
 # --- what stands at a path
@@ -251,7 +251,7 @@ def test_folders_links_pipes_and_gone_files(tmp_path):
     (tmp_path/"loop.png").symlink_to(tmp_path/"loop.png")
     os.mkfifo(tmp_path/"pipe.png")
     for name, why in {"dir.png": "it is a folder", "lost.png": "its link leads nowhere", "loop.png": "its link leads nowhere", "pipe.png": "it is no regular file", "gone.png": "it does not exist", "a\0b.png": "it does not exist", "x" * 300 + ".png": "File name too long"}.items():
-        sentence = rf"image '.*' cannot be read \({why}\); replace it or take the pair out$"
+        sentence = rf"image '.*' cannot be read \({why}\); replace it or remove the pair$"
         refused(tmp_path/name, sentence)
         with pytest.raises(ValueError, match=sentence): read_bytes(tmp_path/name)
         with pytest.raises(ValueError, match="image '.*' cannot be read"): source_digest(tmp_path/name)
@@ -270,7 +270,7 @@ def test_all_kinds_of_source_are_the_same_image(tmp_path):
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
     class Held: name = "held"; read_bytes = staticmethod(path.read_bytes)
     for source in (path, str(path), path.read_bytes(), Held):
-        assert (np.asarray(open_image(source)) == COLOURS).all() and picture_size(source) == (30, 20)
+        assert (np.asarray(open_image(source)) == COLOURS).all() and read_image_size(source) == (30, 20)
         assert source_digest(source) == source_digest(path) and len(source_digest(source)) == 64
         if not isinstance(source, bytes): assert read_bytes(source) == path.read_bytes()
     for source in (io.BytesIO(path.read_bytes()), Image.open(path), COLOURS): assert (np.asarray(open_image(source)) == COLOURS).all()
@@ -284,7 +284,7 @@ def test_images_of_a_datasets_row(tmp_path):
     data = datasets.Dataset.from_dict(dict(image=[str(path), str(tmp_path/"gone.png"), None], many=[[str(path), str(path)], [], []]),
                                       features=datasets.Features(image=datasets.Image(), many=datasets.List(datasets.Image()))).with_format("arrow")
     for source in (RowImage(data, "image", 0), RowImage(data, "many", 0, 1)):
-        assert picture_size(source) == (30, 20) and source_digest(source) == source_digest(path)
+        assert read_image_size(source) == (30, 20) and source_digest(source) == source_digest(path)
     assert source_name(RowImage(data, "many", 0, 1)) == "'many[0][1]'" and "rows" not in repr(source)
     refused(RowImage(data, "image", 1), r"image 'image\[1\]' cannot be read \(it does not exist\); replace it")
     refused(RowImage(data, "image", 2), r"image 'image\[2\]' cannot be read \(it is empty\); replace it")
@@ -298,5 +298,5 @@ def test_a_row_image_reaches_the_loaders_workers(tmp_path):
     class Sizes:
         pictures = [RowImage(data.with_format("arrow"), "image", i) for i in range(4)]
         def __len__(self): return 4
-        def __getitem__(self, i): return np.array(picture_size(self.pictures[i]))
+        def __getitem__(self, i): return np.array(read_image_size(self.pictures[i]))
     assert np.concatenate([b.numpy() for b in DataLoader(Sizes(), num_workers=1)]).tolist() == [[30, 20]] * 4

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from qie_nb.data.batches import Batch, BucketBatchSampler
-from qie_nb.data.images import Geometry, RowImage, picture_size, source_digest
+from qie_nb.data.images import Geometry, RowImage, read_image_size, source_digest
 from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
 
 
@@ -261,7 +261,7 @@ def test_two_tables_and_the_folder_layout_beside_a_card(tmp_path):
     (tmp_path/"info.json").write_text('{"licence": "free", "n": [1, 2]}')
     assert find_samples(tmp_path).layout == "folders images/ + control/"
     for name in ("one.csv", "two.csv"): table(tmp_path, [dict(image="t.png", edit_image="c.png", prompt="p")], name)
-    with pytest.raises(ValueError, match="holds 2 tables: one.csv, two.csv; give the one that is meant"): find_samples(tmp_path)
+    with pytest.raises(ValueError, match="holds 2 tables: one.csv, two.csv; pass one of them"): find_samples(tmp_path)
     table(tmp_path, [dict(image="t.png", edit_image="c.png", prompt="trained on")], "train.csv")
     assert find_samples(tmp_path)[0].prompt == "trained on"
 
@@ -389,13 +389,13 @@ def test_bad_images_of_a_dataset_are_skipped(tmp_path):
                                            control=[dict(bytes=good, path=None)] * 5, prompt=["p"] * 5), features=datasets.Features(image=datasets.Image(), control=datasets.Image(), prompt=datasets.Value("string")))
     keep, _, skipped = usable(find_samples(data))
     assert [s.id for s in keep] == ["000000"]
-    assert dict(skipped) == {f"00000{i}": f"image 'image[{i}]' cannot be read ({why}); replace it or take the pair out"
+    assert dict(skipped) == {f"00000{i}": f"image 'image[{i}]' cannot be read ({why}); replace it or remove the pair"
                              for i, why in ((1, "not an image or broken"), (2, "it does not exist"), (3, "it does not exist"), (4, "it is empty"))}
 
 
 # --- nothing else is a data set
-@pytest.mark.parametrize("given, kind, sentence", [(None, ValueError, "`data.dataset_path` is not set; give"), (5, ValueError, "`data.dataset_path` is of type int; give a folder, a table or"), ({"repo_id": "x"}, ValueError, "is of type dict"),
-                                                   ("/no/such", FileNotFoundError, "'/no/such' does not exist; give the folder"), ("FILE", ValueError, "a.zip' is no table; give a folder, or .jsonl, .json, .csv"),
+@pytest.mark.parametrize("given, kind, sentence", [(None, ValueError, "`data.dataset_path` is not set; set it to"), (5, ValueError, "`data.dataset_path` is of type int; it must be a folder, a table or"), ({"repo_id": "x"}, ValueError, "is of type dict"),
+                                                   ("/no/such", FileNotFoundError, "'/no/such' does not exist; set it to the folder"), ("FILE", ValueError, "a.zip' is no table; it must be a folder or one of .jsonl, .json, .csv"),
                                                    ("/no/such.csv", FileNotFoundError, "does not exist")])
 def test_what_is_no_data_set(given, kind, sentence, tmp_path):
     (tmp_path/"a.zip").write_bytes(b"PK")
@@ -423,7 +423,7 @@ def test_a_file_that_goes_while_it_is_looked_at_is_skipped_too(tmp_path):
     samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
     (tmp_path/"control"/"b.png").unlink()
     (tmp_path/"control"/"b.png").symlink_to("nowhere")
-    assert usable(samples)[2] == [("b", f"image '{tmp_path}/control/b.png' cannot be read (its link leads nowhere); replace it or take the pair out")]
+    assert usable(samples)[2] == [("b", f"image '{tmp_path}/control/b.png' cannot be read (its link leads nowhere); replace it or remove the pair")]
 
 
 def test_sizes_are_asked_of_the_files_memory_and_a_lost_file_is_still_one_sentence(tmp_path, monkeypatch):
@@ -434,8 +434,8 @@ def test_sizes_are_asked_of_the_files_memory_and_a_lost_file_is_still_one_senten
     samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
     samples[1].target.unlink()
     keep, sizes, skipped = usable(samples)
-    assert sizes == [((8, 6), (8, 6))] and asked == [(True, "size", picture_size)] * 2
-    assert skipped == [("b", f"image '{tmp_path}/images/b.png' cannot be read (it does not exist); replace it or take the pair out")]
+    assert sizes == [((8, 6), (8, 6))] and asked == [(True, "size", read_image_size)] * 2
+    assert skipped == [("b", f"image '{tmp_path}/images/b.png' cannot be read (it does not exist); replace it or remove the pair")]
 
 
 def test_a_key_of_old_bytes_never_gets_new_pixels(tmp_path, monkeypatch):
@@ -447,7 +447,7 @@ def test_a_key_of_old_bytes_never_gets_new_pixels(tmp_path, monkeypatch):
     held = load_images(sample, Geometry((32, 32)), digests)
     assert len(held["control"]) == 2 and sorted(opened) == sorted([sample.target, *sample.controls]), "each file is read once"
     picture(sample.controls[1], 200)
-    with pytest.raises(ImageChanged, match="image '.*control_2/a.png' has changed since it was looked at; start again"): load_images(sample, Geometry((32, 32)), digests)
+    with pytest.raises(ImageChanged, match="image '.*control_2/a.png' has changed since it was digested; start again"): load_images(sample, Geometry((32, 32)), digests)
     assert issubclass(ImageChanged, ValueError) and load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
     with pytest.raises(ValueError): load_images(sample, Geometry((32, 32)), digests[:1])
 
@@ -458,7 +458,7 @@ def test_a_batch_fetches_images_of_any_source(tmp_path):
     sample, bad = Sample("a", path, (Held, path), "p"), Sample("b", tmp_path/"gone.png", (path,), "p")
     got = Batch(dict(sample=[sample, bad]), Geometry((32, 32))).get_images_for_tensorboard()
     assert len(got["training_images"]) == 1 and [c.shape for c in got["control_images"]] == [(6, 8, 3)] * 2 and got["source"] == "disk"
-    assert got["problems"] == [f"image '{tmp_path}/gone.png' cannot be read (it does not exist); replace it or take the pair out"]
+    assert got["problems"] == [f"image '{tmp_path}/gone.png' cannot be read (it does not exist); replace it or remove the pair"]
 
 
 # --- batches
