@@ -102,13 +102,13 @@ def empty_transformer(q, device="meta"):
 
 
 def set_dropout(tr, q):
-    from qie_nb.lora.dropout import install_sample_dropout, set_sample_seeds
-    install_sample_dropout(tr, q.dropout), set_sample_seeds(tr, [0] * q.batch)
+    for m in tr.modules():
+        if "default" in getattr(m, "lora_dropout", {}): m.lora_dropout["default"] = torch.nn.Dropout(q.dropout)
 
 
 def empty_step(q, transformer, device="meta"): # (function that gives the loss, tensors that it uses)
     "The trainer's loss on a batch of the query's shapes."
-    from qie_nb.training.step import loss_at
+    from qie_nb.training.step import flow_matching_loss
     def latent(tokens):
         rows = next(n for n in range(math.isqrt(tokens), 0, -1) if tokens % n == 0)
         return torch.zeros(q.batch, q.channels // 4, 1, 2 * rows, 2 * tokens // rows, device=device)
@@ -117,7 +117,7 @@ def empty_step(q, transformer, device="meta"): # (function that gives the loss, 
     text = torch.zeros(q.batch, q.text, q.text_dim, dtype=dtype, device=device)
     batch = dict(pixel_latent=x0, control_latent=controls, prompt_embed=text, prompt_embeds_mask=None)
     used = [x0, noise, *controls, text, transformer.pos_embed.pos_freqs, transformer.pos_embed.neg_freqs]
-    return lambda: loss_at(transformer, batch, noise, sigmas, device, dtype).mean(), used
+    return lambda: flow_matching_loss(transformer, batch, noise, sigmas, device, dtype).mean(), used
 
 
 def count_step(q, device="meta"): # (bytes, the same with quantized weights)

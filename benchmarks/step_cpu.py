@@ -213,7 +213,7 @@ def stepper(config):
     from qie_nb.training.callbacks import call
     from qie_nb.trainer import QwenImageEditTrainer
     t = QwenImageEditTrainer(config)
-    run = t.begin()
+    run = t.setup_run()
     call(run.callbacks, "on_train_begin", t)
     def groups():
         while True: yield from run.groups(t.state)

@@ -101,7 +101,7 @@ def _keep(m, a):
     if not a.config: return None
     from qie_nb.data.dataset import find_samples
     t, dataset = _trainer(a), _dataset(m, a)
-    more = [t._subset(dataset, find_samples(t.config.train.val_path))] if t.config.train.val_path else []
+    more = [t.data.subset(dataset, find_samples(t.config.train.val_path))] if t.config.train.val_path else []
     return set().union(*(d.entries_needed() for d in (dataset, *more)))
 
 def _gc(m, a):

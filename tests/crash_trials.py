@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self, out, tell=lambda what: None, rank=0): self.out, self.tell, self.rank, self.nth = Path(out), tell, rank, 0
     def on_train_begin(self, t):
         self.nth = 0
-        train, judge = type(t).training_step, type(t).loss_at
+        train, judge = type(t).training_step, type(t).loss
         def training_step(batch):
             line = json.dumps([t.global_step + 1, self.nth, t.state.epoch, t.state.position, batch["sample_id"], batch["dropped"]]) + "\n"
             f = os.open(self.out/f"seen_{self.rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -31,7 +31,7 @@ class Recorder:
         def loss_at(*a, **kw):
             if not torch.is_grad_enabled(): self.tell("in evaluation")
             return judge(t, *a, **kw)
-        t.training_step, t.loss_at = training_step, loss_at
+        t.training_step, t.loss = training_step, loss_at
         self.tell("train begin")
     def on_step_end(self, t): self.nth = 0; self.tell("step end")
     def on_epoch_end(self, t): self.tell("epoch end")

@@ -127,3 +127,15 @@ class OnStep:
     def on_step_end(self, t): self.fn(t)
     def on_epoch_end(self, t): pass
     def on_train_end(self, t): pass
+
+
+class Scaled(torch.nn.Module):
+    "Predicts its input times a number."
+    def __init__(self, scale=0.7): super().__init__(); self.scale = torch.nn.Parameter(torch.tensor(scale))
+    def forward(self, hidden_states, **kw): return (hidden_states * self.scale,)
+
+
+def made_batch(B=2, h=4, w=6, controls=1, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    control = [torch.randn(B, 16, 1, 2 + 2 * k, 4, generator=g) for k in range(controls)]
+    return dict(pixel_latent=torch.randn(B, 16, 1, h, w, generator=g), control_latent=control if controls > 1 else control[0], prompt_embed=torch.randn(B, 3, 8, generator=g), prompt_embeds_mask=None)

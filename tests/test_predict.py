@@ -118,7 +118,7 @@ def test_the_encoders_run_once_for_each_distinct_thing(scale, texts):
     t, (a, b) = trainer_of("2511").setup_predict(), pictures(2)
     sets, prompts = [a, [a, b], a.copy(), a, [a, b]], ["one", "one", "one", "two", "one"] # a copy holds the same pixels
     t.predict(sets, prompts, seed=list(range(5)), true_cfg_scale=scale, num_inference_steps=2, width=64, height=32)
-    assert t._predictor.calls == dict(vae=2, prefix=0, text_encoder=texts), "two images; (a, one), (a, two), (ab, one) and with guidance an empty one each"
+    assert t.predictor.encoder.calls == dict(vae=2, prefix=0, text_encoder=texts), "two images; (a, one), (a, two), (ab, one) and with guidance an empty one each"
 
 
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
@@ -126,9 +126,9 @@ def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monke
     t, order = trainer_of("2511").setup_predict(), []
     for name in ("decode_latents", "denoise_encoded"):
         monkeypatch.setattr(edits, name, lambda *a, _n=name, _f=getattr(edits, name), **kw: (order.append(_n), _f(*a, **kw))[1])
-    enc, at = t._predictor, t._at
+    enc, at = t.predictor.encoder, t.predictor.at
     for name in ("prompt", "image"): monkeypatch.setattr(enc, name, lambda *a, _n=name, _f=getattr(enc, name): (order.append(_n), _f(*a))[1])
-    monkeypatch.setattr(t, "_at", lambda name: (order.append(f"at {name}"), at(name))[1], raising=False)
+    monkeypatch.setattr(t.predictor, "at", lambda name: (order.append(f"at {name}"), at(name))[1], raising=False)
     t.predict(pictures(1)[0], PROMPTS, num_inference_steps=2, width=64, height=32)
     assert order == ["at text_encoder"] + ["prompt"] * 3 + ["at vae", "image", "at transformer"] + ["denoise_encoded"] * 2 + ["at vae"] + ["decode_latents"] * 2
 

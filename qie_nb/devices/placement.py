@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'is_out_of_memory', 'component_bytes', 'free_bytes', 'work_bytes', 'DeviceChoice', 'Placement',
            'pick_evicted', 'plan_placement', 'device_name', 'plan_components', 'place_component', 'temporarily_load',
-           'materialized', 'restore_training_placement', 'PlaceMethods']
+           'materialized', 'restore_training_placement']
 
 # %% ../../nbs/devices/00_placement.ipynb #2ee8ee1c
 import json, math
@@ -262,38 +262,3 @@ def restore_training_placement(
     "Move the transformer back to its training device, if there is one and a prediction moved it."
     if components.loaded.get("transformer") is None: return
     if device_name(device_of(materialized(components))) != device_name(device): components.move("transformer", device)
-
-# %% ../../nbs/devices/00_placement.ipynb #5a1e0002
-class PlaceMethods:
-    "The part of `QwenImageEditTrainer` that places components."
-    placement = None # `Placement` of the last plan
-    running = False # in the middle of `fit`?
-
-    @property
-    def alone(self) -> bool: return self.accelerator is None or self.accelerator.num_processes == 1
-
-    def plan_predict(self) -> Placement:
-        c, parts = self.config, self.components
-        table = "transformer" in parts.prepare or c.model.modulation_table is True
-        self.placement = plan_components(parts, c.predict, self.device, self.predict_devices, self.geometry().control_area, self.quantize,
-                                         table, c.model.text_encoder_offload, self.running, self.optimizer is not None, self.alone)
-        self.predict_devices = {n: torch.device(p.device) for n, p in self.placement.items()}
-        return self.placement
-
-    def _at(self, name:str) -> torch.nn.Module:
-        prepare = self._for_prediction if name == "transformer" else lambda: None
-        return place_component(self.components, self.placement, name, prepare)
-
-    def _for_prediction(self):
-        "The transformer, quantized if `quantize` was set since it was loaded."
-        plain, device = self.transformer is not None and not self.components.quantize.get("transformer"), self.placement["transformer"].device
-        if self.transformer is None: self.components.devices["transformer"] = torch.device(device)
-        tr = self._transformer()
-        if plain and parse_quantization(self.quantize): self.transformer = self.quantize_model(tr, device)
-
-    def gathered(self) -> torch.nn.Module:
-        self.components.set_offload("transformer", False)
-        return self._transformer()
-
-    def restore_training_placement(self):
-        if self.placement is not None: restore_training_placement(self.components, self.device)

@@ -237,7 +237,7 @@ def denoise_columns(
             before = lora.active_loras(tr)
             for c in columns:
                 loaded = _activate(tr, c, before, loaded)
-                tr, step = trainer._at("transformer"), lambda *_: bar and bar.update(note=c.title)
+                tr, step = trainer.predictor.at("transformer"), lambda *_: bar and bar.update(note=c.title)
                 sampled = c.steps, c.true_cfg_scale, c.seed, None, dict(c.scheduler), trainer.weight_dtype, step
                 out.append([denoise_encoded(tr, scheduler, ready, *sampled).cpu() for ready in encoded])
     finally:
@@ -251,15 +251,15 @@ def _geometry(trainer, columns):
     sizes = [{k: i[k] for k in ("control_area", "vl_area") if i.get(k)} for i in metadata]
     sizes = [s for s in sizes if s]
     for s in sizes:
-        if s != sizes[0]: trainer.warn_once(f"the adapters were trained at different sizes, {sizes[0]} and {s}: all columns use the first; "
+        if s != sizes[0]: trainer.state.warn_once(f"the adapters were trained at different sizes, {sizes[0]} and {s}: all columns use the first; "
                                             "set `data.control_area` and `data.vl_area` to choose others")
     first = sizes[0] if sizes else {}
     return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
                    vl_area=d.vl_area or first.get("vl_area", g.vl_area))
 
 def _decoded(trainer, latents) -> list: # of rows of uint8 [H, W, 3]
-    vae = trainer._at("vae")
-    return [[decode_latents(vae, z, trainer._predictor.vae_2d)[0] for z in row] for row in zip(*latents)]
+    vae = trainer.predictor.at("vae")
+    return [[decode_latents(vae, z, trainer.predictor.encoder.vae_2d)[0] for z in row] for row in zip(*latents)]
 
 # %% ../../nbs/evaluation/03_compare.ipynb #528376c2
 def compare_edits(
@@ -291,8 +291,8 @@ def compare_edits(
     if targets is not None: targets = [as_image(t) for t in _each_row("targets", targets, len(edits))]
     check_not_merged(tr := trainer._transformer())
     for file in dict.fromkeys(c.file for c in columns if c.file): lora.read_fitting(tr, file)
-    with trainer._predicting():
-        encoded = encode_edits(trainer._predictor, edits, geometry, any(c.true_cfg_scale > 1 for c in columns), trainer._at)
+    with trainer.predictor.predicting():
+        encoded = encode_edits(trainer.predictor.encoder, edits, geometry, any(c.true_cfg_scale > 1 for c in columns), trainer.predictor.at)
         latents = denoise_columns(trainer, columns, edits, encoded, progress)
         images = _decoded(trainer, latents)
     return Comparison(columns, edits, images, targets)
@@ -316,7 +316,7 @@ def validation_pairs(
     c = trainer.config.train
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
     if trainer.held_out is None:
-        trainer.warn_once("no pairs are held out, so these were trained on; set `train.val_fraction`, e.g. to 0.1, to use others")
+        trainer.state.warn_once("no pairs are held out, so these were trained on; set `train.val_fraction`, e.g. to 0.1, to use others")
     return trainer.held_out
 
 # %% ../../nbs/evaluation/03_compare.ipynb #94bf4747
@@ -333,7 +333,7 @@ def compare_validation(
     columns = [replace(c, title=t) for c, t in zip(columns, ("model alone", "with the adapter"))]
     dataset = cached_data(trainer, validation_pairs(trainer) if data is None else data)
     some = list(range(min(n, len(dataset))))
-    with trainer._predicting():
+    with trainer.predictor.predicting():
         edits, ready = zip(*cached_edits(trainer, dataset, some, max(c.true_cfg_scale for c in columns), [seed] * len(some)))
         for c in columns: check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale, dict(c.scheduler))
         images = _decoded(trainer, denoise_columns(trainer, columns, edits, ready))

@@ -70,7 +70,7 @@ def placed_pipeline(
     pipe.set_progress_bar_config(disable=True)
     def stage(name, fn):
         def run(*args, **kw):
-            there = device_of(trainer._at(name))
+            there = device_of(trainer.predictor.at(name))
             put = lambda x: there if isinstance(x, torch.device) else x
             out = fn(*map(put, args), **{k: put(v) for k, v in kw.items()})
             return tuple(x.to(main) if isinstance(x, torch.Tensor) else x for x in out)
@@ -95,7 +95,7 @@ def _model_areas(pipeline, areas):
 @contextmanager
 def _placed_decode(trainer):
     vae = trainer.components.get("vae")
-    def decode(z, *args, real=vae.decode, **kw): return real(z.to(device_of(trainer._at("vae"))), *args, **kw)
+    def decode(z, *args, real=vae.decode, **kw): return real(z.to(device_of(trainer.predictor.at("vae"))), *args, **kw)
     vae.decode = decode
     try: yield
     finally: del vae.decode
@@ -136,7 +136,7 @@ def pipeline_run(t, image, size, steps) -> EditTrace:
         return got
     def latents(*a, **kw):
         got = prepare_latents(*a, **kw)
-        out.keep("control latents", got[1]); t._at("transformer"); out.tick(pipe._execution_device)
+        out.keep("control latents", got[1]); t.predictor.at("transformer"); out.tick(pipe._execution_device)
         return got
     def step(p, n, time, kw): out.keep(f"latents, step {n + 1}", kw["latents"]); out.tick(pipe._execution_device); return kw
     pipe.encode_prompt, pipe.prepare_latents = encode, latents
@@ -157,19 +157,19 @@ def our_run(t, image, size, steps, finite) -> OurEdit:
     "The same edit by this library; checks the blocks of the encoders, of the first step and of the decoder."
     out, geometry, device = EditTrace(), replace(t.geometry(), crop=False), t.placement["transformer"].device
     def at(name):
-        part = t._at(name)
+        part = t.predictor.at(name)
         finite.watch(name, part)
         return part
     edit, = make_edits(t.components, geometry, image, PROMPT, "", size[1], size[0], 0)
-    ready, = encode_edits(t._predictor, [edit], geometry, True, at)
-    target = t._predictor.image(Image.fromarray(255 - np.asarray(image)), size)[None].cpu()
+    ready, = encode_edits(t.predictor.encoder, [edit], geometry, True, at)
+    target = t.predictor.encoder.image(Image.fromarray(255 - np.asarray(image)), size)[None].cpu()
     out.keep("prompt embedding", ready.cond)
     out.keep("control latents", torch.cat([pack_latents(c) for c in ready.controls], 1))
     def step(n, of, z): finite.stop(); out.keep(f"latents, step {n}", pack_latents(z)); out.tick(device)
     transformer = at("transformer")
     out.tick(device)
     z = denoise_encoded(transformer, t.components.get("scheduler"), ready, steps, 4., dtype=t.weight_dtype, on_step=step)
-    out.picture = decode_latents(at("vae"), z.cpu(), t._predictor.vae_2d)[0]
+    out.picture = decode_latents(at("vae"), z.cpu(), t.predictor.encoder.vae_2d)[0]
     finite.stop()
     return OurEdit(out, ready, target)
 
@@ -177,7 +177,7 @@ def our_run(t, image, size, steps, finite) -> OurEdit:
 def train_steps(t, ready, target, finite, steps:int=2) -> dict: # plain
     "Losses, seconds a step and the first gradient that is not finite."
     t.components.drop("text_encoder", "vae")
-    t.restore_training_placement()
+    t.predictor.restore_training_placement()
     t.set_lora().configure_optimizers()
     t.transformer.train()
     batch = dict(pixel_latent=target, control_latent=ready.controls, prompt_embed=ready.cond, prompt_embeds_mask=None)
@@ -185,7 +185,7 @@ def train_steps(t, ready, target, finite, steps:int=2) -> dict: # plain
     finite.watch("transformer, training", t.transformer)
     run.tick(t.device)
     for n in range(steps):
-        loss = t.loss_at(batch, sample_noise([n], target.shape[1:]), torch.tensor([0.5])).mean()
+        loss = t.loss(batch, sample_noise([n], target.shape[1:]), torch.tensor([0.5])).mean()
         loss.backward()
         bad = bad or next((n for n, p in adapter.items() if p.grad is not None and not torch.isfinite(p.grad).all()), None)
         t.optimizer.step()
@@ -364,8 +364,8 @@ def selfcheck(
 
 # %% ../../nbs/evaluation/05_selfcheck.ipynb #f6e7de54
 def _load(t) -> dict: # {component: bytes}, None for layers that are loaded one at a time
-    t._plan()
-    return {n: held_bytes(t._at(n)) or None for n in PARTS}
+    t.predictor.plan()
+    return {n: held_bytes(t.predictor.at(n)) or None for n in PARTS}
 
 def _finish(report, t, finite, peaks, got) -> SelfCheck:
     theirs, ours = got.get("pipeline"), got.get("qie_nb")

@@ -43,7 +43,7 @@ def losses_at_sigma(
     x0, ids = batch["pixel_latent"], batch["sample_id"]
     eps = flow.sample_noise([stable_seed("held out noise", i, draw) for i in ids], x0.shape[1:])
     sigmas = torch.tensor([fixed_sigmas(i, draw) for i in ids])
-    return torch.stack([trainer.loss_at(batch, eps, s) for s in sigmas.unbind(1)], 1).float()
+    return torch.stack([trainer.loss(batch, eps, s) for s in sigmas.unbind(1)], 1).float()
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #42d0d957
 def level_weight(

@@ -221,6 +221,7 @@ class Components:
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
         self.loaded, self.built = {}, []
+        self.loaded_as = {} # {component: its quantization when it was loaded}
         self.prepare = {} # {component: function of the empty model}
         self.placements = {} # {component: where its weights are kept}
         self.modulation_sets = lambda: {} # sets of times whose rows replace the layers when a hub's transformer is quantized
@@ -316,6 +317,7 @@ def get(self:Components, name:str):
         part = load_component(folder, name, self.dtype, "cpu" if offloaded else device, parse_quantization(self.quantize.get(name)),
                               self.prepare.get(name), self.placements.get(name))
         self.loaded[name] = offload(part, device) if offloaded else part
+        self.loaded_as[name] = parse_quantization(self.quantize.get(name))
         self.built.append(name)
     return self.loaded[name]
 

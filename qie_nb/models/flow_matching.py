@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLINGS', 'WEIGHTINGS', 'pack_latents', 'unpack_latents', 'img_shapes', 'sample_noise', 'calculate_mu',
            'shift_sigmas', 'sample_sigmas', 'add_noise', 'flow_target', 'flow_loss', 'mask_weights', 'level_weights',
-           'velocity', 'true_cfg']
+           'transformer_inputs', 'velocity', 'true_cfg']
 
 # %% ../../nbs/models/04_flow_matching.ipynb #48f12cfa
 import math
@@ -143,22 +143,24 @@ def level_weights(
     return compute_loss_weighting_for_sd3(how, sigmas.clamp_min(0.1)) / 19 # the mean of min(100, sigma**-2)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #80cb96be
-def velocity(
-    transformer, # QwenImageTransformer2DModel
+def transformer_inputs(
+    transformer, # QwenImageTransformer2DModel, or its DDP wrapper
     x_t:torch.Tensor, # [B, target tokens, 64]
     controls, # list of [B, control tokens, 64], clean
-    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, so that a modulation table need not wait for the GPU
+    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, so that a modulation table is indexed without waiting for the GPU
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
     mask, # [B, L] bool, or None if nothing is padded
-    shapes, # from `img_shapes`
-) -> torch.Tensor: # [B, target tokens, 64]
-    "The transformer's prediction for the target's tokens."
-    tokens = torch.cat([x_t, *controls], dim=1) if controls else x_t
+    shapes, # as `img_shapes` gives them
+) -> dict: # keyword arguments of the transformer's forward
+    "Arguments of the transformer: target and control tokens in one sequence, the timestep divided by 1000."
     times, lookup = timesteps.to(x_t.dtype) / 1000, getattr(getattr(transformer, "module", transformer), "lookup", None)
-    if lookup is not None: lookup.expect(times) # `qie_nb.models.modulation.TableIndex`
-    pred = transformer(hidden_states=tokens, timestep=times.to(x_t.device, non_blocking=True), guidance=None,
-                       encoder_hidden_states_mask=mask, encoder_hidden_states=embeds, img_shapes=shapes, return_dict=False)[0]
-    return pred[:, :x_t.shape[1]]
+    if lookup is not None: lookup.expect(times) # the transformer runs on a modulation table
+    return dict(hidden_states=torch.cat([x_t, *controls], dim=1) if controls else x_t, timestep=times.to(x_t.device, non_blocking=True),
+                guidance=None, encoder_hidden_states=embeds, encoder_hidden_states_mask=mask, img_shapes=shapes, return_dict=False)
+
+def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> torch.Tensor: # [B, target tokens, 64]
+    "The predicted velocity of the target's tokens; arguments as for `transformer_inputs`."
+    return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask, shapes))[0][:, :x_t.shape[1]]
 
 # %% ../../nbs/models/04_flow_matching.ipynb #814864c3
 def true_cfg(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shard_order', 'ShardQuantizer', 'quantize_checkpoint', 'quantized_bytes', 'modulation_table_bytes',
-           'copied_components', 'checkpoint_dtype', 'save_prequantized', 'PrequantizeMethods']
+           'copied_components', 'checkpoint_dtype', 'save_prequantized']
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c003
 import json, re, shutil
@@ -327,13 +327,3 @@ def _check_room(c, folder, todo, sets, table_dtype, dtype): # dtype: of the othe
         raise OSError(f"{str(folder)!r} has {format_bytes(free)} free, but the copy needs {format_bytes(need)} ({parts}, the table twice "
                       "while it is packed); choose a folder on a larger disk")
     if parts: print(f"prequantized copy: {parts}; {format_bytes(free)} free", flush=True)
-
-# %% ../../nbs/models/06_prequantize.ipynb #a1a1a1a1
-class PrequantizeMethods: # until the trainer calls `save_prequantized` itself
-    def _hub_sets(self): return self.table_sets() if self.config.model.modulation_table and not self.why_modulation() else {}
-
-    def save_prequantized(self, folder, encoders=True, table_dtype=None, part_bytes=10**9):
-        why = "`model.modulation_table` is false" if not self.config.model.modulation_table else self.why_modulation()
-        if why: self.warn_once(f"the modulation layers are kept, quantized, and no table is made: {why}")
-        self.components.quantize["transformer"] = self.quantize
-        return save_prequantized(self.components, folder, None if why else self.table_sets, encoders, table_dtype, part_bytes)

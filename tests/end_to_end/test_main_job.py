@@ -84,7 +84,7 @@ def test_bfloat16_base_keeps_a_float32_adapter(pairs, tmp_path):
 def test_the_adapter_gives_diffusers_the_same_image(pairs, tmp_path, monkeypatch):
     import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as plus
     root = pairs()
-    trainer = QwenImageEditTrainer(settings(root, tmp_path, optimizer=dict(lr=0.05))).fit()
+    trainer = QwenImageEditTrainer(settings(root, tmp_path, optimizer=dict(lr=0.05), model=dict(modulation_table=False))).fit() # diffusers has no table
     trainer.save_lora(tmp_path/"lora")
     areas = trainer.components.areas
     monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", areas["control_area"])
@@ -98,8 +98,8 @@ def test_the_adapter_gives_diffusers_the_same_image(pairs, tmp_path, monkeypatch
         return np.asarray(pipe(picture, "invert", negative_prompt=" ", true_cfg_scale=4.0, num_inference_steps=2, height=64, width=96, generator=torch.Generator().manual_seed(5)).images[0])
     import diffusers
     ours = trainer.predict(picture, "invert", num_inference_steps=2, height=64, width=96, seed=5)
-    assert (ours == by_diffusers(True)).all()
-    assert (ours != by_diffusers(False)).any(), "the adapter must show"
+    distance = lambda lora: np.abs(ours.astype(int) - by_diffusers(lora)).max()
+    assert distance(True) <= 1 < distance(False)
 
 
 def test_a_cut_run_resumes_exactly(pairs, tmp_path):

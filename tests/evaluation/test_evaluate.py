@@ -70,13 +70,13 @@ def trainer(made):
 
 def noise_used(trainer, dataset, monkeypatch, **kw):
     "Inputs of the transformer: {sample id: sorted (noise level, sum of the noise)}."
-    used, real = {}, trainer.loss_at
+    used, real = {}, trainer.loss
 
     def loss_at(batch, eps, sigmas):
         for i, e, s in zip(batch["sample_id"], eps, sigmas): used.setdefault(i, []).append((float(s), float(e.double().sum())))
         return real(batch, eps, sigmas)
     with monkeypatch.context() as m:
-        m.setattr(trainer, "loss_at", loss_at)
+        m.setattr(trainer, "loss", loss_at)
         held_out_loss(trainer, dataset, **kw)
     return {i: sorted(v) for i, v in used.items()}
 
@@ -90,7 +90,7 @@ def losses_close(a, b, rtol=1e-4):
 def test_noise_is_a_function_of_pair_and_draw(trainer, monkeypatch):
     first = noise_used(trainer, trainer.held_out, monkeypatch)
     trainer.config.data.batch_size, trainer.config.train.seed, trainer.state.global_step, trainer.state.epoch = 5, 99, 7, 3
-    fewer = trainer._subset(trainer.held_out, trainer.held_out.samples[::-1][:3])
+    fewer = trainer.data.subset(trainer.held_out, trainer.held_out.samples[::-1][:3])
     for i, v in noise_used(trainer, fewer, monkeypatch).items(): assert v == first[i]
     more = noise_used(trainer, trainer.held_out, monkeypatch, noises=3)
     for i, v in first.items():
@@ -112,7 +112,7 @@ def test_loss_is_independent_of_batches_and_training_options(trainer):
     trainer.config.data.batch_size = 5
     trainer.config.train.loss_weighting, trainer.config.train.timestep_sampling = "sigma_sqrt", "shift"
     losses_close(held_out_loss(trainer, trainer.held_out).losses, first.losses)
-    alone = held_out_loss(trainer, trainer._subset(trainer.held_out, trainer.held_out.samples[2:3]))
+    alone = held_out_loss(trainer, trainer.data.subset(trainer.held_out, trainer.held_out.samples[2:3]))
     np.testing.assert_allclose(alone.losses["0002"], first.losses["0002"], rtol=1e-4)
     row = first.row()
     assert tuple(row) == COLUMNS and all(isinstance(v, (int, float)) for v in row.values()) and row["held_out_pairs"] == len(SIZES)
@@ -126,7 +126,7 @@ def test_levels_are_weighted_by_the_samplers_density(trainer, monkeypatch):
     from qie_nb.models.flow_matching import calculate_mu
     shares = []
     for k in range(5):
-        monkeypatch.setattr(trainer, "loss_at", lambda batch, eps, sigmas: ((sigmas * 5).ceil() - 1 == k).float())
+        monkeypatch.setattr(trainer, "loss", lambda batch, eps, sigmas: ((sigmas * 5).ceil() - 1 == k).float())
         got = held_out_loss(trainer, trainer.held_out)
         for v in got.losses.values(): assert v[1:] == [float(j == k) for j in range(5)]
         shares.append([v[0] for v in got.losses.values()])

@@ -64,8 +64,8 @@ def test_a_nonfinite_weight_is_named_by_its_block(monkeypatch, component, weight
 
 
 def test_a_nonfinite_gradient_is_named(monkeypatch):
-    real = QwenImageEditTrainer.loss_at
-    monkeypatch.setattr(QwenImageEditTrainer, "loss_at", lambda self, *a, **kw: real(self, *a, **kw) * torch.inf)
+    real = QwenImageEditTrainer.loss
+    monkeypatch.setattr(QwenImageEditTrainer, "loss", lambda self, *a, **kw: real(self, *a, **kw) * torch.inf)
     r = check()
     assert not r.ok and r.verdict.startswith("not finite in gradient: ") and "lora_" in r.verdict
 
@@ -155,11 +155,11 @@ def test_the_pipeline_follows_the_placement_over_three_devices(pretend):
     from PIL import Image
     image, size = Image.fromarray(make_image(80, 64)), (64, 64)
     plain = trainer_of()
-    plain._plan()
+    plain.predictor.plan()
     with sdpa_kernel(SDPBackend.MATH): expected = pipeline_run(plain, image, size, 2)
     t = trainer_of(predict=dict(devices=THREE))
     with pretend(t) as mode:
-        t._plan()
+        t.predictor.plan()
         got = pipeline_run(t, image, size, 2)
         assert {n: str(device_of(t.components.loaded[n])) for n in THREE} == THREE and mode.worked >= set(THREE.values())
     assert np.abs(got.picture.astype(int) - expected.picture).max() <= 1

@@ -125,7 +125,7 @@ def test_weights_set_through_diffusers_are_seen(files):
 
 # errors
 
-def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().items()}, t.active_adapters(), dict(t._loras)
+def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().items()}, t.active_adapters(), dict(t.adapters.loaded)
 
 
 def same_state(a, b): return a[1:] == b[1:] and a[0].keys() == b[0].keys() and all(torch.equal(a[0][k], b[0][k]) for k in a[0])

@@ -202,7 +202,7 @@ def test_the_whole_job_from_the_copy_is_the_job_from_the_model(sharded, pairs, t
     small = QwenImageEditTrainer(configured(root, tmp_path, "small", copy))
     assert small.quantize == "nf4" and small.components.quantize["text_encoder"] == "nf4"
     for t in (full, small): t.cache_embeddings(), t.fit()
-    assert adapters_equal(full, small) and full.facts == small.facts
+    assert adapters_equal(full, small) and full.checkpoints.fingerprint == small.checkpoints.fingerprint
     kinds = ("pixel_latent", "control_latent", "prompt_embed", "prompt_prefix", "empty_prompt_embed")
     entries = lambda n: {(k, key): open_layer(tmp_path/n/"cache").read(k, key) for k in kinds for key, _ in open_layer(tmp_path/n/"cache").entries(k)}
     assert entries("full") == entries("small") and len(entries("full")) > 6
@@ -241,7 +241,7 @@ def test_schedules_that_were_asked_for_are_in_the_copy(sharded, pairs, tmp_path,
     c = configured(root, tmp_path, "small", copy)
     small = QwenImageEditTrainer(c)
     edit = lambda t: t.predict(str(root/"control_images"/"0000.png"), "x", num_inference_steps=2, height=80, width=48)
-    sizes = sorted(full._target_tokens())
+    sizes = sorted(full.modulation.target_tokens())
     capsys.readouterr()
     small.setup_predict()
     table = small.modulation_table or small.set_lora().modulation_table

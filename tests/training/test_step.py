@@ -10,7 +10,7 @@ from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.models.components import Components
-from qie_nb.training.step import batch_seeds, draw, loss_at
+from qie_nb.training.step import batch_seeds, sample_noise_and_sigmas, flow_matching_loss
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 

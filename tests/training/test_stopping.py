@@ -59,7 +59,7 @@ class Clock:
     "A clock that only the run's own work moves: each step and each save takes what is said here."
     def __init__(self, monkeypatch, step, save, evaluation=0., real=False):
         self.now, self.start, self.step, self.save, self.saves = 1e9, 1e9, step, save, 0
-        replace, optimizer_step, loss_at = os.replace, QwenImageEditTrainer.optimizer_step, QwenImageEditTrainer.loss_at
+        replace, optimizer_step, loss_at = os.replace, QwenImageEditTrainer.optimizer_step, QwenImageEditTrainer.loss
         def replace_(src, dst, *a, **kw):
             replace(src, dst, *a, **kw)
             if os.path.basename(dst) == "COMPLETE": self.now += self.save(self.saves) if callable(self.save) else self.save; self.saves += 1
@@ -72,7 +72,7 @@ class Clock:
         monkeypatch.setattr(time, "time", lambda: self.now)
         monkeypatch.setattr(os, "replace", replace_)
         monkeypatch.setattr(QwenImageEditTrainer, "optimizer_step", optimizer_step_)
-        monkeypatch.setattr(QwenImageEditTrainer, "loss_at", loss_at_)
+        monkeypatch.setattr(QwenImageEditTrainer, "loss", loss_at_)
         if not real: monkeypatch.setattr(QwenImageEditTrainer, "training_step", lambda t, batch: t.optimizer.param_groups[0]["params"][0].square().sum())
     @property
     def passed(self): return self.now - self.start
@@ -250,11 +250,11 @@ def test_other_errors_stay_what_they_are(world, tmp_path, monkeypatch):
 # --- a loss that is no number
 def poison(t, steps, value=float("nan")):
     "The loss of these steps (from 1) is `value`, gradients and all."
-    real = type(t).loss_at
+    real = type(t).loss
     def loss_at(*a, **kw):
         loss = real(t, *a, **kw)
         return loss * value if torch.is_grad_enabled() and t.global_step + 1 in steps else loss
-    t.loss_at = loss_at
+    t.loss = loss_at
     return t
 
 
@@ -334,11 +334,11 @@ def test_steps_that_are_not_logged_do_not_wait_for_the_device(world, tmp_path, m
 # --- which checkpoints are kept
 def test_the_last_two_and_the_best_are_kept(world, tmp_path):
     t = world.trainer(tmp_path, train=dict(val_fraction=0.2, eval_steps=1, eval_noise_samples=1, eval_images=0, keep_checkpoints=2, ema_decay=None))
-    real = type(t).loss_at
+    real = type(t).loss
     def loss_at(batch, *a, **kw):
         loss = real(t, batch, *a, **kw)
         return loss if torch.is_grad_enabled() else torch.full_like(loss, (5., 4., 1., 3., 4., 5., 6., 7.)[t.global_step - 1])
-    t.loss_at = loss_at
+    t.loss = loss_at
     t.fit()
     assert {state_of(d)["global_step"] for d in complete(tmp_path)} == {3, 7, 8}
 

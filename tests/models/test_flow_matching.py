@@ -1,0 +1,127 @@
+"""Noise levels, level weights and mask weights against diffusers and against sums by hand."""
+import pytest
+import torch
+
+from helpers import Scaled, made_batch
+from qie_nb.config import TrainSection
+from qie_nb.models import flow_matching as flow
+from qie_nb.tiny.random_models import tiny_pipeline
+from qie_nb.training.step import flow_matching_loss, sample_noise_and_sigmas
+
+QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+SEEDS = range(3000)
+
+# noise levels
+
+@pytest.mark.parametrize("mean, std", [(0., 1.), (0.8, 1.), (-1., 0.5)])
+def test_logit_normal_matches_diffusers(mean, std):
+    from diffusers.training_utils import compute_density_for_timestep_sampling
+    theirs = compute_density_for_timestep_sampling("logit_normal", 100_000, mean, std, generator=torch.Generator().manual_seed(0))
+    ours = flow.sample_sigmas(SEEDS, "logit_normal", mean=mean, std=std)
+    torch.testing.assert_close(ours.quantile(QUANTILES), theirs.quantile(QUANTILES), atol=0.025, rtol=0)
+    assert abs(ours.mean() - theirs.mean()) < 0.015
+
+
+@pytest.mark.parametrize("tokens", [256, 4096, 8192])
+def test_shift_matches_the_scheduler(tokens):
+    scheduler = tiny_pipeline("2511").scheduler
+    mu = flow.calculate_mu(tokens, scheduler.config)
+    plain, shifted = flow.sample_sigmas(SEEDS), flow.sample_sigmas(SEEDS, "shift", mu)
+    low, high = (scheduler.time_shift(mu, 1.0, (plain - d).clamp_min(1e-6)) for d in (0.001, 0.))
+    assert (shifted > low - 1e-4).all() and (shifted < high + 0.0011).all(), "a draw and its shifted value share a timestep"
+
+
+@pytest.mark.parametrize("shift", [0.5, 3.0])
+def test_fixed_shift_matches_a_scheduler_with_this_shift(shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    theirs = FlowMatchEulerDiscreteScheduler(1000, shift=shift).sigmas.flip(0) # of timesteps 1 ... 1000, after the end's 0
+    theirs = theirs[-1000:]
+    plain, shifted = flow.sample_sigmas(SEEDS), flow.sample_sigmas(SEEDS, "fixed_shift", mu=5., shift=shift)
+    t = (plain * 1000).round().long() # a draw lies in (t - 1, t]
+    assert (shifted < theirs[t - 1] + 0.0011).all() and (shifted > torch.where(t > 1, theirs[t - 2], 0.) - 1e-4).all()
+
+
+@pytest.mark.parametrize("how", flow.SAMPLINGS)
+def test_a_sigma_is_a_timestep_and_depends_on_its_seed_alone(how):
+    s = flow.sample_sigmas(SEEDS, how, 0.7)
+    assert ((s * 1000 - (s * 1000).round()).abs() < 1e-3).all() and s.min() > 0 and s.max() <= 1
+    assert torch.equal(flow.sample_sigmas([7, 3], how, 0.7), s[[7, 3]])
+
+
+def test_noise_does_not_depend_on_the_sampling_of_sigmas():
+    batch, config = dict(pixel_latent=torch.zeros(3, 16, 1, 4, 6)), tiny_pipeline("2511").scheduler.config
+    options = [*flow.SAMPLINGS, TrainSection(timestep_sampling="fixed_shift", timestep_shift=9.), TrainSection(timestep_sampling="logit_normal", logit_mean=2., logit_std=0.1)]
+    drawn = [sample_noise_and_sigmas(batch, [1, 2, 3], how, config) for how in options]
+    assert all(torch.equal(eps, drawn[0][0]) for eps, _ in drawn)
+    assert len({tuple(s.tolist()) for _, s in drawn}) == len(options), "the settings change sigmas"
+
+
+# weights of noise levels
+
+def test_level_weights_are_those_of_diffusers_with_mean_one():
+    from diffusers.training_utils import compute_loss_weighting_for_sd3
+    levels = torch.arange(1, 1001) / 1000
+    for how in flow.WEIGHTINGS: assert abs(flow.level_weights(levels, how).mean() - 1) < 0.01
+    assert torch.equal(flow.level_weights(levels, "cosmap"), compute_loss_weighting_for_sd3("cosmap", levels))
+    bounded = flow.level_weights(levels, "sigma_sqrt")
+    torch.testing.assert_close(bounded[99:] * 19, compute_loss_weighting_for_sd3("sigma_sqrt", levels[99:]))
+    assert bounded.max() < 5.3 and (bounded[:99] == bounded[99]).all()
+
+
+def test_level_weights_apply_per_sample_and_only_on_request():
+    batch, eps, sigmas = made_batch(), torch.randn(2, 16, 1, 4, 6), torch.tensor([0.2, 0.9])
+    plain = flow_matching_loss(Scaled(), batch, eps, sigmas)
+    torch.testing.assert_close(flow_matching_loss(Scaled(), batch, eps, sigmas, weighting="sigma_sqrt"), plain * torch.tensor([25., 1 / 0.81]) / 19)
+    torch.testing.assert_close(flow_matching_loss(Scaled(), {**batch, "mask": torch.rand(2, 1, 4, 6)}, eps, sigmas), plain) # by default neither weights nor masks
+
+
+# masks in the loss
+
+@pytest.mark.parametrize("background", [0., 0.1, 0.5])
+@pytest.mark.parametrize("controls", [1, 3])
+def test_masked_loss_and_gradient_by_hand(background, controls):
+    batch, scale = made_batch(controls=controls), 0.7
+    g = torch.Generator().manual_seed(5)
+    mask, eps, sigmas = torch.rand(2, 1, 4, 6, generator=g), torch.randn(2, 16, 1, 4, 6, generator=g), torch.tensor([0.3, 0.8])
+    model = Scaled(scale)
+    loss = flow_matching_loss(model, {**batch, "mask": mask}, eps, sigmas, mask_min_weight=background)
+    x0, e, m = batch["pixel_latent"].double().numpy(), eps.double().numpy(), mask.double().numpy()
+    for b in range(2):
+        total = slope = weight = 0.
+        for i in range(4):
+            for j in range(6):
+                w = background + (1 - background) * m[b, 0, i, j]
+                weight += w
+                for c in range(16):
+                    s, x, n = sigmas[b].item(), x0[b, c, 0, i, j], e[b, c, 0, i, j]
+                    x_t, v = (1 - s) * x + s * n, n - x
+                    total, slope = total + w * (scale * x_t - v) ** 2 / 16, slope + w * 2 * (scale * x_t - v) * x_t / 16
+        grad, = torch.autograd.grad(loss[b], model.scale, retain_graph=True)
+        assert loss[b].item() == pytest.approx(total / weight, rel=1e-5) and grad.item() == pytest.approx(slope / weight, rel=1e-4)
+
+
+def test_a_white_mask_changes_nothing():
+    batch, eps, sigmas = made_batch(h=6, w=10), torch.randn(2, 16, 1, 6, 10), torch.tensor([0.3, 0.8])
+    for background in (0., 0.1, 0.3):
+        losses, grads = [], []
+        for mask in (None, torch.ones(2, 1, 6, 10)):
+            model = Scaled()
+            losses.append(flow_matching_loss(model, {**batch, "mask": mask}, eps, sigmas, mask_min_weight=background))
+            grads.append(torch.autograd.grad(losses[-1].sum(), model.scale)[0])
+        torch.testing.assert_close(*losses), torch.testing.assert_close(*grads)
+
+
+def test_a_black_mask_gives_zero_loss_and_no_nan():
+    batch, eps, model = made_batch(), torch.randn(2, 16, 1, 4, 6), Scaled()
+    mask = torch.ones(2, 1, 4, 6); mask[0] = 0
+    loss = flow_matching_loss(model, {**batch, "mask": mask}, eps, torch.tensor([0.5, 0.5]), mask_min_weight=0.)
+    assert loss[0] == 0
+    torch.testing.assert_close(loss[1], flow_matching_loss(model, batch, eps, torch.tensor([0.5, 0.5]))[1])
+    assert torch.isfinite(torch.autograd.grad(loss.sum(), model.scale)[0])
+
+
+def test_a_mask_in_pixels_is_averaged_over_latent_pixels():
+    big = torch.rand(1, 1, 32, 48)
+    blocks = big.view(1, 1, 4, 8, 6, 8).mean((3, 5))
+    like = torch.zeros(1, 16, 1, 4, 6)
+    torch.testing.assert_close(flow.mask_weights(big, like, 0.), flow.mask_weights(blocks, like, 0.))

@@ -1,0 +1,74 @@
+"""The trainer is made of parts that work without it, and only `trainer` changes it."""
+import ast, inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import settings
+from qie_nb.config import make_config
+from qie_nb.models.components import Components
+from qie_nb.predict import Predictor
+from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.resume import RunResume
+from qie_nb.training.run_adapters import RunAdapters
+from qie_nb.training.run_data import RunData
+from qie_nb.training.run_modulation import RunModulation
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = """vae qwen_vl transformer tokenizer processor scheduler accelerator optimizer lr_scheduler global_step use_cache cache_exist cache_dir
+quantize weight_dtype load_model setup_accelerator set_lora configure_optimizers fit training_step save_checkpoint cache_embeddings cache_step
+setup_predict predict predict_cached encode_image_embedding encode_prompt_image_embedding decode_vae_latent load_lora load_loras save_lora
+merge_lora unmerge_lora set_adapters active_adapters delete_adapters quantize_model push_to_hub publish save_prequantized resume
+_training_step_cached _training_step_compute _compute_loss _encode_empty_prompt _pack_latents _unpack_latents""".split()
+
+
+def changes_a_trainer(tree):
+    "Places where code sets an attribute of something called trainer or t, or patches the trainer's class."
+    names = {"trainer", "t", "QwenImageEditTrainer"}
+    is_trainer = lambda n: isinstance(n, ast.Name) and n.id in names or isinstance(n, ast.Attribute) and n.attr == "trainer"
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        for target in (n for t in targets for n in ast.walk(t)):
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and is_trainer(target.value): yield ast.unparse(target)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_trainer(node.args[0]): yield ast.unparse(node)
+        if isinstance(node, ast.arg) and node.annotation is not None and "QwenImageEditTrainer" in ast.unparse(node.annotation): yield ast.unparse(node)
+        if isinstance(node, ast.ClassDef) and node.name != "QwenImageEditTrainer" and "QwenImageEditTrainer" in map(ast.unparse, node.bases): yield node.name
+
+
+def test_only_the_trainer_module_changes_a_trainer():
+    found = {p.relative_to(ROOT): list(changes_a_trainer(ast.parse(p.read_text()))) for p in (ROOT/"qie_nb").rglob("*.py") if p.name != "_modidx.py"}
+    assert found.pop(Path("qie_nb/trainer.py")), "the check finds what it looks for"
+    assert not {str(p): what for p, what in found.items() if what}
+    assert list(changes_a_trainer(ast.parse("self.trainer.x, y = 1, 2\nsetattr(t, 'x', 1)"))) == ["self.trainer.x", "setattr(t, 'x', 1)"]
+
+
+def test_public_names():
+    trainer = QwenImageEditTrainer()
+    assert not [n for n in PUBLIC if not hasattr(trainer, n)]
+    assert QwenImageEditTrainer.__mro__ == (QwenImageEditTrainer, object)
+    assert list(inspect.signature(trainer.predict).parameters)[:5] == ["prompt_image", "prompt", "negative_prompt", "num_inference_steps", "true_cfg_scale"]
+
+
+@pytest.mark.parametrize("make, use", [
+    (RunData, lambda part: part.make_loader() and next(iter(part.make_loader()))),
+    (RunModulation, lambda part: part.transformer()),
+    (RunAdapters, lambda part: (part.start(), part.metadata())),
+    (RunResume, lambda part: (part.check_new_run(), part.check_output())),
+    (lambda components, config: Predictor(components, config.predict), lambda part: part.predict(torch.zeros(32, 48, 3, dtype=torch.uint8).numpy(), "x", num_inference_steps=2))],
+    ids=["data", "modulation", "adapters", "resume", "predictor"])
+def test_each_part_works_without_a_trainer(make, use, pairs, tmp_path):
+    part = make(Components(str(tiny_folder("2511"))), make_config(settings(pairs(), tmp_path)))
+    assert use(part) is not None
+
+
+def test_a_step_reaches_the_transformer_in_four_functions(trained_run, tmp_path):
+    trainer = QwenImageEditTrainer(trained_run.settings(tmp_path)).set_lora()
+    stack = []
+    trainer.transformer.register_forward_pre_hook(lambda *_: stack.extend(inspect.stack()))
+    trainer.training_step(next(iter(trainer.make_loader())))
+    frames = [f for f in stack if "qie_nb" in f.filename]
+    chain = [f.function for f in frames[:1 + [f.function for f in frames].index("training_step")]]
+    assert chain[::-1] == ["training_step", "_compute_loss", "loss", "flow_matching_loss"]
+    assert {Path(f.filename).name for f in frames[:4]} == {"trainer.py", "step.py"}

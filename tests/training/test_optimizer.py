@@ -1,0 +1,209 @@
+"""The optimizers: steps that are skipped change nothing, states survive a checkpoint; schedule and running mean."""
+import json
+
+import pytest
+import torch
+
+from qie_nb.config import OptimizerSection, SchedulerSection
+from qie_nb.training import optimizer as optimize
+from qie_nb.training.checkpoint import join_state, split_state
+from qie_nb.training.optimizer import EMA, check_optimizer, guarded_step, make_optimizer, make_schedule
+
+NAMES = ("adamw", "adamw8bit", "adafactor", "prodigy")
+
+
+def optimizer_of(name, seed=0, **kw):
+    g = torch.Generator().manual_seed(seed)
+    sizes = (64, 128), (8, 4), (4100,) # two of them large enough for 8 bits
+    params = [torch.nn.Parameter(torch.randn(*size, generator=g)) for size in sizes]
+    return params, make_optimizer(params, OptimizerSection(name=name, lr=1. if name == "prodigy" else 1e-2, **kw))
+
+
+def put_gradients(params, step, bad=None):
+    g = torch.Generator().manual_seed(100 + step)
+    for p in params: p.grad = torch.randn(p.shape, generator=g)
+    if bad is not None: params[0].grad[0, 0] = bad
+
+
+def steps(params, opt, kinds): # a whole number is a step; nan and inf are bad gradients
+    for k in kinds:
+        bad = None if isinstance(k, int) else k
+        put_gradients(params, 0 if bad is not None else k, bad)
+        guarded_step(opt, torch.tensor(bad is None))
+
+
+def assert_same_state(a, b):
+    (ta, ra), (tb, rb) = split_state(a), split_state(b)
+    assert ra == rb
+    torch.testing.assert_close(ta, tb, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_skipped_step_leaves_no_trace(name, bad):
+    (p, a), (q, b) = optimizer_of(name), optimizer_of(name)
+    steps(p, a, [0, 1, 2]); steps(q, b, [bad, bad, 0, 1, bad, 2, bad])
+    torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert_same_state(a.state_dict(), b.state_dict())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_first_step_that_is_skipped(name):
+    (p, fresh), (q, opt) = optimizer_of(name), optimizer_of(name)
+    steps(q, opt, [float("nan")])
+    assert all(torch.equal(x, y) for x, y in zip(p, q))
+    tensors, rest = split_state(opt.state_dict())
+    assert all((t == 0).all() for t in tensors.values()) and rest["param_groups"] == fresh.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_fused_adamw_reads_nothing_from_the_device(ok, monkeypatch):
+    params, opt = optimizer_of("adamw")
+    steps(params, opt, [0, float("nan"), 1])
+    put_gradients(params, 2)
+    count = []
+    for what in ("item", "__bool__", "__float__", "__int__", "tolist", "__index__"):
+        real = getattr(torch.Tensor, what)
+        monkeypatch.setattr(torch.Tensor, what, lambda self, *a, _real=real, _what=what: count.append(_what) or _real(self, *a))
+    guarded_step(opt, torch.tensor(ok))
+    assert not count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_survives_safetensors_and_json(name, tmp_path):
+    from safetensors.torch import load_file, save_file
+    (p, a), (q, b) = optimizer_of(name), optimizer_of(name)
+    steps(p, a, [0, 1, 2]); steps(q, b, [0, 1, 2])
+    tensors, rest = split_state(b.state_dict())
+    save_file(tensors, tmp_path/"state.safetensors")
+    joined = join_state(load_file(tmp_path/"state.safetensors"), json.loads(json.dumps(rest)))
+    assert_same_state(joined, a.state_dict())
+    r, c = optimizer_of(name, seed=9) # another process: other weights, a fresh optimizer
+    with torch.no_grad():
+        for x, y in zip(r, q): x.copy_(y)
+    c.load_state_dict(joined)
+    steps(p, a, [3, 4, 5]); steps(r, c, [3, float("nan"), 4, 5])
+    torch.testing.assert_close(p, r, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_an_optimizer_wrapped_by_accelerate_is_guarded_too(name):
+    from accelerate import Accelerator
+    params, opt = optimizer_of(name)
+    wrapped, was = Accelerator(cpu=True).prepare(opt), [p.detach().clone() for p in params]
+    assert wrapped is not opt
+    steps(params, wrapped, [float("nan")])
+    assert all(torch.equal(p, w) for p, w in zip(params, was))
+    steps(params, wrapped, [0])
+    assert not any(torch.equal(p, w) for p, w in zip(params, was))
+
+
+def test_unavailable_optimizers_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="`optimizer.lr` .* must be about 1, got 0.0001; set it to 1"): check_optimizer(OptimizerSection(name="prodigy"))
+    monkeypatch.setattr(optimize, "find_spec", lambda name: None)
+    for name, package in (("prodigy", "prodigyopt"), ("adamw8bit", "bitsandbytes")):
+        with pytest.raises(ValueError, match=f"`optimizer.name` {name} needs {package}, which is not installed; `pip install {package}` or use adamw"):
+            check_optimizer(OptimizerSection(name=name, lr=1.))
+    monkeypatch.undo()
+    def broken(*a): raise NotImplementedError("no kernel for this device")
+    monkeypatch.setattr(optimize, "_adamw8bit", broken)
+    with pytest.raises(ValueError, match="adamw8bit does not run on cpu .*NotImplementedError: no kernel.*; `pip install -U bitsandbytes` or use adamw"):
+        check_optimizer(OptimizerSection(name="adamw8bit"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_optimizer_lowers_the_loss(name):
+    x, y = (torch.randn(64, 16, generator=torch.Generator().manual_seed(k)) for k in range(2))
+    w = torch.nn.Parameter(torch.zeros(16, 16))
+    opt, losses = make_optimizer([w], OptimizerSection(name=name, lr=1. if name == "prodigy" else 1e-2)), []
+    for _ in range(30):
+        loss = (x @ w - y).pow(2).mean()
+        opt.zero_grad()
+        loss.backward()
+        guarded_step(opt, torch.isfinite(loss))
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+
+
+@pytest.mark.parametrize("section, steps, message", [
+    (dict(warmup_steps=10), 10, "`lr_scheduler.warmup_steps` is 10, but the run has 10 optimizer steps"), (dict(scheduler_type="constant", warmup_steps=1), 100, "constant has no warm-up"),
+    (dict(scheduler_type="polynomial", num_cycles=2), 100, "polynomial has no cycles"), (dict(scheduler_type="cosine_with_restarts", num_cycles=0.5), 100, "must be a whole number with restarts, got 0.5; use 1")])
+def test_a_schedule_that_ignores_a_setting_is_refused(section, steps, message):
+    _, opt = optimizer_of("adamw")
+    with pytest.raises(ValueError, match=message): make_schedule(opt, SchedulerSection(**section), steps)
+    make_schedule(opt, SchedulerSection(warmup_steps=10), 11), make_schedule(opt, SchedulerSection(warmup_steps=10), 0) # 0: length not known yet
+
+
+# the running mean
+
+def walk(ema, params, n, seed=0, ok=True):
+    g, seen = torch.Generator().manual_seed(seed), []
+    for _ in range(n):
+        with torch.no_grad():
+            for p in params: p.add_(torch.randn(p.shape, generator=g))
+        seen.append([p.detach().clone() for p in params])
+        ema.update(torch.tensor(ok))
+    return seen
+
+
+def test_the_mean_follows_the_formula():
+    params = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.ones(4))]
+    ema, want = EMA(params, 0.7), [p.detach().double() for p in params]
+    for n, seen in enumerate(walk(ema, params, 30)): # 0.7 is reached at step 20
+        decay = min(0.7, (1 + n) / (10 + n))
+        want = [decay * w + (1 - decay) * s.double() for w, s in zip(want, seen)]
+    for m, w in zip(ema.mean, want): torch.testing.assert_close(m, w.float(), rtol=1e-4, atol=1e-5)
+    from diffusers.training_utils import EMAModel
+    theirs, ours = EMAModel(params, decay=0.9), EMA(params, 0.9)
+    assert [round(theirs.get_decay(n + 1), 12) for n in range(1, 200)] == [round(ours.decay_at(n), 12) for n in range(1, 200)]
+
+
+def test_a_skipped_step_does_not_reach_the_mean_and_reads_nothing(monkeypatch):
+    params = [torch.nn.Parameter(torch.randn(3))]
+    ema = EMA(params, 0.9)
+    walk(ema, params, 3)
+    ema.mean[0][0] = -0.
+    bits, count = ema.mean[0].view(torch.int32).clone(), []
+    with torch.no_grad(): params[0][1] = float("nan")
+    for what in ("item", "__bool__", "__float__"):
+        real = getattr(torch.Tensor, what)
+        monkeypatch.setattr(torch.Tensor, what, lambda self, *a, _real=real: count.append(1) or _real(self, *a))
+    ema.update(torch.tensor(False))
+    monkeypatch.undo()
+    assert not count and torch.equal(ema.mean[0].view(torch.int32), bits)
+
+
+def test_apply_restores_the_adapter_after_an_error():
+    params = [torch.nn.Parameter(torch.randn(5, 3))]
+    ema = EMA(params, 0.9)
+    walk(ema, params, 5)
+    was, address = params[0].detach().clone(), params[0].data_ptr()
+    with pytest.raises(KeyError):
+        with ema.apply():
+            assert torch.equal(params[0], ema.mean[0]) and params[0].requires_grad
+            raise KeyError("evaluation failed")
+    assert torch.equal(params[0], was) and params[0].data_ptr() == address, "the optimizer holds the same tensor"
+
+
+def test_sharded_parameters_are_averaged_and_stepped_too(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path/'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        plain = torch.nn.Parameter(torch.randn(6, 4))
+        sharded = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+        held = []
+        for p in (plain, sharded):
+            opt, ema = make_optimizer([p], OptimizerSection(lr=1e-2)), EMA([p], 0.9)
+            for k, ok in enumerate((True, False, True)):
+                g = torch.full((6, 4), 0.1 * k + 0.1 if ok else float("nan"))
+                p.grad = g if p is plain else distribute_tensor(g, mesh, [Shard(0)])
+                guarded_step(opt, torch.tensor(ok))
+                ema.update(torch.tensor(ok))
+            with ema.apply(): inside = p.detach().clone()
+            held.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (p.detach(), inside, ema.mean[0])])
+        assert isinstance(ema.mean[0], DTensor)
+        for a, b in zip(*held): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    finally: dist.destroy_process_group()
