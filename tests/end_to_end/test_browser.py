@@ -1,6 +1,6 @@
-"""The notebooks in a real JupyterLab, in a real browser: what appears, what a click does, what a saved notebook shows the day after.
+"""The notebooks in a real JupyterLab and Chromium: displays, clicks, and saved notebooks without their kernel.
 
-`make browser` runs this file in two environments of its own, ipywidgets 7.7.1 and 8.1 with their front ends (tests/end_to_end/browser/*.txt)."""
+`make browser` runs this file in two environments, ipywidgets 7.7.1 and 8.1 with their front ends (tests/end_to_end/browser/*.txt)."""
 import json, os, re, shutil, sys
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from browser.lab import ROOT, Lab, Page, chrome
 
 WHICH = os.environ.get("QIE_NB_BROWSER", "")
 pytestmark = [pytest.mark.browser, pytest.mark.slow,
-              pytest.mark.skipif(not WHICH, reason="needs JupyterLab and Playwright: `make browser` runs it in environments of its own")]
+              pytest.mark.skipif(not WHICH, reason="needs JupyterLab and Playwright; use `make browser`")]
 HOSTILE = '<img src=x onerror="window.pwned=1">'
-LEFT = ".jp-OutputArea-child:has(+ * [class^=qie-]) > .jp-OutputArea-output:not([data-mime-type])" # our widgets, or what is left of them
+LEFT = ".jp-OutputArea-child:has(+ * [class^=qie-]) > .jp-OutputArea-output:not([data-mime-type])" # our widgets, with or without their kernel
 STILL = "[class^=qie-]:not([class*=live])"
 STOPS = "button:has-text('stop and save')"
 
@@ -31,7 +31,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, lab, tmp_path, request):
-    "Opens notebooks; keeps what was to be seen where a test fails."
+    "Opens notebooks; keeps a screenshot if the test fails."
     pages = []
 
     def open_(name, cells=None, server=lab):
@@ -43,12 +43,12 @@ def opened(browser, lab, tmp_path, request):
     yield open_
     failed = getattr(request.node, "failed", False)
     for page in pages:
-        if failed: print("to be seen when it failed:", page.keep(f"failed_{page.name}"))
+        if failed: print("screenshot:", page.keep(f"failed_{page.name}"))
         page.close()
 
 
 def chapter(name) -> dict:
-    "A notebook of the project without its last cells: it exports nothing here, and its files stay for the clicks."
+    "A notebook of the project without export and clean-up cells."
     book = json.loads((ROOT/"nbs"/name).read_text())
     ends = lambda c: c["cell_type"] == "code" and re.search(r"^(shutil\.rmtree\(|import nbdev)", "".join(c["source"]), re.M)
     book["cells"] = [c for c in book["cells"] if not ends(c)]
@@ -68,14 +68,14 @@ def visible(page, selector) -> int: return sum(e.is_visible() for e in page.page
 def text_of(page): return page.page.inner_text(".jp-NotebookPanel:not(.lm-mod-hidden):not(.p-mod-hidden)")
 
 
-def test_the_environment_is_the_one_that_is_meant(opened):
+def test_environment_has_the_pinned_versions(opened):
     page = opened("versions", ["import ipywidgets, ipykernel, jupyterlab, torch, qie_nb\n"
                                "print(ipywidgets.__version__, jupyterlab.__version__, ipykernel.__version__, qie_nb.__file__)"]).kernel().run_all()
     pins = dict(line.split("==") for line in (ROOT/"tests"/"end_to_end"/"browser"/f"{WHICH}.txt").read_text().split() if "==" in line)
     assert page.outputs()[0]["text"].split() == [pins["ipywidgets"], pins["jupyterlab"], pins["ipykernel"], str(ROOT/"qie_nb"/"__init__.py")]
 
 
-def test_a_hostile_caption_would_be_noticed(opened):
+def test_unescaped_html_is_detected(opened):
     page = opened("control", [f"import ipywidgets\nipywidgets.HTML({HOSTILE!r})"]).kernel().run_all()
     page.page.wait_for_function("() => window.pwned === 1")
 
@@ -89,16 +89,16 @@ def test_the_tour(opened, lab, tmp_path):
     assert not page.errors()
     p = page.page
     seen(page, "finished, step 40 of 40") # the training panel
-    assert visible(page, LEFT) == 4 and page.page.locator(STILL).count() == 4 and not visible(page, STILL), "the widgets hide the still forms"
+    assert visible(page, LEFT) == 4 and page.page.locator(STILL).count() == 4 and not visible(page, STILL), "the widgets hide the static forms"
 
     viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
     first = viewer.inner_text()
     viewer.locator("button:has-text('next')").click()
     p.wait_for_function("([e, was]) => e.innerText !== was", arg=[viewer.element_handle(), first])
-    pictures = viewer.locator("img").first.get_attribute("src")
+    image = viewer.locator("img").first.get_attribute("src")
     slide(viewer, "ArrowRight", 3)
     viewer.get_by_text("5 of 12").wait_for()
-    assert viewer.locator("img").first.get_attribute("src") != pictures
+    assert viewer.locator("img").first.get_attribute("src") != image
     was = viewer.inner_text()
     viewer.locator("select").select_option(index=1)
     p.wait_for_function("([e, was]) => e.innerText !== was", arg=[viewer.element_handle(), was])
@@ -110,20 +110,20 @@ def test_the_tour(opened, lab, tmp_path):
     p.wait_for_function("([e, was]) => e.innerText !== was", arg=[status.element_handle(), before])
 
     both = p.locator(".jp-OutputArea-output:has(img.widget-image)").first
-    picture = both.locator("img.widget-image").get_attribute("src")
+    image = both.locator("img.widget-image").get_attribute("src")
     slide(both, "ArrowLeft", 20)
-    p.wait_for_function("([e, was]) => e.querySelector('img.widget-image').src !== was", arg=[both.element_handle(), picture])
+    p.wait_for_function("([e, was]) => e.querySelector('img.widget-image').src !== was", arg=[both.element_handle(), image])
 
     assert not page.errors() and not page.console
     page.save()
-    tomorrow(page, opened, lab, tmp_path, "finished", "with the LoRA so far", "pixel_latent")
+    reopened(page, opened, lab, tmp_path, "finished", "with the LoRA so far", "pixel_latent")
     p.evaluate("() => (window.jupyterapp || window.jupyterlab).shell.currentWidget.sessionContext.session.kernel.restart()")
     p.wait_for_timeout(1000)
     p.reload(wait_until="domcontentloaded")
     page.kernel()
     p.wait_for_timeout(3000)
     page.keep("restarted")
-    assert visible(page, STILL) == 4 and not visible(page, LEFT), "what is left of the widgets is hidden once their kernel is gone"
+    assert visible(page, STILL) == 4 and not visible(page, LEFT), "widgets without a kernel are hidden"
 
 
 def slide(box, key, times):
@@ -132,8 +132,8 @@ def slide(box, key, times):
     for _ in range(times): handle.press(key)
 
 
-@pytest.mark.parametrize("name, text", [("00_cache", "pixel_latent"), ("03_logging", "finished, step 30 of 30")])
-def test_a_chapter_runs_and_shows_itself(name, text, opened):
+@pytest.mark.parametrize("name, text", [("00_cache", "pixel_latent"), ("03_logging", "finished, step 10 of 10")])
+def test_notebook_runs(name, text, opened):
     page = opened(name).kernel().run_all()
     assert not page.errors() and not page.console
     seen(page, text)
@@ -175,7 +175,7 @@ bad = cache.save_cache("pixel_latent", key_of("pixel_latent", a=1), torch.randn(
 bad.write_bytes(bad.read_bytes()[:-1] + b"\\0")"""
 
 
-def test_captions_and_file_names_are_no_program(opened):
+def test_captions_and_file_names_are_escaped(opened):
     shown = ["sample_viewer(dataset)", "pair_grid(dataset, 4)", "cache_status(cache)",
              "image = next(folder.rglob('0001.png'))\nbefore_after(image, image, [hostile, hostile])"]
     page = opened("hostile", [WIDGETS.format(hostile=HOSTILE), *shown]).kernel().run_all()
@@ -183,7 +183,7 @@ def test_captions_and_file_names_are_no_program(opened):
     page.page.locator("button:has-text('next')").first.click()
     page.page.locator("button:has-text('verify')").first.click()
     seen(page, "1 of 1 entries are bad")
-    seen(page, "text of <img src=x") # it is there, as text
+    seen(page, "text of <img src=x") # as text
     page.page.wait_for_timeout(500)
     assert page.page.evaluate("window.pwned") is None and not page.page.locator("img[src=x]").count()
 
@@ -203,13 +203,13 @@ trainer = QwenImageEditTrainer(dict(
     cache=dict(cache_dir=str(work/"cache")), optimizer=dict(lr=5e-3), logging=dict(log_dir=str(work/"runs"))))
 trainer.cache_embeddings()'''
 FIT = 'trainer.fit()\nprint("left with", trainer.state.stop, trainer.global_step, (trainer.checkpoint_root()/"latest").read_text())'
-ON = "trainer.config.train.max_train_steps = trainer.global_step + 2\ntrainer.fit()\nprint('went on to', trainer.global_step)"
+ON = "trainer.config.train.max_train_steps = trainer.global_step + 2\ntrainer.fit()\nprint('continued to', trainer.global_step)"
 
 
 def steps_shown(page): return int(re.search(r"step (\d+) of", page.page.inner_text(f".jp-OutputArea:has({STOPS})"))[1])
 
 
-def test_the_stop_button_ends_a_run_with_a_checkpoint_and_fit_goes_on(opened, browser, lab, tmp_path):
+def test_stop_button_saves_and_fit_continues(opened, browser, lab, tmp_path):
     page = opened("panel", [TRAIN.format(hostile=HOSTILE), FIT, ON]).kernel().run_all(wait=False)
     button = page.page.locator(STOPS)
     button.wait_for(timeout=120_000)
@@ -223,22 +223,22 @@ def test_the_stop_button_ends_a_run_with_a_checkpoint_and_fit_goes_on(opened, br
     assert not page.errors() and not page.console
     said = "".join(o.get("text", "") for o in page.outputs() if o["output_type"] == "stream")
     step = int(re.search(r"left with the stop button (\d+) (?:step|epoch)_\d+", said)[1])
-    assert at < step < 5000 and f"went on to {step + 2}" in said
+    assert at < step < 5000 and f"continued to {step + 2}" in said
     assert page.page.evaluate("window.pwned") is None
     assert page.page.locator(STOPS).count() == 0 or not page.page.locator(STOPS).first.is_visible()
     assert "stopped: the stop button" in text_of(page) and "finished, step" in re.sub(r"\s+", " ", text_of(page))
     page.save()
-    tomorrow(page, opened, lab, tmp_path, "stopped: the stop button")
+    reopened(page, opened, lab, tmp_path, "stopped: the stop button")
 
 
-def tomorrow(page, opened, lab, tmp_path, *texts):
-    "The saved notebook in a server that knows nothing of its kernel shows the still forms, and no error."
+def reopened(page, opened, lab, tmp_path, *texts):
+    "The saved notebook in a new server shows the static forms, and no error."
     for d in ("notebooks", "home"): (tmp_path/d).mkdir()
     shutil.copy(lab.folder/f"{page.name}", tmp_path/"notebooks")
     with Lab(tmp_path/"notebooks", tmp_path/"home") as fresh:
         again = opened(page.name.removesuffix(".ipynb"), server=fresh).kernel()
         for text in texts: again.page.get_by_text(text).first.wait_for()
-        again.page.wait_for_timeout(1500) # the widgets' manager has looked for the models
-        again.keep("tomorrow")
+        again.page.wait_for_timeout(1500) # time for the widget manager to look for the models
+        again.keep("reopened")
         assert not visible(again, LEFT)
         assert again.page.evaluate("window.pwned") is None

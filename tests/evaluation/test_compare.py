@@ -1,4 +1,4 @@
-"""Comparisons: each column is what `predict` gives, the encoders run once for all, and afterwards everything is as it was."""
+"""Comparisons: each column equals `predict`, inputs are encoded once, and the trainer is unchanged afterwards."""
 import json, re
 
 import numpy as np
@@ -31,7 +31,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    "What the encoders were asked for."
+    "Calls of the encoders."
     calls = []
     for name in ("image", "prompt"):
         def counted(self, what, *a, _real=getattr(Encoder, name), _name=name, **kw):
@@ -50,7 +50,7 @@ def alone(files, name, picture=PICTURE, prompt="make it blue", weight=1.0, seed=
 def same(a, b): return np.abs(a.astype(int) - b).max() <= 2
 
 
-def test_checkpoints_in_columns_are_what_predict_gives_and_the_encoders_run_once(files, encoded):
+def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
     t = trainer()
     c = compare_edits(t, [PICTURE, OTHER, PICTURE], ["make it blue", "make it blue", "remove it"], [None, files["style"], files["other"]], **SMALL)
     pictures, prompts = ([w for n, w in encoded if n == kind] for kind in ("image", "prompt"))
@@ -60,10 +60,10 @@ def test_checkpoints_in_columns_are_what_predict_gives_and_the_encoders_run_once
     for row, expected in zip(c.pictures, want, strict=True):
         assert all(map(same, row, expected)) and not same(row[0], row[1]) and not same(row[1], row[2])
     assert [k.title for k in c.columns] == ["base", "style", "other"]
-    assert t.active_adapters() == {} and not any(hasattr(m, "lora_A") for m in t.transformer.modules()), "taken out again"
+    assert t.active_adapters() == {} and not any(hasattr(m, "lora_A") for m in t.transformer.modules()), "removed again"
 
 
-def test_scales_from_the_base_to_the_whole_adapter(files):
+def test_scales(files):
     t = trainer().load_lora(files["style"])
     c = compare_edits(t, PICTURE, "make it blue", scales=[0, 0.5, 1, 1], **SMALL)
     zero, half, one, again = c.pictures[0]
@@ -74,7 +74,7 @@ def test_scales_from_the_base_to_the_whole_adapter(files):
     assert t.active_adapters() == dict(default=1.0)
 
 
-def test_scales_of_several_are_factors_on_their_weights(files):
+def test_scales_of_several_adapters(files):
     t = trainer().load_loras({files["style"]: 0.8, files["other"]: -0.5})
     c = compare_edits(t, PICTURE, "make it blue", scales=[0.5, 1], **SMALL)
     assert same(c.pictures[0][1], t.predict(PICTURE, "make it blue", **SMALL)) and t.active_adapters() == dict(style=0.8, other=-0.5)
@@ -83,26 +83,26 @@ def test_scales_of_several_are_factors_on_their_weights(files):
     assert [k.title for k in c.columns] == ["style + other x 0.5", "style + other x 1"]
 
 
-def test_seeds_and_checkpoints_cross(files):
+def test_seeds_and_checkpoints(files):
     c = compare_edits(trainer(), PICTURE, "make it blue", ["base", files["style"]], seeds=[3, 4], **SMALL)
     assert [k.title for k in c.columns] == ["base, seed 3", "base, seed 4", "style, seed 3", "style, seed 4"]
     for p, (name, seed) in zip(c.pictures[0], ((None, 3), (None, 4), ("style", 3), ("style", 4))): assert same(p, alone(files, name, seed=seed))
 
 
-def test_before_and_after_is_the_default(files):
+def test_default_columns(files):
     c = compare_edits(trainer().load_lora(files["style"], weight=0.7), PICTURE, "make it blue", seed=9, **SMALL)
     assert [k.checkpoint for k in c.columns] == ["base", "now"] and same(c.pictures[0][0], alone(files, None, seed=9))
     assert same(c.pictures[0][1], alone(files, "style", weight=0.7, seed=9)) and c.distances[0][0] == 0 < c.distances[0][1]
 
 
-def test_each_column_is_sampled_as_its_adapter_wants(files, monkeypatch):
-    told = []
+def test_each_column_has_its_adapters_schedule(files, monkeypatch):
+    sampled = []
     real = comparison.denoise_encoded
-    monkeypatch.setattr(comparison, "denoise_encoded", lambda *a, **kw: (told.append(a[3:5]), real(*a, **kw))[1])
+    monkeypatch.setattr(comparison, "denoise_encoded", lambda *a, **kw: (sampled.append(a[3:5]), real(*a, **kw))[1])
     c = compare_edits(trainer(), PICTURE, "make it blue", [files["fast"], "base"], height=48, width=64)
-    assert told == [(4, 1.0), (20, 4.0)] and same(c.pictures[0][0], alone(files, "fast", num_inference_steps=None)) and same(c.pictures[0][1], alone(files, None, num_inference_steps=20))
+    assert sampled == [(4, 1.0), (20, 4.0)] and same(c.pictures[0][0], alone(files, "fast", num_inference_steps=None)) and same(c.pictures[0][1], alone(files, None, num_inference_steps=20))
     compare_edits(trainer(), PICTURE, "x", [files["fast"], "base"], schedule="lightning", true_cfg_scale=2.0, height=48, width=64)
-    assert told[2:] == [(4, 2.0), (4, 2.0)]
+    assert sampled[2:] == [(4, 2.0), (4, 2.0)]
 
 
 # names
@@ -116,7 +116,7 @@ def run(tmp_path_factory):
     return t, settings(root, d)
 
 
-def test_checkpoints_are_named_as_everywhere(run, files, monkeypatch):
+def test_names_of_checkpoints(run, files, monkeypatch):
     trained, config = run
     t, root = QwenImageEditTrainer(config), trained.checkpoint_root()
     latest = (root/"latest").read_text().strip()
@@ -131,7 +131,7 @@ def test_checkpoints_are_named_as_everywhere(run, files, monkeypatch):
     assert same(c.pictures[0][1], QwenImageEditTrainer(config).load_lora(file("epoch_0001")).predict(PICTURE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
 
 
-def test_in_a_trainer_that_trains_its_adapter_stays_and_goes_on(run):
+def test_training_trainer_is_unchanged(run):
     t, _ = run
     before, learns = state_of(t), {n for n, p in t.transformer.named_parameters() if p.requires_grad}
     c = compare_edits(t, PICTURE, "x", ["base", "best", "now"], **SMALL)
@@ -143,7 +143,7 @@ def test_in_a_trainer_that_trains_its_adapter_stays_and_goes_on(run):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", [1, 2])
-def test_after_an_error_what_was_loaded_is_back(error, at, files, monkeypatch):
+def test_adapters_are_restored_after_an_error(error, at, files, monkeypatch):
     t = trainer().load_loras({files["style"]: 1 / 3}).load_lora(files["other"], "other", weight=0.2)
     t.set_adapters(["other", "style"], [0.2, 1 / 3])
     t.transformer.train()
@@ -174,7 +174,7 @@ def test_after_an_error_what_was_loaded_is_back(error, at, files, monkeypatch):
     (lambda t, f: compare_edits(t, PICTURE, "x", schedule="turbo"), "must be one of none, lightning"),
     (lambda t, f: compare_edits(t, PICTURE, "x", [narrow(f)]), "does not fit this transformer"),
     (lambda t, f: compare_edits(t.merge_lora(), PICTURE, "x"), "call unmerge_lora")])
-def test_a_mistake_is_told_before_anything_is_computed(ask, sentence, files, encoded, tmp_path, monkeypatch):
+def test_mistakes_are_refused_before_encoding(ask, sentence, files, encoded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     t = trainer(train=dict(output_dir=str(tmp_path))).load_lora(files["style"])
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: ask(t, files)
@@ -187,12 +187,12 @@ def narrow(files):
     return write_lora(files["style"].parent/"narrow.safetensors", {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in state.items()}, config, info)
 
 
-def test_without_an_adapter_there_is_nothing_to_compare():
+def test_no_active_adapter():
     for kw in (dict(), dict(scales=[0, 1]), dict(checkpoints=["base", "now"])):
         with pytest.raises(ValueError, match="no adapter is active, so there is nothing to compare with"): compare_edits(trainer(), PICTURE, "x", **kw)
 
 
-def test_adapters_of_other_sizes_share_the_first_one_s(files, tmp_path, capsys, encoded):
+def test_adapters_of_different_sizes(files, tmp_path, capsys, encoded):
     small, large = (write(tmp_path/f"{n}.safetensors", 1, dict(control_area=a)) for n, a in (("small", 64 * 64), ("large", 96 * 96)))
     c = compare_edits(trainer(), PICTURE, "make it blue", ["base", small, large], **SMALL)
     assert "all columns use the first" in capsys.readouterr().out and len([w for n, w in encoded if n == "image"]) == 1
@@ -201,7 +201,7 @@ def test_adapters_of_other_sizes_share_the_first_one_s(files, tmp_path, capsys, 
     assert same(fixed.pictures[0][0], trainer(data=dict(control_area=80 * 80)).load_lora(small).predict(PICTURE, "make it blue", **SMALL))
 
 
-# what is shown
+# display
 
 @pytest.fixture(scope="module")
 def seen(files):
@@ -210,7 +210,7 @@ def seen(files):
         yield compare_edits(trainer().load_lora(files["style"]), [[PICTURE, OTHER], [OTHER]], ["<img src=x onerror=alert(1)> & $x_$", "two"], scales=[0, 1], targets=[OTHER, PICTURE], **SMALL)
 
 
-def test_data_says_what_was_made_with_what(seen):
+def test_data(seen):
     d = seen.data()
     assert [(c["checkpoint"], c["weight"], c["seed"], c["steps"], c["true_cfg_scale"]) for c in d["columns"]] == [("now", 0, 0, 2, 4.0), ("now", 1, 0, 2, 4.0)]
     assert [r["prompt"] for r in d["rows"]] == ["<img src=x onerror=alert(1)> & $x_$", "two"] and [r["size"] for r in d["rows"]] == [(64, 48), (64, 48)]
@@ -220,7 +220,7 @@ def test_data_says_what_was_made_with_what(seen):
     json.dumps(d["columns"]) # plain values
 
 
-def test_the_page_holds_the_images_and_no_ones_html(seen):
+def test_html_is_escaped(seen):
     html = seen._repr_mimebundle_()["text/html"]
     assert html.count("data:image/jpeg;base64,") == 2 * 4 and "<img src=x" not in html and "&lt;img src=x onerror=alert(1)&gt; &amp; $x_$" in html
     title = Comparison([comparison.Column("<b>a</b>", "x")], seen.edits, [[row[0]] for row in seen.pictures]).html()
@@ -228,7 +228,7 @@ def test_the_page_holds_the_images_and_no_ones_html(seen):
     assert [m for m in re.findall(r"error \d+\.\d", html)] == [f"error {d:.1f}" for row in seen.distances for d in row]
 
 
-def test_a_widget_only_where_somebody_watches(seen, monkeypatch):
+def test_widget_in_live_notebooks_only(seen, monkeypatch):
     out = []
     monkeypatch.setattr("IPython.display.display", lambda data, **kw: out.append(data))
     monkeypatch.setattr(shown, "kernel", lambda: object())
@@ -238,7 +238,7 @@ def test_a_widget_only_where_somebody_watches(seen, monkeypatch):
     assert [VIEW in data for data in out] == [False, True, False] and "&lt;img src=x" in seen.box.children[0].value
 
 
-def test_the_figure_shows_every_cell_and_hostile_titles_draw(seen, tmp_path):
+def test_figure(seen, tmp_path):
     fig = seen.figure()
     assert len(fig.axes) == 2 * 4 and [a.get_title() for a in fig.axes[:4]] == ["control", "adapter x 0", "adapter x 1", "target"]
     assert np.array_equal(fig.axes[1].images[0].get_array(), seen.pictures[0][0]) and any("$x_$" in t.get_text() for t in fig.axes[0].texts)
@@ -247,14 +247,14 @@ def test_the_figure_shows_every_cell_and_hostile_titles_draw(seen, tmp_path):
     assert Image.open(tmp_path/"bad.png").size[0] > 100
 
 
-def test_where_two_columns_differ(seen):
+def test_difference(seen):
     a, b = (seen.difference(1, 0), seen.difference(0, 0))
     assert a[0].shape == (48, 64) and a[0].max() > 0 and not b[0].any()
     gap = np.abs(seen.pictures[0][1].astype(int) - seen.pictures[0][0]).max(2)
     assert np.array_equal(a[0] > 0, gap > 0)
 
 
-def test_progress_counts_every_step(files, capsys):
+def test_progress(files, capsys):
     compare_edits(trainer().load_lora(files["style"]), PICTURE, ["x", "y"], scales=[0, 1], **SMALL)
     assert re.search(r"compare 8/8, [\d.]+/s, 0 s left adapter x 1", capsys.readouterr().err)
     compare_edits(trainer().load_lora(files["style"]), PICTURE, "x", progress=False, **SMALL)

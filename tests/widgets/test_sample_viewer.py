@@ -1,4 +1,4 @@
-"""What a person sees of caches and samples: as plain data, still and live; what is escaped, counted, marked, and not held in memory."""
+"""The sample viewer and the cache status: data, static and live forms, escaping, filters, warnings and memory."""
 import gc, json, os, shutil, sys, weakref
 from pathlib import Path
 from unittest.mock import patch
@@ -62,10 +62,10 @@ def texts_of(box):
 def tame(page): return "<img src=x" not in page and "<script" not in page.lower() and "onerror=alert(1)>" not in page
 
 
-# --- nothing of the data becomes part of the page
+# --- escaping
 
 def hostile_set(tmp_path):
-    "Sample ids, captions, folder, model and reasons that all hold a tag; pair 1 is pair 0 again."
+    "Sample ids, captions, folder and model names that contain a tag; pairs 2 and 3 repeat 0 and 1."
     root = tmp_path/f"set {HOSTILE}"
     for d in ("training_images", "control_images"): (root/d).mkdir(parents=True)
     for i, im in enumerate(crops(2, (96, 64), seed=5)):
@@ -80,7 +80,7 @@ def hostile_set(tmp_path):
     return ds
 
 
-def test_everything_is_escaped_in_the_viewer(tmp_path):
+def test_viewer_escapes_everything(tmp_path):
     ds = hostile_set(tmp_path)
     view = sample_viewer(ds, str(tiny_folder("2511")), whole=True, decode=True)
     c, pages = opened(view), [pair_grid(ds).html(), view.html(), *(sample_html(ds, i) for i in range(4))]
@@ -98,7 +98,7 @@ def test_everything_is_escaped_in_the_viewer(tmp_path):
     assert all(map(tame, html)) and not any("onerror" in t for t in plain)
 
 
-def test_everything_is_escaped_in_the_status(tmp_path):
+def test_status_escapes_everything(tmp_path):
     ds = hostile_set(tmp_path)
     cache = ds.cache
     path = next(Path(cache.cache_dir, "pixel_latent").rglob("*.safetensors"))
@@ -114,10 +114,10 @@ def test_everything_is_escaped_in_the_status(tmp_path):
     assert tame(ds._repr_html_()) and tame(cache._repr_html_())
 
 
-# --- facts
+# --- sample_info
 
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2511", 2)])
-def test_tokens_agree_with_what_was_encoded(variant, controls, pairs, tmp_path):
+def test_tokens_agree_with_encoded_tensors(variant, controls, pairs, tmp_path):
     ds = dataset(pairs(controls=controls), tmp_path/"cache", caption_dropout_rate=0.5)
     parts = Components(str(tiny_folder(variant)))
     before = [sample_info(ds, i, parts, whole=True) for i in range(3)]
@@ -133,7 +133,7 @@ def test_tokens_agree_with_what_was_encoded(variant, controls, pairs, tmp_path):
         assert f["text"] in b["text"] and f["variant"] == variant and f["dropped"] == ds.dropped(i)
 
 
-def test_a_dropped_caption_is_said_and_follows_the_epoch(pairs):
+def test_dropped_captions_follow_the_epoch(pairs):
     ds = dataset(pairs(), caption_dropout_rate=0.5)
     view = sample_viewer(ds, str(tiny_folder("2511")), whole=False)
     texts = set()
@@ -146,14 +146,15 @@ def test_a_dropped_caption_is_said_and_follows_the_epoch(pairs):
     assert len(texts) == 2
 
 
-def test_a_caption_that_the_model_cannot_take_is_said(pairs):
+def test_impossible_caption_is_a_problem(pairs):
     ds = dataset(pairs(caption="a <|image_pad|> here"))
     f = sample_info(ds, 0, str(tiny_folder("2511")), whole=True)
     assert "must not contain the token" in f["problems"][0] and f["tokens"]["target"] == 16 and f["tokens"]["text"] is None
     assert "must not contain" in sample_html(ds, 0, facts=f)
 
 
-def test_without_a_model_nothing_is_imported_and_the_caption_is_plain(pairs):
+@pytest.mark.slow
+def test_no_heavy_imports_without_a_model(pairs):
     import subprocess
     root = pairs()
     code = ("import sys; from qie_nb.widgets.sample_viewer import sample_viewer; v = sample_viewer({'dataset_path': sys.argv[1]}); v.box; v.html(); d = v.data(); "
@@ -163,7 +164,7 @@ def test_without_a_model_nothing_is_imported_and_the_caption_is_plain(pairs):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-def test_what_stands_for_a_model_and_for_a_data_set(pairs, tmp_path):
+def test_types_of_model_and_data_set(pairs, tmp_path):
     from qie_nb.trainer import QwenImageEditTrainer
     root = pairs()
     trainer = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), data=dict(dataset_path=str(root), image_size=[64, 64]),
@@ -172,9 +173,9 @@ def test_what_stands_for_a_model_and_for_a_data_set(pairs, tmp_path):
     with pytest.raises(ValueError, match="`model` must be a trainer"): sample_viewer(root, 3)
 
 
-# --- leafing
+# --- browsing
 
-def test_clicks_lead_where_they_say(pairs):
+def test_clicks(pairs):
     view = sample_viewer(dataset(pairs(sizes=[(48, 32)] * 5, caption=[f"caption {i}" for i in range(5)])))
     c = opened(view)
     shown = lambda: (view.data()["id"], c.slider.value, f"caption {view.index}" in c.page.value, f"({view.index + 1} of 5)" in c.page.value)
@@ -196,14 +197,14 @@ def test_clicks_lead_where_they_say(pairs):
     assert c.message.value == ""
 
 
-def test_an_exact_id_goes_before_a_part_of_one(pairs):
+def test_exact_id_wins(pairs):
     ds = dataset(pairs())
     view = SampleViewer(ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=[Sample(i, s.target, s.controls, s.prompt) for i, s in zip(("a", "ab", "b"), ds.samples)]))
     view.find("b")
     assert view.data()["id"] == "b" and view.find("a") and view.data()["id"] == "a"
 
 
-def test_filters_count_and_show(tmp_path):
+def test_filters(tmp_path):
     root = make_pairs(tmp_path/"set", "duotone", 6)
     ds = dataset(root, tmp_path/"cache")
     fill(ds, end=4)
@@ -222,7 +223,7 @@ def test_filters_count_and_show(tmp_path):
         chosen[name] = [ds.samples[i].id for i in view.chosen]
         assert (c.slider.max, c.slider.disabled) == (max(1, len(chosen[name])), not chosen[name]) and c.filter.value == view.filter == name
         assert [len(v) for k, v in chosen.items() if k == name] == [view.filters()[name]] and f"({len(chosen[name])})" in dict((k, label) for label, k in c.filter.options)[name]
-    # what was made of 0003 before its target went is as good as it was; the image itself is bad
+    # the entries of 0003 are good, its image is missing
     assert chosen == dict(missing=["0002", "0004"], bad=["0000", "0002", "0003"], near=["0001", "0005"], swapped=[], unchanged=[])
     assert "no sample" in c.page.value and view.data()["id"] is None
     c.filter.value = "bad"
@@ -230,14 +231,14 @@ def test_filters_count_and_show(tmp_path):
     c.on.click()
     assert "cannot be read (not an image or broken)" in c.page.value
     c.on.click()
-    assert "cannot be read (it does not exist)" in c.page.value and c.on.disabled and path.is_file(), "a look moves nothing"
+    assert "cannot be read (it does not exist)" in c.page.value and c.on.disabled and path.is_file(), "nothing is quarantined"
     c.filter.value = "near"
     assert view.data()["near"] == [dict(id="0005", what=AGAIN)] and AGAIN in c.page.value
     c.filter.value = "all"
     assert len(view.chosen) == 6
 
 
-def test_broken_images_are_found_without_a_cache(pairs):
+def test_broken_images_without_a_cache(pairs):
     root = pairs()
     view = sample_viewer(dataset(root))
     (root/"control_images"/"0001.png").write_bytes(b"broken")
@@ -245,7 +246,7 @@ def test_broken_images_are_found_without_a_cache(pairs):
     assert list(view.chosen) == [1] and view.filters()["near"] == 0
 
 
-def test_buckets_are_filters(pairs):
+def test_bucket_filters(pairs):
     root = pairs(sizes=[(48, 32), (48, 32), (32, 48), (40, 40)])
     ds = ImageDataset(dict(dataset_path=str(root), image_size=[128, 128], control_area=64*64))
     view = sample_viewer(ds)
@@ -258,7 +259,7 @@ def test_buckets_are_filters(pairs):
     with pytest.raises(ValueError, match="`name` must be one of all, missing"): view.select("bucket 1x1")
 
 
-def test_a_failing_click_is_a_sentence_and_the_controls_go_on(pairs):
+def test_failing_click_shows_a_message(pairs):
     view = sample_viewer(dataset(pairs()))
     c = opened(view)
     with patch.object(_sample_viewer, "near_duplicates", side_effect=RuntimeError(f"no {HOSTILE}")): c.scan.click()
@@ -273,7 +274,7 @@ def test_a_failing_click_is_a_sentence_and_the_controls_go_on(pairs):
     assert c.message.value.count("0 near duplicates") == 1 and view.filters()["near"] == 0
 
 
-def test_progress_is_shown_while_it_looks(pairs):
+def test_progress_of_a_scan(pairs):
     view, seen = sample_viewer(dataset(pairs())), []
     c = opened(view)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
@@ -281,7 +282,7 @@ def test_progress_is_shown_while_it_looks(pairs):
     assert [f"read images {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
 
 
-def test_samples_may_leave_while_one_looks(pairs):
+def test_samples_removed_while_browsing(pairs):
     ds = dataset(pairs(sizes=[(48, 32)] * 4))
     view = sample_viewer(ds)
     c = opened(view)
@@ -292,7 +293,7 @@ def test_samples_may_leave_while_one_looks(pairs):
     assert view.data()["id"] == "0001" and "(2 of 2)" in c.page.value and c.slider.max == 2
 
 
-def test_no_samples_are_a_sentence(pairs):
+def test_empty_data_set(pairs):
     ds = ImageDataset(dict(dataset_path=str(pairs()), image_size=[64, 64]), samples=[])
     view = sample_viewer(ds)
     c = opened(view)
@@ -302,7 +303,7 @@ def test_no_samples_are_a_sentence(pairs):
 
 # --- images
 
-def test_a_image_that_is_broken_or_gone_is_a_sentence_in_its_place(pairs):
+def test_unreadable_image_shows_a_message(pairs):
     root = pairs(sizes=[(48, 32)] * 3, controls=2)
     view = sample_viewer(dataset(root))
     c = opened(view)
@@ -316,7 +317,7 @@ def test_a_image_that_is_broken_or_gone_is_a_sentence_in_its_place(pairs):
     assert "control 1:" in c.page.value and "control 2:" in c.page.value
 
 
-def test_a_mask_is_drawn_as_the_loss_sees_it(pairs):
+def test_mask_is_drawn(pairs):
     root = pairs(sizes=[(96, 64)] * 3)
     (root/"mask_images").mkdir()
     for i, name in enumerate(("0000", "0001")): Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 255]]), 48, 1), 64, 0)).save(root/"mask_images"/f"{name}.png")
@@ -336,18 +337,18 @@ def test_a_mask_is_drawn_as_the_loss_sees_it(pairs):
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    root = tmp_path_factory.mktemp("learnt")
+def trained_set(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trained")
     folder = make_pairs(root/"set", "duotone", 2, split="held_out")
     ds = ImageDataset(dict(dataset_path=str(folder), image_size=[96, 96], cache_dir=str(root/"cache")))
     return ds, fill(ds, "tiny", end=1)
 
 
-def test_a_cached_latent_decodes_to_its_image(learnt):
-    ds, parts = learnt
+def test_cached_latent_decodes_to_its_image(trained_set):
+    ds, parts = trained_set
     view = sample_viewer(ds, Components("tiny"))
     c = opened(view)
-    assert "decoded" not in c.page.value and not view.components.loaded, "nothing is loaded before it is asked for"
+    assert "decoded" not in c.page.value and not view.components.loaded, "nothing is loaded yet"
     c.decode.value = True
     assert c.page.value.count("latent decoded") == 2 and list(view.components.loaded) == ["vae"]
     for name, (picture, db) in _sample_info.decoded(ds, 0, parts).items(): assert db > 25 and picture.shape == (96, 96, 3), name
@@ -357,8 +358,8 @@ def test_a_cached_latent_decodes_to_its_image(learnt):
     assert "not decoded" not in c.page.value
 
 
-def test_what_cannot_be_decoded_is_said(learnt, tmp_path, pairs):
-    ds, _ = learnt
+def test_reasons_for_not_decoding(trained_set, tmp_path, pairs):
+    ds, _ = trained_set
     for viewer, why in ((sample_viewer(ds), "decoding needs a VAE"), (sample_viewer(ds, str(tiny_folder("2511"))), "filled by another VAE"),
                         (sample_viewer(dataset(pairs()), "tiny"), "no cache is set"), (sample_viewer(dataset(pairs(), tmp_path/"empty"), "tiny"), "cache is empty")):
         c = opened(viewer)
@@ -366,7 +367,7 @@ def test_what_cannot_be_decoded_is_said(learnt, tmp_path, pairs):
         assert "not decoded: " in c.page.value and why in c.page.value and "<figure" in c.page.value
 
 
-# --- what looks wrong
+# --- warnings
 
 def as_looks(ims, tmp_path, **kw):
     out = []
@@ -377,7 +378,7 @@ def as_looks(ims, tmp_path, **kw):
     return out
 
 
-def test_near_duplicates_are_found_and_not_over_found(tmp_path):
+def test_near_duplicates(tmp_path):
     ims = crops(30, (192, 128), seed=3) + crops(18, (192, 128), seed=4, split="more")
     base = as_looks(ims, tmp_path)
     close = {(i, j) for i, j, _ in alike(base)}
@@ -387,11 +388,11 @@ def test_near_duplicates_are_found_and_not_over_found(tmp_path):
     found = lambda other: sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
     assert found(saved) > 0.95 and found(half) > 0.9
     left, right = (as_looks([im.crop((x, 0, x + 188, 128)) for im in ims], tmp_path) for x in (0, 4))
-    assert sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(left, right)) < 6, "a frame of a film that moves is another image"
+    assert sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(left, right)) < 6, "shifted crops are different images"
     for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
 
 
-def test_plain_skies_are_not_one_image(tmp_path):
+def test_plain_images_are_not_duplicates(tmp_path):
     skies = []
     for x in (10, 30, 50, 70):
         skies.append(Image.new("RGB", (96, 64), (60, 80, 120)))
@@ -401,18 +402,18 @@ def test_plain_skies_are_not_one_image(tmp_path):
     assert list(alike(looks)) == [] and len(list(alike(as_looks([skies[0]] * 2, tmp_path)))) == 1
 
 
-def test_blocks_find_what_one_block_finds(tmp_path):
+def test_blocked_search_finds_the_same(tmp_path):
     looks = as_looks(crops(9, (96, 64), seed=1), tmp_path) * 3
     assert list(alike(looks, block=4)) == list(alike(looks, block=100)) and len(list(alike(looks, 4))) >= 27
 
 
-def test_pairs_of_samples_are_told_apart(tmp_path):
+def test_kinds_of_near_duplicates(tmp_path):
     a, b, c, d = as_looks([*crops(2, (96, 64), seed=1), *crops(2, (96, 64), seed=2, split="more")], tmp_path)
     kind = lambda x, y, p, q: [n["what"] for n in near_duplicates([x, y], [p, q])]
     assert kind((a, b), (a, b), "blue", " Blue ") == [AGAIN] and kind((a, b), (a, b), "blue", "red") == [RENAMED]
     assert kind((a, b), (a, c), "blue", "red") == [REUSED] and kind((a, b), (c, b), "blue", "blue") == [AMBIGUOUS]
     assert kind((a, b), (c, b), "blue", "red") == [] and kind((a, b), (c, d), "blue", "blue") == [] and kind((a, b), None, "blue", "blue") == []
-    assert kind((a, b, c), (a, b, d), "x", "x") == [REUSED] and kind((a, b), (a, b, c), "x", "x") == [REUSED], "all controls count"
+    assert kind((a, b, c), (a, b, d), "x", "x") == [REUSED] and kind((a, b), (a, b, c), "x", "x") == [REUSED], "all controls matter"
     assert len(near_duplicates([(a, b)] * 100, ["x"] * 100, most=50)) == 50
 
 
@@ -463,21 +464,21 @@ def test_signs_of_swapped_pairs(target, control, images, prompt, exif, swapped, 
     assert list(view.chosen) == [0] * swapped and (SWAPPED in pair_grid(ds, 1).html()) == swapped
 
 
-def test_sharing_tells_from_which_end_edits_branch(tmp_path):
+def test_shared_targets_mean_swapped_pairs(tmp_path):
     before, *afters = crops(3, (96, 64), seed=9)
     wrong = swap_set(tmp_path/"a", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["draw it in ink", "make it blue"])
     right = swap_set(tmp_path/"b", "t/{}.png", "c/{}.png", [(a, before) for a in afters], ["draw it in ink", "make it blue"])
-    mend = swap_set(tmp_path/"c", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["restore it"] * 2)
+    restore = swap_set(tmp_path/"c", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["restore it"] * 2)
     both = [(before, a) for a in afters] + [(crops(1, (96, 64), seed=10)[0], afters[0])]
     mixed = swap_set(tmp_path/"d", "t/{}.png", "c/{}.png", both, ["draw it in ink", "make it blue", "make it red"])
-    views = [sample_viewer(d) for d in (wrong, right, mend, mixed)]
-    assert [v.data()["marks"] for v in views] == [[]] * 4, "one sample alone does not tell"
+    views = [sample_viewer(d) for d in (wrong, right, restore, mixed)]
+    assert [v.data()["marks"] for v in views] == [[]] * 4, "one sample alone gives no warning"
     for v in views: v.scan()
     assert [v.filters()["swapped"] for v in views] == [2, 0, 0, 0] and "share this target" in views[0].data()["marks"][0][1]
     assert "share this target" in views[0].page()
 
 
-def test_a_pair_in_which_nothing_changes_has_a_mark_of_its_own(tmp_path):
+def test_unchanged_pairs(tmp_path):
     ds = swap_set(tmp_path, "before/{}.png", "after/{}.png", [(ONE, ONE), (ONE, TWO)], ["make it blue"] * 2)
     view = sample_viewer(ds)
     view.scan()
@@ -512,7 +513,7 @@ def opens():
     _hooked.append(False)
 
 
-def test_opening_and_leafing_read_what_is_shown(many, opens):
+def test_browsing_reads_only_displayed_images(many, opens):
     opens_of = lambda work: (_opens.clear(), work(), opens())[2]
     view = sample_viewer(many)
     with patch.object(ImageDataset, "incomplete", side_effect=AssertionError), patch.object(SampleViewer, "scan", side_effect=AssertionError), \
@@ -525,7 +526,7 @@ def test_opening_and_leafing_read_what_is_shown(many, opens):
         assert len(opens_of(view.html)) == 4
 
 
-def test_filters_of_thousands_list_the_cache_once(many):
+def test_missing_filter_lists_the_cache_once(many):
     view = sample_viewer(many)
     c = opened(view)
     asked = []
@@ -534,7 +535,7 @@ def test_filters_of_thousands_list_the_cache_once(many):
     assert view.filters()["missing"] == 5000 and len(asked) < 20 and listed.call_count < 20
 
 
-def test_memory_does_not_grow_with_leafing(many):
+def test_browsing_releases_memory(many):
     import ipywidgets
     alive, sizes, real = [], [], _sample_viewer.open_image
     registry = lambda: len(ipywidgets.Widget.widgets if ipywidgets.__version__ < "8" else ipywidgets.widgets.widget._instances)
@@ -560,7 +561,7 @@ def test_memory_does_not_grow_with_leafing(many):
 
 @pytest.fixture
 def layered(pairs, tmp_path):
-    "A data set on a packed layer, a loose one that is only read, and an empty one to write."
+    "A data set on a packed layer, a read-only folder and an empty folder."
     ds = dataset(pairs(sizes=[(48, 32), (32, 48), (40, 40), (64, 32)]), tmp_path/"one", caption_dropout_rate=0.3)
     fill(ds, end=2)
     ds.cache.pack(tmp_path/"packed")
@@ -583,7 +584,7 @@ def test_status_of_several_layers(layered, tmp_path):
     for text in ("packed, only read", "only read", "not there yet", "3 complete in the cache", "prompt_prefix"): assert text in page, text
 
 
-def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
+def test_verify_finds_corrupt_entries_of_every_layer(layered, tmp_path):
     status, seen = cache_status(layered), []
     c = opened(status)
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
@@ -604,7 +605,7 @@ def test_verify_reads_every_layer_and_says_what_is_bad(layered, tmp_path):
     assert ">6</td>" in c.table.value
 
 
-def test_status_where_there_is_nothing(pairs, tmp_path):
+def test_status_of_missing_and_empty_caches(pairs, tmp_path):
     root = pairs()
     (tmp_path/"file").write_text("x")
     (tmp_path/"empty").mkdir()
@@ -624,7 +625,7 @@ def test_status_where_there_is_nothing(pairs, tmp_path):
     assert not (tmp_path/"nowhere").exists() and os.listdir(tmp_path/"empty") == []
 
 
-def test_a_verify_that_fails_or_is_stopped_is_said(layered):
+def test_failed_or_stopped_verify(layered):
     status = cache_status(layered)
     c = opened(status)
     for error, said in ((OSError(f"disk {HOSTILE}"), "OSError"), (KeyboardInterrupt(), "stopped")):
@@ -633,7 +634,7 @@ def test_a_verify_that_fails_or_is_stopped_is_said(layered):
     assert status.data()["verified"] is None
 
 
-def test_two_identities_and_quarantine_are_told(pairs, tmp_path):
+def test_two_identities_and_quarantine(pairs, tmp_path):
     ds = dataset(pairs(), tmp_path/"cache")
     fill(ds)
     entry = ds.keys(0)["pixel_latent"][:2]
@@ -648,7 +649,7 @@ def test_two_identities_and_quarantine_are_told(pairs, tmp_path):
     assert len(both["models"]) == 2 and "was filled by 2 encoders" in both["why"] and both["kinds"]["control_latent"]["present"] == 3
 
 
-def test_status_counts_what_a_vanished_image_leaves(pairs, tmp_path):
+def test_status_with_a_missing_image(pairs, tmp_path):
     root = pairs()
     ds = dataset(root, tmp_path/"cache")
     fill(ds)
@@ -661,7 +662,7 @@ def test_status_counts_what_a_vanished_image_leaves(pairs, tmp_path):
 
 # --- forms
 
-def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
+def test_live_and_static_forms(pairs, tmp_path):
     ds = dataset(pairs(sizes=[(48, 32)] * 6), tmp_path/"cache")
 
     def displayed(shown, seen):
@@ -674,12 +675,12 @@ def test_live_where_somebody_watches_and_still_everywhere(pairs, tmp_path):
         shown = make()
         assert displayed(shown, seen=False) == [] and shown._box is None
         assert displayed(shown, seen=True) == [shown._page.model_id] and shown.box in shown._page.children
-    assert displayed(pair_grid(ds), seen=True) == [], "there is nothing to click in a grid"
-    still = sample_viewer(ds).html()
-    assert still.count("<figure") == 8 and "and 2 more" in still and "pair_grid(dataset" in still
+    assert displayed(pair_grid(ds), seen=True) == [], "a grid has no controls"
+    static = sample_viewer(ds).html()
+    assert static.count("<figure") == 8 and "and 2 more" in static and "pair_grid(dataset" in static
     assert len(pair_grid(ds, 2).data()["samples"]) == 2 and pair_grid(ds, 99).html().count("<figure") == 12
 
 
-def test_only_controls_that_both_versions_of_ipywidgets_have(pairs):
+def test_controls_exist_in_both_versions_of_ipywidgets(pairs):
     names = {type(w).__name__ for shown in (sample_viewer(dataset(pairs())), cache_status("nowhere")) for w in widgets_in(shown.box)}
     assert names <= {"HTML", "Image", "Button", "IntSlider", "IntText", "Text", "Dropdown", "Checkbox", "Label", "VBox", "HBox", "Output"}

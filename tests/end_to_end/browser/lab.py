@@ -1,4 +1,4 @@
-"""A JupyterLab of its own on a loopback port, and a headless Chromium that opens, runs and looks at notebooks in it."""
+"""A separate JupyterLab on a loopback port, and a headless Chromium that opens and runs notebooks in it."""
 import json, os, secrets, shutil, socket, subprocess, sys, time, urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +14,9 @@ NO_CHROMIUM = ("these tests need Chromium: `apt-get install -y chromium` on Debi
 
 
 def chromium() -> str:
-    "Path of the browser; raises RuntimeError saying how to get one."
-    asked = os.environ.get("QIE_NB_CHROMIUM")
-    found = shutil.which(asked) if asked else shutil.which("chromium") or shutil.which("chromium-browser")
+    "Path of the browser. Raises RuntimeError with the remedy."
+    given = os.environ.get("QIE_NB_CHROMIUM")
+    found = shutil.which(given) if given else shutil.which("chromium") or shutil.which("chromium-browser")
     if not found: raise RuntimeError(NO_CHROMIUM)
     return found
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class Lab:
-    "JupyterLab over a folder; nothing of the user's own settings is read or written."
+    "JupyterLab for a folder; does not read or write the user's settings."
     def __init__(self,
         folder, # notebooks are opened and saved here
         home, # settings, run-time files and the log
@@ -65,7 +65,7 @@ class Lab:
                 raise RuntimeError(f"JupyterLab did not start:\n{(self.home/'server.log').read_text()[-3000:]}") from None
 
     def __exit__(self, *exc):
-        self.server.terminate() # it ends its kernels
+        self.server.terminate() # and its kernels
         try: self.server.wait(20)
         except subprocess.TimeoutExpired: self.server.kill(); self.server.wait()
         self.log.close()
@@ -118,7 +118,7 @@ class Page:
     def save(self): self.command("docmanager:save")
 
     def keep(self, what):
-        "What is on the page, for whoever looks into a failure."
+        "Write a screenshot and the text of the page."
         self.out.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=self.out/f"{what}.png")
         (self.out/f"{what}.txt").write_text("\n".join(["console:", *self.console, "", "page:", self.page.inner_text("body")]))
@@ -142,6 +142,6 @@ def chrome():
         finally: browser.close()
 
 
-if __name__ == "__main__": # before long work: is there a browser?
+if __name__ == "__main__": # checks that there is a browser
     try: print("browser:", chromium())
     except RuntimeError as e: sys.exit(str(e))

@@ -1,4 +1,4 @@
-"""README's images of the widgets, as they stand in JupyterLab: `make screenshots` writes them to docs/."""
+"""README's screenshots of the widgets in JupyterLab: `make screenshots` writes them to docs/."""
 import io, json, re, sys, tempfile
 from pathlib import Path
 
