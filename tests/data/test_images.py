@@ -1,4 +1,4 @@
-"""Images as people have them: each kind has a stated outcome, and what cannot be used says so in one sentence with its name."""
+"""Every image mode has a defined result, and an unusable image raises one sentence with its name."""
 import io, os, struct, warnings, zlib
 
 import numpy as np
@@ -46,7 +46,7 @@ def test_exif_orientation_is_applied(mark, kind, tmp_path):
     for at, colour in CORNERS.items(): assert np.abs(np.subtract(got.getpixel(at), colour)).max() < 12, (at, got.getpixel(at))
 
 
-def test_a_mark_in_the_text_of_a_png_is_found_by_both(tmp_path):
+def test_exif_in_png_text(tmp_path):
     from PIL.PngImagePlugin import PngInfo
     info = PngInfo()
     info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
@@ -55,14 +55,14 @@ def test_a_mark_in_the_text_of_a_png_is_found_by_both(tmp_path):
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\x08\0\0\0\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x63\0\0"])
-def test_an_orientation_that_cannot_be_read_is_none(exif, tmp_path):
+def test_unreadable_exif_is_ignored(exif, tmp_path):
     path = saved(tmp_path/"a.jpg", Image.new("RGB", (30, 20)), exif=exif)
     assert open_image(path).size == read_image_size(path) == (30, 20)
 
 
 # --- depth
 @pytest.mark.parametrize("name, mode", [("a.png", "I;16"), ("a.tiff", "I;16"), ("b.tiff", "I;16B"), ("i.tiff", "I")])
-def test_of_16_bit_grey_250_levels_survive(name, mode, tmp_path):
+def test_16_bit_grey(name, mode, tmp_path):
     ramp = np.arange(65536).reshape(256, 256)
     im = Image.fromarray(ramp.astype(np.uint16)) if mode == "I;16" else Image.fromarray(ramp.astype(np.int32)) if mode == "I" else Image.frombytes("I;16B", (256, 256), ramp.astype(">u2").tobytes())
     path = saved(tmp_path/name, im)
@@ -77,7 +77,7 @@ def png(width, height, depth, colour, rows, *chunks):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)) + b"".join(chunk(*c) for c in chunks) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-def test_16_bit_colour_keeps_its_upper_bits(tmp_path):
+def test_16_bit_colour(tmp_path):
     a = np.arange(256 * 3, dtype=np.uint32).reshape(1, 256, 3) * 65535 // (256 * 3 - 1)
     (tmp_path/"a.png").write_bytes(png(256, 1, 16, 2, b"\0" + a.astype(">u2").tobytes()))
     with pytest.raises(ValueError, match="is 256x1, more than 16 times as long as wide"): open_image(tmp_path/"a.png")
@@ -86,14 +86,14 @@ def test_16_bit_colour_keeps_its_upper_bits(tmp_path):
     assert (np.asarray(open_image(tmp_path/"a.png"))[0] == a[0] >> 8).all() and read_image_size(tmp_path/"a.png") == (256, 16)
 
 
-def test_16_bit_grey_with_a_colour_that_stands_for_nothing(tmp_path):
+def test_16_bit_grey_with_a_transparent_level(tmp_path):
     rows = b"\0" + np.uint16([0, 1000]).astype(">u2").tobytes()
     (tmp_path/"a.png").write_bytes(png(2, 1, 16, 0, rows, (b"tRNS", struct.pack(">H", 1000))))
     assert np.asarray(open_image(tmp_path/"a.png"))[0, :, 0].tolist() == [0, 255]
 
 
 @pytest.mark.parametrize("top, middle", [(1.0, 128), (1.5, 128), (255.0, 128), (65535.0, 128)])
-def test_float_is_scaled_by_what_its_white_must_be(top, middle, tmp_path):
+def test_float_white_levels(top, middle, tmp_path):
     white = 1 if top <= 1.5 else top
     path = saved(tmp_path/"a.tiff", Image.fromarray(np.float32([[-1, 0], [white / 2, top]])))
     got = np.asarray(open_image(path))[..., 0]
@@ -101,17 +101,17 @@ def test_float_is_scaled_by_what_its_white_must_be(top, middle, tmp_path):
 
 
 @pytest.mark.parametrize("value, sentence", [(np.nan, "holds values that are not finite; save it"), (np.inf, "not finite"), (1e9, r"holds values up to 1e\+09, more than 16 bits; save it")])
-def test_float_beyond_all_scales_is_refused(value, sentence, tmp_path):
+def test_unusable_float_values(value, sentence, tmp_path):
     path = saved(tmp_path/"a.tiff", Image.fromarray(np.float32([[0, value]])))
     refused(path, sentence)
 
 
-def test_integers_beyond_16_bits_are_refused(tmp_path):
+def test_integers_over_16_bits_are_refused(tmp_path):
     refused(saved(tmp_path/"a.tiff", Image.fromarray(np.int32([[0, 70000]]))), "holds values up to 70000, more than 16 bits")
 
 
 # --- modes
-def test_cmyk_and_the_inverted_cmyk_of_adobe(tmp_path):
+def test_cmyk_and_inverted_cmyk(tmp_path):
     im = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
     for name in ("a.jpg", "a.tiff"):  # Pillow writes CMYK JPEGs as Adobe does, inverted and marked so
         path = saved(tmp_path/name, im, **(dict(quality=100) if "jpg" in name else {}))
@@ -127,7 +127,7 @@ def palette_with_transparency(tmp_path):
     return saved(tmp_path/"p.png", im, transparency=0)
 
 
-def test_transparency_lies_on_white(tmp_path):
+def test_transparency_becomes_white(tmp_path):
     made = dict(rgba=saved(tmp_path/"rgba.png", Image.new("RGBA", (8, 8), (255, 0, 0, 0))), la=saved(tmp_path/"la.png", Image.new("LA", (8, 8), (0, 0))),
                 p=palette_with_transparency(tmp_path), webp=saved(tmp_path/"a.webp", Image.new("RGBA", (8, 8), (255, 0, 0, 0)), lossless=True),
                 l=saved(tmp_path/"l.png", Image.new("L", (8, 8), 7), transparency=7), rgb=saved(tmp_path/"rgb.png", Image.new("RGB", (8, 8), (1, 2, 3)), transparency=(1, 2, 3)),
@@ -160,7 +160,7 @@ def refused(path, sentence):
 
 
 @pytest.mark.parametrize("name, how", [("a.gif", {}), ("a.png", {}), ("a.webp", {}), ("a.tiff", {}), ("a.avif", {})])
-def test_animations_and_pages_are_refused(name, how, tmp_path):
+def test_several_frames_are_refused(name, how, tmp_path):
     if name == "a.avif" and not features.check("avif"): pytest.skip("this Pillow has no AVIF")
     frames = [Image.fromarray(COLOURS), Image.fromarray(255 - COLOURS), Image.fromarray(COLOURS // 2)]
     path = saved(tmp_path/name, frames[0], save_all=True, append_images=frames[1:])
@@ -169,7 +169,7 @@ def test_animations_and_pages_are_refused(name, how, tmp_path):
     assert read_image_size(one) == open_image(one).size == (30, 20)
 
 
-def test_of_an_mpo_the_first_image_is_the_image(tmp_path):
+def test_mpo_uses_the_first_image(tmp_path):
     path = saved(tmp_path/"a.jpg", Image.new("RGB", (30, 20), "red"), format="MPO", save_all=True, append_images=[Image.new("RGB", (30, 20), "blue")])
     with Image.open(path) as im: assert im.n_frames == 2
     assert read_image_size(path) == (30, 20) and open_image(path).getpixel((0, 0))[0] > 240
@@ -191,7 +191,7 @@ def test_truncated_and_empty_files_are_refused(name, how, left, tmp_path):
     refused(path, f"image '.*{name}' cannot be read " + (r"\(it is empty\)" if not left else r"\(.+\)") + "; replace it or remove the pair$")
 
 
-def test_a_film_behind_a_jpeg_does_no_harm_and_a_cut_one_with_a_thumbnail_is_found(tmp_path):
+def test_data_after_a_jpeg_and_a_truncated_jpeg(tmp_path):
     noise = Image.fromarray(RNG.integers(0, 255, (64, 64, 3), dtype=np.uint8))
     small = io.BytesIO()
     noise.resize((8, 8)).save(small, "JPEG")
@@ -203,13 +203,13 @@ def test_a_film_behind_a_jpeg_does_no_harm_and_a_cut_one_with_a_thumbnail_is_fou
 
 
 @pytest.mark.parametrize("content", [b"hello", b"\0" * 5000, b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xd9", b"GIF89a\0\0\0\0\0\0\0", b"RIFF\xff\xff\xff\xffWEBPVP8 "])
-def test_no_images_are_refused_whatever_they_are_called(content, tmp_path):
+def test_files_without_an_image_are_refused(content, tmp_path):
     (tmp_path/"a.png").write_bytes(content)
     refused(tmp_path/"a.png", "image '.*a.png' ")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_flipped_bytes_never_raise_anything_else(tmp_path):
+def test_flipped_bytes_raise_only_value_errors(tmp_path):
     for name in ("a.png", "a.jpg", "a.webp", "a.bmp", "a.tiff", "a.gif"):
         data = saved(tmp_path/name, Image.fromarray(COLOURS), **(dict(exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0") if name in ("a.jpg", "a.webp") else {})).read_bytes()
         for _ in range(120):
@@ -220,7 +220,7 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path):
                 except ValueError as e: assert str(e).startswith("image bytes "), e
 
 
-def test_a_bomb_is_one_sentence(tmp_path):
+def test_decompression_bomb(tmp_path):
     (tmp_path/"bomb.png").write_bytes(png(20000, 20000, 1, 0, b"\0" * 100))
     refused(tmp_path/"bomb.png", r"bomb.png' cannot be read \(Image size \(400000000 pixels\) exceeds limit of \d+ pixels.*\); replace it")
     (tmp_path/"text.png").write_bytes(png(2, 2, 8, 0, b"\0\1\2" * 2, (b"zTXt", b"a\0\0" + zlib.compress(b"x" * 90_000_000))))
@@ -239,13 +239,13 @@ def test_sizes(size, ok, tmp_path):
     else: assert read_image_size(path) == size and min(Geometry((64, 64)).target(size)) >= 32
 
 
-def test_no_pixels_at_all():
+def test_image_without_pixels():
     with pytest.raises(ValueError, match="image Image is 0x5, without a pixel; replace it"): open_image(Image.new("RGB", (0, 5)))
     with pytest.raises(ValueError, match="image bytes cannot be read"): read_image_size(png(0, 5, 8, 0, b""))
 
 
 # --- what stands at a path
-def test_folders_links_pipes_and_gone_files(tmp_path):
+def test_paths_that_are_no_files(tmp_path):
     (tmp_path/"dir.png").mkdir()
     (tmp_path/"lost.png").symlink_to(tmp_path/"nowhere")
     (tmp_path/"loop.png").symlink_to(tmp_path/"loop.png")
@@ -257,7 +257,7 @@ def test_folders_links_pipes_and_gone_files(tmp_path):
         with pytest.raises(ValueError, match="image '.*' cannot be read"): source_digest(tmp_path/name)
 
 
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+def test_file_without_permission(tmp_path, monkeypatch):
     from pathlib import Path
     path = saved(tmp_path/"a.png", Image.new("RGB", (8, 8)))
     def denied(self, *a, **kw): raise PermissionError(13, "Permission denied", str(self))
@@ -266,7 +266,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 
 
 # --- sources in memory
-def test_all_kinds_of_source_are_the_same_image(tmp_path):
+def test_all_sources_give_the_same_image(tmp_path):
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
     class Held: name = "held"; read_bytes = staticmethod(path.read_bytes)
     for source in (path, str(path), path.read_bytes(), Held):
@@ -278,7 +278,7 @@ def test_all_kinds_of_source_are_the_same_image(tmp_path):
     with pytest.raises(ValueError, match="image int cannot be read"): open_image(5)
 
 
-def test_images_of_a_datasets_row(tmp_path):
+def test_row_images(tmp_path):
     import datasets
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
     data = datasets.Dataset.from_dict(dict(image=[str(path), str(tmp_path/"gone.png"), None], many=[[str(path), str(path)], [], []]),
@@ -290,7 +290,7 @@ def test_images_of_a_datasets_row(tmp_path):
     refused(RowImage(data, "image", 2), r"image 'image\[2\]' cannot be read \(it is empty\); replace it")
 
 
-def test_a_row_image_reaches_the_loaders_workers(tmp_path):
+def test_row_image_in_loader_workers(tmp_path):
     import datasets
     from torch.utils.data import DataLoader
     path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))

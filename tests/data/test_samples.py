@@ -1,16 +1,15 @@
-"""Data sets as people keep them: each layout is found, named and counted; a bad row is refused with its number, and what is text stays text."""
-import csv, io, json, os, random, unicodedata
+"""Every usual layout of a data set is found; bad rows are refused with their number; text stays text."""
+import csv, io, json, os, unicodedata
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from qie_nb.data.batches import Batch, BucketBatchSampler
+from qie_nb.data.batches import Batch
 from qie_nb.data.images import Geometry, RowImage, read_image_size, source_digest
 from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
 
 
-def picture(path, colour=0, size=(8, 6)):
+def write_image(path, colour=0, size=(8, 6)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (colour % 256, 50, 90)).save(path)
     return path
@@ -22,7 +21,7 @@ def tree(root, *names, caption="make it blue"):
         if name.endswith((".txt", ".caption")):
             (root/name).parent.mkdir(parents=True, exist_ok=True)
             (root/name).write_text(caption)
-        else: picture(root/name, n)
+        else: write_image(root/name, n)
     return root
 
 
@@ -55,7 +54,7 @@ def one(samples, root):
     (["images/a_input.png", "images/a_target.png", "images/a.txt"], "images/a_target.png", ["images/a_input.png"], None),
     (["train/images/a.png", "train/images/a.txt", "train/control/a.png"], "train/images/a.png", ["train/control/a.png"], "in train/: folders images/ + control/"),
 ])
-def test_folders_as_people_have_them(names, target, controls, layout, tmp_path):
+def test_folder_layouts(names, target, controls, layout, tmp_path):
     samples = find_samples(tree(tmp_path, *names))
     assert one(samples, tmp_path) == (target, controls, "make it blue") and not samples.ignored
     assert layout in (None, samples.layout)
@@ -63,13 +62,13 @@ def test_folders_as_people_have_them(names, target, controls, layout, tmp_path):
     assert usable(samples)[1] == [((8, 6),) * (1 + len(controls))]
 
 
-def test_a_number_behind_a_name_may_be_another_sample(tmp_path):
+def test_numbered_controls_and_numbered_samples(tmp_path):
     tree(tmp_path, *(f"{d}/{n}.{k}" for n in ("cat", "cat_1") for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))), "control/cat_2.png", "control/cat_2024.png")
     samples = find_samples(tmp_path)
     assert {s.id: [c.stem for c in s.controls] for s in samples} == {"cat": ["cat", "cat_2"], "cat_1": ["cat_1"]} and samples.ignored == [("control/cat_2024.png", "a control without a target")]
 
 
-def test_what_nothing_asks_for_is_listed_with_its_reason(tmp_path):
+def test_ignored_files_are_listed_with_reasons(tmp_path):
     tree(tmp_path, "images/a.png", "images/a.txt", "images/a_mask.png", "control/a.png", "control/b.png", "images/c.txt", "contrl_2/a.png", "images/._a.png", "loose.png", "captions/d.txt")
     (tmp_path/"images"/"notes.md").write_text("x")
     (tmp_path/"images"/".DS_Store").write_text("x")
@@ -97,13 +96,13 @@ def test_what_nothing_asks_for_is_listed_with_its_reason(tmp_path):
     (["a_start.png", "a_end.png"], "sample 'a' has no caption; write its instruction into '.*a_end.txt'"),
     (["just.png", "pictures.png"], "holds no images; expected training_images/ and control_images/, or metadata.jsonl"),
 ])
-def test_folders_that_cannot_be_used(names, sentence, tmp_path):
+def test_unusable_folders(names, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", *names))
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("content, sentence", [(b" \n\t", "caption of sample 'a' is empty; write the instruction into .*a.txt"), (b"\xff\xfea\0", "a.txt' is not UTF-8; save it as UTF-8")])
-def test_captions_that_cannot_be_used(content, sentence, tmp_path):
+def test_unusable_captions(content, sentence, tmp_path):
     tree(tmp_path, "images/a.png", "control/a.png")
     (tmp_path/"images"/"a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=sentence): find_samples(tmp_path)
@@ -117,7 +116,7 @@ NAMES = dict(longest="x" * 251, cjk="把猫变成狗", longest_cjk="猫" * 83 + 
 
 
 @pytest.mark.parametrize("stem", NAMES.values(), ids=NAMES)
-def test_names_of_files(stem, tmp_path):
+def test_unusual_file_names(stem, tmp_path):
     name = f"{stem}.png"
     assert len(os.fsencode(name)) <= 255
     tree(tmp_path, f"images/{name}", f"images/{stem}.txt", f"control/{name}")
@@ -134,7 +133,7 @@ def test_names_of_files(stem, tmp_path):
 
 
 @pytest.mark.parametrize("target, control", [("NFC", "NFD"), ("NFD", "NFC"), ("NFD", "NFD")])
-def test_a_mac_and_another_machine_write_the_same_name_differently(target, control, tmp_path):
+def test_unicode_normalisation_of_names(target, control, tmp_path):
     a, b = (unicodedata.normalize(form, "café한") for form in (target, control))
     samples = find_samples(tree(tmp_path, f"images/{a}.png", f"captions/{b}.txt", f"control/{b}.png"))
     assert [s.id for s in samples] == [unicodedata.normalize("NFC", "café한")] and not samples.ignored
@@ -142,11 +141,11 @@ def test_a_mac_and_another_machine_write_the_same_name_differently(target, contr
     assert [s.id for s in find_samples(tmp_path/"t.csv")] == [s.id for s in samples] and len(usable(find_samples(tmp_path/"t.csv"))[0]) == 1
     (tmp_path/"t.csv").unlink()
     if target == control: return
-    picture(tmp_path/"images"/f"{b}.png")
+    write_image(tmp_path/"images"/f"{b}.png")
     with pytest.raises(ValueError, match=r"two samples have the name 'café한': .* \(the same name in two Unicode normalisations, NFC and NFD\) in .*; rename or remove one"): find_samples(tmp_path)
 
 
-def test_order_is_by_id_whatever_the_file_system_says(tmp_path):
+def test_samples_are_sorted_by_id(tmp_path):
     names = [f"images/{n}.{k}" for n in ("b", "a10", "a2", "B") for k in ("png", "txt")] + [f"control/{n}.png" for n in ("b", "a10", "a2", "B")]
     assert [s.id for s in find_samples(tree(tmp_path, *names))] == ["B", "a10", "a2", "b"]
 
@@ -175,7 +174,7 @@ def table(root, rows, name="metadata.jsonl"):
     {"Target Image": "t.png", "Control-Image": "c.png", "Prompt": "p"}, dict(targetImage="t.png", editImage="c.png", editPrompt="p"), dict(image="t.png", reference_image="c.png", text="p", licence="free"),
 ], ids=lambda row: "-".join(row))
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "json"])
-def test_common_spellings(row, kind, tmp_path):
+def test_column_names(row, kind, tmp_path):
     tree(tmp_path, "t.png", "c.png")
     if kind == "csv" and isinstance(next(iter(row.values())), list): return
     table(tmp_path, [row], f"anything.{kind}")
@@ -187,7 +186,7 @@ def test_common_spellings(row, kind, tmp_path):
 
 @pytest.mark.parametrize("row", [dict(edit_image=["c.png", "d.png"]), dict(edit_image_1="c.png", edit_image_2="d.png"), dict(edit_image="c.png", edit_image_2="d.png"), dict(control_path_0="c.png", control_path_1="d.png"),
                                  dict(control_10="d.png", control_9="c.png"), dict(edit_images='["c.png", "d.png"]'), dict(edit_images="['c.png', 'd.png']"), dict(control="c.png; d.png"), dict(control="c.png,d.png")], ids=str)
-def test_several_controls(row, tmp_path):
+def test_several_controls_in_a_row(row, tmp_path):
     tree(tmp_path, "t.png", "c.png", "d.png")
     for name in ("m.jsonl", "m.csv"):
         if name == "m.csv" and isinstance(next(iter(row.values())), list): continue
@@ -195,7 +194,7 @@ def test_several_controls(row, tmp_path):
         assert one(find_samples(tmp_path/name), tmp_path)[1] == ["c.png", "d.png"]
 
 
-def test_a_row_may_have_fewer_controls_and_a_name_may_hold_a_comma(tmp_path):
+def test_fewer_controls_and_commas_in_names(tmp_path):
     tree(tmp_path, "t.png", "u.png", "c.png", "d.png", "c,d;e.png")
     table(tmp_path, [dict(image="t.png", edit_image="c.png", edit_image_2="d.png", prompt="p"), dict(image="u.png", edit_image="c,d;e.png", edit_image_2="", prompt="p")], "m.csv")
     samples = find_samples(tmp_path)
@@ -203,7 +202,7 @@ def test_a_row_may_have_fewer_controls_and_a_name_may_hold_a_comma(tmp_path):
 
 
 @pytest.mark.parametrize("held", [lambda r: r, lambda r: dict(data=r), lambda r: dict(version=1, samples=r, tags=["a"]), lambda r: {f"id{n}": x for n, x in enumerate(r)}])
-def test_forms_of_json(held, tmp_path):
+def test_json_layouts(held, tmp_path):
     tree(tmp_path, "t.png", "u.png", "c.png")
     (tmp_path/"set.json").write_text(json.dumps(held([dict(image=f"{t}.png", edit_image="c.png", prompt="p") for t in "ut"])), encoding="utf-8-sig")
     assert [s.id for s in find_samples(tmp_path/"set.json")] == [s.id for s in find_samples(tmp_path)] == ["t", "u"]
@@ -211,35 +210,35 @@ def test_forms_of_json(held, tmp_path):
 
 @pytest.mark.parametrize("where", ["", "train/"])
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
-def test_an_image_folder_of_the_hub(where, name, tmp_path):
+def test_hub_image_folder(where, name, tmp_path):
     tree(tmp_path, f"{where}a.png", f"{where}in/a.png")
     table(tmp_path/where, [dict(file_name="a.png", edit_image_file_name="in/a.png", text="p")], name)
     (tmp_path/"dataset_infos.json").write_text("{}")
     assert facts(find_samples(tmp_path), tmp_path) == {"a": (f"{where}a.png", [f"{where}in/a.png"], "p")}
 
 
-def test_a_snapshot_of_the_hub_is_links_into_its_own_blobs(tmp_path):
+def test_hub_snapshot_links_to_its_blobs(tmp_path):
     store, snapshot = tmp_path/"datasets--me--cats", tmp_path/"datasets--me--cats"/"snapshots"/"1f"
-    picture(store/"blobs"/"t.png").rename(store/"blobs"/"aa")
+    write_image(store/"blobs"/"t.png").rename(store/"blobs"/"aa")
     snapshot.mkdir(parents=True)
     for name in ("t.png", "c.png"): (snapshot/name).symlink_to("../../blobs/aa")
     table(snapshot, [dict(image="t.png", edit_image="c.png", prompt="p")])
     samples = find_samples(snapshot)
     assert samples[0].id == "t" and usable(samples)[1] == [((8, 6), (8, 6))]
-    picture(tmp_path/"secret.png")
+    write_image(tmp_path/"secret.png")
     (snapshot/"c.png").unlink()
     (snapshot/"c.png").symlink_to("../../../secret.png")
     with pytest.raises(ValueError, match="row 1 of 'metadata.jsonl' names 'c.png' outside the data set"): find_samples(snapshot)
 
 
-def test_equal_stems_in_different_folders_get_their_path(tmp_path):
+def test_equal_stems_get_their_path(tmp_path):
     tree(tmp_path, "x/a.png", "y/a.png", "b.png", "c.png")
     rows = [dict(image=f"{t}.png", edit_image="c.png", prompt="p") for t in ("y/a", "b", "x/a")]
     assert [s.id for s in find_samples(table(tmp_path, rows))] == ["b", "x/a", "y/a"]
     with pytest.raises(ValueError, match="two samples have the id 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"): find_samples(table(tmp_path, rows + rows[-1:]))
 
 
-def test_unknown_columns_and_how_to_name_them(tmp_path):
+def test_unknown_columns_need_a_mapping(tmp_path):
     tree(tmp_path, "t.png", "c.png")
     table(tmp_path, [dict(neu="t.png", alt="c.png", wunsch="p")], "set.csv")
     for path in (tmp_path, tmp_path/"set.csv"):
@@ -250,13 +249,13 @@ def test_unknown_columns_and_how_to_name_them(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
-def test_csv_of_a_european_spreadsheet(mark, tmp_path):
+def test_csv_delimiters(mark, tmp_path):
     tree(tmp_path, "t.png", "c.png")
     (tmp_path/"t.csv").write_bytes(b"\xef\xbb\xbf" + mark.join(("image", "edit_image", "prompt")).encode() + b"\r\n" + mark.join(("t.png", "c.png", '"blue,\r\nnot; red"')).encode() + b"\r\n")
     assert one(find_samples(tmp_path), tmp_path) == ("t.png", ["c.png"], "blue,\nnot; red")
 
 
-def test_two_tables_and_the_folder_layout_beside_a_card(tmp_path):
+def test_several_tables_in_a_folder(tmp_path):
     tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "t.png", "c.png")
     (tmp_path/"info.json").write_text('{"licence": "free", "n": [1, 2]}')
     assert find_samples(tmp_path).layout == "folders images/ + control/"
@@ -277,14 +276,14 @@ def test_two_tables_and_the_folder_layout_beside_a_card(tmp_path):
     ("m.jsonl", '{"image": "t.png", "edit_image": [["c.png"]], "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": ["p"]}', "caption of sample 't' must be text"),
     ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": "\\ud800"}', "caption of sample 't' is not valid Unicode; fix it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it"),
 ])
-def test_tables_that_cannot_be_used(name, text, sentence, tmp_path):
+def test_unusable_tables(name, text, sentence, tmp_path):
     tree(tmp_path, "t.png", "c.png")
     (tmp_path/name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: find_samples(tmp_path/name)
     assert "\n" not in str(e.value) and len(str(e.value)) < 600
 
 
-# --- a table is somebody else's: forty hostile rows
+# --- hostile tables
 PATHS = ["../secret.png", "../../../../etc/passwd", "images/../../secret.png", "./../secret.png", "/etc/passwd", "/proc/self/environ", "/dev/stdin", "SECRET", "..\\secret.png", "..\\..\\..\\windows\\win.ini", "images\\..\\..\\secret.png",
          "C:\\Windows\\win.ini", "C:/secret.png", "\\\\server\\share\\a.png", "//server/share/a.png", "file:///etc/passwd", "file:secret.png", "http://127.0.0.1/a.png", "https://example.org/a.png", "data:image/png;base64,AAAA",
          "link.png", "linked/secret.png", "loop.png", "t.png\0.txt", "\0", "x" * 5000, "a/" * 3000 + "a.png", "", "   ", "..", ".", "~/secret.png", "%2e%2e/secret.png", "${HOME}/a.png", "\ud800.png", "pipe.png"]
@@ -294,7 +293,7 @@ HTML = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"><svg on
 @pytest.fixture
 def hostile(tmp_path):
     root = tree(tmp_path/"set", "t.png", "c.png", "images/a.png")
-    picture(tmp_path/"secret.png")
+    write_image(tmp_path/"secret.png")
     (root/"link.png").symlink_to("../secret.png")
     (root/"linked").symlink_to(tmp_path)
     (root/"loop.png").symlink_to("loop.png")
@@ -303,21 +302,21 @@ def hostile(tmp_path):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[ascii(p[:30]) for p in PATHS])
-def test_a_path_that_leads_out_is_refused_with_its_row(path, hostile):
+def test_paths_outside_the_set_are_refused(path, hostile):
     path = path.replace("SECRET", str(hostile.parent/"secret.png"))
     good = dict(image="t.png", edit_image="c.png", prompt="p")
     for bad in (dict(image=path), dict(edit_image=path), dict(edit_image=["c.png", path])):
         with pytest.raises((ValueError, FileNotFoundError)) as e: find_samples(table(hostile, [good | dict(image="images/a.png"), good | bad]))
-        said = str(e.value)
-        assert said.startswith("row 2 of 'metadata.jsonl' ") and "\n" not in said and "\0" not in said and len(said) < 400
+        message = str(e.value)
+        assert message.startswith("row 2 of 'metadata.jsonl' ") and "\n" not in message and "\0" not in message and len(message) < 400
         assert type(e.value) in (ValueError, FileNotFoundError)
-        said.encode()
+        message.encode()
 
 
 @pytest.mark.parametrize("text", HTML)
-def test_html_is_kept_as_text_and_escaped_where_it_is_shown(text, hostile):
+def test_html_is_escaped(text, hostile):
     name = text.replace("/", "")[:60]
-    picture(hostile/f"{name}.png")
+    write_image(hostile/f"{name}.png")
     samples = find_samples(table(hostile, [dict(image=f"{name}.png", edit_image="c.png", prompt=text, **{f"<i>{n}": 1 for n in range(2)})]))
     assert samples[0].prompt == text and samples[0].id == name
     page = Samples(samples, samples.layout, [(text, text)])._repr_html_()
@@ -325,10 +324,7 @@ def test_html_is_kept_as_text_and_escaped_where_it_is_shown(text, hostile):
     with pytest.raises(FileNotFoundError, match="row 1 of 'metadata.jsonl' names"): find_samples(table(hostile, [dict(image=text, edit_image="c.png", prompt="p")]))
 
 
-def test_there_are_forty_hostile_rows_and_more(): assert len(PATHS) + len(HTML) >= 40
-
-
-def test_a_windows_path_inside_the_set_is_read(tmp_path):
+def test_windows_paths_inside_the_set(tmp_path):
     tree(tmp_path, "images/t.png", "control/c.png")
     assert one(find_samples(table(tmp_path, [dict(image="images\\t.png", edit_image=".\\control\\c.png", prompt="p")])), tmp_path)[0] == "images/t.png"
     assert len(find_samples(table(tmp_path, [dict(image=str(tmp_path/"images"/"t.png"), edit_image="images/../control/c.png", prompt="p")]))) == 1
@@ -338,7 +334,7 @@ def test_a_windows_path_inside_the_set_is_read(tmp_path):
 def images_of(n): return [Image.new("RGB", (8, 6), (i, 0, 0)) for i in range(n)]
 
 
-def test_a_dataset_with_lists_of_controls(tmp_path):
+def test_dataset_with_lists_of_controls(tmp_path):
     import datasets
     held = dict(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=["a", "b", "c"], quality=[1, 2, 3])
     features = datasets.Features(target_image=datasets.Image(), control_images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), quality=datasets.Value("int64"))
@@ -355,7 +351,7 @@ def test_a_dataset_with_lists_of_controls(tmp_path):
     assert load_images(shuffled[0], Geometry((32, 32)))["control"][2].size == (8, 6)
 
 
-def test_a_dataset_beside_a_folder_and_its_split(tmp_path):
+def test_dataset_combined_with_a_folder(tmp_path):
     import datasets
     data = datasets.Dataset.from_dict(dict(input_image=images_of(4), edited_image=images_of(4)[::-1], edit_prompt=list("abcd"))).cast_column("input_image", datasets.Image()).cast_column("edited_image", datasets.Image())
     tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "control/b.png")
@@ -376,15 +372,15 @@ def test_a_dataset_beside_a_folder_and_its_split(tmp_path):
     (lambda d, hub: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
     (lambda d, hub: d.remove_columns("prompt").add_column("prompt", [1, 2]), "caption of sample '000000' must be text, got 1"),
 ])
-def test_datasets_that_cannot_be_used(change, sentence):
+def test_unusable_datasets(change, sentence):
     import datasets
     data = datasets.Dataset.from_dict(dict(image=images_of(2), edit_image=images_of(2), prompt=["x", "y"])).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
     with pytest.raises(ValueError, match=sentence): find_samples(change(data, datasets))
 
 
-def test_bad_images_of_a_dataset_are_skipped(tmp_path):
+def test_broken_images_of_a_dataset_are_skipped(tmp_path):
     import datasets
-    good = picture(tmp_path/"a.png").read_bytes()
+    good = write_image(tmp_path/"a.png").read_bytes()
     data = datasets.Dataset.from_dict(dict(image=[dict(bytes=b, path=p) for b, p in ((good, "a.png"), (b"no", None), (None, "/nowhere/x.png"), (None, "https://example.org/a.png"))] + [None],
                                            control=[dict(bytes=good, path=None)] * 5, prompt=["p"] * 5), features=datasets.Features(image=datasets.Image(), control=datasets.Image(), prompt=datasets.Value("string")))
     keep, _, skipped = usable(find_samples(data))
@@ -393,17 +389,16 @@ def test_bad_images_of_a_dataset_are_skipped(tmp_path):
                              for i, why in ((1, "not an image or broken"), (2, "it does not exist"), (3, "it does not exist"), (4, "it is empty"))}
 
 
-# --- nothing else is a data set
 @pytest.mark.parametrize("given, kind, sentence", [(None, ValueError, "`data.dataset_path` is not set; set it to"), (5, ValueError, "`data.dataset_path` is of type int; it must be a folder, a table or"), ({"repo_id": "x"}, ValueError, "is of type dict"),
                                                    ("/no/such", FileNotFoundError, "'/no/such' does not exist; set it to the folder"), ("FILE", ValueError, "a.zip' is no table; it must be a folder or one of .jsonl, .json, .csv"),
                                                    ("/no/such.csv", FileNotFoundError, "does not exist")])
-def test_what_is_no_data_set(given, kind, sentence, tmp_path):
+def test_no_data_set(given, kind, sentence, tmp_path):
     (tmp_path/"a.zip").write_bytes(b"PK")
     with pytest.raises(kind, match=sentence): find_samples(str(tmp_path/"a.zip") if given == "FILE" else given)
 
 
-# --- which can be used
-def test_bad_images_are_skipped_with_their_reason(tmp_path):
+# --- usable samples
+def test_broken_images_are_skipped(tmp_path):
     names = [f"{d}/{n}.{k}" for n in "abcd" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))]
     tree(tmp_path, *names)
     (tmp_path/"control"/"b.png").write_bytes(b"")
@@ -413,20 +408,20 @@ def test_bad_images_are_skipped_with_their_reason(tmp_path):
     keep, sizes, skipped = usable(samples)
     assert [s.id for s in keep] == ["a"] and sizes == [((8, 6), (8, 6))] and keep.layout == samples.layout
     assert [i for i, _ in skipped] == ["b", "c", "d"]
-    for (_, reason), says in zip(skipped, ("control/b.png' cannot be read (it is empty)", "images/c.png' cannot be read (", "control/d.png' is 400x10, more than 16 times as long as wide")): assert says in reason
+    for (_, reason), text in zip(skipped, ("control/b.png' cannot be read (it is empty)", "images/c.png' cannot be read (", "control/d.png' is 400x10, more than 16 times as long as wide")): assert text in reason
     with pytest.raises(ValueError, match="b.png' cannot be read"): usable(samples, strict=True)
     with pytest.raises(ValueError, match="none of 3 samples can be used; the first: image .*b.png' cannot be read .*"): usable(samples[1:])
     assert usable([]) == ([], [], [])
 
 
-def test_a_file_that_goes_while_it_is_looked_at_is_skipped_too(tmp_path):
+def test_a_broken_link_is_skipped(tmp_path):
     samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
     (tmp_path/"control"/"b.png").unlink()
     (tmp_path/"control"/"b.png").symlink_to("nowhere")
     assert usable(samples)[2] == [("b", f"image '{tmp_path}/control/b.png' cannot be read (its link leads nowhere); replace it or remove the pair")]
 
 
-def test_sizes_are_asked_of_the_files_memory_and_a_lost_file_is_still_one_sentence(tmp_path, monkeypatch):
+def test_sizes_are_remembered_per_file(tmp_path, monkeypatch):
     from pathlib import Path
     asked = []
     def remembered(path, name, compute): return asked.append((Path(path).stat().st_size > 0, name, compute)) or [8, 6]
@@ -438,7 +433,7 @@ def test_sizes_are_asked_of_the_files_memory_and_a_lost_file_is_still_one_senten
     assert skipped == [("b", f"image '{tmp_path}/images/b.png' cannot be read (it does not exist); replace it or remove the pair")]
 
 
-def test_a_key_of_old_bytes_never_gets_new_pixels(tmp_path, monkeypatch):
+def test_a_changed_image_is_refused(tmp_path, monkeypatch):
     from pathlib import Path
     sample = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "control_2/a.png"))[0]
     digests = [source_digest(p) for p in (sample.target, *sample.controls)]
@@ -446,67 +441,16 @@ def test_a_key_of_old_bytes_never_gets_new_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda self, *a, **kw: (opened.append(self), real(self, *a, **kw))[1])
     held = load_images(sample, Geometry((32, 32)), digests)
     assert len(held["control"]) == 2 and sorted(opened) == sorted([sample.target, *sample.controls]), "each file is read once"
-    picture(sample.controls[1], 200)
+    write_image(sample.controls[1], 200)
     with pytest.raises(ImageChanged, match="image '.*control_2/a.png' has changed since it was digested; start again"): load_images(sample, Geometry((32, 32)), digests)
     assert issubclass(ImageChanged, ValueError) and load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
     with pytest.raises(ValueError): load_images(sample, Geometry((32, 32)), digests[:1])
 
 
-def test_a_batch_fetches_images_of_any_source(tmp_path):
-    path = picture(tmp_path/"a.png", 7)
+def test_a_batch_loads_images_of_any_source(tmp_path):
+    path = write_image(tmp_path/"a.png", 7)
     class Held: name = "held"; read_bytes = staticmethod(path.read_bytes)
     sample, bad = Sample("a", path, (Held, path), "p"), Sample("b", tmp_path/"gone.png", (path,), "p")
     got = Batch(dict(sample=[sample, bad]), Geometry((32, 32))).get_images_for_tensorboard()
     assert len(got["training_images"]) == 1 and [c.shape for c in got["control_images"]] == [(6, 8, 3)] * 2 and got["source"] == "disk"
     assert got["problems"] == [f"image '{tmp_path}/gone.png' cannot be read (it does not exist); replace it or remove the pair"]
-
-
-# --- batches
-class Made:
-    "Sizes of two buckets (the second differs in a control only) and lengths that change with the epoch."
-    def __init__(self, n=101): self.n, self.epoch = n, 0
-    def __len__(self): return self.n
-    def bucket(self, i): return ((64, 64), (64, 64 + 32 * (i % 3 == 0)))
-    def set_epoch(self, epoch): self.epoch = epoch
-    def true_length(self, i): return 0 if random.Random(f"{self.epoch} {i}").random() < .2 else random.Random(i).randint(5, 300)
-
-
-class Lengths(Made):
-    def length(self, i): return self.true_length(i)
-
-
-def padding(data, batches): return sum(max(map(data.true_length, b)) * len(b) - sum(map(data.true_length, b)) for b in batches)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_batches_of_neighbours_in_length(shuffle):
-    for epoch in range(3):
-        got = {}
-        for data in (Made(), Lengths()):
-            sampler = BucketBatchSampler(data, 4, seed=3, shuffle=shuffle)
-            sampler.set_epoch(epoch)
-            got[type(data)] = batches = sampler.batches()
-            assert sorted(i for b in batches for i in b) == list(range(101)) and batches == sampler.batches()
-            assert all(len({data.bucket(i) for i in b}) == 1 for b in batches) and len(sampler) == len(batches)
-            sampler.start = 5
-            assert list(sampler) == batches[5:]
-        assert padding(data, got[Lengths]) < padding(data, got[Made]) / 3
-
-
-def test_order_is_a_function_of_seed_and_epoch_and_ties_are_random():
-    class Same(Made):
-        def length(self, i): return 7
-    def order(seed, epoch, data):
-        sampler = BucketBatchSampler(data, 4, seed)
-        sampler.set_epoch(epoch)
-        return sampler.batches()
-    for kind in (Same, Lengths):
-        assert order(1, 2, kind()) == order(1, 2, kind())
-        assert len({str(order(s, e, kind())) for s in (1, 2) for e in (1, 2)}) == 4
-    assert {frozenset(b) for b in order(1, 1, Same())} != {frozenset(b) for b in order(1, 2, Same())}, "who meets whom changes"
-    wide = [max(map(Lengths().true_length, b)) for b in order(1, 0, Lengths()) if b[0] % 3]
-    assert wide != sorted(wide), "batches are not in the order of their lengths"
-
-
-def test_alone_in_a_batch_nothing_is_sorted():
-    assert BucketBatchSampler(Lengths(), 1, seed=3).batches() == BucketBatchSampler(Made(), 1, seed=3).batches()
