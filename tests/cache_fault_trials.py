@@ -605,7 +605,7 @@ def scripted(s): # (name, edit, what it is to cost)
     import qie_nb.core.files
     t0, move, nothing = s.target(0), (lambda a, b: shutil.move(a, b)), {}
     all_text = times(5, SUFFIX) | dict(prompt_prefix=5) | times(5, EMPTY) # six captions, two of them the same, on five sets of images
-    def forget_digests(): shutil.rmtree(os.environ["QIE_NB_HOME"]); qie_nb.core.files._facts.clear(), qie_nb.core.files._folders.clear(); setattr(qie_nb.core.files._local, "of", None)
+    def forget_digests(): shutil.rmtree(os.environ["QIE_NB_HOME"]); qie_nb.core.files._facts.clear(), qie_nb.core.files._folders.clear(); setattr(qie_nb.core.files._local, "owner", None)
     def spoil_digests(): forget_digests(); Path(os.environ["QIE_NB_HOME"]).mkdir(); (Path(os.environ["QIE_NB_HOME"])/"files.sqlite").write_bytes(b"not a data base" * 100)
     def new_root(name): move(s.root, s.tmp/name); s.root = s.tmp/name
     def copied(): shutil.copytree(s.root, s.tmp/"copy"); s.root = s.tmp/"copy"

@@ -73,8 +73,8 @@ class StopAt:
 
 
 def few_trials(script, request, tmp_path_factory):
-    "The cases of faults.py or kills.py that this session selected, in a process of its own that forks freely: {name: result}."
-    chosen = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]
+    "The selected cases of cache_fault_trials.py or crash_trials.py, run in a process that may fork: {name: result}."
+    chosen = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath and "results" in item.fixturenames]
     here, out = Path(__file__).parent, tmp_path_factory.mktemp(script)/"results.json"
     paths = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
     run = subprocess.run([sys.executable, here/f"{script}.py", "--only", *chosen, "--out", out], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths))

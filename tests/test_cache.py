@@ -1,38 +1,61 @@
-"""The cache as a user meets it: lazy or precomputed, in layers, moved, batched, shared between data sets and processes."""
-import hashlib, json, shutil
+"""The cache in use: filled lazily or by precompute, in layers, moved, batched, packed, damaged."""
+import hashlib, json, shutil, struct, zlib
+from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
+import pytest, torch, yaml
 from PIL import Image
 
 from qie_nb.cache import EmbeddingCacheManager, check_cache_exists
+from qie_nb.cli import main
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_entries import ALL_KINDS, read_header
 from qie_nb.data.samples import ImageChanged
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_equal, settings
+from helpers import adapters_equal, settings, write_pairs
 
 THREE = ((48, 32), (32, 48), (48, 32))
 
 
-def files(folder):
-    "{name: digest} of every entry."
+def files(folder): # {name: digest} of every entry
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*.safetensors"))}
 
 
-def two_captions_a_image(root):
-    "Sample 0002 gets 0000's control image."
+def trainer(root, tmp_path, variant="2511", model=None, cache=None, **train):
+    "A trainer for one step, with the cache in `tmp_path/cache` unless `cache` names folders or settings."
+    cache = cache if isinstance(cache, dict) else dict(cache_dir=cache) if cache else {}
+    sections = dict(cache={k: [str(d) for d in v] if isinstance(v, list) else str(v) if k == "cache_dir" else v for k, v in cache.items()})
+    if model: sections["model"] = dict(pretrained_model_name_or_path=str(model))
+    return QwenImageEditTrainer(settings(root, tmp_path, variant, train=dict(max_train_steps=1) | train, **sections))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory): # a model folder without encoders
+    return shutil.copytree(tiny_folder("2511"), tmp_path_factory.mktemp("bare")/"model", ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer", "processor"))
+
+
+@pytest.fixture(scope="module")
+def precomputed(tmp_path_factory): # a folder with a data set and its cache
+    folder = tmp_path_factory.mktemp("precomputed")
+    trainer(write_pairs(folder/"set", THREE), folder).cache_embeddings()
+    return folder
+
+
+@pytest.fixture
+def filled(precomputed, tmp_path): # a copy for one test: the root of the data set, and the cache in `tmp_path/cache`
+    shutil.copytree(precomputed/"cache", tmp_path/"cache")
+    return shutil.copytree(precomputed/"set", tmp_path/"set")
+
+
+def two_captions_per_image(root): # sample 0002 gets the control image of 0000
     shutil.copy(root/"control_images"/"0000.png", root/"control_images"/"0002.png")
     return root
 
 
-@pytest.mark.parametrize("variant, controls", [("v1", 1), ("2511", 2)])
-@pytest.mark.parametrize("shared", [True, False])
-def test_first_touch_writes_the_bytes_that_precompute_writes(variant, controls, shared, pairs, tmp_path):
-    root = two_captions_a_image(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))
-    make = lambda name: QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(cache_dir=str(tmp_path/name), share_prompt_prefix=shared), train=dict(num_epochs=1)))
+@pytest.mark.parametrize("shared, variant, controls", [(True, "v1", 1), (False, "2511", 2), pytest.param(False, "v1", 1, marks=pytest.mark.slow), pytest.param(True, "2511", 2, marks=pytest.mark.slow)])
+def test_lazy_filling_writes_the_files_of_precompute(variant, controls, shared, pairs, tmp_path):
+    root = two_captions_per_image(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))
+    make = lambda name: trainer(root, tmp_path, variant, cache=dict(cache_dir=tmp_path/name, share_prompt_prefix=shared), num_epochs=1, max_train_steps=None)
     make("pre").cache_embeddings()
     make("lazy").fit()
     half = make("half")
@@ -43,61 +66,48 @@ def test_first_touch_writes_the_bytes_that_precompute_writes(variant, controls, 
     assert any(n.startswith("prompt_prefix") for n in files(tmp_path/"pre")) == shared
 
 
-@pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 2)])
-def test_a_larger_encode_batch_rounds_differently_and_no_more(variant, controls, pairs, tmp_path):
-    root = two_captions_a_image(pairs(((48, 32),) * 5, controls=controls, caption=["invert", "invert the colours of everything", "x", "yy", "a b c"]))
+@pytest.mark.parametrize("variant, controls", [pytest.param("v1", 1, marks=pytest.mark.slow), ("2509", 2)])
+def test_encoder_batch_changes_only_rounding(variant, controls, pairs, tmp_path):
+    root = two_captions_per_image(pairs(((48, 32),) * 5, controls=controls, caption=["invert", "invert the colours of everything", "x", "yy", "a b c"]))
     caches = []
     for n in (1, 3):
-        t = QwenImageEditTrainer(settings(root, tmp_path, variant, cache=dict(cache_dir=str(tmp_path/str(n)), batch_size=n)))
-        assert t.cache_embeddings().encoded == 5
+        assert trainer(root, tmp_path, variant, cache=dict(cache_dir=tmp_path/str(n), batch_size=n)).cache_embeddings().encoded == 5
         caches.append(EmbeddingCacheManager(tmp_path/str(n)))
-    names = [[(kind, key) for _, kind, key, _ in c.entries()] for c in caches]
+    names = [[(e.kind, e.key) for e in c.entries()] for c in caches]
     assert names[0] == names[1] and len(names[0]) > 20
-    for kind, key in names[0]:
-        a, b = (c.load_cache(kind, key) for c in caches)
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert (a.float() - b.float()).abs().max() <= 1e-5 * max(1, a.float().abs().max()), kind
+    for kind, key in names[0]: torch.testing.assert_close(*(c.load_cache(kind, key) for c in caches), rtol=1e-5, atol=1e-5)
 
 
-def test_whole_and_shared_embeddings_are_the_same_to_rounding_and_know_each_other(pairs, tmp_path):
-    root = pairs(THREE)
-    make = lambda **kw: QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/"cache"), **kw)))
-    make(share_prompt_prefix=False, vae_2d=False).cache_embeddings()
-    whole = EmbeddingCacheManager(tmp_path/"cache")
-    held = {key: whole.load_cache("prompt_embed", key) for _, _, key, _ in whole.entries(["prompt_embed"])}
-    assert make().cache_embeddings().tensors == 0, "a switch of the computation is no other tensor"
-    whole.clear_cache()
+def test_whole_and_shared_embeddings_have_the_same_keys(filled, tmp_path):
+    cache = EmbeddingCacheManager(tmp_path/"cache")
+    shared = {e.key: cache.load_cache("prompt_embed", e.key) for e in cache.entries(["prompt_embed"])}
+    make = lambda: trainer(filled, tmp_path, cache=dict(cache_dir=tmp_path/"cache", share_prompt_prefix=False, vae_2d=False))
+    assert make().cache_embeddings().tensors == 0 and len(shared) == 3
+    cache.clear_cache()
     make().cache_embeddings()
-    assert all(torch.allclose(whole.load_cache("prompt_embed", key), t, rtol=1e-5, atol=1e-5) for key, t in held.items()) and len(held) == 3
+    for key, tensor in shared.items(): torch.testing.assert_close(cache.load_cache("prompt_embed", key), tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_keys_are_readable_in_the_header_and_hold_no_path(pairs, tmp_path):
+def test_key_parts_are_in_the_header_without_paths(pairs, tmp_path):
     root = pairs(THREE, caption="make it ünïcode")
-    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    trainer(root, tmp_path).cache_embeddings()
     said = [json.loads(read_header(p.read_bytes())["__metadata__"]["parts"]) for p in (tmp_path/"cache").rglob("*.safetensors")]
     assert {p.get("prompt") for p in said} == {None, " ", "make it ünïcode"} and all(str(tmp_path) not in json.dumps(p) for p in said)
     target = hashlib.sha256((root/"training_images"/"0000.png").read_bytes()).hexdigest()
     assert sum(p.get("image") == target for p in said) == 1
 
 
-def test_a_moved_data_set_and_a_renamed_model_cost_nothing(pairs, tmp_path, built):
-    root, model = pairs(THREE), tmp_path/"model"
-    shutil.copytree(tiny_folder("2511"), model)
-    first = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(model)))
-    assert QwenImageEditTrainer(first).cache_embeddings().encoded == 3
-    shutil.move(root, tmp_path/"elsewhere")
-    for p in (tmp_path/"elsewhere").rglob("*.png"): p.touch()
-    (tmp_path/"elsewhere"/"training_images"/"0000.png").rename(tmp_path/"elsewhere"/"training_images"/"zz.png")
-    (tmp_path/"elsewhere"/"training_images"/"0000.txt").rename(tmp_path/"elsewhere"/"training_images"/"zz.txt")
-    (tmp_path/"elsewhere"/"control_images"/"0000.png").rename(tmp_path/"elsewhere"/"control_images"/"zz.png")
-    model.rename(tmp_path/"renamed")
-    built.clear()
-    again = settings(tmp_path/"elsewhere", tmp_path, model=dict(pretrained_model_name_or_path=str(tmp_path/"renamed")))
-    report = QwenImageEditTrainer(again).cache_embeddings()
+def test_moved_data_and_renamed_model_reuse_the_cache(filled, tmp_path, built):
+    shutil.copytree(tiny_folder("2511"), tmp_path/"renamed")
+    root = tmp_path/"elsewhere"
+    shutil.move(filled, root)
+    for p in root.rglob("*.png"): p.touch()
+    for p in root.glob("*/0000.*"): p.rename(p.with_name("zz" + p.suffix))
+    report = trainer(root, tmp_path, model=tmp_path/"renamed").cache_embeddings()
     assert (report.tensors, report.reused) == (0, 3) and not built
 
 
-def test_a_image_replaced_between_its_key_and_its_pixels_is_noticed(pairs, tmp_path):
+def test_image_replaced_after_its_digest_is_noticed(pairs, tmp_path):
     root = pairs(THREE)
     dataset = ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/"cache")))
     dataset.refresh(dict(vae="v", text_encoder="t", template="p", dtype="float32", control_area=4096, vl_area=4096))
@@ -106,7 +116,7 @@ def test_a_image_replaced_between_its_key_and_its_pixels_is_noticed(pairs, tmp_p
     with pytest.raises(ImageChanged, match="0000.png.* has changed"): dataset.images(0)
 
 
-def test_packing_again_replaces_a_pack_and_nothing_else(tmp_path, monkeypatch):
+def test_pack_replaces_only_a_packed_cache(tmp_path, monkeypatch):
     manager, out = EmbeddingCacheManager(tmp_path/"cache"), tmp_path/"packed"
     for n in range(3): manager.save_cache("pixel_latent", f"{n:02}ab", torch.full((4, 4), float(n)))
     manager.pack(out, shard_bytes=300)
@@ -116,7 +126,7 @@ def test_packing_again_replaces_a_pack_and_nothing_else(tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr("qie_nb.cache.write_packed", lambda out, *a: (out.mkdir(), 1 / 0))
         with pytest.raises(ZeroDivisionError): manager.pack(out, replace=True)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before, "until the new one is whole the old one stays"
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before, "the old one stays until the new one is complete"
     files = manager.pack(out, replace=True)
     assert EmbeddingCacheManager(out).get_cache_stats()["total"]["count"] == 4 and all(f.is_file() and f.parent == out for f in files)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "packed"]
@@ -125,65 +135,46 @@ def test_packing_again_replaces_a_pack_and_nothing_else(tmp_path, monkeypatch):
     assert (out/"notes.txt").read_text() == "mine"
 
 
-def test_the_machine_without_encoders_trains_from_a_packed_cache(pairs, tmp_path, built):
-    root, bare = pairs(THREE), tmp_path/"bare"
-    loose = QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/"a"))))
-    loose.cache_embeddings()
+def test_training_from_a_packed_cache_without_encoders(filled, bare, tmp_path, built):
     EmbeddingCacheManager(tmp_path/"cache").pack(tmp_path/"packed", shard_bytes=100_000)
-    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer", "processor"))
     assert not any(p.is_dir() for p in (tmp_path/"packed").iterdir())
-    built.clear()
-    for cache_dir in (str(tmp_path/"packed"), [str(tmp_path/"packed"), str(tmp_path/"empty")]):
-        there = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)), cache=dict(cache_dir=cache_dir), train=dict(output_dir=str(tmp_path/"b")))
-        there["train"]["num_epochs"] = 1
-        packed = QwenImageEditTrainer(there).fit()
-    loose.config.train.num_epochs = 1
-    assert adapters_equal(loose.fit(), packed) and "AutoencoderKLQwenImage" not in built
+    packed = trainer(filled, tmp_path, model=bare, cache=[tmp_path/"packed", tmp_path/"empty"]).fit()
+    assert adapters_equal(trainer(filled, tmp_path, cache=tmp_path/"cache").fit(), packed) and "AutoencoderKLQwenImage" not in built
     assert not (tmp_path/"empty").exists() or not files(tmp_path/"empty")
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_bad_entries_are_all_named_where_nothing_can_make_them_again(packed, pairs, tmp_path):
-    root, bare = pairs(THREE), tmp_path/"bare"
-    QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
-    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
-    folder, wrong = tmp_path/"cache", []
+def test_bad_entries_are_all_named_without_encoders(packed, filled, bare, tmp_path):
+    folder, bad, kinds = tmp_path/"cache", [], ("pixel_latent", "prompt_prefix")
     if packed:
         EmbeddingCacheManager(folder).pack(tmp_path/"packed")
         folder = tmp_path/"packed"
         shard = bytearray((folder/"cache-00001-00001.safetensors").read_bytes())
         index = json.loads((folder/"cache-index.json").read_text())["entries"]
-        for kind in ("pixel_latent", "prompt_prefix"):
+        for kind in kinds:
             key, (_, begin, _, _) = sorted(index[kind].items())[0]
             shard[begin] ^= 1
-            wrong.append(f"{kind} {key}")
+            bad.append(f"{kind} {key}")
         (folder/"cache-00001-00001.safetensors").write_bytes(shard)
     else:
-        for kind in ("pixel_latent", "prompt_prefix"):
-            path = sorted((folder/kind).rglob("*.safetensors"))[0]
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-            wrong.append(str(path))
-    trainer = QwenImageEditTrainer(settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)), cache=dict(cache_dir=str(folder))))
-    with pytest.raises(ValueError, match="cannot be used and cannot be computed here") as e: trainer.fit()
-    assert all(w in str(e.value) for w in wrong) and "2 entries" in str(e.value) and "\n" not in str(e.value)
+        bad = [str(sorted((folder/kind).rglob("*.safetensors"))[0]) for kind in kinds]
+        for path in map(Path, bad): path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ValueError, match="cannot be used and cannot be computed here") as e: trainer(filled, tmp_path, model=bare, cache=folder).fit()
+    assert all(b in str(e.value) for b in bad) and "2 entries" in str(e.value) and "\n" not in str(e.value)
 
 
-def test_bad_entries_in_a_layer_that_is_only_read_are_made_again_behind_it(pairs, tmp_path):
-    root = pairs(THREE)
-    QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/"front")))).cache_embeddings()
-    good = files(tmp_path/"front")
+def test_bad_entries_of_the_first_layer_are_encoded_into_the_last(filled, tmp_path):
+    front, back = (tmp_path/"cache").rename(tmp_path/"front"), tmp_path/"back"
+    good = files(front)
     name = next(n for n in good if n.startswith("control_latent"))
-    path = tmp_path/"front"/name
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    broken, both = files(tmp_path/"front"), dict(cache_dir=[str(tmp_path/"front"), str(tmp_path/"back")])
-    report = QwenImageEditTrainer(settings(root, tmp_path, cache=both)).cache_embeddings()
-    assert report.tensors == 1 and files(tmp_path/"back") == {name: good[name]} and files(tmp_path/"front") == broken
-    assert QwenImageEditTrainer(settings(root, tmp_path, cache=both)).cache_embeddings().tensors == 0
-    with pytest.raises(PermissionError, match="cannot be written.*add a writable folder"):
-        shutil.rmtree(tmp_path/"back")
-        manager = EmbeddingCacheManager(tmp_path/"front")
-        manager.pack(tmp_path/"packed", keep={(k, key) for _, k, key, _ in manager.entries() if k != "control_latent"})
-        QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/"packed")))).cache_embeddings()
+    (front/name).write_bytes((front/name).read_bytes()[:-1] + b"\x7f")
+    broken = files(front)
+    assert trainer(filled, tmp_path, cache=[front, back]).cache_embeddings().tensors == 1
+    assert files(back) == {name: good[name]} and files(front) == broken
+    assert trainer(filled, tmp_path, cache=[front, back]).cache_embeddings().tensors == 0
+    manager = EmbeddingCacheManager(front)
+    manager.pack(tmp_path/"packed", keep={(e.kind, e.key) for e in manager.entries() if e.kind != "control_latent"})
+    with pytest.raises(PermissionError, match="cannot be written.*add a writable folder"): trainer(filled, tmp_path, cache=tmp_path/"packed").cache_embeddings()
 
 
 def test_ranks_share_the_work(pairs, tmp_path, monkeypatch):
@@ -191,28 +182,27 @@ def test_ranks_share_the_work(pairs, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        done.append(QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings().encoded)
+        done.append(trainer(root, tmp_path).cache_embeddings().encoded)
     assert sorted(done) == [2, 3]
 
 
-def test_a_data_set_of_the_hubs_library_is_cached_and_trained_on(pairs, tmp_path):
+def test_hub_data_set_is_cached_and_trained_on(filled, tmp_path):
     datasets = pytest.importorskip("datasets")
-    root = pairs(THREE)
-    rows = [dict(image=str(root/"training_images"/f"000{i}.png"), edit_image=str(root/"control_images"/f"000{i}.png"), prompt="invert the colours") for i in range(3)]
+    rows = [dict(image=str(filled/"training_images"/f"000{i}.png"), edit_image=str(filled/"control_images"/f"000{i}.png"), prompt="invert the colours") for i in range(3)]
     held = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
-    trainer = QwenImageEditTrainer(settings(root, tmp_path))
+    t = trainer(filled, tmp_path)
     batches = loader(held, cache_dir=str(tmp_path/"cache"), image_size=[64, 64], caption_dropout_rate=0.3)
-    assert trainer.cache_embeddings(batches).encoded == 3
-    assert QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings().tensors == 0, "the same images in files are the same entries"
-    trainer.fit(batches)
-    assert trainer.global_step == 6 and check_cache_exists(tmp_path/"cache")
+    assert t.cache_embeddings(batches).tensors == 0, "equal images have equal entries"
+    EmbeddingCacheManager(tmp_path/"cache").clear_cache("pixel_latent")
+    assert not check_cache_exists(tmp_path/"other") and t.cache_embeddings(batches).tensors == 3
+    assert t.fit(batches).global_step == 1 and check_cache_exists(tmp_path/"cache")
 
 
-def test_status_counts_what_is_there_and_what_is_not(pairs, tmp_path):
-    root = pairs(THREE)
-    trainer = QwenImageEditTrainer(settings(root, tmp_path))
-    trainer.cache_embeddings(None, 0, 2)
-    dataset = trainer.make_loader().dataset
+def test_status_counts_present_and_missing_entries(filled, tmp_path):
+    cache = EmbeddingCacheManager(tmp_path/"cache")
+    needed = trainer(filled, tmp_path).make_loader().dataset.keys(2)
+    for e in needed.values(): cache.layers[0].path(e.kind, e.key).unlink()
+    dataset = trainer(filled, tmp_path).make_loader().dataset
     status = dataset.status()
     assert (status["samples"], status["complete"]) == (3, 2)
     assert status["kinds"]["pixel_latent"] | dict(bytes=0) == dict(needed=3, present=2, missing=1, bytes=0)
@@ -220,25 +210,19 @@ def test_status_counts_what_is_there_and_what_is_not(pairs, tmp_path):
     assert "2 complete" in dataset._repr_html_()
 
 
-@pytest.mark.parametrize("room", ["", "0.5"])
-def test_the_bytes_are_said_before_and_refused_where_they_do_not_fit(room, pairs, tmp_path, capsys, monkeypatch):
-    root = pairs(THREE)
-    trainer = QwenImageEditTrainer(settings(root, tmp_path))
-    if room:
-        monkeypatch.setattr("qie_nb.core.environment.free_bytes", lambda folder: 1000)
-        with pytest.raises(OSError, match=r"needs \d\.\d MB more, but .*cache' has 0.0 MB free: \d\.\d MB are missing"): trainer.cache_embeddings()
-        assert not list((tmp_path/"cache").rglob("*.safetensors"))
-        return
-    report = trainer.cache_embeddings()
+def test_precompute_announces_its_bytes_and_refuses_a_full_disk(pairs, tmp_path, capsys, monkeypatch):
+    t = trainer(pairs(THREE), tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr("qie_nb.core.environment.free_bytes", lambda folder: 1000)
+        with pytest.raises(OSError, match=r"needs \d\.\d MB more, but .*cache' has 0.0 MB free: \d\.\d MB are missing"): t.cache_embeddings()
+    assert not list((tmp_path/"cache").rglob("*.safetensors"))
+    report = t.cache_embeddings()
     assert report.bytes == sum(p.stat().st_size for p in (tmp_path/"cache").rglob("*.safetensors"))
     assert f"precompute: {report.bytes/1e6:.1f} MB to write" in capsys.readouterr().out
 
 
-def test_a_dropped_caption_is_its_own_empty_prompt(pairs, tmp_path):
-    root = pairs(THREE)
-    trainer = QwenImageEditTrainer(settings(root, tmp_path, data=dict(caption_dropout_rate=0.5)))
-    trainer.cache_embeddings()
-    dataset = trainer.make_loader().dataset
+def test_dropped_caption_uses_the_samples_own_empty_prompt(filled, tmp_path):
+    dataset = QwenImageEditTrainer(settings(filled, tmp_path, data=dict(caption_dropout_rate=0.5))).make_loader().dataset
     seen = set()
     for epoch in range(6):
         dataset.set_epoch(epoch)
@@ -251,75 +235,56 @@ def test_a_dropped_caption_is_its_own_empty_prompt(pairs, tmp_path):
     assert empty[0].shape == empty[1].shape and not torch.equal(*empty), "other images, another empty prompt"
 
 
-def test_lazy_filling_goes_by_the_loaders_own_settings(pairs, tmp_path):
+def test_lazy_filling_uses_the_settings_of_the_loader(pairs, tmp_path):
     root = pairs(THREE)
-    mine = dict(image_size=[64, 64], caption_dropout_rate=0.9)
-    def train(name, first):
-        trainer = QwenImageEditTrainer(settings(root, tmp_path, data=dict(image_size=[96, 96], caption_dropout_rate=0.), cache=dict(cache_dir=str(tmp_path/"other")), train=dict(num_epochs=1)))
-        batches = loader(str(root), cache_dir=str(tmp_path/name), **mine)
-        if first: trainer.cache_embeddings(batches)
-        return trainer.fit(batches)
+    def train(name, precompute):
+        t = QwenImageEditTrainer(settings(root, tmp_path, data=dict(image_size=[96, 96], caption_dropout_rate=0.), cache=dict(cache_dir=str(tmp_path/"other")), train=dict(num_epochs=1)))
+        batches = loader(str(root), cache_dir=str(tmp_path/name), image_size=[64, 64], caption_dropout_rate=0.9)
+        if precompute: t.cache_embeddings(batches)
+        return t.fit(batches)
     assert adapters_equal(train("lazy", False), train("pre", True)) and files(tmp_path/"lazy") == files(tmp_path/"pre") and not files(tmp_path/"other")
 
 
-def test_a_lost_prefix_is_made_again_whatever_the_switch_says(pairs, tmp_path):
-    root = pairs(THREE)
-    make = lambda **kw: QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/"cache"), **kw)))
-    make().cache_embeddings()
-    good = files(tmp_path/"cache")
+def test_lost_prefix_is_encoded_again(filled, tmp_path):
+    good, manager = files(tmp_path/"cache"), EmbeddingCacheManager(tmp_path/"cache")
     next((tmp_path/"cache"/"prompt_prefix").rglob("*.safetensors")).unlink()
-    manager = EmbeddingCacheManager(tmp_path/"cache")
     assert len(manager.verify()) == 2 and "precompute again" in manager.verify()[0][1]
     with pytest.raises(ValueError, match="prompt prefixes are missing"): manager.pack(tmp_path/"packed")
-    assert make(share_prompt_prefix=False).cache_embeddings().tensors == 1
-    assert files(tmp_path/"cache") == good and make(share_prompt_prefix=False).cache_embeddings().encoded == 0
+    whole = lambda: trainer(filled, tmp_path, cache=dict(cache_dir=tmp_path/"cache", share_prompt_prefix=False)).cache_embeddings()
+    assert whole().tensors == 1 and files(tmp_path/"cache") == good and whole().encoded == 0
 
 
-def test_a_image_that_cannot_be_decoded_is_left_out_where_there_are_no_encoders_too(pairs, tmp_path):
-    import struct, zlib
-    root, bare = pairs(THREE), tmp_path/"bare"
+def test_undecodable_image_is_skipped_with_and_without_encoders(pairs, bare, tmp_path):
+    root = pairs(THREE)
     chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    broken = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 48, 32, 8, 2, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(b"\0" * 4647)[:9]) + chunk(b"IEND", b"")
-    (root/"training_images"/"0001.png").write_bytes(broken)
-    report = QwenImageEditTrainer(settings(root, tmp_path)).cache_embeddings()
+    header, data = chunk(b"IHDR", struct.pack(">IIBBBBB", 48, 32, 8, 2, 0, 0, 0)), chunk(b"IDAT", zlib.compress(b"\0" * 4647)[:9])
+    (root/"training_images"/"0001.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b""))
+    report = trainer(root, tmp_path).cache_embeddings()
     assert (report.encoded, [i for i, _ in report.skipped]) == (2, ["0001"])
-    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
-    there = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)))
-    assert QwenImageEditTrainer(there).fit().global_step == 2
+    assert trainer(root, tmp_path, model=bare).fit().global_step == 1
     with pytest.raises(ValueError, match="0001.png' cannot be read"): QwenImageEditTrainer(settings(root, tmp_path, data=dict(strict=True))).cache_embeddings()
 
 
-def test_held_out_pairs_of_their_own_are_kept_shipped_and_asked_for(pairs, tmp_path):
-    import yaml
-    from qie_nb.cli import main
-    root, bare = pairs(THREE), tmp_path/"bare"
-    shutil.copytree(root, tmp_path/"val")
-    Image.new("RGB", (48, 32), "red").save(tmp_path/"val"/"control_images"/"0000.png")
-    raw = settings(root, tmp_path, train=dict(val_path=str(tmp_path/"val"), eval_interval=1))
+def test_validation_pairs_are_kept_packed_and_required(filled, bare, tmp_path):
+    val, config = shutil.copytree(filled, tmp_path/"val"), tmp_path/"c.yaml"
+    Image.new("RGB", (48, 32), "red").save(val/"control_images"/"0000.png")
+    train = dict(val_path=str(val), eval_interval=1)
+    raw = settings(filled, tmp_path, train=train)
     QwenImageEditTrainer(raw).cache_embeddings()
-    before, config = files(tmp_path/"cache"), tmp_path/"c.yaml"
+    before = files(tmp_path/"cache")
     config.write_text(yaml.safe_dump(raw))
     assert main(["cache", "gc", str(tmp_path/"cache"), "--config", str(config)]) == 0 and files(tmp_path/"cache") == before
     assert main(["cache", "pack", str(tmp_path/"cache"), "--config", str(config), "--out", str(tmp_path/"packed")]) == 0
-    shutil.copytree(tiny_folder("2511"), bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
-    raw = settings(root, tmp_path, model=dict(pretrained_model_name_or_path=str(bare)), cache=dict(cache_dir=str(tmp_path/"packed")), train=raw["train"])
-    QwenImageEditTrainer(raw).fit()
+    make = lambda: trainer(filled, tmp_path, model=bare, cache=tmp_path/"packed", **train)
+    make().fit()
     shutil.rmtree(tmp_path/"checkpoints", ignore_errors=True)
-    (tmp_path/"val"/"training_images"/"0001.txt").write_text("another instruction")
-    with pytest.raises(ValueError, match="prompt_embed of sample '0001' is missing"): QwenImageEditTrainer(raw).fit()
+    (val/"training_images"/"0001.txt").write_text("another instruction")
+    with pytest.raises(ValueError, match="prompt_embed of sample '0001' is missing"): make().fit()
 
 
-def test_a_prompt_with_a_images_tokens_is_skipped(pairs, tmp_path):
-    root = pairs(THREE, caption=["invert", "like <|image_pad|> here", "x"])
-    trainer = QwenImageEditTrainer(settings(root, tmp_path))
-    assert [i for i, _ in trainer.cache_embeddings().skipped] == ["0001"] and trainer.fit().global_step == 2
-
-
-def test_held_out_pairs_of_their_own_are_skipped_like_others(pairs, tmp_path):
-    root = pairs(THREE)
-    shutil.copytree(root, tmp_path/"val")
-    (tmp_path/"val"/"training_images"/"0001.txt").write_text("like <|image_pad|> here")
-    trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(val_path=str(tmp_path/"val"), eval_interval=1)))
-    assert [i for i, _ in trainer.cache_embeddings().skipped] == ["0001"]
-    trainer.fit()
-    assert len(trainer.held_out) == 2 and trainer.global_step == 4
+def test_prompt_with_image_tokens_is_skipped(filled, tmp_path):
+    val = shutil.copytree(filled, tmp_path/"val")
+    for root in (filled, val): (root/"training_images"/"0001.txt").write_text("like <|image_pad|> here")
+    t = trainer(filled, tmp_path, val_path=str(val), eval_interval=1)
+    assert [i for i, _ in t.cache_embeddings().skipped] == ["0001", "0001"]
+    assert t.fit().global_step == 1 and len(t.held_out) == 2

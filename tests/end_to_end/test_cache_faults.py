@@ -1,21 +1,37 @@
-"""Few trials of every case in faults.py, in a process of their own that forks freely; `make faults` runs the full counts."""
-import pytest
+"""A few trials of each case of cache_fault_trials.py; `make faults` runs all. Cases that start no process run here, the others in a process of their own."""
+import pytest, torch
 
-from helpers import few_trials
 from cache_fault_trials import cases
+from helpers import few_trials
 
+FAST = ["flips", "truncations", "zeroed_tails", "swaps", "losses", "headers", "bits", "bits_of_a_run", "edits_of_the_model"]
 MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]
-CASES = [pytest.param(c, marks=[pytest.mark.mounts, pytest.mark.slow]) if c in MOUNTS else c for c in cases(False)]
+SLOW = [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.mounts] * (c in MOUNTS)]) for c in cases(False) if c not in FAST]
+
+
+def check(result):
+    if result["worst"].startswith("not run"): pytest.skip(result["worst"])
+    assert result["trials"] and result["passed"] == result["trials"], result["worst"]
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    "One run of the cases that were selected, by name."
-    return few_trials("cache_fault_trials", request, tmp_path_factory)
+def in_process(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setenv("QIE_NB_HOME", str(tmp_path_factory.mktemp("home")))
+        mp.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("worlds")))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield cases(False)
+        torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_trial_goes_as_it_must(case, results):
-    r = results[case]
-    if r["worst"].startswith("not run"): pytest.skip(r["worst"])
-    assert r["trials"] and r["passed"] == r["trials"], r["worst"]
+@pytest.mark.parametrize("case", FAST)
+def test_trials_in_process(case, in_process, tmp_path): check(in_process[case](tmp_path))
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory): return few_trials("cache_fault_trials", request, tmp_path_factory)
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_trials_with_processes(case, results): check(results[case])
