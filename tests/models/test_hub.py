@@ -81,7 +81,7 @@ def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsy
     remote, local = (QwenImageEditTrainer(configured(root, tmp_path, n, m, **quantized)) for n, m in (("hub", NAME), ("local", hub.served)))
     for t in (remote, local): t.cache_embeddings(), t.fit()
     adapters_close(remote, local)
-    assert remote.facts == local.facts, "the same data, encoders and base"
+    assert remote.checkpoints.fingerprint == local.checkpoints.fingerprint, "the same data, encoders and base"
     large = [n for n in weights(hub.got) if n.split("/")[0] in ("transformer", "text_encoder")]
     assert sorted(large) == sorted(hub.deleted) and len(large) == 26, "each is downloaded once and deleted"
     sizes = lambda pattern: sum(p.stat().st_size for p in (hub.root/"home"/"models").rglob(pattern) if p.is_file())
