@@ -55,20 +55,23 @@ def pinned(
     if torch.device(device).type != "cuda": return out
     cudart = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(out.data_ptr(), size, 1)): # 1: for all GPUs
-        raise ValueError(f"`train.blocks_to_swap` could not pin {size / 1e9:.2f} GB of host memory (CUDA error {code}); "
+        raise ValueError(f"`train.blocks_to_swap` could not pin {size / 1e9:.2f} GB of host memory (CUDA "
+                         f"error {code}); "
                          "quantize the base, or give this machine or container more memory")
     weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
 # %% ../../nbs/devices/01_block_swap.ipynb #b73d42cc
 def _tensors(w) -> list: # the plain tensors that a weight consists of
-    if hasattr(w, "__tensor_flatten__"): return [p for n in w.__tensor_flatten__()[0] for p in _tensors(getattr(w, n))]
+    if hasattr(w, "__tensor_flatten__"):
+        return [p for n in w.__tensor_flatten__()[0] for p in _tensors(getattr(w, n))]
     return [w, w.quant_state.absmax] if getattr(w, "quant_state", None) is not None else [w]
 
 def _rebuild(w, new): # a weight like w from an iterator of plain tensors
     if hasattr(w, "__tensor_flatten__"):
         names, meta = w.__tensor_flatten__()
-        return type(w).__tensor_unflatten__({n: _rebuild(getattr(w, n), new) for n in names}, meta, w.size(), w.stride())
+        return type(w).__tensor_unflatten__({n: _rebuild(getattr(w, n), new) for n in names}, meta, w.size(),
+                                            w.stride())
     if getattr(w, "quant_state", None) is None: return next(new)
     w.data, w.quant_state.absmax = next(new), next(new)
     return w
@@ -81,7 +84,8 @@ class PinnedBlock:
         memory=pinned, # function of a number of bytes
     ):
         frozen = lambda n, p: p is not None and not p.requires_grad and "lora_" not in n
-        self.params = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items() if frozen(n, p)]
+        self.params = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items()
+                       if frozen(n, p)]
         tensors, self.layout, size = [t for m, k in self.params for t in _tensors(m._parameters[k])], [], 0
         for t in tensors:
             self.layout.append((size, t.dtype, t.shape, t.stride()))
@@ -101,7 +105,8 @@ class PinnedBlock:
         views = iter(self.views(flat))
         for m, k in self.params:
             new = _rebuild(m._parameters[k], views)
-            m._parameters[k] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=False)
+            m._parameters[k] = new if isinstance(new, nn.Parameter) else nn.Parameter(new,
+                                                                                      requires_grad=False)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #a94f7f73
 SLOTS = 3 # blocks on the GPU at a time: one computes, one is loaded, one was just used
@@ -115,13 +120,17 @@ class BlockSwap:
         slots:int=SLOTS, # two are enough if copies are faster than computing
         streams=None, # `Streams`
     ):
-        self.pinned, self.device, self.streams = pinned_blocks, torch.device(device), streams or Streams(device)
+        self.pinned, self.device = pinned_blocks, torch.device(device)
+        self.streams = streams or Streams(device)
         size = max(p.flat.nbytes for p in pinned_blocks)
-        self.slots = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(min(slots, len(pinned_blocks)))]
-        self.holds, self.events = [None] * len(self.slots), [None] * len(self.slots) # block in each slot, and its copy's event
+        self.slots = [torch.zeros(size, dtype=torch.uint8, device=self.device)
+                      for _ in range(min(slots, len(pinned_blocks)))]
+        # block in each slot, and its copy's event
+        self.holds, self.events = [None] * len(self.slots), [None] * len(self.slots)
         for n, block in enumerate(blocks):
             pinned_blocks[n].point_to(self.slots[n % len(self.slots)])
-            for m in block.modules(): m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
+            for m in block.modules():
+                m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
             block.register_forward_pre_hook(lambda block, args, n=n: self.prepare_block(n))
 
     @property
@@ -129,14 +138,15 @@ class BlockSwap:
 
     def __repr__(self):
         held = sum(p.flat.nbytes for p in self.pinned) / 1e9
-        return f"BlockSwap of {len(self.pinned)} blocks, {held:.3f} GB in host memory, {self.bytes / 1e9:.3f} GB on {self.device}"
+        return (f"BlockSwap of {len(self.pinned)} blocks, {held:.3f} GB in host memory, "
+                f"{self.bytes / 1e9:.3f} GB on {self.device}")
 
 # %% ../../nbs/devices/01_block_swap.ipynb #5ac77d2d
 @patch
 def upcoming(self:BlockSwap,
     n:int, # block that is about to compute
 ) -> list: # it and those that follow, one for each slot
-    "The order of the current pass. Without gradients the next pass probably begins with the first block again."
+    "The order of this pass. Without gradients the next pass probably starts at the first block again."
     ahead, count = range(len(self.slots)), len(self.pinned)
     if torch._C._current_graph_task_id() != -1: return [n - k for k in ahead if n >= k] # in a backward pass
     if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead]
@@ -153,7 +163,8 @@ def prepare_block(self:BlockSwap,
         if self.holds[slot] == k: continue
         if self.holds[slot] in todo[:i]: break # it has not computed yet
         self.holds[slot] = None # in case the copy is interrupted
-        self.events[slot] = self.streams.copy(self.slots[slot][:self.pinned[k].flat.nbytes], self.pinned[k].flat)
+        self.events[slot] = self.streams.copy(self.slots[slot][:self.pinned[k].flat.nbytes],
+                                              self.pinned[k].flat)
         self.holds[slot] = k
     self.streams.wait(self.events[n % len(self.slots)])
 
@@ -255,7 +266,8 @@ def offload_checkpoint_inputs(
         inputs = {t.data_ptr() for t in (hidden_states, encoder_hidden_states) if t.requires_grad}
         last = weakref.ref(kept)
         pack = lambda t: kept.put(t) if t.data_ptr() in inputs else t
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[0].get(x[1]) if isinstance(x, tuple) else x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[0].get(x[1]) if isinstance(x, tuple)
+                                                      else x):
             return checkpoint(block, hidden_states, encoder_hidden_states, *args, **kwargs)
     transformer._gradient_checkpointing_func = run
     return transformer
@@ -274,20 +286,27 @@ def check_offloading(
     for name in ("blocks_to_swap", "offload_activations"):
         if not getattr(train, name): continue
         if torch.device(device).type != "cuda":
-            raise ValueError(f"`train.{name}` needs a CUDA GPU, but the transformer trains on {device}; set it to false")
+            raise ValueError(f"`train.{name}` needs a CUDA GPU, but the transformer trains on {device}; set "
+                             f"it to false")
         if not train.gradient_checkpointing:
-            raise ValueError(f"`train.{name}` needs `train.gradient_checkpointing`, which is false; set it to true")
+            raise ValueError(f"`train.{name}` needs `train.gradient_checkpointing`, which is false; set it "
+                             f"to true")
         if len(train.model_parallel_devices) > 1:
-            raise ValueError(f"`train.{name}` is incompatible with `train.model_parallel_devices` {train.model_parallel_devices}; "
+            raise ValueError(f"`train.{name}` is incompatible with `train.model_parallel_devices` "
+                             f"{train.model_parallel_devices}; "
                              "choose one of them")
         if train.compile is True:
-            raise ValueError(f"`train.{name}` is incompatible with `train.compile` true, because compiled blocks keep their tensors "
+            raise ValueError(f"`train.{name}` is incompatible with `train.compile` true, because compiled "
+                             f"blocks keep their tensors "
                              "themselves; set it to auto")
     if not train.blocks_to_swap: return
     if train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError("`train.blocks_to_swap` is incompatible with fsdp, which shards the same weights; set one of them to false")
+        raise ValueError("`train.blocks_to_swap` is incompatible with fsdp, which shards the same weights; "
+                         "set one of them to false")
     if kind in _REFUSED:
-        raise ValueError(f"`train.blocks_to_swap` is incompatible with `model.quantize` {kind}, {_REFUSED[kind]}")
+        raise ValueError(f"`train.blocks_to_swap` is incompatible with `model.quantize` {kind}, "
+                         f"{_REFUSED[kind]}")
     if dora:
-        raise ValueError("`train.blocks_to_swap` is incompatible with `model.lora.use_dora`, which needs the norms of weights "
+        raise ValueError("`train.blocks_to_swap` is incompatible with `model.lora.use_dora`, which needs the "
+                         "norms of weights "
                          "that are not loaded yet; set one of them to false")

@@ -24,12 +24,14 @@ def keep_all(block, *args):
 
 def recompute(block, *args):
     "Run a block and keep only its input."
-    return torch.utils.checkpoint.checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=False)
+    return torch.utils.checkpoint.checkpoint(block._call_impl, *args, use_reentrant=False,
+                                             preserve_rng_state=False)
 
 # %% ../../nbs/devices/03_compile.ipynb #8d8b8abb
 @lru_cache
 def _attention_ops() -> frozenset:
-    names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
+    names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
+             "fused_attention_overrideable")
     found = (getattr(torch.ops.aten, f"_scaled_dot_product_{n}", None) for n in names)
     return frozenset(op.default for op in found if op is not None)
 
@@ -40,7 +42,8 @@ def _policy(ctx, op, *args, **kwargs):
 def recompute_but_attention(block, *args):
     "Run a block and keep its input and the attention output: twice the memory of `recompute`."
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts as contexts
-    return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=False, context_fn=partial(contexts, _policy))
+    return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=False,
+                      context_fn=partial(contexts, _policy))
 
 # %% ../../nbs/devices/03_compile.ipynb #7c9f068f
 def can_compile(
@@ -49,11 +52,14 @@ def can_compile(
     "Is there a compiler for this device?"
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"): return False, f"torch.compile is not used on {device.type}"
-    if not any(shutil.which(c) for c in (os.environ.get("CC", ""), os.environ.get("CXX", ""), "cc", "gcc", "g++", "clang") if c):
+    if not any(shutil.which(c) for c in (os.environ.get("CC", ""), os.environ.get("CXX", ""), "cc", "gcc",
+                                         "g++", "clang") if c):
         return False, "there is no C compiler here"
     if device.type == "cpu": return True, "a C compiler is here"
-    if torch.cuda.get_device_capability(device) < (7, 0): return False, f"{torch.cuda.get_device_name(device)} is too old for triton"
-    return (True, "triton and a C compiler are here") if find_spec("triton") else (False, "triton is not installed")
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return False, f"{torch.cuda.get_device_name(device)} is too old for triton"
+    return (True, "triton and a C compiler are here") if find_spec("triton") else (False,
+                                                                                   "triton is not installed")
 
 # %% ../../nbs/devices/03_compile.ipynb #3c39607a
 def obstacle(
@@ -61,10 +67,13 @@ def obstacle(
 ) -> str: # "" if there is none
     "The reason why this transformer's blocks cannot be compiled."
     if why := getattr(transformer, "fixed", ""): return f"this is a transformer {why}"
-    if hasattr(transformer, "fp16_stats"): return "products are scaled into float16 (`train.mixed_precision` fp16)"
+    if hasattr(transformer, "fp16_stats"):
+        return "products are scaled into float16 (`train.mixed_precision` fp16)"
     for m in transformer.transformer_blocks.modules():
-        if isinstance(m, SampleDropout) and m.rate: return "`model.lora.lora_dropout` uses the samples' seeds, which change each step"
-        if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook"):
+        if isinstance(m, SampleDropout) and m.rate:
+            return "`model.lora.lora_dropout` uses the samples' seeds, which change each step"
+        if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m,
+                                                                                         "_diffusers_hook"):
             return f"hooks inside the blocks cast or move weights ({type(m).__name__})"
     if any(hasattr(p, "full_tensor") for p in transformer.parameters()): return "FSDP has sharded the blocks"
     return ""
@@ -80,14 +89,17 @@ def compile_choice(
 ) -> tuple: # (yes?, reason)
     "Compile the blocks?"
     if setting is False: return False, "`train.compile` is false"
-    if setting == "auto" and torch.device(device).type == "cpu": return False, "eager code is as fast on a CPU, and starts at once"
-    if setting == "auto" and steps and steps < ENOUGH: return False, f"compiling does not pay off in {steps} steps; set `train.compile` to true for it"
+    if setting == "auto" and torch.device(device).type == "cpu":
+        return False, "eager code is as fast on a CPU, and starts at once"
+    if setting == "auto" and steps and steps < ENOUGH:
+        return False, f"compiling does not pay off in {steps} steps; set `train.compile` to true for it"
     if inputs_wait: return False, "`train.offload_activations` moves the kept tensors"
     if why := obstacle(transformer): return False, why
     return can_compile(device)
 
 # %% ../../nbs/devices/03_compile.ipynb #8ed37b3a
-_INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb", "joint_attention_kwargs",
+_INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb",
+           "image_rotary_emb", "joint_attention_kwargs",
            "modulate_index") # of a block, in order
 
 def _mark_dynamic(x, text, mask, temb, rope, kwargs, index):
@@ -119,7 +131,8 @@ class Compiled:
         args = [*args, *(kwargs.get(n) for n in _INPUTS[len(args):])]
         if self.failed: return self.run(block, *args)
         if torch.is_grad_enabled(): args[:2] = map(_with_gradient, args[:2])
-        if args[4] is not None: args[4] = tuple(map(_real, args[4])) # the compiler does not fuse operations with complex numbers
+        # the compiler does not fuse operations with complex numbers
+        if args[4] is not None: args[4] = tuple(map(_real, args[4]))
         _mark_dynamic(*args)
         try: return self.code(block, *args)
         except Exception as e:
@@ -143,7 +156,8 @@ def rotate(
 def _real_processor():
     from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0 as Own
     f = Own.__call__
-    call = FunctionType(f.__code__, {**f.__globals__, "apply_rotary_emb_qwen": rotate}, f.__name__, f.__defaults__, f.__closure__)
+    call = FunctionType(f.__code__, {**f.__globals__, "apply_rotary_emb_qwen": rotate}, f.__name__,
+                        f.__defaults__, f.__closure__)
     return type("RealRotation", (Own,), dict(__call__=call, plain=Own))
 
 # %% ../../nbs/devices/03_compile.ipynb #1d704f4d
@@ -160,10 +174,12 @@ def _set_rotation(transformer, real):
 
 def _configure_compiler():
     dynamo, functorch = torch._dynamo.config, torch._functorch.config
-    dynamo.recompile_limit = max(getattr(dynamo, "recompile_limit", 8), 64) # codes per function, after which compiling fails
+    # codes per function, after which compiling fails
+    dynamo.recompile_limit = max(getattr(dynamo, "recompile_limit", 8), 64)
     dynamo.optimize_ddp = False # it splits blocks, which fails with recomputation
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
-        functorch.force_non_lazy_backward_lowering = True # so that a failure happens in the forward pass, where we can fall back
+        # so that a failure happens in the forward pass, where we can fall back
+        functorch.force_non_lazy_backward_lowering = True
 
 # %% ../../nbs/devices/03_compile.ipynb #13722a89
 def set_up(
@@ -179,7 +195,8 @@ def set_up(
     _set_rotation(transformer, compiled)
     for block in transformer.transformer_blocks: # the attribute that nn.Module.compile sets
         block._compiled_call_impl = partial(code, block) if compiled and not checkpointing else None
-    transformer.enable_gradient_checkpointing(code or run) if checkpointing else transformer.disable_gradient_checkpointing()
+    if checkpointing: transformer.enable_gradient_checkpointing(code or run)
+    else: transformer.disable_gradient_checkpointing()
     return code
 
 # %% ../../nbs/devices/03_compile.ipynb #e52da9af
@@ -195,11 +212,13 @@ def attention_kernel(
     "The kernel that attention uses."
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
     attn = transformer.transformer_blocks[0].attn
-    backend = getattr(attn.processor, "_attention_backend", None) or _AttentionBackendRegistry.get_active_backend()[0]
+    backend = getattr(attn.processor, "_attention_backend",
+                      None) or _AttentionBackendRegistry.get_active_backend()[0]
     if (backend := getattr(backend, "value", backend)) != "native": return str(backend)
     if not hasattr(torch, "_fused_sdp_choice"): return "unknown"
     from torch.nn.attention import SDPBackend
-    q = torch.empty(batch, tokens, attn.heads, attn.inner_dim // attn.heads, device=device, dtype=dtype, requires_grad=grad).transpose(1, 2)
+    q = torch.empty(batch, tokens, attn.heads, attn.inner_dim // attn.heads, device=device, dtype=dtype,
+                    requires_grad=grad).transpose(1, 2)
     mask = torch.ones(batch, 1, 1, tokens, dtype=torch.bool, device=device) if masked else None
     return SDPBackend(torch._fused_sdp_choice(q, q, q, mask, 0.0, False)).name.lower()
 
@@ -212,13 +231,17 @@ def watch_attention(
     kernels, reported = {}, set()
     def look(transformer, args, kwargs):
         given = lambda i, name: kwargs[name] if name in kwargs else args[i] if len(args) > i else None
-        x, text, mask = given(0, "hidden_states"), given(1, "encoder_hidden_states"), given(2, "encoder_hidden_states_mask")
+        x, text = given(0, "hidden_states"), given(1, "encoder_hidden_states")
+        mask = given(2, "encoder_hidden_states_mask")
         if x is None or text is None: return
-        tokens, dtype = x.shape[1] + text.shape[1], torch.float16 if hasattr(transformer, "fp16_stats") else x.dtype
-        key = len(x), tokens % 8, mask is not None, x.device, dtype, torch.is_grad_enabled() # kernels depend on the length modulo 8 only
+        tokens, dtype = x.shape[1] + text.shape[1], torch.float16 if hasattr(transformer,
+                                                                             "fp16_stats") else x.dtype
+        # kernels depend on the length modulo 8 only
+        key = len(x), tokens % 8, mask is not None, x.device, dtype, torch.is_grad_enabled()
         if key not in kernels: kernels[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
         transformer.attention_kernel = kernels[key]
-        line = f"attention: {kernels[key]} ({str(dtype).removeprefix('torch.')}, {'a' if mask is not None else 'no'} mask)"
+        words = "a" if mask is not None else "no"
+        line = f"attention: {kernels[key]} ({str(dtype).removeprefix('torch.')}, {words} mask)"
         if line not in reported: reported.add(line); tell(line)
     for hook in getattr(transformer, "_attention_watch", ()): hook.remove()
     transformer._attention_watch = [transformer.register_forward_pre_hook(look, with_kwargs=True)]

@@ -31,11 +31,14 @@ def check_launch(
     "Raises ValueError if accelerate did not start what was launched or configured."
     asked, made = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type.value
     if asked > 1 and accelerator.num_processes != asked:
-        raise ValueError(f"WORLD_SIZE is {asked}, but accelerate started {accelerator.num_processes} process, so each would train alone "
+        raise ValueError(f"WORLD_SIZE is {asked}, but accelerate started {accelerator.num_processes} "
+                         f"process, so each would train alone "
                          "into the same folder; start with `accelerate launch`, or unset WORLD_SIZE")
-    fsdp = wanted == "fsdp" or wanted == "auto" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    fsdp = wanted == "fsdp" or wanted == "auto" and os.environ.get("ACCELERATE_USE_FSDP",
+                                                                   "false").lower() == "true"
     if fsdp and made != "FSDP":
-        raise ValueError(f"`train.distributed` is fsdp, but accelerate started {made}; launch with `accelerate launch --use_fsdp "
+        raise ValueError(f"`train.distributed` is fsdp, but accelerate started {made}; launch with "
+                         f"`accelerate launch --use_fsdp "
                          "--fsdp_version 2` on GPUs, or set it to ddp")
     if wanted == "ddp" and made == "FSDP":
         raise ValueError("`train.distributed` is ddp, but FSDP was launched; launch without --use_fsdp")
@@ -50,7 +53,8 @@ def shard_loader(
     if n == 1: return loader
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, BucketBatchSampler):
-        raise ValueError(f"`train_dataloader` must come from qie_nb.data.loader with {n} processes, got {type(loader).__name__}")
+        raise ValueError(f"`train_dataloader` must come from qie_nb.data.loader with {n} processes, got "
+                         f"{type(loader).__name__}")
     sampler.batch_size, sampler.rank, sampler.world = sampler.batch_size * n, accelerator.process_index, n
     return loader
 
@@ -62,7 +66,8 @@ def broadcast_stop(
     "If one process has a reason to stop, all stop."
     if accelerator.num_processes == 1: return stop
     from accelerate.utils import gather_object
-    if not accelerator.reduce(torch.tensor(float(bool(stop)), device=accelerator.device), "sum").item(): return ""
+    if not accelerator.reduce(torch.tensor(float(bool(stop)), device=accelerator.device), "sum").item():
+        return ""
     return next(s for s in gather_object([stop]) if s)
 
 # %% ../../nbs/devices/05_distributed.ipynb #1b57aa1a
@@ -82,7 +87,8 @@ def shard_like(
     return distribute_tensor(t.to(param.device), param.device_mesh, param.placements)
 
 def _map_state(state, fn): # fn(number of the parameter, tensor)
-    values = {i: {k: fn(i, v) if torch.is_tensor(v) else v for k, v in s.items()} for i, s in state["state"].items()}
+    values = {i: {k: fn(i, v) if torch.is_tensor(v) else v for k, v in s.items()} for i,
+              s in state["state"].items()}
     return dict(state, state=values)
 
 def full_state(
@@ -104,11 +110,13 @@ def prepare_distributed(
     accelerator,
 ): # what the training step calls
     "Wrap the transformer for several processes; itself for one process, or if it is sharded already."
-    if accelerator.num_processes == 1 or any(hasattr(p, "full_tensor") for p in transformer.parameters()): return transformer
+    if accelerator.num_processes == 1 or any(hasattr(p, "full_tensor") for p in transformer.parameters()):
+        return transformer
     if accelerator.distributed_type.value == "FSDP":
         placeholder = torch.optim.SGD([p for p in transformer.parameters() if p.requires_grad])
         return accelerator.prepare(transformer, placeholder)[0]
     from torch.nn.parallel import DistributedDataParallel
-    frozen = [n for n, p in transformer.named_parameters() if not p.requires_grad] + [n for n, _ in transformer.named_buffers()]
+    frozen = [n for n, p in transformer.named_parameters() if not p.requires_grad]
+    frozen += [n for n, _ in transformer.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
     return accelerator.prepare(transformer)

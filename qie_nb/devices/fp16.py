@@ -23,7 +23,8 @@ from ..models.components import has_bf16
 from ..models.modulation import STREAMS
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0006
-LIMIT = 2.**13 # of a product; float16 ends at 2**16, and a merged adapter may make a weight's rows up to eight times as long
+# of a product; float16 ends at 2**16, and a merged adapter may make a weight's rows up to eight times as long
+LIMIT = 2.**13
 
 def power_of_two(
     x:torch.Tensor, # float32, >= 0
@@ -43,11 +44,13 @@ def scale_to_fp16(
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f000a
 def _is_8bit(w): # of quanto
-    return hasattr(w, "_data") and hasattr(w, "_scale") and w._data.element_size() == 1 and w._data.shape == w.shape
+    if not (hasattr(w, "_data") and hasattr(w, "_scale")): return False
+    return w._data.element_size() == 1 and w._data.shape == w.shape
 
 def _dequantized(w):
     if _is_8bit(w): return w._data.float()
-    if getattr(w, "quant_state", None) is None: return (w.dequantize() if hasattr(w, "__tensor_flatten__") else w.detach()).float()
+    if getattr(w, "quant_state", None) is None:
+        return (w.dequantize() if hasattr(w, "__tensor_flatten__") else w.detach()).float()
     from bitsandbytes.functional import dequantize_4bit
     return dequantize_4bit(w.data, w.quant_state).float()
 
@@ -59,7 +62,8 @@ def fp16_weight(
     "A layer's weight for one product."
     w = layer.weight
     if _is_8bit(w): return w._data.to(torch.float16).mul_(1 / power), w._scale.flatten().float() * power
-    if getattr(w, "quant_state", None) is None or power != 1: return _dequantized(w).mul(1 / power).to(torch.float16), power
+    if getattr(w, "quant_state", None) is None or power != 1:
+        return _dequantized(w).mul(1 / power).to(torch.float16), power
     from bitsandbytes.functional import dequantize_4bit
     state = copy.copy(w.quant_state)
     state.dtype = torch.float16 # to unpack into directly
@@ -103,15 +107,19 @@ class ScaledLinear(Function):
         return (g16 @ w) * (s if rows else s * times), None
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0010
-PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn", "attn.to_out.0",
-          "attn.to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of a block, in order of execution
+PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
+          "attn", "attn.to_out.0",
+          # of a block, in order of execution
+          "attn.to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 class Fp16Stats:
     "The largest vector length at each place of a transformer, forward and backward, kept on its devices."
-    def __init__(self, blocks:int): self.blocks, self.tops, self.found = blocks, {}, "" # found: last result of `first`
+    # found: last result of `first`
+    def __init__(self, blocks:int): self.blocks, self.tops, self.found = blocks, {}, ""
 
     def note(self, backward, place, lengths): # 0 or 1; number; float32
-        if lengths.device not in self.tops: self.tops[lengths.device] = torch.zeros(2, self.blocks * len(PLACES), device=lengths.device)
+        if lengths.device not in self.tops:
+            self.tops[lengths.device] = torch.zeros(2, self.blocks * len(PLACES), device=lengths.device)
         at = self.tops[lengths.device][backward, place]
         torch.maximum(at, lengths.amax(), out=at) # a NaN stays
 
@@ -130,7 +138,8 @@ def first(self:Fp16Stats) -> str: # "" if everything was finite
     backward = 0 if bad[0].any() else 1
     if not bad[backward].any(): return ""
     found = bad[backward].nonzero().flatten()
-    block, place = divmod(int(found[-1 if backward else 0]), len(PLACES)) # a backward pass begins with the last block
+    # a backward pass begins with the last block
+    block, place = divmod(int(found[-1 if backward else 0]), len(PLACES))
     layer = PLACES[place]
     what = "the gradient of the output" if backward else "a value" if layer == "attn" else "the input"
     self.found = f"block {block}, {what} of {layer}, {('forward', 'backward')[backward]}"
@@ -153,9 +162,11 @@ class AttnScale:
     def __init__(self, note, q, k): # q, k: largest weights of the norms
         self.note = note
         self.q, self.k = (4 / 2.**math.frexp(w)[1] for w in (q, k)) # powers that make them at most 4
-        self.most = max(1., 2 * VALUES, 2 * VALUES * k / self.q, 2 * VALUES * q / self.k) # of all gradients, for L = 1
+        # of all gradients, for L = 1
+        self.most = max(1., 2 * VALUES, 2 * VALUES * k / self.q, 2 * VALUES * q / self.k)
 
-def _to_fp16(x, factor): return torch.mul(x, factor, out=torch.empty(x.shape, dtype=torch.float16, device=x.device))
+def _to_fp16(x, factor):
+    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=torch.float16, device=x.device))
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b4
 class ToFp16(Function):
@@ -192,7 +203,8 @@ class FromFp16(Function):
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0015
 def _norms(attn) -> tuple: # largest weights of the norms of queries and keys
     largest = lambda *norms: torch.stack([n.weight.detach().float().abs().amax() for n in norms])
-    both = torch.stack([largest(attn.norm_q, attn.norm_added_q).amax(), largest(attn.norm_k, attn.norm_added_k).amax()])
+    both = torch.stack([largest(attn.norm_q, attn.norm_added_q).amax(),
+                        largest(attn.norm_k, attn.norm_added_k).amax()])
     return (1., 1.) if both.is_meta else tuple(both.tolist())
 
 def fp16_attention(
@@ -219,14 +231,16 @@ def fp16_class(
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b6
 def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the base}
-    found = {n.replace(".base_layer", ""): m for n, m in block.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n}
+    found = {n.replace(".base_layer", ""): m for n, m in block.named_modules() if isinstance(m, nn.Linear)
+             and ".lora_" not in n}
     return {n: m for n, m in found.items() if n.split(".")[0] not in STREAMS}
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b7
 def _processor(attn, place):
     own = type(attn.processor)
     f = own.__call__
-    new = {**f.__globals__, "dispatch_attention_fn": fp16_attention(attn, place, f.__globals__["dispatch_attention_fn"])}
+    new = {**f.__globals__, "dispatch_attention_fn": fp16_attention(attn, place,
+                                                                    f.__globals__["dispatch_attention_fn"])}
     call = FunctionType(f.__code__, new, f.__name__, f.__defaults__, f.__closure__)
     out = type("Fp16Attention", (own,), dict(__call__=call))()
     out.__dict__.update(attn.processor.__dict__)
@@ -244,7 +258,8 @@ def enable_fp16(
         place = lambda name: LayerStats(stats, n * len(PLACES) + PLACES.index(name))
         for name, m in _layers(block).items():
             m.fp16, m.__class__ = place(name), fp16_class(type(m))
-            if "_old_forward" in m.__dict__: m._old_forward = MethodType(type(m).forward, m) # accelerate calls this
+            # accelerate calls this
+            if "_old_forward" in m.__dict__: m._old_forward = MethodType(type(m).forward, m)
         block.attn.set_processor(_processor(block.attn, place("attn")))
     return transformer
 
@@ -264,7 +279,8 @@ def with_outliers(
             for mlp in (block.img_mlp, block.txt_mlp):
                 mlp.net[0].proj.weight[:2] *= 2.**power
                 mlp.net[2].weight[:, :2] *= 2.**-(power - 2)
-            for v, out in ((block.attn.to_v, block.attn.to_out[0]), (block.attn.add_v_proj, block.attn.to_add_out)):
+            for v, out in ((block.attn.to_v, block.attn.to_out[0]),
+                           (block.attn.add_v_proj, block.attn.to_add_out)):
                 v.weight[1] *= 2.**10
                 out.weight[:, 1] *= 2.**-10
     return transformer
@@ -273,7 +289,8 @@ def with_outliers(
 _NO = dict(fp8_storage="whose layers are cast by hooks; use qint8 or nf4")
 
 def _tensor_cores(device):
-    return device.type == "cuda" and not has_bf16(device) and torch.cuda.get_device_capability(device) >= (7, 0)
+    return device.type == "cuda" and not has_bf16(device) and torch.cuda.get_device_capability(device) >= (7,
+                                                                                                           0)
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b8
 def pick_fp16(
@@ -284,11 +301,13 @@ def pick_fp16(
     "Run products in float16? Raises ValueError if it is configured and impossible."
     asked, device = train.mixed_precision == "fp16", torch.device(device)
     fsdp = train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    against = [(kind in _NO, f"`model.quantize` {kind}, {_NO.get(kind)}"), (fsdp, "`train.distributed` fsdp; set it to ddp"),
+    against = [(kind in _NO, f"`model.quantize` {kind}, {_NO.get(kind)}"),
+               (fsdp, "`train.distributed` fsdp; set it to ddp"),
                (train.compile is True, "`train.compile` true; set it to auto")]
     why = next((say for found, say in against if found), "")
     if asked and why: raise ValueError(f"`train.mixed_precision` fp16 is incompatible with {why}")
     if asked: return True, "configured: products and attention in scaled float16, all else in float32"
     if train.mixed_precision != "auto" or why or not _tensor_cores(device): return False, ""
-    return True, (f"{torch.cuda.get_device_name(device)} has no bfloat16: products and attention in scaled float16, "
+    return True, (f"{torch.cuda.get_device_name(device)} has no bfloat16: products and attention in scaled "
+                  f"float16, "
                   "all else in float32")

@@ -28,7 +28,7 @@ def split_blocks(
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #70ead64e
 class MoveInputs:
-    "Moves a module's inputs to its device; a tensor without gradient that many modules use is copied once to each device."
+    "Moves a module's inputs to its device; a shared tensor without gradient is copied once to each device."
     def __init__(self): self.copies = {} # {(id, device): (weak reference to the original, copy)}
 
     def __call__(self,
@@ -47,7 +47,8 @@ class MoveInputs:
 
     def hook(self, module, device):
         "Move a module's inputs before each call."
-        module.register_forward_pre_hook(lambda m, args, kw: (self(args, device), self(kw, device)), with_kwargs=True)
+        module.register_forward_pre_hook(lambda m, args, kw: (self(args, device), self(kw, device)),
+                                         with_kwargs=True)
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #e1e27b27
 def enable_model_parallel(
@@ -73,7 +74,8 @@ class ModelParallelLoader:
 
     def prepare(self, model):
         size = lambda block: sum(p.numel() * p.element_size() for p in block.parameters())
-        self.blocks = [self.devices[d] for d in split_blocks([size(b) for b in model.transformer_blocks], len(self.devices))]
+        self.blocks = [self.devices[d] for d in split_blocks([size(b) for b in model.transformer_blocks],
+                                                             len(self.devices))]
 
     def device(self, name) -> torch.device: # of a tensor that is read
         prefix, _, rest = name.partition("transformer_blocks.")
@@ -91,14 +93,17 @@ def check_model_parallel(
     names = train.model_parallel_devices
     if not names: return
     found = [check_device(n) for n in names]
-    if len(found) < 2 or len({(d.type, d.index or 0) for d in found}) < len(found) or any(d.type != "cuda" for d in found):
+    if len(found) < 2 or len({(d.type, d.index or 0) for d in found}) < len(found) or any(d.type != "cuda"
+                                                                                          for d in found):
         raise ValueError(f"`train.model_parallel_devices` must be at least two different GPUs, got {names}; "
                          "leave it out to train on one device")
     if train.device not in ("auto", names[0]):
-        raise ValueError(f"`train.device` must be auto or {names[0]}, the first of `train.model_parallel_devices`, "
+        raise ValueError(f"`train.device` must be auto or {names[0]}, the first of "
+                         f"`train.model_parallel_devices`, "
                          f"got {train.device}; set it to auto")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or train.distributed == "fsdp":
-        raise ValueError("`train.model_parallel_devices` needs a single process; start it without `accelerate launch`, or leave it out")
+        raise ValueError("`train.model_parallel_devices` needs a single process; start it without "
+                         "`accelerate launch`, or leave it out")
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #6c3c4fc3
 def weight_placement(

@@ -49,7 +49,8 @@ def component_bytes(
     width = lambda n, t: QUANTIZATIONS[kind].bits / 8 if quantized(n, t["shape"]) else dtype.itemsize
     files = weight_files(folder) if any(Path(folder).glob("*.safetensors")) else []
     dropped = lambda n: table and any(f".{s}." in n for s in STREAMS)
-    return round(sum(math.prod(t["shape"]) * width(n, t) for f in files for n, t in _header(f).items() if not dropped(n)))
+    return round(sum(math.prod(t["shape"]) * width(n, t) for f in files for n, t in _header(f).items()
+                     if not dropped(n)))
 
 # %% ../../nbs/devices/00_placement.ipynb #623d762d
 def free_bytes(
@@ -77,18 +78,23 @@ def work_bytes(
 class DeviceChoice:
     "Where a component computes."
     device: str # cpu, cuda:0
-    how: str    # stay; model: moved in when needed, out when another needs the memory; layers: moved layer by layer
+    # stay; model: moved in when needed, out when another needs the memory; layers: moved layer by layer
+    how: str
     why: str
     bytes: int  # of its weights
 
 class Placement(dict):
     "{component: `DeviceChoice`} with the free memory it was planned for; displays as a table."
     def __init__(self, choices, free, work): super().__init__(choices); self.free, self.work = free, work
-    def data(self) -> list: return [(n, c.device, c.how, round(c.bytes / 1e9, 3), c.why) for n, c in self.items()]
+    def data(self) -> list:
+        return [(n, c.device, c.how, round(c.bytes / 1e9, 3), c.why) for n, c in self.items()]
     def _repr_html_(self): return table_html(self.data(), ("component", "device", "how", "GB", "why"))
-    def __repr__(self): return "\n".join(f"{n:<13} {d:<7} {how:<7} {gb:>7.3f} GB  {why}" for n, d, how, gb, why in self.data())
+    def __repr__(self):
+        return "\n".join(f"{n:<13} {d:<7} {how:<7} {gb:>7.3f} GB  {why}" for n, d, how, gb,
+                         why in self.data())
     @property
-    def moves(self) -> bool: return any(c.how != "stay" for c in self.values()) # does a prediction move anything?
+    # does a prediction move anything?
+    def moves(self) -> bool: return any(c.how != "stay" for c in self.values())
 
 # %% ../../nbs/devices/00_placement.ipynb #58b268db
 _SHARE = 0.95 # usable part of free memory; the rest is lost in gaps between tensors
@@ -112,13 +118,15 @@ def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (
     "How a component uses a GPU with `free` bytes that it shares with the components `beside` it."
     gb = lambda b: f"{b / 1e9:.1f}"
     if offload != "auto":
-        how = "stay" if offload == "none" or n in fixed else "model" if n == "vae" or n in whole else offload # a VAE is small
+        # a VAE is small
+        how = "stay" if offload == "none" or n in fixed else "model" if n == "vae" or n in whole else offload
         return how, fixed.get(n, f"`predict.offload` is {offload}")
     total = sum(sizes[m] for m in beside) + max(work[m] for m in beside)
     if total <= _SHARE * free: return "stay", f"fits: {gb(total)} of {gb(free)} GB for {', '.join(beside)}"
     if n in fixed: return "stay", fixed[n]
     taken = sum(sizes[m] for m in beside if m in fixed)
-    if sizes[n] + work[n] + taken <= _SHARE * free: return "model", f"not everything fits in {gb(free)} GB: loaded when it is needed"
+    if sizes[n] + work[n] + taken <= _SHARE * free:
+        return "model", f"not everything fits in {gb(free)} GB: loaded when it is needed"
     short = f"{gb(sizes[n])} GB and {gb(work[n])} GB to work, of {gb(free - taken)} GB"
     if n == "vae": return "", f"too large ({short})"
     if n in whole: return "", f"too large ({short}), and {whole[n]}"
@@ -146,12 +154,13 @@ def plan_placement(
     work:dict=None, # bytes beside the weights; default `work_bytes()`
     fixed:dict=None, # {component: why it cannot leave its device}
     quantized=(), # components whose layers cannot be moved one by one
-    trained:bool=False, # is the transformer in training? Its parameters must stay the ones the optimizer knows
+    trained:bool=False, # does an optimizer hold the transformer's parameters?
 ) -> Placement:
     "Decide where each component computes and whether it stays. Raises ValueError if the settings contradict."
     wanted, work, fixed = wanted or {}, work or work_bytes(), fixed or {}
     if offload == "layers" and quantized:
-        raise ValueError(f"`predict.offload` layers is incompatible with a quantized {' and '.join(quantized)}, whose layers "
+        raise ValueError(f"`predict.offload` layers is incompatible with a quantized "
+                         f"{' and '.join(quantized)}, whose layers "
                          "cannot be moved one by one; set it to model, or use unquantized weights")
     at = _assign_devices(sizes, work, free, wanted, main)
     whole = dict.fromkeys(quantized, "the layers of a quantized model cannot be moved one by one")
@@ -160,7 +169,9 @@ def plan_placement(
     for n, d in at.items():
         own = "`predict.devices` says so" if wanted.get(n) else ""
         if d == "cpu": how, why = "stay", "" if own else "there is no GPU"
-        else: how, why = _strategy(n, [m for m in PARTS if at[m] == d], sizes, work, free[d], offload, fixed, whole)
+        else:
+            how, why = _strategy(n, [m for m in PARTS if at[m] == d], sizes, work, free[d], offload, fixed,
+                                 whole)
         if not how and (own or n == "transformer"):
             how, why = "stay", f"{why}; it will probably run out of memory: quantize it further, or use cpu"
         elif not how: d, how, why = "cpu", "stay", f"{why}: it computes on the CPU, slowly"
@@ -197,7 +208,8 @@ def plan_components(
 ) -> Placement:
     "Plan a prediction from the configuration, the components' sizes and free memory."
     parts, main, loaded = components.loaded, device_name(device), _loaded(components)
-    quant = {n: q for n in PARTS if (q := parse_quantization(quantization) if n == "transformer" else components.quantize.get(n))}
+    quant = {n: q for n in PARTS if (q := parse_quantization(quantization) if n == "transformer"
+                                     else components.quantize.get(n))}
     wanted = {n: device_name(devices[n]) for n in PARTS if getattr(predict.devices, n) != "auto"}
     fixed = {n: f"{q} weights are packed for their device" for n, q in quant.items() if q in _PACKED}
     if own := components.placements.get("transformer"): fixed["transformer"] = own.why
@@ -207,11 +219,14 @@ def plan_components(
                       component_bytes(components.folder_of(n)/n, components.dtype, quant.get(n), table))
     sizes = {n: size(n) for n in PARTS}
     known = {main, "cpu", *wanted.values(), *loaded.values()}
-    if main != "cpu" and not running and alone: known |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}
+    if main != "cpu" and not running and alone:
+        known |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}
     free = {d: free_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d) for d in known}
-    plan = plan_placement(sizes, free, main, wanted, predict.offload, work_bytes(area), fixed, tuple(quant), trained)
+    plan = plan_placement(sizes, free, main, wanted, predict.offload, work_bytes(area), fixed, tuple(quant),
+                          trained)
     if stream_encoder:
-        plan["text_encoder"] = replace(plan["text_encoder"], how="layers", why="`model.text_encoder_offload` says so")
+        plan["text_encoder"] = replace(plan["text_encoder"], how="layers",
+                                       why="`model.text_encoder_offload` says so")
     return plan
 
 # %% ../../nbs/devices/00_placement.ipynb #8e53d513
@@ -238,7 +253,8 @@ def temporarily_load(
 ):
     "Afterwards drop those of these components that were not loaded before, and move the others back."
     parts, devices = components.loaded, dict(components.devices)
-    before = {n: {k: next(m.parameters()).device for k, m in parts[n].named_children() if any(True for _ in m.parameters())}
+    before = {n: {k: next(m.parameters()).device for k, m in parts[n].named_children()
+                  if any(True for _ in m.parameters())}
               for n in names if n in parts}
     try: yield
     finally:
@@ -261,4 +277,5 @@ def restore_training_placement(
 ):
     "Move the transformer back to its training device, if there is one and a prediction moved it."
     if components.loaded.get("transformer") is None: return
-    if device_name(device_of(materialized(components))) != device_name(device): components.move("transformer", device)
+    if device_name(device_of(materialized(components))) != device_name(device):
+        components.move("transformer", device)

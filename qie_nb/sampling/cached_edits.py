@@ -39,7 +39,8 @@ def load_batch(
 def is_available(components, *names) -> bool:
     "Are these components in the model's folder, or on the hub?"
     c = components
-    return all((c.folder/n).is_dir() for n in names) or not (c.name == "tiny" or Path(c.name).expanduser().is_dir())
+    return all((c.folder/n).is_dir() for n in names) or not (c.name == "tiny"
+                                                             or Path(c.name).expanduser().is_dir())
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #ff7599b4
 def empty_prompt(
@@ -49,11 +50,13 @@ def empty_prompt(
 ): # [L, D] on the CPU, or None if it is neither cached nor can be encoded
     "Embedding of the empty prompt with a sample's control images."
     cache, known = dataset.cache, dataset.identity is not None
-    if cache is not None and known and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None: return e
+    if cache is not None and known and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None:
+        return e
     if not is_available(trainer.components, "text_encoder", "processor"): return None
     own = cache if cache is not None and known and cache.writable else None
     encoder = trainer.encoder(own, trainer.vae_device, trainer.text_device)
-    if own is not None: return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
+    if own is not None:
+        return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
     return encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0].cpu()
 
 def encoded_sample(
@@ -64,7 +67,8 @@ def encoded_sample(
 ) -> Encoded:
     "The transformer's inputs for a sample; what the cache lacks is encoded now."
     batch, uncond = load_batch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
-    return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]), batch["prompt_embed"][0][None],
+    return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]),
+                   batch["prompt_embed"][0][None],
                    None if uncond is None else uncond[None])
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9fef
@@ -79,7 +83,8 @@ def edit_cached(
     "Latent of the edited image, computed on the transformer's current device."
     tr = trainer._transformer()
     with eval_mode(tr):
-        return denoise_encoded(tr, trainer.components.get("scheduler"), encoded, steps, true_cfg_scale, seed, dtype=trainer.weight_dtype,
+        return denoise_encoded(tr, trainer.components.get("scheduler"), encoded, steps, true_cfg_scale, seed,
+                               dtype=trainer.weight_dtype,
                                on_step=on_step)
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #abe32d84
@@ -89,12 +94,14 @@ def cached_data(
 ) -> ImageDataset: # with the trainer's model as encoder identity
     "A data set with its cache. Raises ValueError if there is no cache."
     c = trainer.config
-    if isinstance(data, (str, Path)): data = ImageDataset(c.data.model_copy(update=dict(dataset_path=str(data))))
+    if isinstance(data, (str, Path)):
+        data = ImageDataset(c.data.model_copy(update=dict(dataset_path=str(data))))
     found = getattr(data, "dataset", data)
     if not isinstance(found, ImageDataset): found = ImageDataset(c if found is None else found)
     if found.cache is None:
         if not (trainer.use_cache and trainer.cache_dir):
-            raise ValueError("`data` has no cache to predict from; set `cache.cache_dir` and `cache.use_cache`, or use predict")
+            raise ValueError("`data` has no cache to predict from; set `cache.cache_dir` and "
+                             "`cache.use_cache`, or use predict")
         found.cache = EmbeddingCacheManager(trainer.cache_dir)
     trainer.set_geometry_and_identity(found)
     return found
@@ -109,11 +116,13 @@ def cached_edits(
     "Samples as edits. Raises ValueError for a wrong index, or if guidance has no empty prompt."
     out, bad = [], [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
     if bad or not indices:
-        raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got {bad[0] if bad else indices!r}")
+        raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got "
+                         f"{bad[0] if bad else indices!r}")
     for i, seed in zip(indices, seeds):
         encoded = encoded_sample(trainer, dataset, i, true_cfg_scale > 1)
         if true_cfg_scale > 1 and encoded.uncond is None:
-            raise ValueError(f"`true_cfg_scale` {true_cfg_scale} needs the empty prompt, which the cache lacks for sample "
+            raise ValueError(f"`true_cfg_scale` {true_cfg_scale} needs the empty prompt, which the cache "
+                             f"lacks for sample "
                              f"{dataset.samples[i].id!r}; precompute with `data.caption_dropout_rate` above 0, or use true_cfg_scale=1")
         size = dataset.geometry.target(dataset.sizes[i][0])
         out.append((Edit([], dataset.samples[i].prompt, "", size, seed), encoded))

@@ -28,13 +28,17 @@ def sampling_schedule(
     "Noise levels from 1 down to 1/steps, shifted for the image's size as in the pipelines."
     config = scheduler.config
     if unknown := [k for k in overrides or {} if k not in config]:
-        raise ValueError(f"`scheduler_overrides` has {unknown[0]!r}, which {type(scheduler).__name__} does not know; "
+        raise ValueError(f"`scheduler_overrides` has {unknown[0]!r}, which {type(scheduler).__name__} does "
+                         f"not know; "
                          f"its settings are {', '.join(k for k in config if not k.startswith('_'))}")
     own = type(scheduler).from_config(config, **(overrides or {}))
-    least = 2 if own.config.get("shift_terminal") else 1 # stretching a single level to the terminal one divides by zero
+    # stretching a single level to the terminal one divides by zero
+    least = 2 if own.config.get("shift_terminal") else 1
     if type(steps) is not int or steps < least:
-        raise ValueError(f"`num_inference_steps` must be at least {least} with this scheduler, got {steps!r}; 20 is usual")
-    own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_mu(tokens, own.config), device=device)
+        raise ValueError(f"`num_inference_steps` must be at least {least} with this scheduler, got "
+                         f"{steps!r}; 20 is usual")
+    own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_mu(tokens, own.config),
+                      device=device)
     own.set_begin_index(0)
     return own
 
@@ -69,7 +73,8 @@ def denoise(
         if uncond is not None and true_cfg_scale > 1: v = true_cfg(v, predict(uncond), true_cfg_scale)
         x = scheduler.step(v, t, x, return_dict=False)[0]
         if on_step: on_step(n + 1, steps, unpack_latents(x, h, w))
-        if on_estimate: on_estimate(n + 1, steps, lambda: unpack_latents(x - scheduler.sigmas[n + 1] * v, h, w))
+        if on_estimate:
+            on_estimate(n + 1, steps, lambda: unpack_latents(x - scheduler.sigmas[n + 1] * v, h, w))
     return unpack_latents(x, h, w)
 
 # %% ../../nbs/sampling/00_denoising.ipynb #00de9ed0
@@ -80,13 +85,14 @@ def output_size(
     width:int=None,
     multiple:int=16, # VAE factor * 2
 ) -> tuple: # (width, height)
-    "Size of the result: as given, otherwise the first image's aspect at the given area. Raises ValueError if a side is no multiple."
+    "Size as given, otherwise the first image's aspect at `area`. Raises ValueError if a side is no multiple."
     w, h = calculate_dimensions(area, first[0] / first[1])
     w, h = w if width is None else width, h if height is None else height
     for name, side in (("width", w), ("height", h)):
         if not isinstance(side, (int, np.integer)) or side < multiple or side % multiple:
             below = max(multiple, int(side) // multiple * multiple)
-            raise ValueError(f"`{name}` must be a multiple of {multiple}, got {side}; use {below} or {below + multiple}")
+            raise ValueError(f"`{name}` must be a multiple of {multiple}, got {side}; use {below} or "
+                             f"{below + multiple}")
     return int(w), int(h)
 
 # %% ../../nbs/sampling/00_denoising.ipynb #3a8ef5c4
@@ -100,12 +106,15 @@ class SamplingSchedule:
 
 _LN3 = math.log(3)
 SCHEDULES = dict(none=SamplingSchedule("none"), lightning=SamplingSchedule("lightning", 4, 1.0, dict(
-    base_shift=_LN3, max_shift=_LN3, shift=1.0, shift_terminal=None, use_dynamic_shifting=True, time_shift_type="exponential")))
+    base_shift=_LN3, max_shift=_LN3, shift=1.0, shift_terminal=None, use_dynamic_shifting=True,
+    time_shift_type="exponential")))
 
 # %% ../../nbs/sampling/00_denoising.ipynb #2e6f0186
 _FIELDS = dict(name=str, steps=int, true_cfg_scale=float, scheduler=dict)
-_SCHEDULER = dict.fromkeys(("base_shift", "max_shift", "shift"), float) | dict(shift_terminal=(float, type(None)), time_shift_type=str,
-    **dict.fromkeys(("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), bool),
+_SCHEDULER = dict.fromkeys(("base_shift", "max_shift", "shift"),
+                           float) | dict(shift_terminal=(float, type(None)), time_shift_type=str,
+    **dict.fromkeys(("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas",
+                     "use_beta_sigmas"), bool),
     **dict.fromkeys(("base_image_seq_len", "max_image_seq_len"), int))
 
 def _is_a(value, types) -> bool:
@@ -114,17 +123,24 @@ def _is_a(value, types) -> bool:
     return type(value) in types
 
 def as_schedule(
-    value, # name of one of `SCHEDULES`, a `SamplingSchedule`, or a dict with its fields, as in a LoRA's header
+    value, # name in `SCHEDULES`, `SamplingSchedule`, or a dict with its fields (as in a LoRA's header)
     where:str="`schedule`", # its name in messages
 ) -> SamplingSchedule:
     "A schedule from its name or its fields. Raises ValueError if it is invalid."
     if isinstance(value, SamplingSchedule): return value
     if isinstance(value, str) and value in SCHEDULES: return SCHEDULES[value]
-    if not isinstance(value, dict): raise ValueError(f"{where} must be one of {', '.join(SCHEDULES)}, or a dict with steps, got {value!r}")
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be one of {', '.join(SCHEDULES)}, or a dict with steps, got "
+                         f"{value!r}")
     wrong = [k for k, v in value.items() if k not in _FIELDS or not _is_a(v, _FIELDS[k])]
-    if not wrong: wrong = [f"scheduler.{k}" for k, v in value.get("scheduler", {}).items() if k not in _SCHEDULER or not _is_a(v, _SCHEDULER[k])]
-    if wrong: raise ValueError(f"{where} has {wrong[0]!r}, which is unknown or of the wrong type; its keys are {', '.join(_FIELDS)}")
-    if not 1 <= value.get("steps", 20) <= 1000: raise ValueError(f"{where} has {value['steps']} steps; use 1 to 1000")
+    if not wrong:
+        wrong = [f"scheduler.{k}" for k, v in value.get("scheduler", {}).items() if k not in _SCHEDULER
+                 or not _is_a(v, _SCHEDULER[k])]
+    if wrong:
+        raise ValueError(f"{where} has {wrong[0]!r}, which is unknown or of the wrong type; its keys are "
+                         f"{', '.join(_FIELDS)}")
+    if not 1 <= value.get("steps", 20) <= 1000:
+        raise ValueError(f"{where} has {value['steps']} steps; use 1 to 1000")
     return SamplingSchedule(**{"name": "custom"} | value)
 
 # %% ../../nbs/sampling/00_denoising.ipynb #039b0608
@@ -151,6 +167,8 @@ def pick_schedule(
         if wanted != "lightning" or not steps: return s, "asked for"
         return lightning(steps), f"asked for; {name(path)} was made for {steps} steps"
     for p, info in adapters:
-        if info.get("schedule"): return as_schedule(info["schedule"], f"`schedule` of LoRA {str(p)!r}"), f"in the header of {name(p)}"
+        if info.get("schedule"):
+            return as_schedule(info["schedule"],
+                               f"`schedule` of LoRA {str(p)!r}"), f"in the header of {name(p)}"
     if steps: return lightning(steps), f"in the name of {name(path)}"
     return SCHEDULES["none"], "the model's own"

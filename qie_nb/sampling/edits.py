@@ -27,10 +27,13 @@ def as_image(
     given, # path, PIL image or uint8 array; grey or transparent is fine
 ) -> Image.Image: # RGB, upright
     "A control image. Raises ValueError for anything else."
-    if isinstance(given, torch.Tensor): raise ValueError(f"{_IMAGE}a tensor; give it as a numpy array, channels last")
-    if given is None or isinstance(given, (bool, int, float, list, tuple, dict)): raise ValueError(f"{_IMAGE}{type(given).__name__}")
+    if isinstance(given, torch.Tensor):
+        raise ValueError(f"{_IMAGE}a tensor; give it as a numpy array, channels last")
+    if given is None or isinstance(given, (bool, int, float, list, tuple, dict)):
+        raise ValueError(f"{_IMAGE}{type(given).__name__}")
     if isinstance(given, np.ndarray):
-        if given.dtype != np.uint8: raise ValueError(f"{_IMAGE}{given.dtype}; scale it to 0..255 and use .astype('uint8')")
+        if given.dtype != np.uint8:
+            raise ValueError(f"{_IMAGE}{given.dtype}; scale it to 0..255 and use .astype('uint8')")
         if given.ndim == 3 and given.shape[2] == 1: given = given[:, :, 0]
         if given.ndim != 2 and (given.ndim != 3 or given.shape[2] not in (3, 4)):
             raise ValueError(f"{_IMAGE}shape {list(given.shape)}; one array is one image")
@@ -56,15 +59,18 @@ class Edit:
     generator: object = None # torch.Generator instead of the seed
 
 # %% ../../nbs/sampling/01_edits.ipynb #38afc5b3
-_TYPES = dict(prompt="a string, or a list of strings for several edits", negative_prompt="a string", seed="a whole number, 0 or more",
+_TYPES = dict(prompt="a string, or a list of strings for several edits", negative_prompt="a string",
+              seed="a whole number, 0 or more",
               generator="a torch.Generator")
 
 def _each(name, value, n, types) -> list:
     "A value for each of `n` edits, from one or a list."
     if not isinstance(value, (list, tuple)): value = [value] * n
-    if len(value) != n: raise ValueError(f"`{name}` has {len(value)} entries for {n} prompts; give one for all or one each")
+    if len(value) != n:
+        raise ValueError(f"`{name}` has {len(value)} entries for {n} prompts; give one for all or one each")
     for v in value:
-        if not isinstance(v, types) or isinstance(v, bool): raise ValueError(f"`{name}` must be {_TYPES[name]}, got {v!r}")
+        if not isinstance(v, types) or isinstance(v, bool):
+            raise ValueError(f"`{name}` must be {_TYPES[name]}, got {v!r}")
     return list(value)
 
 def seeds_of(seed, n:int) -> list: # one int for each of `n` edits
@@ -78,7 +84,8 @@ def _image_sets(prompt_image, n, several) -> list: # n lists of images
     if not several: return [images_of(prompt_image)]
     if not isinstance(prompt_image, (list, tuple)): return [images_of(prompt_image)] * n
     if len(prompt_image) != n:
-        raise ValueError(f"`prompt_image` has {len(prompt_image)} entries for {n} prompts; give one image for all or an entry each, "
+        raise ValueError(f"`prompt_image` has {len(prompt_image)} entries for {n} prompts; give one image "
+                         f"for all or an entry each, "
                          "where an entry may be a list of images")
     return [images_of(p) for p in prompt_image]
 
@@ -87,7 +94,8 @@ def factor_of(components) -> int: # image pixels per latent pixel
     "The VAE's factor, without loading the VAE."
     if "vae" in components.loaded: return vae_factor(components.loaded["vae"])
     file = components.folder_of("vae")/"vae"/"config.json"
-    if not file.is_file(): raise FileNotFoundError(f"model folder {str(components.folder)!r} lacks vae/, which this job needs")
+    if not file.is_file():
+        raise FileNotFoundError(f"model folder {str(components.folder)!r} lacks vae/, which this job needs")
     return 2 ** len(json.loads(file.read_text())["temperal_downsample"])
 
 # %% ../../nbs/sampling/01_edits.ipynb #e1cc3f6f
@@ -111,9 +119,11 @@ def make_edits(
     if any(not p.strip() for p in prompts): raise ValueError("`prompt` is empty; say what to change")
     seeds, generators = seeds_of(seed, n), _each("generator", generator, n, (torch.Generator, type(None)))
     sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * 2
-    for p, q, s in zip(prompts, negatives, sets): prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
+    for p, q, s in zip(prompts, negatives, sets):
+        prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
     size = lambda s: output_size(s[0].size, area or geometry.control_area, height, width, multiple)
-    return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in zip(sets, prompts, negatives, seeds, generators)]
+    return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in zip(sets, prompts, negatives, seeds,
+                                                                    generators)]
 
 # %% ../../nbs/sampling/01_edits.ipynb #93022f94
 @dataclass(eq=False)
@@ -138,7 +148,8 @@ def encode_edits(
     "Encode all edits, first the prompts, then the images."
     digests = {id(p): _digest(p) for e in edits for p in e.images}
     keys = [tuple(digests[id(p)] for p in e.images) for e in edits]
-    groups = {} # image set -> (images, {prompt: embedding}); grouped because a shared prefix is kept for the last set only
+    # image set -> (images, {prompt: embedding}); grouped because a shared prefix is kept for the last set only
+    groups = {}
     for e, k in zip(edits, keys):
         prompts = map(_encoded_as, [e.prompt] + [e.negative] * guidance)
         groups.setdefault(k, (e.images, {}))[1].update(dict.fromkeys(prompts))
@@ -176,10 +187,13 @@ def denoise_encoded(
     C, _, h, w = edit.shape
     schedule = sampling_schedule(scheduler, steps, h * w // 4, device, overrides)
     table = table_of(transformer)
-    if table: table.ensure(model_timesteps(schedule.timesteps, table.dtype), f"modulation of {steps} sampling steps")
+    if table:
+        table.ensure(model_timesteps(schedule.timesteps, table.dtype),
+                     f"modulation of {steps} sampling steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
     uncond = edit.uncond if true_cfg_scale > 1 else None
-    return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond), text(uncond), true_cfg_scale,
+    return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond),
+                   text(uncond), true_cfg_scale,
                    on_step, on_estimate)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee75c
@@ -190,9 +204,12 @@ def check_sampling(
     steps, true_cfg_scale, overrides=None,
 ):
     "Raises ValueError for sampling settings that cannot work."
-    if isinstance(true_cfg_scale, bool) or not isinstance(true_cfg_scale, (int, float)) or not math.isfinite(true_cfg_scale):
-        raise ValueError(f"`true_cfg_scale` must be a finite number, got {true_cfg_scale!r}; 4 is usual, 1 means no guidance")
-    for w, h in {e.size for e in edits}: sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
+    if isinstance(true_cfg_scale, bool) or not isinstance(true_cfg_scale,
+                                                          (int, float)) or not math.isfinite(true_cfg_scale):
+        raise ValueError(f"`true_cfg_scale` must be a finite number, got {true_cfg_scale!r}; 4 is usual, 1 "
+                         f"means no guidance")
+    for w, h in {e.size for e in edits}:
+        sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
 
 # %% ../../nbs/sampling/01_edits.ipynb #2d8359b5
 def keep_in_place(encoder, transformer): # the `at` of `run_edits`
@@ -215,9 +232,11 @@ def run_edits(
     scheduler = encoder.components.get("scheduler")
     check_sampling(scheduler, edits, factor_of(encoder.components), steps, true_cfg_scale, overrides)
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
-    return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch, encoder.vae_2d)
+    return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step,
+                       watch, encoder.vae_2d)
 
-def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None, on_step=None, watch=None,
+def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None,
+                on_step=None, watch=None,
                 flat=True) -> list:
     "The stages after encoding; of each edit only `seed` and `generator` are read."
     transformer, latents = at("transformer"), []
@@ -226,7 +245,8 @@ def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=
         if on_step: on_step(*args)
     try:
         for inputs, e in zip(encoded, edits):
-            z = denoise_encoded(transformer, scheduler, inputs, steps, true_cfg_scale, e.seed, e.generator, overrides, dtype, step,
+            z = denoise_encoded(transformer, scheduler, inputs, steps, true_cfg_scale, e.seed, e.generator,
+                                overrides, dtype, step,
                                 watch and watch.estimate)
             latents.append(z.cpu())
     finally:

@@ -21,11 +21,14 @@ class StepCounter:
         total:int, # steps of all edits
         what:str="predict", # name of the work
         after:float=5., # seconds before the first line
-    ): self.total, self.what, self.after, self.n, self.start, self.bar = total, what, after, 0, time.time(), None
+    ):
+        self.total, self.what, self.after, self.n = total, what, after, 0
+        self.start, self.bar = time.time(), None
 
     def update(self):
         self.n += 1
-        if self.bar is None and (is_interactive() or self.n < self.total and time.time() - self.start > self.after):
+        if self.bar is None and (is_interactive() or self.n < self.total
+                                 and time.time() - self.start > self.after):
             self.bar = Progress(self.total, self.what, start=self.n - 1)
             self.bar.start, self.bar.t0 = 0, self.start # its rate counts all steps
         if self.bar is not None: self.bar.update()
@@ -44,7 +47,7 @@ def small_latents(
 
 # %% ../../nbs/sampling/02_preview.ipynb #ed1318eb
 def preview_display(): # function of (step, steps, image), or None outside interactive notebooks
-    "Display images in a notebook, each in place of the previous one."
+    "Display images in a notebook, each replacing the previous one."
     if kernel() is None or not is_interactive(): return None
     from IPython.display import display
     handle = None
@@ -67,8 +70,10 @@ class EditProgress:
         vae=lambda: None, # function that returns the VAE, or None if it is not loaded
     ):
         if preview is not None and not callable(preview) and (not isinstance(preview, int) or preview < 0):
-            raise ValueError(f"`preview` must be true, a number of steps or a function of (step, steps, image), got {preview!r}")
-        if type(every) is not int or every < 1: raise ValueError(f"`preview_every` must be a whole number of 1 or more, got {every!r}")
+            raise ValueError(f"`preview` must be true, a number of steps or a function of (step, steps, "
+                             f"image), got {preview!r}")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"`preview_every` must be a whole number of 1 or more, got {every!r}")
         self.steps, self.vae = StepCounter(total, what) if progress else None, vae
         self.show = preview if callable(preview) else preview_display() if preview else None
         self.every = preview if type(preview) is int and preview else every
