@@ -52,12 +52,15 @@ def as_list(x) -> list:
 class BucketBatchSampler:
     "Batches of indices that share a bucket; order and composition depend on (seed, epoch) alone."
     def __init__(self,
-        dataset, # with `len`, `bucket(i)`, `set_epoch(e)` and optionally `length(i)`, the prompt's length in any unit
+        # with `len`, `bucket(i)`, `set_epoch(e)` and optionally `length(i)`, the prompt's length in
+        # any unit
+        dataset,
         batch_size:int=1,
         seed:int=0,
         shuffle:bool=True, # a new order each epoch?
     ):
-        self.dataset, self.batch_size, self.seed, self.shuffle, self.epoch = dataset, batch_size, seed, shuffle, 0
+        self.dataset, self.batch_size, self.seed, self.shuffle, self.epoch = (dataset, batch_size, seed,
+                                                                              shuffle, 0)
         self.start = 0 # batches of this epoch to skip, set on resume
         self.rank, self.world = 0, 1 # each batch is divided among the processes
 
@@ -104,7 +107,8 @@ class Batch(dict):
         max_images:int=8, # samples at most
     ) -> dict: # `training_images`, `control_images`: lists of uint8 [H, W, 3]; `source`: batch or disk; `problems`: messages
         "The batch's images, read from their files if the batch holds latents."
-        out = dict(training_images=[], control_images=[], source="batch" if self.get("image") else "disk", problems=[])
+        out = dict(training_images=[], control_images=[], source="batch" if self.get("image") else "disk",
+                   problems=[])
         for n in range(min(max_images, len(self.get("sample") or self.get("image") or ()))):
             if not self.has_images(n): out["source"] = "disk"
             try: image, controls = self.images_of(n)
@@ -119,7 +123,8 @@ class Batch(dict):
     ) -> tuple: # (target, list of controls), uint8 [H, W, 3]
         "One sample's images, at most as large as in training."
         in_memory = self.has_images(n)
-        images = dict(image=self["image"][n], control=self["control"][n]) if in_memory else load_images(self["sample"][n], self.geometry)
+        images = dict(image=self["image"][n],
+                      control=self["control"][n]) if in_memory else load_images(self["sample"][n], self.geometry)
         return np.asarray(images["image"]), [as_seen(c, self.geometry) for c in as_list(images["control"])]
 
 # %% ../../nbs/data/05_batches.ipynb #c46bb800
@@ -130,7 +135,8 @@ def stack_masks(
     masks = [s.get("mask") for s in samples]
     known = next((m for m in masks if m is not None), None)
     if known is None: return None
-    masks = [torch.full(known.shape, 255, dtype=torch.uint8) if m is None else torch.as_tensor(m) for m in masks]
+    masks = [torch.full(known.shape, 255, dtype=torch.uint8) if m is None else torch.as_tensor(m)
+             for m in masks]
     return torch.stack(masks)[:, None].float() / 255
 
 # %% ../../nbs/data/05_batches.ipynb #a222c01c
@@ -140,16 +146,20 @@ def collate(
     config=None, # `DataSection` of the data set
 ) -> Batch:
     "Stack samples: latents and a list of embeddings if all are cached, else lists of images."
-    out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")} | dict(mask=stack_masks(samples))
-    if all(s["cached"] for s in samples): return Batch(out | stack_tensors(samples), geometry, config, cached=True)
-    return Batch(out | {k: [s.get(k) for s in samples] for k in ("image", "control")}, geometry, config, cached=False)
+    out = {k: [s[k] for s in samples]
+           for k in ("sample_id", "prompt", "dropped", "sample", "index")} | dict(mask=stack_masks(samples))
+    if all(s["cached"] for s in samples):
+        return Batch(out | stack_tensors(samples), geometry, config, cached=True)
+    return Batch(out | {k: [s.get(k) for s in samples] for k in ("image", "control")}, geometry, config,
+                 cached=False)
 
 # %% ../../nbs/data/05_batches.ipynb #5c509820
 def controls_of(
     tensors:dict, # a sample's tensors by name
 ) -> list: # its control latents, in order
     "Control latents control_latent.0, .1, ... of a sample."
-    return [tensors[k] for k in sorted((k for k in tensors if k.startswith("control_latent.")), key=lambda k: int(k.split(".")[1]))]
+    return [tensors[k] for k in sorted((k for k in tensors if k.startswith("control_latent.")),
+                                       key=lambda k: int(k.split(".")[1]))]
 
 # %% ../../nbs/data/05_batches.ipynb #7883ae71
 def stack_tensors(samples:list) -> dict:

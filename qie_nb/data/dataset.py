@@ -159,7 +159,6 @@ def _missing(self:ImageDataset, keys, has) -> list:
         if any(self.cache.prefix_of(*keys[n].id) for n in prompts): out.append(PREFIX)
     return out
 
-# %% ../../nbs/data/06_dataset.ipynb #9411db01
 @patch
 def dropped(self:ImageDataset, i:int) -> bool:
     "Is this sample's caption dropped in this epoch?"
@@ -186,7 +185,6 @@ def _cached(self:ImageDataset, i) -> dict:
     if self.cached_only: raise CacheEntryError(self.problems_text())
     return None
 
-# %% ../../nbs/data/06_dataset.ipynb #4e836670
 @patch
 def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor's name, place, reason)
     "Entries that training needs and that are missing or damaged."
@@ -238,7 +236,6 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
     if s.mask is not None: out["mask"] = self.mask(i)
     return out | (self.images(i) if tensors is None else _pick(tensors, drop))
 
-# %% ../../nbs/data/06_dataset.ipynb #f86cf7a0
 def _pick(tensors, drop) -> dict:
     "The tensors of a training step: one control latent or a list, and the empty prompt if the caption is dropped."
     controls = controls_of(tensors)
@@ -291,7 +288,6 @@ def _why_unknown(self:ImageDataset) -> str:
     if self.identity is not None: return ""
     return str(self.ambiguous_identity or "the cache is empty, so no entry can be looked up; run precompute to fill it")
 
-# %% ../../nbs/data/06_dataset.ipynb #928b4ead
 @patch
 def _count(self:ImageDataset, out, there, bar):
     seen = set()
@@ -308,8 +304,7 @@ def _count(self:ImageDataset, out, there, bar):
 
 # %% ../../nbs/data/06_dataset.ipynb #6cd86af3
 @patch
-def _repr_html_(self:ImageDataset) -> str:
-    return status_html(self.status())
+def _repr_html_(self:ImageDataset) -> str: return status_html(self.status())
 
 # %% ../../nbs/data/06_dataset.ipynb #7027de7e
 @patch
@@ -377,9 +372,7 @@ class EmbeddingCacheHook:
         encoder.cache.add_identity(encoder.identity)
         dataset.refresh(encoder.identity)
 
-    def __call__(self,
-        batch, # mapping with `index`, the samples' positions in the data set
-    ) -> int: # entries made
+    def __call__(self, batch) -> int: # batch: mapping with `index`; returns the number of entries stored
         stored = self.encoder.stored
         missing = {i: names for i in batch["index"] if (names := self.dataset.missing(i))}
         if missing: self.encoder.encode_missing(self.dataset, missing)

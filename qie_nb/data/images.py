@@ -94,7 +94,8 @@ def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey
     if not np.isfinite(a).all(): raise _Refused("holds values that are not finite; save it in 8 or 16 bits")
     if top > 65535: raise _Refused(f"holds values up to {top:g}, more than 16 bits; save it in 8 or 16 bits")
     white = 65535 if im.mode != "F" else 1 if top <= 1.5 else 255 if top <= 255 else 65535
-    if isinstance(key := im.info.get("transparency"), int): a = np.where(a == key, white, a) # the transparent grey level
+    # the transparent grey level
+    if isinstance(key := im.info.get("transparency"), int): a = np.where(a == key, white, a)
     return Image.fromarray((a.astype(np.float32) * (255 / white)).round().clip(0, 255).astype(np.uint8))
 
 # %% ../../nbs/data/00_images.ipynb #0044b975
@@ -126,7 +127,8 @@ def _upright(im) -> Image.Image: # mode RGB
 def _check_shape(im):
     w, h = im.size
     if not w * h: raise _Refused(f"is {w}x{h}, without a pixel; replace it or remove the pair")
-    if max(w, h) > 16 * min(w, h): raise _Refused(f"is {w}x{h}, more than 16 times as long as wide; crop it or remove the pair")
+    if max(w, h) > 16 * min(w, h):
+        raise _Refused(f"is {w}x{h}, more than 16 times as long as wide; crop it or remove the pair")
 
 # %% ../../nbs/data/00_images.ipynb #85bdf007
 _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "PPM")
@@ -201,10 +203,12 @@ class Geometry:
         if self.crop: return tuple(self.image_size)
         return calculate_dimensions(self.image_size[0]*self.image_size[1], size[0]/size[1])
     def control(self, size): return calculate_dimensions(self.control_area, self._ratio(size))
-    def vl(self, size): return calculate_dimensions(self.vl_area, self._ratio(size)) if self.vl_area else self.control(size)
+    def vl(self, size):
+        return calculate_dimensions(self.vl_area, self._ratio(size)) if self.vl_area else self.control(size)
     def _ratio(self, size): return self.image_size[0]/self.image_size[1] if self.crop else size[0]/size[1]
     @property
-    def aspect(self): # in lowest terms, so that larger images of this shape are cropped alike; None without `crop`
+    # in lowest terms, so that larger images of this shape are cropped alike; None without `crop`
+    def aspect(self):
         return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
 
 # %% ../../nbs/data/00_images.ipynb #f315054b

@@ -28,7 +28,8 @@ class Sample:
     target: object   # image after the edit: a path, or an object with `name` and `read_bytes()`
     controls: tuple  # images before the edit, in order
     prompt: str      # the instruction
-    mask: object = None # of the loss: white is full weight, black is `train.mask_min_weight`; None: full everywhere
+    # of the loss: white is full weight, black is `train.mask_min_weight`; None: full everywhere
+    mask: object = None
 
 # %% ../../nbs/data/03_samples.ipynb #8536ca27
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
@@ -44,7 +45,8 @@ def _summary(samples) -> str:
 
 # %% ../../nbs/data/03_samples.ipynb #6d00bcad
 def _page(samples) -> str:
-    rows = "".join(f"<tr><td>{escape(s.id)}</td><td>{len(s.controls)}</td><td>{escape(s.prompt)}</td></tr>" for s in samples[:3])
+    rows = "".join(f"<tr><td>{escape(s.id)}</td><td>{len(s.controls)}</td><td>{escape(s.prompt)}</td></tr>"
+                   for s in samples[:3])
     left = "".join(f"<li>{escape(name)}: {escape(why)}</li>" for name, why in samples.ignored)
     return (f"<p>{escape(repr(samples))}</p><table><tr><th>sample</th><th>controls</th><th>prompt</th></tr>{rows}</table>"
             + (f"<details><summary>ignored</summary><ul>{left}</ul></details>" if left else ""))
@@ -69,16 +71,21 @@ def _samples(rows, layout, ignored=()) -> Samples:
 
 # %% ../../nbs/data/03_samples.ipynb #37fe8caf
 def _has_known_columns(table, columns) -> bool:
-    try: return bool(match_columns(list(dict.fromkeys(c for _, r in table_rows(table) for c in r)), table.name, columns))
+    try:
+        return bool(match_columns(list(dict.fromkeys(c for _, r in table_rows(table) for c in r)),
+                                  table.name, columns))
     except ValueError: return False
 
 def _table_in(root, columns) -> Path: # or None
-    tables = {p.name: p for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES and p.is_file() and not p.name.startswith(".")}
-    metadata = next((tables[f"metadata{suffix}"] for suffix in TABLE_SUFFIXES if f"metadata{suffix}" in tables), None)
+    tables = {p.name: p for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES and p.is_file()
+              and not p.name.startswith(".")}
+    metadata = next((tables[f"metadata{suffix}"] for suffix in TABLE_SUFFIXES
+                     if f"metadata{suffix}" in tables), None)
     fitting = [p for p in tables.values() if not metadata and _has_known_columns(p, columns)]
     if len(fitting) > 1: fitting = [p for p in fitting if p.stem == "train"] or fitting
     if len(fitting) > 1:
-        raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: {', '.join(p.name for p in fitting)}; pass one of them")
+        raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: "
+                         f"{', '.join(p.name for p in fitting)}; pass one of them")
     return metadata or (fitting[0] if fitting else None)
 
 # %% ../../nbs/data/03_samples.ipynb #1e8bf42c
@@ -87,7 +94,8 @@ def _in_folder(root, columns) -> Samples: # or None
     found = read_table(table, columns) if table else read_folders(root) or read_pairs(root)
     if found: return _samples(*found)
     if (root/"train").is_dir() and (more := _in_folder(root/"train", columns)):
-        return Samples(more, f"in train/: {more.layout}", [(f"train/{name}", why) for name, why in more.ignored])
+        return Samples(more, f"in train/: {more.layout}",
+                       [(f"train/{name}", why) for name, why in more.ignored])
 
 # %% ../../nbs/data/03_samples.ipynb #ad48576d
 def _several(sets) -> Samples:
@@ -97,26 +105,34 @@ def _several(sets) -> Samples:
 
 # %% ../../nbs/data/03_samples.ipynb #3d161d24
 def _none_found(path):
-    for table in [p for p in entries_of(path) if p.suffix.lower() in (".jsonl", ".csv")][:1]: read_table(table) # raises the reason
+    # raises the reason
+    for table in [p for p in entries_of(path) if p.suffix.lower() in (".jsonl", ".csv")][:1]:
+        read_table(table)
     raise ValueError(f"`data.dataset_path` {str(path)!r} holds no images; "
                      "expected training_images/ and control_images/, or metadata.jsonl")
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
     path, # data set folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
-    columns:dict=None, # for unknown column names: `dict(target=..., control=... or [...], prompt=..., mask=...)`
+    # for unknown column names: `dict(target=..., control=... or [...], prompt=..., mask=...)`
+    columns:dict=None,
 ) -> Samples: # sorted by id
     "The samples of a data set. Raises FileNotFoundError or ValueError if it cannot be trained on."
     if isinstance(path, (list, tuple)): return _several([find_samples(p, columns) for p in path])
     if hasattr(path, "column_names"): return _samples(*read_dataset(path, columns))
     if not isinstance(path, (str, Path)):
-        if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
-        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a table or a datasets.Dataset")
+        if path is None:
+            raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
+        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
+                         f"table or a datasets.Dataset")
     root = Path(path).expanduser()
     if root.is_file() and root.suffix.lower() in TABLE_SUFFIXES: return _samples(*read_table(root, columns))
-    if root.is_file(): raise ValueError(f"`data.dataset_path` {str(path)!r} is no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}")
+    if root.is_file():
+        raise ValueError(f"`data.dataset_path` {str(path)!r} is no table; it must be a folder or one of "
+                         f"{', '.join(TABLE_SUFFIXES)}")
     if not root.is_dir():
-        raise FileNotFoundError(f"`data.dataset_path` {str(path)!r} does not exist; set it to the folder of your pairs")
+        raise FileNotFoundError(f"`data.dataset_path` {str(path)!r} does not exist; set it to the "
+                                f"folder of your pairs")
     return _in_folder(root, columns) or _none_found(path)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
@@ -130,7 +146,8 @@ def cached_size(source) -> tuple: # (width, height)
 def _check_shape(mask, size): # (width, height) of its target
     (w, h), (tw, th) = cached_size(mask), size
     if abs(w * th - h * tw) > max(tw, th): # more than a side rounded to a pixel
-        raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of {tw}x{th}; cut it alike or take it out")
+        raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of "
+                         f"{tw}x{th}; cut it alike or take it out")
 
 # %% ../../nbs/data/03_samples.ipynb #eca2a979
 def usable(
@@ -147,7 +164,8 @@ def usable(
             if strict: raise
             skipped.append((s.id, str(e)))
         else: keep.append(s); sizes.append(size)
-    if skipped and not keep: raise ValueError(f"none of {len(skipped)} samples can be used; the first: {skipped[0][1]}")
+    if skipped and not keep:
+        raise ValueError(f"none of {len(skipped)} samples can be used; the first: {skipped[0][1]}")
     return Samples(keep, getattr(samples, "layout", ""), getattr(samples, "ignored", ())), sizes, skipped
 
 # %% ../../nbs/data/03_samples.ipynb #dbe59df7
@@ -160,7 +178,8 @@ def open_unchanged(
     "Open an image. Raises `ImageChanged` if its digest differs."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
-        raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again to use the new image")
+        raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again "
+                           f"to use the new image")
     return open_image(data, source_name(source))
 
 # %% ../../nbs/data/03_samples.ipynb #1a20f9fd
@@ -172,7 +191,8 @@ def load_images(
 ) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: list of PIL images, cropped but not resized
     "A sample's images. Raises ValueError for an unusable one and `ImageChanged` for a changed one."
     sources = (sample.target, *sample.controls)
-    image, *controls = [open_file(p, d) for p, d in zip(sources, digests or [None] * len(sources), strict=True)]
+    image, *controls = [open_file(p, d) for p,
+                        d in zip(sources, digests or [None] * len(sources), strict=True)]
     image = crop_to(image, geometry.aspect)
     image = np.asarray(image.resize(geometry.target(image.size), Image.Resampling.LANCZOS))
     return dict(image=image, control=[crop_to(c, geometry.aspect) for c in controls])
@@ -189,7 +209,9 @@ def load_mask(
     im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
-    if out.max() <= 1: raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or take it out")
+    if out.max() <= 1:
+        raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or "
+                         f"take it out")
     return out
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
@@ -204,7 +226,9 @@ def split_held_out(
     groups = sorted(set(first), key=lambda d: stable_seed(seed, d, "held out"))
     n = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
     if n < 1:
-        raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got {len(groups)}; "
+        raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "
+                         f"{len(groups)}; "
                          "add pairs or set it to 0")
     held = set(groups[:n])
-    return [s for s, d in zip(samples, first) if d not in held], [s for s, d in zip(samples, first) if d in held]
+    return [s for s, d in zip(samples, first) if d not in held], [s for s, d in zip(samples, first)
+                                                                  if d in held]

@@ -35,8 +35,10 @@ def pick_batch(
     "A batch size for encoding that fits into memory."
     if requested != "auto": return requested, "set by `cache.batch_size`"
     c, used = components, {torch.device(d) for d in devices.values()}
-    if others := sorted(str(d) for d in used if d.type != "cuda"): return 1, f"nothing is gained on {', '.join(others)}"
-    weights = {n: 0 if n in c.parts else component_bytes(c.folder/n, c.dtype, c.quantize.get(n)) for n in devices}
+    if others := sorted(str(d) for d in used if d.type != "cuda"):
+        return 1, f"nothing is gained on {', '.join(others)}"
+    weights = {n: 0 if n in c.parts else component_bytes(c.folder/n, c.dtype, c.quantize.get(n))
+               for n in devices}
     total = lambda d, each: sum(each[n] for n in devices if torch.device(devices[n]) == d)
     left, work = {d: free(d) - total(d, weights) for d in used}, work_bytes(c.areas["control_area"])
     n = max(1, min(_MAX_BATCH, *(int(left[d] / 2 // total(d, work)) for d in used))) # half is a reserve
@@ -50,7 +52,8 @@ class Encoder:
         cache=None, # `EmbeddingCacheManager`; None: nothing is stored
         vae_device=None, # where images are encoded; default: CPU
         text_device=None, # where prompts are encoded; default: CPU
-        share_prefix:bool=True, # encode the prompt prefix once per image set? False: as the pipelines do, to the last bit
+        # encode the prompt prefix once per image set? False: as the pipelines do, to the last bit
+        share_prefix:bool=True,
         vae_2d:bool=True, # run the VAE with 2-D convolutions?
         batch_size=1, # images, or image sets, per call; "auto": by the GPU's free memory
     ):
@@ -85,7 +88,8 @@ class Encoder:
         if prompts: self.place("text_encoder")
 
     def place(self, name): return self.components.move(name, self.devices[name])
-    def _text(self): return self.place("text_encoder"), self.components.get("processor"), self.components.variant
+    def _text(self):
+        return self.place("text_encoder"), self.components.get("processor"), self.components.variant
     def _vae(self): # only the part that encodes moves to the device
         c = self.components
         if "vae" not in c.parts: c.devices["vae"] = "cpu"
@@ -129,11 +133,13 @@ def prompts(self:Encoder,
     "Embeddings of prompts in two parts, or whole if the prefix cannot be shared."
     self.calls["text_encoder"] += len(prompts)
     try:
-        if not (self.share_prefix if share_prefix is None else share_prefix): raise PrefixNotSharable("`share_prefix` is off")
+        if not (self.share_prefix if share_prefix is None else share_prefix):
+            raise PrefixNotSharable("`share_prefix` is off")
         prefix = self.prefix(known_by, images)
         return list(zip(prefix.hidden, encode_suffixes(*self._text(), prefix, prompts)))
     except PrefixNotSharable:
-        whole = [encode_prompt(*self._text(), p, i, share_prefix=False)[0][0] for p, i in zip(prompts, images())]
+        whole = [encode_prompt(*self._text(), p, i, share_prefix=False)[0][0] for p,
+                 i in zip(prompts, images())]
         return [(None, e) for e in whole]
 
 @patch
@@ -160,7 +166,8 @@ class SampleInputs:
         self.target, self.control = images["image"], images["control"]
         self.geometry, self.digests, self._pixels, self._vl = geometry, digests, {}, None
 
-    def names(self) -> list: return ["pixel_latent", *(f"control_latent.{n}" for n in range(len(self.control)))]
+    def names(self) -> list:
+        return ["pixel_latent", *(f"control_latent.{n}" for n in range(len(self.control)))]
     def image(self, name):
         if name != "pixel_latent": return self.control[int(name.split(".")[1])]
         return self.target if isinstance(self.target, Image.Image) else Image.fromarray(self.target)
@@ -190,7 +197,8 @@ def encode_uncached(self:Encoder,
     geometry:Geometry,
 ) -> dict: # {name: CPU tensor}
     "All tensors of one sample, from images in memory."
-    inputs = SampleInputs(dict(image=open_image(images["image"]), control=[open_image(c) for c in images["control"]]), geometry)
+    inputs = SampleInputs(dict(image=open_image(images["image"]),
+                               control=[open_image(c) for c in images["control"]]), geometry)
     out = {n: self.image(inputs.image(n), inputs.size(n)) for n in inputs.names()}
     out["prompt_embed"], out["prompt_embeds_mask"] = self.prompt(prompt, inputs.control, geometry)
     return {n: t.cpu() for n, t in out.items()}
@@ -222,14 +230,16 @@ def plan_encoding(
         for name in names:
             if (entry := keys[name]).id in seen: continue
             seen.add(entry.id)
-            prompt = "" if name.startswith("empty_") or "prompt_embed" not in name else dataset.samples[i].prompt
+            prompt = ("" if name.startswith("empty_") or "prompt_embed" not in name
+                      else dataset.samples[i].prompt)
             if "prompt" in name: kind, size, unit = "prompt", vl, keys[PREFIX].key
             else: kind, unit = "latent", entry.key
             if name == "pixel_latent": size = target
             elif kind == "latent": size = controls[int(name.split(".")[1])]
             groups[kind].setdefault(size, {}).setdefault(unit, []).append(Missing(i, name, prompt, entry))
     return [EncodeJob(kind, units[n:n + batch_size]) for kind, sizes in groups.items()
-            for units in map(list, map(dict.values, sizes.values())) for n in range(0, len(units), batch_size)]
+            for units in map(list, map(dict.values, sizes.values())) for n in range(0, len(units),
+                                                                                    batch_size)]
 
 # %% ../../nbs/encoding/02_encoder.ipynb #c71ae394
 class Encoded(NamedTuple):
@@ -245,7 +255,8 @@ def encode(self:Encoder,
     inputs, # function of a sample: its `SampleInputs`
 ) -> list: # of `Encoded`
     "Compute the tensors of one job."
-    return self._encode_latents(job, inputs) if job.kind == "latent" else self._encode_prompts(dataset, job, inputs)
+    return self._encode_latents(job, inputs) if job.kind == "latent" else self._encode_prompts(dataset,
+                                                                                               job, inputs)
 
 @patch
 def _encode_latents(self:Encoder, job, inputs):
@@ -256,7 +267,8 @@ def _encode_latents(self:Encoder, job, inputs):
 
 @patch
 def _encode_prompts(self:Encoder, dataset, job, inputs):
-    out, rounds = [], [list(dict.fromkeys(m.prompt for m in unit if m.name != PREFIX)) or [""] for unit in job.units]
+    out, rounds = [], [list(dict.fromkeys(m.prompt for m in unit if m.name != PREFIX)) or [""]
+                       for unit in job.units]
     prefixes = [dataset.keys(unit[0].sample)[PREFIX] for unit in job.units]
     images = lambda: [inputs(unit[0].sample).vl() for unit in job.units]
     lost = any(m.name == PREFIX for unit in job.units for m in unit) # suffixes in the cache need this prefix
@@ -268,7 +280,8 @@ def _encode_prompts(self:Encoder, dataset, job, inputs):
             if shared and n == 0: out.append(Encoded(prefix_entry, prefix.cpu()))
             for m in unit if n < len(r) else ():
                 if m.prompt != r[n] or m.name == PREFIX: continue
-                if not m.name.endswith("mask"): out.append(Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None)); continue
+                if not m.name.endswith("mask"):
+                    out.append(Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None)); continue
                 tokens = len(rest) + (len(prefix) if shared else 0)
                 out.append(Encoded(m.entry, torch.ones(tokens, dtype=torch.bool)))
     return out

@@ -45,11 +45,14 @@ class Report:
     def __str__(self):
         others = f", {self.elsewhere} done by another process" if self.elsewhere else ""
         text = (f"precompute: {self.samples} samples in {short_time(self.seconds)}: {self.encoded} encoded "
-                f"({self.tensors} entries, {self.bytes/1e6:.1f} MB), {self.reused} reused{others}, {len(self.skipped)} skipped")
-        rows = [f"  skipped {i}: {why}" for i, why in self.skipped] + [f"  bad entry: {p} {why}" for p, why in self.bad]
+                f"({self.tensors} entries, {self.bytes/1e6:.1f} MB), {self.reused} reused{others}, "
+                f"{len(self.skipped)} skipped")
+        rows = [f"  skipped {i}: {why}" for i, why in self.skipped] + [f"  bad entry: {p} {why}" for p,
+                                                                       why in self.bad]
         return "\n".join([text, *rows])
 
-    def __add__(self, other): return Report(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
+    def __add__(self, other):
+        return Report(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
 
 # %% ../../nbs/encoding/03_precompute.ipynb #44d44b3e
 class EntrySizes:
@@ -57,10 +60,12 @@ class EntrySizes:
     def __init__(self, encoder:Encoder):
         folder, self.encoder = encoder.components.folder, encoder
         vae, text = (json.loads((folder/c/"config.json").read_text()) for c in ("vae", "text_encoder"))
-        self.channels, self.factor = vae.get("z_dim", 16), 2 ** len(vae.get("temperal_downsample", "123")) # the class's defaults
+        # the class's defaults
+        self.channels, self.factor = vae.get("z_dim", 16), 2 ** len(vae.get("temperal_downsample", "123"))
         self.width = text.get("text_config", text).get("hidden_size")
         if not self.width:
-            raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; it is no Qwen2.5-VL model")
+            raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; it is "
+                             f"no Qwen2.5-VL model")
         self.prefixes, self.lengths = {}, {}
 
     def latent(self, size) -> tuple: # of an image of (width, height) pixels
@@ -93,7 +98,8 @@ def bytes_needed(
     def add(entry, shape, dtype=dtype, prefix=None): out[entry.id] = entry_bytes(*entry, dtype, shape, prefix)
     for m in (m for job in plan_encoding(dataset, missing) for unit in job.units for m in unit):
         if m.name == "pixel_latent": add(m.entry, sizes.latent(dataset.bucket(m.sample)[0])); continue
-        if "latent" in m.name: add(m.entry, sizes.latent(dataset.bucket(m.sample)[1 + int(m.name.split(".")[1])])); continue
+        if "latent" in m.name:
+            add(m.entry, sizes.latent(dataset.bucket(m.sample)[1 + int(m.name.split(".")[1])])); continue
         prefix, rest = sizes.prompt(m.prompt, tuple(map(dataset.geometry.vl, dataset.sizes[m.sample][1:])))
         front = dataset.keys(m.sample)[PREFIX]
         if prefix and encoder.cache.find(*front.id) is None: add(front, (prefix, sizes.width))
@@ -111,9 +117,11 @@ def check_space(
     "Report what a job will write. Raises `DiskFull` if the disk has less room."
     free = detect_environment().free_space(folder)
     table = f" ({table/1e6:.1f} MB of them the modulation table)" if table else ""
-    print(f"precompute: {(in_files or on_disk)/1e6:.1f} MB to write{table}, {free/1e6:.0f} MB free in {folder}")
+    print(f"precompute: {(in_files or on_disk)/1e6:.1f} MB to write{table}, {free/1e6:.0f} MB free in "
+          f"{folder}")
     if on_disk > free:
-        raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(on_disk, True)} more, but {str(folder)!r} has {megabytes(free)} free: "
+        raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(on_disk, True)} more, but "
+                                     f"{str(folder)!r} has {megabytes(free)} free: "
                        f"{megabytes(on_disk - free, True)} are missing; "
                        "free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
 
@@ -175,7 +183,8 @@ class Prefetch:
             group, ready = waiting.popleft()
             return group, partial(self.inputs, ready=ready.result())
         for group in work:
-            jobs = plan_encoding(self.dataset, _missing(self.dataset, group), self.encoder.batch_size) if self.n else []
+            jobs = plan_encoding(self.dataset, _missing(self.dataset, group),
+                                 self.encoder.batch_size) if self.n else []
             waiting.append((group, self.pool.submit(self.read, jobs)))
             while sum(len(item.samples) for group, _ in waiting for item in group) > self.n: yield first()
         while waiting: yield first()
@@ -204,13 +213,15 @@ def _encode(dataset, encoder, missing, read, report) -> int: # samples completed
         except ImageChanged as e: reason = str(e) # replaced just now: its keys are new, so try again
         except ValueError as e:
             if dataset.config.strict: raise
-            if len(missing) > 1: return sum(_encode(dataset, encoder, {i: dataset.missing(i)}, read, report) for i in missing)
+            if len(missing) > 1:
+                return sum(_encode(dataset, encoder, {i: dataset.missing(i)}, read, report) for i in missing)
             reason = str(e); break
         missing = {i: dataset.missing(i) for i in missing}
     report.skipped += [(dataset.samples[i].id, reason) for i in missing]
     return 0
 
-def _encode_group(dataset, encoder, group, read, report) -> list: # work items that other processes are encoding
+# work items that other processes are encoding
+def _encode_group(dataset, encoder, group, read, report) -> list:
     mine, busy = [], []
     with ExitStack() as locks:
         for item in group:
@@ -234,7 +245,8 @@ def _encode_all(dataset, encoder, work, report, prefetch):
                     bar.update(count([group]) - count([busy]))
                     if busy: later.append(busy)
             except DiskFull as e:
-                need = bytes_needed(dataset, encoder, {i: n for group in work for i, n in _missing(dataset, group).items()})
+                need = bytes_needed(dataset, encoder,
+                                    {i: n for group in work for i, n in _missing(dataset, group).items()})
                 raise DiskFull(errno.ENOSPC, f"{e}. The job still has {megabytes(need, True)} to write; "
                                "run it again to continue") from None
             if len(later) == len(work): time.sleep(0.05) # nothing was free
@@ -265,14 +277,17 @@ def scan_cache(dataset, encoder, indices, verify, report) -> dict: # {sample: na
 
 def pending(work, missing) -> list:
     "The work without samples that are complete."
-    left = [[WorkItem(lock, todo) for lock, samples in group if (todo := [i for i in samples if missing[i]])] for group in work]
+    left = [[WorkItem(lock, todo) for lock, samples in group
+             if (todo := [i for i in samples if missing[i]])] for group in work]
     return [group for group in left if group]
 
 def _range(dataset, cache, start, end) -> range:
-    if cache is None: raise ValueError("`cache.cache_dir` is not set, so the tensors cannot be stored; set it")
+    if cache is None:
+        raise ValueError("`cache.cache_dir` is not set, so the tensors cannot be stored; set it")
     end = len(dataset) if end is None else min(end, len(dataset))
     if not 0 <= start < end:
-        raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set has {len(dataset)}")
+        raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set "
+                         f"has {len(dataset)}")
     return range(start, end)
 
 # %% ../../nbs/encoding/03_precompute.ipynb #4b517dc9
@@ -297,7 +312,8 @@ def precompute(
     mine = {i: missing[i] for group in work for item in group for i in item.samples}
     if work and not cache.writable:
         bad = "".join(f"; {file} {why}" for file, why in report.bad)
-        raise PermissionError(f"{len(mine)} samples are incomplete in cache {cache.layers[-1]}, which cannot be written; "
+        raise PermissionError(f"{len(mine)} samples are incomplete in cache {cache.layers[-1]}, which "
+                              f"cannot be written; "
                               f"add a writable folder behind it: `cache.cache_dir: [this one, cache]`{bad}")
     if work or table:
         block = block_size(cache.cache_dir)
@@ -305,7 +321,8 @@ def precompute(
         on_disk = bytes_needed(dataset, encoder, mine, block) + sum(-(-n // block) * block for n in table)
         check_space(on_disk, cache.cache_dir, report.bytes, sum(table))
     if work:
-        encoder.load_encoders({name for names in mine.values() for name in names}) # a broken model skips no samples
+        # a broken model skips no samples
+        encoder.load_encoders({name for names in mine.values() for name in names})
         cache.clean()
     if work or cache.writable: cache.add_identity(encoder.identity)
     if work: _encode_all(dataset, encoder, work, report, prefetch)

@@ -37,7 +37,8 @@ class Windows:
 # %% ../../nbs/encoding/01_prompts.ipynb #de05b28d
 NAME = "qie_nb_windows"
 
-def _attend(module, query, key, value, attention_mask, windows=None, **kw): # [1, H, L, D] each -> ([1, L, H, D], None)
+# [1, H, L, D] each -> ([1, L, H, D], None)
+def _attend(module, query, key, value, attention_mask, windows=None, **kw):
     "transformers' `sdpa`, once per window length."
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -45,7 +46,8 @@ def _attend(module, query, key, value, attention_mask, windows=None, **kw): # [1
     windows.calls += 1
     out = []
     for n, index in windows.index.items():
-        q, k, v = (t[0, :, index].unflatten(1, (-1, n)).transpose(0, 1) for t in (query, key, value)) # [windows, H, n, D]
+        # [windows, H, n, D]
+        q, k, v = (t[0, :, index].unflatten(1, (-1, n)).transpose(0, 1) for t in (query, key, value))
         out.append(sdpa(module, q, k, v, attention_mask, **kw)[0].flatten(0, 1))
     return torch.cat(out)[windows.inverse][None], None
 
@@ -56,7 +58,8 @@ def _batched_forward(attn, state): # state: shared by all layers of a pass
     def forward(hidden_states, cu_seqlens, *args, **kw):
         if state["ignored"]: return plain(hidden_states, cu_seqlens, *args, **kw)
         windows = next((w for borders, w in state["windows"] if borders is cu_seqlens), None)
-        if windows is None: state["windows"].append((cu_seqlens, windows := Windows(cu_seqlens, hidden_states.device)))
+        if windows is None:
+            state["windows"].append((cu_seqlens, windows := Windows(cu_seqlens, hidden_states.device)))
         calls, one = windows.calls, torch.tensor([0, windows.tokens], dtype=cu_seqlens.dtype)
         out = plain(hidden_states, one, *args, windows=windows, **kw)
         state["ignored"] = windows.calls != calls + 1
@@ -69,7 +72,8 @@ def _vision_layers(text_encoder) -> list:
     layers = [b.attn for b in getattr(visual, "blocks", ()) if hasattr(b, "attn")]
     parameters = [inspect.signature(type(m).forward).parameters for m in layers]
     fit = all("cu_seqlens" in p and any(v.kind == v.VAR_KEYWORD for v in p.values()) for p in parameters)
-    return layers if fit and getattr(getattr(visual, "config", None), "_attn_implementation", None) == "sdpa" else []
+    return layers if fit and getattr(getattr(visual, "config", None), "_attn_implementation",
+                                     None) == "sdpa" else []
 
 @contextmanager
 def batched_windows(
@@ -134,7 +138,8 @@ class Prefix:
 
     def __len__(self): return len(self.hidden)
     def __repr__(self):
-        return (f"Prefix of {len(self)}: {self.count} tokens, {sum(self.counts)} of them in {len(self.counts)} images; "
+        return (f"Prefix of {len(self)}: {self.count} tokens, {sum(self.counts)} of them in "
+                f"{len(self.counts)} images; "
                 f"next position {self.next}")
 
 # %% ../../nbs/encoding/01_prompts.ipynb #ae145a90
@@ -164,7 +169,8 @@ def _prefix_inputs(processor, variant, images_list) -> tuple: # (ids [B, L], pix
     images_list = [p if isinstance(p, VLImages) else VLImages(p) for p in images_list]
     pixels, grid = zip(*(p.process(processor) for p in images_list))
     counts = (grid[0].prod(-1) // processor.image_processor.merge_size ** 2).tolist()
-    row, end = whole_ids(processor, variant, "", counts), processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
+    row, end = whole_ids(processor, variant, "",
+                         counts), processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
     if end not in row: raise PrefixNotSharable("`processor` has no token for <|vision_end|>")
     ids = torch.tensor([row[:len(row) - row[::-1].index(end)]] * len(images_list))
     return ids, torch.cat(pixels), torch.cat(grid)
@@ -186,8 +192,10 @@ def encode_prefix(
     inputs = _prefix_inputs(processor, variant, images_list)
     drop, row = template_of(variant.pipeline)[1], inputs[0][0].tolist()
     if drop > len(row):
-        raise PrefixNotSharable(f"`processor` makes {len(row)} tokens of the prefix, but the template drops {drop}")
-    positions = prefix_positions(text_encoder, variant, inputs[0], inputs[2]) # on the CPU: reading one needs no sync
+        raise PrefixNotSharable(f"`processor` makes {len(row)} tokens of the prefix, but the template "
+                                f"drops {drop}")
+    # on the CPU: reading one needs no sync
+    positions = prefix_positions(text_encoder, variant, inputs[0], inputs[2])
     ids, pixels, grid, at = (t.to(device or device_of(text_encoder)) for t in (*inputs, positions))
     with batched_windows(text_encoder):
         out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at,
@@ -211,7 +219,8 @@ def suffix_ids(
     "The tokens of a whole text after the prefix. Raises `PrefixNotSharable` if the text begins otherwise."
     ids = whole_ids(processor, variant, prompt, prefix.counts)
     if tuple(ids[:prefix.count]) != prefix.ids or len(ids) == prefix.count:
-        raise PrefixNotSharable(f"`prompt` {prompt!r} has tokens that do not begin with the prefix's; encode it whole")
+        raise PrefixNotSharable(f"`prompt` {prompt!r} has tokens that do not begin with the prefix's; "
+                                f"encode it whole")
     return ids[prefix.count:]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #ac68c287
@@ -230,7 +239,8 @@ def encode_suffixes(
     n, pad = max(map(len, rows)), processor.tokenizer.pad_token_id or 0
     ids = torch.tensor([r + [pad] * (n - len(r)) for r in rows], device=prefix.hidden.device)
     positions = torch.arange(prefix.next, prefix.next + n, device=ids.device).expand(3, *ids.shape)
-    out = text_encoder.model(input_ids=ids, attention_mask=ids.new_ones(len(ids), prefix.count + n), position_ids=positions,
+    out = text_encoder.model(input_ids=ids, attention_mask=ids.new_ones(len(ids), prefix.count + n),
+                             position_ids=positions,
                              past_key_values=_copy_cache(prefix.cache), use_cache=True)
     return [h[:len(r)].to(text_encoder.dtype) for h, r in zip(out.last_hidden_state, rows)]
 
@@ -239,7 +249,8 @@ def _encode_whole(text_encoder, processor, variant, prompt, images, device): # -
     inputs = processor(text=[prompt_text(variant, prompt, len(images))], images=list(images), padding=True,
                        return_tensors="pt").to(device)
     names = ["input_ids", "attention_mask", "pixel_values", "image_grid_thw"]
-    if positions_of(variant.pipeline) == "3d" and "mm_token_type_ids" in inputs: names.append("mm_token_type_ids")
+    if positions_of(variant.pipeline) == "3d" and "mm_token_type_ids" in inputs:
+        names.append("mm_token_type_ids")
     out = text_encoder.model(**{k: inputs[k] for k in names})
     return out.last_hidden_state[:, template_of(variant.pipeline)[1]:]
 

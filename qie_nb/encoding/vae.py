@@ -129,5 +129,6 @@ def decode_latents(
     z = latents.to(vae.device, vae.dtype)
     mean, std = _stats(vae, z)
     with vae_2d(vae, use_2d):
-        x = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0] # the pipelines' order of operations
+        # the pipelines' order of operations
+        x = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
     return (_processor(vae).postprocess(x, output_type="np") * 255).round().astype("uint8")
