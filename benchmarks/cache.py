@@ -131,9 +131,9 @@ def python_step():
 def batches_of(dataset, how, size):
     "Batches as `Run` gives them (from its thread, or from a loader process), or as the loader does, or the same one again and again."
     from qie_nb.data.dataset import loader
-    from qie_nb.training.step import Run
+    from qie_nb.training.step import BatchStream
     ready = loader(dataset, batch_size=size, num_workers=int(how == "process"))
-    if how in ("ahead", "process"): return (b for g in Run(ready, 1, []).groups(SimpleNamespace(epoch=0, position=0)) for b in g)
+    if how in ("ahead", "process"): return (b for g in BatchStream(ready, 1, []).groups(SimpleNamespace(epoch=0, position=0)) for b in g)
     return iter(ready) if how == "plain" else itertools.repeat(next(iter(ready)))
 
 

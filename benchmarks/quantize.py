@@ -80,7 +80,6 @@ def measure(folder, kind, how, queue):
 
 def memory(a):
     import diffusers, peft, torch, transformers # before the fork: the baseline is after the imports
-    from qie_nb.models import loading as stream # noqa: F401
     torch.set_num_threads(1)
     fork, out = multiprocessing.get_context("fork"), {}
     with tempfile.TemporaryDirectory() as tmp:

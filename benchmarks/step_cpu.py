@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch

@@ -95,7 +95,7 @@ def pixel_errors(judge, dataset, true, seeds, steps=8):
 
 def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noises=2) -> list:
     "One row a checkpoint, the model without an adapter first."
-    from qie_nb.data.dataset import ImageDataset, find_samples
+    from qie_nb.data.samples import find_samples
     from qie_nb.tiny.demo import truths
     from qie_nb.evaluation.validation_loss import held_out_loss
     from qie_nb.tiny.photos import EDITS as known, Edit, make_pairs

@@ -50,10 +50,10 @@ def run_items(
     c, one, root = config.train, checkpoint_bytes(q), Path(config.train.output_dir)/"checkpoints"
     best = bool(c.val_fraction or c.val_path)
     size = (c.keep_checkpoints + best + 1) * one
-    why = f"`train.keep_checkpoints` {c.keep_checkpoints}{', the best' * best} and one being written, {one / 1e6:.0f} MB each"
+    why = f"`train.keep_checkpoints` {c.keep_checkpoints}" + ", the best" * best
     if c.checkpoint_budget_gb and (most := int(c.checkpoint_budget_gb * 1e9) + one) < size:
-        size = most
-        why = f"`train.checkpoint_budget_gb` {c.checkpoint_budget_gb:g} and one being written, {one / 1e6:.0f} MB"
+        size, why = most, f"`train.checkpoint_budget_gb` {c.checkpoint_budget_gb:g}"
+    why += f" and one being written, {one / 1e6:.0f} MB each"
     there = used_bytes(root) if root.is_dir() else 0
     adapter = 4 * numbers(adapter_shapes(q, trained=False))
     return [Item("checkpoints", max(0, size - there), root, why, "checkpoints"),
@@ -91,7 +91,8 @@ def read_samples(
         for s, (target, *controls) in zip(samples, sizes):
             latents = tuple(tokens(g.control(c), 16) for c in controls)
             images = sum(tokens(g.vl(c), 28) + 8 * plus for c in controls)
-            out.append(SampleTokens(tokens(g.target(target), 16), latents, images, len(s.prompt.encode()) // 3 + 1))
+            text = len(s.prompt.encode()) // 3 + 1
+            out.append(SampleTokens(tokens(g.target(target), 16), latents, images, text))
     return out
 
 # %% ../../nbs/planning/02_disk_space.ipynb #939c64b3
@@ -135,7 +136,8 @@ def table_bytes(
     return rows * q.layers * 12 * q.dim * q.base_bytes + q.layers * BLOCK
 
 def _stored_table(config) -> bool: # does a prequantized copy have a table?
-    return bool(source_checkpoint(model_folder(config.model.pretrained_model_name_or_path)/"transformer").get("table"))
+    folder = model_folder(config.model.pretrained_model_name_or_path)
+    return bool(source_checkpoint(folder/"transformer").get("table"))
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
 def _cache_dirs(config) -> list:
@@ -162,13 +164,15 @@ def cache_items(
     folder, (cached, cached_table) = Path(dirs[-1]), _cached(config)
     sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
-    table, dtype = table_bytes(config, q, len({s.target for s in samples}) or 1), "float32" if q.base_bytes == 4 else "bfloat16"
+    table = table_bytes(config, q, len({s.target for s in samples}) or 1)
+    dtype = "float32" if q.base_bytes == 4 else "bfloat16"
     left = max(0, latents + prompts - cached) / max(1, latents + prompts)
     why = f"{len(samples)} samples, {dtype}" + f"; {cached / 1e6:.1f} MB exist" * bool(cached)
     stored = "in the prequantized copy" if q.table and _stored_table(config) else "not used"
-    return [Item("latents", int(latents * left), folder, why), Item("prompts", int(prompts * left), folder, why),
-            Item("modulation table", max(0, table - cached_table), folder,
-                 dtype + "; exists" * bool(cached_table) if table else stored)]
+    why_table = dtype + "; exists" * bool(cached_table) if table else stored
+    return [Item("latents", int(latents * left), folder, why),
+            Item("prompts", int(prompts * left), folder, why),
+            Item("modulation table", max(0, table - cached_table), folder, why_table)]
 
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
@@ -190,7 +194,7 @@ def download_items(
     name, folder = config.model.pretrained_model_name_or_path, hub_folder(env)
     if is_local(name): return []
     files = folder/f"models--{name.replace('/', '--')}"/"snapshots"
-    have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors")) if files.is_dir() else 0
+    have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
     sizes = ENCODERS | dict(transformer=2 * parameters(replace(q, table=False)))
     why = lambda size: f"largest file at most {min(size, SHARD) / 1e9:.1f} GB"
     return [Item(f"download {part}", max(0, int(size) - have(part)), folder, why(size), "downloads")
@@ -220,13 +224,17 @@ class DiskPlan:
 
     def limits(self) -> list: # of (what, bytes to write, bytes available, items)
         "Each disk, and the quota."
-        disks, e, total = {}, self.environment, lambda items: sum(i.bytes for i in items)
+        disks, out, e = {}, [], self.environment
+        def add(what, room, items): out.append((what, sum(i.bytes for i in items), room, items))
         for i in self.items: disks.setdefault(os.stat(_existing(i.folder)).st_dev, []).append(i)
-        out = [(f"disk of {_existing(some[0].folder)}", total(some), self.free(some[0].folder), some) for some in disks.values()]
+        for items in disks.values():
+            add(f"disk of {_existing(items[0].folder)}", self.free(items[0].folder), items)
         inside = lambda i: i.folder.expanduser().resolve().is_relative_to(e.working.resolve())
         some = [i for i in self.items if e.quota is not None and inside(i)]
-        if not some: return out
-        return [*out, (f"{e.working}, quota {e.quota / 1e9:.3g} GB", total(some), max(0, e.quota - used_bytes(e.working)), some)]
+        if some:
+            left = max(0, e.quota - used_bytes(e.working))
+            add(f"{e.working}, quota {e.quota / 1e9:.3g} GB", left, some)
+        return out
 
     def bytes(self, group=None) -> int: return sum(i.bytes for i in self.items if group in (None, i.group))
     def fits(self) -> bool: return all(need <= room for _, need, room, _ in self.limits())
@@ -242,7 +250,8 @@ _REMEDIES = dict(downloads="attach the model as an input and give its folder",
 def _remedy(items, excess) -> str: # for so many bytes
     sizes, out = {g: sum(i.bytes for i in items if i.group == g) for g in _REMEDIES}, []
     for group in sorted(sizes, key=sizes.get, reverse=True):
-        if excess > 0 and sizes[group] > 0.01 * excess: out.append(f"{_REMEDIES[group]} ({group}: {_gb(sizes[group])})")
+        if excess > 0 and sizes[group] > 0.01 * excess:
+            out.append(f"{_REMEDIES[group]} ({group}: {_gb(sizes[group])})")
         excess -= sizes[group]
     if excess > 0 or not out: out.append("remove other files there")
     return ", and ".join(out)
@@ -255,7 +264,8 @@ def problems(self:DiskPlan) -> list: # sentences
     for what, need, room, some in self.limits():
         if need <= room: continue
         parts = ", ".join(f"{i.what} {_gb(i.bytes)}" for i in sorted(some, key=lambda i: -i.bytes)[:3])
-        out.append(f"{what}: the run writes {_gb(need)} ({parts}), but {_gb(room)} are free; {_remedy(some, need - room)}")
+        short = f"the run writes {_gb(need)} ({parts}), but {_gb(room)} are free"
+        out.append(f"{what}: {short}; {_remedy(some, need - room)}")
     return out
 
 @patch
@@ -267,17 +277,20 @@ def check(self:DiskPlan):
 @patch
 def data(self:DiskPlan) -> dict: # plain
     "Everything that is displayed."
-    rows = [dict(what=i.what, bytes=i.bytes, folder=str(i.folder), group=i.group, why=i.why) for i in self.items]
-    limits = [dict(what=what, bytes=need, room=room, fits=need <= room) for what, need, room, _ in self.limits()]
-    return dict(items=rows, limits=limits, fits=self.fits(), problems=self.problems(), largest_file=self.largest)
+    limits = [dict(what=n, bytes=need, room=room, fits=need <= room) for n, need, room, _ in self.limits()]
+    items = [vars(i) | dict(folder=str(i.folder)) for i in self.items]
+    return dict(items=items, limits=limits, fits=self.fits(), problems=self.problems(),
+                largest_file=self.largest)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #eec4ef89
 @patch
 def _rows(self:DiskPlan) -> list:
     rows = [(i.what, _gb(i.bytes), str(i.folder), i.why) for i in self.items]
-    fits = lambda need, room: "fits" if need <= room else "does not fit"
-    rows += [(f"total on {what}", _gb(need), f"of {_gb(room)}", fits(need, room)) for what, need, room, _ in self.limits()]
-    return rows + ([("largest file", _gb(self.largest[1]), self.largest[0], "of the model")] if self.largest else [])
+    for what, need, room, _ in self.limits():
+        fits = "fits" if need <= room else "does not fit"
+        rows.append((f"total on {what}", _gb(need), f"of {_gb(room)}", fits))
+    if self.largest: rows.append(("largest file", _gb(self.largest[1]), self.largest[0], "of the model"))
+    return rows
 
 @patch
 def __repr__(self:DiskPlan):
@@ -297,7 +310,7 @@ def disk_plan(
     pairs:int=None, # samples, if the data set is not at hand
     base_bytes:int=None, # of a number in the base dtype; default by `train.mixed_precision`
 ) -> DiskPlan:
-    "What a configuration writes from precompute to the saved adapter, and whether it fits. Computed, not measured."
+    "What a configuration writes, from precompute to the saved adapter, and whether it fits. Computed."
     c, environment = make_config(config), environment or detect_environment()
     name = c.model.pretrained_model_name_or_path
     t, plus = model_facts(name)

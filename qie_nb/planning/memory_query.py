@@ -132,7 +132,8 @@ def prompt_tokens(
     return controls * ((area or (384 * 384 if plus else 1024 * 1024)) // 784) + words
 
 # %% ../../nbs/planning/00_memory_query.ipynb #e056548a
-_QKV = dict(img=("to_q", "to_k", "to_v", "to_out.0"), txt=("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"))
+_QKV = dict(img=("to_q", "to_k", "to_v", "to_out.0"),
+            txt=("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"))
 _BLOCK = {f"attn.{n}": (1, 1) for names in _QKV.values() for n in names}
 for _s in _QKV: _BLOCK |= {f"{_s}_mod.1": (1, 6), f"{_s}_mlp.net.0.proj": (1, 4), f"{_s}_mlp.net.2": (4, 1)}
 
@@ -200,7 +201,7 @@ def numbers(shapes) -> int: return sum(math.prod(s) for s in shapes)
 def _state(name, shape, zero) -> int: # bytes after the first step; `zero`: does the tensor start as zeros?
     n = math.prod(shape)
     if name == "adamw": return 8 * n + 4
-    if name == "adamw8bit": return 2 * n + 8 * math.ceil(n / 256) if n >= 4096 else 8 * n # small ones: float32
+    if name == "adamw8bit": return 2 * n + 8 * math.ceil(n / 256) if n >= 4096 else 8 * n # small: float32
     if name == "adafactor": return 4 * (sum(shape) if len(shape) > 1 else n) + 4 # means of rows and columns
     return (12 if zero else 16) * n + 4 * zero # prodigy: two moments, the path from the start, and the start
 

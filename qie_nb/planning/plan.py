@@ -19,8 +19,9 @@ from ..core.display import note, table_html
 from ..devices.placement import plan_placement, work_bytes
 from ..models.quantize import parse_quantization
 from .disk_space import ENCODERS
-from .memory_query import (
-    MemoryQuery, block_layers, memory_query, model_facts, parameters, prompt_tokens, stored_quantization, stream_tokens)
+from qie_nb.planning.memory_query import (
+    MemoryQuery, block_layers, memory_query, model_facts, parameters, prompt_tokens, stored_quantization,
+    stream_tokens)
 from .training_memory import Memory, memory_of, weight_bytes
 
 # %% ../../nbs/planning/03_plan.ipynb #0c3c223e
@@ -36,8 +37,8 @@ class Gpu:
     def tensor_cores(self) -> bool: # compute capability 7.0 or later?
         return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower())
 
-_GIB = dict(t4=14.56, l4=22.0, a10g=22.0, rtx3090=23.6, rtx4090=23.6, rtx5090=31.3, a100_40=39.4, a100_80=79.2,
-            h100=79.1, h200=139.8)
+_GIB = dict(t4=14.56, l4=22.0, a10g=22.0, rtx3090=23.6, rtx4090=23.6, rtx5090=31.3, a100_40=39.4,
+            a100_80=79.2, h100=79.1, h200=139.8)
 _title = lambda n: n.upper().replace("RTX", "RTX ").replace("_", " ")
 GPUS = {n: Gpu(_title(n), int(gib * 2**30), n != "t4") for n, gib in _GIB.items()}
 
@@ -51,7 +52,7 @@ def _installed() -> Gpu: # or None
 _OLD = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b") # without bfloat16
 
 def parse_gpu(
-    gpu=None, # name (T4, 2xT4, RTX 4090, NVIDIA A100-SXM4-80GB), GB of memory, `Gpu`, or None for the installed one
+    gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB of memory, `Gpu`, or None for the installed one
 ) -> Gpu: # None if nothing is named and none is installed
     "A GPU by its name. Raises ValueError for an unknown one."
     if gpu is None or isinstance(gpu, Gpu): return gpu or _installed()
@@ -61,7 +62,8 @@ def parse_gpu(
     known = {n.replace("rtx", "").replace("_", ""): g for n, g in GPUS.items()}
     known |= dict(a100=GPUS["a100_40"], h10080=GPUS["h100"], t416=GPUS["t4"])
     if name in known: return replace(known[name], count=count)
-    if re.fullmatch(r"\d{1,3}(\.\d+)?", name): return Gpu(f"{float(name):g} GB", int(float(name) * 1e9), count=count)
+    if re.fullmatch(r"\d{1,3}(\.\d+)?", name):
+        return Gpu(f"{float(name):g} GB", int(float(name) * 1e9), count=count)
     if size := re.search(r"(\d+)\s*gi?b", text):
         return Gpu(str(gpu), int(size[1]) * 10**9, not _OLD.search(text), count)
     raise ValueError(f"`gpu` {gpu!r} is unknown; use one of {', '.join(g.name for g in GPUS.values())}, "
@@ -82,8 +84,8 @@ _FACTORS = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, block_swap=2., offload=1.1, d
 
 def rank_cost(q:MemoryQuery) -> float: # 10^12 operations, weighted
     "Work of a step times its factors; the plan prefers the smallest."
-    used = dict(block_swap=q.block_swap, offload=q.offload, devices=q.devices > 1)
-    return step_work(q) * _FACTORS.get(q.quantization, 1.) * math.prod(_FACTORS[n] for n, on in used.items() if on)
+    used = {q.quantization: True, "block_swap": q.block_swap, "offload": q.offload, "devices": q.devices > 1}
+    return step_work(q) * math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on)
 
 def strategies(
     q:MemoryQuery, # as configured
@@ -103,10 +105,11 @@ def strategies(
 # %% ../../nbs/planning/03_plan.ipynb #5f20d241
 def strategy_name(q:MemoryQuery) -> str:
     "A strategy in words."
-    again = {False: "nothing recomputed", "selective": "all but attention recomputed", True: "blocks recomputed"}
-    more = {"block swap": q.block_swap, "inputs in host memory": q.offload, f"on {q.devices} GPUs": q.devices > 1}
-    form = q.quantization or ("float32" if q.base_bytes == 4 else "bfloat16")
-    return ", ".join([form, *["float16 products"] * q.fp16, again[q.checkpointing], *(n for n, on in more.items() if on)])
+    again = {False: "nothing", "selective": "all but attention", True: "blocks"}[q.checkpointing]
+    base = "float32" if q.base_bytes == 4 else "bfloat16"
+    parts = [q.quantization or base, *["float16 products"] * q.fp16,
+             again + " recomputed", *["block swap"] * q.block_swap, *["inputs in host memory"] * q.offload]
+    return ", ".join(parts + [f"on {q.devices} GPUs"] * (q.devices > 1))
 
 # %% ../../nbs/planning/03_plan.ipynb #82362382
 def strategy_settings(
@@ -114,13 +117,15 @@ def strategy_settings(
     config, # `Config` to change
 ) -> dict: # {section: {key: value}}, only what differs
     "The settings that make a configuration train this way."
-    new = dict(model=dict(quantize=q.quantization or "none"), train=dict(gradient_checkpointing=q.checkpointing))
-    if q.compiled and not q.checkpointing: new["train"]["compile"] = True # uncompiled blocks save more
-    new["train"] |= dict(blocks_to_swap=q.block_swap, offload_activations=q.offload,
-                         model_parallel_devices=[f"cuda:{n}" for n in range(q.devices)] if q.devices > 1 else [])
-    same = lambda a, b: a == b or not a and b in (None, "none", [])
-    out = {s: {k: v for k, v in keys.items() if not same(getattr(getattr(config, s), k), v)} for s, keys in new.items()}
-    return {s: keys for s, keys in out.items() if keys}
+    devices = [f"cuda:{n}" for n in range(q.devices)] if q.devices > 1 else []
+    train = dict(gradient_checkpointing=q.checkpointing, blocks_to_swap=q.block_swap,
+                 offload_activations=q.offload, model_parallel_devices=devices)
+    if q.compiled and not q.checkpointing: train["compile"] = True # uncompiled blocks save more
+    same, out = lambda a, b: a == b or not a and b in (None, "none", []), {}
+    for s, keys in dict(model=dict(quantize=q.quantization or "none"), train=train).items():
+        new = {k: v for k, v in keys.items() if not same(getattr(getattr(config, s), k), v)}
+        if new: out[s] = new
+    return out
 
 # %% ../../nbs/planning/03_plan.ipynb #dbc72ebc
 FREE = 0.07 # of a GPU's memory
@@ -143,10 +148,12 @@ class Plan:
 
     def data(self) -> dict: # plain
         "Everything that is displayed."
-        rows = [dict(strategy=strategy_name(m.query), gb=round(m.total / 1e9, 2), host_gb=round(m.host / 1e9, 1),
-                     work_tf=round(step_work(m.query), 1), fits=self.fits(m), chosen=m is self.chosen) for m in self.tried]
-        gpu = dict(gpu=self.gpu.name, gb=round(self.gpu.bytes / 1e9, 1)) if self.gpu else dict(gpu=None, gb=None)
-        return gpu | dict(strategies=rows, changes=self.changes, parts=self.shown.data(), notes=self.notes, other=self.other)
+        g = self.gpu
+        row = lambda m: dict(
+            strategy=strategy_name(m.query), gb=round(m.total / 1e9, 2), host_gb=round(m.host / 1e9, 1),
+            work_tf=round(step_work(m.query), 1), fits=self.fits(m), chosen=m is self.chosen)
+        return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), strategies=list(map(row, self.tried)),
+                    changes=self.changes, parts=self.shown.data(), notes=self.notes, other=self.other)
 
 # %% ../../nbs/planning/03_plan.ipynb #448287f4
 def _yaml(changes) -> str:
@@ -157,8 +164,9 @@ def _yaml(changes) -> str:
 def _tables(self:Plan) -> list: # (title, head, rows)
     d, m = self.data(), self.shown
     state = lambda r: "chosen" if r["chosen"] else "fits" if r["fits"] else "too large"
-    host = lambda r: f"{r['host_gb']:.1f}" if r["host_gb"] else ""
-    rows = [(state(r), r["strategy"], f"{r['gb']:.1f}", host(r), f"{r['work_tf']:.0f}") for r in d["strategies"]]
+    host = lambda gb: f"{gb:.1f}" * (gb > 0)
+    rows = [(state(r), r["strategy"], f"{r['gb']:.1f}", host(r["host_gb"]), f"{r['work_tf']:.0f}")
+            for r in d["strategies"]]
     out = [(strategy_name(m.query), ("part", "GB", "why"), m._rows())]
     if d["other"]: out.append(("before and after training", ("task", "memory"), d["other"]))
     head = ("", "strategy", "GB", "GB on the host", "TF a step")
@@ -169,7 +177,8 @@ def _head(self:Plan) -> str:
     m, g = self.shown, self.gpu
     if not g: return ""
     name = f"{g.count} x {g.name}, each of" if g.count > 1 else f"{g.name}:"
-    choice = f"{strategy_name(m.query)}, {m.total / 1e9:.1f} GB" + " each" * (m.query.devices > 1) if self.chosen else "nothing fits"
+    choice = f"{strategy_name(m.query)}, {m.total / 1e9:.1f} GB" + " each" * (m.query.devices > 1)
+    if not self.chosen: choice = "nothing fits"
     return f"{name} {g.bytes / 1e9:.1f} GB: {choice} ({FREE:.0%} stay free)"
 
 # %% ../../nbs/planning/03_plan.ipynb #424490d5
@@ -179,14 +188,16 @@ def __repr__(self:Plan):
         width = [max(len(str(r[n])) for r in (head, *rows)) for n in range(len(head))]
         line = lambda r: "  " + "  ".join(str(c).ljust(w) for c, w in zip(r, width)).rstrip()
         return "\n".join([title, *map(line, (head, *rows))])
-    head = [self._head()] * bool(self.gpu) + ["to set:\n" + _yaml(self.changes)] * bool(self.chosen) + self.notes
+    changes = ["to set:\n" + _yaml(self.changes)] * bool(self.chosen)
+    head = [self._head()] * bool(self.gpu) + changes + self.notes
     return "\n\n".join([*head, *(table(*t) for t in self._tables())])
 
 @patch
 def _repr_html_(self:Plan):
-    tables = "".join(f"<h4>{escape(t)}</h4>" + table_html(rows, head) for t, head, rows in self._tables())
-    changes = f"<pre>{escape(_yaml(self.changes))}</pre>" if self.chosen else ""
-    return f"<h3>{escape(self._head())}</h3>" * bool(self.gpu) + changes + "".join(note(n) for n in self.notes) + tables
+    tables = [f"<h4>{escape(t)}</h4>" + table_html(rows, head) for t, head, rows in self._tables()]
+    changes = [f"<pre>{escape(_yaml(self.changes))}</pre>"] * bool(self.chosen)
+    head = [f"<h3>{escape(self._head())}</h3>"] * bool(self.gpu)
+    return "".join([*head, *changes, *map(note, self.notes), *tables])
 
 # %% ../../nbs/planning/03_plan.ipynb #4387e3d2
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
@@ -195,8 +206,9 @@ TEXT_NF4 = (3.36e9, 3.58e9) # text encoder in nf4: quantized layers, and the res
 _gb = lambda n: f"{n / 1e9:.1f} GB"
 
 def _encoders(q) -> dict: # bytes
-    return dict(text=PUBLISHED["text_encoder"] * q.base_bytes / 2, vae=PUBLISHED["vae"] * q.base_bytes / 2,
-                nf4=TEXT_NF4[0] + TEXT_NF4[1] * q.base_bytes / 2, work=work_bytes(256 * max(q.target, q.control)))
+    scale = q.base_bytes / 2
+    return dict(text=PUBLISHED["text_encoder"] * scale, vae=PUBLISHED["vae"] * scale,
+                nf4=TEXT_NF4[0] + TEXT_NF4[1] * scale, work=work_bytes(256 * max(q.target, q.control)))
 
 def _is_tiny(q) -> bool: return parameters(replace(q, table=False)) < 1e9
 
@@ -231,12 +243,17 @@ def _other(q, gpu) -> list: # (task, what it needs)
                  "or `model.text_encoder_offload` true")
     if not gpu: return [("precompute", text)]
     whole = replace(q, table=False, block_swap=False, devices=1)
-    small = q.table and weight_bytes(whole)[0] + work["transformer"] > (1 - FREE) * gpu.bytes # with modulation layers
-    sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=weight_bytes(replace(whole, table=small))[0])
+    small = q.table and weight_bytes(whole)[0] + work["transformer"] > (1 - FREE) * gpu.bytes
+    transformer = weight_bytes(replace(whole, table=small))[0]
     free = {f"cuda:{n}": gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
-    found = plan_placement(sizes, free, "cuda:0", work=work, quantized=("transformer",) if q.quantization else ())
-    row = lambda n, p: f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}" + _SMALL * (small and n == "transformer")
-    return [("precompute", text), *((f"predict: {n}", row(n, p)) for n, p in found.items())]
+    sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=transformer)
+    quantized = ("transformer",) if q.quantization else ()
+    found = plan_placement(sizes, free, "cuda:0", work=work, quantized=quantized)
+    rows = [("precompute", text)]
+    for n, p in found.items():
+        what = f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}"
+        rows.append((f"predict: {n}", what + _SMALL * (small and n == "transformer")))
+    return rows
 
 # %% ../../nbs/planning/03_plan.ipynb #5a3c06a7
 def _area(resolution, data) -> tuple: # (width, height)
@@ -244,7 +261,8 @@ def _area(resolution, data) -> tuple: # (width, height)
     text = "x".join(map(str, resolution)) if isinstance(resolution, (list, tuple)) else str(resolution)
     sides = re.fullmatch(r"(\d+)(?:[x*](\d+))?", text.lower().replace(" ", ""))
     if not sides:
-        raise ValueError(f"`resolution` must be a side or width x height in pixels, got {resolution!r}; e.g. 1024 or 832x576")
+        raise ValueError(f"`resolution` must be a side or width x height in pixels, got {resolution!r}; "
+                         "e.g. 1024 or 832x576")
     size = [int(sides[1]), int(sides[2] or sides[1])]
     return tuple(make_config(dict(data=dict(image_size=size))).data.image_size)
 
@@ -269,7 +287,7 @@ def plan(
     if float32 and gpu.tensor_cores: q = replace(q, fp16=True, compiled=False)
     q = replace(q, target=size[0] * size[1] // 256, control=controls * q.control,
                 text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
-    stored = stored_quantization(model or c.model.pretrained_model_name_or_path) # a prequantized copy has one form
+    stored = stored_quantization(model or c.model.pretrained_model_name_or_path) # of a prequantized copy
     return _choose(q, c, gpu, size, stored or quantize)
 
 # %% ../../nbs/planning/03_plan.ipynb #3da04ba0
@@ -282,7 +300,8 @@ def _choose(q, c, gpu, size, quantize) -> Plan:
         out.changes = strategy_settings(out.chosen.query, c)
         for section, keys in encoder_settings(out.chosen.query, gpu, c).items():
             out.changes[section] = out.changes.get(section, {}) | keys
-    if list(size) != list(c.data.image_size): out.changes = dict(data=dict(image_size=list(size))) | out.changes
+    if list(size) != list(c.data.image_size):
+        out.changes = dict(data=dict(image_size=list(size))) | out.changes
     out.notes, out.other = _notes(out), _other(out.shown.query, gpu)
     return out
 
@@ -290,17 +309,19 @@ def _choose(q, c, gpu, size, quantize) -> Plan:
 def _notes(p:Plan) -> list: # sentences
     q, m, gpu, out = p.shown.query, p.shown, p.gpu, []
     if gpu and not p.chosen:
-        out.append(f"nothing fits {gpu.name}; the smallest strategy is shown: use smaller images or a larger GPU")
+        out.append(f"nothing fits {gpu.name} (shown: the smallest); use smaller images or a larger GPU")
     if p.chosen and q.compiled and not p.fits(plain := memory_of(replace(q, compiled=False))):
-        out.append(f"this needs compiled blocks; without them it takes {(plain.total - m.total) / 1e9:.1f} GB more. If there is "
-                   "no compiler (a run says so in its first line), set `train.gradient_checkpointing` selective")
+        more = (plain.total - m.total) / 1e9
+        out.append(f"this needs compiled blocks; without them it takes {more:.1f} GB more. "
+                   "If there is no compiler (a run says so), set `train.gradient_checkpointing` selective")
     if q.control > q.target:
         less = m.total - memory_of(replace(q, control=q.target)).total
-        out.append(f"control images have {q.control} tokens, targets {q.target}: `data.control_area` {q.target * 256} "
-                   f"saves {less / 1e9:.1f} GB and the work for those tokens (precompute again; `predict` uses the same area)")
+        out.append(f"control images have {q.control} tokens, targets {q.target}: `data.control_area` "
+                   f"{q.target * 256} saves {less / 1e9:.1f} GB and work (precompute again)")
     if m.host: out.append(f"training pins {m.host / 1e9:.1f} GB of host memory")
     if gpu and not gpu.bf16 and q.base_bytes == 4:
         how = "float32, with large products and attention in scaled float16" if q.fp16 else "float32"
-        out.append(f"{gpu.name} has no native bfloat16, so it computes in {how}; `train.mixed_precision` bf16 needs about half "
-                   "the memory beside quantized weights, but it is emulated there and slow")
+        out.append(f"{gpu.name} has no native bfloat16, so it computes in {how}; "
+                   "`train.mixed_precision` bf16 needs about half the memory beside quantized weights, "
+                   "but it is emulated and slow")
     return out

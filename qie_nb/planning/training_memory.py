@@ -15,8 +15,8 @@ from ..core.display import table_html
 from ..devices.block_swap import SLOTS
 from ..models.quantize import QUANTIZATIONS
 from qie_nb.planning.memory_query import (
-    _QKV, MemoryQuery, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes, parameters,
-    stream_tokens)
+    _QKV, MemoryQuery, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes,
+    parameters, stream_tokens)
 
 # %% ../../nbs/planning/01_training_memory.ipynb #0a92674e
 class Saved(dict):
@@ -42,7 +42,8 @@ class BlockActivations(Saved):
         elif (adapter or quanto and grad) and not saved:
             self.add(x, tokens * i * q.base_bytes, "adapter: A" if adapter else "quanto")
         if adapter: self.adapter(layer, tokens, i, o, grad, size)
-        if grad and kind and QUANTIZATIONS[kind].copies: self.add(f"{layer} weight", i * o * q.base_bytes, kind)
+        if grad and kind and QUANTIZATIONS[kind].copies:
+            self.add(f"{layer} weight", i * o * q.base_bytes, kind)
         return adapter or grad
 
     def adapter(self, layer, tokens, i, o, grad, size):
@@ -222,7 +223,7 @@ def memory_of(
     share, trained = -(-q.layers // q.devices) / q.layers, numbers(adapter_shapes(q))
     adapter, tokens = numbers(adapter_shapes(q, trained=False)), sum(stream_tokens(q).values())
     rows = [("weights", *weight_bytes(q)),
-            ("modulation rows" if q.table else "time embedding", modulation_bytes(q), "of the step's timesteps"),
+            ("modulation rows" if q.table else "time embedding", modulation_bytes(q), "of this step"),
             ("adapter", share * adapter * 4, f"{adapter / 1e6:.1f} M parameters, float32"),
             ("gradients", share * trained * 4, "of the adapter, float32"),
             ("optimizer", share * optimizer_bytes(q), q.optimizer)]

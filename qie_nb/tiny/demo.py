@@ -31,7 +31,8 @@ def demo_config(
                    max_train_steps=steps, save_interval=0, val_path=str(out/"held_out"),
                    eval_interval=0, eval_steps=max(1, steps // 5), eval_images=0),
         cache=dict(cache_dir=str(out/"cache")),
-        optimizer=dict(lr=5e-3, weight_decay=0.0), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=min(10, steps // 4)),
+        optimizer=dict(lr=5e-3, weight_decay=0.0),
+        lr_scheduler=dict(scheduler_type="cosine", warmup_steps=min(10, steps // 4)),
         logging=dict(log_dir=str(out/"runs"), log_images_every=50))
 
 # %% ../../nbs/tiny/03_demo.ipynb #7ce4b258
@@ -64,7 +65,8 @@ def truths(trainer, held_out) -> list: # uint8 [H, W, 3] per sample
 
 # %% ../../nbs/tiny/03_demo.ipynb #31ff8d75
 def rms(a, b) -> float: return float(np.sqrt(np.mean((a.astype(float) - b.astype(float)) ** 2)))
-def errors(made, true) -> list: return [float(np.mean([rms(m, t) for m, t in zip(row, true)])) for row in made]
+def errors(made, true) -> list: # one number per seed
+    return [float(np.mean([rms(m, t) for m, t in zip(row, true)])) for row in made]
 
 # %% ../../nbs/tiny/03_demo.ipynb #e71b795f
 def demo(
@@ -74,11 +76,12 @@ def demo(
     held_out:int=12, # crops to judge on
     seeds=SEEDS, # noise seeds to judge with
 ) -> dict: # what metrics.json holds
-    "Precomputes, trains, predicts and measures. Writes before_after.png, crops.png, loss.png, metrics.json and lora/."
+    "Precomputes, trains, predicts and measures. Writes figures, metrics.json and lora/ to `out`."
     from qie_nb.config import load_config_from_yaml, make_config, save_config
     from qie_nb.trainer import QwenImageEditTrainer
     out, t0 = Path(out), time.time()
-    for d in ("data", "held_out", "lora", "checkpoints", "runs"): shutil.rmtree(out/d, ignore_errors=True) # the cache stays
+    for d in ("data", "held_out", "lora", "checkpoints", "runs"): # keeps the cache
+        shutil.rmtree(out/d, ignore_errors=True)
     write_pairs(out, pairs, held_out)
     save_config(make_config(demo_config(out, steps)), out/"config.yaml")
     config = load_config_from_yaml(out/"config.yaml")
@@ -96,7 +99,8 @@ def demo(
 def _machine() -> dict:
     import diffusers, transformers
     return dict(cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(),
-                torch=torch.__version__, diffusers=diffusers.__version__, transformers=transformers.__version__)
+                torch=torch.__version__, diffusers=diffusers.__version__,
+                transformers=transformers.__version__)
 
 # %% ../../nbs/tiny/03_demo.ipynb #005fc701
 def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
@@ -108,10 +112,12 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     held = ImageDataset(config, samples=find_samples(config.train.val_path))
     held.set_areas(judge.components.areas)
     whole, text = squares(), held.samples[0].prompt
-    look = lambda: [judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width, height=p.height) for p in whole]
+    edit = lambda p: judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width, height=p.height)
+    look = lambda: list(map(edit, whole))
     true, before, seen = truths(judge, held), answers(judge, held, seeds), look()
     after = answers(judge.load_lora(out/"lora"), held, seeds)
-    images_figure(zip(whole, seen, look(), map(EDITS[EDIT], whole)), text).savefig(out/"before_after.png", dpi=120)
+    rows = zip(whole, seen, look(), map(EDITS[EDIT], whole))
+    images_figure(rows, text).savefig(out/"before_after.png", dpi=120)
     e0, e1 = errors(before, true), errors(after, true)
     metrics = dict(edit=text, crops=len(held), seeds=list(seeds),
                    error="rms in grey levels against the true edit, encoded and decoded by the VAE",
@@ -123,7 +129,8 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
                    machine=_machine())
     (out/"metrics.json").write_text(json.dumps(metrics, indent=1))
     _figures(out, held, before[0], after[0], true, metrics)
-    print(f"error against the true edit: {metrics['error_before']:.1f} -> {metrics['error_after']:.1f} grey levels, "
+    e0, e1 = metrics["error_before"], metrics["error_after"]
+    print(f"error against the true edit: {e0:.1f} -> {e1:.1f} grey levels, "
           f"ratio {metrics['ratio']:.2f}; look at {out/'before_after.png'}")
     return metrics
 
@@ -154,7 +161,8 @@ def squares(
     "The largest center square of each held-out photograph."
     from qie_nb.tiny.photos import photos
     box = lambda w, h, m: ((w - m) // 2, (h - m) // 2, (w + m) // 2, (h + m) // 2)
-    return [p.resize((side, side), Image.Resampling.LANCZOS, box=box(*p.size, min(p.size))) for p in photos("held_out")]
+    resize = lambda p: p.resize((side, side), Image.Resampling.LANCZOS, box=box(*p.size, min(p.size)))
+    return list(map(resize, photos("held_out")))
 
 def images_figure(
     rows, # of (photograph, model alone, with the LoRA, true edit)

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 
 # %% ../../nbs/tiny/00_random_models.ipynb #16e3d48f
-_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
-            "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+_SPECIAL = [f"<|{n}|>" for n in (
+    "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start",
+    "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
 
 def _templates() -> list:
     from qie_nb.models.components import VARIANTS, template_of
-    texts = [template_of("QwenImagePipeline")[0]] + [template_of(v.pipeline)[0] + v.image_prefix for v in VARIANTS.values()]
+    texts = [template_of("QwenImagePipeline")[0]]
+    texts += [template_of(v.pipeline)[0] + v.image_prefix for v in VARIANTS.values()]
     for s in _SPECIAL: texts = [t.replace(s, "\n") for t in texts]
     return texts
 
@@ -34,7 +36,8 @@ def tiny_tokenizer(
     letters = pre_tokenizers.ByteLevel.alphabet()
     bare = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(sorted(letters))}, merges=[])
     bpe.pre_tokenizer = bare.backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(vocab_size=20_000, min_frequency=1, initial_alphabet=letters, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=20_000, min_frequency=1, initial_alphabet=letters,
+                                  show_progress=False)
     bpe.train_from_iterator(_templates() + list(words), trainer)
     model = json.loads(bpe.to_str())["model"]
     return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]],
@@ -46,9 +49,10 @@ def _text_encoder(tok):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     names = dict(image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end")
     ids = {f"{k}_token_id": tok.convert_tokens_to_ids(f"<|{v}|>") for k, v in names.items()}
-    text = dict(vocab_size=len(tok), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, max_position_embeddings=32768,
-                rope_theta=1e6, rope_scaling=dict(type="mrope", rope_type="default", mrope_section=[2, 3, 3]), tie_word_embeddings=False,
+    text = dict(vocab_size=len(tok), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32768, rope_theta=1e6,
+                rope_scaling=dict(type="mrope", rope_type="default", mrope_section=[2, 3, 3]),
+                tie_word_embeddings=False,
                 bos_token_id=None, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, out_hidden_size=64,
                   patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
@@ -59,7 +63,8 @@ def _text_encoder(tok):
 def _processor(tok):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
     size = dict(min_pixels=56*56, max_pixels=28*28*16384) # the real processor's
-    return Qwen2VLProcessor(Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, **size), tok, Qwen2VLVideoProcessor())
+    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, **size)
+    return Qwen2VLProcessor(images, tok, Qwen2VLVideoProcessor())
 
 # %% ../../nbs/tiny/00_random_models.ipynb #a42a582a
 def _vae(stages):
@@ -73,8 +78,9 @@ def _vae(stages):
 # %% ../../nbs/tiny/00_random_models.ipynb #85fe8e1c
 def _transformer(zero_cond_t):
     from diffusers import QwenImageTransformer2DModel
-    tr = QwenImageTransformer2DModel(num_layers=2, attention_head_dim=32, num_attention_heads=3, joint_attention_dim=64,
-                                     axes_dims_rope=(8, 12, 12), zero_cond_t=zero_cond_t)
+    tr = QwenImageTransformer2DModel(
+        num_layers=2, attention_head_dim=32, num_attention_heads=3, joint_attention_dim=64,
+        axes_dims_rope=(8, 12, 12), zero_cond_t=zero_cond_t)
     with torch.no_grad():
         for p in tr.parameters():
             if p.ndim == 2: p.mul_(2.)
@@ -83,9 +89,9 @@ def _transformer(zero_cond_t):
 # %% ../../nbs/tiny/00_random_models.ipynb #aa12c60f
 def _scheduler():
     from diffusers import FlowMatchEulerDiscreteScheduler
-    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=True,
-                                           base_shift=0.5, max_shift=0.9, base_image_seq_len=256, max_image_seq_len=8192,
-                                           shift_terminal=0.02, time_shift_type="exponential")
+    return FlowMatchEulerDiscreteScheduler(
+        num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9,
+        base_image_seq_len=256, max_image_seq_len=8192, shift_terminal=0.02, time_shift_type="exponential")
 
 # %% ../../nbs/tiny/00_random_models.ipynb #6ae97e38
 def tiny_pipeline(
@@ -100,9 +106,11 @@ def tiny_pipeline(
     v, tok = VARIANTS[variant], tiny_tokenizer(words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        parts = dict(vae=_vae(vae_stages), text_encoder=_text_encoder(tok), transformer=_transformer(v.zero_cond_t))
+        parts = dict(vae=_vae(vae_stages), text_encoder=_text_encoder(tok))
+        parts["transformer"] = _transformer(v.zero_cond_t)
     for p in parts.values(): p.eval().requires_grad_(False)
-    pipe = getattr(diffusers, v.pipeline)(**parts, tokenizer=tok, processor=_processor(tok), scheduler=_scheduler())
+    parts |= dict(tokenizer=tok, processor=_processor(tok), scheduler=_scheduler())
+    pipe = getattr(diffusers, v.pipeline)(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -110,7 +118,7 @@ def tiny_pipeline(
 def save_tiny(
     variant:str, # v1, 2509 or 2511
     folder, # written in diffusers' layout
-    areas:tuple=(96*96, 112*112), # (control_area, vl_area) in pixels, noted in qie_nb.json; None leaves the real ones
+    areas:tuple=(96*96, 112*112), # (control_area, vl_area) in pixels, for qie_nb.json; None keeps the real ones
     **kw, # of `tiny_pipeline`
 ) -> Path:
     "Saves a tiny pipeline as a model folder."
@@ -118,7 +126,7 @@ def save_tiny(
     folder, pipe = Path(folder), tiny_pipeline(variant, **kw)
     quiet_bars() # of transformers
     pipe.save_pretrained(folder)
-    own = dict(zip(("control_area", "vl_area"), areas or ())) | (dict(vl_area=None) if variant == "v1" else {})
+    own = areas and dict(control_area=areas[0], vl_area=None if variant == "v1" else areas[1])
     if areas: (folder/"qie_nb.json").write_text(json.dumps(own))
     return folder
 
