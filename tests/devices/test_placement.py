@@ -69,7 +69,7 @@ FORGOTTEN = { # module, function, line, the line without the move
     "embedding": (edits, "denoise_encoded", "text(edit.cond)", "(edit.cond, None)"),
     "negative prompt": (edits, "denoise_encoded", "text(uncond)", "uncond if uncond is None else (uncond, None)"),
     "control latents": (edits, "denoise_encoded", "[put(c) for c in edit.controls]", "edit.controls"),
-    "timesteps": (flow_matching, "velocity", "times.to(x_t.device, non_blocking=True)", "times"),
+    "timesteps": (flow_matching, "transformer_inputs", "times.to(x_t.device, non_blocking=True)", "times"),
     "noise": (denoising, "start_noise", "device=torch.device(device)", 'device=torch.device("cpu")'),
     "latents to the VAE": (vae, "decode_latents", "latents.to(vae.device, vae.dtype)", "latents.to(vae.dtype)"),
     "image to the VAE": (vae, "encode_images", "x.to(device or vae.device, vae.dtype)", "x.to(vae.dtype)"),
@@ -104,7 +104,7 @@ def test_a_component_that_is_not_moved_is_noticed(pretend, monkeypatch):
 # --- one small device
 def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
     expected, t = edit_math(trainer_of(), 2), trainer_of()
-    t.device, real, seen = torch.device("cuda:0"), placement.place_component, []
+    t.predictor.device, real, seen = torch.device("cuda:0"), placement.place_component, []
     sizes = {n: component_bytes(t.components.folder/n, torch.float32) for n in PARTS}
     work = dict.fromkeys(PARTS, 1000)
     monkeypatch.setattr(placement, "work_bytes", lambda area: work)
