@@ -83,7 +83,7 @@ def empty_transformer(q, device="meta"):
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.config import make_config
     from qie_nb.devices.fp16 import enable_fp16
-    from qie_nb.lora.adapters import add_lora, adapters_in_base_dtype
+    from qie_nb.lora.adapters import add_lora, adapters_in_base_dtype, set_dropout
     from qie_nb.models.modulation import use_modulation_table
     head, dtype = q.dim // q.heads, torch.float32 if q.base_bytes == 4 else torch.bfloat16
     side = head * 7 // 16 // 2 * 2 # rotary features: an eighth for the image number, the rest for its sides
@@ -94,16 +94,11 @@ def empty_transformer(q, device="meta"):
         if q.table: use_modulation_table(tr, TableOfShape(q, dtype))
         lora = dict(r=q.r, target_modules=q.targets if isinstance(q.targets, str) else list(q.targets), use_dora=q.dora)
         add_lora(tr, make_config(dict(model=dict(lora=lora))).model.lora)
-    if q.dropout: set_dropout(tr, q)
+    if q.dropout: set_dropout(tr, q.dropout)
     set_kernel(enable_fp16(tr) if q.fp16 else tr, q.kernel)
     adapters_in_base_dtype(tr, q.adapter_bytes < 4)
     if q.checkpointing: tr.enable_gradient_checkpointing()
     return tr.train()
-
-
-def set_dropout(tr, q):
-    for m in tr.modules():
-        if "default" in getattr(m, "lora_dropout", {}): m.lora_dropout["default"] = torch.nn.Dropout(q.dropout)
 
 
 def empty_step(q, transformer, device="meta"): # (function that gives the loss, tensors that it uses)

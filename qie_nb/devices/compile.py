@@ -15,17 +15,16 @@ from types import FunctionType
 import torch
 
 from .placement import is_out_of_memory
-from ..lora.dropout import SampleDropout
 
 # %% ../../nbs/devices/03_compile.ipynb #0b599b6e
 def keep_all(block, *args):
     "Run a block and keep everything for the backward pass."
     return block._call_impl(*args)
 
-def recompute(block, *args):
+def recompute(block, *args, random=False): # random: does the block draw random numbers?
     "Run a block and keep only its input."
     return torch.utils.checkpoint.checkpoint(block._call_impl, *args, use_reentrant=False,
-                                             preserve_rng_state=False)
+                                             preserve_rng_state=random)
 
 # %% ../../nbs/devices/03_compile.ipynb #8d8b8abb
 @lru_cache
@@ -39,10 +38,10 @@ def _policy(ctx, op, *args, **kwargs):
     from torch.utils.checkpoint import CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if op in _attention_ops() else CheckpointPolicy.PREFER_RECOMPUTE
 
-def recompute_but_attention(block, *args):
+def recompute_but_attention(block, *args, random=False):
     "Run a block and keep its input and the attention output: twice the memory of `recompute`."
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts as contexts
-    return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=False,
+    return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=random,
                       context_fn=partial(contexts, _policy))
 
 # %% ../../nbs/devices/03_compile.ipynb #7c9f068f
@@ -70,8 +69,7 @@ def obstacle(
     if hasattr(transformer, "fp16_stats"):
         return "products are scaled into float16 (`train.mixed_precision` fp16)"
     for m in transformer.transformer_blocks.modules():
-        if isinstance(m, SampleDropout) and m.rate:
-            return "`model.lora.lora_dropout` uses the samples' seeds, which change each step"
+        if isinstance(m, torch.nn.Dropout) and m.p: return "`model.lora.lora_dropout` draws random masks"
         if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m,
                                                                                          "_diffusers_hook"):
             return f"hooks inside the blocks cast or move weights ({type(m).__name__})"
@@ -190,6 +188,8 @@ def set_up(
 ): # `Compiled`, or None
     "Set how a transformer's blocks run and are recomputed; may be called again."
     run = MODES[checkpointing]
+    random = any(isinstance(m, torch.nn.Dropout) and m.p for m in transformer.modules())
+    if checkpointing and random: run = partial(run, random=True)
     code = Compiled(run, tell) if compiled else None
     if compiled: _configure_compiler()
     _set_rotation(transformer, compiled)

@@ -111,10 +111,7 @@ def _set_origin(self:RunAdapters, info): self.loaded = self.loaded | {"default":
 @patch
 def set_dropout(self:RunAdapters):
     "Give the trained adapter's layers `model.lora.lora_dropout`, whatever its file says."
-    rate = self.config.model.lora.lora_dropout
-    for m in self.modulation.transformer().modules():
-        if "default" in getattr(m, "lora_dropout", {}):
-            m.lora_dropout["default"] = (torch.nn.Dropout(rate) if rate else torch.nn.Identity()).train(m.training)
+    lora.set_dropout(self.modulation.transformer(), self.config.model.lora.lora_dropout)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #d21db8d0
 @patch

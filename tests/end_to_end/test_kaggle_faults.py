@@ -25,7 +25,7 @@ from helpers import settings, write_pairs
 from fake_kaggle import kaggle, run_notebook, unsharing
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from test_kaggle import OLD_TORCHAO as TORCHAO_INFO, TRAIN, needs_root, notebook
+from test_kaggle import OLD_TORCHAO as TORCHAO_INFO, TRAIN, needs_root, notebook, wheels
 
 pytestmark = pytest.mark.slow
 TINY = 'MODEL, SIZE, PRECISION = "tiny", [96, 96], "no"'
@@ -194,10 +194,11 @@ def test_the_remedy_for_a_missing_secret_works(tmp_path):
 
 SHORT = {"STEPS, RATE, BATCH = 150, 5e-3, 4": "STEPS, RATE, BATCH = 4, 5e-3, 1", "eval_steps=50": "eval_steps=4", "compare_validation(trainer, 3, num_inference_steps=8": "compare_validation(trainer, 1, num_inference_steps=2"}
 
-def test_the_install_cell_removes_an_old_torchao(tmp_path):
+def test_the_install_cell_removes_an_old_torchao(wheels, tmp_path):
     "Training needs no internet, GPU or secret, and less than 2 GB of disk."
     needs_root()
-    run = run_notebook(TRAIN, platform_of(tmp_path, token=None, quota=2 * 10**9), changes=SHORT, before=OLD_TORCHAO)
+    platform = platform_of(tmp_path, token=None, quota=2 * 10**9, inputs={"datasets/user/wheels": wheels})
+    run = run_notebook(TRAIN, platform, changes=SHORT, before=OLD_TORCHAO, library=False)
     assert not run.error, run.error
     assert "Successfully uninstalled torchao-0.10.0" in run.text() and adapter_moved(run.output/"lora")
 
