@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ROW', 'OWN', 'ProgressCallback', 'row_of', 'csv_line', 'number', 'json_line', 'append', 'rows_up_to', 'CSVCallback',
            'module_gauges', 'memory_gauges', 'image_grid', 'tagged', 'images_of', 'escape_markdown', 'move_old_events',
-           'next_second', 'EventFiles', 'Tracker', 'LogCallback', 'check_log', 'progress_callback',
-           'TensorBoardCallback', 'logging_callbacks']
+           'next_second', 'EventFiles', 'Tracker', 'LogCallback', 'check_log', 'progress_callback', 'logging_callbacks']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
@@ -32,7 +31,6 @@ from .training.callbacks import Callback
 from .training.stopping import logged
 from .widgets.tensorboard import choose_view, plot_events, read_events, show_tensorboard
 
-# %% ../nbs/03_logging.ipynb #f7bb21a6
 class ProgressCallback(Callback):
     "Rate, time left and the last logged loss; a summary at the end."
     bar = None
@@ -41,7 +39,8 @@ class ProgressCallback(Callback):
         self.t0, self.start = time.time(), s.global_step
         self.bar = Progress(s.max_steps, "train", s.global_step)
     def on_step_end(self, t):
-        self.bar.update(note=f"loss {float(t.state.loss):.4f}" if logged(t) and t.state.loss is not None else "")
+        self.bar.update(note=f"loss {float(t.state.loss):.4f}" if logged(t) and t.state.loss is not None
+                        else "")
     def on_train_end(self, t):
         if self.bar is None: return # setup failed
         self.bar.close()
@@ -53,7 +52,8 @@ class ProgressCallback(Callback):
 # %% ../nbs/03_logging.ipynb #7e0a0006
 def row_of(t) -> dict: # the logged numbers of the last step; reading them waits for the device
     s = t.state
-    return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm), skipped=s.skipped,
+    return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm),
+                skipped=s.skipped,
                 **{k: float(v) for k, v in s.metrics.items()})
 
 ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS)
@@ -73,7 +73,6 @@ def number(text): # int, finite float, or None
 def json_line(cells:dict) -> str:
     return json.dumps({c: number(str(cells.get(c, ""))) for c in ROW}, allow_nan=False) + "\n"
 
-# %% ../nbs/03_logging.ipynb #7e0a000c
 def append(path, text:str): # complete lines
     "Append all of a text or nothing. Raises OSError."
     data = text.encode()
@@ -91,7 +90,6 @@ def rows_up_to(path, step:int) -> list: # of {column: text}
     whole = lambda r: None not in r and None not in r.values() and (r.get("step") or "").isdigit()
     return list({int(r["step"]): r for r in rows if whole(r) and int(r["step"]) <= step}.values())
 
-# %% ../nbs/03_logging.ipynb #7e0a0012
 class CSVCallback(Callback):
     "One row per logged step in `checkpoints/logs/training_<time>.csv` and `.jsonl`."
     columns, path = ROW, None
@@ -101,9 +99,11 @@ class CSVCallback(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         for p in folder.glob(".*.tmp"): p.unlink(missing_ok=True) # of a killed run
         if not t.global_step:
-            for p in (*folder.glob("training_*.csv"), *folder.glob("training_*.jsonl")): p.rename(p.with_name(p.name + ".old"))
+            for p in (*folder.glob("training_*.csv"), *folder.glob("training_*.jsonl")):
+                p.rename(p.with_name(p.name + ".old"))
         here, from_ = sorted(folder.glob("training_*.csv")), getattr(t, "resumed_from", None)
-        source = here or (sorted((from_.parent/"logs").glob("training_*.csv")) if from_ and t.global_step else [])
+        source = here or (sorted((from_.parent/"logs").glob("training_*.csv")) if from_ and t.global_step
+                          else [])
         rows = rows_up_to(source[-1], t.global_step) if source else []
         self.path = here[-1] if here else folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
         if rows and t.state.metrics and int(rows[-1]["step"]) == t.global_step: # of an evaluation that was repeated after a resume
@@ -113,7 +113,8 @@ class CSVCallback(Callback):
         self.at, self.waiting, self.printed = t.global_step, {".csv": "", ".jsonl": ""}, False
 
     def on_train_end(self, t): # a callback before this one may have failed at the last step
-        if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
+        if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step:
+            self.on_step_end(t)
 
     def on_step_end(self, t):
         if not logged(t): return
@@ -129,45 +130,49 @@ class CSVCallback(Callback):
                 append(self.path.with_suffix(suffix), self.waiting[suffix])
                 self.waiting[suffix] = ""
         except OSError as e:
-            if not self.printed: print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and keeps the rows in memory")
+            if not self.printed:
+                print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and keeps the rows in memory")
             self.printed = True
 
 # %% ../nbs/03_logging.ipynb #f0087150
 def module_gauges(t) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
     "MB (1e6 bytes) of each component on each device."
-    out = {f"{name}_MB_{_device_name(torch.device(t.device))}": 0. for name in ("transformer", "vae", "text_encoder")}
+    out = {f"{name}_MB_{_device_name(torch.device(t.device))}": 0.
+           for name in ("transformer", "vae", "text_encoder")}
     for name, part in t.components.loaded.items():
-        if isinstance(part, torch.nn.Module): out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_device(part).items()}
+        if isinstance(part, torch.nn.Module):
+            out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_device(part).items()}
     return out
 
 def _device_name(d): return f"{d.type}{d.index if d.index is not None else ''}"
 
-_sizes = WeakKeyDictionary() # {component: (state, bytes per device)}, because a walk over thousands of modules is too slow for every row
+_sizes = WeakKeyDictionary() # {component: (state, bytes per device)}; counting for every row is too slow
 
 def _bytes_by_device(part) -> dict:
     state = (next((p.device for p in part.parameters()), None), len(getattr(part, "peft_config", ())))
     if part not in _sizes or _sizes[part][0] != state:
         sizes = Counter()
         for p in part.parameters(): sizes[_device_name(p.device)] += p.numel() * p.element_size()
-        real = held_bytes(part) / max(1, sum(sizes.values())) # quantized weights are smaller than their shape suggests
+        real = held_bytes(part) / max(1,
+                                      sum(sizes.values())) # quantized weights are smaller
         _sizes[part] = state, {s: n * real for s, n in sizes.items()}
     return _sizes[part][1]
 
-# %% ../nbs/03_logging.ipynb #87bb08e6
 def memory_gauges(device:torch.device) -> dict: # MB (1e6 bytes), and `utilization` in 0..1
     "Allocated, peak and used share of the training device's memory."
     if torch.device(device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return dict(allocated_MB=torch.cuda.memory_allocated(device) / 1e6, reserved_MB=torch.cuda.memory_reserved(device) / 1e6,
+        return dict(allocated_MB=torch.cuda.memory_allocated(device) / 1e6,
+                    reserved_MB=torch.cuda.memory_reserved(device) / 1e6,
                     peak_MB=torch.cuda.max_memory_allocated(device) / 1e6, utilization=1 - free / total)
     import psutil
     now, used = psutil.Process().memory_info().rss / 1e6, psutil.virtual_memory().percent / 100
     try: import resource
     except ImportError: return dict(allocated_MB=now, utilization=used) # Windows
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin"
+                                                                 else 1024) / 1e6
     return dict(allocated_MB=now, peak_MB=max(now, peak), utilization=used)
 
-# %% ../nbs/03_logging.ipynb #87bf4171
 def image_grid(
     images, # uint8 [H, W, 3] of any sizes
     columns:int=4, # at most
@@ -189,7 +194,6 @@ def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint
     each = len(controls) // len(targets) if targets and len(controls) % len(targets) == 0 else 1
     if controls: yield "training/control_images", image_grid(controls, each if each > 1 else 4)
 
-# %% ../nbs/03_logging.ipynb #3d000004
 OWN = "use qie_nb.data.loader to see them"
 
 def images_of(
@@ -202,7 +206,8 @@ def images_of(
         fetch = Batch(batch).get_images_for_tensorboard
     if fetch is None: raise ValueError(f"this loader's batches cannot fetch images; {OWN}")
     try: got = fetch(most)
-    except Exception as e: raise ValueError(f"this loader's batches cannot fetch images ({type(e).__name__}: {e}); {OWN}") from None
+    except Exception as e:
+        raise ValueError(f"this loader's batches cannot fetch images ({type(e).__name__}: {e}); {OWN}") from None
     fits = lambda im: getattr(im, "dtype", None) == np.uint8 and im.ndim == 3 and im.shape[2] == 3
     if not all(map(fits, (*got["training_images"], *got["control_images"]))):
         raise ValueError(f"this loader's images must be uint8 [H, W, 3]; convert them, or {OWN}")
@@ -225,26 +230,26 @@ def next_second(logdir): # waits if an event file of the current second exists
     now = time.time()
     if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")): time.sleep(1.01 - now % 1)
 
-# %% ../nbs/03_logging.ipynb #efb79bb1
 class EventFiles:
     "Event files under `logging.log_dir`."
     name = "TensorBoard's event files"
     def open(self, t):
         from torch.utils.tensorboard import SummaryWriter
         (next_second if t.global_step else move_old_events)(t.config.logging.log_dir)
-        self.writer = SummaryWriter(t.config.logging.log_dir, purge_step=t.global_step + 1 if t.global_step else None, flush_secs=30)
+        self.writer = SummaryWriter(t.config.logging.log_dir,
+                                    purge_step=t.global_step + 1 if t.global_step else None, flush_secs=30)
     def scalars(self, values, step):
         for k, v in values.items(): self.writer.add_scalar(k, v, step)
     def image(self, tag, image, step):
         from tensorboard.compat.proto.summary_pb2 import Summary
         raw, (h, w, _) = io.BytesIO(), image.shape
-        Image.fromarray(image).save(raw, "PNG", compress_level=1) # a quarter of the default level's time, 12 % more bytes
+        Image.fromarray(image).save(raw, "PNG",
+                                    compress_level=1) # a quarter of the default level's time, 12 % more bytes
         held = Summary.Image(height=h, width=w, colorspace=3, encoded_image_string=raw.getvalue())
         self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=held)]), step)
     def text(self, tag, text, step): self.writer.add_text(tag, escape_markdown(text), step)
     def close(self): self.writer.close()
 
-# %% ../nbs/03_logging.ipynb #3d00000b
 class Tracker:
     "One of accelerate's trackers."
     def __init__(self,
@@ -254,7 +259,8 @@ class Tracker:
         a, c = t.accelerator, t.config.logging
         others, a.trackers, a.log_with = a.trackers, [], [self.given]
         a.project_configuration.logging_dir = a.project_configuration.logging_dir or c.log_dir
-        plain = {f"{s}.{k}": v if isinstance(v, (int, float)) else str(v) for s, part in t.config.model_dump().items() for k, v in part.items()}
+        plain = {f"{s}.{k}": v if isinstance(v, (int, float)) else str(v) for s,
+                 part in t.config.model_dump().items() for k, v in part.items()}
         try: a.init_trackers(c.project, plain, {self.name: c.tracker_options.get(self.name, {})})
         finally: a.trackers = [*others, *a.trackers]
         self.tracker = a.trackers[-1]
@@ -289,10 +295,10 @@ class LogCallback(Callback):
         if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
         self.send("close")
 
-# %% ../nbs/03_logging.ipynb #3d00000f
 @patch
 def say(self:LogCallback, text): # once
-    if text not in self.printed: self.printed.add(text); print(f"[IMAGE_LOG] {text}" if "image" in text else text)
+    if text not in self.printed:
+        self.printed.add(text); print(f"[IMAGE_LOG] {text}" if "image" in text else text)
 
 @patch
 def send(self:LogCallback, method, *a):
@@ -302,7 +308,8 @@ def send(self:LogCallback, method, *a):
         except Exception as e:
             self.failures[k] = 5 if method == "open" else self.failures[k] + 1
             why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
-            if k not in self.printed: print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in checkpoints/logs")
+            if k not in self.printed:
+                print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in checkpoints/logs")
             self.printed.add(k)
         else: self.failures[k] = 0
 
@@ -316,7 +323,6 @@ def row(self:LogCallback, t):
     self.modules = modules
     self.send("scalars", values, step)
 
-# %% ../nbs/03_logging.ipynb #3d000011
 @patch
 def images(self:LogCallback, t):
     "Log the images of the last batch."
@@ -324,7 +330,8 @@ def images(self:LogCallback, t):
     except ValueError as e: return self.say(str(e))
     for problem in got["problems"]:
         left_out = [x for x in self.printed if isinstance(x, str) and x.startswith("image left out")]
-        self.say(f"image left out: {problem}" if len(left_out) < 3 else "more images cannot be read; they are left out without a message")
+        self.say(f"image left out: {problem}" if len(left_out) < 3
+                 else "more images cannot be read; they are left out without a message")
     self.say("images come from the batch" if got["source"] == "batch" else
              "latents are cached; images are loaded from their files when due")
     for tag, image in tagged(got): self.send("image", tag, image, t.global_step)
@@ -335,7 +342,8 @@ def samples(self:LogCallback, t):
     for s in t.state.pictures:
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
-        self.send("image", f"samples/{s.name}", image_grid([s.shown[0], edit, s.shown[1]]) if s.shown else edit, t.global_step)
+        self.send("image", f"samples/{s.name}", image_grid([s.shown[0], edit, s.shown[1]]) if s.shown
+                  else edit, t.global_step)
         said = f"control, edit, target: {s.caption}" if s.shown else s.caption
         if self.captions.get(s.name) != s.caption: self.send("text", f"samples/{s.name}", said, t.global_step)
         self.captions[s.name] = s.caption
@@ -356,7 +364,6 @@ def check_log(name:str, log_dir):
     if not filter_trackers([name], "runs"):
         raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install {name}, or use tensorboard or none")
 
-# %% ../nbs/03_logging.ipynb #7aed0f42
 def progress_callback(config) -> Callback:
     "The training panel in an interactive notebook, else a bar or log lines."
     panel = config.logging.panel
@@ -364,15 +371,10 @@ def progress_callback(config) -> Callback:
     from qie_nb.widgets.training_panel import TrainingPanel
     return TrainingPanel()
 
-class TensorBoardCallback(LogCallback):
-    "`LogCallback` with event files only."
-    def __init__(self): super().__init__([EventFiles()])
-
 def logging_callbacks(config) -> list:
     "The callbacks of `config.logging`."
     to = config.logging.report_to
     names = [n for n in dict.fromkeys([to] if isinstance(to, str) else to or ()) if n != "none"]
     for n in names: check_log(n, config.logging.log_dir)
-    if names == ["tensorboard"]: return [CSVCallback(), TensorBoardCallback(), progress_callback(config)]
     sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
     return [CSVCallback()] + [LogCallback(sinks)] * bool(sinks) + [progress_callback(config)]

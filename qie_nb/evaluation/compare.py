@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 from fastcore.basics import patch
 
@@ -62,7 +61,8 @@ def find_adapter(
     "The adapter that a column names. Raises FileNotFoundError or ValueError."
     root = trainer.checkpoint_root()
     if name in ("best", "latest") and not (root/name).is_file():
-        raise FileNotFoundError(f"`checkpoints` {name!r} does not exist in {str(root)!r}; give a LoRA file, its folder, or a hub id")
+        raise FileNotFoundError(f"`checkpoints` {name!r} does not exist in {str(root)!r}; give a LoRA file, "
+                                f"its folder, or a hub id")
     path = root/(root/"best").read_text().strip() if name == "best" else name
     p = Path(str(path))
     try:
@@ -70,14 +70,15 @@ def find_adapter(
             title = path if is_hub_id(path) else p.parent.name if p.name == lora.WEIGHT_NAME else p.stem
             return FoundAdapter(*lora.check_lora(path), title)
         file, weights, _ = adapter_of(trainer, path)
-    except (ValueError, FileNotFoundError) as e: raise type(e)(str(e).replace("`resume_checkpoint`", "`checkpoints`")) from None
+    except (ValueError, FileNotFoundError) as e:
+        raise type(e)(str(e).replace("`resume_checkpoint`", "`checkpoints`")) from None
     title = name if name in ("best", "latest") else p.name
     return FoundAdapter(*lora.check_lora(file), f"{title} (mean)" if weights == "ema" else str(title))
 
 # %% ../../nbs/evaluation/03_compare.ipynb #1aa6bdc1
 def columns_of(
     trainer,
-    checkpoints=None, # names, see `find_adapter`; `BASE` or None for the base model, `NOW` for the active adapters
+    checkpoints=None, # names, see `find_adapter`; `BASE` or None: base model; `NOW`: active adapters
     scales=None, # factors on the adapter; default 1
     seeds=(0,), # of the noise
     schedule=None, steps=None, true_cfg_scale=None, # as in `predict`
@@ -88,24 +89,28 @@ def columns_of(
         if isinstance(given, (str, Path, int, float)) or not len(given):
             raise ValueError(f"`{name}` must be a list with an entry or more, got {given!r}")
     if NOW in checkpoints and not trainer.active_adapters() and (scales is not None or BASE in checkpoints):
-        raise ValueError("no adapter is active, so there is nothing to compare with; name `checkpoints`, or call load_lora() first")
+        raise ValueError("no adapter is active, so there is nothing to compare with; name `checkpoints`, or "
+                         "call load_lora() first")
     lora.check_weights({f"scale {s}": s for s in scales or ()})
     out = []
     for name in (BASE if c is None else c for c in checkpoints):
         found = _find(trainer, name)
         sampled = _sampling(trainer, name, found, schedule, steps, true_cfg_scale)
         for scale, seed in product([1.0] if name == BASE else scales or [1.0], seeds):
-            title = found.title + f" x {scale:g}" * (scales is not None and name != BASE) + f", seed {seed}" * (len(seeds) > 1)
+            title = found.title + f" x {scale:g}" * (scales is not None
+                                                     and name != BASE) + f", seed {seed}" * (len(seeds) > 1)
             out.append(Column(title, str(name), found.file, float(scale), seed, *sampled))
     return out
 
 def _find(trainer, name) -> FoundAdapter:
     if name == BASE: return FoundAdapter(None, {}, "base")
     if name != NOW: return find_adapter(trainer, name)
-    return FoundAdapter(None, trainer.lora_origin, " + ".join(n for n in trainer.active_adapters() if n != "default") or "adapter")
+    return FoundAdapter(None, trainer.lora_origin, " + ".join(n for n in trainer.active_adapters()
+                                                              if n != "default") or "adapter")
 
 def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, true_cfg_scale, scheduler)
-    used = [(file, info) for _, file, info in trainer.loras_in_use()] if name == NOW else [found[:2]] if found.file else []
+    used = [(file, info) for _, file,
+            info in trainer.loras_in_use()] if name == NOW else [found[:2]] if found.file else []
     s, _ = pick_schedule(trainer.config.predict.schedule if schedule is None else schedule, used)
     return s.steps if steps is None else steps, s.true_cfg_scale if cfg is None else cfg, tuple(s.scheduler.items())
 
@@ -121,7 +126,8 @@ def _fitted(image, like) -> np.ndarray: # at the size of another one
     return np.asarray(image if image.size == (w, h) else image.resize((w, h), Image.LANCZOS))
 
 def _side_by_side(images, h) -> np.ndarray: # at one height
-    return np.concatenate([np.asarray(p.resize((max(1, round(p.width * h / p.height)), h))) for p in images], 1)
+    return np.concatenate([np.asarray(p.resize((max(1, round(p.width * h / p.height)), h))) for p in images],
+                          1)
 
 # %% ../../nbs/evaluation/03_compare.ipynb #b8071058
 class Comparison(Display):
@@ -142,9 +148,11 @@ class Comparison(Display):
 
     def data(self) -> dict: # columns and rows as plain values, images as arrays
         what = "error" if self.targets else "change"
-        rows = [dict(prompt=e.prompt, negative_prompt=e.negative, size=e.size, control=c, target=self.targets[i] if self.targets else None)
+        rows = [dict(prompt=e.prompt, negative_prompt=e.negative, size=e.size, control=c,
+                     target=self.targets[i] if self.targets else None)
                 for i, (e, c) in enumerate(zip(self.edits, self.controls))]
-        columns = [{**vars(c), "file": c.file and str(c.file), "scheduler": dict(c.scheduler)} for c in self.columns]
+        columns = [{**vars(c), "file": c.file and str(c.file), "scheduler": dict(c.scheduler)}
+                   for c in self.columns]
         return dict(columns=columns, rows=rows, pictures=self.pictures, **{what: self.distances})
 
 # %% ../../nbs/evaluation/03_compare.ipynb #8c810ab0
@@ -161,7 +169,8 @@ def shown_rows(self:Comparison) -> tuple: # (titles, rows of (image, note)); con
 def html(self:Comparison) -> str:
     titles, rows = self.shown_rows()
     line = lambda e, row: (f'<div style="font-size:13px;margin-top:6px">{escape(e.prompt)}</div>'
-                           + "".join(image_html(p, f"{t}: {note}" if note else t) for t, (p, note) in zip(titles, row)))
+                           + "".join(image_html(p, f"{t}: {note}" if note else t) for t,
+                                     (p, note) in zip(titles, row)))
     return "".join(line(e, row) for e, row in zip(self.edits, rows))
 
 @patch
@@ -177,7 +186,8 @@ def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inch
     fig = grid([[p for p, _ in row] for row in rows], scale=scale)
     fig.set_figheight(fig.get_figheight() + 0.45 * len(rows))
     fig.get_layout_engine().set(h_pad=0.25) # inches, for the text below
-    plain = lambda text, most: textwrap.shorten("".join(c if c.isprintable() else " " for c in text), most, placeholder="...")
+    plain = lambda text, most: textwrap.shorten("".join(c if c.isprintable() else " " for c in text), most,
+                                                placeholder="...")
     below = dict(ha="left", va="top", fontsize=7, parse_math=False, in_layout=False)
     for k, (e, row) in enumerate(zip(self.edits, rows)):
         axes = fig.axes[k * len(titles):(k + 1) * len(titles)]
@@ -247,11 +257,14 @@ def denoise_columns(
 # %% ../../nbs/evaluation/03_compare.ipynb #c535ff54
 def _geometry(trainer, columns):
     d, g = trainer.config.data, replace(trainer.geometry(), crop=False)
-    metadata = [lora.lora_info(c.file) if c.file else trainer.lora_origin if c.checkpoint == NOW else {} for c in columns]
+    metadata = [lora.lora_info(c.file) if c.file else trainer.lora_origin if c.checkpoint == NOW else {}
+                for c in columns]
     sizes = [{k: i[k] for k in ("control_area", "vl_area") if i.get(k)} for i in metadata]
     sizes = [s for s in sizes if s]
     for s in sizes:
-        if s != sizes[0]: trainer.state.warn_once(f"the adapters were trained at different sizes, {sizes[0]} and {s}: all columns use the first; "
+        if s != sizes[0]:
+            trainer.state.warn_once(f"the adapters were trained at different sizes, {sizes[0]} and {s}: all "
+                                    f"columns use the first; "
                                             "set `data.control_area` and `data.vl_area` to choose others")
     first = sizes[0] if sizes else {}
     return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
@@ -259,14 +272,15 @@ def _geometry(trainer, columns):
 
 def _decoded(trainer, latents) -> list: # of rows of uint8 [H, W, 3]
     vae = trainer.predictor.at("vae")
-    return [[decode_latents(vae, z, trainer.predictor.encoder.vae_2d)[0] for z in row] for row in zip(*latents)]
+    return [[decode_latents(vae, z, trainer.predictor.encoder.vae_2d)[0] for z in row]
+            for row in zip(*latents)]
 
 # %% ../../nbs/evaluation/03_compare.ipynb #528376c2
 def compare_edits(
     trainer,
     images, # one image for all rows, or a list with one entry per row, which may be a list of control images
     prompts, # the instruction, or a list with one per row
-    checkpoints=None, # columns: folders, latest, best, files, hub ids, base (or None), now; default base and now
+    checkpoints=None, # columns: folders, latest, best, files, hub ids, base, now; default base and now
     scales=None, # columns: factors on the adapter, e.g. [0, 0.5, 1]
     seeds=None, # columns: seeds of the noise
     targets=None, # the true result of each row, to measure the error
@@ -279,20 +293,24 @@ def compare_edits(
     schedule=None, # as in `predict`
     progress:bool=True, # show rate and time left?
 ) -> Comparison:
-    "The same edits with several checkpoints, weights or seeds; everything is checked before the first computation."
+    "The same edits with several checkpoints, weights or seeds; arguments are checked first."
     images, prompts = _rows(images, prompts)
     trainer.load_configured_loras()
-    columns = columns_of(trainer, checkpoints, scales, [seed] if seeds is None else seeds, schedule, num_inference_steps, true_cfg_scale)
+    columns = columns_of(trainer, checkpoints, scales, [seed] if seeds is None else seeds, schedule,
+                         num_inference_steps, true_cfg_scale)
     parts, geometry = trainer.components, _geometry(trainer, columns)
-    edits = make_edits(parts, geometry, images, prompts, negative_prompt, height, width, [seed] * len(prompts))
+    edits = make_edits(parts, geometry, images, prompts, negative_prompt, height, width,
+                       [seed] * len(prompts))
     for c in columns:
         make_edits(parts, geometry, images[:1], prompts[:1], seed=c.seed)
-        check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale, dict(c.scheduler))
+        check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale,
+                       dict(c.scheduler))
     if targets is not None: targets = [as_image(t) for t in _each_row("targets", targets, len(edits))]
     check_not_merged(tr := trainer._transformer())
     for file in dict.fromkeys(c.file for c in columns if c.file): lora.read_fitting(tr, file)
     with trainer.predictor.predicting():
-        encoded = encode_edits(trainer.predictor.encoder, edits, geometry, any(c.true_cfg_scale > 1 for c in columns), trainer.predictor.at)
+        encoded = encode_edits(trainer.predictor.encoder, edits, geometry,
+                               any(c.true_cfg_scale > 1 for c in columns), trainer.predictor.at)
         latents = denoise_columns(trainer, columns, edits, encoded, progress)
         images = _decoded(trainer, latents)
     return Comparison(columns, edits, images, targets)
@@ -305,7 +323,8 @@ def _each_row(name, given, n) -> list:
 
 def _rows(images, prompts) -> tuple: # (images, prompts), one entry per row
     several = isinstance(images, (list, tuple))
-    n = len(images) if several and isinstance(prompts, str) else len(prompts) if not isinstance(prompts, str) else 1
+    n = len(images) if several and isinstance(prompts,
+                                              str) else len(prompts) if not isinstance(prompts, str) else 1
     prompts = [prompts] * n if isinstance(prompts, str) else list(prompts)
     return (_each_row("images", images, n) if several else [images] * n), prompts
 
@@ -316,7 +335,8 @@ def validation_pairs(
     c = trainer.config.train
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
     if trainer.held_out is None:
-        trainer.state.warn_once("no pairs are held out, so these were trained on; set `train.val_fraction`, e.g. to 0.1, to use others")
+        trainer.state.warn_once("no pairs are held out, so these were trained on; set `train.val_fraction`, "
+                                "e.g. to 0.1, to use others")
     return trainer.held_out
 
 # %% ../../nbs/evaluation/03_compare.ipynb #94bf4747
@@ -329,13 +349,17 @@ def compare_validation(
     seed:int=0, # of the noise
 ) -> Comparison:
     "The first pairs edited by the base model and with the active adapter; cached inputs are used."
-    columns, parts = columns_of(trainer, None, None, [seed], None, num_inference_steps, true_cfg_scale), trainer.components
+    columns = columns_of(trainer, None, None, [seed], None, num_inference_steps, true_cfg_scale)
+    parts = trainer.components
     columns = [replace(c, title=t) for c, t in zip(columns, ("model alone", "with the adapter"))]
     dataset = cached_data(trainer, validation_pairs(trainer) if data is None else data)
     some = list(range(min(n, len(dataset))))
     with trainer.predictor.predicting():
-        edits, ready = zip(*cached_edits(trainer, dataset, some, max(c.true_cfg_scale for c in columns), [seed] * len(some)))
-        for c in columns: check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale, dict(c.scheduler))
+        edits, ready = zip(*cached_edits(trainer, dataset, some, max(c.true_cfg_scale for c in columns),
+                                         [seed] * len(some)))
+        for c in columns:
+            check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale,
+                           dict(c.scheduler))
         images = _decoded(trainer, denoise_columns(trainer, columns, edits, ready))
     true = [dataset.images(i) for i in some]
     edits = [replace(e, images=t["control"]) for e, t in zip(edits, true)]

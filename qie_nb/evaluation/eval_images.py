@@ -29,11 +29,14 @@ from ..sampling.edits import encode_edits, make_edits
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9ac4
 def _style(folder, prompts) -> tuple: # (first image, instruction)
     images = sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    if not images: raise ValueError(f"style folder {str(folder)!r} holds no image; put one in or remove the folder")
+    if not images:
+        raise ValueError(f"style folder {str(folder)!r} holds no image; put one in or remove the folder")
     note = folder/"prompt.txt"
-    text = (prompts or {}).get(folder.name) or (note.read_text(encoding="utf-8").strip() if note.is_file() else "")
+    text = (prompts or {}).get(folder.name) or (note.read_text(encoding="utf-8").strip() if note.is_file()
+                                                else "")
     if not text:
-        raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` {folder.name} or write {str(note)!r}")
+        raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` {folder.name} "
+                         f"or write {str(note)!r}")
     open_image(images[0]) # raises for a broken image before the run starts
     return images[0], text
 
@@ -44,10 +47,13 @@ def find_styles(
     "The styles of a test folder. Raises FileNotFoundError or ValueError."
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"`train.test_image_dir` {str(folder)!r} does not exist; give a folder with one sub-folder per style")
-    found = {d.name: _style(d, prompts) for d in sorted(folder.iterdir()) if d.is_dir() and not d.name.startswith(".")}
+        raise FileNotFoundError(f"`train.test_image_dir` {str(folder)!r} does not exist; give a folder with "
+                                f"one sub-folder per style")
+    found = {d.name: _style(d, prompts) for d in sorted(folder.iterdir()) if d.is_dir()
+             and not d.name.startswith(".")}
     if len(found) < 2:
-        raise ValueError(f"`train.test_image_dir` {str(folder)!r} holds {len(found)} style folders; it needs at least two")
+        raise ValueError(f"`train.test_image_dir` {str(folder)!r} holds {len(found)} style folders; it needs "
+                         f"at least two")
     return found
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787256
@@ -78,8 +84,10 @@ def pair_cases(
 def _pair_case(trainer, dataset, i, k):
     s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i)
     h = len(images["image"])
-    control = np.concatenate([np.asarray(c.resize((max(1, round(c.width * h / c.height)), h))) for c in images["control"]], 1)
-    return EvalCase(f"{k:02}_{file_name(s.id)}", s.prompt, got.shape, got.controls, got.cond, got.uncond, (control, images["image"]))
+    control = np.concatenate([np.asarray(c.resize((max(1, round(c.width * h / c.height)), h)))
+                              for c in images["control"]], 1)
+    return EvalCase(f"{k:02}_{file_name(s.id)}", s.prompt, got.shape, got.controls, got.cond, got.uncond,
+                    (control, images["image"]))
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c788
 def style_cases(
@@ -103,11 +111,13 @@ def eval_cases(
     styles:dict=None, # from `find_styles`
 ) -> list: # of `EvalCase`
     "The run's evaluation images, encoded at the first call."
-    data, n = trainer.held_out if is_available(trainer.components, "vae") else None, trainer.config.train.eval_images
+    data = trainer.held_out if is_available(trainer.components, "vae") else None
+    n = trainer.config.train.eval_images
     key = repr((n if data else 0, [s.id for s in data.samples] if data else (), styles, trainer.geometry()))
     if _encoded.get(trainer, (None,))[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
-            cases = (pair_cases(trainer, data, n) if data else []) + (style_cases(trainer, styles) if styles else [])
+            cases = (pair_cases(trainer, data, n) if data else []) + (style_cases(trainer, styles) if styles
+                                                                      else [])
         _encoded[trainer] = key, cases
     return _encoded[trainer][1]
 
@@ -130,9 +140,11 @@ def overview(
     fig.set_figheight(fig.get_figheight() + 0.5 * len(made))
     fig.get_layout_engine().set(h_pad=0.3) # inches, for two lines of text
     for k, (s, _) in enumerate(made):
-        words, axes = textwrap.shorten("".join(c if c.isprintable() else " " for c in s.caption), 150), fig.axes[3 * k + 1]
-        axes.text(0.5, -0.04, textwrap.fill(words, 80), transform=axes.transAxes, ha="center", va="top", fontsize=7,
-                  parse_math=False, in_layout=False) # a caption may contain dollar signs, and is wider than its image
+        words = textwrap.shorten("".join(c if c.isprintable() else " " for c in s.caption), 150)
+        axes = fig.axes[3 * k + 1]
+        axes.text(0.5, -0.04, textwrap.fill(words, 80), transform=axes.transAxes, ha="center", va="top",
+                  fontsize=7,
+                  parse_math=False, in_layout=False) # captions may contain dollar signs
     return fig
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #5779a363
@@ -163,7 +175,8 @@ def render_eval_images(
 def decode(trainer, latent) -> np.ndarray: # uint8 [H, W, 3]
     "Decode one latent with the VAE on its prediction device."
     device = trainer.predict_devices["vae"]
-    vae = trainer.components.move("vae", device).to(device) # all of it: encoder and decoder may be on different devices
+    vae = trainer.components.move("vae",
+                                  device).to(device) # encoder and decoder may be apart
     return decode_latents(vae, latent)[0]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #2218fead

@@ -28,7 +28,8 @@ def evaluate_now(
     styles:dict=None, # from `find_styles`
 ) -> tuple: # (`ValidationLoss` or None, list of image paths)
     "Held-out loss and images of the current adapter, or of its EMA. Raises `StopRequested`."
-    with getattr(trainer, "ema_weights", nullcontext)(), temporarily_load(trainer.components, "vae", "text_encoder"):
+    with getattr(trainer, "ema_weights", nullcontext)(), temporarily_load(trainer.components, "vae",
+                                                                          "text_encoder"):
         held = held_out_loss(trainer, trainer.held_out) if trainer.held_out else None # may encode pairs
         cases = eval_cases(trainer, styles)
         files = render_eval_images(trainer, cases, out) if cases else []
@@ -36,7 +37,8 @@ def evaluate_now(
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f12
 def write_result(trainer, out, result):
-    if process(trainer)[0] == 0: write_atomic(Path(out)/"held_out.json", json.dumps(result, indent=1).encode())
+    if process(trainer)[0] == 0:
+        write_atomic(Path(out)/"held_out.json", json.dumps(result, indent=1).encode())
 
 def last_result(
     root, # the checkpoints folder
@@ -47,7 +49,9 @@ def last_result(
     for f in (Path(root)/"inference").glob("*/held_out.json"):
         try: r = json.loads(f.read_text())
         except (OSError, ValueError): continue # a missing comparison must not end a run
-        if re.fullmatch(r"(epoch|step)_\d+", f.parent.name) and r.get("losses") and (r.get("steps") or 0) <= step: found.append(r)
+        if re.fullmatch(r"(epoch|step)_\d+",
+                        f.parent.name) and r.get("losses") and (r.get("steps") or 0) <= step:
+            found.append(r)
     newest = max(found, key=lambda r: r.get("steps") or 0, default=None)
     return newest and (newest["steps"], ValidationLoss(newest["losses"], newest["noises"]))
 
@@ -64,10 +68,12 @@ def check_parts(trainer, styles=None):
     "Refuse, or leave out, images that this model folder cannot make."
     folder = trainer.components.name
     if styles and not is_available(trainer.components, "vae", "text_encoder", "processor"):
-        raise ValueError(f"`train.test_image_dir` needs a VAE and a text encoder, which model folder {folder!r} lacks; "
+        raise ValueError(f"`train.test_image_dir` needs a VAE and a text encoder, which model folder "
+                         f"{folder!r} lacks; "
                          "give a whole model or remove the key")
     if trainer.config.train.eval_images and trainer.held_out and not is_available(trainer.components, "vae"):
-        print(f"held-out pairs are evaluated by their loss only: model folder {folder!r} has no VAE to make images with")
+        print(f"held-out pairs are evaluated by their loss only: model folder {folder!r} has no VAE to make "
+              f"images with")
 
 def stop_requested(t) -> bool: # the same in all processes, because an evaluation synchronizes them
     a = getattr(t, "accelerator", None)
@@ -83,13 +89,15 @@ class EvaluationCallback(Callback):
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
         self.last, self.at = None, 0 # last (step, ValidationLoss), and the last evaluated step
 
-    def enabled(self, t): return (t.config.train.eval_interval or t.config.train.eval_steps) and (t.held_out or self.styles)
+    def enabled(self, t):
+        return (t.config.train.eval_interval or t.config.train.eval_steps) and (t.held_out or self.styles)
 
     def prepare(self, t):
         if self.enabled(t): check_parts(t, self.styles), eval_cases(t, self.styles)
 
     def on_train_begin(self, t):
-        self.at, self.last = t.global_step, last_result(t.checkpoint_root(), t.global_step) if t.global_step else None
+        self.at, self.last = t.global_step, last_result(t.checkpoint_root(),
+                                                        t.global_step) if t.global_step else None
         self.prepare(t)
         if t.state.pending and self.enabled(t): self.evaluate(t, t.state.pending)
 
@@ -109,9 +117,12 @@ class EvaluationCallback(Callback):
         name = name or self.name(t)
         out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
         try: held, files = evaluate_now(t, out, self.styles)
-        except StopRequested: return print(f"evaluation at step {t.global_step} interrupted: {t.state.stop}; it is repeated after a resume")
+        except StopRequested:
+            return print(f"evaluation at step {t.global_step} interrupted: {t.state.stop}; it is repeated "
+                         f"after a resume")
         t.state.pending = ""
-        t.state.pictures = [EvalImage(s.name, s.caption, f, s.shown) for s, f in zip(eval_cases(t, self.styles), files)]
+        t.state.pictures = [EvalImage(s.name, s.caption, f, s.shown) for s,
+                            f in zip(eval_cases(t, self.styles), files)]
         if held is None: return
         row = held.row()
         t.state.metrics |= row
@@ -146,23 +157,27 @@ def without_adapter(transformer):
 
 def _load_adapter(trainer, checkpoint) -> tuple: # (metadata, name of the folder for results)
     if checkpoint is None:
-        return dict(checkpoint="current", weights=getattr(trainer, "weights_name", "raw"), steps=trainer.global_step), "now"
+        return dict(checkpoint="current", weights=getattr(trainer, "weights_name", "raw"),
+                    steps=trainer.global_step), "now"
     if checkpoint == "base": return dict(checkpoint="base", weights="none", steps=0), "base"
     if trainer.optimizer is not None:
-        raise ValueError(f"`checkpoint` {str(checkpoint)!r} would replace the adapter that this trainer trains; use a new trainer")
+        raise ValueError(f"`checkpoint` {str(checkpoint)!r} would replace the adapter that this trainer "
+                         f"trains; use a new trainer")
     file, weights, name = adapter_of(trainer, checkpoint)
     trainer.load_lora(file)
-    return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=lora_info(file).get("steps")), name
+    return dict(checkpoint=str(checkpoint), file=str(file), weights=weights,
+                steps=lora_info(file).get("steps")), name
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #0351a448
 def evaluate(
     trainer, # not inside a run, unless `checkpoint` is None
-    checkpoint=None, # folder, `latest`, LoRA file, `base` for the model without adapter, or None for the current adapter
+    checkpoint=None, # folder, `latest`, LoRA file, `base` (no adapter), or None for the current adapter
 ) -> dict: # checkpoint, weights, steps, the columns of `ValidationLoss.row`, losses, noises, pictures
     "Held-out loss, images and style matrix of any checkpoint, without training."
     c = trainer.config.train
     if not (c.val_fraction or c.val_path or c.test_image_dir):
-        raise ValueError("nothing to evaluate on; set `train.val_fraction`, `train.val_path` or `train.test_image_dir`")
+        raise ValueError("nothing to evaluate on; set `train.val_fraction`, `train.val_path` or "
+                         "`train.test_image_dir`")
     styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
     facts, name = _load_adapter(trainer, checkpoint)
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()

@@ -6,7 +6,7 @@
 __all__ = ['blocks_of', 'FiniteCheck', 'PeakMemory']
 
 # %% ../../nbs/evaluation/04_layer_stats.ipynb #8b163aac
-import sys, threading
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,7 +36,8 @@ class FiniteCheck:
         "Hook into a model until `stop`."
         self.stop()
         for name, block in blocks_of(model).items():
-            self.hooks.append(block.register_forward_hook(lambda m, args, out, name=name: self.note(component, name, out)))
+            self.hooks.append(block.register_forward_hook(lambda m, args, out,
+                                                          name=name: self.note(component, name, out)))
 
     def stop(self):
         while self.hooks: self.hooks.pop().remove()
@@ -46,10 +47,11 @@ class FiniteCheck:
             if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel():
                 self.rows.append((component, name, t.detach().abs().amax().float())) # nan and inf are kept
 
-    def data(self) -> dict: # plain, {component: {blocks, first_not_finite, largest, largest_in}}, the first non-finite component first
+    def data(self) -> dict: # {component: {blocks, first_not_finite, largest, largest_in}}, non-finite ones first
         out = {}
         for component, name, t in self.rows:
-            v, d = t.item(), out.setdefault(component, dict(blocks=set(), first_not_finite=None, largest=0., largest_in=None))
+            v, d = t.item(), out.setdefault(component, dict(blocks=set(), first_not_finite=None, largest=0.,
+                                                            largest_in=None))
             d["blocks"].add(name)
             if not np.isfinite(v): d["first_not_finite"] = d["first_not_finite"] or name
             elif v > d["largest"]: d["largest"], d["largest_in"] = float(f"{v:.3g}"), name

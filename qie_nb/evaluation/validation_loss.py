@@ -50,7 +50,7 @@ def level_weight(
     sigma, # noise level in (0, 1], number or tensor
     mu:float, # log of the sampler's shift, from `qie_nb.models.flow_matching.calculate_mu`
 ): # same type; the mean over (0, 1] is not 1
-    "`sigma**2` times the density of the sampler's levels: the derivative of the inverse of `flow_matching.shift_sigmas`."
+    "`sigma**2` times the sampler's density, the derivative of the inverse of `flow_matching.shift_sigmas`."
     s = math.exp(mu)
     return sigma**2 * s / (s - (s - 1) * sigma)**2
 
@@ -105,7 +105,8 @@ class ValidationLoss:
     def row(self) -> dict: # {column: number}, without the interval if there is one pair only
         "The numbers that are logged, named as in `COLUMNS`."
         bins = [sum(v) / len(v) for v in list(zip(*self.losses.values()))[1:]]
-        numbers = (*confidence_interval(list(self.per_pair.values())), sum(bins) / len(bins), *bins, len(self.losses))
+        numbers = (*confidence_interval(list(self.per_pair.values())), sum(bins) / len(bins), *bins,
+                   len(self.losses))
         return {k: v for k, v in zip(COLUMNS, numbers, strict=True) if v is not None}
 
     def __str__(self):
@@ -137,7 +138,8 @@ def compare_losses(
     "Difference of `b` from `a`, pair by pair. Raises ValueError if they cannot be compared."
     both = [i for i in a.losses if i in b.losses]
     if a.noises != b.noises or not both:
-        raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise samples per pair; "
+        raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise "
+                         f"samples per pair; "
                          "compare results on the same held-out pairs at the same `train.eval_noise_samples`")
     return LossChange(*confidence_interval([b.per_pair[i] - a.per_pair[i] for i in both]), len(both))
 
@@ -158,7 +160,8 @@ class StopCheck:
     def __call__(self, *_):
         if self.trainer.state.poll: self.trainer.state.poll() # handles clicks on a stop button
         requested = self.trainer.state.stop not in self.before
-        if process(self.trainer)[1] > 1: requested = bool(add_up(self.trainer, torch.tensor([float(requested)])).item())
+        if process(self.trainer)[1] > 1:
+            requested = bool(add_up(self.trainer, torch.tensor([float(requested)])).item())
         if requested: raise StopRequested
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #4e181aa3
@@ -180,14 +183,17 @@ def held_out_loss(
     transformer, c = trainer._transformer(), trainer.config
     noises, check = noises or c.train.eval_noise_samples, StopCheck(trainer)
     batches = BucketBatchSampler(dataset, c.data.batch_size, shuffle=False).batches()
-    work, sums, last = shares(len(batches) * noises, trainer), torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device), None
+    work = shares(len(batches) * noises, trainer)
+    sums, last = torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device), None
     bar = Progress(len(work), "held-out loss") if process(trainer)[0] == 0 else None
     with eval_mode(transformer):
         for u, counts in work:
             which, draw = divmod(u, noises)
             if which != last: batch, last = load_batch(trainer, dataset, batches[which]), which
             losses, w = losses_at_sigma(trainer, batch, draw), sigma_weights(trainer, batch, draw, noises)
-            if counts: sums[batches[which]] += torch.cat([(losses * w.to(losses)).sum(1, keepdim=True), losses / noises], 1)
+            if counts:
+                sums[batches[which]] += torch.cat([(losses * w.to(losses)).sum(1, keepdim=True),
+                                                   losses / noises], 1)
             if bar: bar.update()
             check()
     if bar: bar.close()

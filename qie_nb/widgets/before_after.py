@@ -20,7 +20,8 @@ def as_rgb(
     name:str="image", # for the error message
 ): # PIL image in RGB
     if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3):
-        raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got {image.dtype} {list(image.shape)}; "
+        raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got "
+                         f"{image.dtype} {list(image.shape)}; "
                          "use `qie_nb.predict.grid` for a list of images")
     return open_image(image, name if isinstance(image, np.ndarray) else None)
 
@@ -49,15 +50,19 @@ class BeforeAfter(Display):
         self.before, self.after = self.before.resize(shown), self.after.resize(shown)
 
     def __repr__(self): return f"{self.titles[0]} | {self.titles[1]} at {self.at} %"
-    def data(self): return dict(titles=self.titles, sizes=self.sizes, shown=self.before.size, at=self.at, note=self.note())
+    def data(self):
+        return dict(titles=self.titles, sizes=self.sizes, shown=self.before.size, at=self.at,
+                    note=self.note())
     def note(self) -> str: # about different sizes
         (a, b), (c, d) = self.sizes
-        return "" if (a, b) == (c, d) else f"{self.titles[1]} is {c}x{d}, shown at the size of {self.titles[0]}, {a}x{b}"
+        return "" if (a, b) == (c,
+                                d) else f"{self.titles[1]} is {c}x{d}, shown at the size of {self.titles[0]}, {a}x{b}"
 
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d000d
 @patch
 def html(self:BeforeAfter):
-    images = "".join(image_html(p, t, min(p.height, 200)) for p, t in zip((self.before, self.after), self.titles))
+    images = "".join(image_html(p, t, min(p.height, 200)) for p,
+                     t in zip((self.before, self.after), self.titles))
     return f"<div>{images}<div>{escape(self.note())}</div></div>"
 
 @patch
@@ -68,12 +73,14 @@ def build(self:BeforeAfter):
     slider = w.IntSlider(self.at, 0, 100, readout=False, layout=w.Layout(width=width, margin="0"))
     def move(change): self.at, image.value = change["new"], self.bytes(change["new"])
     slider.observe(move, "value")
-    titles = w.HTML(f"<div style='width:{width}'>{escape(self.titles[0])}<span style='float:right'>{escape(self.titles[1])}</span></div>")
+    titles = w.HTML(f"<div style='width:{width}'>{escape(self.titles[0])}<span "
+                    f"style='float:right'>{escape(self.titles[1])}</span></div>")
     return w.VBox([image, slider, titles, w.HTML(escape(self.note()))])
 
 @patch
 def bytes(self:BeforeAfter, at=None) -> bytes: # a JPEG
-    return image_bytes(composite(self.before, self.after, (self.at if at is None else at) / 100), max(self.before.size))
+    return image_bytes(composite(self.before, self.after, (self.at if at is None else at) / 100),
+                       max(self.before.size))
 
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d000e
 def before_after(

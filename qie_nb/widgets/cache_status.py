@@ -61,16 +61,19 @@ def verify(self:CacheStatus, tell=lambda text: None):
 @patch
 def _verdict(self:CacheStatus, n, bad, most=20) -> str:
     if not n: return note("there is nothing to verify")
-    if not bad: return note(f"all {n} entries are intact; read in {self.verified['seconds']:.1f} s", good=True)
+    if not bad:
+        return note(f"all {n} entries are intact; read in {self.verified['seconds']:.1f} s", good=True)
     more = [note(f"and {len(bad) - most} more")] if len(bad) > most else []
     remedy = "precompute makes them again" if self.cache.writable else "this cache is read-only; precompute into a second folder"
-    return "".join([note(f"{len(bad)} of {n} entries are bad; {remedy}"), *(note(f"{place}: {why}") for place, why in bad[:most]), *more])
+    return "".join([note(f"{len(bad)} of {n} entries are bad; {remedy}"),
+                    *(note(f"{place}: {why}") for place, why in bad[:most]), *more])
 
 # %% ../../nbs/widgets/02_cache_status.ipynb #56f03578
 @patch
 def build(self:CacheStatus):
     import ipywidgets as w
-    c = self.controls = SimpleNamespace(table=w.HTML(self.html()), message=w.HTML(), verify=w.Button(description="verify"),
+    c = self.controls = SimpleNamespace(table=w.HTML(self.html()), message=w.HTML(),
+                                        verify=w.Button(description="verify"),
                                         again=w.Button(description="refresh"))
     c.verify.on_click(lambda _: self._do(lambda: self.verify(self._tell)))
     c.again.on_click(lambda _: self._do(lambda: None))
@@ -91,7 +94,7 @@ def _do(self:CacheStatus, work):
 
 # %% ../../nbs/widgets/02_cache_status.ipynb #56f03579
 def cache_status(
-    cache, # `EmbeddingCacheManager`, folder or list of folders; for an `ImageDataset` or its loader missing entries are counted, too
+    cache, # `EmbeddingCacheManager`, folder(s); or `ImageDataset` or loader, to count missing entries, too
 ) -> CacheStatus:
     "What a cache contains, with a button that verifies every entry."
     return CacheStatus(cache)

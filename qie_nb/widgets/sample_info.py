@@ -8,7 +8,6 @@ __all__ = ['dataset_of', 'components_of', 'variant_of', 'latent_tokens', 'image_
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0003
 import json, os
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +36,8 @@ def components_of(
     if model is None or isinstance(model, Components): return model
     if isinstance(model, (str, os.PathLike)): return Components(str(model))
     if isinstance(found := getattr(model, "components", None), Components): return found
-    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {type(model).__name__}")
+    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got "
+                     f"{type(model).__name__}")
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #afd3d38b
 def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None if unknown
@@ -94,7 +94,8 @@ def model_text(
     "The text that the processor gets. Raises ValueError for a prompt that the model cannot take."
     if variant is None: return prompt or " "
     if whole: return prompt_text(variant, prompt, images)
-    return "".join(variant.image_prefix.format(n + 1) for n in range(images)) + (prompt if prompt.strip() else " ")
+    return "".join(variant.image_prefix.format(n + 1)
+                   for n in range(images)) + (prompt if prompt.strip() else " ")
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #7e52d0a0
 def text_length(
@@ -103,16 +104,21 @@ def text_length(
 ) -> int:
     "Tokens of an embedding, images included, without the template's first ones, which the pipeline drops."
     tokenizer = SimpleNamespace(tokenizer=components.get("tokenizer"))
-    return len(whole_ids(tokenizer, components.variant, prompt, counts)) - template_of(components.variant.pipeline)[1]
+    return len(whole_ids(tokenizer, components.variant, prompt,
+                         counts)) - template_of(components.variant.pipeline)[1]
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0012
 def _tokens(dataset, i, components, whole, f) -> dict:
     g, sizes = dataset.geometry, dataset.sizes[i][1:]
-    side, length = _side(dataset, i, components, f["bucket"][0]), entry_shape(dataset, i, "empty_" * f["dropped"] + "prompt_embeds_mask")
-    out = dict(target=latent_tokens(f["bucket"], side), controls=[latent_tokens(c, side) for c in f["control_bucket"]],
-               pictures=[image_tokens(g.vl(c)) for c in sizes], embedding=length and length[0], counted_by=length and "cache")
+    side = _side(dataset, i, components, f["bucket"][0])
+    length = entry_shape(dataset, i, "empty_" * f["dropped"] + "prompt_embeds_mask")
+    out = dict(target=latent_tokens(f["bucket"], side), controls=[latent_tokens(c, side)
+                                                                  for c in f["control_bucket"]],
+               pictures=[image_tokens(g.vl(c))
+                         for c in sizes], embedding=length and length[0], counted_by=length and "cache")
     if whole and components and out["embedding"] is None:
-        out |= dict(embedding=text_length(components, "" if f["dropped"] else f["prompt"], out["pictures"]), counted_by="tokenizer")
+        out |= dict(embedding=text_length(components, "" if f["dropped"] else f["prompt"], out["pictures"]),
+                    counted_by="tokenizer")
     n = out["embedding"]
     return out | dict(text=None if n is None else n - sum(out["pictures"]),
                       sequence=None if n is None else n + out["target"] + sum(out["controls"]))
@@ -138,7 +144,8 @@ def sample_info(
     problems, drop, variant = [], dataset.dropped(i), variant_of(dataset, components)
     s, sizes, bucket = dataset.samples[i], dataset.sizes[i], dataset.bucket(i)
     missing = None if dataset.cache is None else _try(problems, lambda: dataset.missing(i))
-    f = dict(id=s.id, index=i, prompt=s.prompt, dropped=drop, epoch=dataset.epoch, controls=len(s.controls), mask=s.mask is not None,
+    f = dict(id=s.id, index=i, prompt=s.prompt, dropped=drop, epoch=dataset.epoch, controls=len(s.controls),
+             mask=s.mask is not None,
              target_size=sizes[0], control_sizes=list(sizes[1:]), bucket=bucket[0], control_bucket=list(bucket[1:]),
              cached=missing == [], missing=missing or [])
     f["variant"] = variant and variant.name
@@ -158,7 +165,8 @@ def bad_entries(
     out = []
     for name, (kind, key, _) in dataset.keys(i).items():
         layer = dataset.cache.find(kind, key)
-        if layer and (why := verify_entry(layer, kind, key, reread=False)): out.append((name, layer.where(kind, key), why))
+        if layer and (why := verify_entry(layer, kind, key, reread=False)):
+            out.append((name, layer.where(kind, key), why))
     return out
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0017
@@ -170,23 +178,26 @@ def _db(a, b) -> float: # of two uint8 images
 def check_vae(dataset:ImageDataset, components:Components):
     "Raises ValueError if this VAE did not fill the cache."
     if dataset.cache is None: raise ValueError("no cache is set, so there is no latent to decode")
-    if components is None: raise ValueError("decoding needs a VAE; give a model: `sample_viewer(dataset, model=...)`")
+    if components is None:
+        raise ValueError("decoding needs a VAE; give a model: `sample_viewer(dataset, model=...)`")
     if dataset.identity is None: raise ValueError("this cache is empty, so there is no latent to decode")
     folder = components.folder_of("vae")
     if component_digest(folder, "vae") != dataset.identity["vae"]:
-        raise ValueError(f"the cache was filled by another VAE than that of {components.name} ({dataset.identity.get('model')})")
+        raise ValueError(f"the cache was filled by another VAE than that of {components.name} "
+                         f"({dataset.identity.get('model')})")
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0018
 def decoded(
     dataset:ImageDataset, i:int,
     model, # trainer, `Components`, folder or hub id; its VAE is loaded
-) -> dict: # {pixel_latent, control_latent.0, ...: (uint8 [H, W, 3], PSNR against the image in dB)}, without missing ones
+) -> dict: # {pixel_latent, control_latent.0, ...: (uint8 [H, W, 3], PSNR in dB)}, if cached
     "Sample `i`'s cached latents as images. Raises ValueError."
     from qie_nb.encoding.vae import decode_latents
     check_vae(dataset, components := components_of(model))
     keys, images, g, out = dataset.keys(i), dataset.images(i), dataset.geometry, {}
     originals = dict(pixel_latent=images["image"])
-    originals |= {f"control_latent.{n}": np.asarray(c.resize(g.control(c.size), Resampling.LANCZOS)) for n, c in enumerate(images["control"])}
+    originals |= {f"control_latent.{n}": np.asarray(c.resize(g.control(c.size), Resampling.LANCZOS)) for n,
+                  c in enumerate(images["control"])}
     for name, original in originals.items():
         entry = keys[name].id
         if (layer := dataset.cache.find(*entry)) is None: continue

@@ -27,7 +27,6 @@ def _opened(source, aspect): # PIL image, or an error message
 def _figure(im, title, height) -> str:
     return note(f"{title.split(':')[0]}: {im}") if isinstance(im, str) else image_html(im, title, height)
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #2636a486
 def masked_image(
     im, # PIL image, RGB
     mask:np.ndarray, # uint8 [h, w] of any size, 255 counts fully
@@ -35,9 +34,11 @@ def masked_image(
 ) -> np.ndarray: # uint8 [H, W, 3]
     "An image, red where the loss does not count."
     im = im.copy(); im.thumbnail((most, most))
-    weight = np.asarray(Image.fromarray(mask).resize(im.size, Image.Resampling.NEAREST), np.float32)[..., None] / 255
+    weight = np.asarray(Image.fromarray(mask).resize(im.size, Image.Resampling.NEAREST),
+                        np.float32)[..., None] / 255
     a = np.asarray(im, np.float32)
-    return (a * weight + (0.35 * a + 0.65 * np.float32([200, 30, 30])) * (1 - weight)).round().astype(np.uint8)
+    return (a * weight + (0.35 * a
+                          + 0.65 * np.float32([200, 30, 30])) * (1 - weight)).round().astype(np.uint8)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0009
 def _size(wh) -> str: return "x".join(map(str, wh))
@@ -45,10 +46,14 @@ def _size(wh) -> str: return "x".join(map(str, wh))
 def _figures(dataset, i, f, tensors, height) -> str:
     s, aspect, out = dataset.samples[i], dataset.geometry.aspect, []
     number = lambda n: f"control {n + 1}" if len(s.controls) > 1 else "control"
-    named = [(number(n), f"control_latent.{n}", c, f["control_sizes"][n], f["control_bucket"][n]) for n, c in enumerate(s.controls)]
-    for what, name, source, size, bucket in (*named, ("target", "pixel_latent", s.target, f["target_size"], f["bucket"])):
+    named = [(number(n), f"control_latent.{n}", c, f["control_sizes"][n], f["control_bucket"][n]) for n,
+             c in enumerate(s.controls)]
+    for what, name, source, size, bucket in (*named, ("target", "pixel_latent", s.target, f["target_size"],
+                                                      f["bucket"])):
         out.append(_figure(im := _opened(source, aspect), f"{what}: {_size(size)} → {_size(bucket)}", height))
-        if name in tensors: out.append(_figure(tensors[name][0], f"{what}, its latent decoded: {tensors[name][1]} dB", height))
+        if name in tensors:
+            out.append(_figure(tensors[name][0], f"{what}, its latent decoded: {tensors[name][1]} dB",
+                               height))
     if s.mask is not None: out.append(_mask_figure(dataset, i, im, height))
     return f"<div>{''.join(out)}</div>"
 
@@ -57,12 +62,14 @@ def _mask_figure(dataset, i, target, height) -> str:
     try: mask = dataset.mask(i)
     except (ValueError, OSError) as e: return note(f"mask: {e}")
     if isinstance(target, str): return ""
-    return image_html(masked_image(target, mask, 3 * height), f"mask: {mask.mean() / 2.55:.0f} % counts, red does not", height)
+    return image_html(masked_image(target, mask, 3 * height),
+                      f"mask: {mask.mean() / 2.55:.0f} % counts, red does not", height)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e000a
 def _badges(f) -> str:
     missing = ", ".join(f["missing"])
-    cached = badge("cached" if f["cached"] else f"not cached: {missing}" if missing else "not cached", bad=bool(missing))
+    cached = badge("cached" if f["cached"] else f"not cached: {missing}" if missing else "not cached",
+                   bad=bool(missing))
     dropped = badge(f"caption dropped in epoch {f['epoch']}") * f["dropped"]
     wrong = "".join(badge(mark, bad=True) for mark in dict.fromkeys(mark for mark, _ in f["marks"]))
     return wrong + cached + dropped + badge(f"bucket {_size(f['bucket'])}") + badge(_sum(f["tokens"] or {}))
@@ -73,8 +80,10 @@ def _sum(t) -> str: # the transformer's sequence
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #7d5f8aa5
 def _warnings(f) -> str:
-    rows = [f"{mark}: {why}" for mark, why in f["marks"]] + [f"{name} is bad: {why} ({where})" for name, where, why in f["bad"]]
-    return "".join(map(note, rows + [p for p in f["problems"] if not p.startswith("image ")])) # these replace the image
+    rows = [f"{mark}: {why}" for mark, why in f["marks"]] + [f"{name} is bad: {why} ({where})" for name,
+                                                             where, why in f["bad"]]
+    return "".join(map(note, rows
+                       + [p for p in f["problems"] if not p.startswith("image ")])) # these replace the image
 
 def _text(f) -> str:
     box = "white-space:pre-wrap;border:1px solid;border-radius:4px;padding:6px;margin:4px 0;max-width:60em"
@@ -98,13 +107,16 @@ def sample_html(
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e000e
 class PairGrid(Display):
     "The first pairs of a data set as static HTML."
-    def __init__(self, dataset, n=4, model=None): self.dataset, self.n, self.model = dataset_of(dataset), n, model
+    def __init__(self, dataset, n=4, model=None):
+        self.dataset, self.n, self.model = dataset_of(dataset), n, model
     def __repr__(self): return f"PairGrid of {min(self.n, len(self.dataset))} of {len(self.dataset)} samples"
-    def data(self): return dict(samples=[sample_info(self.dataset, i, self.model) for i in range(min(self.n, len(self.dataset)))])
+    def data(self):
+        return dict(samples=[sample_info(self.dataset, i, self.model)
+                             for i in range(min(self.n, len(self.dataset)))])
     def html(self):
-        return "".join(sample_html(self.dataset, f["index"], facts=f) for f in self.data()["samples"]) or note("there are no samples")
+        return "".join(sample_html(self.dataset, f["index"], facts=f)
+                       for f in self.data()["samples"]) or note("there are no samples")
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #e34d9ef0
 def pair_grid(
     dataset, # `ImageDataset`, loader, settings or folder
     n:int=4, # pairs
@@ -121,7 +133,8 @@ class SampleViewer(Display):
     "Browses samples: `select` a filter, `step`, `find` an id; `data()` describes the displayed sample."
     def __init__(self, dataset, model=None, whole=None, decode=False, first=4):
         self.dataset, self.components, self.decode, self.first = dataset_of(dataset), components_of(model), decode, first
-        self.whole = (self.components is not None and "diffusers" in sys.modules) if whole is None else whole # default: if it costs nothing
+        self.whole = (self.components is not None
+                      and "diffusers" in sys.modules) if whole is None else whole # default: if it costs nothing
         self.filter, self.place, self.sets, self.near, self.shared, self.message, self.busy = "all", 0, {}, None, {}, "", False
 
     def __repr__(self): return f"SampleViewer of {len(self.dataset)} samples"
@@ -170,10 +183,12 @@ def scan(self:SampleViewer, tell=lambda text: None):
         status.update()
     prompts = [s.prompt for s in ds.samples]
     self.near, self.shared = near_duplicates(looks, prompts), shared_targets(digests, prompts)
-    marks = [{m for m, _ in pair_warnings(s, x, self.shared.get(i, ""))} for i, (s, x) in enumerate(zip(ds.samples, looks))]
+    marks = [{m for m, _ in pair_warnings(s, x, self.shared.get(i, ""))} for i,
+             (s, x) in enumerate(zip(ds.samples, looks))]
     self.broken = broken
     self.sets |= dict(near=sorted({n[k] for n in self.near for k in "ab"}),
-                      **{k: [i for i, m in enumerate(marks) if _FILTERS[k] in m] for k in ("swapped", "unchanged")})
+                      **{k: [i for i, m in enumerate(marks) if _FILTERS[k] in m]
+                         for k in ("swapped", "unchanged")})
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0016
 @patch
@@ -182,10 +197,12 @@ def select(self:SampleViewer,
     tell=lambda text: None, # called with the progress, HTML
 ):
     "Show the first sample of a filter."
-    if name not in self.filters(): raise ValueError(f"`name` must be one of {', '.join(self.filters())}, got {name!r}")
+    if name not in self.filters():
+        raise ValueError(f"`name` must be one of {', '.join(self.filters())}, got {name!r}")
     ds = self.dataset
     if name in ("near", "swapped", "unchanged", "bad") and self.near is None: self.scan(tell)
-    if name == "missing": self.sets["missing"] = list(ds.incomplete(StatusText(len(ds), "check the cache", tell)))
+    if name == "missing":
+        self.sets["missing"] = list(ds.incomplete(StatusText(len(ds), "check the cache", tell)))
     if name == "bad": self.sets["bad"] = self._bad(tell)
     self.filter, self.place = name, 0
 
@@ -226,27 +243,30 @@ def find(self:SampleViewer,
 @patch
 def facts(self:SampleViewer) -> dict:
     i = self.index
-    return sample_info(self.dataset, i, self.components, self.whole, "bad" in self.sets, self.shared.get(i, ""))
+    return sample_info(self.dataset, i, self.components, self.whole, "bad" in self.sets,
+                       self.shared.get(i, ""))
 
 @patch
 def partners(self:SampleViewer) -> list: # (position, what) of near duplicates of the displayed sample
     i = self.index
     return [(n["b"] if n["a"] == i else n["a"], n["what"]) for n in self.near or () if i in (n["a"], n["b"])]
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #f813fe15
 @patch
 def data(self:SampleViewer) -> dict:
     "`sample_info` of the displayed sample, with place, of, filter, filters, near, message."
-    state = dict(place=self.place, of=len(self.chosen), filter=self.filter, filters=self.filters(), message=self.message)
+    state = dict(place=self.place, of=len(self.chosen), filter=self.filter, filters=self.filters(),
+                 message=self.message)
     if self.index is None: return state | dict(id=None, near=[])
-    return self.facts() | state | dict(near=[dict(id=self.dataset.samples[j].id, what=what) for j, what in self.partners()])
+    return self.facts() | state | dict(near=[dict(id=self.dataset.samples[j].id, what=what) for j,
+                                             what in self.partners()])
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001c
 @patch
 def page(self:SampleViewer) -> str:
     "The shown sample as HTML."
     what = _FILTERS.get(self.filter, self.filter)
-    if (i := self.index) is None: return note("there are no samples" if self.filter == "all" else f"no sample: {what}")
+    if (i := self.index) is None:
+        return note("there are no samples" if self.filter == "all" else f"no sample: {what}")
     tensors, why, f = {}, "", self.facts()
     if self.decode:
         try: tensors = decoded(self.dataset, i, self.components)
@@ -258,7 +278,8 @@ def page(self:SampleViewer) -> str:
 @patch
 def _near_html(self:SampleViewer) -> str:
     near, samples = self.partners(), self.dataset.samples
-    small = [_figure(_opened(samples[j].target, None), f"{samples[j].id}: {what}", 90) for j, what in near[:3]]
+    small = [_figure(_opened(samples[j].target, None), f"{samples[j].id}: {what}", 90) for j,
+             what in near[:3]]
     return f"<div>near duplicates: {len(near)}</div>{''.join(small)}" if near else ""
 
 @patch
@@ -275,8 +296,10 @@ def build(self:SampleViewer):
     c = self.controls = SimpleNamespace(
         back=w.Button(description="◀ previous", layout=fit), on=w.Button(description="next ▶", layout=fit),
         slider=w.IntSlider(1, 1, max(1, len(self.chosen)), continuous_update=False, description="sample"),
-        goto=w.Text(placeholder="go to id, or part of it", continuous_update=False, layout=w.Layout(width="14em")),
-        filter=w.Dropdown(options=self._options(), value=self.filter, description="show", layout=w.Layout(width="auto", max_width="34em")),
+        goto=w.Text(placeholder="go to id, or part of it", continuous_update=False,
+                    layout=w.Layout(width="14em")),
+        filter=w.Dropdown(options=self._options(), value=self.filter, description="show",
+                          layout=w.Layout(width="auto", max_width="34em")),
         scan=w.Button(description="find near duplicates and swaps", layout=fit),
         whole=w.Checkbox(self.whole, description="whole text", indent=False, layout=fit),
         decode=w.Checkbox(self.decode, description="decode cached latents", indent=False, layout=fit),
@@ -302,7 +325,8 @@ def _wire(self:SampleViewer, c):
     c.filter.observe(lambda ch: self._do(lambda: self.select(ch["new"], self._tell)), "value")
     c.scan.on_click(lambda _: self._do(self._scan_again, c.scan))
     for name in ("whole", "decode"):
-        getattr(c, name).observe(lambda ch, name=name: self._do(lambda: setattr(self, name, ch["new"])), "value")
+        getattr(c, name).observe(lambda ch, name=name: self._do(lambda: setattr(self, name, ch["new"])),
+                                 "value")
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #494e4828
 @patch
@@ -317,7 +341,8 @@ def _go(self:SampleViewer, text):
 def _scan_again(self:SampleViewer):
     self.scan(self._tell)
     counts = self.filters()
-    self.message = ", ".join(f"{counts[k]} {_FILTERS[k]}" for k in ("near", "swapped", "unchanged")) + f"; {len(self.broken)} cannot be read"
+    self.message = ", ".join(f"{counts[k]} {_FILTERS[k]}" for k in ("near", "swapped",
+                                                                    "unchanged")) + f"; {len(self.broken)} cannot be read"
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0022
 @patch

@@ -54,12 +54,14 @@ def read_run(
     "One run's scalars, images and texts."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     with _silent("tensorboard"): # it warns about every resume
-        acc = EventAccumulator(str(folder), size_guidance=dict(scalars=0, images=int(last), tensors=0)).Reload()
+        acc = EventAccumulator(str(folder), size_guidance=dict(scalars=0, images=int(last),
+                                                               tensors=0)).Reload()
     tags, decode = acc.Tags(), lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
     text = lambda e: html.unescape(b"\n".join(e.tensor_proto.string_val).decode(errors="replace"))
     return EventRun({tag: [(e.step, e.value) for e in acc.Scalars(tag)] for tag in tags["scalars"]},
                     {tag: [(e.step, decode(e)) for e in acc.Images(tag)] for tag in tags["images"]},
-                    {tag.removesuffix("/text_summary"): [(e.step, text(e)) for e in acc.Tensors(tag)] for tag in tags["tensors"]
+                    {tag.removesuffix("/text_summary"): [(e.step, text(e)) for e in acc.Tensors(tag)]
+                     for tag in tags["tensors"]
                      if tag.endswith("/text_summary")})
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0009
@@ -101,7 +103,8 @@ def draw_curve(
         if tag not in run.scalars: continue
         x, y = (np.array(v, float) for v in zip(*run.scalars[tag]))
         rough, few = tag in ("loss", "grad_norm") and len(x) > 20, len(x) <= 20
-        ax.plot(x, y, lw=0.7 if rough else 1.6, alpha=0.25 if rough else 1, color=f"C{k}", marker="o" if few else "", ms=3.5,
+        ax.plot(x, y, lw=0.7 if rough else 1.6, alpha=0.25 if rough else 1, color=f"C{k}",
+                marker="o" if few else "", ms=3.5,
                 label=None if rough else name)
         if rough: ax.plot(x, running_mean(y, max(0.05, 8 / len(x))), lw=1.8, color=f"C{k}", label=name)
         if all(f"{tag}_{side}" in run.scalars for side in ("low", "high")): _band(ax, run, tag, f"C{k}")
@@ -115,7 +118,8 @@ def draw_curve(
     return ax
 
 def _band(ax, run, tag, colour): # the 95 % interval
-    x, low, high = [s for s, _ in run.scalars[f"{tag}_low"]], *([v for _, v in run.scalars[f"{tag}_{side}"]] for side in ("low", "high"))
+    x, low, high = [s for s, _ in run.scalars[f"{tag}_low"]], *([v for _, v in run.scalars[f"{tag}_{side}"]]
+                                                                for side in ("low", "high"))
     ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0013
@@ -128,12 +132,15 @@ def draw_image(
     run:str="", # its name, if there are several
 ):
     ax.imshow(image, cmap="gray")
-    ax.set_title(_plain(f"{run} " * bool(run) + f"{tag}, step {step}", 60), fontsize=9, loc="left", parse_math=False)
+    ax.set_title(_plain(f"{run} " * bool(run) + f"{tag}, step {step}", 60), fontsize=9, loc="left",
+                 parse_math=False)
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     if caption: ax.set_xlabel(textwrap.fill(_plain(caption, 160), 64), fontsize=8, parse_math=False)
 
-def _plain(text, most): return textwrap.shorten("".join(c if c.isprintable() else " " for c in text), most, placeholder=" ...") or text[:most]
+def _plain(text, most):
+    return textwrap.shorten("".join(c if c.isprintable() else " " for c in text), most,
+                            placeholder=" ...") or text[:most]
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0014
 def last_images(
@@ -141,10 +148,12 @@ def last_images(
 ) -> list: # of (run's name or "", tag, step, image, caption)
     "The last training images and evaluation samples of the newest run that has some."
     for name, run in reversed(runs.items()):
-        tags = [t for t in run.images if t.startswith("training/")] + sorted(t for t in run.images if t.startswith("samples/"))[:6]
+        tags = [t for t in run.images
+                if t.startswith("training/")] + sorted(t for t in run.images if t.startswith("samples/"))[:6]
         tags = tags or list(run.images)[:4]
         said = lambda tag: run.texts[tag][-1][1] if tag in run.texts else ""
-        if tags: return [(name if len(runs) > 1 else "", tag, *run.images[tag][-1], said(tag)) for tag in tags]
+        if tags:
+            return [(name if len(runs) > 1 else "", tag, *run.images[tag][-1], said(tag)) for tag in tags]
     return []
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0015
@@ -158,9 +167,11 @@ def plot_events(
     curves = [t for t in tags if any(t in r.scalars for r in runs.values())]
     images = last_images(runs)
     if not curves and not images:
-        raise ValueError(f"`logdir` {str(logdir)!r} contains none of {', '.join(tags)} and no image; choose other `tags`")
+        raise ValueError(f"`logdir` {str(logdir)!r} contains none of {', '.join(tags)} and no image; choose "
+                         f"other `tags`")
     rows = -(-len(curves) // 2)
-    tall = [min(3.2, 4.6 * max(p[3].shape[0] / p[3].shape[1] for p in images[k:k + 2])) + 0.7 for k in range(0, len(images), 2)]
+    tall = [min(3.2, 4.6 * max(p[3].shape[0] / p[3].shape[1] for p in images[k:k + 2])) + 0.7
+            for k in range(0, len(images), 2)]
     heights = [2.5] * rows + tall # inches
     fig = figure(figsize=(10, sum(heights)), layout="constrained")
     grid = fig.add_gridspec(len(heights), 2, height_ratios=heights)
@@ -169,17 +180,22 @@ def plot_events(
         cell = grid[k // 2, :] if k == len(curves) - 1 and k % 2 == 0 else grid[k // 2, k % 2]
         first = draw_curve(fig.add_subplot(cell, sharex=first), tag, runs)
     for k, p in enumerate(images):
-        draw_image(fig.add_subplot(grid[rows + k // 2, k % 2 if len(images) > 1 else slice(None)]), *p[1:], p[0])
+        draw_image(fig.add_subplot(grid[rows + k // 2, k % 2 if len(images) > 1 else slice(None)]), *p[1:],
+                   p[0])
     if curves and len(runs) > 1: fig.axes[0].legend(fontsize=8, frameon=False)
     if len(folders) > SHOWN: fig.suptitle(f"the {SHOWN} newest of {len(folders)} runs", fontsize=10)
     return fig
 
 def _folders(logdir) -> dict:
     path = Path(logdir)
-    if not path.exists(): raise FileNotFoundError(f"`logdir` {str(logdir)!r} does not exist; give the folder of `logging.log_dir`")
-    if not path.is_dir(): raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
+    if not path.exists():
+        raise FileNotFoundError(f"`logdir` {str(logdir)!r} does not exist; give the folder of "
+                                f"`logging.log_dir`")
+    if not path.is_dir():
+        raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
     if not (found := run_folders(path)):
-        raise ValueError(f"`logdir` {str(logdir)!r} holds no event files; train with `logging.report_to` tensorboard first")
+        raise ValueError(f"`logdir` {str(logdir)!r} holds no event files; train with `logging.report_to` "
+                         f"tensorboard first")
     return found
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0019
@@ -207,12 +223,14 @@ def choose_view(
     "How TensorBoard can be shown here."
     if env.kaggle: return "figure", "Kaggle serves no TensorBoard"
     if not env.kernel: return "figure", "this is not a notebook"
-    if not env.interactive: return "figure", "this notebook runs as a batch job, and the saved file keeps an image but no server"
+    if not env.interactive:
+        return "figure", "this notebook runs as a batch job, and the saved file keeps an image but no server"
     if not env.program: return "figure", "there is no tensorboard program beside this Python or on the PATH"
     if env.colab: return "magic", "Colab shows it below the cell"
     if env.proxy_url: return "proxy", f"TENSORBOARD_PROXY_URL is {env.proxy_url}"
     if env.proxy(): return "proxy", f"jupyter-server-proxy serves it at {env.proxy()}"
-    if env.hub: return "figure", "JupyterHub opens no port for it; install jupyter-server-proxy beside the Jupyter server"
+    if env.hub:
+        return "figure", "JupyterHub opens no port for it; install jupyter-server-proxy beside the Jupyter server"
     return "magic", "a live notebook; if its port cannot be reached, show_tensorboard(logdir, 'figure') draws it"
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d001e
@@ -228,7 +246,8 @@ def has_server_proxy() -> bool:
     try: from jupyter_core.paths import jupyter_config_path
     except ImportError: return False
     note = "jupyter_server_config.d/jupyter-server-proxy.json" # of a server in another environment
-    return find_spec("jupyter_server_proxy") is not None or any((Path(d)/note).is_file() for d in jupyter_config_path())
+    return find_spec("jupyter_server_proxy") is not None or any((Path(d)/note).is_file()
+                                                                for d in jupyter_config_path())
 
 def tensorboard_program() -> str: # path, or ""
     "The program that the magic starts. Programs beside the kernel's Python are often not on the PATH."
@@ -238,7 +257,8 @@ def tensorboard_program() -> str: # path, or ""
 def viewer_env() -> ViewerEnv:
     here, live = detect_environment(), kernel() is not None
     kaggle = (here.run or "Interactive") * (here.name == "kaggle")
-    return ViewerEnv(live, live and is_interactive(), kaggle, "google.colab" in sys.modules, here.hub, server_prefix(), has_server_proxy(),
+    return ViewerEnv(live, live and is_interactive(), kaggle, "google.colab" in sys.modules, here.hub,
+                     server_prefix(), has_server_proxy(),
                  os.environ.get("TENSORBOARD_PROXY_URL", ""), bool(tensorboard_program()))
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0021
@@ -253,12 +273,15 @@ def show_tensorboard(
         raise ValueError(f"`view` must be magic, proxy or figure, got {view!r}; leave it out for the default")
     print(f"TensorBoard as {chosen}: {why}")
     if chosen == "figure": return plot_events(logdir)
-    if Path(logdir).is_file(): raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
-    if not Path(logdir).is_dir(): print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")
+    if Path(logdir).is_file():
+        raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
+    if not Path(logdir).is_dir():
+        print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")
     if chosen == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = env.proxy() or "/proxy/%PORT%/"
     if program := tensorboard_program(): os.environ["TENSORBOARD_BINARY"] = program
     from IPython import get_ipython
     shell, line = get_ipython(), f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"
-    with redirect_stdout(io.StringIO()): shell.run_line_magic("load_ext", "tensorboard") # prints if it is already loaded
+    with redirect_stdout(io.StringIO()):
+        shell.run_line_magic("load_ext", "tensorboard") # prints if it is already loaded
     if set("${") & set(line): shell.find_line_magic("tensorboard")(line)
     else: shell.run_line_magic("tensorboard", line)

@@ -30,11 +30,13 @@ class Curve:
         if len(self.part) < self.stride: return
         self.points, self.part = self.points + [_mean(self.part)], []
         if len(self.points) < self.most: return
-        self.points, self.stride = [_mean(self.points[i:i + 2]) for i in range(0, self.most, 2)], self.stride * 2
+        self.points, self.stride = [_mean(self.points[i:i + 2])
+                                    for i in range(0, self.most, 2)], self.stride * 2
 
     def all(self) -> list: return self.points + ([_mean(self.part)] if self.part else [])
 
-def _mean(points): return points[-1][0], sum(v for _, v in points) / len(points) # the last step, the mean value
+def _mean(points):
+    return points[-1][0], sum(v for _, v in points) / len(points) # the last step, the mean value
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0009
 def smooth(
@@ -69,7 +71,8 @@ def curve_svg(
     "Losses, their running mean, and held-out losses."
     mean = smooth(loss)
     values = sorted(v for _, v in loss)
-    seen = [v for _, v in (*mean, *held_out)] + values[len(values) // 50:len(values) - len(values) // 50] # without outliers
+    seen = [v for _, v in (*mean,
+                           *held_out)] + values[len(values) // 50:len(values) - len(values) // 50] # without outliers
     lo, hi = min(seen, default=0), max(seen, default=1)
     lo, hi = (lo - 0.05 * (hi - lo), hi + 0.05 * (hi - lo)) if hi > lo else (lo - 0.5, lo + 0.5)
     steps = [s for s, _ in (*loss, *held_out)] or [0, 1]
@@ -81,10 +84,13 @@ def curve_svg(
     grid = "".join(rule(t) + _TEXT.format(44, y(t) + 4, "end", f"{t:.4g}") for t in ticks(lo, hi))
     grid += "".join(_TEXT.format(x(t), h - 8, "middle", f"{t:g}") for t in ticks(a, b, 5) if t == int(t))
     dots = "".join(f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="3.5" fill="#e4572e"/>' for s, v in held_out)
-    names = "".join(_TEXT.format(w - 12, 20 + 14 * i, "end", t).replace("#808080", c) for i, (c, t, there) in enumerate(
+    names = "".join(_TEXT.format(w - 12, 20 + 14 * i, "end", t).replace("#808080", c) for i,
+                    (c, t, there) in enumerate(
         (("#1f6fb4", "loss, and its mean", loss), ("#e4572e", "held-out loss", held_out))) if there)
-    lines = _LINE.format("#9cc3e6", 1, at(loss)) + _LINE.format("#1f6fb4", 2, at(mean)) + _LINE.format("#e4572e", 1.5, at(held_out))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" font-size="11">'
+    lines = _LINE.format("#9cc3e6", 1, at(loss)) + _LINE.format("#1f6fb4", 2,
+                                                                at(mean)) + _LINE.format("#e4572e", 1.5, at(held_out))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" '
+            f'font-size="11">'
             f'{grid}{lines}{dots}{names}</svg>')
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #a11c34bf
@@ -114,7 +120,8 @@ def logged_before(
     number = lambda text: float(text) if text else None
     try:
         with max(folder.glob("training_*.csv")).open(newline="") as f:
-            rows = [LoggedLoss(int(r["step"]), float(r["loss"]), number(r.get("held_out_loss"))) for r in csv.DictReader(f)]
+            rows = [LoggedLoss(int(r["step"]), float(r["loss"]), number(r.get("held_out_loss")))
+                    for r in csv.DictReader(f)]
         return [r for r in rows if r.step <= step]
     except (OSError, ValueError, KeyError, TypeError): return []
 
@@ -123,7 +130,7 @@ class TrainingPanel(Display, Callback):
     "Shows a run while it trains, with a button that stops it."
     def __init__(self,
         every:float=1.0, # minimum seconds between updates; updates use at most 2 % of the time
-        still_every:float=30.0, # minimum seconds between updates of the static form, which a saved notebook contains
+        still_every:float=30.0, # the same for the static form of the saved notebook
     ):
         self.every, self.still_every = every, still_every
         self.loss, self.held_out, self.images = Curve(), Curve(64), [] # images: (caption, HTML)
@@ -152,20 +159,25 @@ def steps_per_second(self:TrainingPanel) -> Rate:
 def data(self:TrainingPanel) -> dict:
     s, last = self.state, lambda points: points[-1][1] if points else None
     rate, left = self.steps_per_second()
-    at = dict(step=s.global_step, max_steps=s.max_steps, epoch=s.epoch, num_epochs=s.num_epochs, lr=s.lr, skipped=s.skipped,
-              stop=s.stop) if s else dict(step=0, max_steps=0, epoch=0, num_epochs=0, lr=0., skipped=0, stop="")
-    return at | dict(loss=last(smooth(self.loss.all())), held_out_loss=last(self.held_out.all()), rate=rate, seconds_left=left,
+    at = dict(step=s.global_step, max_steps=s.max_steps, epoch=s.epoch, num_epochs=s.num_epochs, lr=s.lr,
+              skipped=s.skipped,
+              stop=s.stop) if s else dict(step=0, max_steps=0, epoch=0, num_epochs=0, lr=0., skipped=0,
+                                          stop="")
+    return at | dict(loss=last(smooth(self.loss.all())), held_out_loss=last(self.held_out.all()), rate=rate,
+                     seconds_left=left,
                      memory=memory_text(self.device) if self.device else "", curve=self.loss.all(), held_out=self.held_out.all(),
                      images=[c for c, _ in self.images], ended=self.ended is not None,
                      seconds=(self.ended or time.time()) - s.began if s and s.began else 0.)
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e001c
-def _rate_text(rate): return "" if rate is None else f"{rate:.2f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s per step"
+def _rate_text(rate):
+    return "" if rate is None else f"{rate:.2f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s per step"
 
 @patch
 def headline(self:TrainingPanel, d) -> str:
     done = 100 * d["step"] / max(d["max_steps"], 1)
-    if self.ended: how = "finished" if d["stop"] == "done" else f"stopped: {d['stop'] or 'an error'}; fit() continues from here"
+    if self.ended:
+        how = "finished" if d["stop"] == "done" else f"stopped: {d['stop'] or 'an error'}; fit() continues from here"
     elif d["stop"] in ("", "done"): how = self.doing or "training"
     else: how = f"saving a checkpoint after this step: {d['stop']}"
     position = f'step {d["step"]} of {d["max_steps"]}, epoch {d["epoch"]} of {d["num_epochs"]}'
@@ -203,7 +215,8 @@ def html(self:TrainingPanel) -> str: return f"<div>{self.body(still=True)}<div>{
 @patch
 def build(self:TrainingPanel):
     import ipywidgets as w
-    self.button = w.Button(description="stop and save", icon="stop", tooltip="finish this step, write a checkpoint and return from fit()")
+    self.button = w.Button(description="stop and save", icon="stop",
+                           tooltip="finish this step, write a checkpoint and return from fit()")
     self.top, self.bottom = w.HTML(self.body()), w.HTML(self.gallery())
     self.button.on_click(lambda _: self.stop())
     self.poller = ButtonPoller(self.button)
@@ -250,7 +263,8 @@ def note(self:TrainingPanel, t):
 @patch
 def show_eval_images(self:TrainingPanel, s):
     from PIL import Image
-    if s.pictures: self.images = [(p.caption, image_html(Image.open(p.file), p.caption, 150)) for p in s.pictures[:4]]
+    if s.pictures:
+        self.images = [(p.caption, image_html(Image.open(p.file), p.caption, 150)) for p in s.pictures[:4]]
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #ff410e67
 @patch

@@ -11,9 +11,10 @@ from importlib import import_module
 
 from qie_nb.cli import main
 from qie_nb.models.components import Components, device_of
-from qie_nb.evaluation.selfcheck import EditTrace, SelfCheck, cleaned, compare_traces, pipeline_run, selfcheck, selfcheck_config, test_image as make_image
+from qie_nb.evaluation.selfcheck import SelfCheck, cleaned, compare_traces, selfcheck, selfcheck_config
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.evaluation.layer_stats import PeakMemory, blocks_of
+from qie_nb.evaluation.reference import EditTrace, pipeline_run, test_image as make_image
 from qie_nb.trainer import QwenImageEditTrainer
 from test_placement import THREE, pretend, trainer_of # noqa: F401 (a fixture)
 
