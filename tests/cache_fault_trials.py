@@ -1,4 +1,4 @@
-"""Faults on purpose against the cache: kills, flipped bits, crowds, full disks, liars. Every case counts its trials and says the worst that it saw."""
+"""Fault injection for the cache: kills, damage, many processes, full disks, malformed files. Each case counts its trials and reports the worst."""
 import argparse, builtins, collections, contextlib, ctypes, datetime, fractions, functools, hashlib, io, itertools, json, math, mmap
 import os, pickle, platform, random, shutil, signal, struct, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
@@ -6,6 +6,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+
+import qie_nb.encoding.prompts, qie_nb.models.components
+from safetensors.torch import save
+from qie_nb.core import files
+from qie_nb.cache import CacheEntryError, EmbeddingCacheManager, image_parts, key_of, prefix_parts, prompt_parts
+from qie_nb.core import cache_entries as entries
+from qie_nb.core.cache_entries import ALL_KINDS, entry_bytes, unpack_entry
+from qie_nb.core.cache_layers import FolderStore, _index_checksum, verify_entry
+from qie_nb.core.files import file_digest
+from qie_nb.data.dataset import ImageDataset, collate
+from qie_nb.encoding.encoder import Encoder
+from qie_nb.encoding.precompute import precompute
+from qie_nb.lora.adapters import load_lora, lora_state
+from qie_nb.models.components import Components
+from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.training.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parent.parent
 LATENTS, TEXTS = ("pixel_latent", "control_latent"), ("prompt_prefix", "prompt_embed", "prompt_embeds_mask", "empty_prompt_embed", "empty_prompt_embeds_mask")
@@ -17,7 +33,7 @@ class NotRun(Exception): "A case that this machine does not allow."
 
 
 class Tally:
-    "Trials of one case, how many went as they must, and the first that did not."
+    "Trials of one case: how many passed, and the failures."
     def __init__(self, case, of=0): self.case, self.of, self.trials, self.passed, self.failed, self.t0, self.last = case, of, 0, 0, [], time.time(), time.time()
 
     @contextlib.contextmanager
@@ -51,7 +67,7 @@ def patched(*changes): # (object, name, value)
 
 
 def sentence(e, *words):
-    "An error for people: of the kinds that the command line says without a traceback, one line, and it names what it must."
+    "Check that an error is of a kind that the command line prints without a traceback, has one line, and contains `words`."
     assert isinstance(e, (ValueError, OSError)), f"{type(e).__name__} is no sentence: {e}"
     assert str(e).strip() and "\n" not in str(e), f"not one line: {e}"
     for w in words: assert w in str(e), f"{w!r} is not in: {e}"
@@ -63,7 +79,7 @@ def refused(fn, *words):
     raise AssertionError("was not refused")
 
 
-# --- a data set, a model in memory, and what an undisturbed run makes of them
+# --- a data set, a model in memory, and the cache of an undisturbed run
 def picture(seed, size=(48, 32), path=None):
     im = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
     if path: Path(path).parent.mkdir(parents=True, exist_ok=True); im.save(path)
@@ -82,8 +98,6 @@ def write_set(root, same=(0, 1, 2, 0, 4, 5), captions="abcdefgh"):
 
 @functools.lru_cache
 def components(variant="2511", areas=(64*64, 64*64), seed=0, dtype=torch.float32):
-    from qie_nb.models.components import Components
-    from qie_nb.tiny.random_models import tiny_folder
     with quiet():
         c = Components(str(tiny_folder(variant, areas, seed)), dtype)
         for part in ("vae", "text_encoder", "processor"): c.get(part)
@@ -99,7 +113,6 @@ def snapshot(cache) -> dict: # {path in the cache: bytes} of what counts as cont
 
 class World:
     def __init__(self, tmp, same=(0, 1, 2, 0, 4, 5), variant="2511", areas=(64*64, 64*64), **settings):
-        from qie_nb.core.cache_entries import ALL_KINDS
         self.tmp, self.settings, self.components = Path(tmp), SETTINGS | settings, components(variant, areas)
         self.root, self.n = write_set(self.tmp/"set", same), 0
         self.reference = self.tmp/"reference"
@@ -119,12 +132,9 @@ class World:
         return Path(shutil.copytree(self.reference, self.folder(name)))
 
     def dataset(self, cache, **settings):
-        from qie_nb.data.dataset import ImageDataset
         return ImageDataset(dict(dataset_path=str(self.root), cache_dir=cache if isinstance(cache, list) else str(cache)) | self.settings | settings)
 
     def run(self, cache, shared=None, at=0, ahead=4, **kw): # -> (Report, encoder calls)
-        from qie_nb.encoding.encoder import Encoder
-        from qie_nb.encoding.precompute import precompute
         with quiet():
             dataset = self.dataset(cache)
             encoder = Encoder(self.components, dataset.cache, **kw)
@@ -155,7 +165,7 @@ class Shared:
 
 
 def fork(job, log) -> int:
-    "A child that does a job; it has this process's imports and model."
+    "Run a job in a forked child."
     sys.stdout.flush(), sys.stderr.flush()
     if pid := os.fork(): return pid
     code = 1
@@ -171,6 +181,20 @@ def fork(job, log) -> int:
         os._exit(code)
 
 
+def child(job, log):
+    "Run a job in a child, and wait for its success."
+    assert os.waitpid(fork(job, log), 0)[1] == 0, log.read_text()[-2000:]
+
+
+def child_value(job, log, opened=open): # what the job returns, as JSON
+    out = log.with_suffix(".json")
+    def run():
+        data = json.dumps(job())
+        with opened(out, "w") as f: f.write(data)
+    child(run, log)
+    return json.loads(out.read_text())
+
+
 def wait(pids, seconds) -> dict: # {pid: status}; those that hang are killed and missing
     done, end = {}, time.time() + seconds
     while len(done) < len(pids) and time.time() < end:
@@ -182,8 +206,7 @@ def wait(pids, seconds) -> dict: # {pid: status}; those that hang are killed and
 
 
 def counted(world, cache, shared, at=0, die_at=None, **kw):
-    "In a child: precompute, with entries (and the encoders' calls) counted where others see it; killed at its entry `die_at`, thus while it holds a file_lock."
-    from qie_nb.encoding.encoder import Encoder
+    "In a child: precompute, with entries and encoder calls counted in shared memory; killed at its entry `die_at`, while it holds a lock."
     real = Encoder.save
     def keep(self, *a, **kw):
         shared[at] += 1
@@ -195,7 +218,7 @@ def counted(world, cache, shared, at=0, die_at=None, **kw):
 
 
 class Written:
-    "An open file; each write is told before, and at its middle."
+    "An open file that reports each write before it and at its middle."
     def __init__(self, f, path, tell): self._f, self._path, self._tell = f, path, tell
     def __getattr__(self, name): return getattr(self._f, name)
     def __enter__(self): return self
@@ -232,7 +255,7 @@ def watch_operations(below, tell):
 
 # --- kills
 def after_a_kill(world, cache, shared, at=0) -> tuple: # (entries made again, images and prompts encoded again)
-    "What a killed precompute leaves is whole; the next one does the rest and ends with the same bytes."
+    "A killed precompute leaves complete entries; the next one does the rest, with the same bytes."
     there = snapshot(cache)
     wrong = [p for p, data in there.items() if world.files.get(p) != data]
     assert not wrong, f"{len(wrong)} files are not whole: {wrong[0]}"
@@ -251,7 +274,7 @@ def kills_at_random(world, trials, seed=0) -> dict:
     t, rng, worst, missed, lasts = Tally("precompute killed at a random moment", trials), random.Random(seed), (0, 0), 0, []
     for _ in range(2): # what an undisturbed one takes
         began = time.time()
-        assert os.waitpid(fork(lambda: world.run(world.folder()), world.tmp/"log"), 0)[1] == 0, (world.tmp/"log").read_text()
+        child(lambda: world.run(world.folder()), world.tmp/"log")
         lasts.append(time.time() - began)
     moments = []
     while t.trials < trials:
@@ -268,14 +291,12 @@ def kills_at_random(world, trials, seed=0) -> dict:
 
 def operations_of(world) -> list: # [(what, path)]
     "All writes, fsyncs and renames of an undisturbed precompute."
-    log, cache = world.tmp/"operations.json", world.folder()
+    cache, said = world.folder(), []
     def job():
-        said, real = [], io.open
         watch_operations(cache, lambda *what: said.append(what))
         world.run(cache)
-        with real(log, "w") as f: json.dump(said, f)
-    assert os.waitpid(fork(job, world.tmp/"log"), 0)[1] == 0, (world.tmp/"log").read_text()
-    return [tuple(o) for o in json.loads(log.read_text())]
+        return said
+    return [tuple(o) for o in child_value(job, world.tmp/"log")]
 
 
 def kills_at_operations(world, each=None, seed=0) -> dict:
@@ -333,7 +354,7 @@ DAMAGES = dict(flip=("one bit flipped", flip), truncate=("truncated", truncate),
 
 
 def overwrite(path, data):
-    "In place, and with its times put back, as nobody's program would and a bad disk might."
+    "In place, with its times restored, as by a bad disk."
     st = os.stat(path)
     path.write_bytes(data)
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
@@ -343,9 +364,7 @@ def place(cache, kind, key): return Path(cache)/kind/key[:2]/f"{key}.safetensors
 
 
 def reading(cache, kind, key, front_of=()):
-    "A bad entry is not handed out, is said in one sentence and moved away; what stands on it is not handed out either."
-    from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.cache_layers import FolderStore, verify_entry
+    "A bad entry is not returned, is reported in one sentence and moved; prompts with a bad prefix are not returned either."
     m = EmbeddingCacheManager(cache)
     assert verify_entry(FolderStore(cache), kind, key), "`verify_entry` finds nothing"
     for k in front_of: assert m.load_cache("prompt_embed", k) is None, "a prompt on a bad prefix was handed out"
@@ -358,8 +377,7 @@ def reading(cache, kind, key, front_of=()):
 
 
 def damaged_loose(world, t, damage, trials, rng, whole_job):
-    "Most are met by a read; every `whole_job`-th by a precompute that knew the file as good, and makes it again."
-    import qie_nb.core.files as files
+    "Most are found by a read; every `whole_job`-th by a precompute that knew the file as good and encodes it again."
     cache, on = world.copy(), collections.defaultdict(list)
     for kind, key, data in world.entries:
         if kind == "prompt_embed": on[header(data)["__metadata__"]["prefix"]].append(key)
@@ -387,9 +405,7 @@ def header(data): return json.loads(data[8:8 + int.from_bytes(data[:8], "little"
 
 
 def damaged_packed(world, t, damage, trials, rng):
-    "A packed layer is refused whole, or the entry is; whatever is handed out is right."
-    from qie_nb.cache import CacheEntryError, EmbeddingCacheManager
-    from qie_nb.core.cache_entries import unpack_entry
+    "The packed layer or the entry is refused; every returned tensor is right."
     packed, idle = world.folder("packed"), 0
     files = EmbeddingCacheManager(world.reference).pack(packed, shard_bytes=40_000)
     right = {(k, key): unpack_entry(data, k, key)[0] for k, key, data in world.entries}
@@ -426,7 +442,6 @@ def damages(world, what, trials, seed=0, whole_job=25) -> dict:
 
 def swaps(world, trials=None, seed=0) -> dict:
     "Whole, valid entries in the wrong place."
-    from qie_nb.cache import EmbeddingCacheManager
     cache, pairs = world.copy(), list(itertools.combinations(world.entries, 2))
     if trials and trials < len(pairs): pairs = random.Random(seed).sample(pairs, trials)
     t = Tally("entries: swapped", len(pairs))
@@ -445,7 +460,7 @@ def swaps(world, trials=None, seed=0) -> dict:
     return t.result(f"all noticed: {kinds['the same kind']} exchanges within a kind ({fronts} of them prefixes of other images) and {kinds['different kinds']} between kinds")
 
 
-# --- exactly what an edit makes stale, by a model of the rules that knows nothing of the library's keys
+# --- which entries an edit invalidates, by a model of the rules that does not use the library's keys
 def sha(path): return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
@@ -455,7 +470,7 @@ def by_area(area, size): # the pipelines' own rounding
 
 
 class Studio:
-    "A data set that is edited, one cache that lives through all of it, and the entries that it must hold by now."
+    "A data set that is edited, its cache, and the entries that the cache must hold by now."
     def __init__(self, tmp, variant="2511", areas=(64*64, 64*64), settle=0.03, same=(0, 1, 2, 0, 4, 5)):
         self.tmp, self.root, self.cache, self.settle = Path(tmp), Path(tmp)/"set", Path(tmp)/"cache", settle
         write_set(self.root, same)
@@ -494,8 +509,6 @@ class Studio:
     def model(self):
         name = (self.variant, self.weights, self.dtype, self.quantized)
         if name in self.models: return self.models[name]
-        from qie_nb.models.components import Components
-        from qie_nb.tiny.random_models import tiny_folder
         with quiet():
             folder = tiny_folder("v1" if self.variant == "v1" else "2511", self.areas)
             if self.variant == "2509": # the flag in the transformer's settings is all that differs
@@ -508,11 +521,6 @@ class Studio:
         return self.models[name]
 
     def precompute(self) -> tuple: # (Counter of what was stored, Report, encoder's calls)
-        import qie_nb.core.files, qie_nb.models.components, qie_nb.encoding.prompts
-        from qie_nb.cache import EmbeddingCacheManager
-        from qie_nb.data.dataset import ImageDataset
-        from qie_nb.encoding.encoder import Encoder
-        from qie_nb.encoding.precompute import precompute
         stored, save, template = collections.Counter(), EmbeddingCacheManager.save_cache, qie_nb.models.components.template_of
         def save_cache(manager, kind, key, tensor, parts=None, prefix=None):
             stored[seen(kind, parts)] += 1
@@ -520,7 +528,7 @@ class Studio:
         def template_of(pipeline):
             text, drop = template(pipeline)
             return text.replace("<|im_start|>user", f"{self.template}<|im_start|>user"), drop
-        changes = [(EmbeddingCacheManager, "save_cache", save_cache), (qie_nb.core.files, "_MIN_AGE", self.settle)]
+        changes = [(EmbeddingCacheManager, "save_cache", save_cache), (files, "_MIN_AGE", self.settle)]
         if self.template: changes += [(m, "template_of", template_of) for m in (qie_nb.models.components, qie_nb.encoding.prompts)]
         dirs = self.dirs or str(self.cache)
         with patched(*changes), quiet():
@@ -530,7 +538,7 @@ class Studio:
         return stored, report, encoder.calls
 
     def step(self, t, name, edit, says=None):
-        "One edit; what is stored afterwards is what the rules say, no more, no less, and as many of each kind as the edit's author says."
+        "One edit: exactly the entries of the rules are stored, and `says` many of each kind."
         with t.trial(name):
             edit()
             time.sleep(self.settle * 1.5)
@@ -544,7 +552,7 @@ class Studio:
         self.known |= self.expected()
 
     def from_scratch(self, t, name):
-        "A fresh cache of what there is now has the same files, byte for byte: nothing stale is served under a new name."
+        "A fresh cache has the same files, byte for byte."
         with t.trial(name):
             own, self.cache = self.cache, self.tmp/"scratch"
             if self.cache.exists(): shutil.rmtree(self.cache)
@@ -602,15 +610,13 @@ def times(n, *kinds): return {k: v * n for d in kinds for k, v in d.items()}
 
 
 def scripted(s): # (name, edit, what it is to cost)
-    import qie_nb.core.files
     t0, move, nothing = s.target(0), (lambda a, b: shutil.move(a, b)), {}
     all_text = times(5, SUFFIX) | dict(prompt_prefix=5) | times(5, EMPTY) # six captions, two of them the same, on five sets of images
-    def forget_digests(): shutil.rmtree(os.environ["QIE_NB_HOME"]); qie_nb.core.files._facts.clear(), qie_nb.core.files._folders.clear(); setattr(qie_nb.core.files._local, "owner", None)
+    def forget_digests(): shutil.rmtree(os.environ["QIE_NB_HOME"]); files._facts.clear(), files._folders.clear(); setattr(files._local, "owner", None)
     def spoil_digests(): forget_digests(); Path(os.environ["QIE_NB_HOME"]).mkdir(); (Path(os.environ["QIE_NB_HOME"])/"files.sqlite").write_bytes(b"not a data base" * 100)
     def new_root(name): move(s.root, s.tmp/name); s.root = s.tmp/name
     def copied(): shutil.copytree(s.root, s.tmp/"copy"); s.root = s.tmp/"copy"
     def pack():
-        from qie_nb.cache import EmbeddingCacheManager
         EmbeddingCacheManager(s.cache).pack(s.tmp/"packed"); s.dirs = [str(s.tmp/"packed"), str(s.tmp/"behind")]
     return [
         ("a first precompute", lambda: None, dict(pixel_latent=6, control_latent=5, prompt_prefix=5) | times(6, SUFFIX)),
@@ -659,7 +665,7 @@ def scripted(s): # (name, edit, what it is to cost)
         ("a second control image", lambda: picture(next(s.pool), (40, 40), s.control(2, "control_images_2")), dict(control_latent=1) | TEXT | EMPTY),
         ("the two the other way round", lambda: s.exchange(s.control(2), s.control(2, "control_images_2")), TEXT | EMPTY),
         ("only the first again", lambda: (s.exchange(s.control(2), s.control(2, "control_images_2")), shutil.rmtree(s.root/"control_images_2")), nothing),
-        ("a table in place of folders", lambda: s.table("metadata.jsonl"), nothing),
+        ("a table instead of folders", lambda: s.table("metadata.jsonl"), nothing),
         ("a table of another kind", lambda: ((s.root/"metadata.jsonl").unlink(), s.table("metadata.csv")), nothing),
         ("folders again", lambda: (s.root/"metadata.csv").unlink(), nothing),
         ("batch size, order and workers", lambda: s.set(batch_size=2, shuffle=False, num_workers=1), nothing),
@@ -683,7 +689,7 @@ def scripted(s): # (name, edit, what it is to cost)
         ("float32", lambda: setattr(s, "dtype", torch.float32), nothing),
         ("a quantized text encoder", lambda: setattr(s, "quantized", "qint8"), all_text),
         ("not quantized", lambda: setattr(s, "quantized", None), nothing),
-        ("2509 in place of 2511, the same encoders", lambda: setattr(s, "variant", "2509"), nothing),
+        ("2509 instead of 2511, the same encoders", lambda: setattr(s, "variant", "2509"), nothing),
         ("v1, another template and order of sizes", lambda: setattr(s, "variant", "v1"), all_text),
         ("2511", lambda: setattr(s, "variant", "2511"), nothing),
         ("the model's files touched", lambda: s.touch_all(s.model().folder), nothing),
@@ -695,7 +701,7 @@ def scripted(s): # (name, edit, what it is to cost)
         ("the memory of digests spoilt", spoil_digests, nothing),
         ("a good memory again", forget_digests, nothing),
         ("the cache moved", lambda: (move(s.cache, s.tmp/"cache2"), setattr(s, "cache", s.tmp/"cache2")), nothing),
-        ("the cache packed, in front of an empty folder", pack, nothing),
+        ("the cache packed, before an empty folder", pack, nothing),
         ("the cache itself again", lambda: setattr(s, "dirs", None), nothing),
     ]
 
@@ -715,7 +721,7 @@ def edits_scripted(tmp, settle=0.03, only=None) -> dict:
 def edits_of_the_model(tmp) -> dict:
     "The edits of the script that change the model, by themselves."
     s, t = Studio(tmp, same=(0, 1, 0)), Tally("invalidation: other weights, template, type")
-    names = ("a first precompute", "other weights of the VAE", "other weights of the text encoder", "the first weights", "another template", "the first template", "bfloat16", "float32", "2509 in place of 2511, the same encoders", "the model's files touched")
+    names = ("a first precompute", "other weights of the VAE", "other weights of the text encoder", "the first weights", "another template", "the first template", "bfloat16", "float32", "2509 instead of 2511, the same encoders", "the model's files touched")
     for name, edit, _ in scripted(s):
         if name in names: s.step(t, name, edit)
     assert t.trials == len(names)
@@ -732,7 +738,7 @@ def edits_v1(tmp, t, settle):
 
 
 def without_encoders(s, t):
-    "No encoder on the disk: training finds every entry by the manifest."
+    "Without encoders on the disk, training finds every entry by the manifest."
     from qie_nb.trainer import QwenImageEditTrainer
     with t.trial("trained without any encoder"):
         s.cache, s.dirs = s.tmp/"one model", None
@@ -746,7 +752,7 @@ def without_encoders(s, t):
 
 
 def losses(tmp, settle=0.03, every=1) -> dict:
-    "An entry's file gone, or spoilt: that one is made again."
+    "An entry removed or damaged: only that one is encoded again."
     s, t = Studio(tmp, settle=settle), Tally("invalidation: entries removed or spoilt")
     s.data["caption_dropout_rate"] = 0.1
     s.precompute()
@@ -766,9 +772,7 @@ def losses(tmp, settle=0.03, every=1) -> dict:
 
 
 def edits_meanwhile(world, times=(1, 2, 9)) -> dict:
-    "An image is replaced after its digest was taken and before it is read: what is stored is what its key says."
-    from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.data.dataset import ImageDataset
+    "An image is replaced between its digest and its read: entries match their keys."
     t, real = Tally("invalidation: images replaced while they are encoded"), ImageDataset.images
     old = {p: p.read_bytes() for p in world.root.rglob("*.png")}
     for side in ("training_images", "control_images"):
@@ -838,7 +842,7 @@ def edits_random(tmp, trials, seed=0, settle=0.03) -> dict:
 
 # --- several processes on one cache
 def crowd(world, processes, repetitions, kill=True, seed=0) -> dict:
-    t, rng, most, most_without, killed = Tally(f"{processes} processes on one cache{', one killed' if kill else ''}", repetitions), random.Random(seed), 0, 0, 0
+    t, rng, most = Tally(f"{processes} processes on one cache{', one killed' if kill else ''}", repetitions), random.Random(seed), 0
     began = time.time()
     world.run(world.folder())
     alone, entries = time.time() - began, len(world.entries)
@@ -855,11 +859,10 @@ def crowd(world, processes, repetitions, kill=True, seed=0) -> dict:
             time.sleep(rng.uniform(0, alone * 0.9))
             os.kill(pids[victim], signal.SIGKILL)
         done = wait(pids, 30 + 20 * alone)
-        if kill and not (victim_died := os.WIFSIGNALED(done.get(pids[victim], 0))): continue # it was done already
+        if kill and not os.WIFSIGNALED(done.get(pids[victim], 0)): continue # it was done already
         with t.trial(f"repetition {t.trials}"):
             assert len(done) == processes, f"{processes - len(done)} processes hang"
             assert all(done[p] == 0 for n, p in enumerate(pids) if not (kill and n == victim)), f"exit codes {done}: {(world.tmp/'log').read_text()[-500:]}"
-            from qie_nb.cache import EmbeddingCacheManager
             assert not EmbeddingCacheManager(cache).verify() and snapshot(cache) == world.files, "the cache differs from an undisturbed one"
             assert not [*(cache/"quarantine").glob("*")], "good entries were set aside"
             made = sum(shared[n * 8] for n in range(processes))
@@ -872,8 +875,7 @@ def crowd(world, processes, repetitions, kill=True, seed=0) -> dict:
 
 # --- disks
 def in_own_mounts(tmp, job, t):
-    "In a child with mounts of its own, which vanish with it: job(trial) where trial(name) counts."
-    out = Path(tmp)/"trials.json"
+    "job(trial) in a child with its own mounts."
     def run():
         libc, inner = ctypes.CDLL(None, use_errno=True), Tally("", 0)
         said = dict(refused=None)
@@ -884,10 +886,8 @@ def in_own_mounts(tmp, job, t):
             else:
                 try: said["worst"] = job(inner.trial)
                 except NotRun as e: said["refused"] = str(e)
-        out.write_text(json.dumps(said | dict(trials=inner.trials, passed=inner.passed, failed=inner.failed)))
-    status = os.waitpid(fork(run, Path(tmp)/"log"), 0)[1]
-    assert status == 0, (Path(tmp)/"log").read_text()[-2000:]
-    said = json.loads(out.read_text())
+        return said | dict(trials=inner.trials, passed=inner.passed, failed=inner.failed)
+    said = child_value(run, Path(tmp)/"mounts")
     if said["refused"]: raise NotRun(f"mounting is not permitted here ({said['refused']})")
     t.trials, t.passed, t.failed = said["trials"], said["passed"], said["failed"]
     return said["worst"]
@@ -899,7 +899,7 @@ def mount(*args):
 
 
 def fill(disk, leave=0):
-    "Somebody else's file takes all but `leave` bytes."
+    "Another file takes all but `leave` bytes."
     st = os.statvfs(disk)
     fd = os.open(Path(disk)/"ballast", os.O_WRONLY | os.O_CREAT)
     try:
@@ -916,24 +916,22 @@ def full_disk(world, every=1) -> dict:
         disk, rng = world.folder("disk"), random.Random(0)
         disk.mkdir()
         mount("-t", "tmpfs", "-o", "size=6m", "tmpfs", disk)
-        cache, start, said, left = disk/"cache", world.folder("start"), world.tmp/"said", 0.
+        cache, start = disk/"cache", world.folder("start")
         def fresh(half=True):
             if cache.exists(): shutil.rmtree(cache)
             (disk/"ballast").unlink(missing_ok=True)
             if half: shutil.copytree(start, cache)
             return snapshot(cache)
         def attempt(nth=None, leave=0): # in a grandchild: its message, or "" where it went through
-            said.unlink(missing_ok=True)
             def run():
                 count = itertools.count()
                 def tell(what, path):
                     if what == "open" and next(count) == nth: fill(disk, leave)
                 if nth is not None: watch_operations(cache, tell)
                 try: report, _ = world.run(cache)
-                except Exception as e: said.write_text(json.dumps([type(e).__name__, str(e)]))
-                else: said.write_text(json.dumps(["", str(report)]))
-            assert os.waitpid(fork(run, world.tmp/"log"), 0)[1] == 0, (world.tmp/"log").read_text()[-1000:]
-            return json.loads(said.read_text())
+                except Exception as e: return [type(e).__name__, str(e)]
+                return ["", str(report)]
+            return child_value(run, world.tmp/"attempt")
         def check(before, kind, message, need, leave):
             assert kind in ("OSError", "DiskFull"), f"{kind}: {message}"
             sentence(OSError(message), str(cache), " MB")
@@ -946,9 +944,6 @@ def full_disk(world, every=1) -> dict:
             (disk/"ballast").unlink()
             assert attempt()[0] == "" and snapshot(cache) == world.files, "afterwards, with room: another cache"
         half = world.dataset(start)
-        from qie_nb.cache import EmbeddingCacheManager
-        from qie_nb.encoding.encoder import Encoder
-        from qie_nb.encoding.precompute import precompute
         with quiet(): precompute(half, Encoder(world.components, half.cache), 0, 2)
         written = order_written(world, lambda: fresh(), cache)
         for n in range(0, len(written), every):
@@ -988,14 +983,12 @@ def full_disk(world, every=1) -> dict:
 
 def order_written(world, fresh, cache) -> list: # entries' paths in the cache, in the order in which a precompute writes them
     fresh()
-    log = world.tmp/"written.json"
+    said = []
     def job():
-        said, real = [], io.open
         watch_operations(cache, lambda what, path: said.append(path.split("\t")[1]) if what == "renamed" else None)
         world.run(cache)
-        with real(log, "w") as f: json.dump([str(Path(p).relative_to(cache)) for p in said], f)
-    assert os.waitpid(fork(job, world.tmp/"log"), 0)[1] == 0, (world.tmp/"log").read_text()
-    return json.loads(log.read_text())
+        return [str(Path(p).relative_to(cache)) for p in said]
+    return child_value(job, world.tmp/"log")
 
 
 def settled(t, run) -> dict:
@@ -1006,10 +999,6 @@ def settled(t, run) -> dict:
 def read_only(world, packed) -> dict:
     t = Tally(f"a {'packed' if packed else 'loose'} layer on a read-only mount")
     def job(trial):
-        from qie_nb.cache import EmbeddingCacheManager
-        from qie_nb.encoding.encoder import Encoder
-        from qie_nb.lora.adapters import lora_state
-        from qie_nb.encoding.precompute import precompute
         ro, source, tried = world.folder("ro"), world.folder("source"), []
         if packed: EmbeddingCacheManager(world.reference).pack(source)
         else: shutil.copytree(world.reference, source)
@@ -1025,7 +1014,7 @@ def read_only(world, packed) -> dict:
             if event in ("os.mkdir", "os.rename", "os.remove", "os.link", "os.truncate") and any(str(a).startswith(str(ro)) for a in args): tried.append((event, *map(str, args)))
         sys.addaudithook(hook)
         with trial("trains on it alone, the same adapter"): assert adapter(world.train(str(ro))) == usual
-        with trial("trains on it in front of a folder that does not exist yet"):
+        with trial("trains on it and a folder that does not exist yet"):
             rw = world.folder("rw")
             assert adapter(world.train([str(ro), str(rw)])) == usual and not snapshot(rw)
         with trial("a whole precompute is a look"):
@@ -1057,7 +1046,7 @@ def read_only(world, packed) -> dict:
     return settled(t, lambda: in_own_mounts(world.tmp, job, t))
 
 
-# --- liars
+# --- malicious and malformed files
 class Payload:
     def __init__(self, marker): self.marker = marker
     def __reduce__(self): return open, (str(self.marker), "w")
@@ -1078,11 +1067,6 @@ def payloads(marker) -> dict: # {name: bytes}; each writes a marker when it is u
 
 
 def pickles(world) -> dict:
-    from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.training.checkpoint import find_checkpoint
-    from qie_nb.core.files import file_digest
-    from qie_nb.lora.adapters import load_lora
-    from qie_nb.models.components import Components
     t, marker = Tally("pickles under harmless names"), world.tmp/"executed"
     packed, run = world.folder("packed"), world.folder("run")
     EmbeddingCacheManager(world.reference).pack(packed)
@@ -1159,7 +1143,6 @@ def rebuilt(data, change): # an entry with another header, its length and paddin
 
 
 def signed(data, kind, change, payload=None): # changed by a liar who knows the format: the checksum is right
-    from qie_nb.core import cache_entries as entries
     n = 8 + int.from_bytes(data[:8], "little")
     head, payload = change(json.loads(data[8:n])), data[n:] if payload is None else payload
     meta = head["__metadata__"]
@@ -1169,7 +1152,6 @@ def signed(data, kind, change, payload=None): # changed by a liar who knows the 
 
 def headers(world) -> dict:
     "Headers that lie: never an error but a sentence, never a tensor."
-    from qie_nb.cache import EmbeddingCacheManager
     t, cache = Tally("malformed headers"), world.copy()
     kind, key, good = next(e for e in world.entries if e[0] == "prompt_embed")
     front = next(e for e in world.entries if e[0] == "prompt_prefix")
@@ -1223,7 +1205,7 @@ def headers(world) -> dict:
         m = EmbeddingCacheManager(cache)
         assert m.load_cache("prompt_prefix", front[1]) is None
         own.write_bytes(front[2])
-    with t.trial("files that somebody else put between the entries"):
+    with t.trial("foreign files between the entries"):
         for odd in ("notes (copy).safetensors", "a.safetensors", "x" * 200 + ".safetensors", ".hidden.safetensors", "readme.txt"): (path.parent/odd).write_bytes(good)
         (cache/kind/"zz").mkdir(), (cache/kind/"not two").mkdir(), (cache/kind/"ab.txt").write_text("x"), (cache/kind/"xy").write_text("a file")
         m = EmbeddingCacheManager(cache)
@@ -1235,8 +1217,6 @@ def headers(world) -> dict:
 
 def t_index(world, t):
     "Indexes of a packed layer that lie, with a right checksum."
-    from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.cache_layers import _index_checksum
     packed = world.folder("packed")
     EmbeddingCacheManager(world.reference).pack(packed)
     index = packed/"cache-index.json"
@@ -1263,8 +1243,7 @@ def t_index(world, t):
 
 # --- what is kept
 def bits(tmp) -> dict:
-    "Tensors come back with the bits and the type that they had, loose and packed."
-    from qie_nb.cache import EmbeddingCacheManager, key_of
+    "Tensors keep their bits and dtype, loose and packed."
     t, cache = Tally("bits and types kept"), EmbeddingCacheManager(Path(tmp)/"bits")
     g = torch.Generator().manual_seed(0)
     every = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16)
@@ -1291,10 +1270,7 @@ def bits(tmp) -> dict:
 
 
 def bits_of_a_run(world) -> dict:
-    "What training reads from the cache of a bfloat16 model is what its encoders gave, and masks are bool."
-    from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.data.dataset import ImageDataset, collate
-    from qie_nb.encoding.encoder import Encoder
+    "Training reads from a bfloat16 model's cache what its encoders returned, and masks are bool."
     t, parts = Tally("bfloat16 from the encoders to the batch"), components("2511", dtype=torch.bfloat16)
     raw = lambda x: x.contiguous().view(torch.int16) if x.dtype == torch.bfloat16 else x
     for packed in (False, True):
@@ -1319,9 +1295,6 @@ def bits_of_a_run(world) -> dict:
 
 def sizes(tmp) -> dict:
     "Against a file each for the whole prompt, the whole empty prompt, two latents and two masks."
-    from qie_nb.core.cache_entries import entry_bytes
-    from safetensors.torch import save
-    from qie_nb.cache import EmbeddingCacheManager, image_parts, prefix_parts, prompt_parts
     t, said = Tally("bytes per sample, v1 with one control image"), []
     with t.trial("a tiny model, 1400 image tokens"):
         w = World.__new__(World)
@@ -1340,7 +1313,7 @@ def sizes(tmp) -> dict:
             naive += sum(len(save({name: x})) for name, x in tensors.items())
         ours, (whole, width), short = sum(len(v) for p, v in snapshot(cache).items() if "/" in p), tensors["prompt_embed"].shape, tensors["empty_prompt_embed"].shape[0]
         assert 1300 <= whole <= 1600 and tensors["pixel_latent"].numel() * 16 < whole * width
-        said.append(f"{ours/naive:.3f} on a tiny model ({whole} tokens of {width}, latents {list(tensors['pixel_latent'].shape)}, {ours/2e3:.0f} KB in place of {naive/2e3:.0f})")
+        said.append(f"{ours/naive:.3f} on a tiny model ({whole} tokens of {width}, latents {list(tensors['pixel_latent'].shape)}, {ours/2e3:.0f} KB instead of {naive/2e3:.0f})")
         assert ours <= 0.6 * naive, said[-1]
     with t.trial("the real model"):
         who = dict(vae="0" * 16, text_encoder="0" * 56, template="0" * 15, dtype="bfloat16")
@@ -1351,19 +1324,17 @@ def sizes(tmp) -> dict:
         latents = [e(k, image, "bfloat16", latent) for k in LATENTS]
         ours = sum(masks + latents) + e("prompt_prefix", prefix_parts(["0" * 64], [(1184, 896)], who), "bfloat16", (front, 3584)) + sum(e(k, text, "bfloat16", (n, 3584), key) for k, n in (("prompt_embed", prompt), ("empty_prompt_embed", empty)))
         naive = 2 * (2 * math.prod(latent)) + sum(2 * 3584 * (front + n) + front + n for n in (prompt, empty))
-        said.append(f"{ours/naive:.3f} on the real one ({front} tokens of 3584, latents {list(latent)}, {ours/1e6:.2f} MB in place of {naive/1e6:.2f})")
+        said.append(f"{ours/naive:.3f} on the real one ({front} tokens of 3584, latents {list(latent)}, {ours/1e6:.2f} MB instead of {naive/1e6:.2f})")
         assert ours <= 0.6 * naive, said[-1]
     return t.result("; ".join(said))
 
 
 def opens(world) -> dict:
-    "Files of the cache opened while samples are read, as the interpreter reports them."
-    from qie_nb.cache import EmbeddingCacheManager
+    "Files opened while samples are read, by audit hook."
     t, packed = Tally("file opens per sample"), world.folder("packed")
     shards = len(EmbeddingCacheManager(world.reference).pack(packed, shard_bytes=60_000)) - 1
     assert shards > 1
-    out = world.tmp/"opens.json"
-    def child(cache):
+    def counted_opens(cache):
         d, count = world.dataset(cache, caption_dropout_rate=0.), collections.Counter()
         first = [d[i] for i in range(len(d))]
         assert all(x["cached"] for x in first)
@@ -1374,10 +1345,8 @@ def opens(world) -> dict:
         counts = []
         for epoch in range(2):
             for i in range(len(d)): count.clear(); d[i]; counts.append(sum(count.values()))
-        out.write_text(json.dumps(counts))
-    def counts(cache):
-        assert os.waitpid(fork(lambda: child(cache), world.tmp/"log"), 0)[1] == 0, (world.tmp/"log").read_text()
-        return json.loads(out.read_text())
+        return counts
+    counts = lambda cache: child_value(lambda: counted_opens(cache), world.tmp/"log")
     for n, c in enumerate(counts(world.reference)):
         with t.trial(f"loose, read {n}"): assert c == 5, f"{c} opens"
     for process in range(2):
@@ -1413,7 +1382,7 @@ def about() -> dict:
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Faults on purpose against the cache")
+    p = argparse.ArgumentParser(description="Fault injection for the cache")
     p.add_argument("--full", action="store_true", help="the full counts")
     p.add_argument("--only", nargs="*", help="names of cases")
     p.add_argument("--out", help="JSON file for the results")

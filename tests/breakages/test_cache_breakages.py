@@ -1,4 +1,4 @@
-"""Every case of faults.py must be able to fail: break the cache on purpose, one way at a time, and see the cases that should notice it do so."""
+"""Every case of cache_fault_trials.py must be able to fail: break the cache in one way at a time, and see the expected cases fail."""
 import json, os, shutil, subprocess, sys
 from pathlib import Path
 
@@ -29,7 +29,7 @@ BREAKAGES = { # what is broken: ([(module, old, new)], cases that must fail)
     "no claims": ([("core/files", "    try: lock.acquire()\n", "    try: pass\n")], ["crowd_undisturbed"]),
     "claims that outlive their owner": ([("core/files", "    try: lock.acquire()\n", "    try: os.close(os.open(lock.lock_file + '.held', os.O_CREAT | os.O_EXCL))\n    except FileExistsError: yield False; return\n"),
                                          ("core/files", "    finally: lock.release()", "    finally: os.unlink(lock.lock_file + '.held')")], ["crowd_of_2", "crowd_of_4"]),
-    "a full disk is nobody's": ([("core/files", "if full: raise disk_full", "if False: raise disk_full")], ["full_disk"]),
+    "a full disk is not reported": ([("core/files", "if full: raise disk_full", "if False: raise disk_full")], ["full_disk"]),
     "what is missing rounded off": ([("core/files", "(math.ceil if up else math.floor)(n/1e5)/10", "n/1e6")], ["full_disk"]),
     "everything can be written": ([("cache", "return not self.layers[-1].packed and os.access(folder, os.W_OK)", "return True")], ["read_only_loose", "read_only_packed"]),
     "a checkpoint is unpickled": ([("training/checkpoint", 'load_file(Path(folder)/"optimizer.safetensors")', '__import__("torch").load(open(Path(folder)/"optimizer.safetensors", "rb"), weights_only=False)')], ["pickles"]),
@@ -49,7 +49,7 @@ def test_a_breakage_of_the_cache_is_noticed(name, tmp_path):
     for module, old, new in changes:
         path = tmp_path/"qie_nb"/f"{module}.py"
         text = path.read_text()
-        assert text.count(old) == 1, f"{old!r} is no longer in {module}; mend the breakage"
+        assert text.count(old) == 1, f"{old!r} is no longer in {module}; update the breakage"
         path.write_text(text.replace(old, new))
     subprocess.run([sys.executable, "tests/cache_fault_trials.py", "--only", *wanted, "--out", "out.json"], cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1"), capture_output=True, text=True)
     results = json.loads((tmp_path/"out.json").read_text())["cases"]
@@ -64,4 +64,4 @@ def test_every_case_has_a_breakage():
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_every_breakage_still_fits_the_code(name):
-    for module, old, _ in BREAKAGES[name][0]: assert (ROOT/"qie_nb"/f"{module}.py").read_text().count(old) == 1, f"{old!r} is no longer in {module}; mend the breakage"
+    for module, old, _ in BREAKAGES[name][0]: assert (ROOT/"qie_nb"/f"{module}.py").read_text().count(old) == 1, f"{old!r} is no longer in {module}; update the breakage"

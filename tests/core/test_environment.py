@@ -125,7 +125,7 @@ def test_run_stops_before_its_session_ends(max_hours, env, stop, trained_run, tm
 def state(folder): return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in sorted(folder.rglob("*"))}
 
 
-@pytest.fixture(params=["input/first-session", "input/notebooks/somebody/first-session"])
+@pytest.fixture(params=["input/first-session", "input/notebooks/someone/first-session"])
 def attached(request, trained_run, tmp_path):
     "Kaggle with a finished session attached read-only, in the old and the new layout."
     folder = tmp_path/"kaggle"/request.param

@@ -1,4 +1,4 @@
-"""Folders that really cannot be written, as attached ones cannot: a run is resumed from one and writes elsewhere; one that must be written is refused at once."""
+"""Read-only mounts: a run resumes from one and writes elsewhere; a run that must write to one is refused at once."""
 import ctypes, json, os, subprocess, sys
 from pathlib import Path
 
@@ -10,7 +10,7 @@ REFUSED = 77 # exit code of a child that may not mount
 
 
 def job(name, folder, *args):
-    "Run a function of this file in a process of its own, where `folder` cannot be written."
+    "Run a function of this file in another process, in which `folder` is read-only."
     run = subprocess.run([sys.executable, __file__, name, str(folder), json.dumps(args)], env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300)
     if run.returncode == REFUSED: pytest.skip(f"mounting is not permitted here ({run.stderr.strip()[-200:]})")
     assert run.returncode == 0, run.stderr[-2000:]
