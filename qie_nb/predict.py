@@ -18,8 +18,7 @@ from .config import PredictSection
 from .data.images import Geometry, figure
 from .devices.placement import PARTS, place_component, plan_components, restore_training_placement, temporarily_load
 from .encoding.encoder import Encoder
-from .models.components import check_device
-from .models.quantize import parse_quantization, quantize
+from .models.quantize import check_device, parse_quantization, quantize
 from .sampling.cached_edits import cached_data, cached_edits
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise # public from here too
 from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, keep_in_place

@@ -21,10 +21,10 @@ from .devices.compile import compile_choice, set_up, watch_attention
 from .devices.distributed import broadcast_stop, check_launch, full_tensor, local_device, prepare_distributed, shard_loader
 from .devices.fp16 import pick_fp16
 from .lora import adapters as lora
-from .models.components import COMPONENTS, Components, pick_dtype
+from .models.components import COMPONENTS, Components
 from .models.loading import saved_quantization
 from .models.prequantize import save_prequantized as _save_prequantized
-from .models.quantize import check_torchao, parse_quantization
+from .models.quantize import check_torchao, parse_quantization, pick_dtype
 from .predict import Predictor, quantize_loaded
 from .training.callbacks import RunState, UnloadEncodersCallback, call
 from .training.checkpoint import CheckpointCallback

@@ -12,7 +12,7 @@ import os
 import torch
 
 from ..data.batches import BucketBatchSampler
-from ..models.components import check_device
+from ..models.quantize import check_device
 
 # %% ../../nbs/devices/05_distributed.ipynb #357058f0
 def local_device(

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..models.components import has_bf16
+from ..models.quantize import has_bf16
 from ..models.modulation import STREAMS
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0006

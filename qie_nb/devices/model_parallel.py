@@ -12,7 +12,7 @@ import os, weakref
 import torch
 
 from .block_swap import BlockSwapLoader, check_offloading, forbid_move
-from ..models.components import check_device
+from ..models.quantize import check_device
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #207330c9
 def split_blocks(

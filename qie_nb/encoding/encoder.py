@@ -37,7 +37,7 @@ def pick_batch(
     c, used = components, {torch.device(d) for d in devices.values()}
     if others := sorted(str(d) for d in used if d.type != "cuda"):
         return 1, f"nothing is gained on {', '.join(others)}"
-    weights = {n: 0 if n in c.parts else component_bytes(c.folder/n, c.dtype, c.quantize.get(n))
+    weights = {n: 0 if n in c.loaded else component_bytes(c.folder/n, c.dtype, c.quantize.get(n))
                for n in devices}
     total = lambda d, each: sum(each[n] for n in devices if torch.device(devices[n]) == d)
     left, work = {d: free(d) - total(d, weights) for d in used}, work_bytes(c.areas["control_area"])
@@ -92,7 +92,7 @@ class Encoder:
         return self.place("text_encoder"), self.components.get("processor"), self.components.variant
     def _vae(self): # only the part that encodes moves to the device
         c = self.components
-        if "vae" not in c.parts: c.devices["vae"] = "cpu"
+        if "vae" not in c.loaded: c.devices["vae"] = "cpu"
         vae = c.get("vae")
         for part in (vae.encoder, vae.quant_conv): part.to(self.devices["vae"])
         return vae
@@ -187,7 +187,7 @@ class SampleInputs:
     def prepare(self, name, components):
         "Compute the encoder's input for the tensor of this name, if its processor is loaded."
         if "prompt" in name: self.vl().process(components.get("processor"))
-        elif "vae" in components.parts: self.pixels(name, components.parts["vae"])
+        elif "vae" in components.loaded: self.pixels(name, components.loaded["vae"])
 
 # %% ../../nbs/encoding/02_encoder.ipynb #e3e6b010
 @patch

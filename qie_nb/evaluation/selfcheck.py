@@ -21,9 +21,9 @@ from ..devices.placement import PARTS
 from ..encoding.vae import decode_latents
 from .layer_stats import FiniteCheck, PeakMemory
 from .reference import PROMPT, EditTrace, pipeline_run, test_image
-from ..models.components import COMPONENTS, check_device, check_weights, device_of
+from ..models.components import COMPONENTS, check_weights, device_of
 from ..models.flow_matching import pack_latents, sample_noise
-from ..models.quantize import held_bytes
+from ..models.quantize import check_device, held_bytes
 from ..planning.memory_query import memory_query
 from ..planning.training_memory import memory_of
 from ..sampling.edits import denoise_encoded, encode_edits, make_edits

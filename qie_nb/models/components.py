@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'COMPONENTS', 'Variant', 'template_of', 'prompt_text', 'positions_of', 'resolve_model', 'find_variant',
-           'native_areas', 'check_device', 'pick_dtype', 'has_bf16', 'check_weights', 'load_component', 'Components',
-           'offload', 'device_of', 'component_digest']
+           'native_areas', 'check_weights', 'load_component', 'Components', 'offload', 'device_of', 'component_digest']
 
 # %% ../../nbs/models/03_components.ipynb #e7f003db
 import gc, hashlib, inspect, json, shutil
@@ -40,7 +39,6 @@ VARIANTS = {v.name: v for v in (
     Variant("2509", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, False, True),
     Variant("2511", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, True,  True))}
 
-# %% ../../nbs/models/03_components.ipynb #ff610c21
 @lru_cache
 def template_of(
     pipeline:str, # class name
@@ -61,7 +59,8 @@ def prompt_text(
 ) -> str:
     "The text for the processor. Raises ValueError if the prompt contains vision tokens."
     if found := next((t for t in _VISION if t in prompt), None):
-        raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, the template adds the images")
+        raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, the "
+                         f"template adds the images")
     if images > 1 and not variant.multi_image:
         raise ValueError(f"variant v1 takes one control image, got {images}; use a 2509 or 2511 model")
     prefix = "".join(variant.image_prefix.format(i + 1) for i in range(images))
@@ -102,20 +101,23 @@ def find_variant(
     "The variant of a model folder. Raises ValueError for any other pipeline."
     folder = Path(folder)
     if not (folder/"model_index.json").is_file():
-        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder that save_pretrained of diffusers wrote")
+        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder that "
+                         f"save_pretrained of diffusers wrote")
     name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
     config = folder/"transformer"/"config.json"
     flag = config.is_file() and bool(json.loads(config.read_text()).get("zero_cond_t", False))
-    found = next((v for v in VARIANTS.values() if v.pipeline == name and v.zero_cond_t == (flag and v.multi_image)), None)
+    found = next((v for v in VARIANTS.values() if v.pipeline == name
+                  and v.zero_cond_t == (flag and v.multi_image)), None)
     if not found:
         raise ValueError(f"model folder {str(folder)!r} contains a {name}; "
                          "this library needs QwenImageEditPipeline or QwenImageEditPlusPipeline")
     if expected not in ("auto", found.name):
-        raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} ({name}, zero_cond_t="
-                         f"{str(flag).lower()} in its transformer's config); set it to auto or correct the config")
+        raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} ({name}, "
+                         f"zero_cond_t="
+                         f"{str(flag).lower()} in its transformer's config); set it to auto or correct "
+                         f"the config")
     return found
 
-# %% ../../nbs/models/03_components.ipynb #0abd732b
 def native_areas(
     folder, # local model folder
     variant:Variant,
@@ -124,39 +126,6 @@ def native_areas(
     path = Path(folder)/"qie_nb.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     return {k: own.get(k, getattr(variant, k)) for k in ("control_area", "vl_area")}
-
-# %% ../../nbs/models/03_components.ipynb #74ce7795
-def check_device(
-    name:str, # auto, cpu, cuda, cuda:1, mps
-) -> torch.device:
-    "The device by that name. Raises ValueError if this machine does not have it."
-    mps = torch.backends.mps.is_available()
-    if name == "auto": return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
-    known = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())] + (["mps"] if mps else [])
-    try: device = torch.device(name)
-    except RuntimeError: device = None
-    full = device and (f"cuda:{device.index or 0}" if device.type == "cuda" else device.type)
-    if full not in known: raise ValueError(f"device {name!r} does not exist here; this machine has {', '.join(known)}")
-    return device
-
-# %% ../../nbs/models/03_components.ipynb #50e04a31
-def pick_dtype(
-    mixed_precision:str, # auto, bf16, fp16 or no
-    device="cpu", # where the model computes
-) -> tuple: # (torch dtype, reason)
-    "Dtype of the frozen weights, and why."
-    if mixed_precision == "no": return torch.float32, "mixed_precision is no"
-    if mixed_precision == "fp16": return torch.float32, "float16 only inside products and attention (`qie_nb.devices.fp16`)"
-    if has_bf16(torch.device(device)): return torch.bfloat16, "the checkpoint's own dtype; float16 overflows in this model"
-    slow = f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own"
-    if mixed_precision == "bf16":
-        return torch.bfloat16, f"requested, but {slow}: it is emulated and slow; `train.mixed_precision` auto uses float32"
-    return torch.float32, f"{slow}, and float16 overflows in this model; quantize the base, because float32 weights take twice the memory"
-
-def has_bf16(device) -> bool:
-    "Does a device compute in bfloat16? Before compute capability 8.0, CUDA only emulates it."
-    if device.type != "cuda": return True
-    with torch.cuda.device(device): return torch.cuda.is_bf16_supported(including_emulation=False)
 
 # %% ../../nbs/models/03_components.ipynb #2568617f
 _SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
@@ -168,12 +137,13 @@ def check_weights(
 ):
     "Raises FileNotFoundError or ValueError if a component is missing or its weights are pickles."
     if not (Path(folder)/name).is_dir():
-        raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs; copy the model again")
+        raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs; "
+                                f"copy the model again")
     if weights and not any((Path(folder)/name).glob("*.safetensors")):
-        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are not read, "
+        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles "
+                         f"are not read, "
                          "save the model as safetensors")
 
-# %% ../../nbs/models/03_components.ipynb #a2dfa46f
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
@@ -192,7 +162,8 @@ def load_component(
     if not has_weights: return cls.from_pretrained(folder, subfolder=name)
     check_saved_quantization(path, quantization, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
     if source_checkpoint(path).get("table") and not prepare:
-        raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load it through the trainer, "
+        raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load "
+                         f"it through the trainer, "
                          "which uses the table")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     try:
@@ -213,9 +184,10 @@ class Components:
         quantize:dict=None, # {component: one of `qie_nb.models.quantize.QUANTIZATIONS`, or a bool}
         revision:str=None, # of the hub
         offload:tuple=(), # components that stay in host memory; each layer visits the device
-        release="auto", # delete downloaded files after they are quantized? auto: if the disk is too small for them
+        release="auto", # delete downloaded files after they are quantized? auto: if the disk is too small
     ):
-        self.name, self.dtype, self.revision, self.devices, self.offload = name, dtype, revision, dict(devices or {}), tuple(offload)
+        self.name, self.dtype, self.revision = name, dtype, revision
+        self.devices, self.offload = dict(devices or {}), tuple(offload)
         self.quantize = {k: parse_quantization(v) for k, v in (quantize or {}).items()}
         self.folder, self.release = resolve_model(name, revision=revision), release
         self.variant = find_variant(self.folder, variant)
@@ -224,10 +196,7 @@ class Components:
         self.loaded_as = {} # {component: its quantization when it was loaded}
         self.prepare = {} # {component: function of the empty model}
         self.placements = {} # {component: where its weights are kept}
-        self.modulation_sets = lambda: {} # sets of times whose rows replace the layers when a hub's transformer is quantized
-
-    @property
-    def parts(self): return self.loaded # until no caller uses the old name
+        self.modulation_sets = lambda: {} # sets of times in the table of a hub's quantized transformer
 
     @property
     def hub(self): # `HubModel`, or None for a local folder
@@ -237,7 +206,8 @@ class Components:
     def __repr__(self):
         v, vl = self.variant, self.areas["vl_area"]
         return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), "
-                f"controls {self.areas['control_area']} px, text encoder images {f'{vl} px' if vl else 'the same'}; "
+                f"controls {self.areas['control_area']} px, text encoder images "
+                f"{f'{vl} px' if vl else 'the same'}; "
                 f"loaded: {', '.join(self.loaded) or 'nothing yet'}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
@@ -253,7 +223,8 @@ def offload(
 def device_of(part:torch.nn.Module) -> torch.device:
     "Where a model computes, also if it is offloaded."
     hooks = (getattr(m, "_hf_hook", None) for m in part.modules())
-    execution = next((h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None), None)
+    execution = next((h.execution_device for h in hooks
+                      if getattr(h, "execution_device", None) is not None), None)
     return next(part.parameters()).device if execution is None else torch.device(execution)
 
 # %% ../../nbs/models/03_components.ipynb #2ac5561c
@@ -267,7 +238,8 @@ def check(self:Components,
         quantization = check_quantization(self.quantize.get(n), self.devices.get(n, "cpu"), key)
         check_saved_quantization(self.folder/n, quantization, self.dtype, key)
         if quantization and n in self.offload:
-            raise ValueError(f"`{key}` {quantization} is incompatible with `model.{n}_offload`, which moves unquantized layers; "
+            raise ValueError(f"`{key}` {quantization} is incompatible with `model.{n}_offload`, which "
+                             f"moves unquantized layers; "
                              "choose one of them")
 
 # %% ../../nbs/models/03_components.ipynb #7d40c002
@@ -275,7 +247,8 @@ def check(self:Components,
 def deletes_shards(self:Components, name:str) -> bool:
     "Are the downloaded files of a component deleted after they are quantized?"
     quantization = parse_quantization(self.quantize.get(name))
-    if not self.hub or quantization in (None, "qint4") or not self.release or not self.hub.weights(name): return False
+    if not self.hub or quantization in (None, "qint4") or not self.release or not self.hub.weights(name):
+        return False
     return self.release is True or sum(self.hub.missing(name).values()) > free_bytes(self.hub.hub.folder)
 
 @patch
@@ -284,24 +257,30 @@ def shards(self:Components, name:str):
     return ShardDownloader(self.hub, name) if self.hub else LocalShards(self.folder/name)
 
 @patch
-def _quantized_folder(self:Components, name) -> Path: # of a component that is quantized while it is downloaded
+def _quantized_folder(self:Components,
+                      name) -> Path: # of a component that is quantized while it is downloaded
     table = "-table" if name == "transformer" and self.modulation_sets() else ""
-    return self.hub.store/f"{name}-{parse_quantization(self.quantize.get(name))}-{dtype_name(self.dtype)}{table}"
+    quantization = parse_quantization(self.quantize.get(name))
+    return self.hub.store/f"{name}-{quantization}-{dtype_name(self.dtype)}{table}"
 
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, which is downloaded or quantized now if needed."
     from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
     if not self.hub: return self.folder
-    quantization, sets = parse_quantization(self.quantize.get(name)), self.modulation_sets() if name == "transformer" else {}
+    quantization = parse_quantization(self.quantize.get(name))
+    sets = self.modulation_sets() if name == "transformer" else {}
     out = self._quantized_folder(name)
     if not (out/name).is_dir():
         if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
         cls, shards = component_class(self.folder, name)[1], self.shards(name)
         config = json.loads((shards.folder/"config.json").read_text())
         table = 2 * modulation_table_bytes(sets, config, self.dtype) if sets else 0 # twice while it is packed
-        self.hub.check_disk_space(name, quantized_bytes(cls, shards.folder, quantization, self.dtype, bool(sets)) + table)
-        quantize_checkpoint(cls, shards, out/name, quantization, self.dtype, self.devices.get(name, "cpu"), sets,
+        self.hub.check_disk_space(name,
+                                  quantized_bytes(cls, shards.folder, quantization, self.dtype,
+                                                  bool(sets)) + table)
+        quantize_checkpoint(cls, shards, out/name, quantization, self.dtype,
+                            self.devices.get(name, "cpu"), sets,
                             hash_files=name != "transformer")
     shutil.copyfile(self.folder/"model_index.json", out/"model_index.json")
     return out
@@ -310,11 +289,13 @@ def folder_of(self:Components, name:str) -> Path: # a model folder
 @patch
 def get(self:Components, name:str):
     "A component on its device, loaded and quantized now if needed."
-    if name not in COMPONENTS: raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
+    if name not in COMPONENTS:
+        raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
     if name not in self.loaded:
         self.check(name)
         folder, device, offloaded = self.folder_of(name), self.devices.get(name, "cpu"), name in self.offload
-        part = load_component(folder, name, self.dtype, "cpu" if offloaded else device, parse_quantization(self.quantize.get(name)),
+        part = load_component(folder, name, self.dtype, "cpu" if offloaded else device,
+                              parse_quantization(self.quantize.get(name)),
                               self.prepare.get(name), self.placements.get(name))
         self.loaded[name] = offload(part, device) if offloaded else part
         self.loaded_as[name] = parse_quantization(self.quantize.get(name))
@@ -339,21 +320,23 @@ def set_offload(self:Components,
         from accelerate.hooks import remove_hook_from_module
         part = self.loaded[name]
         if not on: remove_hook_from_module(part, recurse=True)
-        elif any(not p.is_meta for p in part.parameters()): offload(part, self.devices.get(name, "cpu")) # an adapter may be new
+        elif any(not p.is_meta for p in part.parameters()):
+            offload(part, self.devices.get(name, "cpu")) # an adapter may be new
     self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
 
-# %% ../../nbs/models/03_components.ipynb #7ebbaa1c
 @patch
 def move(self:Components, name:str, device):
     "Move a component, loaded now if needed; it is loaded there again later."
     self.devices[name] = device
     part = self.get(name)
     at, to = device_of(part), torch.device(device)
-    if (at.type, at.index or 0) != (to.type, to.index or 0): offload(part, device) if name in self.offload else part.to(device)
+    if (at.type, at.index or 0) != (to.type, to.index or 0):
+        offload(part, device) if name in self.offload else part.to(device)
     return part
 
 # %% ../../nbs/models/03_components.ipynb #de56b44a
-_VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "processor_class")
+_VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype",
+             "architectures", "processor_class")
 _UNUSED = ("generation_config.json", "video_preprocessor_config.json") # do not affect images or hidden states
 _ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 
@@ -366,14 +349,14 @@ def component_digest(
     origin = source_checkpoint(Path(folder)/name)
     parts = [f["sha256"] for f in origin.get("files", {}).values()]
     for p in sorted((Path(folder)/name).iterdir()):
-        if p.suffix == ".safetensors" and not origin or p.name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        if p.suffix == ".safetensors" and not origin or p.name in ("tokenizer.json", "vocab.json",
+                                                                   "merges.txt"):
             parts.append(file_digest(p))
         elif p.name.endswith("config.json") and p.name not in _UNUSED:
             settings = {k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}
             parts.append(json.dumps(settings, sort_keys=True))
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
-# %% ../../nbs/models/03_components.ipynb #9b7fbe3b
 @patch
 def has_encoders(self:Components) -> bool:
     "Are the encoders' files available without a download?"
@@ -388,8 +371,10 @@ def identity(self:Components) -> dict:
     if size > 2e9 and not saved_quantization(at["text_encoder"]/"text_encoder"):
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless their digests are known")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
-    template = hashlib.sha256(repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()).hexdigest()[:12]
+    template = hashlib.sha256(repr((template_of(self.variant.pipeline),
+                                    self.variant.image_prefix)).encode()).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{parse_quantization(self.quantize.get('text_encoder')) or 'plain'}",
-                template=f"{template}-{positions_of(self.variant.pipeline)}", dtype=dtype_name(self.dtype), **self.areas)
+                template=f"{template}-{positions_of(self.variant.pipeline)}",
+                dtype=dtype_name(self.dtype), **self.areas)

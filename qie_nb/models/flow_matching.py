@@ -26,9 +26,11 @@ def unpack_latents(
     h:int, # latent pixels, even
     w:int, # latent pixels, even
 ) -> torch.Tensor: # [B, C, 1, h, w]
-    "Tokens to latents, the inverse of `pack_latents`. Takes *latent* sizes (the pipeline's method takes pixels)."
+    "Tokens to latents, the inverse of `pack_latents`. Takes *latent* sizes, unlike the pipeline."
     B, n, c = tokens.shape
-    if n != (h//2)*(w//2): raise ValueError(f"`tokens` must be {(h//2)*(w//2)} for a latent of height {h} and width {w}, got {n}")
+    if n != (h//2)*(w//2):
+        raise ValueError(f"`tokens` must be {(h//2)*(w//2)} for a latent of height {h} and width {w}, "
+                         f"got {n}")
     return tokens.view(B, h//2, w//2, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #a6aea4d9
@@ -55,7 +57,7 @@ def calculate_mu(
     tokens:int, # packed tokens of the target alone
     config, # scheduler config, a mapping
 ) -> float:
-    "Logarithm of the shift for an image of this size, linear in the tokens (`calculate_shift` of the diffusers pipelines)."
+    "Logarithm of the shift, linear in the tokens (`calculate_shift` of the diffusers pipelines)."
     n0, n1 = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     s0, s1 = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     m = (s1 - s0) / (n1 - n0)
@@ -65,7 +67,7 @@ def shift_sigmas(
     sigmas:torch.Tensor, # in (0, 1]
     mu:float,
 ) -> torch.Tensor:
-    "The scheduler's exponential time shift, `e^mu / (e^mu + 1/sigma - 1)` (Esser et al. 2024, section 5.3.2)."
+    "The exponential time shift, `e^mu / (e^mu + 1/sigma - 1)` (Esser et al. 2024, section 5.3.2)."
     return math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1))
 
 # %% ../../nbs/models/04_flow_matching.ipynb #8dd29754
@@ -81,7 +83,8 @@ def sample_sigmas(
     std:float=1.0, # for `logit_normal`
 ) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
     "The noise level of each sample from its own seed."
-    if how not in SAMPLINGS: raise ValueError(f"`timestep_sampling` must be one of {', '.join(SAMPLINGS)}, got {how!r}")
+    if how not in SAMPLINGS:
+        raise ValueError(f"`timestep_sampling` must be one of {', '.join(SAMPLINGS)}, got {how!r}")
     draw = torch.randn if how == "logit_normal" else torch.rand
     s = torch.stack([_draw(seed, 0x7369676D61, lambda g: draw((), generator=g)) for seed in seeds])
     s = torch.sigmoid(mean + std * s) if how == "logit_normal" else s.clamp_min(1e-6)
@@ -100,7 +103,7 @@ def add_noise(
     return (1 - s) * x0.float() + s * eps.float()
 
 def flow_target(x0:torch.Tensor, eps:torch.Tensor) -> torch.Tensor: # float32
-    "The velocity that the transformer predicts, `eps - x0`: the sampler steps by `x + (sigma_next - sigma) * velocity`."
+    "The velocity, `eps - x0`: the sampler steps by `x + (sigma_next - sigma) * velocity`."
     return eps.float() - x0.float()
 
 # %% ../../nbs/models/04_flow_matching.ipynb #b014efdd
@@ -124,7 +127,8 @@ def mask_weights(
     background:float=0.1, # weight where the mask is 0
 ) -> torch.Tensor: # [B, tokens, 4*C] float32, for `flow_loss`
     "The loss weights of a mask."
-    if mask.shape[-2:] != like.shape[-2:]: mask = torch.nn.functional.interpolate(mask, like.shape[-2:], mode="area")
+    if mask.shape[-2:] != like.shape[-2:]:
+        mask = torch.nn.functional.interpolate(mask, like.shape[-2:], mode="area")
     w = 1 - (1 - background) * (1 - mask.float()) # exactly 1 where the mask is 1
     return pack_latents(w.expand(-1, like.shape[1], -1, -1))
 
@@ -136,7 +140,8 @@ def level_weights(
     how:str="none", # one of `WEIGHTINGS`
 ) -> torch.Tensor: # [B], with a mean of 1 over all levels
     "The weight of each sample's loss by its noise level, for training only."
-    if how not in WEIGHTINGS: raise ValueError(f"`loss_weighting` must be one of {', '.join(WEIGHTINGS)}, got {how!r}")
+    if how not in WEIGHTINGS:
+        raise ValueError(f"`loss_weighting` must be one of {', '.join(WEIGHTINGS)}, got {how!r}")
     if how == "none": return torch.ones_like(sigmas)
     from diffusers.training_utils import compute_loss_weighting_for_sd3
     if how == "cosmap": return compute_loss_weighting_for_sd3(how, sigmas)
@@ -147,20 +152,25 @@ def transformer_inputs(
     transformer, # QwenImageTransformer2DModel, or its DDP wrapper
     x_t:torch.Tensor, # [B, target tokens, 64]
     controls, # list of [B, control tokens, 64], clean
-    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, so that a modulation table is indexed without waiting for the GPU
+    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, so that a modulation table need not wait
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
     mask, # [B, L] bool, or None if nothing is padded
     shapes, # as `img_shapes` gives them
 ) -> dict: # keyword arguments of the transformer's forward
     "Arguments of the transformer: target and control tokens in one sequence, the timestep divided by 1000."
-    times, lookup = timesteps.to(x_t.dtype) / 1000, getattr(getattr(transformer, "module", transformer), "lookup", None)
+    times, lookup = timesteps.to(x_t.dtype) / 1000, getattr(getattr(transformer, "module", transformer),
+                                                            "lookup", None)
     if lookup is not None: lookup.expect(times) # the transformer runs on a modulation table
-    return dict(hidden_states=torch.cat([x_t, *controls], dim=1) if controls else x_t, timestep=times.to(x_t.device, non_blocking=True),
-                guidance=None, encoder_hidden_states=embeds, encoder_hidden_states_mask=mask, img_shapes=shapes, return_dict=False)
+    return dict(hidden_states=torch.cat([x_t, *controls], dim=1) if controls else x_t,
+                timestep=times.to(x_t.device, non_blocking=True),
+                guidance=None, encoder_hidden_states=embeds, encoder_hidden_states_mask=mask,
+                img_shapes=shapes, return_dict=False)
 
-def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> torch.Tensor: # [B, target tokens, 64]
+def velocity(transformer, x_t, controls, timesteps, embeds, mask,
+             shapes) -> torch.Tensor: # [B, target tokens, 64]
     "The predicted velocity of the target's tokens; arguments as for `transformer_inputs`."
-    return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask, shapes))[0][:, :x_t.shape[1]]
+    return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask,
+                                            shapes))[0][:, :x_t.shape[1]]
 
 # %% ../../nbs/models/04_flow_matching.ipynb #814864c3
 def true_cfg(

@@ -28,7 +28,8 @@ def find_model_folder(
     found = sorted(p.parent for depth in range(1, 5) for p in folder.glob("*/" * depth + INDEX))
     if len(found) > 1:
         names = ", ".join(str(p.relative_to(folder)) for p in found)
-        raise ValueError(f"{str(folder)!r} contains {len(found)} models ({names}); give the folder of one of them")
+        raise ValueError(f"{str(folder)!r} contains {len(found)} models ({names}); give the folder of "
+                         f"one of them")
     return found[0] if found else folder
 
 # %% ../../nbs/models/00_hub.ipynb #6986a5f9
@@ -42,7 +43,8 @@ def component_class(
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
     library, cls = index[name]
     if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers and transformers are imported")
+        raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers "
+                         f"and transformers are imported")
     return library, getattr(importlib.import_module(library), cls)
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
@@ -60,7 +62,8 @@ class HubClient:
             try: local = Path(snapshot_download(name, revision=revision, local_files_only=True))
             except Exception: local = None
             if local is None: raise # the first error
-            return local.name, {p.relative_to(local).as_posix(): p.stat().st_size for p in local.rglob("*") if p.is_file()}
+            return local.name, {p.relative_to(local).as_posix(): p.stat().st_size
+                                for p in local.rglob("*") if p.is_file()}
         return info.sha, {s.rfilename: s.size or 0 for s in info.siblings}
 
     def has(self, name, path, commit) -> bool: # downloaded already?
@@ -93,14 +96,17 @@ class HubModel:
         self.record = self.store/"fetched.json"
 
     def has(self, path) -> bool: return self.hub.has(self.name, path, self.commit)
-    def downloaded(self) -> list: return json.loads(self.record.read_text()) if self.record.is_file() else [] # paths
+    def downloaded(self) -> list:
+        return json.loads(self.record.read_text()) if self.record.is_file() else [] # paths
 
     def fetch(self, path) -> Path:
         "Download a file, or find it in the cache."
-        if not self.has(path) and path not in (ours := self.downloaded()): write_atomic(self.record, json.dumps([*ours, path]).encode())
+        if not self.has(path) and path not in (ours := self.downloaded()):
+            write_atomic(self.record, json.dumps([*ours, path]).encode())
         try: return self.hub.get(self.name, path, self.commit)
         except Exception as e:
-            raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); run it again, finished files are kept, "
+            raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); run it "
+                          f"again, finished files are kept, "
                           "or attach the model as a folder") from e
 
     def release(self, path):
@@ -129,7 +135,8 @@ def missing(self:HubModel, component) -> dict: # {path: bytes}
 @patch
 def fetch_configs(self:HubModel, components=()) -> Path: # the local model folder
     "Download the files that tell the variant, and the configuration and tokenizer files of some components."
-    if INDEX not in self.files: raise ValueError(f"{self.name!r} has no {INDEX}; choose a model in diffusers' layout")
+    if INDEX not in self.files:
+        raise ValueError(f"{self.name!r} has no {INDEX}; choose a model in diffusers' layout")
     for p in (INDEX, "qie_nb.json", "transformer/config.json"):
         if p in self.files: self.fetch(p)
     for p in self.files:
@@ -149,16 +156,22 @@ def check_disk_space(self:HubModel,
     todo = self.missing(component)
     if not todo: return
     total, (path, largest) = sum(todo.values()), max(todo.items(), key=lambda x: x[1])
-    need, disk = (total, self.hub.folder) if kept is None else (kept + largest, min(self.hub.folder, self.store, key=free_bytes))
+    need, disk = (total, self.hub.folder) if kept is None else (kept + largest,
+                                                                min(self.hub.folder, self.store,
+                                                                    key=free_bytes))
     free = free_bytes(disk)
     what = (f"{self.name}: {component} is {format_bytes(total)} in {len(todo)} files, "
             f"the largest is {Path(path).name} with {format_bytes(largest)}")
     if need > free:
-        remedy = ("free some space, or use fewer bits" if kept is not None else "set `model.quantize` (`model.text_encoder_quantize`) "
-                  "and leave `model.delete_downloaded_shards` at auto")
-        raise OSError(f"{what}; it needs {format_bytes(need)} at a time, but {str(disk)!r} has {format_bytes(free)} free; {remedy}, "
+        remedy = "free some space, or use fewer bits" if kept is not None else (
+            "set `model.quantize` (`model.text_encoder_quantize`) and leave "
+            "`model.delete_downloaded_shards` at auto")
+        raise OSError(f"{what}; it needs {format_bytes(need)} at a time, but {str(disk)!r} has "
+                      f"{format_bytes(free)} free; {remedy}, "
                       "or attach the model as a folder")
-    use = "all files stay" if kept is None else f"each is deleted after it is quantized; at most {format_bytes(need)} at a time"
+    use = "all files stay"
+    if kept is not None:
+        use = f"each is deleted after it is quantized; at most {format_bytes(need)} at a time"
     print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
 
 # %% ../../nbs/models/00_hub.ipynb #e97d3f11
@@ -183,10 +196,12 @@ def hub_model(
     setting = f"`model.pretrained_model_name_or_path` {name!r}"
     if name == "tiny" or Path(name).expanduser().is_dir(): return None
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"{setting} is not a folder; give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
+        raise FileNotFoundError(f"{setting} is not a folder; give a diffusers folder, a hub id like "
+                                f"Qwen/Qwen-Image-Edit-2511, or tiny")
     try: return _cached_hub_model(name, revision, HUB)
     except Exception as e:
-        raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded ({type(e).__name__}); "
+        raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "
+                                f"({type(e).__name__}); "
                                 "attach the model as a folder and give its path") from e
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
@@ -207,7 +222,8 @@ class ShardDownloader:
     "The weight files of a component on the hub."
     def __init__(self, model:HubModel, component:str):
         self.model, self.component, self.folder = model, component, model.fetch_configs([component])/component
-        self.names, self.fingerprint = [p.split("/")[1] for p in model.weights(component)], [model.name, model.commit]
+        self.names, self.fingerprint = [p.split("/")[1] for p in model.weights(component)], [model.name,
+                                                                                             model.commit]
 
     def get(self, name:str) -> Path: return self.model.fetch(f"{self.component}/{name}")
     def release(self, name:str): self.model.release(f"{self.component}/{name}")
@@ -237,9 +253,12 @@ def transformer_digest(
 ) -> str: # 16 hex digits
     "Digest of a transformer; a prequantized copy has that of its checkpoint."
     config, origin = Path(folder)/"config.json", source_checkpoint(folder)
-    settings = {k: v for k, v in json.loads(config.read_text()).items() if k not in _VOLATILE} if config.is_file() else {}
+    settings = {k: v for k, v in json.loads(config.read_text()).items()
+                if k not in _VOLATILE} if config.is_file() else {}
     if origin: parts = sorted(f["sampled"] for f in origin["files"].values())
-    else: parts = sorted(cached_file_property(f, "sampled digest", sampled_digest) for f in sorted(Path(folder).glob("*.safetensors")))
+    else:
+        parts = sorted(cached_file_property(f, "sampled digest", sampled_digest)
+                       for f in sorted(Path(folder).glob("*.safetensors")))
     return hashlib.sha256(json.dumps([settings, parts], sort_keys=True).encode()).hexdigest()[:16]
 
 def base_digest(

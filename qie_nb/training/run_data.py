@@ -18,7 +18,8 @@ from ..data.images import Geometry, crop_to, open_image
 from ..data.samples import Samples, find_samples, split_held_out
 from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
-from ..models.components import check_device, prompt_text
+from ..models.components import prompt_text
+from ..models.quantize import check_device
 from . import step
 from .stopping import encoder_advice, memory_advice
 

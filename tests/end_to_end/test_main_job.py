@@ -372,7 +372,7 @@ def test_lazy_filling_goes_to_the_loaders_own_cache(pairs, tmp_path):
 
 def test_a_gpu_that_only_emulates_bfloat16_is_not_believed(monkeypatch):
     from contextlib import nullcontext
-    from qie_nb.models.components import pick_dtype
+    from qie_nb.models.quantize import pick_dtype
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation) # a T4 as torch tells it
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
