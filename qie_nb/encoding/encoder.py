@@ -18,7 +18,7 @@ from PIL import Image
 from ..cache import PREFIX, CacheEntry
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry, open_image
-from ..devices.placement import component_bytes, free_bytes, work_bytes
+from ..models.loading import component_bytes, free_device_bytes, work_bytes
 from .prompts import Prefix, PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, vl_images
 from .vae import encode_images, pixels_of
 from ..models.components import Components
@@ -30,7 +30,7 @@ def pick_batch(
     requested, # number, or "auto"
     devices:dict, # of vae and text_encoder
     components:Components,
-    free=free_bytes, # function of a device
+    free=free_device_bytes, # function of a device
 ) -> tuple: # (batch size, reason)
     "A batch size for encoding that fits into memory."
     if requested != "auto": return requested, "set by `cache.batch_size`"

@@ -16,7 +16,8 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.display import note, table_html
-from ..devices.placement import plan_placement, work_bytes
+from ..devices.placement import plan_placement
+from ..models.loading import work_bytes
 from ..models.quantize import parse_quantization
 from .disk_space import ENCODERS
 from qie_nb.planning.memory_query import (

@@ -89,7 +89,7 @@ def pretend(monkeypatch):
     "A context in which three GPUs exist and a trainer's components are fake."
     real = torch.Tensor.numpy
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(placement, "free_bytes", lambda d: 80 * GB)
+    monkeypatch.setattr(placement, "free_device_bytes", lambda d: 80 * GB)
     mode = Numbers(allow_non_fake_inputs=True)
     mode.worked = set()
 

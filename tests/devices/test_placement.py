@@ -6,7 +6,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qie_nb.devices import placement
-from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, component_bytes, pick_evicted, plan_placement
+from qie_nb.models.loading import component_bytes
+from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, pick_evicted, plan_placement
 from qie_nb.encoding import prompts, vae
 from qie_nb.models import flow_matching
 from qie_nb.models.components import Components, device_of
@@ -109,7 +110,7 @@ def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
     work = dict.fromkeys(PARTS, 1000)
     monkeypatch.setattr(placement, "work_bytes", lambda area: work)
     free = (max(sizes.values()) + sizes["vae"] // 2) / 0.95
-    monkeypatch.setattr(placement, "free_bytes", lambda d: free if d == "cuda:0" else 0 if d.startswith("cuda") else 80 * GB)
+    monkeypatch.setattr(placement, "free_device_bytes", lambda d: free if d == "cuda:0" else 0 if d.startswith("cuda") else 80 * GB)
 
     def noted(parts, plan, name, *a, **kw):
         out = real(parts, plan, name, *a, **kw)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from counted_step import LiveBytes, count_step, empty_step, empty_transformer
 from qie_nb.config import make_config
 from qie_nb.devices.block_swap import SLOTS
-from qie_nb.devices.placement import component_bytes
+from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import add_lora, lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
 from qie_nb.planning.memory_query import (MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes,
