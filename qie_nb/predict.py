@@ -20,7 +20,8 @@ from .devices.placement import PARTS, place_component, plan_components, restore_
 from .encoding.encoder import Encoder
 from .models.quantize import check_device, parse_quantization, quantize
 from .sampling.cached_edits import cached_data, cached_edits
-from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise # public from here too
+# public from here too
+from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
 from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, keep_in_place
 from .sampling.preview import EditProgress
 
@@ -43,8 +44,10 @@ def edit(
 ) -> np.ndarray: # uint8 [H, W, 3]
     "Edit an image as the diffusers pipelines do."
     geometry = geometry or Geometry(**encoder.components.areas)
-    edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed, generator, area)
-    return run_edits(encoder, keep_in_place(encoder, transformer), edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)[0]
+    edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed,
+                       generator, area)
+    return run_edits(encoder, keep_in_place(encoder, transformer), edits, geometry, num_inference_steps,
+                     true_cfg_scale, on_step=on_step)[0]
 
 # %% ../nbs/02_predict.ipynb #4db80912
 def quantize_loaded(
@@ -74,12 +77,18 @@ class Predictor:
         self.geometry = geometry or (lambda: Geometry(**components.areas))
         self.state = state or SimpleNamespace(running=False, optimizing=False, processes=1)
         self.device = torch.device(device)
-        self.devices = {k: check_device(d) if d != "auto" else self.device for k, d in self.config.devices.model_dump().items()}
+        self.devices = {k: check_device(d) if d != "auto" else self.device for k,
+                        d in self.config.devices.model_dump().items()}
         self.placement = self.encoder = None # `Placement` and `Encoder` of the last plan
-        self.predicted = () # one dict per edit of the last call: size, its reason, sizes of the controls, seed
+        # one dict per edit of the last call: size, its reason, sizes of the controls, seed
+        self.predicted = ()
 
     @property
     def modulation(self): return self.adapters.modulation if self.adapters is not None else None
+
+    def quantize_model(self, model, device):
+        "Quantize a model's weights as `model.quantize` says (qfloat8 if it is none) and move it to a device."
+        return quantize_loaded(model, self.components.quantize.get("transformer"), device)
 
     def setup(self):
         "Print where each component computes, and load what stays."
@@ -94,10 +103,13 @@ class Predictor:
         parts, s = self.components, self.state
         table = "transformer" in parts.prepare or self.modulation is not None and self.modulation.config.model.modulation_table is True
         offload = self.modulation is not None and self.modulation.config.model.text_encoder_offload
-        self.placement = plan_components(parts, self.config, self.device, self.devices, self.geometry().control_area,
-                                         parts.quantize.get("transformer"), table, offload, s.running, s.optimizing, s.processes == 1)
+        self.placement = plan_components(parts, self.config, self.device, self.devices,
+                                         self.geometry().control_area,
+                                         parts.quantize.get("transformer"), table, offload, s.running,
+                                         s.optimizing, s.processes == 1)
         self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
-        self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False) # the pipelines' bits
+        # the pipelines' bits
+        self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
         return self.placement
 
 # %% ../nbs/02_predict.ipynb #35be8a6a
@@ -106,7 +118,8 @@ from fastcore.basics import patch
 @patch
 def at(self:Predictor, name:str) -> torch.nn.Module: # in eval mode
     "A component on its planned device."
-    return place_component(self.components, self.placement, name, self._load_transformer if name == "transformer" else lambda: None)
+    return place_component(self.components, self.placement, name,
+                           self._load_transformer if name == "transformer" else lambda: None)
 
 @patch
 def _load_transformer(self:Predictor):
@@ -120,7 +133,8 @@ def _load_transformer(self:Predictor):
 @patch
 @contextmanager
 def predicting(self:Predictor):
-    "Context in which components move by the plan. Afterwards the transformer has its mode back, and a training run its components."
+    """Context in which components move by the plan. Afterwards the transformer has its mode back, and a
+    training run its components."""
     parts, running = self.components, self.state.running
     training = "transformer" in parts.loaded and parts.loaded["transformer"].training
     if running or self.encoder is None:
@@ -149,14 +163,16 @@ def _sampling(self:Predictor, schedule, steps, true_cfg_scale, overrides):
     return steps, true_cfg_scale, {**own, **(overrides or {})}
 
 def _converter(output_type): # function of an array
-    if output_type not in ("np", "pil"): raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
+    if output_type not in ("np", "pil"):
+        raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
     return Image.fromarray if output_type == "pil" else lambda a: a
 
 @patch
 def _progress(self:Predictor, edits, steps, show, preview, every):
     sizes = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(e.size for e in edits))
     what = f"{len(edits)} edits at {sizes}" if len(edits) > 1 else f"edit at {sizes}"
-    return EditProgress(steps * len(edits), what, show, preview, every, lambda: self.components.loaded.get("vae"))
+    return EditProgress(steps * len(edits), what, show, preview, every,
+                        lambda: self.components.loaded.get("vae"))
 
 @patch
 def predict(self:Predictor,
@@ -178,12 +194,17 @@ def predict(self:Predictor,
     schedule=None, # name in `qie_nb.sampling.denoising.SCHEDULES`; default `predict.schedule`: as the adapters in use need it
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
-    steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
-    convert, geometry, scheduler = _converter(output_type), replace(self.geometry(), crop=False), self.components.get("scheduler")
-    edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed, generator)
+    steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale,
+                                             scheduler_overrides)
+    convert, geometry, scheduler = _converter(output_type), replace(self.geometry(),
+                                                                    crop=False), self.components.get("scheduler")
+    edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
+                       generator)
     check_sampling(scheduler, edits, factor_of(self.components), steps, scale, overrides)
     watch = self._progress(edits, steps, progress, preview, preview_every)
-    with self.predicting(): out = run_edits(self.encoder, self.at, edits, geometry, steps, scale, overrides, self.components.dtype, on_step, watch)
+    with self.predicting():
+        out = run_edits(self.encoder, self.at, edits, geometry, steps, scale, overrides,
+                        self.components.dtype, on_step, watch)
     why = "as asked" if height and width else f"the first image's aspect at {geometry.control_area} pixels"
     sizes = [[geometry.control(p.size) for p in e.images] for e in edits]
     self.predicted = [dict(size=e.size, why=why, controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
@@ -206,16 +227,20 @@ def predict_cached(self:Predictor,
     schedule=None, # as in `predict`
 ): # uint8 [H, W, 3] or PIL image at the size of the sample's target; a list of them for a list of samples
     "Edit cached samples with their own prompts."
-    steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
-    convert, several, scheduler = _converter(output_type), isinstance(i, (list, tuple)), self.components.get("scheduler")
+    steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale,
+                                             scheduler_overrides)
+    convert, several, scheduler = _converter(output_type), isinstance(i,
+                                                                      (list, tuple)), self.components.get("scheduler")
     indices = list(i) if several else [i]
     dataset, seeds = cached_data(self.data, data), seeds_of(seed, len(indices))
     with self.predicting():
         edits, encoded = zip(*cached_edits(self.data, dataset, indices, scale, seeds))
         check_sampling(scheduler, edits, factor_of(self.components), steps, scale, overrides)
         watch = self._progress(edits, steps, progress, preview, preview_every)
-        out = run_encoded(self.at, scheduler, encoded, edits, steps, scale, overrides, self.components.dtype, on_step, watch, self.encoder.vae_2d)
-    self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed) for e, k in zip(edits, indices)]
+        out = run_encoded(self.at, scheduler, encoded, edits, steps, scale, overrides, self.components.dtype,
+                          on_step, watch, self.encoder.vae_2d)
+    self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed) for e,
+                      k in zip(edits, indices)]
     return [convert(o) for o in out] if several else convert(out[0])
 
 # %% ../nbs/02_predict.ipynb #8a20438c

@@ -110,7 +110,7 @@ def _find(trainer, name) -> FoundAdapter:
 
 def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, true_cfg_scale, scheduler)
     used = [(file, info) for _, file,
-            info in trainer.loras_in_use()] if name == NOW else [found[:2]] if found.file else []
+            info in trainer.adapters.in_use] if name == NOW else [found[:2]] if found.file else []
     s, _ = pick_schedule(trainer.config.predict.schedule if schedule is None else schedule, used)
     return s.steps if steps is None else steps, s.true_cfg_scale if cfg is None else cfg, tuple(s.scheduler.items())
 

@@ -25,7 +25,8 @@ class RunState:
     global_step: int = 0     # completed optimizer steps
     num_epochs: int = 1      # planned epochs
     max_steps: int = 0       # planned optimizer steps
-    loss: object = None      # mean loss of the last step, a tensor: on the device until it is logged, then on the CPU
+    # mean loss of the last step, a tensor: on the device until it is logged, then on the CPU
+    loss: object = None
     grad_norm: object = None # before clipping; as `loss`
     lr: float = 0.           # of the last step
     stop: str = ""           # reason to end the run; empty while it continues
@@ -36,7 +37,8 @@ class RunState:
     whole: bool = True       # False between the adapter's update and counting the step
     save_seconds: float = None # longest save so far
     began: float = None      # time.time() of the last call of `fit`
-    pending: str = ""        # name of an evaluation that a stop interrupted; it is repeated when the run continues
+    # name of an evaluation that a stop interrupted; it is repeated when the run continues
+    pending: str = ""
     suspect: bool = False    # did losses that are not finite end the run?
     best: tuple = None       # (held-out loss, checkpoint's name) of the best checkpoint
     running: bool = False    # within `fit`?
@@ -64,6 +66,20 @@ class RunState:
         if self.global_step >= self.max_steps: self.stop = "done"
         self.whole = True
 
+    def set_lengths(self,
+        train, # `TrainSection`
+        batches:int, # of an epoch
+    ):
+        """Count the remaining steps from the current position, because a forced resume may have epochs of
+        another length."""
+        n = train.gradient_accumulation_steps
+        if self.position >= batches: self.epoch, self.position = self.epoch + 1, 0
+        self.epoch_ended = self.global_step > 0 and self.position == 0
+        # steps of an epoch, and those done in the current one
+        per_epoch, done = -(-batches // n), -(-self.position // n)
+        self.max_steps = train.max_train_steps or self.global_step + (train.num_epochs - self.epoch) * per_epoch - done
+        self.num_epochs = self.epoch + -(-(self.max_steps - self.global_step + done) // per_epoch)
+
     def reset(self):
         "Back to step 0; process, callbacks' handles and printed messages stay."
         kept = ("began", "process", "processes", "poll", "warned")
@@ -84,7 +100,8 @@ def call(
     event:str, # on_train_begin, on_step_end, on_epoch_end or on_train_end
     trainer,
 ):
-    "Call every callback. An error in `on_train_end` does not keep the others from saving and closing; it is raised after them."
+    """Call every callback. An error in `on_train_end` does not keep the others from saving and closing;
+    it is raised after them."""
     failed = None
     for c in callbacks:
         try: getattr(c, event)(trainer)

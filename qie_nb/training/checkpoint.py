@@ -28,7 +28,8 @@ def split_state(
     def put(name, held):
         for k, v in held.items():
             if isinstance(v, dict): put(f"{name}.{k}", v)
-            elif torch.is_tensor(v): tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous() # shared memory is refused
+            # shared memory is refused
+            elif torch.is_tensor(v): tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous()
             else: rest["values"][f"{name}.{k}"] = v
     for i, s in state["state"].items(): put(i, s)
     return tensors, rest
@@ -42,7 +43,8 @@ def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dic
         held = state.setdefault(int(i), {})
         for part in path: held = held.setdefault(part, {})
         held[k] = v
-    groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()} for g in rest["param_groups"]]
+    groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()}
+              for g in rest["param_groups"]]
     return dict(state=state, param_groups=groups)
 
 # %% ../../nbs/training/04_checkpoint.ipynb #61cae4b2
@@ -72,8 +74,10 @@ def write_checkpoint(
     if rng is not None: tensors["rng"] = rng
     save_adapter(new)
     write_atomic(new/"optimizer.safetensors", save(tensors))
-    write_atomic(new/"state.json", json.dumps({**state, "written": time.time(), "optimizer": rest}, indent=1).encode())
-    write_atomic(new/"COMPLETE", json.dumps({p.name: file_digest(p) for p in sorted(new.iterdir())}, indent=1).encode())
+    write_atomic(new/"state.json", json.dumps({**state, "written": time.time(), "optimizer": rest},
+                                              indent=1).encode())
+    write_atomic(new/"COMPLETE", json.dumps({p.name: file_digest(p) for p in sorted(new.iterdir())},
+                                            indent=1).encode())
     if folder.exists(): os.rename(folder, old)
     os.rename(new, folder)
     write_atomic(folder.parent/"latest", folder.name.encode())
@@ -101,7 +105,8 @@ def complete_checkpoints(
 
 def _folders(root) -> list: # of checkpoints, whole or not; a kill can leave one under a name with a dot
     name = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)")
-    return [d for d in (Path(root).iterdir() if Path(root).is_dir() else ()) if name.fullmatch(d.name) and d.is_dir()]
+    return [d for d in (Path(root).iterdir() if Path(root).is_dir() else ()) if name.fullmatch(d.name)
+            and d.is_dir()]
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
@@ -117,7 +122,8 @@ def find_checkpoint(
         if found := complete_checkpoints(root): return found[-1]
         raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r}: no complete checkpoint in {str(root)!r}; start without it")
     if not path.is_dir(): path = Path(root)/path.name if (Path(root)/path.name).is_dir() else path
-    if path.suffix == ".safetensors" or (path.is_dir() and not any((path/n).is_file() for n in ("state.json", "COMPLETE"))):
+    if path.suffix == ".safetensors" or (path.is_dir()
+                                         and not any((path/n).is_file() for n in ("state.json", "COMPLETE"))):
         raise ValueError(f"`resume_checkpoint` {str(which)!r} is a bare LoRA without a training state; "
                          "set `model.lora.pretrained_weight` to start a new run from it")
     if not path.is_dir():
@@ -156,21 +162,25 @@ def keep_newest(
     n:int, # complete ones to keep
     budget_gb:float=None, # GB (1e9 bytes) that all together may take; the newest stays in any case
 ) -> list: # names of the removed
-    "Remove complete checkpoints but the last `n` written and the best; a run resumed from far back keeps its own, not the abandoned ones."
+    """Remove complete checkpoints but the last `n` written and the best; a run resumed from far back
+    keeps its own, not the abandoned ones."""
     root, found = Path(root), complete_checkpoints(root)
     best = (root/"best").read_text().strip() if (root/"best").is_file() else None
     size = lambda d: sum(p.stat().st_size for p in d.iterdir())
     kept = [d for d in found if d in found[-n:] or d.name == best]
-    for d in sorted(kept[:-1], key=lambda d: d.name == best): # over the budget the older go first, the best last
+    # over the budget the older go first, the best last
+    for d in sorted(kept[:-1], key=lambda d: d.name == best):
         if budget_gb and sum(map(size, kept)) > budget_gb * 1e9: kept.remove(d)
-    gone = [d for d in found if d not in kept] + [d for d in _folders(root) if d.name.startswith(".") and d not in found]
+    gone = [d for d in found if d not in kept] + [d for d in _folders(root) if d.name.startswith(".")
+                                                  and d not in found]
     for d in gone: _remove(d)
     for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a save that was killed
     return [d.name for d in gone]
 
 # %% ../../nbs/training/04_checkpoint.ipynb #9e0d7f0c
 class CheckpointCallback(Callback):
-    "Saves every `save_interval` epochs and `save_steps` steps, where the held-out loss is the best so far, and at the end of a run."
+    """Saves every `save_interval` epochs and `save_steps` steps, where the held-out loss is the best so
+    far, and at the end of a run."""
     def on_train_begin(self, t):
         self.saved = t.global_step if t.global_step else None
         if t.global_step and self.better(t.state): self.save(t) # by an evaluation that was made up for
@@ -187,8 +197,10 @@ class CheckpointCallback(Callback):
 
     def on_train_end(self, t):
         c = t.config.train
-        short = t.global_step < t.state.max_steps # not by `stop`, which a signal may change in one process alone
-        wanted = short or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0] # a run cut short is saved in any case
+        # not by `stop`, which a signal may change in one process alone
+        short = t.global_step < t.state.max_steps
+        # a run cut short is saved in any case
+        wanted = short or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0]
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.prune_checkpoints() # the last save may have been killed at just that
 

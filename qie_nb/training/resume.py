@@ -26,15 +26,22 @@ from .callbacks import RunState
 from .run_adapters import RunAdapters
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
-RUN_KEYS = ("model.lora.r", "model.lora.lora_alpha", "model.lora.target_modules", "model.lora.use_rslora", "model.lora.use_dora",
-            "model.lora.lora_dropout", "data.image_size", "data.crop", "data.control_area", "data.vl_area", "data.caption_dropout_rate",
-            "data.shuffle", "train.seed", "train.gradient_accumulation_steps", "train.timestep_sampling", "train.continuous_timesteps",
-            "train.loss_weighting", "train.mask_min_weight", "train.ema_decay", "train.val_fraction", "optimizer.name")
+RUN_KEYS = ("model.lora.r", "model.lora.lora_alpha", "model.lora.target_modules", "model.lora.use_rslora",
+            "model.lora.use_dora",
+            "model.lora.lora_dropout", "data.image_size", "data.crop", "data.control_area", "data.vl_area",
+            "data.caption_dropout_rate",
+            "data.shuffle", "train.seed", "train.gradient_accumulation_steps", "train.timestep_sampling",
+            "train.continuous_timesteps",
+            "train.loss_weighting", "train.mask_min_weight", "train.ema_decay", "train.val_fraction",
+            "optimizer.name")
 _ONLY_WITH = {"train.timestep_shift": ("train.timestep_sampling", "fixed_shift"),
               **{f"train.logit_{x}": ("train.timestep_sampling", "logit_normal") for x in ("mean", "std")}}
-FREE_KEYS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "train.max_grad_norm",
-             "lr_scheduler.scheduler_type", "lr_scheduler.warmup_steps", "train.max_train_steps", "train.num_epochs",
-             "train.gradient_checkpointing", "train.compile", "train.adapter_dtype", "train.blocks_to_swap", "train.model_parallel_devices",
+FREE_KEYS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
+             "train.max_grad_norm",
+             "lr_scheduler.scheduler_type", "lr_scheduler.warmup_steps", "train.max_train_steps",
+             "train.num_epochs",
+             "train.gradient_checkpointing", "train.compile", "train.adapter_dtype", "train.blocks_to_swap",
+             "train.model_parallel_devices",
              "train.device", "model.modulation_table") # may change on resume; changes are printed
 _OLD = {"train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
         "train.model_parallel_devices": "train.transformer_devices"} # names in version 1's checkpoints
@@ -58,10 +65,13 @@ def settings_metadata(
 ) -> dict: # {dotted name: value}
     "The settings that a step depends on."
     out = {name: value_of(config, name) for name in RUN_KEYS}
-    out |= {name: value_of(config, name) for name, (other, value) in _ONLY_WITH.items() if value_of(config, other) == value}
+    out |= {name: value_of(config, name) for name,
+            (other, value) in _ONLY_WITH.items() if value_of(config, other) == value}
     out["model.lora.lora_alpha"] = out["model.lora.lora_alpha"] or out["model.lora.r"]
-    if isinstance(out["model.lora.target_modules"], list): out["model.lora.target_modules"] = sorted(out["model.lora.target_modules"])
-    return out | {"model.quantize": quantize or "none", "dtype of the base": dtype, "data.batch_size x processes": samples}
+    if isinstance(out["model.lora.target_modules"], list):
+        out["model.lora.target_modules"] = sorted(out["model.lora.target_modules"])
+    return out | {"model.quantize": quantize or "none", "dtype of the base": dtype,
+                  "data.batch_size x processes": samples}
 
 def changed_settings(
     was:dict, # configuration of the checkpoint
@@ -69,7 +79,8 @@ def changed_settings(
 ) -> str: # "" if nothing changed
     "Settings that may change on resume, and did."
     before = {k: value_of(was, _OLD.get(k, k)) or value_of(was, k) for k in FREE_KEYS}
-    return "; ".join(f"`{k}` {v} -> {value_of(config, k)}" for k, v in before.items() if v != value_of(config, k))
+    return "; ".join(f"`{k}` {v} -> {value_of(config, k)}" for k,
+                     v in before.items() if v != value_of(config, k))
 
 # %% ../../nbs/training/05_resume.ipynb #10eb5dd0
 def sample_digest(
@@ -92,21 +103,24 @@ def _data_difference(was, now) -> str:
     gone, new = sorted(was.keys() - now.keys()), sorted(now.keys() - was.keys())
     other = sorted(k for k in was.keys() & now.keys() if was[k] != now[k])
     few = lambda ids: ", ".join(map(repr, ids[:3])) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
-    found = [f"{word} {few(ids)}" for word, ids in (("without", gone), ("new", new), ("changed", other)) if ids]
+    found = [f"{word} {few(ids)}" for word, ids in (("without", gone), ("new", new), ("changed", other))
+             if ids]
     return f"data set: {len(was)} samples in the checkpoint, {len(now)} now ({'; '.join(found)})"
 
 def diff_runs(
     was:dict, # fingerprint of the checkpoint
     now:dict, # fingerprint of this run
 ) -> list: # one sentence each
-    "Differences between a checkpoint's run and this one. Facts that an older checkpoint lacks are not compared."
+    """Differences between a checkpoint's run and this one. Facts that an older checkpoint lacks are not
+    compared."""
     new_name = {old: new for new, old in _OLD.items()}
     before = {new_name.get(k, k): v for k, v in was.get("settings", {}).items()}
     found = [f"`{k}`: {v} in the checkpoint, {now['settings'].get(k)} now" for k, v in before.items()
              if k in now["settings"] and v != now["settings"][k]]
     found += [f"{name}: {was[name]} in the checkpoint, {now[name]} now" for name in ("base", "encoders")
               if was.get(name) and now.get(name) and was[name] != now[name]]
-    if was.get("data") and now.get("data") and was["data"] != now["data"]: found.append(_data_difference(was["data"], now["data"]))
+    if was.get("data") and now.get("data") and was["data"] != now["data"]:
+        found.append(_data_difference(was["data"], now["data"]))
     return found
 
 def check_same_run(
@@ -119,7 +133,7 @@ def check_same_run(
     found = "; ".join(diff_runs(was, now))
     if not found: return
     if force: return print(f"checkpoint {name} is of another run, resumed by `train.force_resume`: {found}")
-    raise ValueError(f"checkpoint {name} is of another run: {found}; undo these changes, start a new run in another `train.output_dir`, "
+    raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in another `train.output_dir`, "
                      "or set `train.force_resume` (--force)")
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce
@@ -146,6 +160,8 @@ class RunResume:
     @property
     def root(self) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
+    def checkpoint_root(self) -> Path: return self.root
+
     def make_fingerprint(self,
         loader, # of the training data
     ) -> dict: # JSON-ready
@@ -156,8 +172,10 @@ class RunResume:
         settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
                                      getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
         self.fingerprint = dict(
-            settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}", data=data_metadata(dataset),
-            encoders=" ".join(str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders) or None)
+            settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
+            data=data_metadata(dataset),
+            encoders=" ".join(str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders)
+            or None)
         return self.fingerprint
 
 # %% ../../nbs/training/05_resume.ipynb #55e92c0f
@@ -172,7 +190,8 @@ def save(self:RunResume,
     skipped:int=0, # steps skipped because the loss was not finite
 ) -> Path:
     "Write a complete checkpoint."
-    if optimizer is None: raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), first")
+    if optimizer is None:
+        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), first")
     began, s, a = time.time(), self.state, self.adapters
     tr, ema, optimizer = a.modulation.transformer(), a.ema, full_state(optimizer.state_dict())
     files = {lora.WEIGHT_NAME: ("raw", lora.lora_state(tr))}
@@ -181,10 +200,13 @@ def save(self:RunResume,
     folder = self.root/ckpt.checkpoint_name(epoch, global_step, by_epoch)
     if s.is_main:
         about = a.metadata()
-        facts = dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position, skipped=skipped,
-                     ema_updates=ema.n if ema else None, pending=s.pending, best=s.best, metrics=dict(s.metrics),
+        facts = dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
+                     skipped=skipped,
+                     ema_updates=ema.n if ema else None, pending=s.pending, best=s.best,
+                     metrics=dict(s.metrics),
                      config=json.loads(self.config.model_dump_json()), model=about, run=self.fingerprint)
-        write = lambda to: [lora.save_lora(tr, to/f, about | dict(weights=w), state=t) for f, (w, t) in files.items()]
+        write = lambda to: [lora.save_lora(tr, to/f, about | dict(weights=w), state=t) for f,
+                            (w, t) in files.items()]
         ckpt.write_checkpoint(folder, write, optimizer, facts, torch.get_rng_state())
     s.save_seconds = max(s.save_seconds or 0., time.time() - began)
     return folder
@@ -192,7 +214,9 @@ def save(self:RunResume,
 @patch
 def prune(self:RunResume):
     "Remove older checkpoints, and partial ones of a run that was killed."
-    if self.state.is_main: ckpt.keep_newest(self.root, self.config.train.keep_checkpoints, self.config.train.checkpoint_budget_gb)
+    if self.state.is_main:
+        ckpt.keep_newest(self.root, self.config.train.keep_checkpoints,
+                         self.config.train.checkpoint_budget_gb)
 
 # %% ../../nbs/training/05_resume.ipynb #87e559f7
 @torch.no_grad()
@@ -213,7 +237,8 @@ def find(self:RunResume,
     "Find and read a checkpoint. Raises ValueError if it belongs to another run."
     folder = ckpt.find_checkpoint(which, self.root)
     state, optimizer, rng = ckpt.read_checkpoint(folder)
-    if fingerprint is not None: check_same_run(folder.name, state.get("run") or {}, fingerprint, self.config.train.force_resume)
+    if fingerprint is not None:
+        check_same_run(folder.name, state.get("run") or {}, fingerprint, self.config.train.force_resume)
     return SavedRun(folder, state, optimizer, rng)
 
 @patch
@@ -239,7 +264,9 @@ def restore(self:RunResume,
     s.pending, s.metrics, s.best = was.get("pending", ""), {}, was.get("best") and tuple(was["best"])
     s.whole, s.suspect, self.resumed_from = True, False, saved.folder
     changed = changed_settings(was["config"], self.config)
-    if s.is_main: print(f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done" + f"; {changed}" * bool(changed))
+    if s.is_main:
+        print(f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
+              + f"; {changed}" * bool(changed))
 
 # %% ../../nbs/training/05_resume.ipynb #5bd9d23a
 @patch
@@ -259,7 +286,9 @@ def check_output(self:RunResume):
         folder = self.config.train.output_dir
         raise ValueError(f"`train.output_dir` {folder!r} cannot be written ({e.strerror}); set it to a writable folder") from None
     modulation = self.adapters.modulation
-    items = run_items(self.config, memory_query(self.config, modulation.transformer_config(), self.components.dtype.itemsize))
+    items = run_items(self.config, memory_query(self.config, modulation.transformer_config(),
+                                                self.components.dtype.itemsize))
     if table := sum(modulation.table_bytes()):
-        items.append(Item("modulation table", table, modulation._empty_table().cache.cache_dir, "is not there yet"))
+        items.append(Item("modulation table", table, modulation._empty_table().cache.cache_dir,
+                          "is not there yet"))
     DiskPlan(items, detect_environment()).check()

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ..config import make_config
 from ..data.images import Geometry
 from ..lora import adapters as lora
@@ -39,6 +37,9 @@ class RunAdapters:
         self.modulation = modulation or RunModulation(components, self.config, self.state)
         self.loaded = {"default": LoadedLora("default", "", {})}
         self.ema = None # running mean of the trained adapter's parameters
+        self.data = None # `RunData`, for the model card
+
+    def active_adapters(self) -> dict: return self.active
 
     @property
     def in_memory(self) -> dict: # {adapter name: peft's configuration}
@@ -71,8 +72,10 @@ def geometry(self:RunAdapters,
     data=None, # `DataSection` of a data set with its own settings
 ) -> Geometry:
     "Image sizes: from the configuration, else from the adapter, else the model's own."
-    d, areas = data or self.config.data, self.components.areas | {k: v for k, v in self.origin.items() if k in _SIZES}
-    return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])
+    d, areas = data or self.config.data, self.components.areas | {k: v for k,
+                                                                  v in self.origin.items() if k in _SIZES}
+    return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"],
+                    d.vl_area or areas["vl_area"])
 
 @patch
 def warn_differences(self:RunAdapters):
@@ -90,12 +93,14 @@ def warn_differences(self:RunAdapters):
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
 def start(self:RunAdapters):
-    "Load the transformer and add the adapter that will be trained; `model.lora.pretrained_weight` gives its first weights."
+    """Load the transformer and add the adapter that will be trained; `model.lora.pretrained_weight` gives
+    its first weights."""
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
     try: self._set_origin(lora.start_lora(tr, c, self.config.train.seed) or self.origin)
-    except KeyboardInterrupt: self.components.drop("transformer"); raise # only some layers may have their adapter
+    # only some layers may have their adapter
+    except KeyboardInterrupt: self.components.drop("transformer"); raise
 
 @patch
 def load_trained(self:RunAdapters,
@@ -103,15 +108,13 @@ def load_trained(self:RunAdapters,
 ):
     "Load the adapter of a checkpoint to train it further."
     self.pick_modulation(adapters=lora.lora_layers(file))
-    self._set_origin(lora.load_lora(self.modulation.transformer(), file, trainable=True))
+    tr = self.modulation.transformer()
+    self._set_origin(lora.load_lora(tr, file, trainable=True))
+    lora.set_dropout(tr, self.config.model.lora.lora_dropout)
 
 @patch
-def _set_origin(self:RunAdapters, info): self.loaded = self.loaded | {"default": LoadedLora("default", "", info)}
-
-@patch
-def set_dropout(self:RunAdapters):
-    "Give the trained adapter's layers `model.lora.lora_dropout`, whatever its file says."
-    lora.set_dropout(self.modulation.transformer(), self.config.model.lora.lora_dropout)
+def _set_origin(self:RunAdapters, info): self.loaded = self.loaded | {"default": LoadedLora("default", "",
+    info)}
 
 # %% ../../nbs/training/07_run_adapters.ipynb #d21db8d0
 @patch
@@ -128,7 +131,9 @@ def pick_modulation(self:RunAdapters,
                          "load the adapter in another trainer, or set `model.modulation_table` to false")
     self.components.drop("transformer")
     self.modulation.transformer(pick=False)
-    if others: self._load(parse_loras([dict(path=str(a.file), name=a.name, weight=weights.get(a.name, 1.)) for a in others]))
+    if others:
+        self._load(parse_loras([dict(path=str(a.file), name=a.name, weight=weights.get(a.name, 1.))
+                                for a in others]))
 
 # %% ../../nbs/training/07_run_adapters.ipynb #65098b2a
 @patch
@@ -143,9 +148,19 @@ def load(self:RunAdapters,
     self.warn_differences()
 
 @patch
+def load_one(self:RunAdapters,
+    path, # file, folder or hub id, in diffusers' or ComfyUI's format
+    adapter_name:str="default", # an adapter of this name is replaced
+    weight:float=1.0, # factor on the adapter's own scale
+):
+    "Load an adapter for prediction and use it alone, with the image sizes it was trained at."
+    self.load([dict(path=path, weight=weight, name=adapter_name)])
+
+@patch
 def _load(self:RunAdapters, wanted, files=None):
     tr = self.modulation.gathered()
-    read, new, before = [lora.read_fitting(tr, f) for f in files or [w.path for w in wanted]], [], lora.active_loras(tr)
+    read, new, before = [lora.read_fitting(tr, f) for f in files
+                         or [w.path for w in wanted]], [], lora.active_loras(tr)
     with nullcontext() if any(w.name == "default" for w in wanted) else keep_trainable(tr):
         try:
             for w, r in zip(wanted, read):
@@ -175,11 +190,14 @@ def use(self:RunAdapters,
 ):
     "Use these adapters together and no others."
     tr, names = self.components.loaded.get("transformer"), [names] if isinstance(names, str) else list(names)
-    weights = list(weights) if isinstance(weights, (list, tuple)) else [1.0 if weights is None else weights] * len(names)
+    weights = list(weights) if isinstance(weights,
+                                          (list, tuple)) else [1.0 if weights is None
+                                                               else weights] * len(names)
     if len(names) != len(weights) or len(set(names)) < len(names):
         raise ValueError(f"`names` and `weights` must have the same length and each name once, got {names} and {weights}; "
                          "give a weight for each")
-    if tr is None and names: raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
+    if tr is None and names:
+        raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
     if tr is not None: lora.use_loras(tr, dict(zip(names, weights)))
     self.warn_differences()
 
@@ -209,13 +227,15 @@ def sampling(self:RunAdapters,
     steps:int=None, # the caller's
     true_cfg_scale:float=None, # the caller's
 ) -> Sampling:
-    "Steps, guidance and scheduler changes of the adapters in use; a schedule found by itself is printed with its reason."
+    """Steps, guidance and scheduler changes of the adapters in use; a schedule found by itself is printed
+    with its reason."""
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(a.file, a.info) for a in self.in_use])
     if s.name != "none" and not why.startswith("asked"):
         self.state.warn_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; "
                              "`schedule` none samples with the model's own")
-    return Sampling(s.steps if steps is None else steps, s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler))
+    return Sampling(s.steps if steps is None else steps,
+                    s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler))
 
 # %% ../../nbs/training/07_run_adapters.ipynb #920cc2fa
 @patch
@@ -256,7 +276,8 @@ def save(self:RunAdapters,
     format:str="diffusers", # or comfyui
     schedule=None, # sampling schedule to store for `predict`: a name of `qie_nb.sampling.denoising.SCHEDULES`, or a dict with steps
 ) -> Path: # the file; None in processes that do not write it
-    "Write the adapter (its running mean if there is one) with base and sizes in its header. Every process takes part, one writes."
+    """Write the adapter (its running mean if there is one) with base and sizes in its header. Every
+    process takes part, one writes."""
     if "default" not in (there := self.in_memory):
         others = f" ({', '.join(there)} can only be used: only adapter 'default' is trained and saved)" if there else ""
         raise ValueError(f"there is no adapter to save; call set_lora(), fit() or load_lora() first{others}")
@@ -269,8 +290,6 @@ def save(self:RunAdapters,
 @patch
 def publish(self:RunAdapters,
     folder, # gets the LoRA, README.md and samples/
-    samples=(), # training samples, for the card
-    validation=None, # held-out pairs, for the card
     images=None, # paths, or (path, caption); default the last evaluation's
     repo_id:str=None, # owner/name on the hub; None uploads nothing
     private:bool=True, # visible to you alone?
@@ -278,12 +297,23 @@ def publish(self:RunAdapters,
     "Write LoRA and model card to a folder and, if a repository is named, push them to the hub."
     from qie_nb.lora.model_card import card_settings, push_to_hub, write_model_card
     self.save(folder)
+    samples, validation = (self.data.samples or (), self.data.validation) if self.data is not None else ((),
+        None)
     best, captions = self.state.best, list(dict.fromkeys(s.prompt for s in samples))[:20]
     facts = self.metadata() | dict(
-        base_model=self.config.model.pretrained_model_name_or_path, samples=len(samples) or None, captions=captions,
-        held_out=len(validation) if validation else None, controls=max((len(s.controls) for s in samples), default=None),
-        settings=card_settings(self.config), held_out_loss=self.state.metrics.get("held_out_loss") or (best[0] if best else None))
-    seen = sorted((Path(self.config.train.output_dir)/"checkpoints"/"inference").glob("*/*.jpg"), key=lambda p: p.stat().st_mtime)
+        base_model=self.config.model.pretrained_model_name_or_path, samples=len(samples) or None,
+        captions=captions,
+        held_out=len(validation) if validation else None,
+        controls=max((len(s.controls) for s in samples), default=None),
+        settings=card_settings(self.config), held_out_loss=self.state.metrics.get("held_out_loss")
+        or (best[0] if best else None))
+    seen = sorted((Path(self.config.train.output_dir)/"checkpoints"/"inference").glob("*/*.jpg"),
+                  key=lambda p: p.stat().st_mtime)
     last = [p for p in seen if p.parent == seen[-1].parent][:8] if images is None and seen else images or []
     write_model_card(folder, facts, last, *([repo_id] if repo_id else []))
     return push_to_hub(folder, repo_id, private) if repo_id else str(folder)
+
+@patch
+def push_to_hub(self:RunAdapters, repo_id:str, private:bool=True) -> str: # the address
+    "Publish the adapter as `owner/name`."
+    return self.publish(Path(self.config.train.output_dir)/"lora", repo_id=repo_id, private=private)

@@ -18,6 +18,7 @@ from ..data.images import Geometry, crop_to, open_image
 from ..data.samples import Samples, find_samples, split_held_out
 from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
+from ..encoding.vae import decode_latents
 from ..models.components import prompt_text
 from ..models.quantize import check_device
 from . import step
@@ -45,7 +46,8 @@ class RunData:
 
     def _own_geometry(self, data=None):
         d, areas = data or self.config.data, self.components.areas
-        return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"], d.vl_area or areas["vl_area"])
+        return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"],
+                        d.vl_area or areas["vl_area"])
 
     def open_cache(self): # `EmbeddingCacheManager`, or None
         return EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None
@@ -60,7 +62,8 @@ def make_loader(self:RunData,
     "The loader to train on, with deterministic buckets and without the held-out pairs."
     c = self.config
     if train_dataloader is None: dataset = ImageDataset(c)
-    elif isinstance(getattr(train_dataloader, "dataset", None), ImageDataset): dataset = train_dataloader.dataset
+    elif isinstance(getattr(train_dataloader, "dataset", None), ImageDataset):
+        dataset = train_dataloader.dataset
     else: return train_dataloader
     if dataset.cache is None or not self.use_cache: dataset.cache = self.open_cache()
     self.set_geometry_and_identity(dataset)
@@ -74,15 +77,19 @@ def make_loader(self:RunData,
     if held and c.train.val_path: self.skip_unreadable(self.validation)
     if len(self.samples) < len(dataset): dataset = self.subset(dataset, self.samples)
     given = getattr(train_dataloader, "batch_sampler", None)
-    if isinstance(given, BucketBatchSampler): size, seed, shuffle = given.batch_size, given.seed, given.shuffle
-    else: size, seed, shuffle = getattr(train_dataloader, "batch_size", None) or c.data.batch_size, c.train.seed, c.data.shuffle
+    if isinstance(given, BucketBatchSampler):
+        size, seed, shuffle = given.batch_size, given.seed, given.shuffle
+    else:
+        size, seed, shuffle = getattr(train_dataloader, "batch_size",
+                                      None) or c.data.batch_size, c.train.seed, c.data.shuffle
     workers = getattr(train_dataloader, "num_workers", c.data.num_workers)
     return loader(dataset, batch_size=size, seed=seed, shuffle=shuffle, num_workers=workers)
 
 @patch
 def _val_samples(self:RunData):
     try: return find_samples(self.config.train.val_path) if self.config.train.val_path else []
-    except (ValueError, FileNotFoundError) as e: raise type(e)(str(e).replace("`data.dataset_path`", "`train.val_path`")) from None
+    except (ValueError, FileNotFoundError) as e: raise type(e)(str(e).replace("`data.dataset_path`",
+        "`train.val_path`")) from None
 
 # %% ../../nbs/training/06_run_data.ipynb #7330f1c6
 @patch
@@ -94,7 +101,9 @@ def set_geometry_and_identity(self:RunData, dataset):
     dataset.areas = self.components.areas
     if dataset.cache is None: return dataset.refresh()
     if self.components.has_encoders(): dataset.refresh(self.components.identity())
-    else: dataset.trust_manifest(variant=self.components.variant.name, dtype=str(self.components.dtype).removeprefix("torch."))
+    else:
+        dataset.trust_manifest(variant=self.components.variant.name,
+                               dtype=str(self.components.dtype).removeprefix("torch."))
 
 # %% ../../nbs/training/06_run_data.ipynb #aa783ba2
 @patch
@@ -157,8 +166,11 @@ def unload_encoders(self:RunData):
 @patch
 def encoding(self:RunData, enc):
     "Context in which an out-of-memory error names settings that help, and unloads the encoders."
-    size = lambda name: sum(p.stat().st_size for p in (self.components.folder_of(name)/name).glob("*.safetensors"))
-    return memory_advice("encoding", lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")}), enc.unload)
+    size = lambda name: sum(p.stat().st_size
+                            for p in (self.components.folder_of(name)/name).glob("*.safetensors"))
+    return memory_advice("encoding", lambda: encoder_advice(self.config,
+                                                            {n: size(n) for n in ("text_encoder", "vae")}),
+                                                            enc.unload)
 
 # %% ../../nbs/training/06_run_data.ipynb #43a212be
 @patch
@@ -167,7 +179,8 @@ def cache_embeddings(self:RunData,
     start_idx:int=0, # first sample
     end_idx:int=None, # one past the last
 ): # `Report`
-    "Precompute latents and prompt embeddings of all pairs into the cache, and the modulation table for training."
+    """Precompute latents and prompt embeddings of all pairs into the cache, and the modulation table for
+    training."""
     c, dataset = self.config, getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None: dataset.cache = self.open_cache()
     if dataset.cache is None:
@@ -175,12 +188,15 @@ def cache_embeddings(self:RunData,
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if whole and self.modulation is not None else ()
-    with self.encoding(enc): report = precompute(dataset, enc, start_idx, end_idx, c.cache.verify, c.cache.prefetch, table)
+    table = shard(self.modulation.table_bytes(dataset.cache,
+                                              dataset)) if whole and self.modulation is not None else ()
+    with self.encoding(enc):
+        report = precompute(dataset, enc, start_idx, end_idx, c.cache.verify, c.cache.prefetch, table)
     if c.train.val_path and whole:
         validation = self.subset(dataset, self._val_samples(), caption_dropout_rate=0.)
         self.skip_bad_prompts(validation)
-        with self.encoding(enc): report += precompute(validation, enc, 0, None, c.cache.verify, c.cache.prefetch)
+        with self.encoding(enc):
+            report += precompute(validation, enc, 0, None, c.cache.verify, c.cache.prefetch)
     enc.unload()
     if whole and self.modulation is not None: self.modulation.cache_table(dataset.cache, dataset)
     self.cache_exist = True
@@ -196,7 +212,8 @@ def cache_step(self:RunData,
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
     device = lambda d: d and check_device(str(d))
-    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), device(vae_device), device(text_device))
+    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), device(vae_device),
+                       device(text_device))
     enc.cache.add_identity(enc.identity)
     dataset = self._dataset_of(batch, enc)
     return [enc.encode_sample(dataset, i) for i in range(len(dataset))]
@@ -214,7 +231,8 @@ def encode_batch(self:RunData, batch) -> dict:
     if self.filler is None: self.filler = self.encoder(self.open_cache())
     if self.filler.cache is not None: self.filler.cache.add_identity(self.filler.identity)
     dataset = self._dataset_of(batch, self.filler) if "sample" in batch else None
-    with self.encoding(self.filler): return step.encode_batch(self.filler, batch, self.geometry(getattr(batch, "config", None)), dataset)
+    with self.encoding(self.filler):
+        return step.encode_batch(self.filler, batch, self.geometry(getattr(batch, "config", None)), dataset)
 
 # %% ../../nbs/training/06_run_data.ipynb #697d5bf7
 @patch
@@ -231,3 +249,13 @@ def encode_prompt_image_embedding(self:RunData, prompt, image, device=None) -> t
     encoder = self.encoder(None, None, device and check_device(str(device)))
     embed, mask = encoder.prompt(prompt, [crop_to(open_image(i), g.aspect) for i in images], g)
     return embed[None], mask[None]
+
+@patch
+def _encode_empty_prompt(self:RunData, image, device=None) -> tuple: # ([1, L, D], [1, L] bool)
+    "Embedding of the empty prompt, which depends on the control images."
+    return self.encode_prompt_image_embedding("", image, device)
+
+@patch
+def decode_vae_latent(self:RunData, latents): # uint8 [B, H, W, 3]
+    "Images of normalized latents [B, C, 1, h, w]."
+    return decode_latents(self.components.get("vae"), latents)

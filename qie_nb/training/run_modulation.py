@@ -13,14 +13,20 @@ import torch
 from ..cache import EmbeddingCacheManager
 from ..config import make_config
 from ..data.dataset import ImageDataset
+from ..devices.block_swap import offload_checkpoint_inputs
+from ..devices.compile import compile_choice, set_up, watch_attention
+from ..devices.distributed import prepare_distributed
 from ..devices.fp16 import enable_fp16
 from ..devices.model_parallel import weight_placement
+from ..lora import adapters as lora
 from ..lora.adapters import check_targets, is_target
-from ..models.components import check_weights
+from ..models.components import COMPONENTS, check_weights
 from ..models.hub import transformer_digest
 from ..models.loading import empty_model, source_checkpoint
-from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, table_of, training_times,
+from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, table_of,
+                                      training_times,
                                       use_modulation_table, uses_modulation)
+from ..models import prequantize
 from ..sampling.denoising import sampling_schedule
 from ..sampling.edits import factor_of
 from .callbacks import RunState
@@ -47,7 +53,8 @@ class RunModulation:
         return table_of(self.components.loaded.get("transformer"))
 
     def _set_placement(self): # where the weights are kept
-        if placement := weight_placement(self.config, self.device, self.components.quantize.get("transformer")):
+        if placement := weight_placement(self.config, self.device,
+                                         self.components.quantize.get("transformer")):
             self.components.placements["transformer"] = placement
 
 # %% ../../nbs/training/08_run_modulation.ipynb #31b32307
@@ -63,6 +70,14 @@ def transformer(self:RunModulation,
         self._set_placement()
     tr = self.components.get("transformer")
     return enable_fp16(tr) if self.fp16 else tr
+
+@patch
+def load_model(self:RunModulation,
+    *names, # components; default all
+):
+    "Load components now instead of when they are first needed, and print what was loaded."
+    for n in names or COMPONENTS: self.transformer() if n == "transformer" else self.components.get(n)
+    print(self.components)
 
 @patch
 def gathered(self:RunModulation): # QwenImageTransformer2DModel
@@ -90,12 +105,14 @@ def why_layers(self:RunModulation,
     adapters=(), # layers of adapters that will be loaded
 ) -> str: # "" if a table is enough
     "Why the transformer needs its modulation layers."
-    if self.transformer_config().get("use_additional_t_cond"): return "this transformer's modulation depends on more than the timestep"
+    if self.transformer_config().get("use_additional_t_cond"):
+        return "this transformer's modulation depends on more than the timestep"
     targets = self.config.model.lora.target_modules
     trained = [n for n in uses_modulation(self._layers()) if is_target(targets, n)] if training else []
     if trained: return f"`model.lora.target_modules` names {trained[0]}, so its output will change"
     tr = self.components.loaded.get("transformer")
-    found = uses_modulation([*adapters, *(n for n, _ in tr.named_parameters() if "lora_" in n)] if tr is not None else adapters)
+    found = uses_modulation([*adapters, *(n for n, _ in tr.named_parameters() if "lora_" in n)]
+                            if tr is not None else adapters)
     return f"the adapter has {found[0]}" if found else ""
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
@@ -109,7 +126,8 @@ def pick(self:RunModulation,
     if training: check_targets(self.config.model.lora, self._layers())
     if source_checkpoint(folder := parts.folder/"transformer").get("table"):
         why = self.why_layers(training, adapters) if setting else "`model.modulation_table` is false"
-        if why: raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has no modulation layers, only a table of them; "
+        if why:
+            raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has no modulation layers, only a table of them; "
                                  "name the full model")
         setting = True
     if not setting or not training and not adapters and setting != True: return ""
@@ -119,11 +137,36 @@ def pick(self:RunModulation,
         self.transformer(pick=False) # with its layers, if it was not loaded
         return why if self.table is not None else ""
     loaded = "transformer" in parts.loaded
-    if self.table is not None or not loaded and "transformer" in parts.prepare or not training and setting != True: return ""
+    if self.table is not None or not loaded and "transformer" in parts.prepare or not training and setting != True:
+        return ""
     table = self.make_table()
     if loaded: use_modulation_table(self.gathered(), table)
     else: parts.prepare["transformer"] = lambda model: use_modulation_table(model, table)
     return ""
+
+# %% ../../nbs/training/08_run_modulation.ipynb #d924d402
+@patch
+def prepare_training(self:RunModulation,
+    accelerator, # accelerate's
+    samples:int=0, # of an epoch; 0 if not known
+): # the wrapper that the training step calls, or None
+    """Set up the transformer with its adapter: dtypes, checkpointing, compilation, and the wrapper for
+    several processes."""
+    tr, t, d = self.transformer(), self.config.train, self.device
+    lora.assert_float32(tr)
+    lora.adapters_in_base_dtype(tr, t.adapter_dtype != "float32" and self.components.dtype != torch.float32)
+    wrapped = prepare_distributed(tr, accelerator)
+    per_step = self.config.data.batch_size * t.gradient_accumulation_steps
+    steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None # None: not known
+    compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations)
+    if compiled:
+        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` false avoids it")
+    elif t.compile is True or t.compile is not False and d.type == "cuda":
+        self.state.warn_once(f"blocks run uncompiled: {why}")
+    set_up(tr, t.gradient_checkpointing, compiled)
+    if t.offload_activations: offload_checkpoint_inputs(tr, d)
+    watch_attention(tr)
+    return None if wrapped is tr else wrapped
 
 # %% ../../nbs/training/08_run_modulation.ipynb #5fe2cfa5
 @patch
@@ -131,9 +174,12 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
     folder = self.components.folder_of("transformer")/"transformer"
     c, cache, origin = self.config.cache, cache or self.cache, source_checkpoint(folder)
     if cache is None and c.use_cache and c.cache_dir: cache = EmbeddingCacheManager(c.cache_dir)
-    if origin.get("table"): cache = EmbeddingCacheManager([folder/"modulation", *([d.folder for d in cache.layers] if cache else [])])
+    if origin.get("table"):
+        cache = EmbeddingCacheManager([folder/"modulation",
+                                       *([d.folder for d in cache.layers] if cache else [])])
     dtype = getattr(torch, origin["table_dtype"]) if origin.get("table") else self.components.dtype
-    return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"], None if origin else folder, cache)
+    return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"],
+                           None if origin else folder, cache)
 
 @patch
 def _training_sets(self:RunModulation, dtype) -> dict: # {times: label}
@@ -146,7 +192,8 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times beyond 
     scheduler, out = self.components.get("scheduler"), {}
     for tokens in sorted(self.target_tokens(dataset)):
         for steps in self.config.model.modulation_table_steps:
-            times = extra_timesteps(model_timesteps(sampling_schedule(scheduler, steps, tokens).timesteps, dtype), dtype)
+            times = extra_timesteps(model_timesteps(sampling_schedule(scheduler, steps, tokens).timesteps,
+                                                    dtype), dtype)
             if times: out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
     return out
 
@@ -154,7 +201,8 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times beyond 
 def target_tokens(self:RunModulation, dataset=None) -> set: # packed tokens of a target, for each size in the data
     "Token counts of the data's targets; of `data.image_size` without data."
     d, side = self.config.data, 2 * factor_of(self.components)
-    if dataset is None and d.dataset_path is None: return {d.image_size[0] // side * (d.image_size[1] // side)}
+    if dataset is None and d.dataset_path is None:
+        return {d.image_size[0] // side * (d.image_size[1] // side)}
     dataset = dataset or ImageDataset(self.config)
     dataset.areas = self.components.areas
     return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
@@ -169,11 +217,19 @@ def table_sets(self:RunModulation,
     return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
 
 @patch
-def sets_for_copy(self:RunModulation): # function of a dtype, or None
-    "`table_sets` for a prequantized copy, or None if the copy must keep the modulation layers."
+def save_prequantized(self:RunModulation,
+    folder, # new, or that of an interrupted call
+    encoders:bool=True, # the text encoder, VAE, tokenizer and processor too?
+    table_dtype=None, # of the table's rows, default the checkpoint's
+    part_bytes:int=10**9, # most bytes of a file
+): # `folder`
+    """Write the model's prequantized copy, with a table instead of the modulation layers if they are not
+    trained."""
     why = self.why_layers() if self.config.model.modulation_table else "`model.modulation_table` is false"
-    self.state.warn_once(f"the modulation layers are kept, quantized, and no table is made: {why}" if why else "")
-    return None if why else self.table_sets
+    self.state.warn_once(f"the modulation layers are kept, quantized, and no table is made: {why}" if why
+                         else "")
+    return prequantize.save_prequantized(self.components, folder, None if why else self.table_sets, encoders,
+                                         table_dtype, part_bytes)
 
 @patch
 def _hub_sets(self:RunModulation) -> dict: # {times: label}; {} if the modulation layers are needed
@@ -197,8 +253,11 @@ def make_table(self:RunModulation,
 @patch
 def _table_is_needed(self:RunModulation, cache=None) -> bool:
     c = self.config
-    here = any((self.components.folder/"transformer").glob("*.safetensors")) # precompute alone downloads no transformer
-    if not c.model.modulation_table or not here or cache is None and not (c.cache.use_cache and c.cache.cache_dir): return False
+    # precompute alone downloads no transformer
+    here = any((self.components.folder/"transformer").glob("*.safetensors"))
+    if not c.model.modulation_table or not here or cache is None and not (c.cache.use_cache
+        and c.cache.cache_dir):
+        return False
     why = self.why_layers()
     self.state.warn_once(f"no modulation table: {why}" if why else "")
     return not why

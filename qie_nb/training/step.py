@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['to_device', 'flow_matching_loss', 'batch_seeds', 'NoiseAndSigmas', 'sample_noise_and_sigmas', 'BatchPart',
-           'split_by_prompt_length', 'encode_batch', 'StepBatches', 'BatchStream']
+           'pad_batch', 'split_by_prompt_length', 'encode_batch', 'StepBatches', 'BatchStream']
 
 # %% ../../nbs/training/01_step.ipynb #b7d6c4e5
 from contextlib import closing, nullcontext
@@ -45,10 +45,13 @@ def flow_matching_loss(
     controls = [put(c, dtype) for c in as_list(batch["control_latent"])]
     x_t, target = flow.add_noise(x0, eps, sigma), flow.flow_target(x0, eps)
     shapes = flow.img_shapes(x0.shape[-2:], [c.shape[-2:] for c in controls], len(x0))
-    inputs = flow.transformer_inputs(transformer, flow.pack_latents(x_t).to(dtype), [flow.pack_latents(c) for c in controls],
-                                     sigmas * 1000, put(batch["prompt_embed"], dtype), None if mask is None else put(mask.bool()), shapes)
+    inputs = flow.transformer_inputs(transformer, flow.pack_latents(x_t).to(dtype),
+                                     [flow.pack_latents(c) for c in controls],
+                                     sigmas * 1000, put(batch["prompt_embed"], dtype),
+                                     None if mask is None else put(mask.bool()), shapes)
     weights = None
-    if painted is not None and mask_min_weight < 1: weights = flow.mask_weights(put(painted, torch.float32), x0, mask_min_weight)
+    if painted is not None and mask_min_weight < 1:
+        weights = flow.mask_weights(put(painted, torch.float32), x0, mask_min_weight)
     loss = flow.flow_loss(transformer(**inputs)[0], flow.pack_latents(target), weights)
     return loss if weighting == "none" else loss * flow.level_weights(sigma, weighting)
 
@@ -79,7 +82,8 @@ def sample_noise_and_sigmas(
     shape = batch["pixel_latent"].shape[1:]
     mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
     name = how if isinstance(how, str) else how.timestep_sampling
-    more = {} if isinstance(how, str) else dict(shift=how.timestep_shift, mean=how.logit_mean, std=how.logit_std,
+    more = {} if isinstance(how, str) else dict(shift=how.timestep_shift, mean=how.logit_mean,
+                                                std=how.logit_std,
                                                 steps=None if how.continuous_timesteps else 1000)
     return NoiseAndSigmas(flow.sample_noise(seeds, shape), flow.sample_sigmas(seeds, name, mu, **more))
 
@@ -88,7 +92,8 @@ class BatchPart(NamedTuple):
     rows:object # positions in the batch: list of ints, or slice(None) for all
     batch:dict  # the four tensors of `CACHED`, and `mask` if there is one
 
-def _padded(batch): # with prompts as one tensor
+def pad_batch(batch) -> dict: # with padded prompts [B, L, D] and their mask
+    "A batch whose list of prompts is one tensor."
     if not isinstance(batch["prompt_embed"], list): return batch
     embeds, mask = pad_prompts(batch["prompt_embed"])
     return {**batch, "prompt_embed": embeds, "prompt_embeds_mask": mask}
@@ -98,7 +103,8 @@ def _prompt_lengths(batch): # of each sample; [] if they cannot be read
     if isinstance(prompts, list): return [len(e) for e in prompts]
     if mask is None or mask.device.type != "cpu": return []
     lengths = mask.bool().sum(1)
-    padding = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None]) # or the mask hides other tokens too
+    # or the mask hides other tokens too
+    padding = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None])
     return lengths.tolist() if padding and lengths.all() else []
 
 def split_by_prompt_length(
@@ -108,14 +114,15 @@ def split_by_prompt_length(
     "Parts of a batch whose prompts have equal lengths, so that they need no mask."
     rows, B = {}, len(batch["pixel_latent"])
     for i, n in enumerate(_prompt_lengths(batch)): rows.setdefault(n, []).append(i)
-    if not rows or together and len(rows) > 1: return [BatchPart(slice(None), _padded(batch))]
+    if not rows or together and len(rows) > 1: return [BatchPart(slice(None), pad_batch(batch))]
     parts = []
     for n, at in rows.items():
         take = lambda t: t if t is None or len(at) == B else t[at]
         prompts = batch["prompt_embed"]
         prompts = torch.stack([prompts[i] for i in at]) if isinstance(prompts, list) else take(prompts)[:, :n]
         parts.append(BatchPart(slice(None) if len(at) == B else at, dict(
-            pixel_latent=take(batch["pixel_latent"]), control_latent=[take(c) for c in as_list(batch["control_latent"])],
+            pixel_latent=take(batch["pixel_latent"]),
+            control_latent=[take(c) for c in as_list(batch["control_latent"])],
             prompt_embed=prompts, prompt_embeds_mask=None, mask=take(batch.get("mask")))))
     return parts
 
@@ -134,9 +141,11 @@ def encode_batch(
             tensors, prefix = encoder.encode_sample(dataset, n), "empty_" if batch["dropped"][n] else ""
         else:
             in_memory = batch["image"][n] is not None
-            images = dict(image=batch["image"][n], control=as_list(batch["control"][n])) if in_memory else dataset.images(n)
+            images = dict(image=batch["image"][n],
+                          control=as_list(batch["control"][n])) if in_memory else dataset.images(n)
             tensors, prefix = encoder.encode_uncached(images, prompt, geometry), ""
-        out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors), prompt_embed=tensors[f"{prefix}prompt_embed"],
+        out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
+                        prompt_embed=tensors[f"{prefix}prompt_embed"],
                         prompt_embeds_mask=tensors[f"{prefix}prompt_embeds_mask"]))
     return stack_tensors(out)
 
@@ -145,7 +154,8 @@ class StepBatches(list):
     "This process's batches of one optimizer step."
     def __init__(self, batches, counts):
         super().__init__(batches)
-        self.counts = [mine for mine, _ in counts] # samples of each batch that count; 0 if this process repeats another's batch
+        # samples of each batch that count; 0 if this process repeats another's batch
+        self.counts = [mine for mine, _ in counts]
         self.samples = sum(n for _, n in counts) # over all batches and processes
 
 class BatchStream:
@@ -166,4 +176,5 @@ class BatchStream:
         else: batches = islice(iter(self.loader), state.position, None)
         with closing(batches) if hasattr(batches, "close") else nullcontext():
             while group := list(islice(batches, self.accumulate)):
-                yield StepBatches(group, list(islice(counts, len(group))) if counts else [(batch_size(b),) * 2 for b in group])
+                yield StepBatches(group, list(islice(counts, len(group))) if counts
+                                  else [(batch_size(b),) * 2 for b in group])

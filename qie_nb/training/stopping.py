@@ -23,7 +23,8 @@ class StopSignals:
     "Within, a signal asks the run to end after its step. Outside the main thread nothing is changed."
     def __init__(self, state): self.state, self.asked, self.stop_requested_only, self.old = state, 0, False, {}
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread(): self.old = {s: signal.signal(s, self.hear) for s in _NAMES}
+        if threading.current_thread() is threading.main_thread():
+            self.old = {s: signal.signal(s, self.hear) for s in _NAMES}
         return self
     def __exit__(self, *exc):
         for s, handler in self.old.items(): signal.signal(s, handler or signal.SIG_DFL)
@@ -50,11 +51,13 @@ class TimeLimitCallback(Callback):
         if s.save_seconds is None: t.save_checkpoint(s.epoch, s.global_step, by_epoch=s.epoch_ended)
         now = time.time()
         self.longest, self.last = max(self.longest, now - self.last), now
-        if self.end - now <= self.longest + 1.5 * s.save_seconds: s.stop = s.stop or f"{self.what} is nearly over"
+        if self.end - now <= self.longest + 1.5 * s.save_seconds:
+            s.stop = s.stop or f"{self.what} is nearly over"
 
 # %% ../../nbs/training/03_stopping.ipynb #ae2782d0
 class NonFiniteCounter:
-    "Counts steps that were skipped because their gradient was not finite; tensors on the device until `read`."
+    """Counts steps that were skipped because their gradient was not finite; tensors on the device until
+    `read`."""
     def __init__(self, device="cpu", skipped:int=0):
         self.skipped, self.row, self.worst = (torch.tensor(n, device=device) for n in (skipped, 0, 0))
 
@@ -81,7 +84,8 @@ class NonFiniteStop(Callback):
 def read_nonfinite(t):
     "Read the counters, and the step's loss and gradient norm with them; it waits for the device."
     s = t.state
-    there = all(torch.is_tensor(n) and n.device == t.finite.skipped.device for n in (s.loss, s.grad_norm)) # not fetched yet
+    # not fetched yet
+    there = all(torch.is_tensor(n) and n.device == t.finite.skipped.device for n in (s.loss, s.grad_norm))
     s.skipped, row, *rest = t.finite.read(*(s.loss, s.grad_norm) if there else ())
     if there: s.loss, s.grad_norm = rest
     watch = getattr(getattr(t, "transformer", None), "fp16_stats", None)
@@ -103,18 +107,22 @@ def _changes(c) -> list: # (what to set, dict of the change), in the order to tr
     return [(ok, say, new) for ok, say, new in (
         (not t.gradient_checkpointing, "`train.gradient_checkpointing` selective",
          dict(train=dict(gradient_checkpointing="selective"))),
-        (t.gradient_checkpointing is not True, "`train.gradient_checkpointing` true", dict(train=dict(gradient_checkpointing=True))),
+        (t.gradient_checkpointing is not True, "`train.gradient_checkpointing` true",
+         dict(train=dict(gradient_checkpointing=True))),
         (d.batch_size > 1, f"`data.batch_size` 1 with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}",
          dict(data=dict(batch_size=1))),
         (m.quantize in (False, "none"), "`model.quantize` qint8", dict(model=dict(quantize="qint8"))),
         (m.quantize != "nf4", "`model.quantize` nf4", dict(model=dict(quantize="nf4"))),
-        *((not getattr(t, key) and t.gradient_checkpointing is True, f"`train.{key}` true", dict(train={key: True}))
+        *((not getattr(t, key) and t.gradient_checkpointing is True, f"`train.{key}` true",
+           dict(train={key: True}))
           for key in ("offload_activations", "blocks_to_swap")),
         ((d.control_area or 2**20) > 512 * 512, "`data.control_area` 262144 (512 x 512; precompute anew)",
          dict(data=dict(control_area=512 * 512))),
         (True, f"`data.image_size` {half} (precompute anew)", dict(data=dict(image_size=half))),
-        (m.lora.r > 8, f"`model.lora.r` {m.lora.r // 2} (a new run)", dict(model=dict(lora=dict(r=m.lora.r // 2)))),
-        (c.optimizer.name == "adamw", "`optimizer.name` adafactor (a new run)", dict(optimizer=dict(name="adafactor")))) if ok]
+        (m.lora.r > 8, f"`model.lora.r` {m.lora.r // 2} (a new run)",
+         dict(model=dict(lora=dict(r=m.lora.r // 2)))),
+        (c.optimizer.name == "adamw", "`optimizer.name` adafactor (a new run)",
+         dict(optimizer=dict(name="adafactor")))) if ok]
 
 # %% ../../nbs/training/03_stopping.ipynb #37f67037
 def training_advice(
@@ -134,7 +142,8 @@ def training_advice(
     return out[:3]
 
 # %% ../../nbs/training/03_stopping.ipynb #3916dbbb
-def _merged(a, b): return {k: _merged(v, b[k]) if isinstance(b.get(k), dict) else b.get(k, v) for k, v in a.items()}
+def _merged(a, b): return {k: _merged(v, b[k]) if isinstance(b.get(k), dict) else b.get(k, v) for k,
+                           v in a.items()}
 
 # %% ../../nbs/training/03_stopping.ipynb #e2b61c81
 def encoder_advice(
@@ -143,15 +152,18 @@ def encoder_advice(
 ) -> list: # three (setting, GB saved)
     "Settings that make encoding smaller."
     c, text = config, sizes.get("text_encoder", 0) / 1e9
-    several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1 # at most
-    side = 5e-6 * c.data.image_size[0] * c.data.image_size[1] # GB: about 5 kB a pixel in the VAE, estimated from its widest layer
+    # at most
+    several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1
+    # GB: about 5 kB a pixel in the VAE, estimated from its widest layer
+    side = 5e-6 * c.data.image_size[0] * c.data.image_size[1]
     return [(say, gb) for ok, say, gb in (
         (several > 1, "`cache.batch_size` 1", side * (several - 1)),
         (not c.model.text_encoder_offload, "`model.text_encoder_offload` true", text * 0.9),
         (c.model.text_encoder_quantize in (False, "none"), "`model.text_encoder_quantize` nf4", text * 0.65),
         (c.cache.text_encoder_device != "cpu", "`cache.text_encoder_device` cpu", text),
         (True, f"`data.image_size` {[s // 2 // 16 * 16 for s in c.data.image_size]}", side * 0.75),
-        (c.cache.vae_encoder_device != "cpu", "`cache.vae_encoder_device` cpu", side + sizes.get("vae", 0) / 1e9)) if ok][:3]
+        (c.cache.vae_encoder_device != "cpu", "`cache.vae_encoder_device` cpu",
+         side + sizes.get("vae", 0) / 1e9)) if ok][:3]
 
 # %% ../../nbs/training/03_stopping.ipynb #c66151b8
 def _forget(error):

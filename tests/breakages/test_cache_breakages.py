@@ -34,7 +34,7 @@ BREAKAGES = { # what is broken: ([(module, old, new)], cases that must fail)
     "everything can be written": ([("cache", "return not self.layers[-1].packed and os.access(folder, os.W_OK)", "return True")], ["read_only_loose", "read_only_packed"]),
     "a checkpoint is unpickled": ([("training/checkpoint", 'load_file(Path(folder)/"optimizer.safetensors")', '__import__("torch").load(open(Path(folder)/"optimizer.safetensors", "rb"), weights_only=False)')], ["pickles"]),
     "any prefix will do": ([("core/cache_entries", 'check("prefix" not in meta or kind != PREFIX and is_key(meta["prefix"]), ', "check(True, ")], ["headers"]),
-    "kept as float16": ([("core/cache_entries", "t = tensor.detach().cpu().contiguous()", "t = tensor.detach().cpu().contiguous()\n    if t.dtype == torch.bfloat16: t = t.half().bfloat16()")], ["bits"]),
+    "kept as float16": ([("core/cache_entries", "t = tensor.detach().cpu().contiguous()", "t = tensor.detach().cpu().contiguous()\n    if t.dtype == torch.bfloat16: t = t.modulation.fp16().bfloat16()")], ["bits"]),
     "masks kept as bytes": ([("core/cache_entries", "t = tensor.detach().cpu().contiguous()", "t = tensor.detach().cpu().contiguous()\n    if t.dtype == torch.bool: t = t.byte()")], ["bits", "bits_of_a_run"]),
     "every prompt kept whole": ([("encoding/encoder", "Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None)", "Encoded(m.entry, torch.cat([prefix, rest]).cpu())")], ["sizes", "opens"]),
     "a shard opened for every read": ([("core/cache_layers", "if (os.getpid(), shard) not in self.open_files:", "if True:")], ["opens"]),

@@ -53,7 +53,7 @@ def agrees(folder, trainer, atol=1e-6):
 @pytest.mark.slow
 def test_two_processes_with_batch_2_equal_one_with_batch_4(run, tmp_path):
     "Buckets of 7 and 2: batches of 4, 3 and 2, so once the shares differ in size."
-    more = dict(gradient_accumulation_steps=2, ema_decay=0.9, lora_dropout=0.3, gradient_checkpointing=False)
+    more = dict(gradient_accumulation_steps=2, ema_decay=0.9, gradient_checkpointing=False) # no dropout: each process draws its own masks
     one = QwenImageEditTrainer(run("one", 4, **more)).fit()
     launch(run("two", 2, **more), tmp_path/"lora")
     step, loss, n = json.loads((tmp_path/"lora"/"loss.json").read_text())
