@@ -16,7 +16,7 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.core.display import VIEW
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import settings, write_pairs
-from test_mixing import PICTURE, quiet, same_state, state_of, trainer, write
+from test_mixing import IMAGE, same_state, state_of, trainer, write
 
 OTHER = Image.fromarray(np.random.default_rng(2).integers(0, 255, (56, 40, 3), dtype=np.uint8))
 SMALL = dict(num_inference_steps=2, height=48, width=64)
@@ -41,7 +41,7 @@ def encoded(monkeypatch):
     return calls
 
 
-def alone(files, name, picture=PICTURE, prompt="make it blue", weight=1.0, seed=0, **kw):
+def alone(files, name, picture=IMAGE, prompt="make it blue", weight=1.0, seed=0, **kw):
     t = trainer()
     if name: t.load_lora(files[name], weight=weight)
     return t.predict(picture, prompt, seed=seed, **SMALL | kw)
@@ -52,11 +52,11 @@ def same(a, b): return np.abs(a.astype(int) - b).max() <= 2
 
 def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
     t = trainer()
-    c = compare_edits(t, [PICTURE, OTHER, PICTURE], ["make it blue", "make it blue", "remove it"], [None, files["style"], files["other"]], **SMALL)
+    c = compare_edits(t, [IMAGE, OTHER, IMAGE], ["make it blue", "make it blue", "remove it"], [None, files["style"], files["other"]], **SMALL)
     pictures, prompts = ([w for n, w in encoded if n == kind] for kind in ("image", "prompt"))
     assert len(pictures) == len(set(pictures)) == 2, "once for each distinct image"
     assert sorted(prompts) == [" ", " ", "make it blue", "make it blue", "remove it"], "once for each prompt on its image"
-    want = [[alone(files, n, p, q) for n in (None, "style", "other")] for p, q in ((PICTURE, "make it blue"), (OTHER, "make it blue"), (PICTURE, "remove it"))]
+    want = [[alone(files, n, p, q) for n in (None, "style", "other")] for p, q in ((IMAGE, "make it blue"), (OTHER, "make it blue"), (IMAGE, "remove it"))]
     for row, expected in zip(c.pictures, want, strict=True):
         assert all(map(same, row, expected)) and not same(row[0], row[1]) and not same(row[1], row[2])
     assert [k.title for k in c.columns] == ["base", "style", "other"]
@@ -65,32 +65,32 @@ def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
 
 def test_scales(files):
     t = trainer().load_lora(files["style"])
-    c = compare_edits(t, PICTURE, "make it blue", scales=[0, 0.5, 1, 1], **SMALL)
+    c = compare_edits(t, IMAGE, "make it blue", scales=[0, 0.5, 1, 1], **SMALL)
     zero, half, one, again = c.pictures[0]
     assert same(zero, alone(files, None)) and same(half, alone(files, "style", weight=0.5)) and same(one, alone(files, "style")) and same(one, again)
     assert [k["weight"] for k in c.data()["columns"]] == [0, 0.5, 1, 1]
     dora = write(files["style"].parent/"dora.safetensors", 5, use_dora=True)
-    assert same(compare_edits(t, PICTURE, "make it blue", [dora], scales=[0], **SMALL).pictures[0][0], zero), "a DoRA at 0 would not be the base"
+    assert same(compare_edits(t, IMAGE, "make it blue", [dora], scales=[0], **SMALL).pictures[0][0], zero), "a DoRA at 0 would not be the base"
     assert t.active_adapters() == dict(default=1.0)
 
 
 def test_scales_of_several_adapters(files):
     t = trainer().load_loras({files["style"]: 0.8, files["other"]: -0.5})
-    c = compare_edits(t, PICTURE, "make it blue", scales=[0.5, 1], **SMALL)
-    assert same(c.pictures[0][1], t.predict(PICTURE, "make it blue", **SMALL)) and t.active_adapters() == dict(style=0.8, other=-0.5)
+    c = compare_edits(t, IMAGE, "make it blue", scales=[0.5, 1], **SMALL)
+    assert same(c.pictures[0][1], t.predict(IMAGE, "make it blue", **SMALL)) and t.active_adapters() == dict(style=0.8, other=-0.5)
     t.set_adapters(["style", "other"], [0.4, -0.25])
-    assert same(c.pictures[0][0], t.predict(PICTURE, "make it blue", **SMALL))
+    assert same(c.pictures[0][0], t.predict(IMAGE, "make it blue", **SMALL))
     assert [k.title for k in c.columns] == ["style + other x 0.5", "style + other x 1"]
 
 
 def test_seeds_and_checkpoints(files):
-    c = compare_edits(trainer(), PICTURE, "make it blue", ["base", files["style"]], seeds=[3, 4], **SMALL)
+    c = compare_edits(trainer(), IMAGE, "make it blue", ["base", files["style"]], seeds=[3, 4], **SMALL)
     assert [k.title for k in c.columns] == ["base, seed 3", "base, seed 4", "style, seed 3", "style, seed 4"]
     for p, (name, seed) in zip(c.pictures[0], ((None, 3), (None, 4), ("style", 3), ("style", 4))): assert same(p, alone(files, name, seed=seed))
 
 
 def test_default_columns(files):
-    c = compare_edits(trainer().load_lora(files["style"], weight=0.7), PICTURE, "make it blue", seed=9, **SMALL)
+    c = compare_edits(trainer().load_lora(files["style"], weight=0.7), IMAGE, "make it blue", seed=9, **SMALL)
     assert [k.checkpoint for k in c.columns] == ["base", "now"] and same(c.pictures[0][0], alone(files, None, seed=9))
     assert same(c.pictures[0][1], alone(files, "style", weight=0.7, seed=9)) and c.distances[0][0] == 0 < c.distances[0][1]
 
@@ -99,9 +99,9 @@ def test_each_column_has_its_adapters_schedule(files, monkeypatch):
     sampled = []
     real = comparison.denoise_encoded
     monkeypatch.setattr(comparison, "denoise_encoded", lambda *a, **kw: (sampled.append(a[3:5]), real(*a, **kw))[1])
-    c = compare_edits(trainer(), PICTURE, "make it blue", [files["fast"], "base"], height=48, width=64)
+    c = compare_edits(trainer(), IMAGE, "make it blue", [files["fast"], "base"], height=48, width=64)
     assert sampled == [(4, 1.0), (20, 4.0)] and same(c.pictures[0][0], alone(files, "fast", num_inference_steps=None)) and same(c.pictures[0][1], alone(files, None, num_inference_steps=20))
-    compare_edits(trainer(), PICTURE, "x", [files["fast"], "base"], schedule="lightning", true_cfg_scale=2.0, height=48, width=64)
+    compare_edits(trainer(), IMAGE, "x", [files["fast"], "base"], schedule="lightning", true_cfg_scale=2.0, height=48, width=64)
     assert sampled[2:] == [(4, 2.0), (4, 2.0)]
 
 
@@ -127,16 +127,16 @@ def test_names_of_checkpoints(run, files, monkeypatch):
     assert find_adapter(t, files["style"])[2] == "style" and find_adapter(t, root/latest/lora.WEIGHT_NAME)[::2] == (root/latest/lora.WEIGHT_NAME, latest)
     monkeypatch.setattr("qie_nb.lora.formats.from_hub", lambda path: files["other"])
     assert find_adapter(t, "owner/style")[::2] == (files["other"], "owner/style")
-    c = compare_edits(t, PICTURE, "x", ["base", "best", "latest"], **SMALL)
-    assert same(c.pictures[0][1], QwenImageEditTrainer(config).load_lora(file("epoch_0001")).predict(PICTURE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
+    c = compare_edits(t, IMAGE, "x", ["base", "best", "latest"], **SMALL)
+    assert same(c.pictures[0][1], QwenImageEditTrainer(config).load_lora(file("epoch_0001")).predict(IMAGE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
 
 
 def test_training_trainer_is_unchanged(run):
     t, _ = run
     before, learns = state_of(t), {n for n, p in t.transformer.named_parameters() if p.requires_grad}
-    c = compare_edits(t, PICTURE, "x", ["base", "best", "now"], **SMALL)
+    c = compare_edits(t, IMAGE, "x", ["base", "best", "now"], **SMALL)
     assert same_state(before, state_of(t)) and learns == {n for n, p in t.transformer.named_parameters() if p.requires_grad} and learns
-    assert same(c.pictures[0][2], t.predict(PICTURE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
+    assert same(c.pictures[0][2], t.predict(IMAGE, "x", **SMALL)) and not same(c.pictures[0][1], c.pictures[0][2])
 
 
 # afterwards
@@ -154,26 +154,26 @@ def test_adapters_are_restored_after_an_error(error, at, files, monkeypatch):
         if len(calls) > at: raise error
         return real(*a, **kw)
     monkeypatch.setattr(comparison, "denoise_encoded", failing)
-    with pytest.raises(type(error)): compare_edits(t, PICTURE, "x", ["base", files["other"], "now"], **SMALL)
+    with pytest.raises(type(error)): compare_edits(t, IMAGE, "x", ["base", files["other"], "now"], **SMALL)
     assert len(calls) == at + 1 and same_state(before, state_of(t)) and list(t.active_adapters()) == ["other", "style"] and t.transformer.training
 
 
 @pytest.mark.parametrize("ask, sentence", [
-    (lambda t, f: compare_edits(t, PICTURE, "x", [f["style"], "none.safetensors"]), "none.safetensors' does not exist"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", ["best"]), "`checkpoints` 'best' does not exist in"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", ["epoch_0009"]), "`checkpoints` 'epoch_0009' does not exist"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", "latest"), "`checkpoints` must be a list"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", []), "`checkpoints` must be a list with an entry or more"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", scales=[0, float("nan")]), "must be a finite number, got nan"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", seeds=[-1]), "`seed` must be a whole number"),
-    (lambda t, f: compare_edits(t, [PICTURE, OTHER], ["x"]), "`images` has 2 entries for 1 rows"),
-    (lambda t, f: compare_edits(t, PICTURE, ["x", "y"], targets=[PICTURE]), "`targets` has 1 entries for 2 rows"),
-    (lambda t, f: compare_edits(t, PICTURE, " "), "`prompt` is empty"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", height=50), "`height` must be a multiple of 16"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", num_inference_steps=0), "`num_inference_steps` must be at least"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", schedule="turbo"), "must be one of none, lightning"),
-    (lambda t, f: compare_edits(t, PICTURE, "x", [narrow(f)]), "does not fit this transformer"),
-    (lambda t, f: compare_edits(t.merge_lora(), PICTURE, "x"), "call unmerge_lora")])
+    (lambda t, f: compare_edits(t, IMAGE, "x", [f["style"], "none.safetensors"]), "none.safetensors' does not exist"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", ["best"]), "`checkpoints` 'best' does not exist in"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", ["epoch_0009"]), "`checkpoints` 'epoch_0009' does not exist"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", "latest"), "`checkpoints` must be a list"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", []), "`checkpoints` must be a list with an entry or more"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", scales=[0, float("nan")]), "must be a finite number, got nan"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", seeds=[-1]), "`seed` must be a whole number"),
+    (lambda t, f: compare_edits(t, [IMAGE, OTHER], ["x"]), "`images` has 2 entries for 1 rows"),
+    (lambda t, f: compare_edits(t, IMAGE, ["x", "y"], targets=[IMAGE]), "`targets` has 1 entries for 2 rows"),
+    (lambda t, f: compare_edits(t, IMAGE, " "), "`prompt` is empty"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", height=50), "`height` must be a multiple of 16"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", num_inference_steps=0), "`num_inference_steps` must be at least"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", schedule="turbo"), "must be one of none, lightning"),
+    (lambda t, f: compare_edits(t, IMAGE, "x", [narrow(f)]), "does not fit this transformer"),
+    (lambda t, f: compare_edits(t.merge_lora(), IMAGE, "x"), "call unmerge_lora")])
 def test_mistakes_are_refused_before_encoding(ask, sentence, files, encoded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     t = trainer(train=dict(output_dir=str(tmp_path))).load_lora(files["style"])
@@ -189,16 +189,16 @@ def narrow(files):
 
 def test_no_active_adapter():
     for kw in (dict(), dict(scales=[0, 1]), dict(checkpoints=["base", "now"])):
-        with pytest.raises(ValueError, match="no adapter is active, so there is nothing to compare with"): compare_edits(trainer(), PICTURE, "x", **kw)
+        with pytest.raises(ValueError, match="no adapter is active, so there is nothing to compare with"): compare_edits(trainer(), IMAGE, "x", **kw)
 
 
 def test_adapters_of_different_sizes(files, tmp_path, capsys, encoded):
     small, large = (write(tmp_path/f"{n}.safetensors", 1, dict(control_area=a)) for n, a in (("small", 64 * 64), ("large", 96 * 96)))
-    c = compare_edits(trainer(), PICTURE, "make it blue", ["base", small, large], **SMALL)
+    c = compare_edits(trainer(), IMAGE, "make it blue", ["base", small, large], **SMALL)
     assert "all columns use the first" in capsys.readouterr().out and len([w for n, w in encoded if n == "image"]) == 1
-    assert same(c.pictures[0][1], trainer().load_lora(small).predict(PICTURE, "make it blue", **SMALL)) and same(c.pictures[0][1], c.pictures[0][2]) # one and the same adapter
-    fixed = compare_edits(trainer(data=dict(control_area=80 * 80)), PICTURE, "make it blue", [small], **SMALL)
-    assert same(fixed.pictures[0][0], trainer(data=dict(control_area=80 * 80)).load_lora(small).predict(PICTURE, "make it blue", **SMALL))
+    assert same(c.pictures[0][1], trainer().load_lora(small).predict(IMAGE, "make it blue", **SMALL)) and same(c.pictures[0][1], c.pictures[0][2]) # one and the same adapter
+    fixed = compare_edits(trainer(data=dict(control_area=80 * 80)), IMAGE, "make it blue", [small], **SMALL)
+    assert same(fixed.pictures[0][0], trainer(data=dict(control_area=80 * 80)).load_lora(small).predict(IMAGE, "make it blue", **SMALL))
 
 
 # display
@@ -207,7 +207,7 @@ def test_adapters_of_different_sizes(files, tmp_path, capsys, encoded):
 def seen(files):
     with pytest.MonkeyPatch.context() as mp:
         mp.setattr(shown, "is_interactive", lambda: False)
-        yield compare_edits(trainer().load_lora(files["style"]), [[PICTURE, OTHER], [OTHER]], ["<img src=x onerror=alert(1)> & $x_$", "two"], scales=[0, 1], targets=[OTHER, PICTURE], **SMALL)
+        yield compare_edits(trainer().load_lora(files["style"]), [[IMAGE, OTHER], [OTHER]], ["<img src=x onerror=alert(1)> & $x_$", "two"], scales=[0, 1], targets=[OTHER, IMAGE], **SMALL)
 
 
 def test_data(seen):
@@ -215,7 +215,7 @@ def test_data(seen):
     assert [(c["checkpoint"], c["weight"], c["seed"], c["steps"], c["true_cfg_scale"]) for c in d["columns"]] == [("now", 0, 0, 2, 4.0), ("now", 1, 0, 2, 4.0)]
     assert [r["prompt"] for r in d["rows"]] == ["<img src=x onerror=alert(1)> & $x_$", "two"] and [r["size"] for r in d["rows"]] == [(64, 48), (64, 48)]
     assert all(p.shape == (48, 64, 3) and p.dtype == np.uint8 for row in d["pictures"] for p in row)
-    want = [[np.abs(p.astype(float) - np.asarray(t.resize((64, 48), Image.LANCZOS))).mean() for p in row] for row, t in zip(d["pictures"], (OTHER, PICTURE))]
+    want = [[np.abs(p.astype(float) - np.asarray(t.resize((64, 48), Image.LANCZOS))).mean() for p in row] for row, t in zip(d["pictures"], (OTHER, IMAGE))]
     assert np.allclose(d["error"], want) and "change" not in d
     json.dumps(d["columns"]) # plain values
 
@@ -255,7 +255,7 @@ def test_difference(seen):
 
 
 def test_progress(files, capsys):
-    compare_edits(trainer().load_lora(files["style"]), PICTURE, ["x", "y"], scales=[0, 1], **SMALL)
+    compare_edits(trainer().load_lora(files["style"]), IMAGE, ["x", "y"], scales=[0, 1], **SMALL)
     assert re.search(r"compare 8/8, [\d.]+/s, 0 s left adapter x 1", capsys.readouterr().err)
-    compare_edits(trainer().load_lora(files["style"]), PICTURE, "x", progress=False, **SMALL)
+    compare_edits(trainer().load_lora(files["style"]), IMAGE, "x", progress=False, **SMALL)
     assert "compare" not in capsys.readouterr().err

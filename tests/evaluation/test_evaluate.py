@@ -16,7 +16,7 @@ from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, fil
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
-from qie_nb.training.callbacks import Callback
+from qie_nb.training.callbacks import Callback, RunState
 
 SIZES = ((96, 32), (96, 32), (32, 48), (48, 32), (40, 40)) # the first two share a bucket
 DROPOUT = dict(r=4, lora_alpha=8, lora_dropout=0.3)
@@ -298,10 +298,9 @@ def test_a_stop_interrupts_an_evaluation(where, made, monkeypatch, capsys):
 
 def test_a_stopped_run_is_not_evaluated(made, monkeypatch):
     monkeypatch.setattr(module, "evaluate_now", lambda *a: pytest.fail("evaluated"))
-    t = Trainer(made(train=dict(eval_steps=2)))
-    t.state.max_steps, t.state.global_step, t.state.stop = 9, 2, "deadline"
-    t.held_out = [1]
-    callback = EvaluationCallback(t.config)
+    config = Trainer(made(train=dict(eval_steps=2))).config
+    t = NS(config=config, held_out=[1], global_step=2, state=RunState(max_steps=9, global_step=2, stop="deadline"))
+    callback = EvaluationCallback(config)
     callback.on_step_end(t), callback.on_train_end(t)
 
 
@@ -435,8 +434,8 @@ def test_the_ema_is_what_is_evaluated(run, made, trainer, world):
     losses_close(ema["losses"], two["losses"])
     from qie_nb.training.optimizer import EMA # in a trainer
     before = held_out_loss(trainer, trainer.held_out)
-    trainer.ema = EMA([p for p in trainer.transformer.parameters() if p.requires_grad], 0.9)
-    for m in trainer.ema.mean: m *= 0.5
+    trainer.adapters.ema = EMA([p for p in trainer.transformer.parameters() if p.requires_grad], 0.9)
+    for m in trainer.adapters.ema.mean: m *= 0.5
     trainer.config.train.eval_images = 0
     result = evaluate(trainer)
     assert result["weights"] == "ema" and result["held_out_loss"] != pytest.approx(before.row()["held_out_loss"], rel=1e-5)
