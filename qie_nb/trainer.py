@@ -9,7 +9,6 @@ __all__ = ['QwenImageEditTrainer']
 import time
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -142,12 +141,13 @@ def _compute_loss(self:QwenImageEditTrainer,
 def loss(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", mask_min_weight=1.): # [B] float32
     "`flow_matching_loss` of each sample at given noise; evaluation uses the defaults."
     model, losses = self.modulation.transformer(), {}
-    fsdp = type(model).__name__.startswith("FSDP")
+    options = self.device, self.weight_dtype, weighting, mask_min_weight
+    parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
     if self.wrapped is not None and torch.is_grad_enabled(): model = self.wrapped
-    for rows, part in split_by_prompt_length(batch, together=fsdp):
-        options = self.device, self.weight_dtype, weighting, mask_min_weight
+    for rows, part in parts:
         made = flow_matching_loss(model, part, eps[rows], sigmas[rows], *options)
-        losses |= zip(range(len(eps)) if isinstance(rows, slice) else rows, made)
+        if len(parts) == 1: return made
+        losses |= zip(rows, made)
     return torch.stack([losses[i] for i in range(len(eps))])
 
 for _n in ("_training_step_cached", "_training_step_compute"):
@@ -374,7 +374,7 @@ _add("predictor", Predictor, chain=True, setup_predict="setup")
 _add("checkpoints", RunResume, "checkpoint_root")
 
 def _pipeline_static(name):
-    def call(*args): return getattr(import_module("diffusers").QwenImageEditPipeline, name)(*args)
+    def call(*args): return getattr(__import__("diffusers").QwenImageEditPipeline, name)(*args)
     setattr(QwenImageEditTrainer, name, staticmethod(call))
 
 for _n in ("_pack_latents", "_unpack_latents"): _pipeline_static(_n)

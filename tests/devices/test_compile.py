@@ -402,10 +402,12 @@ def test_losses_of_split_batches_match_the_masked_batch():
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     batch = dict(pixel_latent=rand(4, 16, 1, 8, 12), control_latent=[rand(4, 16, 1, 8, 8), rand(4, 16, 1, 4, 8)], prompt_embed=rand(4, 6, 64) * mask[..., None], prompt_embeds_mask=mask, mask=torch.rand(4, 1, 8, 12, generator=g))
     eps, sigmas = rand(4, 16, 1, 8, 12), torch.tensor([0.2, 0.9, 0.5, 0.7])
-    for kw in (dict(), dict(weighting="cosmap", background=0.1)):
-        parts, whole_ = (step.loss_at(tr, batch, eps, sigmas, whole=w, **kw) for w in (False, True))
-        torch.testing.assert_close(parts, whole_, rtol=1e-5, atol=1e-6)
-    assert step.split_by_prompt_length(mask) == {3: [0, 2], 6: [1], 5: [3]}
+    parts = step.split_by_prompt_length(batch)
+    assert [p.rows for p in parts] == [[0, 2], [1], [3]]
+    for kw in (dict(), dict(weighting="cosmap", mask_min_weight=0.1)):
+        split = torch.zeros(4)
+        for rows, part in parts: split[rows] = step.flow_matching_loss(tr, part, eps[rows], sigmas[rows], **kw).detach()
+        torch.testing.assert_close(split, step.flow_matching_loss(tr, batch, eps, sigmas, **kw).detach(), rtol=1e-5, atol=1e-6)
 
 
 # --- the attention kernel

