@@ -75,7 +75,7 @@ def watch_steps(tell):
             tell(f"after {name}")
             return out
         setattr(T, name, method)
-    for name in ("begin", "set_lora", "configure_optimizers", "resume", "save_checkpoint"): around(name)
+    for name in ("setup_run", "set_lora", "configure_optimizers", "resume", "save_checkpoint"): around(name)
 
 
 def label(what, path="") -> str:
@@ -417,7 +417,7 @@ def by_command(course, out, shared, resume=False, slow_at=None):
     from qie_nb.trainer import QwenImageEditTrainer as T
     from torch.optim.optimizer import register_optimizer_step_post_hook
     signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    real, begin = T.training_step, T.begin
+    real, begin = T.training_step, T.setup_run
     def training_step(self, batch):
         shared[4] += 1
         if shared[4] == slow_at:
@@ -430,7 +430,7 @@ def by_command(course, out, shared, resume=False, slow_at=None):
         out = begin(self, *a)
         shared[6] = 2
         return out
-    T.training_step, T.begin = training_step, begin_
+    T.training_step, T.setup_run = training_step, begin_
     def stepped(*a): shared[3] += 1
     register_optimizer_step_post_hook(stepped)
     (out/"run.yaml").write_text(yaml.safe_dump(course.config(out)))
@@ -613,7 +613,7 @@ def cases(full): # {name: function of a folder}
     return out | dict(processes=lambda tmp: kills_of_processes(two(), n(18, 1)), launch=lambda tmp: kills_of_a_launch(two(), n(2, 1)))
 
 
-SLOW = ("processes", "launch")
+SLOW = ("files", "steps", "resume", "random", "odd_signals", "interrupts", "processes", "launch") # all but "signals"
 
 
 def main(argv=None):

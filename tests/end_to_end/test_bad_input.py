@@ -369,7 +369,7 @@ CONFIGS = {
     "no data": (change("data.dataset_path", None), "`data.dataset_path` is not set; set it to the folder of your pairs"),
     "data that is not there": (change("data.dataset_path", "/no/such"), "`data.dataset_path` '/no/such' does not exist; set it to the folder of your pairs"),
     "a model that is not there": (change("model.pretrained_model_name_or_path", "/no/such"), "pretrained_model_name_or_path.*/no/such"),
-    "images to try that are not there": (change("train.test_image_dir", "/no/such"), "`train.test_image_dir` '/no/such' does not exist; give a folder with one sub-folder a style"),
+    "images to try that are not there": (change("train.test_image_dir", "/no/such"), "`train.test_image_dir` '/no/such' does not exist; give a folder with one sub-folder per style"),
     "one style only": (both(one_style, change("train.style_prompts", dict(ink="as an ink drawing"))), "`train.test_image_dir` .* holds 1 style folders; it needs at least two"),
     "held-out pairs that are not there": (change("train.val_path", "/no/such"), "`train.val_path` ./no/such. does not exist"),
     "a LoRA to start from that is not there": (change("model.lora.pretrained_weight", "/no/such.safetensors"), "/no/such.safetensors.*does not exist"),

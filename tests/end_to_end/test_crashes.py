@@ -1,4 +1,4 @@
-"""Few trials of every case in kills.py, in a process of their own that forks freely; `make kills` runs the full counts."""
+"""Few trials of the cases in crash_trials.py, in a process that forks; `make kills` runs the full counts."""
 import pytest
 
 from helpers import few_trials

@@ -75,12 +75,12 @@ def test_a_torn_step_goes_back_to_the_folder_the_run_came_from(pairs, tmp_path, 
     from qie_nb.trainer import QwenImageEditTrainer
     from test_main_job import adapters_equal
     config, whole = runs(pairs, tmp_path)
-    again, real = QwenImageEditTrainer(config("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest"))), QwenImageEditTrainer.change
+    again, real = QwenImageEditTrainer(config("work", resume_checkpoint=str(tmp_path/"input"/"checkpoints"/"latest"))), QwenImageEditTrainer.apply_update
 
     def torn(self, ok):
         real(self, ok)
         if self.global_step == 6: raise KeyboardInterrupt # as a second Ctrl-C does
-    monkeypatch.setattr(QwenImageEditTrainer, "change", torn)
+    monkeypatch.setattr(QwenImageEditTrainer, "apply_update", torn)
     assert again.fit().global_step == 6 and not again.state.whole
     monkeypatch.undo()
     assert again.fit().global_step == 8 and adapters_equal(whole, again)
