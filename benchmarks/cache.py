@@ -122,7 +122,7 @@ def matmul_step():
 
 
 def python_step():
-    "About 100 ms of Python that never lets go of the interpreter by itself: the worst neighbour for a thread."
+    "About 100 ms of Python that never releases the interpreter lock: the worst case for a thread."
     spin = lambda n: sum(i * i for i in range(n))
     once = min(seconds(lambda: spin(10_000))[0] for _ in range(20))
     return lambda _, n=round(0.1 / once * 10_000): spin(n)

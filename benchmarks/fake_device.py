@@ -1,6 +1,6 @@
 """A device that is not there: tensors that say they are elsewhere (on `meta`), with their numbers on the CPU, and an account of what passes between the two.
 
-What a host with a GPU would wait for is told apart from what it would not: numbers that are read, shapes that follow from numbers, copies to the host,
+Separates operations that a host with a GPU waits for from those that it does not wait for: numbers that are read, shapes that follow from numbers, copies to the host,
 and blocking copies to the device. Autograd, checkpointing and optimizers run as they are; kernels are the CPU's.
 """
 import collections
@@ -37,7 +37,7 @@ def _modes(): return torch._C._len_torch_function_stack()
 
 
 class Device(TorchDispatchMode):
-    "Within, the device exists. `waits`: {why: times}; `launched`: operations that would run on it; `sent`: copies to it for which nobody waits."
+    "Within, the device exists. `waits`: {why: times}; `launched`: operations that would run on it; `sent`: copies to it without waiting."
     def __init__(self):
         super().__init__()
         self.waits, self.launched, self.sent = collections.Counter(), collections.Counter(), 0

@@ -1,7 +1,7 @@
 """The question that is asked first: train without a cache, fill it on the way, or precompute? Time, memory and bytes, side by side.
 
 `make bench-modes` trains the embedded model on the CPU in each way, in a process of its own, and writes results/modes.json and a table.
-`--full` takes random weights of full size on a GPU (1024 x 1024, benchmarks/synthetic_checkpoint.py) in place of it.
+`--full` takes random weights of full size on a GPU (1024 x 1024, benchmarks/synthetic_checkpoint.py) instead.
 """
 import argparse, json, os, platform, subprocess, sys, tempfile, threading, time
 from contextlib import nullcontext
@@ -62,7 +62,7 @@ class Epochs:
 
 def child(root, mode, a):
     "One way of training, in this process."
-    import diffusers, peft, torch, transformers # noqa: F401, before memory is looked at
+    import diffusers, peft, torch, transformers # noqa: F401, before memory is measured
     from qie_nb.trainer import QwenImageEditTrainer
     if not a.full: torch.set_num_threads(1)
     def trainer(*callbacks):

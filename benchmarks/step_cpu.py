@@ -103,7 +103,7 @@ def configuration(root, folder, batch=1, steps=6, every=10**6, table=True, out="
 
 
 class Boundaries:
-    "A callback that is told of each step after all others, and calls a function there."
+    "A callback that runs after all others and calls a function at each step."
     def __init__(self, fn): self.fn = fn
     def __getattr__(self, name): return lambda t: None
     def on_step_end(self, t): self.fn(t)

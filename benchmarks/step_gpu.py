@@ -99,7 +99,7 @@ def spread(values, digits=4): return dict(median=round(median(values), digits), 
 
 
 class Marks:
-    "Moments on the device; nobody waits while they are taken."
+    "CUDA events; recording them does not wait."
     def __init__(self, device): self.cuda, self.all = device.type == "cuda", []
     def mark(self):
         if not self.cuda: return self.all.append(time.perf_counter())

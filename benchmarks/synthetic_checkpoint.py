@@ -22,7 +22,7 @@ class Rows:
 
 
 class MadeUp:
-    "In place of `safetensors.safe_open` for a file that stands for a checkpoint."
+    "Replaces `safetensors.safe_open` for a synthetic checkpoint."
     def __init__(self, shapes, device, dtype): self.shapes, self.device, self.dtype, self.last = shapes, device, dtype, (None, None)
     def __enter__(self): return self
     def __exit__(self, *exc): self.last = None, None

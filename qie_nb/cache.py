@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-from .core.cache_entries import (ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError, is_key,
+from .core.cache_entries import (ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError,
+                                       is_key,
                                        pack_entry, unpack_entry)
 from .core.cache_layers import check_kind, empty_output_dir, mapped, open_layer, verify_entry, write_packed
 from .core.cache_report import quarantined_entries, status_html

@@ -9,7 +9,8 @@ __all__ = ['ROW', 'OWN', 'ProgressCallback', 'row_of', 'csv_line', 'number', 'js
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
-    raise ImportError("qie_nb/logging.py was imported instead of Python's logging; run with `python -m`, not from inside qie_nb/")
+    raise ImportError("qie_nb/logging.py was imported instead of Python's logging; run with `python -m`, not "
+                      "from inside qie_nb/")
 
 import csv, io, json, math, os, sys, time
 from collections import Counter
@@ -45,7 +46,8 @@ class ProgressCallback(Callback):
         if self.bar is None: return # setup failed
         self.bar.close()
         n, took = t.global_step - self.start, time.time() - self.t0
-        print(f"trained {n} steps in {short_time(took)} ({n / max(took, 1e-9):.2f}/s), {t.global_step} in total: "
+        print(f"trained {n} steps in {short_time(took)} ({n / max(took, 1e-9):.2f}/s), {t.global_step} in "
+              f"total: "
               f"{t.state.stop or 'stopped by an error'}"
               + (f"; {t.state.skipped} steps without a finite loss were skipped" if t.state.skipped else ""))
 
@@ -131,7 +133,8 @@ class CSVCallback(Callback):
                 self.waiting[suffix] = ""
         except OSError as e:
             if not self.printed:
-                print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and keeps the rows in memory")
+                print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and "
+                      f"keeps the rows in memory")
             self.printed = True
 
 # %% ../nbs/03_logging.ipynb #f0087150
@@ -309,7 +312,8 @@ def send(self:LogCallback, method, *a):
             self.failures[k] = 5 if method == "open" else self.failures[k] + 1
             why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
             if k not in self.printed:
-                print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in checkpoints/logs")
+                print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in "
+                      f"checkpoints/logs")
             self.printed.add(k)
         else: self.failures[k] = 0
 
@@ -354,15 +358,18 @@ def check_log(name:str, log_dir):
     if name == "tensorboard":
         there = next(p for p in (Path(log_dir).absolute(), *Path(log_dir).absolute().parents) if p.exists())
         if there.is_dir() and os.access(there, os.W_OK): return
-        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is {'read-only' if there.is_dir() else 'a file'}); "
+        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is "
+                         f"{'read-only' if there.is_dir() else 'a file'}); "
                          "give another folder, or set `logging.report_to` none")
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
     known = sorted(str(k) for k in LOGGER_TYPE_TO_CLASS if str(k) != "tensorboard")
     if name not in known:
-        raise ValueError(f"`logging.report_to` {name!r} is not supported; use tensorboard or none, or one of accelerate's trackers: "
+        raise ValueError(f"`logging.report_to` {name!r} is not supported; use tensorboard or none, or one of "
+                         f"accelerate's trackers: "
                          + ", ".join(known))
     if not filter_trackers([name], "runs"):
-        raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install {name}, or use tensorboard or none")
+        raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install "
+                         f"{name}, or use tensorboard or none")
 
 def progress_callback(config) -> Callback:
     "The training panel in an interactive notebook, else a bar or log lines."

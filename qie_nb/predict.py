@@ -57,9 +57,11 @@ def quantize_loaded(
 ): # the model
     "Quantize a model in memory and move it to a device."
     if why := getattr(model, "fixed", ""):
-        raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it is loaded")
+        raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it "
+                         f"is loaded")
     if hasattr(model, "fp16_stats"):
-        raise ValueError("a transformer that computes in float16 cannot be quantized any more; set `model.quantize` before it is loaded")
+        raise ValueError("a transformer that computes in float16 cannot be quantized any more; set "
+                         "`model.quantize` before it is loaded")
     return quantize(model, parse_quantization(quantization) or "qfloat8").to(device)
 
 class Predictor:
@@ -230,7 +232,8 @@ def predict_cached(self:Predictor,
     steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale,
                                              scheduler_overrides)
     convert, several, scheduler = _converter(output_type), isinstance(i,
-                                                                      (list, tuple)), self.components.get("scheduler")
+                                                                      (list,
+                                                                       tuple)), self.components.get("scheduler")
     indices = list(i) if several else [i]
     dataset, seeds = cached_data(self.data, data), seeds_of(seed, len(indices))
     with self.predicting():

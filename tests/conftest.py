@@ -52,7 +52,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter):
-    "What was skipped is named, so that nobody takes it for passed."
+    "List skipped tests, so that they are not mistaken for passed ones."
     for r in terminalreporter.stats.get("skipped", []):
         why = r.longrepr[2] if isinstance(r.longrepr, tuple) else str(r.longrepr)
         terminalreporter.write_line(f"not run: {r.nodeid}: {why.removeprefix('Skipped: ')}")

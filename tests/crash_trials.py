@@ -128,7 +128,7 @@ class Course:
         return out
 
     def job(self, out, tell=lambda *what: None, rank=0):
-        "In a child: train as somebody would who always says `--resume latest`."
+        "In a child process: train with `--resume latest`."
         from qie_nb.trainer import QwenImageEditTrainer
         watch_files(out/"checkpoints", tell), watch_steps(tell)
         make = lambda resume: QwenImageEditTrainer(self.config(out, resume), [Recorder(out, tell, rank)])

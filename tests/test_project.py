@@ -130,3 +130,33 @@ def test_config_table_of_readme_names_exist():
     known = {".".join(name.split(".")[:n]) for name, *_ in describe() for n in range(1, 5)}
     named = set(re.findall(r"`((?:model|data|train|cache|predict|optimizer|lr_scheduler|logging)\.[a-z_.]+)`", (ROOT/"README.md").read_text()))
     assert named <= known, named - known
+
+
+def source(path):
+    "The text that a person reads: a notebook's cells, or the file."
+    if path.suffix != ".ipynb": return path.read_text()
+    return "\n".join("".join(c["source"]) for c in json.loads(path.read_text())["cells"])
+
+
+def written():
+    "Every file that we write by hand."
+    folders = [(ROOT/f).rglob(g) for f, g in (("nbs", "*.ipynb"), ("kaggle", "*.ipynb"), ("docs", "*.md"), ("tests", "*.py"), ("benchmarks", "*.py"), ("tools", "*.py"))]
+    return [*ROOT.glob("*.md"), ROOT/"Makefile", *(p for f in folders for p in sorted(f) if ".ipynb_checkpoints" not in p.parts)]
+
+
+# the words are split, so that this file does not contain them
+IDIOMS = ["nobo" "dy", "somebo" "dy", "who" "ever", "what sta" "nds", "in fron" "t of a", "is sa" "id", "of ou" "rs", "let" "s? go", "in pla" "ce of", "is none o" "f",
+          "is tol" "d", "is looked a" "t", "de" "ar"]
+IDIOM = re.compile(rf"\b(?:{'|'.join(IDIOMS)})\b", re.I)
+
+
+def test_prose_avoids_the_idioms_of_version_1():
+    found = [f"{p.relative_to(ROOT)}: {line.strip()[:120]}" for p in written() for line in source(p).splitlines() if IDIOM.search(line)]
+    assert not found, "\n".join(found)
+    assert IDIOM.search("Progress of a notebook that no" "body watches") and not IDIOM.search("linearly, letting go-karts, yours")
+
+
+def test_each_notebook_opens_with_a_title_and_a_promise():
+    for p in sorted((ROOT/"nbs").rglob("*.ipynb")):
+        first = next("".join(c["source"]) for c in json.loads(p.read_text())["cells"] if c["cell_type"] == "markdown")
+        assert re.match(r"# \S.*\n\n> [A-Z][\w-]*[ ,]", first), f"{p.relative_to(ROOT)} opens with {first[:80]!r}"

@@ -31,8 +31,10 @@ class ImageDataset(Dataset):
         config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `image_size`, `cache_dir`, ...)
         samples=None, # use these `Sample`s instead of searching `dataset_path`
     ):
-        if isinstance(config, dict) and hasattr(config.get("dataset_path"), "column_names"): # a `datasets.Dataset`
-            config, samples = {k: v for k, v in config.items() if k != "dataset_path"}, find_samples(config["dataset_path"])
+        if isinstance(config, dict) and hasattr(config.get("dataset_path"),
+                                                "column_names"): # a `datasets.Dataset`
+            config, samples = {k: v for k,
+                               v in config.items() if k != "dataset_path"}, find_samples(config["dataset_path"])
         self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
         self.found = find_samples(self.config.dataset_path) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
@@ -46,7 +48,8 @@ class ImageDataset(Dataset):
     def get_cache_stats(self): return self.cache.get_cache_stats() if self.cache else {}
     def skipped_text(self):
         rest = f"\n  and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
-        rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:", *(f"  {i}: {why}" for i, why in self.skipped[:5])]
+        rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:",
+                *(f"  {i}: {why}" for i, why in self.skipped[:5])]
         return "\n".join(rows) + rest
 
 # %% ../../nbs/data/06_dataset.ipynb #0f5cc43a
@@ -70,7 +73,8 @@ def refresh(self:ImageDataset, identity:dict=None):
     self._keys.clear(), self._whole.clear()
     if identity is None and self.cache:
         try: self.identity = self.cache.identity(self.cache_identity)
-        except ValueError as e: self.ambiguous_identity = e # raised when entries are looked up without an identity
+        except ValueError as e:
+            self.ambiguous_identity = e # raised when entries are looked up without an identity
     c, who = self.config, self.areas or self.identity or {}
     self.geometry = Geometry(tuple(c.image_size), c.crop,
                              c.control_area or who.get("control_area") or 1024*1024,
@@ -90,13 +94,15 @@ def trust_manifest(self:ImageDataset,
     "Take the encoders' identity from the cache's manifest, which must name one model of this kind."
     self.refresh()
     if self.ambiguous_identity:
-        fitting = [v for v in self.cache.identities().values() if all(v.get(k) == value for k, value in mine.items())]
+        fitting = [v for v in self.cache.identities().values()
+                   if all(v.get(k) == value for k, value in mine.items())]
         if len(fitting) != 1: raise self.ambiguous_identity
         self.refresh(fitting[0])
     who = self.identity or {}
     for what, value in mine.items():
         if who.get(what, value) != value and not self.cache_identity:
-            raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run has {value}; "
+            raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run "
+                             f"has {value}; "
                              "precompute for it, or set `cache.encoder_id` if you want this")
     if who: print(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
@@ -125,12 +131,15 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control late
 def _keys_of(self:ImageDataset, i, image, *controls):
     who, g, (target, *sizes) = self.identity, self.geometry, self.sizes[i]
     parts = {"pixel_latent": image_parts(image, g.target(target), who, g.aspect)}
-    parts |= {f"control_latent.{n}": image_parts(d, g.control(c), who, g.aspect) for n, (d, c) in enumerate(zip(controls, sizes))}
+    parts |= {f"control_latent.{n}": image_parts(d, g.control(c), who, g.aspect) for n,
+              (d, c) in enumerate(zip(controls, sizes))}
     seen = controls, [g.vl(c) for c in sizes], who, g.aspect
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
-        parts |= dict.fromkeys((f"{prefix}prompt_embed", f"{prefix}prompt_embeds_mask"), prompt_parts(prompt, *seen))
-    return {name: CacheEntry(kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p) for name, p in parts.items()}
+        parts |= dict.fromkeys((f"{prefix}prompt_embed", f"{prefix}prompt_embeds_mask"),
+                               prompt_parts(prompt, *seen))
+    return {name: CacheEntry(kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p)
+            for name, p in parts.items()}
 
 # %% ../../nbs/data/06_dataset.ipynb #e0ba058d
 @patch
@@ -162,7 +171,8 @@ def _missing(self:ImageDataset, keys, has) -> list:
 @patch
 def dropped(self:ImageDataset, i:int) -> bool:
     "Is this sample's caption dropped in this epoch?"
-    return stable_seed(self.seed, self.epoch, self.samples[i].id, "caption") / 2**63 < self.config.caption_dropout_rate
+    return stable_seed(self.seed, self.epoch, self.samples[i].id,
+                       "caption") / 2**63 < self.config.caption_dropout_rate
 
 # %% ../../nbs/data/06_dataset.ipynb #df719060
 @patch
@@ -204,8 +214,10 @@ def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor'
 @patch
 def problems_text(self:ImageDataset, found=None) -> str:
     found = found or self.problems()
-    each = "; ".join(f"{name} of sample {i!r} {why}{f' ({place})' if place else ''}" for i, name, place, why in found)
-    return (f"{len(found)} entries of cache {', '.join(map(str, self.cache.layers))} cannot be used and cannot be computed here; "
+    each = "; ".join(f"{name} of sample {i!r} {why}{f' ({place})' if place else ''}" for i, name, place,
+                     why in found)
+    return (f"{len(found)} entries of cache {', '.join(map(str, self.cache.layers))} cannot be used and "
+            f"cannot be computed here; "
             f"precompute on a machine with the encoders: {each}")
 
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
@@ -214,7 +226,8 @@ def digests(self:ImageDataset, i:int) -> tuple: # of the target, then of each co
     return self._keys[i][0] if i in self._keys else None
 
 @patch
-def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict: # `image`: uint8 [H, W, 3]; `control`: PIL images
+def images(self:ImageDataset, i:int,
+           open_file=open_unchanged) -> dict: # `image`: uint8 [H, W, 3]; `control`: PIL images
     "Sample `i`'s images: the target at its bucket's size, the controls at their own."
     return load_images(self.samples[i], self.geometry, self.digests(i), open_file)
 
@@ -224,7 +237,8 @@ def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's si
     "Weights of sample `i`'s loss: 255 is full weight, 0 is `train.mask_min_weight`."
     s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
     if s.mask is None: return None
-    if (s.id, size) not in self._masks: self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
+    if (s.id, size) not in self._masks:
+        self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
     return self._masks[s.id, size]
 
 # %% ../../nbs/data/06_dataset.ipynb #0662aa9c
@@ -232,7 +246,8 @@ def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's si
 def __getitem__(self:ImageDataset, i:int) -> dict:
     tensors = self._cached(i)
     s, drop = self.samples[i], self.dropped(i)
-    out = dict(cached=tensors is not None, sample_id=s.id, prompt="" if drop else s.prompt, dropped=drop, sample=s, index=int(i))
+    out = dict(cached=tensors is not None, sample_id=s.id, prompt="" if drop else s.prompt, dropped=drop,
+               sample=s, index=int(i))
     if s.mask is not None: out["mask"] = self.mask(i)
     return out | (self.images(i) if tensors is None else _pick(tensors, drop))
 
@@ -240,20 +255,24 @@ def _pick(tensors, drop) -> dict:
     "The tensors of a training step: one control latent or a list, and the empty prompt if the caption is dropped."
     controls = controls_of(tensors)
     p = "empty_" if drop else ""
-    return dict(pixel_latent=tensors["pixel_latent"], control_latent=controls[0] if len(controls) == 1 else controls,
+    return dict(pixel_latent=tensors["pixel_latent"], control_latent=controls[0] if len(controls) == 1
+                else controls,
                 prompt_embed=tensors[f"{p}prompt_embed"], prompt_embeds_mask=tensors[f"{p}prompt_embeds_mask"])
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 @patch
-def _scan(self:ImageDataset, there, bar=None): # yields (sample, entry ids it may need, missing names or None, error)
+def _scan(self:ImageDataset, there,
+          bar=None): # yields (sample, entry ids it may need, missing names or None, error)
     began = time.monotonic()
     for i in range(len(self)):
         try:
             keys = self.keys(i)
             wanted = {v.id for v in (*self._needed(keys).values(), keys[PREFIX])}
-            yield i, wanted, [] if all(e in there for e in wanted) else self._missing(keys, there.__contains__), ""
+            yield i, wanted, [] if all(e in there
+                                       for e in wanted) else self._missing(keys, there.__contains__), ""
         except ValueError as e: yield i, set(), None, str(e)
-        if bar is None and time.monotonic() - began > 2: bar = Progress(len(self), "look through the cache", start=i)
+        if bar is None and time.monotonic() - began > 2:
+            bar = Progress(len(self), "look through the cache", start=i)
         if bar: bar.update()
 
 @patch
@@ -271,22 +290,27 @@ def status(self:ImageDataset,
     bar=None, # as for `incomplete`
 ) -> dict:
     "Plain data: samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad; `why` if nothing is known."
-    out = dict(samples=len(self), complete=0, kinds={k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS},
+    out = dict(samples=len(self), complete=0, kinds={k: dict(needed=0, present=0, missing=0, bytes=0)
+                                                     for k in ALL_KINDS},
                layers=[], models={}, bad=[], quarantined=0, aside=[], skipped=list(self.skipped), unreadable=[], why=self._why_unknown())
     if self.cache is None: return out
     listed = list(self.cache.entries())
     stats = self.cache.get_cache_stats(listed)
-    out |= {k: stats[k] for k in ("layers", "models", "quarantined")} | dict(bad=list(self.cache.quarantined), aside=self.cache.aside())
+    out |= {k: stats[k] for k in ("layers", "models",
+                                  "quarantined")} | dict(bad=list(self.cache.quarantined),
+                                                         aside=self.cache.aside())
     if not out["why"]: self._count(out, {(kind, key): size for _, kind, key, size in listed}, bar)
     else:
-        for kind, k in out["kinds"].items(): k["present"], k["bytes"] = stats[kind]["count"], stats[kind]["bytes"]
+        for kind, k in out["kinds"].items():
+            k["present"], k["bytes"] = stats[kind]["count"], stats[kind]["bytes"]
     return out
 
 @patch
 def _why_unknown(self:ImageDataset) -> str:
     if self.cache is None: return "no cache is set; set `cache_dir` to a folder"
     if self.identity is not None: return ""
-    return str(self.ambiguous_identity or "the cache is empty, so no entry can be looked up; run precompute to fill it")
+    return str(self.ambiguous_identity
+               or "the cache is empty, so no entry can be looked up; run precompute to fill it")
 
 @patch
 def _count(self:ImageDataset, out, there, bar):
@@ -315,12 +339,15 @@ def entries_needed(self:ImageDataset) -> set: # of (kind, key)
 # %% ../../nbs/data/06_dataset.ipynb #d450cd36
 def _decodes(source):
     decode = lambda p: bool(open_image(p).size)
-    return cached_file_property(source, "decodes", decode) if isinstance(source, (str, Path)) else decode(source)
+    return cached_file_property(source, "decodes", decode) if isinstance(source,
+                                                                         (str, Path)) else decode(source)
 
 @patch
 def drop_unreadable(self:ImageDataset):
     "Skip samples with a broken mask, and incomplete samples with a broken image."
-    incomplete, bad = {i for i in range(len(self)) if self.cache is None or self.ambiguous_identity or self.missing(i)}, {}
+    incomplete = {i for i in range(len(self)) if self.cache is None or self.ambiguous_identity
+                  or self.missing(i)}
+    bad = {}
     todo = [i for i, s in enumerate(self.samples) if i in incomplete or s.mask is not None]
     bar = Progress(len(todo), "look at images") if len(todo) > 500 else None
     for i in todo:
@@ -358,7 +385,8 @@ def loader(
         path = str(dataset) if isinstance(dataset, Path) else dataset
         dataset = ImageDataset(dict(dataset_path=path, seed=seed, **cache, **kw))
     sampler = BucketBatchSampler(dataset, batch_size, seed, shuffle)
-    return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=partial(_collate_of, dataset),
+    return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers,
+                      collate_fn=partial(_collate_of, dataset),
                       generator=torch.Generator()) # so that iterating does not draw from the global generator
 
 # %% ../../nbs/data/06_dataset.ipynb #ef93296e

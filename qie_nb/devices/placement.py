@@ -69,7 +69,8 @@ def pick_evicted(
     return evicted
 
 # %% ../../nbs/devices/00_placement.ipynb #4701cbd4
-def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (how or "" if nothing helps, why)
+def _strategy(n, beside, sizes, work, free, offload, fixed,
+              whole) -> tuple: # (how or "" if nothing helps, why)
     "How a component uses a GPU with `free` bytes that it shares with the components `beside` it."
     gb = lambda b: f"{b / 1e9:.1f}"
     if offload != "auto":

@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import (COMFY_NAME, WEIGHT_NAME, check_lora, convert_lora, find_lora, lora_info, lora_layers,
+from .formats import (COMFY_NAME, WEIGHT_NAME, check_lora, convert_lora, find_lora, lora_info,
+                                 lora_layers,
                                  read_lora, write_lora)
-from .mixing import (active_loras, belongs_to, check_name, check_not_merged, check_weights, is_merged, merge_lora,
+from .mixing import (active_loras, belongs_to, check_name, check_not_merged, check_weights,
+                                is_merged, merge_lora,
                                 remove_loras, set_weight, unmerge_lora, use_loras)
 
 # %% ../../nbs/lora/01_adapters.ipynb #5fc04e1a
@@ -50,7 +52,8 @@ def lora_parameters(transformer) -> list: # tensors
 
 def assert_float32(transformer):
     "Raises ValueError if a trainable parameter is not float32."
-    wrong = [(n, p.dtype) for n, p in transformer.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+    wrong = [(n, p.dtype) for n, p in transformer.named_parameters() if p.requires_grad
+             and p.dtype != torch.float32]
     if wrong:
         raise ValueError(f"adapter {wrong[0][0]} is {wrong[0][1]}, but trainable parameters must be float32; "
                          "add the adapter after quantizing")
@@ -58,7 +61,8 @@ def assert_float32(transformer):
 # %% ../../nbs/lora/01_adapters.ipynb #1dac3bfc
 @cache
 def _warn_dora():
-    warnings.warn("qie_nb and diffusers (0.42.1) read the magnitudes of a DoRA file; ComfyUI ignores them and shows another "
+    warnings.warn("qie_nb and diffusers (0.42.1) read the magnitudes of a DoRA file; ComfyUI ignores them "
+                  "and shows another "
                   "image. For ComfyUI train without `model.lora.use_dora`", stacklevel=3)
 
 def check_targets(
@@ -67,7 +71,8 @@ def check_targets(
 ):
     "Raises ValueError if `target_modules` matches no layer."
     if not any(is_target(settings.target_modules, n) for n in layers):
-        raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the transformer; "
+        raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the "
+                         f"transformer; "
                          f"try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0")
 
 # %% ../../nbs/lora/01_adapters.ipynb #6a40e505
@@ -132,8 +137,10 @@ class CastLinear(torch.nn.Linear):
         return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
 def _adapted(transformer) -> list: # layers with adapters, except DoRA, whose norms need float32
-    layers = [m for m in transformer.modules() if hasattr(m, "lora_A") and hasattr(m, "cast_input_dtype_enabled")]
-    return [m for m in layers if not getattr(m, "lora_variant", None) and not any(getattr(m, "use_dora", {}).values())]
+    layers = [m for m in transformer.modules() if hasattr(m, "lora_A")
+              and hasattr(m, "cast_input_dtype_enabled")]
+    return [m for m in layers if not getattr(m, "lora_variant", None)
+            and not any(getattr(m, "use_dora", {}).values())]
 
 def adapters_in_base_dtype(
     transformer, # with adapters
@@ -176,7 +183,8 @@ def lora_state(
         raise ValueError(f"`state` has {wrong[0]!r}, which the adapter does not have in this shape; "
                          "take the keys from lora_tensors")
     full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # a DTensor is one process's shard
-    return {k: full(state.get(k, p).detach()).to("cpu", torch.float32, copy=True).contiguous() for k, p in own.items()}
+    return {k: full(state.get(k, p).detach()).to("cpu", torch.float32, copy=True).contiguous() for k,
+            p in own.items()}
 
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c
 def adapter_config(
@@ -218,10 +226,12 @@ def _check_fit(transformer, state, file):
         size = t.shape[-1] if is_a else t.shape[0]
         if have != size:
             got = f"the layer has {have}" if have else "there is no such layer"
-            raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} features, {got}; "
+            raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} "
+                             f"features, {got}; "
                              "use the base model it was trained on")
         if is_a and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
-            raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the file as it was trained")
+            raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the file "
+                             f"as it was trained")
 
 class FittingLora(NamedTuple):
     "A LoRA file in memory that fits a transformer."
@@ -240,13 +250,15 @@ def read_fitting(
     state, config, info = read_lora(file)
     state, known = {f"transformer.{k}": t for k, t in state.items()}, LoraConfig().to_dict()
     _check_fit(transformer, state, file)
-    config = dict(rank_pattern={}) | {k: v for k, v in config.items() if k in known} # diffusers 0.37 needs rank_pattern
+    config = dict(rank_pattern={}) | {k: v for k,
+                                      v in config.items() if k in known} # diffusers 0.37 needs rank_pattern
     return FittingLora(file, state, {f"transformer.{k}": v for k, v in config.items()}, info)
 
 # %% ../../nbs/lora/01_adapters.ipynb #1eb3e5a2
 @contextmanager
 def _no_false_alarm():
-    log, keep = logging.getLogger("diffusers.utils.peft_utils"), lambda r: "led to missing keys" not in r.getMessage()
+    log = logging.getLogger("diffusers.utils.peft_utils")
+    keep = lambda r: "led to missing keys" not in r.getMessage()
     log.addFilter(keep)
     try:
         with warnings.catch_warnings():
@@ -270,7 +282,8 @@ def load_lora(
     try:
         remove_loras(transformer, [name])
         with _no_false_alarm():
-            transformer.load_lora_adapter(read.state, prefix="transformer", adapter_name=name, metadata=read.config)
+            transformer.load_lora_adapter(read.state, prefix="transformer", adapter_name=name,
+                                          metadata=read.config)
     except BaseException:
         remove_loras(transformer, [name]), use_loras(transformer, before)
         raise

@@ -65,7 +65,8 @@ def _choose(names):
 def _no_choice(path, names):
     found = sorted(n for n in names if n.endswith(".safetensors"))
     if not found:
-        return FileNotFoundError(f"LoRA {str(path)!r} does not exist; give a .safetensors file, or a folder or "
+        return FileNotFoundError(f"LoRA {str(path)!r} does not exist; give a .safetensors file, or a folder "
+                                 f"or "
                                  f"repository with {WEIGHT_NAME}")
     example = f"{path}{':' if is_hub_id(path) else '/'}{found[0]}"
     return ValueError(f"LoRA {str(path)!r} has {len(found)} .safetensors files, none called {WEIGHT_NAME}; "
@@ -175,7 +176,8 @@ def header_config(
     except ValueError: return None
     if not {"r", "lora_alpha"} <= config.keys(): return None
     alphas = {n: p["alpha"].float() for n, p in layers.items() if "alpha" in p}
-    return config if all(torch.tensor(float(kohya_alpha(config, n))) == a for n, a in alphas.items()) else None
+    return config if all(torch.tensor(float(kohya_alpha(config, n))) == a for n,
+                         a in alphas.items()) else None
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b5e
 def _open(file, load=True) -> tuple: # (header, {key: tensor or None})
@@ -202,7 +204,8 @@ def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
     if not layers:
         raise ValueError(f"LoRA {str(file)!r} has no adapter for a Qwen-Image transformer; "
                          "its keys must begin with transformer., diffusion_model. or lora_unet_")
-    odd = [k for k, found in keys.items() if not found] or [n for n, p in layers.items() if not {"A", "B"} <= p.keys()]
+    odd = [k for k, found in keys.items() if not found] or [n for n,
+                                                            p in layers.items() if not {"A", "B"} <= p.keys()]
     if odd:
         raise ValueError(f"LoRA {str(file)!r} has {odd[0]!r}, which is not a pair of LoRA weights; "
                          "give a complete, plain LoRA")

@@ -22,8 +22,10 @@ def check_name(
     name:str, # of an adapter
 ):
     "Raises ValueError for a name that peft cannot use."
-    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)) or hasattr(torch.nn.ModuleDict, name):
-        raise ValueError("`adapter_name` must consist of letters, digits, _ and -, and must not be an attribute of torch's "
+    if not (isinstance(name, str)
+            and re.fullmatch(r"[A-Za-z0-9_-]+", name)) or hasattr(torch.nn.ModuleDict, name):
+        raise ValueError("`adapter_name` must consist of letters, digits, _ and -, and must not be an "
+                         "attribute of torch's "
                          f"modules, got {name!r}; use e.g. 'style'")
 
 def belongs_to(
@@ -34,7 +36,8 @@ def belongs_to(
     return re.search(rf"\.lora_\w+\.{re.escape(name)}(\.|$)", parameter) is not None
 
 # %% ../../nbs/lora/02_mixing.ipynb #b7e9433a
-def _layers(transformer): return [m for m in transformer.modules() if hasattr(m, "lora_A") and hasattr(m, "set_scale")]
+def _layers(transformer):
+    return [m for m in transformer.modules() if hasattr(m, "lora_A") and hasattr(m, "set_scale")]
 
 def set_weight(
     transformer,
@@ -103,19 +106,23 @@ def use_loras(
 # %% ../../nbs/lora/02_mixing.ipynb #28fb826a
 def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
     "Layers to merge. Raises ValueError if they cannot be merged."
-    layers = {n: m for n, m in transformer.named_modules() if hasattr(m, "lora_A") and set(m.active_adapters) & set(m.lora_A)}
+    layers = {n: m for n, m in transformer.named_modules() if hasattr(m, "lora_A")
+              and set(m.active_adapters) & set(m.lora_A)}
     if not layers: raise ValueError("there is no adapter to merge; load or train one first")
     for n, m in layers.items():
         w, used = m.get_base_layer().weight, [a for a in m.active_adapters if a in m.lora_A]
         if len(used) > 1 and any(a in m.lora_magnitude_vector for a in used):
-            raise ValueError(f"adapters {', '.join(used)} both change {n} and one is a DoRA, so merging would change the image; "
+            raise ValueError(f"adapters {', '.join(used)} both change {n} and one is a DoRA, so merging "
+                             f"would change the image; "
                              "use them unmerged, or merge one")
         if type(w) is not torch.nn.Parameter or w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"the base is quantized or sharded ({n} is {type(w).__name__} {w.dtype}), and merging would "
+            raise ValueError(f"the base is quantized or sharded ({n} is {type(w).__name__} {w.dtype}), and "
+                             f"merging would "
                              "round the adapter away; use it unmerged, or load the base with `model.quantize` none")
         for a in used:
             if not all(p.isfinite().all() for p in (m.lora_A[a].weight, m.lora_B[a].weight)):
-                raise ValueError(f"adapter {a!r} has values that are not finite in {n}; load an earlier checkpoint")
+                raise ValueError(f"adapter {a!r} has values that are not finite in {n}; load an earlier "
+                                 f"checkpoint")
     return layers
 
 def merge_lora(
@@ -132,7 +139,8 @@ def unmerge_lora(transformer):
     "Restore the base's own weights bit for bit; the adapter is active beside it again."
     if not is_merged(transformer): return
     before = getattr(transformer, "_before_merge", None)
-    if before == {}: raise ValueError("the adapter cannot be unmerged (`undo` was False); load the base again")
+    if before == {}:
+        raise ValueError("the adapter cannot be unmerged (`undo` was False); load the base again")
     transformer._before_merge = None
     for n, m in transformer.named_modules():
         if getattr(m, "merged", False) and hasattr(m, "lora_A"):
@@ -179,7 +187,8 @@ def parse_loras(
     "Check names and weights before any file is read. Raises ValueError."
     if isinstance(loras, (str, Path)): loras = [loras]
     items = list(loras.items()) if isinstance(loras, dict) else list(loras)
-    specs = [LoraSpec(**x) if isinstance(x, dict) else LoraSpec(*x) if isinstance(x, (list, tuple)) else LoraSpec(x)
+    specs = [LoraSpec(**x) if isinstance(x, dict) else LoraSpec(*x) if isinstance(x, (list, tuple))
+             else LoraSpec(x)
              for x in items]
     given = [s.name for s in specs if s.name is not None]
     for n in given: check_name(n)

@@ -66,7 +66,8 @@ def card_settings(
 
 # %% ../../nbs/lora/03_model_card.ipynb #bbca894f
 _WEIGHTS = dict(raw="those of the last step", ema="a running mean (EMA) over the steps")
-_DATA = dict(samples="pairs", held_out="validation pairs", controls="control images per pair", control_area="control area, pixels",
+_DATA = dict(samples="pairs", held_out="validation pairs", controls="control images per pair",
+             control_area="control area, pixels",
              image_size="target size, pixels", vl_area="area the text encoder sees, pixels")
 
 def _table(*rows): # the first is the head
@@ -84,7 +85,8 @@ def _parts(facts, images, where): # (heading, text or None)
     yield "Captions", captions and fenced("\n".join(captions[:5])) + more
     yield "Validation loss", loss and f"{loss:.4f} on pairs that were not trained on."
     yield "Weights", facts.get("weights") in _WEIGHTS and f"{_WEIGHTS[facts['weights']]}, after {facts.get('steps', '?')} steps."
-    yield "Settings", facts.get("settings") and _table(("setting", "value"), *sorted(facts["settings"].items()))
+    yield "Settings", facts.get("settings") and _table(("setting", "value"),
+                                                       *sorted(facts["settings"].items()))
 
 def model_card(
     facts:dict, # title, base_model, license, variant, samples, captions, held_out_loss, weights, steps, settings, ...
@@ -94,11 +96,13 @@ def model_card(
     "The card as Markdown; `facts` uses the names of the LoRA file's own note."
     from huggingface_hub import ModelCardData
     base, variant = facts.get("base_model") or facts.get("base") or "Qwen-Image-Edit", facts.get("variant")
-    head = ModelCardData(library_name="diffusers", pipeline_tag="image-to-image", license=facts.get("license"),
+    head = ModelCardData(library_name="diffusers", pipeline_tag="image-to-image",
+                         license=facts.get("license"),
                          tags=["lora", "diffusers", "qwen-image-edit", "image-to-image"],
                          base_model=base if is_hub_id(facts.get("base_model")) else None)
     parts = "".join(f"\n## {heading}\n\n{text}\n" for heading, text in _parts(facts, images, where) if text)
-    return (f"---\n{head.to_yaml()}\n---\n\n# {plain(facts.get('title') or 'LoRA for ' + Path(str(base)).name)}\n\n"
+    return (f"---\n{head.to_yaml()}\n---\n\n# "
+            f"{plain(facts.get('title') or 'LoRA for ' + Path(str(base)).name)}\n\n"
             f"A LoRA for {plain(base)}{f' ({plain(variant)})' if variant else ''}, made with qie_nb.\n{parts}")
 
 # %% ../../nbs/lora/03_model_card.ipynb #4f173c75
@@ -145,7 +149,8 @@ def push_to_hub(
         raise ValueError(f"`repo_id` must be owner/name, got {repo_id!r}")
     try:
         url = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=str(folder), allow_patterns=files, commit_message="LoRA and model card")
+        api.upload_folder(repo_id=repo_id, folder_path=str(folder), allow_patterns=files,
+                          commit_message="LoRA and model card")
     except Exception as e:
         why = hub_error(e, repo_id, "written")
         raise (ConnectionError if "cannot be reached" in why else ValueError)(why) from None

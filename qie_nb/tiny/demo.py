@@ -112,7 +112,8 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     held = ImageDataset(config, samples=find_samples(config.train.val_path))
     held.set_areas(judge.components.areas)
     whole, text = squares(), held.samples[0].prompt
-    edit = lambda p: judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width, height=p.height)
+    edit = lambda p: judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width,
+                                   height=p.height)
     look = lambda: list(map(edit, whole))
     true, before, seen = truths(judge, held), answers(judge, held, seeds), look()
     after = answers(judge.load_lora(out/"lora"), held, seeds)

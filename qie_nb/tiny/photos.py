@@ -107,7 +107,8 @@ EDITS = dict(
     swap=Edit("swap red and blue", lambda a: a[..., ::-1]),
     blue=Edit("give it a blue tint", lambda a: a * np.float32([0.35, 0.6, 1.])),
     contrast=Edit("raise the contrast", lambda a: (a - 0.5) * 2 + 0.5),
-    duotone=Edit("print it in dark blue and orange", duotone((0.05, 0.08, 0.40), (1., 0.72, 0.20)), known=False),
+    duotone=Edit("print it in dark blue and orange", duotone((0.05, 0.08, 0.40), (1., 0.72, 0.20)),
+                 known=False),
     sepia=Edit("age it like an old photograph", duotone((0.16, 0.08, 0.02), (1., 0.93, 0.75)), known=False))
 
 # %% ../../nbs/tiny/01_photos.ipynb #40d23050

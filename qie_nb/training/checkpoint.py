@@ -120,7 +120,8 @@ def find_checkpoint(
         named = root/(root/"latest").read_text().strip() if (root/"latest").is_file() else None
         if named and is_complete(named): return named
         if found := complete_checkpoints(root): return found[-1]
-        raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r}: no complete checkpoint in {str(root)!r}; start without it")
+        raise FileNotFoundError(f"`resume_checkpoint` {str(which)!r}: no complete checkpoint in "
+                                f"{str(root)!r}; start without it")
     if not path.is_dir(): path = Path(root)/path.name if (Path(root)/path.name).is_dir() else path
     if path.suffix == ".safetensors" or (path.is_dir()
                                          and not any((path/n).is_file() for n in ("state.json", "COMPLETE"))):
@@ -140,11 +141,13 @@ def read_checkpoint(
 ) -> tuple: # (state dict, optimizer state dict, rng tensor or None)
     "What `write_checkpoint` was given."
     from safetensors.torch import load_file
-    unreadable = lambda e: ValueError(f"checkpoint {str(folder)!r} cannot be read ({type(e).__name__}: {e}); use another one")
+    unreadable = lambda e: ValueError(f"checkpoint {str(folder)!r} cannot be read ({type(e).__name__}: {e}); "
+                                      f"use another one")
     try: state = json.loads((Path(folder)/"state.json").read_text())
     except Exception as e: raise unreadable(e) from e
     if state.get("format", 1) > FORMAT:
-        raise ValueError(f"checkpoint {str(folder)!r} has format {state['format']}, and this qie_nb knows up to {FORMAT}; upgrade qie_nb")
+        raise ValueError(f"checkpoint {str(folder)!r} has format {state['format']}, and this qie_nb knows up "
+                         f"to {FORMAT}; upgrade qie_nb")
     try:
         tensors = load_file(Path(folder)/"optimizer.safetensors")
         rng = tensors.pop("rng", None)

@@ -23,9 +23,11 @@ def check_optimizer(
     "Raise ValueError if an optimizer is not available; called before anything is loaded."
     package = _PACKAGES.get(settings.name)
     if package and find_spec(package) is None:
-        raise ValueError(f"`optimizer.name` {settings.name} needs {package}, which is not installed; `pip install {package}` or use adamw")
+        raise ValueError(f"`optimizer.name` {settings.name} needs {package}, which is not installed; `pip "
+                         f"install {package}` or use adamw")
     if settings.name == "prodigy" and not 0.1 <= settings.lr <= 10:
-        raise ValueError(f"`optimizer.lr` is a factor on the rate that prodigy finds and must be about 1, got {settings.lr:g}; set it to 1")
+        raise ValueError(f"`optimizer.lr` is a factor on the rate that prodigy finds and must be about 1, "
+                         f"got {settings.lr:g}; set it to 1")
     if settings.name == "adamw8bit": _try_8bit(torch.device(device))
 
 def _try_8bit(device): # one step of a tensor just large enough for 8 bits; older versions fail at it on some devices
@@ -34,7 +36,8 @@ def _try_8bit(device): # one step of a tensor just large enough for 8 bits; olde
         p.grad = torch.zeros_like(p)
         _adamw8bit([p], {}).step()
     except Exception as e:
-        raise ValueError(f"`optimizer.name` adamw8bit does not run on {device} with the bitsandbytes that is installed "
+        raise ValueError(f"`optimizer.name` adamw8bit does not run on {device} with the bitsandbytes that is "
+                         f"installed "
                          f"({type(e).__name__}: {str(e)[:200]}); `pip install -U bitsandbytes` or use adamw") from e
 
 def _adamw8bit(params, kw):
@@ -91,13 +94,17 @@ def check_schedule(
     "Raise ValueError for settings that a schedule would ignore."
     kind, warm, cycles = settings.scheduler_type, settings.warmup_steps, settings.num_cycles
     if kind == "constant" and warm:
-        raise ValueError(f"`lr_scheduler.scheduler_type` constant has no warm-up, got `warmup_steps` {warm}; use constant_with_warmup")
+        raise ValueError(f"`lr_scheduler.scheduler_type` constant has no warm-up, got `warmup_steps` {warm}; "
+                         f"use constant_with_warmup")
     if cycles and not kind.startswith("cosine"):
-        raise ValueError(f"`lr_scheduler.num_cycles` is {cycles:g}, but {kind} has no cycles; use a cosine kind or leave it out")
+        raise ValueError(f"`lr_scheduler.num_cycles` is {cycles:g}, but {kind} has no cycles; use a cosine "
+                         f"kind or leave it out")
     if cycles and kind == "cosine_with_restarts" and cycles != int(cycles):
-        raise ValueError(f"`lr_scheduler.num_cycles` must be a whole number with restarts, got {cycles:g}; use {max(1, round(cycles))}")
+        raise ValueError(f"`lr_scheduler.num_cycles` must be a whole number with restarts, got {cycles:g}; "
+                         f"use {max(1, round(cycles))}")
     if 0 < steps <= warm:
-        raise ValueError(f"`lr_scheduler.warmup_steps` is {warm}, but the run has {steps} optimizer steps, so the rate would never be "
+        raise ValueError(f"`lr_scheduler.warmup_steps` is {warm}, but the run has {steps} optimizer steps, "
+                         f"so the rate would never be "
                          f"reached; set it below {steps} or train longer")
 
 def make_schedule(

@@ -133,7 +133,8 @@ def check_same_run(
     found = "; ".join(diff_runs(was, now))
     if not found: return
     if force: return print(f"checkpoint {name} is of another run, resumed by `train.force_resume`: {found}")
-    raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in another `train.output_dir`, "
+    raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in another "
+                     f"`train.output_dir`, "
                      "or set `train.force_resume` (--force)")
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce
@@ -191,7 +192,8 @@ def save(self:RunResume,
 ) -> Path:
     "Write a complete checkpoint."
     if optimizer is None:
-        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), first")
+        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), "
+                         "first")
     began, s, a = time.time(), self.state, self.adapters
     tr, ema, optimizer = a.modulation.transformer(), a.ema, full_state(optimizer.state_dict())
     files = {lora.WEIGHT_NAME: ("raw", lora.lora_state(tr))}
@@ -225,7 +227,8 @@ def put_back(transformer, state:dict):
     params = lora.lora_tensors(transformer)
     if params.keys() != state.keys():
         odd = sorted(params.keys() ^ state.keys())[0]
-        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd}; resume with its own `model.lora` settings")
+        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd}; resume with "
+                         f"its own `model.lora` settings")
     for name, p in params.items(): p.copy_(shard_like(state[name].to(p.device, p.dtype), p))
 
 # %% ../../nbs/training/05_resume.ipynb #de7191db
@@ -284,7 +287,8 @@ def check_output(self:RunResume):
         with tempfile.TemporaryFile(dir=self.root): pass
     except OSError as e:
         folder = self.config.train.output_dir
-        raise ValueError(f"`train.output_dir` {folder!r} cannot be written ({e.strerror}); set it to a writable folder") from None
+        raise ValueError(f"`train.output_dir` {folder!r} cannot be written ({e.strerror}); set it to a "
+                         f"writable folder") from None
     modulation = self.adapters.modulation
     items = run_items(self.config, memory_query(self.config, modulation.transformer_config(),
                                                 self.components.dtype.itemsize))

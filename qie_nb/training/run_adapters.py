@@ -84,11 +84,13 @@ def warn_differences(self:RunAdapters):
     sized = [(n, s) for n, s in sized if s]
     for n, s in sized[1:]:
         if s != sized[0][1]:
-            self.state.warn_once(f"adapter {n!r} was trained at {s}, {sized[0][0]!r} at {sized[0][1]}: the first one's sizes are used; "
+            self.state.warn_once(f"adapter {n!r} was trained at {s}, {sized[0][0]!r} at {sized[0][1]}: the "
+                                 f"first one's sizes are used; "
                                  "set `data.control_area` and `data.vl_area` to choose others")
     for n, _, info in self.in_use:
         if info.get("variant") not in (None, self.components.variant.name):
-            self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {self.components.variant.name}")
+            self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is "
+                                 f"{self.components.variant.name}")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
@@ -127,7 +129,8 @@ def pick_modulation(self:RunAdapters,
     if not why: return
     weights, others = self.active, [self.loaded.get(n, LoadedLora(n, "", {})) for n in self.in_memory]
     if self.state.optimizing or not all(a.file for a in others):
-        raise ValueError(f"{why}, which the transformer in memory does not have: it runs on the modulation table; "
+        raise ValueError(f"{why}, which the transformer in memory does not have: it runs on the modulation "
+                         f"table; "
                          "load the adapter in another trainer, or set `model.modulation_table` to false")
     self.components.drop("transformer")
     self.modulation.transformer(pick=False)
@@ -194,7 +197,8 @@ def use(self:RunAdapters,
                                           (list, tuple)) else [1.0 if weights is None
                                                                else weights] * len(names)
     if len(names) != len(weights) or len(set(names)) < len(names):
-        raise ValueError(f"`names` and `weights` must have the same length and each name once, got {names} and {weights}; "
+        raise ValueError(f"`names` and `weights` must have the same length and each name once, got {names} "
+                         f"and {weights}; "
                          "give a weight for each")
     if tr is None and names:
         raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
@@ -210,7 +214,8 @@ def delete(self:RunAdapters,
     if wrong := [n for n in names if n not in self.in_memory]:
         raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(self.in_memory)}")
     if "default" in names and self.state.optimizing:
-        raise ValueError("adapter 'default' is being trained and cannot be deleted; use set_adapters([]) to predict without it")
+        raise ValueError("adapter 'default' is being trained and cannot be deleted; use set_adapters([]) to "
+                         "predict without it")
     lora.remove_loras(self.modulation.gathered(), names)
     self.loaded = {n: a for n, a in self.loaded.items() if n not in names}
 
@@ -244,7 +249,8 @@ def merge(self:RunAdapters,
 ):
     "Add the adapters in use to the base's weights; prediction does not add them twice."
     if hasattr(self.components.loaded.get("transformer"), "block_swap"):
-        raise ValueError("the base's blocks are swapped in from host memory (`train.blocks_to_swap`), so nothing can be merged into them; "
+        raise ValueError("the base's blocks are swapped in from host memory (`train.blocks_to_swap`), so "
+                         "nothing can be merged into them; "
                          "save the adapter and merge it in a trainer without this setting")
     lora.merge_lora(self.modulation.gathered(), undo)
 

@@ -97,7 +97,8 @@ def set_geometry_and_identity(self:RunData, dataset):
     "Give a data set the model's image sizes and encoder identity, which select its cache entries."
     several = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
     if several is not None and not self.components.variant.multi_image:
-        raise ValueError(f"sample {several!r} has several control images, but variant v1 takes one; use a 2509 or 2511 model")
+        raise ValueError(f"sample {several!r} has several control images, but variant v1 takes one; use a "
+                         f"2509 or 2511 model")
     dataset.areas = self.components.areas
     if dataset.cache is None: return dataset.refresh()
     if self.components.has_encoders(): dataset.refresh(self.components.identity())
@@ -130,7 +131,8 @@ def check_cache_complete(self:RunData, dataset):
     dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
     if not dataset.cached_only: return
     if dataset.identity is None:
-        raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} is empty, and model folder {self.components.name!r} "
+        raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} is empty, and model folder "
+                              f"{self.components.name!r} "
                               "has no encoders to fill it; precompute with the whole model first")
     if found := dataset.problems(reread=False): raise CacheEntryError(dataset.problems_text(found))
 
@@ -184,7 +186,8 @@ def cache_embeddings(self:RunData,
     c, dataset = self.config, getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None: dataset.cache = self.open_cache()
     if dataset.cache is None:
-        raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so the cache would never be used; set both")
+        raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so the cache would never be "
+                         "used; set both")
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
@@ -243,7 +246,8 @@ def encode_image_embedding(self:RunData, image, device=None) -> torch.Tensor: # 
     return self.encoder(None, device and check_device(str(device))).image(im, g.control(im.size))[None]
 
 @patch
-def encode_prompt_image_embedding(self:RunData, prompt, image, device=None) -> tuple: # ([1, L, D], [1, L] bool)
+def encode_prompt_image_embedding(self:RunData, prompt, image,
+                                  device=None) -> tuple: # ([1, L, D], [1, L] bool)
     "Embedding of a prompt with its control image or images, and its mask."
     g, images = self.geometry(), image if isinstance(image, (list, tuple)) else [image]
     encoder = self.encoder(None, None, device and check_device(str(device)))

@@ -127,7 +127,8 @@ def pick(self:RunModulation,
     if source_checkpoint(folder := parts.folder/"transformer").get("table"):
         why = self.why_layers(training, adapters) if setting else "`model.modulation_table` is false"
         if why:
-            raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has no modulation layers, only a table of them; "
+            raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has no modulation layers, "
+                             f"only a table of them; "
                                  "name the full model")
         setting = True
     if not setting or not training and not adapters and setting != True: return ""
@@ -160,7 +161,8 @@ def prepare_training(self:RunModulation,
     steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None # None: not known
     compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations)
     if compiled:
-        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` false avoids it")
+        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` "
+                             f"false avoids it")
     elif t.compile is True or t.compile is not False and d.type == "cuda":
         self.state.warn_once(f"blocks run uncompiled: {why}")
     set_up(tr, t.gradient_checkpointing, compiled)
@@ -198,7 +200,8 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times beyond 
     return out
 
 @patch
-def target_tokens(self:RunModulation, dataset=None) -> set: # packed tokens of a target, for each size in the data
+def target_tokens(self:RunModulation,
+                  dataset=None) -> set: # packed tokens of a target, for each size in the data
     "Token counts of the data's targets; of `data.image_size` without data."
     d, side = self.config.data, 2 * factor_of(self.components)
     if dataset is None and d.dataset_path is None:
@@ -244,7 +247,8 @@ def make_table(self:RunModulation,
     table = self._empty_table(cache)
     for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
     if continuous := self.config.train.continuous_timesteps:
-        self.state.warn_once("`train.continuous_timesteps`: the transformer gets the nearest of the modulation table's "
+        self.state.warn_once("`train.continuous_timesteps`: the transformer gets the nearest of the "
+                             "modulation table's "
                              f"{len(table.index)} timesteps")
     table.warn_nearest = not continuous
     return table

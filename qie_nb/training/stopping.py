@@ -21,7 +21,8 @@ _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
 
 class StopSignals:
     "Within, a signal asks the run to end after its step. Outside the main thread nothing is changed."
-    def __init__(self, state): self.state, self.asked, self.stop_requested_only, self.old = state, 0, False, {}
+    def __init__(self, state):
+        self.state, self.asked, self.stop_requested_only, self.old = state, 0, False, {}
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
             self.old = {s: signal.signal(s, self.hear) for s in _NAMES}
@@ -93,7 +94,8 @@ def read_nonfinite(t):
     if row < t.config.train.max_nonfinite_steps: return
     where = watch.found if watch else "" # of products in float16
     t.state.suspect = True
-    t.state.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where and f', first in {where}'}); none of them changed anything: "
+    t.state.stop = (f"the loss was not finite in {row} steps in a row (step "
+                    f"{t.global_step}{where and f', first in {where}'}); none of them changed anything: "
                     "lower `optimizer.lr`, or look at the last batch's images")
 
 def logged(t) -> bool:
@@ -109,7 +111,8 @@ def _changes(c) -> list: # (what to set, dict of the change), in the order to tr
          dict(train=dict(gradient_checkpointing="selective"))),
         (t.gradient_checkpointing is not True, "`train.gradient_checkpointing` true",
          dict(train=dict(gradient_checkpointing=True))),
-        (d.batch_size > 1, f"`data.batch_size` 1 with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}",
+        (d.batch_size > 1, f"`data.batch_size` 1 with `train.gradient_accumulation_steps` "
+                           f"{d.batch_size * t.gradient_accumulation_steps}",
          dict(data=dict(batch_size=1))),
         (m.quantize in (False, "none"), "`model.quantize` qint8", dict(model=dict(quantize="qint8"))),
         (m.quantize != "nf4", "`model.quantize` nf4", dict(model=dict(quantize="nf4"))),
@@ -192,4 +195,5 @@ def memory_advice(
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     ways = "; ".join(f"{n}. {say} (saves about {gb:.2g} GB)" for n, (say, gb) in enumerate(advice(), 1))
-    raise OutOfMemory(f"out of memory while {doing} ({first}); what is on disk is whole. Try, in this order: {ways}")
+    raise OutOfMemory(f"out of memory while {doing} ({first}); what is on disk is whole. Try, in this order: "
+                      f"{ways}")

@@ -244,7 +244,7 @@ def test_image_without_pixels():
     with pytest.raises(ValueError, match="image bytes cannot be read"): read_image_size(png(0, 5, 8, 0, b""))
 
 
-# --- what stands at a path
+# --- files that are no images
 def test_paths_that_are_no_files(tmp_path):
     (tmp_path/"dir.png").mkdir()
     (tmp_path/"lost.png").symlink_to(tmp_path/"nowhere")

@@ -427,5 +427,5 @@ def table() -> list: # (what, message) of every refusal
 
 
 if __name__ == "__main__":
-    print("| | what differs or is asked for | what is said |\n|---|---|---|")
+    print("| | input | message |\n|---|---|---|")
     for kind, what, text in table(): print(f"| {kind} | {what} | {text.replace('|', chr(92) + '|')} |")

@@ -111,7 +111,7 @@ def test_the_account_notices_what_waits(why, act, world):
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
-    "All of its parts, at tiny widths: what stands in its file is a figure, or the name of a setting that is not there."
+    "All parts at tiny widths: its file contains figures, or the name of a missing setting."
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     gpu, out = script("step_gpu"), tmp_path/"gpu.json"
     got = gpu.main(["--tiny", "--steps", "2", "--warm", "2", "--minutes", "999", "--out", str(out)]) # however busy the machine is

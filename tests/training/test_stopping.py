@@ -56,7 +56,7 @@ def files_of(out):
 
 # --- max_hours
 class Clock:
-    "A clock that only the run's own work moves: each step and each save takes what is said here."
+    "A fake clock: each step and each save takes a given time."
     def __init__(self, monkeypatch, step, save, evaluation=0., real=False):
         self.now, self.start, self.step, self.save, self.saves = 1e9, 1e9, step, save, 0
         replace, optimizer_step, loss_at = os.replace, QwenImageEditTrainer.optimizer_step, QwenImageEditTrainer.loss
