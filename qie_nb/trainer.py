@@ -94,8 +94,7 @@ class QwenImageEditTrainer:
         self.finite = None # `NonFiniteCounter` of the run
         self.started = False # has this trainer's run started, or been resumed?
 
-    def __repr__(self):
-        return f"{self.device}, {self.weight_dtype} ({self.dtype_reason})\n{self.components!r}"
+    def __repr__(self): return f"{self.device}, {self.weight_dtype}: {self.dtype_reason}\n{self.components!r}"
 
     vae, qwen_vl, transformer, tokenizer, processor, scheduler = map(
         _component, ("vae", "text_encoder", "transformer", "tokenizer", "processor", "scheduler"))
