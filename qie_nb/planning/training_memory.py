@@ -52,7 +52,8 @@ class BlockActivations(Saved):
         self.add(f"{layer} A's output", tokens * q.r * size, "adapter: B")
         if q.adapter_bytes < 4:
             self.add(f"{layer} adapter in the base dtype", q.r * (o + i * grad) * q.adapter_bytes, "adapter")
-        if q.dropout and grad: self.add(f"{layer} dropout mask", tokens * i, "dropout")
+        if q.dropout and grad: # a bool on a GPU; on a CPU, in the dtype of the input
+            self.add(f"{layer} dropout mask", tokens * i * (size if q.kernel == "cpu" else 1), "dropout")
         if q.dora: # for the gradient of the magnitude
             self.add(f"{layer} base output", tokens * o * q.base_bytes, "DoRA")
             self.add(f"{layer} adapter output", tokens * o * size, "DoRA")

@@ -389,10 +389,15 @@ class OnDevice(torch.Tensor):
 
 
 def test_a_mask_on_the_device_is_not_read():
+    def parts(mask):
+        n, length = mask.shape
+        batch = dict(pixel_latent=torch.zeros(n, 16, 1, 2, 2), control_latent=[], prompt_embed=torch.zeros(n, length, 4), prompt_embeds_mask=mask)
+        return step.split_by_prompt_length(batch)
     mask = torch.ones(2, 5, dtype=torch.bool).as_subclass(OnDevice)
-    assert mask.device.type == "cuda" and step.split_by_prompt_length(mask) == {}
-    assert step.split_by_prompt_length(torch.ones(2, 5, dtype=torch.bool)) == {5: [0, 1]}
-    assert step.split_by_prompt_length(torch.tensor([[True, False, True]])) == {} == step.split_by_prompt_length(torch.zeros(1, 3, dtype=torch.bool))
+    assert mask.device.type == "cuda" and parts(mask)[0].batch["prompt_embeds_mask"] is mask
+    assert [p.batch["prompt_embeds_mask"] for p in parts(torch.ones(2, 5, dtype=torch.bool))] == [None]
+    for odd in (torch.tensor([[True, False, True]]), torch.zeros(1, 3, dtype=torch.bool)): # hides more than padding
+        assert parts(odd)[0].batch["prompt_embeds_mask"] is odd
 
 
 def test_losses_of_split_batches_match_the_masked_batch():

@@ -370,7 +370,7 @@ def test_training_gives_float32s_loss_curve(pairs, tmp_path):
     tr = ours.transformer
     assert "scaled float16" in repr(ours) and all(type(m).__name__ == "Fp16Linear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
     assert ours.finite.read()[0] == 0 and ours.transformer.fp16_stats.read().isfinite().all()
-    with pytest.raises(ValueError, match="products run in float16 cannot be quantized any more"): ours.quantize_model(tr, "cpu")
+    with pytest.raises(ValueError, match="computes in float16 cannot be quantized any more"): ours.quantize_model(tr, "cpu")
     again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=24, output_dir=str(tmp_path/"third")))
     with pytest.raises(ValueError, match="products in float16"): again.fit()
 

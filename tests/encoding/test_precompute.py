@@ -59,7 +59,7 @@ def test_precompute_runs_what_the_benchmark_counts(variant, tmp_path):
 @pytest.mark.parametrize("free, loaded, batch", [(90e9, (), 4), (40e9, (), 1), (26e9, ("vae", "text_encoder"), 2), (6e9, ("vae", "text_encoder"), 1)])
 def test_the_batch_size_fits_beside_the_encoders(free, loaded, batch, monkeypatch):
     monkeypatch.setattr("qie_nb.encoding.encoder.component_bytes", lambda folder, *a: dict(vae=0.25e9, text_encoder=33e9)[folder.name])
-    parts = SimpleNamespace(areas=dict(control_area=1024*1024), parts=dict.fromkeys(loaded), folder=Path("."), dtype=torch.float32, quantize={})
+    parts = SimpleNamespace(areas=dict(control_area=1024*1024), loaded=dict.fromkeys(loaded), folder=Path("."), dtype=torch.float32, quantize={})
     n, why = pick_batch("auto", dict(vae="cuda", text_encoder="cuda"), parts, lambda d: free)
     assert n == batch and "GB stay free" in why
     assert pick_batch("auto", dict(vae="cuda", text_encoder="cpu"), parts, lambda d: free)[0] == 1
