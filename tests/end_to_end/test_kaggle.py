@@ -345,7 +345,7 @@ def resume(platform, run, before, after, **what):
     "The next session, with the last output attached; only the number of steps is changed."
     platform.inputs["/kaggle/input/notebooks/user/qie-nb-train"] = run.output
     third = check(run_notebook(TRAIN, platform, changes=steps(after), **what), platform)
-    assert re.search(rf"trained {after - before} steps in .*, {after} in all: done", third.text()), third.text()[-3000:]
+    assert re.search(rf"trained {after - before} steps in .*, {after} in total: done", third.text()), third.text()[-3000:]
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_training_from_a_prequantized_copy(tmp_path):
     changes = steps(6) | {'MODEL, SIZE, PRECISION = "tiny",': 'MODEL, SIZE, PRECISION = env.latest("model"),', '"duotone", 48)': '"duotone", 6)',
                           'num_inference_steps=8 if MODEL == "tiny" else 20': "num_inference_steps=8"}
     second = check(run_notebook(TRAIN, platform, changes=changes), platform)
-    assert "6 in all: done" in second.text() and not list(second.output.rglob("cache/modulation/*")), "the copy's own table was not used"
+    assert "6 in total: done" in second.text() and not list(second.output.rglob("cache/modulation/*")), "the copy's own table was not used"
 
 
 @pytest.mark.slow
