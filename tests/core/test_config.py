@@ -4,7 +4,7 @@ import json, subprocess, sys
 import pytest, yaml
 
 from qie_nb import config
-from qie_nb.config import ALIASES, canonical_name, describe, load_config_from_yaml, make_config
+from qie_nb.config import ALIASES, describe, load_config_from_yaml, make_config
 
 V1 = dict(model=dict(release_shards=False, table_steps=[8]), cache=dict(decode_ahead=2, prompt_prefix=False, identity="ab12", vision_windows=False),
           train=dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"], eval_noises=3, eval_pictures=1, mask_background=0.5, stop_after_nonfinite=7))
@@ -24,7 +24,6 @@ def test_version_1_yaml_gives_the_same_configuration(tmp_path):
 def test_aliases_lead_to_known_settings():
     known = {name for name, *_ in describe()}
     assert not ALIASES.keys() & known and all(new in known for new in ALIASES.values() if new)
-    assert canonical_name("train.block_streaming") == "train.blocks_to_swap" and canonical_name("train.lr") == "train.lr"
 
 
 def test_todays_spelling_wins_over_an_older_one():
