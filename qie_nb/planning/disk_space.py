@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOGS', 'BLOCK', 'HEADER', 'TEMPLATE', 'ENCODERS', 'SHARD', 'Item', 'checkpoint_bytes', 'run_items', 'SampleTokens',
-           'read_samples', 'typical_samples', 'sample_bytes', 'table_bytes', 'cache_items', 'hub_folder', 'is_local',
+           'read_samples', 'typical_samples', 'sample_bytes', 'table_bytes', 'cache_dirs', 'cache_items', 'is_local',
            'download_items', 'largest_file', 'DiskPlan', 'disk_plan']
 
 # %% ../../nbs/planning/02_disk_space.ipynb #12120133
@@ -36,10 +36,11 @@ class Item:
     why: str
     group: str = "cache" # cache, checkpoints, logs or downloads
 
+def _adapter_bytes(q) -> int: return 4 * numbers(adapter_shapes(q, trained=False))
+
 def checkpoint_bytes(q) -> int: # of a `MemoryQuery`
     "Bytes of one checkpoint."
-    adapter = 4 * numbers(adapter_shapes(q, trained=False))
-    return (1 + q.ema) * adapter + optimizer_bytes(q) + 1_000_000 # names, state.json, digests
+    return (1 + q.ema) * _adapter_bytes(q) + optimizer_bytes(q) + 1_000_000 # names, state.json, digests
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a59aab18
 def run_items(
@@ -54,10 +55,8 @@ def run_items(
     if c.checkpoint_budget_gb and (most := int(c.checkpoint_budget_gb * 1e9) + one) < size:
         size, why = most, f"`train.checkpoint_budget_gb` {c.checkpoint_budget_gb:g}"
     why += f" and one being written, {one / 1e6:.0f} MB each"
-    there = used_bytes(root) if root.is_dir() else 0
-    adapter = 4 * numbers(adapter_shapes(q, trained=False))
-    return [Item("checkpoints", max(0, size - there), root, why, "checkpoints"),
-            Item("adapter", adapter, Path(c.output_dir), "float32", "checkpoints"),
+    return [Item("checkpoints", max(0, size - used_bytes(root)), root, why, "checkpoints"),
+            Item("adapter", _adapter_bytes(q), Path(c.output_dir), "float32", "checkpoints"),
             Item("logs and images", LOGS, Path(config.logging.log_dir), "estimated", "logs")]
 
 # %% ../../nbs/planning/02_disk_space.ipynb #4dc57d24
@@ -73,7 +72,6 @@ class SampleTokens:
     images: int     # of the control images in the prompt
     text: int       # of the prompt's text
 
-# %% ../../nbs/planning/02_disk_space.ipynb #674a655f
 def read_samples(
     config, # `Config`
     areas:dict, # control_area, vl_area of the model, in pixels
@@ -82,12 +80,11 @@ def read_samples(
     "The configuration's samples and validation pairs. Reads the headers of their images."
     from qie_nb.data.images import Geometry
     from qie_nb.data.samples import find_samples, usable
-    d = config.data
+    d, out = config.data, []
     g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"])
     tokens = lambda size, side: (size[0] // side) * (size[1] // side)
-    out = []
-    for path in (d.dataset_path, config.train.val_path):
-        samples, sizes, _ = usable(find_samples(path)) if path else ((), (), ())
+    for path in filter(None, (d.dataset_path, config.train.val_path)):
+        samples, sizes, _ = usable(find_samples(path))
         for s, (target, *controls) in zip(samples, sizes):
             latents = tuple(tokens(g.control(c), 16) for c in controls)
             images = sum(tokens(g.vl(c), 28) + 8 * plus for c in controls)
@@ -100,14 +97,12 @@ def typical_samples(
     n:int, # of them
     q, # `MemoryQuery`
     areas:dict, # control_area, vl_area of the model, in pixels
-    text:int=50, # tokens of a prompt
 ) -> list: # of `SampleTokens`
-    "Samples of the configured sizes, for a data set that is not at hand."
+    "Samples of the configured sizes with prompts of 50 tokens, for a data set that is not at hand."
     controls = max(1, round(q.control / (areas["control_area"] / 256)))
     images = controls * ((areas["vl_area"] or areas["control_area"]) // 784 + 8)
-    return [SampleTokens(q.target, (q.control // controls,) * controls, images, text)] * n
+    return [SampleTokens(q.target, (q.control // controls,) * controls, images, 50)] * n
 
-# %% ../../nbs/planning/02_disk_space.ipynb #64c112ad
 def sample_bytes(
     s:SampleTokens,
     q, # `MemoryQuery`
@@ -140,35 +135,33 @@ def _stored_table(config) -> bool: # does a prequantized copy have a table?
     return bool(source_checkpoint(folder/"transformer").get("table"))
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
-def _cache_dirs(config) -> list:
+def cache_dirs(config) -> list:
     dirs = config.cache.cache_dir if isinstance(config.cache.cache_dir, list) else [config.cache.cache_dir]
     return [d for d in dirs if d] if config.cache.use_cache else []
 
-def _cached(config) -> tuple: # bytes in the cache: (entries, modulation table)
+def _cached(dirs) -> tuple: # bytes in the cache: (entries, modulation table)
     from qie_nb.cache import EmbeddingCacheManager
-    dirs = _cache_dirs(config)
     if not any(Path(d).is_dir() for d in dirs): return 0, 0
     stats = EmbeddingCacheManager([d for d in dirs[:-1] if Path(d).is_dir()] + dirs[-1:]).get_cache_stats()
     on_disk = lambda s: s["bytes"] + s["count"] * BLOCK // 2 # on average half of the last block is unused
     table = on_disk(stats[MODULATION])
     return on_disk(stats["total"]) - table, table
 
-# %% ../../nbs/planning/02_disk_space.ipynb #f43dbbb2
 def cache_items(
     config, # `Config`
     q, # `MemoryQuery`
     samples:list, # of `SampleTokens`
 ) -> list: # of `Item`
     "What precompute and training write into the cache. Existing entries count in all its folders."
-    if not (dirs := _cache_dirs(config)): return []
-    folder, (cached, cached_table) = Path(dirs[-1]), _cached(config)
+    if not (dirs := cache_dirs(config)): return []
+    folder, (cached, cached_table) = Path(dirs[-1]), _cached(dirs)
     sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
     table = table_bytes(config, q, len({s.target for s in samples}) or 1)
     dtype = "float32" if q.base_bytes == 4 else "bfloat16"
     left = max(0, latents + prompts - cached) / max(1, latents + prompts)
     why = f"{len(samples)} samples, {dtype}" + f"; {cached / 1e6:.1f} MB exist" * bool(cached)
-    stored = "in the prequantized copy" if q.table and _stored_table(config) else "not used"
+    stored = "in the prequantized copy" if q.table else "not used"
     why_table = dtype + "; exists" * bool(cached_table) if table else stored
     return [Item("latents", int(latents * left), folder, why),
             Item("prompts", int(prompts * left), folder, why),
@@ -178,26 +171,23 @@ def cache_items(
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
 SHARD = 10e9 # bytes of the largest file that diffusers' `save_pretrained` writes
 
-def hub_folder(env) -> Path: # `env`: mapping of environment variables
-    home = Path(env.get("HF_HOME") or Path(env.get("HOME") or Path.home())/".cache/huggingface")
-    return Path(env.get("HF_HUB_CACHE") or home/"hub")
-
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
 
-# %% ../../nbs/planning/02_disk_space.ipynb #496a37a4
 def download_items(
     config, # `Config`
     q, # `MemoryQuery`
     env, # mapping of environment variables
 ) -> list: # of `Item`
     "What is missing of a hub model."
-    name, folder = config.model.pretrained_model_name_or_path, hub_folder(env)
+    name = config.model.pretrained_model_name_or_path
     if is_local(name): return []
+    home = Path(env.get("HF_HOME") or Path(env.get("HOME") or Path.home())/".cache/huggingface")
+    folder = Path(env.get("HF_HUB_CACHE") or home/"hub")
     files = folder/f"models--{name.replace('/', '--')}"/"snapshots"
     have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
     sizes = ENCODERS | dict(transformer=2 * parameters(replace(q, table=False)))
-    why = lambda size: f"largest file at most {min(size, SHARD) / 1e9:.1f} GB"
-    return [Item(f"download {part}", max(0, int(size) - have(part)), folder, why(size), "downloads")
+    return [Item(f"download {part}", max(0, int(size) - have(part)), folder,
+                 f"largest file at most {min(size, SHARD) / 1e9:.1f} GB", "downloads")
             for part, size in sizes.items()]
 
 def largest_file(
@@ -230,10 +220,8 @@ class DiskPlan:
         for items in disks.values():
             add(f"disk of {_existing(items[0].folder)}", self.free(items[0].folder), items)
         inside = lambda i: i.folder.expanduser().resolve().is_relative_to(e.working.resolve())
-        some = [i for i in self.items if e.quota is not None and inside(i)]
-        if some:
-            left = max(0, e.quota - used_bytes(e.working))
-            add(f"{e.working}, quota {e.quota / 1e9:.3g} GB", left, some)
+        if e.quota is not None and (some := [i for i in self.items if inside(i)]):
+            add(f"{e.working}, quota {e.quota / 1e9:.3g} GB", max(0, e.quota - used_bytes(e.working)), some)
         return out
 
     def bytes(self, group=None) -> int: return sum(i.bytes for i in self.items if group in (None, i.group))
@@ -256,7 +244,6 @@ def _remedy(items, excess) -> str: # for so many bytes
     if excess > 0 or not out: out.append("remove other files there")
     return ", and ".join(out)
 
-# %% ../../nbs/planning/02_disk_space.ipynb #081bb178
 @patch
 def problems(self:DiskPlan) -> list: # sentences
     "What does not fit, each with its remedy."
@@ -274,6 +261,7 @@ def check(self:DiskPlan):
     if found := self.problems(): raise DiskFull(errno.ENOSPC, f"{'; '.join(found)}. Nothing was written")
     return self
 
+# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef89
 @patch
 def data(self:DiskPlan) -> dict: # plain
     "Everything that is displayed."
@@ -282,21 +270,19 @@ def data(self:DiskPlan) -> dict: # plain
     return dict(items=items, limits=limits, fits=self.fits(), problems=self.problems(),
                 largest_file=self.largest)
 
-# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef89
 @patch
 def _rows(self:DiskPlan) -> list:
     rows = [(i.what, _gb(i.bytes), str(i.folder), i.why) for i in self.items]
-    for what, need, room, _ in self.limits():
-        fits = "fits" if need <= room else "does not fit"
-        rows.append((f"total on {what}", _gb(need), f"of {_gb(room)}", fits))
+    rows += [(f"total on {what}", _gb(need), f"of {_gb(room)}", "fits" if need <= room else "does not fit")
+             for what, need, room, _ in self.limits()]
     if self.largest: rows.append(("largest file", _gb(self.largest[1]), self.largest[0], "of the model"))
     return rows
 
 @patch
 def __repr__(self:DiskPlan):
     rows = self._rows()
-    width = [max(len(r[n]) for r in rows) for n in range(3)]
-    lines = ["  ".join([*(c.ljust(w) for c, w in zip(r, width)), r[3]]) for r in rows]
+    width = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, width)).rstrip() for r in rows]
     return "\n".join([*lines, *self.problems()])
 
 @patch
@@ -314,9 +300,9 @@ def disk_plan(
     c, environment = make_config(config), environment or detect_environment()
     name = c.model.pretrained_model_name_or_path
     t, plus = model_facts(name)
-    local = is_local(name) and (folder := resolve_model(name)) and (folder/"model_index.json").is_file()
     areas = dict(control_area=2**20, vl_area=384 * 384 if plus else None)
-    if local: areas = native_areas(folder, find_variant(folder))
+    if is_local(name) and (resolve_model(name)/"model_index.json").is_file():
+        areas = native_areas(resolve_model(name), find_variant(resolve_model(name)))
     areas = areas | {k: v for k in areas if (v := getattr(c.data, k))}
     q = memory_query(c, t, base_bytes, control=areas["control_area"] // 256)
     samples = read_samples(c, areas, plus) if pairs is None else typical_samples(pairs, q, areas)

@@ -12,7 +12,7 @@ import json, math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..lora.adapters import _UNUSED, is_target, target_modules
+from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import resolve_model
 from ..models.loading import saved_quantization
 from ..models.modulation import STREAMS
@@ -56,32 +56,26 @@ class MemoryQuery:
     def has_adapter(self, layer:str) -> bool:
         return is_target(self.targets if isinstance(self.targets, str) else list(self.targets), layer)
 
-# %% ../../nbs/planning/00_memory_query.ipynb #64786353
 def stream_tokens(q:MemoryQuery) -> dict: # {"img": tokens, "txt": tokens}
     "Tokens of a step in each of a block's two streams."
     return dict(img=q.batch * (q.target + q.control), txt=q.batch * q.text)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #5afca680
-def _adapter_fields(s) -> dict: # of `LoraSection`
-    names = target_modules(s.target_modules)
-    targets = names if isinstance(names, str) else tuple(names)
-    return dict(targets=targets, r=s.r, dora=s.use_dora, dropout=s.lora_dropout)
-
 def _table(config, t) -> bool: # the decision of `qie_nb.training.run_modulation`
     time = "time_text_embed.timestep_embedder.linear_"
     layers = [*(f"transformer_blocks.0.{s}.1" for s in STREAMS), time + "1", time + "2"]
     trained = any(is_target(config.model.lora.target_modules, n) for n in layers)
     return bool(config.model.modulation_table) and not trained and not t.get("use_additional_t_cond")
 
-def _train_fields(c, base_bytes) -> dict:
-    t = c.train
-    return dict(checkpointing=t.gradient_checkpointing,
+def _settings(c, base_bytes) -> dict: # fields of `MemoryQuery`
+    t, s, names = c.train, c.model.lora, target_modules(c.model.lora.target_modules)
+    return dict(targets=names if isinstance(names, str) else tuple(names), r=s.r, dora=s.use_dora,
+                dropout=s.lora_dropout, checkpointing=t.gradient_checkpointing,
                 adapter_bytes=4 if t.adapter_dtype == "float32" else base_bytes,
                 compiled=bool(t.compile) and t.mixed_precision != "fp16", block_swap=t.blocks_to_swap,
                 offload=t.offload_activations, devices=max(1, len(t.model_parallel_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay))
 
-# %% ../../nbs/planning/00_memory_query.ipynb #9d1f0c52
 def model_folder(name:str) -> Path: # may be missing
     "The local folder of a model name."
     return resolve_model(name) if name == "tiny" else Path(name).expanduser()
@@ -98,8 +92,8 @@ def memory_query(
     **changes, # fields of `MemoryQuery`
 ) -> MemoryQuery:
     "What a configuration asks for on a GPU, with one control image a pair."
-    m, d, t = config.model, config.data, transformer
-    precision, heads = config.train.mixed_precision, t["num_attention_heads"]
+    m, d, t, heads = config.model, config.data, transformer, transformer["num_attention_heads"]
+    precision = config.train.mixed_precision
     base_bytes = base_bytes or (4 if precision in ("no", "fp16") else 2)
     kind = parse_quantization(m.quantize) or stored_quantization(m.pretrained_model_name_or_path)
     fields = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"],
@@ -108,7 +102,7 @@ def memory_query(
                   target=d.image_size[0] * d.image_size[1] // 256, control=(d.control_area or 2**20) // 256,
                   base_bytes=base_bytes, fp16=precision == "fp16", table=_table(config, t),
                   kernel="flash" if base_bytes == 2 else "efficient")
-    return MemoryQuery(**fields | _adapter_fields(m.lora) | _train_fields(config, base_bytes) | changes)
+    return MemoryQuery(**fields | _settings(config, base_bytes) | changes)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #33a2d610
 def model_facts(
@@ -121,15 +115,13 @@ def model_facts(
     if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")
     return t, any(s in str(name) for s in ("2509", "2511"))
 
-# %% ../../nbs/planning/00_memory_query.ipynb #0a8f67b1
 def prompt_tokens(
     plus:bool=True, # 2509 or 2511?
     controls:int=1, # images of a sample
     area:int=None, # pixels of each for the text encoder; default the variant's own
-    words:int=62, # template and text
 ) -> int:
-    "Tokens of a prompt: one for 28 x 28 pixels, and its words."
-    return controls * ((area or (384 * 384 if plus else 1024 * 1024)) // 784) + words
+    "Tokens of a prompt: one for 28 x 28 pixels, and 62 for template and text."
+    return controls * ((area or (384 * 384 if plus else 1024 * 1024)) // 784) + 62
 
 # %% ../../nbs/planning/00_memory_query.ipynb #e056548a
 _QKV = dict(img=("to_q", "to_k", "to_v", "to_out.0"),
@@ -148,7 +140,6 @@ def other_layers(q:MemoryQuery) -> dict: # {name: (inputs, outputs)}
     return {f"{time}1": (256, d), f"{time}2": (d, d), "img_in": (q.channels, d), "txt_in": (q.text_dim, d),
             "norm_out.linear": (d, 2 * d), "proj_out": (d, q.channels)}
 
-# %% ../../nbs/planning/00_memory_query.ipynb #4e33b2b3
 def _count(layers) -> int: return sum(i * o + o for i, o in layers) # with biases
 
 def parameters(q:MemoryQuery) -> int:
@@ -172,7 +163,6 @@ def layer_bytes(
             "int8": n + 5 * o + bias, "float8": n + 4 * o + bias,        # float32 scales
             "fp8_storage": n + o}[quantization]
 
-# %% ../../nbs/planning/00_memory_query.ipynb #fbfaf907
 def block_bytes(q:MemoryQuery) -> int:
     "Bytes of one block's weights."
     layers = sum(layer_bytes(i, o, q.base_bytes, q.quantization) for i, o in block_layers(q).values())
@@ -188,11 +178,10 @@ def adapter_shapes(
     trained:bool=True, # leave out layers that do not influence the image?
 ) -> list: # of shapes
     "Tensors of the adapter."
-    last = f"transformer_blocks.{q.layers - 1}."
-    block = block_layers(q)
+    last, block = f"transformer_blocks.{q.layers - 1}.", block_layers(q)
     inner = {f"transformer_blocks.{k}.{n}": size for k in range(q.layers) for n, size in block.items()}
     sizes = [size for n, size in (other_layers(q) | inner).items()
-             if q.has_adapter(n) and not (trained and n.removeprefix(last) in _UNUSED)]
+             if q.has_adapter(n) and not (trained and n.removeprefix(last) in UNUSED)]
     return [shape for i, o in sizes for shape in ((q.r, i), (o, q.r), *([(o,)] if q.dora else []))]
 
 def numbers(shapes) -> int: return sum(math.prod(s) for s in shapes)

@@ -13,9 +13,8 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core.environment import Environment
 from qie_nb.models.components import Components
-from qie_nb.planning import doctor as doctor_module, machine as machine_module
-from qie_nb.planning.doctor import DoctorReport, Finding, LEVELS, doctor
-from qie_nb.planning.machine import GpuInfo, MachineInfo, installed_gpus, runs_on, this_machine
+from qie_nb.planning import doctor as doctor_module
+from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, MachineInfo, doctor, installed_gpus, runs_on, this_machine
 
 GOOD = dict(torch="2.10.0+cu128", torchvision="0.25.0", diffusers="0.37.1", transformers="5.0.0", accelerate="1.13.0", peft="0.19.1", safetensors="0.7.0", huggingface_hub="1.11.0",
             bitsandbytes="0.50.2", torchao=None, fastcore="1.14.5", ipywidgets="8.1.5", tensorboard="2.20.0")
@@ -272,7 +271,7 @@ def test_checks_import_neither_diffusers_nor_transformers():
 
 def test_positions_match_the_models():
     from qie_nb.models.components import positions_of
-    assert machine_module._positions() == positions_of("QwenImageEditPlusPipeline")
+    assert doctor_module._positions() == positions_of("QwenImageEditPlusPipeline")
 
 
 def test_command(machine, real, tmp_path, monkeypatch, capsys):
