@@ -362,8 +362,8 @@ def rollback_torn_step(self:QwenImageEditTrainer):
 _add("data", RunData, "make_loader", "encoder", "encode_batch", "cache_embeddings", "cache_step",
      "set_geometry_and_identity", "encode_image_embedding", "encode_prompt_image_embedding",
      "decode_vae_latent", "_encode_empty_prompt")
-_add("adapters", RunAdapters, "geometry", "sampling", "ema_weights", "active_adapters", "publish",
-     "push_to_hub", save_lora="save", load_configured_loras="load_configured")
+_add("adapters", RunAdapters, "geometry", "sampling", "ema_weights", "publish", "push_to_hub",
+     save_lora="save", active_adapters="active", load_configured_loras="load_configured")
 _add("adapters", RunAdapters, chain=True, load_lora="load_one", load_loras="load", set_adapters="use",
      delete_adapters="delete", merge_lora="merge", unmerge_lora="unmerge")
 _add("modulation", RunModulation, "make_table", "save_prequantized", _transformer="transformer",
@@ -371,7 +371,7 @@ _add("modulation", RunModulation, "make_table", "save_prequantized", _transforme
 _add("modulation", RunModulation, "load_model", chain=True)
 _add("predictor", Predictor, "predict", "predict_cached", "quantize_model")
 _add("predictor", Predictor, chain=True, setup_predict="setup")
-_add("checkpoints", RunResume, "checkpoint_root")
+_add("checkpoints", RunResume, checkpoint_root="root")
 
 def _pipeline_static(name):
     def call(*args): return getattr(__import__("diffusers").QwenImageEditPipeline, name)(*args)

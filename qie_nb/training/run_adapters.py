@@ -10,20 +10,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from fastcore.basics import patch
+
 from ..config import make_config
 from ..data.images import Geometry
 from ..lora import adapters as lora
 from ..lora.mixing import keep_trainable, parse_loras
 from ..sampling.denoising import as_schedule, pick_schedule
 from .callbacks import RunState
+from .run_data import geometry_of
 from .run_modulation import RunModulation
 
 # %% ../../nbs/training/07_run_adapters.ipynb #51fdaaee
 class LoadedLora(NamedTuple):
-    "An adapter in memory."
     name:str
-    file:object # path; "" for a new adapter
-    info:dict   # metadata of its file
+    file:object = "" # path; "" for a new adapter
+    info:dict = {}   # metadata of its file
 
 class RunAdapters:
     "The adapters of a run. `default` is the one that is trained and saved."
@@ -35,36 +37,31 @@ class RunAdapters:
     ):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.modulation = modulation or RunModulation(components, self.config, self.state)
-        self.loaded = {"default": LoadedLora("default", "", {})}
+        self.loaded = {"default": LoadedLora("default")}
         self.ema = None # running mean of the trained adapter's parameters
         self.data = None # `RunData`, for the model card
-
-    def active_adapters(self) -> dict: return self.active
 
     @property
     def in_memory(self) -> dict: # {adapter name: peft's configuration}
         return getattr(self.components.loaded.get("transformer"), "peft_config", {})
 
-    @property
     def active(self) -> dict: # {adapter name: weight}, in the order in which they are added
         "The adapters in use."
         tr = self.components.loaded.get("transformer")
         return lora.active_loras(tr) if tr is not None else {}
 
     @property
-    def in_use(self) -> list: # of `LoadedLora`; adapters of weight 0 are left out
-        "Names, files and metadata of the adapters in use."
-        return [self.loaded.get(n, LoadedLora(n, "", {})) for n, w in self.active.items() if w]
+    def in_use(self) -> list: # of `LoadedLora`
+        "The adapters in use, except those of weight 0."
+        return [self.loaded.get(n, LoadedLora(n)) for n, w in self.active().items() if w]
 
 # %% ../../nbs/training/07_run_adapters.ipynb #336fceba
-from fastcore.basics import patch
-
-_SIZES = ("control_area", "vl_area")
+_SIZES = "control_area", "vl_area"
 
 @patch(as_prop=True)
 def origin(self:RunAdapters) -> dict:
     "Metadata of the adapter whose image sizes are used."
-    infos = [a.info for a in self.in_use] or [a.info for a in self.loaded.values()]
+    infos = [a.info for a in self.in_use or self.loaded.values()]
     return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
 
 @patch
@@ -72,31 +69,26 @@ def geometry(self:RunAdapters,
     data=None, # `DataSection` of a data set with its own settings
 ) -> Geometry:
     "Image sizes: from the configuration, else from the adapter, else the model's own."
-    d, areas = data or self.config.data, self.components.areas | {k: v for k,
-                                                                  v in self.origin.items() if k in _SIZES}
-    return Geometry(tuple(d.image_size), d.crop, d.control_area or areas["control_area"],
-                    d.vl_area or areas["vl_area"])
+    own = {k: v for k, v in self.origin.items() if k in _SIZES}
+    return geometry_of(data or self.config.data, self.components.areas | own)
 
 @patch
 def warn_differences(self:RunAdapters):
     "Print, once, if the adapters in use were trained at different sizes or on another variant."
-    sized = [(a.name, {k: a.info[k] for k in _SIZES if a.info.get(k)}) for a in self.in_use]
-    sized = [(n, s) for n, s in sized if s]
-    for n, s in sized[1:]:
-        if s != sized[0][1]:
-            self.state.warn_once(f"adapter {n!r} was trained at {s}, {sized[0][0]!r} at {sized[0][1]}: the "
-                                 f"first one's sizes are used; "
-                                 "set `data.control_area` and `data.vl_area` to choose others")
+    first, base = None, self.components.variant.name
     for n, _, info in self.in_use:
-        if info.get("variant") not in (None, self.components.variant.name):
-            self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is "
-                                 f"{self.components.variant.name}")
+        sizes = {k: info[k] for k in _SIZES if info.get(k)}
+        if sizes and first is None: first = n, sizes
+        elif sizes and sizes != first[1]:
+            self.state.warn_once(f"adapter {n!r} was trained at {sizes}, {first[0]!r} at {first[1]}: the first "
+                                 "one's sizes are used; set `data.control_area` and `data.vl_area` to choose others")
+        if info.get("variant") not in (None, base):
+            self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
 def start(self:RunAdapters):
-    """Load the transformer and add the adapter that will be trained; `model.lora.pretrained_weight` gives
-    its first weights."""
+    "Load the transformer and add the adapter to train; `model.lora.pretrained_weight` gives its first weights."
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
@@ -105,9 +97,7 @@ def start(self:RunAdapters):
     except KeyboardInterrupt: self.components.drop("transformer"); raise
 
 @patch
-def load_trained(self:RunAdapters,
-    file, # of a checkpoint
-):
+def load_trained(self:RunAdapters, file):
     "Load the adapter of a checkpoint to train it further."
     self.pick_modulation(adapters=lora.lora_layers(file))
     tr = self.modulation.transformer()
@@ -115,8 +105,7 @@ def load_trained(self:RunAdapters,
     lora.set_dropout(tr, self.config.model.lora.lora_dropout)
 
 @patch
-def _set_origin(self:RunAdapters, info): self.loaded = self.loaded | {"default": LoadedLora("default", "",
-    info)}
+def _set_origin(self:RunAdapters, info): self.loaded |= {"default": LoadedLora("default", info=info)}
 
 # %% ../../nbs/training/07_run_adapters.ipynb #d21db8d0
 @patch
@@ -127,11 +116,10 @@ def pick_modulation(self:RunAdapters,
     "Decide between modulation layers and table; reload the transformer if it lacks layers that are needed."
     why = self.modulation.pick(training, adapters)
     if not why: return
-    weights, others = self.active, [self.loaded.get(n, LoadedLora(n, "", {})) for n in self.in_memory]
+    weights, others = self.active(), [self.loaded.get(n, LoadedLora(n)) for n in self.in_memory]
     if self.state.optimizing or not all(a.file for a in others):
-        raise ValueError(f"{why}, which the transformer in memory does not have: it runs on the modulation "
-                         f"table; "
-                         "load the adapter in another trainer, or set `model.modulation_table` to false")
+        raise ValueError(f"{why}, which the transformer in memory does not have, because it uses the modulation "
+                         "table; load the adapter in another trainer, or set `model.modulation_table` to false")
     self.components.drop("transformer")
     self.modulation.transformer(pick=False)
     if others:
@@ -147,7 +135,7 @@ def load(self:RunAdapters,
     wanted = parse_loras(loras)
     files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
     self.pick_modulation(training=False, adapters=[n for file, _ in files for n in lora.lora_layers(file)])
-    self._load(wanted, [file for file, _ in files])
+    self._load([w._replace(path=file) for w, (file, _) in zip(wanted, files)])
     self.warn_differences()
 
 @patch
@@ -160,11 +148,11 @@ def load_one(self:RunAdapters,
     self.load([dict(path=path, weight=weight, name=adapter_name)])
 
 @patch
-def _load(self:RunAdapters, wanted, files=None):
+def _load(self:RunAdapters, wanted):
     tr = self.modulation.gathered()
-    read, new, before = [lora.read_fitting(tr, f) for f in files
-                         or [w.path for w in wanted]], [], lora.active_loras(tr)
-    with nullcontext() if any(w.name == "default" for w in wanted) else keep_trainable(tr):
+    read, new, before = [lora.read_fitting(tr, w.path) for w in wanted], [], lora.active_loras(tr)
+    trained = any(w.name == "default" for w in wanted)
+    with nullcontext() if trained else keep_trainable(tr):
         try:
             for w, r in zip(wanted, read):
                 new.append(w.name)
@@ -174,8 +162,8 @@ def _load(self:RunAdapters, wanted, files=None):
             lora.remove_loras(tr, new)
             if before: lora.use_loras(tr, {n: w for n, w in before.items() if n in tr.peft_config})
             raise
-    if any(w.name == "default" for w in wanted): self.ema = None
-    self.loaded = self.loaded | {w.name: LoadedLora(w.name, r.file, r.info) for w, r in zip(wanted, read)}
+    if trained: self.ema = None
+    self.loaded |= {w.name: LoadedLora(w.name, r.file, r.info) for w, r in zip(wanted, read)}
 
 @patch
 def load_configured(self:RunAdapters):
@@ -193,13 +181,10 @@ def use(self:RunAdapters,
 ):
     "Use these adapters together and no others."
     tr, names = self.components.loaded.get("transformer"), [names] if isinstance(names, str) else list(names)
-    weights = list(weights) if isinstance(weights,
-                                          (list, tuple)) else [1.0 if weights is None
-                                                               else weights] * len(names)
+    if not isinstance(weights, (list, tuple)): weights = [1.0 if weights is None else weights] * len(names)
     if len(names) != len(weights) or len(set(names)) < len(names):
         raise ValueError(f"`names` and `weights` must have the same length and each name once, got {names} "
-                         f"and {weights}; "
-                         "give a weight for each")
+                         f"and {list(weights)}")
     if tr is None and names:
         raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
     if tr is not None: lora.use_loras(tr, dict(zip(names, weights)))
@@ -214,8 +199,7 @@ def delete(self:RunAdapters,
     if wrong := [n for n in names if n not in self.in_memory]:
         raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(self.in_memory)}")
     if "default" in names and self.state.optimizing:
-        raise ValueError("adapter 'default' is being trained and cannot be deleted; use set_adapters([]) to "
-                         "predict without it")
+        raise ValueError("adapter 'default' is being trained; use set_adapters([]) to predict without it")
     lora.remove_loras(self.modulation.gathered(), names)
     self.loaded = {n: a for n, a in self.loaded.items() if n not in names}
 
@@ -232,8 +216,7 @@ def sampling(self:RunAdapters,
     steps:int=None, # the caller's
     true_cfg_scale:float=None, # the caller's
 ) -> Sampling:
-    """Steps, guidance and scheduler changes of the adapters in use; a schedule found by itself is printed
-    with its reason."""
+    "Steps, guidance and scheduler changes of the adapters in use; a schedule found by itself is printed."
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(a.file, a.info) for a in self.in_use])
     if s.name != "none" and not why.startswith("asked"):
@@ -249,9 +232,8 @@ def merge(self:RunAdapters,
 ):
     "Add the adapters in use to the base's weights; prediction does not add them twice."
     if hasattr(self.components.loaded.get("transformer"), "block_swap"):
-        raise ValueError("the base's blocks are swapped in from host memory (`train.blocks_to_swap`), so "
-                         "nothing can be merged into them; "
-                         "save the adapter and merge it in a trainer without this setting")
+        raise ValueError("with `train.blocks_to_swap` the base's blocks are in host memory, so nothing can be "
+                         "merged into them; save the adapter and merge it in a trainer without this setting")
     lora.merge_lora(self.modulation.gathered(), undo)
 
 @patch
@@ -272,18 +254,17 @@ def ema_weights(self:RunAdapters):
 def metadata(self:RunAdapters) -> dict:
     "Metadata for a LoRA file's header; `predict` reads the sizes."
     g, v, name = self.geometry(), self.components.variant, self.components.name
-    return dict(base=name if name == "tiny" else Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t,
-                control_area=g.control_area, vl_area=g.vl_area, image_size=list(g.image_size),
-                steps=self.state.global_step, weights=self.weights_name)
+    return dict(base=Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t, control_area=g.control_area,
+                vl_area=g.vl_area, image_size=list(g.image_size), steps=self.state.global_step,
+                weights=self.weights_name)
 
 @patch
 def save(self:RunAdapters,
     path, # folder, or .safetensors file
     format:str="diffusers", # or comfyui
-    schedule=None, # sampling schedule to store for `predict`: a name of `qie_nb.sampling.denoising.SCHEDULES`, or a dict with steps
+    schedule=None, # sampling schedule to store for `predict`: a name in `SCHEDULES`, or a dict with steps
 ) -> Path: # the file; None in processes that do not write it
-    """Write the adapter (its running mean if there is one) with base and sizes in its header. Every
-    process takes part, one writes."""
+    "Write the adapter, or its running mean if there is one. With several processes all must call this."
     if "default" not in (there := self.in_memory):
         others = f" ({', '.join(there)} can only be used: only adapter 'default' is trained and saved)" if there else ""
         raise ValueError(f"there is no adapter to save; call set_lora(), fit() or load_lora() first{others}")
@@ -303,20 +284,18 @@ def publish(self:RunAdapters,
     "Write LoRA and model card to a folder and, if a repository is named, push them to the hub."
     from qie_nb.lora.model_card import card_settings, push_to_hub, write_model_card
     self.save(folder)
-    samples, validation = (self.data.samples or (), self.data.validation) if self.data is not None else ((),
-        None)
-    best, captions = self.state.best, list(dict.fromkeys(s.prompt for s in samples))[:20]
+    samples, held = (self.data.samples or (), self.data.validation) if self.data is not None else ((), None)
+    best = self.state.best[0] if self.state.best else None
     facts = self.metadata() | dict(
         base_model=self.config.model.pretrained_model_name_or_path, samples=len(samples) or None,
-        captions=captions,
-        held_out=len(validation) if validation else None,
-        controls=max((len(s.controls) for s in samples), default=None),
-        settings=card_settings(self.config), held_out_loss=self.state.metrics.get("held_out_loss")
-        or (best[0] if best else None))
-    seen = sorted((Path(self.config.train.output_dir)/"checkpoints"/"inference").glob("*/*.jpg"),
-                  key=lambda p: p.stat().st_mtime)
-    last = [p for p in seen if p.parent == seen[-1].parent][:8] if images is None and seen else images or []
-    write_model_card(folder, facts, last, *([repo_id] if repo_id else []))
+        captions=list(dict.fromkeys(s.prompt for s in samples))[:20], held_out=len(held) if held else None,
+        controls=max((len(s.controls) for s in samples), default=None), settings=card_settings(self.config),
+        held_out_loss=self.state.metrics.get("held_out_loss") or best)
+    if images is None:
+        seen = sorted((Path(self.config.train.output_dir)/"checkpoints"/"inference").glob("*/*.jpg"),
+                      key=lambda p: p.stat().st_mtime)
+        images = [p for p in seen if p.parent == seen[-1].parent][:8]
+    write_model_card(folder, facts, images, *([repo_id] if repo_id else []))
     return push_to_hub(folder, repo_id, private) if repo_id else str(folder)
 
 @patch

@@ -9,6 +9,7 @@ __all__ = ['RunModulation']
 import json
 
 import torch
+from fastcore.basics import patch
 
 from ..cache import EmbeddingCacheManager
 from ..config import make_config
@@ -19,14 +20,12 @@ from ..devices.distributed import prepare_distributed
 from ..devices.fp16 import enable_fp16
 from ..devices.model_parallel import weight_placement
 from ..lora import adapters as lora
-from ..lora.adapters import check_targets, is_target
+from ..models import prequantize
 from ..models.components import COMPONENTS, check_weights
 from ..models.hub import transformer_digest
 from ..models.loading import empty_model, source_checkpoint
 from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, table_of,
-                                      training_times,
-                                      use_modulation_table, uses_modulation)
-from ..models import prequantize
+                                      training_times, use_modulation_table, uses_modulation)
 from ..sampling.denoising import sampling_schedule
 from ..sampling.edits import factor_of
 from .callbacks import RunState
@@ -49,17 +48,15 @@ class RunModulation:
 
     @property
     def table(self): # `ModulationTable`, or None
-        "The table that the transformer runs on."
+        "The table that the transformer uses."
         return table_of(self.components.loaded.get("transformer"))
 
     def _set_placement(self): # where the weights are kept
-        if placement := weight_placement(self.config, self.device,
-                                         self.components.quantize.get("transformer")):
-            self.components.placements["transformer"] = placement
+        parts = self.components
+        if placement := weight_placement(self.config, self.device, parts.quantize.get("transformer")):
+            parts.placements["transformer"] = placement
 
 # %% ../../nbs/training/08_run_modulation.ipynb #31b32307
-from fastcore.basics import patch
-
 @patch
 def transformer(self:RunModulation,
     pick:bool=True, # decide about the table if it is loaded now?
@@ -108,11 +105,11 @@ def why_layers(self:RunModulation,
     if self.transformer_config().get("use_additional_t_cond"):
         return "this transformer's modulation depends on more than the timestep"
     targets = self.config.model.lora.target_modules
-    trained = [n for n in uses_modulation(self._layers()) if is_target(targets, n)] if training else []
+    trained = [n for n in uses_modulation(self._layers()) if lora.is_target(targets, n)] if training else []
     if trained: return f"`model.lora.target_modules` names {trained[0]}, so its output will change"
     tr = self.components.loaded.get("transformer")
-    found = uses_modulation([*adapters, *(n for n, _ in tr.named_parameters() if "lora_" in n)]
-                            if tr is not None else adapters)
+    loaded = [n for n, _ in tr.named_parameters() if "lora_" in n] if tr is not None else []
+    found = uses_modulation([*adapters, *loaded])
     return f"the adapter has {found[0]}" if found else ""
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
@@ -121,15 +118,13 @@ def pick(self:RunModulation,
     training:bool=True, # will an adapter be trained?
     adapters=(), # layers of adapters that will be loaded
 ) -> str: # why the loaded transformer must be replaced; "" if it need not
-    "Put the transformer on a table, now or when it is loaded, or print why not."
+    "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.config.model.modulation_table, self.components
-    if training: check_targets(self.config.model.lora, self._layers())
+    if training: lora.check_targets(self.config.model.lora, self._layers())
     if source_checkpoint(folder := parts.folder/"transformer").get("table"):
-        why = self.why_layers(training, adapters) if setting else "`model.modulation_table` is false"
-        if why:
-            raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has no modulation layers, "
-                             f"only a table of them; "
-                                 "name the full model")
+        if why := self.why_layers(training, adapters) if setting else "`model.modulation_table` is false":
+            raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
+                             "modulation layers; name the full model")
         setting = True
     if not setting or not training and not adapters and setting != True: return ""
     if why := self.why_layers(training, adapters):
@@ -138,8 +133,8 @@ def pick(self:RunModulation,
         self.transformer(pick=False) # with its layers, if it was not loaded
         return why if self.table is not None else ""
     loaded = "transformer" in parts.loaded
-    if self.table is not None or not loaded and "transformer" in parts.prepare or not training and setting != True:
-        return ""
+    done = self.table is not None if loaded else "transformer" in parts.prepare
+    if done or not training and setting != True: return ""
     table = self.make_table()
     if loaded: use_modulation_table(self.gathered(), table)
     else: parts.prepare["transformer"] = lambda model: use_modulation_table(model, table)
@@ -151,8 +146,7 @@ def prepare_training(self:RunModulation,
     accelerator, # accelerate's
     samples:int=0, # of an epoch; 0 if not known
 ): # the wrapper that the training step calls, or None
-    """Set up the transformer with its adapter: dtypes, checkpointing, compilation, and the wrapper for
-    several processes."""
+    "Set up dtypes, checkpointing, compilation and the wrapper for several processes."
     tr, t, d = self.transformer(), self.config.train, self.device
     lora.assert_float32(tr)
     lora.adapters_in_base_dtype(tr, t.adapter_dtype != "float32" and self.components.dtype != torch.float32)
@@ -161,8 +155,8 @@ def prepare_training(self:RunModulation,
     steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None # None: not known
     compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations)
     if compiled:
-        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` "
-                             f"false avoids it")
+        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` false "
+                             "avoids it")
     elif t.compile is True or t.compile is not False and d.type == "cuda":
         self.state.warn_once(f"blocks run uncompiled: {why}")
     set_up(tr, t.gradient_checkpointing, compiled)
@@ -176,10 +170,10 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
     folder = self.components.folder_of("transformer")/"transformer"
     c, cache, origin = self.config.cache, cache or self.cache, source_checkpoint(folder)
     if cache is None and c.use_cache and c.cache_dir: cache = EmbeddingCacheManager(c.cache_dir)
+    dtype = self.components.dtype
     if origin.get("table"):
-        cache = EmbeddingCacheManager([folder/"modulation",
-                                       *([d.folder for d in cache.layers] if cache else [])])
-    dtype = getattr(torch, origin["table_dtype"]) if origin.get("table") else self.components.dtype
+        dtype, layers = getattr(torch, origin["table_dtype"]), [d.folder for d in cache.layers] if cache else []
+        cache = EmbeddingCacheManager([folder/"modulation", *layers])
     return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"],
                            None if origin else folder, cache)
 
@@ -190,19 +184,19 @@ def _training_sets(self:RunModulation, dtype) -> dict: # {times: label}
 
 @patch
 def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times beyond those of training: label}
-    if not self.config.model.modulation_table_steps: return {}
-    scheduler, out = self.components.get("scheduler"), {}
+    out = {}
+    if not self.config.model.modulation_table_steps: return out
+    scheduler = self.components.get("scheduler")
     for tokens in sorted(self.target_tokens(dataset)):
         for steps in self.config.model.modulation_table_steps:
-            times = extra_timesteps(model_timesteps(sampling_schedule(scheduler, steps, tokens).timesteps,
-                                                    dtype), dtype)
-            if times: out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+            schedule = sampling_schedule(scheduler, steps, tokens).timesteps
+            if times := extra_timesteps(model_timesteps(schedule, dtype), dtype):
+                out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
     return out
 
 @patch
-def target_tokens(self:RunModulation,
-                  dataset=None) -> set: # packed tokens of a target, for each size in the data
-    "Token counts of the data's targets; of `data.image_size` without data."
+def target_tokens(self:RunModulation, dataset=None) -> set: # for each size in the data
+    "Packed tokens of a target; of `data.image_size` without data."
     d, side = self.config.data, 2 * factor_of(self.components)
     if dataset is None and d.dataset_path is None:
         return {d.image_size[0] // side * (d.image_size[1] // side)}
@@ -219,6 +213,7 @@ def table_sets(self:RunModulation,
     dtype = dtype or self.components.dtype
     return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
 
+# %% ../../nbs/training/08_run_modulation.ipynb #e44fd770
 @patch
 def save_prequantized(self:RunModulation,
     folder, # new, or that of an interrupted call
@@ -226,11 +221,9 @@ def save_prequantized(self:RunModulation,
     table_dtype=None, # of the table's rows, default the checkpoint's
     part_bytes:int=10**9, # most bytes of a file
 ): # `folder`
-    """Write the model's prequantized copy, with a table instead of the modulation layers if they are not
-    trained."""
+    "Write the model's prequantized copy, with a table instead of modulation layers that are not trained."
     why = self.why_layers() if self.config.model.modulation_table else "`model.modulation_table` is false"
-    self.state.warn_once(f"the modulation layers are kept, quantized, and no table is made: {why}" if why
-                         else "")
+    self.state.warn_once(why and f"the modulation layers are kept, quantized, and no table is made: {why}")
     return prequantize.save_prequantized(self.components, folder, None if why else self.table_sets, encoders,
                                          table_dtype, part_bytes)
 
@@ -238,18 +231,14 @@ def save_prequantized(self:RunModulation,
 def _hub_sets(self:RunModulation) -> dict: # {times: label}; {} if the modulation layers are needed
     return self.table_sets() if self.config.model.modulation_table and not self.why_layers() else {}
 
-# %% ../../nbs/training/08_run_modulation.ipynb #e44fd770
 @patch
-def make_table(self:RunModulation,
-    cache=None, # `EmbeddingCacheManager`; default the run's
-) -> ModulationTable:
+def make_table(self:RunModulation, cache=None) -> ModulationTable:
     "The table of this model with all timesteps that training can draw."
     table = self._empty_table(cache)
     for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
     if continuous := self.config.train.continuous_timesteps:
         self.state.warn_once("`train.continuous_timesteps`: the transformer gets the nearest of the "
-                             "modulation table's "
-                             f"{len(table.index)} timesteps")
+                             f"modulation table's {len(table.index)} timesteps")
     table.warn_nearest = not continuous
     return table
 
@@ -259,11 +248,10 @@ def _table_is_needed(self:RunModulation, cache=None) -> bool:
     c = self.config
     # precompute alone downloads no transformer
     here = any((self.components.folder/"transformer").glob("*.safetensors"))
-    if not c.model.modulation_table or not here or cache is None and not (c.cache.use_cache
-        and c.cache.cache_dir):
-        return False
+    cached = cache is not None or c.cache.use_cache and c.cache.cache_dir
+    if not (c.model.modulation_table and here and cached): return False
     why = self.why_layers()
-    self.state.warn_once(f"no modulation table: {why}" if why else "")
+    self.state.warn_once(why and f"no modulation table: {why}")
     return not why
 
 @patch
@@ -280,10 +268,7 @@ def cache_table(self:RunModulation,
     return table
 
 @patch
-def table_bytes(self:RunModulation,
-    cache=None, # as for `cache_table`
-    dataset=None,
-) -> list: # bytes of each entry
+def table_bytes(self:RunModulation, cache=None, dataset=None) -> list: # bytes of each entry
     "What `cache_table` will write."
     if not self._table_is_needed(cache): return []
     table, t = self._empty_table(cache), self.transformer_config()
