@@ -15,8 +15,7 @@ from typing import NamedTuple
 from fastcore.basics import patch
 
 from .core.cache_entries import (ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError,
-                                       is_key,
-                                       pack_entry, unpack_entry)
+                                       is_key, pack_entry, unpack_entry)
 from .core.cache_layers import check_kind, empty_output_dir, mapped, open_layer, verify_entry, write_packed
 from .core.cache_report import quarantined_entries, status_html
 from .core.files import file_lock, stale_temp_files, write_atomic
@@ -32,7 +31,7 @@ def key_of(
     return hashlib.sha256(f"{kind}\n{_canonical(parts)}".encode()).hexdigest()[:40]
 
 class CacheEntry(NamedTuple):
-    "An entry of the cache: its kind, its key, and what the key was made of."
+    "An entry: its kind, its key, and what the key was made of."
     kind: str
     key: str
     parts: dict = None
@@ -40,11 +39,10 @@ class CacheEntry(NamedTuple):
     @property
     def id(self) -> tuple: return self.kind, self.key
 
-# %% ../nbs/00_cache.ipynb #44257b92
 def stable_seed(
     *parts, # anything with a stable `str`: seed, epoch, sample id, purpose
 ) -> int: # below 2**63
-    "A seed that is a function of its parts, equal on every machine (`hash` differs between processes)."
+    "A seed that depends only on its parts (`hash` differs between processes)."
     return int.from_bytes(hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 # %% ../nbs/00_cache.ipynb #975c43c4
@@ -53,8 +51,8 @@ class EmbeddingCacheManager:
     def __init__(self,
         cache_dir, # folder, or list of folders: all are read in order, the last is written
     ):
-        dirs = cache_dir if isinstance(cache_dir, (list, tuple)) else [cache_dir]
-        dirs = [Path(d).expanduser() for d in dirs]
+        many = isinstance(cache_dir, (list, tuple))
+        dirs = [Path(d).expanduser() for d in (cache_dir if many else [cache_dir])]
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
             if d.exists() and not d.is_dir():
@@ -65,7 +63,7 @@ class EmbeddingCacheManager:
         self.layers = [open_layer(d) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined = [] # (location, reason) of each bad entry that was read
-        self.unusable = set() # (layer number, kind, key) of bad entries that could not be moved
+        self.unusable = set() # (folder, kind, key) of bad entries that could not be moved
 
     @property
     def writable(self) -> bool:
@@ -79,12 +77,11 @@ class EmbeddingCacheManager:
 
     def find(self, kind:str, key:str): # layer, or None
         "The first layer with this entry, ignoring entries known to be bad."
-        return next((d for d in self.layers if self._has(d, kind, key)), None)
+        return next(self._layers_with(kind, key), None)
 
-    def _has(self, layer, kind, key):
-        return layer.has(kind, key) and self._id(layer, kind, key) not in self.unusable
+    def _layers_with(self, kind, key):
+        return (d for d in self.layers if d.has(kind, key) and (d.folder, kind, key) not in self.unusable)
 
-    def _id(self, layer, kind, key): return self.layers.index(layer), kind, key
     def _require_writable(self, rest):
         if not self.writable: raise PermissionError(f"cache {self.layers[-1]} cannot be written{rest}")
 
@@ -97,16 +94,16 @@ class EmbeddingCacheManager:
 def save_cache(self:EmbeddingCacheManager,
     kind:str, # one of `KINDS`
     file_hash:str, # key
-    tensor, # torch tensor; a whole prompt embedding, or the part after `prefix`
+    tensor, # a prompt embedding is whole, or the part after `prefix`
     parts:dict=None, # what the key was made of
-    prefix:str=None, # key of the `prompt_prefix` before it
-) -> Path: # the file written
+    prefix:str=None, # key of its `prompt_prefix`
+) -> Path:
     "Save a tensor in the last layer."
     check_kind(kind, file_hash)
     self._require_writable("; add a writable folder behind it: `cache.cache_dir: [this one, cache]`")
     path = self.layers[-1].path(kind, file_hash)
     write_atomic(path, pack_entry(kind, file_hash, tensor, parts, prefix), self.temp_dir)
-    self.unusable.discard((len(self.layers) - 1, kind, file_hash))
+    self.unusable.discard((self.cache_dir, kind, file_hash))
     return path
 
 # %% ../nbs/00_cache.ipynb #45b5cb9d
@@ -120,63 +117,50 @@ def cache_exists(self:EmbeddingCacheManager, kind:str, file_hash:str) -> bool:
 def prefix_of(self:EmbeddingCacheManager, kind:str, file_hash:str) -> str: # None if there is no such entry
     "Key of the prefix that an entry needs, or an empty string."
     layer = self.find(kind, file_hash)
-    if layer is None or not kind.endswith("prompt_embed"): return "" if layer else None
+    if not layer: return None
+    if not kind.endswith("prompt_embed"): return ""
     try: prefix = json.loads(layer.payload(kind, file_hash)[2])["__metadata__"].get("prefix", "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError): return "" # a bad entry
     return prefix if is_key(prefix) else ""
 
 # %% ../nbs/00_cache.ipynb #6843343b
 @patch
-def load_cache(self:EmbeddingCacheManager,
-    kind:str, # one of `KINDS`
-    file_hash:str, # key
-): # tensor on the CPU, or None if there is no good entry; a prompt embedding is returned with its prefix
-    "Load a tensor. A bad entry moves to `quarantine/` and counts as missing."
+def load_cache(self:EmbeddingCacheManager, kind:str, file_hash:str): # tensor on the CPU, or None
+    "Load a tensor, a prompt embedding with its prefix. A bad entry moves to `quarantine/` and counts as missing."
     import torch
-    for layer in self.layers:
-        if (found := self._read(layer, kind, file_hash)) is None: continue
-        tensor, meta = found
+    for layer in (d for d in self.layers if d.has(kind, file_hash)):
+        try: tensor, meta = unpack_entry(layer.read(kind, file_hash), kind, file_hash)
+        except FileNotFoundError: continue # another process moved it
+        except (CacheEntryError, OSError) as e: self.quarantine(layer, kind, file_hash, str(e)); continue
         if not meta.get("prefix"): return tensor
         prefix = self.load_cache(PREFIX, meta["prefix"])
         return None if prefix is None else torch.cat([prefix, tensor])
 
 @patch
-def _read(self:EmbeddingCacheManager, layer, kind, key):
-    if not layer.has(kind, key): return None
-    try: return unpack_entry(layer.read(kind, key), kind, key)
-    except FileNotFoundError: return None # another process moved it
-    except (CacheEntryError, OSError) as e: return self.quarantine(layer, kind, key, str(e))
-
-# %% ../nbs/00_cache.ipynb #7b3766ce
-@patch
 def quarantine(self:EmbeddingCacheManager, layer, kind:str, key:str, reason:str):
     "Move a bad entry to `quarantine/`; if that is not possible, ignore it from now on."
     self.quarantined.append((layer.where(kind, key), reason))
     target = self.cache_dir/"quarantine"/f"{kind}-{key}.safetensors"
-    if layer is not self.layers[-1] or not self.writable: return self.unusable.add(self._id(layer, kind, key))
     try:
+        if layer is not self.layers[-1] or layer.packed: raise PermissionError
         target.parent.mkdir(exist_ok=True)
         os.replace(layer.path(kind, key), target)
     except FileNotFoundError: return # another process was faster
-    except OSError: return self.unusable.add(self._id(layer, kind, key)) # disk full, no permission
+    except OSError: return self.unusable.add((layer.folder, kind, key)) # also: disk full, read-only mount
     text = f"{kind}: {reason}\n".encode()
     with suppress(OSError): write_atomic(target.with_suffix(".reason.txt"), text, self.temp_dir)
 
 # %% ../nbs/00_cache.ipynb #4e2ac175
 @patch
-def map_cache(self:EmbeddingCacheManager,
-    kind:str, # one of `EVERY_KIND`
-    file_hash:str, # key
-): # memory-mapped tensor, or None if there is no good entry
+def map_cache(self:EmbeddingCacheManager, kind:str, file_hash:str): # memory-mapped tensor, or None
     "Like `load_cache`, for large tensors: the file is checked once and read as it is used."
-    for layer in self.layers:
-        if not self._has(layer, kind, file_hash): continue
+    for layer in self._layers_with(kind, file_hash):
         why = verify_entry(layer, kind, file_hash, reread=False)
         if not why: return mapped(layer, kind, file_hash)
         self.quarantine(layer, kind, file_hash, why)
 
 # %% ../nbs/00_cache.ipynb #c2c4c5a4
-# what makes two identities different; not the model's name or folder
+# identities differ in these, not in the model's name or folder
 _IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area")
 
 @patch
@@ -188,12 +172,10 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
         file = layer.folder/"manifest.json"
         try:
             known = json.loads(file.read_text(encoding="utf-8"))["identities"]
-            if not all(isinstance(v, dict) for v in known.values()): raise ValueError("it has no identities")
-            found |= known
+            found |= {k: dict(**v) for k, v in known.items()}
         except FileNotFoundError: pass
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{file} is unreadable ({e}); "
-                             "delete it and precompute again, entries are kept") from e
+            raise ValueError(f"{file} is unreadable ({e}); delete it and precompute again, entries are kept") from e
     return found
 
 @patch
@@ -207,17 +189,16 @@ def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
         write_atomic(self.cache_dir/"manifest.json", text.encode(), self.temp_dir)
     return name
 
-# %% ../nbs/00_cache.ipynb #e3dc5cc4
 @patch
 def identity(self:EmbeddingCacheManager,
     which:str=None, # an id from `identities()`; None if there is only one
 ) -> dict: # None if the cache is empty
-    "The identity to read entries by. Raises ValueError if there are several and you named none."
+    "The encoders' identity. Raises ValueError if there are several and you named none."
     known = self.identities()
-    if which is not None and which not in known:
-        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.cache_dir}; "
-                         f"it holds {', '.join(known) or 'none'}")
-    if which is not None: return known[which]
+    if which in known: return known[which]
+    if which is not None:
+        names = ", ".join(known) or "none"
+        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.cache_dir}; it holds {names}")
     if len(known) > 1:
         names = ", ".join(f"{k} ({v.get('model')}, {v.get('dtype')})" for k, v in known.items())
         raise ValueError(f"{self.cache_dir} was filled by {len(known)} encoders: {names}; "
@@ -226,7 +207,6 @@ def identity(self:EmbeddingCacheManager,
 
 # %% ../nbs/00_cache.ipynb #22c8908f
 class StoredEntry(NamedTuple):
-    "An entry on disk."
     layer: object # `FolderStore` or `ShardStore`
     kind: str
     key: str
@@ -246,7 +226,7 @@ def entries(self:EmbeddingCacheManager, kinds=EVERY_KIND): # yields `StoredEntry
 def get_cache_stats(self:EmbeddingCacheManager,
     entries=None, # result of `entries()`, if known
 ) -> dict:
-    "{kind: {count, bytes}}, total, quarantined, layers [{folder, exists, packed, writable, ...}] and models."
+    "{kind: {count, bytes}}, total, quarantined, layers [{folder, exists, ...}] and models."
     stats = {kind: dict(count=0, bytes=0) for kind in (*EVERY_KIND, "total")}
     layers = {d: dict(folder=str(d.folder), exists=d.folder.is_dir(), packed=d.packed,
                       writable=d is self.layers[-1] and self.writable, count=0, bytes=0) for d in self.layers}
@@ -257,18 +237,15 @@ def get_cache_stats(self:EmbeddingCacheManager,
     bad = sum(1 for d in self.layers for _ in (d.folder/"quarantine").glob("*.safetensors"))
     return stats | dict(quarantined=bad, layers=list(layers.values()), models=self.identities())
 
-# %% ../nbs/00_cache.ipynb #f1434421
 @patch
 def clear_cache(self:EmbeddingCacheManager,
     kind:str=None, # one of `EVERY_KIND`; None clears all
 ) -> int: # entries removed
-    "Remove entries from the last layer. Other layers are not changed."
-    if kind is not None: check_kind(kind)
+    "Remove entries from the last layer."
     self._require_writable(", so nothing is cleared")
-    n = 0
-    for k in [kind] if kind else EVERY_KIND:
-        n += sum(1 for _ in self.layers[-1].entries(k))
-        shutil.rmtree(self.cache_dir/k, ignore_errors=True)
+    kinds = [kind] if kind else EVERY_KIND
+    n = sum(1 for k in kinds for _ in self.layers[-1].entries(k))
+    for k in kinds: shutil.rmtree(self.cache_dir/k, ignore_errors=True)
     return n
 
 # %% ../nbs/00_cache.ipynb #2f5f4c94
@@ -281,11 +258,10 @@ def verify(self:EmbeddingCacheManager,
     bad = []
     for layer, kind, key in [(d, k, key) for d in self.layers for k in EVERY_KIND for key, _ in d.entries(k)]:
         if why := verify_entry(layer, kind, key):
-            bad.append((layer.where(kind, key), why))
             if repair: self.quarantine(layer, kind, key, why)
         elif (prefix := self.prefix_of(kind, key)) and self.find(PREFIX, prefix) is None:
             why = f"needs {PREFIX} {prefix}, which is missing; precompute again"
-            bad.append((layer.where(kind, key), why))
+        if why: bad.append((layer.where(kind, key), why))
         if bar: bar.update()
     return bad
 
@@ -297,17 +273,16 @@ def gc(self:EmbeddingCacheManager,
 ) -> dict: # {group: {"count", "bytes"}}
     "Remove unneeded files from the last layer."
     self._require_writable(", so nothing is removed")
-    mine, used = self.layers[-1], {self.prefix_of(e.kind, e.key) for e in self.entries(KINDS)}
-    if keep is not None: used = {key for k, key in keep if k == PREFIX}
-    unneeded = [(PREFIX, key) for key, _ in mine.entries(PREFIX) if key not in used]
-    if keep is not None:
-        unneeded += [(k, key) for k in KINDS for key, _ in mine.entries(k) if (k, key) not in keep]
-    files = [mine.path(kind, key) for kind, key in unneeded]
+    mine, kinds = self.layers[-1], (PREFIX, *KINDS)
+    if keep is None:
+        keep, kinds = {(PREFIX, self.prefix_of(e.kind, e.key)) for e in self.entries(KINDS)}, [PREFIX]
+    files = [mine.path(k, key) for k in kinds for key, _ in mine.entries(k) if (k, key) not in keep]
     found = dict(entries=files, stale_temp_files=stale_temp_files(self.temp_dir),
                  quarantine=sorted((self.cache_dir/"quarantine").glob("*")))
-    size = lambda files: sum(p.stat().st_size for p in files)
-    report = {name: dict(count=len(files), bytes=size(files)) for name, files in found.items()}
-    for p in () if dry_run else sum(found.values(), []): p.unlink(missing_ok=True)
+    report = {}
+    for name, files in found.items():
+        report[name] = dict(count=len(files), bytes=sum(p.stat().st_size for p in files))
+        for p in () if dry_run else files: p.unlink(missing_ok=True)
     return report
 
 # %% ../nbs/00_cache.ipynb #dc8cd8f2
@@ -318,16 +293,15 @@ def pack(self:EmbeddingCacheManager,
     shard_bytes:int=2_000_000_000, # largest shard
     replace:bool=False, # replace a packed cache in `out`, once the new one is complete?
 ) -> list: # files written
-    "Pack entries into a few large shards and an index, without sub-folders."
+    "Pack entries into a few large shards and an index."
     def layer(e): # the first with a good copy
-        good = (d for d in self.layers if d.has(*e[1:3]) and not verify_entry(d, *e[1:3], reread=False))
+        good = (d for d in self._layers_with(*e[1:3]) if not verify_entry(d, *e[1:3], reread=False))
         return next(good, e.layer)
     chosen = [e for e in self.entries() if keep is None or e.kind == MODULATION or (e.kind, e.key) in keep]
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
     if missing := [p for p in needed if self.find(PREFIX, p) is None]:
-        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {PREFIX} {missing[0]}; "
-                              "precompute again first")
+        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute again")
     packed = [(layer(e), e.kind, e.key) for e in chosen]
     with empty_output_dir(out, replace) as folder:
         return [Path(out)/f.name for f in write_packed(folder, packed, self.identities(), shard_bytes)]
@@ -338,44 +312,43 @@ def image_parts(
     size, # (width, height) after resizing
     identity:dict, # of the encoders, as in the manifest
     crop=None, # aspect (width, height) of a centre crop before resizing
-) -> dict: # key parts of `pixel_latent` and `control_latent`
-    "What a latent depends on."
+) -> dict:
+    "The key parts of `pixel_latent` and `control_latent`."
     return dict(image=image, size=list(size), crop=list(crop) if crop else None, resize="lanczos-1",
                 vae=identity["vae"], dtype=identity["dtype"])
 
 def prompt_parts(
-    prompt:str, # instruction; an empty one is encoded as " "
+    prompt:str, # an empty one is encoded as " "
     controls, # digests of the control images, in order
     vl_sizes, # (width, height) of each for the text encoder's vision tower
-    identity:dict, # of the encoders, as in the manifest
-    crop=None, # as for the latents
-) -> dict: # key parts of `prompt_embed` and `prompt_embeds_mask`
-    "What a prompt embedding depends on. Prompts name control images by number, so their order counts."
+    identity:dict,
+    crop=None,
+) -> dict:
+    "The key parts of `prompt_embed` and `prompt_embeds_mask`."
     return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls),
                 vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop else None, resize="lanczos-1",
                 template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
 
-def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict: # key parts of `prompt_prefix`
-    "What a prompt prefix depends on: as `prompt_parts`, without the prompt."
+def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict:
+    "The key parts of `prompt_prefix`: those of a prompt without the prompt."
     parts = prompt_parts("", controls, vl_sizes, identity, crop)
     return {k: v for k, v in parts.items() if k != "prompt"}
 
-# %% ../nbs/00_cache.ipynb #bab54dd7
+# %% ../nbs/00_cache.ipynb #bd93102e
 def check_cache_exists(
     cache_dir, # folder or list of folders; None: no cache
 ) -> bool:
     "Does the cache hold at least one entry?"
     return bool(cache_dir) and any(True for _ in EmbeddingCacheManager(cache_dir).entries(ALL_KINDS))
 
-# %% ../nbs/00_cache.ipynb #bd93102e
 @patch
 def status(self:EmbeddingCacheManager) -> dict:
     "Entries by kind, layers, models, bad entries that were read, and those in quarantine (aside)."
     s = self.get_cache_stats()
-    kinds = [k for k in EVERY_KIND if k in ALL_KINDS or s[k]["count"]]
-    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in kinds}
-    return dict(kinds=kinds, layers=s["layers"], models=s["models"], quarantined=s["quarantined"],
-                bad=list(self.quarantined), aside=self.aside())
+    kinds = {k: dict(present=s[k]["count"], bytes=s[k]["bytes"]) for k in EVERY_KIND
+             if k in ALL_KINDS or s[k]["count"]}
+    rest = {k: s[k] for k in ("layers", "models", "quarantined")}
+    return dict(kinds=kinds, bad=list(self.quarantined), aside=self.aside(), **rest)
 
 @patch
 def aside(self:EmbeddingCacheManager) -> list: # (entry, reason)
@@ -387,6 +360,6 @@ def _repr_html_(self:EmbeddingCacheManager) -> str: return status_html(self.stat
 
 @patch
 def __repr__(self:EmbeddingCacheManager) -> str:
-    total = self.get_cache_stats()["total"]
+    sizes = [e.bytes for e in self.entries()]
     layers = ", ".join(map(str, self.layers))
-    return f"EmbeddingCacheManager({layers}: {total['count']} entries, {total['bytes']/1e6:.2f} MB)"
+    return f"EmbeddingCacheManager({layers}: {len(sizes)} entries, {sum(sizes)/1e6:.2f} MB)"

@@ -17,22 +17,19 @@ from ..data.images import open_image
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d0006
 def as_rgb(
     image, # path, PIL image, or uint8 [H, W, 3]
-    name:str="image", # for the error message
+    name:str="image", # in the error message
 ): # PIL image in RGB
     if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3):
-        raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got "
-                         f"{image.dtype} {list(image.shape)}; "
-                         "use `qie_nb.predict.grid` for a list of images")
+        raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got {image.dtype} "
+                         f"{list(image.shape)}; use `qie_nb.predict.grid` for a list of images")
     return open_image(image, name if isinstance(image, np.ndarray) else None)
 
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d0009
 def composite(
-    before, # PIL image
-    after, # PIL image of the same size
+    before, after, # PIL images of the same size
     share:float, # position of the line: 0 shows only after, 1 only before
 ): # PIL image
     "Before on the left of a line, after on the right."
-    from PIL import Image
     out, x = after.copy(), round(before.width * min(max(share, 0), 1))
     out.paste(before.crop((0, 0, x, before.height)), (0, 0))
     if 0 < x < before.width: out.paste((255, 255, 255), (max(x - 1, 0), 0, x + 1, before.height))
@@ -51,20 +48,16 @@ class BeforeAfter(Display):
 
     def __repr__(self): return f"{self.titles[0]} | {self.titles[1]} at {self.at} %"
     def data(self):
-        return dict(titles=self.titles, sizes=self.sizes, shown=self.before.size, at=self.at,
-                    note=self.note())
+        return dict(titles=self.titles, sizes=self.sizes, shown=self.before.size, at=self.at, note=self.note())
     def note(self) -> str: # about different sizes
-        (a, b), (c, d) = self.sizes
-        return "" if (a, b) == (c,
-                                d) else f"{self.titles[1]} is {c}x{d}, shown at the size of {self.titles[0]}, {a}x{b}"
+        a, b = ("{}x{}".format(*s) for s in self.sizes)
+        return "" if a == b else f"{self.titles[1]} is {b}, shown at the size of {self.titles[0]}, {a}"
+    def html(self):
+        named = zip((self.before, self.after), self.titles)
+        images = "".join(image_html(p, t, min(p.height, 200)) for p, t in named)
+        return f"<div>{images}<div>{escape(self.note())}</div></div>"
 
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d000d
-@patch
-def html(self:BeforeAfter):
-    images = "".join(image_html(p, t, min(p.height, 200)) for p,
-                     t in zip((self.before, self.after), self.titles))
-    return f"<div>{images}<div>{escape(self.note())}</div></div>"
-
 @patch
 def build(self:BeforeAfter):
     import ipywidgets as w
@@ -82,14 +75,12 @@ def bytes(self:BeforeAfter, at=None) -> bytes: # a JPEG
     return image_bytes(composite(self.before, self.after, (self.at if at is None else at) / 100),
                        max(self.before.size))
 
-# %% ../../nbs/widgets/03_before_after.ipynb #5a1d000e
 def before_after(
-    before, # path, PIL image or uint8 [H, W, 3]
-    after, # the same, of any size
+    before, after, # paths, PIL images or uint8 [H, W, 3], of any sizes
     titles=("before", "after"),
     height:int=360, # pixels on the page; no wider than 640
 ) -> BeforeAfter:
-    "Compare two images: with a line to drag in a live notebook, side by side in a saved one."
+    "Compare two images: with a line to drag, or side by side in a saved notebook."
     if len(titles) != 2: raise ValueError(f"`titles` must be two, got {len(titles)}; give one per image")
     if height < 1: raise ValueError(f"`height` must be 1 or more pixels, got {height}; the default is 360")
     return BeforeAfter(before, after, titles, height)

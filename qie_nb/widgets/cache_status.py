@@ -22,13 +22,10 @@ class CacheStatus(Display):
     def __init__(self, cache):
         self.dataset = self.cache = self.verified = None
         self.verdict = self.problem = ""
-        try: self._open(cache)
-        except (ValueError, OSError) as e: self.problem = str(e)
-
-    def _open(self, cache):
         cache = getattr(cache, "dataset", cache) # of a loader
-        if isinstance(cache, ImageDataset): self.dataset, self.cache = cache, cache.cache
-        else: self.cache = cache if isinstance(cache, EmbeddingCacheManager) else EmbeddingCacheManager(cache)
+        if isinstance(cache, ImageDataset): self.dataset, self.cache = cache, cache.cache; return
+        try: self.cache = cache if isinstance(cache, EmbeddingCacheManager) else EmbeddingCacheManager(cache)
+        except (ValueError, OSError) as e: self.problem = str(e)
 
     def __repr__(self): return f"CacheStatus of {self.cache or self.problem or 'no cache'}"
     def html(self): return self.page(self.data())
@@ -53,7 +50,6 @@ def verify(self:CacheStatus, tell=lambda text: None):
     if self.problem or self.cache is None: raise ValueError(self.problem or "there is no cache to verify")
     n, began = sum(1 for d in self.cache.layers for k in EVERY_KIND for _ in d.entries(k)), time.monotonic()
     self.verified, self.verdict = None, note("verification is incomplete")
-    tell(f"verify {n} entries")
     bad = self.cache.verify(bar=StatusText(n, "verify", tell))
     self.verified = dict(entries=n, bad=bad, seconds=round(time.monotonic() - began, 2))
     self.verdict = self._verdict(n, bad)
@@ -63,18 +59,17 @@ def _verdict(self:CacheStatus, n, bad, most=20) -> str:
     if not n: return note("there is nothing to verify")
     if not bad:
         return note(f"all {n} entries are intact; read in {self.verified['seconds']:.1f} s", good=True)
-    more = [note(f"and {len(bad) - most} more")] if len(bad) > most else []
     remedy = "precompute makes them again" if self.cache.writable else "this cache is read-only; precompute into a second folder"
-    return "".join([note(f"{len(bad)} of {n} entries are bad; {remedy}"),
-                    *(note(f"{place}: {why}") for place, why in bad[:most]), *more])
+    lines = [f"{len(bad)} of {n} entries are bad; {remedy}", *(f"{place}: {why}" for place, why in bad[:most])]
+    return "".join(map(note, lines + [f"and {len(bad) - most} more"] * (len(bad) > most)))
 
 # %% ../../nbs/widgets/02_cache_status.ipynb #56f03578
 @patch
 def build(self:CacheStatus):
     import ipywidgets as w
-    c = self.controls = SimpleNamespace(table=w.HTML(self.html()), message=w.HTML(),
-                                        verify=w.Button(description="verify"),
-                                        again=w.Button(description="refresh"))
+    button = lambda text: w.Button(description=text)
+    c = self.controls = SimpleNamespace(table=w.HTML(self.html()), message=w.HTML(), verify=button("verify"),
+                                        again=button("refresh"))
     c.verify.on_click(lambda _: self._do(lambda: self.verify(self._tell)))
     c.again.on_click(lambda _: self._do(lambda: None))
     return w.VBox([c.table, w.HBox([c.verify, c.again]), c.message])
@@ -92,9 +87,8 @@ def _do(self:CacheStatus, work):
         report_errors(self._tell, lambda: setattr(c.table, "value", self.html()))
     finally: c.verify.disabled = c.again.disabled = False
 
-# %% ../../nbs/widgets/02_cache_status.ipynb #56f03579
 def cache_status(
-    cache, # `EmbeddingCacheManager`, folder(s); or `ImageDataset` or loader, to count missing entries, too
+    cache, # `EmbeddingCacheManager` or folder(s); with `ImageDataset` or loader, missing entries are counted
 ) -> CacheStatus:
     "What a cache contains, with a button that verifies every entry."
     return CacheStatus(cache)

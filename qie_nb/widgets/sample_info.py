@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 from PIL.Image import Resampling
 
-from ..core.cache_entries import read_header, unpack_entry
+from ..core.cache_entries import unpack_entry
 from ..core.cache_layers import verify_entry
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import look, pair_warnings
@@ -22,24 +22,20 @@ from ..models.components import VARIANTS, Components, component_digest, prompt_t
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0006
 def dataset_of(
-    data, # `ImageDataset`, a loader over one, settings as `ImageDataset` takes them, or a data set's path
+    data, # `ImageDataset`, loader, settings or folder
 ) -> ImageDataset:
     data = getattr(data, "dataset", data)
     if isinstance(data, ImageDataset): return data
     return ImageDataset(dict(dataset_path=str(data)) if isinstance(data, (str, os.PathLike)) else data)
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #67945d16
 def components_of(
-    model, # trainer, `Components`, a model's folder or hub id, or None
-) -> Components: # or None
-    "The components of a model, not loaded."
-    if model is None or isinstance(model, Components): return model
+    model, # trainer, `Components`, folder or hub id, or None
+) -> Components: # or None; nothing is loaded
     if isinstance(model, (str, os.PathLike)): return Components(str(model))
-    if isinstance(found := getattr(model, "components", None), Components): return found
-    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got "
-                     f"{type(model).__name__}")
+    found = getattr(model, "components", model)
+    if found is None or isinstance(found, Components): return found
+    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {type(model).__name__}")
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #afd3d38b
 def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None if unknown
     "The model's variant, else that of the cache's encoder. Sets the data set's areas to the model's."
     if components and not dataset.areas and dataset.identity is None: dataset.set_areas(components.areas)
@@ -49,14 +45,12 @@ def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None if u
 def latent_tokens(
     size, # (width, height), pixels
     side:int=16, # pixels per token side
-) -> int:
-    "Tokens of an image in the transformer."
+) -> int: # tokens in the transformer
     return (size[0] // side) * (size[1] // side)
 
 def image_tokens(
     size, # (width, height) of the text encoder's input, pixels
-) -> int:
-    "Tokens of an image in the text encoder."
+) -> int: # tokens in the text encoder
     return max(1, round(size[0] / 28)) * max(1, round(size[1] / 28))
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e000c
@@ -67,17 +61,10 @@ def entry_shape(
     "Shape of a cached tensor of sample `i`."
     if dataset.cache is None or dataset.identity is None: return None
     try:
-        kind, key, _ = dataset.keys(i)[name]
+        kind, key = dataset.keys(i)[name].id
         layer = dataset.cache.find(kind, key)
-        return layer and tuple(read_header(_head(layer, kind, key))[kind]["shape"])
+        return layer and tuple(json.loads(layer.payload(kind, key)[2])[kind]["shape"])
     except (ValueError, OSError, KeyError, TypeError): return None # a corrupt entry, or a missing image
-
-# %% ../../nbs/widgets/00_sample_info.ipynb #ec51c05c
-def _head(layer, kind, key) -> bytes:
-    if layer.packed: return layer.read(kind, key)
-    with open(layer.path(kind, key), "rb") as f:
-        size = f.read(8)
-        return size + f.read(min(int.from_bytes(size, "little"), 1 << 20))
 
 def _side(dataset, i, components, width) -> int: # pixels per token side
     if latent := entry_shape(dataset, i, "pixel_latent"): return max(1, 2 * width // latent[-1])
@@ -94,36 +81,31 @@ def model_text(
     "The text that the processor gets. Raises ValueError for a prompt that the model cannot take."
     if variant is None: return prompt or " "
     if whole: return prompt_text(variant, prompt, images)
-    return "".join(variant.image_prefix.format(n + 1)
-                   for n in range(images)) + (prompt if prompt.strip() else " ")
+    names = [variant.image_prefix.format(n + 1) for n in range(images)]
+    return "".join(names) + (prompt if prompt.strip() else " ")
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #7e52d0a0
 def text_length(
     components:Components, prompt:str,
     counts, # tokens of each image
 ) -> int:
     "Tokens of an embedding, images included, without the template's first ones, which the pipeline drops."
     tokenizer = SimpleNamespace(tokenizer=components.get("tokenizer"))
-    return len(whole_ids(tokenizer, components.variant, prompt,
-                         counts)) - template_of(components.variant.pipeline)[1]
+    ids = whole_ids(tokenizer, components.variant, prompt, counts)
+    return len(ids) - template_of(components.variant.pipeline)[1]
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0012
 def _tokens(dataset, i, components, whole, f) -> dict:
-    g, sizes = dataset.geometry, dataset.sizes[i][1:]
     side = _side(dataset, i, components, f["bucket"][0])
-    length = entry_shape(dataset, i, "empty_" * f["dropped"] + "prompt_embeds_mask")
-    out = dict(target=latent_tokens(f["bucket"], side), controls=[latent_tokens(c, side)
-                                                                  for c in f["control_bucket"]],
-               pictures=[image_tokens(g.vl(c))
-                         for c in sizes], embedding=length and length[0], counted_by=length and "cache")
-    if whole and components and out["embedding"] is None:
-        out |= dict(embedding=text_length(components, "" if f["dropped"] else f["prompt"], out["pictures"]),
-                    counted_by="tokenizer")
-    n = out["embedding"]
-    return out | dict(text=None if n is None else n - sum(out["pictures"]),
-                      sequence=None if n is None else n + out["target"] + sum(out["controls"]))
+    target, controls = latent_tokens(f["bucket"], side), [latent_tokens(c, side) for c in f["control_bucket"]]
+    images = [image_tokens(dataset.geometry.vl(c)) for c in f["control_sizes"]]
+    shape = entry_shape(dataset, i, "empty_" * f["dropped"] + "prompt_embeds_mask")
+    n, by = (shape[0], "cache") if shape else (None, None)
+    if whole and components and n is None:
+        n, by = text_length(components, "" if f["dropped"] else f["prompt"], images), "tokenizer"
+    return dict(target=target, controls=controls, pictures=images, embedding=n, counted_by=by,
+                text=None if n is None else n - sum(images),
+                sequence=None if n is None else n + target + sum(controls))
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #ea289720
 def _try(problems, work, otherwise=None): # collects errors as text
     try: return work()
     except (ValueError, OSError, ImportError) as e:
@@ -132,10 +114,10 @@ def _try(problems, work, otherwise=None): # collects errors as text
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0013
 def sample_info(
-    dataset, # `ImageDataset`
-    i:int, # position in it
-    model=None, # trainer, `Components`, folder or hub id
-    whole:bool=False, # the whole text and its tokens? Imports diffusers, needs `model` for the tokens
+    dataset:ImageDataset,
+    i:int, # position
+    model=None, # as for `components_of`
+    whole:bool=False, # the whole text and its tokens? Imports diffusers, needs `model`
     check:bool=False, # verify its cache entries?
     shared:str="", # reason from `shared_targets`
 ) -> dict:
@@ -145,10 +127,9 @@ def sample_info(
     s, sizes, bucket = dataset.samples[i], dataset.sizes[i], dataset.bucket(i)
     missing = None if dataset.cache is None else _try(problems, lambda: dataset.missing(i))
     f = dict(id=s.id, index=i, prompt=s.prompt, dropped=drop, epoch=dataset.epoch, controls=len(s.controls),
-             mask=s.mask is not None,
-             target_size=sizes[0], control_sizes=list(sizes[1:]), bucket=bucket[0], control_bucket=list(bucket[1:]),
-             cached=missing == [], missing=missing or [])
-    f["variant"] = variant and variant.name
+             mask=s.mask is not None, target_size=sizes[0], control_sizes=list(sizes[1:]), bucket=bucket[0],
+             control_bucket=list(bucket[1:]), cached=missing == [], missing=missing or [],
+             variant=variant and variant.name)
     f["text"] = _try(problems, lambda: model_text(variant, "" if drop else s.prompt, len(s.controls), whole))
     tokens = lambda count: _try(problems, lambda: _tokens(dataset, i, components, count, f))
     f["tokens"] = tokens(whole) or tokens(False)
@@ -157,9 +138,7 @@ def sample_info(
     return f | dict(marks=pair_warnings(s, looks, shared), problems=problems)
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0014
-def bad_entries(
-    dataset:ImageDataset, i:int,
-) -> list: # (tensor's name, location, reason)
+def bad_entries(dataset:ImageDataset, i:int) -> list: # (tensor's name, location, reason)
     "Corrupt cache entries of sample `i`. An unchanged entry is read only once."
     if dataset.cache is None or dataset.identity is None: return []
     out = []
@@ -174,30 +153,27 @@ def _db(a, b) -> float: # of two uint8 images
     error = float(np.mean((a.astype(np.float32) - b.astype(np.float32)) ** 2))
     return float("inf") if error == 0 else round(float(10 * np.log10(255 ** 2 / error)), 1)
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #06479b13
 def check_vae(dataset:ImageDataset, components:Components):
     "Raises ValueError if this VAE did not fill the cache."
-    if dataset.cache is None: raise ValueError("no cache is set, so there is no latent to decode")
     if components is None:
         raise ValueError("decoding needs a VAE; give a model: `sample_viewer(dataset, model=...)`")
-    if dataset.identity is None: raise ValueError("this cache is empty, so there is no latent to decode")
-    folder = components.folder_of("vae")
-    if component_digest(folder, "vae") != dataset.identity["vae"]:
+    if dataset.cache is None or dataset.identity is None:
+        raise ValueError("no cache is set or the cache is empty; precompute first")
+    if component_digest(components.folder_of("vae"), "vae") != dataset.identity["vae"]:
         raise ValueError(f"the cache was filled by another VAE than that of {components.name} "
                          f"({dataset.identity.get('model')})")
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0018
 def decoded(
     dataset:ImageDataset, i:int,
-    model, # trainer, `Components`, folder or hub id; its VAE is loaded
+    model, # as for `components_of`; its VAE is loaded
 ) -> dict: # {pixel_latent, control_latent.0, ...: (uint8 [H, W, 3], PSNR in dB)}, if cached
     "Sample `i`'s cached latents as images. Raises ValueError."
     from qie_nb.encoding.vae import decode_latents
     check_vae(dataset, components := components_of(model))
     keys, images, g, out = dataset.keys(i), dataset.images(i), dataset.geometry, {}
     originals = dict(pixel_latent=images["image"])
-    originals |= {f"control_latent.{n}": np.asarray(c.resize(g.control(c.size), Resampling.LANCZOS)) for n,
-                  c in enumerate(images["control"])}
+    for n, c in enumerate(images["control"]):
+        originals[f"control_latent.{n}"] = np.asarray(c.resize(g.control(c.size), Resampling.LANCZOS))
     for name, original in originals.items():
         entry = keys[name].id
         if (layer := dataset.cache.find(*entry)) is None: continue

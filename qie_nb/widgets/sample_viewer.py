@@ -30,65 +30,59 @@ def _figure(im, title, height) -> str:
 def masked_image(
     im, # PIL image, RGB
     mask:np.ndarray, # uint8 [h, w] of any size, 255 counts fully
-    most:int=660, # pixels of the longer side of the result
-) -> np.ndarray: # uint8 [H, W, 3]
+): # PIL image
     "An image, red where the loss does not count."
-    im = im.copy(); im.thumbnail((most, most))
-    weight = np.asarray(Image.fromarray(mask).resize(im.size, Image.Resampling.NEAREST),
-                        np.float32)[..., None] / 255
-    a = np.asarray(im, np.float32)
-    return (a * weight + (0.35 * a
-                          + 0.65 * np.float32([200, 30, 30])) * (1 - weight)).round().astype(np.uint8)
+    red = Image.blend(im, Image.new("RGB", im.size, (200, 30, 30)), 0.65)
+    return Image.composite(im, red, Image.fromarray(mask).resize(im.size, Image.Resampling.NEAREST))
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0009
 def _size(wh) -> str: return "x".join(map(str, wh))
 
 def _figures(dataset, i, f, tensors, height) -> str:
     s, aspect, out = dataset.samples[i], dataset.geometry.aspect, []
-    number = lambda n: f"control {n + 1}" if len(s.controls) > 1 else "control"
-    named = [(number(n), f"control_latent.{n}", c, f["control_sizes"][n], f["control_bucket"][n]) for n,
-             c in enumerate(s.controls)]
-    for what, name, source, size, bucket in (*named, ("target", "pixel_latent", s.target, f["target_size"],
-                                                      f["bucket"])):
+    sizes = zip((*f["control_sizes"], f["target_size"]), (*f["control_bucket"], f["bucket"]))
+    for n, (source, (size, bucket)) in enumerate(zip((*s.controls, s.target), sizes)):
+        name, what = f"control_latent.{n}", f"control {n + 1}" if len(s.controls) > 1 else "control"
+        if n == len(s.controls): name, what = "pixel_latent", "target"
         out.append(_figure(im := _opened(source, aspect), f"{what}: {_size(size)} → {_size(bucket)}", height))
         if name in tensors:
-            out.append(_figure(tensors[name][0], f"{what}, its latent decoded: {tensors[name][1]} dB",
-                               height))
+            image, db = tensors[name]
+            out.append(_figure(image, f"{what}, its latent decoded: {db} dB", height))
     if s.mask is not None: out.append(_mask_figure(dataset, i, im, height))
     return f"<div>{''.join(out)}</div>"
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #9d3a90f1
 def _mask_figure(dataset, i, target, height) -> str:
     try: mask = dataset.mask(i)
     except (ValueError, OSError) as e: return note(f"mask: {e}")
     if isinstance(target, str): return ""
-    return image_html(masked_image(target, mask, 3 * height),
-                      f"mask: {mask.mean() / 2.55:.0f} % counts, red does not", height)
+    return image_html(masked_image(target, mask), f"mask: {mask.mean() / 2.55:.0f} % counts, red does not", height)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e000a
 def _badges(f) -> str:
-    missing = ", ".join(f["missing"])
-    cached = badge("cached" if f["cached"] else f"not cached: {missing}" if missing else "not cached",
-                   bad=bool(missing))
-    dropped = badge(f"caption dropped in epoch {f['epoch']}") * f["dropped"]
-    wrong = "".join(badge(mark, bad=True) for mark in dict.fromkeys(mark for mark, _ in f["marks"]))
-    return wrong + cached + dropped + badge(f"bucket {_size(f['bucket'])}") + badge(_sum(f["tokens"] or {}))
+    missing, marks = f["missing"], dict.fromkeys(mark for mark, _ in f["marks"])
+    wrong = [*marks, f"not cached: {', '.join(missing)}"] if missing else marks
+    good = ["cached" if f["cached"] else "not cached"] * (not missing)
+    if f["dropped"]: good.append(f"caption dropped in epoch {f['epoch']}")
+    good += [f"bucket {_size(f['bucket'])}", _sum(f["tokens"] or {})]
+    return "".join([*(badge(text, bad=True) for text in wrong), *map(badge, good)])
 
 def _sum(t) -> str: # the transformer's sequence
     n = lambda k: "?" if t.get(k) is None else " + ".join(map(str, t[k])) if isinstance(t[k], list) else t[k]
-    return f"{n('target')} target + {n('controls')} control + {n('pictures')} vision + {n('text')} text = {n('sequence')} tokens"
+    parts = dict(target="target", controls="control", pictures="vision", text="text")
+    return " + ".join(f"{n(k)} {name}" for k, name in parts.items()) + f" = {n('sequence')} tokens"
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #7d5f8aa5
 def _warnings(f) -> str:
-    rows = [f"{mark}: {why}" for mark, why in f["marks"]] + [f"{name} is bad: {why} ({where})" for name,
-                                                             where, why in f["bad"]]
-    return "".join(map(note, rows
-                       + [p for p in f["problems"] if not p.startswith("image ")])) # these replace the image
+    rows = [f"{mark}: {why}" for mark, why in f["marks"]]
+    rows += [f"{name} is bad: {why} ({where})" for name, where, why in f["bad"]]
+    rows += [p for p in f["problems"] if not p.startswith("image ")] # these replace the image
+    return "".join(map(note, rows))
 
 def _text(f) -> str:
     box = "white-space:pre-wrap;border:1px solid;border-radius:4px;padding:6px;margin:4px 0;max-width:60em"
-    title = f"<i>{escape(f['prompt'])}</i> is dropped; text for the model" if f["dropped"] else "text for the model" if f["variant"] else "caption"
-    return f"<div>{title}</div><pre style='{box}'>{escape(f['prompt'] if f['text'] is None else f['text'])}</pre>"
+    title = "text for the model" if f["variant"] else "caption"
+    if f["dropped"]: title = f"<i>{escape(f['prompt'])}</i> is dropped; text for the model"
+    text = escape(f["prompt"] if f["text"] is None else f["text"])
+    return f"<div>{title}</div><pre style='{box}'>{text}</pre>"
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e000b
 def sample_html(
@@ -101,26 +95,25 @@ def sample_html(
 ) -> str:
     "Controls, target, mask, caption and tokens of a sample as HTML."
     f = facts or sample_info(dataset, i, model)
-    head = f"<b>{escape(f['id'])}</b> ({i + 1} of {len(dataset)}) "
-    return f"<div style='margin:6px 0'>{head}{_badges(f)}{_warnings(f)}{_figures(dataset, i, f, tensors or {}, height)}{_text(f)}</div>"
+    head = f"<b>{escape(f['id'])}</b> ({i + 1} of {len(dataset)}) {_badges(f)}{_warnings(f)}"
+    return f"<div style='margin:6px 0'>{head}{_figures(dataset, i, f, tensors or {}, height)}{_text(f)}</div>"
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e000e
 class PairGrid(Display):
     "The first pairs of a data set as static HTML."
     def __init__(self, dataset, n=4, model=None):
-        self.dataset, self.n, self.model = dataset_of(dataset), n, model
-    def __repr__(self): return f"PairGrid of {min(self.n, len(self.dataset))} of {len(self.dataset)} samples"
-    def data(self):
-        return dict(samples=[sample_info(self.dataset, i, self.model)
-                             for i in range(min(self.n, len(self.dataset)))])
+        self.dataset, self.model = dataset_of(dataset), model
+        self.n = min(n, len(self.dataset))
+    def __repr__(self): return f"PairGrid of {self.n} of {len(self.dataset)} samples"
+    def data(self): return dict(samples=[sample_info(self.dataset, i, self.model) for i in range(self.n)])
     def html(self):
-        return "".join(sample_html(self.dataset, f["index"], facts=f)
-                       for f in self.data()["samples"]) or note("there are no samples")
+        pages = [sample_html(self.dataset, f["index"], facts=f) for f in self.data()["samples"]]
+        return "".join(pages) or note("there are no samples")
 
 def pair_grid(
     dataset, # `ImageDataset`, loader, settings or folder
     n:int=4, # pairs
-    model=None, # trainer, `Components`, folder or hub id
+    model=None, # as for `sample_html`
 ) -> PairGrid:
     "The first pairs: controls left, target right, with warnings."
     return PairGrid(dataset, n, model)
@@ -132,10 +125,12 @@ _FILTERS = dict(all="all", missing="not cached", bad="bad images or entries", ne
 class SampleViewer(Display):
     "Browses samples: `select` a filter, `step`, `find` an id; `data()` describes the displayed sample."
     def __init__(self, dataset, model=None, whole=None, decode=False, first=4):
-        self.dataset, self.components, self.decode, self.first = dataset_of(dataset), components_of(model), decode, first
-        self.whole = (self.components is not None
-                      and "diffusers" in sys.modules) if whole is None else whole # default: if it costs nothing
-        self.filter, self.place, self.sets, self.near, self.shared, self.message, self.busy = "all", 0, {}, None, {}, "", False
+        self.dataset, self.components = dataset_of(dataset), components_of(model)
+        self.decode, self.first = decode, first
+        free = self.components is not None and "diffusers" in sys.modules
+        self.whole = free if whole is None else whole
+        self.filter, self.place, self.sets, self.near, self.shared = "all", 0, {}, None, {}
+        self.message, self.busy = "", False
 
     def __repr__(self): return f"SampleViewer of {len(self.dataset)} samples"
     @property
@@ -162,33 +157,31 @@ def buckets(self:SampleViewer,
     rest = sorted(i for k in order[most:] for i in found[k])
     return {k: found[k] for k in order[:most]} | ({"other buckets": rest} if rest else {})
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #5c78da96
 @patch
 def filters(self:SampleViewer) -> dict: # {name: number of samples, or None if not computed yet}
     if not any(k.startswith("bucket") for k in self.sets): self.sets |= self.buckets()
-    counts = dict(all=len(self.dataset)) | {k: None for k in _FILTERS if k != "all"}
+    counts = dict.fromkeys(_FILTERS) | dict(all=len(self.dataset))
     return counts | {k: len(v) for k, v in self.sets.items()}
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0015
 @patch
 def scan(self:SampleViewer, tell=lambda text: None):
     "Read every image once to find near duplicates, swapped pairs and unreadable images."
-    ds, looks, digests, broken = self.dataset, [], [], []
-    status = StatusText(len(ds), "read images", tell)
-    for i, s in enumerate(ds.samples):
+    samples, looks, digests, broken = self.dataset.samples, [], [], []
+    status = StatusText(len(samples), "read images", tell)
+    for i, s in enumerate(samples):
         sources = s.target, *s.controls
         try: found = tuple(map(look, sources)), tuple(map(source_digest, sources))
         except (ValueError, OSError): found = None, None; broken.append(i)
         looks.append(found[0]); digests.append(found[1])
         status.update()
-    prompts = [s.prompt for s in ds.samples]
+    prompts = [s.prompt for s in samples]
     self.near, self.shared = near_duplicates(looks, prompts), shared_targets(digests, prompts)
-    marks = [{m for m, _ in pair_warnings(s, x, self.shared.get(i, ""))} for i,
-             (s, x) in enumerate(zip(ds.samples, looks))]
-    self.broken = broken
-    self.sets |= dict(near=sorted({n[k] for n in self.near for k in "ab"}),
-                      **{k: [i for i, m in enumerate(marks) if _FILTERS[k] in m]
-                         for k in ("swapped", "unchanged")})
+    self.broken, sets = broken, dict(near={n[k] for n in self.near for k in "ab"}, swapped=[], unchanged=[])
+    for i, (s, seen) in enumerate(zip(samples, looks)):
+        marks = dict(pair_warnings(s, seen, self.shared.get(i, "")))
+        for k in ("swapped", "unchanged"): sets[k] += [i] * (_FILTERS[k] in marks)
+    self.sets |= {k: sorted(v) for k, v in sets.items()}
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0016
 @patch
@@ -199,20 +192,18 @@ def select(self:SampleViewer,
     "Show the first sample of a filter."
     if name not in self.filters():
         raise ValueError(f"`name` must be one of {', '.join(self.filters())}, got {name!r}")
-    ds = self.dataset
     if name in ("near", "swapped", "unchanged", "bad") and self.near is None: self.scan(tell)
-    if name == "missing":
-        self.sets["missing"] = list(ds.incomplete(StatusText(len(ds), "check the cache", tell)))
-    if name == "bad": self.sets["bad"] = self._bad(tell)
+    status = StatusText(len(self.dataset), "check the cache", tell)
+    if name == "missing": self.sets["missing"] = list(self.dataset.incomplete(status))
+    if name == "bad": self.sets["bad"] = self._bad(status)
     self.filter, self.place = name, 0
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #5f53f80b
 @patch
-def _bad(self:SampleViewer, tell) -> list:
-    ds, bad = self.dataset, set(self.broken)
-    status = StatusText(len(ds), "read cache entries", tell)
-    for i in range(len(ds)):
-        try: bad |= {i} if bad_entries(ds, i) else set()
+def _bad(self:SampleViewer, status) -> list:
+    bad = set(self.broken)
+    for i in range(len(self.dataset)):
+        try:
+            if bad_entries(self.dataset, i): bad.add(i)
         except (ValueError, OSError): bad.add(i)
         status.update()
     return sorted(bad)
@@ -223,33 +214,30 @@ def step(self:SampleViewer, n:int=1): # samples forward, or back where negative
     "Move within the filter; stops at both ends."
     self.place = min(max(self.place + n, 0), max(len(self.chosen) - 1, 0))
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #4e95d002
 @patch
 def find(self:SampleViewer,
     text:str, # an id or a part of one
 ) -> bool: # is there one?
     "Go to a sample by its id."
-    chosen = self.chosen
+    chosen, samples = self.chosen, self.dataset.samples
     order = [(self.place + 1 + k) % len(chosen) for k in range(len(chosen))]
-    ids = [self.dataset.samples[chosen[p]].id for p in order]
-    hit = next((p for p, i in zip(order, ids) if i == text), None)
-    if hit is None: hit = next((p for p, i in zip(order, ids) if text in i), None)
-    if hit is not None: self.place = hit
+    hits = [p for p in order if text in samples[chosen[p]].id]
+    hits.sort(key=lambda p: samples[chosen[p]].id != text)
     elsewhere = "" if self.filter == "all" else " among these samples; try the filter `all`"
-    self.message = "" if hit is not None else f"no id contains {text!r}{elsewhere}"
-    return hit is not None
+    self.message = "" if hits else f"no id contains {text!r}{elsewhere}"
+    if hits: self.place = hits[0]
+    return bool(hits)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001b
 @patch
 def facts(self:SampleViewer) -> dict:
-    i = self.index
-    return sample_info(self.dataset, i, self.components, self.whole, "bad" in self.sets,
-                       self.shared.get(i, ""))
+    shared = self.shared.get(self.index, "")
+    return sample_info(self.dataset, self.index, self.components, self.whole, "bad" in self.sets, shared)
 
 @patch
-def partners(self:SampleViewer) -> list: # (position, what) of near duplicates of the displayed sample
-    i = self.index
-    return [(n["b"] if n["a"] == i else n["a"], n["what"]) for n in self.near or () if i in (n["a"], n["b"])]
+def partners(self:SampleViewer) -> list: # (sample, what) of near duplicates of the displayed sample
+    i, pairs = self.index, [(n["a"], n["b"], n["what"]) for n in self.near or ()]
+    return [(self.dataset.samples[b if a == i else a], what) for a, b, what in pairs if i in (a, b)]
 
 @patch
 def data(self:SampleViewer) -> dict:
@@ -257,15 +245,14 @@ def data(self:SampleViewer) -> dict:
     state = dict(place=self.place, of=len(self.chosen), filter=self.filter, filters=self.filters(),
                  message=self.message)
     if self.index is None: return state | dict(id=None, near=[])
-    return self.facts() | state | dict(near=[dict(id=self.dataset.samples[j].id, what=what) for j,
-                                             what in self.partners()])
+    return self.facts() | state | dict(near=[dict(id=s.id, what=what) for s, what in self.partners()])
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001c
 @patch
 def page(self:SampleViewer) -> str:
     "The shown sample as HTML."
-    what = _FILTERS.get(self.filter, self.filter)
     if (i := self.index) is None:
+        what = _FILTERS.get(self.filter, self.filter)
         return note("there are no samples" if self.filter == "all" else f"no sample: {what}")
     tensors, why, f = {}, "", self.facts()
     if self.decode:
@@ -274,12 +261,10 @@ def page(self:SampleViewer) -> str:
         else: why = "" if tensors else note("not decoded: the cache has no latent of this sample")
     return why + sample_html(self.dataset, i, facts=f, tensors=tensors, height=220) + self._near_html()
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #e61bcd86
 @patch
 def _near_html(self:SampleViewer) -> str:
-    near, samples = self.partners(), self.dataset.samples
-    small = [_figure(_opened(samples[j].target, None), f"{samples[j].id}: {what}", 90) for j,
-             what in near[:3]]
+    near = self.partners()
+    small = [_figure(_opened(s.target, None), f"{s.id}: {what}", 90) for s, what in near[:3]]
     return f"<div>near duplicates: {len(near)}</div>{''.join(small)}" if near else ""
 
 @patch
@@ -292,24 +277,23 @@ def html(self:SampleViewer) -> str:
 @patch
 def build(self:SampleViewer):
     import ipywidgets as w
-    fit = w.Layout(width="auto")
+    width = lambda **kw: dict(layout=w.Layout(**kw))
+    fit = width(width="auto")
     c = self.controls = SimpleNamespace(
-        back=w.Button(description="◀ previous", layout=fit), on=w.Button(description="next ▶", layout=fit),
+        back=w.Button(description="◀ previous", **fit), on=w.Button(description="next ▶", **fit),
         slider=w.IntSlider(1, 1, max(1, len(self.chosen)), continuous_update=False, description="sample"),
-        goto=w.Text(placeholder="go to id, or part of it", continuous_update=False,
-                    layout=w.Layout(width="14em")),
+        goto=w.Text(placeholder="go to id, or part of it", continuous_update=False, **width(width="14em")),
         filter=w.Dropdown(options=self._options(), value=self.filter, description="show",
-                          layout=w.Layout(width="auto", max_width="34em")),
-        scan=w.Button(description="find near duplicates and swaps", layout=fit),
-        whole=w.Checkbox(self.whole, description="whole text", indent=False, layout=fit),
-        decode=w.Checkbox(self.decode, description="decode cached latents", indent=False, layout=fit),
+                          **width(width="auto", max_width="34em")),
+        scan=w.Button(description="find near duplicates and swaps", **fit),
+        whole=w.Checkbox(self.whole, description="whole text", indent=False, **fit),
+        decode=w.Checkbox(self.decode, description="decode cached latents", indent=False, **fit),
         message=w.HTML(), page=w.HTML())
     self._wire(c)
     self._draw()
     rows = w.HBox([c.back, c.slider, c.on, c.goto]), w.HBox([c.filter, c.scan, c.whole, c.decode])
     return w.VBox([*rows, c.message, c.page])
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #84e6d3f4
 @patch
 def _options(self:SampleViewer) -> list:
     label = lambda k, n: f"{_FILTERS.get(k, k)} ({'scan' if n is None else n})"
@@ -318,47 +302,41 @@ def _options(self:SampleViewer) -> list:
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0020
 @patch
 def _wire(self:SampleViewer, c):
+    on = lambda widget, work: widget.observe(lambda ch: self._do(lambda: work(ch["new"])), "value")
     c.back.on_click(lambda _: self._do(lambda: self.step(-1)))
     c.on.on_click(lambda _: self._do(lambda: self.step(1)))
-    c.slider.observe(lambda ch: self._do(lambda: setattr(self, "place", ch["new"] - 1)), "value")
-    c.goto.observe(lambda ch: ch["new"] and self._do(lambda: self._go(ch["new"].strip())), "value")
-    c.filter.observe(lambda ch: self._do(lambda: self.select(ch["new"], self._tell)), "value")
-    c.scan.on_click(lambda _: self._do(self._scan_again, c.scan))
-    for name in ("whole", "decode"):
-        getattr(c, name).observe(lambda ch, name=name: self._do(lambda: setattr(self, name, ch["new"])),
-                                 "value")
+    c.scan.on_click(lambda _: self._do(self._scan_again))
+    on(c.slider, lambda n: setattr(self, "place", n - 1))
+    on(c.goto, lambda text: self._go(text.strip()))
+    on(c.filter, lambda name: self.select(name, self._tell))
+    on(c.whole, lambda value: setattr(self, "whole", value))
+    on(c.decode, lambda value: setattr(self, "decode", value))
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #494e4828
 @patch
 def _tell(self:SampleViewer, text): self.controls.message.value = text
 
 @patch
 def _go(self:SampleViewer, text):
     self.controls.goto.value = "" # so that the same text can be entered again
-    self.find(text)
+    if text: self.find(text)
 
 @patch
 def _scan_again(self:SampleViewer):
     self.scan(self._tell)
-    counts = self.filters()
-    self.message = ", ".join(f"{counts[k]} {_FILTERS[k]}" for k in ("near", "swapped",
-                                                                    "unchanged")) + f"; {len(self.broken)} cannot be read"
+    counts = [f"{len(self.sets[k])} {_FILTERS[k]}" for k in ("near", "swapped", "unchanged")]
+    self.message = f"{', '.join(counts)}; {len(self.broken)} cannot be read"
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0022
 @patch
-def _do(self:SampleViewer, work, button=None):
+def _do(self:SampleViewer, work):
     "Run a click handler, then update the page."
     if self.busy: return
-    self.busy, self.message = True, ""
+    self.busy, self.message, self.controls.scan.disabled = True, "", True
     try:
-        if button is not None: button.disabled = True
         if report_errors(self._tell, work): self._tell(note(self.message) if self.message else "")
         self._draw()
-    finally:
-        if button is not None: button.disabled = False
-        self.busy = False
+    finally: self.busy = self.controls.scan.disabled = False
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #f3d163b1
 @patch
 def _draw(self:SampleViewer):
     c, n, options = self.controls, len(self.chosen), tuple(self._options())
@@ -369,7 +347,6 @@ def _draw(self:SampleViewer):
     c.slider.value = self.place + 1
     c.back.disabled, c.on.disabled = self.place == 0, self.place >= n - 1
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0023
 def sample_viewer(
     dataset, # `ImageDataset`, a loader over one, settings, or a folder
     model=None, # trainer, `Components`, folder or hub id: provides variant, tokenizer and VAE

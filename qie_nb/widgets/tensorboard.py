@@ -9,7 +9,7 @@ __all__ = ['CURVES', 'SHOWN', 'EventRun', 'run_folders', 'read_run', 'read_event
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0003
 import html, io, json, logging, os, shlex, shutil, sys, textwrap
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,38 +33,31 @@ def run_folders(
     logdir, # searched recursively
 ) -> dict: # {name: folder}, the newest last
     "Folders with event files; `logdir` itself is called `.`."
-    files = [f for f in Path(logdir).rglob("events.out.tfevents.*") if f.is_file()]
     newest = {}
-    for f in files: newest[f.parent] = max(newest.get(f.parent, 0), f.stat().st_mtime)
+    for f in Path(logdir).rglob("events.out.tfevents.*"):
+        if f.is_file(): newest[f.parent] = max(newest.get(f.parent, 0), f.stat().st_mtime)
     return {d.relative_to(logdir).as_posix(): d for d in sorted(newest, key=lambda d: (newest[d], str(d)))}
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0008
-@contextmanager
-def _silent(name):
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel("ERROR")
-    try: yield
-    finally: logger.setLevel(level)
-
 def read_run(
     folder, # with event files, not searched below
     last:bool=False, # only the last image of each tag? All images of a long run need much memory
 ) -> EventRun:
     "One run's scalars, images and texts."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    with _silent("tensorboard"): # it warns about every resume
-        acc = EventAccumulator(str(folder), size_guidance=dict(scalars=0, images=int(last),
-                                                               tensors=0)).Reload()
+    logger = logging.getLogger("tensorboard") # it warns about every resume
+    level = logger.level
+    logger.setLevel("ERROR")
+    sizes = dict(scalars=0, images=int(last), tensors=0)
+    try: acc = EventAccumulator(str(folder), size_guidance=sizes).Reload()
+    finally: logger.setLevel(level)
     tags, decode = acc.Tags(), lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
     text = lambda e: html.unescape(b"\n".join(e.tensor_proto.string_val).decode(errors="replace"))
     return EventRun({tag: [(e.step, e.value) for e in acc.Scalars(tag)] for tag in tags["scalars"]},
                     {tag: [(e.step, decode(e)) for e in acc.Images(tag)] for tag in tags["images"]},
                     {tag.removesuffix("/text_summary"): [(e.step, text(e)) for e in acc.Tensors(tag)]
-                     for tag in tags["tensors"]
-                     if tag.endswith("/text_summary")})
+                     for tag in tags["tensors"] if tag.endswith("/text_summary")})
 
-# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0009
 def read_events(
     logdir, # folder with event files, searched recursively
 ) -> tuple: # ({tag: [(step, value)]}, {tag: [(step, uint8 array)]})
@@ -96,18 +89,20 @@ def draw_curve(
     ax, # matplotlib Axes
     tag:str,
     runs:dict, # {name: EventRun}
-): # the Axes
+):
     "One scalar of every run."
     lowest, highest = np.inf, 0
     for k, (name, run) in enumerate(runs.items()):
         if tag not in run.scalars: continue
-        x, y = (np.array(v, float) for v in zip(*run.scalars[tag]))
-        rough, few = tag in ("loss", "grad_norm") and len(x) > 20, len(x) <= 20
-        ax.plot(x, y, lw=0.7 if rough else 1.6, alpha=0.25 if rough else 1, color=f"C{k}",
-                marker="o" if few else "", ms=3.5,
-                label=None if rough else name)
-        if rough: ax.plot(x, running_mean(y, max(0.05, 8 / len(x))), lw=1.8, color=f"C{k}", label=name)
-        if all(f"{tag}_{side}" in run.scalars for side in ("low", "high")): _band(ax, run, tag, f"C{k}")
+        x, y = _xy(run, tag)
+        color, few = f"C{k}", len(x) <= 20
+        if tag in ("loss", "grad_norm") and not few:
+            ax.plot(x, y, lw=0.7, alpha=0.25, color=color)
+            ax.plot(x, running_mean(y, max(0.05, 8 / len(x))), lw=1.8, color=color, label=name)
+        else: ax.plot(x, y, lw=1.6, color=color, marker="o" if few else "", ms=3.5, label=name)
+        if f"{tag}_low" in run.scalars: # the 95 % interval
+            (at, low), (_, high) = _xy(run, f"{tag}_low"), _xy(run, f"{tag}_high")
+            ax.fill_between(at, low, high, color=color, alpha=0.15, lw=0)
         lowest, highest = min(lowest, np.nanmin(y, initial=np.inf)), max(highest, np.nanmax(y, initial=0))
     if 0 < 30 * lowest < highest < np.inf and tag != "lr": ax.set_yscale("log")
     ax.set_title(CURVES.get(tag, tag), fontsize=10, loc="left")
@@ -115,45 +110,39 @@ def draw_curve(
     ax.tick_params(labelsize=8)
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
-    return ax
 
-def _band(ax, run, tag, colour): # the 95 % interval
-    x, low, high = [s for s, _ in run.scalars[f"{tag}_low"]], *([v for _, v in run.scalars[f"{tag}_{side}"]]
-                                                                for side in ("low", "high"))
-    ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+def _xy(run, tag): return (np.array(v, float) for v in zip(*run.scalars[tag]))
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0013
 def draw_image(
     ax, # matplotlib Axes
-    tag:str,
-    step:int,
+    title:str,
     image:np.ndarray, # uint8 [H, W, 3]
     caption:str="", # below it
-    run:str="", # its name, if there are several
 ):
     ax.imshow(image, cmap="gray")
-    ax.set_title(_plain(f"{run} " * bool(run) + f"{tag}, step {step}", 60), fontsize=9, loc="left",
-                 parse_math=False)
+    ax.set_title(_plain(title, 60), fontsize=9, loc="left", parse_math=False)
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     if caption: ax.set_xlabel(textwrap.fill(_plain(caption, 160), 64), fontsize=8, parse_math=False)
 
 def _plain(text, most):
-    return textwrap.shorten("".join(c if c.isprintable() else " " for c in text), most,
-                            placeholder=" ...") or text[:most]
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return textwrap.shorten(text, most, placeholder=" ...") or text[:most]
 
-# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0014
 def last_images(
     runs:dict, # {name: EventRun}, the newest last
-) -> list: # of (run's name or "", tag, step, image, caption)
+) -> list: # of (title, image, caption)
     "The last training images and evaluation samples of the newest run that has some."
     for name, run in reversed(runs.items()):
-        tags = [t for t in run.images
-                if t.startswith("training/")] + sorted(t for t in run.images if t.startswith("samples/"))[:6]
-        tags = tags or list(run.images)[:4]
-        said = lambda tag: run.texts[tag][-1][1] if tag in run.texts else ""
-        if tags:
-            return [(name if len(runs) > 1 else "", tag, *run.images[tag][-1], said(tag)) for tag in tags]
+        tags = [t for t in run.images if t.startswith("training/")]
+        tags += sorted(t for t in run.images if t.startswith("samples/"))[:6]
+        found = []
+        for tag in tags or list(run.images)[:4]:
+            step, image = run.images[tag][-1]
+            title = f"{name} " * (len(runs) > 1) + f"{tag}, step {step}"
+            found.append((title, image, run.texts[tag][-1][1] if tag in run.texts else ""))
+        if found: return found
     return []
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0015
@@ -168,42 +157,35 @@ def plot_events(
     images = last_images(runs)
     if not curves and not images:
         raise ValueError(f"`logdir` {str(logdir)!r} contains none of {', '.join(tags)} and no image; choose "
-                         f"other `tags`")
+                         "other `tags`")
     rows = -(-len(curves) // 2)
-    tall = [min(3.2, 4.6 * max(p[3].shape[0] / p[3].shape[1] for p in images[k:k + 2])) + 0.7
+    tall = [min(3.2, 4.6 * max(im.shape[0] / im.shape[1] for _, im, _ in images[k:k + 2])) + 0.7
             for k in range(0, len(images), 2)]
     heights = [2.5] * rows + tall # inches
     fig = figure(figsize=(10, sum(heights)), layout="constrained")
     grid = fig.add_gridspec(len(heights), 2, height_ratios=heights)
-    first = None # the x axis is shared; a last odd curve takes the whole row
+    def axes(row, k, n, **kw): # the last of an odd number takes the whole row
+        return fig.add_subplot(grid[row + k // 2, slice(None) if k == n - 1 and k % 2 == 0 else k % 2], **kw)
     for k, tag in enumerate(curves):
-        cell = grid[k // 2, :] if k == len(curves) - 1 and k % 2 == 0 else grid[k // 2, k % 2]
-        first = draw_curve(fig.add_subplot(cell, sharex=first), tag, runs)
-    for k, p in enumerate(images):
-        draw_image(fig.add_subplot(grid[rows + k // 2, k % 2 if len(images) > 1 else slice(None)]), *p[1:],
-                   p[0])
+        draw_curve(axes(0, k, len(curves), sharex=fig.axes[0] if k else None), tag, runs)
+    for k, found in enumerate(images): draw_image(axes(rows, k, len(images)), *found)
     if curves and len(runs) > 1: fig.axes[0].legend(fontsize=8, frameon=False)
     if len(folders) > SHOWN: fig.suptitle(f"the {SHOWN} newest of {len(folders)} runs", fontsize=10)
     return fig
 
 def _folders(logdir) -> dict:
-    path = Path(logdir)
-    if not path.exists():
-        raise FileNotFoundError(f"`logdir` {str(logdir)!r} does not exist; give the folder of "
-                                f"`logging.log_dir`")
-    if not path.is_dir():
-        raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
-    if not (found := run_folders(path)):
-        raise ValueError(f"`logdir` {str(logdir)!r} holds no event files; train with `logging.report_to` "
-                         f"tensorboard first")
-    return found
+    where, remedy = f"`logdir` {str(logdir)!r}", "; give the folder of `logging.log_dir`"
+    if not Path(logdir).exists(): raise FileNotFoundError(f"{where} does not exist{remedy}")
+    if not Path(logdir).is_dir(): raise ValueError(f"{where} is a file{remedy}")
+    if found := run_folders(logdir): return found
+    raise ValueError(f"{where} holds no event files; train with `logging.report_to` tensorboard first")
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0019
 @dataclass(frozen=True)
 class ViewerEnv:
     "The facts that decide how TensorBoard can be shown."
     kernel: bool = False       # is this a Jupyter kernel?
-    interactive: bool = False  # `qie_nb.core.progress.is_interactive`
+    interactive: bool = False  # as `is_interactive()`
     kaggle: str = ""           # Kaggle session: Interactive or Batch
     colab: bool = False        # is there a Colab front end?
     hub: str = ""              # JupyterHub's prefix of this server, e.g. /user/me/
@@ -217,9 +199,7 @@ class ViewerEnv:
         prefix = self.hub or self.server
         return f"{prefix.rstrip('/')}/proxy/%PORT%/" if prefix and self.server_proxy else ""
 
-def choose_view(
-    env:ViewerEnv,
-) -> tuple: # ("magic", "proxy" or "figure", reason)
+def choose_view(env:ViewerEnv) -> tuple: # ("magic", "proxy" or "figure", reason)
     "How TensorBoard can be shown here."
     if env.kaggle: return "figure", "Kaggle serves no TensorBoard"
     if not env.kernel: return "figure", "this is not a notebook"
@@ -245,21 +225,21 @@ def server_prefix() -> str: # e.g. / or /lab/, or ""
 def has_server_proxy() -> bool:
     try: from jupyter_core.paths import jupyter_config_path
     except ImportError: return False
+    if find_spec("jupyter_server_proxy"): return True
     note = "jupyter_server_config.d/jupyter-server-proxy.json" # of a server in another environment
-    return find_spec("jupyter_server_proxy") is not None or any((Path(d)/note).is_file()
-                                                                for d in jupyter_config_path())
+    return any((Path(d)/note).is_file() for d in jupyter_config_path())
 
 def tensorboard_program() -> str: # path, or ""
     "The program that the magic starts. Programs beside the kernel's Python are often not on the PATH."
-    beside = Path(sys.executable).with_name("tensorboard")
-    return os.environ.get("TENSORBOARD_BINARY") or shutil.which("tensorboard") or (str(beside) if beside.is_file() else "")
+    beside, found = Path(sys.executable).with_name("tensorboard"), shutil.which("tensorboard")
+    return os.environ.get("TENSORBOARD_BINARY") or found or (str(beside) if beside.is_file() else "")
 
 def viewer_env() -> ViewerEnv:
     here, live = detect_environment(), kernel() is not None
     kaggle = (here.run or "Interactive") * (here.name == "kaggle")
     return ViewerEnv(live, live and is_interactive(), kaggle, "google.colab" in sys.modules, here.hub,
-                     server_prefix(), has_server_proxy(),
-                 os.environ.get("TENSORBOARD_PROXY_URL", ""), bool(tensorboard_program()))
+                     server_prefix(), has_server_proxy(), os.environ.get("TENSORBOARD_PROXY_URL", ""),
+                     bool(tensorboard_program()))
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0021
 def show_tensorboard(
@@ -270,11 +250,9 @@ def show_tensorboard(
     env = viewer_env()
     chosen, why = (view, "as requested") if view else choose_view(env)
     if chosen not in ("magic", "proxy", "figure"):
-        raise ValueError(f"`view` must be magic, proxy or figure, got {view!r}; leave it out for the default")
+        raise ValueError(f"`view` must be magic, proxy or figure, got {view!r}")
     print(f"TensorBoard as {chosen}: {why}")
-    if chosen == "figure": return plot_events(logdir)
-    if Path(logdir).is_file():
-        raise ValueError(f"`logdir` {str(logdir)!r} is a file; give the folder of `logging.log_dir`")
+    if chosen == "figure" or Path(logdir).is_file(): return plot_events(logdir) # a file raises ValueError
     if not Path(logdir).is_dir():
         print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")
     if chosen == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = env.proxy() or "/proxy/%PORT%/"

@@ -329,7 +329,7 @@ def test_mask_is_drawn(pairs):
         return drawn[-1]
     with patch.object(_sample_viewer, "masked_image", kept): page = sample_html(ds, 0)
     target = np.asarray(Image.open(root/"training_images"/"0000.png"), int)
-    left, right = drawn[0][:, :40].astype(int), drawn[0][:, 56:].astype(int)
+    left, right = (np.asarray(drawn[0], int)[:, part] for part in (slice(40), slice(56, None)))
     assert (np.abs(right - target[:, 56:]) <= 1).all() and (np.abs(left - (0.35 * target[:, :40] + 0.65 * np.array([200, 30, 30]))) <= 1).all()
     assert "mask: 50 % counts" in page and sample_info(ds, 0)["mask"] and not sample_info(ds, 2)["mask"] and "mask" not in sample_html(ds, 2)
     Image.fromarray(np.zeros((64, 96), np.uint8)).save(root/"mask_images"/"0001.png")
