@@ -23,27 +23,21 @@ def pad_prompts(
     masks=None, # list of [L_i] bool; None: all tokens count
 ) -> tuple: # ([B, max L, D], [B, max L] bool or None)
     "Pad prompt embeddings to one length; the mask is None if nothing is padded."
-    masks = masks or [torch.ones(e.shape[0], dtype=torch.bool) for e in embeds]
-    n = max(e.shape[0] for e in embeds)
-    out = torch.stack([torch.cat([e, e.new_zeros(n - e.shape[0], e.shape[1])]) for e in embeds])
-    mask = torch.stack([torch.cat([m.bool(), m.new_zeros(n - m.shape[0]).bool()]) for m in masks])
-    return out, (None if bool(mask.all()) else mask)
+    masks = masks or [torch.ones(e.shape[0]) for e in embeds]
+    out, mask = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (list(embeds), list(masks)))
+    return out, (None if mask.all() else mask.bool())
 
 # %% ../../nbs/data/05_batches.ipynb #f66089e7
 CACHED = ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask")
 
-def is_cached(
-    batch, # mapping
-) -> bool:
+def is_cached(batch) -> bool:
     "Does the batch hold latents and embeddings?"
     return all(k in batch for k in CACHED)
 
-# %% ../../nbs/data/05_batches.ipynb #12b224d4
 def batch_size(batch) -> int:
     "Number of samples in a batch."
     return len(batch["pixel_latent"] if "pixel_latent" in batch else batch["prompt"])
 
-# %% ../../nbs/data/05_batches.ipynb #c0ba4e23
 def as_list(x) -> list:
     "One control or a list of them, as a list."
     return list(x) if isinstance(x, (list, tuple)) else [x]
@@ -52,15 +46,12 @@ def as_list(x) -> list:
 class BucketBatchSampler:
     "Batches of indices that share a bucket; order and composition depend on (seed, epoch) alone."
     def __init__(self,
-        # with `len`, `bucket(i)`, `set_epoch(e)` and optionally `length(i)`, the prompt's length in
-        # any unit
-        dataset,
+        dataset, # with `len`, `bucket(i)`, `set_epoch(e)` and optionally `length(i)`, the prompt's length
         batch_size:int=1,
         seed:int=0,
         shuffle:bool=True, # a new order each epoch?
     ):
-        self.dataset, self.batch_size, self.seed, self.shuffle, self.epoch = (dataset, batch_size, seed,
-                                                                              shuffle, 0)
+        self.dataset, self.batch_size, self.seed, self.shuffle, self.epoch = dataset, batch_size, seed, shuffle, 0
         self.start = 0 # batches of this epoch to skip, set on resume
         self.rank, self.world = 0, 1 # each batch is divided among the processes
 
@@ -103,10 +94,8 @@ class Batch(dict):
         super().__init__(items, **kw)
         self.geometry, self.config = geometry, config # of the data set it comes from
 
-    def get_images_for_tensorboard(self,
-        max_images:int=8, # samples at most
-    ) -> dict: # `training_images`, `control_images`: lists of uint8 [H, W, 3]; `source`: batch or disk; `problems`: messages
-        "The batch's images, read from their files if the batch holds latents."
+    def get_images_for_tensorboard(self, max_images:int=8) -> dict:
+        "`training_images`, `control_images`: lists of uint8 [H, W, 3]; `source`: batch or disk; `problems`."
         out = dict(training_images=[], control_images=[], source="batch" if self.get("image") else "disk",
                    problems=[])
         for n in range(min(max_images, len(self.get("sample") or self.get("image") or ()))):
@@ -118,14 +107,11 @@ class Batch(dict):
         return out
 
     def has_images(self, n:int) -> bool: return bool(self.get("image")) and self["image"][n] is not None
-    def images_of(self,
-        n:int, # position in the batch
-    ) -> tuple: # (target, list of controls), uint8 [H, W, 3]
-        "One sample's images, at most as large as in training."
-        in_memory = self.has_images(n)
-        images = dict(image=self["image"][n],
-                      control=self["control"][n]) if in_memory else load_images(self["sample"][n], self.geometry)
-        return np.asarray(images["image"]), [as_seen(c, self.geometry) for c in as_list(images["control"])]
+    def images_of(self, n:int) -> tuple: # (target, list of controls), uint8 [H, W, 3]
+        "The images of the sample at position `n`, at most as large as in training."
+        if self.has_images(n): image, controls = self["image"][n], self["control"][n]
+        else: image, controls = load_images(self["sample"][n], self.geometry).values()
+        return np.asarray(image), [as_seen(c, self.geometry) for c in as_list(controls)]
 
 # %% ../../nbs/data/05_batches.ipynb #c46bb800
 def stack_masks(
@@ -135,9 +121,8 @@ def stack_masks(
     masks = [s.get("mask") for s in samples]
     known = next((m for m in masks if m is not None), None)
     if known is None: return None
-    masks = [torch.full(known.shape, 255, dtype=torch.uint8) if m is None else torch.as_tensor(m)
-             for m in masks]
-    return torch.stack(masks)[:, None].float() / 255
+    masks = [np.full_like(known, 255) if m is None else m for m in masks]
+    return torch.from_numpy(np.stack(masks))[:, None].float() / 255
 
 # %% ../../nbs/data/05_batches.ipynb #a222c01c
 def collate(
@@ -146,22 +131,17 @@ def collate(
     config=None, # `DataSection` of the data set
 ) -> Batch:
     "Stack samples: latents and a list of embeddings if all are cached, else lists of images."
-    out = {k: [s[k] for s in samples]
-           for k in ("sample_id", "prompt", "dropped", "sample", "index")} | dict(mask=stack_masks(samples))
-    if all(s["cached"] for s in samples):
-        return Batch(out | stack_tensors(samples), geometry, config, cached=True)
-    return Batch(out | {k: [s.get(k) for s in samples] for k in ("image", "control")}, geometry, config,
-                 cached=False)
+    out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")}
+    cached = all(s["cached"] for s in samples)
+    out |= stack_tensors(samples) if cached else {k: [s.get(k) for s in samples]
+                                                  for k in ("image", "control")}
+    return Batch(out, geometry, config, mask=stack_masks(samples), cached=cached)
 
-# %% ../../nbs/data/05_batches.ipynb #5c509820
-def controls_of(
-    tensors:dict, # a sample's tensors by name
-) -> list: # its control latents, in order
-    "Control latents control_latent.0, .1, ... of a sample."
-    return [tensors[k] for k in sorted((k for k in tensors if k.startswith("control_latent.")),
-                                       key=lambda k: int(k.split(".")[1]))]
+def controls_of(tensors:dict) -> list:
+    "Control latents control_latent.0, .1, ... of a sample, in order."
+    names = (k for k in tensors if k.startswith("control_latent."))
+    return [tensors[k] for k in sorted(names, key=lambda k: int(k.split(".")[1]))]
 
-# %% ../../nbs/data/05_batches.ipynb #7883ae71
 def stack_tensors(samples:list) -> dict:
     "Latents [B, C, 1, h, w] and a list of B unpadded embeddings [L_i, D]; `prompt_embeds_mask` is None."
     out = dict(pixel_latent=torch.stack([s["pixel_latent"] for s in samples]))

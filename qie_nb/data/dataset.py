@@ -31,10 +31,9 @@ class ImageDataset(Dataset):
         config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `image_size`, `cache_dir`, ...)
         samples=None, # use these `Sample`s instead of searching `dataset_path`
     ):
-        if isinstance(config, dict) and hasattr(config.get("dataset_path"),
-                                                "column_names"): # a `datasets.Dataset`
-            config, samples = {k: v for k,
-                               v in config.items() if k != "dataset_path"}, find_samples(config["dataset_path"])
+        path = config.get("dataset_path") if isinstance(config, dict) else None
+        if hasattr(path, "column_names"): # a `datasets.Dataset`
+            config, samples = config | dict(dataset_path=None), find_samples(path)
         self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
         self.found = find_samples(self.config.dataset_path) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
@@ -47,23 +46,19 @@ class ImageDataset(Dataset):
     def set_epoch(self, epoch): self.epoch = epoch
     def get_cache_stats(self): return self.cache.get_cache_stats() if self.cache else {}
     def skipped_text(self):
-        rest = f"\n  and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
         rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:",
                 *(f"  {i}: {why}" for i, why in self.skipped[:5])]
-        return "\n".join(rows) + rest
+        return "\n".join(rows + [f"  and {len(self.skipped) - 5} more"] * (len(self.skipped) > 5))
 
-# %% ../../nbs/data/06_dataset.ipynb #0f5cc43a
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
-    if isinstance(config, Config):
-        return config.data, config.cache.cache_dir if config.cache.use_cache else None, config.train.seed, config.cache.encoder_id
     if isinstance(config, DataSection): return config, None, 0, None
-    flat = dict(config)
-    if not {"data", "cache", "model"} & set(flat):
-        cache = {k: flat.pop(k) for k in ("cache_dir", "use_cache", "encoder_id", "identity") if k in flat}
-        seed = flat.pop("seed", 0)
+    if not isinstance(config, Config) and not {"data", "cache", "model"} & set(config):
+        data = dict(config)
+        cache = {k: data.pop(k) for k in ("cache_dir", "use_cache", "encoder_id", "identity") if k in data}
         if "cache_dir" not in cache: cache["use_cache"] = False
-        flat = dict(data=flat, cache=cache, train=dict(seed=seed))
-    return _dataset_config(make_config(flat))
+        config = dict(train=dict(seed=data.pop("seed", 0)), cache=cache, data=data)
+    c = make_config(config)
+    return c.data, c.cache.cache_dir if c.cache.use_cache else None, c.train.seed, c.cache.encoder_id
 
 # %% ../../nbs/data/06_dataset.ipynb #74583c0a
 @patch
@@ -76,8 +71,8 @@ def refresh(self:ImageDataset, identity:dict=None):
         except ValueError as e:
             self.ambiguous_identity = e # raised when entries are looked up without an identity
     c, who = self.config, self.areas or self.identity or {}
-    self.geometry = Geometry(tuple(c.image_size), c.crop,
-                             c.control_area or who.get("control_area") or 1024*1024,
+    self.geometry = Geometry(tuple(c.image_size), c.crop, c.control_area or who.get("control_area")
+                             or 1024*1024,
                              c.vl_area or who.get("vl_area"))
 
 @patch
@@ -86,24 +81,20 @@ def set_areas(self:ImageDataset, areas:dict):
     self.areas = areas
     self.refresh(self.identity)
 
-# %% ../../nbs/data/06_dataset.ipynb #4d9fabaf
 @patch
-def trust_manifest(self:ImageDataset,
-    **mine, # of the run: variant, dtype
-):
-    "Take the encoders' identity from the cache's manifest, which must name one model of this kind."
+def trust_manifest(self:ImageDataset, **mine):
+    "Take the identity from the cache's manifest, which must name one model of this `variant` and `dtype`."
     self.refresh()
     if self.ambiguous_identity:
-        fitting = [v for v in self.cache.identities().values()
-                   if all(v.get(k) == value for k, value in mine.items())]
+        fitting = [v for v in self.cache.identities().values() if mine.items() <= v.items()]
         if len(fitting) != 1: raise self.ambiguous_identity
         self.refresh(fitting[0])
     who = self.identity or {}
     for what, value in mine.items():
         if who.get(what, value) != value and not self.cache_identity:
             raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run "
-                             f"has {value}; "
-                             "precompute for it, or set `cache.encoder_id` if you want this")
+                             f"has "
+                             f"{value}; precompute for it, or set `cache.encoder_id` if you want this")
     if who: print(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
 @patch
@@ -131,8 +122,8 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control late
 def _keys_of(self:ImageDataset, i, image, *controls):
     who, g, (target, *sizes) = self.identity, self.geometry, self.sizes[i]
     parts = {"pixel_latent": image_parts(image, g.target(target), who, g.aspect)}
-    parts |= {f"control_latent.{n}": image_parts(d, g.control(c), who, g.aspect) for n,
-              (d, c) in enumerate(zip(controls, sizes))}
+    for n, (d, c) in enumerate(zip(controls, sizes)):
+        parts[f"control_latent.{n}"] = image_parts(d, g.control(c), who, g.aspect)
     seen = controls, [g.vl(c) for c in sizes], who, g.aspect
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
@@ -143,25 +134,18 @@ def _keys_of(self:ImageDataset, i, image, *controls):
 
 # %% ../../nbs/data/06_dataset.ipynb #e0ba058d
 @patch
-def needed(self:ImageDataset, i:int) -> dict:
+def needed(self:ImageDataset, i:int, keys:dict=None) -> dict:
     "The part of `keys(i)` that training reads: empty prompts only if captions are dropped."
-    return self._needed(self.keys(i))
-
-@patch
-def _needed(self:ImageDataset, keys):
     drop = self.config.caption_dropout_rate > 0
-    return {name: v for name, v in keys.items() if name != PREFIX and (drop or not name.startswith("empty_"))}
+    return {name: v for name, v in (keys or self.keys(i)).items()
+            if name != PREFIX and (drop or not name.startswith("empty_"))}
 
-# %% ../../nbs/data/06_dataset.ipynb #19a88b53
 @patch
-def missing(self:ImageDataset, i:int) -> list:
+def missing(self:ImageDataset, i:int, has=None) -> list:
     "Names of sample `i`'s tensors that are not in the cache; `prompt_prefix` if only that is missing."
     if self.identity is None: return ["everything"]
-    return self._missing(self.keys(i), lambda entry: self.cache.find(*entry) is not None)
-
-@patch
-def _missing(self:ImageDataset, keys, has) -> list:
-    needed = self._needed(keys)
+    keys, has = self.keys(i), has or (lambda entry: self.cache.find(*entry) is not None)
+    needed = self.needed(i, keys)
     out = [name for name, v in needed.items() if not has(v.id)]
     if not has(keys[PREFIX].id):
         prompts = [n for n in needed if n.endswith("prompt_embed") and n not in out]
@@ -171,10 +155,9 @@ def _missing(self:ImageDataset, keys, has) -> list:
 @patch
 def dropped(self:ImageDataset, i:int) -> bool:
     "Is this sample's caption dropped in this epoch?"
-    return stable_seed(self.seed, self.epoch, self.samples[i].id,
-                       "caption") / 2**63 < self.config.caption_dropout_rate
+    drawn = stable_seed(self.seed, self.epoch, self.samples[i].id, "caption") / 2**63
+    return drawn < self.config.caption_dropout_rate
 
-# %% ../../nbs/data/06_dataset.ipynb #df719060
 @patch
 def length(self:ImageDataset, i:int) -> int:
     "Approximate length of sample `i`'s embedding in this epoch: tokens of the images plus letters of the prompt."
@@ -193,19 +176,19 @@ def _cached(self:ImageDataset, i) -> dict:
     if out and all(t is not None for t in out.values()): return out
     self._whole.discard(i)
     if self.cached_only: raise CacheEntryError(self.problems_text())
-    return None
 
 @patch
 def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor's name, place, reason)
     "Entries that training needs and that are missing or damaged."
-    out, seen, last = [], {}, self.cache.layers[-1]
+    out, seen, last = [], set(), self.cache.layers[-1]
     bar = Progress(len(self), "look through the cache") if len(self) > 500 else None
     for i, s in enumerate(self.samples):
         missing = self.missing(i)
         for name, (kind, key, _) in ({} if self.identity is None else self.keys(i)).items():
             layer = self.cache.find(kind, key)
             if (kind, key) in seen or (not layer and name not in missing): continue
-            why = seen[kind, key] = verify_entry(layer, kind, key, reread) if layer else "is missing"
+            seen.add((kind, key))
+            why = verify_entry(layer, kind, key, reread) if layer else "is missing"
             place = layer.where(kind, key) if layer else "" if last.packed else last.where(kind, key)
             if why: out.append((s.id, name, place, dict(self.cache.quarantined).get(place, why)))
         if bar: bar.update()
@@ -214,11 +197,10 @@ def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor'
 @patch
 def problems_text(self:ImageDataset, found=None) -> str:
     found = found or self.problems()
-    each = "; ".join(f"{name} of sample {i!r} {why}{f' ({place})' if place else ''}" for i, name, place,
-                     why in found)
+    each = [f"{name} of sample {i!r} {why}{f' ({place})' if place else ''}" for i, name, place, why in found]
     return (f"{len(found)} entries of cache {', '.join(map(str, self.cache.layers))} cannot be used and "
-            f"cannot be computed here; "
-            f"precompute on a machine with the encoders: {each}")
+            f"cannot be "
+            f"computed here; precompute on a machine with the encoders: {'; '.join(each)}")
 
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
 @patch
@@ -226,12 +208,10 @@ def digests(self:ImageDataset, i:int) -> tuple: # of the target, then of each co
     return self._keys[i][0] if i in self._keys else None
 
 @patch
-def images(self:ImageDataset, i:int,
-           open_file=open_unchanged) -> dict: # `image`: uint8 [H, W, 3]; `control`: PIL images
-    "Sample `i`'s images: the target at its bucket's size, the controls at their own."
+def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
+    "Sample `i`'s images: `image`, uint8 [H, W, 3] at its bucket's size; `control`, PIL images at their own."
     return load_images(self.samples[i], self.geometry, self.digests(i), open_file)
 
-# %% ../../nbs/data/06_dataset.ipynb #4e201272
 @patch
 def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size; None if the sample has none
     "Weights of sample `i`'s loss: 255 is full weight, 0 is `train.mask_min_weight`."
@@ -241,23 +221,17 @@ def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's si
         self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
     return self._masks[s.id, size]
 
-# %% ../../nbs/data/06_dataset.ipynb #0662aa9c
 @patch
 def __getitem__(self:ImageDataset, i:int) -> dict:
-    tensors = self._cached(i)
-    s, drop = self.samples[i], self.dropped(i)
+    tensors, s, drop = self._cached(i), self.samples[i], self.dropped(i)
     out = dict(cached=tensors is not None, sample_id=s.id, prompt="" if drop else s.prompt, dropped=drop,
                sample=s, index=int(i))
     if s.mask is not None: out["mask"] = self.mask(i)
-    return out | (self.images(i) if tensors is None else _pick(tensors, drop))
-
-def _pick(tensors, drop) -> dict:
-    "The tensors of a training step: one control latent or a list, and the empty prompt if the caption is dropped."
-    controls = controls_of(tensors)
-    p = "empty_" if drop else ""
-    return dict(pixel_latent=tensors["pixel_latent"], control_latent=controls[0] if len(controls) == 1
-                else controls,
-                prompt_embed=tensors[f"{p}prompt_embed"], prompt_embeds_mask=tensors[f"{p}prompt_embeds_mask"])
+    if tensors is None: return out | self.images(i)
+    controls, p = controls_of(tensors), "empty_" if drop else ""
+    return out | dict(pixel_latent=tensors["pixel_latent"],
+                      control_latent=controls if controls[1:] else controls[0],
+                      prompt_embed=tensors[f"{p}prompt_embed"], prompt_embeds_mask=tensors[f"{p}prompt_embeds_mask"])
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 @patch
@@ -267,9 +241,8 @@ def _scan(self:ImageDataset, there,
     for i in range(len(self)):
         try:
             keys = self.keys(i)
-            wanted = {v.id for v in (*self._needed(keys).values(), keys[PREFIX])}
-            yield i, wanted, [] if all(e in there
-                                       for e in wanted) else self._missing(keys, there.__contains__), ""
+            wanted = {v.id for v in (*self.needed(i, keys).values(), keys[PREFIX])}
+            yield i, wanted, [] if there.keys() >= wanted else self.missing(i, there.__contains__), ""
         except ValueError as e: yield i, set(), None, str(e)
         if bar is None and time.monotonic() - began > 2:
             bar = Progress(len(self), "look through the cache", start=i)
@@ -281,7 +254,7 @@ def incomplete(self:ImageDataset,
 ) -> dict: # {sample: names as in `missing(i)`, or None if an image cannot be read}
     "The incomplete samples."
     if self.cache is None or self.identity is None: return {i: ["everything"] for i in range(len(self))}
-    there = {(kind, key) for _, kind, key, _ in self.cache.entries()}
+    there = {(kind, key): size for _, kind, key, size in self.cache.entries()}
     return {i: names for i, _, names, _ in self._scan(there, bar) if names != []}
 
 # %% ../../nbs/data/06_dataset.ipynb #2bce3116
@@ -290,27 +263,21 @@ def status(self:ImageDataset,
     bar=None, # as for `incomplete`
 ) -> dict:
     "Plain data: samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad; `why` if nothing is known."
-    out = dict(samples=len(self), complete=0, kinds={k: dict(needed=0, present=0, missing=0, bytes=0)
-                                                     for k in ALL_KINDS},
-               layers=[], models={}, bad=[], quarantined=0, aside=[], skipped=list(self.skipped), unreadable=[], why=self._why_unknown())
-    if self.cache is None: return out
+    kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
+    out = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
+               aside=[],
+               skipped=list(self.skipped), unreadable=[], why="")
+    if self.cache is None: return out | dict(why="no cache is set; set `cache_dir` to a folder")
     listed = list(self.cache.entries())
     stats = self.cache.get_cache_stats(listed)
-    out |= {k: stats[k] for k in ("layers", "models",
-                                  "quarantined")} | dict(bad=list(self.cache.quarantined),
-                                                         aside=self.cache.aside())
-    if not out["why"]: self._count(out, {(kind, key): size for _, kind, key, size in listed}, bar)
+    out |= {k: stats[k] for k in ("layers", "models", "quarantined")}
+    out |= dict(bad=list(self.cache.quarantined), aside=self.cache.aside())
+    if self.identity is not None: self._count(out, {(kind, key): size for _, kind, key, size in listed}, bar)
     else:
-        for kind, k in out["kinds"].items():
-            k["present"], k["bytes"] = stats[kind]["count"], stats[kind]["bytes"]
+        out["why"] = str(self.ambiguous_identity
+                         or "the cache is empty, so no entry can be looked up; run precompute to fill it")
+        for kind, k in kinds.items(): k |= dict(present=stats[kind]["count"], bytes=stats[kind]["bytes"])
     return out
-
-@patch
-def _why_unknown(self:ImageDataset) -> str:
-    if self.cache is None: return "no cache is set; set `cache_dir` to a folder"
-    if self.identity is not None: return ""
-    return str(self.ambiguous_identity
-               or "the cache is empty, so no entry can be looked up; run precompute to fill it")
 
 @patch
 def _count(self:ImageDataset, out, there, bar):
@@ -319,21 +286,19 @@ def _count(self:ImageDataset, out, there, bar):
         if missing is None: out["unreadable"].append((self.samples[i].id, why)); continue
         out["complete"] += not missing
         for kind, key in wanted - seen:
-            if kind == PREFIX and (kind, key) not in there and not any("prompt" in name for name in missing):
-                continue # its prompts are stored whole
             k, has = out["kinds"][kind], (kind, key) in there
-            k["needed"], k["present"], k["missing"] = k["needed"] + 1, k["present"] + has, k["missing"] + (not has)
-            k["bytes"] += there.get((kind, key), 0)
+            if kind == PREFIX and not has and not any("prompt" in name for name in missing):
+                continue # its prompts are stored whole
+            more = dict(needed=1, present=has, missing=not has, bytes=there.get((kind, key), 0))
+            k |= {name: k[name] + n for name, n in more.items()}
         seen |= wanted
 
-# %% ../../nbs/data/06_dataset.ipynb #6cd86af3
 @patch
 def _repr_html_(self:ImageDataset) -> str: return status_html(self.status())
 
-# %% ../../nbs/data/06_dataset.ipynb #7027de7e
 @patch
 def entries_needed(self:ImageDataset) -> set: # of (kind, key)
-    "Every entry that training on this data set may read."
+    "Every entry that training on this data set may read, for example to ship only these."
     return {v.id for i in range(len(self)) for v in self.keys(i).values()}
 
 # %% ../../nbs/data/06_dataset.ipynb #d450cd36
@@ -345,11 +310,10 @@ def _decodes(source):
 @patch
 def drop_unreadable(self:ImageDataset):
     "Skip samples with a broken mask, and incomplete samples with a broken image."
-    incomplete = {i for i in range(len(self)) if self.cache is None or self.ambiguous_identity
-                  or self.missing(i)}
-    bad = {}
+    unknown = self.cache is None or self.ambiguous_identity
+    incomplete = {i for i in range(len(self)) if unknown or self.missing(i)}
     todo = [i for i, s in enumerate(self.samples) if i in incomplete or s.mask is not None]
-    bar = Progress(len(todo), "look at images") if len(todo) > 500 else None
+    bar, bad = Progress(len(todo), "look at images") if len(todo) > 500 else None, {}
     for i in todo:
         s = self.samples[i]
         try: [_decodes(p) for p in (s.target, *s.controls) if i in incomplete], self.mask(i)
@@ -363,7 +327,8 @@ def drop(self:ImageDataset, bad:dict): # {i: reason}
     if not bad: return
     if self.config.strict or len(bad) == len(self): raise ValueError(next(iter(bad.values())))
     self.skipped += [(self.samples[i].id, why) for i, why in bad.items()]
-    for what in ("samples", "sizes"): setattr(self, what, [x for i, x in enumerate(getattr(self, what)) if i not in bad])
+    for what in ("samples", "sizes"):
+        setattr(self, what, [x for i, x in enumerate(getattr(self, what)) if i not in bad])
     self.refresh(self.identity)
     print(self.skipped_text())
 
@@ -382,11 +347,9 @@ def loader(
     "A loader of batches with equal sizes, in a reproducible order."
     if not isinstance(dataset, ImageDataset):
         cache = {"cache_dir": cache_dir} if cache_dir else {}
-        path = str(dataset) if isinstance(dataset, Path) else dataset
-        dataset = ImageDataset(dict(dataset_path=path, seed=seed, **cache, **kw))
-    sampler = BucketBatchSampler(dataset, batch_size, seed, shuffle)
-    return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers,
-                      collate_fn=partial(_collate_of, dataset),
+        dataset = ImageDataset(dict(dataset_path=dataset, seed=seed, **cache, **kw))
+    return DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, batch_size, seed, shuffle),
+                      num_workers=num_workers, collate_fn=partial(_collate_of, dataset),
                       generator=torch.Generator()) # so that iterating does not draw from the global generator
 
 # %% ../../nbs/data/06_dataset.ipynb #ef93296e
@@ -401,8 +364,8 @@ class EmbeddingCacheHook:
         dataset.refresh(encoder.identity)
 
     def __call__(self, batch) -> int: # batch: mapping with `index`; returns the number of entries stored
-        stored = self.encoder.stored
+        before = self.encoder.stored
         missing = {i: names for i in batch["index"] if (names := self.dataset.missing(i))}
         if missing: self.encoder.encode_missing(self.dataset, missing)
-        self.computed += self.encoder.stored - stored
-        return self.encoder.stored - stored
+        self.computed += self.encoder.stored - before
+        return self.encoder.stored - before

@@ -15,15 +15,12 @@ from .tables import instruction, nfc, text_of
 # %% ../../nbs/data/02_folders.ipynb #e947d6d1
 CAPTION_SUFFIXES = (".txt", ".caption")
 
-def entries_of(
-    folder:Path,
-) -> list: # paths, sorted by name
+def entries_of(folder:Path) -> list: # paths, sorted by name
     "The entries of a folder. Raises ValueError if it cannot be read."
     try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
     except OSError as e:
         raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another folder") from None
 
-# %% ../../nbs/data/02_folders.ipynb #d9695a03
 def _unusable(path) -> str: # the reason; "" if usable; None if not worth reporting
     kind = path.suffix.lower()
     if any("\udc80" <= c <= "\udcff" for c in path.name): return "its name is not UTF-8"
@@ -33,51 +30,44 @@ def _unusable(path) -> str: # the reason; "" if usable; None if not worth report
     return "" if kind in IMAGE_SUFFIXES + CAPTION_SUFFIXES else "no image"
 
 # %% ../../nbs/data/02_folders.ipynb #2a879db5
-def _both(a, b) -> str:
-    alike = nfc(a.name) == nfc(b.name)
-    return f"{a.name} and {b.name}" + (" (the same name in two Unicode normalisations, NFC and NFD)"
-                                       if alike else "")
+def _twice(what, stem, a, b):
+    alike = " (the same name in two Unicode normalisations, NFC and NFD)" if nfc(a.name) == nfc(b.name) else ""
+    raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
+                     f"rename or remove one")
 
-# %% ../../nbs/data/02_folders.ipynb #2de08dfd
 def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem: path}
     images, captions = {}, {}
     for p in entries_of(folder):
         if why := _unusable(p): ignored.append((p, why))
         if why != "": continue
         held, stem = images if p.suffix.lower() in IMAGE_SUFFIXES else captions, nfc(p.stem)
-        if stem in held:
-            what = "samples" if held is images else "captions"
-            raise ValueError(f"two {what} have the name {stem!r}: {_both(held[stem], p)} in "
-                             f"{str(folder)!r}; rename or remove one")
+        if stem in held: _twice("samples" if held is images else "captions", stem, held[stem], p)
         held[stem] = p
     return images, captions
 
 # %% ../../nbs/data/02_folders.ipynb #d7aed9a1
-_CAPTIONS = ("captions", "caption", "prompts", "prompt", "instructions", "texts", "text", "txt")
-
 def _caption(stem, target, *folders) -> str:
-    path = next((texts[name] for name in (stem, nfc(target.stem)) for texts in folders if name in texts),
-                None)
+    names = stem, nfc(target.stem)
+    path = next((texts[name] for name in names for texts in folders if name in texts), None)
     if path is None:
         raise ValueError(f"sample {stem!r} has no caption; write its instruction into "
                          f"{str(target.with_suffix('.txt'))!r}")
     return instruction(text_of(path), stem, str(path))
 
 # %% ../../nbs/data/02_folders.ipynb #82e87f30
-_TARGETS = """training_images training_image target_images target_image targets target edited_images edited after
-              images image img outputs output""".split()
-_CONTROL = re.compile(r"(?:control|source|before|conditioning|condition|input|reference|original|edit)(?:s|_images?)?_?(\d*)")
+_TARGETS = ("training_images training_image target_images target_image targets target edited_images edited "
+            "after "
+            "images image img outputs output").split()
+_CONTROL = re.compile(r"(?:control|source|before|conditioning|condition|input|reference|original|edit)"
+                      r"(?:s|_images?)?_?(\d*)")
+_CAPTIONS = "captions caption prompts prompt instructions texts text txt".split()
+_MASKS = "mask_images mask_image masks mask loss_masks".split()
 
-_MASKS = ("mask_images", "mask_image", "masks", "mask", "loss_masks")
-
-# (folder of targets or None, folders of controls in order, of captions or None, of masks or None)
-def _roles(root) -> tuple:
+def _roles(root) -> tuple: # (folder of targets or None, folders of controls in order, of captions, of masks)
     named = {d.name.lower(): d for d in entries_of(root) if d.is_dir()}
-    numbers = {name: int(m[1] or 0) for name in named if (m := _CONTROL.fullmatch(name))}
+    controls = sorted((int(m[1] or 0), name) for name in named if (m := _CONTROL.fullmatch(name)))
     pick = lambda names: next((named[n] for n in names if n in named), None)
-    return pick(_TARGETS), [named[n]
-                            for n in sorted(numbers, key=lambda n: (numbers[n],
-                                                                    n))], pick(_CAPTIONS), pick(_MASKS)
+    return pick(_TARGETS), [named[name] for _, name in controls], pick(_CAPTIONS), pick(_MASKS)
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b6a
 def _numbered(names, after) -> dict: # {target's stem: stems of its numbered controls, in order}
@@ -97,9 +87,9 @@ def _controls_of(stem, target, folders, before, numbered) -> tuple:
     hole = next((n for n in range(1, len(before)) if stem not in before[n]
                  and any(stem in b for b in before[n:])), None)
     if hole:
-        raise ValueError(f"target {target.name!r} has no image in {folders[hole].name}/ but one in a "
-                         f"later folder; "
-                         "add it or remove the later one")
+        raise ValueError(f"target {target.name!r} has no image in {folders[hole].name}/ but one in a later "
+                         f"folder; "
+                         f"add it or remove the later one")
     return tuple(plain + more if stem in before[0] else more + plain)
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a16cd
@@ -116,8 +106,8 @@ def _mask(stem, target, *folders): # path or None
 # %% ../../nbs/data/02_folders.ipynb #dc4e8db3
 def _left_over(rows, controls, captions, masks) -> list:
     used, names = {p for r in rows for p in (*r[2], r[4])}, {n for r in rows for n in (r[0], nfc(r[1].stem))}
-    return ([(p, "a mask without a target") for held in masks for p in held.values() if p not in used] +
-            [(p, "a control without a target") for held in controls for p in held.values() if p not in used]
+    return ([(p, f"a {what} without a target") for what, held in (("mask", masks), ("control", controls))
+             for images in held for p in images.values() if p not in used]
             + [(p, "a caption without an image") for texts in captions for stem, p in texts.items()
                if stem not in names])
 
@@ -126,16 +116,11 @@ def _beside_folders(root, used) -> list:
             for p in entries_of(root)
             if p not in used and not p.name.startswith(".") and (p.is_dir() or _unusable(p) is not None)]
 
-# %% ../../nbs/data/02_folders.ipynb #531c2392
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     reasons = {}
     for p, why in ignored:
         reasons.setdefault(os.fsencode(p.relative_to(root)).decode("utf-8", "backslashreplace"), why)
     return sorted(reasons.items())
-
-def _no_control_folder(root):
-    raise ValueError(f"data set {str(root)!r} has no control folder; "
-                     f"put the images before the edit into {str(root/'control_images')!r}")
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
 def read_folders(
@@ -147,13 +132,15 @@ def read_folders(
     ignored, used = [], {targets, *controls, captions, masks}
     (after, beside), before = _folder(targets, ignored), [_folder(d, ignored)[0] for d in controls]
     if not after: return None
-    if not controls: return read_pairs(targets) or _no_control_folder(root)
+    if not controls and (found := read_pairs(targets)): return found
+    if not controls:
+        raise ValueError(f"data set {str(root)!r} has no control folder; "
+                         f"put the images before the edit into {str(root/'control_images')!r}")
     texts = _folder(captions, ignored)[1] if captions else {}
     painted = [_folder(masks, ignored)[0] if masks else {}, _masks_beside(after)]
     numbered = _numbered(before[0], after)
     rows = [(stem, p, _controls_of(stem, p, controls, before, numbered), _caption(stem, p, beside, texts),
-             _mask(stem, p, *painted))
-            for stem, p in after.items()]
+             _mask(stem, p, *painted)) for stem, p in after.items()]
     ignored += _beside_folders(root, used) + _left_over(rows, before, [beside, texts], painted)
     more = "".join(f", {d.name}/" for d, held in ((captions, texts), (masks, painted[0])) if held)
     layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls)}{more}"
@@ -161,22 +148,19 @@ def read_folders(
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf0b9
 _ENDING = re.compile(r"(.+?)[_-](?:(?P<target>(?i:target|after|end|output|edited|result|gt)|T)|"
-                     r"(?P<control>(?i:control|before|start|input|source|src|original|reference|ref|cond)|C|R)_?(?P<number>\d*))")
+                     r"(?P<control>(?i:control|before|start|input|source|src|original|reference|ref|cond)|C|R)"
+                     r"_?(?P<number>\d*))")
 
-# %% ../../nbs/data/02_folders.ipynb #40802227
-def _sides(images, folder) -> tuple: # ({stem: target}, {stem: [(number, control)]}, other images)
+def _sides(images) -> tuple: # ({stem: target}, {stem: [(number, control)]}, other images)
     after, before, neither = {}, {}, []
     for stem, p in images.items():
         m = _ENDING.fullmatch(stem)
         if not m: neither.append((p, "neither target nor control by its name"))
         elif not m["target"]: before.setdefault(m[1], []).append((int(m["number"] or 0), p))
-        elif m[1] in after:
-            raise ValueError(f"two samples have the name {m[1]!r}: {_both(after[m[1]], p)} in "
-                             f"{str(folder)!r}; rename or remove one")
+        elif m[1] in after: _twice("samples", m[1], after[m[1]], p)
         else: after[m[1]] = p
     return after, before, neither
 
-# %% ../../nbs/data/02_folders.ipynb #f135cd15
 def _beside(stem, target, before) -> tuple:
     if stem not in before:
         raise ValueError(f"target {target.name!r} has no control image; expected {stem + '_control'!r} "
@@ -190,7 +174,7 @@ def read_pairs(
     "Samples from one folder, with the sides marked by suffixes of the names."
     ignored, (_, _, captions, masks) = [], _roles(root)
     images, beside = _folder(root, ignored)
-    after, before, neither = _sides(images, root)
+    after, before, neither = _sides(images)
     if not after or not before: return None
     texts = _folder(captions, ignored)[1] if captions else {}
     painted = _folder(masks, ignored)[0] if masks else {}
@@ -199,8 +183,8 @@ def read_pairs(
              _mask(stem, p, painted, named))
             for stem, p in after.items()]
     used = {captions, masks, *(r[4] for r in rows)}
-    ignored = [(p, why) for p, why in ignored + neither if p not in used]
     controls = [(stem, p) for stem, held in before.items() for _, p in held]
+    ignored = [(p, why) for p, why in ignored + neither if p not in used]
     ignored += _left_over(rows, [{p: p for _, p in controls}], [beside, texts], [painted])
     ends = [", ".join(sorted({nfc(p.stem)[len(stem):] for stem, p in side}))
             for side in (after.items(), controls)]

@@ -35,19 +35,14 @@ class RowImage:
         if (data := image.get("bytes")) is not None: return data
         return _file_of(image["path"]).read() if image.get("path") else b""
 
-# %% ../../nbs/data/00_images.ipynb #a9d7e015
 def _file_of(source): # a binary file, at its beginning
     if isinstance(source, bytes): return io.BytesIO(source)
     if not isinstance(source, (str, os.PathLike)):
         return io.BytesIO(source.read_bytes() if hasattr(source, "read_bytes") else source.read())
     path = Path(source)
-    if not path.is_file(): raise OSError(_why_no_file(path))
-    return path.open("rb")
-
-def _why_no_file(path) -> str:
-    if path.is_dir(): return "it is a folder"
-    if path.is_symlink(): return "its link leads nowhere"
-    return "it is no regular file" if path.exists() else "it does not exist"
+    if path.is_file(): return path.open("rb")
+    raise OSError("it is a folder" if path.is_dir() else "its link leads nowhere" if path.is_symlink()
+                  else "it is no regular file" if path.exists() else "it does not exist") # a pipe would block
 
 # %% ../../nbs/data/00_images.ipynb #a79316e2
 class _Refused(Exception): "An image that can be read but not used, with reason and remedy."
@@ -64,20 +59,17 @@ def _named(name):
         raise ValueError(f"image {name} cannot be read ({_why(e)}); replace it or remove the pair") from None
 
 # %% ../../nbs/data/00_images.ipynb #5164e02f
-def source_name(
-    source, # path, bytes, or an object with `name`
-) -> str:
+def source_name(source) -> str: # of a path, bytes, or an object with `name`
     "Name of an image for messages."
     if isinstance(source, (str, os.PathLike)): return repr(os.fspath(source))
     return repr(source.name) if getattr(source, "name", None) else type(source).__name__
 
 def read_bytes(
     source, # path, or an object with `read_bytes()`
-) -> bytes: # the encoded image
+) -> bytes:
     "The bytes of an image file. Raises ValueError with its name if it cannot be read."
     with _named(source_name(source)), _file_of(source) as f: return f.read()
 
-# %% ../../nbs/data/00_images.ipynb #0340be32
 def source_digest(
     source, # path, or an object with `read_bytes()`
 ) -> str: # sha256 of its bytes, 64 hex digits
@@ -94,15 +86,11 @@ def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey
     if not np.isfinite(a).all(): raise _Refused("holds values that are not finite; save it in 8 or 16 bits")
     if top > 65535: raise _Refused(f"holds values up to {top:g}, more than 16 bits; save it in 8 or 16 bits")
     white = 65535 if im.mode != "F" else 1 if top <= 1.5 else 255 if top <= 255 else 65535
-    # the transparent grey level
     if isinstance(key := im.info.get("transparency"), int): a = np.where(a == key, white, a)
     return Image.fromarray((a.astype(np.float32) * (255 / white)).round().clip(0, 255).astype(np.uint8))
 
-# %% ../../nbs/data/00_images.ipynb #0044b975
-def to_rgb(
-    im:Image.Image, # any mode
-) -> Image.Image: # mode RGB
-    "An image as 8-bit RGB: 16 bits scaled, transparency on white."
+def to_rgb(im:Image.Image) -> Image.Image:
+    "An image of any mode as 8-bit RGB: 16 bits scaled, transparency on white."
     if im.mode == "F" or im.mode.startswith("I"): im = _to_8_bits(im)
     if im.has_transparency_data:
         im = im.convert("RGBA")
@@ -142,7 +130,6 @@ def _open_still(f): # an image with one frame, not decoded yet
     if n > 1: raise _Refused(f"has {n} frames; save one of them")
     return im
 
-# %% ../../nbs/data/00_images.ipynb #0f66eed4
 def open_image(
     source, # path, bytes, object with `read_bytes()`, PIL image, or uint8 array [H, W, 3]
     name=None, # for messages
@@ -170,7 +157,6 @@ def _is_whole(im, f) -> bool:
     im.verify()
     return True
 
-# %% ../../nbs/data/00_images.ipynb #08063738
 def read_image_size(
     source, # path, bytes, or an object with `read_bytes()`
 ) -> tuple: # (width, height) in pixels, orientation applied
@@ -201,17 +187,15 @@ class Geometry:
 
     def target(self, size):
         if self.crop: return tuple(self.image_size)
-        return calculate_dimensions(self.image_size[0]*self.image_size[1], size[0]/size[1])
-    def control(self, size): return calculate_dimensions(self.control_area, self._ratio(size))
-    def vl(self, size):
-        return calculate_dimensions(self.vl_area, self._ratio(size)) if self.vl_area else self.control(size)
-    def _ratio(self, size): return self.image_size[0]/self.image_size[1] if self.crop else size[0]/size[1]
+        return calculate_dimensions(math.prod(self.image_size), size[0]/size[1])
+    def control(self, size, area=None):
+        width, height = self.image_size if self.crop else size
+        return calculate_dimensions(area or self.control_area, width/height)
+    def vl(self, size): return self.control(size, self.vl_area)
     @property
-    # in lowest terms, so that larger images of this shape are cropped alike; None without `crop`
-    def aspect(self):
+    def aspect(self): # in lowest terms, so that larger images of this shape are cropped alike
         return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
 
-# %% ../../nbs/data/00_images.ipynb #f315054b
 def crop_to(
     im:Image.Image,
     aspect, # (width, height) in any unit; None: no crop
@@ -224,9 +208,7 @@ def crop_to(
     return im.crop((x, y, x + cw, y + ch))
 
 # %% ../../nbs/data/00_images.ipynb #4c4770f9
-def figure(
-    **kw, # of matplotlib's `Figure`: figsize in inches, layout
-):
+def figure(**kw): # of matplotlib's `Figure`: figsize in inches, layout
     "A matplotlib figure that shows itself in a notebook without pyplot."
     from matplotlib.figure import Figure
     class PngFigure(Figure):

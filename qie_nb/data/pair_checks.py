@@ -22,14 +22,12 @@ _SIDE, _STEP = 16, 2 # positions along a side; smallest difference in grey level
 
 def _look(source) -> dict:
     data = read_bytes(source)
-    im = open_image(data, source_name(source))
-    box = Image.Resampling.BOX
+    im, box = open_image(data, source_name(source)), Image.Resampling.BOX
     grey = np.asarray(im.convert("L").resize((_SIDE + 1, _SIDE), box), int)
     small, few = np.asarray(im.resize((32, 32), box), int), np.asarray(im.resize((4, 4), box))
+    pixels = hashlib.sha256(repr(im.size).encode() + im.tobytes()).hexdigest()[:16]
     return dict(hash=np.packbits(np.diff(grey) > _STEP).tobytes().hex(), colours=few.tobytes().hex(),
-                colourful=round(float((small.max(-1) - small.min(-1)).mean()), 2),
-                pixels=hashlib.sha256(repr(im.size).encode()
-                                      + im.tobytes()).hexdigest()[:16], camera=_camera(data))
+                colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, camera=_camera(data))
 
 def _camera(data) -> bool:
     try:
@@ -39,7 +37,6 @@ def _camera(data) -> bool:
     except Exception: return False
     return bool(str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0")) # Make, Model
 
-# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0007
 def look(
     source, # path, or an object with `read_bytes()`
 ) -> dict: # hash (64 hex digits), colours (96), colourful (0 to 255), pixels (digest), camera?
@@ -50,17 +47,16 @@ def look(
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000a
 ALIKE, COLOURS = 20, 10. # bits of 256 that may differ; levels of 255 between the mean colours
 
-def _arrays(looks) -> tuple: # (bits as -1 and 1 [n, 256], colours [n, 48]), float32
-    raw = lambda name: np.frombuffer(bytes.fromhex("".join(x[name] for x in looks)),
-                                     np.uint8).reshape(len(looks), -1)
-    return np.unpackbits(raw("hash"), axis=1).astype(np.float32) * 2 - 1, raw("colours").astype(np.float32)
+def _bytes_of(looks, name): return np.frombuffer(bytes.fromhex("".join(x[name] for x in looks)), np.uint8)
 
 def alike(
     looks, # of n images, as `look` gives them
     block:int=512, # images compared at a time
 ): # yields (i, j, bits that differ), i < j
     "Pairs of nearly equal images, by a matrix product; 5,000 images take a second."
-    bits, colours = _arrays(looks) if looks else (np.zeros((0, 1)),) * 2
+    if not looks: return
+    bits = np.unpackbits(_bytes_of(looks, "hash")).reshape(len(looks), -1).astype(np.float32) * 2 - 1
+    colours = _bytes_of(looks, "colours").reshape(len(looks), -1).astype(np.float32)
     rising = (bits > 0).sum(1)
     for start in range(0, len(looks), block):
         differ = (bits.shape[1] - bits[start:start + block] @ bits[start:].T) / 2
@@ -74,20 +70,15 @@ def distance(a:dict, b:dict) -> int: # bits that differ, or None
     return next((d for _, _, d in alike([a, b])), None)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000f
-AGAIN, RENAMED, REUSED, AMBIGUOUS = ("the same pair again", "the same pair under another caption",
-                                     "the same target from another control", "another target for the "
-                                                                             "same control and caption")
+AGAIN, RENAMED = "the same pair again", "the same pair under another caption"
+REUSED, AMBIGUOUS = "the same target from another control", "another target for the same control and caption"
 
-def _kind(target, controls, same):
-    "How two samples relate, if `target` or `controls` are alike and the captions are the `same`."
+def _relation(a, b, target, same): # of two samples, if their targets are alike and their captions the `same`
+    controls = len(a) == len(b) and all(x["pixels"] == y["pixels"] or distance(x, y) is not None
+                                        for x, y in zip(a[1:], b[1:]))
     if target: return REUSED if not controls else AGAIN if same else RENAMED
     return AMBIGUOUS if controls and same else None
 
-def _controls_alike(a, b) -> bool:
-    return len(a) == len(b) and all(x["pixels"] == y["pixels"] or distance(x, y) is not None for x,
-                                    y in zip(a, b))
-
-# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0010
 def near_duplicates(
     looks, # per sample (look of the target, look of each control), or None if unreadable
     prompts, # per sample
@@ -96,12 +87,12 @@ def near_duplicates(
     "Samples that are nearly equal or contradict each other."
     at, out, seen = [i for i, x in enumerate(looks) if x], [], set()
     same = [" ".join(p.split()).casefold() for p in prompts]
-    for targets in (True, False):
-        for i, j, bits in alike([looks[n][0 if targets else 1] for n in at]):
+    for first, targets in enumerate((True, False)):
+        for i, j, bits in alike([looks[n][first] for n in at]):
             a, b = at[i], at[j]
             if (a, b) in seen or (not targets and same[a] != same[b]): continue
-            what = _kind(targets, _controls_alike(looks[a][1:], looks[b][1:]), same[a] == same[b])
             if targets: seen.add((a, b))
+            what = _relation(looks[a], looks[b], targets, same[a] == same[b])
             if what: out.append(dict(a=a, b=b, what=what, bits=bits))
             if len(out) >= most: return out
     return out
@@ -112,26 +103,22 @@ _AFTER = frozenset("after output outputs edited edit edits result results target
 _PLAIN = frozenset("before input inputs after output outputs edited".split()) # unambiguous
 
 def _words(source) -> set:
-    parts = Path(source).parts if isinstance(source,
-            (str, os.PathLike)) else (str(getattr(source, "name", "")),)
-    return {w.lower() for p in parts for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", p)}
+    name = source if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "")
+    return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))} & (_BEFORE | _AFTER)
 
 def _reversed(target, control) -> tuple: # (the target's word, the control's), either may be empty; or None
-    t, c = (_words(target) - _words(control)) & (_BEFORE
-            | _AFTER), (_words(control) - _words(target)) & (_BEFORE | _AFTER)
+    t, c = _words(target) - _words(control), _words(control) - _words(target)
     if not (t or c) or t & _AFTER or c & _BEFORE: return None
     return (min(t, default=""), min(c, default="")) if t and c or (t | c) & _PLAIN else None
 
 def _by_names(sample) -> str:
     found = [w for c in sample.controls if (w := _reversed(sample.target, c))]
     if not found or any(_reversed(c, sample.target) for c in sample.controls): return ""
-    t, c = found[0]
-    return " and ".join([f"the target is named {t!r}"] * bool(t) + [f"the control is named {c!r}"] * bool(c))
+    return " and ".join(f"the {who} is named {w!r}" for who, w in zip(("target", "control"), found[0]) if w)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0016
-_TO_GREY = re.compile(r"\bblack[ -]?(and|&|n)[ -]?white\b|\bb ?& ?w\b|\bgr[ae]y[ "
-                      r"-]?scale\b|\bmonochrom|\bdesaturat|\bdecolou?ri[sz]"
-                      r"|\bremove (all |the |its )*colou?rs?\b", re.I)
+_TO_GREY = re.compile(r"\bblack[ -]?(and|&|n)[ -]?white\b|\bb ?& ?w\b|\bgr[ae]y[ -]?scale\b|\bmonochrom"
+                      r"|\bdesaturat|\bdecolou?ri[sz]|\bremove (all |the |its )*colou?rs?\b", re.I)
 _TO_COLOUR = re.compile(r"\bcolou?ri[sz]|\bin(to)? (full |vivid |natural )*colou?rs?\b"
                         r"|\b(add|restore|bring back) (the |its |natural )*colou?rs?\b", re.I)
 _GREY, _COLOURED = 4., 12. # how colourful an image is at most, or at least
@@ -139,16 +126,14 @@ _GREY, _COLOURED = 4., 12. # how colourful an image is at most, or at least
 def _by_colour(prompt, target, controls) -> str:
     grey, coloured = (lambda x: x["colourful"] <= _GREY), (lambda x: x["colourful"] >= _COLOURED)
     if _TO_COLOUR.search(prompt):
-        swapped = grey(target) and all(map(coloured, controls))
-        return ("the caption asks for colour, but the control has it and the target has none" if swapped
-                else "")
-    swapped = _TO_GREY.search(prompt) and coloured(target) and all(map(grey, controls))
-    return ("the caption asks to remove colour, but the control has none and the target has it"
-            if swapped else "")
+        if not (grey(target) and all(map(coloured, controls))): return ""
+        return "the caption asks for colour, but the control has it and the target has none"
+    if not (_TO_GREY.search(prompt) and coloured(target) and all(map(grey, controls))): return ""
+    return "the caption asks to remove colour, but the control has none and the target has it"
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0019
-_GIVES_BACK = re.compile("photo|real|restor|recover|colou?r|noise|blur|sharp|upscal|enhanc|repair|clean|remove|quality|resolution|natural"
-                         "|fix|undo", re.I)
+_GIVES_BACK = re.compile("photo|real|restor|recover|colou?r|noise|blur|sharp|upscal|enhanc|repair|clean|remove"
+                         "|quality|resolution|natural|fix|undo", re.I)
 
 def _by_camera(prompt, target, controls) -> str:
     signed = target["camera"] and not any(c["camera"] for c in controls) and not _GIVES_BACK.search(prompt)
@@ -160,10 +145,10 @@ def shared_targets(
     prompts, # per sample
 ) -> dict: # {position: reason}
     "Samples whose target is probably the original, judged by how the data set shares images."
-    held, groups = [d for d in digests if d], defaultdict(list)
-    if any(n > 1 for n in Counter(c for d in held for c in set(d[1:])).values()): return {}
+    groups, controls = defaultdict(list), Counter()
     for i, d in enumerate(digests):
-        if d: groups[d[0]].append(i)
+        if d: groups[d[0]].append(i), controls.update(set(d[1:]))
+    if max(controls.values(), default=0) > 1: return {}
     several = [g for g in groups.values() if len(g) > 1 and len({prompts[i] for i in g}) == len(g)]
     why = "{} samples with other controls and captions share this target, and no two samples share a control"
     return {i: why.format(len(g)) for g in several for i in g}

@@ -28,30 +28,11 @@ class Sample:
     target: object   # image after the edit: a path, or an object with `name` and `read_bytes()`
     controls: tuple  # images before the edit, in order
     prompt: str      # the instruction
-    # of the loss: white is full weight, black is `train.mask_min_weight`; None: full everywhere
-    mask: object = None
+    mask: object = None # white: full weight of the loss, black: `train.mask_min_weight`; None: full everywhere
 
 # %% ../../nbs/data/03_samples.ipynb #8536ca27
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
 
-def _summary(samples) -> str:
-    counts = sorted({len(s.controls) for s in samples}) or [0]
-    controls = _counted(counts[0], "control") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} controls"
-    text, ignored = f"{_counted(len(samples), 'sample')} ({samples.layout}), {controls} each", samples.ignored
-    if n := sum(s.mask is not None for s in samples): text += f", masks for {n} of {len(samples)}"
-    if not ignored: return text
-    left = ", ".join(f"{name} ({why})" for name, why in ignored[:3]) + (", ..." if len(ignored) > 3 else "")
-    return f"{text}; {_counted(len(ignored), 'file')} ignored: {left}"
-
-# %% ../../nbs/data/03_samples.ipynb #6d00bcad
-def _page(samples) -> str:
-    rows = "".join(f"<tr><td>{escape(s.id)}</td><td>{len(s.controls)}</td><td>{escape(s.prompt)}</td></tr>"
-                   for s in samples[:3])
-    left = "".join(f"<li>{escape(name)}: {escape(why)}</li>" for name, why in samples.ignored)
-    return (f"<p>{escape(repr(samples))}</p><table><tr><th>sample</th><th>controls</th><th>prompt</th></tr>{rows}</table>"
-            + (f"<details><summary>ignored</summary><ul>{left}</ul></details>" if left else ""))
-
-# %% ../../nbs/data/03_samples.ipynb #80ba9ed9
 class Samples(list):
     "The samples of a data set, sorted by id, and how they were found."
     def __init__(self,
@@ -62,30 +43,43 @@ class Samples(list):
         super().__init__(samples)
         self.layout, self.ignored = layout, list(ignored)
 
-    def __repr__(self): return _summary(self)
-    def _repr_html_(self): return _page(self)
+    def __repr__(self):
+        counts = sorted({len(s.controls) for s in self}) or [0]
+        controls = _counted(counts[0],
+                            "control") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} controls"
+        text = f"{_counted(len(self), 'sample')} ({self.layout}), {controls} each"
+        if n := sum(s.mask is not None for s in self): text += f", masks for {n} of {len(self)}"
+        if not self.ignored: return text
+        left = [f"{name} ({why})" for name, why in self.ignored[:3]] + ["..."] * (len(self.ignored) > 3)
+        return f"{text}; {_counted(len(self.ignored), 'file')} ignored: {', '.join(left)}"
+
+    def _repr_html_(self):
+        rows = "".join(f"<tr><td>{escape(s.id)}</td><td>{len(s.controls)}</td><td>{escape(s.prompt)}</td></tr>"
+                       for s in self[:3])
+        left = "".join(f"<li>{escape(name)}: {escape(why)}</li>" for name, why in self.ignored)
+        return (f"<p>{escape(repr(self))}</p><table><tr><th>sample</th><th>controls</th><th>prompt</th></tr>"
+                f"{rows}</table>" + (f"<details><summary>ignored</summary><ul>{left}</ul></details>" if left
+                                     else ""))
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
 def _samples(rows, layout, ignored=()) -> Samples:
     return Samples(sorted((Sample(*r) for r in rows), key=lambda s: s.id), layout, ignored)
 
-# %% ../../nbs/data/03_samples.ipynb #37fe8caf
 def _has_known_columns(table, columns) -> bool:
     try:
-        return bool(match_columns(list(dict.fromkeys(c for _, r in table_rows(table) for c in r)),
-                                  table.name, columns))
+        return bool(match_columns([*dict.fromkeys(c for _, r in table_rows(table) for c in r)], table.name,
+                                  columns))
     except ValueError: return False
 
 def _table_in(root, columns) -> Path: # or None
     tables = {p.name: p for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES and p.is_file()
               and not p.name.startswith(".")}
-    metadata = next((tables[f"metadata{suffix}"] for suffix in TABLE_SUFFIXES
-                     if f"metadata{suffix}" in tables), None)
+    metadata = next((tables[name] for s in TABLE_SUFFIXES if (name := f"metadata{s}") in tables), None)
     fitting = [p for p in tables.values() if not metadata and _has_known_columns(p, columns)]
     if len(fitting) > 1: fitting = [p for p in fitting if p.stem == "train"] or fitting
     if len(fitting) > 1:
-        raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: "
-                         f"{', '.join(p.name for p in fitting)}; pass one of them")
+        raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: {', '.join(p.name for p in fitting)}; "
+                         f"pass one of them")
     return metadata or (fitting[0] if fitting else None)
 
 # %% ../../nbs/data/03_samples.ipynb #1e8bf42c
@@ -94,18 +88,15 @@ def _in_folder(root, columns) -> Samples: # or None
     found = read_table(table, columns) if table else read_folders(root) or read_pairs(root)
     if found: return _samples(*found)
     if (root/"train").is_dir() and (more := _in_folder(root/"train", columns)):
-        return Samples(more, f"in train/: {more.layout}",
-                       [(f"train/{name}", why) for name, why in more.ignored])
+        ignored = [(f"train/{name}", why) for name, why in more.ignored]
+        return Samples(more, f"in train/: {more.layout}", ignored)
 
-# %% ../../nbs/data/03_samples.ipynb #ad48576d
 def _several(sets) -> Samples:
     samples = [replace(s, id=f"{n}/{s.id}") for n, found in enumerate(sets) for s in found]
     ignored = [(f"{n}/{name}", why) for n, found in enumerate(sets) for name, why in found.ignored]
     return Samples(samples, "; ".join(f"{n}: {found.layout}" for n, found in enumerate(sets)), ignored)
 
-# %% ../../nbs/data/03_samples.ipynb #3d161d24
-def _none_found(path):
-    # raises the reason
+def _none_found(path): # raises the reason
     for table in [p for p in entries_of(path) if p.suffix.lower() in (".jsonl", ".csv")][:1]:
         read_table(table)
     raise ValueError(f"`data.dataset_path` {str(path)!r} holds no images; "
@@ -114,25 +105,25 @@ def _none_found(path):
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
     path, # data set folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
-    # for unknown column names: `dict(target=..., control=... or [...], prompt=..., mask=...)`
-    columns:dict=None,
+    columns:dict=None, # for unknown column names: `dict(target=..., control=... or [...], prompt=..., mask=...)`
 ) -> Samples: # sorted by id
     "The samples of a data set. Raises FileNotFoundError or ValueError if it cannot be trained on."
     if isinstance(path, (list, tuple)): return _several([find_samples(p, columns) for p in path])
     if hasattr(path, "column_names"): return _samples(*read_dataset(path, columns))
+    if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
-        if path is None:
-            raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
         raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
-                         f"table or a datasets.Dataset")
+                         f"table or "
+                         f"a datasets.Dataset")
     root = Path(path).expanduser()
     if root.is_file() and root.suffix.lower() in TABLE_SUFFIXES: return _samples(*read_table(root, columns))
     if root.is_file():
         raise ValueError(f"`data.dataset_path` {str(path)!r} is no table; it must be a folder or one of "
                          f"{', '.join(TABLE_SUFFIXES)}")
     if not root.is_dir():
-        raise FileNotFoundError(f"`data.dataset_path` {str(path)!r} does not exist; set it to the "
-                                f"folder of your pairs")
+        raise FileNotFoundError(f"`data.dataset_path` {str(path)!r} does not exist; set it to the folder of "
+                                f"your "
+                                f"pairs")
     return _in_folder(root, columns) or _none_found(path)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
@@ -142,12 +133,11 @@ def cached_size(source) -> tuple: # (width, height)
     try: return tuple(cached_file_property(source, "size", read_image_size))
     except OSError: return read_image_size(source) # raises ValueError with the reason
 
-# %% ../../nbs/data/03_samples.ipynb #c1214ed5
 def _check_shape(mask, size): # (width, height) of its target
     (w, h), (tw, th) = cached_size(mask), size
     if abs(w * th - h * tw) > max(tw, th): # more than a side rounded to a pixel
-        raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of "
-                         f"{tw}x{th}; cut it alike or take it out")
+        raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of {tw}x{th}; "
+                         f"cut it alike or take it out")
 
 # %% ../../nbs/data/03_samples.ipynb #eca2a979
 def usable(
@@ -173,7 +163,7 @@ class ImageChanged(ValueError): "An image file changed after it was digested."
 
 def open_unchanged(
     source, # path, or an object with `read_bytes()`
-    digest, # `source_digest` that it must have, or None
+    digest, # its `source_digest`, or None
 ): # RGB PIL image
     "Open an image. Raises `ImageChanged` if its digest differs."
     data = read_bytes(source)
@@ -182,7 +172,6 @@ def open_unchanged(
                            f"to use the new image")
     return open_image(data, source_name(source))
 
-# %% ../../nbs/data/03_samples.ipynb #1a20f9fd
 def load_images(
     sample, # a `Sample`
     geometry, # `Geometry`
@@ -190,9 +179,9 @@ def load_images(
     open_file=open_unchanged, # function of (source, digest)
 ) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: list of PIL images, cropped but not resized
     "A sample's images. Raises ValueError for an unusable one and `ImageChanged` for a changed one."
-    sources = (sample.target, *sample.controls)
-    image, *controls = [open_file(p, d) for p,
-                        d in zip(sources, digests or [None] * len(sources), strict=True)]
+    sources = sample.target, *sample.controls
+    pairs = zip(sources, digests or [None] * len(sources), strict=True)
+    image, *controls = [open_file(p, d) for p, d in pairs]
     image = crop_to(image, geometry.aspect)
     image = np.asarray(image.resize(geometry.target(image.size), Image.Resampling.LANCZOS))
     return dict(image=image, control=[crop_to(c, geometry.aspect) for c in controls])
@@ -203,16 +192,14 @@ LATENT = 8 # image pixels per latent pixel along a side
 def load_mask(
     mask, # path, or an object with `read_bytes()`
     size:tuple, # (width, height) of the target, pixels
-    aspect=None, # `Geometry.aspect`: aspect of the crop, or None
+    aspect=None, # `Geometry.aspect` of the crop
 ) -> np.ndarray: # uint8 [height / 8, width / 8]; 255 is full weight
     "A mask as weights of latent pixels. Raises ValueError with its name if it cannot be used."
     im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
-    if out.max() <= 1:
-        raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or "
-                         f"take it out")
-    return out
+    if out.max() > 1: return out
+    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or take it out")
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 def split_held_out(
@@ -229,6 +216,6 @@ def split_held_out(
         raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "
                          f"{len(groups)}; "
                          "add pairs or set it to 0")
-    held = set(groups[:n])
-    return [s for s, d in zip(samples, first) if d not in held], [s for s, d in zip(samples, first)
-                                                                  if d in held]
+    sides = [], []
+    for s, d in zip(samples, first): sides[d in groups[:n]].append(s)
+    return sides

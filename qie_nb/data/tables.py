@@ -14,67 +14,63 @@ from pathlib import Path
 from .images import RowImage
 
 # %% ../../nbs/data/01_tables.ipynb #82918870
-def text_of(
-    path:Path, # a text file
-) -> str:
+def text_of(path:Path) -> str:
     "Read a UTF-8 text file. Raises ValueError with its name if that fails."
     try: return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError: raise ValueError(f"{str(path)!r} is not UTF-8; save it as UTF-8") from None
     except OSError as e:
         raise ValueError(f"{str(path)!r} cannot be read ({e.strerror}); make it a readable file") from None
 
-# %% ../../nbs/data/01_tables.ipynb #1ab6c0a7
 def nfc(name:str) -> str: return unicodedata.normalize("NFC", name)
 
 # %% ../../nbs/data/01_tables.ipynb #c20bc6bd
 def instruction(
     text, # of a caption file or a row
     name:str, # the sample's id
-    where:str, # its file or row, for the message
+    where:str, # its file or row
 ) -> str: # stripped
     "A sample's prompt. Raises ValueError if it is empty or no text."
     if text is None or (isinstance(text, str) and not text.strip()):
         raise ValueError(f"caption of sample {name!r} is empty; write the instruction into {where}")
     if not isinstance(text, str):
         raise ValueError(f"caption of sample {name!r} must be text, got {_short(text)}; write the "
-                         f"instruction into {where}")
-    if any("\ud800" <= c <= "\udfff" for c in text): # lone surrogates cannot be written, hashed or tokenized
+                         f"instruction "
+                         f"into {where}")
+    if any("\ud800" <= c <= "\udfff" for c in text): # lone surrogates cannot be hashed or tokenized
         raise ValueError(f"caption of sample {name!r} is not valid Unicode; fix it in {where}")
     return text.strip()
 
 def _short(value) -> str: return repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
 
-# %% ../../nbs/data/01_tables.ipynb #f88813a5
-def _json(text, where):
-    try: return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where} is not valid JSON ({e}); fix it") from None
+# %% ../../nbs/data/01_tables.ipynb #50a1d2f3
+TABLE_SUFFIXES = (".jsonl", ".json", ".csv")
 
-def _listed(held) -> list:
+def _csv_rows(text) -> list:
+    head = text.split("\n", 1)[0]
+    return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count)))
+
+def _json_rows(text) -> list:
+    held = json.loads(text)
     if isinstance(held, dict):
         lists = [v for v in held.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
         held = lists[0] if lists else list(held.values())
     return held if isinstance(held, list) else [None]
 
-# %% ../../nbs/data/01_tables.ipynb #299f2a9e
-def _csv_rows(text, name) -> list:
-    head = text.split("\n", 1)[0]
-    try: return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count)))
-    except csv.Error as e: raise ValueError(f"{name!r} is not valid CSV ({e}); fix it") from None
-
-# %% ../../nbs/data/01_tables.ipynb #50a1d2f3
-TABLE_SUFFIXES = (".jsonl", ".json", ".csv")
-
 def table_rows(
     path:Path, # .jsonl, .json or .csv
 ) -> list: # (number, dict) for each row
     "The rows of a table. Raises ValueError with the line that is not a row."
-    text, kind = text_of(path), path.suffix.lower()
-    if kind == ".csv": return list(enumerate(_csv_rows(text, path.name), 1))
-    if kind == ".json": rows = list(enumerate(_listed(_json(text, repr(path.name))), 1))
-    else:
-        rows = [(n, _json(line, f"line {n} of {path.name!r}")) for n,
-                line in enumerate(text.split("\n"), 1) if line.strip()]
+    text, kind, where = text_of(path), path.suffix.lower(), repr(path.name)
+    rows = []
+    try:
+        if kind == ".csv": return list(enumerate(_csv_rows(text), 1))
+        if kind == ".json": rows = list(enumerate(_json_rows(text), 1))
+        else:
+            for n, line in enumerate(text.split("\n"), 1):
+                where = f"line {n} of {path.name!r}"
+                if line.strip(): rows.append((n, json.loads(line)))
+    except (ValueError, RecursionError, csv.Error) as e:
+        raise ValueError(f"{where} is not valid {'CSV' if kind == '.csv' else 'JSON'} ({e}); fix it") from None
     bad = next((n for n, r in rows if not isinstance(r, dict)), None)
     if bad:
         raise ValueError(f"row {bad} of {path.name!r} must be an object with image, edit_image and prompt")
@@ -83,15 +79,15 @@ def table_rows(
 # %% ../../nbs/data/01_tables.ipynb #e2d88683
 _EITHER = "image img picture photo file_name filename file path".split()
 _SPELLINGS = dict(
-    target="""target_image target edited_image edited output_image output after_image after result_image result end_image
-              ground_truth gt""".split() + _EITHER,
-    control="""edit_image control_image control source_image source src input_image input before_image before original_image original
-            conditioning_image conditioning condition_image condition cond_image reference_image reference ref_image ref kontext_image
-            start_image start""".split(),
-    prompt="""prompt edit_prompt instruction edit_instruction editing_instruction edit_text text caption edit description""".split(),
+    target="""target_image target edited_image edited output_image output after_image after result_image result
+              end_image ground_truth gt""".split() + _EITHER,
+    control="""edit_image control_image control source_image source src input_image input before_image before
+               original_image original conditioning_image conditioning condition_image condition cond_image
+               reference_image reference ref_image ref kontext_image start_image start""".split(),
+    prompt="prompt edit_prompt instruction edit_instruction editing_instruction edit_text text caption edit "
+           "description".split(),
     mask="mask mask_image loss_mask target_mask".split())
 
-# %% ../../nbs/data/01_tables.ipynb #c7ac6965
 def _plain(column) -> str:
     name = re.sub(r"[\s\-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(column)).strip()).lower()
     return re.sub(r"(?:^|_)(?:file_?names?|paths?|files?)(?=_|$)", "", name).strip("_") or name
@@ -99,12 +95,11 @@ def _plain(column) -> str:
 # %% ../../nbs/data/01_tables.ipynb #58b4fcff
 def _matching(names, role) -> list: # columns of the first spelling found, in the order of their numbers
     for spelling in _SPELLINGS[role]:
-        ending = "s?_?(\\d*)" if role == "control" else "s?()" if role == "prompt" else "()"
+        ending = {"control": r"s?_?(\d*)", "prompt": "s?()"}.get(role, "()")
         found = [(int(m[1] or -1), c) for c in names if (m := re.fullmatch(spelling + ending, _plain(c)))]
         if found: return [c for _, c in sorted({n: c for n, c in reversed(found)}.items())]
     return []
 
-# %% ../../nbs/data/01_tables.ipynb #6dceff23
 def _some(names) -> str:
     return ", ".join(str(n)[:40] for n in names[:12]) + (" ..." if len(names) > 12 else "")
 
@@ -112,12 +107,11 @@ def _some(names) -> str:
 def match_columns(
     names:list, # the table's columns
     where:str, # the table, for messages
-    # `dict(target=..., control=... or [...], prompt=..., mask=...)`; missing ones are detected
-    columns:dict=None,
+    columns:dict=None, # target, control (a name or list), prompt, mask; missing ones are detected
 ) -> dict: # target: column; control: list of columns; prompt: column; mask: column, if there is one
     "Finds the column of each role. Raises ValueError with the columns found and expected."
-    said = {"target" if k == "image" else k: [v] if isinstance(v, str) else list(v) for k,
-            v in (columns or {}).items()}
+    said = {"target" if k == "image" else k: [v] if isinstance(v, str) else list(v)
+            for k, v in (columns or {}).items()}
     for c in [*(said.keys() - _SPELLINGS.keys()), *(c for v in said.values() for c in v if c not in names)]:
         raise ValueError(f"`columns` names {c!r}, which {where} does not have; choose target, control "
                          f"and prompt from: {_some(names)}")
@@ -135,11 +129,6 @@ def _end_of(path) -> tuple: # (resolved path, is it a file?); None if the file s
     try: return path.resolve(), path.is_file()
     except (OSError, ValueError, RuntimeError): return None, False
 
-def _allowed(root) -> list:
-    hub = [p.parent/"blobs" for p in (root.absolute(), *root.absolute().parents) if p.name == "snapshots"]
-    return [root.resolve(), *(b.resolve() for b in hub)]
-
-# %% ../../nbs/data/01_tables.ipynb #19f73702
 def inside(
     root:Path, # the set's folder
     name, # from the row
@@ -151,7 +140,8 @@ def inside(
     text, use = f"{where} names {_short(name)}", f"use paths inside {str(root)!r}"
     end, there = _end_of(root/name)
     if end is None: raise ValueError(f"{text}, which cannot be a file name; fix it")
-    if not any(end.is_relative_to(r) for r in _allowed(root)):
+    hub = [p.parent/"blobs" for p in (root.absolute(), *root.absolute().parents) if p.name == "snapshots"]
+    if not any(end.is_relative_to(r.resolve()) for r in (root, *hub)):
         raise ValueError(f"{text} outside the data set; {use}")
     if there: return root/name
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", name): raise ValueError(f"{text}, a URL or a drive; {use}")
@@ -162,6 +152,11 @@ def inside(
     raise FileNotFoundError(f"{text}, which does not exist in {str(root)!r}; fix the path or remove the row")
 
 # %% ../../nbs/data/01_tables.ipynb #f63996ec
+def _literal(text): # a JSON or Python list
+    for read in (json.loads, ast.literal_eval):
+        try: return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError): pass
+
 def _names_in(cell, root) -> list:
     if isinstance(cell, list): return cell
     if not isinstance(cell, str) or not cell.strip(): return []
@@ -172,34 +167,23 @@ def _names_in(cell, root) -> list:
             return parts
     return [cell]
 
-def _literal(text): # a JSON or Python list
-    for read in (json.loads, ast.literal_eval):
-        try: return read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError): pass
-
 # %% ../../nbs/data/01_tables.ipynb #80bcb570
-def _mask_of(row, got, root, where): # path or None
-    cell = row.get(got.get("mask"))
-    return None if cell is None or cell == "" else inside(root, cell, where)
-
 def _sample_of(row, got, root, where) -> tuple: # (target, controls, prompt, mask)
-    target = inside(root, row.get(got["target"]), where)
+    target, mask = inside(root, row.get(got["target"]), where), row.get(got.get("mask"))
     names = [n for c in got["control"] for n in _names_in(row.get(c), root)]
     if not names:
         raise ValueError(f"{where} has no control image in {' or '.join(map(repr, got['control']))}; "
                          f"write its path there")
-    controls = tuple(inside(root, n, where) for n in names)
-    return target, controls, instruction(row.get(got["prompt"]), nfc(target.stem), where), _mask_of(row,
-            got, root, where)
+    return (target, tuple(inside(root, n, where) for n in names),
+            instruction(row.get(got["prompt"]), nfc(target.stem), where),
+            None if mask in (None, "") else inside(root, mask, where))
 
-# %% ../../nbs/data/01_tables.ipynb #19ec6a68
 def layout_of(table:str, got:dict, names:list) -> str:
     "The columns found, in words, so that users notice swapped columns."
     rest = [n for n in names if n not in (got["target"], got["prompt"], got.get("mask"), *got["control"])]
-    return (f"{table}: target `{got['target']}`, control "
-            f"{' and '.join(f'`{c}`' for c in got['control'])}, prompt `{got['prompt']}`"
-            + (f", mask `{got['mask']}`" if "mask" in got else "") + (f"; not used: {_some(rest)}" if rest
-                                                                      else ""))
+    return (f"{table}target `{got['target']}`, control {' and '.join(f'`{c}`' for c in got['control'])}, "
+            f"prompt `{got['prompt']}`" + (f", mask `{got['mask']}`" if "mask" in got else "")
+            + (f"; not used: {_some(rest)}" if rest else ""))
 
 # %% ../../nbs/data/01_tables.ipynb #3ce5618c
 def _unique(found, table) -> list: # (id, target, controls, prompt, mask)
@@ -211,12 +195,12 @@ def _unique(found, table) -> list: # (id, target, controls, prompt, mask)
         name = nfc("/".join(p for p in parts if p != "..")) if stem in twice else stem
         if name in seen:
             raise ValueError(f"two samples have the id {name!r}: rows {seen[name]} and {n} of "
-                             f"{table.name!r}; rename or remove one")
+                             f"{table.name!r}; "
+                             f"rename or remove one")
         seen[name] = n
         out.append((name, target, *rest))
     return out
 
-# %% ../../nbs/data/01_tables.ipynb #7ed1129a
 def read_table(
     path:Path, # .jsonl, .json or .csv; its paths are relative to its folder
     columns:dict=None, # see `match_columns`
@@ -231,10 +215,9 @@ def read_table(
     for n, row in rows:
         try: found.append((n, *_sample_of(row, got, path.parent, f"row {n} of {path.name!r}")))
         except (ValueError, FileNotFoundError) as e: bad.append(e)
-    if bad:
-        raise type(bad[0])(str(bad[0])
-                           + (f" ({len(bad)} of {len(rows)} rows are wrong)" if len(bad) > 1 else ""))
-    return _unique(found, path), layout_of(path.name, got, names)
+    more = f" ({len(bad)} of {len(rows)} rows are wrong)" if len(bad) > 1 else ""
+    if bad: raise type(bad[0])(str(bad[0]) + more)
+    return _unique(found, path), layout_of(f"{path.name}: ", got, names)
 
 # %% ../../nbs/data/01_tables.ipynb #be4b9613
 def _image_kind(feature) -> str: # "one", "many" or None
@@ -242,7 +225,6 @@ def _image_kind(feature) -> str: # "one", "many" or None
     inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
     return "many" if type(inner).__name__ == "Image" else None
 
-# %% ../../nbs/data/01_tables.ipynb #a8429777
 def _split_of(data):
     if not hasattr(data, "keys"): return data
     name = "train" if "train" in data else next(iter(data), None)
@@ -250,7 +232,6 @@ def _split_of(data):
         raise ValueError(f"the data set has the splits {_some(list(data))} and no train; give one of them")
     return data[name]
 
-# %% ../../nbs/data/01_tables.ipynb #c8dbbc73
 def _column(rows, name): return rows.select_columns([name])[:].column(name) # other columns are not loaded
 
 def _list_indices(rows, name, kind) -> list: # for each row the indices of its list, or [None]
@@ -260,15 +241,15 @@ def _list_indices(rows, name, kind) -> list: # for each row the indices of its l
 
 # %% ../../nbs/data/01_tables.ipynb #4de79d92
 def _kinds(features, got) -> dict: # {column: "one" or "many"}
-    kinds = {c: _image_kind(features[c])
-             for c in (got["target"], *got["control"], *([got["mask"]] if "mask" in got else []))}
+    single = {role: got[role] for role in ("target", "mask") if role in got}
+    kinds = {c: _image_kind(features[c]) for c in (*single.values(), *got["control"])}
     for c, kind in kinds.items():
         if not kind:
             raise ValueError(f"column {c!r} of the data set has no images; use `cast_column({c!r}, "
                              f"datasets.Image())`")
-    for role in {"target", "mask"} & got.keys():
-        if kinds[got[role]] != "one":
-            raise ValueError(f"column {got[role]!r} of the data set has lists; a sample has one {role}")
+    for role, c in single.items():
+        if kinds[c] != "one":
+            raise ValueError(f"column {c!r} of the data set has lists; a sample has one {role}")
     return kinds
 
 # %% ../../nbs/data/01_tables.ipynb #be86e3d1
@@ -276,13 +257,11 @@ def _row_sample(rows, got, indices, prompt, masked, i) -> tuple:
     controls = tuple(RowImage(rows, c, i, k) for c, held in zip(got["control"], indices) for k in held[i])
     if not controls:
         raise ValueError(f"row {i} of the data set has no control image in "
-                         f"{' or '.join(map(repr, got['control']))}; "
-                         "fill it or remove the row")
+                         f"{' or '.join(map(repr, got['control']))}; fill it or remove the row")
     said = instruction(prompt, f"{i:06}", f"row {i}, column {got['prompt']!r}")
-    return f"{i:06}", RowImage(rows, got["target"], i), controls, said, RowImage(rows, got["mask"],
-                                                                                 i) if masked else None
+    mask = RowImage(rows, got["mask"], i) if masked else None
+    return f"{i:06}", RowImage(rows, got["target"], i), controls, said, mask
 
-# %% ../../nbs/data/01_tables.ipynb #4e804a41
 def read_dataset(
     data, # `datasets.Dataset`, or a `DatasetDict` with a train split
     columns:dict=None, # see `match_columns`
@@ -299,4 +278,4 @@ def read_dataset(
     prompts = _column(rows, got["prompt"]).to_pylist()
     masked = _column(rows, got["mask"]).is_valid().to_pylist() if "mask" in got else [False] * len(prompts)
     out = [_row_sample(rows, got, indices, prompts[i], masked[i], i) for i in range(len(prompts))]
-    return out, "datasets.Dataset: " + layout_of("", got, list(data.column_names)).removeprefix(": ")
+    return out, layout_of("datasets.Dataset: ", got, list(data.column_names))
