@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from PIL import Image
 
 from .config import PredictSection
@@ -22,7 +23,7 @@ from .models.quantize import check_device, parse_quantization, quantize
 from .sampling.cached_edits import cached_data, cached_edits
 # public from here too
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
-from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of, keep_in_place
+from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of
 from .sampling.preview import EditProgress
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e
@@ -46,22 +47,16 @@ def edit(
     geometry = geometry or Geometry(**encoder.components.areas)
     edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed,
                        generator, area)
-    return run_edits(encoder, keep_in_place(encoder, transformer), edits, geometry, num_inference_steps,
-                     true_cfg_scale, on_step=on_step)[0]
+    at = lambda name: transformer if name == "transformer" else encoder.place(name)
+    return run_edits(encoder, at, edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)[0]
 
 # %% ../nbs/02_predict.ipynb #4db80912
-def quantize_loaded(
-    model,
-    quantization, # as `model.quantize`; qfloat8 if it is none
-    device,
-): # the model
-    "Quantize a model in memory and move it to a device."
-    if why := getattr(model, "fixed", ""):
+def quantize_loaded(model, quantization, device): # the model
+    "Quantize a model in memory as `model.quantize` says (qfloat8 if it is none), and move it to a device."
+    why = getattr(model, "fixed", "") or ("that computes in float16" if hasattr(model, "fp16_stats") else "")
+    if why:
         raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it "
-                         f"is loaded")
-    if hasattr(model, "fp16_stats"):
-        raise ValueError("a transformer that computes in float16 cannot be quantized any more; set "
-                         "`model.quantize` before it is loaded")
+                         "is loaded")
     return quantize(model, parse_quantization(quantization) or "qfloat8").to(device)
 
 class Predictor:
@@ -79,8 +74,8 @@ class Predictor:
         self.geometry = geometry or (lambda: Geometry(**components.areas))
         self.state = state or SimpleNamespace(running=False, optimizing=False, processes=1)
         self.device = torch.device(device)
-        self.devices = {k: check_device(d) if d != "auto" else self.device for k,
-                        d in self.config.devices.model_dump().items()}
+        self.devices = {k: check_device(d) if d != "auto" else self.device
+                        for k, d in self.config.devices.model_dump().items()}
         self.placement = self.encoder = None # `Placement` and `Encoder` of the last plan
         # one dict per edit of the last call: size, its reason, sizes of the controls, seed
         self.predicted = ()
@@ -89,7 +84,7 @@ class Predictor:
     def modulation(self): return self.adapters.modulation if self.adapters is not None else None
 
     def quantize_model(self, model, device):
-        "Quantize a model's weights as `model.quantize` says (qfloat8 if it is none) and move it to a device."
+        "As `quantize_loaded`."
         return quantize_loaded(model, self.components.quantize.get("transformer"), device)
 
     def setup(self):
@@ -103,20 +98,18 @@ class Predictor:
     def plan(self): # `Placement`
         "Decide where each component computes; nothing is moved."
         parts, s = self.components, self.state
-        table = "transformer" in parts.prepare or self.modulation is not None and self.modulation.config.model.modulation_table is True
-        offload = self.modulation is not None and self.modulation.config.model.text_encoder_offload
-        self.placement = plan_components(parts, self.config, self.device, self.devices,
-                                         self.geometry().control_area,
-                                         parts.quantize.get("transformer"), table, offload, s.running,
-                                         s.optimizing, s.processes == 1)
+        model = self.modulation.config.model if self.modulation is not None else None
+        table = "transformer" in parts.prepare or model is not None and model.modulation_table is True
+        self.placement = plan_components(
+            parts, self.config, self.device, self.devices, self.geometry().control_area,
+            parts.quantize.get("transformer"), table, model is not None and model.text_encoder_offload,
+            s.running, s.optimizing, s.processes == 1)
         self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
         # the pipelines' bits
         self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
         return self.placement
 
 # %% ../nbs/02_predict.ipynb #35be8a6a
-from fastcore.basics import patch
-
 @patch
 def at(self:Predictor, name:str) -> torch.nn.Module: # in eval mode
     "A component on its planned device."
@@ -135,12 +128,10 @@ def _load_transformer(self:Predictor):
 @patch
 @contextmanager
 def predicting(self:Predictor):
-    """Context in which components move by the plan. Afterwards the transformer has its mode back, and a
-    training run its components."""
+    "Components move by the plan; afterwards the transformer's mode and a training run's components are back."
     parts, running = self.components, self.state.running
     training = "transformer" in parts.loaded and parts.loaded["transformer"].training
-    if running or self.encoder is None:
-        if self.plan().moves: print(self.placement)
+    if (running or self.encoder is None) and self.plan().moves: print(self.placement)
     with temporarily_load(parts, *PARTS) if running else nullcontext():
         try: yield
         finally:
@@ -178,35 +169,32 @@ def _progress(self:Predictor, edits, steps, show, preview, every):
 
 @patch
 def predict(self:Predictor,
-    prompt_image, # path, PIL image or uint8 array [H, W, 3], or a list of them; with a list of prompts one for all, or an entry each
+    prompt_image, # path, PIL image, uint8 array [H, W, 3] or a list; for several prompts one for all or each
     prompt, # the instruction, or a list of them: several edits that share their encoding
-    negative_prompt="", # "" is encoded as " "; a list with a list of prompts
+    negative_prompt="", # "" is encoded as " "; may be a list, as `seed` and `generator`
     num_inference_steps:int=None, # default 20, or the schedule's
     true_cfg_scale:float=None, # 1 means no guidance, half the work; default 4, or the schedule's
     height:int=None, # pixels; default from the first image's aspect
     width:int=None, # pixels
-    seed=0, # of the noise; a list with a list of prompts
+    seed=0, # of the noise
     generator=None, # torch.Generator instead of `seed`
     on_step=None, # called with (step, steps, latents)
     output_type:str="np", # np: uint8 array; pil: PIL image
-    preview=None, # show the emerging image: True, every so many steps, or a function of (step, steps, uint8 image)
+    preview=None, # show the image: True, a number of steps, or a function of (step, steps, uint8 image)
     preview_every:int=4, # steps between previews
     progress:bool=True, # show a bar (interactive) or lines (batch runs)?
     scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
-    schedule=None, # name in `qie_nb.sampling.denoising.SCHEDULES`; default `predict.schedule`: as the adapters in use need it
+    schedule=None, # none, lightning, or a dict; default `predict.schedule`: what the adapters need
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
-    steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale,
-                                             scheduler_overrides)
-    convert, geometry, scheduler = _converter(output_type), replace(self.geometry(),
-                                                                    crop=False), self.components.get("scheduler")
+    how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
+    convert, geometry = _converter(output_type), replace(self.geometry(), crop=False)
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
-    check_sampling(scheduler, edits, factor_of(self.components), steps, scale, overrides)
-    watch = self._progress(edits, steps, progress, preview, preview_every)
+    check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how)
+    watch = self._progress(edits, how[0], progress, preview, preview_every)
     with self.predicting():
-        out = run_edits(self.encoder, self.at, edits, geometry, steps, scale, overrides,
-                        self.components.dtype, on_step, watch)
+        out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)
     why = "as asked" if height and width else f"the first image's aspect at {geometry.control_area} pixels"
     sizes = [[geometry.control(p.size) for p in e.images] for e in edits]
     self.predicted = [dict(size=e.size, why=why, controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
@@ -217,33 +205,31 @@ def predict(self:Predictor,
 def predict_cached(self:Predictor,
     i, # sample's number, or a list of them
     data=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
-    num_inference_steps:int=None, # default 20, or the schedule's
-    true_cfg_scale:float=None, # 1 means no guidance; else the cached empty prompt is the negative one; default 4, or the schedule's
-    seed=0, # of the noise; a list with a list of samples
-    on_step=None, # called with (step, steps, latents)
-    output_type:str="np", # np: uint8 array; pil: PIL image
-    preview=None, # as in `predict`
-    preview_every:int=4, # steps between previews
-    progress:bool=True, # show progress?
-    scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
-    schedule=None, # as in `predict`
+    num_inference_steps:int=None,
+    true_cfg_scale:float=None, # 1 means no guidance; else the cached empty prompt is the negative one
+    seed=0, # a list with a list of samples
+    on_step=None,
+    output_type:str="np",
+    preview=None,
+    preview_every:int=4,
+    progress:bool=True,
+    scheduler_overrides:dict=None,
+    schedule=None,
 ): # uint8 [H, W, 3] or PIL image at the size of the sample's target; a list of them for a list of samples
-    "Edit cached samples with their own prompts."
-    steps, scale, overrides = self._sampling(schedule, num_inference_steps, true_cfg_scale,
-                                             scheduler_overrides)
-    convert, several, scheduler = _converter(output_type), isinstance(i,
-                                                                      (list,
-                                                                       tuple)), self.components.get("scheduler")
+    "Edit cached samples with their own prompts; the rest as in `predict`."
+    how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
+    convert, scheduler = _converter(output_type), self.components.get("scheduler")
+    several = isinstance(i, (list, tuple))
     indices = list(i) if several else [i]
     dataset, seeds = cached_data(self.data, data), seeds_of(seed, len(indices))
     with self.predicting():
-        edits, encoded = zip(*cached_edits(self.data, dataset, indices, scale, seeds))
-        check_sampling(scheduler, edits, factor_of(self.components), steps, scale, overrides)
-        watch = self._progress(edits, steps, progress, preview, preview_every)
-        out = run_encoded(self.at, scheduler, encoded, edits, steps, scale, overrides, self.components.dtype,
-                          on_step, watch, self.encoder.vae_2d)
-    self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed) for e,
-                      k in zip(edits, indices)]
+        edits, encoded = zip(*cached_edits(self.data, dataset, indices, how[1], seeds))
+        check_sampling(scheduler, edits, factor_of(self.components), *how)
+        watch = self._progress(edits, how[0], progress, preview, preview_every)
+        out = run_encoded(self.at, scheduler, encoded, edits, *how, self.components.dtype, on_step, watch,
+                          self.encoder.vae_2d)
+    self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed)
+                      for e, k in zip(edits, indices)]
     return [convert(o) for o in out] if several else convert(out[0])
 
 # %% ../nbs/02_predict.ipynb #8a20438c

@@ -5,23 +5,17 @@
 # %% auto #0
 __all__ = ['PRESETS', 'UNUSED', 'target_modules', 'is_target', 'lora_parameters', 'assert_float32', 'check_targets', 'add_lora',
            'train_only', 'set_dropout', 'CastLinear', 'adapters_in_base_dtype', 'computes_in_base', 'lora_tensors',
-           'lora_state', 'adapter_config', 'save_lora', 'FittingLora', 'read_fitting', 'load_lora', 'start_lora']
+           'lora_state', 'adapter_config', 'save_lora', 'read_fitting', 'load_lora', 'start_lora']
 
 # %% ../../nbs/lora/01_adapters.ipynb #0b90d8f1
 import logging, re, warnings
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from .formats import (COMFY_NAME, WEIGHT_NAME, check_lora, convert_lora, find_lora, lora_info,
-                                 lora_layers,
-                                 read_lora, write_lora)
-from .mixing import (active_loras, belongs_to, check_name, check_not_merged, check_weights,
-                                is_merged, merge_lora,
-                                remove_loras, set_weight, unmerge_lora, use_loras)
+from .formats import (COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, convert_lora, find_lora,
+                                 lora_info, lora_layers, read_lora, write_lora)
+from .mixing import (active_loras, adapted_layers, belongs_to, check_name, check_not_merged, check_weights,
+                                is_merged, merge_lora, remove_loras, set_weight, unmerge_lora, use_loras)
 
 # %% ../../nbs/lora/01_adapters.ipynb #5fc04e1a
 _ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -29,18 +23,13 @@ _TEXT = [*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 _MLP = [f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")]
 PRESETS = dict(attention=_ATTENTION, attention_text=_TEXT, all_linear=_TEXT + _MLP)
 
-def target_modules(
-    setting, # `model.lora.target_modules`: a preset, a list of suffixes and presets, or one regular expression
-): # suffixes or a regular expression, as peft takes them
-    "Replace presets by their suffixes."
+def target_modules(setting): # suffixes or a regular expression, as peft takes them
+    "`model.lora.target_modules`: a preset, a list of suffixes and presets, or one regular expression."
     if isinstance(setting, str): return list(PRESETS.get(setting, [])) or setting
     return list(dict.fromkeys(n for s in setting for n in PRESETS.get(s, [s])))
 
-def is_target(
-    setting, # `model.lora.target_modules`
-    layer:str, # dotted name
-) -> bool:
-    "Does this layer get an adapter? Matched as peft matches it."
+def is_target(setting, layer:str) -> bool:
+    "Does the layer of this dotted name get an adapter? Matched as peft matches it."
     names = target_modules(setting)
     if isinstance(names, str): return bool(re.fullmatch(names, layer))
     return any(layer == n or layer.endswith("." + n) for n in names)
@@ -52,19 +41,12 @@ def lora_parameters(transformer) -> list: # tensors
 
 def assert_float32(transformer):
     "Raises ValueError if a trainable parameter is not float32."
-    wrong = [(n, p.dtype) for n, p in transformer.named_parameters() if p.requires_grad
-             and p.dtype != torch.float32]
-    if wrong:
-        raise ValueError(f"adapter {wrong[0][0]} is {wrong[0][1]}, but trainable parameters must be float32; "
-                         "add the adapter after quantizing")
+    for n, p in transformer.named_parameters():
+        if p.requires_grad and p.dtype != torch.float32:
+            raise ValueError(f"adapter {n} is {p.dtype}, but trainable parameters must be float32; "
+                             "add the adapter after quantizing")
 
-# %% ../../nbs/lora/01_adapters.ipynb #1dac3bfc
-@cache
-def _warn_dora():
-    warnings.warn("qie_nb and diffusers (0.42.1) read the magnitudes of a DoRA file; ComfyUI ignores them "
-                  "and shows another "
-                  "image. For ComfyUI train without `model.lora.use_dora`", stacklevel=3)
-
+# %% ../../nbs/lora/01_adapters.ipynb #6a40e505
 def check_targets(
     settings, # `LoraSection`
     layers, # names of the transformer's linear layers
@@ -72,22 +54,21 @@ def check_targets(
     "Raises ValueError if `target_modules` matches no layer."
     if not any(is_target(settings.target_modules, n) for n in layers):
         raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the "
-                         f"transformer; "
-                         f"try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0")
+                         f"transformer; try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0")
 
-# %% ../../nbs/lora/01_adapters.ipynb #6a40e505
 def add_lora(
     transformer, # QwenImageTransformer2DModel
-    settings, # `LoraSection` of the configuration
+    settings, # `LoraSection`
     name:str="default", # adapter name
     seed:int=0, # of A's initialisation; B starts at zero
-):
-    "Add a trainable adapter and freeze everything else. Raises ValueError if `target_modules` matches no layer."
+): # the transformer
+    "Add a trainable adapter and freeze everything else. Raises ValueError if no layer matches."
     from peft import LoraConfig
-    check_not_merged(transformer)
-    check_name(name)
+    check_not_merged(transformer), check_name(name)
     check_targets(settings, (n for n, m in transformer.named_modules() if hasattr(m, "in_features")))
-    if settings.use_dora: _warn_dora()
+    if settings.use_dora:
+        warnings.warn("ComfyUI ignores the magnitudes of a DoRA file and shows another image; for ComfyUI "
+                      "train without `model.lora.use_dora`", stacklevel=2)
     transformer.requires_grad_(False)
     config = LoraConfig(
         r=settings.r, lora_alpha=settings.lora_alpha or settings.r, lora_dropout=settings.lora_dropout,
@@ -109,8 +90,7 @@ def train_only(
     "Make one adapter active and trainable, and freeze everything else."
     if name is not None:
         check_not_merged(transformer)
-        transformer.enable_adapters()
-        transformer.set_adapter(name)
+        transformer.enable_adapters(), transformer.set_adapter(name)
         set_weight(transformer, name, 1.0) # its file does not store a weight set by `use_loras`
     last = len(transformer.transformer_blocks) - 1
     unused = tuple(f"transformer_blocks.{last}.{n}." for n in UNUSED)
@@ -119,14 +99,10 @@ def train_only(
         p.requires_grad_(own and not n.startswith(unused))
         if own: p.data = p.data.float()
 
-def set_dropout(
-    transformer,
-    rate:float, # `model.lora.lora_dropout`
-    name:str="default", # adapter name
-):
+def set_dropout(transformer, rate:float, name:str="default"):
     "Set an adapter's dropout; a loaded file may have another rate."
-    for m in transformer.modules():
-        if name in getattr(m, "lora_dropout", {}):
+    for m in adapted_layers(transformer).values():
+        if name in m.lora_dropout:
             m.lora_dropout[name] = torch.nn.Dropout(rate).train(m.training) if rate else torch.nn.Identity()
 
 # %% ../../nbs/lora/01_adapters.ipynb #d56d95a5
@@ -136,18 +112,15 @@ class CastLinear(torch.nn.Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
-def _adapted(transformer) -> list: # layers with adapters, except DoRA, whose norms need float32
-    layers = [m for m in transformer.modules() if hasattr(m, "lora_A")
-              and hasattr(m, "cast_input_dtype_enabled")]
-    return [m for m in layers if not getattr(m, "lora_variant", None)
-            and not any(getattr(m, "use_dora", {}).values())]
+def _castable(transformer) -> list: # layers with adapters, except DoRA, whose norms need float32
+    return [m for m in adapted_layers(transformer).values() if not m.lora_variant]
 
 def adapters_in_base_dtype(
-    transformer, # with adapters
+    transformer,
     on:bool=True, # False: compute in the dtype of the adapters' weights, as peft does
 ) -> int: # layers
     "Let adapters compute in their input's dtype; weights, files and optimizer stay float32."
-    for m in (layers := _adapted(transformer)):
+    for m in (layers := _castable(transformer)):
         m.cast_input_dtype_enabled = not on
         for linear in (*m.lora_A.values(), *m.lora_B.values()):
             if isinstance(linear, torch.nn.Linear): linear.__class__ = CastLinear if on else torch.nn.Linear
@@ -155,15 +128,12 @@ def adapters_in_base_dtype(
 
 def computes_in_base(transformer) -> bool:
     "Do adapters compute in their input's dtype?"
-    return any(not m.cast_input_dtype_enabled for m in _adapted(transformer))
+    return any(not m.cast_input_dtype_enabled for m in _castable(transformer))
 
 # %% ../../nbs/lora/01_adapters.ipynb #6b7ff305
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
-def lora_tensors(
-    transformer,
-    name:str="default",
-) -> dict: # {"transformer.<layer>.lora_A.weight": Parameter}
+def lora_tensors(transformer, name:str="default") -> dict: # {"transformer.<layer>.lora_A.weight": Parameter}
     "The adapter's own parameters under diffusers' keys, also inside torch.compile and FSDP wrappers."
     own, out = re.compile(rf"(.+\.lora_(?:A|B|magnitude_vector))\.{re.escape(name)}\.weight"), {}
     for n, p in transformer.named_parameters():
@@ -177,20 +147,12 @@ def lora_state(
     state:dict=None, # tensors to use instead of the adapter's own, with the same keys, e.g. their EMA
 ) -> dict: # {"transformer.<layer>.lora_A.weight": float32 CPU tensor}
     "A copy of the adapter's tensors. With FSDP, all processes must call it."
-    own, state = lora_tensors(transformer, name), state or {}
-    wrong = [k for k, t in state.items() if k not in own or t.shape != own[k].shape]
-    if wrong:
-        raise ValueError(f"`state` has {wrong[0]!r}, which the adapter does not have in this shape; "
-                         "take the keys from lora_tensors")
     full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # a DTensor is one process's shard
-    return {k: full(state.get(k, p).detach()).to("cpu", torch.float32, copy=True).contiguous() for k,
-            p in own.items()}
+    copied = lambda t: full(t.detach()).to("cpu", torch.float32, copy=True).contiguous()
+    return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
 
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c
-def adapter_config(
-    transformer,
-    name:str="default",
-) -> dict: # plain JSON
+def adapter_config(transformer, name:str="default") -> dict: # plain JSON
     "peft's settings of an adapter that a reader needs."
     from peft import LoraConfig
     config, default = transformer.peft_config[name].to_dict(), LoraConfig().to_dict()
@@ -198,7 +160,6 @@ def adapter_config(
     keep -= {"inference_mode", "init_lora_weights", "base_model_name_or_path", "peft_version"}
     return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items() if k in keep}
 
-# %% ../../nbs/lora/01_adapters.ipynb #f878f182
 def save_lora(
     transformer,
     path, # folder or .safetensors file
@@ -206,105 +167,71 @@ def save_lora(
     name:str="default",
     format:str="diffusers", # or comfyui, with `.alpha` tensors
     state:dict=None, # as in `lora_state`; the note then says `weights: ema` unless `info` has its own
-) -> Path: # the file
+): # the file's path
     "Write the adapter atomically; merging does not change the file."
     if name not in getattr(transformer, "peft_config", {}):
         raise ValueError(f"there is no adapter {name!r} to save; add or load one first")
     tensors = {k.removeprefix("transformer."): t for k, t in lora_state(transformer, name, state).items()}
-    if any("magnitude" in k for k in tensors): _warn_dora()
     info = dict(weights="ema" if state else "raw") | (info or {})
     return write_lora(path, tensors, adapter_config(transformer, name), info, format)
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f5ee
 def _check_fit(transformer, state, file):
-    "Raises ValueError if a tensor has no layer of its size."
     modules = dict(transformer.named_modules())
     for key, t in state.items():
-        name, _, side = key.removeprefix("transformer.").partition(".lora_")
+        name, _, side = key.partition(".lora_")
         layer, is_a = getattr(modules.get(name), "base_layer", modules.get(name)), side.startswith("A")
         have = layer and (layer.in_features if is_a else layer.out_features)
         size = t.shape[-1] if is_a else t.shape[0]
         if have != size:
             got = f"the layer has {have}" if have else "there is no such layer"
             raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} "
-                             f"features, {got}; "
-                             "use the base model it was trained on")
+                             f"features, {got}; use the base model it was trained on")
         if is_a and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
             raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the file "
-                             f"as it was trained")
+                             "as it was trained")
 
-class FittingLora(NamedTuple):
-    "A LoRA file in memory that fits a transformer."
-    file: Path
-    state: dict  # {"transformer.<layer>.lora_A.weight": tensor}
-    config: dict # peft's settings
-    info: dict   # our note
-
-def read_fitting(
-    transformer,
-    path, # file, folder, or hub id
-) -> FittingLora:
+def read_fitting(transformer, path) -> LoraWeights:
     "Read a LoRA. Raises FileNotFoundError, or ValueError if it is not a LoRA for this transformer."
     from peft import LoraConfig
-    file = find_lora(path)
-    state, config, info = read_lora(file)
-    state, known = {f"transformer.{k}": t for k, t in state.items()}, LoraConfig().to_dict()
-    _check_fit(transformer, state, file)
-    config = dict(rank_pattern={}) | {k: v for k,
-                                      v in config.items() if k in known} # diffusers 0.37 needs rank_pattern
-    return FittingLora(file, state, {f"transformer.{k}": v for k, v in config.items()}, info)
-
-# %% ../../nbs/lora/01_adapters.ipynb #1eb3e5a2
-@contextmanager
-def _no_false_alarm():
-    log = logging.getLogger("diffusers.utils.peft_utils")
-    keep = lambda r: "led to missing keys" not in r.getMessage()
-    log.addFilter(keep)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
-            yield
-    finally: log.removeFilter(keep)
+    read, known = read_lora(path), LoraConfig().to_dict()
+    _check_fit(transformer, read.state, read.file)
+    # diffusers 0.37 needs rank_pattern
+    return read._replace(config=dict(rank_pattern={}) | {k: v for k, v in read.config.items() if k in known})
 
 # %% ../../nbs/lora/01_adapters.ipynb #a141850d
 def load_lora(
     transformer,
-    path, # file, folder, hub id, or a `FittingLora`
-    name:str="default", # adapter name; an adapter of this name is replaced
+    path, # file, folder, hub id, or what `read_fitting` returned
+    name:str="default", # an adapter of this name is replaced
     trainable:bool=False, # go on training it?
     weight:float=1.0, # factor on its scale
 ) -> dict: # the file's note
     "Load an adapter and make it the only active one. Raises FileNotFoundError or ValueError."
     check_name(name), check_weights({name: weight})
-    read = path if isinstance(path, FittingLora) else read_fitting(transformer, path)
+    read = path if isinstance(path, LoraWeights) else read_fitting(transformer, path)
     unmerge_lora(transformer)
     before = {n: w for n, w in active_loras(transformer).items() if n != name}
+    log = logging.getLogger("diffusers.utils.peft_utils")
+    log.disabled, was = True, log.disabled
     try:
         remove_loras(transformer, [name])
-        with _no_false_alarm():
-            transformer.load_lora_adapter(read.state, prefix="transformer", adapter_name=name,
-                                          metadata=read.config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            transformer.load_lora_adapter(read.state, prefix=None, adapter_name=name, metadata=read.config)
     except BaseException:
         remove_loras(transformer, [name]), use_loras(transformer, before)
         raise
+    finally: log.disabled = was
     use_loras(transformer, {name: weight})
     train_only(transformer, name if trainable else None)
     if computes_in_base(transformer): adapters_in_base_dtype(transformer)
     if trainable: # diffusers has cast the tensors to the base's dtype
-        for k, p in lora_tensors(transformer, name).items(): p.data.copy_(read.state[k])
+        for k, p in lora_tensors(transformer, name).items():
+            p.data.copy_(read.state[k.removeprefix("transformer.")])
     return read.info
 
 # %% ../../nbs/lora/01_adapters.ipynb #c984b6cf
-def _overridden(transformer, config, settings, name) -> list: # keys of `model.lora`
-    "Settings that differ from a loaded adapter's."
-    has = {k.removeprefix("transformer.").split(".lora_")[0] for k in lora_tensors(transformer, name)}
-    linear = {n.removesuffix(".base_layer") for n, m in transformer.named_modules()
-              if hasattr(m, "in_features") and ".lora_" not in n}
-    differ = dict(r=config.r != settings.r, lora_alpha=config.lora_alpha != (settings.lora_alpha or config.r),
-                  target_modules={n for n in linear if is_target(settings.target_modules, n)} != has,
-                  use_rslora=config.use_rslora != settings.use_rslora, use_dora=config.use_dora != settings.use_dora)
-    return [k for k, d in differ.items() if d]
-
 def start_lora(
     transformer,
     settings, # `LoraSection`
@@ -321,8 +248,7 @@ def start_lora(
         return {}
     info = load_lora(transformer, settings.pretrained_weight, name, trainable=True)
     set_dropout(transformer, settings.lora_dropout, name)
-    c = transformer.peft_config[name]
-    keys = ", ".join(f"`model.lora.{k}`" for k in _overridden(transformer, c, settings, name))
-    print(f"training starts from {settings.pretrained_weight}: rank {c.r}, alpha {c.lora_alpha:g}"
-          + (f"; the file overrides {keys}" if keys else ""))
+    c, n = transformer.peft_config[name], sum(name in m.lora_A for m in adapted_layers(transformer).values())
+    print(f"training starts from {settings.pretrained_weight}: rank {c.r}, alpha {c.lora_alpha:g}, "
+          f"{n} layers; these come from the file, not from `model.lora`")
     return info

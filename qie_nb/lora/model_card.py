@@ -13,17 +13,12 @@ from ..core.files import write_atomic
 from .formats import COMFY_NAME, WEIGHT_NAME, hub_error, is_hub_id
 
 # %% ../../nbs/lora/03_model_card.ipynb #897de3c7
-def plain(
-    text, # anything
-) -> str: # one line of Markdown
+def plain(text) -> str: # one line of Markdown
     "Markdown that shows a text unchanged."
     one_line = html.escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#+!|~$:@])", r"\\\1", one_line)
 
-def fenced(
-    text:str,
-    language:str="",
-) -> str: # Markdown
+def fenced(text:str, language:str="") -> str:
     "A code block that its content cannot close."
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
@@ -49,26 +44,24 @@ image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_sca
 image.save("output.png")'''
 
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
-_SHOWN = re.compile(
-    r"(model\.(lora(?!\.pretrained)|quantize)|data\.(image_size|crop|caption_dropout_rate|batch_size)|optimizer|lr_scheduler"
-    r"|train\.(seed|num_epochs|max_train_steps|gradient_accumulation_steps|mixed_precision|max_grad_norm|timestep_sampling"
-    r"|loss_weighting|mask_min_weight|ema_decay))(\..+)?")
+_SHOWN = ("model.lora", "model.quantize", "optimizer", "lr_scheduler", *(f"data.{k}" for k in (
+    "image_size", "crop", "caption_dropout_rate", "batch_size")), *(f"train.{k}" for k in (
+    "seed", "num_epochs", "max_train_steps", "gradient_accumulation_steps", "mixed_precision",
+    "max_grad_norm", "timestep_sampling", "loss_weighting", "mask_min_weight", "ema_decay")))
 
-def card_settings(
-    config, # `Config`
-) -> dict: # {dotted key: value}
-    "The settings that the card shows."
+def card_settings(config) -> dict: # {dotted key: value}
+    "The settings of a `Config` that the card shows."
     def walk(value, name):
         if isinstance(value, dict):
-            for k, v in value.items(): yield from walk(v, f"{name}.{k}" if name else k)
-        elif value is not None: yield name, value
-    return {n: v for n, v in walk(json.loads(config.model_dump_json()), "") if _SHOWN.fullmatch(n)}
+            for k, v in value.items(): yield from walk(v, f"{name}.{k}")
+        elif value is not None and name.startswith(_SHOWN) and "pretrained" not in name: yield name, value
+    return {n: v for s, values in json.loads(config.model_dump_json()).items() for n, v in walk(values, s)}
 
 # %% ../../nbs/lora/03_model_card.ipynb #bbca894f
 _WEIGHTS = dict(raw="those of the last step", ema="a running mean (EMA) over the steps")
 _DATA = dict(samples="pairs", held_out="validation pairs", controls="control images per pair",
-             control_area="control area, pixels",
-             image_size="target size, pixels", vl_area="area the text encoder sees, pixels")
+             control_area="control area, pixels", image_size="target size, pixels",
+             vl_area="area the text encoder sees, pixels")
 
 def _table(*rows): # the first is the head
     lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
@@ -78,15 +71,16 @@ def _parts(facts, images, where): # (heading, text or None)
     size = lambda v: "x".join(map(str, v)) if isinstance(v, (list, tuple)) else v
     data = [(label, size(facts[k])) for k, label in _DATA.items() if facts.get(k) is not None]
     captions = [" ".join(c.split()) for c in facts.get("captions") or () if c.strip()]
-    more, loss = f"\n\nand {len(captions) - 5} more." if len(captions) > 5 else "", facts.get("held_out_loss")
+    more = f"\n\nand {len(captions) - 5} more." if len(captions) > 5 else ""
+    weights, loss = _WEIGHTS.get(facts.get("weights")), facts.get("held_out_loss")
     yield "Images", "\n\n".join(f"![{plain(text)}]({name})" for name, text in images)
     yield "Use", fenced(usage(facts, where), "python")
     yield "Data", data and _table(("data", ""), *data)
     yield "Captions", captions and fenced("\n".join(captions[:5])) + more
     yield "Validation loss", loss and f"{loss:.4f} on pairs that were not trained on."
-    yield "Weights", facts.get("weights") in _WEIGHTS and f"{_WEIGHTS[facts['weights']]}, after {facts.get('steps', '?')} steps."
-    yield "Settings", facts.get("settings") and _table(("setting", "value"),
-                                                       *sorted(facts["settings"].items()))
+    yield "Weights", weights and f"{weights}, after {facts.get('steps', '?')} steps."
+    settings = sorted((facts.get("settings") or {}).items())
+    yield "Settings", settings and _table(("setting", "value"), *settings)
 
 def model_card(
     facts:dict, # title, base_model, license, variant, samples, captions, held_out_loss, weights, steps, settings, ...
@@ -97,12 +91,12 @@ def model_card(
     from huggingface_hub import ModelCardData
     base, variant = facts.get("base_model") or facts.get("base") or "Qwen-Image-Edit", facts.get("variant")
     head = ModelCardData(library_name="diffusers", pipeline_tag="image-to-image",
-                         license=facts.get("license"),
                          tags=["lora", "diffusers", "qwen-image-edit", "image-to-image"],
+                         license=facts.get("license"),
                          base_model=base if is_hub_id(facts.get("base_model")) else None)
+    title = plain(facts.get("title") or "LoRA for " + Path(str(base)).name)
     parts = "".join(f"\n## {heading}\n\n{text}\n" for heading, text in _parts(facts, images, where) if text)
-    return (f"---\n{head.to_yaml()}\n---\n\n# "
-            f"{plain(facts.get('title') or 'LoRA for ' + Path(str(base)).name)}\n\n"
+    return (f"---\n{head.to_yaml()}\n---\n\n# {title}\n\n"
             f"A LoRA for {plain(base)}{f' ({plain(variant)})' if variant else ''}, made with qie_nb.\n{parts}")
 
 # %% ../../nbs/lora/03_model_card.ipynb #4f173c75
@@ -124,10 +118,8 @@ def write_model_card(
     return folder/"README.md"
 
 # %% ../../nbs/lora/03_model_card.ipynb #b46d4d2a
-def published(
-    folder, # with a LoRA file and its card
-) -> list: # paths relative to it
-    "The files to upload. Raises ValueError if LoRA or card is missing."
+def published(folder) -> list: # paths relative to it
+    "The files of a folder to upload. Raises ValueError if LoRA or card is missing."
     folder = Path(folder)
     files = [n for n in (WEIGHT_NAME, COMFY_NAME) if (folder/n).is_file()]
     if not files: raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; save the LoRA there first")
@@ -140,11 +132,10 @@ def push_to_hub(
     folder, # with a LoRA file and its card
     repo_id:str, # owner/name
     private:bool=True, # visible only to you?
-    token:str=None, # default: the one you logged in with
 ) -> str: # URL of the repository
     "Upload the LoRA, its card and the card's images. Raises ValueError or ConnectionError with the remedy."
     from huggingface_hub import HfApi
-    files, api = published(folder), HfApi(token=token)
+    files, api = published(folder), HfApi()
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(repo_id)):
         raise ValueError(f"`repo_id` must be owner/name, got {repo_id!r}")
     try:

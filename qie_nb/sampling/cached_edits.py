@@ -27,33 +27,24 @@ def eval_mode(transformer):
         with torch.no_grad(): yield
     finally: transformer.train(was)
 
-def load_batch(
-    trainer,
-    dataset, # `ImageDataset`
-    indices, # of one bucket
-): # a batch with the four cached tensors
-    "Samples as a batch; what the cache lacks is encoded now."
+def load_batch(trainer, dataset, indices): # a batch with the four cached tensors
+    "Samples of one bucket; what the cache lacks is encoded now."
     batch = collate([dataset[i] for i in indices], dataset.geometry, dataset.config)
     return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
 
 def is_available(components, *names) -> bool:
     "Are these components in the model's folder, or on the hub?"
-    c = components
-    return all((c.folder/n).is_dir() for n in names) or not (c.name == "tiny"
-                                                             or Path(c.name).expanduser().is_dir())
+    local = components.name == "tiny" or Path(components.name).expanduser().is_dir()
+    return not local or all((components.folder/n).is_dir() for n in names)
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #ff7599b4
-def empty_prompt(
-    trainer,
-    dataset, # `ImageDataset`
-    i:int, # sample
-): # [L, D] on the CPU, or None if it is neither cached nor can be encoded
-    "Embedding of the empty prompt with a sample's control images."
-    cache, known = dataset.cache, dataset.identity is not None
-    if cache is not None and known and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None:
+def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU
+    "The empty prompt's embedding for a sample's control images; None if it is neither cached nor can be encoded."
+    cache = dataset.cache if dataset.identity is not None else None
+    if cache is not None and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None:
         return e
     if not is_available(trainer.components, "text_encoder", "processor"): return None
-    own = cache if cache is not None and known and cache.writable else None
+    own = cache if cache is not None and cache.writable else None
     encoder = trainer.encoder(own, trainer.vae_device, trainer.text_device)
     if own is not None:
         return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
@@ -68,24 +59,22 @@ def encoded_sample(
     "The transformer's inputs for a sample; what the cache lacks is encoded now."
     batch, uncond = load_batch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
     return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]),
-                   batch["prompt_embed"][0][None],
-                   None if uncond is None else uncond[None])
+                   batch["prompt_embed"][0][None], None if uncond is None else uncond[None])
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9fef
 def edit_cached(
     trainer,
     encoded, # `Encoded`, or an object with its fields
-    steps:int=20, # sampling steps
+    steps:int=20,
     true_cfg_scale:float=4.0, # 1 means no guidance
     seed:int=0, # of the noise
     on_step=None, # called with (step, steps, latents)
 ) -> torch.Tensor: # [1, C, 1, h, w]
     "Latent of the edited image, computed on the transformer's current device."
-    tr = trainer._transformer()
+    tr, scheduler = trainer._transformer(), trainer.components.get("scheduler")
     with eval_mode(tr):
-        return denoise_encoded(tr, trainer.components.get("scheduler"), encoded, steps, true_cfg_scale, seed,
-                               dtype=trainer.weight_dtype,
-                               on_step=on_step)
+        return denoise_encoded(tr, scheduler, encoded, steps, true_cfg_scale, seed,
+                               dtype=trainer.weight_dtype, on_step=on_step)
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #abe32d84
 def cached_data(
@@ -119,11 +108,10 @@ def cached_edits(
         raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got "
                          f"{bad[0] if bad else indices!r}")
     for i, seed in zip(indices, seeds):
-        encoded = encoded_sample(trainer, dataset, i, true_cfg_scale > 1)
+        encoded, s = encoded_sample(trainer, dataset, i, true_cfg_scale > 1), dataset.samples[i]
         if true_cfg_scale > 1 and encoded.uncond is None:
             raise ValueError(f"`true_cfg_scale` {true_cfg_scale} needs the empty prompt, which the cache "
-                             f"lacks for sample "
-                             f"{dataset.samples[i].id!r}; precompute with `data.caption_dropout_rate` above 0, or use true_cfg_scale=1")
-        size = dataset.geometry.target(dataset.sizes[i][0])
-        out.append((Edit([], dataset.samples[i].prompt, "", size, seed), encoded))
+                             f"lacks for sample {s.id!r}; precompute with `data.caption_dropout_rate` above "
+                             "0, or use 1")
+        out.append((Edit([], s.prompt, "", dataset.geometry.target(dataset.sizes[i][0]), seed), encoded))
     return out

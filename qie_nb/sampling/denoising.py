@@ -8,11 +8,14 @@ __all__ = ['SCHEDULES', 'sampling_schedule', 'start_noise', 'denoise', 'output_s
 
 # %% ../../nbs/sampling/00_denoising.ipynb #2ece43d2
 import math, re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, FiniteFloat, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ..data.images import calculate_dimensions
 from ..models.flow_matching import calculate_mu, img_shapes, pack_latents, true_cfg, unpack_latents, velocity
@@ -20,7 +23,7 @@ from ..models.flow_matching import calculate_mu, img_shapes, pack_latents, true_
 # %% ../../nbs/sampling/00_denoising.ipynb #09ea36c5
 def sampling_schedule(
     scheduler, # FlowMatchEulerDiscreteScheduler; only its config is read
-    steps:int, # sampling steps
+    steps:int,
     tokens:int, # packed tokens of the target
     device="cpu",
     overrides:dict=None, # changes of the scheduler's config, e.g. dict(shift_terminal=None)
@@ -29,8 +32,7 @@ def sampling_schedule(
     config = scheduler.config
     if unknown := [k for k in overrides or {} if k not in config]:
         raise ValueError(f"`scheduler_overrides` has {unknown[0]!r}, which {type(scheduler).__name__} does "
-                         f"not know; "
-                         f"its settings are {', '.join(k for k in config if not k.startswith('_'))}")
+                         f"not know; its settings are {', '.join(k for k in config if k[0] != '_')}")
     own = type(scheduler).from_config(config, **(overrides or {}))
     # stretching a single level to the terminal one divides by zero
     least = 2 if own.config.get("shift_terminal") else 1
@@ -96,13 +98,18 @@ def output_size(
     return int(w), int(h)
 
 # %% ../../nbs/sampling/00_denoising.ipynb #3a8ef5c4
-@dataclass(frozen=True)
+_KEYS = Literal["base_shift", "max_shift", "shift", "shift_terminal", "time_shift_type",
+                "base_image_seq_len", "max_image_seq_len", "use_dynamic_shifting", "use_karras_sigmas",
+                "use_exponential_sigmas", "use_beta_sigmas"]
+_VALUES = FiniteFloat | bool | None | Literal["exponential", "linear"]
+
+@dataclass(frozen=True, config=dict(extra="forbid", strict=True))
 class SamplingSchedule:
-    "How to sample."
-    name: str
-    steps: int = 20
-    true_cfg_scale: float = 4.0 # 1 means no guidance
-    scheduler: dict = field(default_factory=dict) # changes of the scheduler's config
+    "How to sample; wrong values raise a ValidationError."
+    name: str = "custom"
+    steps: Annotated[int, Field(ge=1, le=1000)] = 20
+    true_cfg_scale: FiniteFloat = 4.0 # 1 means no guidance
+    scheduler: dict[_KEYS, _VALUES] = field(default_factory=dict) # changes of the scheduler's config
 
 _LN3 = math.log(3)
 SCHEDULES = dict(none=SamplingSchedule("none"), lightning=SamplingSchedule("lightning", 4, 1.0, dict(
@@ -110,18 +117,6 @@ SCHEDULES = dict(none=SamplingSchedule("none"), lightning=SamplingSchedule("ligh
     time_shift_type="exponential")))
 
 # %% ../../nbs/sampling/00_denoising.ipynb #2e6f0186
-_FIELDS = dict(name=str, steps=int, true_cfg_scale=float, scheduler=dict)
-_SCHEDULER = dict.fromkeys(("base_shift", "max_shift", "shift"),
-                           float) | dict(shift_terminal=(float, type(None)), time_shift_type=str,
-    **dict.fromkeys(("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas",
-                     "use_beta_sigmas"), bool),
-    **dict.fromkeys(("base_image_seq_len", "max_image_seq_len"), int))
-
-def _is_a(value, types) -> bool:
-    types = types if isinstance(types, tuple) else (types,)
-    if type(value) in (int, float): return math.isfinite(value) and (float in types or type(value) in types)
-    return type(value) in types
-
 def as_schedule(
     value, # name in `SCHEDULES`, `SamplingSchedule`, or a dict with its fields (as in a LoRA's header)
     where:str="`schedule`", # its name in messages
@@ -130,25 +125,16 @@ def as_schedule(
     if isinstance(value, SamplingSchedule): return value
     if isinstance(value, str) and value in SCHEDULES: return SCHEDULES[value]
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must be one of {', '.join(SCHEDULES)}, or a dict with steps, got "
-                         f"{value!r}")
-    wrong = [k for k, v in value.items() if k not in _FIELDS or not _is_a(v, _FIELDS[k])]
-    if not wrong:
-        wrong = [f"scheduler.{k}" for k, v in value.get("scheduler", {}).items() if k not in _SCHEDULER
-                 or not _is_a(v, _SCHEDULER[k])]
-    if wrong:
-        raise ValueError(f"{where} has {wrong[0]!r}, which is unknown or of the wrong type; its keys are "
-                         f"{', '.join(_FIELDS)}")
-    if not 1 <= value.get("steps", 20) <= 1000:
-        raise ValueError(f"{where} has {value['steps']} steps; use 1 to 1000")
-    return SamplingSchedule(**{"name": "custom"} | value)
+        raise ValueError(f"{where} must be one of {', '.join(SCHEDULES)}, or a dict with steps, got {value!r}")
+    try: return SamplingSchedule(**value)
+    except ValidationError as e:
+        wrong = e.errors()[0]
+        raise ValueError(f"{where} has {'.'.join(map(str, wrong['loc'][:2]))!r}: {wrong['msg']}") from None
 
 # %% ../../nbs/sampling/00_denoising.ipynb #039b0608
 _LIGHTNING = re.compile(r"lightning.*?(?<!\d)(\d{1,2})[-_ ]?steps?(?![a-z])", re.IGNORECASE)
 
-def steps_in_name(
-    path, # of a LoRA
-) -> int: # sampling steps, or None if the name is not that of a Lightning file
+def steps_in_name(path) -> int: # or None if the name is not that of a Lightning file
     "Sampling steps in a Lightning LoRA's file name."
     found = _LIGHTNING.search(Path(str(path)).name)
     return int(found[1]) if found else None
@@ -163,12 +149,10 @@ def pick_schedule(
     path, steps = next(((p, n) for p, _ in adapters if (n := steps_in_name(p))), ("", None))
     name = lambda p: Path(str(p)).name
     if wanted not in (None, "auto"):
-        s = as_schedule(wanted)
-        if wanted != "lightning" or not steps: return s, "asked for"
+        if wanted != "lightning" or not steps: return as_schedule(wanted), "asked for"
         return lightning(steps), f"asked for; {name(path)} was made for {steps} steps"
     for p, info in adapters:
-        if info.get("schedule"):
-            return as_schedule(info["schedule"],
-                               f"`schedule` of LoRA {str(p)!r}"), f"in the header of {name(p)}"
+        if own := info.get("schedule"):
+            return as_schedule(own, f"`schedule` of LoRA {str(p)!r}"), f"in the header of {name(p)}"
     if steps: return lightning(steps), f"in the name of {name(path)}"
     return SCHEDULES["none"], "the model's own"

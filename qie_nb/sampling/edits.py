@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['as_image', 'images_of', 'Edit', 'seeds_of', 'factor_of', 'make_edits', 'Encoded', 'encode_edits', 'denoise_encoded',
-           'check_sampling', 'keep_in_place', 'run_edits', 'run_encoded']
+           'check_sampling', 'run_edits', 'run_encoded']
 
 # %% ../../nbs/sampling/01_edits.ipynb #0b475728
 import hashlib, json, math
@@ -21,33 +21,27 @@ from ..models.modulation import model_timesteps, table_of
 from .denoising import denoise, output_size, sampling_schedule, start_noise
 
 # %% ../../nbs/sampling/01_edits.ipynb #e2d97fea
-_IMAGE = "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got "
-
 def as_image(
     given, # path, PIL image or uint8 array; grey or transparent is fine
 ) -> Image.Image: # RGB, upright
     "A control image. Raises ValueError for anything else."
-    if isinstance(given, torch.Tensor):
-        raise ValueError(f"{_IMAGE}a tensor; give it as a numpy array, channels last")
-    if given is None or isinstance(given, (bool, int, float, list, tuple, dict)):
-        raise ValueError(f"{_IMAGE}{type(given).__name__}")
     if isinstance(given, np.ndarray):
-        if given.dtype != np.uint8:
-            raise ValueError(f"{_IMAGE}{given.dtype}; scale it to 0..255 and use .astype('uint8')")
         if given.ndim == 3 and given.shape[2] == 1: given = given[:, :, 0]
-        if given.ndim != 2 and (given.ndim != 3 or given.shape[2] not in (3, 4)):
-            raise ValueError(f"{_IMAGE}shape {list(given.shape)}; one array is one image")
+        right = given.dtype == np.uint8 and (given.ndim == 2 or given.ndim == 3 and given.shape[2] in (3, 4))
+    else: right = isinstance(given, (str, bytes, Image.Image)) or hasattr(given, "read_bytes")
+    if not right:
+        got = f"{given.dtype} {list(given.shape)}" if hasattr(given, "dtype") else type(given).__name__
+        raise ValueError("`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or "
+                         f"[H, W, 4], got {got}")
     return open_image(given)
 
-def images_of(
-    given, # one image or a list of them
-) -> list: # PIL images
-    "The control images of one edit."
+def images_of(given) -> list: # PIL images
+    "The control images of one edit, from one image or a list."
     several = given if isinstance(given, (list, tuple)) else [given]
     if not len(several): raise ValueError("`prompt_image` is an empty list; give at least one image")
     return [as_image(p) for p in several]
 
-# %% ../../nbs/sampling/01_edits.ipynb #2275e612
+# %% ../../nbs/sampling/01_edits.ipynb #38afc5b3
 @dataclass(eq=False)
 class Edit:
     "One edit, checked."
@@ -58,13 +52,10 @@ class Edit:
     seed: int = 0
     generator: object = None # torch.Generator instead of the seed
 
-# %% ../../nbs/sampling/01_edits.ipynb #38afc5b3
 _TYPES = dict(prompt="a string, or a list of strings for several edits", negative_prompt="a string",
-              seed="a whole number, 0 or more",
-              generator="a torch.Generator")
+              seed="a whole number, 0 or more", generator="a torch.Generator")
 
-def _each(name, value, n, types) -> list:
-    "A value for each of `n` edits, from one or a list."
+def _each(name, value, n, types) -> list: # a value for each of `n` edits, from one or a list
     if not isinstance(value, (list, tuple)): value = [value] * n
     if len(value) != n:
         raise ValueError(f"`{name}` has {len(value)} entries for {n} prompts; give one for all or one each")
@@ -85,8 +76,7 @@ def _image_sets(prompt_image, n, several) -> list: # n lists of images
     if not isinstance(prompt_image, (list, tuple)): return [images_of(prompt_image)] * n
     if len(prompt_image) != n:
         raise ValueError(f"`prompt_image` has {len(prompt_image)} entries for {n} prompts; give one image "
-                         f"for all or an entry each, "
-                         "where an entry may be a list of images")
+                         "for all or an entry each, where an entry may be a list of images")
     return [images_of(p) for p in prompt_image]
 
 # %% ../../nbs/sampling/01_edits.ipynb #9dede750
@@ -122,10 +112,10 @@ def make_edits(
     for p, q, s in zip(prompts, negatives, sets):
         prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
     size = lambda s: output_size(s[0].size, area or geometry.control_area, height, width, multiple)
-    return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in zip(sets, prompts, negatives, seeds,
-                                                                    generators)]
+    each = zip(sets, prompts, negatives, seeds, generators)
+    return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in each]
 
-# %% ../../nbs/sampling/01_edits.ipynb #93022f94
+# %% ../../nbs/sampling/01_edits.ipynb #c3ba9919
 @dataclass(eq=False)
 class Encoded:
     "The transformer's inputs for one edit; tensors are on the CPU."
@@ -137,7 +127,6 @@ class Encoded:
 def _digest(image) -> str: return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
 def _encoded_as(prompt) -> str: return prompt if prompt.strip() else " "
 
-# %% ../../nbs/sampling/01_edits.ipynb #c3ba9919
 def encode_edits(
     encoder, # `Encoder`
     edits, # list of `Edit`
@@ -157,10 +146,8 @@ def encode_edits(
     for images, texts in groups.values():
         for p in texts: texts[p] = encoder.prompt(p, images, geometry)[0][None].cpu()
     at("vae")
-    latents = {}
-    for e, k in zip(edits, keys):
-        for digest, p in zip(k, e.images):
-            if digest not in latents: latents[digest] = encoder.image(p, geometry.control(p.size))[None].cpu()
+    images = {digests[id(p)]: p for e in edits for p in e.images}
+    latents = {k: encoder.image(p, geometry.control(p.size))[None].cpu() for k, p in images.items()}
     vae = encoder.components.get("vae")
     C, f, text = vae.config.z_dim, vae_factor(vae), lambda k, p: groups[k][1][_encoded_as(p)]
     return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[d] for d in k], text(k, e.prompt),
@@ -177,8 +164,7 @@ def denoise_encoded(
     generator=None, # torch.Generator instead of `seed`
     overrides:dict=None, # changes of the scheduler's config
     dtype=None, # of the computation; default the transformer's
-    on_step=None, # called with (step, steps, latents)
-    on_estimate=None, # as in `denoise`
+    on_step=None, on_estimate=None, # as in `denoise`
 ) -> torch.Tensor: # [1, C, 1, h, w]
     "The latent of an encoded edit."
     device, dtype = device_of(transformer), dtype or transformer.dtype
@@ -186,15 +172,13 @@ def denoise_encoded(
     text = lambda e: None if e is None else (put(e), None) # a single prompt has no padding and needs no mask
     C, _, h, w = edit.shape
     schedule = sampling_schedule(scheduler, steps, h * w // 4, device, overrides)
-    table = table_of(transformer)
-    if table:
-        table.ensure(model_timesteps(schedule.timesteps, table.dtype),
-                     f"modulation of {steps} sampling steps")
+    if table := table_of(transformer):
+        times = model_timesteps(schedule.timesteps, table.dtype)
+        table.ensure(times, f"modulation of {steps} sampling steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
     uncond = edit.uncond if true_cfg_scale > 1 else None
     return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond),
-                   text(uncond), true_cfg_scale,
-                   on_step, on_estimate)
+                   text(uncond), true_cfg_scale, on_step, on_estimate)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee75c
 def check_sampling(
@@ -204,18 +188,14 @@ def check_sampling(
     steps, true_cfg_scale, overrides=None,
 ):
     "Raises ValueError for sampling settings that cannot work."
-    if isinstance(true_cfg_scale, bool) or not isinstance(true_cfg_scale,
-                                                          (int, float)) or not math.isfinite(true_cfg_scale):
+    number = isinstance(true_cfg_scale, (int, float)) and not isinstance(true_cfg_scale, bool)
+    if not number or not math.isfinite(true_cfg_scale):
         raise ValueError(f"`true_cfg_scale` must be a finite number, got {true_cfg_scale!r}; 4 is usual, 1 "
-                         f"means no guidance")
+                         "means no guidance")
     for w, h in {e.size for e in edits}:
         sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
 
 # %% ../../nbs/sampling/01_edits.ipynb #2d8359b5
-def keep_in_place(encoder, transformer): # the `at` of `run_edits`
-    "Components stay where they are."
-    return lambda name: transformer if name == "transformer" else encoder.place(name)
-
 def run_edits(
     encoder, # `Encoder`
     at, # function that places a component and returns it; called with its name when its stage begins
@@ -232,12 +212,11 @@ def run_edits(
     scheduler = encoder.components.get("scheduler")
     check_sampling(scheduler, edits, factor_of(encoder.components), steps, true_cfg_scale, overrides)
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
-    return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step,
-                       watch, encoder.vae_2d)
+    return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
+                       encoder.vae_2d)
 
-def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=None, dtype=None,
-                on_step=None, watch=None,
-                flat=True) -> list:
+def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
+                vae_2d) -> list:
     "The stages after encoding; of each edit only `seed` and `generator` are read."
     transformer, latents = at("transformer"), []
     def step(*args):
@@ -246,10 +225,9 @@ def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides=
     try:
         for inputs, e in zip(encoded, edits):
             z = denoise_encoded(transformer, scheduler, inputs, steps, true_cfg_scale, e.seed, e.generator,
-                                overrides, dtype, step,
-                                watch and watch.estimate)
+                                overrides, dtype, step, watch and watch.estimate)
             latents.append(z.cpu())
     finally:
         if watch: watch.close()
     vae = at("vae")
-    return [decode_latents(vae, z, flat)[0] for z in latents]
+    return [decode_latents(vae, z, vae_2d)[0] for z in latents]

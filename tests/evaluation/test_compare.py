@@ -183,7 +183,7 @@ def test_mistakes_are_refused_before_encoding(ask, sentence, files, encoded, tmp
 
 def narrow(files):
     from qie_nb.lora.formats import read_lora, write_lora
-    state, config, info = read_lora(files["style"])
+    state, config, info = read_lora(files["style"])[:3]
     return write_lora(files["style"].parent/"narrow.safetensors", {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in state.items()}, config, info)
 
 

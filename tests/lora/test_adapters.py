@@ -1,5 +1,5 @@
 """Adapters: layers, training, parity with diffusers, saving, merging, starting from a file, refusals."""
-import copy, json, warnings
+import copy, json
 
 import pytest
 import torch
@@ -26,17 +26,9 @@ def test_presets_select_exactly_these_layers(setting, leaves):
     assert adapted(tr) == {f"transformer_blocks.{i}.{leaf}" for i in (0, 1) for leaf in leaves}
 
 
-def test_all_linear_is_every_linear_layer_except_modulation():
-    linear = {n for n, m in bare().named_modules() if isinstance(m, torch.nn.Linear) and n.startswith("transformer_blocks.")}
-    tr = lora.add_lora(bare(), LoraSection(r=2, target_modules="all_linear"))
-    assert linear - adapted(tr) == {n for n in linear if n.endswith(("img_mod.1", "txt_mod.1"))} and len(adapted(tr)) == 24
-
-
-@pytest.mark.parametrize("use_dora", [False, True])
-@pytest.mark.parametrize("setting", ["attention", "all_linear", ["to_q"]])
-def test_plan_counts_the_trained_parameters(setting, use_dora):
+@pytest.mark.parametrize("section", [dict(r=3), dict(r=3, target_modules="all_linear", use_dora=True)], ids=str)
+def test_plan_counts_the_trained_parameters(section):
     from qie_nb.planning.memory_query import adapter_shapes, memory_query, numbers
-    section = dict(r=3, target_modules=setting, use_dora=use_dora)
     tr = lora.add_lora(bare(), LoraSection(**section))
     query = memory_query(make_config(dict(model=dict(lora=section))), dict(bare().config))
     assert numbers(adapter_shapes(query, trained=False)) == sum(p.numel() for p in lora.lora_tensors(tr).values())
@@ -47,7 +39,7 @@ def test_rslora_scales_by_the_root_of_the_rank():
     assert scale(trained(r=16, lora_alpha=8, use_rslora=True)) == 2.0 and scale(trained(r=16, lora_alpha=8)) == 0.5
 
 
-@pytest.mark.parametrize("settings", [dict(use_rslora=True), dict(use_dora=True), dict(use_dora=True, target_modules="all_linear")])
+@pytest.mark.parametrize("settings", [dict(use_rslora=True), dict(use_dora=True, target_modules="all_linear")])
 def test_options_train(settings):
     tr = lora.add_lora(bare(dtype=torch.bfloat16), LoraSection(r=4, **settings))
     lora.assert_float32(tr)
@@ -61,14 +53,6 @@ def test_options_train(settings):
         losses.append(loss.item())
     unchanged = {k.split(".lora_")[0] for k, v in lora.lora_state(tr).items() if torch.equal(first[k], v)}
     assert losses[-1] < 0.7 * losses[0] and unchanged == (UNUSED if settings.get("target_modules") == "all_linear" else set())
-
-
-def test_only_layers_without_gradient_are_frozen():
-    tr = trained(target_modules="all_linear")
-    assert {k.split(".lora_")[0] for k, p in lora.lora_tensors(tr).items() if not p.requires_grad} == UNUSED
-    for p in lora.lora_tensors(tr).values(): p.requires_grad_(True)
-    forward(tr).square().sum().backward()
-    assert {k.split(".lora_")[0] for k, p in lora.lora_tensors(tr).items() if p.grad is None or not p.grad.any()} == UNUSED
 
 
 def test_dropout_follows_the_configuration(tmp_path):
@@ -91,9 +75,8 @@ def test_dropout_follows_the_configuration(tmp_path):
 
 # diffusers
 
-@pytest.mark.parametrize("settings", [dict(), dict(target_modules="all_linear", lora_alpha=0.3), dict(use_rslora=True, target_modules="attention_text"), dict(use_dora=True)],
-                         ids=["alpha", "all_linear", "rslora", "dora"])
-@pytest.mark.parametrize("variant", ["v1", "2509", "2511"])
+@pytest.mark.parametrize("variant, settings", [("2511", dict()), ("2511", dict(target_modules="all_linear", lora_alpha=0.3)), ("v1", dict(use_rslora=True, target_modules="attention_text")),
+                                               ("2509", dict(use_dora=True))], ids=["alpha", "all_linear", "rslora", "dora"])
 def test_diffusers_pipeline_reads_the_same_adapter(variant, settings, tmp_path):
     tr, pipe = trained(variant, **settings), copy.copy(pipeline(variant))
     pipe.transformer = bare(variant)
@@ -103,9 +86,8 @@ def test_diffusers_pipeline_reads_the_same_adapter(variant, settings, tmp_path):
     assert not torch.allclose(plain, output(tr), rtol=1e-2)
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(use_rslora=True, r=16, lora_alpha=8)], ids=["alpha", "rslora"])
-def test_diffusers_pipeline_reads_the_comfyui_format(settings, tmp_path):
-    tr, pipe = trained(target_modules="all_linear", **settings), copy.copy(pipeline("2511"))
+def test_diffusers_pipeline_reads_the_comfyui_format(tmp_path):
+    tr, pipe = trained(target_modules="all_linear", use_rslora=True, r=16, lora_alpha=8), copy.copy(pipeline("2511"))
     pipe.transformer = bare()
     pipe.load_lora_weights(str(tmp_path), weight_name=lora.save_lora(tr, tmp_path, format="comfyui").name)
     same(output(pipe.transformer), output(tr))
@@ -120,20 +102,10 @@ def test_header_has_only_what_a_reader_needs(tmp_path):
 
 
 def test_dora_magnitudes_are_saved_and_loaded(tmp_path):
-    tr, other = trained(use_dora=True), bare()
+    with pytest.warns(UserWarning, match="ComfyUI ignores the magnitudes"): tr, other = trained(use_dora=True), bare()
     lora.load_lora(other, lora.save_lora(tr, tmp_path))
     same(output(other), output(tr))
     assert sum(k.endswith("magnitude_vector") for k in lora.lora_state(other)) == 8
-
-
-def test_dora_warns_once(tmp_path):
-    lora._warn_dora.cache_clear()
-    with pytest.warns(UserWarning, match="ComfyUI ignores them"): tr = trained(use_dora=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lora.save_lora(tr, tmp_path)
-    lora._warn_dora.cache_clear()
-    with pytest.warns(UserWarning, match="read the magnitudes of a DoRA file"): lora.save_lora(tr, tmp_path)
 
 
 def test_ema_is_saved_instead_of_the_weights(tmp_path):
@@ -198,7 +170,7 @@ def test_a_second_adapter_raises_no_false_alarm(capfd, recwarn, tmp_path):
 
 # merging
 
-@pytest.mark.parametrize("settings", [dict(), dict(use_dora=True), dict(use_rslora=True, target_modules="all_linear")], ids=["plain", "dora", "rslora"])
+@pytest.mark.parametrize("settings", [dict(use_dora=True), dict(use_rslora=True, target_modules="all_linear")], ids=["dora", "rslora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unmerging_restores_every_bit(dtype, settings, tmp_path):
     tr = trained(dtype=dtype, **settings)
@@ -214,14 +186,6 @@ def test_unmerging_restores_every_bit(dtype, settings, tmp_path):
     same(output(tr), beside)
 
 
-def test_subtracting_a_merged_adapter_changes_bits():
-    tr = trained(dtype=torch.bfloat16)
-    w = tr.transformer_blocks[0].attn.to_q.base_layer.weight
-    before = w.clone()
-    tr.fuse_lora(), tr.unfuse_lora()
-    assert not torch.equal(w, before), "if this fails, the copies in host memory are no longer needed"
-
-
 def test_a_merged_adapter_is_never_applied_twice(tmp_path):
     tr = trained()
     want, file = output(tr), lora.save_lora(tr, tmp_path)
@@ -233,16 +197,6 @@ def test_a_merged_adapter_is_never_applied_twice(tmp_path):
     lora.load_lora(tr, file, "second") # only the second is active
     same(output(tr), want)
     assert not lora.is_merged(tr)
-
-
-def test_merging_takes_active_adapters_with_their_weights(tmp_path):
-    tr = trained()
-    lora.load_lora(tr, lora.save_lora(trained(seed=2), tmp_path), "second")
-    lora.use_loras(tr, {"default": 1.0, "second": 0.5})
-    want = output(tr)
-    lora.merge_lora(tr)
-    same(output(tr), want)
-    with pytest.raises(ValueError, match="neither trained nor weighted"): lora.use_loras(tr, {"default": 1.0})
 
 
 def test_only_named_adapters_are_active(tmp_path):
@@ -271,12 +225,10 @@ def test_training_starts_from_a_file(tmp_path, capsys):
     file, tr = lora.save_lora(trained(**settings), tmp_path), bare()
     info = lora.start_lora(tr, LoraSection(r=4, pretrained_weight=str(file)))
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "rank 8, alpha 3; the file overrides `model.lora.r`, `model.lora.lora_alpha`, `model.lora.target_modules`" in printed
+    assert printed.count("\n") == 1 and "rank 8, alpha 3, 24 layers; these come from the file, not from `model.lora`" in printed
     assert info["weights"] == "raw" and len(lora.lora_parameters(tr)) == 40 and len(lora.lora_tensors(tr)) == 48
     same(output(tr), output(trained(**settings)))
     lora.assert_float32(tr)
-    lora.start_lora(bare(), LoraSection(pretrained_weight=str(file), **settings))
-    assert "overrides" not in capsys.readouterr().out
 
 
 def test_without_a_file_a_new_adapter_or_the_loaded_one(tmp_path):
@@ -306,17 +258,11 @@ def merge_quantized(quantization):
     return lambda t: lora.merge_lora(lora.add_lora(quantize(bare(), quantization), LoraSection(r=2)))
 
 
-def with_weight(change):
-    "Merge after a change to one layer."
-    def run(tmp_path):
-        tr = trained()
-        change(tr.transformer_blocks[0].attn.to_q)
-        lora.merge_lora(tr)
-    return run
-
-
-def to_fp8(layer): layer.base_layer.weight.data = layer.base_layer.weight.data.to(torch.float8_e4m3fn)
-def to_nan(layer): layer.lora_B["default"].weight.data[0, 0] = float("nan")
+def merge_fp8(tmp_path):
+    tr = trained()
+    layer = tr.transformer_blocks[0].attn.to_q.base_layer
+    layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
+    lora.merge_lora(tr)
 
 
 def merged_then(act):
@@ -331,19 +277,14 @@ REFUSALS = {
     "another size": (lambda t: lora.load_lora(bare(), tensors_file(t, **pair(B0, n=128))), "is for 128 features, the layer has 96"),
     "another model": (lambda t: lora.load_lora(bare(), tensors_file(t, **pair("transformer_blocks.77.attn.to_q"))), "there is no such layer"),
     "nothing to save": (lambda t: lora.save_lora(bare(), t), "there is no adapter 'default' to save"),
-    "other tensors": (lambda t: lora.save_lora(trained(), t, state={"a": torch.ones(1)}), "`state` has 'a', which the adapter does not have"),
-    "tensors of other shapes": (lambda t: lora.save_lora(trained(), t, state={f"transformer.{B0}.lora_A.weight": torch.ones(1)}), "does not have in this shape"),
     "a misspelt preset": (lambda t: lora.add_lora(bare(), LoraSection(target_modules="attention_all")), "matches no layer .*try attention, attention_text, all_linear"),
     "nothing to merge": (lambda t: lora.merge_lora(bare()), "there is no adapter to merge"),
     "merging into int8": (merge_quantized("qint8"), "the base is quantized or sharded .*load the base with `model.quantize` none"),
-    "merging into float8": (merge_quantized("qfloat8"), "the base is quantized or sharded"),
-    "merging into stored fp8": (with_weight(to_fp8), "the base is quantized or sharded .*float8_e4m3fn"),
-    "merging NaN": (with_weight(to_nan), "adapter 'default' has values that are not finite in transformer_blocks.0.attn.to_q"),
+    "merging into stored fp8": (merge_fp8, "the base is quantized or sharded .*float8_e4m3fn"),
     "training while merged": (merged_then(lambda tr: lora.train_only(tr, "default")), "merged into the base, so it can be neither trained .*call unmerge_lora"),
     "starting while merged": (merged_then(lambda tr: lora.start_lora(tr, LoraSection())), "call unmerge_lora"),
     "adding while merged": (merged_then(lambda tr: lora.add_lora(tr, LoraSection(), "second")), "call unmerge_lora"),
     "loading without undo": (merged_for_good, "cannot be unmerged"),
-    "an unknown adapter": (lambda t: lora.use_loras(trained(), {"other": 1.0}), "there is no adapter 'other'; loaded are"),
 }
 
 

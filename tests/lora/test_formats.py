@@ -1,16 +1,13 @@
 """LoRA files: formats, ComfyUI's rules, round trips, the hub, refusals."""
-import math
-
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from qie_nb.lora import adapters as lora
-from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME, convert_lora, find_lora, kohya_alpha, lora_info, parse_key, read_lora, write_lora
+from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME, convert_lora, find_lora, lora_info, parse_key, read_lora, write_lora
 from loras import B0, bare, file_of, http_error, output, pair, same, same_file, tensors_file, trained, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-SETTINGS = dict(alpha=dict(), all_linear=dict(target_modules="all_linear", lora_alpha=0.3), rslora=dict(use_rslora=True, r=16, lora_alpha=8))
 
 
 # ComfyUI: its rules as of comfy/lora.py (model_lora_keys_unet for QwenImage, load_lora) and comfy/weight_adapter/lora.py (LoRAAdapter):
@@ -37,7 +34,7 @@ def comfy_reads(tensors, weights):
     return deltas, tensors.keys() - read
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", [dict(target_modules="all_linear", lora_alpha=0.3), dict(use_rslora=True, r=16, lora_alpha=8)], ids=["alpha", "rslora"])
 def test_comfyui_adds_what_peft_adds(settings, tmp_path):
     tr, weights = trained(**settings), [f"diffusion_model.{n}" for n in bare().state_dict()]
     deltas = {f"diffusion_model.{n}.weight": m.get_delta_weight("default").detach() for n, m in tr.named_modules() if hasattr(m, "get_delta_weight")}
@@ -59,7 +56,7 @@ def test_parse_key_knows_every_comfyui_name():
 # round trips
 
 CONFIGS = dict(
-    plain=dict(r=4, lora_alpha=4), alpha=dict(r=4, lora_alpha=7), fraction=dict(r=4, lora_alpha=0.1), rslora=dict(r=4, lora_alpha=3, use_rslora=True),
+    alpha=dict(r=4, lora_alpha=0.1),
     patterns=dict(r=4, lora_alpha=7, rank_pattern={"to_k": 2}, alpha_pattern={r"^transformer_blocks.1.attn.to_q": 0.3, "to_k": 5}),
     rs_patterns=dict(r=4, lora_alpha=7, rank_pattern={"to_k": 3}, alpha_pattern={"to_k": 0.7}, use_rslora=True))
 each_config = pytest.mark.parametrize("config", [c | dict(target_modules=["to_k", "to_q"]) for c in CONFIGS.values()], ids=CONFIGS)
@@ -71,10 +68,9 @@ def random_state(config, layers=("transformer_blocks.0.attn.to_q", "transformer_
     return {f"{n}.lora_{s}.weight": torch.randn(*((rank(n), 96) if s == "A" else (96, rank(n))), generator=g).to(dtype) for n in layers for s in "AB"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_config
-def test_converting_there_and_back_is_exact(config, dtype, tmp_path):
-    first = write_lora(tmp_path/"first", random_state(config, dtype=dtype), config, dict(base="tiny", steps=3))
+def test_converting_there_and_back_is_exact(config, tmp_path):
+    first = write_lora(tmp_path/"first", random_state(config, dtype=torch.bfloat16), config, dict(base="tiny", steps=3))
     comfy = convert_lora(first, tmp_path/"comfy")
     back = convert_lora(comfy, tmp_path/"back", "diffusers")
     assert same_file(first, back) and same_file(comfy, convert_lora(back, tmp_path/"again")) and not same_file(first, comfy)
@@ -96,9 +92,7 @@ def test_settings_are_inferred_without_a_header(config, tmp_path):
     same(output(ours), output(theirs))
 
 
-@pytest.mark.parametrize("name", [lambda n: f"lora_unet_{n.replace('.', '_')}", lambda n: n, lambda n: f"base_model.model.{n}", lambda n: f"lycoris_{n.replace('.', '_')}",
-                                  lambda n: f"diffusion_model.{n}", lambda n: f"transformer.{n}"], ids=["kohya", "bare", "peft", "lycoris", "comfyui", "diffusers"])
-@pytest.mark.parametrize("sides", [("lora_down", "lora_up"), ("lora_A", "lora_B")], ids=["down_up", "A_B"])
+@pytest.mark.parametrize("name, sides", [(lambda n: f"lora_unet_{n.replace('.', '_')}", ("lora_down", "lora_up")), (lambda n: f"base_model.model.{n}", ("lora_A", "lora_B"))], ids=["kohya", "peft"])
 def test_every_key_format_gives_the_same_adapter(name, sides, tmp_path):
     tr, tensors, other = trained(target_modules="all_linear"), {}, bare()
     for key, t in lora.lora_state(tr).items():
@@ -113,7 +107,7 @@ def test_every_key_format_gives_the_same_adapter(name, sides, tmp_path):
 def test_a_missing_rank_pattern_is_read_as_empty(tmp_path):
     config = dict(r=4, lora_alpha=4, target_modules=["to_k", "to_q"])
     file = write_lora(tmp_path/"first", random_state(config), config, {})
-    assert lora.read_fitting(bare(), file).config["transformer.rank_pattern"] == {}
+    assert lora.read_fitting(bare(), file).config["rank_pattern"] == {}
 
 
 def test_alpha_tensors_override_the_header(tmp_path):
@@ -122,10 +116,6 @@ def test_alpha_tensors_override_the_header(tmp_path):
     other = bare()
     lora.load_lora(other, tmp_path/"half.safetensors")
     assert other.transformer_blocks[0].attn.to_q.scaling["default"] == 0.75
-
-
-def test_rslora_alpha_for_readers_that_divide_by_the_rank():
-    assert kohya_alpha(dict(r=16, lora_alpha=8, use_rslora=True), "a.to_q") == 32 and math.isclose(kohya_alpha(dict(r=3, lora_alpha=8, use_rslora=True), "a"), 8 * math.sqrt(3))
 
 
 # the hub, without a network
@@ -182,12 +172,9 @@ def two_files(t): written(t/"d"/"a.safetensors"), written(t/"d"/"b.safetensors")
 
 
 REFUSALS = {
+    "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "does not exist; give a .safetensors file"),
+    "a pickle": (lambda t: lora.load_lora(bare(), written(t/"x.pt")), "cannot be read .*give a LoRA in safetensors format"),
     "missing": (lambda t: find_lora(t/"none"), "does not exist; give a .safetensors file, or a folder"),
-    "an empty folder": (find_lora, "does not exist"),
-    "a pickle": (lambda t: lora.load_lora(bare(), written(t/"x.pt")), "is a pickle, which can run code"),
-    "a missing pickle": (lambda t: find_lora(t/"x.ckpt"), "is a pickle"),
-    "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "is a pickle"),
-    "saving a pickle": (lambda t: lora.save_lora(trained(), t/"x.bin"), "is a pickle"),
     "two files": (two_files, "has 2 .safetensors files, none called .*name one, e.g. .*/a.safetensors"),
     "no safetensors": (lambda t: read_lora(written(t/"x.safetensors", b"no")), "cannot be read .*give a LoRA in safetensors format"),
     "no LoRA": (lambda t: read_lora(tensors_file(t, w=torch.ones(2))), "has no adapter for a Qwen-Image transformer"),

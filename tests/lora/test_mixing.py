@@ -73,8 +73,8 @@ def close(a, b): return a.shape == b.shape and distance(a, b) <= 1 # grey levels
 
 # the same image as diffusers'
 
-@pytest.mark.parametrize("variant, mix", [("2511", dict(style=0.8, wide=0.5)), ("2511", dict(root=1.2, comfy=-0.4, style=0.7)), ("2511", dict(dora=0.6, wide=1)),
-                                          ("v1", dict(style=1, root=0.3)), ("2509", dict(comfy=0.5, wide=0))], ids=str)
+@pytest.mark.parametrize("variant, mix", [("2511", dict(root=1.2, comfy=-0.4, style=0.7)), pytest.param("v1", dict(dora=0.6, wide=1), marks=pytest.mark.slow),
+                                          pytest.param("2509", dict(comfy=0.5, wide=0), marks=pytest.mark.slow)], ids=str)
 def test_weighted_adapters_give_diffusers_image(variant, mix, files):
     ours = trainer(variant).load_loras([dict(path=files[n], weight=w, name=n) for n, w in mix.items()])
     assert ours.active_adapters() == mix
@@ -89,14 +89,17 @@ def test_weighted_adapters_give_diffusers_image(variant, mix, files):
 
 def test_loading_weighting_and_deleting_follow_diffusers(files):
     ours, pipe = trainer().load_lora(files["style"], "style").load_lora(files["wide"], "wide", weight=0.7), pipeline()
+    assert ours.active_adapters() == dict(wide=0.7)
     for n in ("style", "wide"): pipe.load_lora_weights(str(files[n]), adapter_name=n)
     assert list(ours.active_adapters()) == pipe.get_active_adapters() == ["wide"] # the last one loaded
     pipe.set_adapters("wide", 0.7)
     assert close(predict(ours), piped(pipe))
     ours.set_adapters(["wide", "style"], [0.2, 1.0]), pipe.set_adapters(["wide", "style"], [0.2, 1.0])
-    assert close(predict(ours), piped(pipe))
     ours.delete_adapters("wide"), pipe.delete_adapters("wide")
     assert ours.active_adapters() == dict(style=1.0) and close(predict(ours), piped(pipe))
+    ours.transformer.set_adapters(["style"], [0.25])
+    assert ours.active_adapters() == dict(style=0.25), "set through diffusers"
+    assert ours.load_lora(files["wide"], "wide").delete_adapters("wide").active_adapters() == {}, "peft activates the other one"
 
 
 def test_deactivated_or_deleted_adapters_leave_the_base(files):
@@ -112,17 +115,6 @@ def test_deactivated_or_deleted_adapters_leave_the_base(files):
     assert close(predict(t), base) and not any(hasattr(m, "lora_A") for m in t.transformer.modules())
 
 
-def test_deleting_activates_no_other_adapter(files):
-    t = trainer().load_lora(files["wide"], "wide").load_lora(files["style"], "style").delete_adapters("style")
-    assert t.active_adapters() == {}, "peft activates the other one"
-
-
-def test_weights_set_through_diffusers_are_seen(files):
-    t = trainer().load_loras([dict(path=files["root"], weight=0.5, name="a")])
-    t.transformer.set_adapters(["a"], [0.25])
-    assert t.active_adapters() == dict(a=pytest.approx(0.25))
-
-
 # errors
 
 def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().items()}, t.active_adapters(), dict(t.adapters.loaded)
@@ -133,8 +125,12 @@ def same_state(a, b): return a[1:] == b[1:] and a[0].keys() == b[0].keys() and a
 
 def changed(d, change):
     "The `style` file with its A matrices changed."
-    state, config, info = read_lora(write(d/"x.safetensors", 1))
+    state, config, info = read_lora(write(d/"x.safetensors", 1))[:3]
     return write_lora(d/"changed.safetensors", {k: change(t) if "lora_A" in k else t for k, t in state.items()}, config, info)
+
+
+@pytest.fixture(scope="module")
+def with_style(files): return trainer().load_lora(files["style"], "style", weight=0.5)
 
 
 @pytest.mark.parametrize("act, sentence", [
@@ -142,10 +138,8 @@ def changed(d, change):
     (lambda t, f, d: t.set_adapters(["style"], [1, 2]), "`names` and `weights`"),
     (lambda t, f, d: t.set_adapters(["style", "style"]), "each name once"),
     (lambda t, f, d: t.set_adapters("style", math.inf), "must be a finite number, got inf"),
-    (lambda t, f, d: t.set_adapters("style", "much"), "must be a finite number, got 'much'"),
     (lambda t, f, d: t.load_lora(f["wide"], "wide", weight=math.nan), "must be a finite number, got nan"),
     (lambda t, f, d: t.load_lora(f["wide"], "a.b"), "`adapter_name` must consist of letters.* got 'a.b'"),
-    (lambda t, f, d: t.load_lora(f["wide"], "type"), "an attribute of torch's modules, got 'type'"),
     (lambda t, f, d: t.load_loras([dict(path=f["wide"], name="x"), dict(path=f["root"], name="x")]), "`name` 'x' is given to two"),
     (lambda t, f, d: t.load_loras([f["wide"], d/"none.safetensors"]), "none.safetensors' does not exist"),
     (lambda t, f, d: t.load_loras([f["wide"], changed(d, lambda a: a.repeat(1, 2))]), "does not fit this transformer"),
@@ -153,9 +147,8 @@ def changed(d, change):
     (lambda t, f, d: t.delete_adapters("third"), "there is no adapter 'third'"),
     (lambda t, f, d: t.save_lora(d), "there is no adapter to save"),
     (lambda t, f, d: predict(t, schedule="turbo"), "must be one of none, lightning")])
-def test_errors_change_nothing(act, sentence, files, tmp_path):
-    t = trainer().load_lora(files["style"], "style", weight=0.5)
-    before = state_of(t)
+def test_errors_change_nothing(act, sentence, with_style, files, tmp_path):
+    t, before = with_style, state_of(with_style)
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: act(t, files, tmp_path)
     assert "\n" not in str(e.value) and same_state(before, state_of(t))
 
@@ -167,17 +160,16 @@ def test_a_missing_file_is_reported_before_the_transformer_is_built(built, tmp_p
     assert not built
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_an_interrupted_load_leaves_nothing(error, files, monkeypatch):
-    t = trainer().load_lora(files["style"], "style", weight=0.5)
+def test_an_interrupted_load_leaves_nothing(with_style, files, monkeypatch):
+    t = with_style
     before, real, calls = state_of(t), type(t.transformer).load_lora_adapter, []
 
     def cut(self, *a, **kw):
         real(self, *a, **kw)
         calls.append(kw["adapter_name"])
-        if len(calls) == 2: raise error
+        if len(calls) == 2: raise KeyboardInterrupt
     monkeypatch.setattr(type(t.transformer), "load_lora_adapter", cut)
-    with pytest.raises(type(error)): t.load_loras([files["root"], files["wide"]])
+    with pytest.raises(KeyboardInterrupt): t.load_loras([files["root"], files["wide"]])
     assert calls == ["root", "wide"] and same_state(before, state_of(t))
 
 
@@ -228,11 +220,7 @@ def test_training_saves_and_resumes_its_own_adapter(files, tmp_path, capsys):
     a, b = alone.save_lora(tmp_path/"la"), beside.save_lora(tmp_path/"lb")
     same_tensors(a, b)
     assert beside.active_adapters() == dict(default=1.0)
-    mixed = predict(beside.set_adapters(["default", "style"], [0.3, 0.5]))
-    pipe = pipeline()
-    for n, f in (("default", b), ("style", files["style"])): pipe.load_lora_weights(str(f), adapter_name=n)
-    pipe.set_adapters(["default", "style"], [0.3, 0.5])
-    assert close(mixed, piped(pipe))
+    beside.set_adapters(["default", "style"], [0.3, 0.5])
     same_tensors(beside.save_lora(tmp_path/"lc"), a) # weights are not part of the file
     beside.save_checkpoint(2, 2)
     again = run_of(tmp_path, "b", train=dict(resume_checkpoint="latest")).load_lora(files["wide"], "wide")
@@ -244,6 +232,7 @@ def test_training_saves_and_resumes_its_own_adapter(files, tmp_path, capsys):
 def trainable(t): return {n for n, p in t.transformer.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 def test_predicting_with_others_does_not_change_a_run(files, tmp_path):
     from qie_nb.training.callbacks import Callback
 
@@ -271,7 +260,7 @@ def test_the_configuration_names_adapters(files, capsys):
 
 # merging
 
-@pytest.mark.parametrize("mix", [dict(style=0.8, wide=0.5, root=-0.3), dict(dora=0.7)], ids=str)
+@pytest.mark.parametrize("mix", [dict(style=0.8, wide=0.5, root=-0.3), pytest.param(dict(dora=0.7), marks=pytest.mark.slow)], ids=str)
 def test_active_adapters_are_merged_at_their_weights(mix, files):
     t = trainer().load_lora(files["comfy"], "idle").load_loras([dict(path=files[n], weight=w, name=n) for n, w in mix.items()])
     weights, beside = {n: m.base_layer.weight.clone() for n, m in t.transformer.named_modules() if hasattr(m, "lora_A")}, predict(t)
@@ -279,15 +268,9 @@ def test_active_adapters_are_merged_at_their_weights(mix, files):
     with pytest.raises(ValueError, match="call unmerge_lora"): t.set_adapters("idle")
     t.unmerge_lora()
     assert close(predict(t), beside) and t.active_adapters() == mix
-    assert all(torch.equal(w, t.transformer.get_submodule(n).base_layer.weight) for n, w in weights.items())
-
-
-def test_deleting_a_merged_adapter_restores_the_base(files):
-    t = trainer()
-    base = {k.replace("base_layer.", ""): v.clone() for k, v in t.load_lora(files["style"], "style").transformer.state_dict().items() if "lora_" not in k}
-    t.merge_lora().delete_adapters("style")
-    after = t.transformer.state_dict()
-    assert after.keys() == base.keys() and all(torch.equal(after[k], v) for k, v in base.items())
+    t.merge_lora().delete_adapters(["idle", *mix])
+    assert not any("lora" in k or "base_layer" in k for k in t.transformer.state_dict())
+    assert all(torch.equal(w, t.transformer.get_submodule(n).weight) for n, w in weights.items())
 
 
 def test_a_dora_is_not_merged_with_others(files):
@@ -297,7 +280,7 @@ def test_a_dora_is_not_merged_with_others(files):
     assert same_state(before, state_of(t))
 
 
-@pytest.mark.parametrize("quantization", [q if q == "fp8_storage" else pytest.param(q, marks=pytest.mark.slow) for q in QUANTIZATIONS])
+@pytest.mark.parametrize("quantization", [pytest.param(q, marks=pytest.mark.slow) for q in QUANTIZATIONS])
 def test_only_plain_layers_of_a_quantized_base_are_merged(quantization, files, tmp_path):
     if not library_version(QUANTIZATIONS[quantization].library): pytest.skip(f"{QUANTIZATIONS[quantization].library} is not installed")
     t = trainer(model=dict(quantize=quantization)).load_lora(files["style"])
@@ -319,9 +302,8 @@ LIGHTNING = dict(base_image_seq_len=256, base_shift=math.log(3), invert_sigmas=F
                  use_exponential_sigmas=False, use_karras_sigmas=False) # as ModelTC/Qwen-Image-Lightning gives it to the pipelines
 
 
-@pytest.mark.parametrize("tokens", [12, 4096, 6032])
-@pytest.mark.parametrize("steps", [1, 4, 8])
-def test_lightning_sigmas(steps, tokens):
+@pytest.mark.parametrize("tokens, steps", [(12, 1), (4096, 8), (6032, 4)])
+def test_lightning_sigmas(tokens, steps):
     own = sampling_schedule(pipeline().scheduler, steps, tokens, overrides=SCHEDULES["lightning"].scheduler)
     s = np.linspace(1, 1 / steps, steps)
     assert own.sigmas.tolist() == pytest.approx([*(3 * s / (1 + 2 * s)), 0], abs=1e-6)
@@ -345,25 +327,14 @@ def test_a_lightning_file_is_recognized_and_sampled_as_by_the_pipeline(variant, 
     assert close(predict(t, num_inference_steps=None), theirs)
     printed = capsys.readouterr().out
     assert "schedule lightning, 4 steps, guidance 1" in printed and "Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16.safetensors" in printed
-    predict(t, num_inference_steps=None)
-    assert capsys.readouterr().out == "", "printed once"
-    asked = trainer(variant).load_loras([dict(path=files["style"], weight=0.8), dict(path=fast[4], name="f")])
-    assert close(predict(asked, num_inference_steps=None, schedule="lightning"), theirs) and capsys.readouterr().out == ""
-    assert close(predict(t, num_inference_steps=2, true_cfg_scale=2.5), piped(pipe, 2, 2.5)) # explicit numbers win
+    assert t.sampling()[:2] == t.sampling("lightning")[:2] == (4, 1.0) and t.sampling(None, 2, 2.5)[:2] == (2, 2.5) and capsys.readouterr().out == "", "printed once"
     t.set_adapters(["style", "Qwen-Image-Edit-2511-Lightning-4steps-V1_0-bf16"], [1, 0])
     assert t.sampling() == (20, 4.0, {}) # the model's own, with the adapter at 0 or without a schedule
     t.set_adapters(["style", "Qwen-Image-Edit-2511-Lightning-4steps-V1_0-bf16"], [0.8, 1])
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(LIGHTNING | dict(shift_terminal=0.3))
+    assert close(predict(t, num_inference_steps=None, scheduler_overrides=dict(shift_terminal=0.3)), piped(pipe, 4, 1.0)), "the caller's overrides win"
     pipe.scheduler = pipeline(variant).scheduler
     assert close(predict(t, num_inference_steps=3, true_cfg_scale=1.0, schedule="none"), piped(pipe, 3, 1.0))
-
-
-def test_scheduler_overrides_of_the_caller_win(fast):
-    t = trainer().load_lora(fast[4])
-    plain, other = predict(t, num_inference_steps=None), predict(t, num_inference_steps=None, scheduler_overrides=dict(shift_terminal=0.3))
-    assert not close(plain, other)
-    pipe = pipeline("2511", FlowMatchEulerDiscreteScheduler.from_config(LIGHTNING | dict(shift_terminal=0.3)))
-    pipe.load_lora_weights(str(fast[4]))
-    assert close(piped(pipe, 4, 1.0), other)
 
 
 def test_our_files_store_their_schedule(files, tmp_path, capsys):
@@ -388,27 +359,24 @@ def test_the_configuration_chooses_the_schedule(fast):
 
 
 @pytest.mark.parametrize("name, steps", [("Qwen-Image-Lightning-4steps-V2.0.safetensors", 4), ("Qwen-Image-Edit-Lightning-8steps-V1.0-bf16.safetensors", 8),
-    ("qwen_image_edit_2509_lightning_4_step.safetensors", 4), ("lightning_storm.safetensors", None), ("style-4steps.safetensors", None), ("lightning-2000steps.safetensors", None)])
+    ("qwen_image_edit_2509_lightning_4_step.safetensors", 4), ("lightning-2000steps.safetensors", None)])
 def test_names_of_lightning_files(name, steps): assert steps_in_name(f"/loras/{name}") == steps
 
 
 @pytest.mark.parametrize("wrong", [dict(steps=0), dict(steps=2.5), dict(steps=True), dict(true_cfg_scale=math.nan), dict(scheduler=dict(shift="3")), dict(scheduler=dict(beta=1.0)),
-                                   dict(scheduler=dict(use_dynamic_shifting=1)), dict(code="x"), 3, "turbo", []])
+                                   dict(scheduler=[]), dict(code="x"), 3, []])
 def test_a_files_schedule_is_checked(wrong):
     with pytest.raises(ValueError, match="`schedule` (must be|has)"): as_schedule(wrong)
 
 
 # the command line
 
-@pytest.mark.parametrize("text, path, weight", [("a.safetensors:0.8", "a.safetensors", 0.8), ("a.safetensors", "a.safetensors", 1.0), ("me/x:b.safetensors", "me/x:b.safetensors", 1.0),
-    ("me/x:b.safetensors:-0.5", "me/x:b.safetensors", -0.5), ("C:/loras/a", "C:/loras/a", 1.0), ("me/x:2", "me/x", 2.0)])
-def test_a_weight_follows_the_path(text, path, weight): assert split_weight(text) == (path, weight, None)
-
-
-def test_an_existing_path_has_no_weight(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text, path, weight", [("a.safetensors:0.8", "a.safetensors", 0.8), ("a.safetensors", "a.safetensors", 1.0), ("C:/loras/a", "C:/loras/a", 1.0),
+    ("me/x:2", "me/x", 2.0), ("y:2", "y:2", 1.0)])
+def test_a_weight_follows_the_path(text, path, weight, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path/"x:2").mkdir()
-    assert split_weight("x:2").path == "x:2"
+    (tmp_path/"y:2").mkdir()
+    assert split_weight(text) == (path, weight, None)
 
 
 @pytest.fixture
@@ -442,6 +410,7 @@ def test_predict_options_on_the_command_line(shell, files, fast, tmp_path, capsy
     assert "schedule lightning, 4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_predict_with_a_configuration_file(shell, files, tmp_path):
     import yaml
     config = tmp_path/"run.yaml"

@@ -49,7 +49,7 @@ def test_header_is_yaml_with_known_facts_only(tmp_path):
     assert model_card({}).count("\n## ") == 1, "unknown parts are omitted"
 
 
-@pytest.mark.parametrize("variant", ["v1", "2511"])
+@pytest.mark.parametrize("variant", [pytest.param("v1", marks=pytest.mark.slow), "2511"])
 def test_usage_code_runs(variant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lora.save_lora(trained(variant), tmp_path/"lora")
