@@ -1,12 +1,13 @@
-"""Runs cut off on purpose: killed at every moment, asked to end by signals and by a notebook's stop button. What they end with must be, bit for bit,
-what an undisturbed run ends with. Every case counts its trials and says the worst that it saw."""
-import argparse, collections, contextlib, csv, gc, io, json, os, queue, random, re, shutil, signal, socket, subprocess, sys, tempfile, time, traceback
+"""Interrupted runs: killed at every moment, ended by signals and by a notebook's stop button. They must end with the bits of an undisturbed run."""
+import collections, contextlib, csv, functools, gc, json, os, queue, random, re, shutil, signal, socket, sys, tempfile, time
 from pathlib import Path
 
 import torch
 
-from helpers import write_pairs
-from cache_fault_trials import Shared, Tally, about, fork, wait, watch_operations
+from helpers import settings, write_pairs
+from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.training.callbacks import Callback
+from trials import Shared, Tally, child_value, fork, main, quiet, wait, watch_operations
 
 ROOT = Path(__file__).parent.parent
 SIZES = ((48, 32),) * 5 + ((32, 48),) * 4 + ((40, 40),) * 2
@@ -15,30 +16,24 @@ A_CHECKPOINT = re.compile(r"(epoch|step)_\d+")
 
 
 # --- what a run does, told while it does it
-class Recorder:
-    "A callback that keeps which samples each step is made of: a line a micro-batch, before it is trained on, in a file that only grows."
+class Recorder(Callback):
+    "Keeps which samples each step is made of: a line per micro-batch, before it is trained on, in a file that only grows."
     def __init__(self, out, tell=lambda what: None, rank=0): self.out, self.tell, self.rank, self.nth = Path(out), tell, rank, 0
     def on_train_begin(self, t):
-        self.nth = 0
-        train, judge = type(t).training_step, type(t).loss
+        self.nth, train, judge = 0, type(t).training_step, type(t).loss
         def training_step(batch):
-            line = json.dumps([t.global_step + 1, self.nth, t.state.epoch, t.state.position, batch["sample_id"], batch["dropped"]]) + "\n"
-            f = os.open(self.out/f"seen_{self.rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.write(f, line.encode()), os.close(f)
+            with open(self.out/f"seen_{self.rank}.jsonl", "a") as f: f.write(json.dumps([t.global_step + 1, self.nth, t.state.epoch, t.state.position, batch["sample_id"], batch["dropped"]]) + "\n")
             self.nth += 1
             self.tell("micro-batch" if self.nth == 1 else "in mid-accumulation")
             return train(t, batch)
-        def loss_at(*a, **kw):
+        def loss(*a, **kw):
             if not torch.is_grad_enabled(): self.tell("in evaluation")
             return judge(t, *a, **kw)
-        t.training_step, t.loss = training_step, loss_at
+        t.training_step, t.loss = training_step, loss
         self.tell("train begin")
     def on_step_end(self, t): self.nth = 0; self.tell("step end")
     def on_epoch_end(self, t): self.tell("epoch end")
     def on_train_end(self, t): self.tell("train end")
-    def __getattr__(self, name): # events that came later
-        if name.startswith("on_"): return lambda *a, **kw: None
-        raise AttributeError(name)
 
 
 def watch_files(below, tell):
@@ -61,21 +56,16 @@ def watch_steps(tell):
     from qie_nb.trainer import QwenImageEditTrainer as T
     register_optimizer_step_pre_hook(lambda *a: tell("before the optimizer's step"))
     register_optimizer_step_post_hook(lambda *a: tell("after the optimizer's step"))
-    backward = torch.Tensor.backward
-    def backward_(self, *a, **kw):
-        tell("before backward")
-        backward(self, *a, **kw)
-        tell("after backward")
-    torch.Tensor.backward = backward_
-    def around(name):
-        real = getattr(T, name)
+    def around(cls, name):
+        real = getattr(cls, name)
         def method(self, *a, **kw):
             tell(f"before {name}")
             out = real(self, *a, **kw)
             tell(f"after {name}")
             return out
-        setattr(T, name, method)
-    for name in ("setup_run", "set_lora", "configure_optimizers", "resume", "save_checkpoint"): around(name)
+        setattr(cls, name, method)
+    around(torch.Tensor, "backward")
+    for name in ("setup_run", "set_lora", "configure_optimizers", "resume", "save_checkpoint"): around(T, name)
 
 
 def label(what, path="") -> str:
@@ -85,40 +75,36 @@ def label(what, path="") -> str:
     return f"{what} {re.sub('[0-9]+', '#', name)}".strip()
 
 
-def blame(t, why):
-    "A run that went wrong after trials that passed."
-    t.failed.append(why)
-    t.trials = max(t.trials, 1)
-    t.passed = max(min(t.passed, t.trials) - 1, 0)
+@contextlib.contextmanager
+def whole_run(t, name):
+    "An error after trials that passed takes one of them back."
+    before = len(t.failed)
+    try: yield
+    except Exception as e: t.failed.append(f"{name}: {type(e).__name__}: {e}")
+    if len(t.failed) > before: t.trials = max(t.trials, 1); t.passed = min(t.passed, t.trials - 1)
 
 
 # --- a run that can be cut off
 class Course:
     "Data, cache and model are made once; every process forks from here."
-    def __init__(self, tmp, world=1, lazy=False, **sections):
-        from qie_nb.tiny.random_models import tiny_folder
+    def __init__(self, tmp, world=1, **sections):
+        import accelerate, diffusers, peft, transformers # once, for all processes forked from here
+        import qie_nb.evaluation.evaluate, qie_nb.logging
         from qie_nb.trainer import QwenImageEditTrainer
+        gc.freeze() # the children's garbage collections skip what was imported
         self.tmp, self.world, self.n = Path(tmp), world, 0
-        self.root = write_pairs(self.tmp/"set", SIZES, caption=[" ".join(["invert the colours"] * (1 + i % 3)) + f" {i}" for i in range(len(SIZES))])
-        self.base = dict(
-            model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", (64*64, 64*64))), lora=dict(r=2, lora_alpha=4, lora_dropout=0.1)),
-            data=dict(dataset_path=str(self.root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
-            train=dict(device="cpu", mixed_precision="no", num_epochs=5, gradient_accumulation_steps=3, gradient_checkpointing=False, ema_decay=0.9, val_fraction=0.15,
-                       save_steps=2, save_interval=2, keep_checkpoints=2, eval_interval=0, eval_steps=3, eval_noise_samples=1, eval_images=0),
-            cache=dict(cache_dir=str(self.tmp/"cache")), optimizer=dict(lr=0.01), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=2),
-            logging=dict(log_dir=str(self.tmp/"runs"), report_to="none"))
-        for k, v in sections.items(): self.base[k] = self.base[k] | v
-        with contextlib.redirect_stdout(io.StringIO()): QwenImageEditTrainer(self.config(self.tmp)).cache_embeddings()
+        root = write_pairs(self.tmp/"set", SIZES, caption=[" ".join(["invert the colours"] * (1 + i % 3)) + f" {i}" for i in range(len(SIZES))])
+        train = dict(num_epochs=5, gradient_accumulation_steps=3, gradient_checkpointing=False, ema_decay=0.9, val_fraction=0.15,
+                     save_steps=2, save_interval=2, keep_checkpoints=2, eval_steps=3, eval_noise_samples=1, eval_images=0)
+        self.base = settings(root, self.tmp, train=train | sections.get("train", {}), data=sections.get("data", {}), optimizer=dict(lr=0.01), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=2),
+                             model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", (64*64, 64*64))), lora=dict(r=2, lora_alpha=4, lora_dropout=0.1)))
+        with quiet(): QwenImageEditTrainer(self.config(self.tmp)).cache_embeddings()
         self.reference = self.folder("reference")
         self.moments = self.listen(self.reference)
-        self.want = outcome(self.reference, bool(self.base["train"].get("ema_decay")))
-        self.want_names = names(self.reference)
+        self.want, self.want_names = outcome(self.reference, True), names(self.reference)
 
     def config(self, out, resume=None, **sections):
-        config = {k: dict(v) for k, v in self.base.items()}
-        for k, v in sections.items(): config[k] |= v
-        config["train"] |= dict(output_dir=str(out)) | (dict(resume_checkpoint=resume) if resume else {})
-        return config
+        return self.base | sections | dict(train=self.base["train"] | dict(output_dir=str(out)) | (dict(resume_checkpoint=resume) if resume else {}))
 
     def folder(self, name=None):
         self.n += 1
@@ -159,17 +145,14 @@ class Course:
     def quiet(self): [f.write_text("") for f in self.tmp.glob("log*") if f.is_file()]
 
     def listen(self, out) -> list: # labels, in order
-        "All moments of a run that is let be."
-        said = self.tmp/"moments.json"
-        def job():
-            heard, write = [], io.open
-            def tell(*what): heard.append(label(*what))
-            self.job(out, tell)
-            with write(said, "w") as f: json.dump(heard, f)
+        "All moments of an undisturbed run."
         self.quiet()
-        pids = [fork(job, self.tmp/"log")] if self.world == 1 else self.start(out)
-        assert self.wait(pids) == dict.fromkeys(pids, 0), self.log()
-        return json.loads(said.read_text()) if self.world == 1 else []
+        if self.world > 1: return self.finish(out)
+        def job():
+            heard = []
+            self.job(out, lambda *what: heard.append(label(*what)))
+            return heard
+        return child_value(job, self.tmp/"log")
 
     def cut(self, out, at=None, after=None, ranks=(0,), shared=None) -> bool: # was it?
         "A run is killed: at a moment (label, how manieth), or after seconds."
@@ -209,7 +192,7 @@ class Course:
             assert newest >= shared[1], f"step {shared[1]} was saved, the newest checkpoint has {newest}"
 
     def compare(self, out, same_names=True, samples=True): # samples: was a `Recorder` there all the time?
-        got = outcome(out, bool(self.base["train"].get("ema_decay")))
+        got = outcome(out, True)
         if not samples: got["seen"] = []
         differ(got, self.want)
         if same_names: assert names(out) == self.want_names, f"left: {names(out)}, undisturbed: {self.want_names}"
@@ -333,78 +316,19 @@ def kills_in_resume(course, few=None, seed=0) -> dict:
     return t.result(f"at {len(places)} kinds of moments before the first step")
 
 
-def kills_at_random(course, trials, in_a_row=6, seed=0) -> dict:
-    "Several kills a run, each at a random time."
-    t, rng, runs, gained = Tally("killed at random times, several in a row", trials), random.Random(seed), 0, []
-    began = time.time()
-    course.finish(out := course.folder())
-    whole = time.time() - began
-    shutil.rmtree(out)
-    while t.trials < trials and runs < 2 * trials:
-        out, shared, kills, runs = course.folder(), Shared(), 0, runs + 1
-        ok = True
-        while ok and kills < in_a_row and t.trials < trials:
-            moment, was = rng.uniform(0, whole * rng.choice((0.15, 0.5, 1))), shared[3]
-            shared[1] = shared[2] = 0
-            if not course.cut(out, after=moment, shared=shared): break # it was done already
-            kills += 1
-            gained.append(shared[3] - was)
-            with t.trial(f"run {runs}, kill {kills} after {moment:.3f} s") as _: course.sound(out, shared)
-            ok = not t.failed or "kill" not in t.failed[-1]
-        try: course.finish(out); course.compare(out)
-        except Exception as e: blame(t, f"run {runs}, after {kills} kills: {type(e).__name__}: {e}")
-        shutil.rmtree(out)
-    return t.result(f"{t.trials} kills over {runs} runs, up to {in_a_row} in a row, after 0 to {max(gained)} steps each; all runs bit-equal to the undisturbed one")
-
-
-def kills_of_processes(course, trials, seed=0) -> dict:
+def kills_of_processes(course, trials) -> dict:
     "Two processes that train together: one of them killed, or both."
-    t, rng = Tally("two processes (gloo), one or both killed", trials), random.Random(seed)
-    began = time.time()
-    course.finish(out := course.folder())
-    whole = time.time() - began
-    shutil.rmtree(out)
+    t, rng, whole = Tally("two processes (gloo), one or both killed", trials), random.Random(0), time.time()
+    course.finish(course.folder())
+    whole = time.time() - whole
     moments = ["in mid-accumulation", "step end", "epoch end", "after the optimizer's step", "before backward", "before save_checkpoint"]
     while t.trials < trials:
         out, ranks = course.folder(), rng.choice(((0,), (1,), (0, 1)))
         with t.trial(f"ranks {ranks}"):
             for _ in range(rng.choice((1, 1, 2))):
-                if rng.random() < 0.5: course.cut(out, at=(rng.choice(moments), rng.randint(1, 3)), ranks=ranks)
-                else: course.cut(out, after=rng.uniform(0, whole), ranks=ranks)
+                course.cut(out, ranks=ranks, **rng.choice((dict(at=(rng.choice(moments), rng.randint(1, 3))), dict(after=rng.uniform(0, whole)))))
             course.finish(out)
             course.compare(out)
-        shutil.rmtree(out)
-    return t.result(f"each run of {len(course.want['log'])} steps bit-equal to the undisturbed one of two processes")
-
-
-def children(pid) -> list: # of a process, and theirs
-    own = [int(c) for f in Path(f"/proc/{pid}/task").glob("*/children") for c in f.read_text().split()]
-    return [d for c in own for d in (c, *children(c))]
-
-
-def kills_of_a_launch(course, trials, seed=0) -> dict:
-    "The same through torchrun, all its processes killed. (On a CPU `accelerate launch --num_processes 2` starts one process without a word.)"
-    import yaml
-    t, rng = Tally("torchrun of two processes, killed with all of them", trials), random.Random(seed)
-    def launch(out):
-        (out/"run.yaml").write_text(yaml.safe_dump(course.config(out)))
-        resume = ["--resume", "latest"] if complete(out) else []
-        with socket.socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
-        with (course.tmp/"log").open("w") as log:
-            return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port), "-m", "qie_nb.cli", "train", "--config", str(out/"run.yaml"), *resume],
-                                    stdout=log, stderr=log, start_new_session=True, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
-    for n in range(trials):
-        out = course.folder()
-        with t.trial(f"launch {n}"):
-            p, want = launch(out), rng.randint(1, 3)
-            while p.poll() is None and len(complete(out)) < min(want, 2): time.sleep(0.1)
-            time.sleep(rng.uniform(0, 0.5))
-            for pid in (p.pid, *children(p.pid)):
-                with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
-            p.wait()
-            assert complete(out), f"nothing was saved: {course.log()}"
-            assert launch(out).wait(timeout=300) == 0, course.log()
-            course.compare(out, samples=False)
         shutil.rmtree(out)
     return t.result(f"each run of {len(course.want['log'])} steps bit-equal to the undisturbed one of two processes")
 
@@ -439,25 +363,31 @@ def by_command(course, out, shared, resume=False, slow_at=None):
     os._exit(code or 0)
 
 
-def until(condition, pid, seconds=60):
+def until(condition, seconds=60):
     end = time.time() + seconds
     while not condition():
         assert time.time() < end, "never came"
         time.sleep(0.001)
 
 
-def signals(course, trials, seed=0) -> dict:
+def step_of(checkpoint): return json.loads((checkpoint/"state.json").read_text())["global_step"]
+def newest_is_named(out):
+    assert complete(out), "no checkpoint"
+    named, newest = out/"checkpoints"/(out/"checkpoints"/"latest").read_text().strip(), max(map(step_of, complete(out)))
+    assert named in complete(out) and step_of(named) == newest, f"latest names {named.name}, step {newest} is there"
+
+
+def signals(course, trials) -> dict:
     "SIGTERM and Ctrl-C at random moments of `qie-nb train`, to its end."
-    t, rng, late = Tally("qie-nb train gets SIGTERM or Ctrl-C", trials), random.Random(seed), []
+    t, rng, late = Tally("qie-nb train gets SIGTERM or Ctrl-C", trials), random.Random(0), [0]
     for runs in range(trials + 2):
         if t.trials >= trials: break
-        out, n = course.folder(), 0
-        try:
+        out = course.folder()
+        with whole_run(t, f"run {runs}"):
             while True:
-                shared, kind, at = Shared(), rng.choice((signal.SIGTERM, signal.SIGINT)), rng.randint(1, 14)
-                if t.trials >= trials: at = 10**6
+                shared, kind, at = Shared(), rng.choice((signal.SIGTERM, signal.SIGINT)), rng.randint(1, 14) if t.trials < trials else 10**6
                 pid = fork(lambda: by_command(course, out, shared, bool(complete(out))), course.tmp/"log")
-                until(lambda: shared[4] >= at or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), pid)
+                until(lambda: shared[4] >= at or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
                 time.sleep(rng.uniform(0, 0.05))
                 steps = shared[3]
                 os.kill(pid, kind)
@@ -465,52 +395,33 @@ def signals(course, trials, seed=0) -> dict:
                 if shared[4] < at or states.get(pid) == 0: # done before it was asked
                     assert states.get(pid) == 0, course.log()
                     break
-                n += 1
                 with t.trial(f"{kind.name} after {at} micro-batches"):
                     assert pid in states, "did not end by itself"
                     code, want = os.waitstatus_to_exitcode(states[pid]), 143 if kind == signal.SIGTERM else 130
                     assert code == want, f"exit code {code}, not {want}: {course.log()[-600:]}"
                     late.append(shared[3] - steps)
                     assert late[-1] <= 2, f"{late[-1]} steps were made after it was asked to end"
-                    root = out/"checkpoints"
-                    assert complete(out), "no checkpoint"
-                    named = root/(root/"latest").read_text().strip()
-                    assert named in complete(out), f"latest names {named.name}"
-                    newest = max(json.loads((d/"state.json").read_text())["global_step"] for d in complete(out))
-                    assert json.loads((named/"state.json").read_text())["global_step"] == newest, f"latest names {named.name}, step {newest} is there"
+                    newest_is_named(out)
             course.compare(out, same_names=False, samples=False)
-        except Exception as e: blame(t, f"run {runs} after {n} signals: {type(e).__name__}: {e}")
         shutil.rmtree(out)
-    return t.result(f"exit codes 143 and 130, at most {max(late, default=0)} steps made after it was asked; resumed to the end, bit-equal to the undisturbed run")
+    return t.result(f"exit codes 143 and 130, at most {max(late)} steps made after it was asked; resumed to the end, bit-equal to the undisturbed run")
 
 
 def signals_in_odd_places(course) -> dict:
     "A second Ctrl-C does not wait for the step; a signal before the first step ends the run as well."
     t = Tally("a second Ctrl-C, and signals before the first step")
-    def ended(pid, seconds=20):
-        states = wait([pid], seconds)
-        assert pid in states, "did not end by itself"
-        return os.waitstatus_to_exitcode(states[pid])
-    for before in (0, 5): # steps
-        with t.trial(f"two Ctrl-C in a step after {before} steps"):
+    for name, steps, kinds, want in (("two Ctrl-C in the first step", 0, [signal.SIGINT] * 2, 130), ("two Ctrl-C after 5 steps", 5, [signal.SIGINT] * 2, 130),
+                                     ("SIGTERM while loading", None, [signal.SIGTERM], 143), ("Ctrl-C while loading", None, [signal.SIGINT], 130)):
+        with t.trial(name):
             out, shared = course.folder(), Shared()
-            pid = fork(lambda: by_command(course, out, shared, slow_at=3 * before + 2), course.tmp/"log")
-            until(lambda: shared[5] == 1, pid)
-            os.kill(pid, signal.SIGINT)
-            time.sleep(0.5)
-            os.kill(pid, signal.SIGINT)
-            assert (code := ended(pid)) == 130, f"exit code {code}"
-            assert shared[5] == 1, "it waited for the step"
-            course.finish(out)
-            course.compare(out, same_names=False, samples=False)
-    for kind, want in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        with t.trial(f"{kind.name} while loading"):
-            out, shared = course.folder(), Shared()
-            pid = fork(lambda: by_command(course, out, shared), course.tmp/"log")
-            until(lambda: shared[6] == 1, pid)
-            os.kill(pid, kind)
-            assert (code := ended(pid)) == want, f"exit code {code}, not {want}"
-            assert shared[3] <= 1, f"{shared[3]} steps were made"
+            slow = steps is not None
+            pid = fork(lambda: by_command(course, out, shared, slow_at=3 * steps + 2 if slow else None), course.tmp/"log")
+            until(lambda: shared[5 if slow else 6] == 1)
+            for n, kind in enumerate(kinds): time.sleep(0.5 * n), os.kill(pid, kind)
+            states = wait([pid], 20)
+            assert pid in states, "did not end by itself"
+            assert (code := os.waitstatus_to_exitcode(states[pid])) == want, f"exit code {code}, not {want}"
+            assert shared[5] == 1 if slow else shared[3] <= 1, f"it waited for the step; {shared[3]} steps were made"
             course.finish(out)
             course.compare(out, same_names=False, samples=False)
     return t.result("ended at once; the next run bit-equal to the undisturbed one")
@@ -548,98 +459,54 @@ class Kernel:
         return {k: eval(v["data"]["text/plain"]) for k, v in got.get("user_expressions", {}).items()}
 
 
-def interrupts(course, trials, seed=0) -> dict:
+def interrupts(course, trials) -> dict:
     "The stop button at random moments of `trainer.fit()`; the next cell calls it again."
-    t, rng, runs, late, where, raised = Tally("the notebook's stop button", trials), random.Random(seed), 0, [], collections.Counter(), 0
+    t, rng, runs, late, raised = Tally("the notebook's stop button", trials), random.Random(0), 0, [0], 0
     with Kernel(course.tmp) as k:
-        k.run("import torch; torch.set_num_threads(1)\nfrom kills import Recorder\nfrom qie_nb.trainer import QwenImageEditTrainer\nimport diffusers, transformers, peft, accelerate")
+        k.run("import torch; torch.set_num_threads(1)\nfrom crash_trials import Recorder\nfrom qie_nb.trainer import QwenImageEditTrainer\nimport diffusers, transformers, peft, accelerate")
         began = time.time()
         k.run(f"QwenImageEditTrainer({course.config(course.folder())!r}).fit()")
         whole = time.time() - began
-        while t.trials < trials:
-            out, runs, n, hung = course.folder(), runs + 1, 0, False
-            cache = dict(cache_dir=str(out/"cache")) if runs % 2 == 0 else {} # every other run fills its cache as it goes
-            make = lambda resume=None: k.run(f"trainer = QwenImageEditTrainer({course.config(out, resume, cache=cache)!r}, [Recorder({str(out)!r})])")
-            try:
+        while t.trials < trials and len(t.failed) < 9:
+            out, runs = course.folder(), runs + 1
+            cache = dict(cache=dict(cache_dir=str(out/"cache"))) if runs % 2 == 0 else {} # every other run fills its cache as it goes
+            make = lambda resume=None: k.run(f"trainer = QwenImageEditTrainer({course.config(out, resume, **cache)!r}, [Recorder({str(out)!r})])")
+            now = lambda: k.run("pass", step="trainer.global_step", done="trainer.state.max_steps")
+            with whole_run(t, f"run {runs}"):
                 make()
                 while True:
                     k.start("trainer.fit()")
                     reply = k.reply(rng.uniform(0, whole * rng.choice((0.1, 0.3, 0.6))) if t.trials < trials else 300)
-                    if reply is None:
+                    if reply: assert reply["status"] == "ok", f"{reply['ename']}: {reply['evalue']}"
+                    else:
                         at = begun(out)
                         k.km.interrupt_kernel()
-                        n += 1
-                        with t.trial(f"run {runs}, interrupt {n}"):
-                            hung, reply = True, k.reply(60)
-                            assert reply is not None, "the cell did not come back"
-                            hung = False
+                        with t.trial(f"run {runs}"):
+                            reply = k.reply(60)
+                            assert reply, "the cell did not come back"
                             assert reply["status"] == "ok" or reply["ename"] == "KeyboardInterrupt", f"{reply['ename']}: {reply['evalue']}"
                             raised += reply["status"] != "ok"
-                            now = k.run("pass", step="trainer.global_step", done="trainer.state.max_steps")
-                            late.append(now["step"] - at)
-                            assert late[-1] <= 1, f"it came in step {at}, {now['step']} were made"
-                            where["before the first step" if not now["step"] else "later"] += 1
-                            steps = [json.loads((d/"state.json").read_text())["global_step"] for d in complete(out)]
-                            assert not now["step"] or now["step"] in steps, f"{now['step']} steps were made, checkpoints have {steps}"
-                            if now["step"]: assert json.loads((out/"checkpoints"/(out/"checkpoints"/"latest").read_text().strip()/"state.json").read_text())["global_step"] == max(steps)
-                        assert not hung
-                    else: assert reply["status"] == "ok", f"{reply['ename']}: {reply['evalue']}"
-                    now = k.run("pass", step="trainer.global_step", done="trainer.state.max_steps")
-                    if now["done"] and now["step"] >= now["done"] and complete(out): break
+                            step = now()["step"]
+                            late.append(step - at)
+                            assert late[-1] <= 1, f"it came in step {at}, {step} were made"
+                            assert not step or step in map(step_of, complete(out)), f"{step} steps were made, and no checkpoint has them"
+                            if step: newest_is_named(out)
+                        assert reply
+                    if (n := now())["done"] and n["step"] >= n["done"] and complete(out): break
                     if rng.random() < 0.2 and complete(out): make("latest") # by another trainer
                 k.run("trainer.fit()") # nothing is left to do
                 course.compare(out, same_names=False)
-            except Exception as e:
-                blame(t, f"run {runs}, after {n} interrupts: {type(e).__name__}: {e}")
-                if os.environ.get("FAULTS_TRACE"): traceback.print_exc(file=sys.__stderr__)
-                if hung or not n: break
             shutil.rmtree(out)
-    return t.result(f"{t.trials} interrupts over {runs} runs ({where['before the first step']} before the first step, {raised} raised KeyboardInterrupt); at most {max(late, default=0)} further steps "
-                    "begun after one; every run bit-equal to the undisturbed one")
+    return t.result(f"{t.trials} interrupts over {runs} runs ({raised} raised KeyboardInterrupt); at most {max(late)} further steps begun after one; every run bit-equal to the undisturbed one")
 
 
 # --- all of them
 def cases(full): # {name: function of a folder}
-    made = {}
-    def course(name, **kw):
-        if name not in made: made[name] = Course(tempfile.mkdtemp(prefix="kills-"), **kw)
-        return made[name]
-    usual = lambda: course("usual")
-    two = lambda: course("two", world=2, data=dict(batch_size=1), train=dict(num_epochs=3))
+    course = functools.lru_cache(lambda two=False: Course(tempfile.mkdtemp(prefix="kills-"), **dict(world=2, data=dict(batch_size=1), train=dict(num_epochs=3)) if two else {}))
     n = lambda much, little: much if full else little
-    out = dict(files=lambda tmp: kills_in_files(usual(), n(2, None)), steps=lambda tmp: kills_in_steps(usual(), n(2, None)), resume=lambda tmp: kills_in_resume(usual(), n(None, 2)),
-               random=lambda tmp: kills_at_random(usual(), n(60, 3)), signals=lambda tmp: signals(usual(), n(40, 3)), odd_signals=lambda tmp: signals_in_odd_places(usual()),
-               interrupts=lambda tmp: interrupts(usual(), n(100, 8)))
-    return out | dict(processes=lambda tmp: kills_of_processes(two(), n(18, 1)), launch=lambda tmp: kills_of_a_launch(two(), n(2, 1)))
+    return dict(files=lambda tmp: kills_in_files(course(), n(2, None)), steps=lambda tmp: kills_in_steps(course(), n(2, None)), resume=lambda tmp: kills_in_resume(course(), n(None, 2)),
+                signals=lambda tmp: signals(course(), n(40, 3)), odd_signals=lambda tmp: signals_in_odd_places(course()),
+                interrupts=lambda tmp: interrupts(course(), n(100, 8)), processes=lambda tmp: kills_of_processes(course(True), n(18, 1)))
 
 
-SLOW = ("files", "steps", "resume", "random", "odd_signals", "interrupts", "processes", "launch") # all but "signals"
-
-
-def main(argv=None):
-    p = argparse.ArgumentParser(description="Runs cut off on purpose")
-    p.add_argument("--full", action="store_true", help="the full counts")
-    p.add_argument("--only", nargs="*", help="names of cases")
-    p.add_argument("--out", help="JSON file for the results")
-    a = p.parse_args(argv)
-    torch.set_num_threads(1)
-    import accelerate, diffusers, peft, transformers # once, for all processes forked from here
-    import qie_nb.evaluation.evaluate, qie_nb.logging, qie_nb.trainer
-    gc.freeze() # what was imported is no garbage: collections in the children pass it by
-    chosen, results, began = cases(a.full), [], time.time()
-    with tempfile.TemporaryDirectory(prefix="kills-") as home:
-        tempfile.tempdir = home
-        os.environ["QIE_NB_HOME"] = str(Path(home)/"home")
-        for name in a.only or chosen:
-            try: got = chosen[name](Path(home))
-            except Exception as e:
-                traceback.print_exc()
-                got = dict(case=name, trials=1, passed=0, worst=f"broke off: {type(e).__name__}: {e}"[:900], seconds=0.)
-            results.append(dict(name=name) | got)
-            print(f"{'FAIL' if got['passed'] != got['trials'] else 'ok  '} {got['case']}: {got['passed']} of {got['trials']} in {got['seconds']:.0f} s; {got['worst']}", flush=True)
-    said = about() | dict(counts="full" if a.full else "few", seconds=round(time.time() - began), cases=results)
-    if a.out: Path(a.out).parent.mkdir(parents=True, exist_ok=True); Path(a.out).write_text(json.dumps(said, indent=1) + "\n")
-    return any(r["passed"] != r["trials"] for r in results)
-
-
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__": main("Interrupted runs", cases)

@@ -48,7 +48,7 @@ def settings(root, tmp_path, variant="2511", **sections):
         data=dict(dataset_path=str(root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
         train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0),
         cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none"))
-    for name, values in sections.items(): base[name] = base[name] | values
+    for name, values in sections.items(): base[name] = base.get(name, {}) | values
     return base
 
 

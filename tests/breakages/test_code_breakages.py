@@ -6,13 +6,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MISSING = "{!r} is no longer in {}; update the breakage"
-TESTS = "tests/training/test_step.py", "tests/parity/test_pipelines.py", "tests/end_to_end/test_main_job.py"
+TESTS = "tests/training/test_step.py", "tests/parity/test_pipelines.py", "tests/end_to_end/test_main_job.py", "tests/test_cache_costs.py"
 BREAKAGES = dict(
     flow_target_with_the_wrong_sign=[("models/flow_matching", "return eps.float() - x0.float()", "return x0.float() - eps.float()")],
     loss_on_control_tokens_too=[("models/flow_matching", "shapes))[0][:, :x_t.shape[1]]", "shapes))[0]"),
                         ("models/flow_matching", "    pred = pred[:, :target.shape[1]].float()\n", "    target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)\n")],
     control_width_and_height_swapped=[("encoding/encoder", 'else self.geometry.control(size)', 'else self.geometry.control(size)[::-1]')],
     embeddings_keyed_by_prompt_only=[("cache", "controls=list(controls)", "controls=[]")],
+    a_shard_opened_for_every_read=[("core/cache_layers", "if (os.getpid(), shard) not in self.open_files:", "if True:")],
     zero_cond_t_lost=[("models/components", "return cls.from_pretrained(folder, subfolder=name, **kw)", "return cls.from_pretrained(folder, subfolder=name, **kw, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
 )
 

@@ -1,6 +1,6 @@
 """What is refused, and in which words: one sentence with the name, the value and the remedy, before a model is loaded and without touching the disk.
 `python tests/end_to_end/test_bad_input.py` prints the table."""
-import contextlib, gc, json, os, re, shutil, signal, sys
+import contextlib, gc, json, re, shutil, signal, sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,6 @@ from PIL import Image
 
 from helpers import write_pairs
 from crash_trials import complete
-from qie_nb.config import load_config_from_yaml
 from qie_nb.tiny.random_models import save_tiny, tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 

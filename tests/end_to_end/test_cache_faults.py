@@ -4,7 +4,7 @@ import pytest, torch
 from cache_fault_trials import cases
 from helpers import few_trials
 
-FAST = ["flips", "truncations", "zeroed_tails", "swaps", "losses", "headers", "bits", "bits_of_a_run", "edits_of_the_model"]
+FAST = ["flips", "swaps", "losses", "bits", "edits_of_the_model"]
 MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]
 SLOW = [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.mounts] * (c in MOUNTS)]) for c in cases(False) if c not in FAST]
 

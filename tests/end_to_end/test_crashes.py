@@ -2,18 +2,16 @@
 import pytest
 
 from helpers import few_trials
-from crash_trials import SLOW, cases
+from crash_trials import cases
 
-CASES = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in cases(False)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    "One run of the cases that were selected, by name."
-    return few_trials("crash_trials", request, tmp_path_factory)
+def results(request, tmp_path_factory): return few_trials("crash_trials", request, tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(False))
 def test_every_trial_goes_as_it_must(case, results):
     r = results[case]
     assert r["trials"] and r["passed"] == r["trials"], r["worst"]

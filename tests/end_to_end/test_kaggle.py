@@ -202,41 +202,6 @@ def test_a_session_has_read_only_inputs_a_quota_and_no_internet(tmp_path):
     assert run.written == MB and [p.name for p in run.output.iterdir()] == ["kept.bin"]
 
 
-@pytest.mark.slow
-def test_a_session_leaves_only_its_output(tmp_path):
-    needs_root()
-    cells = ['import importlib.metadata as m, sys\nprint(m.version("six"))', 'get_ipython().run_line_magic("pip", "uninstall -y six")', 'print(__import__("importlib").util.find_spec("six"))',
-             'open("/etc/qie_nb_trace", "w").write("x"); open("/tmp/qie_nb_trace", "w").write("x")']
-    run = run_notebook(notebook(tmp_path, *cells), kaggle(tmp_path))
-    assert not run.error and "Successfully uninstalled six" in run.text() and "None" in run.text()
-    assert not any(Path(f).exists() for f in ("/etc/qie_nb_trace", "/tmp/qie_nb_trace"))
-    subprocess.run([sys.executable, "-c", "import six"], check=True)
-
-
-@pytest.mark.slow
-def test_a_failing_cell_ends_the_session(tmp_path):
-    run = run_notebook(notebook(tmp_path, 'print("first")', 'raise ValueError("wrong `folder`")', 'print("third")'), kaggle(tmp_path))
-    assert "wrong `folder`" in run.error and "first" in run.text() and "third" not in run.text()
-
-
-@pytest.mark.slow
-def test_only_drive_is_kept_on_colab(tmp_path):
-    (tmp_path/"drive").mkdir()
-    platform = colab(tmp_path, drive=tmp_path/"drive", quota=8 * MB, secrets=dict(HF_TOKEN="abc"))
-    first = run_notebook(notebook(tmp_path, 'from google.colab import drive, userdata\ndrive.mount("/content/drive")\nprint(userdata.get("HF_TOKEN"))',
-                                  'open("/content/drive/MyDrive/kept.txt", "w").write("1"); open("/content/lost.txt", "w").write("2")'), platform)
-    assert not first.error and "abc" in first.text() and [p.name for p in first.output.rglob("*.txt")] == ["lost.txt"]
-    second = run_notebook(notebook(tmp_path, 'import os; print(os.path.exists("/content/lost.txt"), open("/content/drive/MyDrive/kept.txt").read())'), platform)
-    assert "False 1" in second.text(), second.error
-
-
-@pytest.mark.slow
-def test_a_missing_secret_raises(tmp_path):
-    cell = 'from kaggle_secrets import UserSecretsClient, BackendError\nprint(UserSecretsClient().get_secret("A"))\ntry: UserSecretsClient().get_secret("B")\nexcept BackendError as e: print(e)'
-    run = run_notebook(notebook(tmp_path, cell), kaggle(tmp_path, secrets=dict(A="one")))
-    assert "one" in run.text() and "No user secrets exist" in run.text(), run.error
-
-
 # ---- the install cell ----
 
 @functools.lru_cache

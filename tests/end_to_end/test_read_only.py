@@ -35,7 +35,7 @@ def goes_on(config):
 def is_refused(config):
     from qie_nb.trainer import QwenImageEditTrainer
     trainer = QwenImageEditTrainer(config)
-    with pytest.raises(ValueError, match=r"`train.output_dir` '.*out' cannot be written \(Read-only file system\); set it to a folder that can"): trainer.fit()
+    with pytest.raises(ValueError, match=r"`train.output_dir` '.*out' cannot be written \(Read-only file system\); set it to a writable folder"): trainer.fit()
     assert not trainer.components.built
 
 

@@ -1,0 +1,147 @@
+"""What the trials of the cache and of interrupted runs share: counting, child processes, watched files and the command line."""
+import argparse, builtins, contextlib, datetime, io, json, mmap, os, platform, shutil, signal, struct, sys, tempfile, time, traceback
+from pathlib import Path
+
+import torch
+
+
+class Tally:
+    "Trials of one case: how many passed, and the failures."
+    def __init__(self, case, of=0): self.case, self.of, self.trials, self.passed, self.failed, self.t0, self.last = case, of, 0, 0, [], time.time(), time.time()
+
+    @contextlib.contextmanager
+    def trial(self, name):
+        self.trials += 1
+        try:
+            yield
+            self.passed += 1
+        except Exception as e:
+            self.failed.append(f"{name}: {type(e).__name__}: {e}")
+            if os.environ.get("FAULTS_TRACE"): traceback.print_exc(file=sys.__stderr__)
+        if time.time() - self.last > 20: self.last = time.time(); print(f"  {self.case}: {self.trials}{f' of {self.of}' if self.of else ''}, {len(self.failed)} failed", flush=True)
+
+    def result(self, worst) -> dict:
+        for why in self.failed[:20]: print(f"  failed: {why}"[:600], flush=True)
+        return dict(case=self.case, trials=self.trials, passed=self.passed, worst=self.failed[0][:600] if self.failed else worst, seconds=round(time.time() - self.t0, 1))
+
+
+@contextlib.contextmanager
+def quiet():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()): yield
+
+
+# --- child processes
+class Shared:
+    "Sixty-four integers in memory that processes share; each process writes its own."
+    def __init__(self): self.m = mmap.mmap(-1, 64 * 8)
+    def __getitem__(self, i): return struct.unpack_from("q", self.m, i * 8)[0]
+    def __setitem__(self, i, v): struct.pack_into("q", self.m, i * 8, v)
+
+
+def fork(job, log) -> int:
+    "Run a job in a forked child; its output is appended to `log`."
+    sys.stdout.flush(), sys.stderr.flush()
+    if pid := os.fork(): return pid
+    code = 1
+    torch.set_num_threads(1) # one thread makes torch's new pool: threads that make it together get none
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = open(1, "w", closefd=False)
+        job()
+        code = 0
+    except BaseException: traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception): sys.stdout.flush()
+        os._exit(code)
+
+
+def child_value(job, log): # what a job returns in a child, as JSON
+    out, write = log.with_suffix(".json"), io.open
+    def run():
+        data = json.dumps(job())
+        with write(out, "w") as f: f.write(data)
+    assert os.waitpid(fork(run, log), 0)[1] == 0, log.read_text()[-2000:]
+    return json.loads(out.read_text())
+
+
+def wait(pids, seconds) -> dict: # {pid: status}; children that hang are killed and missing
+    done, end = {}, time.time() + seconds
+    while len(done) < len(pids) and time.time() < end:
+        for p in set(pids) - done.keys():
+            if (got := os.waitpid(p, os.WNOHANG))[0]: done[p] = got[1]
+        time.sleep(0.002)
+    for p in set(pids) - done.keys(): os.kill(p, signal.SIGKILL); os.waitpid(p, 0)
+    return done
+
+
+class Written:
+    "An open file that reports each write before it and at its middle."
+    def __init__(self, f, path, tell): self._f, self._path, self._tell = f, path, tell
+    def __getattr__(self, name): return getattr(self._f, name)
+    def __enter__(self): return self
+    def __exit__(self, *a): self._f.close()
+    def write(self, data):
+        self._tell("write", self._path)
+        half = len(data) // 2
+        self._f.write(data[:half]), self._f.flush()
+        self._tell("half of a write", self._path)
+        self._f.write(data[half:])
+        return len(data)
+
+
+def watch_operations(below, tell):
+    "In a child: tell(what, path) before each write, in its middle, and before and after each fsync and rename below a folder."
+    real_open, fsync, replace, below = io.open, os.fsync, os.replace, str(below)
+    def open_(file, mode="r", *a, **kw):
+        mine = set(mode) & set("wxa+") and str(file).startswith(below)
+        if mine: tell("open", str(file))
+        f = real_open(file, mode, *a, **kw)
+        return Written(f, str(file), tell) if mine else f
+    def fsync_(fd):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.startswith(below): tell("fsync", path)
+        fsync(fd)
+    def replace_(src, dst, *a, **kw):
+        mine = str(dst).startswith(below)
+        if mine: tell("rename", f"{src}\t{dst}")
+        replace(src, dst, *a, **kw)
+        if mine: tell("renamed", f"{src}\t{dst}")
+    builtins.open = io.open = open_
+    os.fsync, os.replace, os.rename = fsync_, replace_, replace_
+
+
+# --- command line
+def about() -> dict:
+    import diffusers, safetensors, transformers
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return dict(device=f"{cpu}, one thread", system=f"{platform.system()} {platform.release()}", date=datetime.date.today().isoformat(),
+                versions=dict(python=platform.python_version(), torch=torch.__version__, safetensors=safetensors.__version__, diffusers=diffusers.__version__, transformers=transformers.__version__))
+
+
+def main(description, cases): # cases(full) -> {name: function of a folder}
+    p = argparse.ArgumentParser(description=description)
+    p.add_argument("--full", action="store_true", help="the full counts")
+    p.add_argument("--only", nargs="*", help="names of cases")
+    p.add_argument("--out", help="JSON file for the results")
+    a = p.parse_args()
+    torch.set_num_threads(1)
+    chosen, results, began = cases(a.full), [], time.time()
+    with tempfile.TemporaryDirectory(prefix="trials-") as home:
+        tempfile.tempdir = home
+        os.environ["QIE_NB_HOME"] = str(Path(home)/"home")
+        for name in a.only or chosen:
+            tmp = Path(home)/name
+            tmp.mkdir()
+            try: got = chosen[name](tmp)
+            except Exception as e:
+                traceback.print_exc()
+                got = dict(case=name, trials=1, passed=0, worst=f"broke off: {type(e).__name__}: {e}"[:900], seconds=0.)
+            results.append(dict(name=name) | got)
+            print(f"{'FAIL' if got['passed'] != got['trials'] else 'ok  ' if got['trials'] else 'none'} {got['case']}: {got['passed']} of {got['trials']} in {got['seconds']:.0f} s; {got['worst']}", flush=True)
+            shutil.rmtree(tmp, ignore_errors=True)
+    said = about() | dict(counts="full" if a.full else "few", seconds=round(time.time() - began), cases=results)
+    if a.out: Path(a.out).parent.mkdir(parents=True, exist_ok=True); Path(a.out).write_text(json.dumps(said, indent=1) + "\n")
+    sys.exit(any(r["passed"] != r["trials"] for r in results))
