@@ -18,7 +18,6 @@ MODULATION = "modulation" # of the transformer
 EVERY_KIND = (*ALL_KINDS, MODULATION)
 FORMAT = "qie_nb-2"
 
-# %% ../../nbs/core/04_cache_entries.ipynb #98d7a70d
 class CacheEntryError(ValueError):
     "A cache entry that must not be used, or a tensor that must not be stored."
 
@@ -44,7 +43,6 @@ def _meta(kind, key, parts, prefix):
     meta = dict(kind=kind, key=key, parts=parts, checksum="0" * 64, format=FORMAT)
     return meta | ({"prefix": prefix} if prefix else {})
 
-# %% ../../nbs/core/04_cache_entries.ipynb #7c90207d
 def pack_entry(
     kind:str, # one of `EVERY_KIND`
     key:str, # digest of `parts`

@@ -66,13 +66,9 @@ def verify_entry(
     except (CacheEntryError, OSError) as e: return str(e)
     return ""
 
-# %% ../../nbs/core/05_cache_layers.ipynb #bba85404
 _DTYPES = dict(F32="float32", BF16="bfloat16", F16="float16", BOOL="bool")
 
-def mapped(
-    layer, # `FolderStore` or `ShardStore`
-    kind:str, key:str,
-): # tensor; writing to it does not change the file
+def mapped(layer, kind:str, key:str): # tensor; writing to it does not change the file
     "A memory-mapped entry. It is not checked: call `verify_entry` first."
     import torch
     path, offset, header = layer.payload(kind, key)
@@ -145,7 +141,6 @@ def _index_checksum(index) -> str:
     signed = {k: v for k, v in index.items() if k != "checksum"}
     return hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
 
-# %% ../../nbs/core/05_cache_layers.ipynb #a8f0c726
 def open_layer(folder): # `ShardStore` if there is an index, else `FolderStore`
     "A folder as a layer of a cache."
     return ShardStore(folder) if (Path(folder)/INDEX).is_file() else FolderStore(folder)
@@ -158,9 +153,10 @@ def empty_output_dir(
 ): # yields the folder to write into
     "A folder for a packed cache. Raises ValueError if it holds other files."
     out = Path(out)
-    there = [p.name for p in out.iterdir()] if out.is_dir() else []
-    is_packed = lambda name: name == INDEX or re.fullmatch(r"cache-\d{5}-\d{5}\.safetensors", name)
-    if there and not (replace and all(map(is_packed, there))):
+    there = os.listdir(out) if out.is_dir() else []
+    others = [name for name in there if not re.fullmatch(rf"{INDEX}|cache-\d{{5}}-\d{{5}}\.safetensors",
+                                                         name)]
+    if there and (others or not replace):
         hint = ", or set `replace`" * (INDEX in there)
         raise ValueError(f"`out` {str(out)!r} is not empty; name a new folder to pack into{hint}")
     new, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
@@ -189,8 +185,8 @@ def write_packed(
         free -= len(data)
         shards[-1].append((layer, kind, key, header, len(data) - 8 - len(header)))
     if bad:
-        text = "; ".join(bad)
-        raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: {text}")
+        raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: "
+                              f"{'; '.join(bad)}")
     names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
     for n, (name, shard) in enumerate(zip(names, shards)): _write_shard(out/name, n, shard, index)
     full = dict(format="qie_nb-pack-1", shards=names, identities=identities, entries=index)
@@ -198,8 +194,7 @@ def write_packed(
     write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
     return [out/name for name in (*names, INDEX)]
 
-# %% ../../nbs/core/05_cache_layers.ipynb #0ab215ff
-def _write_shard(path, number, shard, index):
+def _write_shard(path, number, shard, index): # entry by entry, so it is never in memory as a whole
     records, offset = {}, 0
     for _, kind, key, header, size in shard:
         records[f"{kind}/{key}"] = json.loads(header)[kind] | dict(data_offsets=[offset, offset + size])

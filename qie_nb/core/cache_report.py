@@ -16,19 +16,16 @@ def size_text(n:int) -> str:
     "Bytes as text: 1.50 GB, 2.10 MB, 3.0 kB."
     return f"{n/1e9:.2f} GB" if n >= 1e9 else f"{n/1e6:.2f} MB" if n >= 1e5 else f"{n/1e3:.1f} kB"
 
-def mode_text(
-    layer:dict, # of `get_cache_stats()["layers"]`
-) -> str:
+def mode_text(layer:dict) -> str: # one of `get_cache_stats()["layers"]`
     "How a layer is used."
     if not layer.get("exists", True): return "not there yet"
     return "packed, " * layer["packed"] + ("written" if layer["writable"] else "only read")
 
-# %% ../../nbs/core/06_cache_report.ipynb #5a1e000b
 def quarantined_entries(
     folders, # of a cache's layers
     most:int=20, # entries to read
 ) -> list: # (file name, reason)
-    "Entries in quarantine, with the reason."
+    "Entries in quarantine, with the reason from their text files."
     found = [p for f in folders for p in sorted((Path(f)/"quarantine").glob("*.reason.txt"))[:most]]
     text = lambda p: p.read_text(encoding="utf-8", errors="replace").strip()
     return [(p.name.removesuffix(".reason.txt"), text(p)) for p in found[:most]]
@@ -47,21 +44,15 @@ def _badges(s) -> str:
               "bad entries met": len(s["bad"]), "in quarantine": s["quarantined"]}
     return "".join(out + [badge(f"{n} {what}", bad=True) for what, n in counts.items() if n])
 
-def _error_list(pairs, most=5) -> str:
-    rows = [f"<li>{escape(str(a))}: {escape(str(b))}</li>" for a, b in pairs[:most]]
-    if len(pairs) > most: rows.append(f"<li>and {len(pairs) - most} more</li>")
-    return f"<ul style='margin:4px 0'>{''.join(rows)}</ul>" if rows else ""
-
-# %% ../../nbs/core/06_cache_report.ipynb #5a1e000f
-def status_html(
-    s:dict, # from `status()` of a cache or a data set
-) -> str:
+def status_html(s:dict) -> str: # from `status()` of a cache or a data set
     "The state of a cache as HTML, escaped."
     name = lambda v: f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})"
     models = "; ".join(map(name, s["models"].values()))
     layers = [(d["folder"], mode_text(d), d["count"], size_text(d["bytes"])) for d in s["layers"]]
     folders = table_html(layers, ("folder", "", "entries", "size")) if layers else ""
     why = note(s["why"]) if s.get("why") else ""
-    errors = _error_list([*s.get("skipped", ()), *s.get("unreadable", ()), *s["bad"], *s.get("aside", ())])
+    pairs = [*s.get("skipped", ()), *s.get("unreadable", ()), *s["bad"], *s.get("aside", ())]
+    rows = [f"{a}: {b}" for a, b in pairs[:5]] + [f"and {len(pairs) - 5} more"] * (len(pairs) > 5)
+    errors = f"<ul style='margin:4px 0'><li>{'</li><li>'.join(map(escape, rows))}</li></ul>" if rows else ""
     encoders = f"<div style='margin:4px 0'>encoders: {escape(models or 'none yet')}</div>"
     return f"<div>{_badges(s)}{encoders}{why}{folders}{_kinds_table(s)}{errors}</div>"

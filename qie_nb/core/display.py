@@ -37,39 +37,27 @@ def image_html(
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
     width = max(160, round(height * w / h)) # long titles wrap
     return ('<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;'
-            f'max-width:{width}px">'
-            f'<img alt="" style="height:{height}px" src="data:image/jpeg;base64,{data}">'
+            f'max-width:{width}px"><img alt="" style="height:{height}px" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0008
-def table_html(
-    rows, # of cells, escaped
-    head=(), # column titles, escaped
-) -> str:
-    "An HTML table."
+def table_html(rows, head=()) -> str: # rows of cells, column titles
+    "An HTML table; its texts are escaped."
     cell = lambda c, tag: f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>'
     line = lambda cells, tag: "<tr>" + "".join(cell(c, tag) for c in cells) + "</tr>"
     body = "".join(line(r, "td") for r in rows)
     return f'<table style="line-height:1.4">{line(head, "th") if head else ""}{body}</table>'
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0011
-def badge(
-    text:str, # escaped
-    bad:bool=False, # does the user need to act?
-) -> str:
-    "A short text in a frame."
+def badge(text:str, bad:bool=False) -> str: # does the user need to act?
+    "A short text in a frame, escaped."
     look = "background:#b3261e;color:#fff;border-color:#b3261e" if bad else "opacity:.85"
     return ('<span style="display:inline-block;border:1px solid;border-radius:4px;padding:0 6px;'
             f'margin:1px 4px 1px 0;font-size:12px;line-height:1.5;{look}">{escape(text)}</span>')
 
-def note(
-    text:str, # a sentence, escaped
-    good:bool=False, # green instead of orange?
-) -> str:
-    "A highlighted sentence."
-    colour = "#2e7d32" if good else "#c77700"
-    style = f"border-left:4px solid {colour};padding-left:8px;margin:6px 0;overflow-wrap:anywhere"
-    return f'<div style="{style}">{escape(text)}</div>'
+def note(text:str, good:bool=False) -> str: # green instead of orange?
+    "A highlighted sentence, escaped."
+    style = f"border-left:4px solid {'#2e7d32' if good else '#c77700'};padding-left:8px;margin:6px 0"
+    return f'<div style="{style};overflow-wrap:anywhere">{escape(text)}</div>'
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0014
 class StatusText:
@@ -91,11 +79,7 @@ class StatusText:
         self.tell(f'<progress value="{self.n}" max="{self.total}"></progress> '
                   f"{escape(self.what)} {self.n} of {self.total}, {rate:.0f}/s, {left} left")
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0017
-def report_errors(
-    tell, # function of an error message (HTML)
-    work, # function without arguments
-) -> bool: # did it succeed?
+def report_errors(tell, work) -> bool: # functions of an error message (HTML), and of nothing; did it succeed?
     "Run the work of a click and show its errors."
     try: work()
     except KeyboardInterrupt: tell(note("stopped; results so far are kept"))
@@ -145,7 +129,6 @@ def _repr_mimebundle_(self:Display, include=None, exclude=None) -> dict:
         page = f'{rule}<div class="{self.mark}">{page}</div>'
     return {"text/plain": repr(self), "text/html": page}
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0022
 @patch
 def _ipython_display_(self:Display):
     from IPython.display import display

@@ -59,12 +59,10 @@ def _words(path) -> list: # of a small file; [] if it cannot be read
     except (OSError, UnicodeDecodeError): return []
 
 def _cgroup(root, name) -> list: # words of the file `name` in this process's control group and its parents
-    lines = [line[3:] for line in _words(root/"proc/self/cgroup") if line.startswith("0::")]
-    own = Path(lines[0] if lines else "/")
+    own = Path(next((line[3:] for line in _words(root/"proc/self/cgroup") if line.startswith("0::")), "/"))
     folders = [root/"sys/fs/cgroup"/str(p).lstrip("/") for p in (own, *own.parents)]
     return [w for folder in folders if (w := _words(folder/name))]
 
-# %% ../../nbs/core/03_environment.ipynb #b9585581
 def host_memory(root=Path("/")) -> int: # bytes
     "Host memory for this process, within the limits of its control groups."
     import psutil
@@ -94,28 +92,21 @@ def find_session_start(
 QUOTA = 20_000_000_000 # bytes of /kaggle/working
 HOURS = dict(accelerator=9., cpu=12.) # of a Kaggle session
 
-def _has_accelerator(root, env) -> bool:
-    tpu = any(k.startswith("TPU_") for k in env)
-    return bool(env.get("CUDA_VERSION") or tpu or any(root.glob("dev/nvidia[0-9]*")))
-
 def _kaggle(root, env) -> dict: # fields of `Environment`
     working, temp = root/"kaggle/working", root/"kaggle/temp"
+    fast = (env.get("CUDA_VERSION") or any(k.startswith("TPU_") for k in env)
+            or any(root.glob("dev/nvidia[0-9]*")))
     return dict(run=env.get("KAGGLE_KERNEL_RUN_TYPE", ""), working=working, keep=working,
                 temp=temp if temp.is_dir() else Path(tempfile.gettempdir()),
                 inputs=(Path(env.get("KAGGLE_CACHE_MOUNT_FOLDER") or root/"kaggle/input"),), quota=QUOTA,
-                hours=HOURS["accelerator" if _has_accelerator(root, env) else "cpu"])
+                hours=HOURS["accelerator" if fast else "cpu"])
 
 def _colab(root, env) -> dict:
     drive = root/"content/drive/MyDrive"
     keep = drive/"qie_nb" if drive.is_dir() else None
     mounts = Path(env.get("COLAB_CACHE_MOUNT_FOLDER") or root/"kaggle/input") # of kagglehub
-    return dict(working=root/"content", keep=keep, temp=Path(tempfile.gettempdir()),
-                inputs=(mounts, keep) if keep else (mounts,))
+    return dict(working=root/"content", keep=keep, inputs=(mounts, keep) if keep else (mounts,))
 
-def _other(root, env) -> dict:
-    return dict(working=Path.cwd(), keep=Path.cwd(), temp=Path(tempfile.gettempdir()))
-
-# %% ../../nbs/core/03_environment.ipynb #d8c03000
 def detect_environment(
     root=None, # folder instead of /, for tests; default QIE_NB_ROOT, else /
     env=None, # mapping of environment variables; default os.environ
@@ -124,10 +115,11 @@ def detect_environment(
     env = os.environ if env is None else env
     root = Path(root or env.get("QIE_NB_ROOT") or "/")
     name = environment_name(env, root)
-    own = dict(kaggle=_kaggle, colab=_colab).get(name, _other)(root, env)
+    own = dict(working=Path.cwd(), keep=Path.cwd(), temp=Path(tempfile.gettempdir()))
+    if name in ("kaggle", "colab"): own |= (_kaggle if name == "kaggle" else _colab)(root, env)
     interactive = is_interactive() and env.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
-    hub = env.get("JUPYTERHUB_SERVICE_PREFIX", "")
-    return Environment(name, is_interactive=interactive, root=root, hub=hub,
+    return Environment(name, is_interactive=interactive, root=root,
+                       hub=env.get("JUPYTERHUB_SERVICE_PREFIX", ""),
                        session_start=find_session_start(env, own.get("hours")), cores=host_cores(root),
                        memory=host_memory(root), env=dict(env), **own)
 
@@ -158,19 +150,15 @@ def _json(path) -> dict:
     except (OSError, ValueError): return {}
     return out if isinstance(out, dict) else {}
 
-def _models(file) -> str: # named in a cache's manifest or index
-    found = [v for v in (_json(file).get("identities") or {}).values() if isinstance(v, dict)]
-    return ", ".join(sorted({f"{v.get('model')} ({v.get('variant')})" for v in found}))
-
-# %% ../../nbs/core/03_environment.ipynb #5ccd8f4d
 def _recognize(folder, names) -> tuple: # (kind, identifying file, description); () for any other folder
     if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys(): # all files present
         state = _json(folder/"state.json")
         return "checkpoint", "COMPLETE", f"step {state.get('global_step')}, epoch {state.get('epoch')}"
-    if (file := "cache-index.json") in names:
-        return "cache", file, f"packed, of {_models(folder/file) or 'no model'}"
-    if (file := "manifest.json") in names and (models := _models(folder/file)):
-        return "cache", file, f"of {models}"
+    for file, what in (("cache-index.json", "packed, of "), ("manifest.json", "of ")):
+        models = (_json(folder/file).get("identities") or {}) if file in names else {}
+        models = {f"{v.get('model')} ({v.get('variant')})" for v in models.values() if isinstance(v, dict)}
+        if models or file in names and what != "of ":
+            return "cache", file, what + (", ".join(sorted(models)) or "no model")
     if (file := "model_index.json") in names: return "model", file, str(_json(folder/file).get("_class_name"))
     return ()
 
@@ -190,21 +178,16 @@ def _search(top, attached, max_folders=2000, depth=9): # yields artifacts, bread
             folders = [e for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
             queue += [(Path(e.path), level + 1) for e in folders]
 
-# %% ../../nbs/core/03_environment.ipynb #5bb64f1a
 @patch
-def found(self:Environment,
-    kind:str=None, # cache, checkpoint or model; default all
-) -> list: # of `Artifact`, the newest first
-    "Caches, checkpoints and models in the attached folders and the working folder."
+def found(self:Environment, kind:str=None) -> list: # of `Artifact`, the newest first
+    "Caches, checkpoints and models (or one `kind`) in the attached folders and the working folder."
     own = [self.working] + [self.keep] * (self.keep not in (None, self.working, *self.inputs))
     out = [f for top in self.inputs for f in _search(top, True)]
     out += [f for top in own for f in _search(top, False, 500, 3)]
     return sorted((f for f in out if kind in (None, f.kind)), key=lambda f: (-f.written, str(f.path)))
 
 @patch
-def latest(self:Environment,
-    kind:str="checkpoint", # cache, checkpoint or model
-) -> str: # path, or None
+def latest(self:Environment, kind:str="checkpoint") -> str: # path, or None
     "The newest artifact of a kind, e.g. for `train.resume_checkpoint`."
     return next((str(f.path) for f in self.found(kind)), None)
 
@@ -266,12 +249,10 @@ def online(
     address = (proxy.hostname, proxy.port or 80) if proxy.hostname else (host, 443)
     def ask():
         with suppress(OSError): connect(address, timeout=seconds).close(); done.set()
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=ask, daemon=True)).start()
     thread.join(seconds)
     return done.is_set()
 
-# %% ../../nbs/core/03_environment.ipynb #7075196e
 @patch
 def secret(self:Environment,
     name:str="HF_TOKEN",
@@ -280,16 +261,14 @@ def secret(self:Environment,
     "A secret from the environment, the hub's token file or the secret store."
     home = Path(self.env.get("HF_HOME") or Path(self.env.get("HOME") or Path.home())/".cache/huggingface")
     saved = "".join(_words(self.env.get("HF_TOKEN_PATH") or home/"token")) if name == "HF_TOKEN" else ""
-    return self.env.get(name) or saved or (_stored_secret(self, name) if ask else None) or None
-
-def _stored_secret(environment, name) -> str: # or None
+    if known := self.env.get(name) or saved: return known
     with suppress(Exception): # no such secret, no permission, no network
-        if environment.name == "kaggle":
+        if ask and self.name == "kaggle":
             from kaggle_secrets import UserSecretsClient
-            return UserSecretsClient().get_secret(name)
-        if environment.name == "colab":
+            return UserSecretsClient().get_secret(name) or None
+        if ask and self.name == "colab":
             from google.colab import userdata
-            return userdata.get(name)
+            return userdata.get(name) or None
 
 # %% ../../nbs/core/03_environment.ipynb #23cfa404
 @patch

@@ -12,49 +12,42 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # %% ../../nbs/core/00_files.ipynb #2d1757fc
-def stat_key(
-    path, # a file
-) -> tuple: # (text, change time in seconds)
+def stat_key(path) -> tuple: # (text, change time in seconds)
     "File system metadata that changes with the file."
     st = os.stat(path)
     return f"{st.st_dev}|{st.st_ino}|{st.st_size}|{st.st_mtime_ns}|{st.st_ctime_ns}", st.st_ctime
 
 # %% ../../nbs/core/00_files.ipynb #60a23e77
 _local = threading.local()
+_facts, _folders = {}, set() # (folder, file, name) -> (stat_key, value)
 
 def _database() -> str: # path; called for each fact, so without `Path`
     home = os.environ.get("QIE_NB_HOME")
     return os.path.join(os.path.expanduser("~/.cache/qie_nb") if home is None else home, "files.sqlite")
 
-def _connect():
-    "This thread's own connection; a forked process opens a new one."
+def _execute(*query) -> list: # rows; each thread has its own connection, and a forked process opens new ones
     path = _database()
-    if getattr(_local, "owner", None) == (os.getpid(), path): return _local.db
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    _local.db = sqlite3.connect(path, timeout=5, isolation_level=None)
-    _local.db.execute("pragma synchronous=off")
-    _local.db.execute("create table if not exists facts (folder text, file text, name text, signature text, "
-                      "value text, primary key (folder, file, name))")
-    _local.owner = (os.getpid(), path)
-    return _local.db
-
-# %% ../../nbs/core/00_files.ipynb #c2e72560
-_facts, _folders = {}, set() # (folder, file, name) -> (stat_key, value)
+    if getattr(_local, "owner", None) != (os.getpid(), path):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        _local.db = sqlite3.connect(path, timeout=5, isolation_level=None)
+        _local.db.execute("pragma synchronous=off")
+        _local.db.execute("create table if not exists facts (folder text, file text, name text, signature "
+                          "text, "
+                          "value text, primary key (folder, file, name))")
+        _local.owner = (os.getpid(), path)
+    return _local.db.execute(*query).fetchall()
 
 def _recall(folder, file, name):
     if (db := _database(), folder) not in _folders:
         _folders.add((db, folder))
-        query = "select file, name, signature, value from facts where folder=?"
-        try: rows = _connect().execute(query, (folder,)).fetchall()
+        try: rows = _execute("select file, name, signature, value from facts where folder=?", (folder,))
         except (sqlite3.Error, OSError): rows = []
         for f, n, s, v in rows: _facts.setdefault((db, folder, f, n), (s, v))
     return _facts.get((db, folder, file, name))
 
-def _remember(folder, file, name, sig, value):
-    _facts[(_database(), folder, file, name)] = (sig, value)
-    with suppress(sqlite3.Error, OSError):
-        row = folder, file, name, sig, value
-        _connect().execute("insert or replace into facts values (?,?,?,?,?)", row)
+def _remember(*row): # folder, file, name, signature, value
+    _facts[(_database(), *row[:3])] = row[3:]
+    with suppress(sqlite3.Error, OSError): _execute("insert or replace into facts values (?,?,?,?,?)", row)
 
 # %% ../../nbs/core/00_files.ipynb #2281c67b
 _MIN_AGE = 2. # seconds: the coarsest resolution of change times
@@ -77,16 +70,13 @@ def cached_file_property(
         _remember(folder, file, name, sig, json.dumps(value))
     return value
 
-# %% ../../nbs/core/00_files.ipynb #6a72191d
 def _sha256(path) -> str:
     h = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20): h.update(block)
     return h.hexdigest()
 
-def file_digest(
-    path, # a file
-) -> str: # sha256 of its bytes, 64 hex digits
+def file_digest(path) -> str: # sha256 of its bytes, 64 hex digits
     "Digest of a file's content; an unchanged file is not read again."
     return cached_file_property(path, "sha256", _sha256)
 
@@ -97,7 +87,6 @@ def _sync_folder(folder):
     try: os.fsync(fd)
     finally: os.close(fd)
 
-# %% ../../nbs/core/00_files.ipynb #83f94322
 def write_atomic(
     path, # the file to write
     data, # content: bytes, or an iterable of blocks
@@ -151,20 +140,15 @@ def disk_full(path, need:int) -> DiskFull:
                     f"free at least {missing} more, or choose another folder. What was there is intact")
 
 # %% ../../nbs/core/00_files.ipynb #6f8df8b8
-def _alive(pid) -> bool:
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    except OSError: pass # another user's process
-    return True
-
 def stale_temp_files(folder) -> list: # paths
     "Temporary files of dead processes of this machine, or older than a day."
+    import psutil
     found = []
     for p in Path(folder).glob(".*-*-*.tmp"):
         host, pid, _ = p.name[1:].rsplit("-", 2)
         try: old = time.time() - p.stat().st_mtime > 86400
         except OSError: continue # just renamed
-        dead = pid.isdigit() and host == socket.gethostname()[:40] and not _alive(int(pid))
+        dead = pid.isdigit() and host == socket.gethostname()[:40] and not psutil.pid_exists(int(pid))
         if old or dead: found.append(p)
     return found
 

@@ -14,16 +14,13 @@ def kernel(): # of Jupyter in this process, or None
     from IPython import get_ipython
     return getattr(get_ipython(), "kernel", None)
 
-def is_interactive(
-    stream=None, # of the progress bar, default stderr
-) -> bool:
+def is_interactive(stream=None) -> bool: # of the progress bar, default stderr
     "Is there a user at a terminal or a live notebook?"
     k = kernel() if stream is None else None
     if k is None: return bool(getattr(stream or sys.stderr, "isatty", lambda: False)())
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch": return False
     return "google.colab" in sys.modules or bool(getattr(k, "_allow_stdin", True))
 
-# %% ../../nbs/core/01_progress.ipynb #25ba1034
 def short_time(seconds:float) -> str:
     "Seconds as text: 42 s, 3:05 min, 1:02 h."
     s = int(seconds)
@@ -80,9 +77,7 @@ class Progress:
         self.bar = None
 
 # %% ../../nbs/core/01_progress.ipynb #36c7a9a7
-def quiet_bars(
-    stream=None, # of the progress bar, default stderr
-) -> bool: # were they turned off?
+def quiet_bars(stream=None) -> bool: # were they turned off?
     "Turn off the bars of huggingface_hub, transformers and diffusers in batch runs."
     if is_interactive(stream): return False
     for name, off in (("huggingface_hub.utils", "disable_progress_bars"),
