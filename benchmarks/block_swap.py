@@ -22,7 +22,7 @@ def made_up(layers, device, kind, streamed, places):
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.models.modulation import use_modulation_table
-    from qie_nb.models.quantize import quantizable_layers, quantize_linear, replace_module
+    from qie_nb.models.quantize import quantizable_layers, quantize_linear
     from qie_nb.devices.block_swap import PinnedBlock, enable_block_swap, pinned
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=layers)
     use_modulation_table(tr, Rows(torch, layers, tr.inner_dim, torch.bfloat16))
@@ -39,7 +39,7 @@ def made_up(layers, device, kind, streamed, places):
     for block in tr.transformer_blocks:
         fill(block)
         if kind:
-            for name in quantizable_layers(block): replace_module(block, name, quantize_linear(block.get_submodule(name), kind))
+            for name in quantizable_layers(block): block.set_submodule(name, quantize_linear(block.get_submodule(name), kind))
         if streamed: packed.append(PinnedBlock(block, lambda n: pinned(n, device)))
     fill(tr)
     for m in tr.modules():

@@ -25,7 +25,7 @@ def made_up(a, mode, device):
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.devices.fp16 import enable_fp16, with_outliers
     from qie_nb.models.modulation import use_modulation_table
-    from qie_nb.models.quantize import quantizable_layers, quantize_linear, replace_module
+    from qie_nb.models.quantize import quantizable_layers, quantize_linear
     dtype = dict(half=torch.float32).get(mode) or getattr(torch, mode)
     small = dict(num_attention_heads=2, attention_head_dim=32, joint_attention_dim=64, axes_dims_rope=(8, 12, 12)) if a.tiny else {}
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=a.layers, **small)
@@ -51,7 +51,7 @@ def made_up(a, mode, device):
         if not a.tame: with_outliers(tr)
         torch.nn.Module.to(block, dtype)
         if a.kind:
-            for name in quantizable_layers(block): replace_module(block, name, quantize_linear(block.get_submodule(name), a.kind))
+            for name in quantizable_layers(block): block.set_submodule(name, quantize_linear(block.get_submodule(name), a.kind))
     tr.transformer_blocks, (tr.img_in, tr.txt_in) = blocks, ends
     for m in tr.modules():
         for k, b in m._buffers.items():

@@ -18,7 +18,8 @@ from fastcore.basics import patch
 from ..core.files import file_digest, free_bytes
 from ..core.progress import quiet_bars
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
-from .loading import check_saved_quantization, load_quantized, saved_quantization, source_checkpoint
+from .loading import (check_saved_quantization, load_quantized, saved_quantization,
+                                   source_checkpoint)
 from .quantize import check_quantization, dtype_name, parse_quantization
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
@@ -40,9 +41,7 @@ VARIANTS = {v.name: v for v in (
     Variant("2511", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, True,  True))}
 
 @lru_cache
-def template_of(
-    pipeline:str, # class name
-) -> tuple: # (template with one {} for images and prompt, number of tokens dropped from its beginning)
+def template_of(pipeline:str) -> tuple: # (template with one {} for images and prompt, tokens dropped first)
     "Chat template and drop index of the installed diffusers pipeline."
     import diffusers
     args = inspect.signature(getattr(diffusers, pipeline).__init__).parameters
@@ -50,7 +49,7 @@ def template_of(
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
 # %% ../../nbs/models/03_components.ipynb #3cceb8a0
-_VISION = tuple(f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"))
+_VISION = [f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
 
 def prompt_text(
     variant:Variant,
@@ -60,7 +59,7 @@ def prompt_text(
     "The text for the processor. Raises ValueError if the prompt contains vision tokens."
     if found := next((t for t in _VISION if t in prompt), None):
         raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, the "
-                         f"template adds the images")
+                         "template adds the images")
     if images > 1 and not variant.multi_image:
         raise ValueError(f"variant v1 takes one control image, got {images}; use a 2509 or 2511 model")
     prefix = "".join(variant.image_prefix.format(i + 1) for i in range(images))
@@ -68,9 +67,7 @@ def prompt_text(
 
 # %% ../../nbs/models/03_components.ipynb #6b2330c6
 @lru_cache
-def positions_of(
-    pipeline:str, # class name
-) -> str: # "3d", or "1d" if the installed libraries use running positions
+def positions_of(pipeline:str) -> str: # "3d", or "1d" for running positions
     "The positions that the installed diffusers pipeline gives to image tokens."
     import diffusers
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
@@ -94,64 +91,54 @@ def resolve_model(
     return find_model_folder(Path(name).expanduser())
 
 # %% ../../nbs/models/03_components.ipynb #26ddae71
-def find_variant(
-    folder, # local model folder
-    expected:str="auto", # auto, v1, 2509 or 2511
-) -> Variant:
+def find_variant(folder, expected:str="auto") -> Variant: # expected: auto, v1, 2509 or 2511
     "The variant of a model folder. Raises ValueError for any other pipeline."
     folder = Path(folder)
     if not (folder/"model_index.json").is_file():
         raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder that "
-                         f"save_pretrained of diffusers wrote")
+                         "save_pretrained of diffusers wrote")
     name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
     config = folder/"transformer"/"config.json"
     flag = config.is_file() and bool(json.loads(config.read_text()).get("zero_cond_t", False))
     found = next((v for v in VARIANTS.values() if v.pipeline == name
                   and v.zero_cond_t == (flag and v.multi_image)), None)
     if not found:
-        raise ValueError(f"model folder {str(folder)!r} contains a {name}; "
-                         "this library needs QwenImageEditPipeline or QwenImageEditPlusPipeline")
+        raise ValueError(f"model folder {str(folder)!r} contains a {name}; this library needs "
+                         "QwenImageEditPipeline or QwenImageEditPlusPipeline")
     if expected not in ("auto", found.name):
         raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} ({name}, "
-                         f"zero_cond_t="
-                         f"{str(flag).lower()} in its transformer's config); set it to auto or correct "
-                         f"the config")
+                         f"zero_cond_t={str(flag).lower()} in its transformer's config); set it to auto or "
+                         "correct the config")
     return found
 
-def native_areas(
-    folder, # local model folder
-    variant:Variant,
-) -> dict: # control_area, vl_area in pixels
-    "The areas of a model's control images."
+def native_areas(folder, variant:Variant) -> dict: # control_area, vl_area in pixels
+    "The areas of the control images for a model folder."
     path = Path(folder)/"qie_nb.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     return {k: own.get(k, getattr(variant, k)) for k in ("control_area", "vl_area")}
 
 # %% ../../nbs/models/03_components.ipynb #2568617f
-_SETTING = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
+def _setting(component): # that quantizes it
+    return dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize").get(
+        component, f"quantize[{component!r}]")
 
-def check_weights(
-    folder, # local model folder
-    name:str, # one of `COMPONENTS`
-    weights:bool=True, # does it have any?
-):
+def check_weights(folder, name:str, weights:bool=True): # weights: does this component have any?
     "Raises FileNotFoundError or ValueError if a component is missing or its weights are pickles."
     if not (Path(folder)/name).is_dir():
-        raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs; "
-                                f"copy the model again")
+        raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs; copy the "
+                                "model again")
     if weights and not any((Path(folder)/name).glob("*.safetensors")):
-        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles "
-                         f"are not read, "
-                         "save the model as safetensors")
+        raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are "
+                         "not read, save the model as safetensors")
 
 def load_component(
     folder, # local model folder
     name:str, # one of `COMPONENTS`
     dtype=torch.float32,
     device="cpu",
-    quantization:str=None, # one of `qie_nb.models.quantize.QUANTIZATIONS`
-    prepare=None, # function of the empty model, as for `load_quantized`
-    placement=None, # where the weights are kept, as for `load_quantized`
+    quantization:str=None, # a key of `QUANTIZATIONS`
+    prepare=None, # as for `load_quantized`
+    placement=None, # as for `load_quantized`
 ): # the diffusers or transformers object
     "Load one component of a model folder."
     from safetensors import SafetensorError
@@ -160,11 +147,10 @@ def load_component(
     has_weights, path = issubclass(cls, torch.nn.Module), Path(folder)/name
     check_weights(folder, name, has_weights)
     if not has_weights: return cls.from_pretrained(folder, subfolder=name)
-    check_saved_quantization(path, quantization, dtype, _SETTING.get(name, f"quantize[{name!r}]"))
+    check_saved_quantization(path, quantization, dtype, _setting(name))
     if source_checkpoint(path).get("table") and not prepare:
-        raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load "
-                         f"it through the trainer, "
-                         "which uses the table")
+        raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load it "
+                         "through the trainer, which uses the table")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     try:
         if quantization or prepare or placement or torch.device(device).type != "cpu":
@@ -181,7 +167,7 @@ class Components:
         dtype=torch.float32, # of VAE, text encoder and transformer
         variant:str="auto", # auto, v1, 2509 or 2511
         devices:dict=None, # {component: device}, default cpu
-        quantize:dict=None, # {component: one of `qie_nb.models.quantize.QUANTIZATIONS`, or a bool}
+        quantize:dict=None, # {component: key of `QUANTIZATIONS`, or a bool}
         revision:str=None, # of the hub
         offload:tuple=(), # components that stay in host memory; each layer visits the device
         release="auto", # delete downloaded files after they are quantized? auto: if the disk is too small
@@ -194,27 +180,20 @@ class Components:
         self.areas = native_areas(self.folder, self.variant)
         self.loaded, self.built = {}, []
         self.loaded_as = {} # {component: its quantization when it was loaded}
-        self.prepare = {} # {component: function of the empty model}
-        self.placements = {} # {component: where its weights are kept}
+        self.prepare, self.placements = {}, {} # {component: argument of `load_component`}
         self.modulation_sets = lambda: {} # sets of times in the table of a hub's quantized transformer
 
     @property
-    def hub(self): # `HubModel`, or None for a local folder
-        "The model on the hub."
-        return hub_model(self.name, self.revision)
+    def hub(self): return hub_model(self.name, self.revision) # `HubModel`, or None for a local folder
 
     def __repr__(self):
         v, vl = self.variant, self.areas["vl_area"]
         return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), "
-                f"controls {self.areas['control_area']} px, text encoder images "
-                f"{f'{vl} px' if vl else 'the same'}; "
-                f"loaded: {', '.join(self.loaded) or 'nothing yet'}")
+                f"controls {self.areas['control_area']} px, text encoder images {f'{vl} px' if vl else 'the same'}"
+                f"; loaded: {', '.join(self.loaded) or 'nothing yet'}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
-def offload(
-    part:torch.nn.Module, # in host memory, or offloaded before
-    device, # where it computes
-) -> torch.nn.Module: # the same, its parameters on the meta device between calls
+def offload(part:torch.nn.Module, device) -> torch.nn.Module: # on the meta device between calls
     "Keep a model in host memory; each layer visits the device while it runs (accelerate's `cpu_offload`)."
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_module
@@ -222,33 +201,31 @@ def offload(
 
 def device_of(part:torch.nn.Module) -> torch.device:
     "Where a model computes, also if it is offloaded."
-    hooks = (getattr(m, "_hf_hook", None) for m in part.modules())
-    execution = next((h.execution_device for h in hooks
-                      if getattr(h, "execution_device", None) is not None), None)
+    devices = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in part.modules())
+    execution = next((d for d in devices if d is not None), None)
     return next(part.parameters()).device if execution is None else torch.device(execution)
 
 # %% ../../nbs/models/03_components.ipynb #2ac5561c
 @patch
-def check(self:Components,
-    *names, # components, default all that are quantized or offloaded
-):
-    "Raises ValueError if a component cannot be quantized or offloaded as set; reads no weights."
+def quantization_of(self:Components, name:str) -> str: # or None
+    return parse_quantization(self.quantize.get(name))
+
+@patch
+def check(self:Components, *names):
+    "Raises ValueError if components (default all) cannot be quantized or offloaded as set; reads no weights."
     for n in names or {*self.quantize, *self.offload}:
-        key = _SETTING.get(n, f"quantize[{n!r}]")
-        quantization = check_quantization(self.quantize.get(n), self.devices.get(n, "cpu"), key)
-        check_saved_quantization(self.folder/n, quantization, self.dtype, key)
+        quantization = check_quantization(self.quantize.get(n), self.devices.get(n, "cpu"), _setting(n))
+        check_saved_quantization(self.folder/n, quantization, self.dtype, _setting(n))
         if quantization and n in self.offload:
-            raise ValueError(f"`{key}` {quantization} is incompatible with `model.{n}_offload`, which "
-                             f"moves unquantized layers; "
-                             "choose one of them")
+            raise ValueError(f"`{_setting(n)}` {quantization} is incompatible with `model.{n}_offload`, "
+                             "which moves unquantized layers; choose one of them")
 
 # %% ../../nbs/models/03_components.ipynb #7d40c002
 @patch
 def deletes_shards(self:Components, name:str) -> bool:
     "Are the downloaded files of a component deleted after they are quantized?"
-    quantization = parse_quantization(self.quantize.get(name))
-    if not self.hub or quantization in (None, "qint4") or not self.release or not self.hub.weights(name):
-        return False
+    if not self.hub or self.quantization_of(name) in (None, "qint4") or not self.release: return False
+    if not self.hub.weights(name): return False
     return self.release is True or sum(self.hub.missing(name).values()) > free_bytes(self.hub.hub.folder)
 
 @patch
@@ -257,30 +234,25 @@ def shards(self:Components, name:str):
     return ShardDownloader(self.hub, name) if self.hub else LocalShards(self.folder/name)
 
 @patch
-def _quantized_folder(self:Components,
-                      name) -> Path: # of a component that is quantized while it is downloaded
+def _quantized_folder(self:Components, name) -> Path: # of a component quantized while it is downloaded
     table = "-table" if name == "transformer" and self.modulation_sets() else ""
-    quantization = parse_quantization(self.quantize.get(name))
-    return self.hub.store/f"{name}-{quantization}-{dtype_name(self.dtype)}{table}"
+    return self.hub.store/f"{name}-{self.quantization_of(name)}-{dtype_name(self.dtype)}{table}"
 
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, which is downloaded or quantized now if needed."
     from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
     if not self.hub: return self.folder
-    quantization = parse_quantization(self.quantize.get(name))
     sets = self.modulation_sets() if name == "transformer" else {}
     out = self._quantized_folder(name)
     if not (out/name).is_dir():
         if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
-        cls, shards = component_class(self.folder, name)[1], self.shards(name)
+        cls, shards, q = component_class(self.folder, name)[1], self.shards(name), self.quantization_of(name)
         config = json.loads((shards.folder/"config.json").read_text())
         table = 2 * modulation_table_bytes(sets, config, self.dtype) if sets else 0 # twice while it is packed
-        self.hub.check_disk_space(name,
-                                  quantized_bytes(cls, shards.folder, quantization, self.dtype,
-                                                  bool(sets)) + table)
-        quantize_checkpoint(cls, shards, out/name, quantization, self.dtype,
-                            self.devices.get(name, "cpu"), sets,
+        size = quantized_bytes(cls, shards.folder, q, self.dtype, bool(sets))
+        self.hub.check_disk_space(name, size + table)
+        quantize_checkpoint(cls, shards, out/name, q, self.dtype, self.devices.get(name, "cpu"), sets,
                             hash_files=name != "transformer")
     shutil.copyfile(self.folder/"model_index.json", out/"model_index.json")
     return out
@@ -293,12 +265,10 @@ def get(self:Components, name:str):
         raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
     if name not in self.loaded:
         self.check(name)
-        folder, device, offloaded = self.folder_of(name), self.devices.get(name, "cpu"), name in self.offload
-        part = load_component(folder, name, self.dtype, "cpu" if offloaded else device,
-                              parse_quantization(self.quantize.get(name)),
+        device, q, offloaded = self.devices.get(name, "cpu"), self.quantization_of(name), name in self.offload
+        part = load_component(self.folder_of(name), name, self.dtype, "cpu" if offloaded else device, q,
                               self.prepare.get(name), self.placements.get(name))
-        self.loaded[name] = offload(part, device) if offloaded else part
-        self.loaded_as[name] = parse_quantization(self.quantize.get(name))
+        self.loaded[name], self.loaded_as[name] = offload(part, device) if offloaded else part, q
         self.built.append(name)
     return self.loaded[name]
 
@@ -311,17 +281,14 @@ def drop(self:Components, *names):
 
 # %% ../../nbs/models/03_components.ipynb #cd973de2
 @patch
-def set_offload(self:Components,
-    name:str, # component
-    on:bool, # shall each of its layers visit the device from now on?
-):
-    "Offload a component layer by layer, or restore it."
+def set_offload(self:Components, name:str, on:bool):
+    "Offload a component layer by layer from now on, or restore it."
     if name in self.loaded and (on or name in self.offload):
         from accelerate.hooks import remove_hook_from_module
         part = self.loaded[name]
         if not on: remove_hook_from_module(part, recurse=True)
-        elif any(not p.is_meta for p in part.parameters()):
-            offload(part, self.devices.get(name, "cpu")) # an adapter may be new
+        elif any(not p.is_meta for p in part.parameters()): # an adapter may be new
+            offload(part, self.devices.get(name, "cpu"))
     self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
 
 @patch
@@ -337,21 +304,17 @@ def move(self:Components, name:str, device):
 # %% ../../nbs/models/03_components.ipynb #de56b44a
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype",
              "architectures", "processor_class")
-_UNUSED = ("generation_config.json", "video_preprocessor_config.json") # do not affect images or hidden states
+_UNUSED = ("generation_config.json", "video_preprocessor_config.json")
 _ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 
-def component_digest(
-    folder, # local model folder
-    name:str, # component
-) -> str: # 16 hex digits
+def component_digest(folder, name:str) -> str: # 16 hex digits
     "Digest of a component's weights and settings; the same for a renamed folder and for a prequantized copy."
     check_weights(folder, name, False)
     origin = source_checkpoint(Path(folder)/name)
     parts = [f["sha256"] for f in origin.get("files", {}).values()]
-    for p in sorted((Path(folder)/name).iterdir()):
-        if p.suffix == ".safetensors" and not origin or p.name in ("tokenizer.json", "vocab.json",
-                                                                   "merges.txt"):
-            parts.append(file_digest(p))
+    for p in (Path(folder)/name).iterdir():
+        weights = p.suffix == ".safetensors" and not origin
+        if weights or p.name in ("tokenizer.json", "vocab.json", "merges.txt"): parts.append(file_digest(p))
         elif p.name.endswith("config.json") and p.name not in _UNUSED:
             settings = {k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}
             parts.append(json.dumps(settings, sort_keys=True))
@@ -371,10 +334,9 @@ def identity(self:Components) -> dict:
     if size > 2e9 and not saved_quantization(at["text_encoder"]/"text_encoder"):
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless their digests are known")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
-    template = hashlib.sha256(repr((template_of(self.variant.pipeline),
-                                    self.variant.image_prefix)).encode()).hexdigest()[:12]
+    template = repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
-                text_encoder=f"{text}-{parse_quantization(self.quantize.get('text_encoder')) or 'plain'}",
-                template=f"{template}-{positions_of(self.variant.pipeline)}",
+                text_encoder=f"{text}-{self.quantization_of('text_encoder') or 'plain'}",
+                template=f"{hashlib.sha256(template).hexdigest()[:12]}-{positions_of(self.variant.pipeline)}",
                 dtype=dtype_name(self.dtype), **self.areas)

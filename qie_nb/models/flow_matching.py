@@ -23,10 +23,9 @@ def pack_latents(
 # %% ../../nbs/models/04_flow_matching.ipynb #83fbd290
 def unpack_latents(
     tokens:torch.Tensor, # [B, (h/2)*(w/2), 4*C]
-    h:int, # latent pixels, even
-    w:int, # latent pixels, even
+    h:int, w:int, # latent pixels, even
 ) -> torch.Tensor: # [B, C, 1, h, w]
-    "Tokens to latents, the inverse of `pack_latents`. Takes *latent* sizes, unlike the pipeline."
+    "The inverse of `pack_latents`. Takes *latent* sizes, unlike the pipeline."
     B, n, c = tokens.shape
     if n != (h//2)*(w//2):
         raise ValueError(f"`tokens` must be {(h//2)*(w//2)} for a latent of height {h} and width {w}, "
@@ -35,8 +34,8 @@ def unpack_latents(
 
 # %% ../../nbs/models/04_flow_matching.ipynb #a6aea4d9
 def img_shapes(
-    target:tuple, # (h, w) of the target's latent, latent pixels
-    controls=(), # (h, w) of each control's latent, in order
+    target:tuple, # (h, w) of the target, latent pixels
+    controls=(), # (h, w) of each control
     batch_size:int=1,
 ) -> list: # batch_size x [(1, rows, columns), ...]
     "Token shapes of target and controls, as the pipelines give them to the transformer."
@@ -63,10 +62,7 @@ def calculate_mu(
     m = (s1 - s0) / (n1 - n0)
     return tokens * m + (s0 - m * n0)
 
-def shift_sigmas(
-    sigmas:torch.Tensor, # in (0, 1]
-    mu:float,
-) -> torch.Tensor:
+def shift_sigmas(sigmas:torch.Tensor, mu:float) -> torch.Tensor: # sigmas in (0, 1]
     "The exponential time shift, `e^mu / (e^mu + 1/sigma - 1)` (Esser et al. 2024, section 5.3.2)."
     return math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1))
 
@@ -135,11 +131,8 @@ def mask_weights(
 # %% ../../nbs/models/04_flow_matching.ipynb #7a956b42
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
-def level_weights(
-    sigmas:torch.Tensor, # [B] noise levels in (0, 1]
-    how:str="none", # one of `WEIGHTINGS`
-) -> torch.Tensor: # [B], with a mean of 1 over all levels
-    "The weight of each sample's loss by its noise level, for training only."
+def level_weights(sigmas:torch.Tensor, how:str="none") -> torch.Tensor: # [B], mean 1 over all levels
+    "The weight of each sample's loss by its noise level, for training only; `how` is one of `WEIGHTINGS`."
     if how not in WEIGHTINGS:
         raise ValueError(f"`loss_weighting` must be one of {', '.join(WEIGHTINGS)}, got {how!r}")
     if how == "none": return torch.ones_like(sigmas)
@@ -158,16 +151,15 @@ def transformer_inputs(
     shapes, # as `img_shapes` gives them
 ) -> dict: # keyword arguments of the transformer's forward
     "Arguments of the transformer: target and control tokens in one sequence, the timestep divided by 1000."
-    times, lookup = timesteps.to(x_t.dtype) / 1000, getattr(getattr(transformer, "module", transformer),
-                                                            "lookup", None)
-    if lookup is not None: lookup.expect(times) # the transformer runs on a modulation table
+    times = timesteps.to(x_t.dtype) / 1000
+    if lookup := getattr(getattr(transformer, "module", transformer), "lookup", None): # of a modulation table
+        lookup.expect(times)
     return dict(hidden_states=torch.cat([x_t, *controls], dim=1) if controls else x_t,
-                timestep=times.to(x_t.device, non_blocking=True),
-                guidance=None, encoder_hidden_states=embeds, encoder_hidden_states_mask=mask,
+                timestep=times.to(x_t.device, non_blocking=True), guidance=None,
+                encoder_hidden_states=embeds, encoder_hidden_states_mask=mask,
                 img_shapes=shapes, return_dict=False)
 
-def velocity(transformer, x_t, controls, timesteps, embeds, mask,
-             shapes) -> torch.Tensor: # [B, target tokens, 64]
+def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> torch.Tensor:
     "The predicted velocity of the target's tokens; arguments as for `transformer_inputs`."
     return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask,
                                             shapes))[0][:, :x_t.shape[1]]
@@ -175,9 +167,7 @@ def velocity(transformer, x_t, controls, timesteps, embeds, mask,
 # %% ../../nbs/models/04_flow_matching.ipynb #814864c3
 def true_cfg(
     cond:torch.Tensor, # [B, tokens, 64] for the prompt
-    uncond:torch.Tensor, # the same for the negative prompt
-    scale:float,
-) -> torch.Tensor:
+    uncond:torch.Tensor, scale:float) -> torch.Tensor:
     "The guided prediction, with the norm of each conditional token."
     comb = uncond + scale * (cond - uncond)
     return comb * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(comb, dim=-1, keepdim=True))

@@ -19,49 +19,42 @@ from .loading import source_checkpoint, weight_files
 # %% ../../nbs/models/00_hub.ipynb #01f32332
 INDEX = "model_index.json"
 
-def find_model_folder(
-    folder,
-) -> Path: # the folder with model_index.json, or `folder` itself
+def find_model_folder(folder) -> Path: # the folder with model_index.json, or `folder` itself
     "The model in a folder or up to four levels below it. Raises ValueError if there are several."
     folder = Path(folder)
     if (folder/INDEX).is_file(): return folder
     found = sorted(p.parent for depth in range(1, 5) for p in folder.glob("*/" * depth + INDEX))
     if len(found) > 1:
         names = ", ".join(str(p.relative_to(folder)) for p in found)
-        raise ValueError(f"{str(folder)!r} contains {len(found)} models ({names}); give the folder of "
-                         f"one of them")
+        raise ValueError(f"{str(folder)!r} contains {len(found)} models ({names}); "
+                         "give the folder of one of them")
     return found[0] if found else folder
 
 # %% ../../nbs/models/00_hub.ipynb #6986a5f9
-def component_class(
-    folder, # local model folder
-    name:str, # component
-) -> tuple: # (library's name, class)
-    "The class that model_index.json names for a component."
+def component_class(folder, name:str) -> tuple: # (library's name, class)
+    "The class that model_index.json of a folder names for a component."
     index = json.loads((Path(folder)/INDEX).read_text())
     if not index.get(name) or None in index[name]:
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
     library, cls = index[name]
     if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers "
-                         f"and transformers are imported")
+        raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; it is not imported")
     return library, getattr(importlib.import_module(library), cls)
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
 class HubClient:
     "The Hugging Face hub and its local cache."
     @property
-    def folder(self) -> Path: # of downloads
+    def folder(self) -> Path:
         from huggingface_hub import constants
         return Path(constants.HF_HUB_CACHE)
 
     def files(self, name, revision=None) -> tuple: # (commit, {path: bytes})
         from huggingface_hub import HfApi, snapshot_download
         try: info = HfApi().model_info(name, revision=revision, files_metadata=True)
-        except Exception:
+        except Exception as error:
             try: local = Path(snapshot_download(name, revision=revision, local_files_only=True))
-            except Exception: local = None
-            if local is None: raise # the first error
+            except Exception: raise error from None
             return local.name, {p.relative_to(local).as_posix(): p.stat().st_size
                                 for p in local.rglob("*") if p.is_file()}
         return info.sha, {s.rfilename: s.size or 0 for s in info.siblings}
@@ -80,15 +73,11 @@ class HubClient:
 HUB = HubClient()
 
 # %% ../../nbs/models/00_hub.ipynb #62438044
-CONFIG_FILES = (".json", ".txt", ".jinja", ".model") # endings
+CONFIG_FILES = (".json", ".txt", ".jinja", ".model")
 
 class HubModel:
     "The files of a model on the hub."
-    def __init__(self,
-        name:str, # hub id
-        revision:str=None,
-        hub=None, # default `HUB`
-    ):
+    def __init__(self, name:str, revision:str=None, hub=None):
         self.name, self.hub = name, hub or HUB
         self.commit, self.files = self.hub.files(name, revision)
         home = Path(os.environ.get("QIE_NB_HOME") or Path.home()/".cache"/"qie_nb")
@@ -96,8 +85,8 @@ class HubModel:
         self.record = self.store/"fetched.json"
 
     def has(self, path) -> bool: return self.hub.has(self.name, path, self.commit)
-    def downloaded(self) -> list:
-        return json.loads(self.record.read_text()) if self.record.is_file() else [] # paths
+    def downloaded(self) -> list: # paths
+        return json.loads(self.record.read_text()) if self.record.is_file() else []
 
     def fetch(self, path) -> Path:
         "Download a file, or find it in the cache."
@@ -106,8 +95,7 @@ class HubModel:
         try: return self.hub.get(self.name, path, self.commit)
         except Exception as e:
             raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); run it "
-                          f"again, finished files are kept, "
-                          "or attach the model as a folder") from e
+                          "again, finished files are kept, or attach the model as a folder") from e
 
     def release(self, path):
         "Delete a file if we downloaded it."
@@ -121,27 +109,25 @@ def weights(self:HubModel, component:str) -> dict: # {path: bytes}
     "The weight files of a component, without variants such as fp16."
     own = [p for p in self.files if p.startswith(f"{component}/") and p.count("/") == 1]
     shortest = lambda end: min((p for p in own if p.endswith(end)), key=lambda p: (len(p), p), default=None)
+    paths = [shortest(".safetensors")]
     if index := shortest(".safetensors.index.json"):
-        names = sorted(set(json.loads(self.fetch(index).read_text())["weight_map"].values()))
-        return {f"{component}/{n}": self.files[f"{component}/{n}"] for n in names}
-    return {p: self.files[p] for p in [shortest(".safetensors")] if p}
+        names = set(json.loads(self.fetch(index).read_text())["weight_map"].values())
+        paths = [f"{component}/{n}" for n in sorted(names)]
+    return {p: self.files[p] for p in paths if p}
 
 @patch
-def missing(self:HubModel, component) -> dict: # {path: bytes}
-    "The weight files of a component that are not downloaded yet."
+def missing(self:HubModel, component) -> dict: # {path: bytes}, not downloaded yet
     return {p: n for p, n in self.weights(component).items() if not self.has(p)}
 
-# %% ../../nbs/models/00_hub.ipynb #46177382
 @patch
 def fetch_configs(self:HubModel, components=()) -> Path: # the local model folder
     "Download the files that tell the variant, and the configuration and tokenizer files of some components."
     if INDEX not in self.files:
         raise ValueError(f"{self.name!r} has no {INDEX}; choose a model in diffusers' layout")
-    for p in (INDEX, "qie_nb.json", "transformer/config.json"):
-        if p in self.files: self.fetch(p)
     for p in self.files:
         folder, _, name = p.partition("/")
-        if folder in components and "/" not in name and name.endswith(CONFIG_FILES): self.fetch(p)
+        if p in (INDEX, "qie_nb.json", "transformer/config.json") or (
+                folder in components and "/" not in name and name.endswith(CONFIG_FILES)): self.fetch(p)
     return self.fetch(INDEX).parent
 
 # %% ../../nbs/models/00_hub.ipynb #4f75e9ac
@@ -153,28 +139,24 @@ def check_disk_space(self:HubModel,
     kept:int=None, # bytes of the quantized copy if files are deleted after use; None: all files stay
 ):
     "Print the size of a download. Raises OSError if it does not fit on the disk."
-    todo = self.missing(component)
-    if not todo: return
+    if not (todo := self.missing(component)): return
     total, (path, largest) = sum(todo.values()), max(todo.items(), key=lambda x: x[1])
-    need, disk = (total, self.hub.folder) if kept is None else (kept + largest,
-                                                                min(self.hub.folder, self.store,
-                                                                    key=free_bytes))
+    if kept is None:
+        need, disk, use = total, self.hub.folder, "all files stay"
+        remedy = ("set `model.quantize` (`model.text_encoder_quantize`) and leave "
+                  "`model.delete_downloaded_shards` at auto")
+    else:
+        need, disk = kept + largest, min(self.hub.folder, self.store, key=free_bytes)
+        use = f"each is deleted after it is quantized; at most {format_bytes(need)} at a time"
+        remedy = "free some space, or use fewer bits"
     free = free_bytes(disk)
     what = (f"{self.name}: {component} is {format_bytes(total)} in {len(todo)} files, "
             f"the largest is {Path(path).name} with {format_bytes(largest)}")
     if need > free:
-        remedy = "free some space, or use fewer bits" if kept is not None else (
-            "set `model.quantize` (`model.text_encoder_quantize`) and leave "
-            "`model.delete_downloaded_shards` at auto")
         raise OSError(f"{what}; it needs {format_bytes(need)} at a time, but {str(disk)!r} has "
-                      f"{format_bytes(free)} free; {remedy}, "
-                      "or attach the model as a folder")
-    use = "all files stay"
-    if kept is not None:
-        use = f"each is deleted after it is quantized; at most {format_bytes(need)} at a time"
+                      f"{format_bytes(free)} free; {remedy}, or attach the model as a folder")
     print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
 
-# %% ../../nbs/models/00_hub.ipynb #e97d3f11
 @patch
 def fetch_all(self:HubModel, components) -> Path: # the local model folder
     "Download all files of some components."
@@ -185,45 +167,40 @@ def fetch_all(self:HubModel, components) -> Path: # the local model folder
     return folder
 
 # %% ../../nbs/models/00_hub.ipynb #3b1c10f3
-@lru_cache
-def _cached_hub_model(name, revision, hub): return HubModel(name, revision, hub)
+_hub_model = lru_cache(HubModel)
 
-def hub_model(
-    name:str, # as in `model.pretrained_model_name_or_path`
-    revision:str=None,
-) -> HubModel: # or None for a local folder
-    "The hub's model by that name. Raises FileNotFoundError if there is neither a folder nor a model."
+def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local folder
+    "The hub's model by a setting. Raises FileNotFoundError if there is neither a folder nor a model."
     setting = f"`model.pretrained_model_name_or_path` {name!r}"
     if name == "tiny" or Path(name).expanduser().is_dir(): return None
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"{setting} is not a folder; give a diffusers folder, a hub id like "
-                                f"Qwen/Qwen-Image-Edit-2511, or tiny")
-    try: return _cached_hub_model(name, revision, HUB)
+                                "Qwen/Qwen-Image-Edit-2511, or tiny")
+    try: return _hub_model(name, revision, HUB)
     except Exception as e:
         raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "
-                                f"({type(e).__name__}); "
-                                "attach the model as a folder and give its path") from e
+                                f"({type(e).__name__}); attach it as a folder and give its path") from e
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
 class LocalShards:
     "The weight files of a local component; they are never deleted."
     def __init__(self, folder):
-        self.folder = Path(folder)
-        self.names = [p.name for p in weight_files(folder)]
+        self.folder, self.names = Path(folder), [p.name for p in weight_files(folder)]
 
     @property
     def fingerprint(self) -> list: # tells checkpoints apart while one is read
-        return [(n, (self.folder/n).stat().st_size, (self.folder/n).stat().st_mtime_ns) for n in self.names]
+        stats = [(self.folder/n).stat() for n in self.names]
+        return [(n, s.st_size, s.st_mtime_ns) for n, s in zip(self.names, stats)]
 
     def get(self, name:str) -> Path: return self.folder/name
     def release(self, name:str): pass
 
 class ShardDownloader:
-    "The weight files of a component on the hub."
+    "The weight files of a component on the hub, with the same attributes."
     def __init__(self, model:HubModel, component:str):
         self.model, self.component, self.folder = model, component, model.fetch_configs([component])/component
-        self.names, self.fingerprint = [p.split("/")[1] for p in model.weights(component)], [model.name,
-                                                                                             model.commit]
+        self.names = [p.split("/")[1] for p in model.weights(component)]
+        self.fingerprint = [model.name, model.commit]
 
     def get(self, name:str) -> Path: return self.model.fetch(f"{self.component}/{name}")
     def release(self, name:str): self.model.release(f"{self.component}/{name}")
@@ -234,35 +211,27 @@ def sampled_digest(
     blocks:int=64, # of 4096 bytes, evenly spread, the last one at the end
 ) -> str: # 16 hex digits
     "Digest of a weight file without reading all of it; a file below 16 MB is read completely."
-    size, h = Path(path).stat().st_size, hashlib.sha256()
-    h.update(str(size).encode())
+    size = Path(path).stat().st_size
+    h = hashlib.sha256(str(size).encode())
     with open(path, "rb") as f:
-        head = f.read(8 + min(int.from_bytes(f.read(8), "little"), 1 << 24))
-        h.update(head)
+        h.update(f.read(8 + min(int.from_bytes(f.read(8), "little"), 1 << 24)))
         if size < 1 << 24: h.update(f.read())
-        for n in range(blocks if size >= 1 << 24 else 0):
-            f.seek((size - 4096) * n // (blocks - 1))
-            h.update(f.read(4096))
+        else:
+            for n in range(blocks):
+                f.seek((size - 4096) * n // (blocks - 1))
+                h.update(f.read(4096))
     return h.hexdigest()[:16]
 
 # %% ../../nbs/models/00_hub.ipynb #952e2053
 _VOLATILE = ("_diffusers_version", "_name_or_path", "_class_name")
 
-def transformer_digest(
-    folder, # of the transformer
-) -> str: # 16 hex digits
-    "Digest of a transformer; a prequantized copy has that of its checkpoint."
-    config, origin = Path(folder)/"config.json", source_checkpoint(folder)
-    settings = {k: v for k, v in json.loads(config.read_text()).items()
-                if k not in _VOLATILE} if config.is_file() else {}
-    if origin: parts = sorted(f["sampled"] for f in origin["files"].values())
-    else:
-        parts = sorted(cached_file_property(f, "sampled digest", sampled_digest)
-                       for f in sorted(Path(folder).glob("*.safetensors")))
-    return hashlib.sha256(json.dumps([settings, parts], sort_keys=True).encode()).hexdigest()[:16]
+def transformer_digest(folder) -> str: # 16 hex digits
+    "Digest of a transformer's folder; a prequantized copy has that of its checkpoint."
+    folder, origin = Path(folder), source_checkpoint(folder)
+    config = json.loads((folder/"config.json").read_text()) if (folder/"config.json").is_file() else {}
+    settings = {k: v for k, v in config.items() if k not in _VOLATILE}
+    parts = [f["sampled"] for f in origin["files"].values()] if origin else [
+        cached_file_property(p, "sampled digest", sampled_digest) for p in folder.glob("*.safetensors")]
+    return hashlib.sha256(json.dumps([settings, sorted(parts)], sort_keys=True).encode()).hexdigest()[:16]
 
-def base_digest(
-    folder, # local model folder
-) -> str: # 16 hex digits
-    "Digest of the transformer in a model folder."
-    return transformer_digest(Path(folder)/"transformer")
+def base_digest(folder) -> str: return transformer_digest(Path(folder)/"transformer") # of a model folder

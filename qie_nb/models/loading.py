@@ -5,57 +5,42 @@
 # %% auto #0
 __all__ = ['ORIGIN', 'STREAMS', 'check_serializable', 'serialize_linear', 'part_names', 'deserialize_linear', 'source_checkpoint',
            'saved_quantization', 'check_saved_quantization', 'empty_model', 'weight_files', 'remap_key', 'trim_malloc',
-           'set_tensor', 'place_tensor', 'QuantizedReader', 'load_quantized', 'component_bytes', 'free_device_bytes',
-           'work_bytes']
+           'set_tensor', 'place_tensor', 'load_quantized', 'component_bytes', 'free_device_bytes', 'work_bytes']
 
 # %% ../../nbs/models/02_loading.ipynb #b03e9a11
 import ctypes, json, math, re, sys
-from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..core.progress import Progress
-from .quantize import (
-    NOT_QUANTIZED, QUANTIZATIONS, dtype_name, linear4bit, quantizable_layers, quantize_linear, replace_module)
+from .quantize import (NOT_QUANTIZED, QUANTIZATIONS, dtype_name, linear4bit, quantizable_layers,
+                                    quantize_linear)
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c006
-def check_serializable(
-    quantization:str, # one of `qie_nb.models.quantize.QUANTIZATIONS`, or None
-    key:str="model.quantize", # the setting's name in messages
-) -> str: # the same
-    "Raises ValueError for a quantization that cannot be saved."
+def check_serializable(quantization:str, key:str="model.quantize") -> str: # the same, if it can be saved
     if quantization == "qint4":
         raise ValueError(f"`{key}` qint4 is packed for one kind of device and cannot be saved; use nf4")
     return quantization
 
-def serialize_linear(
-    linear:nn.Module, # from `quantize_linear`
-) -> dict: # {name within the layer: plain tensor on the CPU}
-    "A quantized layer's tensors."
+def serialize_linear(linear:nn.Module) -> dict: # {name within the layer: plain tensor on the CPU}
+    "The tensors of a layer from `quantize_linear`."
     w = linear.weight
-    if hasattr(w, "__tensor_flatten__"):
-        out = {f"weight.{n}": getattr(w, n) for n in w.__tensor_flatten__()[0]}
-    else: out = {"weight": w.data}
-    if getattr(w, "quant_state", None) is not None:
-        out |= {f"weight.{n}": t for n, t in w.quant_state.as_dict(packed=True).items()}
+    names = w.__tensor_flatten__()[0] if hasattr(w, "__tensor_flatten__") else []
+    out = {f"weight.{n}": getattr(w, n) for n in names} or {"weight": w.data}
+    if state := getattr(w, "quant_state", None):
+        out |= {f"weight.{n}": t for n, t in state.as_dict(packed=True).items()}
     if linear.bias is not None: out["bias"] = linear.bias
     return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in out.items()}
 
-# %% ../../nbs/models/02_loading.ipynb #7b10c007
 _PARTS = dict(nf4=("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
                    ".quant_state.bitsandbytes__nf4"),
               qfloat8=("._data", "._scale"), qint8=("._data", "._scale"),
-              int8=(".qdata", ".scale", ".zero_point"),
-              float8=(".qdata", ".scale"), fp8_storage=("",))
+              int8=(".qdata", ".scale", ".zero_point"), float8=(".qdata", ".scale"), fp8_storage=("",))
 
-def part_names(
-    quantization:str,
-    bias:bool, # does the layer have one?
-) -> set: # as `serialize_linear` names them
-    "The tensors of a saved layer."
+def part_names(quantization:str, bias:bool) -> set: # bias: does the layer have one?
+    "The names of a saved layer's tensors, as in `serialize_linear`."
     return {f"weight{p}" for p in _PARTS[quantization]} | ({"bias"} if bias else set())
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c008
@@ -66,18 +51,18 @@ def deserialize_linear(
     dtype, # of computation
 ) -> nn.Module: # what `quantize_linear` gave
     "A quantized layer from its tensors."
+    weight, bias = {n.removeprefix("weight").removeprefix("."): t for n, t in parts.items()}, None
     narrow = quantization == "fp8_storage" # its bias has eight bits too
-    bias = nn.Parameter(parts["bias"] if narrow else parts["bias"].to(dtype),
-                        requires_grad=False) if "bias" in parts else None
-    weight = {n.removeprefix("weight").removeprefix("."): t for n, t in parts.items() if n != "bias"}
+    if "bias" in weight:
+        bias = weight.pop("bias")
+        bias = nn.Parameter(bias if narrow else bias.to(dtype), requires_grad=False)
     if quantization == "nf4":
         from bitsandbytes.functional import QuantState
         packed = weight.pop("")
         state = QuantState.from_dict(weight, packed.device)
         state.dtype = dtype
         return linear4bit(packed, state, bias)
-    template = nn.Linear(linear.in_features, 64, bias is not None, dtype=dtype,
-                         device="cpu").requires_grad_(False)
+    template = nn.Linear(linear.in_features, 64, bias is not None, "cpu", dtype).requires_grad_(False)
     nn.init.ones_(template.weight)
     out, shape, stride = quantize_linear(template, quantization), linear.weight.shape, (linear.in_features, 1)
     out.out_features, out.bias = linear.out_features, bias
@@ -92,68 +77,50 @@ def deserialize_linear(
 # %% ../../nbs/models/02_loading.ipynb #a33e1c00
 ORIGIN = "origin.json"
 
-def source_checkpoint(
-    folder, # of a component
-) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}; empty for an ordinary checkpoint
-    "The record of the checkpoint that a component was quantized from."
+def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}
+    "The record of the checkpoint that a component was quantized from; empty for an ordinary one."
     file = Path(folder)/ORIGIN
     if not file.is_file(): return {}
     try:
         origin = json.loads(file.read_text())
-        known = origin["format"] == "qie_nb-stored-1" and origin["kind"] in _PARTS
-        if not known: raise ValueError("its format is newer, or another program wrote it")
-        return origin | dict(files={str(k): dict(v) for k, v in origin["files"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, or "
-                         f"upgrade qie_nb") from None
+        if origin["format"] == "qie_nb-stored-1" and origin["kind"] in _PARTS: return origin
+        raise ValueError("its format is newer, or another program wrote it")
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, or upgrade "
+                         "qie_nb") from None
 
-def saved_quantization(folder) -> str: # or None
-    "The quantization of a component's files."
-    return source_checkpoint(folder).get("kind")
+def saved_quantization(folder) -> str: return source_checkpoint(folder).get("kind") # of its files, or None
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c00d
 def check_saved_quantization(
     folder, # of a component
     quantization:str, # requested, or None
     dtype, # of computation
-    key:str="model.quantize", # the setting's name in messages
+    key:str="model.quantize", # for messages
 ):
     "Raises ValueError if a prequantized component is requested in another form."
     if not (origin := source_checkpoint(folder)): return
-    saved, saved_dtype = origin["kind"], origin["dtype"]
+    saved, told = origin["kind"], f"{str(folder)!r} is prequantized as {origin['kind']}"
     if saved != quantization:
-        raise ValueError(f"{str(folder)!r} is prequantized as {saved}, but `{key}` is "
-                         f"{quantization or 'none'}; set it to {saved} or none")
-    if saved_dtype != dtype_name(dtype) and saved != "nf4":
-        raise ValueError(f"{str(folder)!r} is prequantized as {saved} for {saved_dtype}, but this run "
-                         f"computes in {dtype_name(dtype)}; "
+        raise ValueError(f"{told}, but `{key}` is {quantization or 'none'}; set it to {saved} or none")
+    if origin["dtype"] != dtype_name(dtype) and saved != "nf4":
+        raise ValueError(f"{told} for {origin['dtype']}, but this run computes in {dtype_name(dtype)}; "
                          "make the copy again here, or use nf4, which fits both")
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e90
-@contextmanager
-def _default_dtype(dtype):
-    before = torch.get_default_dtype()
+def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on the meta device
+    "The model that the config.json in a folder describes, without weights."
+    from accelerate import init_empty_weights
+    before, diffusers = torch.get_default_dtype(), hasattr(cls, "load_config")
+    config = cls.load_config(folder) if diffusers else cls.config_class.from_pretrained(folder)
     torch.set_default_dtype(dtype)
-    try: yield
+    try:
+        with init_empty_weights(include_buffers=False): return (cls.from_config if diffusers else cls)(config)
     finally: torch.set_default_dtype(before)
 
-def empty_model(
-    cls, # a diffusers or transformers model class
-    folder, # component folder with its config.json
-    dtype=torch.float32, # of the parameters
-) -> nn.Module: # parameters on the meta device
-    "The model that a config.json describes, without weights."
-    from accelerate import init_empty_weights
-    diffusers = hasattr(cls, "load_config")
-    config = cls.load_config(folder) if diffusers else cls.config_class.from_pretrained(folder)
-    with _default_dtype(dtype), init_empty_weights(include_buffers=False):
-        return (cls.from_config if diffusers else cls)(config)
-
 # %% ../../nbs/models/02_loading.ipynb #d1b2c3a4
-def weight_files(
-    folder, # component folder
-) -> list: # paths of safetensors files
-    "The files of a checkpoint, without variants such as fp16. Raises FileNotFoundError if one is missing."
+def weight_files(folder) -> list: # paths of safetensors files
+    "The files of a component, without variants such as fp16. Raises FileNotFoundError if one is missing."
     folder = Path(folder)
     shortest = lambda pattern: min(folder.glob(pattern), key=lambda p: (len(p.name), p.name), default=None)
     index = shortest("*.safetensors.index.json")
@@ -161,19 +128,16 @@ def weight_files(
     if not names and index: names = set(json.loads(index.read_text())["weight_map"].values())
     names = names or {shortest("*.safetensors").name}
     if missing := sorted(n for n in names if not (folder/n).is_file()):
-        raise FileNotFoundError(f"{missing[0]} is missing in {str(folder)!r}, but its index names it; "
-                                f"copy the model again")
+        raise FileNotFoundError(f"{missing[0]} is missing in {str(folder)!r}, but its index names it; copy "
+                                "the model again")
     return [folder/n for n in sorted(names)]
 
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d5e
 _MOVED = ((r"^visual\.", "model.visual."),
           (r"^model\.(?=layers\.|embed_tokens\.|norm\.)", "model.language_model."))
 
-def remap_key(
-    key:str, # in the checkpoint
-    known, # names in the model
-) -> str: # name in the model, or None if the model has no such tensor
-    "The model's name for a tensor of the checkpoint."
+def remap_key(key:str, known) -> str: # or None
+    "The model's name, of those `known`, for a tensor of the checkpoint."
     if key in known: return key
     return next((new for old, to in _MOVED if (new := re.sub(old, to, key)) in known), None)
 
@@ -182,60 +146,26 @@ def trim_malloc():
     "Return freed memory to the system (glibc only)."
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)): trim(0)
 
-# %% ../../nbs/models/02_loading.ipynb #708192a3
 def set_tensor(module:nn.Module, name:str, tensor:torch.Tensor):
-    "Replace a parameter or buffer of a module."
     if name in module._parameters: module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     else: module._buffers[name] = tensor
 
-def place_tensor(
-    model:nn.Module, # its parameters may be on the meta device
-    name:str, # of a parameter or buffer
-    tensor:torch.Tensor, # of a checkpoint
-    dtype, # of the model
-    device,
-) -> nn.Module: # the layer that owns the tensor
-    "Copy a checkpoint's tensor into the model."
+def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) -> nn.Module: # its owner
+    "Copy a checkpoint's tensor into a model, whose class may keep named parts in float32."
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if tensor.shape != (expected := getattr(module, leaf).shape):
-        raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, but "
-                         f"{list(expected)} by its config.json; "
-                         "copy the model again")
+        raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, but {list(expected)} by "
+                         "its config.json; copy the model again")
     if any(k in name for k in getattr(model, "_keep_in_fp32_modules", None) or ()): dtype = torch.float32
     set_tensor(module, leaf, tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True))
     return module
 
-# %% ../../nbs/models/02_loading.ipynb #7c10c002
-class QuantizedReader:
-    "Collects the tensors of saved quantized layers and builds each layer when it is complete."
-    def __init__(self,
-        model:nn.Module,
-        quantization:str,
-        dtype, # of computation
-        layers, # names
-        device_of, # function: device of a tensor by its name
-    ):
-        self.model, self.quantization, self.dtype, self.layers = model, quantization, dtype, layers
-        self.device_of, self.parts = device_of, {}
-
-    def owner(self, key) -> str: # the layer that a tensor belongs to, or ""
-        name = key.partition(".weight.")[0] if ".weight." in key else key.rpartition(".")[0]
-        return name if name in self.layers else ""
-
-    def add(self, owner, key, tensor) -> bool: # is the layer complete?
-        linear, parts = self.model.get_submodule(owner), self.parts.setdefault(owner, {})
-        parts[key[len(owner) + 1:]] = tensor.to(self.device_of(f"{owner}.weight"), copy=True)
-        if parts.keys() < part_names(self.quantization, linear.bias is not None): return False
-        replace_module(self.model, owner,
-                       deserialize_linear(linear, self.quantization, self.parts.pop(owner), self.dtype))
-        return True
-
 # %% ../../nbs/models/02_loading.ipynb #8192a3b4
 def load_quantized(
-    cls, # a diffusers or transformers model class
+    cls, # of the model, diffusers' or transformers'
     folder, # component folder: config.json and safetensors files
-    quantization:str=None, # one of `qie_nb.models.quantize.QUANTIZATIONS`; None: not quantized
+    quantization:str=None, # a key of `QUANTIZATIONS`
     dtype=torch.float32, # of the other weights, and of computation
     device="cpu", # of every tensor
     prepare=None, # function of the empty model; tensors that it removes are not read
@@ -248,23 +178,29 @@ def load_quantized(
     if placement: placement.prepare(model)
     device_of = placement.device if placement else lambda name: device
     todo, known = set(quantizable_layers(model)) if quantization else set(), model.state_dict().keys()
-    reader = QuantizedReader(model, quantization, dtype, todo,
-                             device_of) if saved_quantization(folder) else None
-    files = weight_files(folder)
+    saved, waiting, files = saved_quantization(folder), {}, weight_files(folder)
     bar = Progress(len(files), f"{Path(folder).name} as {quantization or dtype}") if len(files) > 1 else None
     for file in files:
         with safe_open(file, "pt") as f:
             for key in f.keys():
-                if reader and (owner := reader.owner(key)):
-                    if reader.add(owner, key, f.get_tensor(key)) and placement: placement.settle(model, owner)
+                owner, new = re.sub(r"\.(weight\..*|[^.]*)$", "", key), None
+                if saved and owner in todo:
+                    linear, parts = model.get_submodule(owner), waiting.setdefault(owner, {})
+                    at = device_of(f"{owner}.weight")
+                    parts[key[len(owner) + 1:]] = f.get_tensor(key).to(at, copy=True)
+                    if parts.keys() < part_names(quantization, linear.bias is not None): continue
+                    new = deserialize_linear(linear, quantization, waiting.pop(owner), dtype)
                 elif name := remap_key(key, known):
-                    module, owner = place_tensor(model, name, f.get_tensor(key), dtype,
-                                                 device_of(name)), name.rpartition(".")[0]
+                    owner = name.rpartition(".")[0]
+                    module = place_tensor(model, name, f.get_tensor(key), dtype, device_of(name))
                     if owner in todo and not any(p.is_meta for p in module.parameters()):
-                        replace_module(model, owner, quantize_linear(module, quantization))
-                        todo.remove(owner)
-                        trim_malloc()
-                    if placement: placement.settle(model, owner)
+                        new = quantize_linear(module, quantization)
+                else: continue
+                if new:
+                    model.set_submodule(owner, new)
+                    todo.remove(owner)
+                    trim_malloc()
+                if placement: placement.settle(model, owner)
         if bar: bar.update()
     if bar: bar.close()
     model = _finish(model, folder, device_of)
@@ -277,7 +213,7 @@ def _finish(model, folder, device_of):
     if missing() and hasattr(model, "tie_weights"): model.tie_weights()
     if names := missing():
         raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; "
-                         f"copy the model again")
+                         "copy the model again")
     for name, m in model.named_modules():
         for n, b in m._buffers.items():
             if b is not None: m._buffers[n] = b.to(device_of(f"{name}.{n}"))
@@ -286,10 +222,6 @@ def _finish(model, folder, device_of):
 # %% ../../nbs/models/02_loading.ipynb #ec58079d
 STREAMS = ("img_mod", "txt_mod") # modulation layers of a block
 
-def _header(path) -> dict: # {name: {dtype, shape, data_offsets}}
-    with open(path, "rb") as f: h = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    return {k: v for k, v in h.items() if k != "__metadata__"}
-
 def component_bytes(
     folder, # of the component, with its safetensors files
     dtype=torch.bfloat16, # it is loaded in
@@ -297,20 +229,22 @@ def component_bytes(
     table:bool=False, # a transformer on the modulation table, without its modulation layers?
 ) -> int:
     "Bytes that a component's weights take in memory, from the headers of its files; 0 if there are none."
-    if saved_quantization(folder): return sum(p.stat().st_size for p in Path(folder).glob("*.safetensors"))
-    quantized = lambda n, shape: (kind and len(shape) == 2 and n.endswith(".weight")
-                                  and not any(fnmatch(n, p) for p in NOT_QUANTIZED))
-    width = lambda n, t: QUANTIZATIONS[kind].bits / 8 if quantized(n, t["shape"]) else dtype.itemsize
-    files = weight_files(folder) if any(Path(folder).glob("*.safetensors")) else []
-    dropped = lambda n: table and any(f".{s}." in n for s in STREAMS)
-    return round(sum(math.prod(t["shape"]) * width(n, t) for f in files for n, t in _header(f).items()
-                     if not dropped(n)))
+    from safetensors import safe_open
+    files, total = list(Path(folder).glob("*.safetensors")), 0
+    if saved_quantization(folder): return sum(p.stat().st_size for p in files)
+    for file in weight_files(folder) if files else ():
+        with safe_open(file, "pt") as f:
+            for n in f.keys():
+                shape = f.get_slice(n).get_shape()
+                if table and any(f".{s}." in n for s in STREAMS): continue
+                plain = len(shape) != 2 or not n.endswith(".weight") or any(k in n for k in NOT_QUANTIZED)
+                width = QUANTIZATIONS[kind].bits / 8 if kind and not plain else dtype.itemsize
+                total += math.prod(shape) * width
+    return round(total)
 
 # %% ../../nbs/models/02_loading.ipynb #623d762d
-def free_device_bytes(
-    device, # cpu, cuda:1, mps
-) -> float:
-    "Bytes that are available on a device now."
+def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
+    "Bytes that are available on a device now; memory that torch keeps for reuse on a GPU counts as free."
     d = torch.device(device)
     if d.type == "cuda":
         return torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) - torch.cuda.memory_allocated(d)
@@ -318,9 +252,6 @@ def free_device_bytes(
     import psutil
     return psutil.virtual_memory().available
 
-# %% ../../nbs/models/02_loading.ipynb #4b03f461
-def work_bytes(
-    area:int=1024*1024, # pixels of the result
-) -> dict: # {component: bytes}
-    "Estimated memory for each component's activations."
+def work_bytes(area:int=1024*1024) -> dict: # {component: bytes}; area: pixels of the result
+    "Estimated memory for activations: of the VAE's widest layer, of one block of the others at a megapixel."
     return dict(text_encoder=1_000 * area, vae=5_000 * area, transformer=2_000 * area)

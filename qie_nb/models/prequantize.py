@@ -22,19 +22,16 @@ from ..core.files import cached_file_property, file_digest, free_bytes, write_at
 from ..core.progress import Progress
 from .hub import CONFIG_FILES, component_class, format_bytes, sampled_digest, transformer_digest
 from .loading import (ORIGIN, check_serializable, empty_model, part_names, place_tensor,
-                                   remap_key,
-                                   serialize_linear, set_tensor, source_checkpoint, trim_malloc)
-from .modulation import ModulationTable, block_rows, time_embeddings, use_modulation_table, uses_modulation
+                                   remap_key, serialize_linear, set_tensor, source_checkpoint, trim_malloc)
+from .modulation import (ModulationTable, block_rows, time_embeddings, use_modulation_table,
+                                      uses_modulation)
 from .quantize import (QUANTIZATIONS, dtype_name, parse_quantization, quantizable_layers,
-                                    quantize_linear,
-                                    replace_module)
+                                    quantize_linear)
 
 # %% ../../nbs/models/06_prequantize.ipynb #7b0df9a7
-def shard_order(
-    shards, # `LocalShards`, or any object with its attributes
-) -> list: # names
+def shard_order(shards) -> list: # names
     "The file with the time embedding first, because all rows are computed from it."
-    index = next(iter(sorted(Path(shards.folder).glob("*.safetensors.index.json"))), None)
+    index = next(iter(sorted(shards.folder.glob("*.safetensors.index.json"))), None)
     files = json.loads(index.read_text())["weight_map"] if index else {}
     first = {f for k, f in files.items() if k.startswith("time_text_embed.")}
     return sorted(shards.names, key=lambda n: (n not in first, n))
@@ -43,32 +40,29 @@ def shard_order(
 class ShardQuantizer:
     "Quantizes a component while the files of its checkpoint are read one by one."
     def __init__(self,
-        cls, # a diffusers or transformers model class
+        cls, # of the model, diffusers' or transformers'
         folder, # with config.json
         quantization:str,
         dtype, # of the other weights, and of computation
         device="cpu", # where layers are quantized
         sets=(), # of times whose rows replace the modulation layers
-        table_dtype=None, # of the rows, default `dtype`
+        table_dtype=None, # of the rows
         rows_dir=None, # where rows are kept until they are packed
     ):
         self.model = empty_model(cls, folder, dtype)
         self.quantization, self.dtype, self.device = quantization, dtype, device
-        self.sets, self.table, self.modulation, self.temb = [tuple(t) for t in sets], None, {}, {}
-        if self.sets: # the keys get the digest of the checkpoint at the end, when it is known
-            blocks = len(self.model.transformer_blocks)
-            self.table = ModulationTable("", table_dtype or dtype, blocks, None,
-                                         EmbeddingCacheManager(rows_dir))
-            self.entries = {times: self.table.entries(times) for times in self.sets}
+        self.sets, self.table, self.modulation, self.temb = sets, None, {}, {}
+        if sets: # the keys get the digest of the checkpoint at the end, when it is known
+            cache, blocks = EmbeddingCacheManager(rows_dir), len(self.model.transformer_blocks)
+            self.table = ModulationTable("", table_dtype, blocks, None, cache)
+            self.entries = {times: self.table.entries(times) for times in sets}
             use_modulation_table(self.model, self.table)
         self.todo, self.known = set(quantizable_layers(self.model)), set(self.model.state_dict())
         self.ready = {} # what can be written
         tied = {*(getattr(self.model, "_tied_weights_keys", None) or ())}
-        self.expected = {n for n in self.known
-                         if n.rpartition(".")[0] not in self.todo} - tied # in the files at the end
-        for o in self.todo:
-            self.expected |= {f"{o}.{p}"
-                              for p in part_names(quantization, self.model.get_submodule(o).bias is not None)}
+        plain = {n for n in self.known if n.rpartition(".")[0] not in self.todo} - tied
+        bias = lambda o: self.model.get_submodule(o).bias is not None
+        self.expected = plain | {f"{o}.{p}" for o in self.todo for p in part_names(quantization, bias(o))}
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c00c
 @patch
@@ -86,16 +80,14 @@ def add(self:ShardQuantizer, key:str, tensor):
         parts = serialize_linear(quantize_linear(module, self.quantization))
         self.ready |= {f"{owner}.{n}": t for n, t in parts.items()}
         self.todo.remove(owner)
-        replace_module(self.model, owner, nn.Identity())
+        self.model.set_submodule(owner, nn.Identity())
         trim_malloc()
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c008
 @patch
 def add_modulation(self:ShardQuantizer, key:str, tensor):
     "Take in a modulation tensor; compute a block's rows when all they need is there."
     self.modulation[key] = tensor.clone()
-    blocks = Counter(m[1] if (m := re.match(r"transformer_blocks\.(\d+)\.", k)) else "time"
-                     for k in self.modulation)
+    blocks = Counter((re.findall(r"^transformer_blocks\.(\d+)\.", k) or ["time"])[0] for k in self.modulation)
     if blocks.pop("time", 0) < 4: return
     for n in (int(b) for b, count in blocks.items() if count == 4):
         for times in self.sets:
@@ -104,48 +96,37 @@ def add_modulation(self:ShardQuantizer, key:str, tensor):
             entry = self.entries[times][n]
             if not self.table.cache.cache_exists(*entry.id):
                 self.table.save(entry, block_rows(self.modulation, n, self.temb[times]))
-        self.modulation = {k: t for k,
-                           t in self.modulation.items() if not k.startswith(f"transformer_blocks.{n}.")}
+        done = f"transformer_blocks.{n}."
+        self.modulation = {k: t for k, t in self.modulation.items() if not k.startswith(done)}
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c00e
 @patch
 def waiting(self:ShardQuantizer) -> dict: # {name: tensor}
     "The tensors of incomplete layers and blocks."
-    layers = ((o, n, p) for o in self.todo for n,
-              p in self.model.get_submodule(o).named_parameters() if not p.is_meta)
-    return {f"{o}.{n}": p.data.cpu() for o, n, p in layers} | self.modulation
+    parts = {f"{o}.{n}": p for o in self.todo for n, p in self.model.get_submodule(o).named_parameters()}
+    return {n: p.data.cpu() for n, p in parts.items() if not p.is_meta} | self.modulation
 
 @patch
-def resume(self:ShardQuantizer, waiting:dict):
-    "Take in what `waiting` returned before an interruption."
-    for key, t in waiting.items():
-        (self.add_modulation if self.table and uses_modulation([key]) else self.add)(key, t)
-
-# %% ../../nbs/models/06_prequantize.ipynb #6e2884e2
-@patch
-def pack_rows(self:ShardQuantizer,
-    base:str, # digest of the checkpoint
-    out, # folder
-):
+def pack_rows(self:ShardQuantizer, base:str, out): # base: digest of the checkpoint; out: folder
     "Write the rows as a packed cache under their final keys."
     table, cache = self.table, self.table.cache
     final = ModulationTable(base, table.dtype, table.blocks)
-    for old, new in ((o, n) for times in self.sets for o,
-                     n in zip(self.entries[times], final.entries(times))):
-        if not cache.cache_exists(*new.id):
-            cache.save_cache(new.kind, new.key, cache.map_cache(*old.id), new.parts)
-        cache.layers[-1].path(*old.id).unlink(missing_ok=True)
+    for times in self.sets:
+        for old, new in zip(self.entries[times], final.entries(times)):
+            if not cache.cache_exists(*new.id):
+                cache.save_cache(new.kind, new.key, cache.map_cache(*old.id), new.parts)
+            cache.layers[-1].path(*old.id).unlink(missing_ok=True)
     cache.pack(out, replace=True)
 
 # %% ../../nbs/models/06_prequantize.ipynb #353cad03
+def _save(tensors, path):
+    from safetensors.torch import save
+    write_atomic(path, save({k: t.contiguous() for k, t in tensors.items()}))
+
 @patch
 def quantize_file(self:ShardQuantizer,
-    path, # of the checkpoint
-    work:Path, # folder that is written
-    number:int, # of the file
-    part_bytes:int, # most bytes of a written file, or one layer
-) -> list: # names of files written
-    "Write everything that is complete after one file of the checkpoint."
+    path, work:Path, number:int, part_bytes:int) -> list: # names of files written
+    "Write everything that is complete after one file of the checkpoint to files of at most `part_bytes`."
     from safetensors import safe_open
     names = []
     def write():
@@ -158,10 +139,6 @@ def quantize_file(self:ShardQuantizer,
             if sum(t.nbytes for t in self.ready.values()) >= part_bytes: write()
     if self.ready: write()
     return names
-
-def _save(tensors, path):
-    from safetensors.torch import save
-    write_atomic(path, save({k: t.contiguous() for k, t in tensors.items()}))
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c00f
 def _load_progress(work, job) -> dict:
@@ -181,10 +158,10 @@ def _save_progress(work, state, waiting, number):
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c010
 def quantize_checkpoint(
-    cls, # a diffusers or transformers model class
-    shards, # `LocalShards`, or any object with its attributes
+    cls, # of the model, diffusers' or transformers'
+    shards, # `LocalShards` or the like
     out, # the component's new folder; it appears when it is complete
-    quantization:str, # one of `qie_nb.models.quantize.QUANTIZATIONS`, but not qint4
+    quantization:str, # a key of `QUANTIZATIONS`, but not qint4
     dtype, # of the other weights, and of computation
     device="cpu", # where layers are quantized
     sets=None, # of times whose rows replace the modulation layers
@@ -196,31 +173,28 @@ def quantize_checkpoint(
     from safetensors.torch import load_file
     out, sets, table_dtype = Path(out), [tuple(t) for t in sets or ()], table_dtype or dtype
     if out.is_dir(): return out
-    job = dict(kind=check_serializable(quantization), dtype=dtype_name(dtype),
-               table_dtype=dtype_name(table_dtype),
-               part_bytes=part_bytes, sets=sets, told=shards.fingerprint)
-    job = json.loads(json.dumps(job)) # as it will be read again
-    work = out.with_name(f".{out.name}.partial")
+    job = dict(kind=check_serializable(quantization), dtype=dtype_name(dtype), part_bytes=part_bytes,
+               table_dtype=dtype_name(table_dtype), sets=sets, told=shards.fingerprint)
+    job, work = json.loads(json.dumps(job)), out.with_name(f".{out.name}.partial") # as it will be read again
     state = _load_progress(work, job)
     quantizer = ShardQuantizer(cls, shards.folder, quantization, dtype, device, sets, table_dtype,
                                work/"rows")
-    if state["left"]: quantizer.resume(load_file(work/state["left"]))
+    for key, t in load_file(work/state["left"]).items() if state["left"] else ():
+        (quantizer.add_modulation if sets and uses_modulation([key]) else quantizer.add)(key, t)
     bar = Progress(len(shards.names), f"{out.name} as {quantization}, file by file", len(state["done"]))
     for number, name in enumerate(shard_order(shards)):
         if name not in state["done"]:
             path = shards.get(name)
             files = quantizer.quantize_file(path, work, number, part_bytes)
-            state["done"][name] = dict(files=files, facts=_file_digests(path, hash_files))
+            facts = dict(bytes=path.stat().st_size,
+                         sampled=cached_file_property(path, "sampled digest", sampled_digest))
+            if hash_files: facts["sha256"] = file_digest(path)
+            state["done"][name] = dict(files=files, facts=facts)
             _save_progress(work, state, quantizer.waiting(), number)
             bar.update()
         shards.release(name) # also a file that a killed process left
     bar.close()
-    return _finish(work, out, Path(shards.folder), state, quantizer)
-
-def _file_digests(path, whole) -> dict:
-    digests = dict(bytes=path.stat().st_size,
-                   sampled=cached_file_property(path, "sampled digest", sampled_digest))
-    return digests | (dict(sha256=file_digest(path)) if whole else {})
+    return _finish(work, out, shards.folder, state, quantizer)
 
 # %% ../../nbs/models/06_prequantize.ipynb #2d939d85
 def _finish(work, out, folder, state, quantizer) -> Path:
@@ -230,75 +204,54 @@ def _finish(work, out, folder, state, quantizer) -> Path:
     for n in files:
         with safe_open(work/n, "pt") as f: found |= set(f.keys())
     if missing := sorted(quantizer.expected - found):
-        raise ValueError(f"the weights in {str(folder)!r} lack {missing[0]} and {len(missing) - 1} "
-                         f"more; copy the model again")
+        raise ValueError(f"the weights in {str(folder)!r} lack {missing[0]} and {len(missing) - 1} more; "
+                         "copy the model again")
     for p in folder.iterdir():
         if p.suffix in CONFIG_FILES and not p.name.endswith(".index.json"): shutil.copyfile(p, work/p.name)
-    origin = dict(format="qie_nb-stored-1", kind=job["kind"], dtype=job["dtype"], table=bool(quantizer.table),
-                  table_dtype=job["table_dtype"], weights=files,
-                  files={n: s["facts"] for n, s in state["done"].items()})
+    origin = {k: job[k] for k in ("kind", "dtype", "table_dtype")} | dict(
+        format="qie_nb-stored-1", table=bool(quantizer.table), weights=files,
+        files={n: s["facts"] for n, s in state["done"].items()})
     write_atomic(work/ORIGIN, json.dumps(origin, indent=1).encode())
     if quantizer.table: quantizer.pack_rows(transformer_digest(work), work/"modulation")
     for p in (*work.glob("left-*"), work/"progress.json"): p.unlink(missing_ok=True)
     shutil.rmtree(work/"rows", ignore_errors=True)
-    work.rename(out)
-    return out
+    return work.rename(out)
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c015
-def quantized_bytes(
-    cls, # a diffusers or transformers model class
-    folder, # with config.json
-    quantization:str, # or None
-    dtype,
-    table:bool=False, # without the modulation layers?
-) -> int:
-    "Bytes of a quantized component to about 1 %, at most; needs no weights."
+def quantized_bytes(cls, folder, quantization:str, dtype, table:bool=False) -> int:
+    "Bytes of a quantized component (with `table` without modulation layers) to 1 %, from its config.json."
     model = empty_model(cls, folder, dtype)
     taken = {f"{n}.weight" for n in quantizable_layers(model)} if quantization else set()
-    gone = set(uses_modulation(n for n,
-                               _ in model.named_parameters()
-                               if "time_text_embed" not in n)) if table else set()
+    gone = lambda n: table and "time_text_embed" not in n and uses_modulation([n])
     width = lambda n, p: QUANTIZATIONS[quantization].bits / 8 if n in taken else p.element_size()
-    return round(sum(p.numel() * width(n, p) for n, p in model.named_parameters() if n not in gone))
+    return round(sum(p.numel() * width(n, p) for n, p in model.named_parameters() if not gone(n)))
 
-# %% ../../nbs/models/06_prequantize.ipynb #164428e1
-def modulation_table_bytes(
-    sets, # of times
-    config:dict, # of the transformer
-    dtype, # of the rows
-) -> int:
-    "Bytes of the modulation table of some sets of times."
-    dim = config["num_attention_heads"] * config["attention_head_dim"]
-    parts = lambda t: dict(base="0" * 16, block=0, dtype=dtype_name(dtype), times=list(t))
-    sizes = (entry_bytes(MODULATION, "0" * 40, parts(t), dtype_name(dtype), (len(t), 12, dim)) for t in sets)
+def modulation_table_bytes(sets, config:dict, dtype) -> int:
+    "Bytes of the modulation table of some sets of times, for a transformer's configuration."
+    dim, dtype = config["num_attention_heads"] * config["attention_head_dim"], dtype_name(dtype)
+    parts = lambda t: dict(base="0" * 16, block=0, dtype=dtype, times=list(t))
+    sizes = (entry_bytes(MODULATION, "0" * 40, parts(t), dtype, (len(t), 12, dim)) for t in sets)
     return config["num_layers"] * sum(sizes)
 
 # %% ../../nbs/models/06_prequantize.ipynb #b8df76f9
-def copied_components(
-    components, # `qie_nb.models.components.Components`
-    encoders:bool, # the text encoder, VAE, tokenizer and processor too?
-) -> dict: # {component: quantization, or None}
+def copied_components(components, encoders:bool) -> dict: # {component: quantization, or None}
     "What a prequantized copy contains. Raises ValueError if it cannot be made."
     if any(source_checkpoint(components.folder/n) for n in ("transformer", "text_encoder")):
         raise ValueError(f"{components.name!r} is a prequantized copy already; use it as it is")
     settings = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
-    out = {n: check_serializable(parse_quantization(components.quantize.get(n)), key) for n,
-           key in settings.items()}
+    out = {n: check_serializable(parse_quantization(components.quantize.get(n)), key)
+           for n, key in settings.items()}
     if not out["transformer"]:
-        raise ValueError("`model.quantize` is none, but a prequantized copy needs eight or four bits; "
-                         "set it, e.g. to nf4")
+        raise ValueError("`model.quantize` is none, but a prequantized copy needs eight or four bits; set "
+                         "it, e.g. to nf4")
     if encoders and not out["text_encoder"]:
-        raise ValueError("`model.text_encoder_quantize` is none, but at full width the text encoder is "
-                         "16.6 GB; set it, e.g. to nf4, "
-                         "or leave the encoders out (encoders=False)")
+        raise ValueError("`model.text_encoder_quantize` is none, but at full width the text encoder is 16.6 "
+                         "GB; set it, e.g. to nf4, or leave the encoders out (encoders=False)")
     if not encoders: del out["text_encoder"]
     components.check(*out)
-    return out | dict.fromkeys(["scheduler", *(["vae", "tokenizer", "processor"] if encoders else [])])
+    return out | dict.fromkeys(["scheduler", *["vae", "tokenizer", "processor"] * encoders])
 
-# %% ../../nbs/models/06_prequantize.ipynb #916ccd68
-def checkpoint_dtype(
-    shards, # `LocalShards`, or any object with its attributes
-): # torch dtype
+def checkpoint_dtype(shards): # -> torch dtype
     "The most frequent dtype in the first file of a checkpoint."
     from safetensors import safe_open
     with safe_open(shards.get(shards.names[0]), "pt") as f:
@@ -307,7 +260,7 @@ def checkpoint_dtype(
 
 # %% ../../nbs/models/06_prequantize.ipynb #7e50c007
 def save_prequantized(
-    components, # `qie_nb.models.components.Components`
+    components, # `Components`
     folder, # new, or that of an interrupted call
     table_sets=None, # function of a dtype: sets of times of the table; None: keep the layers
     encoders:bool=True, # the text encoder, VAE, tokenizer and processor too?
@@ -325,20 +278,18 @@ def save_prequantized(
     _check_room(c, folder, todo, sets, table_dtype, min((c.dtype, own), key=lambda d: d.itemsize))
     folder.mkdir(parents=True, exist_ok=True)
     for n in todo:
-        cls, device, base = component_class(c.folder, n)[1], c.devices.get(n, "cpu"), n == "transformer"
-        quantize_checkpoint(cls, c.shards(n), folder/n, quantizations[n], c.dtype, device,
-                            sets if base else None, table_dtype,
-                            not base, part_bytes)
-    for n in (n for n, q in quantizations.items() if not q):
-        shutil.copytree(c.folder_of(n)/n, folder/n, dirs_exist_ok=True,
-                        ignore=shutil.ignore_patterns("*.bin", "*.pt"))
+        cls, base = component_class(c.folder, n)[1], n == "transformer"
+        quantize_checkpoint(cls, c.shards(n), folder/n, quantizations[n], c.dtype, c.devices.get(n, "cpu"),
+                            sets if base else None, table_dtype, not base, part_bytes)
+    for n, q in quantizations.items():
+        if not q: shutil.copytree(c.folder_of(n)/n, folder/n, dirs_exist_ok=True,
+                                  ignore=shutil.ignore_patterns("*.bin", "*.pt"))
     for n in ("model_index.json", "qie_nb.json"):
         if (c.folder/n).is_file(): shutil.copyfile(c.folder/n, folder/n)
     about = dict(model=c.name, revision=c.revision, components=quantizations)
     write_atomic(folder/"prequantized.json", json.dumps(about, indent=1).encode())
-    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    print(f"prequantized copy in {folder}: {format_bytes(size)}; give this folder as "
-          f"`model.pretrained_model_name_or_path`")
+    size = format_bytes(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
+    print(f"prequantized copy in {folder}: {size}; give this folder as `model.pretrained_model_name_or_path`")
     return folder
 
 # %% ../../nbs/models/06_prequantize.ipynb #51d94d21
@@ -356,6 +307,6 @@ def _check_room(c, folder, todo, sets, table_dtype, dtype): # dtype: of the othe
     parts = ", ".join(f"{n} {format_bytes(size)}" for n, size in sizes.items())
     if need > free:
         raise OSError(f"{str(folder)!r} has {format_bytes(free)} free, but the copy needs "
-                      f"{format_bytes(need)} ({parts}, the table twice "
-                      "while it is packed); choose a folder on a larger disk")
+                      f"{format_bytes(need)} ({parts}, the table twice while it is packed); choose a larger "
+                      "disk")
     if parts: print(f"prequantized copy: {parts}; {format_bytes(free)} free", flush=True)

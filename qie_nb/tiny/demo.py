@@ -18,11 +18,7 @@ from PIL import Image
 EDIT = "duotone"
 SEEDS = (0, 1, 2)
 
-# %% ../../nbs/tiny/03_demo.ipynb #0ca9c0f5
-def demo_config(
-    out:Path, # demo folder
-    steps:int=150, # optimizer steps
-) -> dict: # as in YAML
+def demo_config(out:Path, steps:int=150) -> dict: # as in YAML
     "The demo's configuration. A real run has another model, image size and number of steps."
     return dict(
         model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16, lora_alpha=16)),
@@ -37,25 +33,18 @@ def demo_config(
 
 # %% ../../nbs/tiny/03_demo.ipynb #7ce4b258
 def write_pairs(out:Path, pairs:int, held_out:int):
-    "Writes pairs from training photographs and from held-out ones."
     from qie_nb.tiny.photos import make_pairs
     make_pairs(out/"data", EDIT, pairs, seed=0, split="train")
     make_pairs(out/"held_out", EDIT, held_out, seed=1, split="held_out")
 
 # %% ../../nbs/tiny/03_demo.ipynb #a111db4c
-def answers(
-    trainer, # with or without an adapter
-    held_out, # `ImageDataset`
-    seeds=SEEDS,
-    steps:int=8, # sampling steps
-) -> list: # per seed, per sample: uint8 [H, W, 3]
-    "The model's edits of the held-out crops."
+def answers(trainer, held_out, seeds=SEEDS, steps:int=8) -> list: # per seed, per sample: uint8 [H, W, 3]
+    "The model's edits of an `ImageDataset`."
     size = lambda i: dict(zip(("width", "height"), held_out.bucket(i)[0]))
     answer = lambda i, s, seed: trainer.predict(s.controls[0], s.prompt, num_inference_steps=steps,
                                                 true_cfg_scale=1.0, seed=seed, **size(i))
     return [[answer(i, s, seed) for i, s in enumerate(held_out.samples)] for seed in seeds]
 
-# %% ../../nbs/tiny/03_demo.ipynb #92fee4cb
 def truths(trainer, held_out) -> list: # uint8 [H, W, 3] per sample
     "The true edits, encoded and decoded by the VAE."
     from qie_nb.encoding.vae import encode_image
@@ -72,35 +61,30 @@ def errors(made, true) -> list: # one number per seed
 def demo(
     out="demo_out", # folder
     steps:int=150, # optimizer steps
-    pairs:int=48, # training pairs
+    pairs:int=48, # for training
     held_out:int=12, # crops to judge on
-    seeds=SEEDS, # noise seeds to judge with
+    seeds=SEEDS, # of the noise, to judge with
 ) -> dict: # what metrics.json holds
     "Precomputes, trains, predicts and measures. Writes figures, metrics.json and lora/ to `out`."
-    from qie_nb.config import load_config_from_yaml, make_config, save_config
+    from qie_nb.config import make_config, save_config
     from qie_nb.trainer import QwenImageEditTrainer
-    out, t0 = Path(out), time.time()
+    out, t0, config = Path(out), time.time(), make_config(demo_config(Path(out), steps))
     for d in ("data", "held_out", "lora", "checkpoints", "runs"): # keeps the cache
         shutil.rmtree(out/d, ignore_errors=True)
     write_pairs(out, pairs, held_out)
-    save_config(make_config(demo_config(out, steps)), out/"config.yaml")
-    config = load_config_from_yaml(out/"config.yaml")
+    save_config(config, out/"config.yaml")
     trainer = QwenImageEditTrainer(config)
     print(trainer)
-    report = trainer.cache_embeddings()
-    trained = QwenImageEditTrainer(config)
-    t1 = time.time()
-    trained.fit()
-    t2 = time.time()
+    report, t1 = trainer.cache_embeddings(), time.time()
+    trained, t2 = QwenImageEditTrainer(config).fit(), time.time()
     trained.save_lora(out/"lora")
     return _judge(out, config, trained, report, seeds, dict(precompute=t1 - t0, train=t2 - t1), t2)
 
 # %% ../../nbs/tiny/03_demo.ipynb #2a9dd2ce
 def _machine() -> dict:
     import diffusers, transformers
-    return dict(cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(),
-                torch=torch.__version__, diffusers=diffusers.__version__,
-                transformers=transformers.__version__)
+    libraries = {m.__name__: m.__version__ for m in (torch, diffusers, transformers)}
+    return dict(cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(), **libraries)
 
 # %% ../../nbs/tiny/03_demo.ipynb #005fc701
 def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
@@ -118,7 +102,7 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     true, before, seen = truths(judge, held), answers(judge, held, seeds), look()
     after = answers(judge.load_lora(out/"lora"), held, seeds)
     rows = zip(whole, seen, look(), map(EDITS[EDIT], whole))
-    images_figure(rows, text).savefig(out/"before_after.png", dpi=120)
+    images_figure(rows, f"“{text}”").savefig(out/"before_after.png", dpi=120)
     e0, e1 = errors(before, true), errors(after, true)
     metrics = dict(edit=text, crops=len(held), seeds=list(seeds),
                    error="rms in grey levels against the true edit, encoded and decoded by the VAE",
@@ -136,10 +120,8 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     return metrics
 
 # %% ../../nbs/tiny/03_demo.ipynb #0a014583
-def loss_figure(
-    out, # folder of a run
-): # matplotlib Figure
-    "Training and validation loss of a run, from its newest CSV file."
+def loss_figure(out): # matplotlib Figure
+    "Training and validation loss of a run's folder, from its newest CSV file."
     import csv
     from qie_nb.data.images import figure
     rows = list(csv.DictReader(sorted((Path(out)/"checkpoints"/"logs").glob("training_*.csv"))[-1].open()))
@@ -156,34 +138,25 @@ def loss_figure(
     return fig
 
 # %% ../../nbs/tiny/03_demo.ipynb #7b1e0002
-def squares(
-    side:int=96, # pixels
-) -> list: # PIL images
+def squares(side:int=96) -> list: # PIL images
     "The largest center square of each held-out photograph."
     from qie_nb.tiny.photos import photos
     box = lambda w, h, m: ((w - m) // 2, (h - m) // 2, (w + m) // 2, (h + m) // 2)
     resize = lambda p: p.resize((side, side), Image.Resampling.LANCZOS, box=box(*p.size, min(p.size)))
     return list(map(resize, photos("held_out")))
 
-def images_figure(
-    rows, # of (photograph, model alone, with the LoRA, true edit)
-    text:str, # the instruction
-): # matplotlib Figure
+def images_figure(rows, title:str, first:str="photograph", size=2.2): # matplotlib Figure
     from qie_nb.predict import grid
-    fig = grid(list(rows), ["photograph", "model alone", "with your LoRA", "true edit"], 2.2)
-    fig.suptitle(f"“{text}”", fontsize=11)
+    fig = grid(list(rows), [first, "model alone", "with your LoRA", "true edit"], size)
+    fig.suptitle(title, fontsize=10)
     return fig
 
-# %% ../../nbs/tiny/03_demo.ipynb #fd7f997f
 def _figures(out, held, before, after, true, metrics, rows:int=4):
     "crops.png and loss.png."
     from qie_nb.data.images import open_image
-    from qie_nb.predict import grid
     pick = np.linspace(0, len(held) - 1, min(rows, len(held))).round().astype(int)
     cells = [[open_image(held.samples[i].controls[0]), before[i], after[i], true[i]] for i in pick]
-    fig = grid(cells, ["control", "model alone", "with your LoRA", "true edit"], 1.9)
-    fig.suptitle(f"“{metrics['edit']}”: {metrics['steps']} steps, "
-                 f"error {metrics['error_before']:.0f} → {metrics['error_after']:.0f} grey levels "
-                 "on held-out photographs", fontsize=9)
-    fig.savefig(out/"crops.png", dpi=120)
+    title = (f"“{metrics['edit']}”: {metrics['steps']} steps, error {metrics['error_before']:.0f} → "
+             f"{metrics['error_after']:.0f} grey levels on held-out photographs")
+    images_figure(cells, title, "control", 1.9).savefig(out/"crops.png", dpi=120)
     loss_figure(out).savefig(out/"loss.png", dpi=110)

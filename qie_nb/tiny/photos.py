@@ -21,19 +21,15 @@ PHOTOS = dict(
     more=["motorcycle_right.png", "hubble_deep_field.jpg", "color.png",
           "camera.png", "coins.png", "grass.png", "gravel.png", "brick.png", "moon.png"])
 
-# %% ../../nbs/tiny/01_photos.ipynb #3bd8d39a
 def photo_folder() -> Path:
     "The folder of scikit-image's images. Does not import it, which takes a second."
     spec = importlib.util.find_spec("skimage")
     if spec is None: raise ImportError("the photographs need `scikit-image`; pip install scikit-image")
     return Path(spec.origin).parent/"data"
 
-# %% ../../nbs/tiny/01_photos.ipynb #cd5a5a02
 @lru_cache
-def photos(
-    split:str="train", # a key of `PHOTOS`
-) -> tuple: # PIL images, RGB
-    "The photographs of a split, in the order of `PHOTOS`."
+def photos(split:str="train") -> tuple: # PIL images, RGB
+    "The photographs of a split, a key of `PHOTOS`."
     if split not in PHOTOS: raise ValueError(f"`split` must be one of {', '.join(PHOTOS)}, got {split!r}")
     return tuple(Image.open(photo_folder()/name).convert("RGB") for name in PHOTOS[split])
 
@@ -74,30 +70,20 @@ class Edit(NamedTuple):
     formula: Callable # float array [h, w, 3] in 0..1 to the same shape
     known: bool = True # was the embedded model trained on it?
 
-    def __call__(self,
-        im, # PIL image, RGB
-    ): # PIL image of the same size
-        "The true result."
+    def __call__(self, im): # PIL images, RGB, of the same size
         a = self.formula(np.asarray(im, dtype=np.float32) / 255)
         return Image.fromarray((a.clip(0, 1) * 255).round().astype(np.uint8))
 
 # %% ../../nbs/tiny/01_photos.ipynb #26cb3fc7
-def luma(
-    a, # array [h, w, 3]
-): # [h, w, 1]
+def luma(a): # [h, w, 3] -> [h, w, 1]
     "Perceived brightness (ITU-R BT.601)."
     return a @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
 
-# %% ../../nbs/tiny/01_photos.ipynb #469d93f2
-def duotone(
-    dark, # color for black, three values in 0..1
-    light, # color for white
-) -> Callable:
-    "Maps brightness to a range between two colors."
+def duotone(dark, light) -> Callable:
+    "Maps brightness to a range between two colors, three values in 0..1 each."
     dark, light = np.float32(dark), np.float32(light)
     return lambda a: dark + luma(a) * (light - dark)
 
-# %% ../../nbs/tiny/01_photos.ipynb #0ff8c06e
 EDITS = dict(
     keep=Edit("keep it as it is", lambda a: a),
     grayscale=Edit("make it grayscale", lambda a: np.repeat(luma(a), 3, -1)),

@@ -59,11 +59,10 @@ def _text_encoder(tok):
                   window_size=112, fullatt_block_indexes=[1])
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
 
-# %% ../../nbs/tiny/00_random_models.ipynb #5a030ef3
 def _processor(tok):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
-    size = dict(min_pixels=56*56, max_pixels=28*28*16384) # the real processor's
-    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, **size)
+    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2,
+                                   min_pixels=56*56, max_pixels=28*28*16384) # the real processor's
     return Qwen2VLProcessor(images, tok, Qwen2VLVideoProcessor())
 
 # %% ../../nbs/tiny/00_random_models.ipynb #a42a582a
@@ -75,7 +74,6 @@ def _vae(stages):
                                   temperal_downsample=[False] + [True] * (stages - 1),
                                   latents_mean=mean.tolist(), latents_std=std.tolist())
 
-# %% ../../nbs/tiny/00_random_models.ipynb #85fe8e1c
 def _transformer(zero_cond_t):
     from diffusers import QwenImageTransformer2DModel
     tr = QwenImageTransformer2DModel(
@@ -86,7 +84,6 @@ def _transformer(zero_cond_t):
             if p.ndim == 2: p.mul_(2.)
     return tr
 
-# %% ../../nbs/tiny/00_random_models.ipynb #aa12c60f
 def _scheduler():
     from diffusers import FlowMatchEulerDiscreteScheduler
     return FlowMatchEulerDiscreteScheduler(
@@ -126,11 +123,11 @@ def save_tiny(
     folder, pipe = Path(folder), tiny_pipeline(variant, **kw)
     quiet_bars() # of transformers
     pipe.save_pretrained(folder)
-    own = areas and dict(control_area=areas[0], vl_area=None if variant == "v1" else areas[1])
-    if areas: (folder/"qie_nb.json").write_text(json.dumps(own))
+    if areas:
+        own = dict(control_area=areas[0], vl_area=None if variant == "v1" else areas[1])
+        (folder/"qie_nb.json").write_text(json.dumps(own))
     return folder
 
-# %% ../../nbs/tiny/00_random_models.ipynb #27de1093
 _kept = []
 
 @lru_cache
@@ -140,7 +137,7 @@ def tiny_folder(
     seed:int=0,
     vae_stages:int=3,
 ) -> Path: # a temporary folder that lives as long as the process
-    "A saved tiny pipeline, made once per process."
+    "A saved tiny pipeline, made once per process and deleted when it ends."
     keep = tempfile.TemporaryDirectory(prefix=f"tiny-{variant}-")
     _kept.append(keep)
     return save_tiny(variant, Path(keep.name)/f"tiny-{variant}", areas, seed=seed, vae_stages=vae_stages)

@@ -61,7 +61,6 @@ def test_noise_does_not_depend_on_the_sampling_of_sigmas():
 def test_level_weights_are_those_of_diffusers_with_mean_one():
     from diffusers.training_utils import compute_loss_weighting_for_sd3
     levels = torch.arange(1, 1001) / 1000
-    for how in flow.WEIGHTINGS: assert abs(flow.level_weights(levels, how).mean() - 1) < 0.01
     assert torch.equal(flow.level_weights(levels, "cosmap"), compute_loss_weighting_for_sd3("cosmap", levels))
     bounded = flow.level_weights(levels, "sigma_sqrt")
     torch.testing.assert_close(bounded[99:] * 19, compute_loss_weighting_for_sd3("sigma_sqrt", levels[99:]))
@@ -98,17 +97,6 @@ def test_masked_loss_and_gradient_by_hand(background, controls):
                     total, slope = total + w * (scale * x_t - v) ** 2 / 16, slope + w * 2 * (scale * x_t - v) * x_t / 16
         grad, = torch.autograd.grad(loss[b], model.scale, retain_graph=True)
         assert loss[b].item() == pytest.approx(total / weight, rel=1e-5) and grad.item() == pytest.approx(slope / weight, rel=1e-4)
-
-
-def test_a_white_mask_changes_nothing():
-    batch, eps, sigmas = made_batch(h=6, w=10), torch.randn(2, 16, 1, 6, 10), torch.tensor([0.3, 0.8])
-    for background in (0., 0.1, 0.3):
-        losses, grads = [], []
-        for mask in (None, torch.ones(2, 1, 6, 10)):
-            model = Scaled()
-            losses.append(flow_matching_loss(model, {**batch, "mask": mask}, eps, sigmas, mask_min_weight=background))
-            grads.append(torch.autograd.grad(losses[-1].sum(), model.scale)[0])
-        torch.testing.assert_close(*losses), torch.testing.assert_close(*grads)
 
 
 def test_a_black_mask_gives_zero_loss_and_no_nan():

@@ -6,7 +6,7 @@ import pytest
 
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.models.components import Components, resolve_model
-from qie_nb.models.hub import HubClient, HubModel, base_digest, find_model_folder
+from qie_nb.models.hub import HubClient, HubModel, base_digest
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_close, settings
@@ -63,19 +63,20 @@ def configured(root, tmp_path, name, model=NAME, **settings_of_model):
 def test_each_job_downloads_its_own_components(hub, pairs, tmp_path):
     root = pairs()
     trainer = QwenImageEditTrainer(configured(root, tmp_path, "out"))
-    assert hub.got == ["model_index.json", "qie_nb.json", "transformer/config.json"], "to know the variant"
+    assert sorted(hub.got) == ["model_index.json", "qie_nb.json", "transformer/config.json"], "to know the variant"
     trainer.cache_embeddings()
     assert folders(hub.got) == {"transformer", "vae", "text_encoder", "tokenizer", "processor"}
     assert "transformer" not in folders(weights(hub.got))
     precomputed = len(hub.got)
     shutil.rmtree(hub.folder) # another machine with the cache only
-    hubs._cached_hub_model.cache_clear()
+    hubs._hub_model.cache_clear()
     second = QwenImageEditTrainer(configured(root, tmp_path, "out")).fit()
     got = hub.got[precomputed:]
     assert folders(got) == {"transformer", "scheduler"} and len(weights(got)) == 13 and second.components.built == ["transformer", "scheduler"]
     assert not hub.deleted, "the disk is large enough"
 
 
+@pytest.mark.slow
 def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsys):
     root, quantized = pairs(), dict(quantize="nf4", text_encoder_quantize="qint8", delete_downloaded_shards=True)
     remote, local = (QwenImageEditTrainer(configured(root, tmp_path, n, m, **quantized)) for n, m in (("hub", NAME), ("local", hub.served)))
@@ -119,6 +120,7 @@ def test_too_small_a_disk_is_refused_before_the_first_shard(quantization, senten
     assert not weights(hub.got)
 
 
+@pytest.mark.slow
 def test_files_that_were_there_before_are_not_deleted(hub):
     before = [f"transformer/{n.name}" for n in sorted((hub.served/"transformer").glob("*.safetensors"))[:4]]
     for n in before: (hub.folder/n).parent.mkdir(parents=True, exist_ok=True), shutil.copy(hub.served/n, hub.folder/n)
@@ -138,7 +140,7 @@ def test_a_killed_download_continues_and_downloads_nothing_twice(after, hub):
     hub.release = killed
     with pytest.raises(KeyboardInterrupt): nf4(release=True).folder_of("transformer")
     hub.release = real
-    hubs._cached_hub_model.cache_clear() # another process
+    hubs._hub_model.cache_clear() # another process
     folder = nf4(release=True).folder_of("transformer")
     assert len(weights(hub.got)) == len(set(weights(hub.got))) == 13
     assert not list((hub.folder/"transformer").glob("*.safetensors")) and base_digest(folder) == base_digest(hub.served)
@@ -157,6 +159,7 @@ def test_a_failed_download_continues(hub):
     assert len(weights(hub.got)) == 13 and len(hub.got) > got
 
 
+@pytest.mark.slow
 def test_a_prequantized_copy_from_the_hub(hub, pairs, tmp_path):
     root, quantized = pairs(), dict(quantize="nf4", text_encoder_quantize="nf4")
     a, b = (QwenImageEditTrainer(configured(root, tmp_path, n, m, **quantized)).save_prequantized(tmp_path/f"from {n}")
@@ -177,21 +180,18 @@ def test_other_variants_of_the_weights_are_not_downloaded(hub, tmp_path):
 
 
 def test_names_of_no_model(hub, monkeypatch):
-    for name in ("/no/such/folder", "./here", "~/there", "one", "a/b/c"):
+    for name in ("/no/such/folder", "~/there", "one", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="is not a folder; give a diffusers folder, a hub id like"): resolve_model(name)
     def nothing(*a): raise ConnectionError
     monkeypatch.setattr(hub, "files", nothing)
     with pytest.raises(FileNotFoundError, match=r"'no/model' is not a local folder and cannot be downloaded \(ConnectionError\); "
-                                                "attach the model as a folder and give its path"): resolve_model("no/model")
+                                                "attach it as a folder and give its path"): resolve_model("no/model")
 
 
 def test_a_model_in_an_attached_folder(tmp_path):
     at = tmp_path/"input"/"qwen"/"transformers"/"default"/"1"
     shutil.copytree(tiny_folder("2511"), at)
     assert resolve_model(str(tmp_path/"input"/"qwen")) == at
-    shutil.copytree(tiny_folder("2509"), tmp_path/"input"/"other"/"2")
-    assert Components(str(tmp_path/"input"/"other")).variant.name == "2509"
-    with pytest.raises(ValueError, match="contains 2 models .*; give the folder of one of them"): find_model_folder(tmp_path/"input")
     (tmp_path/"empty").mkdir()
     with pytest.raises(ValueError, match="has no model_index.json"): Components(str(tmp_path/"empty"))
 

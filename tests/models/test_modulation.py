@@ -21,8 +21,6 @@ from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings, small_areas
 
-VARIANTS = ["v1", "2509", "2511"]
-variants = pytest.mark.parametrize("variant", VARIANTS)
 FOLDER, TIMES = tiny_folder("v1")/"transformer", (0.1, 0.5)
 
 
@@ -59,8 +57,8 @@ def gradients(tr, loss):
     return {n: p.grad.clone() for n, p in tr.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@variants
+@pytest.mark.parametrize("variant, checkpointing", [("v1", True), ("2511", False), *(pytest.param(*c, marks=pytest.mark.slow)
+                                                    for c in (("v1", False), ("2511", True), ("2509", True)))])
 def test_outputs_and_gradients_are_those_of_the_layers(variant, checkpointing):
     times = [20., 731., 1000.]
     plain, ours = transformers(variant, times)
@@ -75,7 +73,7 @@ def test_outputs_and_gradients_are_those_of_the_layers(variant, checkpointing):
     for n in ga: assert (ga[n] - gb[n]).norm() <= 3e-5 * ga[n].norm(), n
 
 
-@variants
+@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
 def test_bfloat16_rows_differ_from_the_layers_by_one_rounding(variant):
     times = [20., 731., 1000.]
     plain, ours = transformers(variant, times, torch.bfloat16)
@@ -89,14 +87,7 @@ def test_bfloat16_rows_differ_from_the_layers_by_one_rounding(variant):
         assert ((own - rows[:, 12 * n:12 * n + 12]).abs() <= 2**-7 * own.abs() + 1e-30).all()
 
 
-def test_two_forwards_before_a_backward_keep_their_own_rows():
-    plain, ours = transformers("2511", [20., 731.])
-    for tr in (plain, ours): tr.enable_gradient_checkpointing()
-    ga, gb = (gradients(tr, call(tr, [20.]).square().mean() + call(tr, [731.]).square().mean()) for tr in (plain, ours))
-    for n in ga: assert_close(gb[n], ga[n], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("variant", ["v1", "2511"])
+@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
 def test_a_diffusers_pipeline_runs_on_a_table(variant):
     pipe, times = tiny_pipeline(variant), []
     run = lambda: pipe(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=3, height=48, width=64, true_cfg_scale=4.,
@@ -128,12 +119,12 @@ def test_a_run_may_change_to_the_table_and_back(variant, pairs, tmp_path):
     def make(name, on, **train):
         c = settings(root, tmp_path, variant, train=dict(output_dir=str(tmp_path/name), num_epochs=2, save_interval=1, **train), optimizer=dict(eps=1e-5))
         return QwenImageEditTrainer(c | dict(model=c["model"] | dict(modulation_table=on)))
-    for name, first, second in (("on", True, True), ("off", False, False), ("across", True, False), ("back", False, True)):
-        make(name, first, max_train_steps=2).fit()
-        t = make(name, second, resume_checkpoint="latest").fit()
+    for name, first, second in (("off", False, False), ("across", True, False), ("back", False, True)):
+        make(name, first, max_train_steps=1, save_steps=1).fit()
+        t = make(name, second, resume_checkpoint="latest", max_train_steps=2).fit()
         assert (t.modulation_table is not None) == second
         states[name] = lora_state(t.transformer)
-    for name in ("on", "across", "back"):
+    for name in ("across", "back"):
         for k, v in states["off"].items(): assert_close(states[name][k], v, rtol=1e-4, atol=1e-5)
 
 
@@ -222,14 +213,13 @@ def test_a_table_is_computed_once(pairs, tmp_path, computed):
     assert computed == [0, 1] * 4
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize("damage", ["flip", "delete"])
 def test_only_a_damaged_entry_is_computed_again(damage, tmp_path, computed):
     again = lambda: table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
     good = again().rows(TIMES)
     file = sorted(tmp_path.glob("modulation/*/*.safetensors"))[0]
     data = bytearray(file.read_bytes())
     if damage == "flip": data[-5] ^= 1
-    if damage == "truncate": data = data[:-100]
     file.unlink() if damage == "delete" else file.write_bytes(data)
     computed.clear()
     assert_close(again().rows(TIMES), good, rtol=1e-4, atol=1e-5)
@@ -331,7 +321,7 @@ def test_continuous_timesteps_use_the_nearest_row_with_one_message(pairs, tmp_pa
     assert (sigmas * 1000 != (sigmas * 1000).round()).any()
 
 
-@pytest.mark.parametrize("quantize", ["qint8", "fp8_storage"])
+@pytest.mark.parametrize("quantize", ["qint8", pytest.param("fp8_storage", marks=pytest.mark.slow)])
 def test_a_quantized_model_runs_on_a_table(quantize, pairs, tmp_path):
     c = settings(pairs(), tmp_path, train=dict(max_train_steps=2))
     t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(quantize=quantize))).fit()
