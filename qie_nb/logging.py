@@ -283,14 +283,14 @@ class LogCallback(Callback):
     def on_train_begin(self, t):
         self.failures, self.modules, self.captions, self.at = [0] * len(self.sinks), {}, {}, t.global_step
         self.send("open", t)
-        if t.state.pictures is not None: # an evaluation that was repeated after a resume
+        if t.state.eval_images is not None: # an evaluation that was repeated after a resume
             self.send("scalars", {k: float(v) for k, v in t.state.metrics.items()}, t.global_step)
             self.samples(t)
 
     def on_step_end(self, t):
         c, self.at = t.config.logging, t.global_step
         if logged(t): self.row(t)
-        if t.state.pictures: self.samples(t)
+        if t.state.eval_images: self.samples(t)
         if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0): self.images(t)
 
     def on_train_end(self, t):
@@ -343,7 +343,7 @@ def images(self:LogCallback, t):
 @patch
 def samples(self:LogCallback, t):
     "Log the edits of an evaluation, between control and target if known; each caption once."
-    for s in t.state.pictures:
+    for s in t.state.eval_images:
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
         self.send("image", f"samples/{s.name}", image_grid([s.shown[0], edit, s.shown[1]]) if s.shown

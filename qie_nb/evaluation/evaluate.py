@@ -28,8 +28,7 @@ def evaluate_now(
     styles:dict=None, # from `find_styles`
 ) -> tuple: # (`ValidationLoss` or None, list of image paths)
     "Held-out loss and images of the current adapter, or of its EMA. Raises `StopRequested`."
-    with getattr(trainer, "ema_weights", nullcontext)(), temporarily_load(trainer.components, "vae",
-                                                                          "text_encoder"):
+    with trainer.ema_weights(), temporarily_load(trainer.components, "vae", "text_encoder"):
         held = held_out_loss(trainer, trainer.held_out) if trainer.held_out else None # may encode pairs
         cases = eval_cases(trainer, styles)
         files = render_eval_images(trainer, cases, out) if cases else []
@@ -45,17 +44,15 @@ def last_result(
     step:int, # current step of the run
 ) -> tuple: # (step, ValidationLoss), or None
     "The run's newest held-out losses up to a step."
-    found = []
+    found = {}
     for f in (Path(root)/"inference").glob("*/held_out.json"):
         try: r = json.loads(f.read_text())
         except (OSError, ValueError): continue # a missing comparison must not end a run
-        if re.fullmatch(r"(epoch|step)_\d+",
-                        f.parent.name) and r.get("losses") and (r.get("steps") or 0) <= step:
-            found.append(r)
-    newest = max(found, key=lambda r: r.get("steps") or 0, default=None)
-    return newest and (newest["steps"], ValidationLoss(newest["losses"], newest["noises"]))
+        own = re.fullmatch(r"(epoch|step)_\d+", f.parent.name) # not that of `evaluate`
+        if own and r.get("losses"): found[r.get("steps") or 0] = r
+    newest = max((n for n in found if n <= step), default=None)
+    return newest and (newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"]))
 
-# %% ../../nbs/evaluation/02_evaluate.ipynb #92a47530
 def say_change(step, held, last) -> str: # one line about an evaluation
     since = ""
     if last:
@@ -66,18 +63,16 @@ def say_change(step, held, last) -> str: # one line about an evaluation
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
 def check_parts(trainer, styles=None):
     "Refuse, or leave out, images that this model folder cannot make."
-    folder = trainer.components.name
-    if styles and not is_available(trainer.components, "vae", "text_encoder", "processor"):
-        raise ValueError(f"`train.test_image_dir` needs a VAE and a text encoder, which model folder "
-                         f"{folder!r} lacks; "
-                         "give a whole model or remove the key")
-    if trainer.config.train.eval_images and trainer.held_out and not is_available(trainer.components, "vae"):
-        print(f"held-out pairs are evaluated by their loss only: model folder {folder!r} has no VAE to make "
-              f"images with")
+    parts = trainer.components
+    if styles and not is_available(parts, "vae", "text_encoder", "processor"):
+        raise ValueError("`train.test_image_dir` needs a VAE and a text encoder, which model folder "
+                         f"{parts.name!r} lacks; give a whole model or remove the key")
+    if trainer.config.train.eval_images and trainer.held_out and not is_available(parts, "vae"):
+        print("held-out pairs are evaluated by their loss only: model folder "
+              f"{parts.name!r} has no VAE to make images with")
 
 def stop_requested(t) -> bool: # the same in all processes, because an evaluation synchronizes them
-    a = getattr(t, "accelerator", None)
-    return bool(broadcast_stop(a, t.state.stop) if a is not None else t.state.stop)
+    return bool(broadcast_stop(t.accelerator, t.state.stop))
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #6a27ed28
 class EvaluationCallback(Callback):
@@ -96,13 +91,13 @@ class EvaluationCallback(Callback):
         if self.enabled(t): check_parts(t, self.styles), eval_cases(t, self.styles)
 
     def on_train_begin(self, t):
-        self.at, self.last = t.global_step, last_result(t.checkpoint_root(),
-                                                        t.global_step) if t.global_step else None
+        self.at = t.global_step
+        self.last = last_result(t.checkpoint_root(), self.at) if self.at else None
         self.prepare(t)
         if t.state.pending and self.enabled(t): self.evaluate(t, t.state.pending)
 
     def on_step_end(self, t):
-        t.state.pictures = None
+        t.state.eval_images = None
         c, over = t.config.train, t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
         if not self.enabled(t) or not (over or due(t.state, c.eval_interval, c.eval_steps)): return
         if not over and stop_requested(t): t.state.pending = self.name(t) # evaluated when the run is resumed
@@ -118,15 +113,14 @@ class EvaluationCallback(Callback):
         out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
         try: held, files = evaluate_now(t, out, self.styles)
         except StopRequested:
-            return print(f"evaluation at step {t.global_step} interrupted: {t.state.stop}; it is repeated "
-                         f"after a resume")
-        t.state.pending = ""
-        t.state.pictures = [EvalImage(s.name, s.caption, f, s.shown) for s,
-                            f in zip(eval_cases(t, self.styles), files)]
+            return print(f"evaluation at step {t.global_step} interrupted: {t.state.stop}; "
+                         "it is repeated after a resume")
+        t.state.pending, cases = "", eval_cases(t, self.styles)
+        t.state.eval_images = [EvalImage(s.name, s.caption, f, s.shown) for s, f in zip(cases, files)]
         if held is None: return
         row = held.row()
         t.state.metrics |= row
-        facts = dict(steps=t.global_step, weights=getattr(t, "weights_name", "raw"))
+        facts = dict(steps=t.global_step, weights=t.weights_name)
         write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises))
         if process(t)[0] == 0: print(say_change(t.global_step, held, self.last))
         self.last = t.global_step, held
@@ -157,16 +151,15 @@ def without_adapter(transformer):
 
 def _load_adapter(trainer, checkpoint) -> tuple: # (metadata, name of the folder for results)
     if checkpoint is None:
-        return dict(checkpoint="current", weights=getattr(trainer, "weights_name", "raw"),
-                    steps=trainer.global_step), "now"
+        return dict(checkpoint="current", weights=trainer.weights_name, steps=trainer.global_step), "now"
     if checkpoint == "base": return dict(checkpoint="base", weights="none", steps=0), "base"
     if trainer.optimizer is not None:
         raise ValueError(f"`checkpoint` {str(checkpoint)!r} would replace the adapter that this trainer "
-                         f"trains; use a new trainer")
+                         "trains; use a new trainer")
     file, weights, name = adapter_of(trainer, checkpoint)
     trainer.load_lora(file)
-    return dict(checkpoint=str(checkpoint), file=str(file), weights=weights,
-                steps=lora_info(file).get("steps")), name
+    steps = lora_info(file).get("steps")
+    return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=steps), name
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #0351a448
 def evaluate(

@@ -8,16 +8,14 @@ __all__ = ['blocks_of', 'FiniteCheck', 'PeakMemory']
 # %% ../../nbs/evaluation/04_layer_stats.ipynb #8b163aac
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
 # %% ../../nbs/evaluation/04_layer_stats.ipynb #00a598fc
-def blocks_of(
-    model:nn.Module,
-) -> dict: # {name: module}, none inside another
+def blocks_of(model:nn.Module) -> dict: # {name: module}, none inside another
     "The blocks whose outputs are checked."
     out, nested = {}, lambda m: any(isinstance(x, nn.ModuleList) for x in m.modules())
     def walk(m, prefix):
@@ -27,7 +25,6 @@ def blocks_of(
     walk(model, "")
     return out
 
-# %% ../../nbs/evaluation/04_layer_stats.ipynb #0825ff35
 class FiniteCheck:
     "Block outputs in order: the first one that is not finite, and the largest magnitude."
     def __init__(self): self.rows, self.hooks = [], []
@@ -35,9 +32,8 @@ class FiniteCheck:
     def watch(self, component:str, model:nn.Module):
         "Hook into a model until `stop`."
         self.stop()
-        for name, block in blocks_of(model).items():
-            self.hooks.append(block.register_forward_hook(lambda m, args, out,
-                                                          name=name: self.note(component, name, out)))
+        def hook(name): return lambda m, args, out: self.note(component, name, out)
+        self.hooks = [block.register_forward_hook(hook(name)) for name, block in blocks_of(model).items()]
 
     def stop(self):
         while self.hooks: self.hooks.pop().remove()
@@ -47,25 +43,20 @@ class FiniteCheck:
             if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel():
                 self.rows.append((component, name, t.detach().abs().amax().float())) # nan and inf are kept
 
-    def data(self) -> dict: # {component: {blocks, first_not_finite, largest, largest_in}}, non-finite ones first
-        out = {}
-        for component, name, t in self.rows:
-            v, d = t.item(), out.setdefault(component, dict(blocks=set(), first_not_finite=None, largest=0.,
-                                                            largest_in=None))
-            d["blocks"].add(name)
-            if not np.isfinite(v): d["first_not_finite"] = d["first_not_finite"] or name
-            elif v > d["largest"]: d["largest"], d["largest_in"] = float(f"{v:.3g}"), name
-        bad = [c for c, name, t in self.rows if not torch.isfinite(t)]
-        return {c: out[c] | dict(blocks=len(out[c]["blocks"])) for c in dict.fromkeys(bad + list(out))}
+    def data(self) -> dict: # {component: facts}, non-finite ones first
+        rows, out = [(c, name, t.item()) for c, name, t in self.rows], {}
+        for c in dict.fromkeys([c for c, _, v in rows if not np.isfinite(v)] + [c for c, _, _ in rows]):
+            own = [(name, v) for x, name, v in rows if x == c]
+            bad = next((name for name, v in own if not np.isfinite(v)), None)
+            name, v = max((r for r in own if np.isfinite(r[1])), key=lambda r: r[1], default=(None, 0.))
+            largest = dict(largest=float(f"{v:.3g}"), largest_in=name)
+            out[c] = dict(blocks=len(dict(own)), first_not_finite=bad, **largest)
+        return out
 
 # %% ../../nbs/evaluation/04_layer_stats.ipynb #4ecdd67d
-def _anonymous() -> int: # bytes of the process, without mapped files
-    status = Path("/proc/self/status")
-    if status.is_file():
-        found = next((l for l in status.read_text().splitlines() if l.startswith("RssAnon")), None)
-        if found: return 1024 * int(found.split()[1])
-    import psutil
-    return psutil.Process().memory_info().rss
+def _anonymous() -> int: # bytes of the process, on Linux without mapped files
+    m = psutil.Process().memory_info()
+    return m.rss - getattr(m, "shared", 0)
 
 class PeakMemory:
     "Peak memory in named stages, bytes."
@@ -73,7 +64,7 @@ class PeakMemory:
         self.gpu, self.base, self.peaks, self.seen = torch.device(device).type == "cuda", _anonymous(), {}, 0
 
     def sample(self, stop):
-        while not stop.is_set(): self.seen = max(self.seen, _anonymous()); stop.wait(0.01)
+        while not stop.wait(0.01): self.seen = max(self.seen, _anonymous())
 
     @contextmanager
     def stage(self, name:str):

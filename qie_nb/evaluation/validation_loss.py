@@ -26,14 +26,12 @@ PARTS = ("0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0") # bins of noise 
 def fixed_sigmas(
     sample_id:str, # of the pair
     draw:int, # index of the pair's noise sample
-    steps:int=1000, # discrete timesteps of the scheduler, a multiple of five
-) -> list: # one noise level in each bin, multiples of 1/steps in (0, 1]
+) -> list: # one noise level in each bin, multiples of 1/1000 in (0, 1]
     "One uniformly drawn noise level per bin; a function of the pair and the draw only."
-    width = steps // len(PARTS)
+    width = 1000 // len(PARTS)
     within = [stable_seed("held out level", sample_id, draw, k) * width >> 63 for k in range(len(PARTS))]
-    return [(k * width + w + 1) / steps for k, w in enumerate(within)]
+    return [(k * width + w + 1) / 1000 for k, w in enumerate(within)]
 
-# %% ../../nbs/evaluation/00_validation_loss.ipynb #86522aba
 def losses_at_sigma(
     trainer, # with a transformer
     batch, # mapping with the four cached tensors and `sample_id`
@@ -54,7 +52,6 @@ def level_weight(
     s = math.exp(mu)
     return sigma**2 * s / (s - (s - 1) * sigma)**2
 
-# %% ../../nbs/evaluation/00_validation_loss.ipynb #1d673b65
 def sigma_weights(trainer, batch, draw:int, noises:int) -> torch.Tensor: # [B, bins] float32
     "Weight of each level in its pair's loss; over all draws of a pair the weights sum to 1."
     *_, h, w = batch["pixel_latent"].shape
@@ -100,17 +97,16 @@ class ValidationLoss:
     noises: int = 2 # noise samples per pair
 
     @property
-    def per_pair(self) -> dict: return {i: v[0] for i, v in self.losses.items()}
+    def interval(self) -> Interval: return confidence_interval([v[0] for v in self.losses.values()])
 
     def row(self) -> dict: # {column: number}, without the interval if there is one pair only
         "The numbers that are logged, named as in `COLUMNS`."
         bins = [sum(v) / len(v) for v in list(zip(*self.losses.values()))[1:]]
-        numbers = (*confidence_interval(list(self.per_pair.values())), sum(bins) / len(bins), *bins,
-                   len(self.losses))
+        numbers = *self.interval, sum(bins) / len(bins), *bins, len(self.losses)
         return {k: v for k, v in zip(COLUMNS, numbers, strict=True) if v is not None}
 
     def __str__(self):
-        mean, low, high = confidence_interval(list(self.per_pair.values()))
+        mean, low, high = self.interval
         interval = "" if low is None else f"95 % interval {low:.4f} to {high:.4f}, "
         return f"held-out loss {mean:.4f} ({interval}{len(self.losses)} pair{'s' * (len(self.losses) > 1)})"
 
@@ -139,9 +135,9 @@ def compare_losses(
     both = [i for i in a.losses if i in b.losses]
     if a.noises != b.noises or not both:
         raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise "
-                         f"samples per pair; "
-                         "compare results on the same held-out pairs at the same `train.eval_noise_samples`")
-    return LossChange(*confidence_interval([b.per_pair[i] - a.per_pair[i] for i in both]), len(both))
+                         "samples per pair; compare results on the same held-out pairs at the same "
+                         "`train.eval_noise_samples`")
+    return LossChange(*confidence_interval([b.losses[i][0] - a.losses[i][0] for i in both]), len(both))
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #046a59a8
 class StopRequested(Exception): "The run was asked to stop during an evaluation."
@@ -158,13 +154,10 @@ class StopCheck:
     "Raises `StopRequested` if a stop was requested after its creation; in all processes together."
     def __init__(self, trainer): self.trainer, self.before = trainer, ("", "done", trainer.state.stop)
     def __call__(self, *_):
-        if self.trainer.state.poll: self.trainer.state.poll() # handles clicks on a stop button
-        requested = self.trainer.state.stop not in self.before
-        if process(self.trainer)[1] > 1:
-            requested = bool(add_up(self.trainer, torch.tensor([float(requested)])).item())
-        if requested: raise StopRequested
+        s = self.trainer.state
+        if s.poll: s.poll() # handles clicks on a stop button
+        if add_up(self.trainer, torch.tensor([float(s.stop not in self.before)])).item(): raise StopRequested
 
-# %% ../../nbs/evaluation/00_validation_loss.ipynb #4e181aa3
 def shares(
     n:int, # units of work
     trainer,
@@ -192,8 +185,8 @@ def held_out_loss(
             if which != last: batch, last = load_batch(trainer, dataset, batches[which]), which
             losses, w = losses_at_sigma(trainer, batch, draw), sigma_weights(trainer, batch, draw, noises)
             if counts:
-                sums[batches[which]] += torch.cat([(losses * w.to(losses)).sum(1, keepdim=True),
-                                                   losses / noises], 1)
+                total = (losses * w.to(losses)).sum(1, keepdim=True)
+                sums[batches[which]] += torch.cat([total, losses / noises], 1)
             if bar: bar.update()
             check()
     if bar: bar.close()

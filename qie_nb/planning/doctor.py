@@ -10,7 +10,6 @@ __all__ = ['PACKAGES', 'LEVELS', 'TRIED', 'LEAST', 'runs_on', 'MachineInfo', 'th
 # %% ../../nbs/planning/04_doctor.ipynb #263c6109
 import importlib.metadata, platform, time
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from ..config import Config, make_config
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online, time_limit
 from ..core.files import free_bytes
+from ..models.components import Components
 from ..models.quantize import QUANTIZATIONS, parse_quantization
 from .disk_space import ENCODERS, cache_dirs, disk_plan, download_items, is_local
 from .memory_query import block_bytes, memory_query, model_facts, parameters
@@ -59,15 +59,6 @@ class MachineInfo:
     free: object = free_bytes # function of a folder: bytes free on its disk
     online: bool = None       # is the hub reachable? None: not checked
     token: bool = False       # is there a hub token?
-    positions: str = "3d"     # image positions, as `qie_nb.models.components.positions_of`
-
-def _positions() -> str: # from the source files, because importing both libraries takes seconds
-    def has(package, file):
-        path = find_spec(package) and Path(find_spec(package).origin).parent/file
-        return path and path.is_file() and "mm_token_type_ids" in path.read_text(encoding="utf-8")
-    asks = has("transformers", "models/qwen2_5_vl/modeling_qwen2_5_vl.py")
-    passes = has("diffusers", "pipelines/qwenimage/pipeline_qwenimage_edit_plus.py")
-    return "1d" if asks and not passes else "3d"
 
 def this_machine(
     environment:Environment=None, # default this one
@@ -78,7 +69,7 @@ def this_machine(
     return MachineInfo(
         e, {n: _version(n) for n in PACKAGES}, installed_gpus(), tuple(torch.cuda.get_arch_list()),
         torch.version.cuda, e.memory, free_bytes, online(env=e.env) if internet else None,
-        bool(e.secret("HF_TOKEN")), _positions())
+        bool(e.secret("HF_TOKEN")))
 
 # %% ../../nbs/planning/04_doctor.ipynb #2775a82d
 LEVELS = ("error", "warning", "note", "ok")
@@ -96,7 +87,7 @@ TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("
              accelerate=("1.13", "1.15"), peft=("0.19", "0.21"), safetensors=("0.7", "0.8"),
              ipywidgets=("7.7", "8.1"))
 
-# %% ../../nbs/planning/04_doctor.ipynb #84a7e558
+# %% ../../nbs/planning/04_doctor.ipynb #3f2f8620
 def _numbers(version) -> tuple: # 0.16.1+cu126 -> (0, 16)
     return tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit())
 
@@ -123,9 +114,6 @@ def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
         add("torchvision", "error", "the image processor needs it: pip install torchvision")
     if not v.get("ipywidgets"):
         add("ipywidgets", "note", "live panels become text and still images: pip install ipywidgets")
-    if m.positions == "1d":
-        add("transformers", "note",
-            "diffusers' pipelines give it plain image positions, and so does training (issue 14194 there)")
     kind = c and parse_quantization(c.model.quantize)
     if kind and not v.get(package := QUANTIZATIONS[kind].library):
         add(package, "error", f"`model.quantize` {kind} needs it: pip install {package}")
@@ -183,13 +171,13 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
 def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planned`: `DiskPlan`
     "Each folder that is written to, and whether the planned files fit."
     e, out, large = m.environment, [], not c or _is_large(c)
-    folders = {"working folder": e.working, "temporary folder": e.temp}
+    folders = {"working folder": e.working}
     if c and cache_dirs(c): folders["cache"] = Path(cache_dirs(c)[-1])
     for name, folder in folders.items():
         room = e.free_space(folder, m.free)
         bad = ("warning", "too little for the real model; remove files, or attach a filled cache")
-        few = room < 5e9 and large and name != "temporary folder"
-        out.append(Finding(f"disk: {name}", f"{folder}: {room / 1e9:.1f} GB free", *(bad if few else ())))
+        value = f"{folder}: {room / 1e9:.1f} GB free"
+        out.append(Finding(f"disk: {name}", value, *(bad if room < 5e9 and large else ())))
     return out + [Finding("disk", "too little", "error", p) for p in (planned.problems() if planned else ())]
 
 # %% ../../nbs/planning/04_doctor.ipynb #83ff522a
@@ -210,22 +198,18 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
         out.append(Finding("secret HF_TOKEN", "missing", "warning", remedy))
     return out
 
-# %% ../../nbs/planning/04_doctor.ipynb #9e2d33ce
+# %% ../../nbs/planning/04_doctor.ipynb #5e20e7f7
 def _identity(c:Config, m:MachineInfo) -> dict: # the fields of a cache manifest that can be read quickly
-    from qie_nb.models.components import component_digest, find_variant, native_areas, resolve_model
     name, precision = c.model.pretrained_model_name_or_path, c.train.mixed_precision
     if precision == "auto": precision = "bf16" if all(g.bf16 for g in m.gpus) else "fp16"
     out = dict(dtype="bfloat16" if precision == "bf16" else "float32")
     if not is_local(name): return out | next((dict(variant=v) for v in ("2509", "2511") if v in name), {})
-    folder = resolve_model(name)
-    variant = find_variant(folder, c.model.variant)
-    out["variant"] = variant.name
-    out |= {k: getattr(c.data, k) or v for k, v in native_areas(folder, variant).items()}
-    parts = ("text_encoder", "tokenizer", "processor")
-    size = sum(f.stat().st_size for p in ("vae", *parts) for f in (folder/p).glob("*.safetensors"))
-    if size > 4e8 or not all((folder/p).is_dir() for p in ("vae", *parts)): return out # hashing is slow
-    text_encoder = "-".join(component_digest(folder, p) for p in parts)
-    return out | dict(vae=component_digest(folder, "vae"), text_encoder=text_encoder)
+    parts = Components(name, variant=c.model.variant)
+    out |= dict(variant=parts.variant.name) | {k: getattr(c.data, k) or v for k, v in parts.areas.items()}
+    files = [f for p in ("vae", "text_encoder") for f in (parts.folder/p).glob("*.safetensors")]
+    if sum(f.stat().st_size for f in files) > 4e8 or not parts.has_encoders(): return out # hashing is slow
+    own = parts.identity()
+    return out | dict(vae=own["vae"], text_encoder=own["text_encoder"].rpartition("-")[0])
 
 def _differing(manifest, mine) -> list: # keys; the text encoder's identity may end with its quantization
     same = lambda k, v: str(manifest.get(k)).startswith(v) if k == "text_encoder" else manifest.get(k, v) == v
@@ -334,7 +318,7 @@ def _repr_html_(self:DoctorReport):
     head += table_html(self._rows(), ("", "check", "result", "remedy"))
     return head + "".join(f"<h4>{n.title()}</h4>" + p._repr_html_() for n, p in self.plans().items())
 
-# %% ../../nbs/planning/04_doctor.ipynb #d7beeabf
+# %% ../../nbs/planning/04_doctor.ipynb #cf9262f3
 def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None
     "Whether the configuration fits the GPU."
     if p is None or p.gpu is None: return []

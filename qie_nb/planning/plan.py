@@ -38,10 +38,9 @@ class Gpu:
     def tensor_cores(self) -> bool: # compute capability 7.0 or later?
         return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower())
 
-_GIB = dict(t4=14.56, l4=22.0, a10g=22.0, rtx3090=23.6, rtx4090=23.6, rtx5090=31.3, a100_40=39.4,
-            a100_80=79.2, h100=79.1, h200=139.8)
-_title = lambda n: n.upper().replace("RTX", "RTX ").replace("_", " ")
-GPUS = {n: Gpu(_title(n), int(gib * 2**30), n != "t4") for n, gib in _GIB.items()}
+_GIB = {"T4": 14.56, "L4": 22., "A10G": 22., "RTX 3090": 23.6, "RTX 4090": 23.6, "RTX 5090": 31.3,
+        "A100 40": 39.4, "A100 80": 79.2, "H100": 79.1, "H200": 139.8}
+GPUS = {n: Gpu(n, int(gib * 2**30), n != "T4") for n, gib in _GIB.items()}
 
 # %% ../../nbs/planning/03_plan.ipynb #bb7ea727
 @dataclass(frozen=True)
@@ -81,14 +80,14 @@ def parse_gpu(
     many = re.fullmatch(r"(\d)\s*x\s*(.+)|(.+?)\s*x\s*(\d)", text := str(gpu).lower().strip())
     count, text = (int(many[1] or many[4]), many[2] or many[3]) if many else (1, text)
     name = re.sub(r"nvidia|tesla|geforce|rtx|gb|sxm\d?|pcie|hbm\w*|[^a-z0-9.]", "", text)
-    known = {n.replace("rtx", "").replace("_", ""): g for n, g in GPUS.items()}
-    known |= dict(a100=GPUS["a100_40"], h10080=GPUS["h100"], t416=GPUS["t4"])
+    known = {re.sub("rtx| ", "", n.lower()): g for n, g in GPUS.items()}
+    known |= dict(a100=GPUS["A100 40"], h10080=GPUS["H100"], t416=GPUS["T4"])
     if name in known: return replace(known[name], count=count)
     if re.fullmatch(r"\d{1,3}(\.\d+)?", name):
         return Gpu(f"{float(name):g} GB", int(float(name) * 1e9), count=count)
     if size := re.search(r"(\d+)\s*gi?b", text):
         return Gpu(str(gpu), int(size[1]) * 10**9, not _OLD.search(text), count)
-    raise ValueError(f"`gpu` {gpu!r} is unknown; use one of {', '.join(g.name for g in GPUS.values())}, "
+    raise ValueError(f"`gpu` {gpu!r} is unknown; use one of {', '.join(GPUS)}, "
                      "or give its memory, e.g. 'L40S 48GB' or 48")
 
 # %% ../../nbs/planning/03_plan.ipynb #adea7685
@@ -304,10 +303,7 @@ def plan(
     q = replace(q, target=size[0] * size[1] // 256, control=controls * q.control,
                 text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
     stored = stored_quantization(model or c.model.pretrained_model_name_or_path) # of a prequantized copy
-    return _choose(q, c, gpu, size, stored or quantize)
-
-# %% ../../nbs/planning/03_plan.ipynb #3da04ba0
-def _choose(q, c, gpu, size, quantize) -> Plan:
+    quantize = stored or quantize
     out = Plan(gpu, memory_of(q), [], None, {}, [], [])
     kinds = None if quantize is None else (parse_quantization(quantize),)
     out.tried = [memory_of(s) for s in strategies(q, gpu, kinds)] if gpu else []
@@ -320,6 +316,7 @@ def _choose(q, c, gpu, size, quantize) -> Plan:
     out.notes, out.other = _notes(out), _other(out.shown.query, gpu)
     return out
 
+# %% ../../nbs/planning/03_plan.ipynb #3da04ba0
 def _notes(p:Plan) -> list: # sentences
     q, m, gpu, out = p.shown.query, p.shown, p.gpu, []
     if gpu and not p.chosen:

@@ -15,17 +15,16 @@ from ..core.display import table_html
 from ..devices.block_swap import SLOTS
 from ..models.quantize import QUANTIZATIONS
 from qie_nb.planning.memory_query import (
-    _QKV, MemoryQuery, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes,
+    QKV, MemoryQuery, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes,
     parameters, stream_tokens)
 
 # %% ../../nbs/planning/01_training_memory.ipynb #0a92674e
 class Saved(dict):
-    "{tensor: (bytes, operation that saves it)}"
-    def add(self, name:str, size, by:str): self.setdefault(name, (int(size), by))
+    "{tensor: bytes}"
+    def add(self, name:str, size): self.setdefault(name, int(size))
     @property
-    def bytes(self) -> int: return sum(b for b, _ in self.values())
+    def bytes(self) -> int: return sum(self.values())
 
-# %% ../../nbs/planning/01_training_memory.ipynb #49229df7
 class BlockActivations(Saved):
     "What one block saves."
     def __init__(self, q, number): super().__init__(); self.q, self.number = q, number
@@ -36,27 +35,22 @@ class BlockActivations(Saved):
         adapter = q.has_adapter(f"transformer_blocks.{self.number}.{layer}")
         kind = None if q.fp16 else q.quantization # products in float16 save nothing
         quanto = kind and QUANTIZATIONS[kind].library == "optimum-quanto"
-        cast, size = q.adapter_bytes > q.base_bytes or q.dropout, max(q.adapter_bytes, q.base_bytes)
-        own = f"{x if q.compiled and not q.dropout else layer + ' input'}, the adapter's"
-        if adapter and cast: self.add(own, tokens * i * size, "adapter: A")
-        elif (adapter or quanto and grad) and not saved:
-            self.add(x, tokens * i * q.base_bytes, "adapter: A" if adapter else "quanto")
+        size = max(q.adapter_bytes, q.base_bytes)
+        if adapter and (q.adapter_bytes > q.base_bytes or q.dropout):
+            self.add(f"{x if q.compiled and not q.dropout else layer + ' input'}, cast", tokens * i * size)
+        elif (adapter or quanto and grad) and not saved: self.add(x, tokens * i * q.base_bytes)
         if adapter: self.adapter(layer, tokens, i, o, grad, size)
-        if grad and kind and QUANTIZATIONS[kind].copies:
-            self.add(f"{layer} weight", i * o * q.base_bytes, kind)
+        if grad and kind and QUANTIZATIONS[kind].copies: self.add(f"{layer} weight", i * o * q.base_bytes)
         return adapter or grad
 
     def adapter(self, layer, tokens, i, o, grad, size):
         "What an adapter saves besides its input."
         q = self.q
-        self.add(f"{layer} A's output", tokens * q.r * size, "adapter: B")
-        if q.adapter_bytes < 4:
-            self.add(f"{layer} adapter in the base dtype", q.r * (o + i * grad) * q.adapter_bytes, "adapter")
+        self.add(f"{layer} A's output", tokens * q.r * size)
+        if q.adapter_bytes < 4: self.add(f"{layer} adapter, cast", q.r * (o + i * grad) * q.adapter_bytes)
         if q.dropout and grad: # a bool on a GPU; on a CPU, in the dtype of the input
-            self.add(f"{layer} dropout mask", tokens * i * (size if q.kernel == "cpu" else 1), "dropout")
-        if q.dora: # for the gradient of the magnitude
-            self.add(f"{layer} base output", tokens * o * q.base_bytes, "DoRA")
-            self.add(f"{layer} adapter output", tokens * o * size, "DoRA")
+            self.add(f"{layer} dropout mask", tokens * i * (size if q.kernel == "cpu" else 1))
+        if q.dora: self.add(f"{layer} outputs of base and adapter", tokens * o * (q.base_bytes + size))
 
 # %% ../../nbs/planning/01_training_memory.ipynb #49229dfb
 @patch
@@ -69,10 +63,10 @@ def norm(self:BlockActivations, stream, n, tokens, grad, mod) -> bool: # does it
     "LayerNorm and `x * (1 + scale) + shift`; `mod`: does the modulation need a gradient?"
     q, rows = self.q, tokens if self.by_token(stream, n) else self.q.batch
     if grad:
-        self.add(f"{stream} norm {n} input", tokens * q.dim * q.base_bytes, "LayerNorm")
-        self.add(f"{stream} norm {n} mean and deviation", tokens * 8, "LayerNorm")
-        self.add(f"{stream} 1 + scale {n}", rows * q.dim * q.base_bytes, "product with it")
-    if mod: self.add(f"{stream} normed {n}", tokens * q.dim * q.base_bytes, "product with 1 + scale")
+        self.add(f"{stream} norm {n} input", tokens * q.dim * q.base_bytes)
+        self.add(f"{stream} norm {n} mean and deviation", tokens * 8)
+        self.add(f"{stream} 1 + scale {n}", rows * q.dim * q.base_bytes)
+    if mod: self.add(f"{stream} normed {n}", tokens * q.dim * q.base_bytes)
     return grad or mod
 
 @patch
@@ -80,24 +74,23 @@ def gate(self:BlockActivations, stream, n, tokens, grad, mod):
     "`gate * x`; separate gates for target and control tokens are a tensor as large as x."
     q = self.q
     rows = 6 * q.batch * (1 + (q.zero_cond and stream == "img")) # of the stream's modulation
-    if grad and self.by_token(stream, n):
-        self.add(f"{stream} gate {n}", tokens * q.dim * q.base_bytes, "product with it")
-    elif grad: self.add(f"{stream} modulation", rows * q.dim * q.base_bytes, "product with it")
-    if mod: self.add(f"{stream} gated {n}", tokens * q.dim * q.base_bytes, "product with the gate")
+    if grad and self.by_token(stream, n): self.add(f"{stream} gate {n}", tokens * q.dim * q.base_bytes)
+    elif grad: self.add(f"{stream} modulation", rows * q.dim * q.base_bytes)
+    if mod: self.add(f"{stream} gated {n}", tokens * q.dim * q.base_bytes)
 
-# %% ../../nbs/planning/01_training_memory.ipynb #3df59a83
-def _rms(k, name, tokens, grad):
-    q = k.q
-    if not grad: return
-    k.add(name, tokens * q.dim * q.base_bytes, "RMSNorm")
-    k.add(f"{name} 1 / root", tokens * q.heads * 4, "RMSNorm")
-    if q.base_bytes < 4 and not q.compiled: k.add(f"{name} as float32", tokens * q.dim * 4, "RMSNorm")
+@patch
+def rms_norm(self:BlockActivations, name, tokens):
+    q = self.q
+    self.add(name, tokens * q.dim * q.base_bytes)
+    self.add(f"{name} 1 / root", tokens * q.heads * 4)
+    if q.base_bytes < 4 and not q.compiled: self.add(f"{name} as float32", tokens * q.dim * 4)
 
-def _attention(k, tokens):
-    q, size, each = k.q, tokens * k.q.dim * (2 if k.q.fp16 else k.q.base_bytes), tokens // k.q.batch
-    for n in ("q, rotated", "k, rotated", "v", "attention output"): k.add(n, size, "attention")
+@patch
+def attention(self:BlockActivations, tokens):
+    q, each = self.q, tokens // self.q.batch
+    self.add("q, k (rotated), v, attention output", 4 * tokens * q.dim * (2 if q.fp16 else q.base_bytes))
     padded = -(-each // 32) * 32 if q.kernel == "efficient" else each
-    k.add("attention log-sum-exp", q.batch * q.heads * padded * 4, "attention")
+    self.add("attention log-sum-exp", q.batch * q.heads * padded * 4)
 
 # %% ../../nbs/planning/01_training_memory.ipynb #ce839665
 def saved_by_block(
@@ -110,21 +103,21 @@ def saved_by_block(
     mod = {s: not q.table and q.has_adapter(f"transformer_blocks.{number}.{s}_mod.1") for s in t}
     for s in t:
         x = k.norm(s, 1, t[s], grads[s], mod[s])
-        needs |= {(s, p): k.linear(f"attn.{n}", t[s], f"{s} modulated 1", x) for p, n in zip("qkv", _QKV[s])}
-        for p in "qk": _rms(k, f"{s} {p}", t[s], needs[s, p])
+        needs |= {(s, p): k.linear(f"attn.{n}", t[s], f"{s} modulated 1", x) for p, n in zip("qkv", QKV[s])}
+        for p in "qk":
+            if needs[s, p]: k.rms_norm(f"{s} {p}", t[s])
     attends = any(needs.values())
-    if attends: _attention(k, sum(t.values()))
+    if attends: k.attention(sum(t.values()))
     shared = attends and q.batch == 1 # both streams are slices of one tensor; with a batch they are copied
     last = t if number < q.layers - 1 else ("img",) # the last block's text is not used
-    after = [q.has_adapter(f"transformer_blocks.{number}.attn.{_QKV[s][3]}") for s in last]
-    if shared and q.fp16 and not q.dropout and any(after):
-        k.add("attended", sum(t.values()) * q.dim * 4, "adapter: A")
+    after = [q.has_adapter(f"transformer_blocks.{number}.attn.{QKV[s][3]}") for s in last]
+    if shared and q.fp16 and not q.dropout and any(after): k.add("attended", sum(t.values()) * q.dim * 4)
     for s in last:
-        y = k.linear(f"attn.{_QKV[s][3]}", t[s], f"{s} attended", attends, shared)
+        y = k.linear(f"attn.{QKV[s][3]}", t[s], f"{s} attended", attends, shared)
         k.gate(s, 1, t[s], y, mod[s])
         x = k.norm(s, 2, t[s], grads[s] or y or mod[s], mod[s])
         a = k.linear(f"{s}_mlp.net.0.proj", t[s], f"{s} modulated 2", x)
-        if a: k.add(f"{s} GELU input", 4 * t[s] * q.dim * q.base_bytes, "GELU")
+        if a: k.add(f"{s} GELU input", 4 * t[s] * q.dim * q.base_bytes)
         b = k.linear(f"{s}_mlp.net.2", t[s], f"{s} GELU output", a)
         k.gate(s, 2, t[s], b, mod[s])
         out[s] = grads[s] or y or b or mod[s]
@@ -139,29 +132,28 @@ def _saved_by_blocks(q) -> Saved: # over all blocks, without checkpointing
     total, grads = Saved(), {s: q.has_adapter(f"{s}_in") for s in ("img", "txt")}
     for n in range(q.layers):
         k, grads = saved_by_block(q, n, grads)
-        for name, (size, by) in k.items(): total[name] = (total.get(name, (0,))[0] + size, by)
-    total.add("rotary angles", 4 * q.dim // q.heads * (q.target + q.control), "rotary embedding")
+        for name, size in k.items(): total[name] = total.get(name, 0) + size
+    total.add("rotary angles", 4 * q.dim // q.heads * (q.target + q.control))
     return total
 
 def _saved_by_checkpoints(q, img, txt) -> Saved:
     total, one = Saved(), (img + txt) * q.dim * q.base_bytes
-    total.add("inputs of the blocks", q.layers * one, "checkpointing")
-    total.add("time embedding and its index", modulation_bytes(q) + img * 4 * q.zero_cond, "checkpointing")
+    total.add("inputs of the blocks", q.layers * one)
+    total.add("time embedding and its index", modulation_bytes(q) + img * 4 * q.zero_cond)
     if q.checkpointing == "selective":
-        total.add("attention output", q.layers * one // (1 + q.fp16), "selective checkpointing")
-        total.add("attention log-sum-exp", q.layers * (img + txt) * q.heads * 4, "selective checkpointing")
+        total.add("attention output", q.layers * one // (1 + q.fp16))
+        total.add("attention log-sum-exp", q.layers * (img + txt) * q.heads * 4)
     return total
 
-# %% ../../nbs/planning/01_training_memory.ipynb #95484101
-def saved_activations(q:MemoryQuery) -> Saved: # {tensor: (bytes in all blocks, operation)}
+def saved_activations(q:MemoryQuery) -> Saved: # {tensor: bytes in all blocks}
     "What is saved between the forward and the backward pass."
     img, txt = stream_tokens(q).values()
     total = _saved_by_checkpoints(q, img, txt) if q.checkpointing else _saved_by_blocks(q)
     size = max(q.adapter_bytes, q.base_bytes)
     for layer, n, i in (("img_in", img, q.channels), ("txt_in", txt, q.text_dim), ("proj_out", img, q.dim)):
-        if q.has_adapter(layer): total.add(f"{layer} input and A's output", n * (i + q.r) * size, "adapter")
-    total.add("the last norm's input", img * q.dim * q.base_bytes + img * 8, "LayerNorm")
-    total.add("error", q.batch * q.target * q.channels * 4, "the loss")
+        if q.has_adapter(layer): total.add(f"{layer} input and A's output", n * (i + q.r) * size)
+    total.add("the last norm's input", img * q.dim * q.base_bytes + img * 8)
+    total.add("error", q.batch * q.target * q.channels * 4)
     return total
 
 # %% ../../nbs/planning/01_training_memory.ipynb #347a9631
@@ -174,7 +166,7 @@ def peak_activations(q:MemoryQuery) -> int: # bytes
     if q.checkpointing: work += saved_by_block(replace(q, layers=3), 1, dict(img=True, txt=True))[0].bytes
     if q.checkpointing == "selective":
         work -= sum(tokens.values()) * (q.dim * (2 if q.fp16 else q.base_bytes) + q.heads * 4)
-    return max(0, int(work))
+    return int(work)
 
 # %% ../../nbs/planning/01_training_memory.ipynb #72d80ebc
 RUNTIME = 0.7e9 # CUDA context, kernels, cuBLAS workspaces: an estimate
@@ -191,21 +183,20 @@ class Memory:
     def part(self, name:str) -> int: return dict((n, b) for n, b, _ in self.parts).get(name, 0)
     def data(self) -> list: return [(n, round(b / 1e9, 3), why) for n, b, why in self.parts] # (part, GB, why)
     def _rows(self):
-        total = ("total", f"{self.total / 1e9:.2f}", "computed, not measured")
-        return [*((n, f"{gb:.2f}", why) for n, gb, why in self.data()), total]
+        parts = [*self.parts, ("total", self.total, "computed, not measured")]
+        return [(n, f"{b / 1e9:.2f}", why) for n, b, why in parts]
     def __repr__(self): return "\n".join(f"{n:<18}{gb:>7} GB  {why}" for n, gb, why in self._rows())
     def _repr_html_(self): return table_html(self._rows(), ("part", "GB", "why"))
 
-# %% ../../nbs/planning/01_training_memory.ipynb #c7a69219
 def weight_bytes(q:MemoryQuery) -> tuple: # (bytes, why)
     "The transformer's weights on the fullest device."
     blocks = min(SLOTS, q.layers) if q.block_swap else -(-q.layers // q.devices)
     form = q.quantization or ("float32" if q.base_bytes == 4 else "bfloat16")
     why = f"{parameters(q) / 1e9:.2f} B parameters, {form}" + ", without modulation layers" * q.table
-    if q.block_swap: why += f"; {blocks} of {q.layers} blocks at a time"
-    elif q.devices > 1: why += f"; {blocks} of {q.layers} blocks"
+    if blocks < q.layers: why += f"; {blocks} of {q.layers} blocks" + " at a time" * q.block_swap
     return blocks * block_bytes(q) + other_bytes(q), why
 
+# %% ../../nbs/planning/01_training_memory.ipynb #7e3b1fc9
 def _saved(q) -> tuple: # (bytes, why)
     size, tokens = saved_activations(q).bytes, sum(stream_tokens(q).values())
     why = {True: "block inputs", "selective": "block inputs and attention outputs"}.get(
@@ -215,7 +206,6 @@ def _saved(q) -> tuple: # (bytes, why)
         why += ", inputs in host memory"
     return size * -(-q.layers // q.devices) // q.layers, f"{tokens} tokens; {why}"
 
-# %% ../../nbs/planning/01_training_memory.ipynb #7e3b1fc9
 def memory_of(
     q:MemoryQuery,
     gpu:bool=True, # include what a GPU's driver allocates?

@@ -32,7 +32,7 @@ class RunState:
     stop: str = ""           # reason to end the run; empty while it continues
     epoch_ended: bool = False # did the last step end an epoch?
     metrics: dict = field(default_factory=dict) # values to log with the next row, e.g. held_out_loss
-    pictures: list = None    # `EvalImage`s of this step's evaluation, or None
+    eval_images: list = None # `EvalImage`s of this step's evaluation, or None
     skipped: int = 0         # steps skipped because the loss was not finite, when last read
     whole: bool = True       # False between the adapter's update and counting the step
     save_seconds: float = None # longest save so far

@@ -249,8 +249,8 @@ def add_losses(self:TrainingPanel, step, loss, held_out):
 @patch
 def show_eval_images(self:TrainingPanel, s):
     from PIL import Image
-    if s.pictures:
-        self.images = [(p.caption, image_html(Image.open(p.file), p.caption, 150)) for p in s.pictures[:4]]
+    if s.eval_images:
+        self.images = [(p.caption, image_html(Image.open(p.file), p.caption, 150)) for p in s.eval_images[:4]]
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0023
 @patch

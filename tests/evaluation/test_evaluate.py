@@ -299,7 +299,7 @@ def test_a_stop_interrupts_an_evaluation(where, made, monkeypatch, capsys):
 def test_a_stopped_run_is_not_evaluated(made, monkeypatch):
     monkeypatch.setattr(module, "evaluate_now", lambda *a: pytest.fail("evaluated"))
     config = Trainer(made(train=dict(eval_steps=2))).config
-    t = NS(config=config, held_out=[1], global_step=2, state=RunState(max_steps=9, global_step=2, stop="deadline"))
+    t = NS(config=config, held_out=[1], global_step=2, accelerator=NS(num_processes=1), state=RunState(max_steps=9, global_step=2, stop="deadline"))
     callback = EvaluationCallback(config)
     callback.on_step_end(t), callback.on_train_end(t)
 

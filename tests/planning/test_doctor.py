@@ -69,7 +69,6 @@ FAULTS = {
     "no ipywidgets": (dict(versions=GOOD | dict(ipywidgets=None)), "ipywidgets", "note", "pip install ipywidgets"),
     "old diffusers": (dict(versions=GOOD | dict(diffusers="0.35.2")), "diffusers", "warning", "pip install 'diffusers>=0.37'"),
     "newer torch": (dict(versions=GOOD | dict(torch="3.0.0")), "torch", "note", "use 2.15"),
-    "plain positions": (dict(positions="1d"), "transformers", "note", "14194"),
 }
 
 
@@ -267,11 +266,6 @@ def test_checks_import_neither_diffusers_nor_transformers():
     code = "import sys\nfrom qie_nb.planning.doctor import doctor\nd = doctor(dict(model=dict(pretrained_model_name_or_path='tiny')), internet=False, plans=False)\nassert len(d.findings) > 15\nprint([m for m in ('diffusers', 'transformers', 'peft') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "[]"
-
-
-def test_positions_match_the_models():
-    from qie_nb.models.components import positions_of
-    assert doctor_module._positions() == positions_of("QwenImageEditPlusPipeline")
 
 
 def test_command(machine, real, tmp_path, monkeypatch, capsys):

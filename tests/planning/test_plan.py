@@ -15,8 +15,8 @@ SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_a
 
 
 @pytest.mark.parametrize("names, gpu", [
-    (("T4", "Tesla T4", "nvidia t4"), GPUS["t4"]), (("2xT4", "T4 x2"), replace(GPUS["t4"], count=2)), (("A100", "A100 40GB", "NVIDIA A100-SXM4-40GB"), GPUS["a100_40"]),
-    (("a100-80",), GPUS["a100_80"]), (("2 x NVIDIA A100-SXM4-80GB",), replace(GPUS["a100_80"], count=2)), (("H100 80GB", "NVIDIA H100 80GB HBM3"), GPUS["h100"]), (("5090",), GPUS["rtx5090"]),
+    (("T4", "Tesla T4", "nvidia t4"), GPUS["T4"]), (("2xT4", "T4 x2"), replace(GPUS["T4"], count=2)), (("A100", "A100 40GB", "NVIDIA A100-SXM4-40GB"), GPUS["A100 40"]),
+    (("a100-80",), GPUS["A100 80"]), (("2 x NVIDIA A100-SXM4-80GB",), replace(GPUS["A100 80"], count=2)), (("H100 80GB", "NVIDIA H100 80GB HBM3"), GPUS["H100"]), (("5090",), GPUS["RTX 5090"]),
     (("Tesla P100-PCIE-16GB",), Gpu("Tesla P100-PCIE-16GB", 16 * 10**9, False)), (("V100 32GB x4",), Gpu("V100 32GB x4", 32 * 10**9, False, 4)),
     ((24, "24 GB"), Gpu("24 GB", 24 * 10**9)), (("NVIDIA L40S 48 GB",), Gpu("NVIDIA L40S 48 GB", 48 * 10**9)), (("RTX 2080 Ti 11GB",), Gpu("RTX 2080 Ti 11GB", 11 * 10**9, False))])
 def test_gpus_by_name(names, gpu):
@@ -94,7 +94,7 @@ def test_compiled_blocks_are_requested():
 
 
 def test_strategies():
-    found = strategies(MemoryQuery(compiled=True), replace(GPUS["t4"], count=2))
+    found = strategies(MemoryQuery(compiled=True), replace(GPUS["T4"], count=2))
     names = [strategy_name(q) for q in found]
     assert {"bfloat16, blocks recomputed, block swap", "nf4, blocks recomputed, inputs in host memory", "qint8, blocks recomputed, on 2 GPUs", "bfloat16, all but attention recomputed"} <= set(names)
     assert names.index("nf4, blocks recomputed") < names.index("bfloat16, blocks recomputed, block swap")

@@ -182,9 +182,9 @@ def test_evaluation_images_and_captions(tmp_path):
     Image.new("RGB", (600, 300), (200, 30, 30)).save(tmp_path/"edit.jpg")
     t, panel = fake(tmp_path), TrainingPanel(every=0)
     panel.on_train_begin(t)
-    t.state.pictures = [EvalImage("00", HOSTILE, tmp_path/"edit.jpg")] * 9
+    t.state.eval_images = [EvalImage("00", HOSTILE, tmp_path/"edit.jpg")] * 9
     go(t, panel, 1)
-    t.state.pictures, t.state.stop = None, HOSTILE
+    t.state.eval_images, t.state.stop = None, HOSTILE
     go(t, panel, 1)
     for page in (panel.html(), panel.body(), panel.gallery()): assert "<img src=x" not in page
     assert panel.html().count("&lt;img src=x") == 4 + 1 and panel.data()["images"] == [HOSTILE] * 4
