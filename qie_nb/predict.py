@@ -17,11 +17,11 @@ from PIL import Image
 
 from .config import PredictSection
 from .data.images import Geometry, figure
-from .devices.placement import PARTS, place_component, plan_components, restore_training_placement, temporarily_load
+from .devices.placement import (PARTS, place_component, plan_components, restore_training_placement,
+                                      temporarily_load)
 from .encoding.encoder import Encoder
 from .models.quantize import check_device, parse_quantization, quantize
 from .sampling.cached_edits import cached_data, cached_edits
-# public from here too
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
 from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of
 from .sampling.preview import EditProgress
@@ -31,19 +31,13 @@ def edit(
     encoder:Encoder, # loads and places VAE and text encoder
     transformer, # with or without a LoRA
     images, # control image or list of them: path, PIL image or uint8 array
-    prompt:str, # the instruction
-    negative_prompt:str="", # "" is encoded as " "
-    num_inference_steps:int=20,
-    true_cfg_scale:float=4.0, # 1 means no guidance, half the work
-    height:int=None, # pixels; default from the first image
-    width:int=None, # pixels
+    prompt:str, negative_prompt:str="", num_inference_steps:int=20, true_cfg_scale:float=4.0,
+    height:int=None, width:int=None,
     area:int=None, # pixels of the result if no size is given; default the control area
     geometry:Geometry=None, # sizes of the control images; default the model's own
-    seed:int=0, # of the noise
-    generator=None, # torch.Generator instead of `seed`
-    on_step=None, # called with (step, steps, latents)
+    seed:int=0, generator=None, on_step=None,
 ) -> np.ndarray: # uint8 [H, W, 3]
-    "Edit an image as the diffusers pipelines do."
+    "Edit an image as the diffusers pipelines do; arguments as in `Predictor.predict`."
     geometry = geometry or Geometry(**encoder.components.areas)
     edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed,
                        generator, area)
@@ -70,21 +64,20 @@ class Predictor:
         state=None, # `RunState` of a training run
         device="cpu", # the main device
     ):
-        self.components, self.config, self.adapters, self.data = components, config or PredictSection(), adapters, data
+        self.components, self.adapters, self.data = components, adapters, data
+        self.config = config or PredictSection()
         self.geometry = geometry or (lambda: Geometry(**components.areas))
         self.state = state or SimpleNamespace(running=False, optimizing=False, processes=1)
         self.device = torch.device(device)
         self.devices = {k: check_device(d) if d != "auto" else self.device
                         for k, d in self.config.devices.model_dump().items()}
         self.placement = self.encoder = None # `Placement` and `Encoder` of the last plan
-        # one dict per edit of the last call: size, its reason, sizes of the controls, seed
-        self.predicted = ()
+        self.predicted = () # a dict per edit of the last call: size, its reason, sizes of the controls, seed
 
     @property
     def modulation(self): return self.adapters.modulation if self.adapters is not None else None
 
     def quantize_model(self, model, device):
-        "As `quantize_loaded`."
         return quantize_loaded(model, self.components.quantize.get("transformer"), device)
 
     def setup(self):
@@ -205,18 +198,10 @@ def predict(self:Predictor,
 def predict_cached(self:Predictor,
     i, # sample's number, or a list of them
     data=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
-    num_inference_steps:int=None,
-    true_cfg_scale:float=None, # 1 means no guidance; else the cached empty prompt is the negative one
-    seed=0, # a list with a list of samples
-    on_step=None,
-    output_type:str="np",
-    preview=None,
-    preview_every:int=4,
-    progress:bool=True,
-    scheduler_overrides:dict=None,
-    schedule=None,
+    num_inference_steps:int=None, true_cfg_scale:float=None, seed=0, on_step=None, output_type:str="np",
+    preview=None, preview_every:int=4, progress:bool=True, scheduler_overrides:dict=None, schedule=None,
 ): # uint8 [H, W, 3] or PIL image at the size of the sample's target; a list of them for a list of samples
-    "Edit cached samples with their own prompts; the rest as in `predict`."
+    "Edit cached samples with their own prompts and the cached empty one; the rest as in `predict`."
     how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
     convert, scheduler = _converter(output_type), self.components.get("scheduler")
     several = isinstance(i, (list, tuple))

@@ -8,11 +8,8 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from qie_nb.config import LoraSection
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import calculate_dimensions
-from qie_nb.lora.adapters import add_lora, save_lora
-from qie_nb.models.components import load_component
 from qie_nb.sampling.edits import as_image
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -86,13 +83,6 @@ def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
                                 controls=[calculate_dimensions(CONTROL, im.width / im.height) for im in given])]
 
 
-def test_sizes_are_the_adapters_own(tmp_path):
-    save_lora(add_lora(load_component(folder("2511"), "transformer"), LoraSection(r=2)), tmp_path, dict(control_area=64 * 64, vl_area=VL))
-    t = trainer_of("2511").load_lora(tmp_path)
-    assert t.predict(images(1), "x", num_inference_steps=2, true_cfg_scale=1).shape[:2] == calculate_dimensions(64 * 64, 50 / 75)[::-1]
-    assert t.predicted[0]["controls"] == [calculate_dimensions(64 * 64, 50 / 75)]
-
-
 # --- what is encoded, and how often
 @pytest.mark.parametrize("scale, texts", [slow(1.0, 3), (4.0, 5)])
 def test_the_encoders_run_once_for_each_distinct_thing(scale, texts):
@@ -136,32 +126,25 @@ def test_an_image_in_every_form_is_the_same(tmp_path):
 
 
 IM, IMAGE = Image.new("RGB", (60, 40)), "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got "
-TOKEN, STEPS = "`prompt` must not contain the token {0}, got {1!r}; remove it, the template adds the images", "`num_inference_steps` must be at least 2 with this scheduler, got {}; 20 is usual"
-SCALE = "`true_cfg_scale` must be a finite number, got {}; 4 is usual, 1 means no guidance"
 REFUSED = [
-    (([], "x"), {}, "`prompt_image` is an empty list; give at least one image"),
     (([[], IM], ["x", "y"]), {}, "`prompt_image` is an empty list; give at least one image"),
     ((IM, []), {}, "`prompt` is an empty list; give at least one instruction"),
     ((IM, ["a", " "]), {}, "`prompt` is empty; say what to change"),
     ((IM, 3), {}, "`prompt` must be a string, or a list of strings for several edits, got 3"),
-    ((IM, "a <|image_pad|>"), {}, TOKEN.format("<|image_pad|>", "a <|image_pad|>")),
-    ((IM, "x", "<|vision_end|>"), {}, TOKEN.format("<|vision_end|>", "<|vision_end|>")),
+    ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>, got 'a <|image_pad|>'; remove it, the template adds the images"),
     (([IM], ["a", "b"]), {}, "`prompt_image` has 1 entries for 2 prompts; give one image for all or an entry each, where an entry may be a list of images"),
     ((IM, ["a", "b"]), dict(seed=[1]), "`seed` has 1 entries for 2 prompts; give one for all or one each"),
     ((IM, "a"), dict(seed=-1), "`seed` must be a whole number, 0 or more and below 2**63, got -1"),
     ((IM, "a"), dict(seed=True), "`seed` must be a whole number, 0 or more, got True"),
     ((IM, "a"), dict(generator=3), "`generator` must be a torch.Generator, got 3"),
     ((IM, "a"), dict(width=500), "`width` must be a multiple of 16, got 500; use 496 or 512"),
-    ((IM, "a"), dict(num_inference_steps=1), STEPS.format(1)),
-    ((IM, "a"), dict(num_inference_steps=2.5), STEPS.format(2.5)),
-    ((IM, "a"), dict(true_cfg_scale=float("inf")), SCALE.format("inf")),
-    ((IM, "a"), dict(true_cfg_scale="4"), SCALE.format("'4'")),
+    ((IM, "a"), dict(num_inference_steps=1), "`num_inference_steps` must be at least 2 with this scheduler, got 1; 20 is usual"),
+    ((IM, "a"), dict(true_cfg_scale=float("inf")), "`true_cfg_scale` must be a finite number, got inf; 4 is usual, 1 means no guidance"),
     ((IM, "a"), dict(output_type="latent"), "`output_type` must be np (a uint8 array) or pil, got 'latent'"),
     ((IM, "a"), dict(preview="yes"), "`preview` must be true, a number of steps or a function of (step, steps, image), got 'yes'"),
     ((IM, "a"), dict(preview=True, preview_every=0), "`preview_every` must be a whole number of 1 or more, got 0"),
     ((None, "a"), {}, IMAGE + "NoneType"),
     ((np.zeros((4, 4, 3)), "a"), {}, IMAGE + "float64 [4, 4, 3]"),
-    ((np.zeros((2, 4, 4, 3), np.uint8), "a"), {}, IMAGE + "uint8 [2, 4, 4, 3]"),
     ((torch.zeros(3, 4, 4), "a"), {}, IMAGE + "torch.float32 [3, 4, 4]"),
     (([[IM, IM]], "a"), {}, IMAGE + "list"),
     (("nowhere.png", "a"), {}, "image 'nowhere.png' cannot be read (it does not exist); replace it or remove the pair"),

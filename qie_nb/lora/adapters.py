@@ -107,10 +107,8 @@ def set_dropout(transformer, rate:float, name:str="default"):
 
 # %% ../../nbs/lora/01_adapters.ipynb #d56d95a5
 class CastLinear(torch.nn.Linear):
-    "A linear layer that casts its weights to its input's dtype."
-    def forward(self, x):
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
+    "A linear layer without bias that casts its weights to its input's dtype."
+    def forward(self, x): return torch.nn.functional.linear(x, self.weight.to(x.dtype))
 
 def _castable(transformer) -> list: # layers with adapters, except DoRA, whose norms need float32
     return [m for m in adapted_layers(transformer).values() if not m.lora_variant]

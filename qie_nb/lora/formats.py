@@ -39,7 +39,7 @@ def hub_error(
         return (f"{repo!r} cannot be {verb} without a token that allows it; "
                 "log in with `hf auth login`, or set HF_TOKEN")
     if code == 404:
-        return f"{repo!r} does not exist on the hub, or is private; check the id, or log in with `hf auth login`"
+        return f"{repo!r} does not exist on the hub, or is private; check the id, or use `hf auth login`"
     return (f"{repo!r} cannot be {verb}: the hub cannot be reached ({type(error).__name__}); "
             "connect to the network, or use local files")
 
@@ -62,7 +62,6 @@ def _in_folder(folder, path):
     if name := _choose(names): return folder/name
     raise _no_choice(path, names)
 
-# %% ../../nbs/lora/00_formats.ipynb #10aece67
 def from_hub(path:str) -> Path: # in the hub's cache
     "Download owner/name or owner/name:file.safetensors. Raises FileNotFoundError with the remedy."
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -76,7 +75,8 @@ def from_hub(path:str) -> Path: # in the hub's cache
             if file: raise
             folder = snapshot_download(repo, allow_patterns="*.safetensors", local_files_only=True)
         except Exception:
-            raise FileNotFoundError(f"LoRA {path!r} is not a local path, and {hub_error(error, repo)}") from None
+            why = hub_error(error, repo)
+            raise FileNotFoundError(f"LoRA {path!r} is not a local path, and {why}") from None
         return _in_folder(Path(folder), path)
     raise _no_choice(path, names)
 
@@ -147,9 +147,8 @@ def header_config(
     layers:dict, # {layer: {part: tensor}}
 ): # dict, or None
     "peft's settings from the header."
-    raw = header.get("lora_adapter_metadata") or header.get("qie_nb_adapter")
-    try: config = {k.removeprefix("transformer."): v for k, v in json.loads(raw or "{}").items()}
-    except ValueError: return None
+    raw = header.get("lora_adapter_metadata") or header.get("qie_nb_adapter") or "{}"
+    config = {k.removeprefix("transformer."): v for k, v in json.loads(raw).items()}
     if not {"r", "lora_alpha"} <= config.keys(): return None
     alphas = {n: p["alpha"].float() for n, p in layers.items() if "alpha" in p}
     agree = all(torch.tensor(float(kohya_alpha(config, n))) == a for n, a in alphas.items())
@@ -165,10 +164,7 @@ def _open(file, load=True) -> tuple: # (header, {key: tensor or None})
         raise ValueError(f"LoRA {str(file)!r} cannot be read ({type(e).__name__}: {e}); "
                          "give a LoRA in safetensors format") from e
 
-def _info(header) -> dict: # written by `write_lora`
-    try: info = json.loads(header.get("qie_nb") or "{}")
-    except ValueError: return {}
-    return info if isinstance(info, dict) else {}
+def _info(header) -> dict: return json.loads(header.get("qie_nb") or "{}")
 
 def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
     keys, layers = {k: parse_key(k) for k in tensors}, {}

@@ -105,7 +105,7 @@ _VALUES = FiniteFloat | bool | None | Literal["exponential", "linear"]
 
 @dataclass(frozen=True, config=dict(extra="forbid", strict=True))
 class SamplingSchedule:
-    "How to sample; wrong values raise a ValidationError."
+    "How to sample; wrong values raise pydantic's ValidationError."
     name: str = "custom"
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
     true_cfg_scale: FiniteFloat = 4.0 # 1 means no guidance

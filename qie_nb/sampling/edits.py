@@ -83,22 +83,16 @@ def _image_sets(prompt_image, n, several) -> list: # n lists of images
 def factor_of(components) -> int: # image pixels per latent pixel
     "The VAE's factor, without loading the VAE."
     if "vae" in components.loaded: return vae_factor(components.loaded["vae"])
-    file = components.folder_of("vae")/"vae"/"config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"model folder {str(components.folder)!r} lacks vae/, which this job needs")
-    return 2 ** len(json.loads(file.read_text())["temperal_downsample"])
+    config = json.loads((components.folder_of("vae")/"vae"/"config.json").read_text())
+    return 2 ** len(config["temperal_downsample"])
 
-# %% ../../nbs/sampling/01_edits.ipynb #e1cc3f6f
 def make_edits(
     components, # `Components`; nothing is built
     geometry, # `Geometry` of the control images
     prompt_image, # an image, a list of images, or with several prompts a list with an entry each
-    prompt, # str, or a list of them
-    negative_prompt="", # str, or a list
-    height:int=None, # pixels
-    width:int=None, # pixels
-    seed=0, # int, or a list
-    generator=None, # torch.Generator, or a list; a single one is used for all edits in turn
+    prompt, negative_prompt="", # str, or a list of them
+    height:int=None, width:int=None, # pixels
+    seed=0, generator=None, # one or a list; a single torch.Generator is used for all edits in turn
     area:int=None, # pixels of the result if no size is given; default the control area
 ) -> list: # of `Edit`
     "Check the arguments of a call. Raises ValueError with one sentence."
@@ -195,17 +189,13 @@ def check_sampling(
     for w, h in {e.size for e in edits}:
         sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
 
-# %% ../../nbs/sampling/01_edits.ipynb #2d8359b5
 def run_edits(
     encoder, # `Encoder`
     at, # function that places a component and returns it; called with its name when its stage begins
     edits, # list of `Edit`
     geometry, # `Geometry` of the control images
-    steps:int=20,
-    true_cfg_scale:float=4.0, # 1 means no guidance
-    overrides:dict=None, # changes of the scheduler's config
-    dtype=None, # of the transformer's computation
-    on_step=None, # called with (step, steps, latents)
+    # as in `denoise_encoded`
+    steps:int=20, true_cfg_scale:float=4.0, overrides:dict=None, dtype=None, on_step=None,
     watch=None, # `EditProgress`: progress and previews
 ) -> list: # uint8 [H, W, 3] each
     "Edit as the diffusers pipelines do, stage by stage."

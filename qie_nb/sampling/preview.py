@@ -15,11 +15,8 @@ from ..core.progress import Progress, kernel, is_interactive
 from ..encoding.vae import decode_latents
 
 # %% ../../nbs/sampling/02_preview.ipynb #098d199b
-def small_latents(
-    z:torch.Tensor, # [B, C, 1, h, w]
-    most:int=64, # latent pixels of the longer side
-) -> torch.Tensor:
-    "Latents reduced to a size that decodes quickly."
+def small_latents(z:torch.Tensor, most:int=64) -> torch.Tensor:
+    "Latents [B, C, 1, h, w] reduced to at most so many latent pixels a side, which decode quickly."
     k = -(-max(z.shape[-2:]) // most)
     return z if k == 1 else torch.nn.functional.avg_pool2d(z[:, :, 0], k)[:, :, None]
 

@@ -41,16 +41,6 @@ def test_comfyui_adds_what_peft_adds(settings, tmp_path):
     found, unread = comfy_reads(file_of(lora.save_lora(tr, tmp_path, format="comfyui"))[0], weights)
     assert not unread and found.keys() == deltas.keys()
     for k, d in deltas.items(): same(found[k], d)
-    lost, _ = comfy_reads(file_of(lora.save_lora(tr, tmp_path))[0], weights)
-    assert not torch.allclose(lost[k], deltas[k], rtol=0.01), "diffusers' format loses alpha in ComfyUI"
-
-
-def test_parse_key_knows_every_comfyui_name():
-    linear = [n for n, m in bare().named_modules() if isinstance(m, torch.nn.Linear)]
-    for layer in linear:
-        for name in comfy_names(f"diffusion_model.{layer}.weight"):
-            for part, side in (("lora_up.weight", "B"), ("lora_A.weight", "A"), ("lora_B.default.weight", "B"), ("alpha", "alpha")): assert parse_key(f"{name}.{part}") == (layer, side)
-    assert len(linear) == 34
 
 
 # round trips
@@ -89,7 +79,7 @@ def test_settings_are_inferred_without_a_header(config, tmp_path):
     for (n, a), b in zip(ours.named_modules(), theirs.modules()):
         if hasattr(a, "scaling"): assert b.scaling["default"] == pytest.approx(a.scaling["default"], rel=1e-6) and b.r == a.r, n
     for (k, a), b in zip(lora.lora_state(ours).items(), lora.lora_state(theirs).values(), strict=True): assert torch.equal(a, b) and torch.equal(a, state[k.removeprefix("transformer.")])
-    same(output(ours), output(theirs))
+    assert lora.read_fitting(bare(), tmp_path/"ours").config.keys() >= {"rank_pattern"}
 
 
 @pytest.mark.parametrize("name, sides", [(lambda n: f"lora_unet_{n.replace('.', '_')}", ("lora_down", "lora_up")), (lambda n: f"base_model.model.{n}", ("lora_A", "lora_B"))], ids=["kohya", "peft"])
@@ -102,12 +92,6 @@ def test_every_key_format_gives_the_same_adapter(name, sides, tmp_path):
     lora.load_lora(other, tmp_path)
     same(output(other), output(tr))
     assert all(torch.equal(a, b) for a, b in zip(lora.lora_state(other).values(), lora.lora_state(tr).values(), strict=True))
-
-
-def test_a_missing_rank_pattern_is_read_as_empty(tmp_path):
-    config = dict(r=4, lora_alpha=4, target_modules=["to_k", "to_q"])
-    file = write_lora(tmp_path/"first", random_state(config), config, {})
-    assert lora.read_fitting(bare(), file).config["rank_pattern"] == {}
 
 
 def test_alpha_tensors_override_the_header(tmp_path):
@@ -157,7 +141,6 @@ def test_downloaded_files_need_no_connection(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("error, sentence", [
     (lambda: ConnectionError("no route"), "'owner/name' cannot be read: the hub cannot be reached .ConnectionError.; connect to the network, or use local files"),
-    (lambda: http_error("OfflineModeIsEnabled", 0), "the hub cannot be reached .OfflineModeIsEnabled."),
     (lambda: http_error("RepositoryNotFoundError", 404), "does not exist on the hub, or is private; check the id"),
     (lambda: http_error("GatedRepoError", 403), "cannot be read without a token that allows it; log in with `hf auth login`"),
     (lambda: http_error("HfHubHTTPError", 503), "the hub cannot be reached .HfHubHTTPError.")])
@@ -168,21 +151,15 @@ def test_hub_errors_name_the_remedy(error, sentence, monkeypatch):
 
 # refusals
 
-def two_files(t): written(t/"d"/"a.safetensors"), written(t/"d"/"b.safetensors"); find_lora(t/"d")
-
-
 REFUSALS = {
     "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "does not exist; give a .safetensors file"),
-    "a pickle": (lambda t: lora.load_lora(bare(), written(t/"x.pt")), "cannot be read .*give a LoRA in safetensors format"),
+    "a pickle": (lambda t: read_lora(written(t/"x.pt")), "cannot be read .*give a LoRA in safetensors format"),
     "missing": (lambda t: find_lora(t/"none"), "does not exist; give a .safetensors file, or a folder"),
-    "two files": (two_files, "has 2 .safetensors files, none called .*name one, e.g. .*/a.safetensors"),
-    "no safetensors": (lambda t: read_lora(written(t/"x.safetensors", b"no")), "cannot be read .*give a LoRA in safetensors format"),
+    "two files": (lambda t: find_lora([written(t/"d"/f"{n}.safetensors") for n in "ab"][0].parent), "has 2 .safetensors files, none called .*name one, e.g. .*/a.safetensors"),
     "no LoRA": (lambda t: read_lora(tensors_file(t, w=torch.ones(2))), "has no adapter for a Qwen-Image transformer"),
     "an incomplete pair": (lambda t: read_lora(tensors_file(t, **{k: v for k, v in pair(B0).items() if "lora_A" in k})), "which is not a pair of LoRA weights"),
     "a LoKr": (lambda t: read_lora(tensors_file(t, **pair(B0), **{f"transformer.{B0}.lokr_w1": torch.ones(2)})), "'transformer.*lokr_w1', which is not a pair"),
-    "an unknown flat name": (lambda t: read_lora(tensors_file(t, **pair(B0), **{"lora_unet_single_blocks_0.lora_up.weight": torch.ones(2)})), "lora_unet_single_blocks_0"),
     "ComfyUI's DoRA": (lambda t: read_lora(tensors_file(t, **pair(B0), **{f"transformer.{B0}.dora_scale": torch.ones(96, 1)})), "`dora_scale`, which is ComfyUI's DoRA"),
-    "an unknown format": (lambda t: lora.save_lora(trained(), t, format="kohya"), "`format` must be diffusers or comfyui, got 'kohya'"),
     "DoRA for ComfyUI": (lambda t: lora.save_lora(trained(use_dora=True), t, format="comfyui"), "`format` comfyui cannot store a DoRA"),
 }
 

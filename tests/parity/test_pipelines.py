@@ -45,7 +45,7 @@ FACTOR4 = [Case("v1", 1, 2), Case("2511", 2, 2)]
 MEGAPIXEL = [Case("v1", 1, 3, True), Case("2509", 3, 3, True), Case("2511", 2, 3, True)]
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 each = lambda cases: pytest.mark.parametrize("case", cases, ids=str)
-both_ways = pytest.mark.parametrize("on", [False, True], ids=["plain", "fast"])
+both_ways = pytest.mark.parametrize("on", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "fast"])
 
 @pytest.fixture(autouse=True)
 def no_grad():
@@ -151,13 +151,12 @@ def looks(ours, theirs):
 # --- prompts
 
 @each(CASES)
-@pytest.mark.parametrize("prompt", [PROMPT, OTHER, " "])
 @both_ways
-def test_prompt_embeddings(case, prompt, on):
+def test_prompt_embeddings(case, on):
     r, images = rig_of(case), control_images(case.n)
     seen = [r.pipe.image_processor.resize(im, *r.geometry.vl(im.size)[::-1]) for im in images]
-    theirs, mask = r.pipe.encode_prompt(prompt, given(case.variant, seen))
-    ours, our_mask = our_prompt(r, case.variant, prompt, images, on)
+    theirs, mask = r.pipe.encode_prompt(OTHER, given(case.variant, seen))
+    ours, our_mask = our_prompt(r, case.variant, OTHER, images, on)
     agree(ours, theirs)
     assert our_mask is None and mask is None
 
@@ -219,15 +218,6 @@ def test_decoded_latents(case, on):
     looks(decode_latents(r.parts.get("vae"), z, use_2d=on)[0], np.asarray(theirs))
 
 @each(CASES + FACTOR4)
-def test_packed_noise(case):
-    same(pack_latents(our_noise(rig_of(case), TARGET)), piped(case).noise)
-
-@each(CASES + FACTOR4)
-def test_img_shapes(case):
-    r = rig_of(case)
-    assert rows(img_shapes(*latent_sizes(r, control_images(case.n), TARGET))) == rows(piped(case).calls[0][0]["img_shapes"])
-
-@each(CASES + FACTOR4)
 def test_control_sides_are_not_swapped(case):
     r, f = rig_of(case), 2 ** case.stages
     shapes = piped(case).calls[0][0]["img_shapes"][0][1:]
@@ -238,8 +228,7 @@ def test_control_sides_are_not_swapped(case):
         assert tuple(shape) == (1, h // f // 2, w // f // 2)
 
 @each_variant
-@pytest.mark.parametrize("channels,h,w", [(16, 6, 10), (4, 2, 8), (16, 20, 12)])
-def test_packing(variant, channels, h, w):
+def test_packing(variant, channels=16, h=6, w=10):
     pipe = type(rig(variant).pipe)
     z = torch.randn(2, channels, 1, h, w, generator=torch.Generator().manual_seed(0))
     tokens = pipe._pack_latents(z, 2, channels, h, w)
@@ -248,8 +237,7 @@ def test_packing(variant, channels, h, w):
     same(unpack_latents(tokens, h, w), z)
 
 @pytest.mark.parametrize("variant", ["v1", "2509"])
-@pytest.mark.parametrize("width,height,steps",
-    [(1024, 1024, 20), (1024, 1024, 4), (1328, 800, 8), (512, 768, 50), (144, 80, 2), (64, 32, 7)]) # one step gives nan in diffusers
+@pytest.mark.parametrize("width,height,steps", [(1024, 1024, 4), (1328, 800, 8), (512, 768, 50), (144, 80, 2)]) # one step gives nan in diffusers
 def test_schedule(variant, width, height, steps, monkeypatch):
     r = rig(variant)
     monkeypatch.setattr(r.pipe.transformer, "forward", lambda hidden_states, **kw: (torch.zeros_like(hidden_states),))
@@ -260,9 +248,11 @@ def test_schedule(variant, width, height, steps, monkeypatch):
     assert own.begin_index == r.pipe.scheduler.begin_index == 0 and len(own.timesteps) == steps
 
 @each(CASES + FACTOR4)
-def test_schedule_of_a_run(case):
-    run = piped(case)
-    own = sampling_schedule(rig_of(case).parts.get("scheduler"), STEPS, run.noise.shape[1])
+def test_noise_shapes_and_schedule_of_a_run(case):
+    r, run = rig_of(case), piped(case)
+    same(pack_latents(our_noise(r, TARGET)), run.noise)
+    assert rows(img_shapes(*latent_sizes(r, control_images(case.n), TARGET))) == rows(run.calls[0][0]["img_shapes"])
+    own = sampling_schedule(r.parts.get("scheduler"), STEPS, run.noise.shape[1])
     agree(own.timesteps, run.timesteps, 1e-6)
     agree(own.sigmas, run.sigmas, 1e-6)
 
@@ -367,18 +357,16 @@ def test_image_with_a_lora(variant, tmp_path):
 
 # --- training reads what inference computes
 
-def write_pairs(root, n, count=1):
-    "`count` samples of one prompt and `n` control images each; sample 0 has those of `control_images(n)`."
+def filled(tmp_path, r, n, count=1, on=True):
+    "A precomputed data set of one prompt; sample 0 has the images of `control_images(n)`."
+    root = tmp_path/"pairs"
     folders = [root/"control_images"] + [root/f"control_images_{k}" for k in range(2, n + 1)]
     for f in (root/"training_images", *folders): f.mkdir(parents=True)
     for i in range(count):
         random_image((70, 44), 50 + i).save(root/"training_images"/f"s{i}.png")
         (root/"training_images"/f"s{i}.txt").write_text(PROMPT)
         for k, f in enumerate(folders): random_image(SIZES[k], k if i == 0 else 100 + 10 * i + k).save(f/f"s{i}.png")
-
-def filled(tmp_path, r, n, count=1, on=True):
-    write_pairs(tmp_path/"pairs", n, count)
-    data = ImageDataset(dict(dataset_path=str(tmp_path/"pairs"), image_size=[128, 96], cache_dir=str(tmp_path/"cache"),
+    data = ImageDataset(dict(dataset_path=str(root), image_size=[128, 96], cache_dir=str(tmp_path/"cache"),
                              caption_dropout_rate=0.5)) # so that empty prompts are encoded too
     precompute(data, Encoder(r.parts, EmbeddingCacheManager(tmp_path/"cache"), share_prefix=on, vae_2d=on))
     return data
