@@ -126,7 +126,7 @@ def prefix_of(self:EmbeddingCacheManager, kind:str, file_hash:str) -> str: # Non
 # %% ../nbs/00_cache.ipynb #6843343b
 @patch
 def load_cache(self:EmbeddingCacheManager, kind:str, file_hash:str): # tensor on the CPU, or None
-    "Load a tensor, a prompt embedding with its prefix. A bad entry moves to `quarantine/` and counts as missing."
+    "Load a tensor, a prompt embedding with its prefix. A bad entry moves to `quarantine/`."
     import torch
     for layer in (d for d in self.layers if d.has(kind, file_hash)):
         try: tensor, meta = unpack_entry(layer.read(kind, file_hash), kind, file_hash)
@@ -175,7 +175,7 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
             found |= {k: dict(**v) for k, v in known.items()}
         except FileNotFoundError: pass
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{file} is unreadable ({e}); delete it and precompute again, entries are kept") from e
+            raise ValueError(f"{file} is unreadable ({e}); delete it and precompute again") from e
     return found
 
 @patch
@@ -301,7 +301,7 @@ def pack(self:EmbeddingCacheManager,
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
     if missing := [p for p in needed if self.find(PREFIX, p) is None]:
-        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute again")
+        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute")
     packed = [(layer(e), e.kind, e.key) for e in chosen]
     with empty_output_dir(out, replace) as folder:
         return [Path(out)/f.name for f in write_packed(folder, packed, self.identities(), shard_bytes)]

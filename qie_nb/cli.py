@@ -27,8 +27,7 @@ def precompute(a):
     report = _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
     return 0 if report.samples > len(report.skipped) else 1 # skipped samples are in the report
 
-def prequantize(a):
-    _trainer(a).save_prequantized(a.out, not a.no_encoders)
+def prequantize(a): _trainer(a).save_prequantized(a.out, not a.no_encoders)
 
 def train(a):
     trainer = _trainer(a).fit()
@@ -47,7 +46,6 @@ def evaluate(a):
     for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
     if len(results) > 1 and "losses" in results[0]: print(table(results))
 
-# %% ../nbs/04_cli.ipynb #dac50409
 def predict(a):
     from PIL import Image
     from qie_nb.lora.mixing import split_weight
@@ -87,7 +85,7 @@ def _verify(m, a):
 
 # %% ../nbs/04_cli.ipynb #4ed51773
 def _dataset(m, a):
-    "The configuration's data set with this cache, identified by the model's encoders or the manifest."
+    "The configuration's data set with this cache."
     from qie_nb.data.dataset import ImageDataset
     t = _trainer(a)
     dataset = ImageDataset(t.config)
@@ -115,20 +113,20 @@ def _pack(m, a):
     print(f"{len(files)} files, {size/1e6:.2f} MB in {a.out}; read it by `cache.cache_dir: [{a.out}, cache]`")
 
 # %% ../nbs/04_cli.ipynb #51a224e5
-def plan(a):
+def _config(a): # or None
     from qie_nb.config import load_config_from_yaml
+    return a.config and load_config_from_yaml(a.config)
+
+def plan(a):
     from qie_nb.planning.plan import plan
-    config = a.config and load_config_from_yaml(a.config)
-    print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls))
+    print(plan(a.model, a.gpu, a.resolution, _config(a), a.quantize, a.controls))
 
 def doctor(a):
-    from qie_nb.config import load_config_from_yaml
     from qie_nb.planning.doctor import doctor
-    report = doctor(a.config and load_config_from_yaml(a.config))
+    report = doctor(_config(a))
     print(report)
     return 1 if report.of("error") else 0
 
-# %% ../nbs/04_cli.ipynb #974f42f3
 def selfcheck(a):
     from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
     from qie_nb.trainer import QwenImageEditTrainer
@@ -150,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
         s = sub.add_parser(fn.__name__, help=help, aliases=aliases)
         for name, kw in flags: s.add_argument(name, **kw)
         s.set_defaults(run=fn)
-    config = ("--config", dict(required=True, help="YAML file"))
+    yaml, config = (("--config", dict(required=needed, help="YAML file")) for needed in (False, True))
     flag = lambda help: dict(action="store_true", help=help)
     add(precompute, "encode a data set into the cache", config,
         ("--start_idx", dict(type=int, default=0)), ("--end_idx", dict(type=int)))
@@ -161,8 +159,8 @@ def parser() -> argparse.ArgumentParser:
         ("--force", flag("resume even if data, seed, model or adapter differ")))
     add(evaluate, "held-out loss and images of a checkpoint", config, ("--checkpoint", dict(action="append",
         help="folder, LoRA file, latest (default), or base for the base model; repeat to compare")))
-    add(predict, "edit an image", ("--config", dict(help="YAML file")),
-        ("--model", dict(help="instead of a configuration: model folder, hub id, or tiny (default)")),
+    add(predict, "edit an image", yaml,
+        ("--model", dict(help="without a configuration: folder, hub id, or tiny (default)")),
         ("--image", dict(required=True, action="append", help="control image; repeat for several")),
         ("--prompt", dict(required=True)), ("--out", dict(default="edited.png")),
         ("--lora", dict(action="append", default=[], help="file, folder or hub id, and :weight; repeatable")),
@@ -174,19 +172,18 @@ def parser() -> argparse.ArgumentParser:
     add(cache, "inspect, check, clear or pack a cache",
         ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"])), ("cache_dir", dict(nargs="+")),
         ("--kind", dict(help="with clear: kind of the entries; default all")),
-        ("--config", dict(help="YAML file: stats of its data set; gc and pack keep only its entries")),
+        ("--config", dict(help="YAML file: stats of its data set; gc and pack keep its entries")),
         ("--repair", flag("with verify: move bad entries to quarantine")),
         ("--dry_run", flag("with gc: only report")), ("--out", dict(help="with pack: new folder")),
         ("--shard_gb", dict(type=float, default=2, help="with pack: largest shard")))
-    yaml = ("--config", dict(help="YAML file"))
     add(plan, "memory of a run, and the fastest settings that fit a GPU", yaml,
         ("--model", dict(help="folder, hub id, v1, 2509 or 2511; default the configuration's, else 2511")),
         ("--gpu", dict(help="e.g. T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB', or GB; default this machine's")),
-        ("--resolution", dict(help="of targets: side or width x height, pixels; default the configuration's")),
+        ("--resolution", dict(help="of targets: side or width x height; default the configuration's")),
         ("--quantize", dict(help="only this quantization, or none")),
         ("--controls", dict(type=int, default=1, help="control images per pair")))
     add(doctor, "check this machine and a configuration", yaml)
-    add(selfcheck, "report for an issue: parity with the diffusers pipeline, memory, speed, finite outputs",
+    add(selfcheck, "report for an issue: parity with the pipeline, memory, speed, finite outputs",
         ("--model", dict(default="tiny", help="folder, hub id or tiny")),
         ("--steps", dict(type=int, default=2, help="sampling steps")),
         ("--device", dict(default="auto", help="of the transformer: auto, cpu, cuda, cuda:1, mps")),

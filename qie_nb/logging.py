@@ -9,10 +9,9 @@ __all__ = ['ROW', 'OWN', 'ProgressCallback', 'row_of', 'csv_line', 'number', 'js
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
-    raise ImportError("qie_nb/logging.py was imported instead of Python's logging; run with `python -m`, not "
-                      "from inside qie_nb/")
+    raise ImportError("qie_nb/logging.py was imported instead of Python's; use `python -m` outside qie_nb/")
 
-import csv, io, json, math, os, sys, time
+import csv, io, json, math, os, time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,23 +39,22 @@ class ProgressCallback(Callback):
         self.t0, self.start = time.time(), s.global_step
         self.bar = Progress(s.max_steps, "train", s.global_step)
     def on_step_end(self, t):
-        self.bar.update(note=f"loss {float(t.state.loss):.4f}" if logged(t) and t.state.loss is not None
-                        else "")
+        loss = t.state.loss
+        self.bar.update(note=f"loss {float(loss):.4f}" if logged(t) and loss is not None else "")
     def on_train_end(self, t):
         if self.bar is None: return # setup failed
         self.bar.close()
-        n, took = t.global_step - self.start, time.time() - self.t0
-        print(f"trained {n} steps in {short_time(took)} ({n / max(took, 1e-9):.2f}/s), {t.global_step} in "
-              f"total: "
-              f"{t.state.stop or 'stopped by an error'}"
-              + (f"; {t.state.skipped} steps without a finite loss were skipped" if t.state.skipped else ""))
+        s, n, took = t.state, t.global_step - self.start, time.time() - self.t0
+        skipped = f"; {s.skipped} steps without a finite loss were skipped" if s.skipped else ""
+        rate = f"{n / max(took, 1e-9):.2f}/s"
+        print(f"trained {n} steps in {short_time(took)} ({rate}), {t.global_step} in total: "
+              f"{s.stop or 'stopped by an error'}{skipped}")
 
 # %% ../nbs/03_logging.ipynb #7e0a0006
 def row_of(t) -> dict: # the logged numbers of the last step; reading them waits for the device
     s = t.state
     return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm),
-                skipped=s.skipped,
-                **{k: float(v) for k, v in s.metrics.items()})
+                skipped=s.skipped, **{k: float(v) for k, v in s.metrics.items()})
 
 ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS)
 
@@ -66,8 +64,7 @@ def csv_line(cells:dict) -> str: # cells by column; missing ones stay empty
     return out.getvalue()
 
 def number(text): # int, finite float, or None
-    try: return int(text)
-    except ValueError: pass
+    if text.isdigit(): return int(text)
     try: value = float(text)
     except ValueError: return None
     return value if math.isfinite(value) else None
@@ -82,9 +79,7 @@ def append(path, text:str): # complete lines
         at = f.tell()
         try:
             if f.write(data) != len(data): raise OSError(28, "no space left for a whole row")
-        except OSError:
-            f.truncate(at)
-            raise
+        except OSError: f.truncate(at); raise
 
 def rows_up_to(path, step:int) -> list: # of {column: text}
     "Complete rows up to `step`, each step once."
@@ -103,12 +98,12 @@ class CSVCallback(Callback):
         if not t.global_step:
             for p in (*folder.glob("training_*.csv"), *folder.glob("training_*.jsonl")):
                 p.rename(p.with_name(p.name + ".old"))
-        here, from_ = sorted(folder.glob("training_*.csv")), getattr(t, "resumed_from", None)
-        source = here or (sorted((from_.parent/"logs").glob("training_*.csv")) if from_ and t.global_step
-                          else [])
+        files = lambda folder: sorted(folder.glob("training_*.csv"))
+        here, from_ = files(folder), getattr(t, "resumed_from", None)
+        source = here or (files(from_.parent/"logs") if from_ and t.global_step else [])
         rows = rows_up_to(source[-1], t.global_step) if source else []
         self.path = here[-1] if here else folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
-        if rows and t.state.metrics and int(rows[-1]["step"]) == t.global_step: # of an evaluation that was repeated after a resume
+        if rows and int(rows[-1]["step"]) == t.global_step: # of an evaluation repeated after a resume
             rows[-1] |= {k: repr(float(v)) for k, v in t.state.metrics.items()}
         write_atomic(self.path, "".join(map(csv_line, [dict(zip(ROW, ROW)), *rows])).encode())
         write_atomic(self.path.with_suffix(".jsonl"), "".join(map(json_line, rows)).encode())
@@ -134,20 +129,19 @@ class CSVCallback(Callback):
         except OSError as e:
             if not self.printed:
                 print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and "
-                      f"keeps the rows in memory")
+                      "keeps the rows in memory")
             self.printed = True
 
 # %% ../nbs/03_logging.ipynb #f0087150
 def module_gauges(t) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
     "MB (1e6 bytes) of each component on each device."
-    out = {f"{name}_MB_{_device_name(torch.device(t.device))}": 0.
-           for name in ("transformer", "vae", "text_encoder")}
+    out = {f"{name}_MB_{_device_name(t.device)}": 0. for name in ("transformer", "vae", "text_encoder")}
     for name, part in t.components.loaded.items():
         if isinstance(part, torch.nn.Module):
             out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_device(part).items()}
     return out
 
-def _device_name(d): return f"{d.type}{d.index if d.index is not None else ''}"
+def _device_name(d): return str(d).replace(":", "")
 
 _sizes = WeakKeyDictionary() # {component: (state, bytes per device)}; counting for every row is too slow
 
@@ -156,25 +150,20 @@ def _bytes_by_device(part) -> dict:
     if part not in _sizes or _sizes[part][0] != state:
         sizes = Counter()
         for p in part.parameters(): sizes[_device_name(p.device)] += p.numel() * p.element_size()
-        real = held_bytes(part) / max(1,
-                                      sum(sizes.values())) # quantized weights are smaller
+        real = held_bytes(part) / max(1, sum(sizes.values())) # quantized weights are smaller
         _sizes[part] = state, {s: n * real for s, n in sizes.items()}
     return _sizes[part][1]
 
 def memory_gauges(device:torch.device) -> dict: # MB (1e6 bytes), and `utilization` in 0..1
-    "Allocated, peak and used share of the training device's memory."
+    "Memory of the GPU, else of this process, and the used share of the device's memory."
     if torch.device(device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return dict(allocated_MB=torch.cuda.memory_allocated(device) / 1e6,
                     reserved_MB=torch.cuda.memory_reserved(device) / 1e6,
                     peak_MB=torch.cuda.max_memory_allocated(device) / 1e6, utilization=1 - free / total)
     import psutil
-    now, used = psutil.Process().memory_info().rss / 1e6, psutil.virtual_memory().percent / 100
-    try: import resource
-    except ImportError: return dict(allocated_MB=now, utilization=used) # Windows
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin"
-                                                                 else 1024) / 1e6
-    return dict(allocated_MB=now, peak_MB=max(now, peak), utilization=used)
+    used = psutil.virtual_memory().percent / 100
+    return dict(allocated_MB=psutil.Process().memory_info().rss / 1e6, utilization=used)
 
 def image_grid(
     images, # uint8 [H, W, 3] of any sizes
@@ -198,19 +187,17 @@ def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint
     if controls: yield "training/control_images", image_grid(controls, each if each > 1 else 4)
 
 OWN = "use qie_nb.data.loader to see them"
-
 def images_of(
     batch, # of any loader
     most:int, # samples
 ) -> dict: # like `get_images_for_tensorboard`
     "A batch's images. Raises ValueError with the remedy if there are none."
-    fetch = getattr(batch, "get_images_for_tensorboard", None)
+    fetch, no = getattr(batch, "get_images_for_tensorboard", None), "this loader's batches cannot fetch images"
     if fetch is None and isinstance(batch, Mapping) and isinstance(batch.get("image"), (list, tuple)):
         fetch = Batch(batch).get_images_for_tensorboard
-    if fetch is None: raise ValueError(f"this loader's batches cannot fetch images; {OWN}")
+    if fetch is None: raise ValueError(f"{no}; {OWN}")
     try: got = fetch(most)
-    except Exception as e:
-        raise ValueError(f"this loader's batches cannot fetch images ({type(e).__name__}: {e}); {OWN}") from None
+    except Exception as e: raise ValueError(f"{no} ({type(e).__name__}: {e}); {OWN}") from None
     fits = lambda im: getattr(im, "dtype", None) == np.uint8 and im.ndim == 3 and im.shape[2] == 3
     if not all(map(fits, (*got["training_images"], *got["control_images"]))):
         raise ValueError(f"this loader's images must be uint8 [H, W, 3]; convert them, or {OWN}")
@@ -224,8 +211,9 @@ def escape_markdown(text:str) -> str: # Markdown that renders as this text
 def move_old_events(logdir): # of an earlier run, into the sub-folder `earlier_<time>`
     files = sorted(Path(logdir).glob("events.out.tfevents.*"))
     if not files: return
-    when, n = time.strftime("earlier_%Y%m%d_%H%M%S", time.localtime(files[-1].stat().st_mtime)), 0
-    while (below := Path(logdir)/(when + f"_{n}" * bool(n))).exists(): n += 1
+    when = time.strftime("earlier_%Y%m%d_%H%M%S", time.localtime(files[-1].stat().st_mtime))
+    below = Path(logdir)/when
+    while below.exists(): below = below.with_name(f"{below.name}_1")
     below.mkdir()
     for f in files: f.rename(below/f.name)
 
@@ -238,16 +226,16 @@ class EventFiles:
     name = "TensorBoard's event files"
     def open(self, t):
         from torch.utils.tensorboard import SummaryWriter
-        (next_second if t.global_step else move_old_events)(t.config.logging.log_dir)
-        self.writer = SummaryWriter(t.config.logging.log_dir,
-                                    purge_step=t.global_step + 1 if t.global_step else None, flush_secs=30)
+        folder, n = t.config.logging.log_dir, t.global_step
+        (next_second if n else move_old_events)(folder)
+        self.writer = SummaryWriter(folder, purge_step=n + 1 if n else None, flush_secs=30)
     def scalars(self, values, step):
         for k, v in values.items(): self.writer.add_scalar(k, v, step)
     def image(self, tag, image, step):
         from tensorboard.compat.proto.summary_pb2 import Summary
         raw, (h, w, _) = io.BytesIO(), image.shape
-        Image.fromarray(image).save(raw, "PNG",
-                                    compress_level=1) # a quarter of the default level's time, 12 % more bytes
+        # a quarter of the default level's time, 12 % more bytes
+        Image.fromarray(image).save(raw, "PNG", compress_level=1)
         held = Summary.Image(height=h, width=w, colorspace=3, encoded_image_string=raw.getvalue())
         self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=held)]), step)
     def text(self, tag, text, step): self.writer.add_text(tag, escape_markdown(text), step)
@@ -262,9 +250,9 @@ class Tracker:
         a, c = t.accelerator, t.config.logging
         others, a.trackers, a.log_with = a.trackers, [], [self.given]
         a.project_configuration.logging_dir = a.project_configuration.logging_dir or c.log_dir
-        plain = {f"{s}.{k}": v if isinstance(v, (int, float)) else str(v) for s,
-                 part in t.config.model_dump().items() for k, v in part.items()}
-        try: a.init_trackers(c.project, plain, {self.name: c.tracker_options.get(self.name, {})})
+        plain = lambda v: v if isinstance(v, (int, float)) else str(v)
+        values = {f"{s}.{k}": plain(v) for s, part in t.config.model_dump().items() for k, v in part.items()}
+        try: a.init_trackers(c.project, values, {self.name: c.tracker_options.get(self.name, {})})
         finally: a.trackers = [*others, *a.trackers]
         self.tracker = a.trackers[-1]
     def scalars(self, values, step): self.tracker.log(values, step=step)
@@ -313,7 +301,7 @@ def send(self:LogCallback, method, *a):
             why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
             if k not in self.printed:
                 print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in "
-                      f"checkpoints/logs")
+                      "checkpoints/logs")
             self.printed.add(k)
         else: self.failures[k] = 0
 
@@ -333,8 +321,8 @@ def images(self:LogCallback, t):
     try: got = images_of(t.batch, t.config.logging.log_images_count)
     except ValueError as e: return self.say(str(e))
     for problem in got["problems"]:
-        left_out = [x for x in self.printed if isinstance(x, str) and x.startswith("image left out")]
-        self.say(f"image left out: {problem}" if len(left_out) < 3
+        reported = sum(str(text).startswith("image left out") for text in self.printed)
+        self.say(f"image left out: {problem}" if reported < 3
                  else "more images cannot be read; they are left out without a message")
     self.say("images come from the batch" if got["source"] == "batch" else
              "latents are cached; images are loaded from their files when due")
@@ -346,27 +334,27 @@ def samples(self:LogCallback, t):
     for s in t.state.eval_images:
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
-        self.send("image", f"samples/{s.name}", image_grid([s.shown[0], edit, s.shown[1]]) if s.shown
-                  else edit, t.global_step)
-        said = f"control, edit, target: {s.caption}" if s.shown else s.caption
-        if self.captions.get(s.name) != s.caption: self.send("text", f"samples/{s.name}", said, t.global_step)
-        self.captions[s.name] = s.caption
+        tag, text = f"samples/{s.name}", s.caption
+        if s.shown: edit, text = image_grid([s.shown[0], edit, s.shown[1]]), f"control, edit, target: {text}"
+        self.send("image", tag, edit, t.global_step)
+        if self.captions.get(tag) != text: self.send("text", tag, text, t.global_step)
+        self.captions[tag] = text
 
 # %% ../nbs/03_logging.ipynb #228a2d36
 def check_log(name:str, log_dir):
     "Raise ValueError if this log cannot work; writes nothing."
     if name == "tensorboard":
-        there = next(p for p in (Path(log_dir).absolute(), *Path(log_dir).absolute().parents) if p.exists())
+        path = Path(log_dir).absolute()
+        there = next(p for p in (path, *path.parents) if p.exists())
         if there.is_dir() and os.access(there, os.W_OK): return
-        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is "
-                         f"{'read-only' if there.is_dir() else 'a file'}); "
-                         "give another folder, or set `logging.report_to` none")
+        why = "read-only" if there.is_dir() else "a file"
+        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is {why}); give "
+                         "another folder, or set `logging.report_to` none")
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
     known = sorted(str(k) for k in LOGGER_TYPE_TO_CLASS if str(k) != "tensorboard")
     if name not in known:
         raise ValueError(f"`logging.report_to` {name!r} is not supported; use tensorboard or none, or one of "
-                         f"accelerate's trackers: "
-                         + ", ".join(known))
+                         f"accelerate's trackers: {', '.join(known)}")
     if not filter_trackers([name], "runs"):
         raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install "
                          f"{name}, or use tensorboard or none")

@@ -6,16 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from helpers import adapters_close, settings
 
 import qie_nb.logging as logs
-from qie_nb.data.batches import Batch
 from qie_nb.training.callbacks import Callback
-from qie_nb.widgets.tensorboard import read_events, read_run, run_folders
+from qie_nb.widgets.tensorboard import read_run, run_folders
 from qie_nb.logging import LogCallback, Tracker, image_grid
-from qie_nb.data.images import Geometry
 from qie_nb.core.progress import Progress, quiet_bars
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -28,7 +25,7 @@ SIZES = ((96, 64), (64, 64), (64, 96)) * 2 # with an area of 96x64 each is its o
 
 def logged(root, tmp_path, **sections):
     base = dict(data=dict(image_size=[96, 64]), logging=dict(report_to="tensorboard", log_images_every=2),
-                train=dict(num_epochs=2, val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2))
+                train=dict(num_epochs=2, val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2, eval_noise_samples=1))
     return settings(root, tmp_path, **{k: base.get(k, {}) | sections.get(k, {}) for k in base.keys() | sections.keys()})
 
 
@@ -65,18 +62,12 @@ def test_logged_images_are_those_on_disk(cached_run):
     read = lambda folder: [np.asarray(Image.open(p)) for p in sorted((root/folder).glob("*.png"))]
     targets, first, second = read("training_images"), read("control_images"), read("control_images_2")
     same = lambda a, b: a.shape == b.shape and (a == b).all()
-    shown = {s: [i for i in (0, 1) for step, im in r.images.get(f"individual/training_image_{i}", ()) if step == s] for s, _ in r.images["training/training_images"]}
     for step, grid in r.images["training/training_images"]:
-        held = [im for i in range(len(shown[step])) for s, im in r.images[f"individual/training_image_{i}"] if s == step]
+        held = [im for i in (0, 1) for s, im in r.images.get(f"individual/training_image_{i}", ()) if s == step]
         which = [next(k for k, t in enumerate(targets) if same(t, im)) for im in held]
         assert same(grid, image_grid([targets[k] for k in which]))
         controls = next(im for s, im in r.images["training/control_images"] if s == step)
         assert same(controls, image_grid([c[k] for k in which for c in (first, second)], 2)), "a row a sample, its controls side by side"
-        x = 0
-        for k in which: # and each can be cut out of the grid
-            h, w = targets[k].shape[:2]
-            assert same(grid[:h, x:x + w], targets[k])
-            x += grid.shape[1] // len(which)
 
 
 def test_samples_and_their_captions(cached_run):
@@ -97,36 +88,20 @@ def test_samples_and_their_captions(cached_run):
 
 def test_source_of_images_is_printed_once(cached_run, pairs, tmp_path, capsys):
     assert cached_run.said.count("[IMAGE_LOG] latents are cached; images are loaded from their files when due") == 1 and cached_run.said.count("[IMAGE_LOG]") == 1
-    trainer = QwenImageEditTrainer(logged(pairs(SIZES, controls=2), tmp_path, cache=dict(use_cache=False))).fit()
+    QwenImageEditTrainer(logged(pairs(SIZES, controls=2), tmp_path, cache=dict(use_cache=False), train=dict(eval_interval=0))).fit()
     said = capsys.readouterr().out
     assert said.count("[IMAGE_LOG] images come from the batch") == 1 and said.count("[IMAGE_LOG]") == 1
-    plain = read_run(tmp_path/"runs")
-    assert set(plain.images) - {t for t in plain.images if t.startswith("samples/")} == set(cached_run.run.images) - {t for t in cached_run.run.images if t.startswith("samples/")}
-    assert TAGS <= set(plain.scalars)
+    plain, training = read_run(tmp_path/"runs"), lambda run: {t for t in run.images if not t.startswith("samples/")}
+    assert training(plain) == training(cached_run.run)
     for tag in IMAGES & set(plain.images): # the same images, whichever way they came
         assert all(s == u and (a == b).all() for (s, a), (u, b) in zip(plain.images[tag], cached_run.run.images[tag], strict=True))
 
 
-def test_images_are_upright_and_at_training_size(tmp_path):
-    from qie_nb.data.samples import Sample
-    rng = np.random.default_rng(0)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    for name, size in (("target", (64, 96)), ("large", (640, 960)), ("small", (32, 48))):
-        Image.fromarray(rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)).save(tmp_path/f"{name}.png", exif=exif)
-    s = Sample("a", tmp_path/"target.png", (tmp_path/"large.png", tmp_path/"small.png"), "p")
-    upright = {n: ImageOps.exif_transpose(Image.open(tmp_path/f"{n}.png")) for n in ("target", "large", "small")}
-    got = Batch(dict(sample=[s]), Geometry((96, 64), control_area=96 * 64)).get_images_for_tensorboard()
-    assert (got["training_images"][0] == np.asarray(upright["target"])).all() and got["training_images"][0].shape == (64, 96, 3)
-    assert (got["control_images"][0] == np.asarray(upright["large"].resize((96, 64), Image.Resampling.LANCZOS))).all()
-    assert (got["control_images"][1] == np.asarray(upright["small"])).all()
-
-
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_image_steps_open_few_files_and_release_memory(count, pairs, tmp_path, monkeypatch):
     import qie_nb.data.batches as batches
     root, opened, held, alive, at_once = pairs(((96, 64),) * 4, controls=2), [], [], [], []
-    real_open, real_array = Path.open, batches.np.asarray
+    real_open = Path.open
     trainer = QwenImageEditTrainer(logged(root, tmp_path, train=dict(val_fraction=0., num_epochs=3), data=dict(batch_size=2), logging=dict(log_images_every=3, log_images_count=count)))
     trainer.cache_embeddings()
 
@@ -136,32 +111,27 @@ def test_image_steps_open_few_files_and_release_memory(count, pairs, tmp_path, m
         held.clear()
         opened.append(f"step {t.global_step} over")
 
-    def seen(*a, **kw):
-        out = real_array(*a, **kw)
-        held.append(weakref.ref(out))
-        return out
-    real_grid = logs.image_grid
-    def grid(*a):
-        out = real_grid(*a)
-        held.append(weakref.ref(out))
-        return out
+    def noted(real):
+        def make(*a, **kw):
+            held.append(weakref.ref(out := real(*a, **kw)))
+            return out
+        return make
     trainer.callbacks.append(Each(after))
     monkeypatch.setattr(Path, "open", lambda self, *a, **kw: (opened.append(self) if self.suffix == ".png" else None, real_open(self, *a, **kw))[1])
-    monkeypatch.setattr(batches, "np", SimpleNamespace(asarray=seen, ndarray=np.ndarray))
-    monkeypatch.setattr(logs, "image_grid", grid)
+    monkeypatch.setattr(batches, "np", SimpleNamespace(asarray=noted(np.asarray), ndarray=np.ndarray))
+    monkeypatch.setattr(logs, "image_grid", noted(logs.image_grid))
     class Begins(Callback):
         def on_train_begin(self, t): opened.clear() # the data set has been looked at
     trainer.callbacks.append(Begins())
     trainer.fit()
-    per_step = " ".join(str(o) for o in opened).split("over")
-    counts = [step.count(".png") for step in per_step[:-1]]
-    due = [1, 3, 6]
-    assert len(counts) == 6 and [n + 1 for n, c in enumerate(counts) if c] == due, "no file is opened where no image is due"
-    assert all(counts[n - 1] == count * 3 for n in due), "a target and two controls of each sample that is shown"
-    assert all(at_once[n - 1] == count * 3 + 2 for n in due), "images of at most log_images_count samples, and two grids"
-    assert not any(any(step) for step in alive), "nothing of them is left after the step"
+    counts = [step.count(".png") for step in " ".join(str(o) for o in opened).split("over")[:-1]]
+    due = [n in (1, 3, 6) for n in range(1, 7)]
+    assert counts == [count * 3 * d for d in due], "a target and two controls of each sample, at the steps that are due"
+    assert at_once == [(count * 3 + 2) * d for d in due], "images of at most log_images_count samples, and two grids"
+    assert not any(map(any, alive)), "nothing of them is left after the step"
 
 
+@pytest.mark.slow
 def test_logging_does_not_change_the_adapter(pairs, tmp_path):
     root = pairs(SIZES)
     loud = logged(root, tmp_path/"a", logging=dict(log_images_every=1, log_images_count=8))
@@ -207,7 +177,7 @@ def test_missing_images_do_not_end_the_run(pairs, tmp_path, capsys):
     (dict(image=[np.zeros((4, 4, 3))], control=[[]]), "this loader's images must be uint8 [H, W, 3]; convert them, or use qie_nb.data.loader"),
     (dict(image=[np.zeros((4, 4, 3), "uint8")]), "cannot fetch images (KeyError: 'control'); use qie_nb.data.loader")])
 def test_foreign_batches(batch, words, capsys):
-    made, sink = LogCallback([]), []
+    made = LogCallback([])
     t = SimpleNamespace(batch=batch, global_step=1, config=SimpleNamespace(logging=SimpleNamespace(log_images_count=2)))
     for _ in range(3): made.images(t)
     assert capsys.readouterr().out.count(words) == 1
@@ -221,20 +191,32 @@ def test_images_of_a_plain_mapping():
 
 
 # --- failing logs
-def test_unwritable_event_files_do_not_end_the_run(pairs, tmp_path, monkeypatch, capsys):
+def test_full_disk_does_not_end_the_run(pairs, tmp_path, monkeypatch, capsys):
+    "Event files are given up, rows wait; a row that was written in part is removed."
     from tensorboard.summary.writer import record_writer
-    real, n = record_writer.RecordWriter.write, [0]
+    real, written, rows = record_writer.RecordWriter.write, [], []
     def full(self, data):
-        n[0] += 1
-        if n[0] > 8: raise OSError(28, "No space left on device")
+        written.append(data)
+        if len(written) > 8: raise OSError(28, "No space left on device")
         real(self, data)
+    class Short:
+        def __init__(self, f): self.f = f
+        def __enter__(self): return self
+        def __exit__(self, *a): self.f.close()
+        def write(self, data): return self.f.write(data[:2])
+        def __getattr__(self, name): return getattr(self.f, name)
+    def opened(self, mode="r", *a, real=Path.open, **kw):
+        rows.append(self) if mode == "ab" else None
+        return Short(real(self, mode, *a, **kw)) if mode == "ab" and 3 < len(rows) < 7 else real(self, mode, *a, **kw)
     monkeypatch.setattr(record_writer.RecordWriter, "write", full)
     monkeypatch.setattr("threading.excepthook", lambda a: None)
+    monkeypatch.setattr(Path, "open", opened)
     trainer = QwenImageEditTrainer(logged(pairs(SIZES), tmp_path, train=dict(val_fraction=0., num_epochs=3), logging=dict(log_images_every=1))).fit()
     said = capsys.readouterr().out
     assert trainer.state.stop == "done" and said.count("TensorBoard's event files cannot be written (") == 1 and "No space left on device" in said
-    rows = pd.read_csv(next((tmp_path/"checkpoints"/"logs").glob("*.csv")))
-    assert list(rows.step) == list(range(1, trainer.global_step + 1))
+    assert said.count("cannot be written (no space left for a whole row); the run continues") == 1 and len(rows) > 7
+    path = next((tmp_path/"checkpoints"/"logs").glob("*.csv"))
+    assert list(pd.read_csv(path).step) == list(pd.read_json(path.with_suffix(".jsonl"), lines=True).step) == list(range(1, trainer.global_step + 1))
 
 
 def test_impossible_log_folder_is_refused_before_loading(pairs, tmp_path, built):
@@ -242,37 +224,6 @@ def test_impossible_log_folder_is_refused_before_loading(pairs, tmp_path, built)
     with pytest.raises(ValueError, match=r"`logging.log_dir` .*file/runs.* cannot be written \(.*file is a file\); give another folder, or set `logging.report_to` none"):
         QwenImageEditTrainer(logged(pairs(SIZES), tmp_path, logging=dict(log_dir=str(tmp_path/"file"/"runs")))).fit()
     assert not built
-
-
-def test_rows_wait_for_disk_space(pairs, tmp_path, monkeypatch, capsys):
-    import qie_nb.logging as rows
-    real, n = rows.append, [0]
-    def full(path, text):
-        n[0] += 1
-        if 3 < n[0] < 8: raise OSError(28, "No space left on device")
-        real(path, text)
-    monkeypatch.setattr(rows, "append", full)
-    trainer = QwenImageEditTrainer(logged(pairs(SIZES), tmp_path, train=dict(val_fraction=0., num_epochs=3), logging=dict(report_to="none"))).fit()
-    assert trainer.state.stop == "done" and capsys.readouterr().out.count("cannot be written (No space left on device); the run continues") == 1
-    path = next((tmp_path/"checkpoints"/"logs").glob("*.csv"))
-    assert list(pd.read_csv(path).step) == list(pd.read_json(path.with_suffix(".jsonl"), lines=True).step) == list(range(1, trainer.global_step + 1))
-
-
-def test_partial_row_is_removed(tmp_path, monkeypatch):
-    from qie_nb.logging import append
-    path, real = tmp_path/"rows.csv", Path.open
-    append(path, "step\n1\n")
-    class Short:
-        def __init__(self, f): self.f = f
-        def __enter__(self): return self
-        def __exit__(self, *a): self.f.close()
-        def write(self, data): return self.f.write(data[:2])
-        def __getattr__(self, name): return getattr(self.f, name)
-    with monkeypatch.context() as m:
-        m.setattr(Path, "open", lambda self, *a, **kw: Short(real(self, *a, **kw)))
-        with pytest.raises(OSError): append(path, "2222\n")
-    append(path, "3\n")
-    assert path.read_text() == "step\n1\n3\n"
 
 
 # --- rows
@@ -292,12 +243,6 @@ def test_rows_are_complete_and_equal_in_both_files(pairs, tmp_path):
     assert seen == list(range(1, len(seen) + 1)) and len(seen) > 3
     rows = [json.loads(line) for line in next((tmp_path/"checkpoints"/"logs").glob("*.jsonl")).read_text().splitlines()]
     assert rows[1]["loss"] is None and rows[0]["loss"] > 0 and rows[1]["skipped"] in (0, 1) and rows[-1]["held_out_loss"] > 0
-
-
-def test_log_every(pairs, tmp_path):
-    trainer = QwenImageEditTrainer(logged(pairs(SIZES), tmp_path, train=dict(val_fraction=0., num_epochs=3), logging=dict(log_every=4))).fit()
-    wanted = [n for n in range(1, trainer.global_step + 1) if n % 4 == 0 or n == trainer.global_step]
-    assert list(pd.read_csv(next((tmp_path/"checkpoints"/"logs").glob("*.csv"))).step) == wanted == [s for s, _ in read_events(tmp_path/"runs")[0]["loss"]]
 
 
 def test_logs_of_resumed_and_new_runs(pairs, tmp_path, monkeypatch):
@@ -338,6 +283,7 @@ def test_event_files_of_one_second_keep_their_order(tmp_path, monkeypatch):
     assert len(slept) == 1
 
 
+@pytest.mark.slow
 def test_error_before_the_logs_begin_is_raised(pairs, tmp_path, monkeypatch):
     import qie_nb.evaluation.evaluate as evaluate
     def fails(self, t): raise RuntimeError("no room for the encoder")
@@ -370,9 +316,17 @@ def Notes(*fails):
     return made
 
 
-def test_tracker_gets_numbers_images_and_captions(pairs, tmp_path):
-    mine = Notes()
-    trainer = QwenImageEditTrainer(logged(pairs(SIZES, caption=NASTY), tmp_path, train=dict(num_epochs=1, val_fraction=0.2), logging=dict(report_to="none")), callbacks=[LogCallback([Tracker(mine)])]).fit()
+def test_tracker_gets_numbers_images_captions_and_options(pairs, tmp_path, monkeypatch):
+    import accelerate.tracking as tracking
+    made = []
+    class Named(notes()):
+        def __init__(self, *a, **kw): super().__init__(*a, **kw); made.append(self)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Named)
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.WANDB])
+    trainer = QwenImageEditTrainer(logged(pairs(SIZES, caption=NASTY), tmp_path, train=dict(num_epochs=1, val_fraction=0.2),
+                                          logging=dict(report_to=["tensorboard", "wandb"], project="mine", tracker_options=dict(wandb=dict(mode="offline"))))).fit()
+    mine, = made
+    assert mine.project == "mine" and mine.options == dict(mode="offline") and read_run(tmp_path/"runs").scalars["loss"]
     kinds = [s[0] for s in mine.seen]
     assert kinds[:2] == ["start", "config"] and kinds[-1] == "finish" and kinds.count("finish") == 1
     numbers = [s for s in mine.seen if s[0] == "log" and "loss" in s[1]]
@@ -383,28 +337,14 @@ def test_tracker_gets_numbers_images_and_captions(pairs, tmp_path):
     assert mine.seen[1][1]["train.num_epochs"] == 1 and all(isinstance(v, (str, int, float)) for v in mine.seen[1][1].values())
 
 
-@pytest.mark.parametrize("fails", [("start",), ("log",), ("images",), ("finish",), ("config", "log", "images", "finish")])
-def test_failing_tracker_does_not_end_the_run(fails, pairs, tmp_path, capsys):
-    mine, good = Notes(*fails), Notes()
-    config = logged(pairs(((96, 64),) * 3), tmp_path, train=dict(val_fraction=0., eval_interval=0, num_epochs=4), data=dict(batch_size=1), logging=dict(report_to="none", log_images_every=1))
-    trainer = QwenImageEditTrainer(config, callbacks=[LogCallback([Tracker(mine), Tracker(good)])]).fit()
+def test_failing_trackers_do_not_end_the_run(pairs, tmp_path, capsys):
+    broken, good = [Notes(*fails) for fails in (("start",), ("log",), ("images",), ("finish",), ("config", "log", "images", "finish"))], Notes()
+    config = logged(pairs(((96, 64),) * 3), tmp_path, train=dict(val_fraction=0., eval_interval=0, num_epochs=4), data=dict(batch_size=1), logging=dict(report_to="none", log_images_every=1, log_every=5))
+    trainer = QwenImageEditTrainer(config, callbacks=[LogCallback([Tracker(n) for n in (*broken, good)])]).fit()
     assert trainer.state.stop == "done"
-    assert capsys.readouterr().out.count("notes cannot be written (the tracker's server is away); the run continues, and its rows are in checkpoints/logs") == 1
-    assert len([s for s in good.seen if s[0] == "log"]) == trainer.global_step == 12 and good.seen[-1][0] == "finish"
-
-
-def test_tracker_by_name_with_options(pairs, tmp_path, monkeypatch):
-    import accelerate.accelerator, accelerate.tracking as tracking
-    made = []
-    class Named(notes()):
-        def __init__(self, *a, **kw): super().__init__(*a, **kw); made.append(self)
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Named)
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.WANDB])
-    config = logged(pairs(((96, 64),) * 3), tmp_path, train=dict(val_fraction=0., eval_interval=0, num_epochs=1),
-                    logging=dict(report_to=["tensorboard", "wandb"], project="mine", tracker_options=dict(wandb=dict(mode="offline"))))
-    QwenImageEditTrainer(config).fit()
-    assert len(made) == 1 and made[0].project == "mine" and made[0].options == dict(mode="offline") and made[0].seen[-1][0] == "finish"
-    assert read_events(tmp_path/"runs")[0]["loss"], "TensorBoard's files are written too"
+    assert capsys.readouterr().out.count("notes cannot be written (the tracker's server is away); the run continues, and its rows are in checkpoints/logs") == 5
+    assert [s[2] for s in good.seen if s[0] == "log"] == [5, 10, 12] == list(pd.read_csv(next((tmp_path/"checkpoints"/"logs").glob("*.csv"))).step), "log_every"
+    assert good.seen[-1][0] == "finish"
 
 
 @pytest.mark.parametrize("to, words", [
@@ -431,18 +371,14 @@ def lines_of(monkeypatch, hours, seconds, every=10., what="train"):
     return out.getvalue().splitlines(), when
 
 
-@pytest.mark.parametrize("seconds", [0.25, 1, 30])
+@pytest.mark.parametrize("seconds", [1, 30])
 def test_number_of_log_lines(seconds, monkeypatch):
     lines, when = lines_of(monkeypatch, 9, seconds)
     assert 100 < len(lines) <= 200 and when[0] <= max(1, seconds) + 0.1 and when[1] - when[0] <= 10 + seconds, "the first soon, the next after ten seconds"
+    if seconds == 1: assert len(lines_of(monkeypatch, 9 / 3600, 1)[0]) == 2, "short work prints few lines"
     gaps = np.diff(when)
     assert gaps[:-1].min() >= 10 - seconds and gaps.max() <= 300 + 2 * seconds, "never a line a step, never longer than five minutes without one"
     assert lines[-1].startswith(f"train {len(range(int(9 * 3600 / seconds)))}/") and not set("\r\x1b") & set("".join(lines))
-
-
-def test_short_work_prints_one_line(monkeypatch):
-    assert len(lines_of(monkeypatch, 2 / 3600, 0.5)[0]) == 1
-    assert len(lines_of(monkeypatch, 9 / 3600, 1)[0]) == 2
 
 
 def test_bar_on_a_terminal(monkeypatch):

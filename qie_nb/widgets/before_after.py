@@ -20,8 +20,8 @@ def as_rgb(
     name:str="image", # in the error message
 ): # PIL image in RGB
     if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3):
-        raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got {image.dtype} "
-                         f"{list(image.shape)}; use `qie_nb.predict.grid` for a list of images")
+        raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got "
+                         f"{image.dtype} {list(image.shape)}; use `qie_nb.predict.grid` for a list of images")
     return open_image(image, name if isinstance(image, np.ndarray) else None)
 
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d0009
@@ -48,7 +48,8 @@ class BeforeAfter(Display):
 
     def __repr__(self): return f"{self.titles[0]} | {self.titles[1]} at {self.at} %"
     def data(self):
-        return dict(titles=self.titles, sizes=self.sizes, shown=self.before.size, at=self.at, note=self.note())
+        same = {k: getattr(self, k) for k in ("titles", "sizes", "at")}
+        return same | dict(shown=self.before.size, note=self.note())
     def note(self) -> str: # about different sizes
         a, b = ("{}x{}".format(*s) for s in self.sizes)
         return "" if a == b else f"{self.titles[1]} is {b}, shown at the size of {self.titles[0]}, {a}"

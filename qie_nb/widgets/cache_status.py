@@ -59,9 +59,10 @@ def _verdict(self:CacheStatus, n, bad, most=20) -> str:
     if not n: return note("there is nothing to verify")
     if not bad:
         return note(f"all {n} entries are intact; read in {self.verified['seconds']:.1f} s", good=True)
-    remedy = "precompute makes them again" if self.cache.writable else "this cache is read-only; precompute into a second folder"
-    lines = [f"{len(bad)} of {n} entries are bad; {remedy}", *(f"{place}: {why}" for place, why in bad[:most])]
-    return "".join(map(note, lines + [f"and {len(bad) - most} more"] * (len(bad) > most)))
+    remedy = "precompute again" if self.cache.writable else "read-only cache: precompute into a second folder"
+    lines = [f"{len(bad)} of {n} entries are bad; {remedy}"]
+    lines += [f"{place}: {why}" for place, why in bad[:most]] + [f"and {len(bad) - most} more"] * (len(bad) > most)
+    return "".join(map(note, lines))
 
 # %% ../../nbs/widgets/02_cache_status.ipynb #56f03578
 @patch

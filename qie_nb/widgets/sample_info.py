@@ -34,7 +34,8 @@ def components_of(
     if isinstance(model, (str, os.PathLike)): return Components(str(model))
     found = getattr(model, "components", model)
     if found is None or isinstance(found, Components): return found
-    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {type(model).__name__}")
+    kind = type(model).__name__
+    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {kind}")
 
 def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None if unknown
     "The model's variant, else that of the cache's encoder. Sets the data set's areas to the model's."

@@ -55,7 +55,8 @@ def _mask_figure(dataset, i, target, height) -> str:
     try: mask = dataset.mask(i)
     except (ValueError, OSError) as e: return note(f"mask: {e}")
     if isinstance(target, str): return ""
-    return image_html(masked_image(target, mask), f"mask: {mask.mean() / 2.55:.0f} % counts, red does not", height)
+    title = f"mask: {mask.mean() / 2.55:.0f} % counts, red does not"
+    return image_html(masked_image(target, mask), title, height)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e000a
 def _badges(f) -> str:

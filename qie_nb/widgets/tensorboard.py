@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['CURVES', 'SHOWN', 'EventRun', 'run_folders', 'read_run', 'read_events', 'running_mean', 'draw_curve', 'draw_image',
-           'last_images', 'plot_events', 'ViewerEnv', 'choose_view', 'server_prefix', 'has_server_proxy',
-           'tensorboard_program', 'viewer_env', 'show_tensorboard']
+           'last_images', 'plot_events', 'ViewerEnv', 'choose_view', 'has_server_proxy', 'tensorboard_program',
+           'viewer_env', 'show_tensorboard']
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0003
-import html, io, json, logging, os, shlex, shutil, sys, textwrap
+import html, io, logging, os, shlex, shutil, sys, textwrap
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -189,15 +189,13 @@ class ViewerEnv:
     kaggle: str = ""           # Kaggle session: Interactive or Batch
     colab: bool = False        # is there a Colab front end?
     hub: str = ""              # JupyterHub's prefix of this server, e.g. /user/me/
-    server: str = ""           # the Jupyter server's own prefix if known, usually /
     server_proxy: bool = False # is jupyter-server-proxy installed?
     proxy_url: str = ""        # TENSORBOARD_PROXY_URL
     program: bool = True       # is there a tensorboard program?
 
     def proxy(self) -> str: # address of a port, with %PORT%, or ""
-        if self.proxy_url: return self.proxy_url
-        prefix = self.hub or self.server
-        return f"{prefix.rstrip('/')}/proxy/%PORT%/" if prefix and self.server_proxy else ""
+        hub = f"{self.hub.rstrip('/')}/proxy/%PORT%/" if self.hub and self.server_proxy else ""
+        return self.proxy_url or hub
 
 def choose_view(env:ViewerEnv) -> tuple: # ("magic", "proxy" or "figure", reason)
     "How TensorBoard can be shown here."
@@ -210,18 +208,10 @@ def choose_view(env:ViewerEnv) -> tuple: # ("magic", "proxy" or "figure", reason
     if env.proxy_url: return "proxy", f"TENSORBOARD_PROXY_URL is {env.proxy_url}"
     if env.proxy(): return "proxy", f"jupyter-server-proxy serves it at {env.proxy()}"
     if env.hub:
-        return "figure", "JupyterHub opens no port for it; install jupyter-server-proxy beside the Jupyter server"
-    return "magic", "a live notebook; if its port cannot be reached, show_tensorboard(logdir, 'figure') draws it"
+        return "figure", "JupyterHub opens no port; install jupyter-server-proxy beside the Jupyter server"
+    return "magic", "a live notebook; if its port cannot be reached, use show_tensorboard(logdir, 'figure')"
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d001e
-def server_prefix() -> str: # e.g. / or /lab/, or ""
-    "The URL prefix of the Jupyter server that started this kernel."
-    try:
-        from jupyter_core.paths import jupyter_runtime_dir
-        note = Path(jupyter_runtime_dir())/f"jpserver-{os.environ['JPY_PARENT_PID']}.json"
-        return json.loads(note.read_text())["base_url"]
-    except (ImportError, KeyError, OSError, ValueError): return ""
-
 def has_server_proxy() -> bool:
     try: from jupyter_core.paths import jupyter_config_path
     except ImportError: return False
@@ -238,7 +228,7 @@ def viewer_env() -> ViewerEnv:
     here, live = detect_environment(), kernel() is not None
     kaggle = (here.run or "Interactive") * (here.name == "kaggle")
     return ViewerEnv(live, live and is_interactive(), kaggle, "google.colab" in sys.modules, here.hub,
-                     server_prefix(), has_server_proxy(), os.environ.get("TENSORBOARD_PROXY_URL", ""),
+                     has_server_proxy(), os.environ.get("TENSORBOARD_PROXY_URL", ""),
                      bool(tensorboard_program()))
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0021

@@ -1,5 +1,6 @@
 """The sample viewer and the cache status: data, static and live forms, escaping, filters, warnings and memory."""
 import gc, json, os, shutil, sys, weakref
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
@@ -7,15 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from importlib import import_module
-
-import qie_nb.data.pair_checks
-
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_layers import FolderStore
 from qie_nb.models.components import Components, prompt_text
-from qie_nb.data.pair_checks import AGAIN, AMBIGUOUS, RENAMED, REUSED, SWAPPED, UNCHANGED, alike, look, near_duplicates
+from qie_nb.data.pair_checks import AGAIN, SWAPPED, UNCHANGED, alike, distance, look
 from qie_nb.tiny.photos import EDITS, crops, make_pairs
 from qie_nb.data.samples import Sample
 from qie_nb.core.display import VIEW
@@ -82,7 +79,7 @@ def hostile_set(tmp_path):
 
 def test_viewer_escapes_everything(tmp_path):
     ds = hostile_set(tmp_path)
-    view = sample_viewer(ds, str(tiny_folder("2511")), whole=True, decode=True)
+    view = sample_viewer(ds, str(tiny_folder("2511")), whole=True)
     c, pages = opened(view), [pair_grid(ds).html(), view.html(), *(sample_html(ds, i) for i in range(4))]
     assert any("is dropped; text for the model" in p for p in pages)
     (tmp_path/f"set {HOSTILE}"/"training_images"/f"3 {HOSTILE}.png").write_bytes(b"broken")
@@ -133,19 +130,6 @@ def test_tokens_agree_with_encoded_tensors(variant, controls, pairs, tmp_path):
         assert f["text"] in b["text"] and f["variant"] == variant and f["dropped"] == ds.dropped(i)
 
 
-def test_dropped_captions_follow_the_epoch(pairs):
-    ds = dataset(pairs(), caption_dropout_rate=0.5)
-    view = sample_viewer(ds, str(tiny_folder("2511")), whole=False)
-    texts = set()
-    for epoch in range(8):
-        ds.set_epoch(epoch)
-        page, f = view.page(), view.data()
-        assert f["dropped"] == ds.dropped(0) == (f"caption dropped in epoch {epoch}" in page)
-        assert f["text"].endswith(" " if f["dropped"] else "invert the colours") and "invert the colours" in page
-        texts.add(f["text"])
-    assert len(texts) == 2
-
-
 def test_impossible_caption_is_a_problem(pairs):
     ds = dataset(pairs(caption="a <|image_pad|> here"))
     f = sample_info(ds, 0, str(tiny_folder("2511")), whole=True)
@@ -164,11 +148,8 @@ def test_no_heavy_imports_without_a_model(pairs):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-def test_types_of_model_and_data_set(pairs, tmp_path):
-    from qie_nb.trainer import QwenImageEditTrainer
-    root = pairs()
-    trainer = QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(tiny_folder("2511"))), data=dict(dataset_path=str(root), image_size=[64, 64]),
-                                        train=dict(output_dir=str(tmp_path), device="cpu"), cache=dict(cache_dir=str(tmp_path/"cache"))))
+def test_types_of_model_and_data_set(trained_run):
+    trainer, root = trained_run.trainer, trained_run.root
     assert {sample_viewer(d, m).data()["variant"] for d in (root, loader(root), dict(dataset_path=str(root))) for m in (trainer, trainer.components, tiny_folder("2511"))} == {"2511"}
     with pytest.raises(ValueError, match="`model` must be a trainer"): sample_viewer(root, 3)
 
@@ -198,10 +179,9 @@ def test_clicks(pairs):
 
 
 def test_exact_id_wins(pairs):
-    ds = dataset(pairs())
-    view = SampleViewer(ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=[Sample(i, s.target, s.controls, s.prompt) for i, s in zip(("a", "ab", "b"), ds.samples)]))
-    view.find("b")
-    assert view.data()["id"] == "b" and view.find("a") and view.data()["id"] == "a"
+    s = dataset(pairs()).samples[0]
+    view = SampleViewer(ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=[Sample(i, s.target, s.controls, s.prompt) for i in ("a", "ab", "b")]))
+    for name in ("b", "a"): assert view.find(name) and view.data()["id"] == name
 
 
 def test_filters(tmp_path):
@@ -211,39 +191,29 @@ def test_filters(tmp_path):
     for what in ("training_images", "control_images"): shutil.copy(root/what/"0001.png", root/what/"0005.png")
     (root/"control_images"/"0002.png").write_bytes(b"broken")
     (root/"training_images"/"0003.png").unlink()
-    entry = ds.keys(0)["pixel_latent"]
-    path = Path(ds.cache.layers[-1].path(*entry[:2]))
+    path = Path(ds.cache.layers[-1].path(*ds.keys(0)["pixel_latent"].id))
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     view = sample_viewer(ds)
-    c = opened(view)
-    assert {k: v for k, v in view.filters().items() if v is None} == dict.fromkeys(("missing", "bad", "near", "swapped", "unchanged"))
+    c, names = opened(view), ("missing", "bad", "near", "swapped", "unchanged")
+    assert [k for k, v in view.filters().items() if v is None] == list(names)
     chosen = {}
-    for name in ("missing", "bad", "near", "swapped", "unchanged"):
+    for name in names:
         c.filter.value = name
         chosen[name] = [ds.samples[i].id for i in view.chosen]
-        assert (c.slider.max, c.slider.disabled) == (max(1, len(chosen[name])), not chosen[name]) and c.filter.value == view.filter == name
-        assert [len(v) for k, v in chosen.items() if k == name] == [view.filters()[name]] and f"({len(chosen[name])})" in dict((k, label) for label, k in c.filter.options)[name]
+        n = len(chosen[name])
+        assert (c.slider.max, c.slider.disabled, c.filter.value, view.filter, view.filters()[name]) == (max(1, n), not n, name, name, n)
+        assert f"({n})" in dict((k, label) for label, k in c.filter.options)[name]
     # the entries of 0003 are good, its image is missing
     assert chosen == dict(missing=["0002", "0004"], bad=["0000", "0002", "0003"], near=["0001", "0005"], swapped=[], unchanged=[])
     assert "no sample" in c.page.value and view.data()["id"] is None
     c.filter.value = "bad"
     assert "pixel_latent is bad: checksum differs" in c.page.value
-    c.on.click()
-    assert "cannot be read (not an image or broken)" in c.page.value
-    c.on.click()
-    assert "cannot be read (it does not exist)" in c.page.value and c.on.disabled and path.is_file(), "nothing is quarantined"
+    for why in ("not an image or broken", "it does not exist"):
+        c.on.click()
+        assert f"cannot be read ({why})" in c.page.value
+    assert c.on.disabled and path.is_file(), "nothing is quarantined"
     c.filter.value = "near"
     assert view.data()["near"] == [dict(id="0005", what=AGAIN)] and AGAIN in c.page.value
-    c.filter.value = "all"
-    assert len(view.chosen) == 6
-
-
-def test_broken_images_without_a_cache(pairs):
-    root = pairs()
-    view = sample_viewer(dataset(root))
-    (root/"control_images"/"0001.png").write_bytes(b"broken")
-    view.select("bad")
-    assert list(view.chosen) == [1] and view.filters()["near"] == 0
 
 
 def test_bucket_filters(pairs):
@@ -274,14 +244,6 @@ def test_failing_click_shows_a_message(pairs):
     assert c.message.value.count("0 near duplicates") == 1 and view.filters()["near"] == 0
 
 
-def test_progress_of_a_scan(pairs):
-    view, seen = sample_viewer(dataset(pairs())), []
-    c = opened(view)
-    c.message.observe(lambda ch: seen.append(ch["new"]), "value")
-    with patch.object(_sample_viewer.StatusText.__init__, "__defaults__", (0,)): c.scan.click()
-    assert [f"read images {n} of 3" in t for n, t in zip((1, 2, 3), seen)] == [True] * 3 and "<progress" in seen[0]
-
-
 def test_samples_removed_while_browsing(pairs):
     ds = dataset(pairs(sizes=[(48, 32)] * 4))
     view = sample_viewer(ds)
@@ -294,8 +256,7 @@ def test_samples_removed_while_browsing(pairs):
 
 
 def test_empty_data_set(pairs):
-    ds = ImageDataset(dict(dataset_path=str(pairs()), image_size=[64, 64]), samples=[])
-    view = sample_viewer(ds)
+    view = sample_viewer(ImageDataset(dict(dataset_path=str(pairs()), image_size=[64, 64]), samples=[]))
     c = opened(view)
     for b in (c.on, c.back, c.scan): b.click()
     assert "there are no samples" in c.page.value and "there are no samples" in view.html() and c.slider.disabled
@@ -320,18 +281,9 @@ def test_unreadable_image_shows_a_message(pairs):
 def test_mask_is_drawn(pairs):
     root = pairs(sizes=[(96, 64)] * 3)
     (root/"mask_images").mkdir()
-    for i, name in enumerate(("0000", "0001")): Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 255]]), 48, 1), 64, 0)).save(root/"mask_images"/f"{name}.png")
+    for name in ("0000", "0001"): Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 255]]), 48, 1), 64, 0)).save(root/"mask_images"/f"{name}.png")
     ds = dataset(root)
-    drawn, real = [], _sample_viewer.masked_image
-
-    def kept(*args):
-        drawn.append(real(*args))
-        return drawn[-1]
-    with patch.object(_sample_viewer, "masked_image", kept): page = sample_html(ds, 0)
-    target = np.asarray(Image.open(root/"training_images"/"0000.png"), int)
-    left, right = (np.asarray(drawn[0], int)[:, part] for part in (slice(40), slice(56, None)))
-    assert (np.abs(right - target[:, 56:]) <= 1).all() and (np.abs(left - (0.35 * target[:, :40] + 0.65 * np.array([200, 30, 30]))) <= 1).all()
-    assert "mask: 50 % counts" in page and sample_info(ds, 0)["mask"] and not sample_info(ds, 2)["mask"] and "mask" not in sample_html(ds, 2)
+    assert "mask: 50 % counts" in sample_html(ds, 0) and sample_info(ds, 0)["mask"] and not sample_info(ds, 2)["mask"] and "mask" not in sample_html(ds, 2)
     Image.fromarray(np.zeros((64, 96), np.uint8)).save(root/"mask_images"/"0001.png")
     assert "is black everywhere" in sample_html(ds, 1)
 
@@ -378,17 +330,17 @@ def as_looks(ims, tmp_path, **kw):
     return out
 
 
+@pytest.mark.slow
 def test_near_duplicates(tmp_path):
     ims = crops(30, (192, 128), seed=3) + crops(18, (192, 128), seed=4, split="more")
     base = as_looks(ims, tmp_path)
     close = {(i, j) for i, j, _ in alike(base)}
     assert len(close) <= 12, "of 1,128 pairs"
     for i, j in close: assert np.abs(np.asarray(ims[i], float) - np.asarray(ims[j], float)).mean() < 20, "only crops of the same place are alike"
-    saved, half = as_looks(ims, tmp_path, format="jpg", quality=60), as_looks([im.resize((96, 64)) for im in ims], tmp_path)
-    found = lambda other: sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(base, other)) / len(base)
-    assert found(saved) > 0.95 and found(half) > 0.9
+    found = lambda other, base=base: sum(distance(a, b) is not None for a, b in zip(base, other)) / len(base)
+    assert found(as_looks(ims, tmp_path, format="jpg", quality=60)) > 0.95 and found(as_looks([im.resize((96, 64)) for im in ims], tmp_path)) > 0.9
     left, right = (as_looks([im.crop((x, 0, x + 188, 128)) for im in ims], tmp_path) for x in (0, 4))
-    assert sum(qie_nb.data.pair_checks.distance(a, b) is not None for a, b in zip(left, right)) < 6, "shifted crops are different images"
+    assert found(left, right) < 0.12, "shifted crops are different images"
     for edit in ("invert", "brighter", "duotone"): assert found(as_looks([EDITS[edit](im) for im in ims], tmp_path)) < 0.05, edit
 
 
@@ -407,96 +359,31 @@ def test_blocked_search_finds_the_same(tmp_path):
     assert list(alike(looks, block=4)) == list(alike(looks, block=100)) and len(list(alike(looks, 4))) >= 27
 
 
-def test_kinds_of_near_duplicates(tmp_path):
-    a, b, c, d = as_looks([*crops(2, (96, 64), seed=1), *crops(2, (96, 64), seed=2, split="more")], tmp_path)
-    kind = lambda x, y, p, q: [n["what"] for n in near_duplicates([x, y], [p, q])]
-    assert kind((a, b), (a, b), "blue", " Blue ") == [AGAIN] and kind((a, b), (a, b), "blue", "red") == [RENAMED]
-    assert kind((a, b), (a, c), "blue", "red") == [REUSED] and kind((a, b), (c, b), "blue", "blue") == [AMBIGUOUS]
-    assert kind((a, b), (c, b), "blue", "red") == [] and kind((a, b), (c, d), "blue", "blue") == [] and kind((a, b), None, "blue", "blue") == []
-    assert kind((a, b, c), (a, b, d), "x", "x") == [REUSED] and kind((a, b), (a, b, c), "x", "x") == [REUSED], "all controls matter"
-    assert len(near_duplicates([(a, b)] * 100, ["x"] * 100, most=50)) == 50
-
-
-def swap_set(root, name_target, name_control, pictures, prompts, exif=(None, None)):
-    "Samples of (target, control) images, saved under these names."
-    out = []
-    for i, ((t, c), prompt) in enumerate(zip(pictures, prompts)):
-        paths = [root/n.format(i) for n in (name_target, name_control)]
-        for path, im, e in zip(paths, (t, c), exif):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            im.save(path, **({"exif": e} if e else {}))
-        out.append(Sample(str(i), paths[0], (paths[1],), prompt))
-    return ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=out)
-
-
-def camera():
-    exif = Image.Exif()
-    exif[0x010F], exif[0x0110] = "Maker", "Model"
-    return exif
-
-
-ONE, TWO = (EDITS[k](crops(1, (96, 64), seed=7)[0]) for k in ("keep", "duotone"))
-GREY = EDITS["grayscale"](ONE)
-
-
-@pytest.mark.parametrize("target, control, images, prompt, exif, swapped", [
-    ("before/{}.png", "after/{}.png", (ONE, TWO), "make it blue", (None, None), True),
-    ("after/{}.png", "before/{}.png", (ONE, TWO), "make it blue", (None, None), False),
-    ("{}_src.png", "{}_edited.png", (ONE, TWO), "make it blue", (None, None), True),
-    ("originals/{}.png", "sketches/{}.png", (ONE, TWO), "fill it in", (None, None), False),
-    ("t/{}.png", "c/{}.png", (ONE, GREY), "Make it black and white", (None, None), True),
-    ("t/{}.png", "c/{}.png", (GREY, ONE), "Make it black and white", (None, None), False),
-    ("t/{}.png", "c/{}.png", (GREY, ONE), "colorize this black and white photo", (None, None), True),
-    ("t/{}.png", "c/{}.png", (ONE, GREY), "colorize this black and white photo", (None, None), False),
-    ("t/{}.png", "c/{}.png", (ONE, GREY), "make it sharper", (None, None), False),
-    ("t/{}.png", "c/{}.png", (ONE, TWO), "Make it black and white", (None, None), False),
-    ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), None), True),
-    ("t/{}.jpg", "c/{}.jpg", (TWO, ONE), "draw it in ink", (None, camera()), False),
-    ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "draw it in ink", (camera(), camera()), False),
-    ("t/{}.jpg", "c/{}.jpg", (ONE, TWO), "restore the photo", (camera(), None), False),
-    ("t/{}.png", "c/{}.png", (ONE, TWO), "draw it in ink", (None, None), False)])
-def test_signs_of_swapped_pairs(target, control, images, prompt, exif, swapped, tmp_path):
-    ds = swap_set(tmp_path, target, control, [images], [prompt], exif)
+def test_swapped_and_unchanged_pairs(tmp_path):
+    one, two = (EDITS[k](crops(1, (96, 64), seed=7)[0]) for k in ("keep", "duotone"))
+    for folder, images in dict(before=(one, one, one), after=(one, two, one)).items():
+        (tmp_path/folder).mkdir()
+        for n, im in enumerate(images): im.save(tmp_path/folder/f"{n}.png", compress_level=n)
+    samples = [Sample(str(n), tmp_path/"before"/f"{n}.png", (tmp_path/"after"/f"{n}.png",), "make it blue") for n in range(3)]
+    ds = ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=samples)
     view = sample_viewer(ds)
     c = opened(view)
-    assert [m for m, why in view.data()["marks"] if why] == [SWAPPED] * swapped and (SWAPPED in c.page.value) == swapped
-    view.select("swapped")
-    assert list(view.chosen) == [0] * swapped and (SWAPPED in pair_grid(ds, 1).html()) == swapped
-
-
-def test_shared_targets_mean_swapped_pairs(tmp_path):
-    before, *afters = crops(3, (96, 64), seed=9)
-    wrong = swap_set(tmp_path/"a", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["draw it in ink", "make it blue"])
-    right = swap_set(tmp_path/"b", "t/{}.png", "c/{}.png", [(a, before) for a in afters], ["draw it in ink", "make it blue"])
-    restore = swap_set(tmp_path/"c", "t/{}.png", "c/{}.png", [(before, a) for a in afters], ["restore it"] * 2)
-    both = [(before, a) for a in afters] + [(crops(1, (96, 64), seed=10)[0], afters[0])]
-    mixed = swap_set(tmp_path/"d", "t/{}.png", "c/{}.png", both, ["draw it in ink", "make it blue", "make it red"])
-    views = [sample_viewer(d) for d in (wrong, right, restore, mixed)]
-    assert [v.data()["marks"] for v in views] == [[]] * 4, "one sample alone gives no warning"
-    for v in views: v.scan()
-    assert [v.filters()["swapped"] for v in views] == [2, 0, 0, 0] and "share this target" in views[0].data()["marks"][0][1]
-    assert "share this target" in views[0].page()
-
-
-def test_unchanged_pairs(tmp_path):
-    ds = swap_set(tmp_path, "before/{}.png", "after/{}.png", [(ONE, ONE), (ONE, TWO)], ["make it blue"] * 2)
-    view = sample_viewer(ds)
-    view.scan()
-    assert [m for m, _ in view.data()["marks"]] == [UNCHANGED] and (view.sets["unchanged"], view.sets["swapped"]) == ([0], [1])
-    ONE.save(tmp_path/"before"/"0.png", compress_level=0)
-    assert [m for m, _ in view.data()["marks"]] == [UNCHANGED], "other bytes, the same pixels"
+    c.scan.click()
+    assert (view.sets["unchanged"], view.sets["swapped"]) == ([0, 2], [1]) and "2 " + UNCHANGED in c.message.value
+    c.filter.value = "swapped"
+    assert [m for m, why in view.data()["marks"] if why] == [SWAPPED] and SWAPPED in c.page.value and SWAPPED in pair_grid(ds, 2).html()
 
 
 # --- thousands of samples
 
 @pytest.fixture
 def many(tmp_path):
-    "5,000 samples on ten pairs of real files, and a cache with an identity and no entries."
+    "1,000 samples on ten pairs of real files, and a cache with an identity and no entries."
     root = make_pairs(tmp_path/"set", "duotone", 10)
     base = dataset(root).samples
     cache = EmbeddingCacheManager(tmp_path/"cache")
     cache.add_identity(dict(model="m", variant="2511", vae="v", text_encoder="t", template="e", dtype="float32", control_area=64*64, vl_area=64*64))
-    samples = [Sample(f"{i:05}", base[i % 10].target, base[i % 10].controls, f"caption {i}") for i in range(5000)]
+    samples = [Sample(f"{i:05}", base[i % 10].target, base[i % 10].controls, f"caption {i}") for i in range(1000)]
     return ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/"cache")), samples=samples)
 
 
@@ -521,7 +408,7 @@ def test_browsing_reads_only_displayed_images(many, opens):
         assert opens_of(lambda: view.box) == {"0000"}
         c = view.controls
         assert opens_of(c.on.click) == {"0001"} and len(_opens) < 20
-        assert opens_of(lambda: setattr(c.slider, "value", 4728)) == {"0007"} and view.data()["id"] == "04727"
+        assert opens_of(lambda: setattr(c.slider, "value", 728)) == {"0007"} and view.data()["id"] == "00727"
         assert opens_of(lambda: setattr(c.goto, "value", "00003")) == {"0003"}
         assert len(opens_of(view.html)) == 4
 
@@ -532,9 +419,10 @@ def test_missing_filter_lists_the_cache_once(many):
     asked = []
     with patch.object(FolderStore, "has", lambda self, kind, key: asked.append(key) or False), patch.object(FolderStore, "entries", autospec=True, side_effect=FolderStore.entries) as listed:
         c.filter.value = "missing"
-    assert view.filters()["missing"] == 5000 and len(asked) < 20 and listed.call_count < 20
+    assert view.filters()["missing"] == 1000 and len(asked) < 20 and listed.call_count < 20
 
 
+@pytest.mark.slow
 def test_browsing_releases_memory(many):
     import ipywidgets
     alive, sizes, real = [], [], _sample_viewer.open_image
@@ -606,23 +494,22 @@ def test_verify_finds_corrupt_entries_of_every_layer(layered, tmp_path):
 
 
 def test_status_of_missing_and_empty_caches(pairs, tmp_path):
-    root = pairs()
+    root, nowhere, empty, nothing = pairs(), tmp_path/"nowhere", tmp_path/"empty", "there is nothing to verify"
     (tmp_path/"file").write_text("x")
-    (tmp_path/"empty").mkdir()
+    empty.mkdir()
     (tmp_path/"broken").mkdir(); (tmp_path/"broken"/"manifest.json").write_text("{")
     for what, said, verdict in (
-            (tmp_path/"nowhere", "does not exist yet", "there is nothing to verify"), (tmp_path/"empty", "0 entries", "there is nothing to verify"),
-            (dataset(root), "no cache is set", "there is no cache to verify"), (dataset(root, tmp_path/"nowhere"), "does not exist yet", "there is nothing to verify"),
-            (dataset(root, tmp_path/"empty"), "the cache is empty", "there is nothing to verify"),
-            (tmp_path/"file", "is a file; name a folder", "is a file"), ([tmp_path/"nowhere", tmp_path/"empty"], "which does not exist", "which does not exist"),
-            (tmp_path/"broken", "is unreadable", "there is nothing to verify"), ([], "is an empty list", "is an empty list")):
+            (nowhere, "does not exist yet", nothing), (empty, "0 entries", nothing), (dataset(root), "no cache is set", "there is no cache to verify"),
+            (dataset(root, nowhere), "does not exist yet", nothing), (dataset(root, empty), "the cache is empty", nothing),
+            (tmp_path/"file", "is a file; name a folder", "is a file"), ([nowhere, empty], "which does not exist", "which does not exist"),
+            (tmp_path/"broken", "is unreadable", nothing), ([], "is an empty list", "is an empty list")):
         status = cache_status(what)
         c = opened(status)
         assert said in status.html() and said in c.table.value, said
         c.verify.click()
         assert verdict in c.table.value + c.message.value, (said, c.table.value, c.message.value)
-        assert not c.verify.disabled and status.data()["verified"] in (None, dict(entries=0, bad=[], seconds=status.data()["verified"] and status.data()["verified"]["seconds"]))
-    assert not (tmp_path/"nowhere").exists() and os.listdir(tmp_path/"empty") == []
+        assert not c.verify.disabled and (status.data()["verified"] or dict(entries=0))["entries"] == 0
+    assert not nowhere.exists() and os.listdir(empty) == []
 
 
 def test_failed_or_stopped_verify(layered):
@@ -683,4 +570,6 @@ def test_live_and_static_forms(pairs, tmp_path):
 
 def test_controls_exist_in_both_versions_of_ipywidgets(pairs):
     names = {type(w).__name__ for shown in (sample_viewer(dataset(pairs())), cache_status("nowhere")) for w in widgets_in(shown.box)}
-    assert names <= {"HTML", "Image", "Button", "IntSlider", "IntText", "Text", "Dropdown", "Checkbox", "Label", "VBox", "HBox", "Output"}
+    assert names <= {"HTML", "Button", "IntSlider", "Text", "Dropdown", "Checkbox", "VBox", "HBox"}
+
+

