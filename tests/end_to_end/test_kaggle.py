@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fake_kaggle import colab, kaggle, may_install, run_notebook, session, unsharing
+from fake_kaggle import colab, kaggle, may_install, run_notebook, session
 from qie_nb.planning.doctor import TRIED
 from test_project import settings
 
@@ -157,17 +157,13 @@ def pushed(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
-def test_the_published_client_accepts_the_metadata(folder, monkeypatch, tmp_path, capsys):
+def test_the_published_client_accepts_the_metadata(folder, monkeypatch, capsys):
     own = json.loads((folder/"kernel-metadata.json").read_text())
     sent = pushed(folder, monkeypatch)
     assert "does not resolve to the specified" not in capsys.readouterr().out
     assert sent.slug == own["id"] and sent.kernel_type == "notebook" and sent.machine_shape == "NvidiaTeslaT4" and sent.is_private and sent.enable_gpu
     assert sent.kernel_data_sources == own["kernel_sources"] and sent.dataset_data_sources == own["dataset_sources"] and sent.model_data_sources == own["model_sources"]
     assert len(json.loads(sent.text)["cells"]) == len(json.loads((folder/own["code_file"]).read_text())["cells"])
-    for wrong in (dict(title="qie"), dict(code_file="none.ipynb"), dict(kernel_type="book"), dict(kernel_sources=["user"]), dict(dataset_sources=["user"]), dict(model_sources=["a/b"])):
-        shutil.copytree(folder, tmp_path/"wrong", dirs_exist_ok=True)
-        (tmp_path/"wrong"/"kernel-metadata.json").write_text(json.dumps(own | wrong))
-        with pytest.raises(ValueError): pushed(tmp_path/"wrong", monkeypatch)
 
 
 # ---- the imitation itself ----
@@ -193,9 +189,6 @@ def test_a_session_has_read_only_inputs_a_quota_and_no_internet(tmp_path):
     run = run_notebook(notebook(tmp_path, LOOK, WRITES, NET, FULL), platform)
     text = run.text()
     assert "('attached', 'hello')" in text and run.inputs_written == []
-    if not unsharing(): # without mounts the folder's size is known only at the end
-        assert "No space left on device" in run.error
-        return
     assert not run.error, run.error
     assert "'/kaggle/working'" in text and "('run', 'Batch')" in text and "('old', ['a.txt'])" in text
     assert text.count("refused 30") == 2 and "offline" in text and "full 28" in text
@@ -291,13 +284,13 @@ def check(run, platform):
 def images(run): return [o for c in run.notebook["cells"] for o in c.get("outputs", []) if "image/png" in o.get("data", {}) or "<img" in str(o.get("data", {}).get("text/html"))]
 
 
-def both(platform, changes={}, **what):
+def both(platform, **what):
     "Precompute in one session, then train from its attached output in the next."
     first = check(run_notebook(ROOT/"kaggle"/"precompute"/"precompute.ipynb", platform, **what), platform)
     packed = next(first.output.rglob("packed"))
     assert {p.suffix for p in packed.iterdir()} == {".safetensors", ".json"} and len(images(first)) == 1
     platform.inputs["/kaggle/input/notebooks/user/qie-nb-precompute"] = first.output
-    second = check(run_notebook(TRAIN, platform, changes=changes, **what), platform)
+    second = check(run_notebook(TRAIN, platform, **what), platform)
     assert "0 encoded" in second.text() and not list(second.output.rglob("cache/pixel_latent/*/*")), "the attached cache was not used"
     assert len(images(second)) >= 2
     return first, second
@@ -313,26 +306,37 @@ def resume(platform, run, before, after, **what):
     assert re.search(rf"trained {after - before} steps in .*, {after} in total: done", third.text()), third.text()[-3000:]
 
 
+def attached(places, platform, request):
+    "Options of a session: this Python, or a platform's own versions with the attached wheels."
+    if not places: return {}, {}
+    wheels = request.getfixturevalue("all_wheels")
+    return dict(python=python_of(platform), library=False), {"datasets/user/wheels": wheels}
+
+
+OWN = pytest.mark.parametrize("places", [False, True], ids=["this Python", "the platform's versions"])
+
 @pytest.mark.slow
-@pytest.mark.parametrize("quick", [True, False], ids=["6 steps", "unchanged"])
-def test_kaggle_notebooks_hand_the_cache_over_train_and_resume(quick, tmp_path):
-    platform = kaggle(tmp_path, quota=64 * MB)
-    _, second = both(platform, steps(6) if quick else {})
-    if not quick: assert error_ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
-    resume(platform, second, *((6, 8) if quick else (150, 152)))
+@OWN
+def test_kaggle_notebooks_hand_the_cache_over_train_and_resume(places, tmp_path, request):
+    what, wheels = attached(places, "kaggle", request)
+    platform = kaggle(tmp_path, wheels, quota=64 * MB)
+    first, second = both(platform, **what)
+    if places: assert "Successfully uninstalled torchao" in first.text()
+    assert error_ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
+    resume(platform, second, 150, 152, **what)
 
 
-def colab_twice(platform, tmp_path, **what):
+@pytest.mark.slow
+@OWN
+def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
+    what, wheels = attached(places, "colab", request)
+    (tmp_path/"drive").mkdir()
+    for folder in wheels.values(): shutil.copytree(folder, tmp_path/"drive"/"wheels")
+    platform = colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB)
     first = check(run_notebook(ROOT/"kaggle"/"colab.ipynb", platform, **what), platform)
     assert len(images(first)) >= 2 and error_ratio(tmp_path/"drive"/"qie_nb"/"lora", tmp_path) < 0.4
     text = check(run_notebook(ROOT/"kaggle"/"colab.ipynb", platform, changes=steps(152), **what), platform).text()
     assert "0 encoded" in text and "training panel: step 152 of 152" in text and not re.search("step 50: (held-out|validation)", text), text[-3000:]
-
-
-@pytest.mark.slow
-def test_colab_keeps_everything_on_drive_and_resumes(tmp_path):
-    (tmp_path/"drive").mkdir()
-    colab_twice(colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB), tmp_path)
 
 
 @pytest.mark.slow
@@ -347,23 +351,6 @@ def test_training_from_a_prequantized_copy(tmp_path):
     assert "6 in total: done" in second.text() and not list(second.output.rglob("cache/modulation/*")), "the copy's own table was not used"
 
 
-@pytest.mark.slow
-def test_notebooks_with_kaggles_versions(all_wheels, tmp_path):
-    python = python_of("kaggle")
-    platform = kaggle(tmp_path, {"datasets/user/wheels": all_wheels}, quota=64 * MB)
-    first, second = both(platform, python=python, library=False)
-    assert "Successfully uninstalled torchao" in first.text()
-    assert error_ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
-    resume(platform, second, 150, 152, python=python, library=False)
-
-
-@pytest.mark.slow
-def test_notebook_with_colabs_versions(all_wheels, tmp_path):
-    python = python_of("colab")
-    shutil.copytree(all_wheels, tmp_path/"drive"/"wheels")
-    colab_twice(colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB), tmp_path, python=python, library=False)
-
-
 TESTS = ["end_to_end/test_main_job", "parity/test_pipelines", "models/test_modulation", "lora/test_adapters", "test_cache"]
 
 @pytest.mark.slow
@@ -375,5 +362,5 @@ def test_everyday_tests_with_the_platforms_versions(platform, name, all_wheels, 
     assert (ROOT/"tests"/f"{name}.py").is_file()
     steps = f"""{python} -m pip install -q --no-index --find-links {all_wheels} qie_nb bitsandbytes && {python} -m pip uninstall -y torchao &&
         cd {ROOT} && PYTHONPATH={ROOT} {python} -m pytest -m 'not slow' --tb=short tests/{name}.py"""
-    home, done, changed, _ = session(colab(tmp_path, {"wheels": all_wheels}, quota=2048 * MB), ["bash", "-c", steps], python, library=False, timeout=3600)
+    home, done, changed = session(colab(tmp_path, {"wheels": all_wheels}, quota=2048 * MB), ["bash", "-c", steps], python, library=False, timeout=3600)
     assert done.returncode == 0 and changed == [], done.stdout[-6000:] + done.stderr[-2000:]
