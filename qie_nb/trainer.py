@@ -25,10 +25,10 @@ from .models.loading import saved_quantization
 from .models.quantize import check_torchao, parse_quantization, pick_dtype
 from .predict import Predictor
 from .training.callbacks import RunState, UnloadEncodersCallback, call
-from .training.checkpoint import CheckpointCallback
+from .training.checkpoint import CheckpointCallback, SavedRun
 from .training.optimizer import (EMA, check_optimizer, check_schedule, guarded_step, make_optimizer,
                                        restart_schedule)
-from .training.resume import RunResume, SavedRun
+from .training.resume import RunResume
 from .training.run_adapters import RunAdapters
 from .training.run_data import RunData
 from .training.run_modulation import RunModulation
@@ -38,17 +38,16 @@ from .training.stopping import (NonFiniteCounter, NonFiniteStop, StopSignals, Ti
                                       memory_advice, training_advice)
 
 # %% ../nbs/01_trainer.ipynb #0c1e93e1
-def _delegate(part, method, chain):
-    @wraps(method)
-    def call(self, *args, **kwargs):
-        out = getattr(getattr(self, part), method.__name__)(*args, **kwargs)
-        return self if chain else out
-    return call
-
 def _add(part, cls, *names, chain=False, **renamed):
     "Give the trainer methods of one of its parts; with `chain` they return the trainer."
+    def delegate(method):
+        @wraps(method)
+        def call(self, *args, **kwargs):
+            out = getattr(getattr(self, part), method.__name__)(*args, **kwargs)
+            return self if chain else out
+        return call
     for name, own in {**dict(zip(names, names)), **renamed}.items():
-        setattr(QwenImageEditTrainer, name, _delegate(part, getattr(cls, own), chain))
+        setattr(QwenImageEditTrainer, name, delegate(getattr(cls, own)))
 
 def _attribute(name, path): # `path`: part of the trainer, and the attribute's name there if it differs
     part, own = (path + "." + name).split(".")[:2]
@@ -59,6 +58,7 @@ def _component(name):
     def put(self, value): self.components.loaded[name] = value
     return property(lambda self: self.components.loaded.get(name), put,
                     doc=f"The {name}, or None if not loaded.")
+
 class QwenImageEditTrainer:
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
@@ -98,6 +98,7 @@ class QwenImageEditTrainer:
 
     vae, qwen_vl, transformer, tokenizer, processor, scheduler = map(
         _component, ("vae", "text_encoder", "transformer", "tokenizer", "processor", "scheduler"))
+
     @property
     def quantize(self): return self._quantize # as `model.quantize`
     @quantize.setter
@@ -109,12 +110,17 @@ class QwenImageEditTrainer:
     @optimizer.setter
     def optimizer(self, value): self._optimizer, self.state.optimizing = value, value is not None
 
+    @staticmethod
+    def _pack_latents(*args): return __import__("diffusers").QwenImageEditPipeline._pack_latents(*args)
+    @staticmethod
+    def _unpack_latents(*args): return __import__("diffusers").QwenImageEditPipeline._unpack_latents(*args)
+
 for _n, _path in dict(
     use_cache="data", cache_dir="data", cache_exist="data", vae_device="data", text_device="data",
-    samples="data",
-    held_out="data.validation", ema="adapters", weights_name="adapters", lora_origin="adapters.origin",
-    placement="predictor", predicted="predictor", predict_devices="predictor.devices", global_step="state",
-    is_main="state", running="state", modulation_table="modulation.table", resumed_from="checkpoints",
+    samples="data", held_out="data.validation", ema="adapters", weights_name="adapters",
+    lora_origin="adapters.origin", placement="predictor", predicted="predictor",
+    predict_devices="predictor.devices", global_step="state", is_main="state", running="state",
+    modulation_table="modulation.table", resumed_from="checkpoints",
 ).items(): setattr(QwenImageEditTrainer, _n, _attribute(_n, _path))
 
 # %% ../nbs/01_trainer.ipynb #be7131d6
@@ -156,11 +162,10 @@ for _n in ("_training_step_cached", "_training_step_compute"):
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
 def fit(self:QwenImageEditTrainer,
-    train_dataloader=None, # loader over an `ImageDataset`, iterable of batches, or None for the configured data
+    train_dataloader=None, # loader over an `ImageDataset`, any iterable of batches; default: configured data
 ):
     "Train until `max_train_steps` or `num_epochs`; a second call continues where the first was stopped."
-    state = self.state
-    advice = lambda: training_advice(self.config)
+    state, advice = self.state, lambda: training_advice(self.config)
     with StopSignals(state) as signals, memory_advice("training", advice, self.free_step_memory):
         run = self.setup_run(train_dataloader)
         with self.run_context(run, signals):
@@ -236,10 +241,11 @@ def setup_run(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
 def start_run(self:QwenImageEditTrainer, callbacks, fingerprint):
     "Resume from `train.resume_checkpoint`, or add the adapter of a new run."
     c, begins_from = self.config.train, self.config.model.lora.pretrained_weight
-    found = c.resume_checkpoint and self.checkpoints.find(c.resume_checkpoint, fingerprint)
-    if not found: self.checkpoints.check_new_run()
+    checkpoints = self.checkpoints
+    found = c.resume_checkpoint and checkpoints.find(c.resume_checkpoint, fingerprint)
+    if not found: checkpoints.check_new_run()
     if begins_from and not found: lora.find_lora(begins_from)
-    self.checkpoints.check_output()
+    checkpoints.check_output()
     for callback in callbacks: # encoders have memory before the transformer is loaded
         getattr(callback, "prepare", lambda t: None)(self)
     if found: self.resume(found)
@@ -270,7 +276,7 @@ def free_step_memory(self:QwenImageEditTrainer):
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
     "Evaluation, logs, checkpoints and time limit; only the main process writes logs."
-    from qie_nb.evaluation.evaluate import EvaluationCallback # heavier than this module, hence imported here
+    from qie_nb.evaluation.evaluate import EvaluationCallback # expensive to import
     from qie_nb.logging import logging_callbacks
     logs = logging_callbacks(self.config)
     return [UnloadEncodersCallback(), EvaluationCallback(self.config), NonFiniteStop(),
@@ -310,9 +316,9 @@ def configure_optimizers(self:QwenImageEditTrainer):
 @patch
 def configure_schedule(self:QwenImageEditTrainer):
     "Create the learning-rate schedule for the known length of the run, at the current step."
-    c, steps = self.config, self.state.max_steps
-    self.lr_scheduler = restart_schedule(self.optimizer, c.optimizer.lr, c.lr_scheduler, steps,
-                                         self.global_step)
+    c, s = self.config, self.state
+    self.lr_scheduler = restart_schedule(self.optimizer, c.optimizer.lr, c.lr_scheduler, s.max_steps,
+                                         s.global_step)
     return self
 
 # %% ../nbs/01_trainer.ipynb #49bb05c6
@@ -323,8 +329,8 @@ def save_checkpoint(self:QwenImageEditTrainer,
     by_epoch:bool=True, # name the folder after the epoch rather than the step?
 ) -> Path:
     "Write a complete checkpoint and remove older ones."
-    folder = self.checkpoints.save(epoch, global_step, by_epoch, self.optimizer,
-                                   int(self.finite.skipped) if self.finite else 0)
+    skipped = int(self.finite.skipped) if self.finite else 0
+    folder = self.checkpoints.save(epoch, global_step, by_epoch, self.optimizer, skipped)
     self.prune_checkpoints()
     if self.accelerator is not None: self.accelerator.wait_for_everyone()
     return folder
@@ -366,15 +372,9 @@ _add("adapters", RunAdapters, "geometry", "sampling", "ema_weights", "publish", 
      save_lora="save", active_adapters="active", load_configured_loras="load_configured")
 _add("adapters", RunAdapters, chain=True, load_lora="load_one", load_loras="load", set_adapters="use",
      delete_adapters="delete", merge_lora="merge", unmerge_lora="unmerge")
-_add("modulation", RunModulation, "make_table", "save_prequantized", _transformer="transformer",
+_add("modulation", RunModulation, "save_prequantized", _transformer="transformer",
      cache_modulation="cache_table")
 _add("modulation", RunModulation, "load_model", chain=True)
 _add("predictor", Predictor, "predict", "predict_cached", "quantize_model")
 _add("predictor", Predictor, chain=True, setup_predict="setup")
 _add("checkpoints", RunResume, checkpoint_root="root")
-
-def _pipeline_static(name):
-    def call(*args): return getattr(__import__("diffusers").QwenImageEditPipeline, name)(*args)
-    setattr(QwenImageEditTrainer, name, staticmethod(call))
-
-for _n in ("_pack_latents", "_unpack_latents"): _pipeline_static(_n)

@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['RUN_KEYS', 'FREE_KEYS', 'value_of', 'settings_metadata', 'changed_settings', 'sample_digest', 'diff_runs',
-           'check_same_run', 'SavedRun', 'RunResume', 'put_back']
+           'check_same_run', 'RunResume', 'put_back']
 
 # %% ../../nbs/training/05_resume.ipynb #bd1de032
 import hashlib, json, tempfile, time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from fastcore.basics import patch
@@ -24,6 +23,7 @@ from ..planning.disk_space import DiskPlan, Item, run_items
 from ..planning.memory_query import memory_query
 from . import checkpoint as ckpt
 from .callbacks import RunState
+from .checkpoint import SavedRun
 from .run_adapters import RunAdapters
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
@@ -43,11 +43,8 @@ FREE_KEYS = _names( # may change on resume; changes are printed
 _OLD = {"train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
         "train.model_parallel_devices": "train.transformer_devices"} # names in version 1's checkpoints
 
-def value_of(
-    config, # `Config`, or a dict of its layout
-    name:str, # dotted key
-):
-    "A setting; None if an older configuration lacks it."
+def value_of(config, name:str):
+    "A setting of a `Config` or dict by its dotted name; None if an older configuration lacks it."
     for part in name.split("."):
         config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
         if config is None: return None
@@ -68,18 +65,13 @@ def settings_metadata(
     return out | {"model.quantize": quantize or "none", "dtype of the base": dtype,
                   "data.batch_size x processes": samples}
 
-def changed_settings(
-    was:dict, # configuration of the checkpoint
-    config, # `Config` of this run
-) -> str: # "" if nothing changed
+def changed_settings(was:dict, config) -> str: # "" if nothing changed
     "Settings that may change on resume, and did."
     values = [(k, value_of(was, _OLD.get(k, k)) or value_of(was, k), value_of(config, k)) for k in FREE_KEYS]
     return "; ".join(f"`{k}` {old} -> {new}" for k, old, new in values if old != new)
 
 # %% ../../nbs/training/05_resume.ipynb #10eb5dd0
-def sample_digest(
-    sample, # `Sample`
-) -> str: # 16 hex digits
+def sample_digest(sample) -> str: # 16 hex digits
     "Digest of a sample: its images' bytes, their order, its caption and mask."
     parts = [source_digest(sample.target), *map(source_digest, sample.controls), sample.prompt]
     if sample.mask: parts.append(source_digest(sample.mask))
@@ -93,11 +85,8 @@ def _data_difference(was, now) -> str:
     listed = "; ".join(f"{word} {few(sorted(ids))}" for word, ids in found.items() if ids)
     return f"data set: {len(was)} samples in the checkpoint, {len(now)} now ({listed})"
 
-def diff_runs(
-    was:dict, # fingerprint of the checkpoint
-    now:dict, # fingerprint of this run
-) -> list: # one sentence each
-    "Differences between a checkpoint's run and this one, in all facts that both have."
+def diff_runs(was:dict, now:dict) -> list: # one sentence each
+    "Differences between two fingerprints, a checkpoint's and this run's, in all facts that both have."
     new_name, settings = {old: new for new, old in _OLD.items()}, now["settings"]
     facts = [(f"`{k}`", v, settings[k]) for old, v in was.get("settings", {}).items()
              if (k := new_name.get(old, old)) in settings]
@@ -111,40 +100,27 @@ def check_same_run(name:str, was:dict, now:dict, force:bool=False):
     "Refuse to resume another run's checkpoint. Raises ValueError with every difference."
     found = "; ".join(diff_runs(was, now))
     if found and not force:
-        raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in another "
-                         "`train.output_dir`, or set `train.force_resume` (--force)")
+        raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in "
+                         "another `train.output_dir`, or set `train.force_resume` (--force)")
     if found: print(f"checkpoint {name} is of another run, resumed by `train.force_resume`: {found}")
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce
-class SavedRun(NamedTuple):
-    "A checkpoint in memory."
-    folder:Path
-    state:dict     # of state.json
-    optimizer:dict # for `optimizer.load_state_dict`
-    rng:object     # torch's CPU generator state, or None
-
 class RunResume:
     "Saves, finds and restores the checkpoints of a run."
-    def __init__(self,
-        components, # `Components`
-        config=None, # `Config`
-        state=None, # `RunState`
-        adapters=None, # `RunAdapters`
-    ):
+    def __init__(self, components, config=None, state=None, adapters=None):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.adapters = adapters or RunAdapters(components, self.config, self.state)
-        self.fingerprint = None # of this run, once `make_fingerprint` was called
-        self.resumed_from = None # folder of the checkpoint that this run continues
+        self.fingerprint = None # set by `make_fingerprint`
+        self.resumed_from = None # folder of a checkpoint
 
     def root(self) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
-    def make_fingerprint(self,
-        loader, # of the training data
-    ) -> dict: # JSON-ready
+    def make_fingerprint(self, loader) -> dict: # JSON-ready
         "Settings, base weights, samples and encoders that the steps depend on; kept for the checkpoints."
         parts, dataset = self.components, getattr(loader, "dataset", None)
         encoders, samples = getattr(dataset, "identity", None) or {}, getattr(dataset, "samples", None)
-        dtype = str(parts.dtype).removeprefix("torch.") + ", products in float16" * self.adapters.modulation.fp16
+        dtype = str(parts.dtype).removeprefix("torch.")
+        if self.adapters.modulation.fp16: dtype += ", products in float16"
         settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
                                      getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
         named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
@@ -156,16 +132,10 @@ class RunResume:
 
 # %% ../../nbs/training/05_resume.ipynb #55e92c0f
 @patch
-def save(self:RunResume,
-    epoch:int, # completed epochs
-    global_step:int, # completed optimizer steps
-    by_epoch:bool=True, # name the folder after the epoch rather than the step?
-    optimizer=None,
-    skipped:int=0, # steps skipped because the loss was not finite
-) -> Path:
-    "Write a complete checkpoint."
+def save(self:RunResume, epoch:int, global_step:int, by_epoch=True, optimizer=None, skipped:int=0) -> Path:
+    "Write a complete checkpoint; as `QwenImageEditTrainer.save_checkpoint`."
     if optimizer is None:
-        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers(), first")
+        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
     began, s, a = time.time(), self.state, self.adapters
     tr, ema, moments = a.modulation.transformer(), a.ema, full_state(optimizer.state_dict())
     weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
@@ -179,7 +149,8 @@ def save(self:RunResume,
                      metrics=dict(s.metrics), config=self.config.model_dump(mode="json"), model=about,
                      run=self.fingerprint)
         def write(to):
-            for file, name, state in weights: lora.save_lora(tr, to/file, about | dict(weights=name), state=state)
+            for file, kind, state in weights:
+                lora.save_lora(tr, to/file, about | dict(weights=kind), state=state)
         ckpt.write_checkpoint(folder, write, moments, facts, torch.get_rng_state())
     s.save_seconds = max(s.save_seconds or 0., time.time() - began)
     return folder
@@ -196,22 +167,22 @@ def put_back(transformer, state:dict):
     "Copy the tensors of a LoRA file into the adapter. Raises ValueError if they belong to other layers."
     params = lora.lora_tensors(transformer)
     if odd := sorted(params.keys() ^ state.keys()):
-        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd[0]}; resume with "
-                         "its own `model.lora` settings")
+        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd[0]}; resume "
+                         "with its own `model.lora` settings")
     for name, p in params.items(): p.copy_(shard_like(state[name].to(p.device, p.dtype), p))
 
 # %% ../../nbs/training/05_resume.ipynb #de7191db
 @patch
 def find(self:RunResume,
-    which, # checkpoint folder, `latest`, or an older name like checkpoints/epoch_0050.pt
+    which, # as in `find_checkpoint`
     fingerprint:dict=None, # of this run; None skips the comparison
 ) -> SavedRun:
     "Find and read a checkpoint. Raises ValueError if it belongs to another run."
-    folder = ckpt.find_checkpoint(which, self.root())
-    state, optimizer, rng = ckpt.read_checkpoint(folder)
+    saved = ckpt.read_checkpoint(ckpt.find_checkpoint(which, self.root()))
     if fingerprint is not None:
-        check_same_run(folder.name, state.get("run") or {}, fingerprint, self.config.train.force_resume)
-    return SavedRun(folder, state, optimizer, rng)
+        force = self.config.train.force_resume
+        check_same_run(saved.folder.name, saved.state.get("run") or {}, fingerprint, force)
+    return saved
 
 @patch
 def last(self:RunResume): # name or folder, or None
@@ -219,10 +190,7 @@ def last(self:RunResume): # name or folder, or None
     return "latest" if ckpt.complete_checkpoints(self.root()) else self.resumed_from
 
 @patch
-def restore(self:RunResume,
-    saved:SavedRun,
-    optimizer, # over the adapter's parameters
-):
+def restore(self:RunResume, saved:SavedRun, optimizer):
     "Fill adapter, running mean, optimizer, generator and `RunState` from a checkpoint."
     from safetensors.torch import load_file
     tr, s, was, ema = self.adapters.modulation.transformer(), self.state, saved.state, self.adapters.ema
@@ -256,10 +224,12 @@ def check_output(self:RunResume):
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root): pass
     except OSError as e:
-        raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written ({e.strerror}); "
-                         "set it to a writable folder") from None
+        folder = self.config.train.output_dir
+        raise ValueError(f"`train.output_dir` {folder!r} cannot be written ({e.strerror}); set it to a "
+                         "writable folder") from None
     items = run_items(self.config, memory_query(self.config, modulation.transformer_config(),
                                                 self.components.dtype.itemsize))
     if table := sum(modulation.table_bytes()):
-        items.append(Item("modulation table", table, modulation._empty_table().cache.cache_dir, "is not there yet"))
+        where = modulation._empty_table().cache.cache_dir
+        items.append(Item("modulation table", table, where, "is not there yet"))
     DiskPlan(items, detect_environment()).check()

@@ -29,16 +29,11 @@ class LoadedLora(NamedTuple):
 
 class RunAdapters:
     "The adapters of a run. `default` is the one that is trained and saved."
-    def __init__(self,
-        components, # `Components`
-        config=None, # `Config`
-        state=None, # `RunState`
-        modulation=None, # `RunModulation`, which loads the transformer
-    ):
+    def __init__(self, components, config=None, state=None, modulation=None):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.modulation = modulation or RunModulation(components, self.config, self.state)
         self.loaded = {"default": LoadedLora("default")}
-        self.ema = None # running mean of the trained adapter's parameters
+        self.ema = None # `EMA` of the trained adapter
         self.data = None # `RunData`, for the model card
 
     @property
@@ -65,10 +60,8 @@ def origin(self:RunAdapters) -> dict:
     return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
 
 @patch
-def geometry(self:RunAdapters,
-    data=None, # `DataSection` of a data set with its own settings
-) -> Geometry:
-    "Image sizes: from the configuration, else from the adapter, else the model's own."
+def geometry(self:RunAdapters, data=None) -> Geometry:
+    "Image sizes: from `data` or the configuration, else from the adapter, else the model's own."
     own = {k: v for k, v in self.origin.items() if k in _SIZES}
     return geometry_of(data or self.config.data, self.components.areas | own)
 
@@ -80,15 +73,16 @@ def warn_differences(self:RunAdapters):
         sizes = {k: info[k] for k in _SIZES if info.get(k)}
         if sizes and first is None: first = n, sizes
         elif sizes and sizes != first[1]:
-            self.state.warn_once(f"adapter {n!r} was trained at {sizes}, {first[0]!r} at {first[1]}: the first "
-                                 "one's sizes are used; set `data.control_area` and `data.vl_area` to choose others")
+            self.state.warn_once(f"adapter {n!r} was trained at {sizes}, {first[0]!r} at {first[1]}: the "
+                                 "first one's sizes are used; set `data.control_area` and `data.vl_area` to "
+                                 "choose others")
         if info.get("variant") not in (None, base):
             self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
 def start(self:RunAdapters):
-    "Load the transformer and add the adapter to train; `model.lora.pretrained_weight` gives its first weights."
+    "Load the transformer and add the adapter to train, or that of `model.lora.pretrained_weight`."
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
@@ -109,17 +103,14 @@ def _set_origin(self:RunAdapters, info): self.loaded |= {"default": LoadedLora("
 
 # %% ../../nbs/training/07_run_adapters.ipynb #d21db8d0
 @patch
-def pick_modulation(self:RunAdapters,
-    training:bool=True, # will an adapter be trained?
-    adapters=(), # layers of adapters that will be loaded
-):
-    "Decide between modulation layers and table; reload the transformer if it lacks layers that are needed."
+def pick_modulation(self:RunAdapters, training:bool=True, adapters=()):
+    "`RunModulation.pick`; reloads the transformer if it lacks layers that are needed."
     why = self.modulation.pick(training, adapters)
     if not why: return
     weights, others = self.active(), [self.loaded.get(n, LoadedLora(n)) for n in self.in_memory]
     if self.state.optimizing or not all(a.file for a in others):
-        raise ValueError(f"{why}, which the transformer in memory does not have, because it uses the modulation "
-                         "table; load the adapter in another trainer, or set `model.modulation_table` to false")
+        raise ValueError(f"{why}, but the transformer in memory has only the table; load the adapter "
+                         "in another trainer, or set `model.modulation_table` to false")
     self.components.drop("transformer")
     self.modulation.transformer(pick=False)
     if others:
@@ -192,7 +183,7 @@ def use(self:RunAdapters,
 
 @patch
 def delete(self:RunAdapters,
-    names, # adapter name or a list of them
+    names, # as in `use`
 ):
     "Remove adapters from memory; the others stay in use unchanged."
     names = [names] if isinstance(names, str) else list(names)
@@ -211,12 +202,8 @@ class Sampling(NamedTuple):
     overrides:dict # changes of the scheduler's config
 
 @patch
-def sampling(self:RunAdapters,
-    schedule=None, # as in `predict`
-    steps:int=None, # the caller's
-    true_cfg_scale:float=None, # the caller's
-) -> Sampling:
-    "Steps, guidance and scheduler changes of the adapters in use; a schedule found by itself is printed."
+def sampling(self:RunAdapters, schedule=None, steps=None, true_cfg_scale=None) -> Sampling:
+    "The arguments of `predict`, filled in for the adapters in use; a schedule found by itself is printed."
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(a.file, a.info) for a in self.in_use])
     if s.name != "none" and not why.startswith("asked"):
@@ -232,8 +219,8 @@ def merge(self:RunAdapters,
 ):
     "Add the adapters in use to the base's weights; prediction does not add them twice."
     if hasattr(self.components.loaded.get("transformer"), "block_swap"):
-        raise ValueError("with `train.blocks_to_swap` the base's blocks are in host memory, so nothing can be "
-                         "merged into them; save the adapter and merge it in a trainer without this setting")
+        raise ValueError("nothing can be merged into a base whose blocks are in host memory "
+                         "(`train.blocks_to_swap`); save the adapter and merge it in a trainer without it")
     lora.merge_lora(self.modulation.gathered(), undo)
 
 @patch
@@ -266,7 +253,7 @@ def save(self:RunAdapters,
 ) -> Path: # the file; None in processes that do not write it
     "Write the adapter, or its running mean if there is one. With several processes all must call this."
     if "default" not in (there := self.in_memory):
-        others = f" ({', '.join(there)} can only be used: only adapter 'default' is trained and saved)" if there else ""
+        others = f" ({', '.join(there)} can only be used; only 'default' is trained)" if there else ""
         raise ValueError(f"there is no adapter to save; call set_lora(), fit() or load_lora() first{others}")
     info = self.metadata() | (dict(schedule=vars(as_schedule(schedule))) if schedule else {})
     tr = self.modulation.gathered()

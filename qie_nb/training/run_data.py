@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..cache import CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import make_config
-from ..data.batches import BucketBatchSampler
+from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
 from ..data.samples import Samples, find_samples, split_held_out
@@ -22,30 +22,25 @@ from ..encoding.precompute import precompute, shard
 from ..encoding.vae import decode_latents
 from ..models.components import prompt_text
 from ..models.quantize import check_device
-from . import step
 from .stopping import encoder_advice, memory_advice
 
 # %% ../../nbs/training/06_run_data.ipynb #7b8a6fbc
-def geometry_of(
-    data, # `DataSection`
-    areas:dict, # control_area and vl_area, for what `data` leaves open
-) -> Geometry:
-    "Image sizes of a run."
+def geometry_of(data, areas:dict) -> Geometry:
+    "Image sizes of a `DataSection`; `areas` has the model's control_area and vl_area."
     return Geometry(tuple(data.image_size), data.crop, data.control_area or areas["control_area"],
                     data.vl_area or areas["vl_area"])
 
 class RunData:
     "Data set, cache and encoders of a run."
     def __init__(self,
-        components, # `Components`
-        config=None, # `Config`
+        components, config=None,
         geometry=None, # function of a `DataSection` or None: the image sizes
         modulation=None, # `RunModulation`; without it precompute makes no modulation table
         device="cpu", # of the encoders if the `cache` section names none
     ):
         self.components, self.config, self.modulation = components, make_config(config), modulation
-        self.geometry = geometry or (lambda data=None: geometry_of(data or self.config.data, components.areas))
-        c = self.config.cache
+        own = lambda data=None: geometry_of(data or self.config.data, components.areas)
+        self.geometry, c = geometry or own, self.config.cache
         self.vae_device, self.text_device = (check_device(str(d)) if d != "auto" else device
                                              for d in (c.vae_encoder_device, c.text_encoder_device))
         self.use_cache, self.cache_dir = c.use_cache, c.cache_dir
@@ -60,7 +55,7 @@ class RunData:
 # %% ../../nbs/training/06_run_data.ipynb #bd00031e
 @patch
 def make_loader(self:RunData,
-    train_dataloader=None, # a loader over an `ImageDataset`, any iterable of batches, or None for the configuration's
+    train_dataloader=None, # as in `fit`
 ): # DataLoader, or the given iterable
     "The loader to train on, with deterministic buckets and without the held-out pairs."
     c, given = self.config, train_dataloader
@@ -114,22 +109,17 @@ def skip_bad_prompts(self:RunData, dataset):
 
 @patch
 def skip_unreadable(self:RunData, dataset):
-    "Skip samples that cannot be encoded; raise an error if missing cache entries cannot be made."
+    "Skip samples that cannot be encoded. Raises CacheEntryError if missing cache entries cannot be made."
     self.skip_bad_prompts(dataset)
     dataset.drop_unreadable()
-    self.check_cache_complete(dataset)
-
-@patch
-def check_cache_complete(self:RunData, dataset):
-    "Raise CacheEntryError if entries are missing and there are no encoders, or the cache is read-only."
     if dataset.cache is None: return
     name = self.components.name
     local = name == "tiny" or Path(name).expanduser().is_dir()
     dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
     if not dataset.cached_only: return
     if dataset.identity is None:
-        raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} is empty, and model folder {name!r} "
-                              "has no encoders to fill it; precompute with the whole model first")
+        raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} is empty, and model folder "
+                              f"{name!r} has no encoders to fill it; precompute with the whole model first")
     if found := dataset.problems(reread=False): raise CacheEntryError(dataset.problems_text(found))
 
 @patch
@@ -163,10 +153,9 @@ def unload_encoders(self:RunData):
 @patch
 def encoding(self:RunData, enc):
     "Context in which an out-of-memory error names settings that help, and unloads the encoders."
-    files = lambda name: (self.components.folder_of(name)/name).glob("*.safetensors")
-    size = lambda name: sum(p.stat().st_size for p in files(name))
-    advice = lambda: encoder_advice(self.config, {n: size(n) for n in ("text_encoder", "vae")})
-    return memory_advice("encoding", advice, enc.unload)
+    folder = lambda name: self.components.folder_of(name)/name
+    size = lambda name: sum(p.stat().st_size for p in folder(name).glob("*.safetensors"))
+    return memory_advice("encoding", lambda: encoder_advice(self.config, size), enc.unload)
 
 # %% ../../nbs/training/06_run_data.ipynb #43a212be
 @patch
@@ -182,10 +171,10 @@ def cache_embeddings(self:RunData,
         raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so the cache would never be "
                          "used; set both")
     self.skip_bad_prompts(dataset)
-    enc, whole, table = self.encoder(dataset.cache), start_idx == 0 and end_idx is None, ()
+    enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
     with_table = whole and self.modulation is not None
-    if with_table: table = shard(self.modulation.table_bytes(dataset.cache, dataset))
+    table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if with_table else ()
     with self.encoding(enc):
         report = precompute(dataset, enc, start_idx, end_idx, c.cache.verify, c.cache.prefetch, table)
         if c.train.val_path and whole:
@@ -220,13 +209,27 @@ def _dataset_of(self:RunData, batch, enc): # of just this batch's samples
     return dataset
 
 @patch
-def encode_batch(self:RunData, batch) -> dict:
+@torch.no_grad()
+def encode_batch(self:RunData,
+    batch, # mapping with `prompt`, and lists `image` and `control`, or `sample`
+) -> dict: # the four tensors of `CACHED`
     "Latents and embeddings of a batch of images; the cache provides what it has."
-    if self.filler is None: self.filler = self.encoder(self.open_cache())
-    if self.filler.cache is not None: self.filler.cache.add_identity(self.filler.identity)
-    dataset = self._dataset_of(batch, self.filler) if "sample" in batch else None
-    with self.encoding(self.filler):
-        return step.encode_batch(self.filler, batch, self.geometry(getattr(batch, "config", None)), dataset)
+    enc = self.filler = self.filler or self.encoder(self.open_cache())
+    if enc.cache is not None: enc.cache.add_identity(enc.identity)
+    dataset = self._dataset_of(batch, enc) if "sample" in batch else None
+    geometry, out = self.geometry(getattr(batch, "config", None)), []
+    with self.encoding(enc):
+        for n, prompt in enumerate(batch["prompt"]):
+            prefix = ""
+            if dataset is not None and enc.cache is not None:
+                tensors, prefix = enc.encode_sample(dataset, n), "empty_" if batch["dropped"][n] else ""
+            elif batch["image"][n] is None: tensors = enc.encode_uncached(dataset.images(n), prompt, geometry)
+            else:
+                images = dict(image=batch["image"][n], control=as_list(batch["control"][n]))
+                tensors = enc.encode_uncached(images, prompt, geometry)
+            out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
+                            **{k: tensors[prefix + k] for k in ("prompt_embed", "prompt_embeds_mask")}))
+    return stack_tensors(out)
 
 # %% ../../nbs/training/06_run_data.ipynb #697d5bf7
 @patch

@@ -34,9 +34,7 @@ from .callbacks import RunState
 class RunModulation:
     "The transformer of a run and its modulation table."
     def __init__(self,
-        components, # `Components`
-        config=None, # `Config`
-        state=None, # `RunState`
+        components, config=None, state=None,
         device="cpu", # where the transformer is trained
         fp16:bool=False, # compute products in float16?
     ):
@@ -115,8 +113,7 @@ def why_layers(self:RunModulation,
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
 @patch
 def pick(self:RunModulation,
-    training:bool=True, # will an adapter be trained?
-    adapters=(), # layers of adapters that will be loaded
+    training:bool=True, adapters=(), # as in `why_layers`
 ) -> str: # why the loaded transformer must be replaced; "" if it need not
     "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.config.model.modulation_table, self.components
@@ -143,7 +140,7 @@ def pick(self:RunModulation,
 # %% ../../nbs/training/08_run_modulation.ipynb #d924d402
 @patch
 def prepare_training(self:RunModulation,
-    accelerator, # accelerate's
+    accelerator,
     samples:int=0, # of an epoch; 0 if not known
 ): # the wrapper that the training step calls, or None
     "Set up dtypes, checkpointing, compilation and the wrapper for several processes."
@@ -155,8 +152,8 @@ def prepare_training(self:RunModulation,
     steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None # None: not known
     compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations)
     if compiled:
-        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` false "
-                             "avoids it")
+        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` "
+                             "false avoids it")
     elif t.compile is True or t.compile is not False and d.type == "cuda":
         self.state.warn_once(f"blocks run uncompiled: {why}")
     set_up(tr, t.gradient_checkpointing, compiled)
@@ -172,8 +169,8 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
     if cache is None and c.use_cache and c.cache_dir: cache = EmbeddingCacheManager(c.cache_dir)
     dtype = self.components.dtype
     if origin.get("table"):
-        dtype, layers = getattr(torch, origin["table_dtype"]), [d.folder for d in cache.layers] if cache else []
-        cache = EmbeddingCacheManager([folder/"modulation", *layers])
+        dtype, layers = getattr(torch, origin["table_dtype"]), cache.layers if cache else []
+        cache = EmbeddingCacheManager([folder/"modulation", *(d.folder for d in layers)])
     return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"],
                            None if origin else folder, cache)
 
@@ -206,8 +203,8 @@ def target_tokens(self:RunModulation, dataset=None) -> set: # for each size in t
 
 @patch
 def table_sets(self:RunModulation,
-    dtype=None, # of the table; default the transformer's
-    dataset=None, # `ImageDataset` with the sizes of the schedules
+    dtype=None, # default the transformer's
+    dataset=None, # with the sizes of the schedules; default the configuration's
 ) -> dict: # {times: label}
     "All sets of timesteps of a table: training's and the schedules'."
     dtype = dtype or self.components.dtype
@@ -256,8 +253,7 @@ def _table_is_needed(self:RunModulation, cache=None) -> bool:
 
 @patch
 def cache_table(self:RunModulation,
-    cache=None, # `EmbeddingCacheManager`; default the configuration's
-    dataset=None, # `ImageDataset` with the sizes of the schedules; default the configuration's
+    cache=None, dataset=None, # default the configuration's
 ) -> ModulationTable: # None if training will not use it or it cannot be computed here
     "Compute the rows for training and for `model.modulation_table_steps` into the cache."
     if not self._table_is_needed(cache): return None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['to_device', 'flow_matching_loss', 'batch_seeds', 'NoiseAndSigmas', 'sample_noise_and_sigmas', 'BatchPart',
-           'pad_batch', 'split_by_prompt_length', 'encode_batch', 'StepBatches', 'BatchStream']
+           'pad_batch', 'split_by_prompt_length', 'StepBatches', 'BatchStream']
 
 # %% ../../nbs/training/01_step.ipynb #b7d6c4e5
 from contextlib import closing, nullcontext
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..models import flow_matching as flow
 from ..cache import stable_seed
-from ..data.batches import BucketBatchSampler, as_list, batch_size, controls_of, pad_prompts, prefetch, stack_tensors
+from ..data.batches import BucketBatchSampler, as_list, batch_size, pad_prompts, prefetch
+from ..models import flow_matching as flow
 
 # %% ../../nbs/training/01_step.ipynb #e0d531b7
 def to_device(
@@ -24,11 +24,10 @@ def to_device(
     dtype=None, # None keeps it
     device="cpu",
 ) -> torch.Tensor:
-    "Move a tensor to a device. Copies to a GPU go through pinned memory, so the CPU does not wait for them."
+    "Move a tensor. Copies to a GPU use pinned memory, so the CPU does not wait for them."
     if torch.device(device).type == "cuda" and t.device.type == "cpu": t = t.pin_memory()
     return t.to(device, non_blocking=True).to(dtype or t.dtype)
 
-# %% ../../nbs/training/01_step.ipynb #5436fb2b
 def flow_matching_loss(
     transformer, # QwenImageTransformer2DModel with its adapter
     batch, # mapping with the four tensors of `CACHED`; prompts padded or of equal length
@@ -37,7 +36,7 @@ def flow_matching_loss(
     device="cpu",
     dtype=torch.float32, # of the frozen weights
     weighting:str="none", # weight of a noise level: `train.loss_weighting`
-    mask_min_weight:float=1., # weight where the batch's `mask` is black: `train.mask_min_weight`; 1 ignores masks
+    mask_min_weight:float=1., # weight where the batch's `mask` is black; 1 ignores masks
 ) -> torch.Tensor: # [B] float32
     "mean |v(x_t) - (eps - x0)|^2 of each sample, with x_t = (1 - sigma) x0 + sigma eps."
     put, mask, painted = partial(to_device, device=device), batch["prompt_embeds_mask"], batch.get("mask")
@@ -75,17 +74,16 @@ class NoiseAndSigmas(NamedTuple):
 def sample_noise_and_sigmas(
     batch, # mapping with `pixel_latent`
     seeds, # one int per sample
-    how, # `train.timestep_sampling`, or the whole `TrainSection` with its shift, mean and deviation
+    train, # `TrainSection`: how levels are drawn
     scheduler_config, # for `shift`
 ) -> NoiseAndSigmas: # on the CPU
     "Noise and noise level of each sample. The noise does not depend on how levels are drawn."
     shape = batch["pixel_latent"].shape[1:]
     mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
-    name = how if isinstance(how, str) else how.timestep_sampling
-    more = {} if isinstance(how, str) else dict(shift=how.timestep_shift, mean=how.logit_mean,
-                                                std=how.logit_std,
-                                                steps=None if how.continuous_timesteps else 1000)
-    return NoiseAndSigmas(flow.sample_noise(seeds, shape), flow.sample_sigmas(seeds, name, mu, **more))
+    steps = None if train.continuous_timesteps else 1000
+    sigmas = flow.sample_sigmas(seeds, train.timestep_sampling, mu, steps, train.timestep_shift,
+                                train.logit_mean, train.logit_std)
+    return NoiseAndSigmas(flow.sample_noise(seeds, shape), sigmas)
 
 # %% ../../nbs/training/01_step.ipynb #234daa2c
 class BatchPart(NamedTuple):
@@ -103,51 +101,26 @@ def _prompt_lengths(batch): # of each sample; [] if they cannot be read
     if isinstance(prompts, list): return [len(e) for e in prompts]
     if mask is None or mask.device.type != "cpu": return []
     lengths = mask.bool().sum(1)
-    # or the mask hides other tokens too
+    # a mask may hide more than padding
     padding = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None])
     return lengths.tolist() if padding and lengths.all() else []
 
 def split_by_prompt_length(
     batch, # mapping with the four tensors of `CACHED`; `prompt_embed` padded [B, L, D] or a list of [L_i, D]
-    together:bool=False, # keep it whole, with a mask? FSDP's processes must call the transformer equally often
+    together:bool=False, # keep it whole? FSDP's processes must call the transformer equally often
 ) -> list: # of `BatchPart`
     "Parts of a batch whose prompts have equal lengths, so that they need no mask."
-    rows, B = {}, len(batch["pixel_latent"])
+    rows, parts, prompts = {}, [], batch["prompt_embed"]
     for i, n in enumerate(_prompt_lengths(batch)): rows.setdefault(n, []).append(i)
     if not rows or together and len(rows) > 1: return [BatchPart(slice(None), pad_batch(batch))]
-    parts = []
     for n, at in rows.items():
-        take = lambda t: t if t is None or len(at) == B else t[at]
-        prompts = batch["prompt_embed"]
-        prompts = torch.stack([prompts[i] for i in at]) if isinstance(prompts, list) else take(prompts)[:, :n]
-        parts.append(BatchPart(slice(None) if len(at) == B else at, dict(
-            pixel_latent=take(batch["pixel_latent"]),
+        embeds = torch.stack([prompts[i] for i in at]) if isinstance(prompts, list) else None
+        take = lambda t: t if t is None or len(rows) == 1 else t[at]
+        parts.append(BatchPart(slice(None) if len(rows) == 1 else at, dict(
+            pixel_latent=take(batch["pixel_latent"]), prompt_embeds_mask=None,
             control_latent=[take(c) for c in as_list(batch["control_latent"])],
-            prompt_embed=prompts, prompt_embeds_mask=None, mask=take(batch.get("mask")))))
+            prompt_embed=take(prompts)[:, :n] if embeds is None else embeds, mask=take(batch.get("mask")))))
     return parts
-
-# %% ../../nbs/training/01_step.ipynb #32acba7e
-@torch.no_grad()
-def encode_batch(
-    encoder, # `Encoder`, with or without a cache
-    batch, # mapping with `prompt`, and images or `sample`
-    geometry, # sizes of the images
-    dataset=None, # `ImageDataset` of just this batch's samples, if our loader made the batch
-) -> dict: # the four tensors of `CACHED`
-    "Latents and embeddings of a batch that holds images."
-    out = []
-    for n, prompt in enumerate(batch["prompt"]):
-        if dataset is not None and encoder.cache is not None:
-            tensors, prefix = encoder.encode_sample(dataset, n), "empty_" if batch["dropped"][n] else ""
-        else:
-            in_memory = batch["image"][n] is not None
-            images = dict(image=batch["image"][n],
-                          control=as_list(batch["control"][n])) if in_memory else dataset.images(n)
-            tensors, prefix = encoder.encode_uncached(images, prompt, geometry), ""
-        out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
-                        prompt_embed=tensors[f"{prefix}prompt_embed"],
-                        prompt_embeds_mask=tensors[f"{prefix}prompt_embeds_mask"]))
-    return stack_tensors(out)
 
 # %% ../../nbs/training/01_step.ipynb #cdfb7f53
 class StepBatches(list):
@@ -172,7 +145,7 @@ class BatchStream:
             sampler.set_epoch(state.epoch)
             sampler.start = state.position # read when the iterator is made
             counts = iter(sampler.counts())
-            batches = prefetch(self.loader) if not self.loader.num_workers else iter(self.loader)
+            batches = iter(self.loader) if self.loader.num_workers else prefetch(self.loader)
         else: batches = islice(iter(self.loader), state.position, None)
         with closing(batches) if hasattr(batches, "close") else nullcontext():
             while group := list(islice(batches, self.accumulate)):

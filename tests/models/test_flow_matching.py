@@ -50,7 +50,7 @@ def test_a_sigma_is_a_timestep_and_depends_on_its_seed_alone(how):
 
 def test_noise_does_not_depend_on_the_sampling_of_sigmas():
     batch, config = dict(pixel_latent=torch.zeros(3, 16, 1, 4, 6)), tiny_pipeline("2511").scheduler.config
-    options = [*flow.SAMPLINGS, TrainSection(timestep_sampling="fixed_shift", timestep_shift=9.), TrainSection(timestep_sampling="logit_normal", logit_mean=2., logit_std=0.1)]
+    options = [*(TrainSection(timestep_sampling=how) for how in flow.SAMPLINGS), TrainSection(timestep_sampling="fixed_shift", timestep_shift=9.), TrainSection(timestep_sampling="logit_normal", logit_mean=2., logit_std=0.1)]
     drawn = [sample_noise_and_sigmas(batch, [1, 2, 3], how, config) for how in options]
     assert all(torch.equal(eps, drawn[0][0]) for eps, _ in drawn)
     assert len({tuple(s.tolist()) for _, s in drawn}) == len(options), "the settings change sigmas"
