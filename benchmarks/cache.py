@@ -304,7 +304,7 @@ def text_flops(model, passes, head):
 def operations(root, a):
     import torch
     from diffusers import AutoencoderKLQwenImage
-    from qie_nb.encoding.vae import vae_flops
+    from precompute import vae_flops
     with torch.device("meta"): vae = AutoencoderKLQwenImage()
     plain, flat = (vae_flops(vae, use_2d=f) for f in (False, True))
     out = dict(vae_1024=dict(plain=plain, flat=flat, ratio={k: round(plain[k] / flat[k], 3) for k in plain}), note="two operations for a "

@@ -18,12 +18,30 @@ class Rows:
     def rows(self, times, device="cpu"): return self.row.expand(len(times), -1, -1).to(device)
 
 
+def with_outliers(tr, residual=2.**20, power=16):
+    "Weights with a trained model's outliers: two large channels of the residual stream, two large features of each MLP, one large value channel."
+    import torch
+    with torch.no_grad():
+        for m in (tr.img_in, tr.txt_in):
+            m.weight *= max(1., residual / 2.**14) # otherwise the norms would remove the other channels
+            m.bias[3] += residual
+            m.bias[7] -= residual
+        for block in tr.transformer_blocks:
+            for mlp in (block.img_mlp, block.txt_mlp):
+                mlp.net[0].proj.weight[:2] *= 2.**power
+                mlp.net[2].weight[:, :2] *= 2.**-(power - 2)
+            for v, out in ((block.attn.to_v, block.attn.to_out[0]), (block.attn.add_v_proj, block.attn.to_add_out)):
+                v.weight[1] *= 2.**10
+                out.weight[:, 1] *= 2.**-10
+    return tr
+
+
 def made_up(a, mode, device):
     "The transformer, one block after the other, so that no memory holds it twice."
     import torch
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
-    from qie_nb.devices.fp16 import enable_fp16, with_outliers
+    from qie_nb.devices.fp16 import enable_fp16
     from qie_nb.models.modulation import use_modulation_table
     from qie_nb.models.quantize import quantizable_layers, quantize_linear
     dtype = dict(half=torch.float32).get(mode) or getattr(torch, mode)

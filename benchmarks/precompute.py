@@ -34,13 +34,21 @@ def counted(run):
     return count.get_total_flops()
 
 
-def vision_flops(model, grid, together=True):
-    "An image through the vision tower; its grid is known, its patches are not. Windows apart are the same operations, counted for longer."
+def vae_flops(vae, size=(1024, 1024), use_2d=True):
+    "{encode, decode: operations} of one image of (width, height); a multiply-add counts as two. The meta device is enough."
     import torch
-    from qie_nb.encoding.prompts import batched_windows
+    from qie_nb.encoding.vae import vae_2d, vae_factor
+    like, f = dict(device=vae.device, dtype=vae.dtype), vae_factor(vae)
+    z = torch.empty(1, vae.config.z_dim, 1, size[1] // f, size[0] // f, **like)
+    x = torch.empty(1, 3, 1, size[1], size[0], **like)
+    with vae_2d(vae, use_2d): return dict(encode=counted(lambda: vae.encode(x)), decode=counted(lambda: vae.decode(z)))
+
+
+def vision_flops(model, grid):
+    "An image through the vision tower; its grid is known, its patches are not."
+    import torch
     n = int(grid[0].prod())
-    with batched_windows(model) if together else contextlib.nullcontext():
-        return counted(lambda: model.model.visual(torch.empty(n, 1176, device="meta"), grid_thw=grid, position_ids=torch.empty(n, 2, device="meta")))
+    return counted(lambda: model.model.visual(torch.empty(n, 1176, device="meta"), grid_thw=grid, position_ids=torch.empty(n, 2, device="meta")))
 
 
 def text_flops(model, tokens, before=0, head=False):
@@ -61,7 +69,6 @@ def operations(variant):
     import torch
     from diffusers import AutoencoderKLQwenImage
     from PIL import Image
-    from qie_nb.encoding.vae import vae_flops
     from qie_nb.models.components import VARIANTS, load_component
     from qie_nb.data.images import Geometry
     from qie_nb.encoding.prompts import VLImages, prefix_tokens, suffix_ids
@@ -79,39 +86,6 @@ def operations(variant):
     total = {k: sum(p.values()) for k, p in parts.items()}
     return dict(variant=variant, tokens=dict(front=front.count, caption=rests[0], empty=rests[1]), vision_patches=int(grid[0].prod()), **parts,
                 total=total, ratio=round(total["ours"] / total["naive"], 4))
-
-
-def attention_calls(text_encoder, run) -> list:
-    "How often each layer of the vision tower calls scaled dot product attention while `run()` sends images through it."
-    import torch
-    from torch.overrides import TorchFunctionMode
-    class Count(TorchFunctionMode):
-        n = 0
-        def __torch_function__(self, f, types, args=(), kwargs=None):
-            self.n += f is torch.nn.functional.scaled_dot_product_attention
-            return f(*args, **(kwargs or {}))
-    calls, layers = [], [b.attn for b in text_encoder.model.visual.blocks]
-    with Count() as count:
-        hooks = [m.register_forward_pre_hook(lambda *a: calls.append(-count.n)) for m in layers]
-        hooks += [m.register_forward_hook(lambda *a: calls.append(calls.pop() + count.n)) for m in layers]
-        try: run()
-        finally: [h.remove() for h in hooks]
-    return calls
-
-
-def calls(variant):
-    "Attention calls of the vision tower's layers for that image, apart and together."
-    import torch
-    from PIL import Image
-    from qie_nb.models.components import VARIANTS, load_component
-    from qie_nb.data.images import Geometry
-    from qie_nb.encoding.prompts import VLImages, batched_windows
-    from qie_nb.tiny.random_models import tiny_folder
-    te, proc = (load_component(tiny_folder(variant), n) for n in ("text_encoder", "processor"))
-    pixels, grid = VLImages([Image.new("RGB", Geometry(vl_area=VARIANTS[variant].vl_area).vl((SIDE, SIDE)))]).process(proc)
-    def count(on):
-        with torch.no_grad(), batched_windows(te) if on else contextlib.nullcontext(): return attention_calls(te, lambda: te.model.visual(pixels, grid_thw=grid))
-    return dict(zip(("windows", "whole_image"), map(list, zip(count(False), count(True)))))
 
 
 # --- samples a second
@@ -170,14 +144,14 @@ def bare(parts, dataset, n, device, naive):
     seen = vl_images([control], dataset.geometry)
     seen.process(text[1])
     def sample():
-        for x in pixels: encode_images(vae, [x], None, device, use_2d=not naive)
+        for x in pixels: encode_images(vae, [x], None, not naive)
         prompts = dataset.samples[0].prompt, ""
         if naive:
             for p in prompts:
-                e = encode_prompt(*text, p, seen, device, share_prefix=False)[0]
+                e = encode_prompt(*text, p, seen, share_prefix=False)[0]
                 with torch.no_grad(): text[0].lm_head(e)
         else:
-            front = encode_prefix(*text, [seen], device)
+            front = encode_prefix(*text, [seen])
             for p in prompts: encode_suffixes(*text, front, [p])
     sample()
     began = synchronised(device)
@@ -231,7 +205,6 @@ def table(r):
         tf = lambda p: ", ".join(f"{k} {v/1e12:.2f}" for k, v in p.items())
         print(f"{o['variant']}: 10^12 operations a sample: naive {o['total']['naive']/1e12:.1f} ({tf(o['naive'])}), "
               f"ours {o['total']['ours']/1e12:.1f} ({tf(o['ours'])}): {o['ratio']:.3f}")
-    for k, v in r["attention_calls"].items(): print(f"{k}: attention calls a layer, apart and together: windows {v['windows']}, whole image {v['whole_image']}")
     for k in ("cpu", "gpu"):
         if s := r.get(k):
             each = ", ".join(f"{n} {v['median']:.2f} ({v['min']:.2f}-{v['max']:.2f})" for n, v in s["samples_a_second"].items())
@@ -258,7 +231,7 @@ def main():
     os.environ["QIE_NB_HOME"] = str(root/"home") # nothing is remembered in the user's own folder
     try: result["gpu" if a.gpu else "cpu"] = dict(about=about()) | rates(a, root)
     finally: shutil.rmtree(root)
-    result |= dict(operations=[operations(v) for v in ("v1", "2511")], attention_calls={v: calls(v) for v in ("v1", "2511")}, counted_with=about()["versions"])
+    result |= dict(operations=[operations(v) for v in ("v1", "2511")], counted_with=about()["versions"])
     a.out.parent.mkdir(exist_ok=True)
     a.out.write_text(json.dumps(result, indent=1) + "\n")
     table(result)

@@ -95,7 +95,7 @@ class Predictor:
         table = "transformer" in parts.prepare or model is not None and model.modulation_table is True
         self.placement = plan_components(
             parts, self.config, self.device, self.devices, self.geometry().control_area,
-            parts.quantize.get("transformer"), table, model is not None and model.text_encoder_offload,
+            table, model is not None and model.text_encoder_offload,
             s.running, s.optimizing, s.processes == 1)
         self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
         # the pipelines' bits

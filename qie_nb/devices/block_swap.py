@@ -7,12 +7,14 @@ __all__ = ['SLOTS', 'Streams', 'pinned', 'PinnedBlock', 'BlockSwap', 'enable_blo
            'OffloadedInputs', 'offload_checkpoint_inputs', 'check_offloading']
 
 # %% ../../nbs/devices/01_block_swap.ipynb #f1dbb420
-import os, weakref
+import weakref
 from math import prod
 
 import torch
 from fastcore.basics import patch
 from torch import nn
+
+from .distributed import wants_fsdp
 
 # %% ../../nbs/devices/01_block_swap.ipynb #039a1145
 class Streams:
@@ -25,25 +27,19 @@ class Streams:
         self.cuda = cuda or (torch.cuda if self.device.type == "cuda" else None)
         self.side = self.cuda and self.cuda.Stream(self.device)
 
-# %% ../../nbs/devices/01_block_swap.ipynb #82fd9f59
-@patch
-def copy(self:Streams,
-    to:torch.Tensor,
-    source:torch.Tensor, # one of both is on the device, the other in pinned memory
-): # event that marks its end
-    "Copy after all work queued so far."
-    if self.cuda is None: return to.copy_(source)
-    self.side.wait_stream(self.cuda.current_stream(self.device))
-    with self.cuda.stream(self.side):
-        to.copy_(source, non_blocking=True)
-        event = self.cuda.Event()
-        event.record(self.side)
-    return event
+    def copy(self, to:torch.Tensor, source:torch.Tensor):
+        "Copy between device and pinned memory after all work queued so far; returns the event of its end."
+        if self.cuda is None: return to.copy_(source)
+        self.side.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(self.side):
+            to.copy_(source, non_blocking=True)
+            event = self.cuda.Event()
+            event.record(self.side)
+        return event
 
-@patch
-def wait(self:Streams, event):
-    "Let all work queued from now on wait for a copy."
-    if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
+    def wait(self, event):
+        "Let all work queued from now on wait for a copy."
+        if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #f720cb49
 def pinned(
@@ -56,8 +52,7 @@ def pinned(
     cudart = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(out.data_ptr(), size, 1)): # 1: for all GPUs
         raise ValueError(f"`train.blocks_to_swap` could not pin {size / 1e9:.2f} GB of host memory (CUDA "
-                         f"error {code}); "
-                         "quantize the base, or give this machine or container more memory")
+                         f"error {code}); quantize the base, or give this machine more memory")
     weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
@@ -70,8 +65,8 @@ def _tensors(w) -> list: # the plain tensors that a weight consists of
 def _rebuild(w, new): # a weight like w from an iterator of plain tensors
     if hasattr(w, "__tensor_flatten__"):
         names, meta = w.__tensor_flatten__()
-        return type(w).__tensor_unflatten__({n: _rebuild(getattr(w, n), new) for n in names}, meta, w.size(),
-                                            w.stride())
+        parts = {n: _rebuild(getattr(w, n), new) for n in names}
+        return type(w).__tensor_unflatten__(parts, meta, w.size(), w.stride())
     if getattr(w, "quant_state", None) is None: return next(new)
     w.data, w.quant_state.absmax = next(new), next(new)
     return w
@@ -83,9 +78,8 @@ class PinnedBlock:
         block:nn.Module, # its weights become views of the buffer
         memory=pinned, # function of a number of bytes
     ):
-        frozen = lambda n, p: p is not None and not p.requires_grad and "lora_" not in n
         self.params = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items()
-                       if frozen(n, p)]
+                       if p is not None and not p.requires_grad and "lora_" not in n]
         tensors, self.layout, size = [t for m, k in self.params for t in _tensors(m._parameters[k])], [], 0
         for t in tensors:
             self.layout.append((size, t.dtype, t.shape, t.stride()))
@@ -104,9 +98,8 @@ class PinnedBlock:
         "Make the block's weights views of a buffer."
         views = iter(self.views(flat))
         for m, k in self.params:
-            new = _rebuild(m._parameters[k], views)
-            m._parameters[k] = new if isinstance(new, nn.Parameter) else nn.Parameter(new,
-                                                                                      requires_grad=False)
+            w = _rebuild(m._parameters[k], views)
+            m._parameters[k] = w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #a94f7f73
 SLOTS = 3 # blocks on the GPU at a time: one computes, one is loaded, one was just used
@@ -122,13 +115,11 @@ class BlockSwap:
     ):
         self.pinned, self.device = pinned_blocks, torch.device(device)
         self.streams = streams or Streams(device)
-        size = max(p.flat.nbytes for p in pinned_blocks)
-        self.slots = [torch.zeros(size, dtype=torch.uint8, device=self.device)
-                      for _ in range(min(slots, len(pinned_blocks)))]
-        # block in each slot, and its copy's event
-        self.holds, self.events = [None] * len(self.slots), [None] * len(self.slots)
+        size, slots = max(p.flat.nbytes for p in pinned_blocks), min(slots, len(pinned_blocks))
+        self.slots = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
+        self.holds, self.events = [None] * slots, [None] * slots # block in each slot, its copy's event
         for n, block in enumerate(blocks):
-            pinned_blocks[n].point_to(self.slots[n % len(self.slots)])
+            pinned_blocks[n].point_to(self.slots[n % slots])
             for m in block.modules():
                 m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
             block.register_forward_pre_hook(lambda block, args, n=n: self.prepare_block(n))
@@ -143,20 +134,16 @@ class BlockSwap:
 
 # %% ../../nbs/devices/01_block_swap.ipynb #5ac77d2d
 @patch
-def upcoming(self:BlockSwap,
-    n:int, # block that is about to compute
-) -> list: # it and those that follow, one for each slot
-    "The order of this pass. Without gradients the next pass probably starts at the first block again."
+def upcoming(self:BlockSwap, n:int) -> list:
+    "The block that is about to compute and those that follow in this pass, one for each slot."
     ahead, count = range(len(self.slots)), len(self.pinned)
     if torch._C._current_graph_task_id() != -1: return [n - k for k in ahead if n >= k] # in a backward pass
-    if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead]
+    if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead] # another pass may follow
     return [n + k for k in ahead if n + k < count]
 
 @patch
-def prepare_block(self:BlockSwap,
-    n:int, # block that is about to compute
-):
-    "Load a block, and queue the copies of those that follow."
+def prepare_block(self:BlockSwap, n:int):
+    "Load the block that is about to compute, and queue the copies of those that follow."
     todo = self.upcoming(n)
     for i, k in enumerate(todo):
         slot = k % len(self.slots)
@@ -170,7 +157,7 @@ def prepare_block(self:BlockSwap,
 
 # %% ../../nbs/devices/01_block_swap.ipynb #314d5eb3
 def enable_block_swap(
-    transformer, # QwenImageTransformer2DModel, frozen except for its adapters
+    transformer, # frozen except for its adapters
     device, # that computes; everything but the blocks must be there
     pinned_blocks=None, # `PinnedBlock` of each block; default: made here
     **kw, # of `BlockSwap`
@@ -181,13 +168,8 @@ def enable_block_swap(
     transformer.block_swap = BlockSwap(blocks, pinned_blocks, device, **kw)
     return forbid_move(transformer, "with block swap", "train.blocks_to_swap")
 
-# %% ../../nbs/devices/01_block_swap.ipynb #cf76ba5b
-def forbid_move(
-    transformer,
-    why:str, # continues "a transformer"
-    setting:str, # that made it so
-): # the same
-    "Refuse to move a transformer as a whole."
+def forbid_move(transformer, why:str, setting:str):
+    "Refuse to move a transformer as a whole; `why` continues \"a transformer\"."
     at = [next(transformer.transformer_blocks[n].parameters()).device for n in (0, -1)]
     def apply(fn, recurse=True):
         if any(fn(torch.empty(0, device=d)).device != d for d in at):
@@ -203,9 +185,8 @@ class BlockSwapLoader:
     def __init__(self,
         device, # that computes
         kind:str=None, # quantization
-        slots:int=SLOTS, # as for `BlockSwap`
     ):
-        self.main, self.kind, self.slots, self.pinned = torch.device(device), kind, slots, {}
+        self.main, self.kind, self.pinned = torch.device(device), kind, {}
 
     def prepare(self, model): pass # before any weight is read
 
@@ -221,8 +202,8 @@ class BlockSwapLoader:
         self.pinned[n] = PinnedBlock(block.requires_grad_(False), lambda size: pinned(size, self.main))
 
     def finish(self, model):
-        pinned_blocks = [self.pinned.pop(n) for n in range(len(model.transformer_blocks))]
-        return enable_block_swap(model, self.main, pinned_blocks, slots=self.slots)
+        blocks = [self.pinned.pop(n) for n in range(len(model.transformer_blocks))]
+        return enable_block_swap(model, self.main, blocks)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #a604a054
 class OffloadedInputs:
@@ -266,8 +247,8 @@ def offload_checkpoint_inputs(
         inputs = {t.data_ptr() for t in (hidden_states, encoder_hidden_states) if t.requires_grad}
         last = weakref.ref(kept)
         pack = lambda t: kept.put(t) if t.data_ptr() in inputs else t
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[0].get(x[1]) if isinstance(x, tuple)
-                                                      else x):
+        unpack = lambda x: x[0].get(x[1]) if isinstance(x, tuple) else x
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return checkpoint(block, hidden_states, encoder_hidden_states, *args, **kwargs)
     transformer._gradient_checkpointing_func = run
     return transformer
@@ -283,30 +264,19 @@ def check_offloading(
     dora:bool=False, # `model.lora.use_dora`
 ):
     "Raises ValueError if blocks or inputs cannot be kept in host memory; called before anything is loaded."
-    for name in ("blocks_to_swap", "offload_activations"):
-        if not getattr(train, name): continue
-        if torch.device(device).type != "cuda":
-            raise ValueError(f"`train.{name}` needs a CUDA GPU, but the transformer trains on {device}; set "
-                             f"it to false")
-        if not train.gradient_checkpointing:
-            raise ValueError(f"`train.{name}` needs `train.gradient_checkpointing`, which is false; set it "
-                             f"to true")
-        if len(train.model_parallel_devices) > 1:
-            raise ValueError(f"`train.{name}` is incompatible with `train.model_parallel_devices` "
-                             f"{train.model_parallel_devices}; "
-                             "choose one of them")
-        if train.compile is True:
-            raise ValueError(f"`train.{name}` is incompatible with `train.compile` true, because compiled "
-                             f"blocks keep their tensors "
-                             "themselves; set it to auto")
-    if not train.blocks_to_swap: return
-    if train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError("`train.blocks_to_swap` is incompatible with fsdp, which shards the same weights; "
-                         "set one of them to false")
-    if kind in _REFUSED:
-        raise ValueError(f"`train.blocks_to_swap` is incompatible with `model.quantize` {kind}, "
-                         f"{_REFUSED[kind]}")
-    if dora:
-        raise ValueError("`train.blocks_to_swap` is incompatible with `model.lora.use_dora`, which needs the "
-                         "norms of weights "
-                         "that are not loaded yet; set one of them to false")
+    devices, no = train.model_parallel_devices, "is incompatible with"
+    both = [
+        (torch.device(device).type != "cuda",
+         f"needs a CUDA GPU, but the transformer trains on {device}; set it to false"),
+        (not train.gradient_checkpointing,
+         "needs `train.gradient_checkpointing`, which is false; set it to true"),
+        (len(devices) > 1, f"{no} `train.model_parallel_devices` {devices}; choose one of them"),
+        (train.compile is True,
+         f"{no} `train.compile` true, because compiled blocks keep their tensors themselves; set it to auto")]
+    swap = [
+        (wants_fsdp(train.distributed), f"{no} fsdp, which shards the same weights; use one of them"),
+        (kind in _REFUSED, f"{no} `model.quantize` {kind}, {_REFUSED.get(kind)}"),
+        (dora, f"{no} `model.lora.use_dora`, which needs the weights' norms; set one of them to false")]
+    for name, checks in dict(blocks_to_swap=both + swap, offload_activations=both).items():
+        why = next((why for bad, why in checks if bad), "")
+        if why and getattr(train, name): raise ValueError(f"`train.{name}` {why}")

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENOUGH', 'BACKEND', 'MODES', 'keep_all', 'recompute', 'recompute_but_attention', 'can_compile', 'obstacle',
-           'compile_choice', 'compiled_graphs', 'Compiled', 'rotate', 'set_up', 'attention_kernel', 'watch_attention']
+           'compile_choice', 'Compiled', 'compiled_graphs', 'rotate', 'processor_class', 'change_processor', 'set_up',
+           'attention_kernel', 'watch_attention']
 
 # %% ../../nbs/devices/03_compile.ipynb #9c004906
 import os, shutil
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from types import FunctionType
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .placement import is_out_of_memory
 
@@ -21,12 +23,10 @@ def keep_all(block, *args):
     "Run a block and keep everything for the backward pass."
     return block._call_impl(*args)
 
-def recompute(block, *args, random=False): # random: does the block draw random numbers?
+def recompute(block, *args, random=False, **kw): # random: does the block draw random numbers?
     "Run a block and keep only its input."
-    return torch.utils.checkpoint.checkpoint(block._call_impl, *args, use_reentrant=False,
-                                             preserve_rng_state=random)
+    return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=random, **kw)
 
-# %% ../../nbs/devices/03_compile.ipynb #8d8b8abb
 @lru_cache
 def _attention_ops() -> frozenset:
     names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
@@ -35,47 +35,43 @@ def _attention_ops() -> frozenset:
     return frozenset(op.default for op in found if op is not None)
 
 def _policy(ctx, op, *args, **kwargs):
-    from torch.utils.checkpoint import CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if op in _attention_ops() else CheckpointPolicy.PREFER_RECOMPUTE
 
 def recompute_but_attention(block, *args, random=False):
     "Run a block and keep its input and the attention output: twice the memory of `recompute`."
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts as contexts
-    return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=random,
-                      context_fn=partial(contexts, _policy))
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return recompute(block, *args, random=random, context_fn=contexts)
 
 # %% ../../nbs/devices/03_compile.ipynb #7c9f068f
-def can_compile(
-    device, # where the transformer computes
-) -> tuple: # (yes?, reason)
+def can_compile(device) -> tuple: # (yes?, reason)
     "Is there a compiler for this device?"
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"): return False, f"torch.compile is not used on {device.type}"
-    if not any(shutil.which(c) for c in (os.environ.get("CC", ""), os.environ.get("CXX", ""), "cc", "gcc",
-                                         "g++", "clang") if c):
-        return False, "there is no C compiler here"
+    compilers = os.environ.get("CC", ""), "cc", "gcc", "g++", "clang"
+    if not any(map(shutil.which, compilers)): return False, "there is no C compiler here"
     if device.type == "cpu": return True, "a C compiler is here"
     if torch.cuda.get_device_capability(device) < (7, 0):
         return False, f"{torch.cuda.get_device_name(device)} is too old for triton"
-    return (True, "triton and a C compiler are here") if find_spec("triton") else (False,
-                                                                                   "triton is not installed")
+    if not find_spec("triton"): return False, "triton is not installed"
+    return True, "triton and a C compiler are here"
 
-# %% ../../nbs/devices/03_compile.ipynb #3c39607a
-def obstacle(
-    transformer, # with its adapter
-) -> str: # "" if there is none
-    "The reason why this transformer's blocks cannot be compiled."
+def _has_dropout(model): return any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())
+
+def obstacle(transformer) -> str:
+    "The reason why the blocks of a transformer with its adapter cannot be compiled; empty if they can."
+    blocks = transformer.transformer_blocks
+    hooked = lambda m: (m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook")
+                        or hasattr(m, "_diffusers_hook"))
     if why := getattr(transformer, "fixed", ""): return f"this is a transformer {why}"
     if hasattr(transformer, "fp16_stats"):
         return "products are scaled into float16 (`train.mixed_precision` fp16)"
-    for m in transformer.transformer_blocks.modules():
-        if isinstance(m, torch.nn.Dropout) and m.p: return "`model.lora.lora_dropout` draws random masks"
-        if m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or hasattr(m,
-                                                                                         "_diffusers_hook"):
-            return f"hooks inside the blocks cast or move weights ({type(m).__name__})"
+    if _has_dropout(blocks): return "`model.lora.lora_dropout` draws random masks"
+    if m := next(filter(hooked, blocks.modules()), None):
+        return f"hooks inside the blocks cast or move weights ({type(m).__name__})"
     if any(hasattr(p, "full_tensor") for p in transformer.parameters()): return "FSDP has sharded the blocks"
     return ""
 
+# %% ../../nbs/devices/03_compile.ipynb #3c39607a
 ENOUGH = 500 # steps: compiling takes 30 to 90 s and saves about a quarter of a step
 
 def compile_choice(
@@ -96,9 +92,8 @@ def compile_choice(
     return can_compile(device)
 
 # %% ../../nbs/devices/03_compile.ipynb #8ed37b3a
-_INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb",
-           "image_rotary_emb", "joint_attention_kwargs",
-           "modulate_index") # of a block, in order
+_INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
+           "joint_attention_kwargs", "modulate_index") # of a block, in order
 
 def _mark_dynamic(x, text, mask, temb, rope, kwargs, index):
     free, many = torch._dynamo.maybe_mark_dynamic, len(x) > 1
@@ -108,10 +103,6 @@ def _mark_dynamic(x, text, mask, temb, rope, kwargs, index):
 
 def _real(t): return torch.view_as_real(t) if t.is_complex() else t
 def _with_gradient(t): return t if t.requires_grad else t.detach().requires_grad_()
-
-def compiled_graphs() -> int:
-    "Number of compiled graphs in this process since the last `torch.compiler.reset()`."
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 # %% ../../nbs/devices/03_compile.ipynb #6e7b2fe4
 BACKEND = "inductor" # of torch.compile
@@ -139,41 +130,51 @@ class Compiled:
             self.tell(f"blocks run uncompiled from now on, because compiling failed ({self.failed})")
         return self.run(block, *args)
 
+def compiled_graphs() -> int:
+    "Number of compiled graphs in this process since the last `torch.compiler.reset()`."
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
 # %% ../../nbs/devices/03_compile.ipynb #978a7f5b
 def rotate(
     x:torch.Tensor, # [B, tokens, heads, width], queries or keys
     freqs:torch.Tensor, # [tokens, width / 2] complex, or [tokens, width / 2, 2]
-    use_real=False, use_real_unbind_dim=-1, # unused parameters of `apply_rotary_emb_qwen`
+    **unused,
 ) -> torch.Tensor: # as x
     "`apply_rotary_emb_qwen` of diffusers in real numbers."
     cos, sin = _real(freqs)[:, None].unbind(-1)
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
 
-@lru_cache
-def _real_processor():
-    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0 as Own
-    f = Own.__call__
-    call = FunctionType(f.__code__, {**f.__globals__, "apply_rotary_emb_qwen": rotate}, f.__name__,
-                        f.__defaults__, f.__closure__)
-    return type("RealRotation", (Own,), dict(__call__=call, plain=Own))
+def processor_class(cls, **names):
+    "A subclass of an attention processor that uses these functions instead of its module's globals."
+    f = cls.__call__
+    call = FunctionType(f.__code__, f.__globals__ | names, f.__name__, f.__defaults__, f.__closure__)
+    return type(cls.__name__, (cls,), dict(__call__=call))
+
+def change_processor(attn, cls):
+    "Set an attention processor of this class, with the old one's settings (e.g. the attention backend)."
+    new = cls()
+    new.__dict__.update(attn.processor.__dict__)
+    attn.set_processor(new)
 
 # %% ../../nbs/devices/03_compile.ipynb #1d704f4d
 MODES = {False: keep_all, True: recompute, "selective": recompute_but_attention}
 
+@lru_cache
+def _rotations() -> tuple: # classes of diffusers and ours
+    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0 as Own
+    return Own, processor_class(Own, apply_rotary_emb_qwen=rotate)
+
 def _set_rotation(transformer, real):
     "Real numbers if compiled, otherwise diffusers' own, so that eager results do not change."
+    before, after = _rotations() if real else _rotations()[::-1]
     for block in transformer.transformer_blocks:
-        p, new = block.attn.processor, _real_processor()
-        if real and type(p) is new.plain or not real and type(p) is new:
-            q = (new if real else new.plain)()
-            q.__dict__.update(p.__dict__) # the chosen attention backend
-            block.attn.set_processor(q)
+        if type(block.attn.processor) is before: change_processor(block.attn, after)
 
 def _configure_compiler():
     dynamo, functorch = torch._dynamo.config, torch._functorch.config
     # codes per function, after which compiling fails
-    dynamo.recompile_limit = max(getattr(dynamo, "recompile_limit", 8), 64)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
     dynamo.optimize_ddp = False # it splits blocks, which fails with recomputation
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         # so that a failure happens in the forward pass, where we can fall back
@@ -181,15 +182,14 @@ def _configure_compiler():
 
 # %% ../../nbs/devices/03_compile.ipynb #13722a89
 def set_up(
-    transformer, # QwenImageTransformer2DModel
+    transformer,
     checkpointing=True, # of `MODES`: `train.gradient_checkpointing`
     compiled:bool=False, # compile its blocks?
-    tell=print, # gets a sentence if compiling fails
+    tell=print, # as for `Compiled`
 ): # `Compiled`, or None
     "Set how a transformer's blocks run and are recomputed; may be called again."
     run = MODES[checkpointing]
-    random = any(isinstance(m, torch.nn.Dropout) and m.p for m in transformer.modules())
-    if checkpointing and random: run = partial(run, random=True)
+    if checkpointing and _has_dropout(transformer): run = partial(run, random=True)
     code = Compiled(run, tell) if compiled else None
     if compiled: _configure_compiler()
     _set_rotation(transformer, compiled)
@@ -204,43 +204,37 @@ def attention_kernel(
     transformer,
     batch:int=1, # samples
     tokens:int=4096, # prompt and image tokens together
-    masked:bool=False, # with a mask?
+    masked:bool=False,
     device="cpu",
     dtype=torch.float32,
     grad:bool=True, # for training?
 ) -> str:
     "The kernel that attention uses."
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-    attn = transformer.transformer_blocks[0].attn
-    backend = getattr(attn.processor, "_attention_backend",
-                      None) or _AttentionBackendRegistry.get_active_backend()[0]
-    if (backend := getattr(backend, "value", backend)) != "native": return str(backend)
-    if not hasattr(torch, "_fused_sdp_choice"): return "unknown"
     from torch.nn.attention import SDPBackend
-    q = torch.empty(batch, tokens, attn.heads, attn.inner_dim // attn.heads, device=device, dtype=dtype,
-                    requires_grad=grad).transpose(1, 2)
+    attn = transformer.transformer_blocks[0].attn
+    backend = (getattr(attn.processor, "_attention_backend", None)
+               or _AttentionBackendRegistry.get_active_backend()[0])
+    if (backend := getattr(backend, "value", backend)) != "native": return str(backend)
+    q = torch.empty(batch, attn.heads, tokens, attn.inner_dim // attn.heads, device=device, dtype=dtype,
+                    requires_grad=grad)
     mask = torch.ones(batch, 1, 1, tokens, dtype=torch.bool, device=device) if masked else None
     return SDPBackend(torch._fused_sdp_choice(q, q, q, mask, 0.0, False)).name.lower()
 
 # %% ../../nbs/devices/03_compile.ipynb #8bcafbef
-def watch_attention(
-    transformer,
-    tell=print, # gets a sentence for each new kernel
-):
-    "Report the attention kernel once and when it changes; `transformer.attention_kernel` is the last one."
+def watch_attention(transformer, tell=print):
+    "Report a transformer's attention kernel once and when it changes; its `attention_kernel` is the last one."
     kernels, reported = {}, set()
     def look(transformer, args, kwargs):
-        given = lambda i, name: kwargs[name] if name in kwargs else args[i] if len(args) > i else None
-        x, text = given(0, "hidden_states"), given(1, "encoder_hidden_states")
-        mask = given(2, "encoder_hidden_states_mask")
+        x, text, mask = (kwargs.get(n) for n in _INPUTS[:3])
         if x is None or text is None: return
-        tokens, dtype = x.shape[1] + text.shape[1], torch.float16 if hasattr(transformer,
-                                                                             "fp16_stats") else x.dtype
+        tokens, dtype = x.shape[1] + text.shape[1], x.dtype
+        if hasattr(transformer, "fp16_stats"): dtype = torch.float16
         # kernels depend on the length modulo 8 only
         key = len(x), tokens % 8, mask is not None, x.device, dtype, torch.is_grad_enabled()
         if key not in kernels: kernels[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
         transformer.attention_kernel = kernels[key]
-        words = "a" if mask is not None else "no"
+        words = "no" if mask is None else "a"
         line = f"attention: {kernels[key]} ({str(dtype).removeprefix('torch.')}, {words} mask)"
         if line not in reported: reported.add(line); tell(line)
     for hook in getattr(transformer, "_attention_watch", ()): hook.remove()

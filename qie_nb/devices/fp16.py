@@ -5,20 +5,21 @@
 # %% auto #0
 __all__ = ['LIMIT', 'PLACES', 'VALUES', 'MOST', 'power_of_two', 'scale_to_fp16', 'fp16_weight', 'weight_norms', 'ScaledLinear',
            'Fp16Stats', 'LayerStats', 'AttnScale', 'ToFp16', 'FromFp16', 'fp16_attention', 'fp16_class', 'enable_fp16',
-           'with_outliers', 'pick_fp16']
+           'pick_fp16']
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0003
-import copy, math, os
+import copy, math
 from functools import lru_cache
-from types import FunctionType, MethodType
+from types import MethodType
 
 import torch
-from fastcore.basics import patch
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .compile import change_processor, processor_class
+from .distributed import wants_fsdp
 from ..models.quantize import has_bf16
 from ..models.modulation import STREAMS
 
@@ -26,13 +27,13 @@ from ..models.modulation import STREAMS
 # of a product; float16 ends at 2**16, and a merged adapter may make a weight's rows up to eight times as long
 LIMIT = 2.**13
 
-def power_of_two(
-    x:torch.Tensor, # float32, >= 0
-) -> torch.Tensor: # float32, as x
-    "The next power of two above each number; 1 for 0, and at least 2**-100."
+def power_of_two(x:torch.Tensor) -> torch.Tensor:
+    "The next power of two above each float32 number >= 0; 1 for 0, and at least 2**-100."
     return torch.exp2(torch.frexp(x)[1].to(torch.float32)).clamp_min(2.**-100)
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b1
+def _to_fp16(x, factor):
+    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=torch.float16, device=x.device))
+
 def scale_to_fp16(
     x:torch.Tensor, # [..., n] float32
     longest:float, # length of the longest vector to multiply it with
@@ -40,19 +41,21 @@ def scale_to_fp16(
     "Rows in float16, scaled so that no product exceeds `LIMIT`: |x . w| <= |x| |w|."
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     s = power_of_two(length * (max(longest, 1.) / LIMIT))
-    return torch.mul(x, 1 / s, out=torch.empty(x.shape, dtype=torch.float16, device=x.device)), s, length
+    return _to_fp16(x, 1 / s), s, length
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f000a
 def _is_8bit(w): # of quanto
     if not (hasattr(w, "_data") and hasattr(w, "_scale")): return False
     return w._data.element_size() == 1 and w._data.shape == w.shape
 
-def _dequantized(w):
-    if _is_8bit(w): return w._data.float()
+def _dequantized(w, dtype=torch.float32):
+    if _is_8bit(w): return w._data.to(dtype)
     if getattr(w, "quant_state", None) is None:
-        return (w.dequantize() if hasattr(w, "__tensor_flatten__") else w.detach()).float()
+        return (w.dequantize() if hasattr(w, "__tensor_flatten__") else w.detach()).to(dtype)
     from bitsandbytes.functional import dequantize_4bit
-    return dequantize_4bit(w.data, w.quant_state).float()
+    state = copy.copy(w.quant_state)
+    state.dtype = dtype # to unpack into directly
+    return dequantize_4bit(w.data, state)
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b2
 def fp16_weight(
@@ -62,18 +65,11 @@ def fp16_weight(
     "A layer's weight for one product."
     w = layer.weight
     if _is_8bit(w): return w._data.to(torch.float16).mul_(1 / power), w._scale.flatten().float() * power
-    if getattr(w, "quant_state", None) is None or power != 1:
-        return _dequantized(w).mul(1 / power).to(torch.float16), power
-    from bitsandbytes.functional import dequantize_4bit
-    state = copy.copy(w.quant_state)
-    state.dtype = torch.float16 # to unpack into directly
-    return dequantize_4bit(w.data, state), power
+    if power == 1: return _dequantized(w, torch.float16), power
+    return _dequantized(w).mul(1 / power).to(torch.float16), power
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f000b
-def weight_norms(
-    layer, # linear layer with its weight loaded
-) -> tuple: # (power of two that divides the weight, then its longest row, longest column)
-    "The power that scales a weight into float16, and the lengths of its vectors; waits for the device."
+def weight_norms(layer) -> tuple: # (power of two that divides the weight, then its longest row, column)
+    "The power that scales a layer's weight into float16, and its longest vectors; waits for the device."
     if layer.weight.device.type == "meta": return 1., 1., 1.
     with torch.no_grad():
         w = _dequantized(layer.weight)
@@ -107,15 +103,15 @@ class ScaledLinear(Function):
         return (g16 @ w) * (s if rows else s * times), None
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0010
-PLACES = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
-          "attn", "attn.to_out.0",
-          # of a block, in order of execution
-          "attn.to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+PLACES = ( # of a block, in order of execution
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn",
+    "attn.to_out.0", "attn.to_add_out",
+    "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 class Fp16Stats:
     "The largest vector length at each place of a transformer, forward and backward, kept on its devices."
-    # found: last result of `first`
-    def __init__(self, blocks:int): self.blocks, self.tops, self.found = blocks, {}, ""
+    def __init__(self, blocks:int):
+        self.blocks, self.tops, self.found = blocks, {}, "" # found: last result of `first`
 
     def note(self, backward, place, lengths): # 0 or 1; number; float32
         if lengths.device not in self.tops:
@@ -123,27 +119,25 @@ class Fp16Stats:
         at = self.tops[lengths.device][backward, place]
         torch.maximum(at, lengths.amax(), out=at) # a NaN stays
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f0011
-@patch
-def read(self:Fp16Stats) -> torch.Tensor: # [2, blocks, places] float32, on the CPU
-    "The lengths since the last call; waits for the device."
-    tops = [t.to("cpu", copy=True) for t in self.tops.values()] or [torch.zeros(2, self.blocks * len(PLACES))]
-    for t in self.tops.values(): t.zero_()
-    return torch.stack(tops).amax(0).view(2, self.blocks, len(PLACES))
+    def read(self) -> torch.Tensor: # [2, blocks, places] float32, on the CPU
+        "The lengths since the last call; waits for the device."
+        top = torch.zeros(2, self.blocks * len(PLACES))
+        for t in self.tops.values():
+            torch.maximum(top, t.cpu(), out=top)
+            t.zero_()
+        return top.view(2, self.blocks, len(PLACES))
 
-@patch
-def first(self:Fp16Stats) -> str: # "" if everything was finite
-    "Where values stopped being finite since the last call; waits for the device."
-    bad = ~self.read().flatten(1).isfinite()
-    backward = 0 if bad[0].any() else 1
-    if not bad[backward].any(): return ""
-    found = bad[backward].nonzero().flatten()
-    # a backward pass begins with the last block
-    block, place = divmod(int(found[-1 if backward else 0]), len(PLACES))
-    layer = PLACES[place]
-    what = "the gradient of the output" if backward else "a value" if layer == "attn" else "the input"
-    self.found = f"block {block}, {what} of {layer}, {('forward', 'backward')[backward]}"
-    return self.found
+    def first(self) -> str: # "" if everything was finite
+        "Where values stopped being finite since the last call; waits for the device."
+        for backward, bad in enumerate(~self.read().flatten(1).isfinite()):
+            if not bad.any(): continue
+            # a backward pass begins with the last block
+            block, place = divmod(int(bad.nonzero()[-1 if backward else 0]), len(PLACES))
+            layer = PLACES[place]
+            what = "the gradient of the output" if backward else "a value" if layer == "attn" else "the input"
+            self.found = f"block {block}, {what} of {layer}, {('forward', 'backward')[backward]}"
+            return self.found
+        return ""
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f00b3
 class LayerStats:
@@ -165,10 +159,6 @@ class AttnScale:
         # of all gradients, for L = 1
         self.most = max(1., 2 * VALUES, 2 * VALUES * k / self.q, 2 * VALUES * q / self.k)
 
-def _to_fp16(x, factor):
-    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=torch.float16, device=x.device))
-
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b4
 class ToFp16(Function):
     "Queries, keys and values [B, N, H, D] in float16."
     @staticmethod
@@ -184,7 +174,6 @@ class ToFp16(Function):
         p = ctx.scale
         return q * (p.q * p.v * p.g), k * (p.k * p.v * p.g), v * p.g, None
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b5
 class FromFp16(Function):
     "The output of attention in float32."
     @staticmethod
@@ -222,31 +211,15 @@ def fp16_attention(
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0017
 @lru_cache
-def fp16_class(
-    cls, # of a linear layer
-): # a subclass that computes in float16
-    "A layer's own class with another `forward`."
+def fp16_class(cls):
+    "A subclass of a linear layer's class that computes in float16."
     def forward(self, x): return ScaledLinear.apply(x.float(), self).to(x.dtype)
     return type(cls)(f"Fp16{cls.__name__}", (cls,), dict(forward=forward))
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b6
 def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the base}
-    found = {n.replace(".base_layer", ""): m for n, m in block.named_modules() if isinstance(m, nn.Linear)
-             and ".lora_" not in n}
-    return {n: m for n, m in found.items() if n.split(".")[0] not in STREAMS}
+    return {n.replace(".base_layer", ""): m for n, m in block.named_modules()
+            if isinstance(m, nn.Linear) and ".lora_" not in n and n.split(".")[0] not in STREAMS}
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b7
-def _processor(attn, place):
-    own = type(attn.processor)
-    f = own.__call__
-    new = {**f.__globals__, "dispatch_attention_fn": fp16_attention(attn, place,
-                                                                    f.__globals__["dispatch_attention_fn"])}
-    call = FunctionType(f.__code__, new, f.__name__, f.__defaults__, f.__closure__)
-    out = type("Fp16Attention", (own,), dict(__call__=call))()
-    out.__dict__.update(attn.processor.__dict__)
-    return out
-
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f0018
 def enable_fp16(
     transformer, # QwenImageTransformer2DModel in float32, quantized or not; adapters may come later
 ): # the same
@@ -258,56 +231,30 @@ def enable_fp16(
         place = lambda name: LayerStats(stats, n * len(PLACES) + PLACES.index(name))
         for name, m in _layers(block).items():
             m.fp16, m.__class__ = place(name), fp16_class(type(m))
-            # accelerate calls this
-            if "_old_forward" in m.__dict__: m._old_forward = MethodType(type(m).forward, m)
-        block.attn.set_processor(_processor(block.attn, place("attn")))
-    return transformer
-
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f001a
-def with_outliers(
-    transformer, # plain weights, changed in place
-    residual:float=2.**20, # size of two channels of the residual stream
-    power:int=16, # of two: enlarges two rows, and shrinks the columns after them
-): # the same
-    "Random weights with a trained model's outliers, for tests and benchmarks."
-    with torch.no_grad():
-        for m in (transformer.img_in, transformer.txt_in):
-            m.weight *= max(1., residual / 2.**14) # otherwise the norms would remove the other channels
-            m.bias[3] += residual
-            m.bias[7] -= residual
-        for block in transformer.transformer_blocks:
-            for mlp in (block.img_mlp, block.txt_mlp):
-                mlp.net[0].proj.weight[:2] *= 2.**power
-                mlp.net[2].weight[:, :2] *= 2.**-(power - 2)
-            for v, out in ((block.attn.to_v, block.attn.to_out[0]),
-                           (block.attn.add_v_proj, block.attn.to_add_out)):
-                v.weight[1] *= 2.**10
-                out.weight[:, 1] *= 2.**-10
+            if "_old_forward" in m.__dict__: m._old_forward = MethodType(type(m).forward, m) # for accelerate
+        own = type(block.attn.processor)
+        run = fp16_attention(block.attn, place("attn"), own.__call__.__globals__["dispatch_attention_fn"])
+        change_processor(block.attn, processor_class(own, dispatch_attention_fn=run))
     return transformer
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0021
-_NO = dict(fp8_storage="whose layers are cast by hooks; use qint8 or nf4")
+def _tensor_cores(d):
+    return d.type == "cuda" and not has_bf16(d) and torch.cuda.get_device_capability(d) >= (7, 0)
 
-def _tensor_cores(device):
-    return device.type == "cuda" and not has_bf16(device) and torch.cuda.get_device_capability(device) >= (7,
-                                                                                                           0)
-
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b8
 def pick_fp16(
-    train, # `TrainSection`
+    train, # section of the configuration
     device, # where the transformer computes
     kind:str=None, # its quantization
 ) -> tuple: # (yes?, reason)
     "Run products in float16? Raises ValueError if it is configured and impossible."
-    asked, device = train.mixed_precision == "fp16", torch.device(device)
-    fsdp = train.distributed == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    against = [(kind in _NO, f"`model.quantize` {kind}, {_NO.get(kind)}"),
-               (fsdp, "`train.distributed` fsdp; set it to ddp"),
+    how, device = "products and attention in scaled float16, all else in float32", torch.device(device)
+    against = [(kind == "fp8_storage",
+                "`model.quantize` fp8_storage, whose layers are cast by hooks; use qint8 or nf4"),
+               (wants_fsdp(train.distributed), "`train.distributed` fsdp; set it to ddp"),
                (train.compile is True, "`train.compile` true; set it to auto")]
     why = next((say for found, say in against if found), "")
-    if asked and why: raise ValueError(f"`train.mixed_precision` fp16 is incompatible with {why}")
-    if asked: return True, "configured: products and attention in scaled float16, all else in float32"
+    if train.mixed_precision == "fp16":
+        if why: raise ValueError(f"`train.mixed_precision` fp16 is incompatible with {why}")
+        return True, f"configured: {how}"
     if train.mixed_precision != "auto" or why or not _tensor_cores(device): return False, ""
-    return True, (f"{torch.cuda.get_device_name(device)} has no bfloat16: products and attention in scaled "
-                  f"float16, "
-                  "all else in float32")
+    return True, f"{torch.cuda.get_device_name(device)} has no bfloat16: {how}"

@@ -47,23 +47,19 @@ class MoveInputs:
 
     def hook(self, module, device):
         "Move a module's inputs before each call."
-        module.register_forward_pre_hook(lambda m, args, kw: (self(args, device), self(kw, device)),
-                                         with_kwargs=True)
+        move = lambda m, args, kw: (self(args, device), self(kw, device))
+        module.register_forward_pre_hook(move, with_kwargs=True)
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #e1e27b27
-def enable_model_parallel(
-    transformer, # QwenImageTransformer2DModel whose weights are on their devices
-    blocks, # device of each block
-): # the same
-    "Run a transformer over several devices."
-    first, last, moves = blocks[0], blocks[-1], MoveInputs()
+def enable_model_parallel(transformer, blocks):
+    "Run a transformer whose weights are on several devices; `blocks` is the device of each block."
+    moves = MoveInputs()
     for block, device in zip(transformer.transformer_blocks, blocks):
-        if device != first: moves.hook(block, device)
-    moves.hook(transformer.norm_out, last)
-    transformer.proj_out.register_forward_hook(lambda m, args, out: out.to(first))
+        if device != blocks[0]: moves.hook(block, device)
+    moves.hook(transformer.norm_out, blocks[-1])
+    transformer.proj_out.register_forward_hook(lambda m, args, out: out.to(blocks[0]))
     return forbid_move(transformer, "on several GPUs", "train.model_parallel_devices")
 
-# %% ../../nbs/devices/02_model_parallel.ipynb #47b9ae0c
 class ModelParallelLoader:
     "Tells `qie_nb.models.loading.load_quantized` on which device to put each weight of a transformer."
     why = "its blocks are on several GPUs"
@@ -73,9 +69,8 @@ class ModelParallelLoader:
         self.devices, self.blocks = [torch.device(d) for d in devices], None
 
     def prepare(self, model):
-        size = lambda block: sum(p.numel() * p.element_size() for p in block.parameters())
-        self.blocks = [self.devices[d] for d in split_blocks([size(b) for b in model.transformer_blocks],
-                                                             len(self.devices))]
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in model.transformer_blocks]
+        self.blocks = [self.devices[d] for d in split_blocks(sizes, len(self.devices))]
 
     def device(self, name) -> torch.device: # of a tensor that is read
         prefix, _, rest = name.partition("transformer_blocks.")
@@ -86,28 +81,23 @@ class ModelParallelLoader:
     def finish(self, model): return enable_model_parallel(model, self.blocks)
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #377477f6
-def check_model_parallel(
-    train, # `TrainSection`
-):
-    "Raises ValueError if blocks cannot be split as configured; called before anything is loaded."
-    names = train.model_parallel_devices
+def check_model_parallel(train):
+    "Raises ValueError if blocks cannot be split as the `train` section says."
+    setting, names = "`train.model_parallel_devices`", train.model_parallel_devices
     if not names: return
     found = [check_device(n) for n in names]
-    if len(found) < 2 or len({(d.type, d.index or 0) for d in found}) < len(found) or any(d.type != "cuda"
-                                                                                          for d in found):
-        raise ValueError(f"`train.model_parallel_devices` must be at least two different GPUs, got {names}; "
+    different = {d.index or 0 for d in found if d.type == "cuda"}
+    if not 1 < len(names) == len(different):
+        raise ValueError(f"{setting} must be at least two different GPUs, got {names}; "
                          "leave it out to train on one device")
     if train.device not in ("auto", names[0]):
-        raise ValueError(f"`train.device` must be auto or {names[0]}, the first of "
-                         f"`train.model_parallel_devices`, "
+        raise ValueError(f"`train.device` must be auto or {names[0]}, the first of {setting}, "
                          f"got {train.device}; set it to auto")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or train.distributed == "fsdp":
-        raise ValueError("`train.model_parallel_devices` needs a single process; start it without "
-                         "`accelerate launch`, or leave it out")
+        raise ValueError(f"{setting} needs a single process; start without `accelerate launch`")
 
-# %% ../../nbs/devices/02_model_parallel.ipynb #6c3c4fc3
 def weight_placement(
-    config, # `Config`
+    config,
     device, # where the transformer trains
     kind:str=None, # its quantization
 ): # `BlockSwapLoader`, `ModelParallelLoader`, or None: everything on its device

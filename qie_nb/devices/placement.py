@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'is_out_of_memory', 'DeviceChoice', 'Placement', 'pick_evicted', 'plan_placement', 'device_name',
-           'plan_components', 'place_component', 'temporarily_load', 'materialized', 'restore_training_placement']
+           'plan_components', 'place_component', 'temporarily_load', 'restore_training_placement']
 
 # %% ../../nbs/devices/00_placement.ipynb #2ee8ee1c
 from contextlib import contextmanager
@@ -20,10 +20,8 @@ from ..models.quantize import held_bytes, parse_quantization
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
 
 # %% ../../nbs/devices/00_placement.ipynb #ce7a5899
-def is_out_of_memory(
-    error, # any exception
-) -> bool:
-    "Is it an out-of-memory error of a GPU or of the host?"
+def is_out_of_memory(error) -> bool:
+    "Is an exception an out-of-memory error of a GPU or of the host?"
     texts = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
             or isinstance(error, RuntimeError) and any(s in str(error) for s in texts))
@@ -33,8 +31,7 @@ def is_out_of_memory(
 class DeviceChoice:
     "Where a component computes."
     device: str # cpu, cuda:0
-    # stay; model: moved in when needed, out when another needs the memory; layers: moved layer by layer
-    how: str
+    how: str    # stay; model: moved in when needed; layers: moved in layer by layer
     why: str
     bytes: int  # of its weights
 
@@ -45,11 +42,10 @@ class Placement(dict):
         return [(n, c.device, c.how, round(c.bytes / 1e9, 3), c.why) for n, c in self.items()]
     def _repr_html_(self): return table_html(self.data(), ("component", "device", "how", "GB", "why"))
     def __repr__(self):
-        return "\n".join(f"{n:<13} {d:<7} {how:<7} {gb:>7.3f} GB  {why}" for n, d, how, gb,
-                         why in self.data())
+        return "\n".join("{:<13} {:<7} {:<7} {:>7.3f} GB  {}".format(*row) for row in self.data())
     @property
-    # does a prediction move anything?
-    def moves(self) -> bool: return any(c.how != "stay" for c in self.values())
+    def moves(self) -> bool: # does a prediction move anything?
+        return any(c.how != "stay" for c in self.values())
 
 # %% ../../nbs/devices/00_placement.ipynb #58b268db
 _SHARE = 0.95 # usable part of free memory; the rest is lost in gaps between tensors
@@ -59,7 +55,7 @@ def pick_evicted(
     name:str, # of the component that is needed next
     loaded, # names of the components on its device
 ) -> list: # of those, the ones to move out, largest first
-    "The components that must make room; none that need not."
+    "The components that must make room."
     choice, evicted = plan[name], []
     if choice.device == "cpu": return evicted
     held = {n: plan[n].bytes for n in loaded if n != name}
@@ -69,12 +65,10 @@ def pick_evicted(
     return evicted
 
 # %% ../../nbs/devices/00_placement.ipynb #4701cbd4
-def _strategy(n, beside, sizes, work, free, offload, fixed,
-              whole) -> tuple: # (how or "" if nothing helps, why)
-    "How a component uses a GPU with `free` bytes that it shares with the components `beside` it."
+def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (how or "", why)
+    "How a component uses a GPU that it shares with the components `beside` it."
     gb = lambda b: f"{b / 1e9:.1f}"
     if offload != "auto":
-        # a VAE is small
         how = "stay" if offload == "none" or n in fixed else "model" if n == "vae" or n in whole else offload
         return how, fixed.get(n, f"`predict.offload` is {offload}")
     total = sum(sizes[m] for m in beside) + max(work[m] for m in beside)
@@ -83,12 +77,11 @@ def _strategy(n, beside, sizes, work, free, offload, fixed,
     taken = sum(sizes[m] for m in beside if m in fixed)
     if sizes[n] + work[n] + taken <= _SHARE * free:
         return "model", f"not everything fits in {gb(free)} GB: loaded when it is needed"
-    short = f"{gb(sizes[n])} GB and {gb(work[n])} GB to work, of {gb(free - taken)} GB"
-    if n == "vae": return "", f"too large ({short})"
-    if n in whole: return "", f"too large ({short}), and {whole[n]}"
-    return "layers", f"too large even alone ({short}): loaded layer by layer"
+    short = f"({gb(sizes[n])} GB and {gb(work[n])} GB to work, of {gb(free - taken)} GB)"
+    if n == "vae": return "", f"too large {short}"
+    if n in whole: return "", f"too large {short}, and {whole[n]}"
+    return "layers", f"too large even alone {short}: loaded layer by layer"
 
-# %% ../../nbs/devices/00_placement.ipynb #800b9ef9
 def _assign_devices(sizes, work, free, wanted, main) -> dict: # {component: device}
     "The main device for everything; encoders that do not fit there move to another GPU."
     at = {n: wanted.get(n) or main for n in PARTS}
@@ -112,35 +105,31 @@ def plan_placement(
     quantized=(), # components whose layers cannot be moved one by one
     trained:bool=False, # does an optimizer hold the transformer's parameters?
 ) -> Placement:
-    "Decide where each component computes and whether it stays. Raises ValueError if the settings contradict."
+    "Decide where each component computes and whether it stays."
     wanted, work, fixed = wanted or {}, work or work_bytes(), fixed or {}
+    why = "the layers of a quantized model cannot be moved one by one"
     if offload == "layers" and quantized:
-        raise ValueError(f"`predict.offload` layers is incompatible with a quantized "
-                         f"{' and '.join(quantized)}, whose layers "
-                         "cannot be moved one by one; set it to model, or use unquantized weights")
-    at = _assign_devices(sizes, work, free, wanted, main)
-    whole = dict.fromkeys(quantized, "the layers of a quantized model cannot be moved one by one")
+        raise ValueError("`predict.offload` layers is incompatible with a quantized "
+                         f"{' and '.join(quantized)}, because {why}; set it to model")
+    at, whole = _assign_devices(sizes, work, free, wanted, main), dict.fromkeys(quantized, why)
     if trained: whole["transformer"] = "a transformer in training cannot be split into layers"
     choices = {}
     for n, d in at.items():
-        own = "`predict.devices` says so" if wanted.get(n) else ""
-        if d == "cpu": how, why = "stay", "" if own else "there is no GPU"
+        own, how, why = "`predict.devices` says so" if wanted.get(n) else "", "stay", "there is no GPU"
+        if d == "cpu": why = "" if own else why
         else:
-            how, why = _strategy(n, [m for m in PARTS if at[m] == d], sizes, work, free[d], offload, fixed,
-                                 whole)
-        if not how and (own or n == "transformer"):
-            how, why = "stay", f"{why}; it will probably run out of memory: quantize it further, or use cpu"
-        elif not how: d, how, why = "cpu", "stay", f"{why}: it computes on the CPU, slowly"
+            beside = [m for m in PARTS if at[m] == d]
+            how, why = _strategy(n, beside, sizes, work, free[d], offload, fixed, whole)
+        if not how:
+            how = "stay"
+            if not own and n != "transformer": d, why = "cpu", f"{why}: it computes on the CPU, slowly"
+            else: why += "; it will probably run out of memory: quantize it further, or use cpu"
         choices[n] = DeviceChoice(d, how, "; ".join(filter(None, (own, why))), sizes[n])
     return Placement(choices, free, work)
 
 # %% ../../nbs/devices/00_placement.ipynb #4db9e192
-_PACKED = ("nf4", "qint4") # formats packed for the device they were made on
-
-def device_name(
-    device, # torch.device or str
-) -> str: # with its number: cuda:0
-    "The name by which a plan calls a device."
+def device_name(device) -> str:
+    "The name of a device in a plan, with its number: cuda:0."
     d = torch.device(device)
     return f"cuda:{d.index or 0}" if d.type == "cuda" else d.type
 
@@ -149,45 +138,44 @@ def _loaded(components) -> dict: # {component: device}
             if n in components.loaded and n not in components.offload}
 
 # %% ../../nbs/devices/00_placement.ipynb #35be8a6a
+_PACKED = ("nf4", "qint4") # formats packed for the device they were made on
+
 def plan_components(
-    components, # `Components`; nothing is built or moved
-    predict, # `PredictSection`
+    components, # nothing is built or moved
+    predict, # section of the configuration
     device, # the main one
     devices:dict, # {component: device}, used where `predict.devices` is not auto
     area:int, # pixels of the control images
-    quantization=None, # of the transformer
     table:bool=False, # will the transformer use the modulation table?
     stream_encoder:bool=False, # `model.text_encoder_offload`
     running:bool=False, # in the middle of a training run?
-    trained:bool=False, # is there an optimizer for the transformer?
+    trained:bool=False, # as for `plan_placement`
     alone:bool=True, # the only process?
 ) -> Placement:
     "Plan a prediction from the configuration, the components' sizes and free memory."
     parts, main, loaded = components.loaded, device_name(device), _loaded(components)
-    quant = {n: q for n in PARTS if (q := parse_quantization(quantization) if n == "transformer"
-                                     else components.quantize.get(n))}
+    quant = {n: q for n in PARTS if (q := parse_quantization(components.quantize.get(n)))}
     wanted = {n: device_name(devices[n]) for n in PARTS if getattr(predict.devices, n) != "auto"}
     fixed = {n: f"{q} weights are packed for their device" for n, q in quant.items() if q in _PACKED}
     if own := components.placements.get("transformer"): fixed["transformer"] = own.why
     if running and wanted.setdefault("transformer", loaded["transformer"]) == loaded["transformer"]:
         fixed["transformer"] = "it is trained there"
-    size = lambda n: (held_bytes(parts[n]) if n in loaded else
-                      component_bytes(components.folder_of(n)/n, components.dtype, quant.get(n), table))
-    sizes = {n: size(n) for n in PARTS}
+    sizes = {n: held_bytes(parts[n]) if n in loaded else
+             component_bytes(components.folder_of(n)/n, components.dtype, quant.get(n), table) for n in PARTS}
     known = {main, "cpu", *wanted.values(), *loaded.values()}
     if main != "cpu" and not running and alone:
         known |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}
     free = {d: free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d) for d in known}
-    plan = plan_placement(sizes, free, main, wanted, predict.offload, work_bytes(area), fixed, tuple(quant),
-                          trained)
+    work = work_bytes(area)
+    plan = plan_placement(sizes, free, main, wanted, predict.offload, work, fixed, tuple(quant), trained)
     if stream_encoder:
-        plan["text_encoder"] = replace(plan["text_encoder"], how="layers",
-                                       why="`model.text_encoder_offload` says so")
+        why = "`model.text_encoder_offload` says so"
+        plan["text_encoder"] = replace(plan["text_encoder"], how="layers", why=why)
     return plan
 
 # %% ../../nbs/devices/00_placement.ipynb #8e53d513
 def place_component(
-    components, # `Components`
+    components,
     plan:Placement,
     name:str,
     prepare=lambda: None, # called when there is room, before the component is built or moved
@@ -203,35 +191,22 @@ def place_component(
 
 # %% ../../nbs/devices/00_placement.ipynb #15740b02
 @contextmanager
-def temporarily_load(
-    components, # `Components`
-    *names,
-):
+def temporarily_load(components, *names):
     "Afterwards drop those of these components that were not loaded before, and move the others back."
     parts, devices = components.loaded, dict(components.devices)
-    before = {n: {k: next(m.parameters()).device for k, m in parts[n].named_children()
-                  if any(True for _ in m.parameters())}
+    # by child, because only the VAE's encoder may be on the GPU
+    before = {n: [(m, p.device) for m in parts[n].children() if (p := next(m.parameters(), None)) is not None]
               for n in names if n in parts}
     try: yield
     finally:
         components.drop(*(n for n in names if n not in before))
         for n, children in before.items():
-            for k, device in children.items(): getattr(parts[n], k).to(device)
+            for m, device in children: m.to(device)
         components.devices.update({n: d for n, d in devices.items() if n in names})
 
 # %% ../../nbs/devices/00_placement.ipynb #70b1c0aa
-def materialized(
-    components, # with a transformer
-) -> torch.nn.Module:
-    "The transformer with its weights in memory, if a prediction moved them layer by layer."
-    components.set_offload("transformer", False)
-    return components.get("transformer")
-
-def restore_training_placement(
-    components,
-    device, # where the transformer trains
-):
+def restore_training_placement(components, device):
     "Move the transformer back to its training device, if there is one and a prediction moved it."
     if components.loaded.get("transformer") is None: return
-    if device_name(device_of(materialized(components))) != device_name(device):
-        components.move("transformer", device)
+    components.set_offload("transformer", False)
+    components.move("transformer", device)

@@ -19,7 +19,8 @@ from ..cache import PREFIX, CacheEntry
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry, open_image
 from ..models.loading import component_bytes, free_device_bytes, work_bytes
-from .prompts import Prefix, PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, vl_images
+from .prompts import (Prefix, PrefixNotSharable, encode_prefix, encode_prompt,
+                                     encode_suffixes, vl_images)
 from .vae import encode_images, pixels_of
 from ..models.components import Components
 
@@ -52,8 +53,7 @@ class Encoder:
         cache=None, # `EmbeddingCacheManager`; None: nothing is stored
         vae_device=None, # where images are encoded; default: CPU
         text_device=None, # where prompts are encoded; default: CPU
-        # encode the prompt prefix once per image set? False: as the pipelines do, to the last bit
-        share_prefix:bool=True,
+        share_prefix:bool=True, # encode the prompt prefix once per image set? False: the pipelines' bits
         vae_2d:bool=True, # run the VAE with 2-D convolutions?
         batch_size=1, # images, or image sets, per call; "auto": by the GPU's free memory
     ):
@@ -78,9 +78,7 @@ class Encoder:
         self._last_prefix = None, None
         self.components.drop("vae", "text_encoder")
 
-    def load_encoders(self,
-        names, # of the tensors to encode
-    ):
+    def load_encoders(self, names):
         "Load the components that these tensors need, and no other."
         prompts = any("prompt" in name for name in names)
         if prompts: self.components.check("text_encoder") # before the VAE is loaded
@@ -99,15 +97,15 @@ class Encoder:
 
 # %% ../../nbs/encoding/02_encoder.ipynb #5b78d8cb
 @patch
-def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
-    "Latent of one image, resized to (width, height)."
-    return self.images([image], size)[0]
-
-@patch
 def images(self:Encoder, images, size) -> torch.Tensor: # [B, C, 1, h, w]
     "Latents of images, each resized to (width, height)."
     self.calls["vae"] += len(images)
     return encode_images(self._vae(), images, size, use_2d=self.vae_2d)
+
+@patch
+def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
+    "Latent of one image."
+    return self.images([image], size)[0]
 
 @patch
 def prefix(self:Encoder,
@@ -138,9 +136,8 @@ def prompts(self:Encoder,
         prefix = self.prefix(known_by, images)
         return list(zip(prefix.hidden, encode_suffixes(*self._text(), prefix, prompts)))
     except PrefixNotSharable:
-        whole = [encode_prompt(*self._text(), p, i, share_prefix=False)[0][0] for p,
-                 i in zip(prompts, images())]
-        return [(None, e) for e in whole]
+        return [(None, encode_prompt(*self._text(), p, seen, share_prefix=False)[0][0])
+                for p, seen in zip(prompts, images())]
 
 @patch
 def prompt(self:Encoder,
@@ -164,7 +161,7 @@ class SampleInputs:
         digests=None, # of the files
     ):
         self.target, self.control = images["image"], images["control"]
-        self.geometry, self.digests, self._pixels, self._vl = geometry, digests, {}, None
+        self.geometry, self.digests, self._pixels = geometry, digests, {}
 
     def names(self) -> list:
         return ["pixel_latent", *(f"control_latent.{n}" for n in range(len(self.control)))]
@@ -180,13 +177,12 @@ class SampleInputs:
         if name not in self._pixels: self._pixels[name] = pixels_of(vae, self.image(name), self.size(name))
         return self._pixels[name]
 
-    def vl(self):
-        if self._vl is None: self._vl = vl_images(self.control, self.geometry)
-        return self._vl
+    @cached_property
+    def vl(self): return vl_images(self.control, self.geometry)
 
     def prepare(self, name, components):
         "Compute the encoder's input for the tensor of this name, if its processor is loaded."
-        if "prompt" in name: self.vl().process(components.get("processor"))
+        if "prompt" in name: self.vl.process(components.get("processor"))
         elif "vae" in components.loaded: self.pixels(name, components.loaded["vae"])
 
 # %% ../../nbs/encoding/02_encoder.ipynb #e3e6b010
@@ -230,16 +226,17 @@ def plan_encoding(
         for name in names:
             if (entry := keys[name]).id in seen: continue
             seen.add(entry.id)
-            prompt = ("" if name.startswith("empty_") or "prompt_embed" not in name
-                      else dataset.samples[i].prompt)
+            prompt = dataset.samples[i].prompt if name.startswith("prompt_embed") else ""
             if "prompt" in name: kind, size, unit = "prompt", vl, keys[PREFIX].key
             else: kind, unit = "latent", entry.key
             if name == "pixel_latent": size = target
             elif kind == "latent": size = controls[int(name.split(".")[1])]
             groups[kind].setdefault(size, {}).setdefault(unit, []).append(Missing(i, name, prompt, entry))
-    return [EncodeJob(kind, units[n:n + batch_size]) for kind, sizes in groups.items()
-            for units in map(list, map(dict.values, sizes.values())) for n in range(0, len(units),
-                                                                                    batch_size)]
+    jobs = []
+    for kind, sizes in groups.items():
+        for units in (list(found.values()) for found in sizes.values()):
+            jobs += [EncodeJob(kind, units[n:n + batch_size]) for n in range(0, len(units), batch_size)]
+    return jobs
 
 # %% ../../nbs/encoding/02_encoder.ipynb #c71ae394
 class Encoded(NamedTuple):
@@ -255,8 +252,8 @@ def encode(self:Encoder,
     inputs, # function of a sample: its `SampleInputs`
 ) -> list: # of `Encoded`
     "Compute the tensors of one job."
-    return self._encode_latents(job, inputs) if job.kind == "latent" else self._encode_prompts(dataset,
-                                                                                               job, inputs)
+    if job.kind == "prompt": return self._encode_prompts(dataset, job, inputs)
+    return self._encode_latents(job, inputs)
 
 @patch
 def _encode_latents(self:Encoder, job, inputs):
@@ -270,7 +267,7 @@ def _encode_prompts(self:Encoder, dataset, job, inputs):
     out, rounds = [], [list(dict.fromkeys(m.prompt for m in unit if m.name != PREFIX)) or [""]
                        for unit in job.units]
     prefixes = [dataset.keys(unit[0].sample)[PREFIX] for unit in job.units]
-    images = lambda: [inputs(unit[0].sample).vl() for unit in job.units]
+    images = lambda: [inputs(unit[0].sample).vl for unit in job.units]
     lost = any(m.name == PREFIX for unit in job.units for m in unit) # suffixes in the cache need this prefix
     for n in range(max(map(len, rounds))): # each image set's next prompt; a set without one repeats its last
         prompts = [r[min(n, len(r) - 1)] for r in rounds]
@@ -312,7 +309,6 @@ def encode_missing(self:Encoder,
     return {i: {n: whole[keys[i][n].id] for n in names if keys[i][n].id in whole}
             for i, names in missing.items()}
 
-# %% ../../nbs/encoding/02_encoder.ipynb #0ad14f0d
 @patch
 def encode_sample(self:Encoder,
     dataset:ImageDataset, # refreshed with this encoder's identity

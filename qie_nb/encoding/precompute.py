@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from PIL import Image
@@ -44,15 +44,14 @@ class Report:
 
     def __str__(self):
         others = f", {self.elsewhere} done by another process" if self.elsewhere else ""
-        text = (f"precompute: {self.samples} samples in {short_time(self.seconds)}: {self.encoded} encoded "
+        rows = [f"precompute: {self.samples} samples in {short_time(self.seconds)}: {self.encoded} encoded "
                 f"({self.tensors} entries, {self.bytes/1e6:.1f} MB), {self.reused} reused{others}, "
-                f"{len(self.skipped)} skipped")
-        rows = [f"  skipped {i}: {why}" for i, why in self.skipped] + [f"  bad entry: {p} {why}" for p,
-                                                                       why in self.bad]
-        return "\n".join([text, *rows])
+                f"{len(self.skipped)} skipped"]
+        rows += [f"  skipped {i}: {why}" for i, why in self.skipped]
+        return "\n".join(rows + [f"  bad entry: {p} {why}" for p, why in self.bad])
 
     def __add__(self, other):
-        return Report(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
+        return Report(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
 # %% ../../nbs/encoding/03_precompute.ipynb #44d44b3e
 class EntrySizes:
@@ -64,48 +63,44 @@ class EntrySizes:
         self.channels, self.factor = vae.get("z_dim", 16), 2 ** len(vae.get("temperal_downsample", "123"))
         self.width = text.get("text_config", text).get("hidden_size")
         if not self.width:
-            raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; it is "
-                             f"no Qwen2.5-VL model")
-        self.prefixes, self.lengths = {}, {}
+            raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; it is no "
+                             "Qwen2.5-VL model")
+        self.args = encoder.components.get("processor"), encoder.components.variant
+        # the tokens depend on the images' sizes only
+        self.prefix = cache(lambda sizes: prefix_tokens(*self.args, [Image.new("RGB", s) for s in sizes]))
 
     def latent(self, size) -> tuple: # of an image of (width, height) pixels
         return self.channels, 1, size[1] // self.factor, size[0] // self.factor
 
     def prompt(self, prompt, sizes) -> tuple: # (tokens of the prefix, 0 if it is not shared; other tokens)
         "Lengths of a prompt on control images that have these sizes for the text encoder."
-        c = self.encoder.components
-        args = c.get("processor"), c.variant
-        if sizes not in self.prefixes: # the tokens depend on the images' sizes only
-            self.prefixes[sizes] = prefix_tokens(*args, [Image.new("RGB", s) for s in sizes])
-        if (prompt, sizes) not in self.lengths:
-            prefix = self.prefixes[sizes]
-            try:
-                if not self.encoder.share_prefix: raise PrefixNotSharable
-                self.lengths[prompt, sizes] = prefix.kept, len(suffix_ids(*args, prefix, prompt))
-            except PrefixNotSharable:
-                self.lengths[prompt, sizes] = 0, len(whole_ids(*args, prompt, prefix.counts)) - prefix.dropped
-        return self.lengths[prompt, sizes]
+        prefix = self.prefix(sizes)
+        try:
+            if not self.encoder.share_prefix: raise PrefixNotSharable
+            return prefix.kept, len(suffix_ids(*self.args, prefix, prompt))
+        except PrefixNotSharable: return 0, len(whole_ids(*self.args, prompt, prefix.counts)) - prefix.dropped
 
 # %% ../../nbs/encoding/03_precompute.ipynb #a43ad74a
 def bytes_needed(
     dataset:ImageDataset,
     encoder:Encoder,
     missing:dict, # {sample: names of tensors}
-    block:int=0, # round each file up to blocks of this size
+    block:int=1, # round each file up to blocks of this size
 ) -> int:
     "Disk space that the missing entries will take; an entry that several samples need counts once."
     sizes, out, dtype = EntrySizes(encoder), {}, dataset.identity["dtype"]
+    lengths = cache(sizes.prompt)
     def add(entry, shape, dtype=dtype, prefix=None): out[entry.id] = entry_bytes(*entry, dtype, shape, prefix)
     for m in (m for job in plan_encoding(dataset, missing) for unit in job.units for m in unit):
-        if m.name == "pixel_latent": add(m.entry, sizes.latent(dataset.bucket(m.sample)[0])); continue
         if "latent" in m.name:
-            add(m.entry, sizes.latent(dataset.bucket(m.sample)[1 + int(m.name.split(".")[1])])); continue
-        prefix, rest = sizes.prompt(m.prompt, tuple(map(dataset.geometry.vl, dataset.sizes[m.sample][1:])))
+            n = 0 if m.name == "pixel_latent" else 1 + int(m.name.split(".")[1])
+            add(m.entry, sizes.latent(dataset.bucket(m.sample)[n])); continue
+        prefix, rest = lengths(m.prompt, tuple(map(dataset.geometry.vl, dataset.sizes[m.sample][1:])))
         front = dataset.keys(m.sample)[PREFIX]
         if prefix and encoder.cache.find(*front.id) is None: add(front, (prefix, sizes.width))
         if m.name.endswith("mask"): add(m.entry, (prefix + rest,), "bool")
         elif m.name != PREFIX: add(m.entry, (rest, sizes.width), prefix=front.key if prefix else None)
-    return sum(out.values()) if not block else sum(-(-n // block) * block for n in out.values())
+    return sum(-(-n // block) * block for n in out.values())
 
 # %% ../../nbs/encoding/03_precompute.ipynb #1fda5d71
 def check_space(
@@ -117,12 +112,12 @@ def check_space(
     "Report what a job will write. Raises `DiskFull` if the disk has less room."
     free = detect_environment().free_space(folder)
     table = f" ({table/1e6:.1f} MB of them the modulation table)" if table else ""
-    print(f"precompute: {(in_files or on_disk)/1e6:.1f} MB to write{table}, {free/1e6:.0f} MB free in "
-          f"{folder}")
+    write = f"{(in_files or on_disk)/1e6:.1f} MB to write{table}"
+    print(f"precompute: {write}, {free/1e6:.0f} MB free in {folder}")
     if on_disk > free:
-        raise DiskFull(errno.ENOSPC, f"the cache needs {megabytes(on_disk, True)} more, but "
-                                     f"{str(folder)!r} has {megabytes(free)} free: "
-                       f"{megabytes(on_disk - free, True)} are missing; "
+        raise DiskFull(errno.ENOSPC,
+                       f"the cache needs {megabytes(on_disk, True)} more, but {str(folder)!r} has "
+                       f"{megabytes(free)} free: {megabytes(on_disk - free, True)} are missing; "
                        "free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
 
 # %% ../../nbs/encoding/03_precompute.ipynb #ffc7017d
@@ -183,10 +178,10 @@ class Prefetch:
             group, ready = waiting.popleft()
             return group, partial(self.inputs, ready=ready.result())
         for group in work:
-            jobs = plan_encoding(self.dataset, _missing(self.dataset, group),
-                                 self.encoder.batch_size) if self.n else []
+            missing = _missing(self.dataset, group) if self.n else {}
+            jobs = plan_encoding(self.dataset, missing, self.encoder.batch_size)
             waiting.append((group, self.pool.submit(self.read, jobs)))
-            while sum(len(item.samples) for group, _ in waiting for item in group) > self.n: yield first()
+            while _count(group for group, _ in waiting) > self.n: yield first()
         while waiting: yield first()
 
     def read(self, jobs) -> dict:
@@ -203,10 +198,12 @@ class Prefetch:
         if i in ready and ready[i].digests == digests: return ready[i]
         return SampleInputs(self.dataset.images(i, self.open_file), self.dataset.geometry, digests)
 
+# %% ../../nbs/encoding/03_precompute.ipynb #1fd939e5
+def _count(groups) -> int: return sum(len(item.samples) for group in groups for item in group)
+
 def _missing(dataset, group) -> dict: # {sample: names of tensors}
     return {i: names for item in group for i in item.samples if (names := dataset.missing(i))}
 
-# %% ../../nbs/encoding/03_precompute.ipynb #1fd939e5
 def _encode(dataset, encoder, missing, read, report) -> int: # samples completed
     for attempt in range(3):
         try: encoder.encode_missing(dataset, missing, read); return len(missing)
@@ -220,33 +217,31 @@ def _encode(dataset, encoder, missing, read, report) -> int: # samples completed
     report.skipped += [(dataset.samples[i].id, reason) for i in missing]
     return 0
 
-# work items that other processes are encoding
-def _encode_group(dataset, encoder, group, read, report) -> list:
+def _encode_group(dataset, encoder, group, read, report) -> list: # items that other processes are encoding
     mine, busy = [], []
     with ExitStack() as locks:
         for item in group:
             locked = locks.enter_context(file_lock(encoder.cache.cache_dir/".locks", item.lock))
             (mine if locked else busy).append(item)
         missing = _missing(dataset, mine) # another process may have just completed some
-        report.elsewhere += sum(len(item.samples) for item in mine) - len(missing)
+        report.elsewhere += _count([mine]) - len(missing)
         report.encoded += _encode(dataset, encoder, missing, read, report)
     return busy
 
 # %% ../../nbs/encoding/03_precompute.ipynb #e169be31
 def _encode_all(dataset, encoder, work, report, prefetch):
-    count = lambda groups: sum(len(item.samples) for group in groups for item in group)
-    bar = Progress(count(work), "precompute")
+    bar = Progress(_count(work), "precompute")
     with Prefetch(dataset, encoder, prefetch) as groups:
         while work:
             later = []
             try:
                 for group, read in groups(work):
                     busy = _encode_group(dataset, encoder, group, read, report)
-                    bar.update(count([group]) - count([busy]))
+                    bar.update(_count([group]) - _count([busy]))
                     if busy: later.append(busy)
             except DiskFull as e:
-                need = bytes_needed(dataset, encoder,
-                                    {i: n for group in work for i, n in _missing(dataset, group).items()})
+                left = _missing(dataset, [item for group in work for item in group])
+                need = bytes_needed(dataset, encoder, left)
                 raise DiskFull(errno.ENOSPC, f"{e}. The job still has {megabytes(need, True)} to write; "
                                "run it again to continue") from None
             if len(later) == len(work): time.sleep(0.05) # nothing was free
@@ -282,12 +277,11 @@ def pending(work, missing) -> list:
     return [group for group in left if group]
 
 def _range(dataset, cache, start, end) -> range:
-    if cache is None:
-        raise ValueError("`cache.cache_dir` is not set, so the tensors cannot be stored; set it")
+    if cache is None: raise ValueError("`cache.cache_dir` is not set, so nothing can be stored; set it")
     end = len(dataset) if end is None else min(end, len(dataset))
     if not 0 <= start < end:
-        raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set "
-                         f"has {len(dataset)}")
+        raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set has "
+                         f"{len(dataset)}")
     return range(start, end)
 
 # %% ../../nbs/encoding/03_precompute.ipynb #4b517dc9
@@ -312,17 +306,16 @@ def precompute(
     mine = {i: missing[i] for group in work for item in group for i in item.samples}
     if work and not cache.writable:
         bad = "".join(f"; {file} {why}" for file, why in report.bad)
-        raise PermissionError(f"{len(mine)} samples are incomplete in cache {cache.layers[-1]}, which "
-                              f"cannot be written; "
-                              f"add a writable folder behind it: `cache.cache_dir: [this one, cache]`{bad}")
+        raise PermissionError(f"{len(mine)} samples are incomplete in cache {cache.layers[-1]}, which cannot "
+                              "be written; add a writable folder behind it: "
+                              f"`cache.cache_dir: [this one, cache]`{bad}")
     if work or table:
         block = block_size(cache.cache_dir)
         report.bytes = bytes_needed(dataset, encoder, mine) + sum(table)
         on_disk = bytes_needed(dataset, encoder, mine, block) + sum(-(-n // block) * block for n in table)
         check_space(on_disk, cache.cache_dir, report.bytes, sum(table))
     if work:
-        # a broken model skips no samples
-        encoder.load_encoders({name for names in mine.values() for name in names})
+        encoder.load_encoders({n for names in mine.values() for n in names}) # a broken model skips no samples
         cache.clean()
     if work or cache.writable: cache.add_identity(encoder.identity)
     if work: _encode_all(dataset, encoder, work, report, prefetch)

@@ -1,6 +1,6 @@
 """Block swap and offloaded inputs against a transformer in memory, with streams that delay each copy until something waits for it and refuse a copy that comes too early."""
 import gc
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
 from qie_nb.models.quantize import held_bytes, quantize
 from qie_nb.devices import model_parallel
-from qie_nb.devices.block_swap import SLOTS, BlockSwap, BlockSwapLoader, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
+from qie_nb.devices.block_swap import SLOTS, BlockSwapLoader, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
 
-LAYERS = 5
+LAYERS = 4
 
 
 # --- fake streams
@@ -119,7 +119,7 @@ def copies_made(swap, rig):
 
 
 # --- slots
-@pytest.mark.parametrize("zero, slots", [(True, 3), (False, 1), pytest.param(True, 2, marks=pytest.mark.slow), pytest.param(False, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero, slots", [(True, 3), *(pytest.param(z, n, marks=pytest.mark.slow) for z, n in ((False, 1), (True, 2), (False, 3)))])
 def test_outputs_and_gradients_are_the_same(zero, slots):
     plain, rig = adapted(base(zero)), Rig()
     ours = adapted(swapped(rig, base(zero), slots=slots))
@@ -129,7 +129,7 @@ def test_outputs_and_gradients_are_the_same(zero, slots):
         for _ in range(2): assert close(gradients(ours, one()), expected)
 
 
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("slots", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_block_is_copied_once_per_pass_and_early_enough(slots):
     rig = Rig()
     ours = adapted(swapped(rig, slots=slots))
@@ -166,50 +166,30 @@ def test_a_missing_wait_is_noticed(monkeypatch):
     with rig, pytest.raises(AssertionError, match="may overwrite what still computes"): gradients(ours, one())
 
 
-def test_a_slot_that_is_reused_too_early_is_noticed(monkeypatch):
-    expected, rig = gradients(adapted(base()), one()), Rig()
-    ours, real = adapted(swapped(rig)), BlockSwap.prepare_block
-    monkeypatch.setattr(BlockSwap, "upcoming", lambda self, n: [n, *(k for k in (n - SLOTS, n + SLOTS) if 0 <= k < LAYERS)]) # these share the block's own slot
-
-    def greedy(self, n): # ... and does not check what the slot holds
-        real(self, n)
-        if n + SLOTS < LAYERS: self.streams.wait(self.streams.copy(self.slots[n % SLOTS], self.pinned[n + SLOTS].flat)); self.holds[n % SLOTS] = n + SLOTS
-    monkeypatch.setattr(BlockSwap, "prepare_block", greedy)
-    with rig: assert not close(gradients(ours, one()), expected)
-
-
 def test_passes_in_any_order_give_the_same_gradients():
     plain, rig = adapted(base()), Rig()
     ours = adapted(swapped(rig))
-    both = lambda tr: call(tr, 1).square().mean() + call(tr, 2, 0.7).square().mean() # two forward passes before the backward ones
 
     def abandoned(tr): # a forward pass without a backward one, then predictions
         call(tr, 4)
         with torch.no_grad(): call(tr, 5), call(tr, 6)
         return call(tr, 3).square().mean()
-    for losses in ([one(), both], [abandoned, both]):
-        expected = gradients(plain, *losses)
-        with rig: assert close(gradients(ours, *losses), expected)
+    both = lambda tr: call(tr, 1).square().mean() + call(tr, 2, 0.7).square().mean() # two forward passes before the backward ones
+    expected = gradients(plain, abandoned, both)
+    with rig: assert close(gradients(ours, abandoned, both), expected)
 
 
-@pytest.mark.parametrize("layers", [2, 4, 5])
-def test_predictions_are_the_same_for_any_number_of_blocks(layers):
+@pytest.mark.parametrize("layers", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
+def test_predictions_are_the_same_and_load_the_next_calls_first_blocks_early(layers):
     rig = Rig()
     ours = swapped(rig, base(layers=layers))
     with torch.no_grad():
         expected = call(base(layers=layers))
         with rig:
-            for _ in range(3): torch.testing.assert_close(call(ours), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_predicting_loads_the_next_calls_first_blocks_early():
-    rig = Rig()
-    ours = swapped(rig, base(layers=6))
-    with rig, torch.no_grad():
-        call(ours)
-        rig.copies.clear()
-        call(ours)
-    assert [n for n, _ in copies_made(ours.block_swap, rig)] == [2, 3, 4, 5, 0, 1]
+            for _ in range(2):
+                rig.copies.clear()
+                torch.testing.assert_close(call(ours), expected, rtol=1e-4, atol=1e-5)
+    if layers == 6: assert [n for n, _ in copies_made(ours.block_swap, rig)] == [2, 3, 4, 5, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qfloat8", "qint8", "int8", "float8"))])
@@ -222,7 +202,7 @@ def test_quantized_blocks(kind):
     assert held_bytes(ours) < held_bytes(plain) - (LAYERS - SLOTS - 0.6) * ours.block_swap.pinned[0].flat.nbytes
 
 
-@pytest.mark.parametrize("how", ["table", "dropout", *(pytest.param(h, marks=pytest.mark.slow) for h in ("all_linear", "bfloat16"))])
+@pytest.mark.parametrize("how", ["table", *(pytest.param(h, marks=pytest.mark.slow) for h in ("dropout", "all_linear", "bfloat16"))])
 def test_with_other_settings(how, tmp_path):
     rig, dtype = Rig(), torch.bfloat16 if how == "bfloat16" else torch.float32
 
@@ -254,7 +234,7 @@ def test_training_without_checkpointing_raises_and_is_not_silently_wrong():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"): call(ours).square().mean().backward()
 
 
-@pytest.mark.parametrize("kind", [None, "nf4", pytest.param("qint8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in (None, "qint8"))])
 def test_blocks_are_pinned_one_by_one_while_loading(kind, tmp_path, monkeypatch):
     base().save_pretrained(tmp_path/"tr", max_shard_size="200KB")
     plain, most = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind), []
@@ -279,7 +259,7 @@ def test_a_swapped_transformer_cannot_be_moved_merged_or_quantized(pairs, tmp_pa
 
 
 # --- inputs
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("swap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_offloaded_inputs_give_the_same_gradients(swap):
     expected, rig = gradients(adapted(base()), one(), one(2)), Rig()
     ours = offload_checkpoint_inputs(adapted(swapped(rig) if swap else base()), "cpu", cuda=rig)
@@ -287,38 +267,31 @@ def test_offloaded_inputs_give_the_same_gradients(swap):
         for _ in range(2): assert close(gradients(ours, one(), one(2)), expected)
 
 
-def inputs_alive(tr, rig):
-    "Inputs of all blocks but the first: how many there are, how many are alive after the forward pass; copies made by then, and in all."
-    refs, ready, copies = [], [], rig.copies
-    for n, block in enumerate(tr.transformer_blocks):
-        block.register_forward_pre_hook(lambda m, args, kw, n=n: refs.extend(StorageWeakRef(t.untyped_storage()) for t in [*args, *kw.values()][:2] if n) if torch._C._current_graph_task_id() == -1 else None, with_kwargs=True)
-    with rig:
-        loss = call(tr).square().mean()
-        for event in [e for e in rig.now_waiting()]: event()
-        gc.collect()
-        alive = sum(not r.expired() for r in refs)
-        made = len(copies)
-        loss.backward()
-    return len(refs), alive, made, len(copies)
-
-
 def test_no_input_stays_on_the_device_and_each_is_copied_once(monkeypatch):
-    plain, ours = adapted(base()), adapted(base())
-    rig = Rig()
-    streams = []
+    plain, ours, rig, streams = adapted(base()), adapted(base()), Rig(), []
     real = rig.Stream.__init__
     def kept(self, device=None): real(self, device); streams.append(self)
     monkeypatch.setattr(rig.Stream, "__init__", kept)
-    def now_waiting(): # the copies that the side streams have queued
-        for s in streams:
-            while s.queue: yield s.queue.pop(0)
-    rig.now_waiting = now_waiting
     offload_checkpoint_inputs(ours, "cpu", cuda=rig)
-    assert inputs_alive(plain, rig)[:3] == (2 * (LAYERS - 1), 2 * (LAYERS - 1), 0)
-    rig.copies.clear()
-    total, alive, out, both = inputs_alive(ours, rig)
-    assert (total, alive) == (2 * (LAYERS - 1), 1), "the one is the last block's text, which the caller still holds"
-    assert out == total and both == 2 * total, "each is copied out once and back once, and nothing else is"
+
+    def inputs(tr):
+        "Inputs of all blocks but the first: how many there are, how many are alive after the forward pass; copies made by then, and in all."
+        refs = []
+        for block in tr.transformer_blocks[1:]:
+            block.register_forward_pre_hook(lambda m, args, kw: refs.extend(StorageWeakRef(t.untyped_storage()) for t in [*args, *kw.values()][:2]) if torch._C._current_graph_task_id() == -1 else None, with_kwargs=True)
+        with rig:
+            rig.copies.clear()
+            loss = call(tr).square().mean()
+            for s in streams: # the copies that the side streams have queued
+                while s.queue: s.queue.pop(0)()
+            gc.collect()
+            alive, made = sum(not r.expired() for r in refs), len(rig.copies)
+            loss.backward()
+        return len(refs), alive, made, len(rig.copies)
+    total = 2 * (LAYERS - 1)
+    assert inputs(plain) == (total, total, 0, 0)
+    count, alive, out, both = inputs(ours)
+    assert (count, out, both) == (total, total, 2 * total) and alive <= 1, "each is copied out once and back once"
 
 
 def test_the_previous_blocks_inputs_are_prefetched(monkeypatch):
@@ -329,16 +302,6 @@ def test_the_previous_blocks_inputs_are_prefetched(monkeypatch):
     with rig: gradients(ours, one())
     sent = 2 * (LAYERS - 1)
     assert order == [(n, sent + 2 * min(LAYERS - n + 1, LAYERS - 1)) for n in reversed(range(LAYERS))]
-
-
-def test_a_missing_wait_for_inputs_is_noticed(monkeypatch):
-    expected, rig = gradients(adapted(base()), one()), Rig()
-    ours = offload_checkpoint_inputs(adapted(base()), "cpu", cuda=rig)
-    monkeypatch.setattr(Streams, "wait", lambda self, event: None)
-    with rig: assert not close(gradients(ours, one()), expected)
-    monkeypatch.undo()
-    monkeypatch.setattr(rig.Stream, "wait_stream", lambda self, other: None)
-    with rig, pytest.raises(AssertionError, match="a copy may"): gradients(ours, one())
 
 
 # --- runs
@@ -352,10 +315,10 @@ def allowed_on_cpu(monkeypatch):
 def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, tmp_path, allowed_on_cpu):
     root, states, images = pairs(((48, 32),) * 4), {}, {}
     def make(name, on, **train):
-        both = dict(blocks_to_swap=on, offload_activations=on, output_dir=str(tmp_path/name), save_interval=1, val_fraction=0.25, eval_interval=1, eval_images=1, eval_num_inference_steps=2)
+        both = dict(blocks_to_swap=on, offload_activations=on, output_dir=str(tmp_path/name), save_interval=1, val_fraction=0.5, eval_interval=2, eval_images=1, eval_num_inference_steps=2)
         return QwenImageEditTrainer(settings(root, tmp_path, train=both | train, model=dict(quantize=quantize), data=dict(image_size=[48, 48])))
     for name, first, second in (("off", False, False), ("across", bool(quantize), True)):
-        if name == "across": make(name, first, max_train_steps=2).fit()
+        if name == "across": make(name, first, max_train_steps=1).fit()
         t = make(name, second, resume_checkpoint="latest" if name == "across" else None, num_epochs=2).fit()
         assert hasattr(t.transformer, "block_swap") == second
         t.save_lora(tmp_path/f"{name}.safetensors")
@@ -370,13 +333,11 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
 @pytest.mark.parametrize("train, device, kind, text", [
     (dict(blocks_to_swap=True), "cpu", None, "`train.blocks_to_swap` needs a CUDA GPU, but the transformer trains on cpu"),
     (dict(offload_activations=True), "mps", None, "`train.offload_activations` needs a CUDA GPU"),
-    (dict(blocks_to_swap=True, gradient_checkpointing=False), "cuda:0", None, "needs `train.gradient_checkpointing`, which is false"),
     (dict(offload_activations=True, gradient_checkpointing=False), "cuda:0", None, "needs `train.gradient_checkpointing`, which is false"),
     (dict(blocks_to_swap=True, distributed="fsdp"), "cuda:0", None, "is incompatible with fsdp"),
     (dict(blocks_to_swap=True), "cuda:0", "fp8_storage", "is incompatible with `model.quantize` fp8_storage"),
     (dict(blocks_to_swap=True), "cuda:0", "qint4", "is incompatible with `model.quantize` qint4"),
     (dict(blocks_to_swap=True), "cuda:0", "dora", "is incompatible with `model.lora.use_dora`"),
-    (dict(blocks_to_swap=True, compile=True), "cuda:0", None, "`train.blocks_to_swap` is incompatible with `train.compile` true, .*; set it to auto"),
     (dict(offload_activations=True, compile=True), "cuda:0", None, "`train.offload_activations` is incompatible with `train.compile` true, .*; set it to auto"),
     (dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"]), "cuda:0", None, "is incompatible with `train.model_parallel_devices`")])
 def test_impossible_settings_raise_one_sentence(train, device, kind, text):
@@ -389,7 +350,8 @@ def test_a_trainer_raises_before_anything_is_loaded(pairs, tmp_path, built):
     assert not built
 
 
-# --- the libraries' own hooks in training: why we do not use them. If a test fails here, they have changed: look again.
+# --- why we do not use accelerate's hooks; if this fails, they have changed: look again
+@pytest.mark.slow
 def test_accelerate_gives_trained_parameters_no_gradient():
     from accelerate import cpu_offload
     tr = adapted(base(layers=3))
@@ -397,32 +359,3 @@ def test_accelerate_gives_trained_parameters_no_gradient():
     cpu_offload(tr, torch.device("cpu"))
     call(tr).square().mean().backward()
     assert trained and all(p.grad is None for p in trained)
-
-
-def test_diffusers_leaves_every_block_on_the_device_after_a_backward_pass(monkeypatch):
-    from diffusers.hooks import group_offloading as go
-    tr, on, brought = adapted(base(layers=6)), set(), []
-
-    class Stream:
-        def synchronize(self): pass
-
-    class Backend:
-        def __init__(self, device): pass
-        def stream(self, s): return nullcontext()
-        def current_stream(self): return Stream()
-    blocks = list(tr.transformer_blocks)
-    number = lambda group: next((n for n, b in enumerate(blocks) if group.modules and group.modules[0] is b), None)
-    bring, leave = go.ModuleGroup.onload_, go.ModuleGroup.offload_
-    def onload(g): on.add(number(g)), brought.append(number(g)); return bring(g)
-    def offload(g): on.discard(number(g)); return leave(g)
-    for owner, name, value in ((go, "TorchDeviceBackend", Backend), (torch.Tensor, "pin_memory", torch.Tensor.clone), (torch.Tensor, "is_pinned", lambda t: False),
-                               (go.ModuleGroup, "onload_", onload), (go.ModuleGroup, "offload_", offload)): monkeypatch.setattr(owner, name, value)
-    cpu = torch.device("cpu")
-    go._apply_group_offloading(tr, go.GroupOffloadingConfig(cpu, cpu, go.GroupOffloadingType.BLOCK_LEVEL, True, False, False, 1, None, Stream()))
-    for _ in range(2):
-        on.clear()
-        loss = call(tr).square().mean()
-        assert not on - {None}
-        brought.clear()
-        loss.backward()
-        assert on - {None} == set(range(6)) and brought == [5, 4, 5, 3, 4, 2, 3, 1, 2, 0, 1]

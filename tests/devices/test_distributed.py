@@ -59,8 +59,8 @@ def test_two_processes_with_batch_2_equal_one_with_batch_4(run, tmp_path):
     step, loss, n = json.loads((tmp_path/"lora"/"loss.json").read_text())
     assert (step, n) == (one.global_step, 2) and loss == pytest.approx(float(one.state.loss), rel=1e-5)
     agrees(tmp_path, one)
-    logs = [sorted((tmp_path/d/"checkpoints"/"logs").glob("*.csv")) for d in ("one", "two")]
-    assert len(logs[1]) == 1 and len(logs[1][0].read_text().splitlines()) == len(logs[0][0].read_text().splitlines())
+    one, two = (sorted((tmp_path/d/"checkpoints"/"logs").glob("*.csv")) for d in ("one", "two"))
+    assert len(two) == 1 and len(two[0].read_text().splitlines()) == len(one[0].read_text().splitlines())
 
 
 @pytest.mark.slow

@@ -14,17 +14,18 @@ from qie_nb.planning import plan as planner
 from qie_nb.devices.compile import attention_kernel, compile_choice, set_up, watch_attention
 from qie_nb.config import LoraSection, make_config
 from counted_step import count_step, empty_step, empty_transformer
-from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, pick_fp16, fp16_weight, enable_fp16, weight_norms, power_of_two, scale_to_fp16, with_outliers
+from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, pick_fp16, fp16_weight, enable_fp16, weight_norms, power_of_two, scale_to_fp16
 from qie_nb.lora.adapters import add_lora, load_lora, lora_parameters, save_lora
 from qie_nb.lora.mixing import merge_lora, unmerge_lora
-from qie_nb.planning.memory_query import MemoryQuery, memory_query
+from qie_nb.planning.memory_query import MemoryQuery
 from qie_nb.planning.training_memory import memory_of, saved_activations
-from qie_nb.planning.plan import GPUS, Gpu, plan
+from qie_nb.planning.plan import plan
 from qie_nb.models.quantize import plain_tensors, quantize
 from qie_nb.devices.block_swap import enable_block_swap
 from qie_nb.trainer import QwenImageEditTrainer
 
-from helpers import settings
+from helpers import OnStep, settings
+from fp16 import with_outliers # benchmarks/fp16.py
 from test_training_memory import ALL, TINY, close, counted_saved, saved_bytes
 
 NONE = dict(residual=0., power=2)
@@ -51,7 +52,7 @@ def call(tr, batch=1, mask=None, wild=()):
     x, text = (torch.randn(batch, n, c, generator=g).bfloat16() for n, c in ((24 + 16, 64), (9, 48)))
     for token in wild: x[:, token] *= 2.**14
     t = torch.full((batch,), 0.5).to(tr.dtype)
-    return tr(x.to(tr.dtype), text.to(tr.dtype), mask, t, [[(1, 4, 6), (1, 4, 4)]] * batch, return_dict=False)[0].float()
+    return tr(hidden_states=x.to(tr.dtype), encoder_hidden_states=text.to(tr.dtype), encoder_hidden_states_mask=mask, timestep=t, img_shapes=[[(1, 4, 6), (1, 4, 4)]] * batch, return_dict=False)[0].float()
 
 
 def results(tr, size=1., **kw): # output minus its mean over tokens, gradients of the adapter
@@ -76,7 +77,7 @@ CASES = dict(tame={}, wild=WILD, residual=dict(residual=2.**18), mlp=dict(power=
              large_loss=dict(size=1e12, **WILD), batch=dict(batch=2, mask=True))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("tame", "residual", "mlp", "large_loss"))) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("wild", "small_loss", "batch"))) for c in CASES])
 def test_errors_are_a_tenth_of_bfloat16s(case):
     kw = dict(CASES[case])
     run = {k: kw.pop(k) for k in ("wild", "size", "batch", "mask") if k in kw}
@@ -85,15 +86,6 @@ def test_errors_are_a_tenth_of_bfloat16s(case):
     assert finite(ours) and exact[1].norm() > 0
     ratios = [a / b for a, b in zip(far(ours, exact), far(bf16, exact))]
     assert max(ratios) < 0.1
-
-
-def test_plain_float16_overflows():
-    plain, wild = (model(torch.float16, adapter=False, **kw) for kw in ({}, WILD))
-    with torch.no_grad(): assert call(plain).isfinite().all() and not call(wild).isfinite().all()
-    seen, tr = {}, model(**WILD)
-    for n, m in tr.named_modules(): m.register_forward_hook(lambda m, a, out, n=n: seen.update({n: out.abs().max().item()}) if torch.is_tensor(out) else None)
-    call(tr)
-    assert seen["img_in"] > 2e5 and max(v for n, v in seen.items() if n.endswith("mlp.net.0.proj")) > 65504 # the outliers reach the sizes we mean
 
 
 @pytest.mark.parametrize("kind", ["qint8", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "qfloat8", "int8", "float8"))])
@@ -165,7 +157,7 @@ def test_attention_with_large_and_with_small_numbers(case, monkeypatch):
     if case == "small": g = g * 1e-9
     exact = attended(q, k, v, g, False)
     assert max(far(attended(q, k, v, g), exact)) < 0.003
-    if case == "queries": monkeypatch.setattr(fp16, "AttnScale", lambda note, a, b: AttnScale(note, 1., 1.)) # as for usual sizes: no power
+    if case == "queries": monkeypatch.setattr(fp16, "AttnScale", lambda note, a, b: AttnScale(note, 1., 1.)) # no power
     else: monkeypatch.setattr(fp16, "power_of_two", unscaled)
     without = attended(q, k, v, g)
     assert not finite(without) or max(far(without, exact)) > 0.5
@@ -173,7 +165,7 @@ def test_attention_with_large_and_with_small_numbers(case, monkeypatch):
 
 def test_products_stay_below_the_limit():
     g = torch.Generator().manual_seed(0)
-    for scale in (1e-15, 1e-3, 1., 1e9, 1e18):
+    for scale in (1e-15, 1., 1e18):
         w = torch.randn(48, 64, generator=g)
         x = torch.cat([w * scale, torch.full((1, 64), scale), torch.zeros(1, 64), torch.eye(64)[:2] * scale, w.sign() * scale]) # parallel to a row is the worst case
         x16, s, _ = scale_to_fp16(x, w.norm(dim=1).max().item())
@@ -210,20 +202,9 @@ def test_gradients_of_attention_stay_below_the_limit(case):
     if case == "one query": assert largest["q"] >= MOST / 16 # times `most`, it would be past the end of float16
 
 
-def test_very_large_and_small_weights():
-    for size in (1e7, 1e-7):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(64, 48, bias=False).requires_grad_(False)
-        layer.weight.data *= size
-        x = torch.randn(5, 64)
-        want = F.linear(x, layer.weight)
-        layer.fp16, layer.__class__ = fp16.LayerStats(fp16.Fp16Stats(1), 0), fp16.fp16_class(torch.nn.Linear)
-        assert far([layer(x)], [want])[0] < 0.001 and not far([F.linear(x.half(), layer.weight.half()).float()], [want])[0] < 0.01
-
-
 # --- with other features
 
-@pytest.mark.parametrize("mode", [True, "selective"])
+@pytest.mark.parametrize("mode", [True, pytest.param("selective", marks=pytest.mark.slow)])
 def test_recomputing_changes_no_gradient(mode):
     tr = model(on=True, **WILD)
     want = results(tr)
@@ -278,18 +259,17 @@ def test_the_attention_kernel_is_that_of_float16_and_blocks_are_not_compiled():
 
 # --- the planner
 
-KEPT = dict(plain={}, efficient=dict(kernel="efficient"), every_layer=dict(targets=ALL), out_only=dict(targets=("to_out.0",)), text_too=dict(targets=ALL[:8]), batch=dict(batch=2),
-            everything=dict(batch=3, zero_cond=True, table=True, targets=ALL), dropout=dict(dropout=0.1), dora=dict(dora=True), checkpointing=dict(checkpointing=True, table=True), wider=dict(dim=128, heads=2, layers=4))
+KEPT = dict(plain={}, efficient=dict(kernel="efficient"), out_only=dict(targets=("to_out.0",)), text_too=dict(targets=ALL[:8]), everything=dict(batch=3, zero_cond=True, table=True, targets=ALL), dropout=dict(dropout=0.1), dora=dict(dora=True), checkpointing=dict(checkpointing=True, table=True), wider=dict(dim=128, heads=2, layers=4))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("everything", "dropout", "checkpointing"))) for c in KEPT])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "everything")) for c in KEPT])
 def test_the_planner_predicts_the_tensors_autograd_keeps(case):
     job = replace(TINY, fp16=True, **KEPT[case])
     assert close(saved_activations(job).bytes, counted_saved(job), 0.01)
-    if case in ("plain", "batch"): assert saved_activations(job).bytes < 0.95 * saved_activations(replace(job, fp16=False)).bytes
+    if case == "plain": assert saved_activations(job).bytes < 0.95 * saved_activations(replace(job, fp16=False)).bytes
 
 
-@pytest.mark.parametrize("kind", ["qint8", "nf4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qint8", "int8"))])
 def test_a_quantized_base_keeps_no_copies(kind):
     job = replace(TINY, quantization=kind, dim=128, heads=4, fp16=True)
     tr = empty_transformer(replace(job, fp16=False), "cpu")
@@ -302,7 +282,7 @@ def test_a_quantized_base_keeps_no_copies(kind):
     assert close(saved_activations(job).bytes, saved_bytes(loss, [*there, *batch]))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_peak_of_a_step_is_the_sum_of_the_parts(checkpointing):
     job = replace(TINY, layers=5, fp16=True, checkpointing=checkpointing)
     m = memory_of(job, gpu=False)
@@ -349,29 +329,25 @@ def test_incompatible_settings_raise_before_anything_is_loaded(change, why, tmp_
 
 def losses(trainer):
     out = []
-    step = trainer.optimizer_step
-    def noted(group):
-        step(group)
-        out.append(float(trainer.state.loss))
-    trainer.optimizer_step = noted
+    trainer.callbacks.append(OnStep(lambda t: out.append(float(t.state.loss))))
     trainer.fit()
     return torch.tensor(out)
 
 
 def run(pairs, tmp_path, how, **kw):
-    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=12, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
+    return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=4, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
 
 
-def test_training_gives_float32s_loss_curve(pairs, tmp_path):
+def test_training_gives_float32s_losses(pairs, tmp_path):
     where = pairs()
-    full, ours = run(where, tmp_path, "no", train=dict(save_steps=12)), run(where, tmp_path, "fp16")
+    full, ours = run(where, tmp_path, "no", train=dict(save_steps=4)), run(where, tmp_path, "fp16")
     a, b = losses(full), losses(ours)
-    assert len(a) == 12 and a[-4:].mean() < a[:4].mean() and ((a - b).abs() / a).max() < 0.01
+    assert len(a) == 4 and ((a - b).abs() / a).max() < 0.01
     tr = ours.transformer
     assert "scaled float16" in repr(ours) and all(type(m).__name__ == "Fp16Linear" for n, m in tr.named_modules() if n.endswith("to_q.base_layer"))
     assert ours.finite.read()[0] == 0 and ours.transformer.fp16_stats.read().isfinite().all()
     with pytest.raises(ValueError, match="computes in float16 cannot be quantized any more"): ours.quantize_model(tr, "cpu")
-    again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), max_train_steps=24, output_dir=str(tmp_path/"third")))
+    again = run(where, tmp_path, "fp16", train=dict(resume_checkpoint=str(tmp_path/"no"/"checkpoints"/"latest"), output_dir=str(tmp_path/"third")))
     with pytest.raises(ValueError, match="products in float16"): again.fit()
 
 
@@ -384,8 +360,9 @@ def test_a_run_with_nan_names_the_block(pairs, tmp_path, capsys):
     assert capsys.readouterr().out.count("a step was skipped: not finite first in block 0") == 2
 
 
+@pytest.mark.slow
 def test_prediction(pairs, tmp_path):
     from PIL import Image
     image = Image.effect_noise((64, 64), 60).convert("RGB")
-    out = {how: QwenImageEditTrainer(settings(pairs(), tmp_path/how, train=dict(mixed_precision=how))).predict(image, "invert", num_inference_steps=2) for how in ("no", "fp16")}
+    out = {how: run(pairs(), tmp_path, how).predict(image, "invert", num_inference_steps=2) for how in ("no", "fp16")}
     assert abs(out["no"].astype(int) - out["fp16"].astype(int)).max() <= 2

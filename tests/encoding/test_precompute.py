@@ -13,7 +13,7 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.core.files import DiskFull
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.encoding.encoder import Encoder, pick_batch
-from qie_nb.encoding.precompute import Prefetch, RecentImages, precompute, work_items
+from qie_nb.encoding.precompute import precompute
 from qie_nb.encoding.vae import pixels_of
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
@@ -31,19 +31,10 @@ spec.loader.exec_module(bench)
 @pytest.mark.parametrize("variant, naive, ours, most", [("v1", 72.6, 33.2, 0.5), ("2511", 25.4, 10.8, 0.45)])
 def test_a_sample_needs_less_than_half_of_the_naive_operations(variant, naive, ours, most):
     o = bench.operations(variant)
-    assert o["ratio"] <= most and o["total"]["ours"] / o["total"]["naive"] <= most
-    assert o["total"]["naive"] / 1e12 == pytest.approx(naive, rel=0.03) and o["total"]["ours"] / 1e12 == pytest.approx(ours, rel=0.04)
-    assert all(o["ours"][k] < 0.52 * o["naive"][k] for k in o["ours"]) and o["naive"]["vision"] == 2 * o["ours"]["vision"]
+    assert o["ratio"] <= most and o["total"] == dict(naive=pytest.approx(naive * 1e12, rel=0.03), ours=pytest.approx(ours * 1e12, rel=0.04))
 
 
-@pytest.mark.slow
-def test_batched_windows_are_the_same_operations():
-    with torch.device("meta"): model = bench.qwen_vl()
-    plain, batched = (bench.vision_flops(model, torch.tensor([[1, 10, 14]]), on) for on in (False, True))
-    assert plain == batched > 1e11
-
-
-@pytest.mark.parametrize("variant", ["v1", "2511"])
+@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
 def test_precompute_runs_what_the_benchmark_counts(variant, tmp_path):
     "Per sample: vision tower once, VAE once per image, one pass for the prefix, the caption and the empty prompt each; no language head."
     dataset = data_set(write_pairs(tmp_path/"set", ((64, 48),)), tmp_path/"cache", variant)
@@ -86,7 +77,7 @@ def assert_same_entries(a, b):
 @pytest.fixture
 def root(tmp_path):
     "Six pairs of three sizes."
-    return write_pairs(tmp_path/"set", [((48, 32), (32, 48), (40, 40))[i % 3] for i in range(6)], caption=[f"make number {i} blue" for i in range(6)])
+    return write_pairs(tmp_path/"set", ((48, 32), (32, 48), (40, 40)) * 2, caption=[f"make number {i} blue" for i in range(6)])
 
 
 @pytest.fixture
@@ -101,17 +92,17 @@ def decoded(monkeypatch):
     return count
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_entries_do_not_depend_on_prefetch(batch_size, root, tmp_path, monkeypatch):
     orders, real, order = [], EmbeddingCacheManager.save_cache, []
     monkeypatch.setattr(EmbeddingCacheManager, "save_cache", lambda self, kind, key, *a: (real(self, kind, key, *a), order.append((kind, key)))[0])
-    for prefetch in (0, 1, 4):
+    for prefetch in (0, 4):
         order.clear()
         report = run(root, tmp_path/str(prefetch), prefetch, batch_size=batch_size)
         assert (report.encoded, report.tensors, report.skipped) == (6, len(order), [])
         orders.append(list(order))
-    assert orders[0] == orders[1] == orders[2]
-    assert_same_entries(tmp_path/"0", tmp_path/"1"), assert_same_entries(tmp_path/"0", tmp_path/"4")
+    assert orders[0] == orders[1]
+    assert_same_entries(tmp_path/"0", tmp_path/"4")
 
 
 def test_encode_sample_stores_what_precompute_stores(root, tmp_path):
@@ -125,7 +116,7 @@ def test_encode_sample_stores_what_precompute_stores(root, tmp_path):
     assert all(torch.equal(t, encoder.encode_sample(lazy, i)[n]) for i in range(6) for n, t in given[i].items()) and encoder.calls == calls
 
 
-@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("prefetch", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_each_image_is_decoded_once(prefetch, tmp_path, decoded, monkeypatch):
     monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home")), monkeypatch.setattr("qie_nb.core.files._MIN_AGE", -10.) # file facts are kept at once
     root = write_pairs(tmp_path/"set", ((48, 32),) * 7)
@@ -148,7 +139,7 @@ def test_images_are_read_while_the_encoders_work(root, tmp_path, monkeypatch, de
     assert run(root, tmp_path/"cache", prefetch=4).encoded == 6 and 8 <= came[0] <= 2 * 5 + 1, "four samples in advance and no more"
 
 
-@pytest.mark.parametrize("side", ["training_images", "control_images"])
+@pytest.mark.parametrize("side", ["control_images", pytest.param("training_images", marks=pytest.mark.slow)])
 def test_an_image_replaced_after_prefetch_is_read_again(side, root, tmp_path, monkeypatch, decoded):
     real, done = Encoder._encode_latents, []
     path = next((root/side).glob("0003*.png"))
@@ -170,13 +161,12 @@ def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
         if name.endswith("control_images/0003.png'"): raise ValueError(f"image {name} cannot be read")
         return real(source, name)
     monkeypatch.setattr(qie_nb.data.samples, "open_image", opened)
-    for prefetch in (0, 4):
-        report = run(root, tmp_path/str(prefetch), prefetch)
-        assert report.encoded == 5 and [i for i, _ in report.skipped] == ["0003"] and "0003.png" in report.skipped[0][1]
-        assert len(files(tmp_path/str(prefetch))) == 5 * 7
+    report = run(root, tmp_path/"cache")
+    assert report.encoded == 5 and [i for i, _ in report.skipped] == ["0003"] and "0003.png" in report.skipped[0][1]
+    assert len(files(tmp_path/"cache")) == 5 * 7
 
 
-@pytest.mark.parametrize("batch_size, strict", [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("batch_size, strict", [(2, False), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, False), (1, True)))])
 def test_a_nan_skips_its_own_sample(batch_size, strict, root, tmp_path, monkeypatch):
     real, dataset = Encoder.images, data_set(root, tmp_path/"other")
     vae = Components(str(tiny_folder("2511"))).get("vae")
@@ -224,9 +214,7 @@ def test_items_locked_elsewhere_come_back(root, tmp_path, monkeypatch):
     assert run(root, tmp_path/"cache").encoded == 6 and set(tries.values()) == {3}
 
 
-class Stop(BaseException): pass
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_whole_entries_and_no_threads(error, root, tmp_path, monkeypatch):
     real, calls, before = Encoder.images, [], set(threading.enumerate())
     def images(self, *a):
@@ -253,27 +241,3 @@ def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch):
     monkeypatch.setattr(EmbeddingCacheManager, "save_cache", save)
     with pytest.raises(DiskFull, match="is full. The job still has .* MB to write; run it again to continue"): run(root, tmp_path/"cache")
     assert len(stored) == len(files(tmp_path/"cache")) == 10
-
-
-# --- reading ahead
-def test_prefetch_is_bounded_and_ends_early(root, tmp_path, monkeypatch):
-    dataset, begun, gate = data_set(root, tmp_path/"cache"), [], threading.Event()
-    encoder = Encoder(Components(str(tiny_folder("2511"))), dataset.cache)
-    dataset.refresh(encoder.identity)
-    def read(self, jobs): begun.append(jobs[0].units[0][0].sample); gate.wait(5); return {}
-    monkeypatch.setattr(Prefetch, "read", read)
-    with Prefetch(dataset, encoder, 3) as prefetch:
-        threading.Timer(0.1, gate.set).start()
-        groups = prefetch(work_items(dataset, range(6)))
-        assert [[item.samples for item in group] for group, _ in (next(groups), next(groups))] == [[[0]], [[1]]]
-    assert set(begun) <= {0, 1, 2, 3, 4}, "three samples beyond the second"
-
-
-def test_two_threads_decode_the_same_image_once(tmp_path, monkeypatch):
-    made, gate, recent = [], threading.Barrier(4), RecentImages()
-    monkeypatch.setattr("qie_nb.encoding.precompute.open_unchanged", lambda source, digest: (time.sleep(0.02), made.append(source))[1])
-    threads = [threading.Thread(target=lambda: (gate.wait(), recent("a", "digest"))) for _ in range(4)]
-    [t.start() for t in threads], [t.join() for t in threads]
-    assert made == ["a"]
-    for n in range(9): recent(f"b{n}", n)
-    assert len(recent.images) == 8

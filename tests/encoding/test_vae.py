@@ -7,23 +7,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from qie_nb.encoding.vae import decode_latents, encode_image, encode_images, vae_2d, vae_flops
+from qie_nb.encoding.vae import decode_latents, encode_image, encode_images, vae_2d
 from qie_nb.models.components import load_component
 from qie_nb.tiny.random_models import tiny_folder
 from tiny_rig import close, random_image, rms
 
 SIZE = (96, 64)
-both_depths = pytest.mark.parametrize("stages", [2, 3])
+both_depths = pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.slow)])
 
 
 @lru_cache
 def vae(stages, dtype=torch.float32): return load_component(tiny_folder("2511", vae_stages=stages), "vae", dtype)
-
-
-@both_depths
-def test_operations_are_saved(stages): # the notebook counts the real model
-    plain, fast = (vae_flops(vae(stages), SIZE, on) for on in (False, True))
-    assert all(plain[k] / fast[k] >= 2.5 for k in plain)
 
 
 @both_depths
