@@ -124,7 +124,7 @@ class StepSection(Section):
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = setting("none",
         "none (as the model was trained), sigma_sqrt (low noise: fine detail), cosmap (slightly more middle)")
     mask_min_weight: float = setting(0.1, "loss weight where a mask is black; 1 ignores masks", ge=0, le=1)
-    ema_decay: float | None = setting(None, "decay of a running mean to evaluate and export, e.g. 0.99", gt=0, lt=1)
+    ema_decay: float | None = setting(None, "decay of the mean to evaluate and export, e.g. 0.99", gt=0, lt=1)
     max_nonfinite_steps: int = setting(5, "stop after this many steps in a row without a finite loss", ge=1)
 
 # %% ../nbs/core/07_config.ipynb #e56c15ea

@@ -15,11 +15,8 @@ from fastcore.basics import patch
 from .progress import kernel, short_time, is_interactive
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0006
-def image_bytes(
-    image, # uint8 [H, W, 3] or PIL image; not changed
-    most:int=320, # longer side, pixels
-) -> bytes: # a JPEG
-    "A small copy of an image."
+def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; longer side in pixels
+    "A small copy of an image as JPEG."
     from PIL import Image
     im = image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(image) # both are copies
     im.thumbnail((most, most))
@@ -27,12 +24,8 @@ def image_bytes(
     im.save(raw, "JPEG", quality=88)
     return raw.getvalue()
 
-def image_html(
-    image, # uint8 [H, W, 3] or PIL image
-    title:str, # shown below, escaped
-    height:int=160, # pixels on the page
-) -> str:
-    "An embedded image with its title."
+def image_html(image, title:str, height:int=160) -> str: # pixels on the page
+    "An embedded image (uint8 [H, W, 3] or PIL) with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
     width = max(160, round(height * w / h)) # long titles wrap
@@ -143,9 +136,7 @@ def refresh(self:Display):
     update_display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
 
 # %% ../../nbs/core/02_display.ipynb #c11c0001
-def message_stream(
-    k, # kernel
-): # pyzmq stream of the main thread's requests
+def message_stream(k): # pyzmq stream of the kernel's requests for the main thread
     thread = getattr(k, "shell_channel_thread", None)
     if thread is None: return k.shell_stream
     return thread.manager.get_shell_channel_to_subshell_pair(None).to_stream

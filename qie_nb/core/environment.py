@@ -41,11 +41,8 @@ class Environment:
     env: dict = field(default_factory=dict, repr=False, compare=False)
 
 # %% ../../nbs/core/03_environment.ipynb #2ad22e42
-def environment_name(
-    env, # mapping of environment variables
-    root=Path("/"), # of the environment's folders
-) -> str: # `Environment.name`
-    "The kind of environment."
+def environment_name(env, root=Path("/")) -> str:
+    "`Environment.name`, from a mapping of environment variables and the folders under `root`."
     if env.get("KAGGLE_KERNEL_RUN_TYPE") or env.get("KAGGLE_URL_BASE"): return "kaggle"
     if any(k.startswith("COLAB_") for k in env): return "colab"
     if env is os.environ and "google.colab" in sys.modules: return "colab"
@@ -77,11 +74,8 @@ def host_cores(root=Path("/")) -> int:
     return max(1, math.ceil(min([here, *(int(w[0]) / int(w[1]) for w in limits if w[0].isdigit())])))
 
 # %% ../../nbs/core/03_environment.ipynb #e696e199
-def find_session_start(
-    env, # mapping of environment variables
-    hours=None, # length of a session
-) -> float: # time.time(), or None
-    "When this session started."
+def find_session_start(env, hours=None) -> float: # time.time(), or None
+    "When this session, at most `hours` long, started."
     import psutil
     for pid in (1, env.get("JPY_PARENT_PID"), os.getpid()):
         with suppress(psutil.Error, ValueError, TypeError):

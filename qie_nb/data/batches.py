@@ -51,7 +51,8 @@ class BucketBatchSampler:
         seed:int=0,
         shuffle:bool=True, # a new order each epoch?
     ):
-        self.dataset, self.batch_size, self.seed, self.shuffle, self.epoch = dataset, batch_size, seed, shuffle, 0
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.shuffle, self.epoch = shuffle, 0
         self.start = 0 # batches of this epoch to skip, set on resume
         self.rank, self.world = 0, 1 # each batch is divided among the processes
 
@@ -114,10 +115,8 @@ class Batch(dict):
         return np.asarray(image), [as_seen(c, self.geometry) for c in as_list(controls)]
 
 # %% ../../nbs/data/05_batches.ipynb #c46bb800
-def stack_masks(
-    samples:list, # mappings, some with `mask`: uint8 [h, w]
-) -> torch.Tensor: # [B, 1, h, w] float32, weights of latent pixels in 0..1; None if no sample has a mask
-    "The loss masks of a batch."
+def stack_masks(samples:list) -> torch.Tensor: # [B, 1, h, w] float32, weights in 0..1; or None
+    "The loss masks (uint8 [h, w]) of the samples that have one; None if there is none."
     masks = [s.get("mask") for s in samples]
     known = next((m for m in masks if m is not None), None)
     if known is None: return None
@@ -151,11 +150,8 @@ def stack_tensors(samples:list) -> dict:
     return out | dict(prompt_embeds_mask=None)
 
 # %% ../../nbs/data/05_batches.ipynb #2b1bff0e
-def prefetch(
-    batches, # an iterable
-    n:int=2, # batches to load in advance
-): # yields the same
-    "Load batches in a thread; its errors are raised here."
+def prefetch(batches, n:int=2): # yields the same
+    "Load `n` batches in advance in a thread; its errors are raised here."
     got, over = queue.Queue(n), threading.Event()
     def put(item):
         while not over.is_set():

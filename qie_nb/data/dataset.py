@@ -28,7 +28,7 @@ from .samples import Samples, cached_size, find_samples, load_images, load_mask,
 class ImageDataset(Dataset):
     "Samples of a data set as mappings: cached tensors if they are complete, images otherwise."
     def __init__(self,
-        config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `image_size`, `cache_dir`, ...)
+        config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `cache_dir`, ...)
         samples=None, # use these `Sample`s instead of searching `dataset_path`
     ):
         path = config.get("dataset_path") if isinstance(config, dict) else None
@@ -38,7 +38,7 @@ class ImageDataset(Dataset):
         self.found = find_samples(self.config.dataset_path) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
-        self.epoch, self.areas, self.cached_only, self._keys, self._whole, self._masks = 0, {}, False, {}, set(), {}
+        self.epoch, self.areas, self.cached_only, self._masks = 0, {}, False, {}
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
 
@@ -63,9 +63,8 @@ def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, i
 # %% ../../nbs/data/06_dataset.ipynb #74583c0a
 @patch
 def refresh(self:ImageDataset, identity:dict=None):
-    "Take the encoders' identity (default: from the cache's manifest) and compute the sizes; call it after filling the cache."
-    self.identity, self.ambiguous_identity = identity, None
-    self._keys.clear(), self._whole.clear()
+    "Take the encoders' identity (default: the cache's) and compute the sizes; call it after a c filling it."
+    self.identity, self.ambiguous_identity, self._keys, self._whole = identity, None, {}, set()
     if identity is None and self.cache:
         try: self.identity = self.cache.identity(self.cache_identity)
         except ValueError as e:
@@ -105,7 +104,7 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
 @patch
-def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control latents are named control_latent.0, .1, ...
+def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control_latent.0, .1, ...
     "The cache entries that sample `i` may need. Reads the images once to digest them."
     s = self.samples[i]
     try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
@@ -160,7 +159,7 @@ def dropped(self:ImageDataset, i:int) -> bool:
 
 @patch
 def length(self:ImageDataset, i:int) -> int:
-    "Approximate length of sample `i`'s embedding in this epoch: tokens of the images plus letters of the prompt."
+    "Approximate length of sample `i`'s embedding in this epoch: image tokens plus letters of the prompt."
     seen = sum(w * h for w, h in map(self.geometry.vl, self.sizes[i][1:])) // 784 # 28 x 28 pixels a token
     return seen + (0 if self.dropped(i) else len(self.samples[i].prompt))
 
@@ -204,7 +203,7 @@ def problems_text(self:ImageDataset, found=None) -> str:
 
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
 @patch
-def digests(self:ImageDataset, i:int) -> tuple: # of the target, then of each control; None before `keys(i)` was called
+def digests(self:ImageDataset, i:int) -> tuple: # of target and controls; None before `keys(i)`
     return self._keys[i][0] if i in self._keys else None
 
 @patch
@@ -213,7 +212,7 @@ def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
     return load_images(self.samples[i], self.geometry, self.digests(i), open_file)
 
 @patch
-def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size; None if the sample has none
+def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size, or None
     "Weights of sample `i`'s loss: 255 is full weight, 0 is `train.mask_min_weight`."
     s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
     if s.mask is None: return None
@@ -229,9 +228,9 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
     if s.mask is not None: out["mask"] = self.mask(i)
     if tensors is None: return out | self.images(i)
     controls, p = controls_of(tensors), "empty_" if drop else ""
+    out |= {name: tensors[p + name] for name in ("prompt_embed", "prompt_embeds_mask")}
     return out | dict(pixel_latent=tensors["pixel_latent"],
-                      control_latent=controls if controls[1:] else controls[0],
-                      prompt_embed=tensors[f"{p}prompt_embed"], prompt_embeds_mask=tensors[f"{p}prompt_embeds_mask"])
+                      control_latent=controls if controls[1:] else controls[0])
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 @patch
@@ -262,7 +261,7 @@ def incomplete(self:ImageDataset,
 def status(self:ImageDataset,
     bar=None, # as for `incomplete`
 ) -> dict:
-    "Plain data: samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad; `why` if nothing is known."
+    "Samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad, why (unknown)."
     kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
     out = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
                aside=[],

@@ -19,7 +19,7 @@ def entries_of(folder:Path) -> list: # paths, sorted by name
     "The entries of a folder. Raises ValueError if it cannot be read."
     try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
     except OSError as e:
-        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another folder") from None
+        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
 
 def _unusable(path) -> str: # the reason; "" if usable; None if not worth reporting
     kind = path.suffix.lower()
@@ -31,7 +31,7 @@ def _unusable(path) -> str: # the reason; "" if usable; None if not worth report
 
 # %% ../../nbs/data/02_folders.ipynb #2a879db5
 def _twice(what, stem, a, b):
-    alike = " (the same name in two Unicode normalisations, NFC and NFD)" if nfc(a.name) == nfc(b.name) else ""
+    alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
     raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
                      f"rename or remove one")
 
@@ -123,9 +123,7 @@ def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     return sorted(reasons.items())
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
-def read_folders(
-    root:Path, # the data set's folder
-) -> tuple: # (list of (id, target, controls, prompt, mask), layout in words, unused files), or None
+def read_folders(root:Path) -> tuple: # ([(id, target, controls, prompt, mask)], layout, unused files) or None
     "Samples from a folder of targets and one or more folders of controls."
     targets, controls, captions, masks = _roles(root)
     if not targets: return None
@@ -148,8 +146,8 @@ def read_folders(
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf0b9
 _ENDING = re.compile(r"(.+?)[_-](?:(?P<target>(?i:target|after|end|output|edited|result|gt)|T)|"
-                     r"(?P<control>(?i:control|before|start|input|source|src|original|reference|ref|cond)|C|R)"
-                     r"_?(?P<number>\d*))")
+                     r"(?P<control>(?i:control|before|start|input|source|src|original|reference|ref|cond)|C|"
+                     r"R)_?(?P<number>\d*))")
 
 def _sides(images) -> tuple: # ({stem: target}, {stem: [(number, control)]}, other images)
     after, before, neither = {}, {}, []
@@ -168,9 +166,7 @@ def _beside(stem, target, before) -> tuple:
     return tuple(p for _, p in sorted(before[stem]))
 
 # %% ../../nbs/data/02_folders.ipynb #a840e04d
-def read_pairs(
-    root:Path, # the data set's folder
-) -> tuple: # as `read_folders`
+def read_pairs(root:Path) -> tuple: # as `read_folders`
     "Samples from one folder, with the sides marked by suffixes of the names."
     ignored, (_, _, captions, masks) = [], _roles(root)
     images, beside = _folder(root, ignored)

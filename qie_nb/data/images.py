@@ -64,16 +64,12 @@ def source_name(source) -> str: # of a path, bytes, or an object with `name`
     if isinstance(source, (str, os.PathLike)): return repr(os.fspath(source))
     return repr(source.name) if getattr(source, "name", None) else type(source).__name__
 
-def read_bytes(
-    source, # path, or an object with `read_bytes()`
-) -> bytes:
-    "The bytes of an image file. Raises ValueError with its name if it cannot be read."
+def read_bytes(source) -> bytes:
+    "The bytes of a path, or of an object with `read_bytes()`. Raises ValueError with its name if that fails."
     with _named(source_name(source)), _file_of(source) as f: return f.read()
 
-def source_digest(
-    source, # path, or an object with `read_bytes()`
-) -> str: # sha256 of its bytes, 64 hex digits
-    "Digest of an encoded image; `file_digest` remembers that of a large file."
+def source_digest(source) -> str: # sha256 of its bytes, 64 hex digits
+    "Digest of an encoded image; `file_digest` remembers that of a file."
     if not isinstance(source, (str, os.PathLike)): return hashlib.sha256(read_bytes(source)).hexdigest()
     with _named(source_name(source)):
         if not os.path.isfile(source): _file_of(source) # raises the reason
@@ -157,9 +153,7 @@ def _is_whole(im, f) -> bool:
     im.verify()
     return True
 
-def read_image_size(
-    source, # path, bytes, or an object with `read_bytes()`
-) -> tuple: # (width, height) in pixels, orientation applied
+def read_image_size(source) -> tuple: # (width, height) in pixels, orientation applied
     "Size of an image, from its header if that is safe. Raises ValueError with its name if it cannot be used."
     with _named(source_name(source)), _file_of(source) as f, _open_still(f) as im:
         if not _is_whole(im, f): return _upright(im).size
@@ -167,11 +161,8 @@ def read_image_size(
         return im.size[::-1] if im.format != "PNG" and _orientation(im) in (5, 6, 7, 8) else im.size
 
 # %% ../../nbs/data/00_images.ipynb #bbe427ca
-def calculate_dimensions(
-    area:int, # pixels
-    ratio:float, # width / height
-) -> tuple: # (width, height), multiples of 32
-    "Sides of an image of this area and aspect, rounded to 32 (`calculate_dimensions` of the diffusers edit pipelines)."
+def calculate_dimensions(area:int, ratio:float) -> tuple: # (width, height), multiples of 32
+    "Sides of an image of this area (pixels) and width/height, as in the diffusers edit pipelines."
     width = math.sqrt(area * ratio)
     height = width / ratio
     return max(32, round(width / 32) * 32), max(32, round(height / 32) * 32)
@@ -196,10 +187,7 @@ class Geometry:
     def aspect(self): # in lowest terms, so that larger images of this shape are cropped alike
         return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
 
-def crop_to(
-    im:Image.Image,
-    aspect, # (width, height) in any unit; None: no crop
-) -> Image.Image:
+def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any unit; None: no crop
     "The largest centre crop with this aspect."
     if not aspect: return im
     (w, h), r = im.size, aspect[0] / aspect[1]

@@ -37,9 +37,7 @@ def _camera(data) -> bool:
     except Exception: return False
     return bool(str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0")) # Make, Model
 
-def look(
-    source, # path, or an object with `read_bytes()`
-) -> dict: # hash (64 hex digits), colours (96), colourful (0 to 255), pixels (digest), camera?
+def look(source) -> dict: # hash (64 hex digits), colours (96), colourful (0 to 255), pixels (digest), camera?
     "Features of an image for comparisons. Raises ValueError if it cannot be read."
     if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source): return _look(source)
     return cached_file_property(source, "look 1", _look)
@@ -49,10 +47,7 @@ ALIKE, COLOURS = 20, 10. # bits of 256 that may differ; levels of 255 between th
 
 def _bytes_of(looks, name): return np.frombuffer(bytes.fromhex("".join(x[name] for x in looks)), np.uint8)
 
-def alike(
-    looks, # of n images, as `look` gives them
-    block:int=512, # images compared at a time
-): # yields (i, j, bits that differ), i < j
+def alike(looks, block:int=512): # yields (i, j, bits that differ), i < j; compares `block` images at a time
     "Pairs of nearly equal images, by a matrix product; 5,000 images take a second."
     if not looks: return
     bits = np.unpackbits(_bytes_of(looks, "hash")).reshape(len(looks), -1).astype(np.float32) * 2 - 1
@@ -132,18 +127,15 @@ def _by_colour(prompt, target, controls) -> str:
     return "the caption asks to remove colour, but the control has none and the target has it"
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0019
-_GIVES_BACK = re.compile("photo|real|restor|recover|colou?r|noise|blur|sharp|upscal|enhanc|repair|clean|remove"
-                         "|quality|resolution|natural|fix|undo", re.I)
+_GIVES_BACK = re.compile("photo|real|restor|recover|colou?r|noise|blur|sharp|upscal|enhanc|repair|clean"
+                         "|remove|quality|resolution|natural|fix|undo", re.I)
 
 def _by_camera(prompt, target, controls) -> str:
     signed = target["camera"] and not any(c["camera"] for c in controls) and not _GIVES_BACK.search(prompt)
     return "EXIF names a camera for the target and not for the control" if signed else ""
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e001c
-def shared_targets(
-    digests, # per sample (digest of the target, of each control), or None
-    prompts, # per sample
-) -> dict: # {position: reason}
+def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sample; {position: reason}
     "Samples whose target is probably the original, judged by how the data set shares images."
     groups, controls = defaultdict(list), Counter()
     for i, d in enumerate(digests):

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ..cache import stable_seed
+from ..core.display import table_html
 from ..core.files import cached_file_property
 from .folders import entries_of, read_folders, read_pairs
 from .images import crop_to, open_image, read_bytes, read_image_size, source_digest, source_name
@@ -28,7 +29,7 @@ class Sample:
     target: object   # image after the edit: a path, or an object with `name` and `read_bytes()`
     controls: tuple  # images before the edit, in order
     prompt: str      # the instruction
-    mask: object = None # white: full weight of the loss, black: `train.mask_min_weight`; None: full everywhere
+    mask: object = None # white: full weight of the loss, black: `train.mask_min_weight`
 
 # %% ../../nbs/data/03_samples.ipynb #8536ca27
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
@@ -54,12 +55,9 @@ class Samples(list):
         return f"{text}; {_counted(len(self.ignored), 'file')} ignored: {', '.join(left)}"
 
     def _repr_html_(self):
-        rows = "".join(f"<tr><td>{escape(s.id)}</td><td>{len(s.controls)}</td><td>{escape(s.prompt)}</td></tr>"
-                       for s in self[:3])
-        left = "".join(f"<li>{escape(name)}: {escape(why)}</li>" for name, why in self.ignored)
-        return (f"<p>{escape(repr(self))}</p><table><tr><th>sample</th><th>controls</th><th>prompt</th></tr>"
-                f"{rows}</table>" + (f"<details><summary>ignored</summary><ul>{left}</ul></details>" if left
-                                     else ""))
+        rows = [(s.id, len(s.controls), s.prompt) for s in self[:3]]
+        left = f"<details><summary>ignored</summary>{table_html(self.ignored)}</details>" * bool(self.ignored)
+        return f"<p>{escape(repr(self))}</p>{table_html(rows, ('sample', 'controls', 'prompt'))}{left}"
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
 def _samples(rows, layout, ignored=()) -> Samples:
@@ -105,7 +103,7 @@ def _none_found(path): # raises the reason
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
     path, # data set folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
-    columns:dict=None, # for unknown column names: `dict(target=..., control=... or [...], prompt=..., mask=...)`
+    columns:dict=None, # if unknown: `dict(target=..., control=... or [...], prompt=..., mask=...)`
 ) -> Samples: # sorted by id
     "The samples of a data set. Raises FileNotFoundError or ValueError if it cannot be trained on."
     if isinstance(path, (list, tuple)): return _several([find_samples(p, columns) for p in path])
@@ -140,11 +138,8 @@ def _check_shape(mask, size): # (width, height) of its target
                          f"cut it alike or take it out")
 
 # %% ../../nbs/data/03_samples.ipynb #eca2a979
-def usable(
-    samples, # `Sample`s
-    strict:bool=False, # raise for the first unusable image?
-) -> tuple: # (usable Samples, their sizes [(target's, each control's...)], [(id, reason)] of the others)
-    "Check every image before a run. Raises ValueError if no sample is usable."
+def usable(samples, strict:bool=False) -> tuple: # (Samples, [(target's size, each control's...)], skipped)
+    "Check every image; skipped are [(id, reason)]. Raises ValueError if all are, or with `strict` if one is."
     keep, sizes, skipped = [], [], []
     for s in samples:
         try:
@@ -161,11 +156,8 @@ def usable(
 # %% ../../nbs/data/03_samples.ipynb #dbe59df7
 class ImageChanged(ValueError): "An image file changed after it was digested."
 
-def open_unchanged(
-    source, # path, or an object with `read_bytes()`
-    digest, # its `source_digest`, or None
-): # RGB PIL image
-    "Open an image. Raises `ImageChanged` if its digest differs."
+def open_unchanged(source, digest): # RGB PIL image
+    "Open an image. Raises `ImageChanged` unless its `source_digest` is `digest` or that is None."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
         raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again "
@@ -177,7 +169,7 @@ def load_images(
     geometry, # `Geometry`
     digests=None, # `source_digest` that target and controls must have
     open_file=open_unchanged, # function of (source, digest)
-) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: list of PIL images, cropped but not resized
+) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: PIL images, cropped, not resized
     "A sample's images. Raises ValueError for an unusable one and `ImageChanged` for a changed one."
     sources = sample.target, *sample.controls
     pairs = zip(sources, digests or [None] * len(sources), strict=True)
@@ -189,12 +181,9 @@ def load_images(
 # %% ../../nbs/data/03_samples.ipynb #e0c2450a
 LATENT = 8 # image pixels per latent pixel along a side
 
-def load_mask(
-    mask, # path, or an object with `read_bytes()`
-    size:tuple, # (width, height) of the target, pixels
-    aspect=None, # `Geometry.aspect` of the crop
-) -> np.ndarray: # uint8 [height / 8, width / 8]; 255 is full weight
-    "A mask as weights of latent pixels. Raises ValueError with its name if it cannot be used."
+def load_mask(mask, size:tuple,
+              aspect=None) -> np.ndarray: # uint8 [height / 8, width / 8]; 255 is full weight
+    "A mask as weights of latent pixels, for a target of this size in pixels and the `aspect` of its crop."
     im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)

@@ -24,12 +24,8 @@ def text_of(path:Path) -> str:
 def nfc(name:str) -> str: return unicodedata.normalize("NFC", name)
 
 # %% ../../nbs/data/01_tables.ipynb #c20bc6bd
-def instruction(
-    text, # of a caption file or a row
-    name:str, # the sample's id
-    where:str, # its file or row
-) -> str: # stripped
-    "A sample's prompt. Raises ValueError if it is empty or no text."
+def instruction(text, name:str, where:str) -> str: # of a sample's id and its file or row
+    "A sample's prompt, stripped. Raises ValueError if it is empty or no text."
     if text is None or (isinstance(text, str) and not text.strip()):
         raise ValueError(f"caption of sample {name!r} is empty; write the instruction into {where}")
     if not isinstance(text, str):
@@ -56,10 +52,8 @@ def _json_rows(text) -> list:
         held = lists[0] if lists else list(held.values())
     return held if isinstance(held, list) else [None]
 
-def table_rows(
-    path:Path, # .jsonl, .json or .csv
-) -> list: # (number, dict) for each row
-    "The rows of a table. Raises ValueError with the line that is not a row."
+def table_rows(path:Path) -> list: # (number, dict) for each row
+    "The rows of a .jsonl, .json or .csv file. Raises ValueError with the line that is not a row."
     text, kind, where = text_of(path), path.suffix.lower(), repr(path.name)
     rows = []
     try:
@@ -70,7 +64,8 @@ def table_rows(
                 where = f"line {n} of {path.name!r}"
                 if line.strip(): rows.append((n, json.loads(line)))
     except (ValueError, RecursionError, csv.Error) as e:
-        raise ValueError(f"{where} is not valid {'CSV' if kind == '.csv' else 'JSON'} ({e}); fix it") from None
+        form = "CSV" if kind == ".csv" else "JSON"
+        raise ValueError(f"{where} is not valid {form} ({e}); fix it") from None
     bad = next((n for n, r in rows if not isinstance(r, dict)), None)
     if bad:
         raise ValueError(f"row {bad} of {path.name!r} must be an object with image, edit_image and prompt")
@@ -79,8 +74,8 @@ def table_rows(
 # %% ../../nbs/data/01_tables.ipynb #e2d88683
 _EITHER = "image img picture photo file_name filename file path".split()
 _SPELLINGS = dict(
-    target="""target_image target edited_image edited output_image output after_image after result_image result
-              end_image ground_truth gt""".split() + _EITHER,
+    target="""target_image target edited_image edited output_image output after_image after result_image
+              result end_image ground_truth gt""".split() + _EITHER,
     control="""edit_image control_image control source_image source src input_image input before_image before
                original_image original conditioning_image conditioning condition_image condition cond_image
                reference_image reference ref_image ref kontext_image start_image start""".split(),
@@ -129,11 +124,7 @@ def _end_of(path) -> tuple: # (resolved path, is it a file?); None if the file s
     try: return path.resolve(), path.is_file()
     except (OSError, ValueError, RuntimeError): return None, False
 
-def inside(
-    root:Path, # the set's folder
-    name, # from the row
-    where:str, # "row 3 of 'metadata.jsonl'"
-) -> Path: # root/name, not resolved
+def inside(root:Path, name, where:str) -> Path: # root/name; `where` is "row 3 of 'metadata.jsonl'"
     "The path of an image in a table. Raises ValueError or FileNotFoundError with the row."
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{where} must name an image file, got {_short(name)}; write its path there")
@@ -201,10 +192,7 @@ def _unique(found, table) -> list: # (id, target, controls, prompt, mask)
         out.append((name, target, *rest))
     return out
 
-def read_table(
-    path:Path, # .jsonl, .json or .csv; its paths are relative to its folder
-    columns:dict=None, # see `match_columns`
-) -> tuple: # list of (id, target, controls, prompt, mask), layout in words
+def read_table(path:Path, columns:dict=None) -> tuple: # list of (id, target, controls, prompt, mask), layout
     "The samples of a table. Raises ValueError or FileNotFoundError with the first bad row."
     rows = table_rows(path)
     if not rows:
@@ -262,11 +250,8 @@ def _row_sample(rows, got, indices, prompt, masked, i) -> tuple:
     mask = RowImage(rows, got["mask"], i) if masked else None
     return f"{i:06}", RowImage(rows, got["target"], i), controls, said, mask
 
-def read_dataset(
-    data, # `datasets.Dataset`, or a `DatasetDict` with a train split
-    columns:dict=None, # see `match_columns`
-) -> tuple: # list of (id, target, controls, prompt, mask), layout in words
-    "The samples of a `datasets.Dataset`; ids are row numbers from 0."
+def read_dataset(data, columns:dict=None) -> tuple: # as `read_table`
+    "The samples of a `datasets.Dataset`, or of a `DatasetDict`'s train split; ids are row numbers from 0."
     data = _split_of(data)
     if not hasattr(data, "__len__"):
         raise ValueError("a streamed data set has no length; load it without `streaming=True`")
@@ -277,5 +262,5 @@ def read_dataset(
     indices = [_list_indices(rows, c, kinds[c]) for c in got["control"]]
     prompts = _column(rows, got["prompt"]).to_pylist()
     masked = _column(rows, got["mask"]).is_valid().to_pylist() if "mask" in got else [False] * len(prompts)
-    out = [_row_sample(rows, got, indices, prompts[i], masked[i], i) for i in range(len(prompts))]
+    out = [_row_sample(rows, got, indices, *each, i) for i, each in enumerate(zip(prompts, masked))]
     return out, layout_of("datasets.Dataset: ", got, list(data.column_names))

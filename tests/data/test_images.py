@@ -32,15 +32,15 @@ BACK = {1: None, 2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_1
         5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_270}
 
 
-@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tiff", "tiff-lzw"])
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tiff"])
 @pytest.mark.parametrize("mark", range(1, 9))
 def test_exif_orientation_is_applied(mark, kind, tmp_path):
     im = corners()
     stored = im if BACK[mark] is None else im.transpose(BACK[mark])
     exif = Image.Exif()
     exif[0x0112] = mark
-    how = dict(jpg=dict(quality=95, subsampling=0), webp=dict(lossless=True)).get(kind, {}) | (dict(compression="tiff_lzw") if "lzw" in kind else {})
-    path = saved(tmp_path/f"a.{kind.split('-')[0]}", stored, exif=exif.tobytes() if kind != "tiff" and "lzw" not in kind else exif, **how)
+    how = dict(jpg=dict(quality=95, subsampling=0), webp=dict(lossless=True)).get(kind, {})
+    path = saved(tmp_path/f"a.{kind}", stored, exif=exif if kind == "tiff" else exif.tobytes(), **how)
     got = open_image(path)
     assert got.size == read_image_size(path) == (30, 20)
     for at, colour in CORNERS.items(): assert np.abs(np.subtract(got.getpixel(at), colour)).max() < 12, (at, got.getpixel(at))
@@ -64,7 +64,7 @@ def test_unreadable_exif_is_ignored(exif, tmp_path):
 @pytest.mark.parametrize("name, mode", [("a.png", "I;16"), ("a.tiff", "I;16"), ("b.tiff", "I;16B"), ("i.tiff", "I")])
 def test_16_bit_grey(name, mode, tmp_path):
     ramp = np.arange(65536).reshape(256, 256)
-    im = Image.fromarray(ramp.astype(np.uint16)) if mode == "I;16" else Image.fromarray(ramp.astype(np.int32)) if mode == "I" else Image.frombytes("I;16B", (256, 256), ramp.astype(">u2").tobytes())
+    im = Image.frombytes("I;16B", (256, 256), ramp.astype(">u2").tobytes()) if mode == "I;16B" else Image.fromarray(ramp.astype(np.uint16 if mode == "I;16" else np.int32))
     path = saved(tmp_path/name, im)
     with Image.open(path) as again: assert again.mode == mode or name == "a.png"
     got = np.asarray(open_image(path))
@@ -100,14 +100,10 @@ def test_float_white_levels(top, middle, tmp_path):
     assert got[0].tolist() == [0, 0] and abs(int(got[1, 0]) - middle) <= 1 and got[1, 1] == 255 and read_image_size(path) == (2, 2)
 
 
-@pytest.mark.parametrize("value, sentence", [(np.nan, "holds values that are not finite; save it"), (np.inf, "not finite"), (1e9, r"holds values up to 1e\+09, more than 16 bits; save it")])
-def test_unusable_float_values(value, sentence, tmp_path):
-    path = saved(tmp_path/"a.tiff", Image.fromarray(np.float32([[0, value]])))
-    refused(path, sentence)
-
-
-def test_integers_over_16_bits_are_refused(tmp_path):
-    refused(saved(tmp_path/"a.tiff", Image.fromarray(np.int32([[0, 70000]]))), "holds values up to 70000, more than 16 bits")
+@pytest.mark.parametrize("value, sentence", [(np.float32(np.nan), "holds values that are not finite; save it"), (np.float32(1e9), r"holds values up to 1e\+09, more than 16 bits; save it"),
+                                             (np.int32(70000), "holds values up to 70000, more than 16 bits")])
+def test_unusable_values(value, sentence, tmp_path):
+    refused(saved(tmp_path/"a.tiff", Image.fromarray(np.array([[0, value]], value.dtype))), sentence)
 
 
 # --- modes
@@ -145,13 +141,6 @@ def test_plain_modes(mode, value, pixel, tmp_path):
     assert open_image(path).getpixel((3, 3)) == pixel and read_image_size(path) == (8, 8)
 
 
-def test_a_colour_profile_changes_nothing(tmp_path):
-    from PIL import ImageCms
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
-    a, b = saved(tmp_path/"a.png", Image.fromarray(COLOURS)), saved(tmp_path/"b.png", Image.fromarray(COLOURS), icc_profile=profile)
-    assert a.read_bytes() != b.read_bytes() and (np.asarray(open_image(a)) == np.asarray(open_image(b))).all()
-
-
 # --- what is refused: by the size and by the reading alike, in one sentence
 def refused(path, sentence):
     for f in (read_image_size, open_image):
@@ -159,12 +148,11 @@ def refused(path, sentence):
         assert "\n" not in str(e.value) and len(str(e.value)) < 700
 
 
-@pytest.mark.parametrize("name, how", [("a.gif", {}), ("a.png", {}), ("a.webp", {}), ("a.tiff", {}), ("a.avif", {})])
-def test_several_frames_are_refused(name, how, tmp_path):
+@pytest.mark.parametrize("name", ["a.gif", "a.png", "a.webp", "a.tiff", "a.avif"])
+def test_several_frames_are_refused(name, tmp_path):
     if name == "a.avif" and not features.check("avif"): pytest.skip("this Pillow has no AVIF")
-    frames = [Image.fromarray(COLOURS), Image.fromarray(255 - COLOURS), Image.fromarray(COLOURS // 2)]
-    path = saved(tmp_path/name, frames[0], save_all=True, append_images=frames[1:])
-    refused(path, rf"{name}' has 3 frames; save one of them$")
+    frames = [Image.fromarray(a) for a in (COLOURS, 255 - COLOURS, COLOURS // 2)]
+    refused(saved(tmp_path/name, frames[0], save_all=True, append_images=frames[1:]), rf"{name}' has 3 frames; save one of them$")
     one = saved(tmp_path/f"one{name}", frames[0])
     assert read_image_size(one) == open_image(one).size == (30, 20)
 
@@ -180,7 +168,7 @@ FULL = [(f"a.{k}", dict(lossless=True) if k == "webp" else {}) for k in ("png", 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, how", FULL)
-@pytest.mark.parametrize("left", [0.97, 0.5, 0.05, 0])
+@pytest.mark.parametrize("left", [0.97, 0.5, 0])
 def test_truncated_and_empty_files_are_refused(name, how, left, tmp_path):
     if name == "a.avif" and not features.check("avif"): pytest.skip("this Pillow has no AVIF")
     noise = Image.fromarray(RNG.integers(0, 255, (64, 64, 3), dtype=np.uint8))
@@ -212,7 +200,7 @@ def test_files_without_an_image_are_refused(content, tmp_path):
 def test_flipped_bytes_raise_only_value_errors(tmp_path):
     for name in ("a.png", "a.jpg", "a.webp", "a.bmp", "a.tiff", "a.gif"):
         data = saved(tmp_path/name, Image.fromarray(COLOURS), **(dict(exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0") if name in ("a.jpg", "a.webp") else {})).read_bytes()
-        for _ in range(120):
+        for _ in range(60):
             broken = bytearray(data)
             for at in RNG.integers(0, min(len(data), 300), 3): broken[at] = RNG.integers(0, 256)
             for f in (read_image_size, open_image):
@@ -223,7 +211,7 @@ def test_flipped_bytes_raise_only_value_errors(tmp_path):
 def test_decompression_bomb(tmp_path):
     (tmp_path/"bomb.png").write_bytes(png(20000, 20000, 1, 0, b"\0" * 100))
     refused(tmp_path/"bomb.png", r"bomb.png' cannot be read \(Image size \(400000000 pixels\) exceeds limit of \d+ pixels.*\); replace it")
-    (tmp_path/"text.png").write_bytes(png(2, 2, 8, 0, b"\0\1\2" * 2, (b"zTXt", b"a\0\0" + zlib.compress(b"x" * 90_000_000))))
+    (tmp_path/"text.png").write_bytes(png(2, 2, 8, 0, b"\0\1\2" * 2, (b"zTXt", b"a\0\0" + zlib.compress(b"x" * 2_000_000))))
     refused(tmp_path/"text.png", r"text.png' cannot be read \(Decompressed data too large")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -276,18 +264,6 @@ def test_all_sources_give_the_same_image(tmp_path):
     for source in (io.BytesIO(path.read_bytes()), Image.open(path), COLOURS): assert (np.asarray(open_image(source)) == COLOURS).all()
     with pytest.raises(ValueError, match="image 'mine' cannot be read"): open_image(b"no", name="'mine'")
     with pytest.raises(ValueError, match="image int cannot be read"): open_image(5)
-
-
-def test_row_images(tmp_path):
-    import datasets
-    path = saved(tmp_path/"a.png", Image.fromarray(COLOURS))
-    data = datasets.Dataset.from_dict(dict(image=[str(path), str(tmp_path/"gone.png"), None], many=[[str(path), str(path)], [], []]),
-                                      features=datasets.Features(image=datasets.Image(), many=datasets.List(datasets.Image()))).with_format("arrow")
-    for source in (RowImage(data, "image", 0), RowImage(data, "many", 0, 1)):
-        assert read_image_size(source) == (30, 20) and source_digest(source) == source_digest(path)
-    assert source_name(RowImage(data, "many", 0, 1)) == "'many[0][1]'" and "rows" not in repr(source)
-    refused(RowImage(data, "image", 1), r"image 'image\[1\]' cannot be read \(it does not exist\); replace it")
-    refused(RowImage(data, "image", 2), r"image 'image\[2\]' cannot be read \(it is empty\); replace it")
 
 
 def test_row_image_in_loader_workers(tmp_path):

@@ -37,27 +37,31 @@ def one(samples, root):
 
 
 # --- folders
-@pytest.mark.parametrize("names, target, controls, layout", [
-    (["training_images/a.png", "training_images/a.txt", "control_images/a.png"], "training_images/a.png", ["control_images/a.png"], "folders training_images/ + control_images/"),
-    (["target/a.jpg", "target/a.txt", "control/a.png", "control_2/a.webp"], "target/a.jpg", ["control/a.png", "control_2/a.webp"], "folders target/ + control/, control_2/"),
-    (["Images/a.png", "Images/a.txt", "Source/a.png"], "Images/a.png", ["Source/a.png"], "folders Images/ + Source/"),
-    (["after/a.png", "before/a.png", "captions/a.txt"], "after/a.png", ["before/a.png"], "folders after/ + before/, captions/"),
-    (["targets/a.png", "targets/a.caption", "control_images/a.png", "control_images/a_1.png", "control_images/a_2.png"], "targets/a.png", ["control_images/a.png", "control_images/a_1.png", "control_images/a_2.png"], None),
-    (["targets/a.png", "targets/a.txt", "controls/a.png", "controls/a_control_1.png", "controls/a_control_2.png"], "targets/a.png", ["controls/a.png", "controls/a_control_1.png", "controls/a_control_2.png"], None),
-    (["targets/a.png", "targets/a.txt", "controls/a_0000.png", "controls/a_0001.png"], "targets/a.png", ["controls/a_0000.png", "controls/a_0001.png"], None),
-    (["images/a.png", "images/a.txt", "control_10/a.png", "control_2/a.png", "control/a.png"], "images/a.png", ["control/a.png", "control_2/a.png", "control_10/a.png"], None),
-    (["a_start.png", "a_end.png", "a.txt"], "a_end.png", ["a_start.png"], "one folder, pairs by their endings: targets _end, controls _start"),
-    (["a_start.png", "a_start2.png", "a_end.png", "a.txt"], "a_end.png", ["a_start.png", "a_start2.png"], None),
-    (["a_control.png", "a_target.jpg", "a_target.txt"], "a_target.jpg", ["a_control.png"], None),
-    (["a_T.png", "a_R.png", "a.txt"], "a_T.png", ["a_R.png"], None),
-    (["x-input.png", "x-output.png", "x.txt"], "x-output.png", ["x-input.png"], None),
-    (["images/a_input.png", "images/a_target.png", "images/a.txt"], "images/a_target.png", ["images/a_input.png"], None),
-    (["train/images/a.png", "train/images/a.txt", "train/control/a.png"], "train/images/a.png", ["train/control/a.png"], "in train/: folders images/ + control/"),
-])
-def test_folder_layouts(names, target, controls, layout, tmp_path):
-    samples = find_samples(tree(tmp_path, *names))
+# target | controls | caption | description of the layout
+LAYOUTS = """training_images/a.png | control_images/a.png | training_images/a.txt | folders training_images/ + control_images/
+target/a.jpg | control/a.png control_2/a.webp | target/a.txt | folders target/ + control/, control_2/
+Images/a.png | Source/a.png | Images/a.txt | folders Images/ + Source/
+after/a.png | before/a.png | captions/a.txt | folders after/ + before/, captions/
+targets/a.png | control_images/a.png control_images/a_1.png control_images/a_2.png | targets/a.caption |
+targets/a.png | controls/a.png controls/a_control_1.png controls/a_control_2.png | targets/a.txt |
+targets/a.png | controls/a_0000.png controls/a_0001.png | targets/a.txt |
+images/a.png | control/a.png control_2/a.png control_10/a.png | images/a.txt |
+a_end.png | a_start.png | a.txt | one folder, pairs by their endings: targets _end, controls _start
+a_end.png | a_start.png a_start2.png | a.txt |
+a_target.jpg | a_control.png | a_target.txt |
+a_T.png | a_R.png | a.txt |
+x-output.png | x-input.png | x.txt |
+images/a_target.png | images/a_input.png | images/a.txt |
+train/images/a.png | train/control/a.png | train/images/a.txt | in train/: folders images/ + control/"""
+
+
+@pytest.mark.parametrize("row", LAYOUTS.splitlines())
+def test_folder_layouts(row, tmp_path):
+    target, controls, caption, layout = map(str.strip, row.split("|"))
+    controls = controls.split()
+    samples = find_samples(tree(tmp_path, target, *controls, caption))
     assert one(samples, tmp_path) == (target, controls, "make it blue") and not samples.ignored
-    assert layout in (None, samples.layout)
+    assert layout in ("", samples.layout)
     assert repr(samples).startswith(f"1 sample ({samples.layout}), {len(controls)} control{'s' * (len(controls) > 1)} each")
     assert usable(samples)[1] == [((8, 6),) * (1 + len(controls))]
 
@@ -85,19 +89,18 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
 
 
 @pytest.mark.parametrize("names, sentence", [
-    (["images/a.png", "images/a.txt", "control/b.png"], "target 'a.png' has no control image; expected '.*control/a' with any of .png, .jpg"),
-    (["images/a.png", "images/a.txt"], "has no control folder; put the images before the edit into '.*control_images'"),
-    (["images/a.png", "control/a.png"], "sample 'a' has no caption; write its instruction into '.*images/a.txt'"),
-    (["images/a.png", "images/a.jpg", "images/a.txt", "control/a.png"], "two samples have the name 'a': a.jpg and a.png in '.*images'; rename or remove one"),
-    (["images/a.png", "images/a.txt", "images/a.caption", "control/a.png"], "two captions have the name 'a': a.caption and a.txt in"),
-    (["images/a.png", "images/a.txt", "control/a.png", "control_3/a.png", "control_2/b.png"], "target 'a.png' has no image in control_2/ but one in a later folder"),
-    (["a_start.png", "a_end.png", "b_end.png", "a.txt", "b.txt"], "target 'b_end.png' has no control image; expected 'b_control' beside it"),
-    (["a_start.png", "a_end.png", "a_after.png", "a.txt"], "two samples have the name 'a': a_after.png and a_end.png in"),
-    (["a_start.png", "a_end.png"], "sample 'a' has no caption; write its instruction into '.*a_end.txt'"),
-    (["just.png", "pictures.png"], "holds no images; expected training_images/ and control_images/, or metadata.jsonl"),
-])
+    ("images/a.png images/a.txt control/b.png", "target 'a.png' has no control image; expected '.*control/a' with any of .png, .jpg"),
+    ("images/a.png images/a.txt", "has no control folder; put the images before the edit into '.*control_images'"),
+    ("images/a.png control/a.png", "sample 'a' has no caption; write its instruction into '.*images/a.txt'"),
+    ("images/a.png images/a.jpg images/a.txt control/a.png", "two samples have the name 'a': a.jpg and a.png in '.*images'; rename or remove one"),
+    ("images/a.png images/a.txt images/a.caption control/a.png", "two captions have the name 'a': a.caption and a.txt in"),
+    ("images/a.png images/a.txt control/a.png control_3/a.png control_2/b.png", "target 'a.png' has no image in control_2/ but one in a later folder"),
+    ("a_start.png a_end.png b_end.png a.txt b.txt", "target 'b_end.png' has no control image; expected 'b_control' beside it"),
+    ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
+    ("a_start.png a_end.png", "sample 'a' has no caption; write its instruction into '.*a_end.txt'"),
+    ("just.png images.png", "holds no images; expected training_images/ and control_images/, or metadata.jsonl")])
 def test_unusable_folders(names, sentence, tmp_path):
-    with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", *names))
+    with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", *names.split()))
     assert "\n" not in str(e.value)
 
 
@@ -111,8 +114,8 @@ def test_unusable_captions(content, sentence, tmp_path):
 
 
 # --- names of files
-NAMES = dict(longest="x" * 251, cjk="把猫变成狗", longest_cjk="猫" * 83 + "xx", emoji="👩‍🎨🖌️", leading_dash="-rf", spaces=" a  b ", dots="a.b.c", quotes="a'b\"c", html="<b>&amp;", percent="%2e%2e", colon="C:x",
-             backslash="a\\b", newline="a\nb", glob="[a]*?", dollar="$HOME", semicolon="a;b,c", nfc="caf\u00e9", hangul=unicodedata.normalize("NFC", "한국어"))
+NAMES = dict(longest="x" * 251, longest_cjk="猫" * 83 + "xx", emoji="👩‍🎨🖌️", leading_dash="-rf", spaces=" a  b ", dots="a.b.c", quotes="a'b\"c", html="<b>&amp;", percent="%2e%2e",
+             colon="C:x", backslash="a\\b", newline="a\nb", glob="[a]*?", dollar="$HOME", semicolon="a;b,c", nfc="caf\u00e9", hangul=unicodedata.normalize("NFC", "한국어"))
 
 
 @pytest.mark.parametrize("stem", NAMES.values(), ids=NAMES)
@@ -145,11 +148,6 @@ def test_unicode_normalisation_of_names(target, control, tmp_path):
     with pytest.raises(ValueError, match=r"two samples have the name 'café한': .* \(the same name in two Unicode normalisations, NFC and NFD\) in .*; rename or remove one"): find_samples(tmp_path)
 
 
-def test_samples_are_sorted_by_id(tmp_path):
-    names = [f"images/{n}.{k}" for n in ("b", "a10", "a2", "B") for k in ("png", "txt")] + [f"control/{n}.png" for n in ("b", "a10", "a2", "B")]
-    assert [s.id for s in find_samples(tree(tmp_path, *names))] == ["B", "a10", "a2", "b"]
-
-
 # --- tables
 def table(root, rows, name="metadata.jsonl"):
     root.mkdir(exist_ok=True)
@@ -165,31 +163,28 @@ def table(root, rows, name="metadata.jsonl"):
     return root
 
 
-@pytest.mark.parametrize("row", [
-    dict(image="t.png", edit_image="c.png", prompt="p"), dict(image="t.png", edit_image=["c.png"], prompt="p"), dict(file_name="t.png", control="c.png", text="p"),
-    dict(target="t.png", source="c.png", caption="p"), dict(target_image="t.png", source_image="c.png", instruction="p"), dict(output="t.png", input="c.png", instruction="p"),
-    dict(edited_image="t.png", input_image="c.png", edit_prompt="p"), dict(after="t.png", before="c.png", prompt="p"), dict(image_path="t.png", control_path="c.png", caption="p"),
-    dict(path_target="t.png", path_control="c.png", prompt="p"), dict(image="t.png", conditioning_image="c.png", text="p"), dict(image="t.png", kontext_images="c.png", prompt="p"),
-    dict(target_image="t.png", image="c.png", prompt="p"), dict(edited_image="t.png", original_image="c.png", edit_prompt="p"), dict(target_file_name="t.png", input_file_name="c.png", prompt="p"),
-    {"Target Image": "t.png", "Control-Image": "c.png", "Prompt": "p"}, dict(targetImage="t.png", editImage="c.png", editPrompt="p"), dict(image="t.png", reference_image="c.png", text="p", licence="free"),
-], ids=lambda row: "-".join(row))
+# columns of target, control and prompt; further ones are not used
+COLUMNS = """image,edit_image,prompt|file_name,control,text|target,source,caption|target_image,source_image,instruction|output,input,instruction|edited_image,input_image,edit_prompt|after,before,prompt
+image_path,control_path,caption|path_target,path_control,prompt|image,conditioning_image,text|image,kontext_images,prompt|target_image,image,prompt|edited_image,original_image,edit_prompt
+target_file_name,input_file_name,prompt|Target Image,Control-Image,Prompt|targetImage,editImage,editPrompt|image,reference_image,text,licence""".replace("\n", "|").split("|")
+
+
+@pytest.mark.parametrize("names", COLUMNS)
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "json"])
-def test_column_names(row, kind, tmp_path):
+def test_column_names(names, kind, tmp_path):
     tree(tmp_path, "t.png", "c.png")
-    if kind == "csv" and isinstance(next(iter(row.values())), list): return
-    table(tmp_path, [row], f"anything.{kind}")
+    table(tmp_path, [dict(zip(names.split(","), ("t.png", "c.png", "p", "free")))], f"anything.{kind}")
     samples = find_samples(tmp_path)
     assert facts(samples, tmp_path) == {"t": ("t.png", ["c.png"], "p")}
-    assert all(f"`{c}`" in samples.layout for c in row if c != "licence") and samples.layout.startswith(f"anything.{kind}: target `")
-    assert ("licence" in row) == samples.layout.endswith("; not used: licence")
+    assert all(f"`{c}`" in samples.layout for c in names.split(",")[:3]) and samples.layout.startswith(f"anything.{kind}: target `")
+    assert ("licence" in names) == samples.layout.endswith("; not used: licence")
 
 
 @pytest.mark.parametrize("row", [dict(edit_image=["c.png", "d.png"]), dict(edit_image_1="c.png", edit_image_2="d.png"), dict(edit_image="c.png", edit_image_2="d.png"), dict(control_path_0="c.png", control_path_1="d.png"),
                                  dict(control_10="d.png", control_9="c.png"), dict(edit_images='["c.png", "d.png"]'), dict(edit_images="['c.png', 'd.png']"), dict(control="c.png; d.png"), dict(control="c.png,d.png")], ids=str)
 def test_several_controls_in_a_row(row, tmp_path):
     tree(tmp_path, "t.png", "c.png", "d.png")
-    for name in ("m.jsonl", "m.csv"):
-        if name == "m.csv" and isinstance(next(iter(row.values())), list): continue
+    for name in ("m.jsonl", "m.csv"): # a list becomes its repr in CSV
         table(tmp_path, [dict(image="t.png", prompt="p") | row], name)
         assert one(find_samples(tmp_path/name), tmp_path)[1] == ["c.png", "d.png"]
 
@@ -265,20 +260,21 @@ def test_several_tables_in_a_folder(tmp_path):
     assert find_samples(tmp_path)[0].prompt == "trained on"
 
 
+HEAD, GOOD = "image,edit_image,prompt\n", dict(image="t.png", edit_image="c.png", prompt="p")
+
+
 @pytest.mark.parametrize("name, text, sentence", [
     ("m.jsonl", '{"image": 1}\n\n{"image"', "line 3 of 'm.jsonl' is not valid JSON .*; fix it"), ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
-    ("m.json", "", "'m.json' is not valid JSON"), ("m.jsonl", "[1]\n{}", "row 1 of 'm.jsonl' must be an object"), ("m.csv", "", "'m.csv' has no rows"), ("m.csv", "image,edit_image,prompt\n", "'m.csv' has no rows"),
-    ("m.csv", "image,edit_image,prompt\n" + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), ("m.jsonl", "null", "row 1 of 'm.jsonl' must be an object"),
-    ("m.csv", "image,edit_image,prompt\nt.png,,p", "row 1 of 'm.csv' has no control image in 'edit_image'; write its path there"), ("m.csv", "image,edit_image,prompt\n,c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"),
-    ("m.csv", "image,edit_image,prompt\nt.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
-    ("m.csv", "image,edit_image,prompt\nt.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; fix the path or remove the row \(2 of 3 rows are wrong\)"),
-    ("m.jsonl", '{"image": "t.png", "edit_image": 5, "prompt": "p"}', "has no control image"), ("m.jsonl", '{"image": {"bytes": "x"}, "edit_image": "c.png", "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got {"),
-    ("m.jsonl", '{"image": "t.png", "edit_image": [["c.png"]], "prompt": "p"}', "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": ["p"]}', "caption of sample 't' must be text"),
-    ("m.jsonl", '{"image": "t.png", "edit_image": "c.png", "prompt": "\\ud800"}', "caption of sample 't' is not valid Unicode; fix it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it"),
-])
+    ("m.json", "", "'m.json' is not valid JSON"), ("m.jsonl", "[1]\n{}", "row 1 of 'm.jsonl' must be an object"), ("m.csv", "", "'m.csv' has no rows"), ("m.csv", HEAD, "'m.csv' has no rows"),
+    ("m.csv", HEAD + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), ("m.csv", HEAD + "t.png,,p", "row 1 of 'm.csv' has no control image in 'edit_image'; write its path there"),
+    ("m.csv", HEAD + ",c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"), ("m.csv", HEAD + "t.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
+    ("m.csv", HEAD + "t.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; fix the path or remove the row \(2 of 3 rows are wrong\)"),
+    ("m.jsonl", GOOD | dict(edit_image=5), "has no control image"), ("m.jsonl", GOOD | dict(image={"bytes": "x"}), "row 1 of 'm.jsonl' must name an image file, got {"),
+    ("m.jsonl", GOOD | dict(edit_image=[["c.png"]]), "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", GOOD | dict(prompt=["p"]), "caption of sample 't' must be text"),
+    ("m.jsonl", GOOD | dict(prompt="\ud800"), "caption of sample 't' is not valid Unicode; fix it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it")])
 def test_unusable_tables(name, text, sentence, tmp_path):
     tree(tmp_path, "t.png", "c.png")
-    (tmp_path/name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    (tmp_path/name).write_bytes((text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogateescape"))
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: find_samples(tmp_path/name)
     assert "\n" not in str(e.value) and len(str(e.value)) < 600
 
@@ -287,7 +283,7 @@ def test_unusable_tables(name, text, sentence, tmp_path):
 PATHS = ["../secret.png", "../../../../etc/passwd", "images/../../secret.png", "./../secret.png", "/etc/passwd", "/proc/self/environ", "/dev/stdin", "SECRET", "..\\secret.png", "..\\..\\..\\windows\\win.ini", "images\\..\\..\\secret.png",
          "C:\\Windows\\win.ini", "C:/secret.png", "\\\\server\\share\\a.png", "//server/share/a.png", "file:///etc/passwd", "file:secret.png", "http://127.0.0.1/a.png", "https://example.org/a.png", "data:image/png;base64,AAAA",
          "link.png", "linked/secret.png", "loop.png", "t.png\0.txt", "\0", "x" * 5000, "a/" * 3000 + "a.png", "", "   ", "..", ".", "~/secret.png", "%2e%2e/secret.png", "${HOME}/a.png", "\ud800.png", "pipe.png"]
-HTML = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"><svg onload=alert(1)>", "</td></table><iframe src=javascript:alert(1)>", "'; DROP TABLE x; --<b>", "&lt;script&gt;<script>", "{{7*7}}<b>${7*7}</b>", "<!--<script>"]
+HTML = ["<script>alert(1)</script>", "\"><svg onload=alert(1)>", "</td></table><iframe src=javascript:alert(1)>", "&lt;script&gt;<script>", "<!--<script>"]
 
 
 @pytest.fixture
@@ -317,11 +313,10 @@ def test_paths_outside_the_set_are_refused(path, hostile):
 def test_html_is_escaped(text, hostile):
     name = text.replace("/", "")[:60]
     write_image(hostile/f"{name}.png")
-    samples = find_samples(table(hostile, [dict(image=f"{name}.png", edit_image="c.png", prompt=text, **{f"<i>{n}": 1 for n in range(2)})]))
+    samples = find_samples(table(hostile, [dict(image=f"{name}.png", edit_image="c.png", prompt=text, **{"<i>": 1})]))
     assert samples[0].prompt == text and samples[0].id == name
     page = Samples(samples, samples.layout, [(text, text)])._repr_html_()
-    for tag in ("<script", "<img", "<svg", "<iframe", "<b>", "<i>", "<!--"): assert tag not in page
-    with pytest.raises(FileNotFoundError, match="row 1 of 'metadata.jsonl' names"): find_samples(table(hostile, [dict(image=text, edit_image="c.png", prompt="p")]))
+    for tag in ("<script", "<svg", "<iframe", "<i>", "<!--"): assert tag not in page
 
 
 def test_windows_paths_inside_the_set(tmp_path):
@@ -334,9 +329,9 @@ def test_windows_paths_inside_the_set(tmp_path):
 def images_of(n): return [Image.new("RGB", (8, 6), (i, 0, 0)) for i in range(n)]
 
 
-def test_dataset_with_lists_of_controls(tmp_path):
+def test_dataset_with_lists_of_controls():
     import datasets
-    held = dict(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=["a", "b", "c"], quality=[1, 2, 3])
+    held = dict(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=list("abc"), quality=[1, 2, 3])
     features = datasets.Features(target_image=datasets.Image(), control_images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), quality=datasets.Value("int64"))
     data = datasets.Dataset.from_dict(held, features=features)
     for given in (data, datasets.DatasetDict(test=data.select([0]), train=data), datasets.DatasetDict(only=data)):
@@ -344,9 +339,9 @@ def test_dataset_with_lists_of_controls(tmp_path):
         assert [(s.id, len(s.controls), s.prompt) for s in samples] == [("000000", 2, "a"), ("000001", 1, "b"), ("000002", 3, "c")]
         assert samples.layout == "datasets.Dataset: target `target_image`, control `control_images`, prompt `prompt`; not used: quality"
         keep, sizes, skipped = usable(samples)
-        assert sizes[2] == ((8, 6),) * 4 and not skipped and isinstance(keep[0].target, RowImage)
+        assert sizes[2] == ((8, 6),) * 4 and not skipped and isinstance(keep[0].target, RowImage) and keep[2].controls[1].name == "control_images[2][1]"
     shuffled = find_samples(data.select([2, 0]))
-    assert [(s.prompt, len(s.controls)) for s in shuffled] == [("c", 3), ("a", 2)]
+    assert [(s.prompt, len(s.controls)) for s in shuffled] == [("c", 3), ("a", 2)] and "rows" not in repr(shuffled[0].target)
     assert source_digest(shuffled[1].target) == source_digest(find_samples(data)[0].target)
     assert load_images(shuffled[0], Geometry((32, 32)))["control"][2].size == (8, 6)
 
@@ -389,12 +384,12 @@ def test_broken_images_of_a_dataset_are_skipped(tmp_path):
                              for i, why in ((1, "not an image or broken"), (2, "it does not exist"), (3, "it does not exist"), (4, "it is empty"))}
 
 
-@pytest.mark.parametrize("given, kind, sentence", [(None, ValueError, "`data.dataset_path` is not set; set it to"), (5, ValueError, "`data.dataset_path` is of type int; it must be a folder, a table or"), ({"repo_id": "x"}, ValueError, "is of type dict"),
-                                                   ("/no/such", FileNotFoundError, "'/no/such' does not exist; set it to the folder"), ("FILE", ValueError, "a.zip' is no table; it must be a folder or one of .jsonl, .json, .csv"),
-                                                   ("/no/such.csv", FileNotFoundError, "does not exist")])
-def test_no_data_set(given, kind, sentence, tmp_path):
-    (tmp_path/"a.zip").write_bytes(b"PK")
-    with pytest.raises(kind, match=sentence): find_samples(str(tmp_path/"a.zip") if given == "FILE" else given)
+@pytest.mark.parametrize("given, kind, sentence", [
+    (None, ValueError, "`data.dataset_path` is not set; set it to"), ({"repo_id": "x"}, ValueError, "`data.dataset_path` is of type dict; it must be a folder, a table or"),
+    ("/no/such", FileNotFoundError, "'/no/such' does not exist; set it to the folder"), (__file__, ValueError, "test_samples.py' is no table; it must be a folder or one of .jsonl, .json, .csv"),
+    ("/no/such.csv", FileNotFoundError, "does not exist")])
+def test_no_data_set(given, kind, sentence):
+    with pytest.raises(kind, match=sentence): find_samples(given)
 
 
 # --- usable samples
@@ -412,13 +407,6 @@ def test_broken_images_are_skipped(tmp_path):
     with pytest.raises(ValueError, match="b.png' cannot be read"): usable(samples, strict=True)
     with pytest.raises(ValueError, match="none of 3 samples can be used; the first: image .*b.png' cannot be read .*"): usable(samples[1:])
     assert usable([]) == ([], [], [])
-
-
-def test_a_broken_link_is_skipped(tmp_path):
-    samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
-    (tmp_path/"control"/"b.png").unlink()
-    (tmp_path/"control"/"b.png").symlink_to("nowhere")
-    assert usable(samples)[2] == [("b", f"image '{tmp_path}/control/b.png' cannot be read (its link leads nowhere); replace it or remove the pair")]
 
 
 def test_sizes_are_remembered_per_file(tmp_path, monkeypatch):
