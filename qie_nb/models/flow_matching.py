@@ -20,7 +20,6 @@ def pack_latents(
     B, C, h, w = latents.shape
     return latents.view(B, C, h//2, 2, w//2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h//2)*(w//2), C*4)
 
-# %% ../../nbs/models/04_flow_matching.ipynb #83fbd290
 def unpack_latents(
     tokens:torch.Tensor, # [B, (h/2)*(w/2), 4*C]
     h:int, w:int, # latent pixels, even
@@ -32,7 +31,6 @@ def unpack_latents(
                          f"got {n}")
     return tokens.view(B, h//2, w//2, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
 
-# %% ../../nbs/models/04_flow_matching.ipynb #a6aea4d9
 def img_shapes(
     target:tuple, # (h, w) of the target, latent pixels
     controls=(), # (h, w) of each control
@@ -75,8 +73,7 @@ def sample_sigmas(
     mu:float=0.0, # for `shift`: logarithm of the sampler's shift
     steps:int=1000, # discrete timesteps of the scheduler; None: continuous levels
     shift:float=3.0, # for `fixed_shift`
-    mean:float=0.0, # for `logit_normal`: above 0 means more noise
-    std:float=1.0, # for `logit_normal`
+    mean:float=0.0, std:float=1.0, # for `logit_normal`; a mean above 0 means more noise
 ) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
     "The noise level of each sample from its own seed."
     if how not in SAMPLINGS:
@@ -90,8 +87,7 @@ def sample_sigmas(
 
 # %% ../../nbs/models/04_flow_matching.ipynb #852515eb
 def add_noise(
-    x0:torch.Tensor, # [B, ...] clean latents
-    eps:torch.Tensor, # the same shape
+    x0:torch.Tensor, eps:torch.Tensor, # [B, ...] clean latents, noise
     sigmas:torch.Tensor, # [B]
 ) -> torch.Tensor: # float32
     "`x_t = (1 - sigma) x0 + sigma eps`."
@@ -102,7 +98,6 @@ def flow_target(x0:torch.Tensor, eps:torch.Tensor) -> torch.Tensor: # float32
     "The velocity, `eps - x0`: the sampler steps by `x + (sigma_next - sigma) * velocity`."
     return eps.float() - x0.float()
 
-# %% ../../nbs/models/04_flow_matching.ipynb #b014efdd
 def flow_loss(
     pred:torch.Tensor, # [B, tokens, 64] of the transformer, target tokens first; control tokens may follow
     target:torch.Tensor, # [B, target tokens, 64]
@@ -118,7 +113,7 @@ def flow_loss(
 
 # %% ../../nbs/models/04_flow_matching.ipynb #e0a32bf6
 def mask_weights(
-    mask:torch.Tensor, # [B, 1, h, w] in 0..1, at the latent's size or another one of the same aspect
+    mask:torch.Tensor, # [B, 1, h, w] in 0..1, at the latent's size or larger
     like:torch.Tensor, # [B, C, 1, h, w] latents
     background:float=0.1, # weight where the mask is 0
 ) -> torch.Tensor: # [B, tokens, 4*C] float32, for `flow_loss`
@@ -145,7 +140,7 @@ def transformer_inputs(
     transformer, # QwenImageTransformer2DModel, or its DDP wrapper
     x_t:torch.Tensor, # [B, target tokens, 64]
     controls, # list of [B, control tokens, 64], clean
-    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, so that a modulation table need not wait
+    timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, for a modulation table
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
     mask, # [B, L] bool, or None if nothing is padded
     shapes, # as `img_shapes` gives them

@@ -30,9 +30,8 @@ def find_model_folder(folder) -> Path: # the folder with model_index.json, or `f
                          "give the folder of one of them")
     return found[0] if found else folder
 
-# %% ../../nbs/models/00_hub.ipynb #6986a5f9
 def component_class(folder, name:str) -> tuple: # (library's name, class)
-    "The class that model_index.json of a folder names for a component."
+    "The class that a folder's model_index.json names."
     index = json.loads((Path(folder)/INDEX).read_text())
     if not index.get(name) or None in index[name]:
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
@@ -76,12 +75,12 @@ HUB = HubClient()
 CONFIG_FILES = (".json", ".txt", ".jinja", ".model")
 
 class HubModel:
-    "The files of a model on the hub."
+    "The files of a model on the hub; `hub` replaces `HUB`."
     def __init__(self, name:str, revision:str=None, hub=None):
         self.name, self.hub = name, hub or HUB
         self.commit, self.files = self.hub.files(name, revision)
         home = Path(os.environ.get("QIE_NB_HOME") or Path.home()/".cache"/"qie_nb")
-        self.store = home/"models"/f"{name.replace('/', '--')}@{self.commit[:12]}" # for quantized components
+        self.store = home/"models"/f"{name.replace('/', '--')}@{self.commit[:12]}"
         self.record = self.store/"fetched.json"
 
     def has(self, path) -> bool: return self.hub.has(self.name, path, self.commit)
@@ -105,8 +104,7 @@ class HubModel:
 
 # %% ../../nbs/models/00_hub.ipynb #5fec18a8
 @patch
-def weights(self:HubModel, component:str) -> dict: # {path: bytes}
-    "The weight files of a component, without variants such as fp16."
+def weights(self:HubModel, component:str) -> dict: # {path: bytes}, without variants such as fp16
     own = [p for p in self.files if p.startswith(f"{component}/") and p.count("/") == 1]
     shortest = lambda end: min((p for p in own if p.endswith(end)), key=lambda p: (len(p), p), default=None)
     paths = [shortest(".safetensors")]
@@ -134,11 +132,9 @@ def fetch_configs(self:HubModel, components=()) -> Path: # the local model folde
 def format_bytes(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 @patch
-def check_disk_space(self:HubModel,
-    component:str,
-    kept:int=None, # bytes of the quantized copy if files are deleted after use; None: all files stay
-):
-    "Print the size of a download. Raises OSError if it does not fit on the disk."
+def check_disk_space(self:HubModel, component:str, kept:int=None):
+    """Print the size of a download. Raises OSError if it does not fit on the disk.
+    `kept`: bytes of the quantized copy if files are deleted after use, None if all stay."""
     if not (todo := self.missing(component)): return
     total, (path, largest) = sum(todo.values()), max(todo.items(), key=lambda x: x[1])
     if kept is None:
@@ -159,7 +155,6 @@ def check_disk_space(self:HubModel,
 
 @patch
 def fetch_all(self:HubModel, components) -> Path: # the local model folder
-    "Download all files of some components."
     folder = self.fetch_configs(components)
     for c in components:
         self.check_disk_space(c)
@@ -206,23 +201,19 @@ class ShardDownloader:
     def release(self, name:str): self.model.release(f"{self.component}/{name}")
 
 # %% ../../nbs/models/00_hub.ipynb #466898ce
-def sampled_digest(
-    path, # safetensors file
-    blocks:int=64, # of 4096 bytes, evenly spread, the last one at the end
-) -> str: # 16 hex digits
-    "Digest of a weight file without reading all of it; a file below 16 MB is read completely."
+def sampled_digest(path) -> str: # 16 hex digits
+    "Digest of a safetensors file from its head and 64 evenly spread blocks; of all of it below 16 MB."
     size = Path(path).stat().st_size
     h = hashlib.sha256(str(size).encode())
     with open(path, "rb") as f:
         h.update(f.read(8 + min(int.from_bytes(f.read(8), "little"), 1 << 24)))
         if size < 1 << 24: h.update(f.read())
         else:
-            for n in range(blocks):
-                f.seek((size - 4096) * n // (blocks - 1))
+            for n in range(64):
+                f.seek((size - 4096) * n // 63)
                 h.update(f.read(4096))
     return h.hexdigest()[:16]
 
-# %% ../../nbs/models/00_hub.ipynb #952e2053
 _VOLATILE = ("_diffusers_version", "_name_or_path", "_class_name")
 
 def transformer_digest(folder) -> str: # 16 hex digits

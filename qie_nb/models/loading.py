@@ -45,12 +45,8 @@ def part_names(quantization:str, bias:bool) -> set: # bias: does the layer have 
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c008
 def deserialize_linear(
-    linear:nn.Linear, # its weights may be on the meta device
-    quantization:str,
-    parts:dict, # from `serialize_linear`, on the layer's device
-    dtype, # of computation
-) -> nn.Module: # what `quantize_linear` gave
-    "A quantized layer from its tensors."
+    linear:nn.Linear, quantization:str, parts:dict, dtype) -> nn.Module: # as `quantize_linear` gave it
+    "A quantized layer, for computing in `dtype`, from the tensors of `serialize_linear` on its device."
     weight, bias = {n.removeprefix("weight").removeprefix("."): t for n, t in parts.items()}, None
     narrow = quantization == "fp8_storage" # its bias has eight bits too
     if "bias" in weight:
@@ -91,13 +87,8 @@ def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes
 
 def saved_quantization(folder) -> str: return source_checkpoint(folder).get("kind") # of its files, or None
 
-# %% ../../nbs/models/02_loading.ipynb #7b10c00d
 def check_saved_quantization(
-    folder, # of a component
-    quantization:str, # requested, or None
-    dtype, # of computation
-    key:str="model.quantize", # for messages
-):
+    folder, quantization:str, dtype, key:str="model.quantize"): # what is requested, and its setting
     "Raises ValueError if a prequantized component is requested in another form."
     if not (origin := source_checkpoint(folder)): return
     saved, told = origin["kind"], f"{str(folder)!r} is prequantized as {origin['kind']}"
@@ -118,7 +109,6 @@ def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on 
         with init_empty_weights(include_buffers=False): return (cls.from_config if diffusers else cls)(config)
     finally: torch.set_default_dtype(before)
 
-# %% ../../nbs/models/02_loading.ipynb #d1b2c3a4
 def weight_files(folder) -> list: # paths of safetensors files
     "The files of a component, without variants such as fp16. Raises FileNotFoundError if one is missing."
     folder = Path(folder)
@@ -141,7 +131,6 @@ def remap_key(key:str, known) -> str: # or None
     if key in known: return key
     return next((new for old, to in _MOVED if (new := re.sub(old, to, key)) in known), None)
 
-# %% ../../nbs/models/02_loading.ipynb #5e6f7081
 def trim_malloc():
     "Return freed memory to the system (glibc only)."
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)): trim(0)
@@ -163,13 +152,13 @@ def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) 
 
 # %% ../../nbs/models/02_loading.ipynb #8192a3b4
 def load_quantized(
-    cls, # of the model, diffusers' or transformers'
-    folder, # component folder: config.json and safetensors files
+    cls, # a diffusers or transformers model class
+    folder, # with config.json and safetensors files
     quantization:str=None, # a key of `QUANTIZATIONS`
     dtype=torch.float32, # of the other weights, and of computation
     device="cpu", # of every tensor
     prepare=None, # function of the empty model; tensors that it removes are not read
-    placement=None, # replaces `device`, e.g. `qie_nb.devices.block_swap.BlockSwapLoader`
+    placement=None, # replaces `device`, e.g. a `BlockSwapLoader`
 ) -> nn.Module: # frozen, in eval mode
     "Load a model from disk and quantize each layer as its weights are read."
     from safetensors import safe_open
@@ -223,10 +212,9 @@ def _finish(model, folder, device_of):
 STREAMS = ("img_mod", "txt_mod") # modulation layers of a block
 
 def component_bytes(
-    folder, # of the component, with its safetensors files
-    dtype=torch.bfloat16, # it is loaded in
-    kind:str=None, # of `qie_nb.models.quantize.QUANTIZATIONS`
-    table:bool=False, # a transformer on the modulation table, without its modulation layers?
+    folder, dtype=torch.bfloat16,
+    kind:str=None, # a key of `QUANTIZATIONS`
+    table:bool=False, # without the modulation layers?
 ) -> int:
     "Bytes that a component's weights take in memory, from the headers of its files; 0 if there are none."
     from safetensors import safe_open
@@ -242,7 +230,6 @@ def component_bytes(
                 total += math.prod(shape) * width
     return round(total)
 
-# %% ../../nbs/models/02_loading.ipynb #623d762d
 def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
     "Bytes that are available on a device now; memory that torch keeps for reuse on a GPU counts as free."
     d = torch.device(device)
@@ -253,5 +240,5 @@ def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
     return psutil.virtual_memory().available
 
 def work_bytes(area:int=1024*1024) -> dict: # {component: bytes}; area: pixels of the result
-    "Estimated memory for activations: of the VAE's widest layer, of one block of the others at a megapixel."
+    "Estimated memory for activations, of the VAE's widest layer and one block of the others."
     return dict(text_encoder=1_000 * area, vae=5_000 * area, transformer=2_000 * area)

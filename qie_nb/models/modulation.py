@@ -33,9 +33,9 @@ def model_timesteps(timesteps, dtype) -> list: # floats
     "Timesteps (0 to 1000) rounded to the model's dtype and divided by 1000, as in the pipelines."
     return to_floats(torch.as_tensor(timesteps).cpu().float().to(dtype) / 1000)
 
-def training_times(dtype, steps:int=1000) -> tuple: # distinct, ascending
-    "All times that training can draw; `steps` are the scheduler's discrete timesteps."
-    sigmas = (torch.arange(1, steps + 1).double() / steps).float() # as in `sample_sigmas`
+def training_times(dtype) -> tuple: # distinct, ascending
+    "All times that training can draw, of the scheduler's 1000."
+    sigmas = (torch.arange(1, 1001).double() / 1000).float() # as in `sample_sigmas`
     return tuple(sorted(set(model_timesteps(sigmas * 1000, dtype))))
 
 def extra_timesteps(times, dtype) -> tuple: # distinct, ascending
@@ -44,17 +44,13 @@ def extra_timesteps(times, dtype) -> tuple: # distinct, ascending
 
 # %% ../../nbs/models/05_modulation.ipynb #c42681ef
 def open_checkpoint(folder) -> dict: # {name: slice of a file, read when it is indexed}
-    "The tensors of a component's files by name."
     from safetensors import safe_open
     files = [safe_open(p, "pt") for p in weight_files(folder)]
     return {k: f.get_slice(k) for f in files for k in f.keys()}
 
 @torch.no_grad()
 def time_embeddings(
-    weights, # {name: tensor, or slice of a file}
-    times, # from `model_timesteps`
-    dtype, # of the transformer
-) -> torch.Tensor: # [T, dim] in `dtype`, the input of every block's modulation
+    weights, times, dtype) -> torch.Tensor: # [T, dim] in `dtype`, the input of every block's modulation
     "The timestep embedding, one time per call because a larger matrix product rounds differently."
     from diffusers.models.transformers.transformer_qwenimage import QwenTimestepProjEmbeddings
     prefix = "time_text_embed."
@@ -70,14 +66,13 @@ def block_rows(
     weights, # {name: tensor, or slice of a file}
     block:int,
     temb, # [T, dim] from `time_embeddings`
-    piece:int=2048, # rows of a weight that are read at once
-) -> torch.Tensor: # [T, 12, dim]: shift, scale, gate of both norms; six rows for the image, six for the text
+) -> torch.Tensor: # [T, 12, dim]: shift, scale, gate of both norms, of the image and of the text
     "The output of one block's modulation; products in float32, rounded once, as in a matrix kernel."
     x, out = F.silu(temb).float(), []
     for stream in STREAMS:
         params = [weights[f"transformer_blocks.{block}.{stream}.1.{k}"] for k in ("weight", "bias")]
-        for n in range(0, 6 * temb.shape[1], piece):
-            w, b = (p[n:n + piece].to(temb.dtype).float() for p in params)
+        for n in range(0, 6 * temb.shape[1], 2048): # read in pieces
+            w, b = (p[n:n + 2048].to(temb.dtype).float() for p in params)
             out.append(F.linear(x, w, b).to(temb.dtype))
     return torch.cat(out, 1).view(len(temb), 12, -1)
 
@@ -91,15 +86,14 @@ class ModulationTable:
     "Outputs of all modulation layers for sets of times, looked up by time."
     def __init__(self,
         base:str, # digest of the transformer's weights
-        dtype, # of the transformer
-        blocks:int, # of the transformer
-        folder=None, # component folder with the weights; None: they are not available
-        cache=None, # `EmbeddingCacheManager` for the entries; None: memory only
+        dtype, blocks:int, # of the transformer
+        folder=None, # of its weights, if they are available
+        cache=None, # `EmbeddingCacheManager`; None: memory only
     ):
         self.base, self.dtype, self.blocks = base, dtype, blocks
         self.folder, self.cache = folder and Path(folder), cache
         self.index = {} # {time: TableRow}
-        self.warn_nearest = True # print when a missing time is replaced by the nearest one?
+        self.warn_nearest = True # when a missing time is replaced
 
     def __repr__(self):
         return f"ModulationTable of {len(self.index)} times in {dtype_name(self.dtype)}, {self.blocks} blocks"
@@ -173,7 +167,6 @@ def ensure(self:ModulationTable, times, name:str="modulation"):
     extra = extra_timesteps(times, self.dtype)
     if self.missing(times) and not self.find(extra) and self.folder: self.make(extra, name)
 
-# %% ../../nbs/models/05_modulation.ipynb #7718a783
 @patch
 def nearest_timestep(self:ModulationTable, time:float) -> float:
     "The time itself, or the nearest one in the table, with one message for the first."
@@ -200,7 +193,7 @@ def uses_modulation(names) -> list:
     return [n for n in names if any(f"{s}." in f"{n}." for s in (*STREAMS, "time_text_embed"))]
 
 class TableModulation(nn.Module):
-    "Replaces one modulation layer: selects six of the rows that travel with the time embedding."
+    "Replaces a modulation layer: selects six of the rows that travel with the time embedding."
     def __init__(self, first:int):
         super().__init__() # a tensor, so that all blocks share compiled code
         self.register_buffer("index", torch.arange(first, first + 6), persistent=False)
@@ -208,7 +201,6 @@ class TableModulation(nn.Module):
     def forward(self, temb): # [B, 1 + 12 * blocks, dim] -> [B, 6 * dim]
         return temb.index_select(1, self.index).flatten(1)
 
-# %% ../../nbs/models/05_modulation.ipynb #6880f787
 class TableIndex:
     "Selects the rows of each transformer call and appends them to the time embedding."
     def __init__(self, table, zero:bool): # zero: are control tokens modulated at time 0 (`zero_cond_t`)?
@@ -218,10 +210,7 @@ class TableIndex:
         "Announce the next call's timestep from the CPU, so that it need not be read back from a GPU."
         self.next = timestep if timestep.device.type == "cpu" else None
 
-    def choose(self,
-        timestep:torch.Tensor, # [B], as the transformer gets it
-        device, # of its tokens
-    ):
+    def choose(self, timestep:torch.Tensor, device): # [B], as the transformer gets it; of its tokens
         "Fetch the rows of a call, or reuse the last call's if nothing changed (guidance)."
         timestep, self.next = timestep if self.next is None else self.next, None
         own, t = self.table.dtype, timestep.to("cpu") # the table may be narrower than the run

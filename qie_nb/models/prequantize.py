@@ -36,19 +36,10 @@ def shard_order(shards) -> list: # names
     first = {f for k, f in files.items() if k.startswith("time_text_embed.")}
     return sorted(shards.names, key=lambda n: (n not in first, n))
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c00b
 class ShardQuantizer:
-    "Quantizes a component while the files of its checkpoint are read one by one."
-    def __init__(self,
-        cls, # of the model, diffusers' or transformers'
-        folder, # with config.json
-        quantization:str,
-        dtype, # of the other weights, and of computation
-        device="cpu", # where layers are quantized
-        sets=(), # of times whose rows replace the modulation layers
-        table_dtype=None, # of the rows
-        rows_dir=None, # where rows are kept until they are packed
-    ):
+    """Quantizes a component while the files of its checkpoint are read one by one; `rows_dir` keeps the rows
+    of the modulation table until they are packed, the other arguments are those of `quantize_checkpoint`."""
+    def __init__(self, cls, folder, quantization, dtype, device, sets, table_dtype, rows_dir):
         self.model = empty_model(cls, folder, dtype)
         self.quantization, self.dtype, self.device = quantization, dtype, device
         self.sets, self.table, self.modulation, self.temb = sets, None, {}, {}
@@ -72,7 +63,7 @@ def add(self:ShardQuantizer, key:str, tensor):
     if not (name := remap_key(key, self.known)): return
     owner, _, leaf = name.rpartition(".")
     module = place_tensor(self.model, name, tensor, self.dtype, self.device if owner in self.todo else "cpu")
-    if owner not in self.todo: # written as it is; reading widens it to the dtype again
+    if owner not in self.todo: # written as narrow as it is
         value = getattr(module, leaf).data
         self.ready[name] = tensor.clone() if tensor.element_size() < value.element_size() else value
         set_tensor(module, leaf, value.to("meta"))
@@ -118,7 +109,6 @@ def pack_rows(self:ShardQuantizer, base:str, out): # base: digest of the checkpo
             cache.layers[-1].path(*old.id).unlink(missing_ok=True)
     cache.pack(out, replace=True)
 
-# %% ../../nbs/models/06_prequantize.ipynb #353cad03
 def _save(tensors, path):
     from safetensors.torch import save
     write_atomic(path, save({k: t.contiguous() for k, t in tensors.items()}))
@@ -158,15 +148,14 @@ def _save_progress(work, state, waiting, number):
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c010
 def quantize_checkpoint(
-    cls, # of the model, diffusers' or transformers'
+    cls, # a diffusers or transformers model class
     shards, # `LocalShards` or the like
-    out, # the component's new folder; it appears when it is complete
+    out, # new folder; it appears when it is complete
     quantization:str, # a key of `QUANTIZATIONS`, but not qint4
     dtype, # of the other weights, and of computation
-    device="cpu", # where layers are quantized
-    sets=None, # of times whose rows replace the modulation layers
-    table_dtype=None, # of the rows, default `dtype`
-    hash_files:bool=False, # record digests of whole files? Cache keys name an encoder by them
+    device="cpu",
+    sets=None, table_dtype=None, # of times whose rows replace the modulation layers; default `dtype`
+    hash_files:bool=False, # record digests of whole files, for cache keys?
     part_bytes:int=10**9, # most bytes of a written file
 ) -> Path: # `out`
     "Quantize a component file by file into another folder. After an interruption, call it again to continue."
@@ -235,7 +224,7 @@ def modulation_table_bytes(sets, config:dict, dtype) -> int:
 
 # %% ../../nbs/models/06_prequantize.ipynb #b8df76f9
 def copied_components(components, encoders:bool) -> dict: # {component: quantization, or None}
-    "What a prequantized copy contains. Raises ValueError if it cannot be made."
+    "Raises ValueError if a prequantized copy cannot be made."
     if any(source_checkpoint(components.folder/n) for n in ("transformer", "text_encoder")):
         raise ValueError(f"{components.name!r} is a prequantized copy already; use it as it is")
     settings = dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize")
@@ -251,8 +240,7 @@ def copied_components(components, encoders:bool) -> dict: # {component: quantiza
     components.check(*out)
     return out | dict.fromkeys(["scheduler", *["vae", "tokenizer", "processor"] * encoders])
 
-def checkpoint_dtype(shards): # -> torch dtype
-    "The most frequent dtype in the first file of a checkpoint."
+def checkpoint_dtype(shards): # the most frequent one in the first file
     from safetensors import safe_open
     with safe_open(shards.get(shards.names[0]), "pt") as f:
         dtypes = Counter(f.get_slice(k).get_dtype() for k in f.keys())
@@ -263,8 +251,8 @@ def save_prequantized(
     components, # `Components`
     folder, # new, or that of an interrupted call
     table_sets=None, # function of a dtype: sets of times of the table; None: keep the layers
-    encoders:bool=True, # the text encoder, VAE, tokenizer and processor too?
-    table_dtype=None, # of the table's rows, default the checkpoint's
+    encoders:bool=True, # the VAE, text encoder, tokenizer and processor too?
+    table_dtype=None, # default the checkpoint's
     part_bytes:int=10**9, # most bytes of a file
 ) -> Path: # `folder`
     "Write a model's prequantized copy. Neither memory nor disk ever holds the full model."
@@ -293,8 +281,7 @@ def save_prequantized(
     return folder
 
 # %% ../../nbs/models/06_prequantize.ipynb #51d94d21
-def _check_room(c, folder, todo, sets, table_dtype, dtype): # dtype: of the other weights in the files
-    "Print the sizes of the copy. Raises OSError if they do not fit."
+def _check_room(c, folder, todo, sets, table_dtype, dtype): # dtype: of the weights that are not quantized
     sizes, table = {}, 0
     for n in todo:
         config = c.shards(n).folder

@@ -10,7 +10,6 @@ __all__ = ['QUANTIZATIONS', 'NOT_QUANTIZED', 'check_device', 'has_bf16', 'pick_d
 # %% ../../nbs/models/01_quantize.ipynb #95ea8da3
 import os, shutil
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -26,7 +25,6 @@ def check_device(name:str) -> torch.device: # name: auto, cpu, cuda, cuda:1, mps
         raise ValueError(f"device {name!r} does not exist here; this machine has {', '.join(known)}")
     return torch.device(name)
 
-# %% ../../nbs/models/01_quantize.ipynb #50e04a31
 def has_bf16(device:torch.device) -> bool:
     "Does a device compute in bfloat16? Before compute capability 8.0, CUDA only emulates it."
     if device.type != "cuda": return True
@@ -84,7 +82,6 @@ def check_torchao():
         raise ValueError(f"torchao {version('torchao')} is installed, and peft {version('peft')} fails on "
                          "every LoRA with it; pip install -U torchao, or pip uninstall -y torchao if unused")
 
-# %% ../../nbs/models/01_quantize.ipynb #e0ee6a16
 def _missing_tools(device) -> list:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     tools = {"ninja": shutil.which("ninja"),
@@ -110,10 +107,7 @@ def _problem(quantization, device) -> str: # or None
 
 # %% ../../nbs/models/01_quantize.ipynb #0a55660d
 def check_quantization(
-    quantization, # a name or a bool, as in the configuration
-    device="cpu", # where the model computes
-    key:str="model.quantize", # for messages
-) -> str: # the name, or None
+    quantization, device="cpu", key:str="model.quantize") -> str: # the name, or None
     "Raises ValueError with a remedy if a quantization cannot work here; loads nothing."
     if not (quantization := parse_quantization(quantization)): return None
     if problem := _problem(quantization, torch.device(device)):
@@ -125,8 +119,7 @@ def check_quantization(
 NOT_QUANTIZED = ("img_in", "txt_in", "time_text_embed", "norm_out", "proj_out", "lm_head", "embed_tokens",
                  "visual", "lora_")
 
-def quantizable_layers(model:nn.Module) -> list: # names
-    "The linear layers that are quantized, unless they are already."
+def quantizable_layers(model:nn.Module) -> list: # names of linear layers
     plain = lambda w: type(w) is nn.Parameter and w.is_floating_point() and w.element_size() > 1
     return [n for n, m in model.named_modules()
             if type(m) is nn.Linear and plain(m.weight) and not any(k in n for k in NOT_QUANTIZED)]
@@ -180,7 +173,6 @@ def _torchao(linear, quantization):
     linear.weight = nn.Parameter(joined, requires_grad=False)
     return linear
 
-# %% ../../nbs/models/01_quantize.ipynb #7286c909
 def _fp8_storage(linear, quantization):
     from diffusers.hooks import apply_layerwise_casting
     linear.compute_dtype = linear.weight.dtype
@@ -188,20 +180,16 @@ def _fp8_storage(linear, quantization):
     return linear
 
 def quantize_linear(
-    linear:nn.Linear, # with its weights, on its final device; do not use it afterwards
-    quantization:str, # one of `QUANTIZATIONS`
-) -> nn.Module: # computes in the dtype of the weights
-    "Quantize and freeze one layer."
+    linear:nn.Linear, quantization:str) -> nn.Module: # computes in the dtype of the weights
+    "Quantize and freeze one layer on its final device; do not use the old one afterwards."
     make = {"optimum-quanto": _quanto, "bitsandbytes": _nf4, "torchao": _torchao, "diffusers": _fp8_storage}
     with torch.no_grad():
         return make[QUANTIZATIONS[quantization].library](linear, quantization).requires_grad_(False)
 
 # %% ../../nbs/models/01_quantize.ipynb #1131c8bf
 def quantize(
-    model:nn.Module, # changed in place
-    quantization="qfloat8", # one of `QUANTIZATIONS`, or a bool
-) -> nn.Module:
-    "Quantize and freeze the inner linear layers of a model; checks with `check_quantization` first."
+    model:nn.Module, quantization="qfloat8") -> nn.Module: # a key of `QUANTIZATIONS`, or a bool
+    "Quantize and freeze the inner linear layers of a model in place; checks with `check_quantization` first."
     if quantization := check_quantization(quantization, next(model.parameters()).device):
         for name in quantizable_layers(model):
             model.set_submodule(name, quantize_linear(model.get_submodule(name), quantization))

@@ -84,7 +84,8 @@ def demo(
 def _machine() -> dict:
     import diffusers, transformers
     libraries = {m.__name__: m.__version__ for m in (torch, diffusers, transformers)}
-    return dict(cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(), **libraries)
+    return libraries | dict(cores=os.cpu_count(), machine=platform.machine(),
+                            python=platform.python_version())
 
 # %% ../../nbs/tiny/03_demo.ipynb #005fc701
 def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:

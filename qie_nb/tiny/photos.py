@@ -35,11 +35,10 @@ def photos(split:str="train") -> tuple: # PIL images, RGB
 
 # %% ../../nbs/tiny/01_photos.ipynb #a8ebd308
 def crop(
-    im, # PIL image
-    size:tuple, # width and height of the result in pixels
-    rng:np.random.Generator, # of position and zoom
+    im, size:tuple, # PIL image; width and height of the result in pixels
+    rng:np.random.Generator,
     zoom:tuple=(1., 4.), # range of the reduction, log-uniform; limited by the photograph's size
-): # PIL image of `size`
+): # PIL image
     "A random part of `im`, resampled to `size`."
     (w, h), (W, H) = size, im.size
     z = min(np.exp(rng.uniform(*np.log(zoom))), W / w, H / h)
@@ -50,7 +49,7 @@ def crop(
 def crops(
     n:int, # how many
     size:tuple=(96, 96), # width and height in pixels
-    seed:int=0, # of everything that is drawn
+    seed:int=0,
     split:str="train", # a key of `PHOTOS`
     least:float=12., # smallest standard deviation of a crop's grey levels, of 255
 ) -> list: # PIL images, RGB
@@ -101,10 +100,7 @@ EDITS = dict(
 def make_pairs(
     folder, # gets training_images/ and control_images/; files of the same names are replaced
     edit, # a key of `EDITS`, or an `Edit`
-    n:int=32, # pairs
-    size:tuple=(96, 96), # width and height in pixels
-    seed:int=0, # of the crops
-    split:str="train", # a key of `PHOTOS`; `held_out` for evaluation
+    n:int=32, size:tuple=(96, 96), seed:int=0, split:str="train", # as in `crops`
 ) -> Path: # the folder
     "Writes `n` pairs: control, target and caption."
     if isinstance(edit, str):

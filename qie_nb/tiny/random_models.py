@@ -27,9 +27,9 @@ def _templates() -> list:
 # %% ../../nbs/tiny/00_random_models.ipynb #bc0d5253
 @lru_cache
 def tiny_tokenizer(
-    words:tuple=(), # more texts whose words become one token each, e.g. instructions
+    words:tuple=(), # more texts, e.g. instructions
 ): # transformers Qwen2Tokenizer
-    "A byte-level tokenizer of the real class; every word of the templates is one token."
+    "A byte-level tokenizer of the real class; every word of the templates and texts is one token."
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
     bpe = Tokenizer(models.BPE())
@@ -115,7 +115,7 @@ def tiny_pipeline(
 def save_tiny(
     variant:str, # v1, 2509 or 2511
     folder, # written in diffusers' layout
-    areas:tuple=(96*96, 112*112), # (control_area, vl_area) in pixels, for qie_nb.json; None keeps the real ones
+    areas:tuple=(96*96, 112*112), # (control_area, vl_area) in pixels; None keeps the real ones
     **kw, # of `tiny_pipeline`
 ) -> Path:
     "Saves a tiny pipeline as a model folder."
@@ -132,11 +132,7 @@ _kept = []
 
 @lru_cache
 def tiny_folder(
-    variant:str="2511", # v1, 2509 or 2511
-    areas:tuple=(96*96, 112*112), # as in `save_tiny`
-    seed:int=0,
-    vae_stages:int=3,
-) -> Path: # a temporary folder that lives as long as the process
+    variant:str="2511", areas:tuple=(96*96, 112*112), seed:int=0, vae_stages:int=3) -> Path:
     "A saved tiny pipeline, made once per process and deleted when it ends."
     keep = tempfile.TemporaryDirectory(prefix=f"tiny-{variant}-")
     _kept.append(keep)

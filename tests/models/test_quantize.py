@@ -17,8 +17,7 @@ from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_param
 from qie_nb.models import components, quantize as quantization
 from qie_nb.models.components import VARIANTS, Components, device_of, load_component, offload
 from qie_nb.models.loading import load_quantized
-from qie_nb.models.quantize import (QUANTIZATIONS, check_quantization, check_torchao, held_bytes, plain_tensors, quantizable_layers,
-                                    quantize, quantize_linear)
+from qie_nb.models.quantize import QUANTIZATIONS, check_quantization, held_bytes, plain_tensors, quantizable_layers, quantize, quantize_linear
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import settings, write_pairs
@@ -262,7 +261,6 @@ REFUSED = [
      "pip install -U torchao, or pip uninstall -y torchao if unused"),
     *(("qint4", device, without_tool(*tools), f"qint4 compiles a part of quanto on first use and needs {names}, not found here; {COMPILERS}")
       for device, tools, names in (("cpu", ["ninja"], "ninja"), ("cpu", ["ninja", "g++", "c++"], "ninja and g++"), ("cuda", ["nvcc"], "nvcc"))),
-    ("qfloat8", "mps", unchanged, "qfloat8 stores weights in float8, which mps does not support; use qint8"),
     ("fp8_storage", "mps", unchanged, "fp8_storage stores weights in float8, which mps does not support; use qint8"),
     ("nf4", "mps", unchanged, "nf4 runs on cpu and cuda, got mps; use qint8"),
     ("nf4", "cuda", gpu((5, 2)), "nf4 needs a GPU of compute capability 6.0 or higher, got Tesla M60; use qint8")]
@@ -276,6 +274,7 @@ def test_refused_before_weights_are_read(q, device, change, sentence, monkeypatc
     for ask in (lambda: parts.get("transformer"), parts.check):
         with pytest.raises(ValueError) as e: ask()
         assert str(e.value).removeprefix("`model.quantize` ") == sentence
+    if sentence.startswith("torchao 0.10"): assert check_quantization("nf4") == "nf4", "bitsandbytes itself works"
 
 
 def test_settings_of_the_trainer_are_checked_before_weights_are_read(monkeypatch, pairs, tmp_path, built):
@@ -290,14 +289,6 @@ def test_settings_of_the_trainer_are_checked_before_weights_are_read(monkeypatch
     with pytest.raises(ValueError, match="`model.text_encoder_quantize` qint8 is incompatible with `model.text_encoder_offload`, which moves "
                                          "unquantized layers; choose one of them"): both.cache_embeddings()
     assert not built
-
-
-def test_an_old_torchao_is_refused_even_if_it_is_not_used(monkeypatch):
-    check_torchao()
-    assert check_quantization("none") is None and check_quantization(True) == "qfloat8"
-    versions(torchao="0.10.0", peft="0.21.2")(monkeypatch)
-    with pytest.raises(ValueError, match="torchao 0.10.0 is installed, and peft 0.21.2 fails on every LoRA"): check_torchao()
-    assert check_quantization("nf4") == "nf4", "bitsandbytes itself works"
 
 
 def test_kernels_unfit_for_training_are_avoided(monkeypatch):
