@@ -117,10 +117,7 @@ def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, tr
     return s.steps if steps is None else steps, s.true_cfg_scale if cfg is None else cfg, scheduler
 
 # %% ../../nbs/evaluation/03_compare.ipynb #e07240cb
-def mean_difference(
-    a, b, # uint8 [H, W, 3] of one size
-) -> float: # 0 to 255
-    "Mean absolute difference of two images."
+def mean_difference(a, b) -> float: # 0 to 255; of uint8 [H, W, 3] of one size
     return float(np.abs(np.asarray(a, dtype=np.int16) - np.asarray(b, dtype=np.int16)).mean())
 
 def _fitted(image, like) -> np.ndarray: # at the size of another one
@@ -219,12 +216,9 @@ def _activate(tr, column, before, loaded): # the file that is loaded now
 # %% ../../nbs/evaluation/03_compare.ipynb #cb845e82
 def denoise_columns(
     trainer,
-    columns, # list of `Column`
-    edits, # list of `Edit`, one per row
-    encoded, # list of `Encoded`
+    columns, edits, encoded, # lists of `Column`, and of `Edit` and `Encoded`, one per row
     progress:bool=True, # show rate and time left?
 ) -> list: # per row a list of uint8 [H, W, 3], one per column
-    "Denoises all columns before anything is decoded, so the VAE is loaded once."
     bar = Progress(sum(c.steps for c in columns) * len(edits), "compare") if progress else None
     latents, loaded, scheduler = [], None, trainer.components.get("scheduler")
     try:
@@ -263,18 +257,14 @@ def _check_sampling(parts, columns, edits):
 # %% ../../nbs/evaluation/03_compare.ipynb #528376c2
 def compare_edits(
     trainer,
-    images, # one image for all rows, or a list with one entry per row, which may be a list of control images
-    prompts, # the instruction, or a list with one per row
-    checkpoints=None, # columns: folders, latest, best, files, hub ids, base, now; default base and now
-    scales=None, # columns: factors on the adapter, e.g. [0, 0.5, 1]
-    seeds=None, # columns: seeds of the noise
+    images, # one for all rows, or a list with an entry per row, which may be a list of control images
+    prompts, # the instruction, or one per row
+    checkpoints=None, scales=None, seeds=None, # columns, see `columns_of`; default base and now
     targets=None, # the true result of each row, to measure the error
     seed:int=0, # of the noise, where `seeds` is not given
     negative_prompt:str="", # "" is encoded as " "
-    num_inference_steps:int=None, # default as in `predict` with the column's adapter
-    true_cfg_scale:float=None, # likewise
-    height:int=None, # pixels; default from each first image's aspect
-    width:int=None, # pixels
+    num_inference_steps:int=None, true_cfg_scale:float=None, # default as `predict` with the column's adapter
+    height:int=None, width:int=None, # pixels; default from each first image's aspect
     schedule=None, # as in `predict`
     progress:bool=True, # show rate and time left?
 ) -> Comparison:

@@ -122,8 +122,7 @@ def eval_cases(
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
 def save_image(
-    path, # .jpg
-    image, # uint8 [H, W, 3], or a matplotlib figure
+    path, image, # .jpg; uint8 [H, W, 3], or a matplotlib figure
 ):
     "Write an image atomically: a killed run leaves no partial file."
     out = io.BytesIO()

@@ -43,7 +43,6 @@ def last_result(
     root, # the checkpoints folder
     step:int, # current step of the run
 ) -> tuple: # (step, ValidationLoss), or None
-    "The run's newest held-out losses up to a step."
     found = {}
     for f in (Path(root)/"inference").glob("*/held_out.json"):
         try: r = json.loads(f.read_text())
@@ -62,7 +61,6 @@ def say_change(step, held, last) -> str: # one line about an evaluation
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
 def check_parts(trainer, styles=None):
-    "Refuse, or leave out, images that this model folder cannot make."
     parts = trainer.components
     if styles and not is_available(parts, "vae", "text_encoder", "processor"):
         raise ValueError("`train.test_image_dir` needs a VAE and a text encoder, which model folder "

@@ -77,9 +77,7 @@ class Interval(NamedTuple):
     low: float  # None with one value only
     high: float
 
-def confidence_interval(
-    values, # one number per pair
-) -> Interval:
+def confidence_interval(values) -> Interval: # one number per pair
     n = len(values)
     mean = sum(values) / n
     if n < 2: return Interval(mean, None, None)
@@ -158,11 +156,8 @@ class StopCheck:
         if s.poll: s.poll() # handles clicks on a stop button
         if add_up(self.trainer, torch.tensor([float(s.stop not in self.before)])).item(): raise StopRequested
 
-def shares(
-    n:int, # units of work
-    trainer,
-) -> list: # (index of the unit, does it count?)
-    "This process's part of the work."
+def shares(n:int, trainer) -> list: # (index of the unit, does it count?)
+    "This process's part of `n` units of work."
     me, every = process(trainer)
     return [(u % n, u < n) for u in range(me, -(-n // every) * every, every)]
 

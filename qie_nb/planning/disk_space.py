@@ -29,7 +29,6 @@ LOGS = 50_000_000 # bytes of event files, CSV and evaluation images: an estimate
 
 @dataclass(frozen=True)
 class Item:
-    "Something that a run will write."
     what: str
     bytes: int   # still to be written
     folder: Path
@@ -39,13 +38,12 @@ class Item:
 def _adapter_bytes(q) -> int: return 4 * numbers(adapter_shapes(q, trained=False))
 
 def checkpoint_bytes(q) -> int: # of a `MemoryQuery`
-    "Bytes of one checkpoint."
     return (1 + q.ema) * _adapter_bytes(q) + optimizer_bytes(q) + 1_000_000 # names, state.json, digests
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a59aab18
 def run_items(
     config, # `Config`
-    q, # `MemoryQuery` of it
+    q, # `MemoryQuery`
 ) -> list: # of `Item`
     "What training writes besides the cache."
     c, one, root = config.train, checkpoint_bytes(q), Path(config.train.output_dir)/"checkpoints"
@@ -66,7 +64,6 @@ TEMPLATE = 12  # template tokens after a prompt
 
 @dataclass(frozen=True)
 class SampleTokens:
-    "Tokens of a sample."
     target: int     # of the target latent
     controls: tuple # of each control latent
     images: int     # of the control images in the prompt
@@ -108,7 +105,6 @@ def sample_bytes(
     q, # `MemoryQuery`
     share_prefix:bool=True, # is the prompt prefix stored once?
 ) -> tuple: # (bytes of latents, bytes of prompts), in whole blocks
-    "Bytes of a sample in the cache."
     ends = (s.text + TEMPLATE, 1 + TEMPLATE) # prompt, empty prompt
     whole = [s.images + n for n in ends]
     entries = lambda sizes: sum(-(-(n + HEADER) // BLOCK) * BLOCK for n in sizes)
@@ -122,7 +118,6 @@ def table_bytes(
     q, # `MemoryQuery`
     sizes:int=1, # number of target sizes, each with its own sampling schedule
 ) -> int: # 0 if training uses no table, or that of a prequantized copy
-    "Bytes of the modulation table in the cache."
     import torch
     from qie_nb.models.modulation import training_times
     if not q.table or _stored_table(config): return 0
@@ -190,7 +185,7 @@ def download_items(
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c4d967b7
 def _existing(folder) -> Path: # the nearest existing parent
-    folder = Path(folder).expanduser().absolute()
+    folder = folder.expanduser().absolute()
     return next(p for p in (folder, *folder.parents) if p.exists())
 
 @dataclass

@@ -38,7 +38,6 @@ def runs_on(
     capability, # of a GPU
     built_for, # `torch.cuda.get_arch_list()`, e.g. sm_75, sm_90a, compute_90
 ) -> bool:
-    "Does this torch have kernels for a GPU?"
     for kind, version in (name.split("_") for name in built_for):
         version = "".join(filter(str.isdigit, version))
         major, minor = int(version[:-1]), int(version[-1])
@@ -49,7 +48,6 @@ def runs_on(
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37fbe
 @dataclass(frozen=True)
 class MachineInfo:
-    "What the doctor knows about a machine."
     environment: Environment
     versions: dict            # {package: version, or None}
     gpus: tuple = ()          # of `GpuInfo`
@@ -64,7 +62,6 @@ def this_machine(
     environment:Environment=None, # default this one
     internet:bool=True, # check whether the hub is reachable?
 ) -> MachineInfo:
-    "Describes this machine, in a second or two."
     e = environment or detect_environment()
     return MachineInfo(
         e, {n: _version(n) for n in PACKAGES}, installed_gpus(), tuple(torch.cuda.get_arch_list()),
@@ -76,7 +73,6 @@ LEVELS = ("error", "warning", "note", "ok")
 
 @dataclass(frozen=True)
 class Finding:
-    "One check, its result and its remedy."
     what: str
     value: str
     level: str = "ok" # one of `LEVELS`
@@ -87,7 +83,7 @@ TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("
              accelerate=("1.13", "1.15"), peft=("0.19", "0.21"), safetensors=("0.7", "0.8"),
              ipywidgets=("7.7", "8.1"))
 
-# %% ../../nbs/planning/04_doctor.ipynb #3f2f8620
+# %% ../../nbs/planning/04_doctor.ipynb #ff76ff2a
 def _numbers(version) -> tuple: # 0.16.1+cu126 -> (0, 16)
     return tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit())
 
@@ -125,7 +121,6 @@ def _query(c): return memory_query(c, model_facts(c.model.pretrained_model_name_
 def _is_large(c:Config) -> bool: return bool(c) and parameters(_query(c)) > 1e9 # not a tiny model
 
 def gpu_findings(m:MachineInfo, c:Config=None) -> list:
-    "GPUs, torch's kernels for them, and bfloat16."
     names = [f"GPU {i}" for i in range(len(m.gpus))] if len(m.gpus) > 1 else ["GPU"]
     if m.gpus: return [f for name, g in zip(names, m.gpus) for f in _gpu(name, g, m, c)]
     why = "the tiny model trains on the CPU"
@@ -153,7 +148,6 @@ def _gpu(name, g, m, c) -> list:
 LEAST = 12_000_000_000 # bytes of host memory
 
 def memory_findings(m:MachineInfo, c:Config=None) -> list:
-    "Host memory, and what the configuration keeps there."
     value, large, kept = f"{m.memory / 1e9:.1f} GB", _is_large(c), {}
     if large and c.model.text_encoder_offload: kept["`model.text_encoder_offload`"] = ENCODERS["text_encoder"]
     if large and c.train.blocks_to_swap:
@@ -169,7 +163,6 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
     return [Finding("host memory", value, "warning" if large or not c else "note", remedy)]
 
 def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planned`: `DiskPlan`
-    "Each folder that is written to, and whether the planned files fit."
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
     if c and cache_dirs(c): folders["cache"] = Path(cache_dirs(c)[-1])
@@ -182,7 +175,6 @@ def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planne
 
 # %% ../../nbs/planning/04_doctor.ipynb #83ff522a
 def hub_findings(m:MachineInfo, c:Config=None) -> list:
-    "Network and token, if the configuration needs them."
     name, out = c.model.pretrained_model_name_or_path if c else "tiny", []
     files = [] if is_local(name) else download_items(c, _query(c), m.environment.env)
     missing = sum(i.bytes for i in files) > 1e9
@@ -198,7 +190,7 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
         out.append(Finding("secret HF_TOKEN", "missing", "warning", remedy))
     return out
 
-# %% ../../nbs/planning/04_doctor.ipynb #5e20e7f7
+# %% ../../nbs/planning/04_doctor.ipynb #f58fd26f
 def _identity(c:Config, m:MachineInfo) -> dict: # the fields of a cache manifest that can be read quickly
     name, precision = c.model.pretrained_model_name_or_path, c.train.mixed_precision
     if precision == "auto": precision = "bf16" if all(g.bf16 for g in m.gpus) else "fp16"
@@ -216,7 +208,6 @@ def _differing(manifest, mine) -> list: # keys; the text encoder's identity may 
     return [k for k, v in mine.items() if not same(k, v)]
 
 def cache_findings(m:MachineInfo, c:Config=None) -> list:
-    "Whether the cache was filled for this model and these sizes."
     from qie_nb.cache import EmbeddingCacheManager
     dirs = [d for d in (cache_dirs(c) if c else ()) if Path(d).is_dir()]
     try: known = EmbeddingCacheManager(dirs).identities() if dirs else {}
@@ -238,7 +229,6 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:
-    "The environment, its time limit, and the data set."
     e = m.environment
     parts = (e.name, e.run, "" if e.is_interactive else "not interactive")
     out = [Finding("environment", ", ".join(filter(None, parts)))]
@@ -318,9 +308,8 @@ def _repr_html_(self:DoctorReport):
     head += table_html(self._rows(), ("", "check", "result", "remedy"))
     return head + "".join(f"<h4>{n.title()}</h4>" + p._repr_html_() for n, p in self.plans().items())
 
-# %% ../../nbs/planning/04_doctor.ipynb #cf9262f3
+# %% ../../nbs/planning/04_doctor.ipynb #48085782
 def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None
-    "Whether the configuration fits the GPU."
     if p is None or p.gpu is None: return []
     value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.gpu.bytes / 1e9:.1f} GB"
     small = "nothing fits this GPU: lower `data.image_size` and `data.control_area`, or choose a larger GPU"

@@ -26,18 +26,18 @@ REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attent
 class MemoryQuery:
     "What the memory of a training step depends on."
     layers: int = 60          # transformer blocks
-    dim: int = 3072           # features of a token
+    dim: int = 3072
     heads: int = 24
-    text_dim: int = 3584      # features of a prompt token
+    text_dim: int = 3584
     channels: int = 64        # of a latent token, in and out
     zero_cond: bool = False   # control tokens modulated at time 0 (2511)?
     target: int = 4096        # tokens of a sample's target
     control: int = 4096       # tokens of all its control images
     text: int = 250           # tokens of its prompt, image tokens included
-    batch: int = 1            # samples
+    batch: int = 1
     base_bytes: int = 2       # of a number in the base dtype: 2 bfloat16, 4 float32
-    fp16: bool = False        # float16 products (`train.mixed_precision` fp16)? `base_bytes` is 4 then
-    adapter_bytes: int = 4    # of a number in the adapters' compute dtype; their master weights are float32
+    fp16: bool = False        # float16 products? `base_bytes` is 4 then
+    adapter_bytes: int = 4    # of a number in the adapters' compute dtype
     targets: tuple = ("to_q", "to_k", "to_v", "to_out.0") # suffixes, or one regular expression
     r: int = 16
     dora: bool = False
@@ -46,7 +46,7 @@ class MemoryQuery:
     table: bool = True        # modulation table instead of the modulation layers?
     checkpointing: object = True # False, True, or "selective": attention outputs are saved
     compiled: bool = False
-    kernel: str = "flash"     # of attention: flash, cudnn, efficient or cpu (the CPU's flash kernel)
+    kernel: str = "flash"     # of attention: flash, cudnn, efficient or cpu
     block_swap: bool = False  # blocks in host memory, a few at a time on the device?
     offload: bool = False     # checkpointed inputs in host memory?
     devices: int = 1          # that share the blocks
@@ -57,7 +57,6 @@ class MemoryQuery:
         return is_target(self.targets if isinstance(self.targets, str) else list(self.targets), layer)
 
 def stream_tokens(q:MemoryQuery) -> dict: # {"img": tokens, "txt": tokens}
-    "Tokens of a step in each of a block's two streams."
     return dict(img=q.batch * (q.target + q.control), txt=q.batch * q.text)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #5afca680
@@ -77,17 +76,15 @@ def _settings(c, base_bytes) -> dict: # fields of `MemoryQuery`
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay))
 
 def model_folder(name:str) -> Path: # may be missing
-    "The local folder of a model name."
     return resolve_model(name) if name == "tiny" else Path(name).expanduser()
 
 def stored_quantization(name:str) -> str: # None if the model is not a prequantized copy
-    "How a prequantized copy was quantized."
     return saved_quantization(model_folder(name)/"transformer")
 
 # %% ../../nbs/planning/00_memory_query.ipynb #43bcedd3
 def memory_query(
     config, # `Config`
-    transformer:dict=REAL, # its configuration
+    transformer:dict=REAL, # configuration
     base_bytes:int=None, # of a number in the base dtype; default by `train.mixed_precision`
     **changes, # fields of `MemoryQuery`
 ) -> MemoryQuery:
@@ -149,8 +146,7 @@ def parameters(q:MemoryQuery) -> int:
 
 # %% ../../nbs/planning/00_memory_query.ipynb #a38888f5
 def layer_bytes(
-    i:int, # inputs
-    o:int, # outputs
+    i:int, o:int, # inputs, outputs
     base_bytes:int=2, # of a number in the base dtype
     quantization:str=None, # one of `QUANTIZATIONS`
 ) -> float:
@@ -164,12 +160,10 @@ def layer_bytes(
             "fp8_storage": n + o}[quantization]
 
 def block_bytes(q:MemoryQuery) -> int:
-    "Bytes of one block's weights."
     layers = sum(layer_bytes(i, o, q.base_bytes, q.quantization) for i, o in block_layers(q).values())
     return round(layers + 4 * q.dim // q.heads * q.base_bytes)
 
 def other_bytes(q:MemoryQuery) -> int:
-    "Bytes of the weights outside the blocks."
     return (_count(other_layers(q).values()) + q.text_dim) * q.base_bytes
 
 # %% ../../nbs/planning/00_memory_query.ipynb #cbe1c492

@@ -62,18 +62,14 @@ def installed_gpus() -> tuple: # of `GpuInfo`
         out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated))
     return tuple(out)
 
-def first_kind(
-    gpus, # `GpuInfo` of each
-) -> Gpu: # None if there is none
-    "The first GPU, with all others of its kind."
+def first_kind(gpus) -> Gpu: # of `GpuInfo`: the first, with all others of its kind; None if there is none
     same = [g for g in gpus if g.name == gpus[0].name]
     return Gpu(same[0].name, min(g.bytes for g in same), same[0].bf16, len(same)) if same else None
 
-# %% ../../nbs/planning/03_plan.ipynb #1f5beb23
 _OLD = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b") # without bfloat16
 
 def parse_gpu(
-    gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB of memory, `Gpu`, or None for the installed one
+    gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB, `Gpu`, or None for the installed one
 ) -> Gpu: # None if nothing is named and none is installed
     "A GPU by its name. Raises ValueError for an unknown one."
     if gpu is None or isinstance(gpu, Gpu): return gpu or first_kind(installed_gpus())
@@ -92,7 +88,7 @@ def parse_gpu(
 
 # %% ../../nbs/planning/03_plan.ipynb #adea7685
 def step_work(q:MemoryQuery) -> float: # 10^12 operations
-    "Operations of a training step, without the adapter's (about one in a hundred)."
+    "Operations of a training step, without the adapter's one percent."
     t, text = stream_tokens(q), lambda n: n.startswith("txt") or ".add_" in n or "to_add" in n
     linear = sum(2 * i * o * t["txt" if text(n) else "img"]
                  for n, (i, o) in block_layers(replace(q, table=True)).items()) * q.layers
@@ -104,7 +100,6 @@ def step_work(q:MemoryQuery) -> float: # 10^12 operations
 _FACTORS = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, block_swap=2., offload=1.1, devices=1.02)
 
 def rank_cost(q:MemoryQuery) -> float: # 10^12 operations, weighted
-    "Work of a step times its factors; the plan prefers the smallest."
     used = {q.quantization: True, "block_swap": q.block_swap, "offload": q.offload, "devices": q.devices > 1}
     return step_work(q) * math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on)
 
@@ -135,7 +130,6 @@ def strategy_settings(
     q:MemoryQuery,
     config, # `Config` to change
 ) -> dict: # {section: {key: value}}, only what differs
-    "The settings that make a configuration train this way."
     devices = [f"cuda:{n}" for n in range(q.devices)] if q.devices > 1 else []
     train = dict(gradient_checkpointing=q.checkpointing, blocks_to_swap=q.block_swap,
                  offload_activations=q.offload, model_parallel_devices=devices)

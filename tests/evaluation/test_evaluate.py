@@ -100,13 +100,6 @@ def test_noise_is_a_function_of_pair_and_draw(trainer, monkeypatch):
     assert len({str(v) for v in first.values()}) == len(SIZES), "every pair has its own noise"
 
 
-def test_levels_fill_their_bins():
-    levels = np.array([fixed_sigmas(f"{i}", d) for i in range(1000) for d in range(2)])
-    assert levels.min() == 0.001 and levels.max() == 1
-    assert (levels[::2] != levels[1::2]).mean() > 0.98, "another draw of a pair has other levels"
-    np.testing.assert_allclose(levels.mean(0), [0.1, 0.3, 0.5, 0.7, 0.9], atol=0.006)
-
-
 def test_loss_is_independent_of_batches_and_training_options(trainer):
     first = held_out_loss(trainer, trainer.held_out)
     trainer.config.data.batch_size = 5
@@ -138,16 +131,13 @@ def test_levels_are_weighted_by_the_samplers_density(trainer, monkeypatch):
     np.testing.assert_allclose(np.array(shares)[:, list(got.losses).index(i)], weights.sum(0) / weights.sum(), rtol=1e-4)
 
 
-def test_intervals_and_verdicts():
-    assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 2.5 - 2.05426, 2.5 + 2.05426), rel=6e-3) # t of 3 degrees, 3.1824, times 0.6455
+def test_intervals_hold_95_percent():
     rng = np.random.default_rng(0)
     inside = [low <= 0 <= high for _, low, high in (confidence_interval(rng.normal(size=6)) for _ in range(4000))]
     assert abs(np.mean(inside) - 0.95) < 0.012
     pair = lambda *v: ValidationLoss({str(i): [x] * 6 for i, x in enumerate(v)})
-    a, b = pair(1., 2., 3.), pair(0.9, 1.91, 2.88)
-    verdicts = [compare_losses(x, y).verdict for x, y in ((a, b), (b, a), (a, pair(0.9, 2.1, 3.)), (pair(1.), pair(0.5)))]
-    assert verdicts == ["better", "worse", "no clear change", "no clear change"] and "interval" not in str(pair(1.))
-    with pytest.raises(ValueError, match="same `train.eval_noise_samples`"): compare_losses(a, ValidationLoss(b.losses, 3))
+    assert compare_losses(pair(1.), pair(0.5)).verdict == "no clear change" and "interval" not in str(pair(1.))
+    with pytest.raises(ValueError, match="same `train.eval_noise_samples`"): compare_losses(pair(1.), ValidationLoss(pair(1.).losses, 3))
 
 
 # --- a run with evaluations: at steps 2 and 4, images of two pairs and two styles
@@ -195,6 +185,7 @@ def test_evaluation_changes_nothing_of_the_run(run, plain):
     assert sorted(p.name for p in (run.root/"inference").iterdir()) == ["step_00000002", "step_00000004"] and set(run.trainer.state.metrics) == set(COLUMNS)
 
 
+@pytest.mark.slow
 def test_prediction_during_training_changes_nothing_of_the_run(world, made, plain):
     class Predict(Callback):
         def on_step_end(self, t):
@@ -243,6 +234,7 @@ def test_resumed_run_compares_with_the_last_evaluation(trained_run, tmp_path, ca
 
 
 # --- encoders
+@pytest.mark.slow
 def test_nothing_frozen_is_encoded_twice(made, monkeypatch, built, pristine):
     from test_main_job import TRANSFORMER, VAE
     encoders, real = [], Encoder.__init__
@@ -263,11 +255,13 @@ def test_nothing_frozen_is_encoded_twice(made, monkeypatch, built, pristine):
     assert count() == first and built == {TRANSFORMER: 1, VAE: 2}, "the decoder for each evaluation, the text encoder never"
 
 
+@pytest.mark.slow
 def test_encoders_of_uncached_training_stay_loaded(made):
     t = Trainer(made(cache=dict(use_cache=False), train=dict(eval_steps=1, max_train_steps=1, eval_images=1))).fit()
     assert t.vae is not None and t.qwen_vl is not None and "held_out_loss" in t.state.metrics
 
 
+@pytest.mark.slow
 def test_uncached_pairs_leave_no_encoder_loaded(made, tmp_path, pristine):
     val = write_pairs(tmp_path/"val", ((48, 32),) * 2, seed=7)
     t = Trainer(made(cache=dict(cache_dir=pristine), train=dict(val_path=str(val), eval_steps=1, max_train_steps=1, eval_images=0))).fit()
@@ -275,7 +269,7 @@ def test_uncached_pairs_leave_no_encoder_loaded(made, tmp_path, pristine):
 
 
 # --- stopping
-@pytest.mark.parametrize("where", ["loss", "sampling", "last step"])
+@pytest.mark.parametrize("where", ["loss", *(pytest.param(w, marks=pytest.mark.slow) for w in ("sampling", "last step"))])
 def test_a_stop_interrupts_an_evaluation(where, made, monkeypatch, capsys):
     calls = []
     t = Trainer(made(train=dict(eval_steps=1, max_train_steps=1 if where == "last step" else 9, eval_num_inference_steps=9)))
@@ -304,6 +298,7 @@ def test_a_stopped_run_is_not_evaluated(made, monkeypatch):
     callback.on_step_end(t), callback.on_train_end(t)
 
 
+@pytest.mark.slow
 def test_no_process_evaluates_alone(made, monkeypatch):
     "A signal may reach one process before the other."
     said = []
@@ -341,6 +336,7 @@ def test_evaluations_are_due_at_steps_epochs_and_the_end(made, monkeypatch):
 
 
 # --- images
+@pytest.mark.slow
 def test_a_kill_leaves_no_partial_image(trainer, tmp_path, monkeypatch):
     from qie_nb.core import files
     cases = eval_cases(trainer)
@@ -364,6 +360,7 @@ def test_names_and_captions_may_be_anything(tmp_path):
     assert texts[0] == captions[0] and texts[1].split() == "two lines and a tab".split() and len(texts[3]) <= 152
 
 
+@pytest.mark.slow
 def test_a_model_without_encoders_is_evaluated_by_its_loss(made, tmp_path, capsys, pristine):
     from qie_nb.tiny.random_models import tiny_folder
     for d in ("bare", "with_vae"):
@@ -391,6 +388,7 @@ def test_a_faulty_test_folder_is_refused_before_loading(break_it, message, made,
 
 
 # --- several processes, simulated one after the other
+@pytest.mark.slow
 def test_processes_share_the_work(trainer, tmp_path, monkeypatch):
     whole, cases, turns = held_out_loss(trainer, trainer.held_out), eval_cases(trainer), []
     real = validation_loss.losses_at_sigma
@@ -409,24 +407,25 @@ def test_processes_share_the_work(trainer, tmp_path, monkeypatch):
 
 # --- any checkpoint
 def test_any_checkpoint_is_evaluated_without_training(run, made, world):
-    config = made(styles=True, train=dict(eval_images=1, output_dir=str(world/"out")))
-    judge = Trainer(config)
-    base, two, last, file = (evaluate(judge, c) for c in ("base", "step_00000002", "latest", world/"elsewhere"/"mine.safetensors"))
+    judge = Trainer(made(train=dict(eval_images=1, output_dir=str(world/"out"))))
+    base = evaluate(judge, "base")
+    judge.config.train.eval_images = 0
+    two, last, file = (evaluate(judge, c) for c in ("step_00000002", "latest", world/"elsewhere"/"mine.safetensors"))
     assert (base["weights"], two["weights"], two["steps"], last["steps"]) == ("none", "raw", 2, 4)
     losses_close(last["losses"], file["losses"])
     losses_close(last["losses"], module.last_result(run.root, 4)[1].losses) # the run used the modulation table
     assert len({round(r["held_out_loss"], 6) for r in (base, two, last)}) == 3
-    judge.config.train.eval_images, judge.config.train.test_image_dir = 0, None
     losses_close(evaluate(judge, "base")["losses"], base["losses"]) # after adapters were loaded
     losses_close(evaluate(judge)["losses"], last["losses"]) # the adapter that was loaded last is active again
     assert judge.optimizer is None
-    assert all(Path(p).is_file() for r in (base, two, file) for p in r["pictures"]) and "step_00000002" in two["pictures"][0]
-    assert {Path(p).name for p in base["pictures"]} == {"00_0000.jpg", "monet_to_photo.jpg", "photo_to_monet.jpg"}
+    assert all(Path(p).is_file() for p in base["pictures"]) and not two["pictures"]
+    assert {Path(p).name for p in base["pictures"]} == {"00_0000.jpg"}
     assert json.loads(json.dumps(two)) == two, "plain data"
     shown = table([base, two, last])
     assert shown.count("\n") == 3 and shown.count("*") == 1 and "base" in shown
 
 
+@pytest.mark.slow
 def test_the_ema_is_what_is_evaluated(run, made, trainer, world):
     judge = Trainer(made(train=dict(eval_images=0, output_dir=str(world/"out"))))
     ema, raw, two = (evaluate(judge, c) for c in (world/"mixed", world/"mixed"/"pytorch_lora_weights.safetensors", "step_00000002"))
@@ -451,6 +450,7 @@ def test_mistakes_of_evaluate(run, made, world, tmp_path):
     with pytest.raises(ValueError, match="incomplete or damaged"): evaluate(Trainer(made()), "step_00000002")
 
 
+@pytest.mark.slow
 def test_the_command_prints_numbers_and_a_table(run, made, world, tmp_path, capsys):
     file = tmp_path/"run.json"
     file.write_text(json.dumps(made(train=dict(eval_images=0, output_dir=str(world/"out")))))

@@ -13,6 +13,7 @@ from qie_nb.planning.memory_query import MemoryQuery
 RESULTS = Path(session_table.__file__).parent/"results"
 
 
+@pytest.mark.slow
 def test_forward_work_matches_counted_operations():
     q = MemoryQuery(layers=2, dim=512, heads=4, text_dim=256, target=256, control=256, text=64, targets=("to_q",), r=1)
     tr = empty_transformer(q)

@@ -55,12 +55,11 @@ def counted_saved(q):
 
 
 SAVED = dict(
-    float32={}, bfloat16=BF16, adapter_bf16=dict(base_bytes=2, adapter_bytes=2), all_layers_adapter_bf16=dict(targets=ALL, base_bytes=2, adapter_bytes=2),
-    one_layer=dict(targets=r"transformer_blocks\.1\.attn\.to_q"), zero_cond=dict(zero_cond=True), zero_cond_table=dict(zero_cond=True, table=True) | BF16,
-    batch=dict(batch=2, base_bytes=2, adapter_bytes=2), batch_all=dict(batch=3, zero_cond=True, table=True, targets=ALL) | BF16,
+    float32={}, bfloat16=BF16, all_layers_adapter_bf16=dict(targets=ALL, base_bytes=2, adapter_bytes=2), one_layer=dict(targets=r"transformer_blocks\.1\.attn\.to_q"), batch_all=dict(batch=3, zero_cond=True, table=True, targets=ALL) | BF16,
     modulation_too=dict(targets=("img_mod.1", "txt_mod.1", "to_q"), zero_cond=True) | BF16, dora=dict(dora=True) | BF16, dropout=dict(dropout=0.1) | BF16,
     checkpointing=dict(checkpointing=True, table=True, batch=2, zero_cond=True) | BF16, flash=dict(kernel="flash") | BF16)
 RARE = dict(
+    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond=dict(zero_cond=True), zero_cond_table=dict(zero_cond=True, table=True) | BF16, batch=dict(batch=2, base_bytes=2, adapter_bytes=2),
     table=dict(table=True), all_layers=dict(targets=ALL), all_layers_bf16=dict(targets=ALL) | BF16, text_too=dict(targets=ALL[:8]) | BF16, out_only=dict(targets=("to_out.0",)),
     mlp_only=dict(targets=("img_mlp.net.2",)) | BF16, text_only=dict(targets=("add_k_proj",)) | BF16, wider=dict(layers=5, dim=128, heads=2, text_dim=96),
     rank=dict(r=64, targets=ALL), modulation=dict(targets=("img_mod.1",)), first=dict(targets=("img_in", "to_q")), dora_all=dict(dora=True, targets=ALL),
@@ -73,7 +72,7 @@ def test_saved_activations_match_autograd(case):
     assert close(saved_activations(q).bytes, counted_saved(q), 0.01)
 
 
-@pytest.mark.parametrize("kind", ["qfloat8", "nf4", slow("qint8"), slow("int8"), slow("fp8_storage")])
+@pytest.mark.parametrize("kind", ["qfloat8", *map(slow, ("nf4", "qint8", "int8", "fp8_storage"))])
 def test_saved_activations_of_a_quantized_base(kind):
     q = replace(TINY, quantization=kind, dim=128, heads=4, base_bytes=2, targets=ATTENTION)
     tr = empty_transformer(q, "cpu")
@@ -119,10 +118,11 @@ def test_adapter_gradient_and_optimizer_bytes(name, targets):
 
 # --- the peak of a step
 STEP = MemoryQuery(layers=5, text=250)
-PEAK = dict(recomputed={}, nothing_recomputed=dict(checkpointing=False), adapter_bf16=dict(adapter_bytes=2), nf4=dict(quantization="nf4"), float32=dict(base_bytes=4, kernel="efficient"),
-            fp16=dict(base_bytes=4, fp16=True, kernel="efficient"), zero_cond=dict(zero_cond=True), edit=dict(text=1420), small=dict(target=1024, control=1024))
-RARE_PEAK = dict(all_layers=dict(targets=ALL), fp16_nf4=dict(base_bytes=4, fp16=True, kernel="efficient", quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1),
-                 fp16_nothing_recomputed=dict(base_bytes=4, fp16=True, kernel="efficient", checkpointing=False), edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
+FP16 = dict(base_bytes=4, fp16=True, kernel="efficient")
+PEAK = dict(recomputed={}, fp16_nothing_recomputed=FP16 | dict(checkpointing=False), nf4=dict(quantization="nf4"))
+RARE_PEAK = dict(nothing_recomputed=dict(checkpointing=False), adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, kernel="efficient"), fp16=FP16, zero_cond=dict(zero_cond=True), edit=dict(text=1420),
+                 small=dict(target=1024, control=1024), all_layers=dict(targets=ALL), fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1),
+                 edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
 
 
 @pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
@@ -136,6 +136,7 @@ def test_peak_of_a_step_at_real_size(case):
     assert close(planned, counted, 0.12) and m.total == sum(b for _, b, _ in m.parts)
 
 
+@pytest.mark.slow
 def test_live_bytes_match_the_profiler():
     q = replace(TINY, table=True)
     tr = empty_transformer(q, "cpu")
@@ -151,6 +152,7 @@ def test_live_bytes_match_the_profiler():
     assert close(live.peak, peak)
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_saves_attention_too():
     q = replace(TINY, layers=4, table=True)
     tr, held = empty_transformer(replace(q, checkpointing=True), "cpu"), {}
