@@ -37,7 +37,8 @@ def component_class(folder, name:str) -> tuple: # (library's name, class)
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
     library, cls = index[name]
     if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; it is not imported")
+        raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers and "
+                         "transformers are imported")
     return library, getattr(importlib.import_module(library), cls)
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
