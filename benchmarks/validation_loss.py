@@ -108,7 +108,7 @@ def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noi
     first = next(iter(runs.values()))
     judge = QwenImageEditTrainer(config_of(out, first, edit))
     judge.make_loader()
-    with_images = judge._subset(judge.held_out, find_samples(out/f"judge_{edit}"))
+    with_images = judge.data.subset(judge.held_out, find_samples(out/f"judge_{edit}"))
     true, known = truths(judge, with_images), out/f"pixels_{edit}.json"
     pixels = json.loads(known.read_text()) if known.is_file() else {}
     for row in rows:

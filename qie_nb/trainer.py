@@ -32,8 +32,8 @@ from .training.resume import RunResume
 from .training.run_adapters import RunAdapters
 from .training.run_data import RunData
 from .training.run_modulation import RunModulation
-from .training.step import (BatchStream, batch_seeds, flow_matching_loss, sample_noise_and_sigmas,
-                                  split_by_prompt_length)
+from .training.step import (BatchStream, StepBatches, batch_seeds, flow_matching_loss,
+                                  sample_noise_and_sigmas, split_by_prompt_length)
 from .training.stopping import (NonFiniteCounter, NonFiniteStop, StopSignals, TimeLimitCallback,
                                       memory_advice, training_advice)
 
@@ -181,9 +181,7 @@ def fit(self:QwenImageEditTrainer,
 
 # %% ../nbs/01_trainer.ipynb #5f5e2da2
 @patch
-def optimizer_step(self:QwenImageEditTrainer,
-    group, # `StepBatches`
-):
+def optimizer_step(self:QwenImageEditTrainer, group:StepBatches):
     "Backward over the batches, clip, step; loss, gradient norm before clipping and rate go into the state."
     c, s, n, total = self.config, self.state, self.accelerator.num_processes, 0.
     self.optimizer.zero_grad(set_to_none=True) # first: an interrupted step leaves gradients
@@ -301,7 +299,7 @@ def set_lora(self:QwenImageEditTrainer):
 
 @patch
 def prepare_model(self:QwenImageEditTrainer):
-    "Set up checkpointing, compilation and the wrapper for several processes."
+    "`RunModulation.prepare_training`"
     self.wrapped = self.modulation.prepare_training(self.setup_accelerator(), len(self.samples or ()))
     return self
 
@@ -315,7 +313,7 @@ def configure_optimizers(self:QwenImageEditTrainer):
 
 @patch
 def configure_schedule(self:QwenImageEditTrainer):
-    "Create the learning-rate schedule for the known length of the run, at the current step."
+    "Create the learning-rate schedule for the run's length, at the current step."
     c, s = self.config, self.state
     self.lr_scheduler = restart_schedule(self.optimizer, c.optimizer.lr, c.lr_scheduler, s.max_steps,
                                          s.global_step)
@@ -324,8 +322,7 @@ def configure_schedule(self:QwenImageEditTrainer):
 # %% ../nbs/01_trainer.ipynb #49bb05c6
 @patch
 def save_checkpoint(self:QwenImageEditTrainer,
-    epoch:int, # completed epochs
-    global_step:int, # completed optimizer steps
+    epoch:int, global_step:int, # completed
     by_epoch:bool=True, # name the folder after the epoch rather than the step?
 ) -> Path:
     "Write a complete checkpoint and remove older ones."
@@ -341,7 +338,7 @@ def prune_checkpoints(self:QwenImageEditTrainer): # not if the last steps were n
 
 @patch
 def resume(self:QwenImageEditTrainer,
-    which, # checkpoint folder, `latest`, an older name like checkpoints/epoch_0050.pt, or a `SavedRun`
+    which, # as `train.resume_checkpoint`, or a `SavedRun`
 ):
     "Continue a run from a checkpoint."
     saved = which if isinstance(which, SavedRun) else self.checkpoints.find(which)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 class EvalImage:
     "An image made by an evaluation."
     name: str        # the same at every evaluation
-    caption: str     # its instruction
+    caption: str
     file: object     # path of the edited image
     shown: tuple = () # control and target, uint8 [H, W, 3], if they exist
 
@@ -53,21 +53,15 @@ class RunState:
         "Print a message once per run."
         if text and text not in self.warned: self.warned.add(text); print(text)
 
-    def advance(self,
-        batches:int, # of the step
-        per_epoch:int, # batches of an epoch
-    ):
-        "Count a step; nothing else changes these numbers."
+    def advance(self, batches:int, per_epoch:int):
+        "Count a step of some batches; nothing else changes these numbers."
         self.global_step, self.position = self.global_step + 1, self.position + batches
         self.epoch_ended = self.position >= per_epoch
         if self.epoch_ended: self.epoch, self.position = self.epoch + 1, 0
         if self.global_step >= self.max_steps: self.stop = "done"
         self.whole = True
 
-    def set_lengths(self,
-        train, # `TrainSection`
-        batches:int, # of an epoch
-    ):
+    def set_lengths(self, train, batches:int):
         "Plan the remaining steps from the current position; a forced resume may have other epochs."
         n = train.gradient_accumulation_steps
         if self.position >= batches: self.epoch, self.position = self.epoch + 1, 0

@@ -15,11 +15,8 @@ import torch
 # %% ../../nbs/training/02_optimizer.ipynb #84b5c15c
 _PACKAGES = dict(adamw8bit="bitsandbytes", prodigy="prodigyopt", adafactor="transformers")
 
-def check_optimizer(
-    settings, # `OptimizerSection`
-    device="cpu", # of the adapter in training
-):
-    "Raise ValueError if an optimizer is not available; called before anything is loaded."
+def check_optimizer(settings, device="cpu"):
+    "Raise ValueError if the optimizer of an `OptimizerSection` is not available on the adapter's device."
     name, package = f"`optimizer.name` {settings.name}", _PACKAGES.get(settings.name)
     if package and find_spec(package) is None:
         raise ValueError(f"{name} needs {package}, which is not installed; `pip install {package}` or use "
@@ -56,11 +53,8 @@ def _prodigy(params, kw):
     with redirect_stdout(io.StringIO()): # it prints its weight decay
         return Prodigy(params, **kw, safeguard_warmup=True, use_bias_correction=True)
 
-def make_optimizer(
-    params, # trainable tensors, on their device
-    settings, # `OptimizerSection`
-) -> torch.optim.Optimizer:
-    "The configured optimizer. Raises ValueError if it is not available."
+def make_optimizer(params, settings) -> torch.optim.Optimizer:
+    "The optimizer of an `OptimizerSection`. Raises ValueError if it is not available."
     params = list(params)
     check_optimizer(settings, params[0].device)
     make = dict(adamw=_adamw, adamw8bit=_adamw8bit, adafactor=_adafactor, prodigy=_prodigy)
@@ -68,8 +62,7 @@ def make_optimizer(
                                             weight_decay=settings.weight_decay))
 
 # %% ../../nbs/training/02_optimizer.ipynb #fb8ae6f6
-def guarded_step(
-    optimizer, # of `make_optimizer`
+def guarded_step(optimizer,
     ok:torch.Tensor, # scalar bool on the parameters' device: is the gradient finite?
 ):
     "`optimizer.step()` if `ok`; a fused optimizer decides on the device, so that the CPU need not wait."
@@ -140,10 +133,8 @@ class EMA:
     def decay_at(self, n:int) -> float: return min(self.decay, (1 + n) / (10 + n))
 
     @torch.no_grad()
-    def update(self,
-        ok:torch.Tensor, # scalar bool on the parameters' device: did the step happen?
-    ):
-        "Move the mean towards the parameters if `ok`, without waiting for the device."
+    def update(self, ok:torch.Tensor):
+        "Move the mean towards the parameters if `ok`, as in `guarded_step`, without waiting for the device."
         gap = torch._foreach_sub([p.detach().float() for p in self.params], self.mean)
         torch._foreach_mul_(gap, 1 - self.decay_at(self.n))
         # adding -0. changes no bit

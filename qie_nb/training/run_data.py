@@ -134,9 +134,7 @@ def subset(self:RunData, dataset, samples, **changes) -> ImageDataset:
 # %% ../../nbs/training/06_run_data.ipynb #f99d6e1b
 @patch
 def encoder(self:RunData,
-    cache=None, # `EmbeddingCacheManager` or None
-    vae_device=None,
-    text_device=None,
+    cache=None, vae_device=None, text_device=None,
     exact:bool=False, # the pipelines' bits, whatever the `cache` section says?
 ) -> Encoder:
     "An encoder over the run's components; it loads them when something has to be encoded."
@@ -191,8 +189,7 @@ def cache_embeddings(self:RunData,
 @patch
 def cache_step(self:RunData,
     batch, # of a loader over an `ImageDataset`
-    vae_device=None, # where images are encoded
-    text_device=None, # where prompts are encoded
+    vae_device=None, text_device=None, # where images and prompts are encoded
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
     devices = [d and check_device(str(d)) for d in (vae_device, text_device)]

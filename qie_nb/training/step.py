@@ -19,11 +19,7 @@ from ..data.batches import BucketBatchSampler, as_list, batch_size, pad_prompts,
 from ..models import flow_matching as flow
 
 # %% ../../nbs/training/01_step.ipynb #e0d531b7
-def to_device(
-    t:torch.Tensor,
-    dtype=None, # None keeps it
-    device="cpu",
-) -> torch.Tensor:
+def to_device(t:torch.Tensor, dtype=None, device="cpu") -> torch.Tensor:
     "Move a tensor. Copies to a GPU use pinned memory, so the CPU does not wait for them."
     if torch.device(device).type == "cuda" and t.device.type == "cpu": t = t.pin_memory()
     return t.to(device, non_blocking=True).to(dtype or t.dtype)

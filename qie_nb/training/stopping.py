@@ -111,9 +111,7 @@ def _changes(c) -> list: # (key, value, note), in the order to try
         (m.lora.r > 8, "model.lora.r", m.lora.r // 2, " (a new run)"),
         (c.optimizer.name == "adamw", "optimizer.name", "adafactor", " (a new run)")) if ok]
 
-def training_advice(
-    config, # `Config`
-) -> list: # three (setting, GB saved)
+def training_advice(config) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them, with what each saves by itself."
     from qie_nb.planning.memory_query import memory_query, model_facts, prompt_tokens
     from qie_nb.planning.training_memory import memory_of
@@ -131,7 +129,7 @@ def training_advice(
 
 # %% ../../nbs/training/03_stopping.ipynb #e2b61c81
 def encoder_advice(
-    config, # `Config`
+    config,
     size, # function of a component's name: bytes of its weights
 ) -> list: # three (setting, GB saved)
     "Settings that make encoding smaller."
