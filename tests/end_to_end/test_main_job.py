@@ -1,5 +1,5 @@
 """The main job from a YAML file, for each variant: precompute, train, save, predict; what is loaded, what is refused."""
-import json, re, shutil
+import json, shutil
 
 import numpy as np
 import pytest
@@ -182,7 +182,7 @@ def from_elsewhere(folder): (folder/"model_index.json").write_text((folder/"mode
 
 
 @pytest.mark.parametrize("change, sentence", [(rename_to_pickle, "has no safetensors weights in transformer/; pickles are not read"),
-                                              (from_elsewhere, "needs 'os' for transformer; only diffusers and transformers are imported")])
+                                              (from_elsewhere, "needs .os. for transformer; it is not imported")])
 def test_a_model_folder_is_not_trusted(change, sentence, pairs, tmp_path):
     folder = tmp_path/"model"
     shutil.copytree(tiny_folder("2511"), folder)
@@ -241,16 +241,14 @@ def test_an_adapter_that_does_not_fit_leaves_the_one_in_memory(pairs, tmp_path):
     trainer = QwenImageEditTrainer(settings(pairs(), tmp_path)).set_lora()
     before = lora_state(trainer.transformer)
     save_file({k: torch.zeros(v.shape[0] + 1, v.shape[1] + 1) for k, v in before.items()}, tmp_path/"wrong.safetensors")
-    with pytest.raises(ValueError, match="does not fit this transformer: transformer.transformer_blocks.0.attn.to_.* use the base model"): trainer.load_lora(tmp_path/"wrong.safetensors")
+    with pytest.raises(ValueError, match="does not fit this transformer: .*transformer_blocks.0.attn.to_.* use the base model"): trainer.load_lora(tmp_path/"wrong.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(before.values(), lora_state(trainer.transformer).values(), strict=True))
 
 
 def test_a_gpu_that_only_emulates_bfloat16_is_not_believed(monkeypatch):
     from contextlib import nullcontext
     from qie_nb.models.quantize import pick_dtype
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation) # a T4 as torch tells it
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
+    for name, fn in dict(is_bf16_supported=lambda including_emulation=True: including_emulation, get_device_name=lambda d=None: "Tesla T4", device=lambda d: nullcontext()).items(): monkeypatch.setattr(torch.cuda, name, fn)
     dtype, why = pick_dtype("auto", "cuda")
     assert dtype == torch.float32 and why.startswith("Tesla T4 has no bfloat16 of its own, and float16 overflows")
     dtype, why = pick_dtype("bf16", "cuda")
@@ -266,19 +264,3 @@ def test_only_half_of_the_vae_goes_where_it_encodes(pairs, tmp_path):
     vae = encoder._vae()
     assert {p.device.type for half in (vae.encoder, vae.quant_conv) for p in half.parameters()} == {"meta"}
     assert {p.device.type for half in (vae.decoder, vae.post_quant_conv) for p in half.parameters()} == {"cpu"}
-
-
-@pytest.mark.slow
-def test_publishing_uploads_the_lora_its_card_and_nothing_else(pairs, tmp_path, monkeypatch):
-    import huggingface_hub
-    sent = {}
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda self, repo_id, **kw: f"https://hub/{repo_id}")
-    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **kw: sent.update(kw))
-    root = pairs(caption="make it <b>blue</b> | now")
-    trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2, num_epochs=1))).fit()
-    assert trainer.push_to_hub("me/blue") == "https://hub/me/blue"
-    card = (tmp_path/"lora"/"README.md").read_text()
-    assert "make it <b>blue</b> | now" in card and "| pairs | 2 |" in card and str(tmp_path) not in card
-    assert "validation loss" in card.lower() and "model.lora.r" in card.replace("\\", "") and "<b>" not in re.sub("```.*?```", "", card, flags=re.S), "captions are in fences only"
-    assert "pytorch_lora_weights.safetensors" in sent["allow_patterns"] and "README.md" in sent["allow_patterns"]
-    assert all(n.split("/")[0] in ("pytorch_lora_weights.safetensors", "README.md", "samples") for n in sent["allow_patterns"]) and len(sent["allow_patterns"]) > 2
