@@ -301,7 +301,8 @@ def pack(self:EmbeddingCacheManager,
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
     if missing := [p for p in needed if self.find(PREFIX, p) is None]:
-        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute")
+        raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute "
+                              "again first")
     packed = [(layer(e), e.kind, e.key) for e in chosen]
     with empty_output_dir(out, replace) as folder:
         return [Path(out)/f.name for f in write_packed(folder, packed, self.identities(), shard_bytes)]

@@ -7,9 +7,8 @@ from PIL import Image
 
 from qie_nb.cache import EmbeddingCacheManager, check_cache_exists
 from qie_nb.cli import main
-from qie_nb.data.dataset import ImageDataset, loader
-from qie_nb.core.cache_entries import ALL_KINDS, read_header
-from qie_nb.data.samples import ImageChanged
+from qie_nb.data.dataset import loader
+from qie_nb.core.cache_entries import read_header
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_equal, settings, write_pairs
@@ -109,15 +108,6 @@ def test_moved_data_and_renamed_model_reuse_the_cache(filled, tmp_path, built):
     assert (report.tensors, report.reused) == (0, 3) and not built
 
 
-def test_image_replaced_after_its_digest_is_noticed(pairs, tmp_path):
-    root = pairs(THREE)
-    dataset = ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/"cache")))
-    dataset.refresh(dict(vae="v", text_encoder="t", template="p", dtype="float32", control_area=4096, vl_area=4096))
-    dataset.keys(0)
-    Image.new("RGB", (48, 32)).save(root/"training_images"/"0000.png")
-    with pytest.raises(ImageChanged, match="0000.png.* has changed"): dataset.images(0)
-
-
 def test_pack_replaces_only_a_packed_cache(tmp_path, monkeypatch):
     manager, out = EmbeddingCacheManager(tmp_path/"cache"), tmp_path/"packed"
     for n in range(3): manager.save_cache("pixel_latent", f"{n:02}ab", torch.full((4, 4), float(n)))
@@ -200,18 +190,6 @@ def test_hub_data_set_is_cached_and_trained_on(filled, tmp_path):
     EmbeddingCacheManager(tmp_path/"cache").clear_cache("pixel_latent")
     assert not check_cache_exists(tmp_path/"other") and t.cache_embeddings(batches).tensors == 3
     assert t.fit(batches).global_step == 1 and check_cache_exists(tmp_path/"cache")
-
-
-def test_status_counts_present_and_missing_entries(filled, tmp_path):
-    cache = EmbeddingCacheManager(tmp_path/"cache")
-    needed = trainer(filled, tmp_path).make_loader().dataset.keys(2)
-    for e in needed.values(): cache.layers[0].path(e.kind, e.key).unlink()
-    dataset = trainer(filled, tmp_path).make_loader().dataset
-    status = dataset.status()
-    assert (status["samples"], status["complete"]) == (3, 2)
-    assert status["kinds"]["pixel_latent"] | dict(bytes=0) == dict(needed=3, present=2, missing=1, bytes=0)
-    assert {k: v["present"] for k, v in status["kinds"].items()} == dict.fromkeys(ALL_KINDS, 2)
-    assert "2 complete" in dataset._repr_html_()
 
 
 def test_precompute_announces_its_bytes_and_refuses_a_full_disk(filled, tmp_path, capsys, monkeypatch):

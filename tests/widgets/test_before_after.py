@@ -38,7 +38,7 @@ def test_different_sizes(tmp_path):
     assert view.note() in view.html() and not before_after(noise(8, 8), noise(8, 8)).data()["note"]
 
 
-@pytest.mark.parametrize("size", [(4000, 3000), (3000, 4000), (2000, 130), (3, 2)])
+@pytest.mark.parametrize("size", [(3000, 4000), (2000, 130), (3, 2)])
 def test_images_are_sent_at_display_size(size):
     view = before_after(noise(*size), noise(*size))
     image = view.box.children[0]
