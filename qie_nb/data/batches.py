@@ -27,7 +27,6 @@ def pad_prompts(
     out, mask = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (list(embeds), list(masks)))
     return out, (None if mask.all() else mask.bool())
 
-# %% ../../nbs/data/05_batches.ipynb #f66089e7
 CACHED = ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask")
 
 def is_cached(batch) -> bool:
@@ -35,16 +34,14 @@ def is_cached(batch) -> bool:
     return all(k in batch for k in CACHED)
 
 def batch_size(batch) -> int:
-    "Number of samples in a batch."
     return len(batch["pixel_latent"] if "pixel_latent" in batch else batch["prompt"])
 
-def as_list(x) -> list:
-    "One control or a list of them, as a list."
+def as_list(x) -> list: # of one control or several
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 # %% ../../nbs/data/05_batches.ipynb #e2627d6c
 class BucketBatchSampler:
-    "Batches of indices that share a bucket; order and composition depend on (seed, epoch) alone."
+    "Batches of indices that share a bucket, a function of (seed, epoch)."
     def __init__(self,
         dataset, # with `len`, `bucket(i)`, `set_epoch(e)` and optionally `length(i)`, the prompt's length
         batch_size:int=1,
@@ -53,8 +50,8 @@ class BucketBatchSampler:
     ):
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.shuffle, self.epoch = shuffle, 0
-        self.start = 0 # batches of this epoch to skip, set on resume
-        self.rank, self.world = 0, 1 # each batch is divided among the processes
+        self.start = 0 # batches of this epoch to skip
+        self.rank, self.world = 0, 1 # processes divide each batch
 
     def set_epoch(self, epoch:int):
         self.epoch = epoch
@@ -79,11 +76,8 @@ class BucketBatchSampler:
     def __len__(self): return len(self.batches())
 
 # %% ../../nbs/data/05_batches.ipynb #2181258f
-def as_seen(
-    control, # PIL image, or uint8 [H, W, 3]
-    geometry:Geometry=None, # None: unchanged
-) -> np.ndarray: # uint8 [H, W, 3]
-    "A control image at its own size, or at the VAE's if that is smaller."
+def as_seen(control, geometry:Geometry=None) -> np.ndarray: # uint8 [H, W, 3]
+    "A control (PIL image or array) at its own size, or at the VAE's if that is smaller."
     if geometry is None or isinstance(control, np.ndarray): return np.asarray(control)
     w, h = geometry.control(control.size)
     if control.width * control.height > w * h: control = control.resize((w, h), Image.Resampling.LANCZOS)
@@ -93,7 +87,7 @@ class Batch(dict):
     "A batch as a mapping, which can load its images even if its latents came from the cache."
     def __init__(self, items, geometry=None, config=None, **kw):
         super().__init__(items, **kw)
-        self.geometry, self.config = geometry, config # of the data set it comes from
+        self.geometry, self.config = geometry, config # of the data set
 
     def get_images_for_tensorboard(self, max_images:int=8) -> dict:
         "`training_images`, `control_images`: lists of uint8 [H, W, 3]; `source`: batch or disk; `problems`."
@@ -116,28 +110,26 @@ class Batch(dict):
 
 # %% ../../nbs/data/05_batches.ipynb #c46bb800
 def stack_masks(samples:list) -> torch.Tensor: # [B, 1, h, w] float32, weights in 0..1; or None
-    "The loss masks (uint8 [h, w]) of the samples that have one; None if there is none."
+    "The samples' loss masks (uint8 [h, w])."
     masks = [s.get("mask") for s in samples]
     known = next((m for m in masks if m is not None), None)
     if known is None: return None
     masks = [np.full_like(known, 255) if m is None else m for m in masks]
     return torch.from_numpy(np.stack(masks))[:, None].float() / 255
 
-# %% ../../nbs/data/05_batches.ipynb #a222c01c
 def collate(
     samples:list, # items of an `ImageDataset`
-    geometry:Geometry=None,
-    config=None, # `DataSection` of the data set
+    geometry:Geometry=None, config=None, # of the data set
 ) -> Batch:
     "Stack samples: latents and a list of embeddings if all are cached, else lists of images."
     out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")}
     cached = all(s["cached"] for s in samples)
-    out |= stack_tensors(samples) if cached else {k: [s.get(k) for s in samples]
-                                                  for k in ("image", "control")}
+    images = lambda: {k: [s.get(k) for s in samples] for k in ("image", "control")}
+    out |= stack_tensors(samples) if cached else images()
     return Batch(out, geometry, config, mask=stack_masks(samples), cached=cached)
 
 def controls_of(tensors:dict) -> list:
-    "Control latents control_latent.0, .1, ... of a sample, in order."
+    "Control latents .0, .1, ... of a sample, in order."
     names = (k for k in tensors if k.startswith("control_latent."))
     return [tensors[k] for k in sorted(names, key=lambda k: int(k.split(".")[1]))]
 
@@ -164,8 +156,7 @@ def prefetch(batches, n:int=2): # yields the same
                 if over.is_set(): return
             put((None, StopIteration()))
         except BaseException as e: put((None, e))
-    thread = threading.Thread(target=fetch, daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=fetch, daemon=True)).start()
     try:
         while not isinstance((item := got.get())[1], StopIteration):
             if item[1] is not None: raise item[1]

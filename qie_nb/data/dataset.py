@@ -18,10 +18,9 @@ from ..cache import ALL_KINDS, PREFIX, CacheEntry, CacheEntryError, EmbeddingCac
 from ..cache import prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
 from ..core.cache_report import status_html
-from ..core.files import cached_file_property
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
-from .images import Geometry, open_image, source_digest
+from .images import Geometry, open_image, remembered, source_digest
 from .samples import Samples, cached_size, find_samples, load_images, load_mask, open_unchanged, usable
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4
@@ -63,16 +62,14 @@ def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, i
 # %% ../../nbs/data/06_dataset.ipynb #74583c0a
 @patch
 def refresh(self:ImageDataset, identity:dict=None):
-    "Take the encoders' identity (default: the cache's) and compute the sizes; call it after a c filling it."
+    "Take the encoders' identity (default: the cache's) and compute the sizes; call it after filling it."
     self.identity, self.ambiguous_identity, self._keys, self._whole = identity, None, {}, set()
     if identity is None and self.cache:
         try: self.identity = self.cache.identity(self.cache_identity)
-        except ValueError as e:
-            self.ambiguous_identity = e # raised when entries are looked up without an identity
+        except ValueError as e: self.ambiguous_identity = e # raised when entries are looked up
     c, who = self.config, self.areas or self.identity or {}
-    self.geometry = Geometry(tuple(c.image_size), c.crop, c.control_area or who.get("control_area")
-                             or 1024*1024,
-                             c.vl_area or who.get("vl_area"))
+    area = c.control_area or who.get("control_area") or 1024*1024
+    self.geometry = Geometry(tuple(c.image_size), c.crop, area, c.vl_area or who.get("vl_area"))
 
 @patch
 def set_areas(self:ImageDataset, areas:dict):
@@ -82,7 +79,7 @@ def set_areas(self:ImageDataset, areas:dict):
 
 @patch
 def trust_manifest(self:ImageDataset, **mine):
-    "Take the identity from the cache's manifest, which must name one model of this `variant` and `dtype`."
+    "Take the identity from the cache, which must name one model of this `variant` and `dtype`."
     self.refresh()
     if self.ambiguous_identity:
         fitting = [v for v in self.cache.identities().values() if mine.items() <= v.items()]
@@ -92,8 +89,7 @@ def trust_manifest(self:ImageDataset, **mine):
     for what, value in mine.items():
         if who.get(what, value) != value and not self.cache_identity:
             raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run "
-                             f"has "
-                             f"{value}; precompute for it, or set `cache.encoder_id` if you want this")
+                             f"has {value}; precompute for it, or set `cache.encoder_id` if you want this")
     if who: print(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
 @patch
@@ -105,7 +101,7 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
 @patch
 def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control_latent.0, .1, ...
-    "The cache entries that sample `i` may need. Reads the images once to digest them."
+    "The cache entries that sample `i` may need."
     s = self.samples[i]
     try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
     except ValueError: # the file is gone; its cached tensors are still good
@@ -134,14 +130,14 @@ def _keys_of(self:ImageDataset, i, image, *controls):
 # %% ../../nbs/data/06_dataset.ipynb #e0ba058d
 @patch
 def needed(self:ImageDataset, i:int, keys:dict=None) -> dict:
-    "The part of `keys(i)` that training reads: empty prompts only if captions are dropped."
+    "The part of `keys(i)` that training reads."
     drop = self.config.caption_dropout_rate > 0
     return {name: v for name, v in (keys or self.keys(i)).items()
             if name != PREFIX and (drop or not name.startswith("empty_"))}
 
 @patch
 def missing(self:ImageDataset, i:int, has=None) -> list:
-    "Names of sample `i`'s tensors that are not in the cache; `prompt_prefix` if only that is missing."
+    "Names of sample `i`'s tensors that are not in the cache."
     if self.identity is None: return ["everything"]
     keys, has = self.keys(i), has or (lambda entry: self.cache.find(*entry) is not None)
     needed = self.needed(i, keys)
@@ -153,13 +149,13 @@ def missing(self:ImageDataset, i:int, has=None) -> list:
 
 @patch
 def dropped(self:ImageDataset, i:int) -> bool:
-    "Is this sample's caption dropped in this epoch?"
+    "Is its caption dropped in this epoch?"
     drawn = stable_seed(self.seed, self.epoch, self.samples[i].id, "caption") / 2**63
     return drawn < self.config.caption_dropout_rate
 
 @patch
 def length(self:ImageDataset, i:int) -> int:
-    "Approximate length of sample `i`'s embedding in this epoch: image tokens plus letters of the prompt."
+    "Approximate length of its embedding in this epoch: image tokens plus letters of the prompt."
     seen = sum(w * h for w, h in map(self.geometry.vl, self.sizes[i][1:])) // 784 # 28 x 28 pixels a token
     return seen + (0 if self.dropped(i) else len(self.samples[i].prompt))
 
@@ -198,8 +194,7 @@ def problems_text(self:ImageDataset, found=None) -> str:
     found = found or self.problems()
     each = [f"{name} of sample {i!r} {why}{f' ({place})' if place else ''}" for i, name, place, why in found]
     return (f"{len(found)} entries of cache {', '.join(map(str, self.cache.layers))} cannot be used and "
-            f"cannot be "
-            f"computed here; precompute on a machine with the encoders: {'; '.join(each)}")
+            f"cannot be computed here; precompute on a machine with the encoders: {'; '.join(each)}")
 
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
 @patch
@@ -208,12 +203,12 @@ def digests(self:ImageDataset, i:int) -> tuple: # of target and controls; None b
 
 @patch
 def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
-    "Sample `i`'s images: `image`, uint8 [H, W, 3] at its bucket's size; `control`, PIL images at their own."
+    "`load_images` of sample `i`."
     return load_images(self.samples[i], self.geometry, self.digests(i), open_file)
 
 @patch
 def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size, or None
-    "Weights of sample `i`'s loss: 255 is full weight, 0 is `train.mask_min_weight`."
+    "Weights of its loss: 255 is full weight, 0 is `train.mask_min_weight`."
     s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
     if s.mask is None: return None
     if (s.id, size) not in self._masks:
@@ -234,8 +229,7 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 @patch
-def _scan(self:ImageDataset, there,
-          bar=None): # yields (sample, entry ids it may need, missing names or None, error)
+def _scan(self:ImageDataset, there, bar=None): # yields (sample, entry ids, missing names or None, error)
     began = time.monotonic()
     for i in range(len(self)):
         try:
@@ -249,8 +243,8 @@ def _scan(self:ImageDataset, there,
 
 @patch
 def incomplete(self:ImageDataset,
-    bar=None, # with `update()`, called once per sample; default: a `Progress` after two seconds
-) -> dict: # {sample: names as in `missing(i)`, or None if an image cannot be read}
+    bar=None, # with `update()` for each sample; default: a `Progress` after two seconds
+) -> dict: # {sample: `missing(i)`, or None if an image cannot be read}
     "The incomplete samples."
     if self.cache is None or self.identity is None: return {i: ["everything"] for i in range(len(self))}
     there = {(kind, key): size for _, kind, key, size in self.cache.entries()}
@@ -258,14 +252,11 @@ def incomplete(self:ImageDataset,
 
 # %% ../../nbs/data/06_dataset.ipynb #2bce3116
 @patch
-def status(self:ImageDataset,
-    bar=None, # as for `incomplete`
-) -> dict:
+def status(self:ImageDataset, bar=None) -> dict: # bar: as for `incomplete`
     "Samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad, why (unknown)."
     kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
     out = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
-               aside=[],
-               skipped=list(self.skipped), unreadable=[], why="")
+               aside=[], skipped=list(self.skipped), unreadable=[], why="")
     if self.cache is None: return out | dict(why="no cache is set; set `cache_dir` to a folder")
     listed = list(self.cache.entries())
     stats = self.cache.get_cache_stats(listed)
@@ -297,14 +288,11 @@ def _repr_html_(self:ImageDataset) -> str: return status_html(self.status())
 
 @patch
 def entries_needed(self:ImageDataset) -> set: # of (kind, key)
-    "Every entry that training on this data set may read, for example to ship only these."
+    "Every entry that training on this data set may read."
     return {v.id for i in range(len(self)) for v in self.keys(i).values()}
 
 # %% ../../nbs/data/06_dataset.ipynb #d450cd36
-def _decodes(source):
-    decode = lambda p: bool(open_image(p).size)
-    return cached_file_property(source, "decodes", decode) if isinstance(source,
-                                                                         (str, Path)) else decode(source)
+def _decodes(source) -> bool: return bool(open_image(source).size)
 
 @patch
 def drop_unreadable(self:ImageDataset):
@@ -315,7 +303,9 @@ def drop_unreadable(self:ImageDataset):
     bar, bad = Progress(len(todo), "look at images") if len(todo) > 500 else None, {}
     for i in todo:
         s = self.samples[i]
-        try: [_decodes(p) for p in (s.target, *s.controls) if i in incomplete], self.mask(i)
+        try:
+            for p in (s.target, *s.controls) if i in incomplete else (): remembered(p, "decodes", _decodes)
+            self.mask(i)
         except ValueError as e: bad[i] = str(e)
         if bar: bar.update()
     self.drop(bad)
@@ -335,8 +325,8 @@ def drop(self:ImageDataset, bad:dict): # {i: reason}
 def _collate_of(dataset, samples): return collate(samples, dataset.geometry, dataset.config)
 
 def loader(
-    dataset, # path of a data set (or a list), a `datasets.Dataset`, or an `ImageDataset`
-    cache_dir=None, # cache folder or list of them
+    dataset, # an `ImageDataset`, or as for `find_samples`
+    cache_dir=None, # folder or list of them
     batch_size:int=1,
     seed:int=0,
     shuffle:bool=True, # a new order each epoch?
@@ -349,20 +339,17 @@ def loader(
         dataset = ImageDataset(dict(dataset_path=dataset, seed=seed, **cache, **kw))
     return DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, batch_size, seed, shuffle),
                       num_workers=num_workers, collate_fn=partial(_collate_of, dataset),
-                      generator=torch.Generator()) # so that iterating does not draw from the global generator
+                      generator=torch.Generator()) # iterating draws nothing from the global one
 
 # %% ../../nbs/data/06_dataset.ipynb #ef93296e
 class EmbeddingCacheHook:
-    "Call it with each batch of a loader over an `ImageDataset` to encode and store its missing tensors."
-    def __init__(self,
-        dataset:ImageDataset, # with a cache
-        encoder, # `Encoder` with the same cache
-    ):
+    "Call it with each batch of the data set's loader to encode and store the missing tensors."
+    def __init__(self, dataset:ImageDataset, encoder): # an `Encoder` with the same cache
         self.dataset, self.encoder, self.computed = dataset, encoder, 0
         encoder.cache.add_identity(encoder.identity)
         dataset.refresh(encoder.identity)
 
-    def __call__(self, batch) -> int: # batch: mapping with `index`; returns the number of entries stored
+    def __call__(self, batch) -> int: # entries stored
         before = self.encoder.stored
         missing = {i: names for i in batch["index"] if (names := self.dataset.missing(i))}
         if missing: self.encoder.encode_missing(self.dataset, missing)

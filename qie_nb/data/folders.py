@@ -16,12 +16,12 @@ from .tables import instruction, nfc, text_of
 CAPTION_SUFFIXES = (".txt", ".caption")
 
 def entries_of(folder:Path) -> list: # paths, sorted by name
-    "The entries of a folder. Raises ValueError if it cannot be read."
+    "The entries of a folder."
     try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
     except OSError as e:
         raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
 
-def _unusable(path) -> str: # the reason; "" if usable; None if not worth reporting
+def _unusable(path) -> str: # the reason; "" if usable; None: not reported
     kind = path.suffix.lower()
     if any("\udc80" <= c <= "\udcff" for c in path.name): return "its name is not UTF-8"
     if path.name.startswith(".") or path.name in ("Thumbs.db", "desktop.ini"):
@@ -29,7 +29,6 @@ def _unusable(path) -> str: # the reason; "" if usable; None if not worth report
     if path.is_dir(): return "a folder"
     return "" if kind in IMAGE_SUFFIXES + CAPTION_SUFFIXES else "no image"
 
-# %% ../../nbs/data/02_folders.ipynb #2a879db5
 def _twice(what, stem, a, b):
     alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
     raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
@@ -56,28 +55,26 @@ def _caption(stem, target, *folders) -> str:
 
 # %% ../../nbs/data/02_folders.ipynb #82e87f30
 _TARGETS = ("training_images training_image target_images target_image targets target edited_images edited "
-            "after "
-            "images image img outputs output").split()
+            "after images image img outputs output").split()
 _CONTROL = re.compile(r"(?:control|source|before|conditioning|condition|input|reference|original|edit)"
                       r"(?:s|_images?)?_?(\d*)")
 _CAPTIONS = "captions caption prompts prompt instructions texts text txt".split()
 _MASKS = "mask_images mask_image masks mask loss_masks".split()
 
-def _roles(root) -> tuple: # (folder of targets or None, folders of controls in order, of captions, of masks)
+def _roles(root) -> tuple: # folders: (targets, [controls], captions, masks); None if missing
     named = {d.name.lower(): d for d in entries_of(root) if d.is_dir()}
     controls = sorted((int(m[1] or 0), name) for name in named if (m := _CONTROL.fullmatch(name)))
     pick = lambda names: next((named[n] for n in names if n in named), None)
     return pick(_TARGETS), [named[name] for _, name in controls], pick(_CAPTIONS), pick(_MASKS)
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b6a
-def _numbered(names, after) -> dict: # {target's stem: stems of its numbered controls, in order}
+def _numbered(names, after) -> dict: # {target's stem: its numbered controls' stems}
     found = {}
     for name in names:
         m = re.fullmatch(r"(.+?)_(?:control_)?(\d|0\d{1,3})", name)
         if m and m[1] in after and name not in after: found.setdefault(m[1], []).append((int(m[2]), name))
     return {stem: [name for _, name in sorted(held)] for stem, held in found.items()}
 
-# %% ../../nbs/data/02_folders.ipynb #23acca7a
 def _controls_of(stem, target, folders, before, numbered) -> tuple:
     more = [before[0][name] for name in numbered.get(stem, [])]
     plain = [b[stem] for b in before if stem in b]
@@ -88,8 +85,7 @@ def _controls_of(stem, target, folders, before, numbered) -> tuple:
                  and any(stem in b for b in before[n:])), None)
     if hole:
         raise ValueError(f"target {target.name!r} has no image in {folders[hole].name}/ but one in a later "
-                         f"folder; "
-                         f"add it or remove the later one")
+                         "folder; add it or remove the later one")
     return tuple(plain + more if stem in before[0] else more + plain)
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a16cd
@@ -103,7 +99,6 @@ def _mask(stem, target, *folders): # path or None
     names = [form for name in (stem, nfc(target.stem)) for form in (name, f"{name}_mask")]
     return next((held[name] for held in folders for name in names if name in held), None)
 
-# %% ../../nbs/data/02_folders.ipynb #dc4e8db3
 def _left_over(rows, controls, captions, masks) -> list:
     used, names = {p for r in rows for p in (*r[2], r[4])}, {n for r in rows for n in (r[0], nfc(r[1].stem))}
     return ([(p, f"a {what} without a target") for what, held in (("mask", masks), ("control", controls))
@@ -123,15 +118,15 @@ def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     return sorted(reasons.items())
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
-def read_folders(root:Path) -> tuple: # ([(id, target, controls, prompt, mask)], layout, unused files) or None
+def read_folders(root:Path) -> tuple: # ([(id, target, controls, prompt, mask)], layout, unused) or None
     "Samples from a folder of targets and one or more folders of controls."
     targets, controls, captions, masks = _roles(root)
     if not targets: return None
     ignored, used = [], {targets, *controls, captions, masks}
     (after, beside), before = _folder(targets, ignored), [_folder(d, ignored)[0] for d in controls]
     if not after: return None
-    if not controls and (found := read_pairs(targets)): return found
     if not controls:
+        if found := read_pairs(targets): return found
         raise ValueError(f"data set {str(root)!r} has no control folder; "
                          f"put the images before the edit into {str(root/'control_images')!r}")
     texts = _folder(captions, ignored)[1] if captions else {}
@@ -167,7 +162,7 @@ def _beside(stem, target, before) -> tuple:
 
 # %% ../../nbs/data/02_folders.ipynb #a840e04d
 def read_pairs(root:Path) -> tuple: # as `read_folders`
-    "Samples from one folder, with the sides marked by suffixes of the names."
+    "Samples from one folder whose file names end with their sides."
     ignored, (_, _, captions, masks) = [], _roles(root)
     images, beside = _folder(root, ignored)
     after, before, neither = _sides(images)
@@ -176,13 +171,11 @@ def read_pairs(root:Path) -> tuple: # as `read_folders`
     painted = _folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for p, _ in neither if (m := _MASK.fullmatch(nfc(p.stem)))}
     rows = [(stem, p, _beside(stem, p, before), _caption(stem, p, beside, texts),
-             _mask(stem, p, painted, named))
-            for stem, p in after.items()]
+             _mask(stem, p, painted, named)) for stem, p in after.items()]
     used = {captions, masks, *(r[4] for r in rows)}
     controls = [(stem, p) for stem, held in before.items() for _, p in held]
     ignored = [(p, why) for p, why in ignored + neither if p not in used]
     ignored += _left_over(rows, [{p: p for _, p in controls}], [beside, texts], [painted])
-    ends = [", ".join(sorted({nfc(p.stem)[len(stem):] for stem, p in side}))
-            for side in (after.items(), controls)]
-    return (rows, f"one folder, pairs by their endings: targets {ends[0]}, controls {ends[1]}",
-            _by_name(ignored, root))
+    ends = lambda side: ", ".join(sorted({nfc(p.stem)[len(stem):] for stem, p in side}))
+    layout = f"one folder, pairs by their endings: targets {ends(after.items())}, controls {ends(controls)}"
+    return rows, layout, _by_name(ignored, root)

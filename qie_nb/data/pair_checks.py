@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..core.files import cached_file_property
-from .images import open_image, read_bytes, source_name
+from .images import open_image, read_bytes, remembered, source_name
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0006
 _SIDE, _STEP = 16, 2 # positions along a side; smallest difference in grey levels
@@ -38,17 +37,16 @@ def _camera(data) -> bool:
     return bool(str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0")) # Make, Model
 
 def look(source) -> dict: # hash (64 hex digits), colours (96), colourful (0 to 255), pixels (digest), camera?
-    "Features of an image for comparisons. Raises ValueError if it cannot be read."
-    if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source): return _look(source)
-    return cached_file_property(source, "look 1", _look)
+    "Features of an image for comparisons."
+    return remembered(source, "look 1", _look)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000a
 ALIKE, COLOURS = 20, 10. # bits of 256 that may differ; levels of 255 between the mean colours
 
 def _bytes_of(looks, name): return np.frombuffer(bytes.fromhex("".join(x[name] for x in looks)), np.uint8)
 
-def alike(looks, block:int=512): # yields (i, j, bits that differ), i < j; compares `block` images at a time
-    "Pairs of nearly equal images, by a matrix product; 5,000 images take a second."
+def alike(looks, block:int=512): # yields (i, j, bits that differ), i < j
+    "Pairs of nearly equal images, by a matrix product for each `block` of images."
     if not looks: return
     bits = np.unpackbits(_bytes_of(looks, "hash")).reshape(len(looks), -1).astype(np.float32) * 2 - 1
     colours = _bytes_of(looks, "colours").reshape(len(looks), -1).astype(np.float32)
@@ -68,16 +66,16 @@ def distance(a:dict, b:dict) -> int: # bits that differ, or None
 AGAIN, RENAMED = "the same pair again", "the same pair under another caption"
 REUSED, AMBIGUOUS = "the same target from another control", "another target for the same control and caption"
 
-def _relation(a, b, target, same): # of two samples, if their targets are alike and their captions the `same`
+def _relation(a, b, target, same): # of two samples
     controls = len(a) == len(b) and all(x["pixels"] == y["pixels"] or distance(x, y) is not None
                                         for x, y in zip(a[1:], b[1:]))
     if target: return REUSED if not controls else AGAIN if same else RENAMED
     return AMBIGUOUS if controls and same else None
 
 def near_duplicates(
-    looks, # per sample (look of the target, look of each control), or None if unreadable
+    looks, # per sample (look of the target, of each control), or None if unreadable
     prompts, # per sample
-    most:int=10_000, # pairs; a set of equal images would make millions
+    most:int=10_000, # pairs
 ) -> list: # {a, b (positions), what, bits}
     "Samples that are nearly equal or contradict each other."
     at, out, seen = [i for i, x in enumerate(looks) if x], [], set()
@@ -126,7 +124,6 @@ def _by_colour(prompt, target, controls) -> str:
     if not (_TO_GREY.search(prompt) and coloured(target) and all(map(grey, controls))): return ""
     return "the caption asks to remove colour, but the control has none and the target has it"
 
-# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0019
 _GIVES_BACK = re.compile("photo|real|restor|recover|colou?r|noise|blur|sharp|upscal|enhanc|repair|clean"
                          "|remove|quality|resolution|natural|fix|undo", re.I)
 
@@ -136,7 +133,7 @@ def _by_camera(prompt, target, controls) -> str:
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e001c
 def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sample; {position: reason}
-    "Samples whose target is probably the original, judged by how the data set shares images."
+    "Samples whose target is probably the original, because several share it."
     groups, controls = defaultdict(list), Counter()
     for i, d in enumerate(digests):
         if d: groups[d[0]].append(i), controls.update(set(d[1:]))
@@ -145,12 +142,11 @@ def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sam
     why = "{} samples with other controls and captions share this target, and no two samples share a control"
     return {i: why.format(len(g)) for g in several for i in g}
 
-# %% ../../nbs/data/04_pair_checks.ipynb #ad1e001f
 SWAPPED, UNCHANGED = "looks swapped", "nothing changes"
 
 def pair_warnings(
     sample, # `Sample`
-    looks=None, # (look of the target, look of each control); None checks names only
+    looks=None, # (look of the target, of each control); None: check only names
     shared:str="", # reason from `shared_targets`
 ) -> list: # (mark, reason)
     "What may be wrong with a sample."

@@ -16,19 +16,18 @@ from PIL import Image
 
 from ..cache import stable_seed
 from ..core.display import table_html
-from ..core.files import cached_file_property
 from .folders import entries_of, read_folders, read_pairs
-from .images import crop_to, open_image, read_bytes, read_image_size, source_digest, source_name
+from .images import crop_to, open_image, read_bytes, read_image_size, remembered, source_digest, source_name
 from .tables import TABLE_SUFFIXES, match_columns, read_dataset, read_table, table_rows
 
 # %% ../../nbs/data/03_samples.ipynb #3743c870
 @dataclass(frozen=True)
 class Sample:
     "One training example; its images are read on demand."
-    id: str          # stem of the target (NFC) or row number, unique in the data set
-    target: object   # image after the edit: a path, or an object with `name` and `read_bytes()`
-    controls: tuple  # images before the edit, in order
-    prompt: str      # the instruction
+    id: str # stem of the target (NFC) or row number, unique
+    target: object # image after the edit: a path, or an object with `name` and `read_bytes()`
+    controls: tuple # images before the edit
+    prompt: str
     mask: object = None # white: full weight of the loss, black: `train.mask_min_weight`
 
 # %% ../../nbs/data/03_samples.ipynb #8536ca27
@@ -45,9 +44,9 @@ class Samples(list):
         self.layout, self.ignored = layout, list(ignored)
 
     def __repr__(self):
-        counts = sorted({len(s.controls) for s in self}) or [0]
-        controls = _counted(counts[0],
-                            "control") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} controls"
+        counts = {len(s.controls) for s in self} or {0}
+        low, high = min(counts), max(counts)
+        controls = _counted(low, "control") if low == high else f"{low} to {high} controls"
         text = f"{_counted(len(self), 'sample')} ({self.layout}), {controls} each"
         if n := sum(s.mask is not None for s in self): text += f", masks for {n} of {len(self)}"
         if not self.ignored: return text
@@ -64,9 +63,7 @@ def _samples(rows, layout, ignored=()) -> Samples:
     return Samples(sorted((Sample(*r) for r in rows), key=lambda s: s.id), layout, ignored)
 
 def _has_known_columns(table, columns) -> bool:
-    try:
-        return bool(match_columns([*dict.fromkeys(c for _, r in table_rows(table) for c in r)], table.name,
-                                  columns))
+    try: return bool(match_columns([*{c: 0 for _, r in table_rows(table) for c in r}], table.name, columns))
     except ValueError: return False
 
 def _table_in(root, columns) -> Path: # or None
@@ -77,7 +74,7 @@ def _table_in(root, columns) -> Path: # or None
     if len(fitting) > 1: fitting = [p for p in fitting if p.stem == "train"] or fitting
     if len(fitting) > 1:
         raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: {', '.join(p.name for p in fitting)}; "
-                         f"pass one of them")
+                         "pass one of them")
     return metadata or (fitting[0] if fitting else None)
 
 # %% ../../nbs/data/03_samples.ipynb #1e8bf42c
@@ -105,31 +102,23 @@ def find_samples(
     path, # data set folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
     columns:dict=None, # if unknown: `dict(target=..., control=... or [...], prompt=..., mask=...)`
 ) -> Samples: # sorted by id
-    "The samples of a data set. Raises FileNotFoundError or ValueError if it cannot be trained on."
+    "The samples of a data set."
     if isinstance(path, (list, tuple)): return _several([find_samples(p, columns) for p in path])
     if hasattr(path, "column_names"): return _samples(*read_dataset(path, columns))
     if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
-        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
-                         f"table or "
-                         f"a datasets.Dataset")
-    root = Path(path).expanduser()
-    if root.is_file() and root.suffix.lower() in TABLE_SUFFIXES: return _samples(*read_table(root, columns))
+        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a table "
+                         "or a datasets.Dataset")
+    root, what = Path(path).expanduser(), f"`data.dataset_path` {str(path)!r}"
     if root.is_file():
-        raise ValueError(f"`data.dataset_path` {str(path)!r} is no table; it must be a folder or one of "
-                         f"{', '.join(TABLE_SUFFIXES)}")
-    if not root.is_dir():
-        raise FileNotFoundError(f"`data.dataset_path` {str(path)!r} does not exist; set it to the folder of "
-                                f"your "
-                                f"pairs")
+        if root.suffix.lower() in TABLE_SUFFIXES: return _samples(*read_table(root, columns))
+        raise ValueError(f"{what} is no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}")
+    if not root.is_dir(): raise FileNotFoundError(f"{what} does not exist; set it to the folder of your pairs")
     return _in_folder(root, columns) or _none_found(path)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
 def cached_size(source) -> tuple: # (width, height)
-    "Size of an image, remembered for an unchanged file."
-    if not isinstance(source, (str, Path)): return read_image_size(source)
-    try: return tuple(cached_file_property(source, "size", read_image_size))
-    except OSError: return read_image_size(source) # raises ValueError with the reason
+    return tuple(remembered(source, "size", read_image_size))
 
 def _check_shape(mask, size): # (width, height) of its target
     (w, h), (tw, th) = cached_size(mask), size
@@ -137,9 +126,8 @@ def _check_shape(mask, size): # (width, height) of its target
         raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of {tw}x{th}; "
                          f"cut it alike or take it out")
 
-# %% ../../nbs/data/03_samples.ipynb #eca2a979
-def usable(samples, strict:bool=False) -> tuple: # (Samples, [(target's size, each control's...)], skipped)
-    "Check every image; skipped are [(id, reason)]. Raises ValueError if all are, or with `strict` if one is."
+def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target and controls], [(id, reason)])
+    "Separate samples with unusable images. Raises ValueError if none is left, or for the first if `strict`."
     keep, sizes, skipped = [], [], []
     for s in samples:
         try:
@@ -160,17 +148,15 @@ def open_unchanged(source, digest): # RGB PIL image
     "Open an image. Raises `ImageChanged` unless its `source_digest` is `digest` or that is None."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
-        raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again "
-                           f"to use the new image")
+        raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again")
     return open_image(data, source_name(source))
 
 def load_images(
-    sample, # a `Sample`
-    geometry, # `Geometry`
+    sample, geometry, # `Sample`, `Geometry`
     digests=None, # `source_digest` that target and controls must have
     open_file=open_unchanged, # function of (source, digest)
 ) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: PIL images, cropped, not resized
-    "A sample's images. Raises ValueError for an unusable one and `ImageChanged` for a changed one."
+    "A sample's images. Raises `ImageChanged` for a changed one."
     sources = sample.target, *sample.controls
     pairs = zip(sources, digests or [None] * len(sources), strict=True)
     image, *controls = [open_file(p, d) for p, d in pairs]
@@ -181,9 +167,8 @@ def load_images(
 # %% ../../nbs/data/03_samples.ipynb #e0c2450a
 LATENT = 8 # image pixels per latent pixel along a side
 
-def load_mask(mask, size:tuple,
-              aspect=None) -> np.ndarray: # uint8 [height / 8, width / 8]; 255 is full weight
-    "A mask as weights of latent pixels, for a target of this size in pixels and the `aspect` of its crop."
+def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8, width / 8]
+    "A mask as weights of latent pixels (255: full), for a target of this size in pixels and crop's `aspect`."
     im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
@@ -192,8 +177,7 @@ def load_mask(mask, size:tuple,
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 def split_held_out(
-    samples:list, # `Sample`s
-    fraction:float, # of the control images, 0 to 1
+    samples:list, fraction:float, # of the control images, 0 to 1
     seed:int=0,
 ) -> tuple: # (training samples, validation samples)
     "Split off validation pairs, grouped by the content of their first control image."
@@ -203,8 +187,7 @@ def split_held_out(
     n = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
     if n < 1:
         raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "
-                         f"{len(groups)}; "
-                         "add pairs or set it to 0")
+                         f"{len(groups)}; add pairs or set it to 0")
     sides = [], []
     for s, d in zip(samples, first): sides[d in groups[:n]].append(s)
     return sides

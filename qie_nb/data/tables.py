@@ -15,7 +15,7 @@ from .images import RowImage
 
 # %% ../../nbs/data/01_tables.ipynb #82918870
 def text_of(path:Path) -> str:
-    "Read a UTF-8 text file. Raises ValueError with its name if that fails."
+    "Read a UTF-8 text file."
     try: return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError: raise ValueError(f"{str(path)!r} is not UTF-8; save it as UTF-8") from None
     except OSError as e:
@@ -23,16 +23,14 @@ def text_of(path:Path) -> str:
 
 def nfc(name:str) -> str: return unicodedata.normalize("NFC", name)
 
-# %% ../../nbs/data/01_tables.ipynb #c20bc6bd
-def instruction(text, name:str, where:str) -> str: # of a sample's id and its file or row
-    "A sample's prompt, stripped. Raises ValueError if it is empty or no text."
+def instruction(text, name:str, where:str) -> str: # sample's id, its file or row
+    "A prompt, stripped. Raises ValueError if it is empty or no text."
     if text is None or (isinstance(text, str) and not text.strip()):
         raise ValueError(f"caption of sample {name!r} is empty; write the instruction into {where}")
     if not isinstance(text, str):
-        raise ValueError(f"caption of sample {name!r} must be text, got {_short(text)}; write the "
-                         f"instruction "
-                         f"into {where}")
-    if any("\ud800" <= c <= "\udfff" for c in text): # lone surrogates cannot be hashed or tokenized
+        raise ValueError(f"caption of sample {name!r} must be text, got {_short(text)}; "
+                         f"write the instruction into {where}")
+    if any("\ud800" <= c <= "\udfff" for c in text): # cannot be tokenized
         raise ValueError(f"caption of sample {name!r} is not valid Unicode; fix it in {where}")
     return text.strip()
 
@@ -53,9 +51,8 @@ def _json_rows(text) -> list:
     return held if isinstance(held, list) else [None]
 
 def table_rows(path:Path) -> list: # (number, dict) for each row
-    "The rows of a .jsonl, .json or .csv file. Raises ValueError with the line that is not a row."
-    text, kind, where = text_of(path), path.suffix.lower(), repr(path.name)
-    rows = []
+    "The rows of a .jsonl, .json or .csv file."
+    text, kind, where, rows = text_of(path), path.suffix.lower(), repr(path.name), []
     try:
         if kind == ".csv": return list(enumerate(_csv_rows(text), 1))
         if kind == ".json": rows = list(enumerate(_json_rows(text), 1))
@@ -64,8 +61,7 @@ def table_rows(path:Path) -> list: # (number, dict) for each row
                 where = f"line {n} of {path.name!r}"
                 if line.strip(): rows.append((n, json.loads(line)))
     except (ValueError, RecursionError, csv.Error) as e:
-        form = "CSV" if kind == ".csv" else "JSON"
-        raise ValueError(f"{where} is not valid {form} ({e}); fix it") from None
+        raise ValueError(f"{where} is not valid {kind[1:5].upper()} ({e}); fix it") from None
     bad = next((n for n, r in rows if not isinstance(r, dict)), None)
     if bad:
         raise ValueError(f"row {bad} of {path.name!r} must be an object with image, edit_image and prompt")
@@ -87,7 +83,6 @@ def _plain(column) -> str:
     name = re.sub(r"[\s\-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(column)).strip()).lower()
     return re.sub(r"(?:^|_)(?:file_?names?|paths?|files?)(?=_|$)", "", name).strip("_") or name
 
-# %% ../../nbs/data/01_tables.ipynb #58b4fcff
 def _matching(names, role) -> list: # columns of the first spelling found, in the order of their numbers
     for spelling in _SPELLINGS[role]:
         ending = {"control": r"s?_?(\d*)", "prompt": "s?()"}.get(role, "()")
@@ -100,11 +95,11 @@ def _some(names) -> str:
 
 # %% ../../nbs/data/01_tables.ipynb #2ffb64b4
 def match_columns(
-    names:list, # the table's columns
+    names:list, # columns
     where:str, # the table, for messages
     columns:dict=None, # target, control (a name or list), prompt, mask; missing ones are detected
-) -> dict: # target: column; control: list of columns; prompt: column; mask: column, if there is one
-    "Finds the column of each role. Raises ValueError with the columns found and expected."
+) -> dict: # the same keys; control: a list; mask only if there is one
+    "The column of each role."
     said = {"target" if k == "image" else k: [v] if isinstance(v, str) else list(v)
             for k, v in (columns or {}).items()}
     for c in [*(said.keys() - _SPELLINGS.keys()), *(c for v in said.values() for c in v if c not in names)]:
@@ -120,12 +115,12 @@ def match_columns(
     return {role: found if role == "control" else found[0] for role, found in got.items() if found}
 
 # %% ../../nbs/data/01_tables.ipynb #4b7b66ae
-def _end_of(path) -> tuple: # (resolved path, is it a file?); None if the file system cannot represent it
+def _end_of(path) -> tuple: # (resolved path or None, is it a file?)
     try: return path.resolve(), path.is_file()
     except (OSError, ValueError, RuntimeError): return None, False
 
 def inside(root:Path, name, where:str) -> Path: # root/name; `where` is "row 3 of 'metadata.jsonl'"
-    "The path of an image in a table. Raises ValueError or FileNotFoundError with the row."
+    "The path of an image in a table."
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{where} must name an image file, got {_short(name)}; write its path there")
     text, use = f"{where} names {_short(name)}", f"use paths inside {str(root)!r}"
@@ -158,7 +153,6 @@ def _names_in(cell, root) -> list:
             return parts
     return [cell]
 
-# %% ../../nbs/data/01_tables.ipynb #80bcb570
 def _sample_of(row, got, root, where) -> tuple: # (target, controls, prompt, mask)
     target, mask = inside(root, row.get(got["target"]), where), row.get(got.get("mask"))
     names = [n for c in got["control"] for n in _names_in(row.get(c), root)]
@@ -170,7 +164,7 @@ def _sample_of(row, got, root, where) -> tuple: # (target, controls, prompt, mas
             None if mask in (None, "") else inside(root, mask, where))
 
 def layout_of(table:str, got:dict, names:list) -> str:
-    "The columns found, in words, so that users notice swapped columns."
+    "The columns found, in words."
     rest = [n for n in names if n not in (got["target"], got["prompt"], got.get("mask"), *got["control"])]
     return (f"{table}target `{got['target']}`, control {' and '.join(f'`{c}`' for c in got['control'])}, "
             f"prompt `{got['prompt']}`" + (f", mask `{got['mask']}`" if "mask" in got else "")
@@ -185,15 +179,14 @@ def _unique(found, table) -> list: # (id, target, controls, prompt, mask)
         parts = Path(os.path.relpath(target.with_suffix(""), table.parent)).parts
         name = nfc("/".join(p for p in parts if p != "..")) if stem in twice else stem
         if name in seen:
-            raise ValueError(f"two samples have the id {name!r}: rows {seen[name]} and {n} of "
-                             f"{table.name!r}; "
+            raise ValueError(f"two samples have the id {name!r}: rows {seen[name]} and {n} of {table.name!r}; "
                              f"rename or remove one")
         seen[name] = n
         out.append((name, target, *rest))
     return out
 
 def read_table(path:Path, columns:dict=None) -> tuple: # list of (id, target, controls, prompt, mask), layout
-    "The samples of a table. Raises ValueError or FileNotFoundError with the first bad row."
+    "The samples of a table. Raises the error of the first bad row."
     rows = table_rows(path)
     if not rows:
         raise ValueError(f"{path.name!r} has no rows; add image, edit_image and prompt for each sample")
@@ -203,8 +196,7 @@ def read_table(path:Path, columns:dict=None) -> tuple: # list of (id, target, co
     for n, row in rows:
         try: found.append((n, *_sample_of(row, got, path.parent, f"row {n} of {path.name!r}")))
         except (ValueError, FileNotFoundError) as e: bad.append(e)
-    more = f" ({len(bad)} of {len(rows)} rows are wrong)" if len(bad) > 1 else ""
-    if bad: raise type(bad[0])(str(bad[0]) + more)
+    if bad: raise type(bad[0])(f"{bad[0]}" + f" ({len(bad)} of {len(rows)} rows are wrong)" * (len(bad) > 1))
     return _unique(found, path), layout_of(f"{path.name}: ", got, names)
 
 # %% ../../nbs/data/01_tables.ipynb #be4b9613
@@ -222,22 +214,18 @@ def _split_of(data):
 
 def _column(rows, name): return rows.select_columns([name])[:].column(name) # other columns are not loaded
 
-def _list_indices(rows, name, kind) -> list: # for each row the indices of its list, or [None]
+def _list_indices(rows, name, kind) -> list: # of each row's indices, or [None]
     if kind == "one": return [[None]] * len(rows)
     return [list(range(n or 0)) for chunk in _column(rows, name).chunks
             for n in chunk.value_lengths().to_pylist()]
 
-# %% ../../nbs/data/01_tables.ipynb #4de79d92
 def _kinds(features, got) -> dict: # {column: "one" or "many"}
-    single = {role: got[role] for role in ("target", "mask") if role in got}
-    kinds = {c: _image_kind(features[c]) for c in (*single.values(), *got["control"])}
+    single = {got[role]: role for role in ("target", "mask") if role in got}
+    kinds = {c: _image_kind(features[c]) for c in (*single, *got["control"])}
     for c, kind in kinds.items():
-        if not kind:
-            raise ValueError(f"column {c!r} of the data set has no images; use `cast_column({c!r}, "
-                             f"datasets.Image())`")
-    for role, c in single.items():
-        if kinds[c] != "one":
-            raise ValueError(f"column {c!r} of the data set has lists; a sample has one {role}")
+        what = f"column {c!r} of the data set has"
+        if not kind: raise ValueError(f"{what} no images; use `cast_column({c!r}, datasets.Image())`")
+        if kind == "many" and c in single: raise ValueError(f"{what} lists; a sample has one {single[c]}")
     return kinds
 
 # %% ../../nbs/data/01_tables.ipynb #be86e3d1
@@ -251,7 +239,7 @@ def _row_sample(rows, got, indices, prompt, masked, i) -> tuple:
     return f"{i:06}", RowImage(rows, got["target"], i), controls, said, mask
 
 def read_dataset(data, columns:dict=None) -> tuple: # as `read_table`
-    "The samples of a `datasets.Dataset`, or of a `DatasetDict`'s train split; ids are row numbers from 0."
+    "The samples of a `datasets.Dataset` or of a `DatasetDict`'s train split; ids are row numbers."
     data = _split_of(data)
     if not hasattr(data, "__len__"):
         raise ValueError("a streamed data set has no length; load it without `streaming=True`")

@@ -413,7 +413,7 @@ def test_sizes_are_remembered_per_file(tmp_path, monkeypatch):
     from pathlib import Path
     asked = []
     def remembered(path, name, compute): return asked.append((Path(path).stat().st_size > 0, name, compute)) or [8, 6]
-    monkeypatch.setattr("qie_nb.data.samples.cached_file_property", remembered)
+    monkeypatch.setattr("qie_nb.data.images.cached_file_property", remembered)
     samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
     samples[1].target.unlink()
     keep, sizes, skipped = usable(samples)
