@@ -17,8 +17,8 @@ from PIL import Image
 
 from .config import PredictSection
 from .data.images import Geometry, figure
-from .devices.placement import (PARTS, place_component, plan_components, restore_training_placement,
-                                      temporarily_load)
+from .devices.placement import (
+    PARTS, place_component, plan_components, restore_training_placement, temporarily_load)
 from .encoding.encoder import Encoder
 from .models.quantize import check_device, parse_quantization, quantize
 from .sampling.cached_edits import cached_data, cached_edits
@@ -28,13 +28,13 @@ from .sampling.preview import EditProgress
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e
 def edit(
-    encoder:Encoder, # loads and places VAE and text encoder
-    transformer, # with or without a LoRA
+    encoder:Encoder,
+    transformer,
     images, # control image or list of them: path, PIL image or uint8 array
     prompt:str, negative_prompt:str="", num_inference_steps:int=20, true_cfg_scale:float=4.0,
     height:int=None, width:int=None,
-    area:int=None, # pixels of the result if no size is given; default the control area
-    geometry:Geometry=None, # sizes of the control images; default the model's own
+    area:int=None, # pixels if no size is given; default the control area
+    geometry:Geometry=None, # of the control images; default the model's own
     seed:int=0, generator=None, on_step=None,
 ) -> np.ndarray: # uint8 [H, W, 3]
     "Edit an image as the diffusers pipelines do; arguments as in `Predictor.predict`."
@@ -46,7 +46,7 @@ def edit(
 
 # %% ../nbs/02_predict.ipynb #4db80912
 def quantize_loaded(model, quantization, device): # the model
-    "Quantize a model in memory as `model.quantize` says (qfloat8 if it is none), and move it to a device."
+    "Quantize a model in memory as `model.quantize` says (qfloat8 if none), and move it to a device."
     why = getattr(model, "fixed", "") or ("that computes in float16" if hasattr(model, "fp16_stats") else "")
     if why:
         raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it "
@@ -54,12 +54,12 @@ def quantize_loaded(model, quantization, device): # the model
     return quantize(model, parse_quantization(quantization) or "qfloat8").to(device)
 
 class Predictor:
-    "Edits images with components that are placed by `predict.devices`, `predict.offload` and free memory."
+    "Edits images; components are placed by `predict.devices`, `predict.offload` and free memory."
     def __init__(self,
         components, # `Components`
         config=None, # `PredictSection`
         geometry=None, # function that returns the `Geometry`; default the model's own sizes
-        adapters=None, # `RunAdapters`: what is in use and how it is sampled
+        adapters=None, # `RunAdapters`
         data=None, # `RunData`, for `predict_cached`
         state=None, # `RunState` of a training run
         device="cpu", # the main device
@@ -72,7 +72,7 @@ class Predictor:
         self.devices = {k: check_device(d) if d != "auto" else self.device
                         for k, d in self.config.devices.model_dump().items()}
         self.placement = self.encoder = None # `Placement` and `Encoder` of the last plan
-        self.predicted = () # a dict per edit of the last call: size, its reason, sizes of the controls, seed
+        self.predicted = () # of the last call, for each edit: size, why, sizes of the controls, seed
 
     @property
     def modulation(self): return self.adapters.modulation if self.adapters is not None else None
@@ -89,7 +89,7 @@ class Predictor:
         for name in ("processor", "scheduler"): self.components.get(name)
 
     def plan(self): # `Placement`
-        "Decide where each component computes; nothing is moved."
+        "Decide where each component computes."
         parts, s = self.components, self.state
         model = self.modulation.config.model if self.modulation is not None else None
         table = "transformer" in parts.prepare or model is not None and model.modulation_table is True
@@ -98,7 +98,6 @@ class Predictor:
             table, model is not None and model.text_encoder_offload,
             s.running, s.optimizing, s.processes == 1)
         self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
-        # the pipelines' bits
         self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
         return self.placement
 
@@ -121,7 +120,7 @@ def _load_transformer(self:Predictor):
 @patch
 @contextmanager
 def predicting(self:Predictor):
-    "Components move by the plan; afterwards the transformer's mode and a training run's components are back."
+    "Move components by the plan; restore the transformer's mode and a training run's components."
     parts, running = self.components, self.state.running
     training = "transformer" in parts.loaded and parts.loaded["transformer"].training
     if (running or self.encoder is None) and self.plan().moves: print(self.placement)
@@ -133,7 +132,7 @@ def predicting(self:Predictor):
 
 @patch
 def restore_training_placement(self:Predictor):
-    "Move the transformer back to its training device, if a prediction moved it."
+    "Move the transformer back, if a prediction moved it."
     if self.placement is not None: restore_training_placement(self.components, self.device)
 
 # %% ../nbs/02_predict.ipynb #b32b548b
@@ -166,17 +165,15 @@ def predict(self:Predictor,
     prompt, # the instruction, or a list of them: several edits that share their encoding
     negative_prompt="", # "" is encoded as " "; may be a list, as `seed` and `generator`
     num_inference_steps:int=None, # default 20, or the schedule's
-    true_cfg_scale:float=None, # 1 means no guidance, half the work; default 4, or the schedule's
-    height:int=None, # pixels; default from the first image's aspect
-    width:int=None, # pixels
-    seed=0, # of the noise
-    generator=None, # torch.Generator instead of `seed`
+    true_cfg_scale:float=None, # 1: no guidance, half the work; default 4, or the schedule's
+    height:int=None, width:int=None, # pixels; default from the first image's aspect
+    seed=0, generator=None, # of the noise; a torch.Generator replaces the seed
     on_step=None, # called with (step, steps, latents)
-    output_type:str="np", # np: uint8 array; pil: PIL image
+    output_type:str="np", # or pil
     preview=None, # show the image: True, a number of steps, or a function of (step, steps, uint8 image)
     preview_every:int=4, # steps between previews
     progress:bool=True, # show a bar (interactive) or lines (batch runs)?
-    scheduler_overrides:dict=None, # changes of the scheduler's config; they win over the schedule's
+    scheduler_overrides:dict=None, # changes of its config; they win over the schedule's
     schedule=None, # none, lightning, or a dict; default `predict.schedule`: what the adapters need
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
@@ -200,8 +197,8 @@ def predict_cached(self:Predictor,
     data=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
     num_inference_steps:int=None, true_cfg_scale:float=None, seed=0, on_step=None, output_type:str="np",
     preview=None, preview_every:int=4, progress:bool=True, scheduler_overrides:dict=None, schedule=None,
-): # uint8 [H, W, 3] or PIL image at the size of the sample's target; a list of them for a list of samples
-    "Edit cached samples with their own prompts and the cached empty one; the rest as in `predict`."
+): # as in `predict`, at the size of the sample's target; a list of them for a list of samples
+    "Edit cached samples with their own prompts and the cached empty one."
     how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
     convert, scheduler = _converter(output_type), self.components.get("scheduler")
     several = isinstance(i, (list, tuple))
@@ -219,7 +216,7 @@ def predict_cached(self:Predictor,
 
 # %% ../nbs/02_predict.ipynb #8a20438c
 def grid(
-    rows, # list of rows, each a list of uint8 arrays or PIL images
+    rows, # lists of uint8 arrays or PIL images
     titles=(), # of the columns
     scale:float=1.6, # inches per cell
 ): # matplotlib Figure

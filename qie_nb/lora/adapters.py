@@ -12,10 +12,12 @@ import logging, re, warnings
 
 import torch
 
-from .formats import (COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, convert_lora, find_lora,
-                                 lora_info, lora_layers, read_lora, write_lora)
-from .mixing import (active_loras, adapted_layers, belongs_to, check_name, check_not_merged, check_weights,
-                                is_merged, merge_lora, remove_loras, set_weight, unmerge_lora, use_loras)
+from .formats import (
+    COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, convert_lora, find_lora, lora_info, lora_layers,
+    read_lora, write_lora)
+from .mixing import (
+    active_loras, adapted_layers, belongs_to, check_name, check_not_merged, check_weights, is_merged,
+    merge_lora, remove_loras, set_weight, unmerge_lora, use_loras)
 
 # %% ../../nbs/lora/01_adapters.ipynb #5fc04e1a
 _ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -24,43 +26,37 @@ _MLP = [f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")]
 PRESETS = dict(attention=_ATTENTION, attention_text=_TEXT, all_linear=_TEXT + _MLP)
 
 def target_modules(setting): # suffixes or a regular expression, as peft takes them
-    "`model.lora.target_modules`: a preset, a list of suffixes and presets, or one regular expression."
+    "From a preset, a list of suffixes and presets, or a regular expression."
     if isinstance(setting, str): return list(PRESETS.get(setting, [])) or setting
     return list(dict.fromkeys(n for s in setting for n in PRESETS.get(s, [s])))
 
 def is_target(setting, layer:str) -> bool:
-    "Does the layer of this dotted name get an adapter? Matched as peft matches it."
+    "Does peft add an adapter to the layer of this dotted name?"
     names = target_modules(setting)
     if isinstance(names, str): return bool(re.fullmatch(names, layer))
     return any(layer == n or layer.endswith("." + n) for n in names)
 
 # %% ../../nbs/lora/01_adapters.ipynb #77528fff
-def lora_parameters(transformer) -> list: # tensors
-    "The trainable parameters."
+def lora_parameters(transformer) -> list: # the trainable tensors
     return [p for p in transformer.parameters() if p.requires_grad]
 
 def assert_float32(transformer):
-    "Raises ValueError if a trainable parameter is not float32."
     for n, p in transformer.named_parameters():
         if p.requires_grad and p.dtype != torch.float32:
             raise ValueError(f"adapter {n} is {p.dtype}, but trainable parameters must be float32; "
                              "add the adapter after quantizing")
 
 # %% ../../nbs/lora/01_adapters.ipynb #6a40e505
-def check_targets(
-    settings, # `LoraSection`
-    layers, # names of the transformer's linear layers
-):
-    "Raises ValueError if `target_modules` matches no layer."
+def check_targets(settings, layers):
+    "Raises ValueError if a `LoraSection` matches none of the linear layers' names."
     if not any(is_target(settings.target_modules, n) for n in layers):
         raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the "
                          f"transformer; try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0")
 
 def add_lora(
-    transformer, # QwenImageTransformer2DModel
+    transformer,
     settings, # `LoraSection`
-    name:str="default", # adapter name
-    seed:int=0, # of A's initialisation; B starts at zero
+    name:str="default", seed:int=0, # of A's initialisation; B starts at zero
 ): # the transformer
     "Add a trainable adapter and freeze everything else. Raises ValueError if no layer matches."
     from peft import LoraConfig
@@ -83,11 +79,8 @@ def add_lora(
 # %% ../../nbs/lora/01_adapters.ipynb #416fc044
 UNUSED = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of the last block
 
-def train_only(
-    transformer,
-    name, # adapter name, or None to train nothing
-):
-    "Make one adapter active and trainable, and freeze everything else."
+def train_only(transformer, name): # None trains nothing
+    "Make only this adapter active and trainable."
     if name is not None:
         check_not_merged(transformer)
         transformer.enable_adapters(), transformer.set_adapter(name)
@@ -100,24 +93,21 @@ def train_only(
         if own: p.data = p.data.float()
 
 def set_dropout(transformer, rate:float, name:str="default"):
-    "Set an adapter's dropout; a loaded file may have another rate."
+    "Replace an adapter's dropout."
     for m in adapted_layers(transformer).values():
         if name in m.lora_dropout:
             m.lora_dropout[name] = torch.nn.Dropout(rate).train(m.training) if rate else torch.nn.Identity()
 
 # %% ../../nbs/lora/01_adapters.ipynb #d56d95a5
 class CastLinear(torch.nn.Linear):
-    "A linear layer without bias that casts its weights to its input's dtype."
+    "Casts its weights to its input's dtype."
     def forward(self, x): return torch.nn.functional.linear(x, self.weight.to(x.dtype))
 
 def _castable(transformer) -> list: # layers with adapters, except DoRA, whose norms need float32
     return [m for m in adapted_layers(transformer).values() if not m.lora_variant]
 
-def adapters_in_base_dtype(
-    transformer,
-    on:bool=True, # False: compute in the dtype of the adapters' weights, as peft does
-) -> int: # layers
-    "Let adapters compute in their input's dtype; weights, files and optimizer stay float32."
+def adapters_in_base_dtype(transformer, on:bool=True) -> int: # layers
+    "Let adapters compute in their input's dtype, or as peft in their own; weights stay float32."
     for m in (layers := _castable(transformer)):
         m.cast_input_dtype_enabled = not on
         for linear in (*m.lora_A.values(), *m.lora_B.values()):
@@ -125,14 +115,13 @@ def adapters_in_base_dtype(
     return len(layers)
 
 def computes_in_base(transformer) -> bool:
-    "Do adapters compute in their input's dtype?"
     return any(not m.cast_input_dtype_enabled for m in _castable(transformer))
 
 # %% ../../nbs/lora/01_adapters.ipynb #6b7ff305
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 def lora_tensors(transformer, name:str="default") -> dict: # {"transformer.<layer>.lora_A.weight": Parameter}
-    "The adapter's own parameters under diffusers' keys, also inside torch.compile and FSDP wrappers."
+    "The adapter's parameters under diffusers' keys, also inside torch.compile and FSDP wrappers."
     own, out = re.compile(rf"(.+\.lora_(?:A|B|magnitude_vector))\.{re.escape(name)}\.weight"), {}
     for n, p in transformer.named_parameters():
         found = own.fullmatch(_WRAPPERS.sub("", n))
@@ -140,18 +129,17 @@ def lora_tensors(transformer, name:str="default") -> dict: # {"transformer.<laye
     return out
 
 def lora_state(
-    transformer,
-    name:str="default",
-    state:dict=None, # tensors to use instead of the adapter's own, with the same keys, e.g. their EMA
+    transformer, name:str="default",
+    state:dict=None, # tensors to use instead, e.g. their EMA, under the same keys
 ) -> dict: # {"transformer.<layer>.lora_A.weight": float32 CPU tensor}
     "A copy of the adapter's tensors. With FSDP, all processes must call it."
-    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # a DTensor is one process's shard
+    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # of a DTensor
     copied = lambda t: full(t.detach()).to("cpu", torch.float32, copy=True).contiguous()
     return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
 
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c
 def adapter_config(transformer, name:str="default") -> dict: # plain JSON
-    "peft's settings of an adapter that a reader needs."
+    "peft's settings that a reader needs."
     from peft import LoraConfig
     config, default = transformer.peft_config[name].to_dict(), LoraConfig().to_dict()
     keep = {k for k, v in config.items() if v != default.get(k)} | {"r", "lora_alpha", "rank_pattern"}
@@ -163,9 +151,9 @@ def save_lora(
     path, # folder or .safetensors file
     info:dict=None, # our note: base model, variant, control_area, steps
     name:str="default",
-    format:str="diffusers", # or comfyui, with `.alpha` tensors
-    state:dict=None, # as in `lora_state`; the note then says `weights: ema` unless `info` has its own
-): # the file's path
+    format:str="diffusers", # or comfyui
+    state:dict=None, # as in `lora_state`; the note then says `weights: ema` unless `info` does
+): # the file
     "Write the adapter atomically; merging does not change the file."
     if name not in getattr(transformer, "peft_config", {}):
         raise ValueError(f"there is no adapter {name!r} to save; add or load one first")
@@ -186,11 +174,11 @@ def _check_fit(transformer, state, file):
             raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} "
                              f"features, {got}; use the base model it was trained on")
         if is_a and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
-            raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the file "
-                             "as it was trained")
+            raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the "
+                             "file as it was trained")
 
 def read_fitting(transformer, path) -> LoraWeights:
-    "Read a LoRA. Raises FileNotFoundError, or ValueError if it is not a LoRA for this transformer."
+    "`read_lora`, and ValueError if the LoRA does not fit this transformer."
     from peft import LoraConfig
     read, known = read_lora(path), LoraConfig().to_dict()
     _check_fit(transformer, read.state, read.file)
@@ -201,8 +189,8 @@ def read_fitting(transformer, path) -> LoraWeights:
 def load_lora(
     transformer,
     path, # file, folder, hub id, or what `read_fitting` returned
-    name:str="default", # an adapter of this name is replaced
-    trainable:bool=False, # go on training it?
+    name:str="default", # replaces an adapter of this name
+    trainable:bool=False,
     weight:float=1.0, # factor on its scale
 ) -> dict: # the file's note
     "Load an adapter and make it the only active one. Raises FileNotFoundError or ValueError."
@@ -224,19 +212,14 @@ def load_lora(
     use_loras(transformer, {name: weight})
     train_only(transformer, name if trainable else None)
     if computes_in_base(transformer): adapters_in_base_dtype(transformer)
-    if trainable: # diffusers has cast the tensors to the base's dtype
+    if trainable: # diffusers has cast them to the base's dtype
         for k, p in lora_tensors(transformer, name).items():
             p.data.copy_(read.state[k.removeprefix("transformer.")])
     return read.info
 
 # %% ../../nbs/lora/01_adapters.ipynb #c984b6cf
-def start_lora(
-    transformer,
-    settings, # `LoraSection`
-    seed:int=0, # of a new adapter's initialisation
-    name:str="default",
-) -> dict: # the file's note; {} for a new adapter
-    "Prepare the adapter to train: from `pretrained_weight`, the loaded one, or a new one."
+def start_lora(transformer, settings, seed:int=0, name:str="default") -> dict: # the file's note, or {}
+    "Prepare the adapter to train: from `settings.pretrained_weight`, the loaded one, or a new one."
     check_not_merged(transformer)
     if others := [n for n in active_loras(transformer) if n != name]:
         print(f"training uses only adapter {name!r}; deactivated: {', '.join(others)}")
@@ -247,6 +230,6 @@ def start_lora(
     info = load_lora(transformer, settings.pretrained_weight, name, trainable=True)
     set_dropout(transformer, settings.lora_dropout, name)
     c, n = transformer.peft_config[name], sum(name in m.lora_A for m in adapted_layers(transformer).values())
-    print(f"training starts from {settings.pretrained_weight}: rank {c.r}, alpha {c.lora_alpha:g}, "
-          f"{n} layers; these come from the file, not from `model.lora`")
+    print(f"training starts from {settings.pretrained_weight}: rank {c.r}, alpha {c.lora_alpha:g}, {n} "
+          "layers; these come from the file, not from `model.lora`")
     return info

@@ -19,14 +19,13 @@ from .formats import COMFY_NAME, WEIGHT_NAME, is_hub_id
 
 # %% ../../nbs/lora/02_mixing.ipynb #fcfb6589
 def check_name(name:str):
-    "Raises ValueError for an adapter name that peft cannot use."
+    "Raises ValueError for a name that peft cannot use."
     valid = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)
     if not valid or hasattr(torch.nn.ModuleDict, name):
         raise ValueError("`adapter_name` must consist of letters, digits, _ and -, and must not be an "
                          f"attribute of torch's modules, got {name!r}; use e.g. 'style'")
 
 def belongs_to(parameter:str, adapter:str) -> bool:
-    "Does the parameter of this name belong to the adapter?"
     return re.search(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)", parameter) is not None
 
 # %% ../../nbs/lora/02_mixing.ipynb #b7e9433a
@@ -34,16 +33,12 @@ def adapted_layers(transformer) -> dict: # {name: peft's layer}
     "Layers with adapters, active or not."
     return {n: m for n, m in transformer.named_modules() if hasattr(m, "lora_A")}
 
-def set_weight(
-    transformer,
-    name:str, # adapter name
-    weight:float, # factor on alpha / r
-):
-    "Weight an adapter, active or not."
+def set_weight(transformer, name:str, weight:float):
+    "Multiply an adapter's alpha / r, active or not."
     for m in adapted_layers(transformer).values(): m.set_scale(name, weight)
 
 def active_loras(transformer) -> dict: # {adapter name: weight}, in the order in which they are added
-    "The active adapters; nine digits of the weight, because peft stores only its product with alpha / r."
+    "The active adapters; weights to nine digits, because peft stores only their product with alpha / r."
     layers = [*adapted_layers(transformer).values()]
     if not layers or layers[0].disable_adapters: return {}
     first = {n: next((m for m in layers if n in m.lora_A), None) for n in layers[0].active_adapters}
@@ -53,13 +48,10 @@ def _weight(layer, name):
     scale = layer.lora_alpha[name] / (layer.r[name]**0.5 if layer.use_rslora.get(name) else layer.r[name])
     return float(f"{layer.scaling[name] / scale:.9g}") if scale else 1.0
 
-# %% ../../nbs/lora/02_mixing.ipynb #6125151f
 def is_merged(transformer) -> bool:
-    "Are adapters merged into the base's weights?"
     return any(m.merged for m in adapted_layers(transformer).values())
 
 def check_not_merged(transformer):
-    "Raises ValueError if an adapter is merged into the base."
     if is_merged(transformer):
         raise ValueError("the adapter is merged into the base, so it can be neither trained nor weighted; "
                          "call unmerge_lora() first")
@@ -67,24 +59,20 @@ def check_not_merged(transformer):
 # %% ../../nbs/lora/02_mixing.ipynb #c23782b6
 @contextmanager
 def keep_trainable(transformer):
-    "Afterwards the same adapters are trainable as before."
+    "The same adapters are trainable afterwards."
     trainable = {n for n, p in transformer.named_parameters() if p.requires_grad and ".lora_" in n}
     try: yield
     finally:
         for n, p in transformer.named_parameters(): p.requires_grad_(n in trainable)
 
 def check_weights(weights:dict):
-    "Raises ValueError if a weight is not a finite number."
     for n, w in weights.items():
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
             raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; "
                              "1 is the adapter as trained, 0 is without it")
 
-def use_loras(
-    transformer,
-    weights:dict, # {adapter name: factor on its scale}; {} for none
-):
-    "Activate these adapters with their weights, and no others."
+def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
+    "Activate these adapters and no others."
     check_not_merged(transformer), check_weights(weights)
     loaded = list(getattr(transformer, "peft_config", {}))
     wrong = [n for n in weights if n not in loaded]
@@ -96,7 +84,6 @@ def use_loras(
 
 # %% ../../nbs/lora/02_mixing.ipynb #28fb826a
 def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
-    "Layers to merge. Raises ValueError if they cannot be merged."
     layers = {n: m for n, m in adapted_layers(transformer).items() if {*m.active_adapters} & {*m.lora_A}}
     if not layers: raise ValueError("there is no adapter to merge; load or train one first")
     for n, m in layers.items():
@@ -110,10 +97,7 @@ def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
                              "`model.quantize` none")
     return layers
 
-def merge_lora(
-    transformer,
-    undo:bool=True, # keep the changed weights in host memory for `unmerge_lora`?
-):
+def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for `unmerge_lora`
     "Add the active adapters to the base's weights; a second call changes nothing."
     if is_merged(transformer): return
     weights = {n: m.get_base_layer().weight.detach() for n, m in _mergeable(transformer).items()}
@@ -133,17 +117,14 @@ def unmerge_lora(transformer):
         if before: m.get_base_layer().weight.data.copy_(before[n])
 
 # %% ../../nbs/lora/02_mixing.ipynb #08e467e0
-def remove_loras(
-    transformer,
-    names, # adapter names; unknown ones are ignored
-):
+def remove_loras(transformer, names): # unknown names are ignored
     "Remove adapters; the others stay active and trainable as they are."
     unmerge_lora(transformer)
     gone = [n for n in names if n in getattr(transformer, "peft_config", {})]
     if not gone: return
     keep = {n: w for n, w in active_loras(transformer).items() if n not in gone}
     with keep_trainable(transformer), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning) # peft names the adapter it activates; we activate `keep`
+        warnings.simplefilter("ignore", UserWarning) # peft names the adapter it activates
         transformer.delete_adapters(gone)
     for n, m in adapted_layers(transformer).items():
         if not m.lora_A: transformer.set_submodule(n, m.base_layer)
@@ -151,10 +132,9 @@ def remove_loras(
 
 # %% ../../nbs/lora/02_mixing.ipynb #1280b5dc
 class LoraSpec(NamedTuple):
-    "A LoRA to load."
-    path: object        # file, folder or hub id
-    weight: float = 1.0 # factor on its scale
-    name: str = None    # of the adapter
+    path: object # file, folder or hub id
+    weight: float = 1.0
+    name: str = None
 
 def _name(path, taken):
     p = Path(str(path).rpartition(":")[2] if is_hub_id(str(path)) else str(path))

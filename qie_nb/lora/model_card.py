@@ -13,8 +13,8 @@ from ..core.files import write_atomic
 from .formats import COMFY_NAME, WEIGHT_NAME, hub_error, is_hub_id
 
 # %% ../../nbs/lora/03_model_card.ipynb #897de3c7
-def plain(text) -> str: # one line of Markdown
-    "Markdown that shows a text unchanged."
+def plain(text) -> str:
+    "One line of Markdown that shows a text unchanged."
     one_line = html.escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#+!|~$:@])", r"\\\1", one_line)
 
@@ -24,11 +24,8 @@ def fenced(text:str, language:str="") -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 # %% ../../nbs/lora/03_model_card.ipynb #5d1691d2
-def usage(
-    facts:dict, # base_model, variant, captions
-    where:str, # hub id or folder of the LoRA
-) -> str: # Python
-    "Code that loads the LoRA in diffusers."
+def usage(facts:dict, where:str) -> str: # as in `model_card`
+    "Python code that uses the LoRA in diffusers."
     v1, base = facts.get("variant") == "v1", str(facts.get("base_model") or "path/to/the/base/model")
     name, image = ("QwenImageEditPipeline", "image") if v1 else ("QwenImageEditPlusPipeline", "[image]")
     prompt = " ".join(next((c for c in facts.get("captions") or () if c.strip()), "what to change").split())
@@ -50,7 +47,7 @@ _SHOWN = ("model.lora", "model.quantize", "optimizer", "lr_scheduler", *(f"data.
     "max_grad_norm", "timestep_sampling", "loss_weighting", "mask_min_weight", "ema_decay")))
 
 def card_settings(config) -> dict: # {dotted key: value}
-    "The settings of a `Config` that the card shows."
+    "The settings that the card shows."
     def walk(value, name):
         if isinstance(value, dict):
             for k, v in value.items(): yield from walk(v, f"{name}.{k}")
@@ -83,11 +80,10 @@ def _parts(facts, images, where): # (heading, text or None)
     yield "Settings", settings and _table(("setting", "value"), *settings)
 
 def model_card(
-    facts:dict, # title, base_model, license, variant, samples, captions, held_out_loss, weights, steps, settings, ...
+    facts:dict, # title, license, captions, held_out_loss, settings and the LoRA file's own note
     images=(), # (path relative to the card, what it shows)
     where:str="path/to/this/folder", # hub id or folder of the LoRA
-) -> str: # README.md
-    "The card as Markdown; `facts` uses the names of the LoRA file's own note."
+) -> str: # Markdown
     from huggingface_hub import ModelCardData
     base, variant = facts.get("base_model") or facts.get("base") or "Qwen-Image-Edit", facts.get("variant")
     head = ModelCardData(library_name="diffusers", pipeline_tag="image-to-image",
@@ -100,13 +96,8 @@ def model_card(
             f"A LoRA for {plain(base)}{f' ({plain(variant)})' if variant else ''}, made with qie_nb.\n{parts}")
 
 # %% ../../nbs/lora/03_model_card.ipynb #4f173c75
-def write_model_card(
-    folder, # with the LoRA file
-    facts:dict, # of `model_card`
-    images=(), # paths, or (path, what it shows)
-    where:str="path/to/this/folder", # hub id or folder of the LoRA
-) -> Path: # README.md
-    "Write the card, and copies of its images under numbered names."
+def write_model_card(folder, facts:dict, images=(), where:str="path/to/this/folder") -> Path:
+    "Write the card, and copies of the images (paths, or (path, what it shows)) under numbers."
     folder, copies = Path(folder), []
     for n, image in enumerate(images):
         source, text = image if isinstance(image, tuple) else (image, Path(image).stem)
@@ -119,7 +110,7 @@ def write_model_card(
 
 # %% ../../nbs/lora/03_model_card.ipynb #b46d4d2a
 def published(folder) -> list: # paths relative to it
-    "The files of a folder to upload. Raises ValueError if LoRA or card is missing."
+    "The files to upload. Raises ValueError if LoRA or card is missing."
     folder = Path(folder)
     files = [n for n in (WEIGHT_NAME, COMFY_NAME) if (folder/n).is_file()]
     if not files: raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; save the LoRA there first")
@@ -128,12 +119,8 @@ def published(folder) -> list: # paths relative to it
     images = re.findall(r"\]\((samples/\d+\.\w+)\)", (folder/"README.md").read_text(encoding="utf-8"))
     return [*files, "README.md", *(n for n in dict.fromkeys(images) if (folder/n).is_file())]
 
-def push_to_hub(
-    folder, # with a LoRA file and its card
-    repo_id:str, # owner/name
-    private:bool=True, # visible only to you?
-) -> str: # URL of the repository
-    "Upload the LoRA, its card and the card's images. Raises ValueError or ConnectionError with the remedy."
+def push_to_hub(folder, repo_id:str, private:bool=True) -> str: # URL of the repository
+    "Upload a folder's LoRA, its card and the card's images. Raises ValueError or ConnectionError."
     from huggingface_hub import HfApi
     files, api = published(folder), HfApi()
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(repo_id)):

@@ -20,7 +20,7 @@ from .edits import Edit, Encoded, denoise_encoded
 # %% ../../nbs/sampling/03_cached_edits.ipynb #87dc15e3
 @contextmanager
 def eval_mode(transformer):
-    "Evaluation mode without gradients; afterwards the previous mode."
+    "Evaluation mode without gradients."
     was = transformer.training
     transformer.eval()
     try:
@@ -28,7 +28,7 @@ def eval_mode(transformer):
     finally: transformer.train(was)
 
 def load_batch(trainer, dataset, indices): # a batch with the four cached tensors
-    "Samples of one bucket; what the cache lacks is encoded now."
+    "Samples of one bucket; what the cache lacks is encoded."
     batch = collate([dataset[i] for i in indices], dataset.geometry, dataset.config)
     return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
 
@@ -37,9 +37,8 @@ def is_available(components, *names) -> bool:
     local = components.name == "tiny" or Path(components.name).expanduser().is_dir()
     return not local or all((components.folder/n).is_dir() for n in names)
 
-# %% ../../nbs/sampling/03_cached_edits.ipynb #ff7599b4
-def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU
-    "The empty prompt's embedding for a sample's control images; None if it is neither cached nor can be encoded."
+def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
+    "The empty prompt's embedding for a sample's control images, read or encoded."
     cache = dataset.cache if dataset.identity is not None else None
     if cache is not None and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None:
         return e
@@ -50,38 +49,26 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU
         return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
     return encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0].cpu()
 
-def encoded_sample(
-    trainer,
-    dataset, # `ImageDataset`
-    i:int, # sample
-    guidance:bool=True, # the empty prompt too?
-) -> Encoded:
-    "The transformer's inputs for a sample; what the cache lacks is encoded now."
+def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> Encoded:
+    "The transformer's inputs for a sample, with guidance also of the empty prompt."
     batch, uncond = load_batch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
     return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]),
                    batch["prompt_embed"][0][None], None if uncond is None else uncond[None])
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9fef
 def edit_cached(
-    trainer,
-    encoded, # `Encoded`, or an object with its fields
-    steps:int=20,
-    true_cfg_scale:float=4.0, # 1 means no guidance
-    seed:int=0, # of the noise
-    on_step=None, # called with (step, steps, latents)
-) -> torch.Tensor: # [1, C, 1, h, w]
-    "Latent of the edited image, computed on the transformer's current device."
+    trainer, encoded, steps:int=20, true_cfg_scale:float=4.0, seed:int=0, on_step=None) -> torch.Tensor:
+    "`denoise_encoded` with a trainer's transformer, where it is."
     tr, scheduler = trainer._transformer(), trainer.components.get("scheduler")
     with eval_mode(tr):
         return denoise_encoded(tr, scheduler, encoded, steps, true_cfg_scale, seed,
                                dtype=trainer.weight_dtype, on_step=on_step)
 
-# %% ../../nbs/sampling/03_cached_edits.ipynb #abe32d84
 def cached_data(
     trainer,
     data=None, # `ImageDataset`, loader, configuration or folder; default the trainer's own
-) -> ImageDataset: # with the trainer's model as encoder identity
-    "A data set with its cache. Raises ValueError if there is no cache."
+) -> ImageDataset: # with the trainer's encoder identity
+    "A data set with its cache. Raises ValueError if there is none."
     c = trainer.config
     if isinstance(data, (str, Path)):
         data = ImageDataset(c.data.model_copy(update=dict(dataset_path=str(data))))
@@ -95,14 +82,8 @@ def cached_data(
     trainer.set_geometry_and_identity(found)
     return found
 
-def cached_edits(
-    trainer,
-    dataset, # from `cached_data`
-    indices, # samples
-    true_cfg_scale:float=4.0,
-    seeds=(), # one for each
-) -> list: # of (`Edit`, `Encoded`)
-    "Samples as edits. Raises ValueError for a wrong index, or if guidance has no empty prompt."
+def cached_edits(trainer, dataset, indices, true_cfg_scale:float=4.0, seeds=()) -> list:
+    "Samples as (`Edit`, `Encoded`). Raises ValueError for a wrong index or a missing empty prompt."
     out, bad = [], [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
     if bad or not indices:
         raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got "

@@ -16,13 +16,13 @@ from ..encoding.vae import decode_latents
 
 # %% ../../nbs/sampling/02_preview.ipynb #098d199b
 def small_latents(z:torch.Tensor, most:int=64) -> torch.Tensor:
-    "Latents [B, C, 1, h, w] reduced to at most so many latent pixels a side, which decode quickly."
+    "Latents [B, C, 1, h, w] reduced to at most so many a side, which decode quickly."
     k = -(-max(z.shape[-2:]) // most)
     return z if k == 1 else torch.nn.functional.avg_pool2d(z[:, :, 0], k)[:, :, None]
 
 # %% ../../nbs/sampling/02_preview.ipynb #ed1318eb
 def preview_display(): # function of (step, steps, image), or None outside interactive notebooks
-    "Display images in a notebook, each replacing the previous one."
+    "Display images, each replacing the previous one."
     if kernel() is None or not is_interactive(): return None
     from IPython.display import display
     handles = []
@@ -34,14 +34,12 @@ def preview_display(): # function of (step, steps, image), or None outside inter
 
 # %% ../../nbs/sampling/02_preview.ipynb #be31b1ab
 class EditProgress:
-    "Optional progress and previews of a call; batch runs print lines only if the work takes long."
+    "Progress and previews of a call; batch runs print lines only if the work takes long."
     def __init__(self,
         total:int, # sampling steps of all edits
         what:str="predict", # name of the work
-        progress:bool=True, # show a bar or lines?
-        preview=None, # True, a number of steps, or a function of (step, steps, uint8 image)
-        every:int=4, # steps between images, if `preview` is True or a function
-        vae=lambda: None, # function that returns the VAE, or None if it is not loaded
+        progress:bool=True, preview=None, every:int=4, # as in `Predictor.predict`
+        vae=lambda: None, # returns the VAE, or None if it is not loaded
         after:float=5., # seconds before the first line of a batch run
     ):
         if preview is not None and not callable(preview) and (not isinstance(preview, int) or preview < 0):

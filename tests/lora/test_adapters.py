@@ -19,7 +19,7 @@ UNUSED = {f"transformer.transformer_blocks.1.{n}" for n in ("attn.add_q_proj", "
 # which layers
 
 @pytest.mark.parametrize("setting, leaves", [
-    ("attention", IMAGE), ("attention_text", IMAGE + TEXT), ("all_linear", IMAGE + TEXT + MLPS), (["attention", "img_mlp.net.2"], [*IMAGE, "img_mlp.net.2"]),
+    ("attention_text", IMAGE + TEXT), ("all_linear", IMAGE + TEXT + MLPS), (["attention", "img_mlp.net.2"], [*IMAGE, "img_mlp.net.2"]),
     (r".*\.attn\.to_[kv]", ["attn.to_k", "attn.to_v"])])
 def test_presets_select_exactly_these_layers(setting, leaves):
     tr = lora.add_lora(bare(), LoraSection(r=2, target_modules=setting))
@@ -68,22 +68,16 @@ def test_dropout_follows_the_configuration(tmp_path):
 
 # diffusers
 
-@pytest.mark.parametrize("variant, settings", [("2511", dict()), ("2511", dict(target_modules="all_linear", lora_alpha=0.3)), ("v1", dict(use_rslora=True, target_modules="attention_text")),
-                                               ("2509", dict(use_dora=True))], ids=["alpha", "all_linear", "rslora", "dora"])
-def test_diffusers_pipeline_reads_the_same_adapter(variant, settings, tmp_path):
+@pytest.mark.parametrize("variant, format, settings", [
+    ("2511", "diffusers", dict(target_modules="all_linear", lora_alpha=0.3)), ("v1", "diffusers", dict(use_rslora=True, target_modules="attention_text")),
+    ("2509", "diffusers", dict(use_dora=True)), ("2511", "comfyui", dict(target_modules="all_linear", use_rslora=True, r=16, lora_alpha=8))], ids=["alpha", "rslora", "dora", "comfyui"])
+def test_diffusers_pipeline_reads_the_same_adapter(variant, format, settings, tmp_path):
     tr, pipe = trained(variant, **settings), copy.copy(pipeline(variant))
     pipe.transformer = bare(variant)
     plain = output(pipe.transformer)
-    pipe.load_lora_weights(str(lora.save_lora(tr, tmp_path).parent))
+    pipe.load_lora_weights(str(tmp_path), weight_name=lora.save_lora(tr, tmp_path, format=format).name)
     same(output(pipe.transformer), output(tr))
     assert not torch.allclose(plain, output(tr), rtol=1e-2)
-
-
-def test_diffusers_pipeline_reads_the_comfyui_format(tmp_path):
-    tr, pipe = trained(target_modules="all_linear", use_rslora=True, r=16, lora_alpha=8), copy.copy(pipeline("2511"))
-    pipe.transformer = bare()
-    pipe.load_lora_weights(str(tmp_path), weight_name=lora.save_lora(tr, tmp_path, format="comfyui").name)
-    same(output(pipe.transformer), output(tr))
 
 
 # saving and loading
@@ -98,7 +92,6 @@ def test_dora_magnitudes_are_saved_and_loaded(tmp_path):
     with pytest.warns(UserWarning, match="ComfyUI ignores the magnitudes"): tr, other = trained(use_dora=True), bare()
     lora.load_lora(other, lora.save_lora(tr, tmp_path))
     same(output(other), output(tr))
-    assert sum(k.endswith("magnitude_vector") for k in lora.lora_state(other)) == 8
 
 
 def test_ema_is_saved_instead_of_the_weights(tmp_path):
@@ -106,8 +99,6 @@ def test_ema_is_saved_instead_of_the_weights(tmp_path):
     mean = {k: torch.full_like(p, 0.25) for k, p in lora.lora_tensors(tr).items()}
     file = lora.save_lora(tr, tmp_path/"ema", state=mean)
     assert lora_info(file)["weights"] == "ema" and all((t == 0.25).all() for t in file_of(file)[0].values())
-    plain = lora.save_lora(tr, tmp_path/"raw", dict(base="x"))
-    assert lora_info(plain) == dict(base="x", weights="raw") and not any((t == 0.25).all() for t in file_of(plain)[0].values())
     assert lora_info(lora.save_lora(tr, tmp_path/"own", dict(weights="mine"), state=mean))["weights"] == "mine"
 
 
@@ -154,8 +145,7 @@ def test_a_second_adapter_raises_no_false_alarm(capfd, recwarn, tmp_path):
 
 # merging
 
-@pytest.mark.parametrize("settings", [dict(use_dora=True), dict(use_rslora=True, target_modules="all_linear")], ids=["dora", "rslora"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, settings", [(torch.float32, dict(use_dora=True)), (torch.bfloat16, dict(use_rslora=True, target_modules="all_linear"))], ids=["dora", "rslora"])
 def test_unmerging_restores_every_bit(dtype, settings, tmp_path):
     tr = trained(dtype=dtype, **settings)
     before, beside, alone = {k: t.clone() for k, t in tr.state_dict().items()}, output(tr), output(bare(dtype=dtype))
@@ -196,6 +186,7 @@ def test_only_named_adapters_are_active(tmp_path):
         lora.use_loras(tr, weights)
         same(output(tr), want)
     lora.load_lora(tr, tmp_path, "second") # active, although none was
+    same(output(tr), two)
     lora.train_only(tr, "default")
     same(output(tr), one)
     assert len(lora.lora_parameters(tr)) == 16
@@ -229,18 +220,6 @@ def test_without_a_file_a_new_adapter_or_the_loaded_one(tmp_path):
 
 # refusals
 
-def merged_for_good(tmp_path):
-    tr = trained()
-    file = lora.save_lora(tr, tmp_path)
-    lora.merge_lora(tr, undo=False)
-    lora.load_lora(tr, file)
-
-
-def merge_quantized(quantization):
-    from qie_nb.models.quantize import quantize
-    return lambda t: lora.merge_lora(lora.add_lora(quantize(bare(), quantization), LoraSection(r=2)))
-
-
 def merge_fp8(tmp_path):
     tr = trained()
     layer = tr.transformer_blocks[0].attn.to_q.base_layer
@@ -253,9 +232,7 @@ REFUSALS = {
     "another model": (lambda t: lora.load_lora(bare(), tensors_file(t, **pair("transformer_blocks.77.attn.to_q"))), "there is no such layer"),
     "a misspelt preset": (lambda t: lora.add_lora(bare(), LoraSection(target_modules="attention_all")), "matches no layer .*try attention, attention_text, all_linear"),
     "nothing to merge": (lambda t: lora.merge_lora(bare()), "there is no adapter to merge"),
-    "merging into int8": (merge_quantized("qint8"), "the base is quantized or sharded .*load the base with `model.quantize` none"),
     "merging into stored fp8": (merge_fp8, "the base is quantized or sharded .*float8_e4m3fn"),
-    "loading without undo": (merged_for_good, "cannot be unmerged"),
 }
 
 

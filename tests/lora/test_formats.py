@@ -46,7 +46,6 @@ def test_comfyui_adds_what_peft_adds(settings, tmp_path):
 # round trips
 
 CONFIGS = dict(
-    alpha=dict(r=4, lora_alpha=0.1),
     patterns=dict(r=4, lora_alpha=7, rank_pattern={"to_k": 2}, alpha_pattern={r"^transformer_blocks.1.attn.to_q": 0.3, "to_k": 5}),
     rs_patterns=dict(r=4, lora_alpha=7, rank_pattern={"to_k": 3}, alpha_pattern={"to_k": 0.7}, use_rslora=True))
 each_config = pytest.mark.parametrize("config", [c | dict(target_modules=["to_k", "to_q"]) for c in CONFIGS.values()], ids=CONFIGS)
@@ -79,7 +78,6 @@ def test_settings_are_inferred_without_a_header(config, tmp_path):
     for (n, a), b in zip(ours.named_modules(), theirs.modules()):
         if hasattr(a, "scaling"): assert b.scaling["default"] == pytest.approx(a.scaling["default"], rel=1e-6) and b.r == a.r, n
     for (k, a), b in zip(lora.lora_state(ours).items(), lora.lora_state(theirs).values(), strict=True): assert torch.equal(a, b) and torch.equal(a, state[k.removeprefix("transformer.")])
-    assert lora.read_fitting(bare(), tmp_path/"ours").config.keys() >= {"rank_pattern"}
 
 
 @pytest.mark.parametrize("name, sides", [(lambda n: f"lora_unet_{n.replace('.', '_')}", ("lora_down", "lora_up")), (lambda n: f"base_model.model.{n}", ("lora_A", "lora_B"))], ids=["kohya", "peft"])
@@ -91,7 +89,6 @@ def test_every_key_format_gives_the_same_adapter(name, sides, tmp_path):
     save_file(tensors, tmp_path/"some.safetensors")
     lora.load_lora(other, tmp_path)
     same(output(other), output(tr))
-    assert all(torch.equal(a, b) for a, b in zip(lora.lora_state(other).values(), lora.lora_state(tr).values(), strict=True))
 
 
 def test_alpha_tensors_override_the_header(tmp_path):
@@ -122,25 +119,20 @@ class Hub:
 
 
 def test_hub_files_are_found_by_default_name_or_by_name(monkeypatch, tmp_path):
-    tr, other = trained(), bare()
-    lora.save_lora(tr, tmp_path/"repo"), lora.save_lora(tr, tmp_path/"repo"/"b.safetensors")
-    hub = Hub(monkeypatch, tmp_path/"repo")
-    lora.load_lora(other, "owner/name")
-    assert hub.asked == [("owner/name", WEIGHT_NAME)]
-    same(output(other), output(tr))
-    find_lora("owner/name:b.safetensors")
-    assert hub.asked[1] == ("owner/name", "b.safetensors")
+    for name in (WEIGHT_NAME, "b.safetensors"): written(tmp_path/name)
+    hub = Hub(monkeypatch, tmp_path)
+    assert find_lora("owner/name") == tmp_path/WEIGHT_NAME and find_lora("owner/name:b.safetensors") == tmp_path/"b.safetensors"
+    assert hub.asked == [("owner/name", WEIGHT_NAME), ("owner/name", "b.safetensors")]
 
 
 def test_downloaded_files_need_no_connection(monkeypatch, tmp_path):
-    lora.save_lora(trained(), tmp_path)
+    written(tmp_path/WEIGHT_NAME)
     Hub(monkeypatch, error=ConnectionError("no route"), cached=tmp_path)
     assert find_lora("owner/name") == tmp_path/WEIGHT_NAME
     with pytest.raises(FileNotFoundError, match="cannot be reached"): find_lora("owner/name:other.safetensors")
 
 
 @pytest.mark.parametrize("error, sentence", [
-    (lambda: ConnectionError("no route"), "'owner/name' cannot be read: the hub cannot be reached .ConnectionError.; connect to the network, or use local files"),
     (lambda: http_error("RepositoryNotFoundError", 404), "does not exist on the hub, or is private; check the id"),
     (lambda: http_error("GatedRepoError", 403), "cannot be read without a token that allows it; log in with `hf auth login`"),
     (lambda: http_error("HfHubHTTPError", 503), "the hub cannot be reached .HfHubHTTPError.")])
@@ -151,11 +143,17 @@ def test_hub_errors_name_the_remedy(error, sentence, monkeypatch):
 
 # refusals
 
+def noted(t, **header):
+    save_file(pair(B0), t/"odd.safetensors", metadata=header)
+    return t/"odd.safetensors"
+
+
 REFUSALS = {
     "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "does not exist; give a .safetensors file"),
     "a pickle": (lambda t: read_lora(written(t/"x.pt")), "cannot be read .*give a LoRA in safetensors format"),
-    "missing": (lambda t: find_lora(t/"none"), "does not exist; give a .safetensors file, or a folder"),
-    "two files": (lambda t: find_lora([written(t/"d"/f"{n}.safetensors") for n in "ab"][0].parent), "has 2 .safetensors files, none called .*name one, e.g. .*/a.safetensors"),
+    "saving a pickle": (lambda t: lora.save_lora(trained(), t/"x.ckpt"), "x.ckpt' would be a pickle; give a folder or a .safetensors file"),
+    "a note that is no JSON": (lambda t: lora_info(noted(t, qie_nb="{base")), "odd.safetensors' cannot be read .JSONDecodeError"),
+    "settings that are no JSON": (lambda t: read_lora(noted(t, lora_adapter_metadata="r=4")), "odd.safetensors' cannot be read .JSONDecodeError"),
     "no LoRA": (lambda t: read_lora(tensors_file(t, w=torch.ones(2))), "has no adapter for a Qwen-Image transformer"),
     "an incomplete pair": (lambda t: read_lora(tensors_file(t, **{k: v for k, v in pair(B0).items() if "lora_A" in k})), "which is not a pair of LoRA weights"),
     "a LoKr": (lambda t: read_lora(tensors_file(t, **pair(B0), **{f"transformer.{B0}.lokr_w1": torch.ones(2)})), "'transformer.*lokr_w1', which is not a pair"),

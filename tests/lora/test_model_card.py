@@ -44,8 +44,7 @@ def test_header_is_yaml_with_known_facts_only(tmp_path):
     top = lambda facts: yaml.safe_load(model_card(facts).split("---\n")[1])
     assert top(FACTS) == dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", library_name="diffusers", pipeline_tag="image-to-image",
                               tags=["lora", "diffusers", "qwen-image-edit", "image-to-image"])
-    assert {"base_model", "license"}.isdisjoint(top(dict(base_model=str(tmp_path)))) and "license" not in top({})
-    assert top(dict(license="x\nevil: 1")).get("evil") is None
+    assert {"base_model", "license"}.isdisjoint(top(dict(base_model=str(tmp_path)))) and top(dict(license="x\nevil: 1")).get("evil") is None
     assert model_card({}).count("\n## ") == 1, "unknown parts are omitted"
 
 
@@ -82,24 +81,20 @@ def test_upload_takes_lora_card_and_images_only(monkeypatch, tmp_path):
     assert taken == {WEIGHT_NAME, COMFY_NAME, "README.md", "samples/00.png", "samples/01.png"} == set(published(folder)) and len(files) == 11
 
 
-@pytest.mark.parametrize("error, kind, sentence", [
-    (lambda: ConnectionError(), ConnectionError, "'me/lora' cannot be written: the hub cannot be reached"),
-    (lambda: http_error("LocalTokenNotFoundError", 0), ValueError, "'me/lora' cannot be written without a token that allows it; log in with `hf auth login`, or set HF_TOKEN"),
-    (lambda: http_error("HfHubHTTPError", 403), ValueError, "without a token that allows it")])
-def test_upload_errors_name_the_remedy(error, kind, sentence, monkeypatch, tmp_path):
+def test_upload_errors_name_the_remedy(monkeypatch, tmp_path):
     import huggingface_hub
-    def create(*a, **kw): raise error()
+    def create(*a, **kw): raise http_error("LocalTokenNotFoundError", 0)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create)
-    with pytest.raises(ValueError, match=f"contains no {WEIGHT_NAME}"): push_to_hub(tmp_path, "me/lora")
-    lora.save_lora(trained(), tmp_path)
-    with pytest.raises(ValueError, match="write the model card there first"): push_to_hub(tmp_path, "me/lora")
+    def refused(sentence, repo="me/lora"):
+        with pytest.raises(ValueError, match=sentence): push_to_hub(tmp_path, repo)
+    written(tmp_path/WEIGHT_NAME), refused("write the model card there first")
     write_model_card(tmp_path, {})
-    with pytest.raises(kind, match=sentence): push_to_hub(tmp_path, "me/lora")
-    with pytest.raises(ValueError, match="`repo_id` must be owner/name, got 'lora'"): push_to_hub(tmp_path, "lora")
+    refused("'me/lora' cannot be written without a token that allows it; log in with `hf auth login`, or set HF_TOKEN")
+    refused("`repo_id` must be owner/name, got 'lora'", "lora")
 
 
 def test_settings_contain_no_paths():
-    config = make_config(dict(model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=7, pretrained_weight="/home/me/start")), data=dict(dataset_path="/home/me/data"),
-                              train=dict(output_dir="/home/me/out", ema_decay=0.9), logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache")))
+    config = make_config(dict(model=dict(lora=dict(r=7, pretrained_weight="/home/me/start")), data=dict(dataset_path="/home/me/data"), train=dict(output_dir="/home/me/out", ema_decay=0.9),
+                              logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache")))
     settings = card_settings(config)
     assert "/home/me" not in json.dumps(settings) and (settings["model.lora.r"], settings["train.ema_decay"], settings["optimizer.name"]) == (7, 0.9, "adamw")

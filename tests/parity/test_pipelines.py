@@ -3,7 +3,7 @@
 `on` is our faster computation: 2-D VAE convolutions and a shared prompt prefix. Floats are compared to rounding; with `on` False a few cases are also
 compared bit for bit (marked `bits`).
 """
-import json, math, shutil
+import json, shutil
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -23,7 +23,7 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.encoding.prompts import encode_prompt, vl_images
 from qie_nb.encoding.vae import decode_latents, encode_image, vae_factor
-from qie_nb.models.flow_matching import calculate_mu, img_shapes, pack_latents, unpack_latents, velocity
+from qie_nb.models.flow_matching import img_shapes, pack_latents, unpack_latents, velocity
 from qie_nb.data.batches import pad_prompts
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
 from qie_nb.models.components import VARIANTS, Components, find_variant, load_component
@@ -150,21 +150,10 @@ def looks(ours, theirs):
 
 # --- prompts
 
-@each(CASES)
-@both_ways
-def test_prompt_embeddings(case, on):
-    r, images = rig_of(case), control_images(case.n)
-    seen = [r.pipe.image_processor.resize(im, *r.geometry.vl(im.size)[::-1]) for im in images]
-    theirs, mask = r.pipe.encode_prompt(OTHER, given(case.variant, seen))
-    ours, our_mask = our_prompt(r, case.variant, OTHER, images, on)
-    agree(ours, theirs)
-    assert our_mask is None and mask is None
-
 @each_variant
-@both_ways
-def test_an_empty_prompt_is_encoded_as_one_space(variant, on):
+def test_an_empty_prompt_is_encoded_as_one_space(variant):
     r = rig(variant)
-    agree(our_prompt(r, variant, "", control_images(1), on)[0], our_prompt(r, variant, " ", control_images(1), on)[0])
+    agree(our_prompt(r, variant, "", control_images(1), True)[0], our_prompt(r, variant, " ", control_images(1), True)[0])
 
 @each(CASES + FACTOR4)
 @both_ways
@@ -217,7 +206,7 @@ def test_decoded_latents(case, on):
         with small(case.variant): theirs = pipe_call(r, case.variant, control_images(case.n), steps=2)
     looks(decode_latents(r.parts.get("vae"), z, use_2d=on)[0], np.asarray(theirs))
 
-@each(CASES + FACTOR4)
+@each([Case("2509", 3), Case("2511", 2, 2)])
 def test_control_sides_are_not_swapped(case):
     r, f = rig_of(case), 2 ** case.stages
     shapes = piped(case).calls[0][0]["img_shapes"][0][1:]
@@ -237,7 +226,7 @@ def test_packing(variant, channels=16, h=6, w=10):
     same(unpack_latents(tokens, h, w), z)
 
 @pytest.mark.parametrize("variant", ["v1", "2509"])
-@pytest.mark.parametrize("width,height,steps", [(1024, 1024, 4), (1328, 800, 8), (512, 768, 50), (144, 80, 2)]) # one step gives nan in diffusers
+@pytest.mark.parametrize("width,height,steps", [(1328, 800, 8), (512, 768, 50), (144, 80, 2)]) # one step gives nan in diffusers
 def test_schedule(variant, width, height, steps, monkeypatch):
     r = rig(variant)
     monkeypatch.setattr(r.pipe.transformer, "forward", lambda hidden_states, **kw: (torch.zeros_like(hidden_states),))
@@ -256,9 +245,6 @@ def test_noise_shapes_and_schedule_of_a_run(case):
     agree(own.timesteps, run.timesteps, 1e-6)
     agree(own.sigmas, run.sigmas, 1e-6)
 
-def test_shift_at_one_megapixel_is_two():
-    assert math.exp(calculate_mu(64 * 64, rig("2511").parts.get("scheduler").config)) == pytest.approx(2.0, abs=0.01)
-
 # --- the transformer and the image
 
 def our_arguments(case, on=False):
@@ -269,9 +255,8 @@ def our_arguments(case, on=False):
     return pack_latents(our_noise(r, TARGET)), controls, *text, shapes
 
 @each(CASES + FACTOR4)
-@both_ways
-def test_velocity(case, on):
-    run, (noise, controls, *text) = piped(case), our_arguments(case, on)
+def test_velocity(case):
+    run, (noise, controls, *text) = piped(case), our_arguments(case, True)
     agree(velocity(rig_of(case).transformer, noise, controls, run.timesteps[:1], *text), run.calls[0][1][:, :noise.shape[1]])
 
 @each(CASES + FACTOR4)
@@ -312,9 +297,6 @@ def test_plain_computation_gives_equal_bits(case):
         for name in ("timestep", "hidden_states", "encoder_hidden_states"): same(a[name], b[name])
         same(mine, theirs)
     assert np.array_equal(ours, np.asarray(run.image))
-
-def test_guidance_changes_the_image():
-    assert np.abs(edited(Case("2511", 2), 4.0)[0].astype(int) - edited(Case("2511", 2), 1.0)[0]).max() > 2
 
 @pytest.mark.slow
 @each(MEGAPIXEL)
@@ -413,10 +395,9 @@ def test_another_image_gives_another_embedding_and_key(variant, tmp_path):
         a, b = read(data, 0)[name], read(data, 1)[name]
         assert a.shape == b.shape and apart(a, b) > 1e-3
 
-@pytest.mark.parametrize("variant", ["2509", "2511"])
-def test_the_order_of_control_images_matters(variant):
-    r, (a, b) = rig(variant), [random_image(SIZES[0], 1), random_image(SIZES[0], 2)]
-    assert apart(our_prompt(r, variant, PROMPT, [a, b])[0], our_prompt(r, variant, PROMPT, [b, a])[0]) > 1e-3
+def test_the_order_of_control_images_matters():
+    r, (a, b) = rig("2509"), [random_image(SIZES[0], 1), random_image(SIZES[0], 2)]
+    assert apart(our_prompt(r, "2509", PROMPT, [a, b])[0], our_prompt(r, "2509", PROMPT, [b, a])[0]) > 1e-3
 
 # --- zero_cond_t
 
@@ -427,14 +408,12 @@ def test_zero_cond_t_changes_the_output_of_the_same_weights():
     noise, controls, *text = our_arguments(Case("2509", 2))
     assert apart(*(velocity(t, noise, controls, torch.tensor([700.]), *text) for t in (old, new))) > 1e-3
 
-@pytest.mark.parametrize("how", ["false", "absent"])
-def test_a_2511_without_its_flag_is_refused(how, tmp_path):
+def test_a_2511_without_its_flag_is_refused(tmp_path):
     folder = tmp_path/"model"
     shutil.copytree(rig("2511").folder, folder)
     path = folder/"transformer/config.json"
     config = json.loads(path.read_text())
     assert config.pop("zero_cond_t") is True
-    path.write_text(json.dumps(config | ({"zero_cond_t": False} if how == "false" else {})))
+    path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="`model.variant` is 2511, but .* is 2509 .*zero_cond_t=false"): find_variant(folder, "2511")
     assert find_variant(folder).name == "2509"
-    assert find_variant(rig("2511").folder, "2511").zero_cond_t
