@@ -23,10 +23,9 @@ Folder = None | PathStr | list[PathStr] # one folder or several
 def setting(default, description, **limits): return Field(default, description=description, **limits)
 
 class Section(BaseModel):
-    "A part of the configuration: refuses unknown keys and checks assignments."
+    "A part of the configuration; refuses unknown keys, checks assignments."
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
 
-# %% ../nbs/core/07_config.ipynb #489378e8
 def _lora_targets(v): return v.split(",") if isinstance(v, str) and "," in v else v
 
 class LoraSection(Section):
@@ -35,8 +34,8 @@ class LoraSection(Section):
     lora_alpha: float | None = setting(None, "scale: lora_alpha / r; default r", gt=0)
     target_modules: Annotated[str | list[str], BeforeValidator(_lora_targets)] = setting(
         ["to_q", "to_k", "to_v", "to_out.0"],
-        "attention (few pairs), attention_text (new words or instructions), all_linear (a hard edit, many "
-        "pairs), a list of suffixes, or one regular expression as in peft")
+        "attention (few pairs), attention_text (new words), all_linear (a hard edit, many pairs), a list of "
+        "suffixes, or a regular expression as in peft")
     use_rslora: bool = setting(False, "scale by lora_alpha / sqrt(r), for ranks above about 64")
     use_dora: bool = setting(False, "DoRA, for low ranks; diffusers ignores its magnitudes")
     lora_dropout: float = setting(0.0, "dropout of the input; 0.05 to 0.1 for very few pairs", ge=0, lt=1)
@@ -55,13 +54,13 @@ class ModelSection(Section):
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too small")
     variant: Literal["auto", "v1", "2509", "2511"] = setting("auto", "auto: read from the model's files")
     quantize: Quantized = setting(False,
-        "the frozen transformer: none, qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 "
-        "(torchao), fp8_storage (8 bits, computed in the training dtype); true means qfloat8")
+        "the frozen transformer: qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 (torchao), "
+        "fp8_storage (8 bits, computed in the training dtype); true means qfloat8")
     text_encoder_quantize: Quantized = setting(False, "the same for the text encoder")
-    text_encoder_offload: bool = setting(False, "keep it in host memory; move layer by layer to the GPU")
+    text_encoder_offload: bool = setting(False, "keep it in host memory, move layer by layer")
     modulation_table: AutoBool = setting("auto",
-        "replace the modulation layers by a table of their outputs: a third less memory for the transformer; "
-        "auto: in training, if no adapter changes those layers")
+        "replace the modulation layers by a table of their outputs: a third less memory; auto: in training, "
+        "if no adapter changes those layers")
     modulation_table_steps: list[Annotated[int, Field(ge=1)]] = setting([],
         "numbers of sampling steps to add to the table, to predict without the modulation layers")
     lora: LoraSection = LoraSection()
@@ -77,11 +76,11 @@ class DataSection(Section):
     vl_area: int | None = setting(None,
         "pixels of images for the text encoder; default the model's (384*384 for Edit-Plus)", ge=1024)
     caption_dropout_rate: float = setting(0.1,
-        "fraction of samples trained on the empty prompt, with their own control images", ge=0, le=1)
+        "fraction of samples trained on the empty prompt", ge=0, le=1)
     batch_size: int = setting(1, "samples per step and process", ge=1)
     num_workers: int = setting(0, "loader processes", ge=0)
     shuffle: bool = setting(True, "new order each epoch, a function of (seed, epoch)")
-    strict: bool = setting(False, "an unreadable image is an error, instead of skipping its sample")
+    strict: bool = setting(False, "an unreadable image is an error, not skipped")
 
     @field_validator("image_size")
     @classmethod
@@ -97,32 +96,32 @@ class StepSection(Section):
     gradient_accumulation_steps: int = setting(1, "batches per optimizer step", ge=1)
     gradient_checkpointing: bool | Literal["selective"] = setting(True,
         "recompute activations in the backward pass: less memory, a third more work; selective keeps the "
-        "attention outputs, which are small and expensive")
+        "attention outputs")
     compile: AutoBool = setting("auto",
         "compile a block of the transformer, about a minute; auto: on a GPU, for 500 steps or more")
     adapter_dtype: Literal["auto", "base", "float32"] = setting("auto",
-        "adapters (stored in float32) compute in base (dtype of the frozen weights; auto) or float32, which "
-        "keeps a float32 copy of each layer's input")
+        "adapters compute in base (dtype of the frozen weights; auto) or float32, which keeps a float32 copy "
+        "of each layer's input")
     blocks_to_swap: bool = setting(False,
         "keep blocks in host memory, copy each while another computes; needs gradient_checkpointing")
     offload_activations: bool = setting(False, "keep gradient_checkpointing's block inputs in host memory")
     model_parallel_devices: list[str] = setting([],
         "GPUs that share the transformer's blocks, e.g. [cuda:0, cuda:1]; default only train.device")
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = setting("auto",
-        "bf16, no (float32), or fp16: float32 with large products and attention in scaled float16, because "
-        "this model overflows in float16; auto is bf16, on GPUs without it fp16, without tensor cores no")
+        "bf16, no (float32), or fp16: float32 with large products and attention in scaled float16, against "
+        "overflow; auto is bf16, on GPUs without it fp16, without tensor cores no")
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping", ge=0)
     timestep_sampling: Literal["uniform", "logit_normal", "shift", "fixed_shift"] = setting("uniform",
-        "uniform (a safe start), logit_normal (texture and style), shift (the sampler's own for the target's "
-        "size: layout), fixed_shift (`timestep_shift` at every size)")
+        "uniform (a safe start), logit_normal (texture, style), shift (the sampler's for the target's size: "
+        "layout), fixed_shift (`timestep_shift` at every size)")
     timestep_shift: float = setting(3.0,
         "with fixed_shift: s -> shift * s / (1 + (shift - 1) * s); above 1 means more noise", gt=0)
     logit_mean: float = setting(0.0, "mean of the normal of logit_normal; above 0 means more noise")
     logit_std: float = setting(1.0, "its standard deviation", gt=0)
     continuous_timesteps: bool = setting(False,
-        "noise levels between the multiples of 1/1000; a modulation table uses its nearest timestep")
+        "noise levels between the multiples of 1/1000")
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = setting("none",
-        "none (as the model was trained), sigma_sqrt (low noise: fine detail), cosmap (slightly more middle)")
+        "none (as the model was trained), sigma_sqrt (low noise: fine detail), cosmap (more middle)")
     mask_min_weight: float = setting(0.1, "loss weight where a mask is black; 1 ignores masks", ge=0, le=1)
     ema_decay: float | None = setting(None, "decay of the mean to evaluate and export, e.g. 0.99", gt=0, lt=1)
     max_nonfinite_steps: int = setting(5, "stop after this many steps in a row without a finite loss", ge=1)
@@ -150,7 +149,7 @@ class TrainSection(StepSection):
     eval_noise_samples: int = setting(2, "noises per held-out pair and part of the noise levels", ge=1)
     eval_images: int = setting(4, "held-out pairs to edit at each evaluation", ge=0)
     test_image_dir: PathStr | None = setting(None,
-        "folder with one sub-folder per style: the first image of each is edited into the other styles")
+        "folder with a sub-folder per style: the first image of each is edited into the other styles")
     style_prompts: dict[str, str] = setting({}, "instruction by style; default prompt.txt in its folder")
     val_fraction: float = setting(0.0, "fraction of control images held out of training", ge=0, lt=1)
     val_path: PathStr | None = setting(None, "data set for evaluation only")
@@ -200,8 +199,8 @@ class PredictSection(Section):
     loras: Annotated[list[PredictLora], BeforeValidator(_lora_paths)] = setting([],
         "adapters that `predict` loads if none is loaded: paths, or path, weight and name of each")
     schedule: Literal["auto", "none", "lightning"] = setting("auto",
-        "for few-step adapters: auto (from the file's header or name), none (the model's own), lightning "
-        "(four steps, or the number in its file name, without guidance)")
+        "for few-step adapters: auto (from the file's header or name), none (the model's), lightning (four "
+        "steps, or the number in its file name, no guidance)")
 
 # %% ../nbs/core/07_config.ipynb #4de984d9
 class OptimizerSection(Section):
@@ -221,7 +220,6 @@ class SchedulerSection(Section):
     num_cycles: float | None = setting(None, "cycles of the cosine schedules; default diffusers'", gt=0)
     power: float = setting(1.0, "exponent of `polynomial`", gt=0)
 
-# %% ../nbs/core/07_config.ipynb #c913993b
 class LoggingSection(Section):
     "Logs, images and the training panel."
     log_dir: PathStr = setting("runs", "TensorBoard event files; earlier runs move to a folder inside")
@@ -247,7 +245,6 @@ class Config(Section):
     lr_scheduler: SchedulerSection = SchedulerSection()
     logging: LoggingSection = LoggingSection()
 
-# %% ../nbs/core/07_config.ipynb #84819397
 def describe(model=Config, prefix:str="") -> list:
     "(dotted name, default, description) of every key of a section."
     rows = []
@@ -266,7 +263,6 @@ def nearest_key(key:str) -> str:
     longer = [k for k in known if set(ending(key).split("_")) <= set(ending(k).split("_"))]
     return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
-# %% ../nbs/core/07_config.ipynb #2da81018
 _TAGS = {"str", "bool", "int", "float"} # pydantic appends the type of a union to the location
 
 def _error_text(error) -> str:
@@ -297,8 +293,7 @@ ALIASES = {
 }
 
 # %% ../nbs/core/07_config.ipynb #20aebe92
-def _unwrap_class(section, name) -> list: # notes
-    "Replace `{class_path: ..., init_args: {...}}` by its arguments."
+def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., init_args: {...}}`
     notes = []
     if "init_args" in section:
         section |= (section.pop("init_args") or {}) | section
@@ -312,7 +307,7 @@ def _unwrap_class(section, name) -> list: # notes
     return notes
 
 # %% ../nbs/core/07_config.ipynb #1128a49e
-def _old_settings(out): # yields (old name, today's name or None, value), and removes them from `out`
+def _old_settings(out): # yields (old name, today's or None, value), removed from `out`
     datasets, training = out.pop("datasets", None) or [], out.pop("training", None)
     datasets = [datasets] if isinstance(datasets, dict) else datasets
     folders = [d["folder_path"] for d in datasets if "folder_path" in d]
@@ -327,7 +322,6 @@ def _old_settings(out): # yields (old name, today's name or None, value), and re
             if (name := f"{section}.{k}") in ALIASES: yield name, ALIASES[name], values.pop(k)
 
 def translate(raw:dict) -> tuple: # (dict with today's names, list of notes "old -> new")
-    "Bring older spellings of a configuration to today's names."
     out, notes = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}, []
     for name in ("data", "optimizer"):
         if isinstance(out.get(name), dict): notes += _unwrap_class(out[name], name)
@@ -340,10 +334,8 @@ def translate(raw:dict) -> tuple: # (dict with today's names, list of notes "old
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process
 
-def make_config(
-    raw=None, # nested dict in the layout of the YAML, or a `Config`
-) -> Config:
-    "A checked `Config`. Raises ValueError with one sentence: the name, the value, the remedy."
+def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, or a `Config`
+    "A checked `Config`. Raises ValueError with name, value and remedy."
     if isinstance(raw, Config): return raw
     if raw is not None and not isinstance(raw, dict):
         raise ValueError(f"a configuration must be a mapping of sections, got {type(raw).__name__}")
@@ -355,10 +347,8 @@ def make_config(
     except ValidationError as e: raise ValueError(_error_text(e)) from None
 
 # %% ../nbs/core/07_config.ipynb #8d705341
-def load_config_from_yaml(
-    path, # YAML or JSON file
-) -> Config:
-    "Read and check a configuration file. Raises FileNotFoundError or ValueError with one sentence."
+def load_config_from_yaml(path) -> Config: # YAML or JSON file
+    "Read and check a configuration file."
     import yaml
     path = Path(path)
     if not path.is_file():
@@ -370,7 +360,7 @@ def load_config_from_yaml(
     return make_config(raw)
 
 def save_config(config:Config, path): # YAML file to write
-    "Write a configuration with all its values, so a run can be repeated even if a default changes."
+    "Write a configuration with all its values."
     import yaml
     from qie_nb.core.files import write_atomic
     data = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -22,7 +22,7 @@ class CacheEntryError(ValueError):
     "A cache entry that must not be used, or a tensor that must not be stored."
 
 def is_key(key) -> bool:
-    "Can this be the key of an entry, and so a file name?"
+    "Can this be the key of an entry?"
     return isinstance(key, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{1,127}", key) is not None
 
 def _checksum(meta, record, payload) -> str:
@@ -46,8 +46,8 @@ def _meta(kind, key, parts, prefix):
 def pack_entry(
     kind:str, # one of `EVERY_KIND`
     key:str, # digest of `parts`
-    tensor, # torch tensor of any dtype and shape; the dtype is kept
-    parts:dict=None, # what the key was made of, for people to read
+    tensor, # of any dtype and shape
+    parts:dict=None, # what the key was made of
     prefix:str=None, # key of the `prompt_prefix`, if the tensor is the rest of an embedding
 ) -> bytes: # a safetensors file
     "A tensor with its key, parts and checksum. Raises `CacheEntryError` for NaN and inf."
@@ -69,8 +69,7 @@ _NAMES = dict(float32=("F32", 4), bfloat16=("BF16", 2), float16=("F16", 2), bool
 def entry_bytes(
     kind:str, key:str, parts:dict, # as for `pack_entry`
     dtype:str, # float32, bfloat16, float16 or bool
-    shape, # of the tensor
-    prefix:str=None, # as for `pack_entry`
+    shape, prefix:str=None,
 ) -> int:
     "Size of the file that `pack_entry` would make."
     name, size = _NAMES[dtype]
@@ -78,11 +77,8 @@ def entry_bytes(
     record = dict(dtype=name, shape=list(shape), data_offsets=[0, n])
     return len(_header(kind, _meta(kind, key, parts, prefix), record)) + n
 
-# %% ../../nbs/core/04_cache_entries.ipynb #62088200
-def read_header(
-    data:bytes, # a safetensors file, or its beginning
-) -> dict: # the JSON header; our metadata is under `__metadata__`
-    "The header of a safetensors file."
+def read_header(data:bytes) -> dict: # our metadata is under `__metadata__`
+    "The header of a safetensors file, or of its beginning."
     n = int.from_bytes(data[:8], "little")
     if len(data) < 8 or n > len(data) - 8: raise CacheEntryError("truncated header")
     try: header = json.loads(bytes(data[8:8 + n]))
@@ -92,10 +88,10 @@ def read_header(
 
 # %% ../../nbs/core/04_cache_entries.ipynb #28739606
 def unpack_entry(
-    data:bytes, # file as written by `pack_entry`
+    data:bytes, # of `pack_entry`
     kind:str, key:str, # expected
-): # (tensor, metadata: kind, key, parts as JSON text, checksum, format, and prefix if there is one)
-    "Tensor and metadata of an entry. Raises `CacheEntryError` unless every byte is as it was written."
+): # (tensor, metadata: kind, key, parts as JSON text, checksum, format, perhaps prefix)
+    "Tensor and metadata of an entry. Raises `CacheEntryError` unless every byte is as written."
     from safetensors.torch import load
     def check(ok, message):
         if not ok: raise CacheEntryError(message)

@@ -17,12 +17,11 @@ from .files import cached_file_property, write_atomic
 
 # %% ../../nbs/core/05_cache_layers.ipynb #10ca2abd
 def check_kind(kind:str, key:str="00"):
-    "Raises ValueError unless `kind` is one of `EVERY_KIND` and `key` can be a file name."
+    "Raises ValueError for an unknown kind, or a key that cannot be a file name."
     if kind not in EVERY_KIND:
         raise ValueError(f"`kind` must be one of {', '.join(EVERY_KIND)}, got {kind!r}")
     if not is_key(key): raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
 
-# %% ../../nbs/core/05_cache_layers.ipynb #5c036cc0
 class FolderStore:
     "One file per entry: `<kind>/<ab>/<key>.safetensors`."
     packed = False
@@ -56,7 +55,7 @@ def verify_entry(
     layer, # `FolderStore` or `ShardStore`
     kind:str, key:str,
     reread:bool=True, # read the file even if it passed before?
-) -> str: # what is wrong with the entry; empty if it is good
+) -> str: # what is wrong with the entry, or ""
     "Read an entry and check it."
     def check(_=None):
         unpack_entry(layer.read(kind, key), kind, key)
@@ -69,7 +68,7 @@ def verify_entry(
 _DTYPES = dict(F32="float32", BF16="bfloat16", F16="float16", BOOL="bool")
 
 def mapped(layer, kind:str, key:str): # tensor; writing to it does not change the file
-    "A memory-mapped entry. It is not checked: call `verify_entry` first."
+    "A memory-mapped entry, not checked: call `verify_entry` first."
     import torch
     path, offset, header = layer.payload(kind, key)
     dtype, shape = (json.loads(header)[kind][k] for k in ("dtype", "shape"))
@@ -96,10 +95,10 @@ class ShardStore:
         check_kind(kind, key)
         return key in self.index.get(kind, ())
 
-    def entries(self, kind): # (key, bytes) of each entry, sorted
+    def entries(self, kind):
         return ((k, len(v[3].encode()) + 8 + v[2]) for k, v in sorted(self.index.get(kind, {}).items()))
 
-    def payload(self, kind, key) -> tuple: # (file, offset of the tensor, header)
+    def payload(self, kind, key) -> tuple:
         shard, begin, _, header = self.index[kind][key]
         return self.folder/self.shards[shard], begin, header
 
@@ -121,8 +120,8 @@ def _read_index(path) -> dict:
         index = json.loads(path.read_text(encoding="utf-8"))
         shards, entries = index["shards"], index["entries"]
         check(_index_checksum(index) == index["checksum"], "its checksum differs")
-        names_ok = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
-        check(names_ok, "it names other files than shards")
+        named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
+        check(named, "it names other files than shards")
         missing = [s for s in shards if not (path.parent/s).is_file()]
         check(not missing, f"{', '.join(missing)} beside it is missing")
         tables = index["identities"], *index["identities"].values(), *entries.values()
@@ -148,15 +147,14 @@ def open_layer(folder): # `ShardStore` if there is an index, else `FolderStore`
 # %% ../../nbs/core/05_cache_layers.ipynb #6ad03ed8
 @contextmanager
 def empty_output_dir(
-    out, # new or empty folder, or one with a packed cache
-    replace:bool=False, # replace the packed cache?
+    out, # new or empty folder
+    replace:bool=False, # may it hold a packed cache?
 ): # yields the folder to write into
     "A folder for a packed cache. Raises ValueError if it holds other files."
     out = Path(out)
     there = os.listdir(out) if out.is_dir() else []
-    others = [name for name in there if not re.fullmatch(rf"{INDEX}|cache-\d{{5}}-\d{{5}}\.safetensors",
-                                                         name)]
-    if there and (others or not replace):
+    ours = all(re.fullmatch(rf"{INDEX}|cache-\d{{5}}-\d{{5}}\.safetensors", name) for name in there)
+    if there and not (ours and replace):
         hint = ", or set `replace`" * (INDEX in there)
         raise ValueError(f"`out` {str(out)!r} is not empty; name a new folder to pack into{hint}")
     new, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
@@ -168,10 +166,10 @@ def empty_output_dir(
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6d244f42
 def write_packed(
-    out:Path, # folder of `empty_output_dir`
+    out:Path, # of `empty_output_dir`
     entries, # (layer, kind, key) of each
-    identities:dict, # of the encoders, as in the manifest
-    shard_bytes:int=2_000_000_000, # largest shard, if it has more than one entry
+    identities:dict, # of the encoders
+    shard_bytes:int=2_000_000_000, # limit of shards with several entries
 ) -> list: # files written
     "Pack entries into shards and an index. Raises a `CacheEntryError` with all bad entries."
     index, shards, bad, free = {}, [[]], [], shard_bytes
@@ -185,8 +183,7 @@ def write_packed(
         free -= len(data)
         shards[-1].append((layer, kind, key, header, len(data) - 8 - len(header)))
     if bad:
-        raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again first: "
-                              f"{'; '.join(bad)}")
+        raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again: {'; '.join(bad)}")
     names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
     for n, (name, shard) in enumerate(zip(names, shards)): _write_shard(out/name, n, shard, index)
     full = dict(format="qie_nb-pack-1", shards=names, identities=identities, entries=index)
@@ -194,7 +191,7 @@ def write_packed(
     write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
     return [out/name for name in (*names, INDEX)]
 
-def _write_shard(path, number, shard, index): # entry by entry, so it is never in memory as a whole
+def _write_shard(path, number, shard, index): # reads one entry at a time
     records, offset = {}, 0
     for _, kind, key, header, size in shard:
         records[f"{kind}/{key}"] = json.loads(header)[kind] | dict(data_offsets=[offset, offset + size])

@@ -21,16 +21,12 @@ def mode_text(layer:dict) -> str: # one of `get_cache_stats()["layers"]`
     if not layer.get("exists", True): return "not there yet"
     return "packed, " * layer["packed"] + ("written" if layer["writable"] else "only read")
 
-def quarantined_entries(
-    folders, # of a cache's layers
-    most:int=20, # entries to read
-) -> list: # (file name, reason)
-    "Entries in quarantine, with the reason from their text files."
+def quarantined_entries(folders, most:int=20) -> list: # of a cache's layers; (file name, reason)
+    "Entries in quarantine."
     found = [p for f in folders for p in sorted((Path(f)/"quarantine").glob("*.reason.txt"))[:most]]
     text = lambda p: p.read_text(encoding="utf-8", errors="replace").strip()
     return [(p.name.removesuffix(".reason.txt"), text(p)) for p in found[:most]]
 
-# %% ../../nbs/core/06_cache_report.ipynb #5a1e000e
 def _kinds_table(s) -> str:
     names = ("needed", "present", "missing") if "samples" in s else ("present",)
     rows = [(kind, *(v[n] for n in names), size_text(v["bytes"])) for kind, v in s["kinds"].items()]

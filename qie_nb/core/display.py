@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .progress import kernel, short_time, is_interactive
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0006
-def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; longer side in pixels
+def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; longer side
     "A small copy of an image as JPEG."
     from PIL import Image
     im = image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(image) # both are copies
@@ -25,7 +25,7 @@ def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; l
     return raw.getvalue()
 
 def image_html(image, title:str, height:int=160) -> str: # pixels on the page
-    "An embedded image (uint8 [H, W, 3] or PIL) with its title below, escaped."
+    "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
     width = max(160, round(height * w / h)) # long titles wrap
@@ -33,7 +33,6 @@ def image_html(image, title:str, height:int=160) -> str: # pixels on the page
             f'max-width:{width}px"><img alt="" style="height:{height}px" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0008
 def table_html(rows, head=()) -> str: # rows of cells, column titles
     "An HTML table; its texts are escaped."
     cell = lambda c, tag: f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>'
@@ -55,9 +54,7 @@ def note(text:str, good:bool=False) -> str: # green instead of orange?
 # %% ../../nbs/core/02_display.ipynb #7a1e0014
 class StatusText:
     "Progress as one text that is replaced."
-    def __init__(self,
-        total:int, # steps
-        what:str, # name of the work
+    def __init__(self, total:int, what:str, # steps, name of the work
         tell, # function of the text (HTML)
         every:float=0.3, # seconds between two texts
     ):
@@ -72,7 +69,7 @@ class StatusText:
         self.tell(f'<progress value="{self.n}" max="{self.total}"></progress> '
                   f"{escape(self.what)} {self.n} of {self.total}, {rate:.0f}/s, {left} left")
 
-def report_errors(tell, work) -> bool: # functions of an error message (HTML), and of nothing; did it succeed?
+def report_errors(tell, work) -> bool: # functions of an error's HTML, and of nothing; did it succeed?
     "Run the work of a click and show its errors."
     try: work()
     except KeyboardInterrupt: tell(note("stopped; results so far are kept"))
@@ -84,9 +81,9 @@ def report_errors(tell, work) -> bool: # functions of an error message (HTML), a
 class Display:
     "Base class of everything this library shows in a notebook."
     _box = _page = None
-    def data(self) -> dict: raise NotImplementedError # the facts, for programs
-    def html(self) -> str: raise NotImplementedError  # static form
-    def build(self): raise NotImplementedError        # ipywidgets box
+    def data(self) -> dict: raise NotImplementedError # for programs
+    def html(self) -> str: raise NotImplementedError # static form
+    def build(self): raise NotImplementedError # ipywidgets box
 
     @property
     def box(self): # built once
@@ -142,11 +139,11 @@ def message_stream(k): # pyzmq stream of the kernel's requests for the main thre
     return thread.manager.get_shell_channel_to_subshell_pair(None).to_stream
 
 class ButtonPoller:
-    "Handles clicks on some widgets while a cell runs in the main thread; without a kernel it does nothing."
+    "Handles clicks on some widgets while a cell runs in the main thread of a kernel."
     def __init__(self, *widgets): self.ids, self.kernel = {w.model_id for w in widgets}, kernel()
 
     def poll(self):
-        "Handle waiting messages of the widgets; about 30 microseconds if there are none."
+        "Handle waiting messages of the widgets; 30 microseconds if there are none."
         if self.kernel is None or threading.current_thread() is not threading.main_thread(): return
         try:
             import zmq
@@ -158,9 +155,9 @@ class ButtonPoller:
         except Exception: self.kernel = None # unknown kernel: clicks are handled after the cell
 
     def dispatch(self, frames):
-        "Handle a message of our widgets; forward any other to the kernel."
+        "Handle a message of our widgets; forward others to the kernel."
         session, msg = self.kernel.session, None
-        try: # only peek first: a kernel refuses a message that was read in full before
+        try: # peek: a kernel refuses a message that was read in full
             ident, parts = session.feed_identities(frames, copy=False)
             peek = session.deserialize(parts, content=False, copy=False)
             if peek["msg_type"] == "comm_msg" and session.unpack(peek["content"]).get("comm_id") in self.ids:

@@ -24,25 +24,24 @@ from .display import table_html
 @dataclass(frozen=True)
 class Environment:
     "Where the code runs, and its limits."
-    name: str                    # kaggle, colab, jupyterhub, jupyter, script, batch (notebook without user)
-    run: str = ""                # Kaggle's kind of session: Interactive or Batch
-    hub: str = ""                # JupyterHub's URL prefix of this server
-    is_interactive: bool = False # is there a user at a terminal or live notebook?
-    root: Path = Path("/")       # all folders of the environment are inside
-    working: Path = Path(".")    # for results
-    keep: Path = None            # files here outlive the session; None: no such folder
-    temp: Path = Path("/tmp")    # for downloads and other temporary files
-    inputs: tuple = ()           # folders with attached data sets, models and outputs, read-only
-    quota: int = None            # bytes allowed in `working`; None: no limit but the disk
-    hours: float = None          # length of a session; None: unknown
-    session_start: float = None  # time.time() at the session's start; None: unknown
-    cores: int = 1               # CPU cores for this process
-    memory: int = 0              # bytes of host memory for this process
+    name: str # kaggle, colab, jupyterhub, jupyter, script, batch (notebook without user)
+    run: str = "" # on Kaggle: Interactive or Batch
+    hub: str = "" # JupyterHub's URL prefix
+    is_interactive: bool = False
+    root: Path = Path("/") # all folders of the environment are inside
+    working: Path = Path(".") # for results
+    keep: Path = None # files here outlive the session
+    temp: Path = Path("/tmp") # for downloads
+    inputs: tuple = () # read-only folders with attached data sets, models and outputs
+    quota: int = None # bytes allowed in `working`
+    hours: float = None # length of a session
+    session_start: float = None # time.time()
+    cores: int = 1 # for this process
+    memory: int = 0 # bytes of host memory for this process
     env: dict = field(default_factory=dict, repr=False, compare=False)
 
-# %% ../../nbs/core/03_environment.ipynb #2ad22e42
 def environment_name(env, root=Path("/")) -> str:
-    "`Environment.name`, from a mapping of environment variables and the folders under `root`."
+    "`Environment.name`, from environment variables and the folders under `root`."
     if env.get("KAGGLE_KERNEL_RUN_TYPE") or env.get("KAGGLE_URL_BASE"): return "kaggle"
     if any(k.startswith("COLAB_") for k in env): return "colab"
     if env is os.environ and "google.colab" in sys.modules: return "colab"
@@ -51,26 +50,26 @@ def environment_name(env, root=Path("/")) -> str:
     return "script" if kernel() is None else "jupyter" if is_interactive() else "batch"
 
 # %% ../../nbs/core/03_environment.ipynb #4c7de166
-def _words(path) -> list: # of a small file; [] if it cannot be read
+def _words(path) -> list: # of a file; [] if unreadable
     try: return Path(path).read_text().split()
     except (OSError, UnicodeDecodeError): return []
 
-def _cgroup(root, name) -> list: # words of the file `name` in this process's control group and its parents
+def _cgroup(root, name) -> list: # words of the file in this process's control groups
     own = Path(next((line[3:] for line in _words(root/"proc/self/cgroup") if line.startswith("0::")), "/"))
     folders = [root/"sys/fs/cgroup"/str(p).lstrip("/") for p in (own, *own.parents)]
     return [w for folder in folders if (w := _words(folder/name))]
 
 def host_memory(root=Path("/")) -> int: # bytes
-    "Host memory for this process, within the limits of its control groups."
+    "Host memory for this process, limited by its control groups."
     import psutil
     limits = _cgroup(root, "memory.max") + _cgroup(root, "memory/memory.limit_in_bytes")
     return min([psutil.virtual_memory().total, *(int(w[0]) for w in limits if w[0].isdigit())])
 
 def host_cores(root=Path("/")) -> int:
-    "CPU cores for this process, within its affinity and the limits of its control groups."
+    "CPU cores for this process, limited by its affinity and control groups."
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     v1 = [_words(root/f"sys/fs/cgroup/cpu/cpu.cfs_{n}_us") for n in ("quota", "period")]
-    limits = _cgroup(root, "cpu.max") + [v1[0] + v1[1]] * all(v1) # quota, or max or -1, and period
+    limits = _cgroup(root, "cpu.max") + [v1[0] + v1[1]] * all(v1) # quota (or max, -1), period
     return max(1, math.ceil(min([here, *(int(w[0]) / int(w[1]) for w in limits if w[0].isdigit())])))
 
 # %% ../../nbs/core/03_environment.ipynb #e696e199
@@ -102,8 +101,8 @@ def _colab(root, env) -> dict:
     return dict(working=root/"content", keep=keep, inputs=(mounts, keep) if keep else (mounts,))
 
 def detect_environment(
-    root=None, # folder instead of /, for tests; default QIE_NB_ROOT, else /
-    env=None, # mapping of environment variables; default os.environ
+    root=None, # instead of /; default QIE_NB_ROOT
+    env=None, # default os.environ
 ) -> Environment:
     "The current environment, from variables and small files."
     env = os.environ if env is None else env
@@ -133,19 +132,19 @@ def attached(self:Environment) -> list: # folders, sorted
 @dataclass(frozen=True)
 class Artifact:
     "A cache, checkpoint or model on this machine."
-    kind: str        # cache, checkpoint or model
+    kind: str # cache, checkpoint or model
     path: Path
-    written: float   # time.time() from its own state, else the file's modification time
-    description: str # in a few words
-    attached: bool   # in a read-only input?
+    written: float # time.time(), from its state or file
+    description: str
+    attached: bool # in a read-only input?
 
 def _json(path) -> dict:
     try: out = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
     return out if isinstance(out, dict) else {}
 
-def _recognize(folder, names) -> tuple: # (kind, identifying file, description); () for any other folder
-    if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys(): # all files present
+def _recognize(folder, names) -> tuple: # (kind, identifying file, description) or ()
+    if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys():
         state = _json(folder/"state.json")
         return "checkpoint", "COMPLETE", f"step {state.get('global_step')}, epoch {state.get('epoch')}"
     for file, what in (("cache-index.json", "packed, of "), ("manifest.json", "of ")):
@@ -175,19 +174,18 @@ def _search(top, attached, max_folders=2000, depth=9): # yields artifacts, bread
 @patch
 def found(self:Environment, kind:str=None) -> list: # of `Artifact`, the newest first
     "Caches, checkpoints and models (or one `kind`) in the attached folders and the working folder."
-    own = [self.working] + [self.keep] * (self.keep not in (None, self.working, *self.inputs))
     out = [f for top in self.inputs for f in _search(top, True)]
-    out += [f for top in own for f in _search(top, False, 500, 3)]
+    for top in {self.working, self.keep} - {None, *self.inputs}: out += _search(top, False, 500, 3)
     return sorted((f for f in out if kind in (None, f.kind)), key=lambda f: (-f.written, str(f.path)))
 
 @patch
 def latest(self:Environment, kind:str="checkpoint") -> str: # path, or None
-    "The newest artifact of a kind, e.g. for `train.resume_checkpoint`."
+    "The newest of a kind, e.g. for `train.resume_checkpoint`."
     return next((str(f.path) for f in self.found(kind)), None)
 
 @patch
 def cache_dirs(self:Environment) -> list: # for `cache.cache_dir`
-    "The attached caches, to read, and then the working folder's own, to write."
+    "The attached caches, then the working folder's own, to write."
     attached = [str(f.path) for f in self.found("cache") if f.attached]
     return [*attached, str((self.keep or self.working)/"cache")]
 
@@ -205,21 +203,20 @@ def used_bytes(folder) -> int:
 @patch
 def free_space(self:Environment,
     folder=None, # existing or future; default the working folder
-    free=None, # function of a folder: free bytes of its disk; default `free_bytes`
+    free=None, # function of a folder; default `free_bytes`
 ) -> int:
     "Bytes that can still be written to a folder."
     folder, free = Path(folder or self.working).absolute(), free or free_bytes
     if self.quota is None or not folder.resolve().is_relative_to(self.working.resolve()): return free(folder)
     return max(0, min(free(folder), self.quota - used_bytes(self.working)))
 
-# %% ../../nbs/core/03_environment.ipynb #40f51eaf
-MARGIN = 0.5 # hours at the end of a session without training
+MARGIN = 0.5 # hours without training at a session's end
 
 def time_limit(
     max_hours, # `train.max_hours`: hours, auto or None
     began:float, # time.time() at the call of `fit`
     environment:Environment=None, # default the current one
-) -> tuple: # (time.time() at which the run must have ended, reason); (None, "") without a limit
+) -> tuple: # (time.time() or None, reason)
     "The end of a run."
     if not max_hours: return None, ""
     if max_hours != "auto": return began + max_hours * 3600, f"max_hours {max_hours:g}"
@@ -231,10 +228,8 @@ def time_limit(
 
 # %% ../../nbs/core/03_environment.ipynb #da5ae983
 def online(
-    host:str="huggingface.co",
-    seconds:float=1.5, # timeout
-    connect=socket.create_connection,
-    env=None, # mapping of environment variables; default os.environ
+    host:str="huggingface.co", seconds:float=1.5, connect=socket.create_connection,
+    env=None, # default os.environ
 ) -> bool:
     "Can a server be reached?"
     env, done = os.environ if env is None else env, threading.Event()
@@ -248,15 +243,12 @@ def online(
     return done.is_set()
 
 @patch
-def secret(self:Environment,
-    name:str="HF_TOKEN",
-    ask:bool=False, # also ask Kaggle's or Colab's secret store?
-) -> str: # or None
-    "A secret from the environment, the hub's token file or the secret store."
+def secret(self:Environment, name:str="HF_TOKEN", ask:bool=False) -> str: # or None
+    "A secret from the environment, the hub's token file or (`ask`) Kaggle's or Colab's store."
     home = Path(self.env.get("HF_HOME") or Path(self.env.get("HOME") or Path.home())/".cache/huggingface")
     saved = "".join(_words(self.env.get("HF_TOKEN_PATH") or home/"token")) if name == "HF_TOKEN" else ""
     if known := self.env.get(name) or saved: return known
-    with suppress(Exception): # no such secret, no permission, no network
+    with suppress(Exception): # no such secret, no network
         if ask and self.name == "kaggle":
             from kaggle_secrets import UserSecretsClient
             return UserSecretsClient().get_secret(name) or None
@@ -267,7 +259,6 @@ def secret(self:Environment,
 # %% ../../nbs/core/03_environment.ipynb #23cfa404
 @patch
 def data(self:Environment) -> list: # of (label, value)
-    "The rows of its table."
     session = f"{self.hours:g} h" if self.hours else "no fixed length"
     if self.session_start and self.hours:
         session += f", {(time.time() - self.session_start) / 3600:.1f} h used"

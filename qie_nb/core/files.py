@@ -21,19 +21,18 @@ def stat_key(path) -> tuple: # (text, change time in seconds)
 _local = threading.local()
 _facts, _folders = {}, set() # (folder, file, name) -> (stat_key, value)
 
-def _database() -> str: # path; called for each fact, so without `Path`
+def _database() -> str: # path
     home = os.environ.get("QIE_NB_HOME")
     return os.path.join(os.path.expanduser("~/.cache/qie_nb") if home is None else home, "files.sqlite")
 
-def _execute(*query) -> list: # rows; each thread has its own connection, and a forked process opens new ones
+def _execute(*query) -> list: # rows; each thread and process has its own connection
     path = _database()
     if getattr(_local, "owner", None) != (os.getpid(), path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         _local.db = sqlite3.connect(path, timeout=5, isolation_level=None)
         _local.db.execute("pragma synchronous=off")
-        _local.db.execute("create table if not exists facts (folder text, file text, name text, signature "
-                          "text, "
-                          "value text, primary key (folder, file, name))")
+        _local.db.execute("create table if not exists facts (folder text, file text, name text, "
+                          "signature text, value text, primary key (folder, file, name))")
         _local.owner = (os.getpid(), path)
     return _local.db.execute(*query).fetchall()
 
@@ -51,14 +50,14 @@ def _remember(*row): # folder, file, name, signature, value
 
 # %% ../../nbs/core/00_files.ipynb #2281c67b
 _MIN_AGE = 2. # seconds: the coarsest resolution of change times
-_HAS_CHANGE_TIME = os.name == "posix" # elsewhere st_ctime is the time of creation
+_HAS_CHANGE_TIME = os.name == "posix" # elsewhere st_ctime is the creation
 
 def cached_file_property(
     path, # a file
     name:str, # of the property
     compute, # function of the path; returns JSON-serialisable data
 ):
-    "`compute(path)`, computed again only if the file has changed. Exceptions are not remembered."
+    "`compute(path)`, computed again only if the file has changed."
     path = os.path.abspath(path)
     folder, file = os.path.split(path)
     sig, changed = stat_key(path)
@@ -88,12 +87,11 @@ def _sync_folder(folder):
     finally: os.close(fd)
 
 def write_atomic(
-    path, # the file to write
-    data, # content: bytes, or an iterable of blocks
-    scratch=None, # folder for the temporary file, on the same file system; default the file's own
-    size:int=None, # total bytes of an iterable, for the message if the disk is full
+    path, data, # bytes, or an iterable of blocks
+    scratch=None, # folder for the temporary file, on the same file system
+    size:int=None, # bytes of an iterable, for the error if the disk is full
 ):
-    "Write a file so that it has either its old or its complete new content at any time."
+    "Write a file that has either its old or its complete new content at any time."
     path, blocks = Path(path), [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
     scratch = Path(scratch or path.parent)
     tmp = scratch/f".{socket.gethostname()[:40]}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
@@ -117,7 +115,7 @@ def _existing(path) -> Path: # the path or its nearest existing parent
     return next(p for p in (path, *path.parents) if p.exists())
 
 def free_bytes(path) -> int:
-    "Free bytes on the file system of an existing or future path."
+    "Free bytes on the file system of a path, which may not exist yet."
     return shutil.disk_usage(_existing(path)).free
 
 def megabytes(n, up=False) -> str:
@@ -125,11 +123,11 @@ def megabytes(n, up=False) -> str:
     return f"{(math.ceil if up else math.floor)(n/1e5)/10:.1f} MB"
 
 def block_size(path) -> int:
-    "Bytes per block on the file system of an existing or future path; every file uses whole blocks."
+    "Bytes per block on the file system of a path; every file uses whole blocks."
     return os.statvfs(_existing(path)).f_frsize if hasattr(os, "statvfs") else 4096
 
 class DiskFull(OSError):
-    "The disk is full; the message has the folder and the missing bytes."
+    "The disk is full."
     def __str__(self): return self.strerror
 
 def disk_full(path, need:int) -> DiskFull:
@@ -141,7 +139,7 @@ def disk_full(path, need:int) -> DiskFull:
 
 # %% ../../nbs/core/00_files.ipynb #6f8df8b8
 def stale_temp_files(folder) -> list: # paths
-    "Temporary files of dead processes of this machine, or older than a day."
+    "Temporary files of dead processes, or older than a day."
     import psutil
     found = []
     for p in Path(folder).glob(".*-*-*.tmp"):
@@ -152,11 +150,9 @@ def stale_temp_files(folder) -> list: # paths
         if old or dead: found.append(p)
     return found
 
-# %% ../../nbs/core/00_files.ipynb #d3889f66
 @contextmanager
 def file_lock(
-    folder, # for at most 256 lock files
-    name:str, # of the work
+    folder, name:str, # for at most 256 lock files; of the work
     wait:float=0, # seconds; -1: no limit
 ): # yields whether this process holds the lock
     "A lock between processes."

@@ -29,14 +29,13 @@ def short_time(seconds:float) -> str:
 # %% ../../nbs/core/01_progress.ipynb #006bcd5d
 class Progress:
     "Counts steps, with rate and time left, as a bar or as lines."
-    began, bars = None, 0 # time of this process's first progress; open bars
+    began, bars = None, 0 # time of the first progress; open bars
     hush = None # a panel that shows the progress instead
     def __init__(self,
-        total:int, # steps
-        what:str="", # name of the work
-        start:int=0, # steps done before, e.g. on resume
+        total:int, what:str="", # steps, name of the work
+        start:int=0, # steps done before
         every:float=10., # seconds between lines at the beginning
-        stream=None, # default stderr; lines in a notebook use stdout, because stderr is shown in red
+        stream=None, # default stderr; for lines in a notebook stdout, because stderr is red
     ):
         self.total, self.what, self.start, self.every = total, what, start, every
         self.stream = stream or sys.stderr
@@ -48,7 +47,7 @@ class Progress:
 
     def open_bar(self):
         from tqdm import tqdm
-        inner = Progress.bars > 0 # e.g. an evaluation while training: uses the same line and disappears
+        inner = Progress.bars > 0 # e.g. an evaluation: uses the same line and disappears
         Progress.bars += 1
         return tqdm(total=self.total, desc=self.what, initial=self.start, file=self.stream, position=0,
                     dynamic_ncols=True, leave=not inner)

@@ -43,10 +43,8 @@ def as_list(x) -> list: # of one control or several
 class BucketBatchSampler:
     "Batches of indices that share a bucket, a function of (seed, epoch)."
     def __init__(self,
-        dataset, # with `len`, `bucket(i)`, `set_epoch(e)` and optionally `length(i)`, the prompt's length
-        batch_size:int=1,
-        seed:int=0,
-        shuffle:bool=True, # a new order each epoch?
+        dataset, # with `len`, `bucket(i)`, `set_epoch(e)` and perhaps `length(i)`
+        batch_size:int=1, seed:int=0, shuffle:bool=True, # a new order each epoch?
     ):
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.shuffle, self.epoch = shuffle, 0
@@ -69,7 +67,7 @@ class BucketBatchSampler:
         return out
 
     def share(self, batch): return batch[self.rank::self.world]
-    def __iter__(self): # a process without a share gets one sample, which does not count
+    def __iter__(self): # without a share: one sample, which does not count
         return iter([self.share(b) or b[:1] for b in self.batches()[self.start:]])
     def counts(self) -> list: # per batch from `start` on: (samples of this process, of all processes)
         return [(len(self.share(b)), len(b)) for b in self.batches()[self.start:]]
@@ -84,7 +82,7 @@ def as_seen(control, geometry:Geometry=None) -> np.ndarray: # uint8 [H, W, 3]
     return np.asarray(control)
 
 class Batch(dict):
-    "A batch as a mapping, which can load its images even if its latents came from the cache."
+    "A batch, which can load its images even if its latents came from the cache."
     def __init__(self, items, geometry=None, config=None, **kw):
         super().__init__(items, **kw)
         self.geometry, self.config = geometry, config # of the data set
@@ -102,8 +100,7 @@ class Batch(dict):
         return out
 
     def has_images(self, n:int) -> bool: return bool(self.get("image")) and self["image"][n] is not None
-    def images_of(self, n:int) -> tuple: # (target, list of controls), uint8 [H, W, 3]
-        "The images of the sample at position `n`, at most as large as in training."
+    def images_of(self, n:int) -> tuple: # (target, controls), uint8 [H, W, 3]
         if self.has_images(n): image, controls = self["image"][n], self["control"][n]
         else: image, controls = load_images(self["sample"][n], self.geometry).values()
         return np.asarray(image), [as_seen(c, self.geometry) for c in as_list(controls)]
@@ -134,7 +131,7 @@ def controls_of(tensors:dict) -> list:
     return [tensors[k] for k in sorted(names, key=lambda k: int(k.split(".")[1]))]
 
 def stack_tensors(samples:list) -> dict:
-    "Latents [B, C, 1, h, w] and a list of B unpadded embeddings [L_i, D]; `prompt_embeds_mask` is None."
+    "Latents [B, C, 1, h, w] and a list of B unpadded embeddings [L_i, D]."
     out = dict(pixel_latent=torch.stack([s["pixel_latent"] for s in samples]))
     stacked = [torch.stack(c) for c in zip(*(as_list(s["control_latent"]) for s in samples))]
     out["control_latent"] = stacked[0] if len(stacked) == 1 else stacked

@@ -25,10 +25,10 @@ from .samples import Samples, cached_size, find_samples, load_images, load_mask,
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4
 class ImageDataset(Dataset):
-    "Samples of a data set as mappings: cached tensors if they are complete, images otherwise."
+    "Samples as mappings: cached tensors if complete, images otherwise."
     def __init__(self,
         config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `cache_dir`, ...)
-        samples=None, # use these `Sample`s instead of searching `dataset_path`
+        samples=None, # `Sample`s, instead of searching `dataset_path`
     ):
         path = config.get("dataset_path") if isinstance(config, dict) else None
         if hasattr(path, "column_names"): # a `datasets.Dataset`
@@ -73,7 +73,7 @@ def refresh(self:ImageDataset, identity:dict=None):
 
 @patch
 def set_areas(self:ImageDataset, areas:dict):
-    "Set the model's image areas, so that sizes and order do not depend on what is cached."
+    "Set the model's image areas, so that sizes do not depend on what is cached."
     self.areas = areas
     self.refresh(self.identity)
 
@@ -104,7 +104,7 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control_late
     "The cache entries that sample `i` may need."
     s = self.samples[i]
     try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
-    except ValueError: # the file is gone; its cached tensors are still good
+    except ValueError: # the file is gone
         if i not in self._keys: raise
         return self._keys[i][1]
     if i not in self._keys or self._keys[i][0] != digests:
@@ -155,7 +155,7 @@ def dropped(self:ImageDataset, i:int) -> bool:
 
 @patch
 def length(self:ImageDataset, i:int) -> int:
-    "Approximate length of its embedding in this epoch: image tokens plus letters of the prompt."
+    "Approximate length of its embedding: image tokens plus letters of the prompt."
     seen = sum(w * h for w, h in map(self.geometry.vl, self.sizes[i][1:])) // 784 # 28 x 28 pixels a token
     return seen + (0 if self.dropped(i) else len(self.samples[i].prompt))
 
@@ -198,7 +198,7 @@ def problems_text(self:ImageDataset, found=None) -> str:
 
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
 @patch
-def digests(self:ImageDataset, i:int) -> tuple: # of target and controls; None before `keys(i)`
+def digests(self:ImageDataset, i:int) -> tuple: # None before `keys(i)`
     return self._keys[i][0] if i in self._keys else None
 
 @patch
@@ -207,7 +207,7 @@ def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
     return load_images(self.samples[i], self.geometry, self.digests(i), open_file)
 
 @patch
-def mask(self:ImageDataset, i:int): # uint8 [h, w], an eighth of the target's size, or None
+def mask(self:ImageDataset, i:int): # uint8 [h / 8, w / 8], or None
     "Weights of its loss: 255 is full weight, 0 is `train.mask_min_weight`."
     s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
     if s.mask is None: return None
@@ -316,8 +316,8 @@ def drop(self:ImageDataset, bad:dict): # {i: reason}
     if not bad: return
     if self.config.strict or len(bad) == len(self): raise ValueError(next(iter(bad.values())))
     self.skipped += [(self.samples[i].id, why) for i, why in bad.items()]
-    for what in ("samples", "sizes"):
-        setattr(self, what, [x for i, x in enumerate(getattr(self, what)) if i not in bad])
+    self.samples, self.sizes = ([x for i, x in enumerate(held) if i not in bad]
+                                for held in (self.samples, self.sizes))
     self.refresh(self.identity)
     print(self.skipped_text())
 
@@ -327,23 +327,21 @@ def _collate_of(dataset, samples): return collate(samples, dataset.geometry, dat
 def loader(
     dataset, # an `ImageDataset`, or as for `find_samples`
     cache_dir=None, # folder or list of them
-    batch_size:int=1,
-    seed:int=0,
-    shuffle:bool=True, # a new order each epoch?
+    batch_size:int=1, seed:int=0, shuffle:bool=True, # a new order each epoch?
     num_workers:int=0, # loader processes
     **kw, # further keys of the `data` section, e.g. `image_size=[512, 512]`
 ) -> DataLoader: # its `.dataset` is the `ImageDataset`
     "A loader of batches with equal sizes, in a reproducible order."
     if not isinstance(dataset, ImageDataset):
-        cache = {"cache_dir": cache_dir} if cache_dir else {}
-        dataset = ImageDataset(dict(dataset_path=dataset, seed=seed, **cache, **kw))
+        if cache_dir: kw["cache_dir"] = cache_dir
+        dataset = ImageDataset(dict(dataset_path=dataset, seed=seed, **kw))
     return DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, batch_size, seed, shuffle),
                       num_workers=num_workers, collate_fn=partial(_collate_of, dataset),
                       generator=torch.Generator()) # iterating draws nothing from the global one
 
 # %% ../../nbs/data/06_dataset.ipynb #ef93296e
 class EmbeddingCacheHook:
-    "Call it with each batch of the data set's loader to encode and store the missing tensors."
+    "Called with a batch of the data set's loader, encodes and stores the missing tensors."
     def __init__(self, dataset:ImageDataset, encoder): # an `Encoder` with the same cache
         self.dataset, self.encoder, self.computed = dataset, encoder, 0
         encoder.cache.add_identity(encoder.identity)
@@ -353,5 +351,6 @@ class EmbeddingCacheHook:
         before = self.encoder.stored
         missing = {i: names for i in batch["index"] if (names := self.dataset.missing(i))}
         if missing: self.encoder.encode_missing(self.dataset, missing)
-        self.computed += self.encoder.stored - before
-        return self.encoder.stored - before
+        new = self.encoder.stored - before
+        self.computed += new
+        return new

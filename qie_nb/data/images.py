@@ -89,7 +89,7 @@ def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey
     return Image.fromarray((a.astype(np.float32) * (255 / white)).round().clip(0, 255).astype(np.uint8))
 
 def to_rgb(im:Image.Image) -> Image.Image:
-    "An image of any mode as 8-bit RGB: 16 bits scaled, transparency on white."
+    "8-bit RGB of any mode: 16 bits scaled, transparency on white."
     if im.mode == "F" or im.mode.startswith("I"): im = _to_8_bits(im)
     if im.has_transparency_data:
         im = im.convert("RGBA")
@@ -120,7 +120,7 @@ def _check_shape(im):
 # %% ../../nbs/data/00_images.ipynb #85bdf007
 _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "PPM")
 
-def _open_still(f): # an image with one frame, not decoded yet
+def _open_still(f): # not decoded yet
     if not f.read(1): raise OSError("it is empty")
     f.seek(0)
     Image.init()
@@ -130,7 +130,7 @@ def _open_still(f): # an image with one frame, not decoded yet
     return im
 
 def open_image(
-    source, # path, bytes, object with `read_bytes()`, PIL image, or uint8 array [H, W, 3]
+    source, # path, bytes, object with `read_bytes()`, PIL image or uint8 [H, W, 3]
     name=None, # for messages
 ) -> Image.Image: # mode RGB
     "An image as upright RGB. Raises ValueError if it cannot be used."
@@ -186,7 +186,7 @@ class Geometry:
         return calculate_dimensions(area or self.control_area, width/height)
     def vl(self, size): return self.control(size, self.vl_area)
     @property
-    def aspect(self): # in lowest terms: larger images of this shape are cropped alike
+    def aspect(self): # in lowest terms, the same for larger images
         return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
 
 def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any unit; None: no crop

@@ -36,12 +36,12 @@ def _camera(data) -> bool:
     except Exception: return False
     return bool(str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0")) # Make, Model
 
-def look(source) -> dict: # hash (64 hex digits), colours (96), colourful (0 to 255), pixels (digest), camera?
+def look(source) -> dict: # hash, colours, pixels (hex digits), colourful (0 to 255), camera?
     "Features of an image for comparisons."
     return remembered(source, "look 1", _look)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000a
-ALIKE, COLOURS = 20, 10. # bits of 256 that may differ; levels of 255 between the mean colours
+ALIKE, COLOURS = 20, 10. # bits of 256, colour levels of 255 that may differ
 
 def _bytes_of(looks, name): return np.frombuffer(bytes.fromhex("".join(x[name] for x in looks)), np.uint8)
 
@@ -99,7 +99,7 @@ def _words(source) -> set:
     name = source if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "")
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))} & (_BEFORE | _AFTER)
 
-def _reversed(target, control) -> tuple: # (the target's word, the control's), either may be empty; or None
+def _reversed(target, control) -> tuple: # (the target's word or '', the control's), or None
     t, c = _words(target) - _words(control), _words(control) - _words(target)
     if not (t or c) or t & _AFTER or c & _BEFORE: return None
     return (min(t, default=""), min(c, default="")) if t and c or (t | c) & _PLAIN else None

@@ -34,11 +34,9 @@ class Sample:
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
 
 class Samples(list):
-    "The samples of a data set, sorted by id, and how they were found."
-    def __init__(self,
-        samples=(),
-        layout:str="", # description of the files
-        ignored=(), # (file name, reason) of each unused file
+    "The samples of a data set and how they were found."
+    def __init__(self, samples=(), layout:str="", # description of the files
+        ignored=(), # (name, reason) of unused files
     ):
         super().__init__(samples)
         self.layout, self.ignored = layout, list(ignored)
@@ -99,21 +97,22 @@ def _none_found(path): # raises the reason
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
-    path, # data set folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
-    columns:dict=None, # if unknown: `dict(target=..., control=... or [...], prompt=..., mask=...)`
+    path, # folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
+    columns:dict=None, # `dict(target=..., control=... or [...], prompt=..., mask=...)`
 ) -> Samples: # sorted by id
     "The samples of a data set."
     if isinstance(path, (list, tuple)): return _several([find_samples(p, columns) for p in path])
     if hasattr(path, "column_names"): return _samples(*read_dataset(path, columns))
     if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
-        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a table "
-                         "or a datasets.Dataset")
+        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
+                         "table or a datasets.Dataset")
     root, what = Path(path).expanduser(), f"`data.dataset_path` {str(path)!r}"
     if root.is_file():
         if root.suffix.lower() in TABLE_SUFFIXES: return _samples(*read_table(root, columns))
         raise ValueError(f"{what} is no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}")
-    if not root.is_dir(): raise FileNotFoundError(f"{what} does not exist; set it to the folder of your pairs")
+    if not root.is_dir():
+        raise FileNotFoundError(f"{what} does not exist; set it to the folder of your pairs")
     return _in_folder(root, columns) or _none_found(path)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
@@ -127,7 +126,7 @@ def _check_shape(mask, size): # (width, height) of its target
                          f"cut it alike or take it out")
 
 def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target and controls], [(id, reason)])
-    "Separate samples with unusable images. Raises ValueError if none is left, or for the first if `strict`."
+    "Separate samples with unusable images. Raises ValueError if all are, or with `strict` one is."
     keep, sizes, skipped = [], [], []
     for s in samples:
         try:
@@ -145,7 +144,7 @@ def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target an
 class ImageChanged(ValueError): "An image file changed after it was digested."
 
 def open_unchanged(source, digest): # RGB PIL image
-    "Open an image. Raises `ImageChanged` unless its `source_digest` is `digest` or that is None."
+    "Open an image. Raises `ImageChanged` if its `source_digest` is not `digest`."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
         raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again")
@@ -165,7 +164,7 @@ def load_images(
     return dict(image=image, control=[crop_to(c, geometry.aspect) for c in controls])
 
 # %% ../../nbs/data/03_samples.ipynb #e0c2450a
-LATENT = 8 # image pixels per latent pixel along a side
+LATENT = 8 # pixels per latent pixel along a side
 
 def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8, width / 8]
     "A mask as weights of latent pixels (255: full), for a target of this size in pixels and crop's `aspect`."
@@ -180,7 +179,7 @@ def split_held_out(
     samples:list, fraction:float, # of the control images, 0 to 1
     seed:int=0,
 ) -> tuple: # (training samples, validation samples)
-    "Split off validation pairs, grouped by the content of their first control image."
+    "Split off validation pairs, grouped by their first control image."
     if not fraction: return list(samples), []
     first = [source_digest(s.controls[0]) for s in samples]
     groups = sorted(set(first), key=lambda d: stable_seed(seed, d, "held out"))

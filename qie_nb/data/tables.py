@@ -83,7 +83,7 @@ def _plain(column) -> str:
     name = re.sub(r"[\s\-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(column)).strip()).lower()
     return re.sub(r"(?:^|_)(?:file_?names?|paths?|files?)(?=_|$)", "", name).strip("_") or name
 
-def _matching(names, role) -> list: # columns of the first spelling found, in the order of their numbers
+def _matching(names, role) -> list: # columns of the first spelling found
     for spelling in _SPELLINGS[role]:
         ending = {"control": r"s?_?(\d*)", "prompt": "s?()"}.get(role, "()")
         found = [(int(m[1] or -1), c) for c in names if (m := re.fullmatch(spelling + ending, _plain(c)))]
@@ -119,7 +119,7 @@ def _end_of(path) -> tuple: # (resolved path or None, is it a file?)
     try: return path.resolve(), path.is_file()
     except (OSError, ValueError, RuntimeError): return None, False
 
-def inside(root:Path, name, where:str) -> Path: # root/name; `where` is "row 3 of 'metadata.jsonl'"
+def inside(root:Path, name, where:str) -> Path: # where: "row 3 of 'metadata.jsonl'"
     "The path of an image in a table."
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{where} must name an image file, got {_short(name)}; write its path there")
@@ -132,7 +132,7 @@ def inside(root:Path, name, where:str) -> Path: # root/name; `where` is "row 3 o
     if there: return root/name
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", name): raise ValueError(f"{text}, a URL or a drive; {use}")
     if "\\" in name: return inside(root, name.replace("\\", "/"), where)
-    for form in ("NFC", "NFD"): # the table was written on another system
+    for form in ("NFC", "NFD"): # written on another system
         if _end_of(root/(same := unicodedata.normalize(form, name)))[1] and same != name:
             return inside(root, same, where)
     raise FileNotFoundError(f"{text}, which does not exist in {str(root)!r}; fix the path or remove the row")
@@ -179,8 +179,8 @@ def _unique(found, table) -> list: # (id, target, controls, prompt, mask)
         parts = Path(os.path.relpath(target.with_suffix(""), table.parent)).parts
         name = nfc("/".join(p for p in parts if p != "..")) if stem in twice else stem
         if name in seen:
-            raise ValueError(f"two samples have the id {name!r}: rows {seen[name]} and {n} of {table.name!r}; "
-                             f"rename or remove one")
+            raise ValueError(f"two samples have the id {name!r}: rows {seen[name]} and {n} of "
+                             f"{table.name!r}; rename or remove one")
         seen[name] = n
         out.append((name, target, *rest))
     return out

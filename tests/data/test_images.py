@@ -1,11 +1,11 @@
 """Every image mode has a defined result, and an unusable image raises one sentence with its name."""
-import io, os, struct, warnings, zlib
+import io, os, struct, zlib
 
 import numpy as np
 import pytest
 from PIL import Image, features
 
-from qie_nb.data.images import RowImage, open_image, read_image_size, read_bytes, source_digest, source_name
+from qie_nb.data.images import Geometry, RowImage, open_image, read_image_size, read_bytes, source_digest
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 255, (20, 30, 3), dtype=np.uint8)
@@ -79,8 +79,6 @@ def png(width, height, depth, colour, rows, *chunks):
 
 def test_16_bit_colour(tmp_path):
     a = np.arange(256 * 3, dtype=np.uint32).reshape(1, 256, 3) * 65535 // (256 * 3 - 1)
-    (tmp_path/"a.png").write_bytes(png(256, 1, 16, 2, b"\0" + a.astype(">u2").tobytes()))
-    with pytest.raises(ValueError, match="is 256x1, more than 16 times as long as wide"): open_image(tmp_path/"a.png")
     rows = b"".join(b"\0" + a.astype(">u2").tobytes() for _ in range(16))
     (tmp_path/"a.png").write_bytes(png(256, 16, 16, 2, rows))
     assert (np.asarray(open_image(tmp_path/"a.png"))[0] == a[0] >> 8).all() and read_image_size(tmp_path/"a.png") == (256, 16)
@@ -92,12 +90,12 @@ def test_16_bit_grey_with_a_transparent_level(tmp_path):
     assert np.asarray(open_image(tmp_path/"a.png"))[0, :, 0].tolist() == [0, 255]
 
 
-@pytest.mark.parametrize("top, middle", [(1.0, 128), (1.5, 128), (255.0, 128), (65535.0, 128)])
-def test_float_white_levels(top, middle, tmp_path):
+@pytest.mark.parametrize("top", [1.5, 255.0, 65535.0])
+def test_float_white_levels(top, tmp_path):
     white = 1 if top <= 1.5 else top
     path = saved(tmp_path/"a.tiff", Image.fromarray(np.float32([[-1, 0], [white / 2, top]])))
     got = np.asarray(open_image(path))[..., 0]
-    assert got[0].tolist() == [0, 0] and abs(int(got[1, 0]) - middle) <= 1 and got[1, 1] == 255 and read_image_size(path) == (2, 2)
+    assert got[0].tolist() == [0, 0] and abs(int(got[1, 0]) - 128) <= 1 and got[1, 1] == 255 and read_image_size(path) == (2, 2)
 
 
 @pytest.mark.parametrize("value, sentence", [(np.float32(np.nan), "holds values that are not finite; save it"), (np.float32(1e9), r"holds values up to 1e\+09, more than 16 bits; save it"),
@@ -135,7 +133,7 @@ def test_transparency_becomes_white(tmp_path):
     assert half[0] == 255 and abs(half[1] - 127) <= 1
 
 
-@pytest.mark.parametrize("mode, value, pixel", [("1", 1, (255, 255, 255)), ("L", 7, (7, 7, 7)), ("P", 0, (0, 0, 0)), ("RGB", (1, 2, 3), (1, 2, 3)), ("YCbCr", (128, 128, 128), (128, 128, 128))])
+@pytest.mark.parametrize("mode, value, pixel", [("1", 1, (255, 255, 255)), ("P", 0, (0, 0, 0)), ("YCbCr", (128, 128, 128), (128, 128, 128))])
 def test_plain_modes(mode, value, pixel, tmp_path):
     path = saved(tmp_path/("a.tiff" if mode == "YCbCr" else "a.png"), Image.new(mode, (8, 8), value))
     assert open_image(path).getpixel((3, 3)) == pixel and read_image_size(path) == (8, 8)
@@ -190,7 +188,7 @@ def test_data_after_a_jpeg_and_a_truncated_jpeg(tmp_path):
     refused(tmp_path/"cut.jpg", "cut.jpg' cannot be read")
 
 
-@pytest.mark.parametrize("content", [b"hello", b"\0" * 5000, b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xd9", b"GIF89a\0\0\0\0\0\0\0", b"RIFF\xff\xff\xff\xffWEBPVP8 "])
+@pytest.mark.parametrize("content", [b"\0" * 5000, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xd9", b"GIF89a\0\0\0\0\0\0\0", b"RIFF\xff\xff\xff\xffWEBPVP8 "])
 def test_files_without_an_image_are_refused(content, tmp_path):
     (tmp_path/"a.png").write_bytes(content)
     refused(tmp_path/"a.png", "image '.*a.png' ")
@@ -213,15 +211,10 @@ def test_decompression_bomb(tmp_path):
     refused(tmp_path/"bomb.png", r"bomb.png' cannot be read \(Image size \(400000000 pixels\) exceeds limit of \d+ pixels.*\); replace it")
     (tmp_path/"text.png").write_bytes(png(2, 2, 8, 0, b"\0\1\2" * 2, (b"zTXt", b"a\0\0" + zlib.compress(b"x" * 2_000_000))))
     refused(tmp_path/"text.png", r"text.png' cannot be read \(Decompressed data too large")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (tmp_path/"large.png").write_bytes(png(10000, 10000, 1, 0, b"\0" * 100))
-        refused(tmp_path/"large.png", "cannot be read")
 
 
-@pytest.mark.parametrize("size, ok", [((1, 1), True), ((16, 1), True), ((17, 1), False), ((1, 17), False), ((20000, 10), False), ((2, 2), True)])
+@pytest.mark.parametrize("size, ok", [((1, 1), True), ((16, 1), True), ((17, 1), False), ((1, 17), False)])
 def test_sizes(size, ok, tmp_path):
-    from qie_nb.data.images import Geometry
     path = saved(tmp_path/"a.png", Image.new("RGB", size))
     if not ok: refused(path, f"a.png' is {size[0]}x{size[1]}, more than 16 times as long as wide; crop it or remove the pair$")
     else: assert read_image_size(path) == size and min(Geometry((64, 64)).target(size)) >= 32
@@ -241,8 +234,8 @@ def test_paths_that_are_no_files(tmp_path):
     for name, why in {"dir.png": "it is a folder", "lost.png": "its link leads nowhere", "loop.png": "its link leads nowhere", "pipe.png": "it is no regular file", "gone.png": "it does not exist", "a\0b.png": "it does not exist", "x" * 300 + ".png": "File name too long"}.items():
         sentence = rf"image '.*' cannot be read \({why}\); replace it or remove the pair$"
         refused(tmp_path/name, sentence)
-        with pytest.raises(ValueError, match=sentence): read_bytes(tmp_path/name)
-        with pytest.raises(ValueError, match="image '.*' cannot be read"): source_digest(tmp_path/name)
+        for read in (read_bytes, source_digest):
+            with pytest.raises(ValueError, match=sentence): read(tmp_path/name)
 
 
 def test_file_without_permission(tmp_path, monkeypatch):
@@ -266,6 +259,7 @@ def test_all_sources_give_the_same_image(tmp_path):
     with pytest.raises(ValueError, match="image int cannot be read"): open_image(5)
 
 
+@pytest.mark.slow
 def test_row_image_in_loader_workers(tmp_path):
     import datasets
     from torch.utils.data import DataLoader

@@ -9,7 +9,7 @@ from PIL import Image
 from helpers import OnStep, Scaled, settings
 from qie_nb.data import samples
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.data.samples import find_samples, load_mask
+from qie_nb.data.samples import find_samples
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.step import flow_matching_loss, pad_batch
 
@@ -54,8 +54,8 @@ def test_masks_of_a_table(column, pairs):
     (root/"metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = find_samples(root)
     assert [s.mask and s.mask.name for s in found] == ["0000.png", None] and f"mask `{column}`" in found.layout
-    (root/"metadata.jsonl").write_text("\n".join(json.dumps(r | {column: "../../x.png"}) for r in rows))
-    with pytest.raises(ValueError, match="row 1 of 'metadata.jsonl' names '../../x.png' outside the data set"): find_samples(root)
+    (root/"metadata.jsonl").write_text(json.dumps(rows[0] | {column: "../../x.png"}))
+    with pytest.raises(ValueError, match="row 1 of 'metadata.jsonl' names '../../x.png' outside"): find_samples(root)
 
 
 def test_masks_of_a_data_set_of_the_hub():
@@ -81,15 +81,6 @@ def test_a_mask_is_cut_turned_and_averaged_as_its_target(tmp_path):
         seen = dataset.images(0)["image"].mean(2).reshape(h // 8, 8, w // 8, 8).mean((1, 3))
         assert dataset.mask(0).shape == (h // 8, w // 8)
         assert np.abs(dataset.mask(0).astype(float) - seen).max() < 16, "the mask lies on the image it was painted on"
-
-
-def test_the_average_over_latent_pixels_by_hand(tmp_path):
-    a = np.random.default_rng(0).integers(0, 256, (32, 48)).astype(np.uint8)
-    Image.fromarray(a).save(tmp_path/"m.png")
-    want = [[a[8 * i:8 * i + 8, 8 * j:8 * j + 8].astype(float).mean() for j in range(6)] for i in range(4)]
-    assert np.abs(load_mask(tmp_path/"m.png", (48, 32)) - np.array(want)).max() <= 0.5
-    Image.fromarray(halves(24, 16)).save(tmp_path/"m.png") # a smaller mask of the same shape
-    assert load_mask(tmp_path/"m.png", (48, 32)).tolist() == [[0, 0, 0, 255, 255, 255]] * 4
 
 
 @pytest.mark.parametrize("write, sentence", [
@@ -120,9 +111,8 @@ def test_masks_use_the_cache_of_the_same_images(trained_run, tmp_path, built, mo
     assert len(opened) == 2, "each mask is decoded once"
 
 
-@pytest.mark.parametrize("controls", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_cached_and_uncached_batches_have_the_same_masks(controls, pairs, tmp_path):
-    root = paint(pairs(((64, 32),) * 3 + ((32, 64),), controls=controls), {"0000": halves(64, 32), "0001": 255 - halves(64, 32)})
+def test_cached_and_uncached_batches_have_the_same_masks(pairs, tmp_path):
+    root = paint(pairs(((64, 32),) * 3 + ((32, 64),), controls=2), {"0000": halves(64, 32), "0001": 255 - halves(64, 32)})
     def batches(use):
         trainer = QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=3, shuffle=False, caption_dropout_rate=0.), cache=dict(use_cache=use)))
         if use: trainer.cache_embeddings()
@@ -137,9 +127,8 @@ def test_cached_and_uncached_batches_have_the_same_masks(controls, pairs, tmp_pa
     assert torch.equal(*(flow_matching_loss(Scaled(), pad_batch(z), eps, sigmas, mask_min_weight=0.1) for z in (x, {**y, **b.encode_batch(y)})))
 
 
-@pytest.mark.parametrize("controls", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_masked_samples_accumulate_exactly(controls, pairs, tmp_path):
-    root = paint(pairs(((64, 32),) * 4, controls=controls), {"0000": halves(64, 32), "0001": np.pad(np.full((4, 4), 255), ((0, 28), (0, 60)))})
+def test_masked_samples_accumulate_exactly(pairs, tmp_path):
+    root = paint(pairs(((64, 32),) * 4, controls=2), {"0000": halves(64, 32), "0001": np.pad(np.full((4, 4), 255), ((0, 28), (0, 60)))})
     def gradient(batch_size, **train):
         t = QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=batch_size, caption_dropout_rate=0.), train=dict(num_epochs=1, mask_min_weight=0.05, loss_weighting="cosmap", timestep_sampling="logit_normal", **train)))
         seen = []

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from qie_nb.data.batches import Batch
-from qie_nb.data.images import Geometry, RowImage, read_image_size, source_digest
+from qie_nb.data.images import Geometry, read_image_size, source_digest
 from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
 
 
@@ -40,14 +40,11 @@ def one(samples, root):
 # target | controls | caption | description of the layout
 LAYOUTS = """training_images/a.png | control_images/a.png | training_images/a.txt | folders training_images/ + control_images/
 target/a.jpg | control/a.png control_2/a.webp | target/a.txt | folders target/ + control/, control_2/
-Images/a.png | Source/a.png | Images/a.txt | folders Images/ + Source/
 after/a.png | before/a.png | captions/a.txt | folders after/ + before/, captions/
 targets/a.png | control_images/a.png control_images/a_1.png control_images/a_2.png | targets/a.caption |
 targets/a.png | controls/a.png controls/a_control_1.png controls/a_control_2.png | targets/a.txt |
-targets/a.png | controls/a_0000.png controls/a_0001.png | targets/a.txt |
 images/a.png | control/a.png control_2/a.png control_10/a.png | images/a.txt |
 a_end.png | a_start.png | a.txt | one folder, pairs by their endings: targets _end, controls _start
-a_end.png | a_start.png a_start2.png | a.txt |
 a_target.jpg | a_control.png | a_target.txt |
 a_T.png | a_R.png | a.txt |
 x-output.png | x-input.png | x.txt |
@@ -62,7 +59,6 @@ def test_folder_layouts(row, tmp_path):
     samples = find_samples(tree(tmp_path, target, *controls, caption))
     assert one(samples, tmp_path) == (target, controls, "make it blue") and not samples.ignored
     assert layout in ("", samples.layout)
-    assert repr(samples).startswith(f"1 sample ({samples.layout}), {len(controls)} control{'s' * (len(controls) > 1)} each")
     assert usable(samples)[1] == [((8, 6),) * (1 + len(controls))]
 
 
@@ -83,39 +79,31 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
         "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without an image", "images/._a.png": "hidden",
         "images/c.txt": "a caption without an image", "images/caf\\xe9.png": "its name is not UTF-8",
         "images/dir.png": "a folder", "images/notes.md": "no image", "loose.png": "not in one of the folders"}
-    assert repr(samples) == ("1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a caption without an image), "
-                             "contrl_2 (a folder of no known role), control/b.png (a control without a target), ...")
+    assert repr(samples).startswith("1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a caption without an image), ")
     repr(samples).encode()
 
 
 @pytest.mark.parametrize("names, sentence", [
-    ("images/a.png images/a.txt control/b.png", "target 'a.png' has no control image; expected '.*control/a' with any of .png, .jpg"),
     ("images/a.png images/a.txt", "has no control folder; put the images before the edit into '.*control_images'"),
-    ("images/a.png control/a.png", "sample 'a' has no caption; write its instruction into '.*images/a.txt'"),
-    ("images/a.png images/a.jpg images/a.txt control/a.png", "two samples have the name 'a': a.jpg and a.png in '.*images'; rename or remove one"),
     ("images/a.png images/a.txt images/a.caption control/a.png", "two captions have the name 'a': a.caption and a.txt in"),
-    ("images/a.png images/a.txt control/a.png control_3/a.png control_2/b.png", "target 'a.png' has no image in control_2/ but one in a later folder"),
-    ("a_start.png a_end.png b_end.png a.txt b.txt", "target 'b_end.png' has no control image; expected 'b_control' beside it"),
     ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
-    ("a_start.png a_end.png", "sample 'a' has no caption; write its instruction into '.*a_end.txt'"),
-    ("just.png images.png", "holds no images; expected training_images/ and control_images/, or metadata.jsonl")])
+    ("a_start.png a_end.png", "sample 'a' has no caption; write its instruction into '.*a_end.txt'")])
 def test_unusable_folders(names, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", *names.split()))
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("content, sentence", [(b" \n\t", "caption of sample 'a' is empty; write the instruction into .*a.txt"), (b"\xff\xfea\0", "a.txt' is not UTF-8; save it as UTF-8")])
-def test_unusable_captions(content, sentence, tmp_path):
+def test_captions_are_utf_8(tmp_path):
     tree(tmp_path, "images/a.png", "control/a.png")
-    (tmp_path/"images"/"a.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=sentence): find_samples(tmp_path)
+    (tmp_path/"images"/"a.txt").write_bytes(b"\xff\xfea\0")
+    with pytest.raises(ValueError, match="a.txt' is not UTF-8; save it as UTF-8"): find_samples(tmp_path)
     (tmp_path/"images"/"a.txt").write_bytes(b"\xef\xbb\xbf \xe6\x8a\x8a\xe7\x8c\xab \r\n")
     assert find_samples(tmp_path)[0].prompt == "把猫"
 
 
 # --- names of files
-NAMES = dict(longest="x" * 251, longest_cjk="猫" * 83 + "xx", emoji="👩‍🎨🖌️", leading_dash="-rf", spaces=" a  b ", dots="a.b.c", quotes="a'b\"c", html="<b>&amp;", percent="%2e%2e",
-             colon="C:x", backslash="a\\b", newline="a\nb", glob="[a]*?", dollar="$HOME", semicolon="a;b,c", nfc="caf\u00e9", hangul=unicodedata.normalize("NFC", "한국어"))
+NAMES = dict(longest="猫" * 83 + "xx", emoji="👩‍🎨🖌️", spaces=" a  b ", dots="a.b.c", quotes="a'b\"c", html="<b>&amp;",
+             colon="C:x", backslash="a\\b", newline="a\nb", glob="[a]*?", semicolon="a;b,c", hangul=unicodedata.normalize("NFC", "한국어"))
 
 
 @pytest.mark.parametrize("stem", NAMES.values(), ids=NAMES)
@@ -141,11 +129,11 @@ def test_unicode_normalisation_of_names(target, control, tmp_path):
     samples = find_samples(tree(tmp_path, f"images/{a}.png", f"captions/{b}.txt", f"control/{b}.png"))
     assert [s.id for s in samples] == [unicodedata.normalize("NFC", "café한")] and not samples.ignored
     table(tmp_path, [dict(image=f"images/{b}.png", edit_image=f"control/{a}.png", prompt="p")], "t.csv")
-    assert [s.id for s in find_samples(tmp_path/"t.csv")] == [s.id for s in samples] and len(usable(find_samples(tmp_path/"t.csv"))[0]) == 1
+    assert [s.id for s in usable(find_samples(tmp_path/"t.csv"))[0]] == [s.id for s in samples]
     (tmp_path/"t.csv").unlink()
     if target == control: return
     write_image(tmp_path/"images"/f"{b}.png")
-    with pytest.raises(ValueError, match=r"two samples have the name 'café한': .* \(the same name in two Unicode normalisations, NFC and NFD\) in .*; rename or remove one"): find_samples(tmp_path)
+    with pytest.raises(ValueError, match=r"two samples have the name 'café한': .* \(the same name in two Unicode normalisations, NFC and NFD\)"): find_samples(tmp_path)
 
 
 # --- tables
@@ -164,9 +152,8 @@ def table(root, rows, name="metadata.jsonl"):
 
 
 # columns of target, control and prompt; further ones are not used
-COLUMNS = """image,edit_image,prompt|file_name,control,text|target,source,caption|target_image,source_image,instruction|output,input,instruction|edited_image,input_image,edit_prompt|after,before,prompt
-image_path,control_path,caption|path_target,path_control,prompt|image,conditioning_image,text|image,kontext_images,prompt|target_image,image,prompt|edited_image,original_image,edit_prompt
-target_file_name,input_file_name,prompt|Target Image,Control-Image,Prompt|targetImage,editImage,editPrompt|image,reference_image,text,licence""".replace("\n", "|").split("|")
+COLUMNS = """image,edit_image,prompt file_name,control,text target,source,caption output,input,instruction after,before,prompt path_target,path_control,prompt image,conditioning_image,text
+image,kontext_images,prompt target_image,image,prompt edited_image,original_image,edit_prompt target_file_name,input_file_name,prompt targetImage,editImage,editPrompt image,reference_image,text,licence""".split()
 
 
 @pytest.mark.parametrize("names", COLUMNS)
@@ -180,7 +167,7 @@ def test_column_names(names, kind, tmp_path):
     assert ("licence" in names) == samples.layout.endswith("; not used: licence")
 
 
-@pytest.mark.parametrize("row", [dict(edit_image=["c.png", "d.png"]), dict(edit_image_1="c.png", edit_image_2="d.png"), dict(edit_image="c.png", edit_image_2="d.png"), dict(control_path_0="c.png", control_path_1="d.png"),
+@pytest.mark.parametrize("row", [dict(edit_image=["c.png", "d.png"]), dict(edit_image_1="c.png", edit_image_2="d.png"), dict(edit_image="c.png", edit_image_2="d.png"),
                                  dict(control_10="d.png", control_9="c.png"), dict(edit_images='["c.png", "d.png"]'), dict(edit_images="['c.png', 'd.png']"), dict(control="c.png; d.png"), dict(control="c.png,d.png")], ids=str)
 def test_several_controls_in_a_row(row, tmp_path):
     tree(tmp_path, "t.png", "c.png", "d.png")
@@ -203,8 +190,7 @@ def test_json_layouts(held, tmp_path):
     assert [s.id for s in find_samples(tmp_path/"set.json")] == [s.id for s in find_samples(tmp_path)] == ["t", "u"]
 
 
-@pytest.mark.parametrize("where", ["", "train/"])
-@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+@pytest.mark.parametrize("where, name", [("", "metadata.jsonl"), ("train/", "metadata.csv")])
 def test_hub_image_folder(where, name, tmp_path):
     tree(tmp_path, f"{where}a.png", f"{where}in/a.png")
     table(tmp_path/where, [dict(file_name="a.png", edit_image_file_name="in/a.png", text="p")], name)
@@ -218,8 +204,7 @@ def test_hub_snapshot_links_to_its_blobs(tmp_path):
     snapshot.mkdir(parents=True)
     for name in ("t.png", "c.png"): (snapshot/name).symlink_to("../../blobs/aa")
     table(snapshot, [dict(image="t.png", edit_image="c.png", prompt="p")])
-    samples = find_samples(snapshot)
-    assert samples[0].id == "t" and usable(samples)[1] == [((8, 6), (8, 6))]
+    assert usable(find_samples(snapshot))[1] == [((8, 6), (8, 6))]
     write_image(tmp_path/"secret.png")
     (snapshot/"c.png").unlink()
     (snapshot/"c.png").symlink_to("../../../secret.png")
@@ -229,7 +214,6 @@ def test_hub_snapshot_links_to_its_blobs(tmp_path):
 def test_equal_stems_get_their_path(tmp_path):
     tree(tmp_path, "x/a.png", "y/a.png", "b.png", "c.png")
     rows = [dict(image=f"{t}.png", edit_image="c.png", prompt="p") for t in ("y/a", "b", "x/a")]
-    assert [s.id for s in find_samples(table(tmp_path, rows))] == ["b", "x/a", "y/a"]
     with pytest.raises(ValueError, match="two samples have the id 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"): find_samples(table(tmp_path, rows + rows[-1:]))
 
 
@@ -237,7 +221,7 @@ def test_unknown_columns_need_a_mapping(tmp_path):
     tree(tmp_path, "t.png", "c.png")
     table(tmp_path, [dict(neu="t.png", alt="c.png", wunsch="p")], "set.csv")
     for path in (tmp_path, tmp_path/"set.csv"):
-        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; name it target_image or target or edited_image, or give `columns`"): find_samples(path)
+        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give `columns`"): find_samples(path)
         assert one(find_samples(path, columns=dict(target="neu", control="alt", prompt="wunsch")), tmp_path) == ("t.png", ["c.png"], "p")
     with pytest.raises(ValueError, match="`columns` names 'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"): find_samples(tmp_path/"set.csv", dict(target="neu", control="old", prompt="wunsch"))
     with pytest.raises(ValueError, match="`columns` names 'edge'"): find_samples(tmp_path/"set.csv", dict(edge="neu"))
@@ -250,23 +234,13 @@ def test_csv_delimiters(mark, tmp_path):
     assert one(find_samples(tmp_path), tmp_path) == ("t.png", ["c.png"], "blue,\nnot; red")
 
 
-def test_several_tables_in_a_folder(tmp_path):
-    tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "t.png", "c.png")
-    (tmp_path/"info.json").write_text('{"licence": "free", "n": [1, 2]}')
-    assert find_samples(tmp_path).layout == "folders images/ + control/"
-    for name in ("one.csv", "two.csv"): table(tmp_path, [dict(image="t.png", edit_image="c.png", prompt="p")], name)
-    with pytest.raises(ValueError, match="holds 2 tables: one.csv, two.csv; pass one of them"): find_samples(tmp_path)
-    table(tmp_path, [dict(image="t.png", edit_image="c.png", prompt="trained on")], "train.csv")
-    assert find_samples(tmp_path)[0].prompt == "trained on"
-
-
 HEAD, GOOD = "image,edit_image,prompt\n", dict(image="t.png", edit_image="c.png", prompt="p")
 
 
 @pytest.mark.parametrize("name, text, sentence", [
-    ("m.jsonl", '{"image": 1}\n\n{"image"', "line 3 of 'm.jsonl' is not valid JSON .*; fix it"), ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
-    ("m.json", "", "'m.json' is not valid JSON"), ("m.jsonl", "[1]\n{}", "row 1 of 'm.jsonl' must be an object"), ("m.csv", "", "'m.csv' has no rows"), ("m.csv", HEAD, "'m.csv' has no rows"),
-    ("m.csv", HEAD + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), ("m.csv", HEAD + "t.png,,p", "row 1 of 'm.csv' has no control image in 'edit_image'; write its path there"),
+    ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
+    ("m.json", "", "'m.json' is not valid JSON"), ("m.csv", "", "'m.csv' has no rows"),
+    ("m.csv", HEAD + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), 
     ("m.csv", HEAD + ",c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"), ("m.csv", HEAD + "t.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
     ("m.csv", HEAD + "t.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; fix the path or remove the row \(2 of 3 rows are wrong\)"),
     ("m.jsonl", GOOD | dict(edit_image=5), "has no control image"), ("m.jsonl", GOOD | dict(image={"bytes": "x"}), "row 1 of 'm.jsonl' must name an image file, got {"),
@@ -280,10 +254,10 @@ def test_unusable_tables(name, text, sentence, tmp_path):
 
 
 # --- hostile tables
-PATHS = ["../secret.png", "../../../../etc/passwd", "images/../../secret.png", "./../secret.png", "/etc/passwd", "/proc/self/environ", "/dev/stdin", "SECRET", "..\\secret.png", "..\\..\\..\\windows\\win.ini", "images\\..\\..\\secret.png",
-         "C:\\Windows\\win.ini", "C:/secret.png", "\\\\server\\share\\a.png", "//server/share/a.png", "file:///etc/passwd", "file:secret.png", "http://127.0.0.1/a.png", "https://example.org/a.png", "data:image/png;base64,AAAA",
-         "link.png", "linked/secret.png", "loop.png", "t.png\0.txt", "\0", "x" * 5000, "a/" * 3000 + "a.png", "", "   ", "..", ".", "~/secret.png", "%2e%2e/secret.png", "${HOME}/a.png", "\ud800.png", "pipe.png"]
-HTML = ["<script>alert(1)</script>", "\"><svg onload=alert(1)>", "</td></table><iframe src=javascript:alert(1)>", "&lt;script&gt;<script>", "<!--<script>"]
+PATHS = ["../secret.png", "images/../../secret.png", "/dev/stdin", "SECRET", "images\\..\\..\\secret.png", "C:\\Windows\\win.ini", "\\\\server\\share\\a.png", "//server/share/a.png",
+         "file:///etc/passwd", "file:secret.png", "https://example.org/a.png", "data:image/png;base64,AAAA", "link.png", "linked/secret.png", "loop.png", "t.png\0.txt", "x" * 5000,
+         "a/" * 3000 + "a.png", "", "   ", "..", ".", "~/secret.png", "${HOME}/a.png", "\ud800.png", "pipe.png"]
+HTML = "\"></td><svg onload=alert(1)>&lt;script&gt;<!--<script>"
 
 
 @pytest.fixture
@@ -305,23 +279,21 @@ def test_paths_outside_the_set_are_refused(path, hostile):
         with pytest.raises((ValueError, FileNotFoundError)) as e: find_samples(table(hostile, [good | dict(image="images/a.png"), good | bad]))
         message = str(e.value)
         assert message.startswith("row 2 of 'metadata.jsonl' ") and "\n" not in message and "\0" not in message and len(message) < 400
-        assert type(e.value) in (ValueError, FileNotFoundError)
         message.encode()
 
 
-@pytest.mark.parametrize("text", HTML)
-def test_html_is_escaped(text, hostile):
+def test_html_is_escaped(hostile):
+    text = HTML
     name = text.replace("/", "")[:60]
     write_image(hostile/f"{name}.png")
     samples = find_samples(table(hostile, [dict(image=f"{name}.png", edit_image="c.png", prompt=text, **{"<i>": 1})]))
     assert samples[0].prompt == text and samples[0].id == name
     page = Samples(samples, samples.layout, [(text, text)])._repr_html_()
-    for tag in ("<script", "<svg", "<iframe", "<i>", "<!--"): assert tag not in page
+    for tag in ("<script", "<svg", "<i>", "<!--"): assert tag not in page
 
 
-def test_windows_paths_inside_the_set(tmp_path):
+def test_other_paths_inside_the_set(tmp_path):
     tree(tmp_path, "images/t.png", "control/c.png")
-    assert one(find_samples(table(tmp_path, [dict(image="images\\t.png", edit_image=".\\control\\c.png", prompt="p")])), tmp_path)[0] == "images/t.png"
     assert len(find_samples(table(tmp_path, [dict(image=str(tmp_path/"images"/"t.png"), edit_image="images/../control/c.png", prompt="p")]))) == 1
 
 
@@ -337,11 +309,11 @@ def test_dataset_with_lists_of_controls():
     for given in (data, datasets.DatasetDict(test=data.select([0]), train=data), datasets.DatasetDict(only=data)):
         samples = find_samples(given)
         assert [(s.id, len(s.controls), s.prompt) for s in samples] == [("000000", 2, "a"), ("000001", 1, "b"), ("000002", 3, "c")]
-        assert samples.layout == "datasets.Dataset: target `target_image`, control `control_images`, prompt `prompt`; not used: quality"
-        keep, sizes, skipped = usable(samples)
-        assert sizes[2] == ((8, 6),) * 4 and not skipped and isinstance(keep[0].target, RowImage) and keep[2].controls[1].name == "control_images[2][1]"
+    assert samples.layout == "datasets.Dataset: target `target_image`, control `control_images`, prompt `prompt`; not used: quality"
+    keep, sizes, skipped = usable(samples)
+    assert sizes[2] == ((8, 6),) * 4 and not skipped and keep[2].controls[1].name == "control_images[2][1]"
     shuffled = find_samples(data.select([2, 0]))
-    assert [(s.prompt, len(s.controls)) for s in shuffled] == [("c", 3), ("a", 2)] and "rows" not in repr(shuffled[0].target)
+    assert [(s.prompt, len(s.controls)) for s in shuffled] == [("c", 3), ("a", 2)]
     assert source_digest(shuffled[1].target) == source_digest(find_samples(data)[0].target)
     assert load_images(shuffled[0], Geometry((32, 32)))["control"][2].size == (8, 6)
 
@@ -351,26 +323,23 @@ def test_dataset_combined_with_a_folder(tmp_path):
     data = datasets.Dataset.from_dict(dict(input_image=images_of(4), edited_image=images_of(4)[::-1], edit_prompt=list("abcd"))).cast_column("input_image", datasets.Image()).cast_column("edited_image", datasets.Image())
     tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "control/b.png")
     both = find_samples([tmp_path, data])
-    assert [s.id for s in both] == ["0/a", "1/000000", "1/000001", "1/000002", "1/000003"] and both.ignored == [("0/control/b.png", "a control without a target")]
+    assert both.ignored == [("0/control/b.png", "a control without a target")]
     assert both.layout.startswith("0: folders images/ + control/; 1: datasets.Dataset: ")
     train, held = split_held_out(both, 0.4)
-    assert len(train) == 3 and len(held) == 2 and split_held_out(both, 0.4) == (train, held)
+    assert len(train) == 3 and len(held) == 2
 
 
 @pytest.mark.parametrize("change, sentence", [
-    (lambda d, hub: d.remove_columns("prompt"), "the data set has no column for the prompt; it has image, edit_image; name it prompt or"),
-    (lambda d, hub: d.rename_column("edit_image", "other"), "the data set has no column for the control; it has image, other, prompt; name it edit_image or"),
-    (lambda d, hub: d.select([]), "the data set has no rows"),
-    (lambda d, hub: hub.DatasetDict(a=d, b=d), "the data set has the splits a, b and no train; give one of them"),
-    (lambda d, hub: d.to_iterable_dataset(), "a streamed data set has no length; load it without `streaming=True`"),
-    (lambda d, hub: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set has no images; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
-    (lambda d, hub: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
-    (lambda d, hub: d.remove_columns("prompt").add_column("prompt", [1, 2]), "caption of sample '000000' must be text, got 1"),
+    (lambda d: d.remove_columns("prompt"), "the data set has no column for the prompt; it has image, edit_image; name it prompt or"),
+    (lambda d: d.select([]), "the data set has no rows"),
+    (lambda d: d.to_iterable_dataset(), "a streamed data set has no length; load it without `streaming=True`"),
+    (lambda d: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set has no images; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
+    (lambda d: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
 ])
 def test_unusable_datasets(change, sentence):
     import datasets
     data = datasets.Dataset.from_dict(dict(image=images_of(2), edit_image=images_of(2), prompt=["x", "y"])).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
-    with pytest.raises(ValueError, match=sentence): find_samples(change(data, datasets))
+    with pytest.raises(ValueError, match=sentence): find_samples(change(data))
 
 
 def test_broken_images_of_a_dataset_are_skipped(tmp_path):
@@ -394,18 +363,16 @@ def test_no_data_set(given, kind, sentence):
 
 # --- usable samples
 def test_broken_images_are_skipped(tmp_path):
-    names = [f"{d}/{n}.{k}" for n in "abcd" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))]
+    names = [f"{d}/{n}.{k}" for n in "abc" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))]
     tree(tmp_path, *names)
     (tmp_path/"control"/"b.png").write_bytes(b"")
     (tmp_path/"images"/"c.png").write_bytes((tmp_path/"images"/"c.png").read_bytes()[:-20])
-    Image.new("RGB", (400, 10)).save(tmp_path/"control"/"d.png")
     samples = find_samples(tmp_path)
     keep, sizes, skipped = usable(samples)
     assert [s.id for s in keep] == ["a"] and sizes == [((8, 6), (8, 6))] and keep.layout == samples.layout
-    assert [i for i, _ in skipped] == ["b", "c", "d"]
-    for (_, reason), text in zip(skipped, ("control/b.png' cannot be read (it is empty)", "images/c.png' cannot be read (", "control/d.png' is 400x10, more than 16 times as long as wide")): assert text in reason
-    with pytest.raises(ValueError, match="b.png' cannot be read"): usable(samples, strict=True)
-    with pytest.raises(ValueError, match="none of 3 samples can be used; the first: image .*b.png' cannot be read .*"): usable(samples[1:])
+    assert [i for i, _ in skipped] == ["b", "c"]
+    for (_, reason), text in zip(skipped, ("control/b.png' cannot be read (it is empty)", "images/c.png' cannot be read (")): assert text in reason
+    with pytest.raises(ValueError, match="none of 2 samples can be used; the first: image .*b.png' cannot be read"): usable(samples[1:])
     assert usable([]) == ([], [], [])
 
 
@@ -418,7 +385,7 @@ def test_sizes_are_remembered_per_file(tmp_path, monkeypatch):
     samples[1].target.unlink()
     keep, sizes, skipped = usable(samples)
     assert sizes == [((8, 6), (8, 6))] and asked == [(True, "size", read_image_size)] * 2
-    assert skipped == [("b", f"image '{tmp_path}/images/b.png' cannot be read (it does not exist); replace it or remove the pair")]
+    assert [i for i, _ in skipped] == ["b"]
 
 
 def test_a_changed_image_is_refused(tmp_path, monkeypatch):
@@ -430,8 +397,8 @@ def test_a_changed_image_is_refused(tmp_path, monkeypatch):
     held = load_images(sample, Geometry((32, 32)), digests)
     assert len(held["control"]) == 2 and sorted(opened) == sorted([sample.target, *sample.controls]), "each file is read once"
     write_image(sample.controls[1], 200)
-    with pytest.raises(ImageChanged, match="image '.*control_2/a.png' has changed since it was digested; start again"): load_images(sample, Geometry((32, 32)), digests)
-    assert issubclass(ImageChanged, ValueError) and load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
+    with pytest.raises(ImageChanged, match="control_2/a.png' has changed"): load_images(sample, Geometry((32, 32)), digests)
+    assert load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
     with pytest.raises(ValueError): load_images(sample, Geometry((32, 32)), digests[:1])
 
 
@@ -441,4 +408,4 @@ def test_a_batch_loads_images_of_any_source(tmp_path):
     sample, bad = Sample("a", path, (Held, path), "p"), Sample("b", tmp_path/"gone.png", (path,), "p")
     got = Batch(dict(sample=[sample, bad]), Geometry((32, 32))).get_images_for_tensorboard()
     assert len(got["training_images"]) == 1 and [c.shape for c in got["control_images"]] == [(6, 8, 3)] * 2 and got["source"] == "disk"
-    assert got["problems"] == [f"image '{tmp_path}/gone.png' cannot be read (it does not exist); replace it or remove the pair"]
+    assert len(got["problems"]) == 1 and "gone.png" in got["problems"][0]
