@@ -27,7 +27,6 @@ def key_of(
     kind:str, # one of `KINDS`
     **parts, # everything the tensor depends on: strings, numbers, lists
 ) -> str: # 40 hex digits (160 bits of sha256)
-    "The key of a cache entry."
     return hashlib.sha256(f"{kind}\n{_canonical(parts)}".encode()).hexdigest()[:40]
 
 class CacheEntry(NamedTuple):
@@ -39,24 +38,21 @@ class CacheEntry(NamedTuple):
     @property
     def id(self) -> tuple: return self.kind, self.key
 
-def stable_seed(
-    *parts, # anything with a stable `str`: seed, epoch, sample id, purpose
-) -> int: # below 2**63
+def stable_seed(*parts) -> int: # anything with a stable `str`, e.g. an epoch; below 2**63
     "A seed that depends only on its parts (`hash` differs between processes)."
     return int.from_bytes(hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 # %% ../nbs/00_cache.ipynb #975c43c4
 class EmbeddingCacheManager:
-    "Saves, finds and loads tensors. Every read is checked; corrupt entries move to `quarantine/`."
+    "Saves and loads tensors. Every read is checked; corrupt entries move to `quarantine/`."
     def __init__(self,
-        cache_dir, # folder, or list of folders: all are read in order, the last is written
+        cache_dir, # folder, or several: read in order, the last is written
     ):
         many = isinstance(cache_dir, (list, tuple))
         dirs = [Path(d).expanduser() for d in (cache_dir if many else [cache_dir])]
         if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
         for d in dirs:
-            if d.exists() and not d.is_dir():
-                raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
+            if d.is_file(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
             if d is not dirs[-1] and not d.exists():
                 raise FileNotFoundError(f"`cache_dir` names {str(d)!r}, which does not exist; "
                                         "only the last folder is created")
@@ -67,7 +63,7 @@ class EmbeddingCacheManager:
 
     @property
     def writable(self) -> bool:
-        "Can entries be saved? Not in a packed layer or on a read-only mount."
+        "Not in a packed layer or on a read-only mount."
         path = self.cache_dir.absolute()
         folder = next(p for p in (path, *path.parents) if p.exists())
         return not self.layers[-1].packed and os.access(folder, os.W_OK)
@@ -92,9 +88,8 @@ class EmbeddingCacheManager:
 # %% ../nbs/00_cache.ipynb #adb83742
 @patch
 def save_cache(self:EmbeddingCacheManager,
-    kind:str, # one of `KINDS`
-    file_hash:str, # key
-    tensor, # a prompt embedding is whole, or the part after `prefix`
+    kind:str, file_hash:str, # one of `KINDS`, key
+    tensor, # of a prompt: whole, or the part after `prefix`
     parts:dict=None, # what the key was made of
     prefix:str=None, # key of its `prompt_prefix`
 ) -> Path:
@@ -109,7 +104,7 @@ def save_cache(self:EmbeddingCacheManager,
 # %% ../nbs/00_cache.ipynb #45b5cb9d
 @patch
 def cache_exists(self:EmbeddingCacheManager, kind:str, file_hash:str) -> bool:
-    "Is there an entry of this kind and key in any layer, with its prefix if it needs one?"
+    "Is there an entry in any layer, with its prefix if it needs one?"
     prefix = self.prefix_of(kind, file_hash)
     return prefix is not None and (not prefix or self.find(PREFIX, prefix) is not None)
 
@@ -165,7 +160,7 @@ _IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_are
 
 @patch
 def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
-    "The identities of the encoders that filled this cache, over all layers."
+    "The encoders that filled this cache, over all layers."
     found = {}
     for layer in self.layers:
         if layer.packed: found |= layer.identities; continue
@@ -180,7 +175,6 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
 
 @patch
 def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
-    "Add the encoders to the manifest."
     name = key_of("identity", **{k: identity.get(k) for k in _IDENTITY})[:12]
     if name in self.identities(): return name
     with file_lock(self.cache_dir/".locks", "manifest", wait=30): # another process may add its own
@@ -191,7 +185,7 @@ def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
 
 @patch
 def identity(self:EmbeddingCacheManager,
-    which:str=None, # an id from `identities()`; None if there is only one
+    which:str=None, # an id from `identities()`
 ) -> dict: # None if the cache is empty
     "The encoders' identity. Raises ValueError if there are several and you named none."
     known = self.identities()
@@ -214,7 +208,7 @@ class StoredEntry(NamedTuple):
 
 @patch
 def entries(self:EmbeddingCacheManager, kinds=EVERY_KIND): # yields `StoredEntry`s
-    "Every entry once, from the first layer that has it."
+    "Each once, from the first layer that has it."
     for kind in kinds:
         seen = set()
         for layer in self.layers:
@@ -223,9 +217,7 @@ def entries(self:EmbeddingCacheManager, kinds=EVERY_KIND): # yields `StoredEntry
 
 # %% ../nbs/00_cache.ipynb #662bd942
 @patch
-def get_cache_stats(self:EmbeddingCacheManager,
-    entries=None, # result of `entries()`, if known
-) -> dict:
+def get_cache_stats(self:EmbeddingCacheManager, entries=None) -> dict: # result of `entries()`, if known
     "{kind: {count, bytes}}, total, quarantined, layers [{folder, exists, ...}] and models."
     stats = {kind: dict(count=0, bytes=0) for kind in (*EVERY_KIND, "total")}
     layers = {d: dict(folder=str(d.folder), exists=d.folder.is_dir(), packed=d.packed,
@@ -238,10 +230,8 @@ def get_cache_stats(self:EmbeddingCacheManager,
     return stats | dict(quarantined=bad, layers=list(layers.values()), models=self.identities())
 
 @patch
-def clear_cache(self:EmbeddingCacheManager,
-    kind:str=None, # one of `EVERY_KIND`; None clears all
-) -> int: # entries removed
-    "Remove entries from the last layer."
+def clear_cache(self:EmbeddingCacheManager, kind:str=None) -> int: # entries removed
+    "Remove one of `EVERY_KIND`, or all, from the last layer."
     self._require_writable(", so nothing is cleared")
     kinds = [kind] if kind else EVERY_KIND
     n = sum(1 for k in kinds for _ in self.layers[-1].entries(k))
@@ -252,7 +242,7 @@ def clear_cache(self:EmbeddingCacheManager,
 @patch
 def verify(self:EmbeddingCacheManager,
     repair:bool=False, # move bad entries to `quarantine/`?
-    bar=None, # `Progress`, updated per entry
+    bar=None, # `Progress`
 ) -> list: # (location, reason) of each bad entry, in every layer
     "Read and check every entry."
     bad = []
@@ -268,10 +258,9 @@ def verify(self:EmbeddingCacheManager,
 # %% ../nbs/00_cache.ipynb #fe89d1c0
 @patch
 def gc(self:EmbeddingCacheManager,
-    keep=None, # set of (kind, key) to keep; None: all
+    keep=None, # set of (kind, key); None: all
     dry_run:bool=False, # only report?
-) -> dict: # {group: {"count", "bytes"}}
-    "Remove unneeded files from the last layer."
+) -> dict: # {group: {"count", "bytes"}} of unneeded files in the last layer, which are removed
     self._require_writable(", so nothing is removed")
     mine, kinds = self.layers[-1], (PREFIX, *KINDS)
     if keep is None:
@@ -291,12 +280,12 @@ def pack(self:EmbeddingCacheManager,
     out, # new or empty folder
     keep=None, # set of (kind, key) to pack, with the modulation table; None: all
     shard_bytes:int=2_000_000_000, # largest shard
-    replace:bool=False, # replace a packed cache in `out`, once the new one is complete?
+    replace:bool=False, # a packed cache in `out`, once the new one is complete?
 ) -> list: # files written
-    "Pack entries into a few large shards and an index."
+    "A few large shards and an index."
     def layer(e): # the first with a good copy
-        good = (d for d in self._layers_with(*e[1:3]) if not verify_entry(d, *e[1:3], reread=False))
-        return next(good, e.layer)
+        id = e.kind, e.key
+        return next((d for d in self._layers_with(*id) if not verify_entry(d, *id, reread=False)), e.layer)
     chosen = [e for e in self.entries() if keep is None or e.kind == MODULATION or (e.kind, e.key) in keep]
     if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
     needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
@@ -336,9 +325,7 @@ def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict:
     return {k: v for k, v in parts.items() if k != "prompt"}
 
 # %% ../nbs/00_cache.ipynb #bd93102e
-def check_cache_exists(
-    cache_dir, # folder or list of folders; None: no cache
-) -> bool:
+def check_cache_exists(cache_dir) -> bool: # folder, list of folders, or None
     "Does the cache hold at least one entry?"
     return bool(cache_dir) and any(True for _ in EmbeddingCacheManager(cache_dir).entries(ALL_KINDS))
 
@@ -352,8 +339,7 @@ def status(self:EmbeddingCacheManager) -> dict:
     return dict(kinds=kinds, bad=list(self.quarantined), aside=self.aside(), **rest)
 
 @patch
-def aside(self:EmbeddingCacheManager) -> list: # (entry, reason)
-    "The entries in quarantine, with the reason."
+def aside(self:EmbeddingCacheManager) -> list: # (entry, reason) of entries in quarantine
     return quarantined_entries([d.folder for d in self.layers])
 
 @patch

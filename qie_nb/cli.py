@@ -69,8 +69,7 @@ def cache(a):
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
 def _stats(m, a):
-    stats = _dataset(m, a).status() if a.config else m.get_cache_stats()
-    print(json.dumps(stats, indent=1, default=str))
+    print(json.dumps(_dataset(m, a).status() if a.config else m.get_cache_stats(), indent=1, default=str))
 
 def _clear(m, a): print(f"{m.clear_cache(a.kind)} entries removed")
 
@@ -79,13 +78,12 @@ def _verify(m, a):
     n = m.get_cache_stats()["total"]["count"]
     bad = m.verify(a.repair, Progress(n, "verify") if n > 500 else None)
     for path, why in bad: print(f"{path}: {why}")
-    repaired = "; moved to quarantine where possible, precompute again" * bool(bad and a.repair)
+    repaired = "; moved to quarantine where possible, precompute again" if bad and a.repair else ""
     print(f"{n} entries, {len(bad)} bad{repaired}")
     return 1 if bad else 0
 
 # %% ../nbs/04_cli.ipynb #4ed51773
 def _dataset(m, a):
-    "The configuration's data set with this cache."
     from qie_nb.data.dataset import ImageDataset
     t = _trainer(a)
     dataset = ImageDataset(t.config)
@@ -141,7 +139,6 @@ def demo(a):
 
 # %% ../nbs/04_cli.ipynb #669c0ecf
 def parser() -> argparse.ArgumentParser:
-    "Commands and their flags."
     p = argparse.ArgumentParser("qie-nb", description="Fine-tune Qwen-Image-Edit with LoRA")
     sub = p.add_subparsers(dest="command", required=True)
     def add(fn, help, *flags, aliases=()):
@@ -152,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     flag = lambda help: dict(action="store_true", help=help)
     add(precompute, "encode a data set into the cache", config,
         ("--start_idx", dict(type=int, default=0)), ("--end_idx", dict(type=int)))
-    add(prequantize, "write a quantized copy of the model with its modulation table", config,
+    add(prequantize, "write a quantized copy of the model and its modulation table", config,
         ("--out", dict(required=True, help="new folder")),
         ("--no_encoders", flag("only for training from a complete cache")), aliases=["prequantise"])
     add(train, "train an adapter", config, ("--resume", dict(help="checkpoint folder, or latest")),
@@ -189,8 +186,7 @@ def parser() -> argparse.ArgumentParser:
         ("--device", dict(default="auto", help="of the transformer: auto, cpu, cuda, cuda:1, mps")),
         ("--train", dict(choices=["true", "false"], default="true", help="also run two training steps")),
         ("--offload", dict(default="auto", help="as predict.offload: auto, none, model, layers")),
-        ("--quantize", dict(help="as model.quantize")),
-        ("--text_encoder_quantize", dict(help="as model.text_encoder_quantize")),
+        *((f"--{k}", dict(help=f"as model.{k}")) for k in ("quantize", "text_encoder_quantize")),
         ("--json", flag("JSON instead of Markdown")))
     add(demo, "precompute, train and predict with the embedded model and photographs",
         ("--out", dict(default="demo_out")))
@@ -203,7 +199,7 @@ def torch_memory_error(): # without importing torch
 def main(
     argv=None, # arguments, default the process's
 ) -> int: # exit code
-    "Run a command; a user's mistake prints one sentence and returns 2."
+    "A user's mistake prints one sentence and returns 2."
     a = parser().parse_args(argv)
     try: return a.run(a) or 0
     except KeyboardInterrupt as e:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['dataset_of', 'components_of', 'variant_of', 'latent_tokens', 'image_tokens', 'entry_shape', 'model_text',
-           'text_length', 'sample_info', 'bad_entries', 'check_vae', 'decoded']
+           'text_length', 'bad_entries', 'sample_info', 'check_vae', 'decoded']
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0003
 import json, os
@@ -38,28 +38,19 @@ def components_of(
     raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {kind}")
 
 def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None if unknown
-    "The model's variant, else that of the cache's encoder. Sets the data set's areas to the model's."
+    "The model's, else that of the cache's encoder. Sets the data set's areas to the model's."
     if components and not dataset.areas and dataset.identity is None: dataset.set_areas(components.areas)
     return components.variant if components else VARIANTS.get((dataset.identity or {}).get("variant"))
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0009
-def latent_tokens(
-    size, # (width, height), pixels
-    side:int=16, # pixels per token side
-) -> int: # tokens in the transformer
+def latent_tokens(size, side:int=16) -> int: # of the transformer; (width, height) and token side in pixels
     return (size[0] // side) * (size[1] // side)
 
-def image_tokens(
-    size, # (width, height) of the text encoder's input, pixels
-) -> int: # tokens in the text encoder
+def image_tokens(size) -> int: # of the text encoder; (width, height) of its input, pixels
     return max(1, round(size[0] / 28)) * max(1, round(size[1] / 28))
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e000c
-def entry_shape(
-    dataset:ImageDataset, i:int,
-    name:str, # of a tensor, as in `dataset.keys(i)`
-) -> tuple: # or None
-    "Shape of a cached tensor of sample `i`."
+def entry_shape(dataset:ImageDataset, i:int, name:str) -> tuple: # of a cached tensor, or None
     if dataset.cache is None or dataset.identity is None: return None
     try:
         kind, key = dataset.keys(i)[name].id
@@ -70,7 +61,7 @@ def entry_shape(
 def _side(dataset, i, components, width) -> int: # pixels per token side
     if latent := entry_shape(dataset, i, "pixel_latent"): return max(1, 2 * width // latent[-1])
     file = components.folder/"vae"/"config.json" if components else None
-    if file is None or not file.is_file(): return 16
+    if not file or not file.is_file(): return 16
     return 2 * 2 ** len(json.loads(file.read_text()).get("temperal_downsample", "123"))
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e000f
@@ -79,17 +70,14 @@ def model_text(
     prompt:str, images:int,
     whole:bool=False, # with the template? Imports diffusers
 ) -> str:
-    "The text that the processor gets. Raises ValueError for a prompt that the model cannot take."
+    "The processor's text. Raises ValueError for a prompt that the model cannot take."
     if variant is None: return prompt or " "
     if whole: return prompt_text(variant, prompt, images)
     names = [variant.image_prefix.format(n + 1) for n in range(images)]
     return "".join(names) + (prompt if prompt.strip() else " ")
 
-def text_length(
-    components:Components, prompt:str,
-    counts, # tokens of each image
-) -> int:
-    "Tokens of an embedding, images included, without the template's first ones, which the pipeline drops."
+def text_length(components:Components, prompt:str, counts) -> int: # counts: tokens of each image
+    "Length of an embedding: tokens, images included, without the template's first ones."
     tokenizer = SimpleNamespace(tokenizer=components.get("tokenizer"))
     ids = whole_ids(tokenizer, components.variant, prompt, counts)
     return len(ids) - template_of(components.variant.pipeline)[1]
@@ -113,14 +101,20 @@ def _try(problems, work, otherwise=None): # collects errors as text
         if str(e) not in problems: problems.append(str(e))
         return otherwise
 
+def bad_entries(dataset:ImageDataset, i:int) -> list: # (tensor's name, location, reason)
+    "Corrupt cache entries of a sample. An unchanged entry is read only once."
+    if dataset.cache is None or dataset.identity is None: return []
+    found = ((name, dataset.cache.find(*entry.id), *entry.id) for name, entry in dataset.keys(i).items())
+    checked = ((name, d.where(*id), verify_entry(d, *id, reread=False)) for name, d, *id in found if d)
+    return [bad for bad in checked if bad[2]]
+
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0013
 def sample_info(
-    dataset:ImageDataset,
-    i:int, # position
+    dataset:ImageDataset, i:int,
     model=None, # as for `components_of`
-    whole:bool=False, # the whole text and its tokens? Imports diffusers, needs `model`
+    whole:bool=False, # the whole text and its tokens? Imports diffusers
     check:bool=False, # verify its cache entries?
-    shared:str="", # reason from `shared_targets`
+    shared:str="", # from `shared_targets`
 ) -> dict:
     "Id, prompt, text, sizes, buckets, tokens, dropped, cached, missing, bad, marks and problems of a sample."
     components = components_of(model)
@@ -138,21 +132,10 @@ def sample_info(
     looks = _try(problems, lambda: [look(p) for p in (s.target, *s.controls)])
     return f | dict(marks=pair_warnings(s, looks, shared), problems=problems)
 
-# %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0014
-def bad_entries(dataset:ImageDataset, i:int) -> list: # (tensor's name, location, reason)
-    "Corrupt cache entries of sample `i`. An unchanged entry is read only once."
-    if dataset.cache is None or dataset.identity is None: return []
-    out = []
-    for name, (kind, key, _) in dataset.keys(i).items():
-        layer = dataset.cache.find(kind, key)
-        if layer and (why := verify_entry(layer, kind, key, reread=False)):
-            out.append((name, layer.where(kind, key), why))
-    return out
-
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0017
 def _db(a, b) -> float: # of two uint8 images
-    error = float(np.mean((a.astype(np.float32) - b.astype(np.float32)) ** 2))
-    return float("inf") if error == 0 else round(float(10 * np.log10(255 ** 2 / error)), 1)
+    error = max(np.mean((a.astype(float) - b) ** 2), 1e-9)
+    return round(float(10 * np.log10(255 ** 2 / error)), 1)
 
 def check_vae(dataset:ImageDataset, components:Components):
     "Raises ValueError if this VAE did not fill the cache."
@@ -168,7 +151,6 @@ def decoded(
     dataset:ImageDataset, i:int,
     model, # as for `components_of`; its VAE is loaded
 ) -> dict: # {pixel_latent, control_latent.0, ...: (uint8 [H, W, 3], PSNR in dB)}, if cached
-    "Sample `i`'s cached latents as images. Raises ValueError."
     from qie_nb.encoding.vae import decode_latents
     check_vae(dataset, components := components_of(model))
     keys, images, g, out = dataset.keys(i), dataset.images(i), dataset.geometry, {}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CURVES', 'SHOWN', 'EventRun', 'run_folders', 'read_run', 'read_events', 'running_mean', 'draw_curve', 'draw_image',
-           'last_images', 'plot_events', 'ViewerEnv', 'choose_view', 'has_server_proxy', 'tensorboard_program',
-           'viewer_env', 'show_tensorboard']
+           'last_images', 'plot_events', 'has_server_proxy', 'tensorboard_program', 'proxy_address', 'choose_view',
+           'show_tensorboard']
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0003
 import html, io, logging, os, shlex, shutil, sys, textwrap
@@ -29,10 +29,8 @@ class EventRun:
     images: dict = field(default_factory=dict)  # {tag: [(step, uint8 [H, W, 3])]}
     texts: dict = field(default_factory=dict)   # {tag: [(step, text)]}
 
-def run_folders(
-    logdir, # searched recursively
-) -> dict: # {name: folder}, the newest last
-    "Folders with event files; `logdir` itself is called `.`."
+def run_folders(logdir) -> dict: # {name: folder}, the newest last
+    "Folders with event files, recursively; `logdir` itself is called `.`."
     newest = {}
     for f in Path(logdir).rglob("events.out.tfevents.*"):
         if f.is_file(): newest[f.parent] = max(newest.get(f.parent, 0), f.stat().st_mtime)
@@ -41,9 +39,8 @@ def run_folders(
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0008
 def read_run(
     folder, # with event files, not searched below
-    last:bool=False, # only the last image of each tag? All images of a long run need much memory
+    last:bool=False, # only the last image of each tag? All need much memory
 ) -> EventRun:
-    "One run's scalars, images and texts."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     logger = logging.getLogger("tensorboard") # it warns about every resume
     level = logger.level
@@ -51,17 +48,18 @@ def read_run(
     sizes = dict(scalars=0, images=int(last), tensors=0)
     try: acc = EventAccumulator(str(folder), size_guidance=sizes).Reload()
     finally: logger.setLevel(level)
-    tags, decode = acc.Tags(), lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
+    tags, end = acc.Tags(), "/text_summary"
+    image = lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
     text = lambda e: html.unescape(b"\n".join(e.tensor_proto.string_val).decode(errors="replace"))
-    return EventRun({tag: [(e.step, e.value) for e in acc.Scalars(tag)] for tag in tags["scalars"]},
-                    {tag: [(e.step, decode(e)) for e in acc.Images(tag)] for tag in tags["images"]},
-                    {tag.removesuffix("/text_summary"): [(e.step, text(e)) for e in acc.Tensors(tag)]
-                     for tag in tags["tensors"] if tag.endswith("/text_summary")})
+    return EventRun({t: [(e.step, e.value) for e in acc.Scalars(t)] for t in tags["scalars"]},
+                    {t: [(e.step, image(e)) for e in acc.Images(t)] for t in tags["images"]},
+                    {t.removesuffix(end): [(e.step, text(e)) for e in acc.Tensors(t)]
+                     for t in tags["tensors"] if t.endswith(end)})
 
 def read_events(
     logdir, # folder with event files, searched recursively
 ) -> tuple: # ({tag: [(step, value)]}, {tag: [(step, uint8 array)]})
-    "Scalars and images of event files. With several runs, tags are prefixed with the run's folder."
+    "Scalars and images of event files; with several runs, tags begin with the run's folder."
     scalars, images, folders = {}, {}, run_folders(logdir)
     for name, folder in folders.items():
         run, prefix = read_run(folder), "" if name == "." or len(folders) == 1 else f"{name}/"
@@ -70,10 +68,7 @@ def read_events(
     return scalars, images
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d000f
-def running_mean(
-    values, # one number per logged step
-    share:float=0.05, # window, as a fraction of the run
-) -> np.ndarray: # float64, same length
+def running_mean(values, share:float=0.05) -> np.ndarray: # float64, same length; window as a share of it
     "Exponential mean with bias correction; ignores non-finite values."
     decay, total, weight, out = 1 - 1 / max(1, len(values) * share), 0., 0., []
     for v in values:
@@ -85,11 +80,7 @@ def running_mean(
 CURVES = dict(loss="loss", held_out_loss="held-out loss", lr="learning rate", grad_norm="gradient norm")
 SHOWN = 6 # most runs in a figure
 
-def draw_curve(
-    ax, # matplotlib Axes
-    tag:str,
-    runs:dict, # {name: EventRun}
-):
+def draw_curve(ax, tag:str, runs:dict): # matplotlib Axes; {name: EventRun}
     "One scalar of every run."
     lowest, highest = np.inf, 0
     for k, (name, run) in enumerate(runs.items()):
@@ -114,12 +105,7 @@ def draw_curve(
 def _xy(run, tag): return (np.array(v, float) for v in zip(*run.scalars[tag]))
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0013
-def draw_image(
-    ax, # matplotlib Axes
-    title:str,
-    image:np.ndarray, # uint8 [H, W, 3]
-    caption:str="", # below it
-):
+def draw_image(ax, title:str, image:np.ndarray, caption:str=""): # matplotlib Axes; uint8 [H, W, 3]
     ax.imshow(image, cmap="gray")
     ax.set_title(_plain(title, 60), fontsize=9, loc="left", parse_math=False)
     ax.set(xticks=[], yticks=[])
@@ -130,34 +116,31 @@ def _plain(text, most):
     text = "".join(c if c.isprintable() else " " for c in text)
     return textwrap.shorten(text, most, placeholder=" ...") or text[:most]
 
-def last_images(
-    runs:dict, # {name: EventRun}, the newest last
-) -> list: # of (title, image, caption)
+def last_images(runs:dict) -> list: # {name: EventRun}, the newest last; (title, image, caption)
     "The last training images and evaluation samples of the newest run that has some."
-    for name, run in reversed(runs.items()):
-        tags = [t for t in run.images if t.startswith("training/")]
-        tags += sorted(t for t in run.images if t.startswith("samples/"))[:6]
-        found = []
-        for tag in tags or list(run.images)[:4]:
-            step, image = run.images[tag][-1]
-            title = f"{name} " * (len(runs) > 1) + f"{tag}, step {step}"
-            found.append((title, image, run.texts[tag][-1][1] if tag in run.texts else ""))
-        if found: return found
-    return []
+    name, run = next(((n, r) for n, r in reversed(runs.items()) if r.images), ("", EventRun()))
+    tags = [t for t in run.images if t.startswith("training/")]
+    tags += sorted(t for t in run.images if t.startswith("samples/"))[:6]
+    found = []
+    for tag in tags or list(run.images)[:4]:
+        step, image = run.images[tag][-1]
+        title = f"{name} " * (len(runs) > 1) + f"{tag}, step {step}"
+        found.append((title, image, run.texts[tag][-1][1] if tag in run.texts else ""))
+    return found
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0015
 def plot_events(
     logdir, # event files
     tags=tuple(CURVES), # scalars to draw, if present
 ): # matplotlib Figure
-    "Curves and last images of event files as one figure; each run has its own colour."
+    "Curves and last images as one figure; each run has its own colour."
     folders = _folders(logdir)
     runs = {name: read_run(d, last=True) for name, d in list(folders.items())[-SHOWN:]}
     curves = [t for t in tags if any(t in r.scalars for r in runs.values())]
     images = last_images(runs)
     if not curves and not images:
-        raise ValueError(f"`logdir` {str(logdir)!r} contains none of {', '.join(tags)} and no image; choose "
-                         "other `tags`")
+        raise ValueError(f"`logdir` {str(logdir)!r} has no image and none of {', '.join(tags)}; choose other "
+                         "`tags`")
     rows = -(-len(curves) // 2)
     tall = [min(3.2, 4.6 * max(im.shape[0] / im.shape[1] for _, im, _ in images[k:k + 2])) + 0.7
             for k in range(0, len(images), 2)]
@@ -181,37 +164,6 @@ def _folders(logdir) -> dict:
     raise ValueError(f"{where} holds no event files; train with `logging.report_to` tensorboard first")
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0019
-@dataclass(frozen=True)
-class ViewerEnv:
-    "The facts that decide how TensorBoard can be shown."
-    kernel: bool = False       # is this a Jupyter kernel?
-    interactive: bool = False  # as `is_interactive()`
-    kaggle: str = ""           # Kaggle session: Interactive or Batch
-    colab: bool = False        # is there a Colab front end?
-    hub: str = ""              # JupyterHub's prefix of this server, e.g. /user/me/
-    server_proxy: bool = False # is jupyter-server-proxy installed?
-    proxy_url: str = ""        # TENSORBOARD_PROXY_URL
-    program: bool = True       # is there a tensorboard program?
-
-    def proxy(self) -> str: # address of a port, with %PORT%, or ""
-        hub = f"{self.hub.rstrip('/')}/proxy/%PORT%/" if self.hub and self.server_proxy else ""
-        return self.proxy_url or hub
-
-def choose_view(env:ViewerEnv) -> tuple: # ("magic", "proxy" or "figure", reason)
-    "How TensorBoard can be shown here."
-    if env.kaggle: return "figure", "Kaggle serves no TensorBoard"
-    if not env.kernel: return "figure", "this is not a notebook"
-    if not env.interactive:
-        return "figure", "this notebook runs as a batch job, and the saved file keeps an image but no server"
-    if not env.program: return "figure", "there is no tensorboard program beside this Python or on the PATH"
-    if env.colab: return "magic", "Colab shows it below the cell"
-    if env.proxy_url: return "proxy", f"TENSORBOARD_PROXY_URL is {env.proxy_url}"
-    if env.proxy(): return "proxy", f"jupyter-server-proxy serves it at {env.proxy()}"
-    if env.hub:
-        return "figure", "JupyterHub opens no port; install jupyter-server-proxy beside the Jupyter server"
-    return "magic", "a live notebook; if its port cannot be reached, use show_tensorboard(logdir, 'figure')"
-
-# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d001e
 def has_server_proxy() -> bool:
     try: from jupyter_core.paths import jupyter_config_path
     except ImportError: return False
@@ -219,33 +171,43 @@ def has_server_proxy() -> bool:
     note = "jupyter_server_config.d/jupyter-server-proxy.json" # of a server in another environment
     return any((Path(d)/note).is_file() for d in jupyter_config_path())
 
-def tensorboard_program() -> str: # path, or ""
-    "The program that the magic starts. Programs beside the kernel's Python are often not on the PATH."
+def tensorboard_program() -> str: # path of what the magic starts, or ""; it is often not on the PATH
     beside, found = Path(sys.executable).with_name("tensorboard"), shutil.which("tensorboard")
     return os.environ.get("TENSORBOARD_BINARY") or found or (str(beside) if beside.is_file() else "")
 
-def viewer_env() -> ViewerEnv:
-    here, live = detect_environment(), kernel() is not None
-    kaggle = (here.run or "Interactive") * (here.name == "kaggle")
-    return ViewerEnv(live, live and is_interactive(), kaggle, "google.colab" in sys.modules, here.hub,
-                     has_server_proxy(), os.environ.get("TENSORBOARD_PROXY_URL", ""),
-                     bool(tensorboard_program()))
+def proxy_address() -> str: # of a port, with %PORT%, or ""
+    hub = detect_environment().hub.rstrip("/")
+    by_hub = f"{hub}/proxy/%PORT%/" if hub and has_server_proxy() else ""
+    return os.environ.get("TENSORBOARD_PROXY_URL") or by_hub
+
+def choose_view() -> tuple: # ("magic", "proxy" or "figure", reason)
+    "How TensorBoard can be shown here."
+    here = detect_environment()
+    if here.name == "kaggle": return "figure", "Kaggle serves no TensorBoard"
+    if kernel() is None: return "figure", "this is not a notebook"
+    if not is_interactive():
+        return "figure", "this notebook runs as a batch job, and the saved file keeps an image but no server"
+    if not tensorboard_program():
+        return "figure", "there is no tensorboard program beside this Python or on the PATH"
+    if "google.colab" in sys.modules: return "magic", "Colab shows it below the cell"
+    if address := proxy_address(): return "proxy", f"a proxy serves it at {address}"
+    if here.hub:
+        return "figure", "JupyterHub opens no port; install jupyter-server-proxy beside the Jupyter server"
+    return "magic", "a live notebook; if its port cannot be reached, use show_tensorboard(logdir, 'figure')"
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0021
 def show_tensorboard(
-    logdir="runs", # event files, of one run or of several below it
+    logdir="runs", # with event files, searched recursively
     view:str=None, # magic, proxy or figure; default: what works here
 ): # the figure, or None if TensorBoard itself is shown
-    "Curves and images of runs, inline."
-    env = viewer_env()
-    chosen, why = (view, "as requested") if view else choose_view(env)
+    chosen, why = (view, "as requested") if view else choose_view()
     if chosen not in ("magic", "proxy", "figure"):
         raise ValueError(f"`view` must be magic, proxy or figure, got {view!r}")
     print(f"TensorBoard as {chosen}: {why}")
     if chosen == "figure" or Path(logdir).is_file(): return plot_events(logdir) # a file raises ValueError
     if not Path(logdir).is_dir():
         print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")
-    if chosen == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = env.proxy() or "/proxy/%PORT%/"
+    if chosen == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = proxy_address() or "/proxy/%PORT%/"
     if program := tensorboard_program(): os.environ["TENSORBOARD_BINARY"] = program
     from IPython import get_ipython
     shell, line = get_ipython(), f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"

@@ -1,5 +1,5 @@
 """The sample viewer and the cache status: data, static and live forms, escaping, filters, warnings and memory."""
-import gc, json, os, shutil, sys, weakref
+import base64, gc, io, json, os, re, shutil, sys, weakref
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
@@ -276,6 +276,14 @@ def test_unreadable_image_shows_a_message(pairs):
     c.on.click()
     assert c.page.value.count("<figure") == 3 and view.data()["problems"] == []
     assert "control 1:" in c.page.value and "control 2:" in c.page.value
+
+
+def test_exif_rotated_image_is_upright(pairs):
+    root, exif = pairs(sizes=[(48, 32)]), Image.Exif()
+    exif[274] = 6 # shown turned clockwise
+    Image.new("RGB", (32, 48)).save(root/"training_images"/"0000.png", exif=exif)
+    page = sample_html(dataset(root), 0)
+    assert "target: 48x32" in page and [Image.open(io.BytesIO(base64.b64decode(d))).size for d in re.findall('base64,([^"]+)', page)] == [(48, 32)] * 2
 
 
 def test_mask_is_drawn(pairs):
