@@ -67,7 +67,7 @@ class Predictor:
         self.components, self.adapters, self.data = components, adapters, data
         self.config = config or PredictSection()
         self.geometry = geometry or (lambda: Geometry(**components.areas))
-        self.state = state or SimpleNamespace(running=False, optimizing=False, processes=1)
+        self.state = state or SimpleNamespace(running=False, optimizer=None, processes=1)
         self.device = torch.device(device)
         self.devices = {k: check_device(d) if d != "auto" else self.device
                         for k, d in self.config.devices.model_dump().items()}
@@ -96,7 +96,7 @@ class Predictor:
         self.placement = plan_components(
             parts, self.config, self.device, self.devices, self.geometry().control_area,
             table, model is not None and model.text_encoder_offload,
-            s.running, s.optimizing, s.processes == 1)
+            s.running, s.optimizer is not None, s.processes == 1)
         self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
         self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
         return self.placement

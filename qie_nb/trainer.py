@@ -27,7 +27,7 @@ from .predict import Predictor
 from .training.callbacks import RunState, UnloadEncodersCallback, call
 from .training.checkpoint import CheckpointCallback, SavedRun
 from .training.optimizer import (EMA, check_optimizer, check_schedule, guarded_step, make_optimizer,
-                                       restart_schedule)
+                                       make_schedule)
 from .training.resume import RunResume
 from .training.run_adapters import RunAdapters
 from .training.run_data import RunData
@@ -39,7 +39,7 @@ from .training.stopping import (NonFiniteCounter, NonFiniteStop, StopSignals, Ti
 
 # %% ../nbs/01_trainer.ipynb #0c1e93e1
 def _add(part, cls, *names, chain=False, **renamed):
-    "Give the trainer methods of one of its parts; with `chain` they return the trainer."
+    "Give the trainer methods of a part; with `chain` they return the trainer."
     def delegate(method):
         @wraps(method)
         def call(self, *args, **kwargs):
@@ -49,21 +49,20 @@ def _add(part, cls, *names, chain=False, **renamed):
     for name, own in {**dict(zip(names, names)), **renamed}.items():
         setattr(QwenImageEditTrainer, name, delegate(getattr(cls, own)))
 
-def _attribute(name, path): # `path`: part of the trainer, and the attribute's name there if it differs
+def _attribute(name, path): # `path`: the part, and the attribute's name there if it differs
     part, own = (path + "." + name).split(".")[:2]
     put = lambda self, value: setattr(getattr(self, part), own, value)
     return property(lambda self: getattr(getattr(self, part), own), put, doc=f"`{part}.{own}`")
 
 def _component(name):
     def put(self, value): self.components.loaded[name] = value
-    return property(lambda self: self.components.loaded.get(name), put,
-                    doc=f"The {name}, or None if not loaded.")
+    return property(lambda self: self.components.loaded.get(name), put, doc="None if not loaded.")
 
 class QwenImageEditTrainer:
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
-        config=None, # `Config`, nested dict, or None for the defaults (the tiny model)
-        callbacks=(), # further `Callback`s
+        config=None, # `Config`, nested dict, or None for the defaults
+        callbacks=(), # `Callback`s
     ):
         c = self.config = make_config(config)
         self.device = local_device((c.train.model_parallel_devices or [c.train.device])[0])
@@ -89,10 +88,9 @@ class QwenImageEditTrainer:
         self.predictor = Predictor(parts, c.predict, self.adapters.geometry, self.adapters, self.data,
                                    self.state, self.device)
         self.checkpoints = RunResume(parts, c, self.state, self.adapters)
-        self.accelerator = self.optimizer = self.lr_scheduler = None
-        self.wrapped = None # what the training step calls, with several processes
-        self.finite = None # `NonFiniteCounter` of the run
-        self.started = False # has this trainer's run started, or been resumed?
+        self.accelerator = self.lr_scheduler = None
+        self.wrapped = self.finite = None # what the step calls with several processes; `NonFiniteCounter`
+        self.started = False # or resumed?
 
     def __repr__(self): return f"{self.device}, {self.weight_dtype}: {self.dtype_reason}\n{self.components!r}"
 
@@ -105,11 +103,6 @@ class QwenImageEditTrainer:
     def quantize(self, value):
         self._quantize, self.components.quantize["transformer"] = value, parse_quantization(value)
 
-    @property
-    def optimizer(self): return self._optimizer
-    @optimizer.setter
-    def optimizer(self, value): self._optimizer, self.state.optimizing = value, value is not None
-
     @staticmethod
     def _pack_latents(*args): return __import__("diffusers").QwenImageEditPipeline._pack_latents(*args)
     @staticmethod
@@ -119,8 +112,8 @@ for _n, _path in dict(
     use_cache="data", cache_dir="data", cache_exist="data", vae_device="data", text_device="data",
     samples="data", held_out="data.validation", ema="adapters", weights_name="adapters",
     lora_origin="adapters.origin", placement="predictor", predicted="predictor",
-    predict_devices="predictor.devices", global_step="state", is_main="state", running="state",
-    modulation_table="modulation.table", resumed_from="checkpoints",
+    predict_devices="predictor.devices", optimizer="state", global_step="state", is_main="state",
+    running="state", modulation_table="modulation.table", resumed_from="checkpoints",
 ).items(): setattr(QwenImageEditTrainer, _n, _attribute(_n, _path))
 
 # %% ../nbs/01_trainer.ipynb #be7131d6
@@ -135,17 +128,16 @@ def training_step(self:QwenImageEditTrainer,
 
 @patch
 def _compute_loss(self:QwenImageEditTrainer,
-    batch, # mapping with latents and embeddings
-    seeds, # one int per sample
+    batch, seeds, # one int per sample
 ) -> torch.Tensor: # [B] float32
-    "Loss of each sample at noise and noise level from its seed, with the options of training."
+    "Loss of each sample at noise and noise level from its seed."
     c = self.config.train
     eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, self.components.get("scheduler").config)
     return self.loss(batch, eps, sigmas, c.loss_weighting, c.mask_min_weight)
 
 @patch
 def loss(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", mask_min_weight=1.): # [B] float32
-    "`flow_matching_loss` of each sample at given noise; evaluation uses the defaults."
+    "`flow_matching_loss` of each sample; evaluation uses the defaults."
     model, losses = self.modulation.transformer(), {}
     options = self.device, self.weight_dtype, weighting, mask_min_weight
     parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
@@ -156,15 +148,15 @@ def loss(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", mask_m
         losses |= zip(rows, made)
     return torch.stack([losses[i] for i in range(len(eps))])
 
-for _n in ("_training_step_cached", "_training_step_compute"):
-    setattr(QwenImageEditTrainer, _n, QwenImageEditTrainer.training_step)
+_cls = QwenImageEditTrainer
+_cls._training_step_cached = _cls._training_step_compute = _cls.training_step
 
 # %% ../nbs/01_trainer.ipynb #12baa7d4
 @patch
 def fit(self:QwenImageEditTrainer,
-    train_dataloader=None, # loader over an `ImageDataset`, any iterable of batches; default: configured data
+    train_dataloader=None, # loader or other iterable of batches; default: configured data
 ):
-    "Train until `max_train_steps` or `num_epochs`; a second call continues where the first was stopped."
+    "Train until `max_train_steps` or `num_epochs`; a second call continues a stopped run."
     state, advice = self.state, lambda: training_advice(self.config)
     with StopSignals(state) as signals, memory_advice("training", advice, self.free_step_memory):
         run = self.setup_run(train_dataloader)
@@ -182,9 +174,9 @@ def fit(self:QwenImageEditTrainer,
 # %% ../nbs/01_trainer.ipynb #5f5e2da2
 @patch
 def optimizer_step(self:QwenImageEditTrainer, group:StepBatches):
-    "Backward over the batches, clip, step; loss, gradient norm before clipping and rate go into the state."
+    "Backward over the batches, clip, step; loss, gradient norm and rate go into the state."
     c, s, n, total = self.config, self.state, self.accelerator.num_processes, 0.
-    self.optimizer.zero_grad(set_to_none=True) # first: an interrupted step leaves gradients
+    self.optimizer.zero_grad(set_to_none=True) # an interrupted step leaves gradients
     s.metrics, self.batch = {}, group[-1]
     if c.model.lora.lora_dropout:
         torch.manual_seed(stable_seed(c.train.seed, "dropout", s.global_step, s.process))
@@ -204,7 +196,7 @@ def optimizer_step(self:QwenImageEditTrainer, group:StepBatches):
 def apply_update(self:QwenImageEditTrainer,
     ok:torch.Tensor, # 0-dim bool on the device: is the gradient finite?
 ):
-    "Update adapter, moments, running mean and rate; `state.advance` then counts the step."
+    "Update adapter, moments, running mean and rate."
     s = self.state
     s.whole, s.lr = False, self.optimizer.param_groups[0]["lr"]
     self.finite.note(ok)
@@ -215,7 +207,7 @@ def apply_update(self:QwenImageEditTrainer,
 # %% ../nbs/01_trainer.ipynb #ab53ed29
 @patch
 def setup_run(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
-    "Prepare a run, or continue a stopped one."
+    "Prepare or continue a run."
     c, s = self.config.train, self.state
     s.stop, s.began = "", time.time()
     self.setup_accelerator()
@@ -230,7 +222,7 @@ def setup_run(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
     if not self.started: self.start_run(callbacks, fingerprint)
     if self.finite is None: self.finite = NonFiniteCounter(self.device, s.skipped)
     s.set_lengths(c, run.batches)
-    self.configure_schedule() # now that the length is known
+    self.configure_schedule()
     if s.global_step >= s.max_steps: s.stop = "done"
     self._transformer().train()
     return run
@@ -241,11 +233,12 @@ def start_run(self:QwenImageEditTrainer, callbacks, fingerprint):
     c, begins_from = self.config.train, self.config.model.lora.pretrained_weight
     checkpoints = self.checkpoints
     found = c.resume_checkpoint and checkpoints.find(c.resume_checkpoint, fingerprint)
-    if not found: checkpoints.check_new_run()
-    if begins_from and not found: lora.find_lora(begins_from)
+    if not found:
+        checkpoints.check_new_run()
+        if begins_from: lora.find_lora(begins_from)
     checkpoints.check_output()
-    for callback in callbacks: # encoders have memory before the transformer is loaded
-        getattr(callback, "prepare", lambda t: None)(self)
+    for c in callbacks: # encoders have memory before the transformer is loaded
+        getattr(c, "prepare", lambda t: None)(self)
     if found: self.resume(found)
     else:
         self.set_lora()
@@ -255,7 +248,7 @@ def start_run(self:QwenImageEditTrainer, callbacks, fingerprint):
 @patch
 @contextmanager
 def run_context(self:QwenImageEditTrainer, run, signals):
-    "Around the loop: signals stop after the step, and `on_train_end` is called in any case."
+    "Signals stop after the step; `on_train_end` is called in any case."
     signals.stop_requested_only = self.state.running = True
     try:
         call(run.callbacks, "on_train_begin", self)
@@ -267,14 +260,12 @@ def run_context(self:QwenImageEditTrainer, run, signals):
 
 @patch
 def free_step_memory(self:QwenImageEditTrainer):
-    "Release the last batch, loss and gradients."
     self.batch = self.state.loss = self.state.grad_norm = None
     if self.optimizer is not None: self.optimizer.zero_grad(set_to_none=True)
 
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
-    "Evaluation, logs, checkpoints and time limit; only the main process writes logs."
-    from qie_nb.evaluation.evaluate import EvaluationCallback # expensive to import
+    from qie_nb.evaluation.evaluate import EvaluationCallback
     from qie_nb.logging import logging_callbacks
     logs = logging_callbacks(self.config)
     return [UnloadEncodersCallback(), EvaluationCallback(self.config), NonFiniteStop(),
@@ -283,7 +274,7 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
 # %% ../nbs/01_trainer.ipynb #b66af94a
 @patch
 def setup_accelerator(self:QwenImageEditTrainer):
-    "Create the Accelerator, without autocast: the base computes in its own dtype, as in the pipelines."
+    "Create the Accelerator, without autocast: the base computes in its own dtype."
     from accelerate import Accelerator
     if self.accelerator is None:
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
@@ -293,19 +284,18 @@ def setup_accelerator(self:QwenImageEditTrainer):
 
 @patch
 def set_lora(self:QwenImageEditTrainer):
-    "Load the transformer, freeze it and add the adapter that will be trained."
+    "Load and freeze the transformer and add the adapter."
     self.adapters.start()
     return self.prepare_model()
 
 @patch
 def prepare_model(self:QwenImageEditTrainer):
-    "`RunModulation.prepare_training`"
     self.wrapped = self.modulation.prepare_training(self.setup_accelerator(), len(self.samples or ()))
     return self
 
 @patch
 def configure_optimizers(self:QwenImageEditTrainer):
-    "Create optimizer, learning-rate schedule and, with `train.ema_decay`, the adapter's running mean."
+    "Create optimizer, learning-rate schedule and, with `train.ema_decay`, a running mean."
     params, decay = lora.lora_parameters(self._transformer()), self.config.train.ema_decay
     self.optimizer = make_optimizer(params, self.config.optimizer)
     self.adapters.ema = EMA(params, decay) if decay else None
@@ -313,21 +303,21 @@ def configure_optimizers(self:QwenImageEditTrainer):
 
 @patch
 def configure_schedule(self:QwenImageEditTrainer):
-    "Create the learning-rate schedule for the run's length, at the current step."
+    "Create the learning-rate schedule at the current step."
     c, s = self.config, self.state
-    self.lr_scheduler = restart_schedule(self.optimizer, c.optimizer.lr, c.lr_scheduler, s.max_steps,
-                                         s.global_step)
+    for g in self.optimizer.param_groups: g["lr"] = g["initial_lr"] = c.optimizer.lr
+    self.lr_scheduler = make_schedule(self.optimizer, c.lr_scheduler, s.max_steps, s.global_step)
     return self
 
 # %% ../nbs/01_trainer.ipynb #49bb05c6
 @patch
 def save_checkpoint(self:QwenImageEditTrainer,
     epoch:int, global_step:int, # completed
-    by_epoch:bool=True, # name the folder after the epoch rather than the step?
+    by_epoch:bool=True, # name the folder after the epoch?
 ) -> Path:
-    "Write a complete checkpoint and remove older ones."
+    "Write a checkpoint and remove older ones."
     skipped = int(self.finite.skipped) if self.finite else 0
-    folder = self.checkpoints.save(epoch, global_step, by_epoch, self.optimizer, skipped)
+    folder = self.checkpoints.save(epoch, global_step, by_epoch, skipped)
     self.prune_checkpoints()
     if self.accelerator is not None: self.accelerator.wait_for_everyone()
     return folder
@@ -344,13 +334,13 @@ def resume(self:QwenImageEditTrainer,
     saved = which if isinstance(which, SavedRun) else self.checkpoints.find(which)
     self.adapters.load_trained(saved.folder/lora.WEIGHT_NAME)
     self.prepare_model().configure_optimizers()
-    self.checkpoints.restore(saved, self.optimizer)
+    self.checkpoints.restore(saved)
     self.finite, self.started = None, True
     return self.configure_schedule()
 
 @patch
 def rollback_torn_step(self:QwenImageEditTrainer):
-    "After an interrupted update, go back to the last checkpoint, or to the beginning."
+    "After an interrupted update, go back to the last checkpoint or to the beginning."
     if self.state.whole: return
     if last := self.checkpoints.last():
         print("the last step was interrupted: going back to the last checkpoint")
@@ -358,7 +348,7 @@ def rollback_torn_step(self:QwenImageEditTrainer):
     print("the last step was interrupted and there is no checkpoint: starting over")
     self.state.reset()
     self._transformer().delete_adapters("default")
-    self.optimizer = self.adapters.ema = self.finite = None
+    self.adapters.ema = self.finite = None
     self.started = False
 
 # %% ../nbs/01_trainer.ipynb #9094cebc

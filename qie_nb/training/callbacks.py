@@ -11,50 +11,48 @@ from dataclasses import dataclass, field
 # %% ../../nbs/training/00_callbacks.ipynb #f21998bc
 @dataclass(frozen=True)
 class EvalImage:
-    "An image made by an evaluation."
-    name: str        # the same at every evaluation
+    name: str
     caption: str
-    file: object     # path of the edited image
-    shown: tuple = () # control and target, uint8 [H, W, 3], if they exist
+    file: object      # path
+    shown: tuple = () # control and target, uint8 [H, W, 3]
 
 @dataclass
 class RunState:
-    "Position, last results and flags of a run. Seed, epoch and `position` determine all that follows."
+    "Position, last results and flags of a run."
     epoch: int = 0           # completed
     position: int = 0        # batches done of the current epoch
     global_step: int = 0     # completed optimizer steps
     num_epochs: int = 1      # planned
     max_steps: int = 0       # planned optimizer steps
-    loss: object = None      # mean of the last step, a tensor; on the device until it is logged
+    loss: object = None      # of the last step, a tensor; on the device until it is logged
     grad_norm: object = None # before clipping; as `loss`
-    lr: float = 0.           # of the last step
-    stop: str = ""           # reason to end the run; empty while it continues
+    lr: float = 0.
+    stop: str = ""           # why the run ends; empty while it continues
     epoch_ended: bool = False # did the last step end an epoch?
-    metrics: dict = field(default_factory=dict) # values to log with the next row, e.g. held_out_loss
-    eval_images: list = None # `EvalImage`s of this step's evaluation, or None
-    skipped: int = 0         # steps whose loss was not finite, when last read
-    whole: bool = True       # False between the adapter's update and counting the step
+    metrics: dict = field(default_factory=dict) # to log with the next row
+    eval_images: list = None # `EvalImage`s of this step, or None
+    skipped: int = 0         # steps without a finite loss, when last read
+    whole: bool = True       # False between an update and its counting
     save_seconds: float = None # longest save so far
-    began: float = None      # time.time() of the last call of `fit`
-    pending: str = ""        # an interrupted evaluation, to be repeated on resume
-    suspect: bool = False    # did losses that are not finite end the run?
-    best: tuple = None       # (held-out loss, checkpoint's name) of the best checkpoint
+    began: float = None      # time.time() of the last `fit`
+    pending: str = ""        # an evaluation to repeat on resume
+    suspect: bool = False    # ended by losses that are not finite?
+    best: tuple = None       # (held-out loss, name) of the best checkpoint
     running: bool = False    # within `fit`?
-    optimizing: bool = False # does an optimizer hold the adapter's parameters?
-    process: int = 0         # number of this process
+    optimizer: object = None # of the adapter
+    process: int = 0
     processes: int = 1
-    poll: object = None      # function that an evaluation calls often, e.g. to handle clicks on a stop button
-    warned: set = field(default_factory=set) # messages printed by `warn_once`
+    poll: object = None      # called often in evaluations
+    warned: set = field(default_factory=set) # printed messages
 
     @property
     def is_main(self) -> bool: return self.process == 0
 
     def warn_once(self, text:str):
-        "Print a message once per run."
         if text and text not in self.warned: self.warned.add(text); print(text)
 
     def advance(self, batches:int, per_epoch:int):
-        "Count a step of some batches; nothing else changes these numbers."
+        "Count a step."
         self.global_step, self.position = self.global_step + 1, self.position + batches
         self.epoch_ended = self.position >= per_epoch
         if self.epoch_ended: self.epoch, self.position = self.epoch + 1, 0
@@ -62,17 +60,17 @@ class RunState:
         self.whole = True
 
     def set_lengths(self, train, batches:int):
-        "Plan the remaining steps from the current position; a forced resume may have other epochs."
+        "Plan the remaining steps; a forced resume may have other epochs."
         n = train.gradient_accumulation_steps
         if self.position >= batches: self.epoch, self.position = self.epoch + 1, 0
         self.epoch_ended = self.global_step > 0 and self.position == 0
         per_epoch, done = -(-batches // n), -(-self.position // n) # steps
-        begun = self.global_step - done # steps before the current epoch
+        begun = self.global_step - done # at the current epoch
         self.max_steps = train.max_train_steps or begun + (train.num_epochs - self.epoch) * per_epoch
         self.num_epochs = self.epoch + -(-(self.max_steps - begun) // per_epoch)
 
     def reset(self):
-        "Back to step 0; process, `poll` and printed messages stay."
+        "Back to step 0."
         kept = ("began", "process", "processes", "poll", "warned")
         vars(self).update(vars(RunState(**{k: getattr(self, k) for k in kept})))
 
@@ -86,15 +84,10 @@ class Callback:
     def on_train_end(self, trainer): pass
 
 class UnloadEncodersCallback(Callback):
-    "Unload VAE and text encoder after an epoch that filled the cache."
     def on_epoch_end(self, trainer): trainer.data.unload_encoders()
 
-def call(
-    callbacks, # in order
-    event:str, # on_train_begin, on_step_end, on_epoch_end or on_train_end
-    trainer,
-):
-    "Call every callback. In `on_train_end` an error is raised after all of them could save and close."
+def call(callbacks, event:str, trainer):
+    "Call every callback; an error in `on_train_end` is raised after all of them ran."
     failed = None
     for c in callbacks:
         try: getattr(c, event)(trainer)
@@ -106,8 +99,7 @@ def call(
 # %% ../../nbs/training/00_callbacks.ipynb #9e6117f4
 def due(
     state:RunState,
-    epochs:int=0, # interval; 0 for none
-    steps:int=None, # interval in optimizer steps; None for none
+    epochs:int=0, steps:int=None, # intervals
 ) -> bool:
     "Does an interval end with the last step?"
     by_step = bool(steps) and state.global_step % steps == 0

@@ -22,7 +22,6 @@ FORMAT = 2 # of a checkpoint
 
 # %% ../../nbs/training/04_checkpoint.ipynb #5a457d5c
 def split_state(state:dict) -> tuple: # ({"3.exp_avg": tensor}, JSON-ready rest)
-    "Tensors and the rest of `optimizer.state_dict()`."
     tensors, values = {}, {}
     def put(name, held):
         for k, v in held.items():
@@ -34,7 +33,7 @@ def split_state(state:dict) -> tuple: # ({"3.exp_avg": tensor}, JSON-ready rest)
     return tensors, dict(param_groups=state["param_groups"], values=values)
 
 def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dict`
-    "The inverse of `split_state`; lists of JSON become tuples again."
+    "The inverse of `split_state`."
     state = {}
     for name, v in {**tensors, **rest["values"]}.items():
         i, *path, k = name.split(".")
@@ -51,13 +50,13 @@ def checkpoint_name(epoch:int, global_step:int, by_epoch:bool=True) -> str: # ep
 
 # %% ../../nbs/training/04_checkpoint.ipynb #affb1781
 def write_checkpoint(
-    folder, # of this checkpoint; replaced if it exists
-    save_adapter, # called with the folder, writes the adapter there
+    folder, # replaced if it exists
+    save_adapter, # function that writes the adapter to a folder
     optimizer:dict, # `optimizer.state_dict()`
-    state:dict, # JSON-ready: step, epoch, position, config, identities
+    state:dict, # JSON-ready
     rng:torch.Tensor=None, # torch's generator state
 ) -> Path:
-    "Write a checkpoint; `COMPLETE` comes last, and `latest` beside it names the newest complete one."
+    "Write a checkpoint, `COMPLETE` last; then `latest` beside it names this one."
     from safetensors.torch import save
     folder = Path(folder)
     new, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
@@ -87,21 +86,21 @@ def is_complete(folder) -> bool:
     same = lambda name, digest: (folder/name).is_file() and file_digest(folder/name) == digest
     return isinstance(wanted, dict) and all(same(*item) for item in wanted.items())
 
-def _folders(root) -> list: # of checkpoints, complete or not; a kill can leave names with a dot
+def _folders(root) -> list: # complete or not; a kill can leave names with a dot
     name, root = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)"), Path(root)
     return [d for d in root.iterdir() if name.fullmatch(d.name) and d.is_dir()] if root.is_dir() else []
 
 def complete_checkpoints(root) -> list: # of folders
-    "All complete checkpoints of a checkpoints folder, in the order in which they were written."
+    "Complete checkpoints, oldest first."
     written = lambda folder: json.loads((folder/"state.json").read_text()).get("written", 0)
     return sorted(filter(is_complete, _folders(root)), key=written)
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
-    which, # a checkpoint folder, `latest`, or an older name like checkpoints/epoch_0050.pt
+    which, # folder, `latest`, or an older name like checkpoints/epoch_0050.pt
     root="checkpoints", # where `latest` looks
 ) -> Path:
-    "The checkpoint folder meant. Raises FileNotFoundError or ValueError."
+    "A checkpoint's folder. Raises FileNotFoundError or ValueError."
     asked, path = f"`resume_checkpoint` {str(which)!r}", Path(str(which).removesuffix(".pt")).expanduser()
     names = lambda folder: ", ".join(d.name for d in complete_checkpoints(folder)) or "none"
     if path.name == "latest":
@@ -121,14 +120,12 @@ def find_checkpoint(
 
 # %% ../../nbs/training/04_checkpoint.ipynb #5d24ef11
 class SavedRun(NamedTuple):
-    "A checkpoint in memory."
     folder:Path
     state:dict     # of state.json
     optimizer:dict # for `optimizer.load_state_dict`
     rng:object     # torch's CPU generator state, or None
 
 def read_checkpoint(folder) -> SavedRun:
-    "Read a complete checkpoint."
     from safetensors.torch import load_file
     name = f"checkpoint {str(folder)!r}"
     try:
@@ -142,34 +139,33 @@ def read_checkpoint(folder) -> SavedRun:
     raise ValueError(f"{name} has format {version}, and this qie_nb knows up to {FORMAT}; upgrade qie_nb")
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1d528def
-def _remove(folder): # under another name first, because a kill may leave half of it
+def _remove(folder): # renamed first: a kill may leave half of it
     old = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.old")
     if old != folder: shutil.rmtree(old, ignore_errors=True); os.rename(folder, old)
     shutil.rmtree(old)
 
 def keep_newest(
-    root, # the checkpoints folder
-    n:int, # complete ones to keep
-    budget_gb:float=None, # GB (1e9 bytes) that all together may take; the newest stays in any case
+    root, n:int,
+    budget_gb:float=None, # 1e9 bytes that they may take together; the newest always stays
 ) -> list: # names of the removed
-    "Remove complete checkpoints except the last `n` written and the best, and partial ones."
+    "Remove checkpoints, except the last `n` complete ones and the best."
     root, found = Path(root), complete_checkpoints(root)
     best = (root/"best").read_text().strip() if (root/"best").is_file() else None
     size = lambda d: sum(p.stat().st_size for p in d.iterdir())
     kept = [d for d in found if d in found[-n:] or d.name == best]
-    for d in sorted(kept[:-1], key=lambda d: d.name == best): # over the budget the best is removed last
+    for d in sorted(kept[:-1], key=lambda d: d.name == best): # the best is removed last
         if budget_gb and sum(map(size, kept)) > budget_gb * 1e9: kept.remove(d)
     gone = [d for d in _folders(root) if d not in kept and (d in found or d.name.startswith("."))]
     for d in gone: _remove(d)
-    for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a save that was killed
+    for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a killed save
     return [d.name for d in gone]
 
 # %% ../../nbs/training/04_checkpoint.ipynb #9e0d7f0c
 class CheckpointCallback(Callback):
-    "Saves checkpoints at intervals, at the best held-out loss, and at the end of a run."
+    "Saves at intervals, at the best held-out loss, and at the end."
     def on_train_begin(self, t):
         self.saved = t.global_step or None
-        if t.global_step and self.better(t.state): self.save(t) # by an evaluation that was repeated
+        if t.global_step and self.better(t.state): self.save(t) # by a repeated evaluation
 
     def better(self, s) -> bool:
         loss = s.metrics.get("held_out_loss", math.nan)
@@ -183,11 +179,11 @@ class CheckpointCallback(Callback):
 
     def on_train_end(self, t):
         c = t.config.train
-        # not `stop`, which a signal may change in one process alone
+        # a signal may set `stop` in one process alone
         short = t.global_step < t.state.max_steps
         wanted = short or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0]
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
-        else: t.prune_checkpoints() # the last save may have been killed while pruning
+        else: t.prune_checkpoints()
 
     def save(self, t):
         if not t.state.whole: return print("no checkpoint: the last step was torn; the one before is kept")

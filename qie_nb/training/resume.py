@@ -43,36 +43,34 @@ FREE_KEYS = _names( # may change on resume; changes are printed
 _OLD = {"train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
         "train.model_parallel_devices": "train.transformer_devices"} # names in version 1's checkpoints
 
-def value_of(config, name:str):
-    "A setting of a `Config` or dict by its dotted name; None if an older configuration lacks it."
-    for part in name.split("."):
-        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
-        if config is None: return None
-    return list(config) if isinstance(config, tuple) else config
+def value_of(config:dict, name:str):
+    "A setting by its dotted name, or None."
+    for part in name.split("."): config = (config or {}).get(part)
+    return config
 
 # %% ../../nbs/training/05_resume.ipynb #7ac2e5f8
 def settings_metadata(
     config, # `Config`
     dtype:str, # of the base, e.g. bfloat16
-    quantize, # quantization or None
-    samples:int, # of one batch over all processes
+    quantize, # or None
+    samples:int, # of a batch over all processes
 ) -> dict: # {dotted name: value}
-    "The settings that a step depends on."
     keys = RUN_KEYS + [k for k, how in _ONLY_WITH.items() if config.train.timestep_sampling == how]
-    out, layers = {k: value_of(config, k) for k in keys}, config.model.lora.target_modules
+    plain, layers = config.model_dump(mode="json"), config.model.lora.target_modules
+    out = {k: value_of(plain, k) for k in keys}
     out["model.lora.lora_alpha"] = out["model.lora.lora_alpha"] or out["model.lora.r"]
     out["model.lora.target_modules"] = layers if isinstance(layers, str) else sorted(layers)
     return out | {"model.quantize": quantize or "none", "dtype of the base": dtype,
                   "data.batch_size x processes": samples}
 
-def changed_settings(was:dict, config) -> str: # "" if nothing changed
-    "Settings that may change on resume, and did."
-    values = [(k, value_of(was, _OLD.get(k, k)) or value_of(was, k), value_of(config, k)) for k in FREE_KEYS]
+def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
+    "Changes of `FREE_KEYS`."
+    values = [(k, value_of(was, _OLD.get(k, k)) or value_of(was, k), value_of(now, k)) for k in FREE_KEYS]
     return "; ".join(f"`{k}` {old} -> {new}" for k, old, new in values if old != new)
 
 # %% ../../nbs/training/05_resume.ipynb #10eb5dd0
 def sample_digest(sample) -> str: # 16 hex digits
-    "Digest of a sample: its images' bytes, their order, its caption and mask."
+    "Digest of a sample's images, caption and mask."
     parts = [source_digest(sample.target), *map(source_digest, sample.controls), sample.prompt]
     if sample.mask: parts.append(source_digest(sample.mask))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -86,7 +84,7 @@ def _data_difference(was, now) -> str:
     return f"data set: {len(was)} samples in the checkpoint, {len(now)} now ({listed})"
 
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
-    "Differences between two fingerprints, a checkpoint's and this run's, in all facts that both have."
+    "Differences between two fingerprints, in facts that both have."
     new_name, settings = {old: new for new, old in _OLD.items()}, now["settings"]
     facts = [(f"`{k}`", v, settings[k]) for old, v in was.get("settings", {}).items()
              if (k := new_name.get(old, old)) in settings]
@@ -97,7 +95,7 @@ def diff_runs(was:dict, now:dict) -> list: # one sentence each
     return found
 
 def check_same_run(name:str, was:dict, now:dict, force:bool=False):
-    "Refuse to resume another run's checkpoint. Raises ValueError with every difference."
+    "Raise ValueError with all differences if a checkpoint is another run's."
     found = "; ".join(diff_runs(was, now))
     if found and not force:
         raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in "
@@ -106,17 +104,16 @@ def check_same_run(name:str, was:dict, now:dict, force:bool=False):
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce
 class RunResume:
-    "Saves, finds and restores the checkpoints of a run."
+    "The checkpoints of a run."
     def __init__(self, components, config=None, state=None, adapters=None):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.adapters = adapters or RunAdapters(components, self.config, self.state)
-        self.fingerprint = None # set by `make_fingerprint`
-        self.resumed_from = None # folder of a checkpoint
+        self.fingerprint = self.resumed_from = None # of `make_fingerprint`; a checkpoint's folder
 
     def root(self) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
     def make_fingerprint(self, loader) -> dict: # JSON-ready
-        "Settings, base weights, samples and encoders that the steps depend on; kept for the checkpoints."
+        "What the steps depend on; kept for the checkpoints."
         parts, dataset = self.components, getattr(loader, "dataset", None)
         encoders, samples = getattr(dataset, "identity", None) or {}, getattr(dataset, "samples", None)
         dtype = str(parts.dtype).removeprefix("torch.")
@@ -132,12 +129,12 @@ class RunResume:
 
 # %% ../../nbs/training/05_resume.ipynb #55e92c0f
 @patch
-def save(self:RunResume, epoch:int, global_step:int, by_epoch=True, optimizer=None, skipped:int=0) -> Path:
-    "Write a complete checkpoint; as `QwenImageEditTrainer.save_checkpoint`."
-    if optimizer is None:
-        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
+def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped:int=0) -> Path:
+    "As `QwenImageEditTrainer.save_checkpoint`."
     began, s, a = time.time(), self.state, self.adapters
-    tr, ema, moments = a.modulation.transformer(), a.ema, full_state(optimizer.state_dict())
+    if s.optimizer is None:
+        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
+    tr, ema, moments = a.modulation.transformer(), a.ema, full_state(s.optimizer.state_dict())
     weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
     if ema is not None:
         with a.ema_weights(): weights.append(("ema.safetensors", "ema", lora.lora_state(tr)))
@@ -157,14 +154,13 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch=True, optimizer=No
 
 @patch
 def prune(self:RunResume):
-    "Remove older checkpoints, and partial ones of a run that was killed."
     c = self.config.train
     if self.state.is_main: ckpt.keep_newest(self.root(), c.keep_checkpoints, c.checkpoint_budget_gb)
 
 # %% ../../nbs/training/05_resume.ipynb #87e559f7
 @torch.no_grad()
 def put_back(transformer, state:dict):
-    "Copy the tensors of a LoRA file into the adapter. Raises ValueError if they belong to other layers."
+    "Copy a LoRA file's tensors into the adapter. Raises ValueError for other layers."
     params = lora.lora_tensors(transformer)
     if odd := sorted(params.keys() ^ state.keys()):
         raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd[0]}; resume "
@@ -175,58 +171,57 @@ def put_back(transformer, state:dict):
 @patch
 def find(self:RunResume,
     which, # as in `find_checkpoint`
-    fingerprint:dict=None, # of this run; None skips the comparison
+    fingerprint:dict=None, # to compare
 ) -> SavedRun:
-    "Find and read a checkpoint. Raises ValueError if it belongs to another run."
+    "Find and read a checkpoint. Raises ValueError if it is another run's."
     saved = ckpt.read_checkpoint(ckpt.find_checkpoint(which, self.root()))
-    if fingerprint is not None:
-        force = self.config.train.force_resume
-        check_same_run(saved.folder.name, saved.state.get("run") or {}, fingerprint, force)
+    was, force = saved.state.get("run") or {}, self.config.train.force_resume
+    if fingerprint: check_same_run(saved.folder.name, was, fingerprint, force)
     return saved
 
 @patch
 def last(self:RunResume): # name or folder, or None
-    "The newest checkpoint of this run, else the one that it continues."
+    "This run's newest checkpoint, else the one it continues."
     return "latest" if ckpt.complete_checkpoints(self.root()) else self.resumed_from
 
 @patch
-def restore(self:RunResume, saved:SavedRun, optimizer):
-    "Fill adapter, running mean, optimizer, generator and `RunState` from a checkpoint."
+def restore(self:RunResume, saved:SavedRun):
+    "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
     from safetensors.torch import load_file
     tr, s, was, ema = self.adapters.modulation.transformer(), self.state, saved.state, self.adapters.ema
     if ema is not None and (file := saved.folder/"ema.safetensors").is_file():
         put_back(tr, load_file(file))
         ema.restart(was.get("ema_updates") or 0)
     put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
-    optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
+    s.optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
     if saved.rng is not None: torch.set_rng_state(saved.rng)
     s.global_step, s.epoch, s.position = was["global_step"], was["epoch"], was["position"]
     s.skipped, s.pending, s.metrics = was.get("skipped", 0), was.get("pending", ""), {}
     s.best, s.whole, s.suspect = was.get("best") and tuple(was["best"]), True, False
-    self.resumed_from, changed = saved.folder, changed_settings(was["config"], self.config)
+    self.resumed_from = saved.folder
     if s.is_main:
+        changed = changed_settings(was["config"], self.config.model_dump(mode="json"))
         print(f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
               + f"; {changed}" * bool(changed))
 
 # %% ../../nbs/training/05_resume.ipynb #5bd9d23a
 @patch
 def check_new_run(self:RunResume):
-    "Raise ValueError if the output folder holds another run."
+    "Raise ValueError if the output folder has a run."
     if found := ckpt.complete_checkpoints(self.root()):
         raise ValueError(f"{str(self.root())!r} holds another run ({found[-1].name}); "
                          "set `train.resume_checkpoint` to latest, or `train.output_dir` to another folder")
 
 @patch
 def check_output(self:RunResume):
-    "Check that checkpoints, logs and modulation table can be written and fit on the disk."
+    "Check that what a run writes can be written and fits on the disk."
     root, modulation = self.root(), self.adapters.modulation
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root): pass
     except OSError as e:
-        folder = self.config.train.output_dir
-        raise ValueError(f"`train.output_dir` {folder!r} cannot be written ({e.strerror}); set it to a "
-                         "writable folder") from None
+        raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written "
+                         f"({e.strerror}); set it to a writable folder") from None
     items = run_items(self.config, memory_query(self.config, modulation.transformer_config(),
                                                 self.components.dtype.itemsize))
     if table := sum(modulation.table_bytes()):

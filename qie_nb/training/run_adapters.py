@@ -24,11 +24,11 @@ from .run_modulation import RunModulation
 # %% ../../nbs/training/07_run_adapters.ipynb #51fdaaee
 class LoadedLora(NamedTuple):
     name:str
-    file:object = "" # path; "" for a new adapter
+    file:object = "" # "" for a new adapter
     info:dict = {}   # metadata of its file
 
 class RunAdapters:
-    "The adapters of a run. `default` is the one that is trained and saved."
+    "The adapters of a run; `default` is trained and saved."
     def __init__(self, components, config=None, state=None, modulation=None):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.modulation = modulation or RunModulation(components, self.config, self.state)
@@ -40,14 +40,12 @@ class RunAdapters:
     def in_memory(self) -> dict: # {adapter name: peft's configuration}
         return getattr(self.components.loaded.get("transformer"), "peft_config", {})
 
-    def active(self) -> dict: # {adapter name: weight}, in the order in which they are added
-        "The adapters in use."
+    def active(self) -> dict: # {name of an adapter in use: weight}
         tr = self.components.loaded.get("transformer")
         return lora.active_loras(tr) if tr is not None else {}
 
     @property
-    def in_use(self) -> list: # of `LoadedLora`
-        "The adapters in use, except those of weight 0."
+    def in_use(self) -> list: # of `LoadedLora`, of a weight other than 0
         return [self.loaded.get(n, LoadedLora(n)) for n, w in self.active().items() if w]
 
 # %% ../../nbs/training/07_run_adapters.ipynb #336fceba
@@ -55,62 +53,60 @@ _SIZES = "control_area", "vl_area"
 
 @patch(as_prop=True)
 def origin(self:RunAdapters) -> dict:
-    "Metadata of the adapter whose image sizes are used."
+    "Metadata of the adapter that gives the image sizes."
     infos = [a.info for a in self.in_use or self.loaded.values()]
     return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
 
 @patch
 def geometry(self:RunAdapters, data=None) -> Geometry:
-    "Image sizes: from `data` or the configuration, else from the adapter, else the model's own."
+    "Image sizes: from `data` or the configuration, else the adapter's, else the model's."
     own = {k: v for k, v in self.origin.items() if k in _SIZES}
     return geometry_of(data or self.config.data, self.components.areas | own)
 
 @patch
 def warn_differences(self:RunAdapters):
-    "Print, once, if the adapters in use were trained at different sizes or on another variant."
+    "Print if adapters in use were trained at different sizes or on another variant."
     first, base = None, self.components.variant.name
     for n, _, info in self.in_use:
         sizes = {k: info[k] for k in _SIZES if info.get(k)}
         if sizes and first is None: first = n, sizes
         elif sizes and sizes != first[1]:
-            self.state.warn_once(f"adapter {n!r} was trained at {sizes}, {first[0]!r} at {first[1]}: the "
-                                 "first one's sizes are used; set `data.control_area` and `data.vl_area` to "
-                                 "choose others")
+            self.state.warn_once(f"adapter {n!r} was trained at {sizes}, {first[0]!r} at {first[1]}, which "
+                                 "is used; set `data.control_area` and `data.vl_area` to choose")
         if info.get("variant") not in (None, base):
             self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
 def start(self:RunAdapters):
-    "Load the transformer and add the adapter to train, or that of `model.lora.pretrained_weight`."
+    "Add the adapter to train, new or from `model.lora.pretrained_weight`."
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
     try: self._set_origin(lora.start_lora(tr, c, self.config.train.seed) or self.origin)
-    # only some layers may have their adapter
-    except KeyboardInterrupt: self.components.drop("transformer"); raise
+    except KeyboardInterrupt: self.components.drop("transformer"); raise # some layers may lack it
 
 @patch
 def load_trained(self:RunAdapters, file):
-    "Load the adapter of a checkpoint to train it further."
+    "Load a checkpoint's adapter to train it further."
     self.pick_modulation(adapters=lora.lora_layers(file))
     tr = self.modulation.transformer()
     self._set_origin(lora.load_lora(tr, file, trainable=True))
     lora.set_dropout(tr, self.config.model.lora.lora_dropout)
 
 @patch
-def _set_origin(self:RunAdapters, info): self.loaded |= {"default": LoadedLora("default", info=info)}
+def _set_origin(self:RunAdapters, info): self.loaded["default"] = LoadedLora("default", info=info)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #d21db8d0
 @patch
 def pick_modulation(self:RunAdapters, training:bool=True, adapters=()):
-    "`RunModulation.pick`; reloads the transformer if it lacks layers that are needed."
+    "`RunModulation.pick`; reloads the transformer if layers are missing."
     why = self.modulation.pick(training, adapters)
     if not why: return
     weights, others = self.active(), [self.loaded.get(n, LoadedLora(n)) for n in self.in_memory]
-    if self.state.optimizing or not all(a.file for a in others):
-        raise ValueError(f"{why}, but the transformer in memory has only the table; load the adapter "
-                         "in another trainer, or set `model.modulation_table` to false")
+    if self.state.optimizer is not None or not all(a.file for a in others):
+        raise ValueError(f"{why}, but the transformer in memory has only the table; load the adapter in "
+                         "another trainer, or set `model.modulation_table` to false")
     self.components.drop("transformer")
     self.modulation.transformer(pick=False)
     if others:
@@ -122,7 +118,7 @@ def pick_modulation(self:RunAdapters, training:bool=True, adapters=()):
 def load(self:RunAdapters,
     loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
 ):
-    "Load adapters and use these together. If one cannot be loaded, none is."
+    "Load adapters and use them together: all or none."
     wanted = parse_loras(loras)
     files = [lora.check_lora(w.path) for w in wanted] # before the transformer is loaded
     self.pick_modulation(training=False, adapters=[n for file, _ in files for n in lora.lora_layers(file)])
@@ -132,10 +128,10 @@ def load(self:RunAdapters,
 @patch
 def load_one(self:RunAdapters,
     path, # file, folder or hub id, in diffusers' or ComfyUI's format
-    adapter_name:str="default", # an adapter of this name is replaced
+    adapter_name:str="default", # replaced if it exists
     weight:float=1.0, # factor on the adapter's own scale
 ):
-    "Load an adapter for prediction and use it alone, with the image sizes it was trained at."
+    "Load an adapter for prediction and use it alone, at its image sizes."
     self.load([dict(path=path, weight=weight, name=adapter_name)])
 
 @patch
@@ -167,10 +163,10 @@ def load_configured(self:RunAdapters):
 # %% ../../nbs/training/07_run_adapters.ipynb #4fb7cdc7
 @patch
 def use(self:RunAdapters,
-    names, # adapter name or a list of them; [] for the base alone
+    names, # one or a list; [] for the base alone
     weights=None, # factor on each one's own scale, or one for all; default 1
 ):
-    "Use these adapters together and no others."
+    "Use these adapters and no others."
     tr, names = self.components.loaded.get("transformer"), [names] if isinstance(names, str) else list(names)
     if not isinstance(weights, (list, tuple)): weights = [1.0 if weights is None else weights] * len(names)
     if len(names) != len(weights) or len(set(names)) < len(names):
@@ -183,27 +179,25 @@ def use(self:RunAdapters,
 
 @patch
 def delete(self:RunAdapters,
-    names, # as in `use`
+    names, # one or a list
 ):
-    "Remove adapters from memory; the others stay in use unchanged."
     names = [names] if isinstance(names, str) else list(names)
     if wrong := [n for n in names if n not in self.in_memory]:
         raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(self.in_memory)}")
-    if "default" in names and self.state.optimizing:
+    if "default" in names and self.state.optimizer is not None:
         raise ValueError("adapter 'default' is being trained; use set_adapters([]) to predict without it")
     lora.remove_loras(self.modulation.gathered(), names)
     self.loaded = {n: a for n, a in self.loaded.items() if n not in names}
 
 # %% ../../nbs/training/07_run_adapters.ipynb #b4c3a824
 class Sampling(NamedTuple):
-    "How to sample an edit."
     steps:int
     true_cfg_scale:float
     overrides:dict # changes of the scheduler's config
 
 @patch
 def sampling(self:RunAdapters, schedule=None, steps=None, true_cfg_scale=None) -> Sampling:
-    "The arguments of `predict`, filled in for the adapters in use; a schedule found by itself is printed."
+    "`predict`'s arguments, filled in for the adapters in use."
     wanted = self.config.predict.schedule if schedule is None else schedule
     s, why = pick_schedule(wanted, [(a.file, a.info) for a in self.in_use])
     if s.name != "none" and not why.startswith("asked"):
@@ -215,17 +209,16 @@ def sampling(self:RunAdapters, schedule=None, steps=None, true_cfg_scale=None) -
 # %% ../../nbs/training/07_run_adapters.ipynb #920cc2fa
 @patch
 def merge(self:RunAdapters,
-    undo:bool=True, # keep the base's weights in host memory for `unmerge`?
+    undo:bool=True, # keep the base in host memory for `unmerge`?
 ):
-    "Add the adapters in use to the base's weights; prediction does not add them twice."
+    "Add the adapters in use to the base's weights."
     if hasattr(self.components.loaded.get("transformer"), "block_swap"):
-        raise ValueError("nothing can be merged into a base whose blocks are in host memory "
-                         "(`train.blocks_to_swap`); save the adapter and merge it in a trainer without it")
+        raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter and merge it "
+                         "in a trainer without it")
     lora.merge_lora(self.modulation.gathered(), undo)
 
 @patch
 def unmerge(self:RunAdapters):
-    "Restore the base's own weights."
     lora.unmerge_lora(self.modulation.gathered())
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71101
@@ -234,12 +227,11 @@ def weights_name(self:RunAdapters) -> str: return "raw" if self.ema is None else
 
 @patch
 def ema_weights(self:RunAdapters):
-    "Context in which the adapter holds its running mean, if there is one."
+    "Context in which the adapter holds its running mean."
     return nullcontext() if self.ema is None else self.ema.apply()
 
 @patch
 def metadata(self:RunAdapters) -> dict:
-    "Metadata for a LoRA file's header; `predict` reads the sizes."
     g, v, name = self.geometry(), self.components.variant, self.components.name
     return dict(base=Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t, control_area=g.control_area,
                 vl_area=g.vl_area, image_size=list(g.image_size), steps=self.state.global_step,
@@ -249,12 +241,12 @@ def metadata(self:RunAdapters) -> dict:
 def save(self:RunAdapters,
     path, # folder, or .safetensors file
     format:str="diffusers", # or comfyui
-    schedule=None, # sampling schedule to store for `predict`: a name in `SCHEDULES`, or a dict with steps
-) -> Path: # the file; None in processes that do not write it
-    "Write the adapter, or its running mean if there is one. With several processes all must call this."
-    if "default" not in (there := self.in_memory):
-        others = f" ({', '.join(there)} can only be used; only 'default' is trained)" if there else ""
-        raise ValueError(f"there is no adapter to save; call set_lora(), fit() or load_lora() first{others}")
+    schedule=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
+) -> Path: # None in processes that do not write it
+    "Write the adapter, or its running mean. All processes must call this."
+    if "default" not in self.in_memory:
+        raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
+                         "or load_lora() first")
     info = self.metadata() | (dict(schedule=vars(as_schedule(schedule))) if schedule else {})
     tr = self.modulation.gathered()
     with self.ema_weights(): state = lora.lora_state(tr)
@@ -263,12 +255,11 @@ def save(self:RunAdapters,
 # %% ../../nbs/training/07_run_adapters.ipynb #d1fb7b8b
 @patch
 def publish(self:RunAdapters,
-    folder, # gets the LoRA, README.md and samples/
+    folder, # for the LoRA, README.md and samples/
     images=None, # paths, or (path, caption); default the last evaluation's
-    repo_id:str=None, # owner/name on the hub; None uploads nothing
-    private:bool=True, # visible to you alone?
+    repo_id:str=None, private:bool=True, # on the hub
 ) -> str: # the folder, or the address on the hub
-    "Write LoRA and model card to a folder and, if a repository is named, push them to the hub."
+    "Write LoRA and model card and, if a repository is named, push them to the hub."
     from qie_nb.lora.model_card import card_settings, push_to_hub, write_model_card
     self.save(folder)
     samples, held = (self.data.samples or (), self.data.validation) if self.data is not None else ((), None)
@@ -287,5 +278,5 @@ def publish(self:RunAdapters,
 
 @patch
 def push_to_hub(self:RunAdapters, repo_id:str, private:bool=True) -> str: # the address
-    "Publish the adapter as `owner/name`."
+    "`publish` the folder `lora` of the output folder."
     return self.publish(Path(self.config.train.output_dir)/"lora", repo_id=repo_id, private=private)

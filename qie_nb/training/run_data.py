@@ -26,7 +26,7 @@ from .stopping import encoder_advice, memory_advice
 
 # %% ../../nbs/training/06_run_data.ipynb #7b8a6fbc
 def geometry_of(data, areas:dict) -> Geometry:
-    "Image sizes of a `DataSection`; `areas` has the model's control_area and vl_area."
+    "Image sizes of a `DataSection`, with the model's areas by default."
     return Geometry(tuple(data.image_size), data.crop, data.control_area or areas["control_area"],
                     data.vl_area or areas["vl_area"])
 
@@ -34,9 +34,9 @@ class RunData:
     "Data set, cache and encoders of a run."
     def __init__(self,
         components, config=None,
-        geometry=None, # function of a `DataSection` or None: the image sizes
-        modulation=None, # `RunModulation`; without it precompute makes no modulation table
-        device="cpu", # of the encoders if the `cache` section names none
+        geometry=None, # function of a `DataSection` or None
+        modulation=None, # `RunModulation`; without it precompute makes no table
+        device="cpu", # of the encoders, unless `cache` names one
     ):
         self.components, self.config, self.modulation = components, make_config(config), modulation
         own = lambda data=None: geometry_of(data or self.config.data, components.areas)
@@ -45,9 +45,8 @@ class RunData:
                                              for d in (c.vae_encoder_device, c.text_encoder_device))
         self.use_cache, self.cache_dir = c.use_cache, c.cache_dir
         self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir)
-        self.samples = None    # training samples, once a loader was made
-        self.validation = None # `ImageDataset` of the held-out pairs, or None
-        self.filler = None     # `Encoder` that fills the training loader's cache
+        # set by `make_loader`: training samples, `ImageDataset` of held-out pairs, `Encoder` of the cache
+        self.samples = self.validation = self.filler = None
 
     def open_cache(self): # `EmbeddingCacheManager`, or None
         return EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None
@@ -57,7 +56,7 @@ class RunData:
 def make_loader(self:RunData,
     train_dataloader=None, # as in `fit`
 ): # DataLoader, or the given iterable
-    "The loader to train on, with deterministic buckets and without the held-out pairs."
+    "The loader to train on, without the held-out pairs."
     c, given = self.config, train_dataloader
     dataset = ImageDataset(c) if given is None else getattr(given, "dataset", None)
     if not isinstance(dataset, ImageDataset): return given
@@ -86,7 +85,7 @@ def _val_samples(self:RunData):
 # %% ../../nbs/training/06_run_data.ipynb #7330f1c6
 @patch
 def set_geometry_and_identity(self:RunData, dataset):
-    "Give a data set the model's image sizes and encoder identity, which select its cache entries."
+    "Give a data set the model's image sizes and encoder identity."
     parts = self.components
     several = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
     if several is not None and not parts.variant.multi_image:
@@ -100,7 +99,7 @@ def set_geometry_and_identity(self:RunData, dataset):
 # %% ../../nbs/training/06_run_data.ipynb #aa783ba2
 @patch
 def skip_bad_prompts(self:RunData, dataset):
-    "Skip the samples whose prompts do not fit the model's template."
+    "Skip samples whose prompts do not fit the template."
     bad = {}
     for i, s in enumerate(dataset.samples):
         try: prompt_text(self.components.variant, s.prompt, len(s.controls))
@@ -109,7 +108,7 @@ def skip_bad_prompts(self:RunData, dataset):
 
 @patch
 def skip_unreadable(self:RunData, dataset):
-    "Skip samples that cannot be encoded. Raises CacheEntryError if missing cache entries cannot be made."
+    "Skip samples that cannot be encoded. Raises CacheEntryError if entries are missing for good."
     self.skip_bad_prompts(dataset)
     dataset.drop_unreadable()
     if dataset.cache is None: return
@@ -124,7 +123,7 @@ def skip_unreadable(self:RunData, dataset):
 
 @patch
 def subset(self:RunData, dataset, samples, **changes) -> ImageDataset:
-    "Some samples of a data set, with its cache, sizes and identity, so that they find the same entries."
+    "Some samples of a data set, with the same cache entries."
     out = ImageDataset(dataset.config.model_copy(update=changes), samples=samples)
     for name in ("cache", "seed", "cache_identity", "areas", "cached_only", "_masks"):
         setattr(out, name, getattr(dataset, name))
@@ -135,22 +134,22 @@ def subset(self:RunData, dataset, samples, **changes) -> ImageDataset:
 @patch
 def encoder(self:RunData,
     cache=None, vae_device=None, text_device=None,
-    exact:bool=False, # the pipelines' bits, whatever the `cache` section says?
+    exact:bool=False, # the pipelines' bits?
 ) -> Encoder:
-    "An encoder over the run's components; it loads them when something has to be encoded."
-    c = self.config.cache
-    return Encoder(self.components, cache, vae_device or self.vae_device, text_device or self.text_device,
-                   c.share_prompt_prefix and not exact, c.vae_2d and not exact, c.batch_size)
+    c, checked = self.config.cache, lambda d, own: check_device(str(d)) if d else own
+    return Encoder(self.components, cache, checked(vae_device, self.vae_device),
+                   checked(text_device, self.text_device), c.share_prompt_prefix and not exact,
+                   c.vae_2d and not exact, c.batch_size)
 
 @patch
 def unload_encoders(self:RunData):
-    "Unload VAE and text encoder if the cache now holds what they encode."
+    "Unload VAE and text encoder if the cache holds what they encode."
     held = self.components.loaded.keys() & {"vae", "text_encoder"}
     if held and self.filler is not None and self.filler.cache is not None: self.filler.unload()
 
 @patch
 def encoding(self:RunData, enc):
-    "Context in which an out-of-memory error names settings that help, and unloads the encoders."
+    "`memory_advice` that unloads the encoders."
     folder = lambda name: self.components.folder_of(name)/name
     size = lambda name: sum(p.stat().st_size for p in folder(name).glob("*.safetensors"))
     return memory_advice("encoding", lambda: encoder_advice(self.config, size), enc.unload)
@@ -158,16 +157,14 @@ def encoding(self:RunData, enc):
 # %% ../../nbs/training/06_run_data.ipynb #43a212be
 @patch
 def cache_embeddings(self:RunData,
-    train_dataloader=None, # loader over an `ImageDataset`, or None for the configuration's data
-    start_idx:int=0, # first sample
-    end_idx:int=None, # one past the last
+    train_dataloader=None, # over an `ImageDataset`; default the configuration's data
+    start_idx:int=0, end_idx:int=None, # samples, the last excluded
 ): # `Report`
-    "Precompute latents and prompt embeddings of all pairs, and the modulation table, into the cache."
+    "Precompute latents, prompt embeddings and the modulation table into the cache."
     c, dataset = self.config, getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None: dataset.cache = self.open_cache()
     if dataset.cache is None:
-        raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty, so the cache would never be "
-                         "used; set both")
+        raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty; set both")
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
@@ -189,11 +186,10 @@ def cache_embeddings(self:RunData,
 @patch
 def cache_step(self:RunData,
     batch, # of a loader over an `ImageDataset`
-    vae_device=None, text_device=None, # where images and prompts are encoded
+    vae_device=None, text_device=None,
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
-    devices = [d and check_device(str(d)) for d in (vae_device, text_device)]
-    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), *devices)
+    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), vae_device, text_device)
     enc.cache.add_identity(enc.identity)
     dataset = self._dataset_of(batch, enc)
     return [enc.encode_sample(dataset, i) for i in range(len(dataset))]
@@ -209,8 +205,8 @@ def _dataset_of(self:RunData, batch, enc): # of just this batch's samples
 @torch.no_grad()
 def encode_batch(self:RunData,
     batch, # mapping with `prompt`, and lists `image` and `control`, or `sample`
-) -> dict: # the four tensors of `CACHED`
-    "Latents and embeddings of a batch of images; the cache provides what it has."
+) -> dict: # the tensors of `CACHED`
+    "Latents and embeddings of a batch of images, from the cache if it has them."
     enc = self.filler = self.filler or self.encoder(self.open_cache())
     if enc.cache is not None: enc.cache.add_identity(enc.identity)
     dataset = self._dataset_of(batch, enc) if "sample" in batch else None
@@ -231,24 +227,24 @@ def encode_batch(self:RunData,
 # %% ../../nbs/training/06_run_data.ipynb #697d5bf7
 @patch
 def encode_image_embedding(self:RunData, image, device=None) -> torch.Tensor: # [1, C, 1, h, w]
-    "Latent of a control image at the model's control size."
+    "Latent of a control image."
     g = self.geometry()
     im = crop_to(open_image(image), g.aspect)
-    return self.encoder(None, device and check_device(str(device))).image(im, g.control(im.size))[None]
+    return self.encoder(None, device).image(im, g.control(im.size))[None]
 
 @patch
 def encode_prompt_image_embedding(self:RunData,
     prompt, image, # one control image, or a list
     device=None,
 ) -> tuple: # ([1, L, D], [1, L] bool)
-    "Embedding of a prompt with its control images, and its mask."
+    "Embedding and mask of a prompt with its control images."
     g, images = self.geometry(), image if isinstance(image, (list, tuple)) else [image]
-    encoder = self.encoder(None, None, device and check_device(str(device)))
-    embed, mask = encoder.prompt(prompt, [crop_to(open_image(i), g.aspect) for i in images], g)
+    controls = [crop_to(open_image(i), g.aspect) for i in images]
+    embed, mask = self.encoder(None, None, device).prompt(prompt, controls, g)
     return embed[None], mask[None]
 
 @patch
-def _encode_empty_prompt(self:RunData, image, device=None) -> tuple: # ([1, L, D], [1, L] bool)
+def _encode_empty_prompt(self:RunData, image, device=None) -> tuple:
     return self.encode_prompt_image_embedding("", image, device)
 
 @patch

@@ -32,21 +32,19 @@ from .callbacks import RunState
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b7edd66b
 class RunModulation:
-    "The transformer of a run and its modulation table."
+    "A run's transformer and its modulation table."
     def __init__(self,
         components, config=None, state=None,
-        device="cpu", # where the transformer is trained
-        fp16:bool=False, # compute products in float16?
+        device="cpu", fp16:bool=False, # of the transformer's training
     ):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.device, self.fp16 = torch.device(device), fp16
-        self.cache = None # `EmbeddingCacheManager` of the run's data; None: the configured one
+        self.cache = None # `EmbeddingCacheManager`, default the configured one
         components.modulation_sets = self._hub_sets
         self._set_placement()
 
     @property
-    def table(self): # `ModulationTable`, or None
-        "The table that the transformer uses."
+    def table(self): # the transformer's `ModulationTable`, or None
         return table_of(self.components.loaded.get("transformer"))
 
     def _set_placement(self): # where the weights are kept
@@ -57,9 +55,8 @@ class RunModulation:
 # %% ../../nbs/training/08_run_modulation.ipynb #31b32307
 @patch
 def transformer(self:RunModulation,
-    pick:bool=True, # decide about the table if it is loaded now?
+    pick:bool=True, # decide about the table on loading?
 ): # QwenImageTransformer2DModel
-    "The transformer on its device, loaded and quantized if needed."
     if "transformer" not in self.components.loaded:
         if pick: self.pick(training=False)
         self._set_placement()
@@ -70,22 +67,20 @@ def transformer(self:RunModulation,
 def load_model(self:RunModulation,
     *names, # components; default all
 ):
-    "Load components now instead of when they are first needed, and print what was loaded."
+    "Load components now instead of at first use, and print them."
     for n in names or COMPONENTS: self.transformer() if n == "transformer" else self.components.get(n)
     print(self.components)
 
 @patch
 def gathered(self:RunModulation): # QwenImageTransformer2DModel
-    "The transformer with its weights in place, if prediction offloaded them layer by layer."
     self.components.set_offload("transformer", False)
     return self.transformer()
 
 @patch
-def transformer_config(self:RunModulation) -> dict:
-    "The transformer's config.json."
-    folder = self.components.folder # contains these small files for a hub model too
+def transformer_config(self:RunModulation) -> dict: # config.json
+    folder = self.components.folder
     if not self.components.hub: check_weights(folder, "transformer")
-    return json.loads((folder/"transformer"/"config.json").read_text())
+    return json.loads((folder/"transformer/config.json").read_text())
 
 # %% ../../nbs/training/08_run_modulation.ipynb #2670ab83
 @patch
@@ -96,8 +91,7 @@ def _layers(self:RunModulation) -> list: # names of the linear layers
 
 @patch
 def why_layers(self:RunModulation,
-    training:bool=True, # will an adapter be trained?
-    adapters=(), # layers of adapters that will be loaded
+    training:bool=True, adapters=(), # layers of adapters to load
 ) -> str: # "" if a table is enough
     "Why the transformer needs its modulation layers."
     if self.transformer_config().get("use_additional_t_cond"):
@@ -113,8 +107,8 @@ def why_layers(self:RunModulation,
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
 @patch
 def pick(self:RunModulation,
-    training:bool=True, adapters=(), # as in `why_layers`
-) -> str: # why the loaded transformer must be replaced; "" if it need not
+    training:bool=True, adapters=(),
+) -> str: # why the loaded transformer must be replaced, or ""
     "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.config.model.modulation_table, self.components
     if training: lora.check_targets(self.config.model.lora, self._layers())
@@ -127,7 +121,7 @@ def pick(self:RunModulation,
     if why := self.why_layers(training, adapters):
         self.state.warn_once(f"no modulation table: {why}")
         parts.prepare.pop("transformer", None)
-        self.transformer(pick=False) # with its layers, if it was not loaded
+        self.transformer(pick=False)
         return why if self.table is not None else ""
     loaded = "transformer" in parts.loaded
     done = self.table is not None if loaded else "transformer" in parts.prepare
@@ -141,15 +135,15 @@ def pick(self:RunModulation,
 @patch
 def prepare_training(self:RunModulation,
     accelerator,
-    samples:int=0, # of an epoch; 0 if not known
+    samples:int=0, # of an epoch, if known
 ): # the wrapper that the training step calls, or None
-    "Set up dtypes, checkpointing, compilation and the wrapper for several processes."
+    "Set up dtypes, checkpointing, compilation and several processes."
     tr, t, d = self.transformer(), self.config.train, self.device
     lora.assert_float32(tr)
     lora.adapters_in_base_dtype(tr, t.adapter_dtype != "float32" and self.components.dtype != torch.float32)
     wrapped = prepare_distributed(tr, accelerator)
     per_step = self.config.data.batch_size * t.gradient_accumulation_steps
-    steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None # None: not known
+    steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None
     compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations)
     if compiled:
         self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` "
@@ -175,16 +169,16 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
                            None if origin else folder, cache)
 
 @patch
-def _training_sets(self:RunModulation, dtype) -> dict: # {times: label}
+def _training_sets(self:RunModulation, dtype) -> dict:
     zero = {(0.,): "modulation of timestep 0"} if self.transformer_config().get("zero_cond_t") else {}
     return zero | {training_times(dtype): "modulation"}
 
 @patch
-def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times beyond those of training: label}
+def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}, beyond training's
     out = {}
     if not self.config.model.modulation_table_steps: return out
     scheduler = self.components.get("scheduler")
-    for tokens in sorted(self.target_tokens(dataset)):
+    for tokens in sorted(self._target_tokens(dataset)):
         for steps in self.config.model.modulation_table_steps:
             schedule = sampling_schedule(scheduler, steps, tokens).timesteps
             if times := extra_timesteps(model_timesteps(schedule, dtype), dtype):
@@ -192,8 +186,7 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times beyond 
     return out
 
 @patch
-def target_tokens(self:RunModulation, dataset=None) -> set: # for each size in the data
-    "Packed tokens of a target; of `data.image_size` without data."
+def _target_tokens(self:RunModulation, dataset=None) -> set: # packed; of `data.image_size` without data
     d, side = self.config.data, 2 * factor_of(self.components)
     if dataset is None and d.dataset_path is None:
         return {d.image_size[0] // side * (d.image_size[1] // side)}
@@ -204,9 +197,9 @@ def target_tokens(self:RunModulation, dataset=None) -> set: # for each size in t
 @patch
 def table_sets(self:RunModulation,
     dtype=None, # default the transformer's
-    dataset=None, # with the sizes of the schedules; default the configuration's
+    dataset=None, # default the configuration's
 ) -> dict: # {times: label}
-    "All sets of timesteps of a table: training's and the schedules'."
+    "All timesteps of a table: training's and the schedules'."
     dtype = dtype or self.components.dtype
     return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
 
@@ -214,23 +207,23 @@ def table_sets(self:RunModulation,
 @patch
 def save_prequantized(self:RunModulation,
     folder, # new, or that of an interrupted call
-    encoders:bool=True, # the text encoder, VAE, tokenizer and processor too?
-    table_dtype=None, # of the table's rows, default the checkpoint's
-    part_bytes:int=10**9, # most bytes of a file
+    encoders:bool=True, # and tokenizer and processor?
+    table_dtype=None, # default the checkpoint's
+    part_bytes:int=10**9, # of a file, at most
 ): # `folder`
-    "Write the model's prequantized copy, with a table instead of modulation layers that are not trained."
+    "Write a prequantized copy, with a table if the modulation layers are not trained."
     why = self.why_layers() if self.config.model.modulation_table else "`model.modulation_table` is false"
     self.state.warn_once(why and f"the modulation layers are kept, quantized, and no table is made: {why}")
     return prequantize.save_prequantized(self.components, folder, None if why else self.table_sets, encoders,
                                          table_dtype, part_bytes)
 
 @patch
-def _hub_sets(self:RunModulation) -> dict: # {times: label}; {} if the modulation layers are needed
+def _hub_sets(self:RunModulation) -> dict: # {times: label}, {} without a table
     return self.table_sets() if self.config.model.modulation_table and not self.why_layers() else {}
 
 @patch
 def make_table(self:RunModulation, cache=None) -> ModulationTable:
-    "The table of this model with all timesteps that training can draw."
+    "The table of all timesteps that training can draw."
     table = self._empty_table(cache)
     for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
     if continuous := self.config.train.continuous_timesteps:
@@ -243,8 +236,7 @@ def make_table(self:RunModulation, cache=None) -> ModulationTable:
 @patch
 def _table_is_needed(self:RunModulation, cache=None) -> bool:
     c = self.config
-    # precompute alone downloads no transformer
-    here = any((self.components.folder/"transformer").glob("*.safetensors"))
+    here = any((self.components.folder/"transformer").glob("*.safetensors")) # precompute downloads none
     cached = cache is not None or c.cache.use_cache and c.cache.cache_dir
     if not (c.model.modulation_table and here and cached): return False
     why = self.why_layers()
@@ -254,8 +246,8 @@ def _table_is_needed(self:RunModulation, cache=None) -> bool:
 @patch
 def cache_table(self:RunModulation,
     cache=None, dataset=None, # default the configuration's
-) -> ModulationTable: # None if training will not use it or it cannot be computed here
-    "Compute the rows for training and for `model.modulation_table_steps` into the cache."
+) -> ModulationTable: # None if it is not used or cannot be computed here
+    "Compute the rows for training and `model.modulation_table_steps` into the cache."
     if not self._table_is_needed(cache): return None
     table = self.make_table(cache)
     for times, name in self._schedule_sets(dataset, table.dtype).items():

@@ -20,19 +20,19 @@ from ..models import flow_matching as flow
 
 # %% ../../nbs/training/01_step.ipynb #e0d531b7
 def to_device(t:torch.Tensor, dtype=None, device="cpu") -> torch.Tensor:
-    "Move a tensor. Copies to a GPU use pinned memory, so the CPU does not wait for them."
+    "Move a tensor; to a GPU through pinned memory, so that the CPU does not wait."
     if torch.device(device).type == "cuda" and t.device.type == "cpu": t = t.pin_memory()
     return t.to(device, non_blocking=True).to(dtype or t.dtype)
 
 def flow_matching_loss(
-    transformer, # QwenImageTransformer2DModel with its adapter
-    batch, # mapping with the four tensors of `CACHED`; prompts padded or of equal length
+    transformer, # with its adapter
+    batch, # mapping with the tensors of `CACHED`; prompts padded or of equal length
     eps:torch.Tensor, # [B, C, 1, h, w] noise, float32
     sigmas:torch.Tensor, # [B] noise levels in (0, 1]
     device="cpu",
     dtype=torch.float32, # of the frozen weights
-    weighting:str="none", # weight of a noise level: `train.loss_weighting`
-    mask_min_weight:float=1., # weight where the batch's `mask` is black; 1 ignores masks
+    weighting:str="none", # `train.loss_weighting`
+    mask_min_weight:float=1., # where the batch's `mask` is black; 1 ignores masks
 ) -> torch.Tensor: # [B] float32
     "mean |v(x_t) - (eps - x0)|^2 of each sample, with x_t = (1 - sigma) x0 + sigma eps."
     put, mask, painted = partial(to_device, device=device), batch["prompt_embeds_mask"], batch.get("mask")
@@ -52,12 +52,10 @@ def flow_matching_loss(
 
 # %% ../../nbs/training/01_step.ipynb #ddc2e709
 def batch_seeds(
-    batch, # mapping, with `sample_id` if our loader made it
-    seed:int, # of the run
-    epoch:int,
-    step:int, # optimizer steps done
+    batch, # with `sample_id` if our loader made it
+    seed:int, epoch:int, step:int,
 ) -> list: # one int per sample
-    "Seeds of a batch's noise and noise levels."
+    "Seeds of noise and noise levels."
     ids = batch.get("sample_id")
     if ids is None: return [stable_seed(seed, "step", step, i) for i in range(batch_size(batch))]
     return [stable_seed(seed, epoch, i) for i in ids]
@@ -68,12 +66,11 @@ class NoiseAndSigmas(NamedTuple):
     sigmas:torch.Tensor # [B]
 
 def sample_noise_and_sigmas(
-    batch, # mapping with `pixel_latent`
-    seeds, # one int per sample
-    train, # `TrainSection`: how levels are drawn
+    batch, seeds,
+    train, # `TrainSection`
     scheduler_config, # for `shift`
 ) -> NoiseAndSigmas: # on the CPU
-    "Noise and noise level of each sample. The noise does not depend on how levels are drawn."
+    "Noise and noise level of each sample."
     shape = batch["pixel_latent"].shape[1:]
     mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
     steps = None if train.continuous_timesteps else 1000
@@ -83,29 +80,27 @@ def sample_noise_and_sigmas(
 
 # %% ../../nbs/training/01_step.ipynb #234daa2c
 class BatchPart(NamedTuple):
-    rows:object # positions in the batch: list of ints, or slice(None) for all
-    batch:dict  # the four tensors of `CACHED`, and `mask` if there is one
+    rows:object # list of positions, or slice(None)
+    batch:dict  # the tensors of `CACHED`, and `mask` if there is one
 
 def pad_batch(batch) -> dict: # with padded prompts [B, L, D] and their mask
-    "A batch whose list of prompts is one tensor."
     if not isinstance(batch["prompt_embed"], list): return batch
     embeds, mask = pad_prompts(batch["prompt_embed"])
     return {**batch, "prompt_embed": embeds, "prompt_embeds_mask": mask}
 
-def _prompt_lengths(batch): # of each sample; [] if they cannot be read
+def _prompt_lengths(batch): # [] if they cannot be read
     mask, prompts = batch["prompt_embeds_mask"], batch["prompt_embed"]
     if isinstance(prompts, list): return [len(e) for e in prompts]
     if mask is None or mask.device.type != "cpu": return []
     lengths = mask.bool().sum(1)
-    # a mask may hide more than padding
-    padding = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None])
+    padding = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None]) # and nothing else
     return lengths.tolist() if padding and lengths.all() else []
 
 def split_by_prompt_length(
-    batch, # mapping with the four tensors of `CACHED`; `prompt_embed` padded [B, L, D] or a list of [L_i, D]
-    together:bool=False, # keep it whole? FSDP's processes must call the transformer equally often
+    batch, # `prompt_embed` padded [B, L, D] or a list of [L_i, D]
+    together:bool=False, # keep it whole? FSDP's processes must make equally many calls
 ) -> list: # of `BatchPart`
-    "Parts of a batch whose prompts have equal lengths, so that they need no mask."
+    "Parts of equal prompt lengths, which need no mask."
     rows, parts, prompts = {}, [], batch["prompt_embed"]
     for i, n in enumerate(_prompt_lengths(batch)): rows.setdefault(n, []).append(i)
     if not rows or together and len(rows) > 1: return [BatchPart(slice(None), pad_batch(batch))]
@@ -120,22 +115,22 @@ def split_by_prompt_length(
 
 # %% ../../nbs/training/01_step.ipynb #cdfb7f53
 class StepBatches(list):
-    "This process's batches of one optimizer step."
+    "This process's batches of a step."
     def __init__(self, batches, counts):
         super().__init__(batches)
-        # samples of each batch that count; 0 if this process repeats another's batch
+        # of each batch; 0 if this process repeats another's batch
         self.counts = [mine for mine, _ in counts]
         self.samples = sum(n for _, n in counts) # over all batches and processes
 
 class BatchStream:
-    "A loader's batches, grouped by optimizer step, and the callbacks of the run."
+    "A loader's batches by optimizer step, and the run's callbacks."
     def __init__(self, loader, accumulate, callbacks):
         self.loader, self.accumulate, self.callbacks = loader, accumulate, callbacks
         self.batches = len(loader)
         if not self.batches: raise ValueError("the loader gives no batch; check `data.dataset_path`")
 
     def groups(self, state):
-        "Yield `StepBatches` from the state's position in its epoch on."
+        "Yield `StepBatches` from the state's position on."
         sampler, counts = getattr(self.loader, "batch_sampler", None), None
         if isinstance(sampler, BucketBatchSampler):
             sampler.set_epoch(state.epoch)

@@ -9,6 +9,7 @@ __all__ = ['StopSignals', 'TimeLimitCallback', 'NonFiniteCounter', 'logged', 're
 # %% ../../nbs/training/03_stopping.ipynb #29823383
 import gc, signal, threading, time, traceback
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 
@@ -20,7 +21,7 @@ from .callbacks import Callback
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
 
 class StopSignals:
-    "Within, a signal asks the run to end after its step. Outside the main thread nothing is changed."
+    "Within, a signal asks the run to end after its step; only in the main thread."
     def __init__(self, state):
         self.state, self.asked, self.stop_requested_only, self.old = state, 0, False, {}
     def __enter__(self):
@@ -33,11 +34,11 @@ class StopSignals:
         self.asked, self.state.stop = self.asked + 1, _NAMES[number]
         if not self.stop_requested_only or self.asked > 1: raise KeyboardInterrupt(_NAMES[number])
         try: print("stopping after this step, with a checkpoint; once more stops at once", flush=True)
-        except RuntimeError: pass # the signal interrupted another print
+        except RuntimeError: pass # within another print
 
 # %% ../../nbs/training/03_stopping.ipynb #d340ca5f
 class TimeLimitCallback(Callback):
-    "Ends a run while there is still time to save it."
+    "Ends a run while there is time to save it."
     def on_train_begin(self, t):
         self.last, self.longest = time.time(), 0.
         self.end, self.what = time_limit(t.config.train.max_hours, t.state.began)
@@ -53,7 +54,7 @@ class TimeLimitCallback(Callback):
 
 # %% ../../nbs/training/03_stopping.ipynb #ae2782d0
 class NonFiniteCounter:
-    "Counts steps skipped because their gradient was not finite; tensors on the device until `read`."
+    "Counts skipped steps in tensors on the device."
     def __init__(self, device="cpu", skipped:int=0):
         self.skipped, self.row, self.worst = (torch.tensor(n, device=device) for n in (skipped, 0, 0))
 
@@ -62,34 +63,32 @@ class NonFiniteCounter:
         self.skipped, self.row = self.skipped + bad, (self.row + bad) * bad
         self.worst = torch.maximum(self.worst, self.row)
 
-    def read(self,
-        *numbers, # 0-dim tensors, fetched with the counters
-    ) -> tuple: # (skipped in all, longest row since the last reading, *numbers on the CPU)
-        "Fetch the counters; waits for the device once."
+    def read(self, *numbers) -> tuple: # (skipped in all, longest row since the last reading, *numbers)
+        "Fetch the counters and other 0-dim tensors; waits for the device once."
         skipped, worst, *rest = torch.stack([n.float() for n in (self.skipped, self.worst, *numbers)]).cpu()
         self.worst = self.row
         return int(skipped), int(worst), *rest
 
 # %% ../../nbs/training/03_stopping.ipynb #76ba9a5d
 def logged(t) -> bool:
-    "Is the trainer's last step one whose numbers are read?"
+    "Are the last step's numbers read?"
     return t.global_step % t.config.logging.log_every == 0 or bool(t.state.metrics) or t.state.stop == "done"
 
 def read_nonfinite(t):
-    "Read the counters with the step's loss and gradient norm; waits for the device."
+    "Read the counters with the step's loss and gradient norm."
     s, stats = t.state, getattr(getattr(t, "transformer", None), "fp16_stats", None)
     numbers = [n for n in (s.loss, s.grad_norm) if torch.is_tensor(n) and n.device == t.finite.skipped.device]
     s.skipped, row, *fetched = t.finite.read(*numbers)
     if len(fetched) == 2: s.loss, s.grad_norm = fetched
     if row and stats and stats.first(): print(f"a step was skipped: not finite first in {stats.found}")
     if row < t.config.train.max_nonfinite_steps: return
-    where = f", first in {stats.found}" if stats and stats.found else "" # of products in float16
+    where = f", first in {stats.found}" if stats and stats.found else ""
     s.suspect = True
     s.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where}); none of them "
               "changed anything: lower `optimizer.lr`, or look at the last batch's images")
 
 class NonFiniteStop(Callback):
-    "Ends a run after `max_nonfinite_steps` steps in a row without a finite loss, seen when a row is logged."
+    "Ends a run after `max_nonfinite_steps` steps without a finite loss, when a row is logged."
     def on_step_end(self, t):
         if logged(t): read_nonfinite(t)
 
@@ -112,17 +111,15 @@ def _changes(c) -> list: # (key, value, note), in the order to try
         (c.optimizer.name == "adamw", "optimizer.name", "adafactor", " (a new run)")) if ok]
 
 def training_advice(config) -> list: # three (setting, GB saved)
-    "Settings that make a step smaller, in the order to try them, with what each saves by itself."
+    "Settings that make a step smaller, in the order to try them."
     from qie_nb.planning.memory_query import memory_query, model_facts, prompt_tokens
     from qie_nb.planning.training_memory import memory_of
     t, plus = model_facts(config.model.pretrained_model_name_or_path)
     text, out = prompt_tokens(plus, 1, config.data.vl_area), {}
     gb = lambda c: memory_of(memory_query(c, t, text=text)).total / 1e9
     for key, value, note in _changes(config):
-        (section, *path), changed = key.split("."), config.model_copy(deep=True)
-        part = getattr(changed, section)
-        for name in path[:-1]: part = getattr(part, name)
-        setattr(part, path[-1], value)
+        (*path, name), changed = key.split("."), config.model_copy(deep=True)
+        setattr(reduce(getattr, path, changed), name, value)
         saved, say = gb(config) - gb(changed), f"`{key}` {str(value).lower()}{note}"
         if saved > 0: out.setdefault(key, (say, saved))
     return list(out.values())[:3]
@@ -130,13 +127,12 @@ def training_advice(config) -> list: # three (setting, GB saved)
 # %% ../../nbs/training/03_stopping.ipynb #e2b61c81
 def encoder_advice(
     config,
-    size, # function of a component's name: bytes of its weights
-) -> list: # three (setting, GB saved)
+    size, # function: bytes of a component's weights
+) -> list: # as `training_advice`
     "Settings that make encoding smaller."
     c, text, vae = config, size("text_encoder") / 1e9, size("vae") / 1e9
-    # at most
     several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1
-    # GB: about 5 kB a pixel in the VAE, estimated from its widest layer
+    # GB: about 5 kB a pixel, estimated from the VAE's widest layer
     side = 5e-6 * c.data.image_size[0] * c.data.image_size[1]
     return [(say, gb) for ok, say, gb in (
         (several > 1, "`cache.batch_size` 1", side * (several - 1)),
@@ -152,10 +148,10 @@ class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that he
 @contextmanager
 def memory_advice(
     doing:str, # e.g. training
-    advice, # function that gives (setting, GB saved) pairs
+    advice, # function that returns (setting, GB saved) pairs
     clean_up, # function that releases tensors
 ):
-    "Turn an out-of-memory error into one that names settings to change."
+    "Context in which an out-of-memory error names settings to change."
     try:
         yield
         return

@@ -39,33 +39,13 @@ def assert_same_state(a, b):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_skipped_step_leaves_no_trace(name, bad):
+def test_a_skipped_step_leaves_no_trace(name, bad=float("nan")):
     (p, a), (q, b) = optimizer_of(name), optimizer_of(name)
     steps(q, b, [bad])
     assert all(torch.equal(x, y) for x, y in zip(p, q)) and all((t == 0).all() for t in split_state(b.state_dict())[0].values())
     steps(p, a, [0, 1, 2]); steps(q, b, [bad, 0, 1, bad, 2, bad])
     torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     assert_same_state(a.state_dict(), b.state_dict())
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    "What reads a number from a tensor."
-    count = []
-    for what in ("item", "__bool__", "__float__", "__int__", "tolist", "__index__"):
-        monkeypatch.setattr(torch.Tensor, what, lambda self, *a, _real=getattr(torch.Tensor, what), _what=what: count.append(_what) or _real(self, *a))
-    return count
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_fused_adamw_reads_nothing_from_the_device(ok, reads):
-    params, opt = optimizer_of("adamw")
-    steps(params, opt, [0, float("nan"), 1])
-    put_gradients(params, 2)
-    reads.clear()
-    guarded_step(opt, torch.tensor(ok))
-    assert not reads
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +57,7 @@ def test_a_state_survives_safetensors_and_json(name, tmp_path):
     save_file(tensors, tmp_path/"state.safetensors")
     joined = join_state(load_file(tmp_path/"state.safetensors"), json.loads(json.dumps(rest)))
     assert_same_state(joined, a.state_dict())
-    r, c = optimizer_of(name, seed=9) # another process: other weights, a fresh optimizer
+    r, c = optimizer_of(name, seed=9) # as in another process
     with torch.no_grad():
         for x, y in zip(r, q): x.copy_(y)
     c.load_state_dict(joined)
@@ -98,16 +78,12 @@ def test_an_optimizer_wrapped_by_accelerate_is_guarded_too(name):
 
 
 def test_unavailable_optimizers_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="`optimizer.lr` .* must be about 1, got 0.0001; set it to 1"): check_optimizer(OptimizerSection(name="prodigy"))
-    monkeypatch.setattr(optimize, "find_spec", lambda name: None)
-    for name, package in (("prodigy", "prodigyopt"), ("adamw8bit", "bitsandbytes")):
-        with pytest.raises(ValueError, match=f"`optimizer.name` {name} needs {package}, which is not installed; `pip install {package}` or use adamw"):
-            check_optimizer(OptimizerSection(name=name, lr=1.))
-    monkeypatch.undo()
+    with monkeypatch.context() as m:
+        m.setattr(optimize, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match="prodigy needs prodigyopt.*pip install prodigyopt"): check_optimizer(OptimizerSection(name="prodigy", lr=1.))
     def broken(*a): raise NotImplementedError("no kernel for this device")
     monkeypatch.setattr(optimize, "_adamw8bit", broken)
-    with pytest.raises(ValueError, match="adamw8bit does not run on cpu .*NotImplementedError: no kernel.*; `pip install -U bitsandbytes` or use adamw"):
-        check_optimizer(OptimizerSection(name="adamw8bit"))
+    with pytest.raises(ValueError, match="adamw8bit does not run on cpu .*no kernel.*or use adamw"): check_optimizer(OptimizerSection(name="adamw8bit"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,12 +97,12 @@ def test_each_optimizer_lowers_the_loss(name):
         loss.backward()
         guarded_step(opt, torch.isfinite(loss))
         losses.append(loss.item())
-    assert losses[-1] < losses[0], losses
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("section, steps, message", [
-    (dict(warmup_steps=10), 10, "`lr_scheduler.warmup_steps` is 10, but the run has 10 optimizer steps"), (dict(scheduler_type="constant", warmup_steps=1), 100, "constant has no warm-up"),
-    (dict(scheduler_type="polynomial", num_cycles=2), 100, "polynomial has no cycles"), (dict(scheduler_type="cosine_with_restarts", num_cycles=0.5), 100, "must be a whole number with restarts, got 0.5; use 1")])
+    (dict(warmup_steps=10), 10, "is 10, but the run has 10"), (dict(scheduler_type="constant", warmup_steps=1), 100, "constant has no warm-up"),
+    (dict(scheduler_type="polynomial", num_cycles=2), 100, "has no cycles"), (dict(scheduler_type="cosine_with_restarts", num_cycles=0.5), 100, "got 0.5; use 1")])
 def test_a_schedule_that_ignores_a_setting_is_refused(section, steps, message):
     _, opt = optimizer_of("adamw")
     with pytest.raises(ValueError, match=message): make_schedule(opt, SchedulerSection(**section), steps)
@@ -152,33 +128,28 @@ def test_the_mean_follows_the_formula():
         decay = min(0.7, (1 + n) / (10 + n))
         want = [decay * w + (1 - decay) * s.double() for w, s in zip(want, seen)]
     for m, w in zip(ema.mean, want): torch.testing.assert_close(m, w.float(), rtol=1e-4, atol=1e-5)
-    from diffusers.training_utils import EMAModel
-    theirs, ours = EMAModel(params, decay=0.9), EMA(params, 0.9)
-    assert [round(theirs.get_decay(n + 1), 12) for n in range(1, 200)] == [round(ours.decay_at(n), 12) for n in range(1, 200)]
 
 
-def test_a_skipped_step_does_not_reach_the_mean_and_reads_nothing(reads):
+def test_a_skipped_step_does_not_reach_the_mean():
     params = [torch.nn.Parameter(torch.randn(3))]
     ema = EMA(params, 0.9)
     walk(ema, params, 3)
     ema.mean[0][0] = -0.
     bits = ema.mean[0].view(torch.int32).clone()
     with torch.no_grad(): params[0][1] = float("nan")
-    reads.clear()
     ema.update(torch.tensor(False))
-    assert not reads and torch.equal(ema.mean[0].view(torch.int32), bits)
+    assert torch.equal(ema.mean[0].view(torch.int32), bits)
 
 
 def test_apply_restores_the_adapter_after_an_error():
-    params = [torch.nn.Parameter(torch.randn(5, 3))]
-    ema = EMA(params, 0.9)
-    walk(ema, params, 5)
-    was, address = params[0].detach().clone(), params[0].data_ptr()
-    with pytest.raises(KeyError):
-        with ema.apply():
-            assert torch.equal(params[0], ema.mean[0]) and params[0].requires_grad
-            raise KeyError("evaluation failed")
-    assert torch.equal(params[0], was) and params[0].data_ptr() == address, "the optimizer holds the same tensor"
+    p = torch.nn.Parameter(torch.randn(5, 3))
+    ema = EMA([p], 0.9)
+    walk(ema, [p], 5)
+    was, address = p.detach().clone(), p.data_ptr()
+    with pytest.raises(KeyError), ema.apply():
+        assert torch.equal(p, ema.mean[0]) and p.requires_grad
+        raise KeyError
+    assert torch.equal(p, was) and p.data_ptr() == address, "the optimizer holds the same tensor"
 
 
 def test_sharded_parameters_are_averaged_and_stepped_too(tmp_path):

@@ -76,14 +76,12 @@ def test_the_host_waits_for_nothing_between_logged_steps(sections, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_zero_cond_t_waits_once_per_batch(accumulate, world):
-    "diffusers' forward makes a tensor of a list on the device."
     rows, _ = cost.waited(world(2, every=10, train=dict(gradient_accumulation_steps=accumulate)))
     assert [dict(r["waits"]) for r in rows[:-1]] == [{"a blocking copy to the device": accumulate}] * 3
 
 
 @pytest.mark.slow
 def test_prompts_of_unequal_length_wait_for_no_more(world):
-    "If they are padded, diffusers' forward makes one tensor on the device."
     rows, bare = cost.waited(world("2509", 4, every=10))
     assert bare["waits"]["a blocking copy to the device"] == 1
     for r in rows[:-1]: assert set(r["waits"]) <= {"a blocking copy to the device"} and sum(r["waits"].values()) <= 1
@@ -102,8 +100,7 @@ def test_training_on_the_pretended_device_is_training(world):
 
 
 @pytest.mark.parametrize("why, act", [
-    ("_local_scalar_dense", lambda x: float(x[0])), ("_local_scalar_dense", lambda x: bool(x[0] > 0)), ("nonzero", lambda x: x.nonzero()), ("index", lambda x: x[x > 0]),
-    ("a copy to the host", lambda x: x.cpu()), ("a copy to the host", lambda x: x.tolist()), ("a blocking copy to the device", lambda x: torch.ones(3).to(x.device)),
+    ("_local_scalar_dense", lambda x: float(x[0])), ("nonzero", lambda x: x.nonzero()), ("index", lambda x: x[x > 0]), ("a copy to the host", lambda x: x.cpu()),
     ("a blocking copy to the device", lambda x: torch.tensor([1, 2], device=x.device))])
 def test_the_account_notices_what_waits(why, act):
     with fake_device.pretended() as device:
@@ -115,7 +112,6 @@ def test_the_account_notices_what_waits(why, act):
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
-    "All parts at tiny widths: its file contains figures, or the name of a missing setting."
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     gpu, out = script("step_gpu"), tmp_path/"gpu.json"
     got = gpu.main(["--tiny", "--steps", "2", "--warm", "2", "--minutes", "999", "--out", str(out)])

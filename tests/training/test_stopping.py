@@ -1,4 +1,4 @@
-"""Every way a run can end by itself, and what is kept of it: time limit, out of memory, a loss that is not finite."""
+"""Every way a run can end by itself, and what is kept of it."""
 import gc, json, os, re, shutil, sys, time, weakref
 
 import pytest
@@ -15,9 +15,8 @@ slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    "Data, a filled cache, an undisturbed run, and `trainer`, which makes trainers."
     import diffusers, peft, transformers
-    gc.freeze() # collections skip what was imported
+    gc.freeze() # faster collections
     tmp = tmp_path_factory.mktemp("stops")
     root = write_pairs(tmp/"set", ((48, 32),) * 5 + ((32, 48),) * 3, caption=[f"invert {'well ' * (i % 3)}{i}" for i in range(8)])
     class World:
@@ -53,15 +52,13 @@ def of_step(out, step):
 def all_finite(tensors): return all(torch.isfinite(torch.frombuffer(bytearray(v), dtype=torch.float32)).all() for (f, _), v in tensors.items() if f != "optimizer")
 
 
-def files_of(out):
-    root = out/"checkpoints"
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and "logs" not in p.parts}
+def files_of(out): return {p: p.read_bytes() for p in (out/"checkpoints").rglob("*") if p.is_file() and "logs" not in p.parts}
 
 
 # max_hours
 
 class Clock:
-    "A fake clock: each step, save and evaluation takes a given time."
+    "Each step, save and evaluation takes a given time."
     def __init__(self, monkeypatch, step, save, evaluation=0., real=False):
         self.now, self.start, self.saves = 1e9, 1e9, 0
         replace, optimizer_step, loss = os.replace, QwenImageEditTrainer.optimizer_step, QwenImageEditTrainer.loss
@@ -86,12 +83,9 @@ class Clock:
 EVALUATED = dict(save_steps=10, val_fraction=0.2, eval_steps=7, eval_noise_samples=1, eval_images=0)
 
 @pytest.mark.parametrize("step, save, evaluation, settings, least", [
-    slow(60, 100, 0, dict(save_steps=10), 0.8),
-    slow(60, lambda n: 500 if n == 0 else 60, 0, dict(save_steps=10), 0.6), # the first save is slow, so the next may be
-    slow(lambda now: 40 if now < 1500 else 160, 60, 0, dict(save_steps=10), 0.8), # steps become slower
-    slow(60, lambda n: 30 + 25 * n, 0, dict(save_steps=10), 0.8), # saves become slower
-    slow(60, 60, 0, dict(save_steps=None), 0.8), # no save before the end
-    (300, 20, 0, dict(save_steps=1), 0.8), slow(120, 60, 30., EVALUATED, 0)])
+    slow(60, lambda n: 500 if n == 0 else 60, 0, dict(save_steps=10), 0.6),
+    slow(lambda now: 40 if now < 1500 else 160, lambda n: 30 + 25 * n, 0, dict(save_steps=10), 0.8), # both become slower
+    slow(60, 60, 0, dict(save_steps=None), 0.8), (300, 20, 0, dict(save_steps=1), 0.8), slow(120, 60, 30., EVALUATED, 0)])
 def test_max_hours_leaves_time_to_save_and_wastes_little(step, save, evaluation, settings, least, world, tmp_path, monkeypatch):
     clock = Clock(monkeypatch, step, save, evaluation)
     t = world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, **settings)).fit()
@@ -104,7 +98,7 @@ def test_max_hours_counts_what_comes_before_the_first_step(world, tmp_path, monk
     clock, set_lora = Clock(monkeypatch, 300, 30), QwenImageEditTrainer.set_lora
     def slowly(t): clock.now += 1200; return set_lora(t)
     monkeypatch.setattr(QwenImageEditTrainer, "set_lora", slowly)
-    world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, save_steps=10)).fit()
+    world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., save_steps=10)).fit()
     assert clock.passed <= 3600
 
 
@@ -129,12 +123,12 @@ def test_sessions_of_max_hours_make_the_undisturbed_run(again, world, tmp_path, 
 
 # out of memory
 
-ERRORS = dict(new=lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), old=lambda: RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 14.76 GiB total capacity)"),
-              cpu=lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes. Error code 12 (Cannot allocate memory)"))
+ERRORS = dict(new=lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), old=lambda: RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)"),
+              cpu=lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes."))
 
 
 class Boom:
-    "Raises at the nth call (from 0) of something, once."
+    "Raises at call n, from 0."
     def __init__(self, n, error): self.n, self.error, self.calls = n, error, 0
     def __call__(self, *a, **kw):
         self.calls += 1
@@ -142,9 +136,8 @@ class Boom:
 
 
 def three_settings(e):
-    "The error names three settings that exist, each with what it saves."
     from qie_nb.config import describe
-    assert isinstance(e, torch.OutOfMemoryError), f"{type(e).__name__}: {e}"
+    assert isinstance(e, torch.OutOfMemoryError), e
     known = [n for n, *_ in describe()]
     named = list(dict.fromkeys(n for n in re.findall(r"`([a-z_.]+)[^`]*`", str(e)) if n in known))
     assert len(named) >= 3 and len(re.findall(r"\d(?:\.\d+)? ?[GM]B", str(e))) >= 3, str(e)
@@ -152,7 +145,7 @@ def three_settings(e):
 
 
 def boom_in(where, step, error, monkeypatch, t):
-    "Memory runs out in a step (from 1), in its second micro-batch; returns weak references to the transformer's outputs."
+    "Memory runs out in a step's second micro-batch; returns weak references to the transformer's outputs."
     made, at = [], 2 * (step - 1) + 1
     t.set_lora()
     last = t.transformer.transformer_blocks[-1]
@@ -170,7 +163,7 @@ def boom_in(where, step, error, monkeypatch, t):
     return made
 
 
-@pytest.mark.parametrize("where, step, kind", [slow("forward", 1, "new"), slow("forward", 4, "old"), slow("backward", 4, "new"), ("optimizer", 4, "new"), slow("optimizer", 1, "new"), slow("forward", 5, "cpu")])
+@pytest.mark.parametrize("where, step, kind", [slow("forward", 1, "cpu"), slow("forward", 4, "old"), slow("backward", 4, "new"), ("optimizer", 4, "new"), slow("optimizer", 1, "new")])
 def test_memory_runs_out_in_a_step(where, step, kind, world, tmp_path, monkeypatch):
     t, snapshots = world.trainer(tmp_path), {}
     made = boom_in(where, step, ERRORS[kind](), monkeypatch, t)
@@ -180,8 +173,8 @@ def test_memory_runs_out_in_a_step(where, step, kind, world, tmp_path, monkeypat
     if step > 1: assert files_of(tmp_path) == snapshots[step - 1] and state_of(latest(tmp_path))["global_step"] == step - 1
     else: assert not complete(tmp_path)
     gc.collect() # the error is still held, as in a notebook
-    assert all(p.grad is None for p in t.transformer.parameters()), "gradients were left"
-    assert made and not [r for r in made if r() is not None], "activations are held"
+    assert all(p.grad is None for p in t.transformer.parameters())
+    assert made and not [r for r in made if r() is not None]
     assert t.global_step == step - 1
     t.fit()
     differ(outcome(tmp_path, True), world.want)
@@ -194,13 +187,13 @@ def test_memory_runs_out_and_a_smaller_setting_goes_on_exactly(world, tmp_path, 
     with pytest.raises(torch.OutOfMemoryError): t.fit()
     world.trainer(tmp_path, train=dict(gradient_checkpointing=True, resume_checkpoint="latest")).fit()
     got, name = outcome(tmp_path, True), "pytorch_lora_weights.safetensors"
-    assert got["state"] == world.want["state"] and [r["step"] for r in got["log"]] == [str(n) for n in range(1, 9)]
+    assert got["state"] == world.want["state"]
     for k, (_, _, data) in got[name].items():
         a, b = (torch.frombuffer(bytearray(x), dtype=torch.float32) for x in (data, world.want[name][k][2]))
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5) # recomputed, so equal up to rounding
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("part, lazily", [slow("vae", False), slow("vae", True), slow("text_encoder", False), ("text_encoder", True)])
+@pytest.mark.parametrize("part, lazily", [slow("vae", False), slow("text_encoder", False), ("text_encoder", True)])
 def test_memory_runs_out_in_an_encoder(part, lazily, world, tmp_path, monkeypatch):
     from qie_nb.models.components import Components
     booms, get = [], Components.get
@@ -230,7 +223,6 @@ def test_other_errors_stay_what_they_are(world, tmp_path, monkeypatch):
 # a loss that is not finite
 
 def poison(t, steps, value=float("nan")):
-    "The loss of these steps (from 1) is `value`, and so are its gradients."
     real = type(t).loss
     def loss(*a, **kw):
         loss = real(t, *a, **kw)
@@ -267,19 +259,12 @@ def test_a_skipped_step_survives_a_resume(world, tmp_path):
 @pytest.mark.parametrize("every, ends", [(1, 5), slow(4, 8)])
 def test_it_stops_after_several_in_a_row_with_the_last_good_state(every, ends, world, tmp_path):
     t = poison(world.trainer(tmp_path, train=dict(max_train_steps=40, max_nonfinite_steps=3, save_steps=None), logging=dict(log_every=every)), set(range(3, 99))).fit()
-    assert t.global_step == ends and "finite" in t.state.stop, "it is seen when a row is logged"
+    assert t.global_step == ends and "finite" in t.state.stop
     now = of_step(tmp_path, state_of(latest(tmp_path))["global_step"])
     assert now == of_step(world.whole, 2) and all_finite(now)
 
 
-@pytest.mark.slow
-def test_bad_steps_that_do_not_follow_each_other_do_not_stop_it(world, tmp_path):
-    t = poison(world.trainer(tmp_path, train=dict(max_train_steps=12, max_nonfinite_steps=3)), {1, 2, 4, 5, 7, 8, 10, 11}).fit()
-    assert t.global_step == 12 and t.state.stop == "done" and int(t.state.skipped) == 8
-
-
 def test_steps_that_are_not_logged_do_not_wait_for_the_device(world, tmp_path, monkeypatch):
-    "Our code reads no number from a tensor."
     reads, inside = [], []
     def spy(name, real):
         def method(self, *a, **kw):
