@@ -25,14 +25,13 @@ from .quantize import check_quantization, dtype_name, parse_quantization
 # %% ../../nbs/models/03_components.ipynb #44abf60d
 @dataclass(frozen=True)
 class Variant:
-    "What distinguishes one Qwen-Image-Edit from another."
     name: str          # v1, 2509 or 2511
     pipeline: str      # the diffusers class named in model_index.json
     image_prefix: str  # inserted before the prompt for each control image
-    vl_area: int       # pixels of a control image for the text encoder; None: as for the VAE
+    vl_area: int       # pixels for the text encoder; None: as for the VAE
     zero_cond_t: bool  # are control tokens modulated at timestep 0?
     multi_image: bool  # several control images?
-    control_area: int = 1024 * 1024 # pixels of a control image for the VAE
+    control_area: int = 1024 * 1024 # pixels for the VAE
 
 _IMAGE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 VARIANTS = {v.name: v for v in (
@@ -44,16 +43,15 @@ VARIANTS = {v.name: v for v in (
 def template_of(pipeline:str) -> tuple: # (template with one {} for images and prompt, tokens dropped first)
     "Chat template and drop index of the installed diffusers pipeline."
     import diffusers
-    args = inspect.signature(getattr(diffusers, pipeline).__init__).parameters
-    empty = getattr(diffusers, pipeline)(**{k: None for k in args if k != "self"})
+    cls = getattr(diffusers, pipeline)
+    empty = cls(**dict.fromkeys(inspect.signature(cls).parameters))
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
 # %% ../../nbs/models/03_components.ipynb #3cceb8a0
 _VISION = [f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
 
-def prompt_text(
-    variant:Variant, prompt:str, images:int=1) -> str:
-    "The text for the processor, with control images. Raises ValueError if the prompt contains vision tokens."
+def prompt_text(variant:Variant, prompt:str, images:int=1) -> str:
+    "The processor's text for a prompt and a number of control images."
     if found := next((t for t in _VISION if t in prompt), None):
         raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, the "
                          "template adds the images")
@@ -65,7 +63,7 @@ def prompt_text(
 # %% ../../nbs/models/03_components.ipynb #6b2330c6
 @lru_cache
 def positions_of(pipeline:str) -> str: # "3d", or "1d" for running positions
-    "The positions that the installed diffusers pipeline gives to image tokens."
+    "Positions of image tokens in the installed diffusers pipeline."
     import diffusers
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
     needs = "mm_token_type_ids" in inspect.signature(Qwen2_5_VLModel.forward).parameters
@@ -74,11 +72,11 @@ def positions_of(pipeline:str) -> str: # "3d", or "1d" for running positions
 
 # %% ../../nbs/models/03_components.ipynb #26ddae71
 def find_variant(folder, expected:str="auto") -> Variant: # expected: auto, v1, 2509 or 2511
-    "The variant of a model folder. Raises ValueError for any other pipeline."
+    "The variant of a model folder."
     folder = Path(folder)
     if not (folder/"model_index.json").is_file():
-        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder that "
-                         "save_pretrained of diffusers wrote")
+        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder in diffusers' "
+                         "layout")
     name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
     config = folder/"transformer"/"config.json"
     flag = config.is_file() and bool(json.loads(config.read_text()).get("zero_cond_t", False))
@@ -89,12 +87,10 @@ def find_variant(folder, expected:str="auto") -> Variant: # expected: auto, v1, 
                          "QwenImageEditPipeline or QwenImageEditPlusPipeline")
     if expected not in ("auto", found.name):
         raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} ({name}, "
-                         f"zero_cond_t={str(flag).lower()} in its transformer's config); set it to auto or "
-                         "correct the config")
+                         f"zero_cond_t={str(flag).lower()}); set it to auto or correct the config")
     return found
 
 def native_areas(folder, variant:Variant) -> dict: # control_area, vl_area in pixels
-    "The areas of the control images for a model folder."
     path = Path(folder)/"qie_nb.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     return {k: own.get(k, getattr(variant, k)) for k in ("control_area", "vl_area")}
@@ -102,9 +98,9 @@ def native_areas(folder, variant:Variant) -> dict: # control_area, vl_area in pi
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 
 def resolve_model(
-    name:str, # local folder, hub id, or "tiny"
-    components=(), revision:str=None) -> Path: # local folder
-    "Folder of a model; of a hub model, the named components are downloaded."
+    name:str, # as for `Components`
+    components=(), revision:str=None) -> Path:
+    "A model's folder; the named components of a hub model are downloaded."
     if name == "tiny": return Path(__file__).parents[1]/"assets"/"tiny-edit"
     if hub := hub_model(name, revision):
         quiet_bars()
@@ -113,21 +109,19 @@ def resolve_model(
 
 # %% ../../nbs/models/03_components.ipynb #2568617f
 def _setting(component): # that quantizes it
-    return dict(transformer="model.quantize", text_encoder="model.text_encoder_quantize").get(
-        component, f"quantize[{component!r}]")
+    return "model.quantize" if component == "transformer" else f"model.{component}_quantize"
 
 def check_weights(folder, name:str, weights:bool=True): # weights: does this component have any?
     "Raises FileNotFoundError or ValueError if a component is missing or its weights are pickles."
     if not (Path(folder)/name).is_dir():
-        raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/, which this job needs; copy the "
-                                "model again")
+        raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/; copy the model again")
     if weights and not any((Path(folder)/name).glob("*.safetensors")):
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are "
                          "not read, save the model as safetensors")
 
 def load_component(
     folder, name:str, dtype=torch.float32, device="cpu", quantization:str=None, prepare=None, placement=None):
-    "Load one of `COMPONENTS` from a local model folder; arguments as for `load_quantized`."
+    "Load a component; arguments as for `load_quantized`."
     from safetensors import SafetensorError
     library, cls = component_class(folder, name)
     quiet_bars()
@@ -137,7 +131,7 @@ def load_component(
     check_saved_quantization(path, quantization, dtype, _setting(name))
     if source_checkpoint(path).get("table") and not prepare:
         raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load it "
-                         "through the trainer, which uses the table")
+                         "through the trainer")
     kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     try:
         if quantization or prepare or placement or torch.device(device).type != "cpu":
@@ -148,15 +142,15 @@ def load_component(
 
 # %% ../../nbs/models/03_components.ipynb #a4845d44
 class Components:
-    "The components of one model; each is loaded when it is first used."
+    "The components of a model; each is loaded when it is first used."
     def __init__(self,
-        name:str="tiny", # local folder, hub id, or tiny
+        name:str="tiny", # folder, hub id, or tiny
         dtype=torch.float32, # of VAE, text encoder and transformer
         variant:str="auto", # auto, v1, 2509 or 2511
         devices:dict=None, # {component: device}, default cpu
         quantize:dict=None, # {component: key of `QUANTIZATIONS`, or a bool}
         revision:str=None, # of the hub
-        offload:tuple=(), # components that stay in host memory; each layer visits the device
+        offload:tuple=(), # components in host memory, whose layers visit the device
         release="auto", # delete files after they are quantized? auto: if the disk is too small
     ):
         self.name, self.dtype, self.revision = name, dtype, revision
@@ -166,22 +160,22 @@ class Components:
         self.variant = find_variant(self.folder, variant)
         self.areas = native_areas(self.folder, self.variant)
         self.loaded, self.built = {}, []
-        self.loaded_as = {} # {component: its quantization when it was loaded}
+        self.loaded_as = {} # {component: quantization}
         self.prepare, self.placements = {}, {} # {component: argument of `load_component`}
-        self.modulation_sets = lambda: {} # times in the table of a hub's quantized transformer
+        self.modulation_sets = lambda: {} # times of a hub transformer's table
 
     @property
     def hub(self): return hub_model(self.name, self.revision) # `HubModel`, or None for a local folder
 
     def __repr__(self):
-        v, vl = self.variant, self.areas["vl_area"]
-        return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), "
-                f"controls {self.areas['control_area']} px, text encoder images "
-                f"{f'{vl} px' if vl else 'the same'}; loaded: {', '.join(self.loaded) or 'nothing yet'}")
+        v, area = self.variant, self.areas["control_area"]
+        return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), controls"
+                f" {area} px, for the text encoder {self.areas['vl_area'] or area} px; loaded: "
+                f"{', '.join(self.loaded) or 'nothing yet'}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
 def offload(part:torch.nn.Module, device) -> torch.nn.Module: # on the meta device between calls
-    "Keep a model in host memory; each layer visits the device while it runs (accelerate's `cpu_offload`)."
+    "Keep a model in host memory; each layer visits the device (accelerate's `cpu_offload`)."
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_module
     return cpu_offload(remove_hook_from_module(part, recurse=True), torch.device(device))
@@ -193,45 +187,42 @@ def device_of(part:torch.nn.Module) -> torch.device:
     return next(part.parameters()).device if execution is None else torch.device(execution)
 
 @patch
-def quantization_of(self:Components, name:str) -> str: # or None
-    return parse_quantization(self.quantize.get(name))
-
-@patch
-def check(self:Components, *names):
-    "Raises ValueError if components (default all) cannot be quantized or offloaded as set; reads no weights."
+def check(self:Components, *names): # default all
+    "Raises ValueError if components cannot be quantized or offloaded as set."
     for n in names or {*self.quantize, *self.offload}:
         quantization = check_quantization(self.quantize.get(n), self.devices.get(n, "cpu"), _setting(n))
         check_saved_quantization(self.folder/n, quantization, self.dtype, _setting(n))
         if quantization and n in self.offload:
-            raise ValueError(f"`{_setting(n)}` {quantization} is incompatible with `model.{n}_offload`, "
-                             "which moves unquantized layers; choose one of them")
+            raise ValueError(f"`{_setting(n)}` {quantization} is incompatible with `model.{n}_offload`; "
+                             "choose one of them")
 
 # %% ../../nbs/models/03_components.ipynb #7d40c002
 @patch
 def deletes_shards(self:Components, name:str) -> bool:
-    if not self.hub or self.quantization_of(name) in (None, "qint4") or not self.release: return False
-    if not self.hub.weights(name): return False
-    return self.release is True or sum(self.hub.missing(name).values()) > free_bytes(self.hub.hub.folder)
+    hub = self.hub
+    if not hub or self.quantize.get(name) in (None, "qint4") or not (self.release and hub.weights(name)):
+        return False
+    return self.release is True or sum(hub.missing(name).values()) > free_bytes(hub.hub.folder)
 
 @patch
-def shards(self:Components, name:str): # weight files, for `qie_nb.models.prequantize`
+def shards(self:Components, name:str):
     return ShardDownloader(self.hub, name) if self.hub else LocalShards(self.folder/name)
 
 @patch
-def _quantized_folder(self:Components, name) -> Path: # of a component quantized while it is downloaded
+def _quantized_folder(self:Components, name) -> Path: # of a hub component
     table = "-table" if name == "transformer" and self.modulation_sets() else ""
-    return self.hub.store/f"{name}-{self.quantization_of(name)}-{dtype_name(self.dtype)}{table}"
+    return self.hub.store/f"{name}-{self.quantize.get(name)}-{dtype_name(self.dtype)}{table}"
 
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
-    "The folder with a component, which is downloaded or quantized now if needed."
+    "The folder with a component, downloaded or quantized now if needed."
     from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
     if not self.hub: return self.folder
     sets = self.modulation_sets() if name == "transformer" else {}
     out = self._quantized_folder(name)
     if not (out/name).is_dir():
         if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
-        cls, shards, q = component_class(self.folder, name)[1], self.shards(name), self.quantization_of(name)
+        cls, shards, q = component_class(self.folder, name)[1], self.shards(name), self.quantize[name]
         config = json.loads((shards.folder/"config.json").read_text())
         size = quantized_bytes(cls, shards.folder, q, self.dtype, bool(sets))
         if sets: size += 2 * modulation_table_bytes(sets, config, self.dtype) # twice while it is packed
@@ -245,11 +236,9 @@ def folder_of(self:Components, name:str) -> Path: # a model folder
 @patch
 def get(self:Components, name:str):
     "A component on its device, loaded now if needed."
-    if name not in COMPONENTS:
-        raise ValueError(f"`name` must be one of {', '.join(COMPONENTS)}, got {name!r}")
     if name not in self.loaded:
         self.check(name)
-        device, q, offloaded = self.devices.get(name, "cpu"), self.quantization_of(name), name in self.offload
+        device, q, offloaded = self.devices.get(name, "cpu"), self.quantize.get(name), name in self.offload
         part = load_component(self.folder_of(name), name, self.dtype, "cpu" if offloaded else device, q,
                               self.prepare.get(name), self.placements.get(name))
         self.loaded[name], self.loaded_as[name] = offload(part, device) if offloaded else part, q
@@ -265,7 +254,6 @@ def drop(self:Components, *names):
 # %% ../../nbs/models/03_components.ipynb #cd973de2
 @patch
 def set_offload(self:Components, name:str, on:bool):
-    "Offload a component layer by layer from now on, or restore it."
     if name in self.loaded and (on or name in self.offload):
         from accelerate.hooks import remove_hook_from_module
         part = self.loaded[name]
@@ -276,7 +264,7 @@ def set_offload(self:Components, name:str, on:bool):
 
 @patch
 def move(self:Components, name:str, device):
-    "Move a component, loaded now if needed; it is loaded there again later."
+    "Move a component; it is loaded there from now on."
     self.devices[name] = device
     part = self.get(name)
     at, to = device_of(part), torch.device(device)
@@ -291,11 +279,12 @@ _UNUSED = ("generation_config.json", "video_preprocessor_config.json")
 _ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 
 def component_digest(folder, name:str) -> str: # 16 hex digits
-    "Digest of a component's weights and settings; the same for a renamed folder and for a prequantized copy."
+    "Digest of a component's weights and settings, the same for a prequantized copy."
     check_weights(folder, name, False)
-    origin = source_checkpoint(Path(folder)/name)
+    folder = Path(folder)/name
+    origin = source_checkpoint(folder)
     parts = [f["sha256"] for f in origin.get("files", {}).values()]
-    for p in (Path(folder)/name).iterdir():
+    for p in folder.iterdir():
         weights = p.suffix == ".safetensors" and not origin
         if weights or p.name in ("tokenizer.json", "vocab.json", "merges.txt"): parts.append(file_digest(p))
         elif p.name.endswith("config.json") and p.name not in _UNUSED:
@@ -305,21 +294,22 @@ def component_digest(folder, name:str) -> str: # 16 hex digits
 
 @patch
 def has_encoders(self:Components) -> bool:
-    "Are the encoders' files available without a download?"
+    "Are the encoders here without a download?"
     local = lambda c: not self.hub or (self._quantized_folder(c)/c).is_dir() or not self.hub.missing(c)
     return all((self.folder/c).is_dir() and local(c) for c in _ENCODERS)
 
 @patch
 def identity(self:Components) -> dict:
-    "The identity of the encoders in the cache's keys and manifest."
+    "The encoders in the cache's keys and manifest."
     at = {c: self.folder_of(c) for c in _ENCODERS}
-    size = sum(p.stat().st_size for p in (at["text_encoder"]/"text_encoder").glob("*.safetensors"))
-    if size > 2e9 and not saved_quantization(at["text_encoder"]/"text_encoder"):
-        print(f"reading {size/1e9:.1f} GB to identify the encoders, unless their digests are known")
+    large = at["text_encoder"]/"text_encoder"
+    size = sum(p.stat().st_size for p in large.glob("*.safetensors"))
+    if size > 2e9 and not saved_quantization(large):
+        print(f"reading {size/1e9:.1f} GB to identify the encoders, if it was not done before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
-                text_encoder=f"{text}-{self.quantization_of('text_encoder') or 'plain'}",
+                text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
                 template=f"{hashlib.sha256(template).hexdigest()[:12]}-{positions_of(self.variant.pipeline)}",
                 dtype=dtype_name(self.dtype), **self.areas)

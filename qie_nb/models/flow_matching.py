@@ -24,37 +24,34 @@ def unpack_latents(
     tokens:torch.Tensor, # [B, (h/2)*(w/2), 4*C]
     h:int, w:int, # latent pixels, even
 ) -> torch.Tensor: # [B, C, 1, h, w]
-    "The inverse of `pack_latents`. Takes *latent* sizes, unlike the pipeline."
+    "The inverse of `pack_latents`."
     B, n, c = tokens.shape
-    if n != (h//2)*(w//2):
-        raise ValueError(f"`tokens` must be {(h//2)*(w//2)} for a latent of height {h} and width {w}, "
+    rows, columns = h//2, w//2
+    if n != rows * columns:
+        raise ValueError(f"`tokens` must be {rows * columns} for a latent of height {h} and width {w}, "
                          f"got {n}")
-    return tokens.view(B, h//2, w//2, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
+    return tokens.view(B, rows, columns, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
 
 def img_shapes(
-    target:tuple, # (h, w) of the target, latent pixels
-    controls=(), # (h, w) of each control
+    target:tuple, controls=(), # (h, w) of the target and of each control, latent pixels
     batch_size:int=1,
 ) -> list: # batch_size x [(1, rows, columns), ...]
-    "Token shapes of target and controls, as the pipelines give them to the transformer."
+    "Token shapes, as the pipelines give them to the transformer."
     return [[(1, h//2, w//2) for h, w in (target, *controls)]] * batch_size
 
 # %% ../../nbs/models/04_flow_matching.ipynb #9cea1b25
 def _draw(seed, purpose, fn): return fn(torch.Generator().manual_seed((seed ^ purpose) % 2**63))
 
-def sample_noise(
-    seeds, # one int per sample
-    shape, # of one sample, e.g. (16, 1, h, w)
-) -> torch.Tensor: # [B, *shape] float32, standard normal, on the CPU
+def sample_noise(seeds, shape) -> torch.Tensor: # [B, *shape] float32, on the CPU
     "Gaussian noise of each sample from its own seed."
     return torch.stack([_draw(s, 0x6E6F697365, lambda g: torch.randn(*shape, generator=g)) for s in seeds])
 
 # %% ../../nbs/models/04_flow_matching.ipynb #33065286
 def calculate_mu(
     tokens:int, # packed tokens of the target alone
-    config, # scheduler config, a mapping
+    config, # of the scheduler, a mapping
 ) -> float:
-    "Logarithm of the shift, linear in the tokens (`calculate_shift` of the diffusers pipelines)."
+    "Logarithm of the shift, linear in the tokens (diffusers' `calculate_shift`)."
     n0, n1 = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     s0, s1 = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     m = (s1 - s0) / (n1 - n0)
@@ -70,8 +67,8 @@ SAMPLINGS = ("uniform", "logit_normal", "shift", "fixed_shift")
 def sample_sigmas(
     seeds, # one int per sample
     how:str="uniform", # one of `SAMPLINGS`
-    mu:float=0.0, # for `shift`: logarithm of the sampler's shift
-    steps:int=1000, # discrete timesteps of the scheduler; None: continuous levels
+    mu:float=0.0, # for `shift`, from `calculate_mu`
+    steps:int=1000, # timesteps of the scheduler; None: continuous levels
     shift:float=3.0, # for `fixed_shift`
     mean:float=0.0, std:float=1.0, # for `logit_normal`; a mean above 0 means more noise
 ) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
@@ -99,14 +96,14 @@ def flow_target(x0:torch.Tensor, eps:torch.Tensor) -> torch.Tensor: # float32
     return eps.float() - x0.float()
 
 def flow_loss(
-    pred:torch.Tensor, # [B, tokens, 64] of the transformer, target tokens first; control tokens may follow
+    pred:torch.Tensor, # [B, tokens, 64]; control tokens may follow the target's
     target:torch.Tensor, # [B, target tokens, 64]
-    weights:torch.Tensor=None, # [B, target tokens, 64], 0 or more: weight of each number; None: all equal
-) -> torch.Tensor: # [B] float32, one mean squared error per sample, sum(w * err) / sum(w)
-    "Mean squared error on the target's tokens; the output for control tokens is ignored."
+    weights:torch.Tensor=None, # [B, target tokens, 64], 0 or more
+) -> torch.Tensor: # [B] float32, sum(w * err) / sum(w)
+    "Mean squared error of each sample on the target's tokens."
     pred = pred[:, :target.shape[1]].float()
     err = (pred - target.float()).pow(2).flatten(1)
-    if weights is not None: # scaled to a mean of 1; if all are 0, the loss is 0
+    if weights is not None: # if all are 0, the loss is 0
         w = weights.flatten(1)
         err = err * (w * (w.shape[1] / w.sum(1, keepdim=True).clamp_min(1e-6)))
     return err.mean(1)
@@ -127,7 +124,7 @@ def mask_weights(
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
 def level_weights(sigmas:torch.Tensor, how:str="none") -> torch.Tensor: # [B], mean 1 over all levels
-    "The weight of each sample's loss by its noise level, for training only; `how` is one of `WEIGHTINGS`."
+    "The loss weights of noise levels, for training only; `how` is one of `WEIGHTINGS`."
     if how not in WEIGHTINGS:
         raise ValueError(f"`loss_weighting` must be one of {', '.join(WEIGHTINGS)}, got {how!r}")
     if how == "none": return torch.ones_like(sigmas)
@@ -143,9 +140,9 @@ def transformer_inputs(
     timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, for a modulation table
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
     mask, # [B, L] bool, or None if nothing is padded
-    shapes, # as `img_shapes` gives them
+    shapes, # of `img_shapes`
 ) -> dict: # keyword arguments of the transformer's forward
-    "Arguments of the transformer: target and control tokens in one sequence, the timestep divided by 1000."
+    "Target and control tokens in one sequence, the timestep divided by 1000."
     times = timesteps.to(x_t.dtype) / 1000
     if lookup := getattr(getattr(transformer, "module", transformer), "lookup", None): # of a modulation table
         lookup.expect(times)
@@ -155,7 +152,6 @@ def transformer_inputs(
                 img_shapes=shapes, return_dict=False)
 
 def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> torch.Tensor:
-    "The predicted velocity of the target's tokens; arguments as for `transformer_inputs`."
     return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask,
                                             shapes))[0][:, :x_t.shape[1]]
 
@@ -163,6 +159,6 @@ def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> tor
 def true_cfg(
     cond:torch.Tensor, # [B, tokens, 64] for the prompt
     uncond:torch.Tensor, scale:float) -> torch.Tensor:
-    "The guided prediction, with the norm of each conditional token."
+    "The guided prediction, with the conditional one's norm in each token."
     comb = uncond + scale * (cond - uncond)
     return comb * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(comb, dim=-1, keepdim=True))

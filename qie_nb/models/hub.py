@@ -14,24 +14,22 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..core.files import cached_file_property, free_bytes, write_atomic
-from .loading import source_checkpoint, weight_files
+from .loading import source_checkpoint, weight_files, weight_names
 
 # %% ../../nbs/models/00_hub.ipynb #01f32332
 INDEX = "model_index.json"
 
-def find_model_folder(folder) -> Path: # the folder with model_index.json, or `folder` itself
-    "The model in a folder or up to four levels below it. Raises ValueError if there are several."
+def find_model_folder(folder) -> Path: # with model_index.json; `folder` if there is none
+    "The only model in a folder or up to four levels below it."
     folder = Path(folder)
     if (folder/INDEX).is_file(): return folder
     found = sorted(p.parent for depth in range(1, 5) for p in folder.glob("*/" * depth + INDEX))
     if len(found) > 1:
-        names = ", ".join(str(p.relative_to(folder)) for p in found)
-        raise ValueError(f"{str(folder)!r} contains {len(found)} models ({names}); "
-                         "give the folder of one of them")
+        raise ValueError(f"{str(folder)!r} contains {len(found)} models; give the folder of one of them: "
+                         f"{', '.join(map(str, found))}")
     return found[0] if found else folder
 
 def component_class(folder, name:str) -> tuple: # (library's name, class)
-    "The class that a folder's model_index.json names."
     index = json.loads((Path(folder)/INDEX).read_text())
     if not index.get(name) or None in index[name]:
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
@@ -43,7 +41,6 @@ def component_class(folder, name:str) -> tuple: # (library's name, class)
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
 class HubClient:
-    "The Hugging Face hub and its local cache."
     @property
     def folder(self) -> Path:
         from huggingface_hub import constants
@@ -67,7 +64,7 @@ class HubClient:
         from huggingface_hub import hf_hub_download
         return Path(hf_hub_download(name, path, revision=commit))
 
-    def release(self, path): # delete a file from `get`, and the blob it links to
+    def release(self, path): # and the blob it links to
         for p in {Path(path), Path(os.path.realpath(path))}: p.unlink(missing_ok=True)
 
 HUB = HubClient()
@@ -76,7 +73,7 @@ HUB = HubClient()
 CONFIG_FILES = (".json", ".txt", ".jinja", ".model")
 
 class HubModel:
-    "The files of a model on the hub; `hub` replaces `HUB`."
+    "The files of a model on the hub."
     def __init__(self, name:str, revision:str=None, hub=None):
         self.name, self.hub = name, hub or HUB
         self.commit, self.files = self.hub.files(name, revision)
@@ -89,7 +86,6 @@ class HubModel:
         return json.loads(self.record.read_text()) if self.record.is_file() else []
 
     def fetch(self, path) -> Path:
-        "Download a file, or find it in the cache."
         if not self.has(path) and path not in (ours := self.downloaded()):
             write_atomic(self.record, json.dumps([*ours, path]).encode())
         try: return self.hub.get(self.name, path, self.commit)
@@ -98,21 +94,17 @@ class HubModel:
                           "again, finished files are kept, or attach the model as a folder") from e
 
     def release(self, path):
-        "Delete a file if we downloaded it."
+        "Delete only what we downloaded."
         if path not in (ours := self.downloaded()): return
         if self.has(path): self.hub.release(self.hub.get(self.name, path, self.commit))
         write_atomic(self.record, json.dumps([p for p in ours if p != path]).encode())
 
 # %% ../../nbs/models/00_hub.ipynb #5fec18a8
 @patch
-def weights(self:HubModel, component:str) -> dict: # {path: bytes}, without variants such as fp16
-    own = [p for p in self.files if p.startswith(f"{component}/") and p.count("/") == 1]
-    shortest = lambda end: min((p for p in own if p.endswith(end)), key=lambda p: (len(p), p), default=None)
-    paths = [shortest(".safetensors")]
-    if index := shortest(".safetensors.index.json"):
-        names = set(json.loads(self.fetch(index).read_text())["weight_map"].values())
-        paths = [f"{component}/{n}" for n in sorted(names)]
-    return {p: self.files[p] for p in paths if p}
+def weights(self:HubModel, component:str) -> dict: # {path: bytes}
+    own = {n: f"{component}/{n}" for c, _, n in (p.partition("/") for p in self.files) if c == component}
+    paths = [own[n] for n in weight_names(own, lambda n: self.fetch(own[n]))]
+    return {p: self.files[p] for p in paths}
 
 @patch
 def missing(self:HubModel, component) -> dict: # {path: bytes}, not downloaded yet
@@ -120,7 +112,7 @@ def missing(self:HubModel, component) -> dict: # {path: bytes}, not downloaded y
 
 @patch
 def fetch_configs(self:HubModel, components=()) -> Path: # the local model folder
-    "Download the files that tell the variant, and the configuration and tokenizer files of some components."
+    "Download what tells the variant, and the configuration and tokenizer files of some components."
     if INDEX not in self.files:
         raise ValueError(f"{self.name!r} has no {INDEX}; choose a model in diffusers' layout")
     for p in self.files:
@@ -134,8 +126,8 @@ def format_bytes(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1
 
 @patch
 def check_disk_space(self:HubModel, component:str, kept:int=None):
-    """Print the size of a download. Raises OSError if it does not fit on the disk.
-    `kept`: bytes of the quantized copy if files are deleted after use, None if all stay."""
+    """Print the size of a download. Raises OSError if the disk is too small.
+    `kept`: bytes of the quantized copy if files are deleted after use, else None."""
     if not (todo := self.missing(component)): return
     total, (path, largest) = sum(todo.values()), max(todo.items(), key=lambda x: x[1])
     if kept is None:
@@ -161,12 +153,10 @@ def fetch_all(self:HubModel, components) -> Path: # the local model folder
         self.check_disk_space(c)
         for p in self.weights(c): self.fetch(p)
     return folder
-
-# %% ../../nbs/models/00_hub.ipynb #3b1c10f3
 _hub_model = lru_cache(HubModel)
 
 def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local folder
-    "The hub's model by a setting. Raises FileNotFoundError if there is neither a folder nor a model."
+    "The model that a setting names. Raises FileNotFoundError if there is none."
     setting = f"`model.pretrained_model_name_or_path` {name!r}"
     if name == "tiny" or Path(name).expanduser().is_dir(): return None
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
@@ -179,20 +169,15 @@ def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local fo
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
 class LocalShards:
-    "The weight files of a local component; they are never deleted."
     def __init__(self, folder):
-        self.folder, self.names = Path(folder), [p.name for p in weight_files(folder)]
-
-    @property
-    def fingerprint(self) -> list: # tells checkpoints apart while one is read
-        stats = [(self.folder/n).stat() for n in self.names]
-        return [(n, s.st_size, s.st_mtime_ns) for n, s in zip(self.names, stats)]
+        files = weight_files(folder)
+        self.folder, self.names = Path(folder), [p.name for p in files]
+        self.fingerprint = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
 
     def get(self, name:str) -> Path: return self.folder/name
     def release(self, name:str): pass
 
 class ShardDownloader:
-    "The weight files of a component on the hub, with the same attributes."
     def __init__(self, model:HubModel, component:str):
         self.model, self.component, self.folder = model, component, model.fetch_configs([component])/component
         self.names = [p.split("/")[1] for p in model.weights(component)]
@@ -203,7 +188,7 @@ class ShardDownloader:
 
 # %% ../../nbs/models/00_hub.ipynb #466898ce
 def sampled_digest(path) -> str: # 16 hex digits
-    "Digest of a safetensors file from its head and 64 evenly spread blocks; of all of it below 16 MB."
+    "Digest of a safetensors file's head and 64 blocks; of all of it below 16 MB."
     size = Path(path).stat().st_size
     h = hashlib.sha256(str(size).encode())
     with open(path, "rb") as f:
@@ -218,9 +203,9 @@ def sampled_digest(path) -> str: # 16 hex digits
 _VOLATILE = ("_diffusers_version", "_name_or_path", "_class_name")
 
 def transformer_digest(folder) -> str: # 16 hex digits
-    "Digest of a transformer's folder; a prequantized copy has that of its checkpoint."
-    folder, origin = Path(folder), source_checkpoint(folder)
-    config = json.loads((folder/"config.json").read_text()) if (folder/"config.json").is_file() else {}
+    "Digest of a transformer's folder; a prequantized copy has its checkpoint's."
+    folder, origin, file = Path(folder), source_checkpoint(folder), Path(folder)/"config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
     settings = {k: v for k, v in config.items() if k not in _VOLATILE}
     parts = [f["sampled"] for f in origin["files"].values()] if origin else [
         cached_file_property(p, "sampled digest", sampled_digest) for p in folder.glob("*.safetensors")]

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ORIGIN', 'STREAMS', 'check_serializable', 'serialize_linear', 'part_names', 'deserialize_linear', 'source_checkpoint',
-           'saved_quantization', 'check_saved_quantization', 'empty_model', 'weight_files', 'remap_key', 'trim_malloc',
-           'set_tensor', 'place_tensor', 'load_quantized', 'component_bytes', 'free_device_bytes', 'work_bytes']
+           'saved_quantization', 'check_saved_quantization', 'empty_model', 'weight_names', 'weight_files', 'remap_key',
+           'check_missing', 'trim_malloc', 'set_tensor', 'place_tensor', 'load_quantized', 'component_bytes',
+           'free_device_bytes', 'work_bytes']
 
 # %% ../../nbs/models/02_loading.ipynb #b03e9a11
 import ctypes, json, math, re, sys
@@ -19,13 +20,12 @@ from .quantize import (NOT_QUANTIZED, QUANTIZATIONS, dtype_name, linear4bit, qua
                                     quantize_linear)
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c006
-def check_serializable(quantization:str, key:str="model.quantize") -> str: # the same, if it can be saved
+def check_serializable(quantization:str, key:str="model.quantize") -> str: # the same
     if quantization == "qint4":
         raise ValueError(f"`{key}` qint4 is packed for one kind of device and cannot be saved; use nf4")
     return quantization
 
 def serialize_linear(linear:nn.Module) -> dict: # {name within the layer: plain tensor on the CPU}
-    "The tensors of a layer from `quantize_linear`."
     w = linear.weight
     names = w.__tensor_flatten__()[0] if hasattr(w, "__tensor_flatten__") else []
     out = {f"weight.{n}": getattr(w, n) for n in names} or {"weight": w.data}
@@ -39,14 +39,13 @@ _PARTS = dict(nf4=("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant
               qfloat8=("._data", "._scale"), qint8=("._data", "._scale"),
               int8=(".qdata", ".scale", ".zero_point"), float8=(".qdata", ".scale"), fp8_storage=("",))
 
-def part_names(quantization:str, bias:bool) -> set: # bias: does the layer have one?
-    "The names of a saved layer's tensors, as in `serialize_linear`."
+def part_names(quantization:str, bias:bool) -> set: # as in `serialize_linear`
     return {f"weight{p}" for p in _PARTS[quantization]} | ({"bias"} if bias else set())
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c008
 def deserialize_linear(
-    linear:nn.Linear, quantization:str, parts:dict, dtype) -> nn.Module: # as `quantize_linear` gave it
-    "A quantized layer, for computing in `dtype`, from the tensors of `serialize_linear` on its device."
+    linear:nn.Linear, quantization:str, parts:dict, dtype) -> nn.Module: # computes in `dtype`
+    "A layer as `quantize_linear` gave it, from the tensors of `serialize_linear` on its device."
     weight, bias = {n.removeprefix("weight").removeprefix("."): t for n, t in parts.items()}, None
     narrow = quantization == "fp8_storage" # its bias has eight bits too
     if "bias" in weight:
@@ -74,21 +73,20 @@ def deserialize_linear(
 ORIGIN = "origin.json"
 
 def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}
-    "The record of the checkpoint that a component was quantized from; empty for an ordinary one."
+    "The record of the checkpoint that a component was quantized from, or {}."
     file = Path(folder)/ORIGIN
     if not file.is_file(): return {}
     try:
         origin = json.loads(file.read_text())
         if origin["format"] == "qie_nb-stored-1" and origin["kind"] in _PARTS: return origin
-        raise ValueError("its format is newer, or another program wrote it")
+        raise ValueError("unknown format")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, or upgrade "
                          "qie_nb") from None
 
 def saved_quantization(folder) -> str: return source_checkpoint(folder).get("kind") # of its files, or None
 
-def check_saved_quantization(
-    folder, quantization:str, dtype, key:str="model.quantize"): # what is requested, and its setting
+def check_saved_quantization(folder, quantization:str, dtype, key:str="model.quantize"):
     "Raises ValueError if a prequantized component is requested in another form."
     if not (origin := source_checkpoint(folder)): return
     saved, told = origin["kind"], f"{str(folder)!r} is prequantized as {origin['kind']}"
@@ -100,7 +98,6 @@ def check_saved_quantization(
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e90
 def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on the meta device
-    "The model that the config.json in a folder describes, without weights."
     from accelerate import init_empty_weights
     before, diffusers = torch.get_default_dtype(), hasattr(cls, "load_config")
     config = cls.load_config(folder) if diffusers else cls.config_class.from_pretrained(folder)
@@ -109,14 +106,17 @@ def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on 
         with init_empty_weights(include_buffers=False): return (cls.from_config if diffusers else cls)(config)
     finally: torch.set_default_dtype(before)
 
-def weight_files(folder) -> list: # paths of safetensors files
-    "The files of a component, without variants such as fp16. Raises FileNotFoundError if one is missing."
-    folder = Path(folder)
-    shortest = lambda pattern: min(folder.glob(pattern), key=lambda p: (len(p.name), p.name), default=None)
-    index = shortest("*.safetensors.index.json")
-    names = source_checkpoint(folder).get("weights")
-    if not names and index: names = set(json.loads(index.read_text())["weight_map"].values())
-    names = names or {shortest("*.safetensors").name}
+def weight_names(names, path) -> list: # path: function of a name
+    "The weight files among a component's, without variants such as fp16."
+    shortest = lambda end: sorted((n for n in names if n.endswith(end)), key=lambda n: (len(n), n))[:1]
+    if index := shortest(".safetensors.index.json"):
+        return sorted(set(json.loads(path(index[0]).read_text())["weight_map"].values()))
+    return shortest(".safetensors")
+
+def weight_files(folder) -> list: # paths, sorted
+    "Raises FileNotFoundError if one is missing."
+    folder, names = Path(folder), source_checkpoint(folder).get("weights")
+    names = names or weight_names([p.name for p in folder.glob("*")], folder.joinpath)
     if missing := sorted(n for n in names if not (folder/n).is_file()):
         raise FileNotFoundError(f"{missing[0]} is missing in {str(folder)!r}, but its index names it; copy "
                                 "the model again")
@@ -127,9 +127,13 @@ _MOVED = ((r"^visual\.", "model.visual."),
           (r"^model\.(?=layers\.|embed_tokens\.|norm\.)", "model.language_model."))
 
 def remap_key(key:str, known) -> str: # or None
-    "The model's name, of those `known`, for a tensor of the checkpoint."
+    "The name, of those `known`, of a checkpoint's tensor."
     if key in known: return key
     return next((new for old, to in _MOVED if (new := re.sub(old, to, key)) in known), None)
+
+def check_missing(folder, names):
+    if names: raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; "
+                               "copy the model again")
 
 def trim_malloc():
     "Return freed memory to the system (glibc only)."
@@ -140,7 +144,7 @@ def set_tensor(module:nn.Module, name:str, tensor:torch.Tensor):
     else: module._buffers[name] = tensor
 
 def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) -> nn.Module: # its owner
-    "Copy a checkpoint's tensor into a model, whose class may keep named parts in float32."
+    "Copy a checkpoint's tensor into a model; its class may keep parts in float32."
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if tensor.shape != (expected := getattr(module, leaf).shape):
@@ -153,14 +157,14 @@ def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) 
 # %% ../../nbs/models/02_loading.ipynb #8192a3b4
 def load_quantized(
     cls, # a diffusers or transformers model class
-    folder, # with config.json and safetensors files
+    folder,
     quantization:str=None, # a key of `QUANTIZATIONS`
     dtype=torch.float32, # of the other weights, and of computation
-    device="cpu", # of every tensor
+    device="cpu",
     prepare=None, # function of the empty model; tensors that it removes are not read
     placement=None, # replaces `device`, e.g. a `BlockSwapLoader`
 ) -> nn.Module: # frozen, in eval mode
-    "Load a model from disk and quantize each layer as its weights are read."
+    "Quantize each layer as its weights are read."
     from safetensors import safe_open
     model = empty_model(cls, folder, dtype)
     if prepare: prepare(model)
@@ -197,12 +201,9 @@ def load_quantized(
 
 # %% ../../nbs/models/02_loading.ipynb #a3b4c5d6
 def _finish(model, folder, device_of):
-    "Tie shared tensors, check that no weight is missing, and move the buffers."
     missing = lambda: [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if missing() and hasattr(model, "tie_weights"): model.tie_weights()
-    if names := missing():
-        raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; "
-                         "copy the model again")
+    check_missing(folder, missing())
     for name, m in model.named_modules():
         for n, b in m._buffers.items():
             if b is not None: m._buffers[n] = b.to(device_of(f"{name}.{n}"))
@@ -216,11 +217,11 @@ def component_bytes(
     kind:str=None, # a key of `QUANTIZATIONS`
     table:bool=False, # without the modulation layers?
 ) -> int:
-    "Bytes that a component's weights take in memory, from the headers of its files; 0 if there are none."
+    "Bytes of a component's weights in memory, from the headers of its files; 0 without files."
     from safetensors import safe_open
-    files, total = list(Path(folder).glob("*.safetensors")), 0
+    files, total = weight_files(folder), 0
     if saved_quantization(folder): return sum(p.stat().st_size for p in files)
-    for file in weight_files(folder) if files else ():
+    for file in files:
         with safe_open(file, "pt") as f:
             for n in f.keys():
                 shape = f.get_slice(n).get_shape()
@@ -231,7 +232,7 @@ def component_bytes(
     return round(total)
 
 def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
-    "Bytes that are available on a device now; memory that torch keeps for reuse on a GPU counts as free."
+    "Bytes available on a device now, including what torch keeps for reuse."
     d = torch.device(device)
     if d.type == "cuda":
         return torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) - torch.cuda.memory_allocated(d)
@@ -240,5 +241,5 @@ def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
     return psutil.virtual_memory().available
 
 def work_bytes(area:int=1024*1024) -> dict: # {component: bytes}; area: pixels of the result
-    "Estimated memory for activations, of the VAE's widest layer and one block of the others."
+    "Estimated activations of the VAE's widest layer and of one block of the others."
     return dict(text_encoder=1_000 * area, vae=5_000 * area, transformer=2_000 * area)

@@ -26,20 +26,18 @@ from .quantize import dtype_name
 
 # %% ../../nbs/models/05_modulation.ipynb #278b70d5
 def to_floats(times:torch.Tensor) -> list:
-    "The numbers of a tensor on the CPU; a GPU tensor raises, so this never waits for a GPU."
+    "The numbers of a CPU tensor; raises for a GPU tensor, so that it never waits."
     return np.from_dlpack(times.detach().float().flatten()).tolist()
 
 def model_timesteps(timesteps, dtype) -> list: # floats
-    "Timesteps (0 to 1000) rounded to the model's dtype and divided by 1000, as in the pipelines."
+    "Timesteps (0 to 1000), rounded to a dtype and divided by 1000, as in the pipelines."
     return to_floats(torch.as_tensor(timesteps).cpu().float().to(dtype) / 1000)
 
 def training_times(dtype) -> tuple: # distinct, ascending
-    "All times that training can draw, of the scheduler's 1000."
     sigmas = (torch.arange(1, 1001).double() / 1000).float() # as in `sample_sigmas`
     return tuple(sorted(set(model_timesteps(sigmas * 1000, dtype))))
 
-def extra_timesteps(times, dtype) -> tuple: # distinct, ascending
-    "The times of a sampling schedule that training does not draw."
+def extra_timesteps(times, dtype) -> tuple: # those that training does not draw
     return tuple(sorted({*times} - {*training_times(dtype)}))
 
 # %% ../../nbs/models/05_modulation.ipynb #c42681ef
@@ -50,8 +48,8 @@ def open_checkpoint(folder) -> dict: # {name: slice of a file, read when it is i
 
 @torch.no_grad()
 def time_embeddings(
-    weights, times, dtype) -> torch.Tensor: # [T, dim] in `dtype`, the input of every block's modulation
-    "The timestep embedding, one time per call because a larger matrix product rounds differently."
+    weights, times, dtype) -> torch.Tensor: # [T, dim] in `dtype`
+    "The timestep embedding; one time per call, because a larger product rounds differently."
     from diffusers.models.transformers.transformer_qwenimage import QwenTimestepProjEmbeddings
     prefix = "time_text_embed."
     state = {k.removeprefix(prefix): w[:].to(dtype) for k, w in weights.items() if k.startswith(prefix)}
@@ -59,15 +57,13 @@ def time_embeddings(
         embed = QwenTimestepProjEmbeddings(len(state["timestep_embedder.linear_2.weight"]))
     embed.load_state_dict(state, assign=True)
     return torch.cat([embed(t, torch.empty(0, dtype=dtype)) for t in torch.tensor(times).to(dtype).split(1)])
-
-# %% ../../nbs/models/05_modulation.ipynb #61a35fcc
 @torch.no_grad()
 def block_rows(
     weights, # {name: tensor, or slice of a file}
     block:int,
     temb, # [T, dim] from `time_embeddings`
 ) -> torch.Tensor: # [T, 12, dim]: shift, scale, gate of both norms, of the image and of the text
-    "The output of one block's modulation; products in float32, rounded once, as in a matrix kernel."
+    "The output of a block's modulation; products in float32, rounded once, as in a matrix kernel."
     x, out = F.silu(temb).float(), []
     for stream in STREAMS:
         params = [weights[f"transformer_blocks.{block}.{stream}.1.{k}"] for k in ("weight", "bias")]
@@ -78,22 +74,21 @@ def block_rows(
 
 # %% ../../nbs/models/05_modulation.ipynb #a4849ea3
 class TableRow(NamedTuple):
-    "Where the rows of a time are."
     blocks: list # [T, 12, dim] of each block, as bytes
     row: int
 
 class ModulationTable:
-    "Outputs of all modulation layers for sets of times, looked up by time."
+    "Outputs of all modulation layers, looked up by time."
     def __init__(self,
         base:str, # digest of the transformer's weights
-        dtype, blocks:int, # of the transformer
-        folder=None, # of its weights, if they are available
-        cache=None, # `EmbeddingCacheManager`; None: memory only
+        dtype, blocks:int, # number of blocks
+        folder=None, # of the weights, if there are any
+        cache=None, # `EmbeddingCacheManager`, or None
     ):
         self.base, self.dtype, self.blocks = base, dtype, blocks
         self.folder, self.cache = folder and Path(folder), cache
         self.index = {} # {time: TableRow}
-        self.warn_nearest = True # when a missing time is replaced
+        self.warn_nearest = True
 
     def __repr__(self):
         return f"ModulationTable of {len(self.index)} times in {dtype_name(self.dtype)}, {self.blocks} blocks"
@@ -122,13 +117,13 @@ def find(self:ModulationTable, times) -> bool: # are they in the table now?
 
 @patch
 def missing_entries(self:ModulationTable, times, dim:int) -> list: # bytes of each entry
-    "Sizes of the entries of a set that are not in the cache, with rows of `dim` numbers."
-    entries = [e for e in self.entries(times) if not self.cache.cache_exists(*e.id)] if times else []
+    in_cache = lambda e: self.cache and self.cache.cache_exists(*e.id)
+    entries = [e for e in self.entries(times) if not in_cache(e)] if times else []
     return [entry_bytes(*e, e.parts["dtype"], (len(times), 12, dim)) for e in entries]
 
 @patch
 def save(self:ModulationTable, entry:CacheEntry, rows:torch.Tensor) -> torch.Tensor: # [T, 12, dim]
-    "Store a block's rows; returns them memory-mapped if the cache is writable."
+    "Store a block's rows; they are memory-mapped if the cache is writable."
     if not (self.cache and self.cache.writable): return rows
     self.cache.save_cache(entry.kind, entry.key, rows, entry.parts)
     return self.cache.map_cache(*entry.id)
@@ -136,12 +131,12 @@ def save(self:ModulationTable, entry:CacheEntry, rows:torch.Tensor) -> torch.Ten
 # %% ../../nbs/models/05_modulation.ipynb #2cf99ff1
 @patch
 def make(self:ModulationTable, times, name:str="modulation") -> int: # blocks that were computed
-    "Add a set of distinct, ascending times from the cache, and compute what is missing from the checkpoint."
+    "Add a set of distinct, ascending times from the cache or the checkpoint."
     times = tuple(times)
     if self.find(times): return 0
     if self.folder is None:
-        raise ValueError(f"the modulation table has no rows for {len(self.missing(times))} timesteps, and "
-                         "the weights to compute them are not here; attach the whole transformer")
+        raise ValueError(f"the modulation table has no rows for {len(self.missing(times))} timesteps and no "
+                         "weights to compute them; attach the whole transformer")
     if not (self.cache and self.cache.writable): return self._compute(times, name)
     with file_lock(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1):
         return 0 if self.find(times) else self._compute(times, name)
@@ -163,25 +158,24 @@ def _compute(self:ModulationTable, times, name):
 # %% ../../nbs/models/05_modulation.ipynb #985c7d1d
 @patch
 def ensure(self:ModulationTable, times, name:str="modulation"):
-    "Add times from the cache or the checkpoint; without either, `rows` will use the nearest times."
+    "Add times if possible; if not, `rows` uses the nearest."
     extra = extra_timesteps(times, self.dtype)
     if self.missing(times) and not self.find(extra) and self.folder: self.make(extra, name)
 
 @patch
 def nearest_timestep(self:ModulationTable, time:float) -> float:
-    "The time itself, or the nearest one in the table, with one message for the first."
+    "The nearest time in the table; the first other one is reported."
     if time in self.index: return time
     if not self.index: raise ValueError("the modulation table is empty; call `make` first")
     near = min(self.index, key=lambda t: abs(t - time))
     if self.warn_nearest:
         print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "
-              f"used, and so for every timestep that is not among its {len(self.index)}")
+              f"used, and so for all that are not among its {len(self.index)}")
     self.warn_nearest = False
     return near
 
 @patch
 def rows(self:ModulationTable, times, device="cpu") -> torch.Tensor: # [len(times), 12 * blocks, dim]
-    "The rows of some times, on a device."
     found = [self.index[self.nearest_timestep(t)] for t in times]
     raw = np.concatenate([block[r.row] for r in found for block in r.blocks])
     out = torch.from_numpy(raw.reshape(len(times), self.blocks * 12, -1)).view(self.dtype)
@@ -189,11 +183,11 @@ def rows(self:ModulationTable, times, device="cpu") -> torch.Tensor: # [len(time
 
 # %% ../../nbs/models/05_modulation.ipynb #a5ffaaf8
 def uses_modulation(names) -> list:
-    "Those of a transformer's modules or parameters whose change would make the table wrong."
+    "Those of a transformer's modules or parameters that the table depends on."
     return [n for n in names if any(f"{s}." in f"{n}." for s in (*STREAMS, "time_text_embed"))]
 
 class TableModulation(nn.Module):
-    "Replaces a modulation layer: selects six of the rows that travel with the time embedding."
+    "Replaces a modulation layer: selects six of the rows appended to the time embedding."
     def __init__(self, first:int):
         super().__init__() # a tensor, so that all blocks share compiled code
         self.register_buffer("index", torch.arange(first, first + 6), persistent=False)
@@ -202,16 +196,15 @@ class TableModulation(nn.Module):
         return temb.index_select(1, self.index).flatten(1)
 
 class TableIndex:
-    "Selects the rows of each transformer call and appends them to the time embedding."
     def __init__(self, table, zero:bool): # zero: are control tokens modulated at time 0 (`zero_cond_t`)?
         self.table, self.zero, self.key, self.rows, self.next = table, zero, None, None, None
 
     def expect(self, timestep:torch.Tensor): # [B]
-        "Announce the next call's timestep from the CPU, so that it need not be read back from a GPU."
+        "Announce the next call's timestep from the CPU."
         self.next = timestep if timestep.device.type == "cpu" else None
 
-    def choose(self, timestep:torch.Tensor, device): # [B], as the transformer gets it; of its tokens
-        "Fetch the rows of a call, or reuse the last call's if nothing changed (guidance)."
+    def choose(self, timestep:torch.Tensor, device): # [B], as the transformer gets it
+        "Fetch a call's rows, or reuse the last call's (guidance)."
         timestep, self.next = timestep if self.next is None else self.next, None
         own, t = self.table.dtype, timestep.to("cpu") # the table may be narrower than the run
         if t.dtype == own: times = to_floats(t)
@@ -220,7 +213,6 @@ class TableIndex:
         if self.key != (times, device): self.key, self.rows = (times, device), self.table.rows(times, device)
 
     def append(self, temb): # [B, dim], or [2 * B, dim] with `zero` -> [the same, 1 + 12 * blocks, dim]
-        "The time embedding followed by the call's rows."
         rows = self.rows
         if self.zero: rows = torch.cat([rows[:-1], rows[-1:].expand(len(rows) - 1, -1, -1)])
         return torch.cat([temb[:, None], rows.to(temb.dtype)], 1)
@@ -231,8 +223,8 @@ def _choose(transformer, args, kwargs):
     transformer.lookup.choose(t, x.device)
 
 def use_modulation_table(transformer, table): # the same transformer
-    """Replace the modulation layers of a transformer, whose weights may still be on the meta device, with the
-    `ModulationTable` of its weights and dtype; to restore them, load it again."""
+    """Replace a transformer's modulation layers, also on the meta device, with their `ModulationTable`.
+    To restore them, load it again."""
     if names := uses_modulation(n for n, _ in transformer.named_parameters() if "lora_" in n):
         raise ValueError(f"{names[0]} belongs to an adapter, and the modulation table would ignore it; "
                          "load the transformer without a table")

@@ -9,15 +9,14 @@ __all__ = ['QUANTIZATIONS', 'NOT_QUANTIZED', 'check_device', 'has_bf16', 'pick_d
 
 # %% ../../nbs/models/01_quantize.ipynb #95ea8da3
 import os, shutil
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 # %% ../../nbs/models/01_quantize.ipynb #74ce7795
 def check_device(name:str) -> torch.device: # name: auto, cpu, cuda, cuda:1, mps
-    "The device by that name. Raises ValueError if this machine does not have it."
     mps = torch.backends.mps.is_available()
     if name == "auto": return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())), *["mps"] * mps]
@@ -32,9 +31,9 @@ def has_bf16(device:torch.device) -> bool:
 
 def pick_dtype(
     mixed_precision:str, # auto, bf16, fp16 or no
-    device="cpu", # where the model computes
+    device="cpu",
 ) -> tuple: # (torch dtype, reason)
-    "Dtype of the frozen weights, and why."
+    "Dtype of the frozen weights."
     if mixed_precision == "no": return torch.float32, "mixed_precision is no"
     if mixed_precision == "fp16":
         return torch.float32, "float16 only inside products and attention (`qie_nb.devices.fp16`)"
@@ -46,11 +45,9 @@ def pick_dtype(
     return torch.float32, f"{slow}, and float16 overflows in this model; quantize to halve the base's memory"
 
 # %% ../../nbs/models/01_quantize.ipynb #07f57036
-@dataclass(frozen=True)
-class Quantization:
-    "A way to store frozen weights."
-    library: str  # its name on PyPI
-    bits: float   # per weight, including its share of the scales
+class Quantization(NamedTuple):
+    library: str # on PyPI
+    bits: float  # per weight, including its share of the scales
     copies: bool = False # does autograd keep dequantized weights?
 
 QUANTIZATIONS = dict(
@@ -62,7 +59,7 @@ QUANTIZATIONS = dict(
 def dtype_name(dtype) -> str: return str(dtype).removeprefix("torch.")
 
 def parse_quantization(value) -> str: # name, or None
-    "The quantization meant by a setting, a name or a bool; `True` means qfloat8."
+    "The quantization meant by a name or a bool; `True` means qfloat8."
     if value in (None, False, "none"): return None
     if value is True: return "qfloat8"
     if value not in QUANTIZATIONS:
@@ -77,7 +74,7 @@ def library_version(library:str) -> tuple: # (major, minor), or None if it is no
     return tuple(int(p) for p in parts[:2] if p.isdigit())
 
 def check_torchao():
-    "Raises ValueError for torchao < 0.16: every LoRA of peft >= 0.19 fails with it, even if it is not used."
+    "Raises ValueError for torchao < 0.16: every LoRA of peft >= 0.19 fails with it, even unused."
     if (library_version("torchao") or (1,)) < (0, 16):
         raise ValueError(f"torchao {version('torchao')} is installed, and peft {version('peft')} fails on "
                          "every LoRA with it; pip install -U torchao, or pip uninstall -y torchao if unused")
@@ -99,8 +96,8 @@ def _problem(quantization, device) -> str: # or None
     if quantization == "nf4" and device.type not in ("cpu", "cuda"):
         return f"runs on cpu and cuda, got {device}; use qint8"
     if quantization == "nf4" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (6, 0):
-        name = torch.cuda.get_device_name(device)
-        return f"needs a GPU of compute capability 6.0 or higher, got {name}; use qint8"
+        return (f"needs a GPU of compute capability 6.0 or higher, got {torch.cuda.get_device_name(device)}; "
+                "use qint8")
     if quantization == "qint4" and (missing := _missing_tools(device)):
         return (f"compiles a part of quanto on first use and needs {' and '.join(missing)}, not found here; "
                 "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use nf4")
@@ -108,7 +105,7 @@ def _problem(quantization, device) -> str: # or None
 # %% ../../nbs/models/01_quantize.ipynb #0a55660d
 def check_quantization(
     quantization, device="cpu", key:str="model.quantize") -> str: # the name, or None
-    "Raises ValueError with a remedy if a quantization cannot work here; loads nothing."
+    "Raises ValueError if a quantization cannot work here."
     if not (quantization := parse_quantization(quantization)): return None
     if problem := _problem(quantization, torch.device(device)):
         raise ValueError(f"`{key}` {quantization} {problem}")
@@ -149,7 +146,7 @@ def _nf4(linear, quantization):
     return linear4bit(torch.cat(packed), state, linear.bias)
 
 def linear4bit(packed:torch.Tensor, state, bias) -> nn.Module:
-    "A bitsandbytes layer of packed weights (uint8, two each), their `QuantState`, and a Parameter or None."
+    "A bitsandbytes layer of packed weights (uint8, two each) and their `QuantState`."
     from bitsandbytes.nn import Linear4bit, Params4bit
     rows, columns = state.shape
     out = Linear4bit(columns, rows, bias is not None, state.dtype, quant_type="nf4", device="meta")
@@ -181,7 +178,7 @@ def _fp8_storage(linear, quantization):
 
 def quantize_linear(
     linear:nn.Linear, quantization:str) -> nn.Module: # computes in the dtype of the weights
-    "Quantize and freeze one layer on its final device; do not use the old one afterwards."
+    "Quantize and freeze a layer on its final device; do not use the old one afterwards."
     make = {"optimum-quanto": _quanto, "bitsandbytes": _nf4, "torchao": _torchao, "diffusers": _fp8_storage}
     with torch.no_grad():
         return make[QUANTIZATIONS[quantization].library](linear, quantization).requires_grad_(False)
@@ -189,7 +186,7 @@ def quantize_linear(
 # %% ../../nbs/models/01_quantize.ipynb #1131c8bf
 def quantize(
     model:nn.Module, quantization="qfloat8") -> nn.Module: # a key of `QUANTIZATIONS`, or a bool
-    "Quantize and freeze the inner linear layers of a model in place; checks with `check_quantization` first."
+    "Check with `check_quantization`, then quantize and freeze a model's inner linear layers in place."
     if quantization := check_quantization(quantization, next(model.parameters()).device):
         for name in quantizable_layers(model):
             model.set_submodule(name, quantize_linear(model.get_submodule(name), quantization))
@@ -197,13 +194,12 @@ def quantize(
 
 # %% ../../nbs/models/01_quantize.ipynb #0bfa010e
 def plain_tensors(t) -> list:
-    "The plain tensors that a quantized tensor consists of."
     if hasattr(t, "__tensor_flatten__"):
         return [p for n in t.__tensor_flatten__()[0] for p in plain_tensors(getattr(t, n))]
     state = getattr(t, "quant_state", None)
     return [t] + [s for q in (state, getattr(state, "state2", None)) if q for s in (q.absmax, q.code)]
 
 def held_bytes(model:nn.Module) -> int:
-    "Memory of a model's parameters and buffers including scales; shared memory counts once."
+    "Bytes of a model's parameters and buffers including scales; shared memory counts once."
     tensors = [p for t in (*model.parameters(), *model.buffers()) for p in plain_tensors(t) if not p.is_meta]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -19,7 +19,7 @@ EDIT = "duotone"
 SEEDS = (0, 1, 2)
 
 def demo_config(out:Path, steps:int=150) -> dict: # as in YAML
-    "The demo's configuration. A real run has another model, image size and number of steps."
+    "The demo's configuration."
     return dict(
         model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16, lora_alpha=16)),
         data=dict(dataset_path=str(out/"data"), image_size=[96, 96], batch_size=4, caption_dropout_rate=0.0),
@@ -59,12 +59,12 @@ def errors(made, true) -> list: # one number per seed
 
 # %% ../../nbs/tiny/03_demo.ipynb #e71b795f
 def demo(
-    out="demo_out", # folder
-    steps:int=150, # optimizer steps
+    out="demo_out",
+    steps:int=150, # of the optimizer
     pairs:int=48, # for training
     held_out:int=12, # crops to judge on
-    seeds=SEEDS, # of the noise, to judge with
-) -> dict: # what metrics.json holds
+    seeds=SEEDS, # of the noise
+) -> dict: # the content of metrics.json
     "Precomputes, trains, predicts and measures. Writes figures, metrics.json and lora/ to `out`."
     from qie_nb.config import make_config, save_config
     from qie_nb.trainer import QwenImageEditTrainer
@@ -80,16 +80,10 @@ def demo(
     trained.save_lora(out/"lora")
     return _judge(out, config, trained, report, seeds, dict(precompute=t1 - t0, train=t2 - t1), t2)
 
-# %% ../../nbs/tiny/03_demo.ipynb #2a9dd2ce
-def _machine() -> dict:
-    import diffusers, transformers
-    libraries = {m.__name__: m.__version__ for m in (torch, diffusers, transformers)}
-    return libraries | dict(cores=os.cpu_count(), machine=platform.machine(),
-                            python=platform.python_version())
-
 # %% ../../nbs/tiny/03_demo.ipynb #005fc701
 def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     "Edits without and with the saved adapter; writes figures and metrics."
+    import diffusers, transformers
     from qie_nb.data.dataset import ImageDataset, find_samples
     from qie_nb.tiny.photos import EDITS
     from qie_nb.trainer import QwenImageEditTrainer
@@ -105,24 +99,26 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     rows = zip(whole, seen, look(), map(EDITS[EDIT], whole))
     images_figure(rows, f"“{text}”").savefig(out/"before_after.png", dpi=120)
     e0, e1 = errors(before, true), errors(after, true)
+    b0, b1 = float(np.mean(e0)), float(np.mean(e1))
+    libraries = {m.__name__: m.__version__ for m in (torch, diffusers, transformers)}
     metrics = dict(edit=text, crops=len(held), seeds=list(seeds),
                    error="rms in grey levels against the true edit, encoded and decoded by the VAE",
-                   error_before=float(np.mean(e0)), error_after=float(np.mean(e1)),
-                   ratio=float(np.mean(e1) / np.mean(e0)), ratio_per_seed=[b / a for a, b in zip(e0, e1)],
+                   error_before=b0, error_after=b1, ratio=b1 / b0,
+                   ratio_per_seed=[b / a for a, b in zip(e0, e1)],
                    precompute=dict(encoded=report.encoded, reused=report.reused, tensors=report.tensors),
                    built_in_training=trained.components.built, steps=trained.global_step,
                    seconds={k: round(v, 1) for k, v in (seconds | dict(predict=time.time() - t2)).items()},
-                   machine=_machine())
+                   machine=libraries | dict(cores=os.cpu_count(), machine=platform.machine(),
+                                            python=platform.python_version()))
     (out/"metrics.json").write_text(json.dumps(metrics, indent=1))
     _figures(out, held, before[0], after[0], true, metrics)
-    e0, e1 = metrics["error_before"], metrics["error_after"]
-    print(f"error against the true edit: {e0:.1f} -> {e1:.1f} grey levels, "
-          f"ratio {metrics['ratio']:.2f}; look at {out/'before_after.png'}")
+    print(f"error against the true edit: {b0:.1f} -> {b1:.1f} grey levels, ratio {b1 / b0:.2f}; "
+          f"look at {out/'before_after.png'}")
     return metrics
 
 # %% ../../nbs/tiny/03_demo.ipynb #0a014583
 def loss_figure(out): # matplotlib Figure
-    "Training and validation loss of a run's folder, from its newest CSV file."
+    "The loss of a run's folder, from its newest CSV file."
     import csv
     from qie_nb.data.images import figure
     rows = list(csv.DictReader(sorted((Path(out)/"checkpoints"/"logs").glob("training_*.csv"))[-1].open()))

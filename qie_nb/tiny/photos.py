@@ -35,9 +35,9 @@ def photos(split:str="train") -> tuple: # PIL images, RGB
 
 # %% ../../nbs/tiny/01_photos.ipynb #a8ebd308
 def crop(
-    im, size:tuple, # PIL image; width and height of the result in pixels
+    im, size:tuple, # PIL image; width and height of the result
     rng:np.random.Generator,
-    zoom:tuple=(1., 4.), # range of the reduction, log-uniform; limited by the photograph's size
+    zoom:tuple=(1., 4.), # range of the reduction, log-uniform
 ): # PIL image
     "A random part of `im`, resampled to `size`."
     (w, h), (W, H) = size, im.size
@@ -45,9 +45,8 @@ def crop(
     x, y = rng.uniform(0, W - w * z), rng.uniform(0, H - h * z)
     return im.resize(size, Image.Resampling.LANCZOS, box=(x, y, x + w * z, y + h * z))
 
-# %% ../../nbs/tiny/01_photos.ipynb #4ce604d1
 def crops(
-    n:int, # how many
+    n:int,
     size:tuple=(96, 96), # width and height in pixels
     seed:int=0,
     split:str="train", # a key of `PHOTOS`

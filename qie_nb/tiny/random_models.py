@@ -29,7 +29,7 @@ def _templates() -> list:
 def tiny_tokenizer(
     words:tuple=(), # more texts, e.g. instructions
 ): # transformers Qwen2Tokenizer
-    "A byte-level tokenizer of the real class; every word of the templates and texts is one token."
+    "A byte-level tokenizer of the real class; every word of templates and texts is one token."
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
     bpe = Tokenizer(models.BPE())
@@ -94,10 +94,10 @@ def _scheduler():
 def tiny_pipeline(
     variant:str="2511", # v1, 2509 or 2511
     seed:int=0, # of the random weights
-    vae_stages:int=3, # VAE factor 2**stages: 3 like the real one, or 2
+    vae_stages:int=3, # VAE factor 2**stages, 3 or 2
     words:tuple=(), # more texts for the tokenizer
 ): # QwenImageEditPipeline (v1) or QwenImageEditPlusPipeline, float32 on the CPU
-    "An edit pipeline of the real classes with random weights. Keeps the global random state."
+    "An edit pipeline of the real classes with random weights."
     import diffusers
     from qie_nb.models.components import VARIANTS
     v, tok = VARIANTS[variant], tiny_tokenizer(words)
@@ -133,7 +133,7 @@ _kept = []
 @lru_cache
 def tiny_folder(
     variant:str="2511", areas:tuple=(96*96, 112*112), seed:int=0, vae_stages:int=3) -> Path:
-    "A saved tiny pipeline, made once per process and deleted when it ends."
+    "A saved tiny pipeline, made once per process and deleted at its end."
     keep = tempfile.TemporaryDirectory(prefix=f"tiny-{variant}-")
     _kept.append(keep)
     return save_tiny(variant, Path(keep.name)/f"tiny-{variant}", areas, seed=seed, vae_stages=vae_stages)

@@ -1,4 +1,4 @@
-"""Noise levels, level weights and mask weights against diffusers and against sums by hand."""
+"""Noise levels, level weights and mask weights against diffusers and against plain sums."""
 import pytest
 import torch
 
@@ -22,7 +22,7 @@ def test_logit_normal_matches_diffusers(mean, std):
     assert abs(ours.mean() - theirs.mean()) < 0.015
 
 
-@pytest.mark.parametrize("tokens", [256, 4096, 8192])
+@pytest.mark.parametrize("tokens", [256, 8192])
 def test_shift_matches_the_scheduler(tokens):
     scheduler = tiny_pipeline("2511").scheduler
     mu = flow.calculate_mu(tokens, scheduler.config)
@@ -34,8 +34,7 @@ def test_shift_matches_the_scheduler(tokens):
 @pytest.mark.parametrize("shift", [0.5, 3.0])
 def test_fixed_shift_matches_a_scheduler_with_this_shift(shift):
     from diffusers import FlowMatchEulerDiscreteScheduler
-    theirs = FlowMatchEulerDiscreteScheduler(1000, shift=shift).sigmas.flip(0) # of timesteps 1 ... 1000, after the end's 0
-    theirs = theirs[-1000:]
+    theirs = FlowMatchEulerDiscreteScheduler(1000, shift=shift).sigmas.flip(0)[-1000:] # of timesteps 1 ... 1000
     plain, shifted = flow.sample_sigmas(SEEDS), flow.sample_sigmas(SEEDS, "fixed_shift", mu=5., shift=shift)
     t = (plain * 1000).round().long() # a draw lies in (t - 1, t]
     assert (shifted < theirs[t - 1] + 0.0011).all() and (shifted > torch.where(t > 1, theirs[t - 2], 0.) - 1e-4).all()
@@ -50,7 +49,8 @@ def test_a_sigma_is_a_timestep_and_depends_on_its_seed_alone(how):
 
 def test_noise_does_not_depend_on_the_sampling_of_sigmas():
     batch, config = dict(pixel_latent=torch.zeros(3, 16, 1, 4, 6)), tiny_pipeline("2511").scheduler.config
-    options = [*(TrainSection(timestep_sampling=how) for how in flow.SAMPLINGS), TrainSection(timestep_sampling="fixed_shift", timestep_shift=9.), TrainSection(timestep_sampling="logit_normal", logit_mean=2., logit_std=0.1)]
+    options = [*({"timestep_sampling": how} for how in flow.SAMPLINGS), dict(timestep_sampling="fixed_shift", timestep_shift=9.), dict(timestep_sampling="logit_normal", logit_mean=2.)]
+    options = [TrainSection(**kw) for kw in options]
     drawn = [sample_noise_and_sigmas(batch, [1, 2, 3], how, config) for how in options]
     assert all(torch.equal(eps, drawn[0][0]) for eps, _ in drawn)
     assert len({tuple(s.tolist()) for _, s in drawn}) == len(options), "the settings change sigmas"
@@ -76,27 +76,20 @@ def test_level_weights_apply_per_sample_and_only_on_request():
 
 # masks in the loss
 
-@pytest.mark.parametrize("background", [0., 0.1, 0.5])
-@pytest.mark.parametrize("controls", [1, 3])
+@pytest.mark.parametrize("background, controls", [(0., 1), (0.1, 3)])
 def test_masked_loss_and_gradient_by_hand(background, controls):
     batch, scale = made_batch(controls=controls), 0.7
     g = torch.Generator().manual_seed(5)
     mask, eps, sigmas = torch.rand(2, 1, 4, 6, generator=g), torch.randn(2, 16, 1, 4, 6, generator=g), torch.tensor([0.3, 0.8])
     model = Scaled(scale)
     loss = flow_matching_loss(model, {**batch, "mask": mask}, eps, sigmas, mask_min_weight=background)
-    x0, e, m = batch["pixel_latent"].double().numpy(), eps.double().numpy(), mask.double().numpy()
-    for b in range(2):
-        total = slope = weight = 0.
-        for i in range(4):
-            for j in range(6):
-                w = background + (1 - background) * m[b, 0, i, j]
-                weight += w
-                for c in range(16):
-                    s, x, n = sigmas[b].item(), x0[b, c, 0, i, j], e[b, c, 0, i, j]
-                    x_t, v = (1 - s) * x + s * n, n - x
-                    total, slope = total + w * (scale * x_t - v) ** 2 / 16, slope + w * 2 * (scale * x_t - v) * x_t / 16
+    for b, s in enumerate(sigmas.tolist()):
+        x, n = batch["pixel_latent"][b, :, 0].double(), eps[b, :, 0].double()
+        w = background + (1 - background) * mask[b].double().expand(16, -1, -1)
+        x_t, v = (1 - s) * x + s * n, n - x
         grad, = torch.autograd.grad(loss[b], model.scale, retain_graph=True)
-        assert loss[b].item() == pytest.approx(total / weight, rel=1e-5) and grad.item() == pytest.approx(slope / weight, rel=1e-4)
+        assert loss[b].item() == pytest.approx(((w * (scale * x_t - v) ** 2).sum() / w.sum()).item(), rel=1e-5)
+        assert grad.item() == pytest.approx(((2 * w * (scale * x_t - v) * x_t).sum() / w.sum()).item(), rel=1e-4)
 
 
 def test_a_black_mask_gives_zero_loss_and_no_nan():

@@ -1,4 +1,4 @@
-"""The modulation table compared with the layers that it replaces: outputs, gradients, runs, memory, cache."""
+"""The modulation table compared with the layers that it replaces."""
 import numpy as np
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
-from qie_nb.lora.adapters import add_lora, lora_state
+from qie_nb.lora.adapters import add_lora
 from qie_nb.models import loading, modulation
 from qie_nb.models.flow_matching import sample_sigmas
 from qie_nb.models.modulation import ModulationTable, model_timesteps, training_times, use_modulation_table
@@ -16,7 +16,7 @@ from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
 
-from helpers import settings, small_areas
+from helpers import adapters_close, settings, small_areas
 
 FOLDER, TIMES = tiny_folder("v1")/"transformer", (0.1, 0.5)
 
@@ -28,7 +28,7 @@ def table_for(folder, times, dtype=torch.float32, cache=None):
 
 
 def transformers(variant, times, dtype=torch.float32):
-    "One with its modulation layers, one on a table, both with the same trained adapter."
+    "One with its modulation layers, one on a table, with the same adapter."
     folder, out = tiny_folder(variant)/"transformer", []
     for on in (False, True):
         tr = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype)
@@ -106,41 +106,29 @@ def test_every_timestep_of_training_has_a_row():
 def test_other_timesteps_get_the_nearest_row_with_one_message(capsys):
     table = table_for(FOLDER, TIMES)
     assert torch.equal(table.rows([0.44]), table.rows([0.5])) and torch.equal(table.rows([0.2]), table.rows([0.1]))
-    assert capsys.readouterr().out == ("timestep 440 is not in the modulation table; the nearest, 500, is used, "
-                                       "and so for every timestep that is not among its 2\n")
+    said = capsys.readouterr().out
+    assert said.startswith("timestep 440 is not in the modulation table; the nearest, 500, is used") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("variant", ["2511", *(pytest.param(v, marks=pytest.mark.slow) for v in ("v1", "2509"))])
-def test_a_run_may_change_to_the_table_and_back(variant, pairs, tmp_path):
-    root, states = pairs(), {}
-    def make(name, on, **train):
-        c = settings(root, tmp_path, variant, train=dict(output_dir=str(tmp_path/name), num_epochs=2, save_interval=1, **train), optimizer=dict(eps=1e-5))
-        return QwenImageEditTrainer(c | dict(model=c["model"] | dict(modulation_table=on)))
-    runs = (("off", False, False), ("across", True, False), ("back", False, True))[:2 if variant == "2511" else 3]
-    for name, first, second in runs:
-        make(name, first, max_train_steps=1, save_steps=1).fit()
-        t = make(name, second, resume_checkpoint="latest", max_train_steps=2).fit()
-        assert (t.modulation_table is not None) == second
-        states[name] = lora_state(t.transformer)
-    for state in states.values():
-        for k, v in states["off"].items(): assert_close(state[k], v, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("variant, first, second", [("2511", True, False), *(pytest.param(*c, marks=pytest.mark.slow)
+                                                    for c in (("v1", False, True), ("2509", True, False), ("2511", False, True)))])
+def test_a_run_may_change_to_the_table_and_back(variant, first, second, pairs, tmp_path):
+    root = pairs()
+    def run(name, on, **train):
+        return QwenImageEditTrainer(settings(root, tmp_path, variant, train=dict(output_dir=str(tmp_path/name), num_epochs=2, save_interval=1, **train),
+                                             optimizer=dict(eps=1e-5), model=dict(modulation_table=on))).fit()
+    run("across", first, max_train_steps=1, save_steps=1)
+    t = run("across", second, resume_checkpoint="latest", max_train_steps=2)
+    assert (t.modulation_table is not None) == second
+    adapters_close(run("off", False, max_train_steps=2), t, rtol=1e-4)
 
 
-# --- memory
-def real_proportions(folder):
-    "A transformer of one million parameters in which modulation has the published model's share; its bytes."
-    torch.manual_seed(0)
-    tr = QwenImageTransformer2DModel(num_layers=12, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=64, axes_dims_rope=(4, 6, 6))
-    tr.save_pretrained(folder, max_shard_size="500KB")
-    return 4 * sum(p.numel() for p in tr.parameters())
-
-
-def test_modulation_weights_are_never_placed(tmp_path, monkeypatch):
-    total, placed, real = real_proportions(tmp_path), [], loading.place_tensor
-    monkeypatch.setattr(loading, "place_tensor", lambda model, name, t, *a: (placed.append((name, t.nbytes)), real(model, name, t, *a))[1])
-    table = ModulationTable("a digest", torch.float32, 12)
-    loading.load_quantized(QwenImageTransformer2DModel, tmp_path, prepare=lambda model: use_modulation_table(model, table))
-    assert not [n for n, _ in placed if "_mod." in n] and sum(b for _, b in placed) <= (2 / 3 + 0.01) * total
+def test_modulation_weights_are_never_placed(monkeypatch):
+    placed, real = [], loading.place_tensor
+    monkeypatch.setattr(loading, "place_tensor", lambda model, name, *a: (placed.append(name), real(model, name, *a))[1])
+    table = ModulationTable("a digest", torch.float32, 2)
+    loading.load_quantized(QwenImageTransformer2DModel, FOLDER, prepare=lambda model: use_modulation_table(model, table))
+    assert placed and not [n for n in placed if "_mod." in n]
 
 
 # --- in the cache
@@ -165,17 +153,15 @@ def test_a_table_is_computed_once(pairs, tmp_path, computed):
     assert computed == [0, 1] * 2 and len(t.modulation_table.index) == 1001
 
 
-@pytest.mark.parametrize("damage", ["flip", "delete"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], lambda data: data[:-5], None], ids=["flipped", "truncated", "deleted"])
 def test_only_a_damaged_entry_is_computed_again(damage, tmp_path, computed):
     again = lambda: table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
     good = again().rows(TIMES)
     file = sorted(tmp_path.glob("modulation/*/*.safetensors"))[0]
-    data = bytearray(file.read_bytes())
-    if damage == "flip": data[-5] ^= 1
-    file.unlink() if damage == "delete" else file.write_bytes(data)
+    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
     computed.clear()
     assert_close(again().rows(TIMES), good, rtol=1e-4, atol=1e-5)
-    assert len(computed) == 1 and len([*tmp_path.glob("quarantine/*.safetensors")]) == (damage != "delete")
+    assert len(computed) == 1 and len([*tmp_path.glob("quarantine/*.safetensors")]) == bool(damage)
     computed.clear()
     again()
     assert not computed
@@ -204,23 +190,21 @@ def test_the_cache_is_enough_without_weights(tmp_path):
     bare = ModulationTable("a digest", torch.float32, 2, None, EmbeddingCacheManager(tmp_path))
     assert bare.make(TIMES) == 0 and torch.equal(bare.rows(TIMES), made.rows(TIMES))
     bare.ensure((0.3,)) # cannot be computed: the nearest row will be used
-    with pytest.raises(ValueError, match="has no rows for 1 timesteps, and the weights to compute them are not here; attach the whole transformer"):
-        bare.make((0.3,))
+    with pytest.raises(ValueError, match="has no rows for 1 timesteps and no weights to compute them; attach the whole transformer"): bare.make((0.3,))
 
 
 # --- with and without
 def test_an_adapter_on_the_modulation_needs_the_layers(pairs, tmp_path, capsys):
     root = pairs()
     def trainer(name, **model):
-        c = settings(root, tmp_path, train=dict(output_dir=str(tmp_path/name), max_train_steps=1))
-        return QwenImageEditTrainer(c | dict(model=c["model"] | model))
+        return QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/name), max_train_steps=1), model=model))
     for n, target in enumerate((["linear_2"], r".*_mod\.1")):
         t = trainer(str(n), lora=dict(r=2, target_modules=target)).set_lora()
         assert t.modulation_table is None and "no modulation table: `model.lora.target_modules` names " in capsys.readouterr().out
     lora = trainer("save", lora=dict(r=2, target_modules=["to_q", "img_mod.1"])).fit().save_lora(tmp_path/"lora")
     training = trainer("plain").fit()
     plain = training.save_lora(tmp_path/"plain_lora")
-    with pytest.raises(ValueError, match="the adapter has .*img_mod.*because it uses the modulation table"):
+    with pytest.raises(ValueError, match="the adapter has .*img_mod.*has only the table"):
         training.load_lora(lora, "second")
     assert list(training.active_adapters()) == ["default"]
     on = trainer("on", modulation_table=True)
@@ -252,8 +236,8 @@ def test_predict_computes_the_rows_of_its_schedule_or_uses_the_nearest(pairs, tm
 
 
 def test_precompute_makes_the_table_and_the_configured_schedules(pairs, tmp_path, computed):
-    c = settings(pairs(), tmp_path)
-    trainer = lambda: QwenImageEditTrainer(c | dict(model=c["model"] | dict(modulation_table_steps=[3, 5])))
+    c = settings(pairs(), tmp_path, model=dict(modulation_table_steps=[3, 5]))
+    trainer = lambda: QwenImageEditTrainer(c)
     t = trainer()
     table = t.cache_modulation()
     for steps in (3, 5):
@@ -269,12 +253,10 @@ def test_continuous_timesteps_use_the_nearest_row_with_one_message(pairs, tmp_pa
     QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(continuous_timesteps=True, max_train_steps=2))).fit()
     out = capsys.readouterr().out
     assert out.count("nearest of the modulation table's 1001 timesteps") == 1 and "is not in the modulation table" not in out
-    sigmas = sample_sigmas(range(9), steps=None)
-    assert (sigmas * 1000 != (sigmas * 1000).round()).any()
+    assert any(not (s * 1000).is_integer() for s in sample_sigmas(range(9), steps=None).tolist())
 
 
 @pytest.mark.parametrize("quantize", ["qint8", pytest.param("fp8_storage", marks=pytest.mark.slow)])
 def test_a_quantized_model_runs_on_a_table(quantize, pairs, tmp_path):
-    c = settings(pairs(), tmp_path, train=dict(max_train_steps=2))
-    t = QwenImageEditTrainer(c | dict(model=c["model"] | dict(quantize=quantize))).fit()
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=2), model=dict(quantize=quantize))).fit()
     assert t.modulation_table is not None and torch.isfinite(t.state.loss) and not [n for n, _ in t.transformer.named_parameters() if "_mod." in n]
