@@ -110,7 +110,7 @@ def at(self:Predictor, name:str) -> torch.nn.Module: # in eval mode
 
 @patch
 def _load_transformer(self:Predictor):
-    "Load the transformer; quantize it if `quantize` was set after it was loaded."
+    "Quantizes it, too, if `quantize` was set after it was loaded."
     parts, device = self.components, torch.device(self.placement["transformer"].device)
     if "transformer" not in parts.loaded: parts.devices["transformer"] = device
     tr = self.modulation.transformer() if self.modulation is not None else parts.get("transformer")
@@ -132,7 +132,6 @@ def predicting(self:Predictor):
 
 @patch
 def restore_training_placement(self:Predictor):
-    "Move the transformer back, if a prediction moved it."
     if self.placement is not None: restore_training_placement(self.components, self.device)
 
 # %% ../nbs/02_predict.ipynb #b32b548b

@@ -103,7 +103,7 @@ class CastLinear(torch.nn.Linear):
     "Casts its weights to its input's dtype."
     def forward(self, x): return torch.nn.functional.linear(x, self.weight.to(x.dtype))
 
-def _castable(transformer) -> list: # layers with adapters, except DoRA, whose norms need float32
+def _castable(transformer) -> list: # without DoRA, whose norms need float32
     return [m for m in adapted_layers(transformer).values() if not m.lora_variant]
 
 def adapters_in_base_dtype(transformer, on:bool=True) -> int: # layers
@@ -150,8 +150,7 @@ def save_lora(
     transformer,
     path, # folder or .safetensors file
     info:dict=None, # our note: base model, variant, control_area, steps
-    name:str="default",
-    format:str="diffusers", # or comfyui
+    name:str="default", format:str="diffusers", # or comfyui
     state:dict=None, # as in `lora_state`; the note then says `weights: ema` unless `info` does
 ): # the file
     "Write the adapter atomically; merging does not change the file."
@@ -182,7 +181,6 @@ def read_fitting(transformer, path) -> LoraWeights:
     from peft import LoraConfig
     read, known = read_lora(path), LoraConfig().to_dict()
     _check_fit(transformer, read.state, read.file)
-    # diffusers 0.37 needs rank_pattern
     return read._replace(config=dict(rank_pattern={}) | {k: v for k, v in read.config.items() if k in known})
 
 # %% ../../nbs/lora/01_adapters.ipynb #a141850d

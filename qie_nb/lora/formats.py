@@ -110,17 +110,14 @@ def parse_key(key:str): # (dotted layer, part: A, B, alpha or lora_magnitude_vec
 def _by_pattern(patterns, layer, default): # a layer's own value, matched as peft matches it
     return next((v for k, v in (patterns or {}).items() if re.match(rf"(.*\.)?({k})$", layer)), default)
 
-def kohya_alpha(
-    config:dict, # peft's settings: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora
-    layer:str,
-) -> float: # such that alpha / rank is the layer's scale
+def kohya_alpha(config:dict, layer:str) -> float: # config: peft's settings
     "A layer's alpha for readers that always divide by the rank."
     r = _by_pattern(config.get("rank_pattern"), layer, config["r"])
     alpha = _by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"])
     return alpha * math.sqrt(r) if config.get("use_rslora") else alpha
 
 # %% ../../nbs/lora/00_formats.ipynb #c7363b4b
-def _agrees(config, layers): # are the header's settings complete, and those of the tensors?
+def _agrees(config, layers): # are the header's settings complete and those of the tensors?
     alphas = {n: p["alpha"].float() for n, p in layers.items() if "alpha" in p}
     return {"r", "lora_alpha"} <= config.keys() and all(
         torch.tensor(float(kohya_alpha(config, n))) == a for n, a in alphas.items())
@@ -215,8 +212,7 @@ def rename_keys(state:dict, config:dict, format:str) -> dict: # {key in the file
 def write_lora(
     path, # folder or .safetensors file
     state:dict, # {"<layer>.lora_A.weight": tensor}
-    config:dict, # peft's settings, plain JSON
-    info:dict, # our note: base model, areas, steps, ...
+    config:dict, info:dict, # peft's settings, and our note
     format:str="diffusers", # or comfyui
 ) -> Path: # the file
     "Write a LoRA file atomically. Raises ValueError for a suffix of pickles."

@@ -68,8 +68,7 @@ def keep_trainable(transformer):
 def check_weights(weights:dict):
     for n, w in weights.items():
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
-            raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; "
-                             "1 is the adapter as trained, 0 is without it")
+            raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1: as trained")
 
 def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
     "Activate these adapters and no others."
@@ -92,9 +91,8 @@ def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
             raise ValueError(f"adapters {', '.join(names)} both change {n} and one is a DoRA, so merging "
                              "would change the image; use them unmerged, or merge one")
         if type(w) is not torch.nn.Parameter or w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"the base is quantized or sharded ({n} is {type(w).__name__} {w.dtype}), and "
-                             "merging would round the adapter away; use it unmerged, or load the base with "
-                             "`model.quantize` none")
+            raise ValueError(f"the base is quantized or sharded ({n} is {type(w).__name__} {w.dtype}); use "
+                             "it unmerged, or load the base with `model.quantize` none")
     return layers
 
 def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for `unmerge_lora`

@@ -19,7 +19,7 @@ def plain(text) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~$:@])", r"\\\1", one_line)
 
 def fenced(text:str, language:str="") -> str:
-    "A code block that its content cannot close."
+    "A code block that its text cannot close."
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 

@@ -20,7 +20,6 @@ from .edits import Edit, Encoded, denoise_encoded
 # %% ../../nbs/sampling/03_cached_edits.ipynb #87dc15e3
 @contextmanager
 def eval_mode(transformer):
-    "Evaluation mode without gradients."
     was = transformer.training
     transformer.eval()
     try:
@@ -33,7 +32,7 @@ def load_batch(trainer, dataset, indices): # a batch with the four cached tensor
     return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
 
 def is_available(components, *names) -> bool:
-    "Are these components in the model's folder, or on the hub?"
+    "Are these components in the folder, or on the hub?"
     local = components.name == "tiny" or Path(components.name).expanduser().is_dir()
     return not local or all((components.folder/n).is_dir() for n in names)
 

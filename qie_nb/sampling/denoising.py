@@ -55,7 +55,7 @@ def denoise(
     transformer,
     scheduler, # from `sampling_schedule`
     noise:torch.Tensor, # [B, C, 1, h, w], standard normal
-    controls, # list of [B, C, 1, h, w] control latents
+    controls, # list of [B, C, 1, h, w]
     cond, # (embeds [B, L, D], mask or None) of the prompt
     uncond=None, # the same of the negative prompt; None for no guidance
     true_cfg_scale:float=4.0, # 1 means no guidance

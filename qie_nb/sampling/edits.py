@@ -85,8 +85,7 @@ def factor_of(components) -> int: # image pixels per latent pixel
     return 2 ** len(json.loads((folder/"vae"/"config.json").read_text())["temperal_downsample"])
 
 def make_edits(
-    components, # `Components`; nothing is built
-    geometry, # `Geometry` of the control images
+    components, geometry, # of the control images; nothing is built
     prompt_image, # an image, a list of images, or with several prompts a list with an entry each
     prompt, negative_prompt="", # str, or a list of them
     height:int=None, width:int=None, # pixels
@@ -170,14 +169,14 @@ def check_sampling(scheduler, edits, factor:int, steps, true_cfg_scale, override
     "Raises ValueError for sampling settings that cannot work; `factor` is the VAE's."
     scale = true_cfg_scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"`true_cfg_scale` must be a finite number, got {scale!r}; 4 is usual, 1 means no "
-                         "guidance")
+        raise ValueError(
+            f"`true_cfg_scale` must be a finite number, got {scale!r}; 4 is usual, 1 means no guidance")
     for w, h in {e.size for e in edits}:
         sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
 
 def run_edits(
     encoder,
-    at, # places the component of this name and returns it; called when its stage begins
+    at, # returns the component of this name, placed; called when its stage begins
     edits, geometry, # as in `encode_edits`
     steps:int=20, true_cfg_scale:float=4.0, overrides:dict=None, dtype=None, on_step=None,
     watch=None, # `EditProgress`
