@@ -55,17 +55,17 @@ def find_styles(
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787256
 @dataclass
 class EvalCase:
-    "The frozen inputs of one evaluation image; tensors are on the CPU."
+    "The frozen inputs of one evaluation image, on the CPU."
     name: str         # of the file, without suffix
     caption: str
     shape: tuple      # of the latent: (C, 1, h, w)
     controls: list    # of [1, C, 1, h, w]
     cond: object      # [1, L, D] embedding of the prompt
-    uncond: object    # the same of the empty prompt, or None for no guidance
-    shown: tuple = () # control and target for the overview, uint8 [H, W, 3]
+    uncond: object    # of the empty prompt, or None: no guidance
+    shown: tuple = () # control and target, uint8 [H, W, 3]
 
-def file_name(text:str, most:int=50) -> str: # without path separators, spaces and leading dots
-    return re.sub(r"[^\w.-]+", "_", text).strip("._")[-most:] or "pair"
+def file_name(text:str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
 
 def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
     size = lambda p: (max(1, round(p.width * height / p.height)), height)
@@ -75,10 +75,10 @@ def printable(text:str) -> str: return "".join(c if c.isprintable() else " " for
 
 def pair_cases(
     trainer,
-    dataset, # `ImageDataset` of held-out pairs
-    n:int, # number of pairs, `train.eval_images`
+    dataset, # `ImageDataset`
+    n:int, # number of pairs
 ) -> list: # of `EvalCase`
-    "Held-out pairs to edit, spread over the data set."
+    "Pairs to edit, spread over the data set."
     last, cases = len(dataset) - 1, []
     chosen = sorted(set(np.linspace(0, last, min(n, last + 1)).round().astype(int).tolist())) if n else []
     for k, i in enumerate(chosen):
@@ -94,7 +94,6 @@ def style_cases(
     styles:dict, # from `find_styles`
 ) -> list: # of `EvalCase`
     "Every style's image with every other style's instruction."
-    if not styles: return []
     encoder = trainer.encoder(None, trainer.vae_device, trainer.text_device, exact=True)
     geometry, cases = replace(trainer.geometry(), crop=False), []
     for a in styles:
@@ -116,24 +115,21 @@ def eval_cases(
     key = repr((n if data else 0, [s.id for s in data.samples] if data else (), styles, trainer.geometry()))
     if _encoded.get(trainer, (None,))[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
-            cases = (pair_cases(trainer, data, n) if data else []) + style_cases(trainer, styles or {})
+            cases = pair_cases(trainer, data, n) if data else []
+            if styles: cases += style_cases(trainer, styles)
         _encoded[trainer] = key, cases
     return _encoded[trainer][1]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
-def save_image(
-    path, image, # .jpg; uint8 [H, W, 3], or a matplotlib figure
-):
-    "Write an image atomically: a killed run leaves no partial file."
+def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure
+    "Write an image atomically."
     out = io.BytesIO()
     if hasattr(image, "savefig"): image.savefig(out, format="jpg", dpi=110)
     else: Image.fromarray(image).save(out, format="JPEG", quality=95)
     write_atomic(path, out.getvalue())
 
-def overview(
-    made, # list of (`EvalCase` with `shown`, uint8 [H, W, 3] edited)
-): # matplotlib Figure
-    "Control, edit and target of each pair, with its caption below."
+def overview(made): # list of (`EvalCase` with `shown`, uint8 [H, W, 3] edited)
+    "Control, edit and target of each pair with its caption, as a matplotlib figure."
     fig = grid([(s.shown[0], edited, s.shown[1]) for s, edited in made], ["control", "edit", "target"], 2.6)
     fig.set_figheight(fig.get_figheight() + 0.5 * len(made))
     fig.get_layout_engine().set(h_pad=0.3) # inches, for two lines of text
@@ -147,10 +143,10 @@ def overview(
 def render_eval_images(
     trainer,
     cases, # list of `EvalCase`
-    out, # folder, gets `<name>.jpg` for each case and `grid.jpg` for the pairs
-    steps:int=None, # sampling steps; default `train.eval_num_inference_steps`
+    out, # folder for `<name>.jpg` of each case, and `grid.jpg` of the pairs
+    steps:int=None, # default `train.eval_num_inference_steps`
 ) -> list: # paths
-    "Edit and write the images. Raises `StopRequested` if the run is asked to stop."
+    "Edit and write the images. Raises `StopRequested`."
     steps, check, out = steps or trainer.config.train.eval_num_inference_steps, StopCheck(trainer), Path(out)
     todo, (me, every) = shares(len(cases), trainer), process(trainer)
     bar = Progress(len(todo) * steps, "images") if todo and me == 0 else None
@@ -160,15 +156,13 @@ def render_eval_images(
     with temporarily_load(trainer.components, "vae"):
         for i, counts in todo:
             latent = edit_cached(trainer, cases[i], steps, on_step=on_step)
-            if counts: save_image(out/f"{cases[i].name}.jpg", _decode(trainer, latent))
+            if not counts: continue
+            device = trainer.predict_devices["vae"]
+            vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart
+            save_image(out/f"{cases[i].name}.jpg", decode_latents(vae, latent)[0])
     if bar: bar.close()
     if every > 1: trainer.accelerator.wait_for_everyone()
     files = [out/f"{s.name}.jpg" for s in cases]
     pairs = [(s, np.asarray(Image.open(f))) for s, f in zip(cases, files) if s.shown] if me == 0 else []
     if pairs: save_image(out/"grid.jpg", overview(pairs))
     return files
-
-def _decode(trainer, latent) -> np.ndarray: # uint8 [H, W, 3]
-    device = trainer.predict_devices["vae"]
-    vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart
-    return decode_latents(vae, latent)[0]

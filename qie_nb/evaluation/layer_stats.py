@@ -16,7 +16,6 @@ from torch import nn
 
 # %% ../../nbs/evaluation/04_layer_stats.ipynb #00a598fc
 def blocks_of(model:nn.Module) -> dict: # {name: module}, none inside another
-    "The blocks whose outputs are checked."
     out, nested = {}, lambda m: any(isinstance(x, nn.ModuleList) for x in m.modules())
     def walk(m, prefix):
         for n, child in m.named_children():
@@ -30,7 +29,7 @@ class FiniteCheck:
     def __init__(self): self.rows, self.hooks = [], []
 
     def watch(self, component:str, model:nn.Module):
-        "Hook into a model until `stop`."
+
         self.stop()
         def hook(name): return lambda m, args, out: self.note(component, name, out)
         self.hooks = [block.register_forward_hook(hook(name)) for name, block in blocks_of(model).items()]
@@ -54,7 +53,7 @@ class FiniteCheck:
         return out
 
 # %% ../../nbs/evaluation/04_layer_stats.ipynb #4ecdd67d
-def _anonymous() -> int: # bytes of the process, on Linux without mapped files
+def _anonymous() -> int: # on Linux without mapped files
     m = psutil.Process().memory_info()
     return m.rss - getattr(m, "shared", 0)
 

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 from ..config import make_config
 from ..core.cache_entries import MODULATION
-from ..core.display import note, table_html
+from ..core.display import note, table_html, text_table
 from ..core.environment import Environment, detect_environment, used_bytes
 from ..core.files import DiskFull, free_bytes
 from ..models.components import find_variant, native_areas, resolve_model
@@ -25,7 +25,7 @@ from .memory_query import (
     adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19cb1
-LOGS = 50_000_000 # bytes of event files, CSV and evaluation images: an estimate
+LOGS = 50_000_000 # event files, CSV and evaluation images: an estimate
 
 @dataclass(frozen=True)
 class Item:
@@ -38,13 +38,9 @@ class Item:
 def _adapter_bytes(q) -> int: return 4 * numbers(adapter_shapes(q, trained=False))
 
 def checkpoint_bytes(q) -> int: # of a `MemoryQuery`
-    return (1 + q.ema) * _adapter_bytes(q) + optimizer_bytes(q) + 1_000_000 # names, state.json, digests
+    return (1 + q.ema) * _adapter_bytes(q) + optimizer_bytes(q) + 1_000_000 # names, digests
 
-# %% ../../nbs/planning/02_disk_space.ipynb #a59aab18
-def run_items(
-    config, # `Config`
-    q, # `MemoryQuery`
-) -> list: # of `Item`
+def run_items(config, q) -> list: # of `Item`
     "What training writes besides the cache."
     c, one, root = config.train, checkpoint_bytes(q), Path(config.train.output_dir)/"checkpoints"
     best = bool(c.val_fraction or c.val_path)
@@ -59,22 +55,22 @@ def run_items(
 
 # %% ../../nbs/planning/02_disk_space.ipynb #4dc57d24
 BLOCK = 4096   # bytes of a disk block
-HEADER = 1500  # bytes of an entry's header, about
-TEMPLATE = 12  # template tokens after a prompt
+HEADER = 1500  # of an entry's header, about
+TEMPLATE = 12  # tokens after a prompt
 
 @dataclass(frozen=True)
 class SampleTokens:
-    target: int     # of the target latent
-    controls: tuple # of each control latent
+    target: int     # of the latent
+    controls: tuple # of each latent
     images: int     # of the control images in the prompt
-    text: int       # of the prompt's text
+    text: int
 
 def read_samples(
-    config, # `Config`
-    areas:dict, # control_area, vl_area of the model, in pixels
+    config,
+    areas:dict, # control_area, vl_area in pixels
     plus:bool, # 2509 or 2511?
 ) -> list: # of `SampleTokens`
-    "The configuration's samples and validation pairs. Reads the headers of their images."
+    "Samples and validation pairs, from the headers of their images."
     from qie_nb.data.images import Geometry
     from qie_nb.data.samples import find_samples, usable
     d, out = config.data, []
@@ -83,19 +79,15 @@ def read_samples(
     for path in filter(None, (d.dataset_path, config.train.val_path)):
         samples, sizes, _ = usable(find_samples(path))
         for s, (target, *controls) in zip(samples, sizes):
-            latents = tuple(tokens(g.control(c), 16) for c in controls)
             images = sum(tokens(g.vl(c), 28) + 8 * plus for c in controls)
-            text = len(s.prompt.encode()) // 3 + 1
-            out.append(SampleTokens(tokens(g.target(target), 16), latents, images, text))
+            out.append(SampleTokens(
+                tokens(g.target(target), 16), tuple(tokens(g.control(c), 16) for c in controls), images,
+                len(s.prompt.encode()) // 3 + 1))
     return out
 
 # %% ../../nbs/planning/02_disk_space.ipynb #939c64b3
-def typical_samples(
-    n:int, # of them
-    q, # `MemoryQuery`
-    areas:dict, # control_area, vl_area of the model, in pixels
-) -> list: # of `SampleTokens`
-    "Samples of the configured sizes with prompts of 50 tokens, for a data set that is not at hand."
+def typical_samples(n:int, q, areas:dict) -> list: # of `SampleTokens`
+    "`n` samples of the configured sizes, with prompts of 50 tokens."
     controls = max(1, round(q.control / (areas["control_area"] / 256)))
     images = controls * ((areas["vl_area"] or areas["control_area"]) // 784 + 8)
     return [SampleTokens(q.target, (q.control // controls,) * controls, images, 50)] * n
@@ -103,7 +95,7 @@ def typical_samples(
 def sample_bytes(
     s:SampleTokens,
     q, # `MemoryQuery`
-    share_prefix:bool=True, # is the prompt prefix stored once?
+    share_prefix:bool=True,
 ) -> tuple: # (bytes of latents, bytes of prompts), in whole blocks
     ends = (s.text + TEMPLATE, 1 + TEMPLATE) # prompt, empty prompt
     whole = [s.images + n for n in ends]
@@ -114,20 +106,16 @@ def sample_bytes(
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
 def table_bytes(
-    config, # `Config`
-    q, # `MemoryQuery`
+    config, q, # `Config`, `MemoryQuery`
     sizes:int=1, # number of target sizes, each with its own sampling schedule
-) -> int: # 0 if training uses no table, or that of a prequantized copy
+) -> int: # 0 if no table is made, or a prequantized copy has one
     import torch
     from qie_nb.models.modulation import training_times
-    if not q.table or _stored_table(config): return 0
+    folder = model_folder(config.model.pretrained_model_name_or_path)
+    if not q.table or source_checkpoint(folder/"transformer").get("table"): return 0
     times = len(training_times(torch.float32 if q.base_bytes == 4 else torch.bfloat16)) + q.zero_cond
     rows = times + sizes * sum(config.model.modulation_table_steps)
     return rows * q.layers * 12 * q.dim * q.base_bytes + q.layers * BLOCK
-
-def _stored_table(config) -> bool: # does a prequantized copy have a table?
-    folder = model_folder(config.model.pretrained_model_name_or_path)
-    return bool(source_checkpoint(folder/"transformer").get("table"))
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
 def cache_dirs(config) -> list:
@@ -138,16 +126,12 @@ def _cached(dirs) -> tuple: # bytes in the cache: (entries, modulation table)
     from qie_nb.cache import EmbeddingCacheManager
     if not any(Path(d).is_dir() for d in dirs): return 0, 0
     stats = EmbeddingCacheManager([d for d in dirs[:-1] if Path(d).is_dir()] + dirs[-1:]).get_cache_stats()
-    on_disk = lambda s: s["bytes"] + s["count"] * BLOCK // 2 # on average half of the last block is unused
+    on_disk = lambda s: s["bytes"] + s["count"] * BLOCK // 2 # half of a last block is unused on average
     table = on_disk(stats[MODULATION])
     return on_disk(stats["total"]) - table, table
 
-def cache_items(
-    config, # `Config`
-    q, # `MemoryQuery`
-    samples:list, # of `SampleTokens`
-) -> list: # of `Item`
-    "What precompute and training write into the cache. Existing entries count in all its folders."
+def cache_items(config, q, samples:list) -> list: # of `Item`
+    "What is missing in the cache."
     if not (dirs := cache_dirs(config)): return []
     folder, (cached, cached_table) = Path(dirs[-1]), _cached(dirs)
     sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix) for s in samples]
@@ -168,9 +152,8 @@ ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
 
 def download_items(
-    config, # `Config`
-    q, # `MemoryQuery`
-    env, # mapping of environment variables
+    config, q, # `Config`, `MemoryQuery`
+    env, # environment variables
 ) -> list: # of `Item`
     "What is missing of a hub model."
     name = config.model.pretrained_model_name_or_path
@@ -191,9 +174,9 @@ def _existing(folder) -> Path: # the nearest existing parent
 @dataclass
 class DiskPlan:
     "What a run will write and whether it fits; displays as a table."
-    items: list         # of `Item`
+    items: list # of `Item`
     environment: Environment
-    free: object = free_bytes # function of a folder: bytes free on its disk
+    free: object = free_bytes # function of a folder
 
     def limits(self) -> list: # of (what, bytes to write, bytes available, items)
         "Each disk, and the quota."
@@ -218,7 +201,7 @@ _REMEDIES = dict(downloads="attach the model as an input and give its folder",
                  cache="attach a filled cache (`cache.cache_dir: [attached, own]`)",
                  logs="set `logging.log_images_every` higher")
 
-def _remedy(items, excess) -> str: # for so many bytes
+def _remedy(items, excess) -> str: # bytes
     sizes, out = {g: sum(i.bytes for i in items if i.group == g) for g in _REMEDIES}, []
     for group in sorted(sizes, key=sizes.get, reverse=True):
         if sizes[group] > 0.01 * excess > 0: out.append(f"{_REMEDIES[group]} ({group}: {_gb(sizes[group])})")
@@ -226,8 +209,7 @@ def _remedy(items, excess) -> str: # for so many bytes
     return ", and ".join(out + ["remove other files there"] * (excess > 0))
 
 @patch
-def problems(self:DiskPlan) -> list: # sentences
-    "What does not fit, each with its remedy."
+def problems(self:DiskPlan) -> list: # sentences with remedies
     out = []
     for what, need, room, some in self.limits():
         if need <= room: continue
@@ -238,44 +220,39 @@ def problems(self:DiskPlan) -> list: # sentences
 
 @patch
 def check(self:DiskPlan):
-    "Raises `DiskFull` before anything is written if something does not fit."
+    "Raises `DiskFull` if something does not fit."
     if found := self.problems(): raise DiskFull(errno.ENOSPC, f"{'; '.join(found)}. Nothing was written")
     return self
 
 # %% ../../nbs/planning/02_disk_space.ipynb #eec4ef89
 @patch
 def data(self:DiskPlan) -> dict: # plain
-    "Everything that is displayed."
     limits = [dict(what=n, bytes=need, room=room, fits=need <= room) for n, need, room, _ in self.limits()]
     items = [vars(i) | dict(folder=str(i.folder)) for i in self.items]
     return dict(items=items, limits=limits, fits=self.fits(), problems=self.problems())
 
 @patch
-def _rows(self:DiskPlan) -> list:
-    rows = [(i.what, _gb(i.bytes), str(i.folder), i.why) for i in self.items]
-    return rows + [
-        (f"total on {what}", _gb(need), f"of {_gb(room)}", "fits" if need <= room else "does not fit")
-        for what, need, room, _ in self.limits()]
+def _table(self:DiskPlan) -> tuple: # (rows, head)
+    rows = [(i.what, _gb(i.bytes), i.folder, i.why) for i in self.items]
+    for what, need, room, _ in self.limits():
+        fits = "fits" if need <= room else "does not fit"
+        rows.append((f"total on {what}", _gb(need), f"of {_gb(room)}", fits))
+    return rows, ("what", "size", "where", "why")
 
 @patch
-def __repr__(self:DiskPlan):
-    rows = self._rows()
-    width = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, width)).rstrip() for r in rows]
-    return "\n".join([*lines, *self.problems()])
+def __repr__(self:DiskPlan): return "\n".join([text_table(*self._table()), *self.problems()])
 
 @patch
-def _repr_html_(self:DiskPlan):
-    return "".join(map(note, self.problems())) + table_html(self._rows(), ("what", "size", "where", "why"))
+def _repr_html_(self:DiskPlan): return "".join(map(note, self.problems())) + table_html(*self._table())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a2a3
 def disk_plan(
     config=None, # `Config` or dict
     environment:Environment=None, # default this one
-    pairs:int=None, # samples, if the data set is not at hand
+    pairs:int=None, # number of them, if the data set is not at hand
     base_bytes:int=None, # of a number in the base dtype; default by `train.mixed_precision`
 ) -> DiskPlan:
-    "What a configuration writes, from precompute to the saved adapter, and whether it fits. Computed."
+    "What a configuration writes, from precompute to the saved adapter, and whether it fits."
     c, environment = make_config(config), environment or detect_environment()
     name = c.model.pretrained_model_name_or_path
     t, plus = model_facts(name)

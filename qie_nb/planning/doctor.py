@@ -30,19 +30,16 @@ PACKAGES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "
             "huggingface_hub", "optimum-quanto", "bitsandbytes", "torchao", "fastcore", "ipywidgets",
             "tensorboard")
 
-def _version(package): # None if it is not installed
+def _version(package): # or None
     try: return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError: return None
 
-def runs_on(
-    capability, # of a GPU
-    built_for, # `torch.cuda.get_arch_list()`, e.g. sm_75, sm_90a, compute_90
-) -> bool:
+def runs_on(capability, built_for) -> bool: # sm_75, sm_90a, compute_90
     for kind, version in (name.split("_") for name in built_for):
         version = "".join(filter(str.isdigit, version))
         major, minor = int(version[:-1]), int(version[-1])
         if kind == "sm" and major == capability[0] and minor <= capability[1]: return True # or a later minor
-        if kind == "compute" and (major, minor) <= tuple(capability): return True # PTX
+        if kind == "compute" and (major, minor) <= capability: return True # PTX
     return False
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37fbe
@@ -52,15 +49,15 @@ class MachineInfo:
     versions: dict            # {package: version, or None}
     gpus: tuple = ()          # of `GpuInfo`
     built_for: tuple = ()     # architectures that torch has kernels for
-    cuda: str = None          # CUDA version of torch
-    memory: int = 0           # bytes of host memory for this process
-    free: object = free_bytes # function of a folder: bytes free on its disk
+    cuda: str = None          # version that torch was built with
+    memory: int = 0           # bytes of host memory
+    free: object = free_bytes # function of a folder
     online: bool = None       # is the hub reachable? None: not checked
     token: bool = False       # is there a hub token?
 
 def this_machine(
     environment:Environment=None, # default this one
-    internet:bool=True, # check whether the hub is reachable?
+    internet:bool=True, # ask the hub?
 ) -> MachineInfo:
     e = environment or detect_environment()
     return MachineInfo(
@@ -78,28 +75,25 @@ class Finding:
     level: str = "ok" # one of `LEVELS`
     remedy: str = ""  # one sentence
 
-# the oldest versions of constraints/*.txt, and the newest that were tested
+# oldest version of constraints/*.txt, newest tested one
 TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("5.0", "5.23"),
              accelerate=("1.13", "1.15"), peft=("0.19", "0.21"), safetensors=("0.7", "0.8"),
              ipywidgets=("7.7", "8.1"))
 
-# %% ../../nbs/planning/04_doctor.ipynb #ff76ff2a
 def _numbers(version) -> tuple: # 0.16.1+cu126 -> (0, 16)
     return tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit())
 
 def _tried(name, version) -> Finding:
     if not version: return Finding(name, "not installed")
     low, high = TRIED.get(name, (version, version))
+    bad = ()
     if _numbers(version) < _numbers(low):
-        remedy = f"older than the tested versions: pip install '{name}>={low}'"
-        return Finding(name, version, "warning", remedy)
+        bad = "warning", f"older than the tested versions: pip install '{name}>={low}'"
     if _numbers(high) < _numbers(version):
-        remedy = f"newer than the tested versions; if something fails, use {high}"
-        return Finding(name, version, "note", remedy)
-    return Finding(name, version)
+        bad = "note", f"newer than the tested versions; if something fails, use {high}"
+    return Finding(name, version, *bad)
 
 def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
-    "Installed versions and their known problems."
     v, out = m.versions, {n: _tried(n, x) for n, x in m.versions.items()}
     def add(name, level, remedy): out[name] = Finding(name, v.get(name) or "not installed", level, remedy)
     torchao, peft = v.get("torchao"), v.get("peft")
@@ -121,28 +115,27 @@ def _query(c): return memory_query(c, model_facts(c.model.pretrained_model_name_
 def _is_large(c:Config) -> bool: return bool(c) and parameters(_query(c)) > 1e9 # not a tiny model
 
 def gpu_findings(m:MachineInfo, c:Config=None) -> list:
-    names = [f"GPU {i}" for i in range(len(m.gpus))] if len(m.gpus) > 1 else ["GPU"]
-    if m.gpus: return [f for name, g in zip(names, m.gpus) for f in _gpu(name, g, m, c)]
+    many = len(m.gpus) > 1
+    if m.gpus: return [f for i, g in enumerate(m.gpus) for f in _gpu(f"GPU {i}" if many else "GPU", g, m, c)]
     why = "the tiny model trains on the CPU"
     if m.cuda is None: why = f"torch {m.versions.get('torch')} was built without CUDA"
-    remedy = ("for the real model choose a GPU with 16 GB or more (Kaggle: Accelerator > GPU T4 x2; "
-              "Colab: Runtime > Change runtime type)")
-    return [Finding("GPU", "none", "error" if _is_large(c) else "note", f"{why}; {remedy}")]
+    return [Finding("GPU", "none", "error" if _is_large(c) else "note",
+                    f"{why}; for the real model choose a GPU with 16 GB or more (Kaggle: Accelerator > "
+                    "GPU T4 x2; Colab: Runtime > Change runtime type)")]
 
 def _gpu(name, g, m, c) -> list:
     sm = "{}.{}".format(*g.capability)
     value = f"{g.name}, {g.bytes / 1e9:.1f} GB, sm {sm}"
     if not runs_on(g.capability, m.built_for):
-        kernels = ", ".join(m.built_for) or "none"
-        return [Finding(name, value, "error", f"this torch has no kernels for sm {sm} (it has {kernels}); "
-                        "choose a newer accelerator (Kaggle: GPU T4 x2)")]
+        return [Finding(name, value, "error", f"this torch has no kernels for sm {sm} (it has "
+                        f"{', '.join(m.built_for)}); choose a newer accelerator (Kaggle: GPU T4 x2)")]
     if g.bf16: return [Finding(name, value)]
     verb = "set" if c and c.train.mixed_precision == "bf16" else "leave"
-    remedy = f"{verb} `train.mixed_precision` auto, which chooses a safe precision"
+    remedy = f"{verb} `train.mixed_precision` auto"
     if not c or not parse_quantization(c.model.quantize):
         remedy += ", and quantize the base (`model.quantize` nf4)"
-    bf16 = "emulated, so slow" if g.emulated else "none"
-    return [Finding(name, value), Finding(f"{name} bfloat16", bf16, "warning", remedy)]
+    return [Finding(name, value),
+            Finding(f"{name} bfloat16", "emulated, so slow" if g.emulated else "none", "warning", remedy)]
 
 # %% ../../nbs/planning/04_doctor.ipynb #a3873ad0
 LEAST = 12_000_000_000 # bytes of host memory
@@ -154,23 +147,23 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
         kept["`train.blocks_to_swap`"] = _query(c).layers * block_bytes(_query(c))
     for name, size in kept.items():
         if size > 0.9 * m.memory:
-            remedy = (f"{name} keeps {size / 1e9:.1f} GB there; set it to false and quantize instead "
+            remedy = (f"{name} keeps {size / 1e9:.1f} GB there; set it to false and quantize "
                       "(`model.text_encoder_quantize`, `model.quantize` nf4)")
             return [Finding("host memory", value, "error", remedy)]
     if m.memory >= LEAST: return [Finding("host memory", value)]
-    remedy = ("loading the real model needs 12 GB; close other notebooks, keep `data.num_workers` 0 and "
-              "`cache.prefetch` 0, and offload nothing")
+    remedy = ("loading the real model needs 12 GB; keep `data.num_workers` 0 and `cache.prefetch` 0, and "
+              "offload nothing")
     return [Finding("host memory", value, "warning" if large or not c else "note", remedy)]
 
 def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planned`: `DiskPlan`
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
     if c and cache_dirs(c): folders["cache"] = Path(cache_dirs(c)[-1])
+    bad = ("warning", "too little for the real model; remove files, or attach a filled cache")
     for name, folder in folders.items():
         room = e.free_space(folder, m.free)
-        bad = ("warning", "too little for the real model; remove files, or attach a filled cache")
-        value = f"{folder}: {room / 1e9:.1f} GB free"
-        out.append(Finding(f"disk: {name}", value, *(bad if room < 5e9 and large else ())))
+        out.append(Finding(f"disk: {name}", f"{folder}: {room / 1e9:.1f} GB free",
+                           *(bad if room < 5e9 and large else ())))
     return out + [Finding("disk", "too little", "error", p) for p in (planned.problems() if planned else ())]
 
 # %% ../../nbs/planning/04_doctor.ipynb #83ff522a
@@ -181,17 +174,16 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
     if m.online is False:
         bad = ("error", f"{name} cannot be downloaded: switch Internet on in the notebook's settings, "
                         "or attach the model as an input and give its folder")
-        out.append(Finding("internet", "no", *(bad if missing else ("note", "no downloads are needed"))))
+        out.append(Finding("internet", "no", *(bad if missing else ("note", "nothing to download"))))
     elif m.online: out.append(Finding("internet", "yes"))
     if missing and not m.token:
-        remedy = ("the hub limits downloads without it and refuses private models: add the secret "
-                  "(Kaggle: Add-ons > Secrets; Colab: the key at the left), then "
-                  'os.environ["HF_TOKEN"] = detect_environment().secret("HF_TOKEN", ask=True)')
+        remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; Colab: "
+                  'key at the left), then os.environ["HF_TOKEN"] = detect_environment().secret("HF_TOKEN", ask=True)')
         out.append(Finding("secret HF_TOKEN", "missing", "warning", remedy))
     return out
 
 # %% ../../nbs/planning/04_doctor.ipynb #f58fd26f
-def _identity(c:Config, m:MachineInfo) -> dict: # the fields of a cache manifest that can be read quickly
+def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a cache manifest
     name, precision = c.model.pretrained_model_name_or_path, c.train.mixed_precision
     if precision == "auto": precision = "bf16" if all(g.bf16 for g in m.gpus) else "fp16"
     out = dict(dtype="bfloat16" if precision == "bf16" else "float32")
@@ -217,21 +209,21 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
     value = "of " + ", ".join(map(name, known.values()))
     differ = {k: _differing(v, mine) for k, v in known.items()}
     fits = [k for k in known if not differ[k]]
-    exact = is_local(c.model.pretrained_model_name_or_path) # the encoders are here, so the trainer can decide
+    exact = is_local(c.model.pretrained_model_name_or_path) # then the trainer decides
     if c.cache.encoder_id in known or len(fits) == 1 or fits and exact: return [Finding("cache", value)]
     if fits:
         remedy = "several encoders filled it: set `cache.encoder_id` to one of " + ", ".join(fits)
         return [Finding("cache", value, "warning", remedy)]
     other = ", ".join(f"{k} {v}" for k, v in mine.items() if any(k in keys for keys in differ.values()))
-    remedy = (f"it belongs to another model; this run has {other}: attach the cache of this model, "
-              "or set `cache.cache_dir` to a new folder and precompute")
-    return [Finding("cache", value, "error", remedy)]
+    return [Finding("cache", value, "error",
+                    f"it belongs to another model; this run has {other}: attach the cache of this model, "
+                    "or set `cache.cache_dir` to a new folder and precompute")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:
     e = m.environment
-    parts = (e.name, e.run, "" if e.is_interactive else "not interactive")
-    out = [Finding("environment", ", ".join(filter(None, parts)))]
+    parts = filter(None, (e.name, e.run, "" if e.is_interactive else "not interactive"))
+    out = [Finding("environment", ", ".join(parts))]
     end, limit = time_limit(c.train.max_hours if c else "auto", time.time(), e)
     if end:
         left = (end - time.time()) / 3600
@@ -243,28 +235,28 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
                            "and set `train.save_steps`"))
     if not c or not c.data.dataset_path: return out
     from qie_nb.data.samples import find_samples
-    try: found = Finding("data set", str(find_samples(c.data.dataset_path)).split(";")[0])
-    except (ValueError, OSError) as error:
-        found = Finding("data set", str(c.data.dataset_path), "error", str(error))
-    return [*out, found]
+    path = c.data.dataset_path
+    try: found = str(find_samples(path)).split(";")[0],
+    except (ValueError, OSError) as error: found = str(path), "error", str(error)
+    return [*out, Finding("data set", *found)]
 
 # %% ../../nbs/planning/04_doctor.ipynb #ed733898
 @dataclass
 class DoctorReport:
-    "Findings, the worst first, and the plan for this machine; displays as a table."
+    "Findings, the worst first, and plans; displays as tables."
     findings: list       # of `Finding`
     disk: object = None  # `DiskPlan`
     plan: object = None  # `Plan`
-    requested: Config = None # the configuration that was checked
+    requested: Config = None
 
     def of(self, level:str) -> list: return [f for f in self.findings if f.level == level]
     def plans(self) -> dict: return {n: p for n in ("disk", "plan") if (p := getattr(self, n)) is not None}
-    def data(self) -> dict: # everything that is displayed
+    def data(self) -> dict: # plain
         plans = {n: p.data() for n, p in self.plans().items()}
         return dict(findings=[vars(f) for f in self.findings], **plans)
 
     def stop(self):
-        "Raises ValueError with one sentence if there is an error; otherwise returns the report."
+        "Raises ValueError if there is an error; otherwise returns the report."
         if not (errors := self.of("error")): return self
         for f in self.findings:
             if f.level != "ok": print(f"{f.level:<8}{f.what}: {f.value}; {f.remedy}")
@@ -272,13 +264,14 @@ class DoctorReport:
         raise ValueError(f"this cannot run here: {found}")
 
     def config(self) -> Config:
-        "The configuration with the settings that make it fit this machine."
+        "The configuration with the plan's settings."
         if self.requested is None:
             raise ValueError("the doctor checked only the machine; call doctor(config) to plan a run")
         changes = self.plan.changes if self.plan is not None and self.plan.chosen else {}
         if changes: print("set for this machine: " + _listed(changes))
-        sections = {s: getattr(self.requested, s).model_copy(update=keys) for s, keys in changes.items()}
-        return make_config(self.requested.model_copy(update=sections).model_dump())
+        sections = self.requested.model_dump()
+        for s, keys in changes.items(): sections[s] |= keys
+        return make_config(sections)
 
 def _listed(changes, quote="") -> str:
     return ", ".join(f"{quote}{s}.{k}{quote} {v}" for s, keys in changes.items() for k, v in keys.items())
@@ -293,8 +286,8 @@ def _rows(self:DoctorReport) -> list: # versions without a finding share a row
 @patch
 def _summary(self:DoctorReport) -> str:
     errors = ", ".join(f.what for f in self.of("error"))
-    first = f"this cannot run here: {errors}" if errors else "no errors"
-    return f"{first} ({len(self.of('warning'))} warnings, {len(self.of('note'))} notes)"
+    counts = f" ({len(self.of('warning'))} warnings, {len(self.of('note'))} notes)"
+    return (f"this cannot run here: {errors}" if errors else "no errors") + counts
 
 @patch
 def __repr__(self:DoctorReport):
@@ -311,27 +304,27 @@ def _repr_html_(self:DoctorReport):
 # %% ../../nbs/planning/04_doctor.ipynb #48085782
 def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None
     if p is None or p.gpu is None: return []
+    if p.fits(p.asked): bad = ()
+    elif p.chosen:
+        bad = "warning", f"it will run out of memory: set {_listed(p.changes, '`')}, or use config()"
+    else: bad = "error", "nothing fits this GPU: lower `data.image_size` and `data.control_area`"
     value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.gpu.bytes / 1e9:.1f} GB"
-    small = "nothing fits this GPU: lower `data.image_size` and `data.control_area`, or choose a larger GPU"
-    if not p.chosen: return [Finding("GPU memory", value, "error", small)]
-    if p.fits(p.asked): return [Finding("GPU memory", value)]
-    remedy = f"it will run out of memory: set {_listed(p.changes, '`')}, as config() of this report does"
-    return [Finding("GPU memory", value, "warning", remedy)]
+    return [Finding("GPU memory", value, *bad)]
 
 def _plan(c, m):
     try: return plan(c, first_kind(m.gpus))
-    except ValueError: return None # the model's files; reported when they are read
+    except ValueError: return None # model files; reported when they are read
 
 def _disk(c, m):
     base_bytes = 4 if c.train.mixed_precision == "auto" and not all(g.bf16 for g in m.gpus) else None
     try: return replace(disk_plan(c, m.environment, base_bytes=base_bytes), free=m.free)
-    except (ValueError, OSError): return None # the data set; another finding reports it
+    except (ValueError, OSError): return None # data set; another finding reports it
 
 def doctor(
-    config=None, # `Config` or dict of the run; None checks only the machine
+    config=None, # `Config` or dict; None checks only the machine
     machine:MachineInfo=None, # default this one
-    internet:bool=True, # check whether the hub is reachable?
-    plans:bool=True, # plan memory and disk too?
+    internet:bool=True, # ask the hub?
+    plans:bool=True, # plan memory and disk?
 ) -> DoctorReport:
     "Checks a machine and a configuration, and plans the run."
     c = None if config is None else make_config(config)
@@ -340,7 +333,7 @@ def doctor(
     found = disk_findings(m, c, disk)
     for check in (gpu_findings, memory_findings, cache_findings, hub_findings, version_findings,
                   environment_findings): found += check(m, c)
-    sound = c and plans and not any(f.level == "error" for f in found) # else peft's import may fail
-    p = _plan(c, m) if sound else None
+    error = any(f.level == "error" for f in found) # peft's import may fail
+    p = _plan(c, m) if c and plans and not error else None
     found = sorted(found + plan_findings(p), key=lambda f: LEVELS.index(f.level))
     return DoctorReport(found, disk, p, c)

@@ -19,8 +19,8 @@ from ..models.modulation import STREAMS
 from ..models.quantize import QUANTIZATIONS, parse_quantization
 
 # %% ../../nbs/planning/00_memory_query.ipynb #bf1af59a
-REAL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128,
-            num_attention_heads=24, joint_attention_dim=3584, axes_dims_rope=(16, 56, 56))
+REAL = dict(in_channels=64, num_layers=60, attention_head_dim=128, num_attention_heads=24,
+            joint_attention_dim=3584)
 
 @dataclass(frozen=True)
 class MemoryQuery:
@@ -29,34 +29,34 @@ class MemoryQuery:
     dim: int = 3072
     heads: int = 24
     text_dim: int = 3584
-    channels: int = 64        # of a latent token, in and out
+    channels: int = 64        # of a latent token
     zero_cond: bool = False   # control tokens modulated at time 0 (2511)?
     target: int = 4096        # tokens of a sample's target
-    control: int = 4096       # tokens of all its control images
-    text: int = 250           # tokens of its prompt, image tokens included
+    control: int = 4096       # of all its control images
+    text: int = 250           # of its prompt with image tokens
     batch: int = 1
-    base_bytes: int = 2       # of a number in the base dtype: 2 bfloat16, 4 float32
+    base_bytes: int = 2       # of a number: 2 bfloat16, 4 float32
     fp16: bool = False        # float16 products? `base_bytes` is 4 then
     adapter_bytes: int = 4    # of a number in the adapters' compute dtype
     targets: tuple = ("to_q", "to_k", "to_v", "to_out.0") # suffixes, or one regular expression
     r: int = 16
     dora: bool = False
-    dropout: float = 0.       # of adapter inputs
-    quantization: str = None  # one of `qie_nb.models.quantize.QUANTIZATIONS`
-    table: bool = True        # modulation table instead of the modulation layers?
-    checkpointing: object = True # False, True, or "selective": attention outputs are saved
+    dropout: float = 0.
+    quantization: str = None  # one of `QUANTIZATIONS`
+    table: bool = True        # modulation table instead of the layers?
+    checkpointing: object = True # or False, or "selective": attention outputs are saved
     compiled: bool = False
     kernel: str = "flash"     # of attention: flash, cudnn, efficient or cpu
-    block_swap: bool = False  # blocks in host memory, a few at a time on the device?
+    block_swap: bool = False
     offload: bool = False     # checkpointed inputs in host memory?
-    devices: int = 1          # that share the blocks
+    devices: int = 1
     optimizer: str = "adamw"
     ema: bool = False
 
     def has_adapter(self, layer:str) -> bool:
         return is_target(self.targets if isinstance(self.targets, str) else list(self.targets), layer)
 
-def stream_tokens(q:MemoryQuery) -> dict: # {"img": tokens, "txt": tokens}
+def stream_tokens(q:MemoryQuery) -> dict: # of a batch
     return dict(img=q.batch * (q.target + q.control), txt=q.batch * q.text)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #5afca680
@@ -66,7 +66,7 @@ def _table(config, t) -> bool: # the decision of `qie_nb.training.run_modulation
     trained = any(is_target(config.model.lora.target_modules, n) for n in layers)
     return bool(config.model.modulation_table) and not trained and not t.get("use_additional_t_cond")
 
-def _settings(c, base_bytes) -> dict: # fields of `MemoryQuery`
+def _settings(c, base_bytes) -> dict:
     t, s, names = c.train, c.model.lora, target_modules(c.model.lora.target_modules)
     return dict(targets=names if isinstance(names, str) else tuple(names), r=s.r, dora=s.use_dora,
                 dropout=s.lora_dropout, checkpointing=t.gradient_checkpointing,
@@ -78,15 +78,14 @@ def _settings(c, base_bytes) -> dict: # fields of `MemoryQuery`
 def model_folder(name:str) -> Path: # may be missing
     return resolve_model(name) if name == "tiny" else Path(name).expanduser()
 
-def stored_quantization(name:str) -> str: # None if the model is not a prequantized copy
+def stored_quantization(name:str) -> str: # of a prequantized copy, else None
     return saved_quantization(model_folder(name)/"transformer")
 
-# %% ../../nbs/planning/00_memory_query.ipynb #43bcedd3
 def memory_query(
     config, # `Config`
-    transformer:dict=REAL, # configuration
-    base_bytes:int=None, # of a number in the base dtype; default by `train.mixed_precision`
-    **changes, # fields of `MemoryQuery`
+    transformer:dict=REAL, # its configuration
+    base_bytes:int=None, # default by `train.mixed_precision`
+    **changes,
 ) -> MemoryQuery:
     "What a configuration asks for on a GPU, with one control image a pair."
     m, d, t, heads = config.model, config.data, transformer, transformer["num_attention_heads"]
@@ -103,7 +102,7 @@ def memory_query(
 
 # %% ../../nbs/planning/00_memory_query.ipynb #33a2d610
 def model_facts(
-    name:str="Qwen/Qwen-Image-Edit-2511", # folder, hub id, variant (v1, 2509, 2511) or tiny
+    name:str, # folder, hub id, variant or tiny
 ) -> tuple: # (transformer configuration, does the text encoder get small images?)
     "The transformer's shapes, from the model's files or as published."
     folder = model_folder(name)
@@ -114,8 +113,8 @@ def model_facts(
 
 def prompt_tokens(
     plus:bool=True, # 2509 or 2511?
-    controls:int=1, # images of a sample
-    area:int=None, # pixels of each for the text encoder; default the variant's own
+    controls:int=1, # images
+    area:int=None, # pixels of each for the text encoder; default the variant's
 ) -> int:
     "Tokens of a prompt: one for 28 x 28 pixels, and 62 for template and text."
     return controls * ((area or (384 * 384 if plus else 1024 * 1024)) // 784) + 62
@@ -127,12 +126,12 @@ _BLOCK = {f"attn.{n}": (1, 1) for names in QKV.values() for n in names}
 for _s in QKV: _BLOCK |= {f"{_s}_mod.1": (1, 6), f"{_s}_mlp.net.0.proj": (1, 4), f"{_s}_mlp.net.2": (4, 1)}
 
 def block_layers(q:MemoryQuery) -> dict: # {name: (inputs, outputs)}
-    "The linear layers of one block that are in memory."
+
     return {n: (i * q.dim, o * q.dim) for n, (i, o) in _BLOCK.items()
             if not q.table or n.split(".")[0] not in STREAMS}
 
 def other_layers(q:MemoryQuery) -> dict: # {name: (inputs, outputs)}
-    "The linear layers outside the blocks."
+
     d, time = q.dim, "time_text_embed.timestep_embedder.linear_"
     return {f"{time}1": (256, d), f"{time}2": (d, d), "img_in": (q.channels, d), "txt_in": (q.text_dim, d),
             "norm_out.linear": (d, 2 * d), "proj_out": (d, q.channels)}
@@ -140,15 +139,15 @@ def other_layers(q:MemoryQuery) -> dict: # {name: (inputs, outputs)}
 def _count(layers) -> int: return sum(i * o + o for i, o in layers) # with biases
 
 def parameters(q:MemoryQuery) -> int:
-    "Parameters of the transformer that are in memory, without adapters."
+    "Parameters in memory, without adapters."
     norms = 4 * q.dim // q.heads * q.layers + q.text_dim
     return q.layers * _count(block_layers(q).values()) + _count(other_layers(q).values()) + norms
 
 # %% ../../nbs/planning/00_memory_query.ipynb #a38888f5
 def layer_bytes(
     i:int, o:int, # inputs, outputs
-    base_bytes:int=2, # of a number in the base dtype
-    quantization:str=None, # one of `QUANTIZATIONS`
+    base_bytes:int=2,
+    quantization:str=None,
 ) -> float:
     "Bytes of a linear layer with its bias."
     n, bias, group = i * o, o * base_bytes, 64 if i % 64 == 0 else 32
@@ -169,9 +168,8 @@ def other_bytes(q:MemoryQuery) -> int:
 # %% ../../nbs/planning/00_memory_query.ipynb #cbe1c492
 def adapter_shapes(
     q:MemoryQuery,
-    trained:bool=True, # leave out layers that do not influence the image?
-) -> list: # of shapes
-    "Tensors of the adapter."
+    trained:bool=True, # without layers that do not influence the image?
+) -> list:
     last, block = f"transformer_blocks.{q.layers - 1}.", block_layers(q)
     inner = {f"transformer_blocks.{k}.{n}": size for k in range(q.layers) for n, size in block.items()}
     sizes = [size for n, size in (other_layers(q) | inner).items()

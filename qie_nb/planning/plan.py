@@ -15,7 +15,7 @@ import torch, yaml
 from fastcore.basics import patch
 
 from ..config import Config, make_config
-from ..core.display import note, table_html
+from ..core.display import note, table_html, text_table
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
 from ..models.quantize import parse_quantization
@@ -28,10 +28,10 @@ from .training_memory import Memory, memory_of, weight_bytes
 # %% ../../nbs/planning/03_plan.ipynb #0c3c223e
 @dataclass(frozen=True)
 class Gpu:
-    "One GPU, or several of the same kind."
+    "GPUs of one kind."
     name: str
     bytes: int          # of each
-    bf16: bool = True   # native bfloat16?
+    bf16: bool = True   # native?
     count: int = 1
 
     @property
@@ -49,8 +49,8 @@ class GpuInfo:
     name: str
     bytes: int
     capability: tuple       # compute capability, e.g. (7, 5)
-    bf16: bool = True       # native bfloat16?
-    emulated: bool = False  # emulated bfloat16?
+    bf16: bool = True       # native?
+    emulated: bool = False  # bfloat16?
 
 def installed_gpus() -> tuple: # of `GpuInfo`
     out = []
@@ -62,15 +62,15 @@ def installed_gpus() -> tuple: # of `GpuInfo`
         out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated))
     return tuple(out)
 
-def first_kind(gpus) -> Gpu: # of `GpuInfo`: the first, with all others of its kind; None if there is none
+def first_kind(gpus) -> Gpu: # of the first `GpuInfo`; None if there is none
     same = [g for g in gpus if g.name == gpus[0].name]
     return Gpu(same[0].name, min(g.bytes for g in same), same[0].bf16, len(same)) if same else None
 
 _OLD = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b") # without bfloat16
 
 def parse_gpu(
-    gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB, `Gpu`, or None for the installed one
-) -> Gpu: # None if nothing is named and none is installed
+    gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB, `Gpu`, or None: the installed one
+) -> Gpu: # None if none is named or installed
     "A GPU by its name. Raises ValueError for an unknown one."
     if gpu is None or isinstance(gpu, Gpu): return gpu or first_kind(installed_gpus())
     many = re.fullmatch(r"(\d)\s*x\s*(.+)|(.+?)\s*x\s*(\d)", text := str(gpu).lower().strip())
@@ -88,7 +88,7 @@ def parse_gpu(
 
 # %% ../../nbs/planning/03_plan.ipynb #adea7685
 def step_work(q:MemoryQuery) -> float: # 10^12 operations
-    "Operations of a training step, without the adapter's one percent."
+    "Operations of a training step without the adapter's one percent."
     t, text = stream_tokens(q), lambda n: n.startswith("txt") or ".add_" in n or "to_add" in n
     linear = sum(2 * i * o * t["txt" if text(n) else "img"]
                  for n, (i, o) in block_layers(replace(q, table=True)).items()) * q.layers
@@ -104,11 +104,11 @@ def rank_cost(q:MemoryQuery) -> float: # 10^12 operations, weighted
     return step_work(q) * math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on)
 
 def strategies(
-    q:MemoryQuery, # as configured
+    q:MemoryQuery,
     gpu:Gpu,
     kinds=None, # quantizations to choose from; default none, 8 and 4 bits
 ) -> list: # of `MemoryQuery`
-    "All ways to run a configuration on a GPU, the preferred one first."
+    "All ways to run a configuration, the preferred one first."
     plain = replace(q, block_swap=False, offload=False, devices=1)
     kinds = kinds or (None, "qfloat8" if gpu.bf16 else "qint8", "nf4")
     out = [replace(plain, quantization=k, checkpointing=c, compiled=q.compiled and not k)
@@ -126,10 +126,7 @@ def strategy_name(q:MemoryQuery) -> str:
              "inputs in host memory": q.offload, f"on {q.devices} GPUs": q.devices > 1}
     return ", ".join(name for name, used in parts.items() if used)
 
-def strategy_settings(
-    q:MemoryQuery,
-    config, # `Config` to change
-) -> dict: # {section: {key: value}}, only what differs
+def strategy_settings(q:MemoryQuery, config) -> dict: # {section: {key: value}}, only what differs
     devices = [f"cuda:{n}" for n in range(q.devices)] if q.devices > 1 else []
     train = dict(gradient_checkpointing=q.checkpointing, blocks_to_swap=q.block_swap,
                  offload_activations=q.offload, model_parallel_devices=devices)
@@ -145,22 +142,21 @@ FREE = 0.07 # of a GPU's memory
 
 @dataclass
 class Plan:
-    "What fits a GPU; displays as a table."
+    "What fits a GPU; displays as tables."
     gpu: Gpu
-    asked: Memory       # as configured
-    tried: list         # `Memory` of each strategy, the preferred one first
-    chosen: Memory      # or None
-    changes: dict       # {section: {key: value}}
-    notes: list         # sentences
-    other: list         # (task, what it needs)
+    asked: Memory # as configured
+    tried: list   # `Memory` of each strategy
+    chosen: Memory # or None
+    changes: dict # {section: {key: value}}
+    notes: list   # sentences
+    other: list   # (task, what it needs)
 
     def fits(self, m:Memory) -> bool: return self.gpu is None or m.total <= (1 - FREE) * self.gpu.bytes
     @property
-    def shown(self) -> Memory: # the chosen strategy, else the smallest, else the configuration
+    def shown(self) -> Memory: # of the chosen strategy, the smallest, or the configuration
         return self.chosen or min(self.tried, key=lambda m: m.total, default=self.asked)
 
     def data(self) -> dict: # plain
-        "Everything that is displayed."
         g = self.gpu
         row = lambda m: dict(
             strategy=strategy_name(m.query), gb=round(m.total / 1e9, 2), host_gb=round(m.host / 1e9, 1),
@@ -170,16 +166,16 @@ class Plan:
 
 # %% ../../nbs/planning/03_plan.ipynb #448287f4
 @patch
-def _tables(self:Plan) -> list: # (title, head, rows)
-    d, m = self.data(), self.shown
+def _tables(self:Plan) -> dict: # {title: (rows, head)}
+    m = self.shown
     state = lambda r: "chosen" if r["chosen"] else "fits" if r["fits"] else "too large"
     rows = [(state(r), r["strategy"], f"{r['gb']:.1f}", r["host_gb"] or "", f"{r['work_tf']:.0f}")
-            for r in d["strategies"]]
-    out = [(strategy_name(m.query), ("part", "GB", "why"), m._rows()),
-           ("before and after training", ("task", "memory"), self.other),
-           ("all strategies, the preferred one first",
-            ("", "strategy", "GB", "GB on the host", "TF a step"), rows)]
-    return [table for table in out if table[2]]
+            for r in self.data()["strategies"]]
+    out = {strategy_name(m.query): (m._rows(), ("part", "GB", "why")),
+           "before and after training": (self.other, ("task", "memory")),
+           "all strategies, the preferred one first":
+               (rows, ("", "strategy", "GB", "GB on the host", "TF a step"))}
+    return {title: table for title, table in out.items() if table[0]}
 
 @patch
 def _head(self:Plan) -> str:
@@ -193,27 +189,23 @@ def _head(self:Plan) -> str:
 def _settings(self:Plan) -> str: # as YAML
     return yaml.safe_dump(self.changes, sort_keys=False) if self.changes else "nothing: it fits"
 
-# %% ../../nbs/planning/03_plan.ipynb #424490d5
 @patch
 def __repr__(self:Plan):
-    def table(title, head, rows):
-        width = [max(len(str(r[n])) for r in (head, *rows)) for n in range(len(head))]
-        line = lambda r: "  " + "  ".join(str(c).ljust(w) for c, w in zip(r, width)).rstrip()
-        return "\n".join([title, *map(line, (head, *rows))])
     head = [self._head()] if self.gpu else []
     if self.chosen: head.append("to set:\n" + self._settings().strip())
-    return "\n\n".join([*head, *self.notes, *(table(*t) for t in self._tables())])
+    tables = [f"{title}\n{text_table(*t)}" for title, t in self._tables().items()]
+    return "\n\n".join([*head, *self.notes, *tables])
 
 @patch
 def _repr_html_(self:Plan):
     head = f"<h3>{escape(self._head())}</h3>" if self.gpu else ""
     if self.chosen: head += f"<pre>{escape(self._settings())}</pre>"
-    tables = [f"<h4>{escape(t)}</h4>" + table_html(rows, titles) for t, titles, rows in self._tables()]
+    tables = [f"<h4>{escape(title)}</h4>" + table_html(*t) for title, t in self._tables().items()]
     return "".join([head, *map(note, self.notes), *tables])
 
 # %% ../../nbs/planning/03_plan.ipynb #4387e3d2
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
-TEXT_NF4 = (3.36e9, 3.58e9) # text encoder in nf4: quantized layers, and the rest in bfloat16
+TEXT_NF4 = (3.36e9, 3.58e9) # text encoder: layers in nf4, the rest in bfloat16
 
 _gb = lambda n: f"{n / 1e9:.1f} GB"
 
@@ -227,7 +219,7 @@ def _is_tiny(q) -> bool: return parameters(replace(q, table=False)) < 1e9
 def encoder_settings(
     q:MemoryQuery,
     gpu:Gpu, # or None
-    config, # `Config`; its own settings for the encoders are kept
+    config, # its own settings for the encoders are kept
 ) -> dict: # {section: {key: value}}
     "The settings that make precompute fit a GPU, for a model of the published size."
     m, out = config.model, {}
@@ -258,33 +250,32 @@ def _other(q, gpu) -> list: # (task, what it needs)
     transformer = weight_bytes(replace(whole, table=small))[0]
     sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=transformer)
     free = {f"cuda:{n}": gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
-    quantized = ("transformer",) if q.quantization else ()
-    rows = {f"predict: {n}": f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}"
-            for n, p in plan_placement(sizes, free, "cuda:0", work=work, quantized=quantized).items()}
-    if small: rows["predict: transformer"] += "; set `model.modulation_table` true if the run only predicts"
+    quantized = ["transformer"] * bool(q.quantization)
+    placed = plan_placement(sizes, free, "cuda:0", work=work, quantized=quantized)
+    rows = {f"predict: {n}": f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}" for n, p in placed.items()}
+    if small: rows["predict: transformer"] += "; set `model.modulation_table` true if you only predict"
     return [("precompute", text), *rows.items()]
 
 # %% ../../nbs/planning/03_plan.ipynb #5a3c06a7
 def _size(resolution, data) -> list: # [width, height]
-    if resolution is None: return list(data.image_size)
+    if resolution is None: return data.image_size
     text = "x".join(map(str, resolution)) if isinstance(resolution, (list, tuple)) else str(resolution)
     sides = re.fullmatch(r"(\d+)(?:[x*](\d+))?", text.lower().replace(" ", ""))
     if not sides:
         raise ValueError(f"`resolution` must be a side or width x height in pixels, got {resolution!r}; "
                          "e.g. 1024 or 832x576")
-    size = [int(sides[1]), int(sides[2] or sides[1])]
-    return list(make_config(dict(data=dict(image_size=size))).data.image_size)
+    return make_config(dict(data=dict(image_size=[int(sides[1]), int(sides[2] or sides[1])]))).data.image_size
 
 # %% ../../nbs/planning/03_plan.ipynb #8d4f1922
 def plan(
-    model=None, # folder, hub id or variant; or a `Config`, or a dict of one
+    model=None, # folder, hub id or variant; or `config`
     gpu=None, # as in `parse_gpu`
-    resolution=None, # of targets: side, or width x height, in pixels; default the configuration's
+    resolution=None, # of targets in pixels: side, or width x height; default the configuration's
     config=None, # `Config` or dict; the plan chooses what it leaves open
     quantize=None, # consider only this quantization, or none
     controls:int=1, # control images of a pair
-    prompt:int=None, # tokens of a prompt with its images; default the variant's
-    transformer:dict=None, # its configuration instead of the model's own
+    prompt:int=None, # tokens with images; default the variant's
+    transformer:dict=None, # its configuration instead of the model's
 ) -> Plan:
     "Memory of a run, and the fastest way to do it on a GPU. Computed, not measured."
     if isinstance(model, (dict, Config)): model, config = None, model
@@ -296,13 +287,12 @@ def plan(
     if float32 and gpu.tensor_cores: q = replace(q, fp16=True, compiled=False)
     q = replace(q, target=size[0] * size[1] // 256, control=controls * q.control,
                 text=prompt or prompt_tokens(plus, controls, c.data.vl_area))
-    stored = stored_quantization(model or c.model.pretrained_model_name_or_path) # of a prequantized copy
-    quantize = stored or quantize
+    quantize = stored_quantization(model or c.model.pretrained_model_name_or_path) or quantize
     out = Plan(gpu, memory_of(q), [], None, {}, [], [])
     kinds = None if quantize is None else (parse_quantization(quantize),)
     out.tried = [memory_of(s) for s in strategies(q, gpu, kinds)] if gpu else []
     out.chosen = next(filter(out.fits, out.tried), None)
-    if size != list(c.data.image_size): out.changes["data"] = dict(image_size=size)
+    if size != c.data.image_size: out.changes["data"] = dict(image_size=size)
     if out.chosen:
         out.changes |= strategy_settings(out.chosen.query, c)
         for section, keys in encoder_settings(out.chosen.query, gpu, c).items():
@@ -314,17 +304,17 @@ def plan(
 def _notes(p:Plan) -> list: # sentences
     q, m, gpu, out = p.shown.query, p.shown, p.gpu, []
     if gpu and not p.chosen:
-        out.append(f"nothing fits {gpu.name} (shown: the smallest); use smaller images or a larger GPU")
+        out.append(f"nothing fits {gpu.name} (shown: the smallest); use smaller images or another GPU")
     if p.chosen and q.compiled and not p.fits(plain := memory_of(replace(q, compiled=False))):
         out.append(f"without compiled blocks this takes {(plain.total - m.total) / 1e9:.1f} GB more; "
-                   "if there is no compiler (a run says so), set `train.gradient_checkpointing` selective")
+                   "if there is no compiler, set `train.gradient_checkpointing` selective")
     if q.control > q.target:
         less = m.total - memory_of(replace(q, control=q.target)).total
         out.append(f"control images have {q.control} tokens, targets {q.target}: `data.control_area` "
                    f"{q.target * 256} saves {less / 1e9:.1f} GB and work (precompute again)")
     if m.host: out.append(f"training pins {m.host / 1e9:.1f} GB of host memory")
     if gpu and not gpu.bf16 and q.base_bytes == 4:
-        how = "float32, with large products and attention in scaled float16" if q.fp16 else "float32"
+        how = "float32" + ", with large products and attention in scaled float16" * q.fp16
         out.append(f"{gpu.name} has no native bfloat16, so it computes in {how}; `train.mixed_precision` "
-                   "bf16 needs about half the memory beside quantized weights, but it is emulated and slow")
+                   "bf16 needs about half the memory beside quantized weights, but is emulated and slow")
     return out

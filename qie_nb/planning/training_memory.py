@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fastcore.basics import patch
 
-from ..core.display import table_html
+from ..core.display import table_html, text_table
 from ..devices.block_swap import SLOTS
 from ..models.quantize import QUANTIZATIONS
 from qie_nb.planning.memory_query import (
@@ -30,7 +30,7 @@ class BlockActivations(Saved):
     def __init__(self, q, number): super().__init__(); self.q, self.number = q, number
 
     def linear(self, layer, tokens, x, grad, saved=False) -> bool: # does its output need a gradient?
-        "`x`: name of the input; `grad`: does it need a gradient; `saved`: is it a slice of a saved tensor?"
+        "`x`: the input's name; `grad`: does it need a gradient; `saved`: is it a slice of a saved tensor?"
         q, (i, o) = self.q, block_layers(self.q)[layer]
         adapter = q.has_adapter(f"transformer_blocks.{self.number}.{layer}")
         kind = None if q.fp16 else q.quantization # products in float16 save nothing
@@ -44,7 +44,7 @@ class BlockActivations(Saved):
         return adapter or grad
 
     def adapter(self, layer, tokens, i, o, grad, size):
-        "What an adapter saves besides its input."
+
         q = self.q
         self.add(f"{layer} A's output", tokens * q.r * size)
         if q.adapter_bytes < 4: self.add(f"{layer} adapter, cast", q.r * (o + i * grad) * q.adapter_bytes)
@@ -55,7 +55,7 @@ class BlockActivations(Saved):
 # %% ../../nbs/planning/01_training_memory.ipynb #49229dfb
 @patch
 def by_token(self:BlockActivations, stream, n) -> bool:
-    "Is the modulation saved for every token? A compiler recomputes the first one's rows."
+    "Modulation saved for every token? A compiler recomputes the first one's rows."
     return self.q.zero_cond and stream == "img" and (n == 2 or not self.q.compiled)
 
 @patch
@@ -97,7 +97,7 @@ def saved_by_block(
     q:MemoryQuery,
     number:int, # of the block
     grads:dict, # {stream: does its input need a gradient?}
-) -> tuple: # (`Saved`, {stream: does its output need a gradient?})
+) -> tuple: # (`Saved`, the same of its outputs)
     "What one block saves without checkpointing."
     k, t, out, needs = BlockActivations(q, number), stream_tokens(q), {}, {}
     mod = {s: not q.table and q.has_adapter(f"transformer_blocks.{number}.{s}_mod.1") for s in t}
@@ -128,7 +128,7 @@ def modulation_bytes(q:MemoryQuery) -> int:
     "The time embedding of a step, with its rows of the modulation table."
     return q.batch * (1 + q.zero_cond) * (1 + 12 * q.layers * q.table) * q.dim * q.base_bytes
 
-def _saved_by_blocks(q) -> Saved: # over all blocks, without checkpointing
+def _saved_by_blocks(q) -> Saved: # without checkpointing
     total, grads = Saved(), {s: q.has_adapter(f"{s}_in") for s in ("img", "txt")}
     for n in range(q.layers):
         k, grads = saved_by_block(q, n, grads)
@@ -146,7 +146,6 @@ def _saved_by_checkpoints(q, img, txt) -> Saved:
     return total
 
 def saved_activations(q:MemoryQuery) -> Saved: # {tensor: bytes in all blocks}
-    "What is saved between the forward and the backward pass."
     img, txt = stream_tokens(q).values()
     total = _saved_by_checkpoints(q, img, txt) if q.checkpointing else _saved_by_blocks(q)
     size = max(q.adapter_bytes, q.base_bytes)
@@ -158,7 +157,7 @@ def saved_activations(q:MemoryQuery) -> Saved: # {tensor: bytes in all blocks}
 
 # %% ../../nbs/planning/01_training_memory.ipynb #347a9631
 def peak_activations(q:MemoryQuery) -> int: # bytes
-    "What a step needs at most beyond the saved activations."
+    "What a step needs beyond the saved activations."
     tokens = stream_tokens(q)
     one = max(tokens.values()) * q.dim * q.base_bytes
     work = 8 * one + (q.adapter_bytes > q.base_bytes) * one + q.fp16 * 1.75 * one
@@ -173,23 +172,22 @@ RUNTIME = 0.7e9 # CUDA context, kernels, cuBLAS workspaces: an estimate
 
 @dataclass
 class Memory:
-    "Bytes of a training step on its device by part, and on the host; displays as a table."
+    "Bytes of a training step; displays as a table."
     query: MemoryQuery
-    parts: list # (part, bytes, why)
-    host: int   # bytes in pinned host memory
+    parts: list # (part, bytes on its device, why)
+    host: int   # pinned bytes
 
     @property
     def total(self) -> int: return sum(b for _, b, _ in self.parts)
-    def part(self, name:str) -> int: return dict((n, b) for n, b, _ in self.parts).get(name, 0)
+    def part(self, name:str) -> int: return sum(b for n, b, _ in self.parts if n == name)
     def data(self) -> list: return [(n, round(b / 1e9, 3), why) for n, b, why in self.parts] # (part, GB, why)
     def _rows(self):
         parts = [*self.parts, ("total", self.total, "computed, not measured")]
         return [(n, f"{b / 1e9:.2f}", why) for n, b, why in parts]
-    def __repr__(self): return "\n".join(f"{n:<18}{gb:>7} GB  {why}" for n, gb, why in self._rows())
+    def __repr__(self): return text_table(self._rows(), ("part", "GB", "why"))
     def _repr_html_(self): return table_html(self._rows(), ("part", "GB", "why"))
 
-def weight_bytes(q:MemoryQuery) -> tuple: # (bytes, why)
-    "The transformer's weights on the fullest device."
+def weight_bytes(q:MemoryQuery) -> tuple: # (bytes on the fullest device, why)
     blocks = min(SLOTS, q.layers) if q.block_swap else -(-q.layers // q.devices)
     form = q.quantization or ("float32" if q.base_bytes == 4 else "bfloat16")
     why = f"{parameters(q) / 1e9:.2f} B parameters, {form}" + ", without modulation layers" * q.table
@@ -208,9 +206,9 @@ def _saved(q) -> tuple: # (bytes, why)
 
 def memory_of(
     q:MemoryQuery,
-    gpu:bool=True, # include what a GPU's driver allocates?
+    gpu:bool=True, # with `RUNTIME`?
 ) -> Memory:
-    "The memory of a training step by part."
+    "The memory of a training step."
     share, trained = -(-q.layers // q.devices) / q.layers, numbers(adapter_shapes(q))
     adapter, tokens = numbers(adapter_shapes(q, trained=False)), sum(stream_tokens(q).values())
     rows = [("weights", *weight_bytes(q)),

@@ -43,6 +43,7 @@ def real(tmp_path):
 def no_plan(monkeypatch): monkeypatch.setattr(doctor_module, "_plan", lambda c, m: None)
 
 
+def tiny_run(d): return dict(train=dict(output_dir=str(d), gradient_checkpointing=False, compile=False), cache=dict(cache_dir=str(d/"cache")), logging=dict(log_dir=str(d/"runs")))
 def check(m, config=None): return doctor(config, m, plans=False)
 def findings(report, *levels): return {f.what: f for f in report.findings if f.level in (levels or LEVELS[:3])}
 
@@ -55,9 +56,9 @@ def test_a_good_machine_has_no_findings(machine, real):
 FAULTS = {
     "torchao 0.10 with peft 0.21": (dict(versions=GOOD | dict(torchao="0.10.0", peft="0.21.2")), "torchao", "error", "pip uninstall -y torchao"),
     "GPU of sm 6.0": (dict(gpus=(P100,)), "GPU", "error", "no kernels for sm 6.0 .*choose a newer accelerator"),
-    "GPU of sm 7.5": (dict(gpus=(T4,)), "GPU bfloat16", "warning", "leave `train.mixed_precision` auto"),
+
     "two GPUs of sm 7.5": (dict(gpus=(T4, T4)), "GPU 1 bfloat16", "warning", "leave `train.mixed_precision` auto"),
-    "torch without kernels": (dict(built_for=("sm_90",)), "GPU", "error", "no kernels for sm 8.9"),
+
     "no GPU": (dict(gpus=()), "GPU", "error", "Accelerator > GPU T4 x2"),
     "torch without CUDA": (dict(gpus=(), cuda=None), "GPU", "error", "built without CUDA"),
     "2 GB of disk": (dict(free=lambda folder: 2_000_000_000), "disk: working folder", "warning", "remove files, or attach a filled cache"),
@@ -65,7 +66,7 @@ FAULTS = {
     "no internet": (dict(online=False), "internet", "error", "switch Internet on .*or attach the model as an input"),
     "missing token": (dict(token=False), "secret HF_TOKEN", "warning", r'Add-ons > Secrets.*os.environ\["HF_TOKEN"\]'),
     "no torchvision": (dict(versions=GOOD | dict(torchvision=None)), "torchvision", "error", "pip install torchvision"),
-    "no bitsandbytes for nf4": (dict(versions=GOOD | dict(bitsandbytes=None)), "bitsandbytes", "error", "pip install bitsandbytes"),
+    "no bitsandbytes": (dict(versions=GOOD | dict(bitsandbytes=None)), "bitsandbytes", "error", "pip install bitsandbytes"),
     "no ipywidgets": (dict(versions=GOOD | dict(ipywidgets=None)), "ipywidgets", "note", "pip install ipywidgets"),
     "old diffusers": (dict(versions=GOOD | dict(diffusers="0.35.2")), "diffusers", "warning", "pip install 'diffusers>=0.37'"),
     "newer torch": (dict(versions=GOOD | dict(torch="3.0.0")), "torch", "note", "use 2.15"),
@@ -98,8 +99,7 @@ def test_a_run_that_does_not_fit_the_disk_is_an_error(machine, real, tmp_path, n
     small = replace(machine, free=lambda folder: 2_000_000_000)
     report = doctor(real, small)
     assert "attach the model as an input" in findings(report, "error")["disk"].remedy and report.disk.problems()
-    tiny = dict(train=dict(output_dir=str(tmp_path)), cache=dict(cache_dir=str(tmp_path/"cache")), logging=dict(log_dir=str(tmp_path/"runs")))
-    assert not findings(doctor(tiny, small), "error")
+    assert not findings(doctor(tiny_run(tmp_path), small), "error")
 
 
 @pytest.mark.parametrize("section, key", [("model", "text_encoder_offload"), ("train", "blocks_to_swap")])
@@ -122,8 +122,7 @@ def cache_of(folder, **changes):
     return dict(cache=dict(cache_dir=str(folder)), train=dict(mixed_precision="no"))
 
 
-@pytest.mark.parametrize("changes, wrong", [(dict(variant="v1", dtype="bfloat16"), "dtype float32, variant 2511:"), (dict(text_encoder="0123-plain"), "text_encoder"), (dict(vae="0123"), "vae"),
-                                            (dict(control_area=1024), "control_area 9216")])
+@pytest.mark.parametrize("changes, wrong", [(dict(variant="v1", dtype="bfloat16"), "dtype float32, variant 2511:"), (dict(text_encoder="0123-plain"), "text_encoder"), (dict(control_area=1024), "control_area 9216")])
 def test_a_cache_of_another_model_is_an_error(changes, wrong, machine, tmp_path):
     report = check(machine, cache_of(tmp_path/"cache", **changes))
     found = findings(report, "error")["cache"]
@@ -178,21 +177,18 @@ def test_the_plan_is_part_of_the_report(machine, real):
     assert {f.what for f in report.of("warning")} >= {"GPU 0 bfloat16"}
     none = doctor(real, replace(machine, gpus=(replace(T4, bytes=3_000_000_000),)))
     assert "nothing fits this GPU" in findings(none, "error")["GPU memory"].remedy
-    large = doctor(real | dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511")), machine)
+    real["model"].pop("quantize")
+    large = doctor(real, machine)
     assert re.search("run out of memory: set .*`model.quantize`", findings(large, "warning")["GPU memory"].remedy)
 
 
 # --- the configuration for this machine
-ONE_T4 = dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"))
-TWO_T4 = dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"))
-BOTH = dict(model_parallel_devices=["cuda:0", "cuda:1"])
-WIDE = dict(train=dict(gradient_checkpointing=False, compile=True))
+
 
 @pytest.mark.parametrize("gpus, side, area, expected", [
-    ((T4,), 512, 512 * 512, ONE_T4 | dict(train=dict(gradient_checkpointing="selective"))),
-    ((T4,), 1024, None, ONE_T4 | dict(train=dict(offload_activations=True), cache=dict(vae_encoder_device="cpu"))),
-    ((T4, T4), 512, 512 * 512, TWO_T4 | dict(train=BOTH | dict(gradient_checkpointing="selective"))), ((T4, T4), 1024, None, TWO_T4 | dict(train=BOTH, cache=dict(vae_encoder_device="cuda:1"))),
-    ((L4,), 1024, None, dict(model=dict(quantize="qfloat8", text_encoder_quantize="nf4"))), ((H100,), 1024, None, WIDE)], ids=lambda v: "x".join(g.name.split()[1] for g in v) if isinstance(v, tuple) else None)
+    ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"), train=dict(offload_activations=True), cache=dict(vae_encoder_device="cpu"))),
+    ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"), train=dict(model_parallel_devices=["cuda:0", "cuda:1"], gradient_checkpointing="selective"))),
+    ((H100,), 1024, None, dict(train=dict(gradient_checkpointing=False, compile=True)))], ids=["T4", "2xT4", "H100"])
 def test_config_changes_only_what_the_plan_sets(gpus, side, area, expected, machine, real, capsys):
     real |= dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511", quantize="none"), data=dict(image_size=[side, side], control_area=area), optimizer=dict(lr=3e-4))
     report = doctor(real, replace(machine, gpus=gpus))
@@ -204,9 +200,9 @@ def test_config_changes_only_what_the_plan_sets(gpus, side, area, expected, mach
     assert all(f"{s}.{k} {v}" in printed for s, keys in expected.items() for k, v in keys.items())
 
 
-@pytest.mark.parametrize("gpus", [(), (T4,), (H100,)], ids=["no GPU", "T4", "H100"])
+@pytest.mark.parametrize("gpus", [(), (T4,)], ids=["no GPU", "T4"])
 def test_config_of_a_tiny_model_is_unchanged(gpus, machine, tmp_path, capsys):
-    tiny = dict(train=dict(output_dir=str(tmp_path), gradient_checkpointing=False, compile=False), cache=dict(cache_dir=str(tmp_path/"cache")), logging=dict(log_dir=str(tmp_path/"runs")))
+    tiny = tiny_run(tmp_path)
     assert doctor(tiny, replace(machine, gpus=gpus)).config() == make_config(tiny) and not capsys.readouterr().out
 
 
@@ -240,8 +236,7 @@ def test_stop_raises_the_errors_and_prints_the_rest(machine, real, capsys):
 
 
 # --- what torch and the packages report
-@pytest.mark.parametrize("capability, built, ok", [((6, 0), BUILT, False), ((7, 5), BUILT, True), ((7, 0), BUILT, False), ((8, 9), BUILT, True), ((9, 0), BUILT, True), ((10, 0), BUILT, True),
-                                                   ((9, 0), ["sm_90a"], True), ((12, 0), ["sm_120"], True), ((12, 0), ["sm_100"], False), ((9, 0), [], False)])
+@pytest.mark.parametrize("capability, built, ok", [((7, 0), BUILT, False), ((8, 9), BUILT, True), ((10, 0), BUILT, True), ((9, 0), ["sm_90a"], True), ((12, 0), ["sm_100"], False)])
 def test_binaries_run_on_later_minor_versions_and_ptx_on_later_gpus(capability, built, ok): assert runs_on(capability, built) == ok
 
 
@@ -262,9 +257,8 @@ def test_a_gpu_as_torch_reports_it(capability, own, levels, monkeypatch, machine
 
 @pytest.mark.slow
 def test_checks_import_neither_diffusers_nor_transformers():
-    code = "import sys\nfrom qie_nb.planning.doctor import doctor\nd = doctor(dict(model=dict(pretrained_model_name_or_path='tiny')), internet=False, plans=False)\nassert len(d.findings) > 15\nprint([m for m in ('diffusers', 'transformers', 'peft') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.strip() == "[]"
+    code = "import sys\nfrom qie_nb.planning.doctor import doctor\ndoctor({}, internet=False, plans=False)\nassert not {'diffusers', 'transformers', 'peft'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_command(machine, real, tmp_path, monkeypatch, capsys):

@@ -11,11 +11,10 @@ from counted_step import LiveBytes, count_step, empty_step, empty_transformer
 from qie_nb.config import make_config
 from qie_nb.devices.block_swap import SLOTS
 from qie_nb.models.loading import component_bytes
-from qie_nb.lora.adapters import add_lora, lora_parameters
+from qie_nb.lora.adapters import lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
 from qie_nb.planning.memory_query import (MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes,
                                           other_bytes, parameters, prompt_tokens)
-from qie_nb.planning.plan import step_work
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.optimizer import make_optimizer
@@ -59,11 +58,9 @@ SAVED = dict(
     modulation_too=dict(targets=("img_mod.1", "txt_mod.1", "to_q"), zero_cond=True) | BF16, dora=dict(dora=True) | BF16, dropout=dict(dropout=0.1) | BF16,
     checkpointing=dict(checkpointing=True, table=True, batch=2, zero_cond=True) | BF16, flash=dict(kernel="flash") | BF16)
 RARE = dict(
-    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond=dict(zero_cond=True), zero_cond_table=dict(zero_cond=True, table=True) | BF16, batch=dict(batch=2, base_bytes=2, adapter_bytes=2),
-    table=dict(table=True), all_layers=dict(targets=ALL), all_layers_bf16=dict(targets=ALL) | BF16, text_too=dict(targets=ALL[:8]) | BF16, out_only=dict(targets=("to_out.0",)),
-    mlp_only=dict(targets=("img_mlp.net.2",)) | BF16, text_only=dict(targets=("add_k_proj",)) | BF16, wider=dict(layers=5, dim=128, heads=2, text_dim=96),
-    rank=dict(r=64, targets=ALL), modulation=dict(targets=("img_mod.1",)), first=dict(targets=("img_in", "to_q")), dora_all=dict(dora=True, targets=ALL),
-    dropout_all=dict(dropout=0.1, targets=ALL), checkpointing_plain=dict(checkpointing=True), cudnn=dict(kernel="cudnn") | BF16, efficient=dict(kernel="efficient"))
+    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond_table=dict(zero_cond=True, table=True) | BF16, all_layers_bf16=dict(targets=ALL) | BF16, text_too=dict(targets=ALL[:8]) | BF16,
+    mlp_only=dict(targets=("img_mlp.net.2",)) | BF16, wider=dict(layers=5, dim=128, heads=2, text_dim=96, r=64), first=dict(targets=("img_in", "to_q")), dora_all=dict(dora=True, targets=ALL),
+    dropout_all=dict(dropout=0.1, targets=ALL), efficient=dict(kernel="efficient"))
 
 
 @pytest.mark.parametrize("case", [*SAVED, *map(slow, RARE)])
@@ -92,7 +89,7 @@ def test_parameters(table, zero_cond):
         assert parameters(q) == sum(p.numel() for n, p in tr.named_parameters() if "lora_" not in n)
 
 
-@pytest.mark.parametrize("kind, base_bytes", [(None, 2), ("qfloat8", 2), ("nf4", 4), *map(lambda c: slow(*c), [("qint8", 2), ("int8", 2), ("float8", 2), ("fp8_storage", 2), (None, 4), ("qint8", 4)])])
+@pytest.mark.parametrize("kind, base_bytes", [(None, 2), ("qfloat8", 2), ("nf4", 4), *(slow(kind, 2) for kind in ("qint8", "int8", "float8", "fp8_storage"))])
 def test_weight_bytes_of_each_quantization(kind, base_bytes):
     q = MemoryQuery(layers=2, dim=256, heads=2, text_dim=96, quantization=kind, base_bytes=base_bytes, table=False, targets=("to_q",))
     tr = empty_transformer(q, "cpu")
@@ -120,9 +117,8 @@ def test_adapter_gradient_and_optimizer_bytes(name, targets):
 STEP = MemoryQuery(layers=5, text=250)
 FP16 = dict(base_bytes=4, fp16=True, kernel="efficient")
 PEAK = dict(recomputed={}, fp16_nothing_recomputed=FP16 | dict(checkpointing=False), nf4=dict(quantization="nf4"))
-RARE_PEAK = dict(nothing_recomputed=dict(checkpointing=False), adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, kernel="efficient"), fp16=FP16, zero_cond=dict(zero_cond=True), edit=dict(text=1420),
-                 small=dict(target=1024, control=1024), all_layers=dict(targets=ALL), fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1),
-                 edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
+RARE_PEAK = dict(adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, kernel="efficient"), zero_cond=dict(zero_cond=True), small=dict(target=1024, control=1024), all_layers=dict(targets=ALL),
+                 fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1), edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
 
 
 @pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
@@ -134,22 +130,6 @@ def test_peak_of_a_step_at_real_size(case):
     counted = count_step(q)[bool(q.quantization)]
     assert abs(planned - counted) < 0.015 * memory_of(replace(q, layers=60)).total
     assert close(planned, counted, 0.12) and m.total == sum(b for _, b, _ in m.parts)
-
-
-@pytest.mark.slow
-def test_live_bytes_match_the_profiler():
-    q = replace(TINY, table=True)
-    tr = empty_transformer(q, "cpu")
-    loss, batch = empty_step(q, tr, "cpu")
-    loss()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p: loss().backward()
-    now = peak = 0
-    for e in sorted((e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += e.nbytes()
-        peak = max(peak, now)
-    for w in tr.parameters(): w.grad = None
-    with LiveBytes([*tr.parameters(), *tr.buffers(), *batch]) as live: loss().backward()
-    assert close(live.peak, peak)
 
 
 @pytest.mark.slow
@@ -216,14 +196,6 @@ def test_block_swap_offloading_and_two_devices():
     assert base.part("saved activations") - part("saved activations", offload=True) == 58 * inputs and memory_of(replace(q, offload=True)).host == 60 * inputs
     assert part("weights", devices=2) == 30 * block_bytes(q) + other_bytes(q) and close(part("optimizer", devices=2), base.part("optimizer") / 2)
     assert part("working memory", devices=2) == base.part("working memory")
-
-
-def test_figures_of_the_real_model():
-    gb = lambda **kw: memory_of(replace(MemoryQuery(text=1420), **kw), gpu=False).total / 1e9
-    fast = dict(checkpointing=False, compiled=True, adapter_bytes=2)
-    assert close(gb(**fast), 75.5, 0.07) and close(gb(**fast | dict(adapter_bytes=4)), 84.6, 0.07)
-    work = lambda **kw: step_work(replace(MemoryQuery(text=1420), **kw))
-    assert close(work(checkpointing=False), 501, 0.005) and close(work(), 700, 0.005) and work(checkpointing=False) < work(checkpointing="selective") < work()
 
 
 def test_query_follows_the_configuration():
