@@ -43,8 +43,8 @@ def fork(job, log) -> int:
     sys.stdout.flush(), sys.stderr.flush()
     if pid := os.fork(): return pid
     code = 1
-    torch.set_num_threads(1) # one thread makes torch's new pool: threads that make it together get none
     try:
+        torch.set_num_threads(1) # one thread makes torch's new pool: threads that make it together get none
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = open(1, "w", closefd=False)
