@@ -297,7 +297,7 @@ def kept(root, a):
             job = MemoryQuery(layers=4, dim=64, heads=2, text_dim=64, target=(24, 40, 48, 64)[n % 4], control=16, text=9 + n % 7, zero_cond=True, base_bytes=4)
             loss, _ = empty_step(job, tr, "cpu")
             loss().backward()
-            made.append(compiled.compiled_graphs())
+            made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return dict(rows=rows, failed=code.failed, codes=dict(after_two_steps=made[1], later=made[-1] - made[1], steps=20, sizes=4, prompts=7),
                 note="2511, bfloat16, 4 blocks of 256, 160 image tokens; codes are traced and run by torch's own operations")
 

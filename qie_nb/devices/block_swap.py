@@ -15,20 +15,21 @@ from fastcore.basics import patch
 from torch import nn
 
 from .distributed import wants_fsdp
+from ..models.quantize import plain_tensors
 
 # %% ../../nbs/devices/01_block_swap.ipynb #039a1145
 class Streams:
-    "Copies that run beside a GPU's computing, one after the other. On other devices they are synchronous."
+    "Copies beside a GPU's computing, one after the other; synchronous on other devices."
     def __init__(self,
         device, # that computes
-        cuda=None, # module with CUDA's streams; default torch.cuda on a GPU
+        cuda=None, # module with CUDA's streams; default: torch.cuda on a GPU
     ):
         self.device = torch.device(device)
         self.cuda = cuda or (torch.cuda if self.device.type == "cuda" else None)
         self.side = self.cuda and self.cuda.Stream(self.device)
 
     def copy(self, to:torch.Tensor, source:torch.Tensor):
-        "Copy between device and pinned memory after all work queued so far; returns the event of its end."
+        "Copy after all work queued so far; returns the event of its end."
         if self.cuda is None: return to.copy_(source)
         self.side.wait_stream(self.cuda.current_stream(self.device))
         with self.cuda.stream(self.side):
@@ -38,7 +39,6 @@ class Streams:
         return event
 
     def wait(self, event):
-        "Let all work queued from now on wait for a copy."
         if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #f720cb49
@@ -46,41 +46,36 @@ def pinned(
     size:int, # bytes
     device="cuda",
 ) -> torch.Tensor: # uint8, in host memory
-    "Host memory that a GPU copies from asynchronously; plain memory for other devices."
+    "Pinned host memory; plain memory for other devices than a GPU."
     out = torch.empty(size, dtype=torch.uint8)
     if torch.device(device).type != "cuda": return out
     cudart = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(out.data_ptr(), size, 1)): # 1: for all GPUs
-        raise ValueError(f"`train.blocks_to_swap` could not pin {size / 1e9:.2f} GB of host memory (CUDA "
-                         f"error {code}); quantize the base, or give this machine more memory")
+        raise ValueError(f"`train.blocks_to_swap` could not pin {size / 1e9:.2f} GB of host memory "
+                         f"(CUDA error {code}); quantize the base")
     weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
 # %% ../../nbs/devices/01_block_swap.ipynb #b73d42cc
-def _tensors(w) -> list: # the plain tensors that a weight consists of
-    if hasattr(w, "__tensor_flatten__"):
-        return [p for n in w.__tensor_flatten__()[0] for p in _tensors(getattr(w, n))]
-    return [w, w.quant_state.absmax] if getattr(w, "quant_state", None) is not None else [w]
-
 def _rebuild(w, new): # a weight like w from an iterator of plain tensors
     if hasattr(w, "__tensor_flatten__"):
         names, meta = w.__tensor_flatten__()
         parts = {n: _rebuild(getattr(w, n), new) for n in names}
         return type(w).__tensor_unflatten__(parts, meta, w.size(), w.stride())
     if getattr(w, "quant_state", None) is None: return next(new)
-    w.data, w.quant_state.absmax = next(new), next(new)
+    w.data = next(new)
+    for q in filter(None, (w.quant_state, w.quant_state.state2)): q.absmax, q.code = next(new), next(new)
     return w
 
-# %% ../../nbs/devices/01_block_swap.ipynb #f31f1acc
 class PinnedBlock:
-    "A block's frozen weights in one buffer of host memory, and their layout."
+    "A block's frozen weights in one buffer of host memory."
     def __init__(self,
         block:nn.Module, # its weights become views of the buffer
         memory=pinned, # function of a number of bytes
     ):
         self.params = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items()
                        if p is not None and not p.requires_grad and "lora_" not in n]
-        tensors, self.layout, size = [t for m, k in self.params for t in _tensors(m._parameters[k])], [], 0
+        tensors, self.layout, size = [t for m, k in self.params for t in plain_tensors(m._parameters[k])], [], 0
         for t in tensors:
             self.layout.append((size, t.dtype, t.shape, t.stride()))
             size += -(-t.nbytes // 256) * 256 # kernels need aligned weights
@@ -89,13 +84,11 @@ class PinnedBlock:
             for view, t in zip(self.views(self.flat), tensors): view.copy_(t)
         self.point_to(self.flat)
 
-    def views(self, flat) -> list:
-        "The plain tensors as views of a buffer."
+    def views(self, flat) -> list: # plain tensors
         part = lambda at, dtype, shape: flat[at:at + prod(shape) * dtype.itemsize].view(dtype)
         return [part(at, dtype, shape).as_strided(shape, stride) for at, dtype, shape, stride in self.layout]
 
-    def point_to(self, flat):
-        "Make the block's weights views of a buffer."
+    def point_to(self, flat): # the block's weights become views of this buffer
         views = iter(self.views(flat))
         for m, k in self.params:
             w = _rebuild(m._parameters[k], views)
@@ -105,13 +98,13 @@ class PinnedBlock:
 SLOTS = 3 # blocks on the GPU at a time: one computes, one is loaded, one was just used
 
 class BlockSwap:
-    "The blocks of a transformer, which share a few slots on the GPU."
+    "Blocks that share a few slots on the GPU."
     def __init__(self,
-        blocks, # of the transformer
+        blocks,
         pinned_blocks, # `PinnedBlock` of each
         device, # that computes
         slots:int=SLOTS, # two are enough if copies are faster than computing
-        streams=None, # `Streams`
+        streams=None, # default: `Streams(device)`
     ):
         self.pinned, self.device = pinned_blocks, torch.device(device)
         self.streams = streams or Streams(device)
@@ -124,18 +117,14 @@ class BlockSwap:
                 m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
             block.register_forward_pre_hook(lambda block, args, n=n: self.prepare_block(n))
 
-    @property
-    def bytes(self) -> int: return sum(s.nbytes for s in self.slots) # on the device
-
     def __repr__(self):
-        held = sum(p.flat.nbytes for p in self.pinned) / 1e9
-        return (f"BlockSwap of {len(self.pinned)} blocks, {held:.3f} GB in host memory, "
-                f"{self.bytes / 1e9:.3f} GB on {self.device}")
+        held = sum(s.nbytes for s in self.slots) / 1e9
+        return f"BlockSwap of {len(self.pinned)} blocks, {held:.3f} GB on {self.device}"
 
 # %% ../../nbs/devices/01_block_swap.ipynb #5ac77d2d
 @patch
 def upcoming(self:BlockSwap, n:int) -> list:
-    "The block that is about to compute and those that follow in this pass, one for each slot."
+    "The block about to compute and those that follow in this pass, one per slot."
     ahead, count = range(len(self.slots)), len(self.pinned)
     if torch._C._current_graph_task_id() != -1: return [n - k for k in ahead if n >= k] # in a backward pass
     if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead] # another pass may follow
@@ -143,7 +132,7 @@ def upcoming(self:BlockSwap, n:int) -> list:
 
 @patch
 def prepare_block(self:BlockSwap, n:int):
-    "Load the block that is about to compute, and queue the copies of those that follow."
+    "Load the block about to compute, and queue the copies of those that follow."
     todo = self.upcoming(n)
     for i, k in enumerate(todo):
         slot = k % len(self.slots)
@@ -158,11 +147,11 @@ def prepare_block(self:BlockSwap, n:int):
 # %% ../../nbs/devices/01_block_swap.ipynb #314d5eb3
 def enable_block_swap(
     transformer, # frozen except for its adapters
-    device, # that computes; everything but the blocks must be there
-    pinned_blocks=None, # `PinnedBlock` of each block; default: made here
+    device, # where it computes and all but the blocks already is
+    pinned_blocks=None, # default: made here
     **kw, # of `BlockSwap`
 ): # the same
-    "Load the blocks' frozen weights to the device only while they compute."
+    "Load the blocks' weights to the device only while they compute."
     blocks = list(transformer.transformer_blocks)
     pinned_blocks = pinned_blocks or [PinnedBlock(b, lambda n: pinned(n, device)) for b in blocks]
     transformer.block_swap = BlockSwap(blocks, pinned_blocks, device, **kw)
@@ -180,12 +169,9 @@ def forbid_move(transformer, why:str, setting:str):
 
 # %% ../../nbs/devices/01_block_swap.ipynb #c6b8b678
 class BlockSwapLoader:
-    "Tells `qie_nb.models.loading.load_quantized` where to keep the weights of a transformer with block swap."
+    "Tells `load_quantized` where to keep the weights of a transformer with block swap."
     why = "block swap is on"
-    def __init__(self,
-        device, # that computes
-        kind:str=None, # quantization
-    ):
+    def __init__(self, device, kind=None): # that computes; quantization
         self.main, self.kind, self.pinned = torch.device(device), kind, {}
 
     def prepare(self, model): pass # before any weight is read
@@ -193,8 +179,7 @@ class BlockSwapLoader:
     def device(self, name) -> torch.device: # of a tensor that is read
         return self.main if self.kind or "transformer_blocks." not in name else torch.device("cpu")
 
-    def settle(self, model, name): # of a layer that got a tensor
-        "Pin a block that is complete."
+    def settle(self, model, name): # of a layer that got a tensor: pins a block that is complete
         prefix, _, rest = name.partition("transformer_blocks.")
         if prefix or not rest: return
         block = model.transformer_blocks[n := int(rest.split(".")[0])]
@@ -208,7 +193,7 @@ class BlockSwapLoader:
 # %% ../../nbs/devices/01_block_swap.ipynb #a604a054
 class OffloadedInputs:
     "The inputs of one checkpointed block."
-    def __init__(self, streams, previous): # previous: weak reference to the block before
+    def __init__(self, streams, previous): # weak reference to the block before
         self.streams, self.previous, self.host, self.back = streams, previous, [], {}
 
     def put(self, t:torch.Tensor) -> tuple:
@@ -225,8 +210,7 @@ class OffloadedInputs:
         self.streams.wait(event)
         return t
 
-    def prefetch(self):
-        "Queue the copies back."
+    def prefetch(self): # queues the copies back
         for i, host in enumerate(self.host):
             if i in self.back: continue
             t = torch.empty_like(host, device=self.streams.device)
@@ -236,7 +220,7 @@ class OffloadedInputs:
 # %% ../../nbs/devices/01_block_swap.ipynb #b1995069
 def offload_checkpoint_inputs(
     transformer, # with gradient checkpointing enabled
-    device, # that computes
+    device,
     **kw, # of `Streams`
 ): # the same
     "Keep the inputs of checkpointed blocks in host memory."
@@ -254,29 +238,28 @@ def offload_checkpoint_inputs(
     return transformer
 
 # %% ../../nbs/devices/01_block_swap.ipynb #fd87add6
-_REFUSED = dict(fp8_storage="which gives its layers new memory each time; use qfloat8",
-                qint4="which is packed differently for each kind of GPU; use nf4")
+_REFUSED = dict(fp8_storage="which gives its layers new memory; use qfloat8",
+                qint4="which is packed for each kind of GPU; use nf4")
 
 def check_offloading(
     train, # `TrainSection`
-    device, # where the transformer trains
-    kind:str=None, # its quantization
+    device,
+    kind:str=None, # quantization
     dora:bool=False, # `model.lora.use_dora`
 ):
-    "Raises ValueError if blocks or inputs cannot be kept in host memory; called before anything is loaded."
-    devices, no = train.model_parallel_devices, "is incompatible with"
-    both = [
-        (torch.device(device).type != "cuda",
-         f"needs a CUDA GPU, but the transformer trains on {device}; set it to false"),
-        (not train.gradient_checkpointing,
-         "needs `train.gradient_checkpointing`, which is false; set it to true"),
-        (len(devices) > 1, f"{no} `train.model_parallel_devices` {devices}; choose one of them"),
-        (train.compile is True,
-         f"{no} `train.compile` true, because compiled blocks keep their tensors themselves; set it to auto")]
-    swap = [
-        (wants_fsdp(train.distributed), f"{no} fsdp, which shards the same weights; use one of them"),
-        (kind in _REFUSED, f"{no} `model.quantize` {kind}, {_REFUSED.get(kind)}"),
-        (dora, f"{no} `model.lora.use_dora`, which needs the weights' norms; set one of them to false")]
-    for name, checks in dict(blocks_to_swap=both + swap, offload_activations=both).items():
-        why = next((why for bad, why in checks if bad), "")
-        if why and getattr(train, name): raise ValueError(f"`train.{name}` {why}")
+    "Raises ValueError if blocks or inputs cannot be kept in host memory."
+    names, no = ["offload_activations", "blocks_to_swap"], "is incompatible with"
+    def check(bad, why):
+        for name in names:
+            if bad and getattr(train, name): raise ValueError(f"`train.{name}` {why}")
+    check(torch.device(device).type != "cuda",
+          f"needs a CUDA GPU, but the transformer trains on {device}; set it to false")
+    check(not train.gradient_checkpointing,
+          "needs `train.gradient_checkpointing`, which is false; set it to true")
+    devices = train.model_parallel_devices
+    check(len(devices) > 1, f"{no} `train.model_parallel_devices` {devices}; choose one of them")
+    check(train.compile is True, f"{no} `train.compile` true; set it to auto")
+    names.remove("offload_activations")
+    check(wants_fsdp(train.distributed), f"{no} fsdp, which shards the same weights; use one of them")
+    check(kind in _REFUSED, f"{no} `model.quantize` {kind}, {_REFUSED.get(kind)}")
+    check(dora, f"{no} `model.lora.use_dora`, which needs the weights' norms; use one of them")

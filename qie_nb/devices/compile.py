@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENOUGH', 'BACKEND', 'MODES', 'keep_all', 'recompute', 'recompute_but_attention', 'can_compile', 'obstacle',
-           'compile_choice', 'Compiled', 'compiled_graphs', 'rotate', 'processor_class', 'change_processor', 'set_up',
-           'attention_kernel', 'watch_attention']
+           'compile_choice', 'Compiled', 'rotate', 'processor_class', 'change_processor', 'set_up', 'attention_kernel',
+           'watch_attention']
 
 # %% ../../nbs/devices/03_compile.ipynb #9c004906
 import os, shutil
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import FunctionType
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .placement import is_out_of_memory
 
@@ -27,20 +27,15 @@ def recompute(block, *args, random=False, **kw): # random: does the block draw r
     "Run a block and keep only its input."
     return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=random, **kw)
 
-@lru_cache
-def _attention_ops() -> frozenset:
+def _keep_attention():
     names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
              "fused_attention_overrideable")
     found = (getattr(torch.ops.aten, f"_scaled_dot_product_{n}", None) for n in names)
-    return frozenset(op.default for op in found if op is not None)
-
-def _policy(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op in _attention_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts([op.default for op in found if op is not None])
 
 def recompute_but_attention(block, *args, random=False):
     "Run a block and keep its input and the attention output: twice the memory of `recompute`."
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return recompute(block, *args, random=random, context_fn=contexts)
+    return recompute(block, *args, random=random, context_fn=_keep_attention)
 
 # %% ../../nbs/devices/03_compile.ipynb #7c9f068f
 def can_compile(device) -> tuple: # (yes?, reason)
@@ -58,7 +53,7 @@ def can_compile(device) -> tuple: # (yes?, reason)
 def _has_dropout(model): return any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())
 
 def obstacle(transformer) -> str:
-    "The reason why the blocks of a transformer with its adapter cannot be compiled; empty if they can."
+    "Why the blocks of a transformer with its adapter cannot be compiled; empty if they can."
     blocks = transformer.transformer_blocks
     hooked = lambda m: (m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook")
                         or hasattr(m, "_diffusers_hook"))
@@ -72,11 +67,11 @@ def obstacle(transformer) -> str:
     return ""
 
 # %% ../../nbs/devices/03_compile.ipynb #3c39607a
-ENOUGH = 500 # steps: compiling takes 30 to 90 s and saves about a quarter of a step
+ENOUGH = 500 # steps: compiling takes 30 to 90 s and saves a quarter of a step
 
 def compile_choice(
     setting, # `train.compile`
-    device, # where the transformer trains
+    device,
     transformer,
     steps:int=None, # of the run, if known
     inputs_wait:bool=False, # `train.offload_activations`
@@ -104,14 +99,13 @@ def _mark_dynamic(x, text, mask, temb, rope, kwargs, index):
 def _real(t): return torch.view_as_real(t) if t.is_complex() else t
 def _with_gradient(t): return t if t.requires_grad else t.detach().requires_grad_()
 
-# %% ../../nbs/devices/03_compile.ipynb #6e7b2fe4
 BACKEND = "inductor" # of torch.compile
 
 class Compiled:
     "A compiled function that runs blocks; after the first failure it runs them eagerly."
     def __init__(self,
         run, # `keep_all`, `recompute` or `recompute_but_attention`
-        tell=print, # gets a sentence if compiling fails
+        tell=print,
     ):
         self.run, self.tell, self.failed = run, tell, ""
         self.code = torch.compile(run, backend=BACKEND, fullgraph=True)
@@ -130,10 +124,6 @@ class Compiled:
             self.tell(f"blocks run uncompiled from now on, because compiling failed ({self.failed})")
         return self.run(block, *args)
 
-def compiled_graphs() -> int:
-    "Number of compiled graphs in this process since the last `torch.compiler.reset()`."
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
 # %% ../../nbs/devices/03_compile.ipynb #978a7f5b
 def rotate(
     x:torch.Tensor, # [B, tokens, heads, width], queries or keys
@@ -146,13 +136,13 @@ def rotate(
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
 
 def processor_class(cls, **names):
-    "A subclass of an attention processor that uses these functions instead of its module's globals."
+    "A subclass of an attention processor with these functions instead of its module's globals."
     f = cls.__call__
     call = FunctionType(f.__code__, f.__globals__ | names, f.__name__, f.__defaults__, f.__closure__)
     return type(cls.__name__, (cls,), dict(__call__=call))
 
 def change_processor(attn, cls):
-    "Set an attention processor of this class, with the old one's settings (e.g. the attention backend)."
+    "Replace an attention processor; its settings (e.g. the backend) are kept."
     new = cls()
     new.__dict__.update(attn.processor.__dict__)
     attn.set_processor(new)
@@ -166,7 +156,7 @@ def _rotations() -> tuple: # classes of diffusers and ours
     return Own, processor_class(Own, apply_rotary_emb_qwen=rotate)
 
 def _set_rotation(transformer, real):
-    "Real numbers if compiled, otherwise diffusers' own, so that eager results do not change."
+    # eager results must not change
     before, after = _rotations() if real else _rotations()[::-1]
     for block in transformer.transformer_blocks:
         if type(block.attn.processor) is before: change_processor(block.attn, after)
@@ -180,14 +170,13 @@ def _configure_compiler():
         # so that a failure happens in the forward pass, where we can fall back
         functorch.force_non_lazy_backward_lowering = True
 
-# %% ../../nbs/devices/03_compile.ipynb #13722a89
 def set_up(
     transformer,
-    checkpointing=True, # of `MODES`: `train.gradient_checkpointing`
-    compiled:bool=False, # compile its blocks?
-    tell=print, # as for `Compiled`
+    checkpointing=True, # `train.gradient_checkpointing`
+    compiled:bool=False,
+    tell=print, # gets a sentence if compiling fails
 ): # `Compiled`, or None
-    "Set how a transformer's blocks run and are recomputed; may be called again."
+    "Set how a transformer's blocks run; may be called again."
     run = MODES[checkpointing]
     if checkpointing and _has_dropout(transformer): run = partial(run, random=True)
     code = Compiled(run, tell) if compiled else None
@@ -202,8 +191,8 @@ def set_up(
 # %% ../../nbs/devices/03_compile.ipynb #e52da9af
 def attention_kernel(
     transformer,
-    batch:int=1, # samples
-    tokens:int=4096, # prompt and image tokens together
+    batch:int=1,
+    tokens:int=4096, # prompt and image
     masked:bool=False,
     device="cpu",
     dtype=torch.float32,
@@ -223,7 +212,7 @@ def attention_kernel(
 
 # %% ../../nbs/devices/03_compile.ipynb #8bcafbef
 def watch_attention(transformer, tell=print):
-    "Report a transformer's attention kernel once and when it changes; its `attention_kernel` is the last one."
+    "Report the attention kernel once and when it changes, and set `transformer.attention_kernel`."
     kernels, reported = {}, set()
     def look(transformer, args, kwargs):
         x, text, mask = (kwargs.get(n) for n in _INPUTS[:3])
@@ -234,8 +223,7 @@ def watch_attention(transformer, tell=print):
         key = len(x), tokens % 8, mask is not None, x.device, dtype, torch.is_grad_enabled()
         if key not in kernels: kernels[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
         transformer.attention_kernel = kernels[key]
-        words = "no" if mask is None else "a"
-        line = f"attention: {kernels[key]} ({str(dtype).removeprefix('torch.')}, {words} mask)"
+        line = f"attention: {kernels[key]} ({str(dtype)[6:]}, {'no' if mask is None else 'a'} mask)"
         if line not in reported: reported.add(line); tell(line)
     for hook in getattr(transformer, "_attention_watch", ()): hook.remove()
     transformer._attention_watch = [transformer.register_forward_pre_hook(look, with_kwargs=True)]

@@ -28,10 +28,10 @@ def wants_fsdp(wanted:str) -> bool:
 
 # %% ../../nbs/devices/05_distributed.ipynb #35aaf32b
 def check_launch(
-    accelerator, # `Accelerator`
+    accelerator,
     wanted:str="auto", # `train.distributed`
 ):
-    "Raises ValueError if accelerate did not start what was launched or configured."
+    "Raises ValueError if accelerate did not start what was configured."
     asked, made = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type.value
     if asked > 1 and (n := accelerator.num_processes) != asked:
         raise ValueError(f"WORLD_SIZE is {asked}, but accelerate started {n} process, "
@@ -44,7 +44,7 @@ def check_launch(
 
 # %% ../../nbs/devices/05_distributed.ipynb #b08cc680
 def shard_loader(loader, accelerator):
-    "Let a loader compose batches for all processes and return this process's share."
+    "A loader of batches for all processes that returns this process's share."
     n = accelerator.num_processes
     if n == 1: return loader
     sampler = getattr(loader, "batch_sampler", None)
@@ -65,11 +65,11 @@ def broadcast_stop(accelerator, stop:str) -> str:
 
 # %% ../../nbs/devices/05_distributed.ipynb #1b57aa1a
 def full_tensor(t:torch.Tensor) -> torch.Tensor:
-    "A tensor with the parts of all processes, from a plain one or a DTensor."
+    "A tensor with the parts of all processes."
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 def shard_like(t:torch.Tensor, param:torch.Tensor) -> torch.Tensor:
-    "Shard a full tensor as a parameter is, which may be plain or a DTensor."
+    "Shard a full tensor as a parameter is, if it is a DTensor."
     if not hasattr(param, "device_mesh") or t.shape != param.shape: return t
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(t.to(param.device), param.device_mesh, param.placements)
@@ -89,7 +89,7 @@ def sharded_state(state:dict, params:list) -> dict:
 
 # %% ../../nbs/devices/05_distributed.ipynb #4b27f85b
 def prepare_distributed(transformer, accelerator):
-    "Wrap a transformer with its adapter for several processes, unless it is sharded already."
+    "Wrap a transformer for several processes, unless it is sharded already."
     if accelerator.num_processes == 1 or any(hasattr(p, "full_tensor") for p in transformer.parameters()):
         return transformer
     if accelerator.distributed_type.value == "FSDP":

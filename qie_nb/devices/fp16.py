@@ -24,7 +24,7 @@ from ..models.quantize import has_bf16
 from ..models.modulation import STREAMS
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0006
-# of a product; float16 ends at 2**16, and a merged adapter may make a weight's rows up to eight times as long
+# of a product; float16 ends at 2**16, and a merged adapter may lengthen a weight's rows
 LIMIT = 2.**13
 
 def power_of_two(x:torch.Tensor) -> torch.Tensor:
@@ -36,9 +36,9 @@ def _to_fp16(x, factor):
 
 def scale_to_fp16(
     x:torch.Tensor, # [..., n] float32
-    longest:float, # length of the longest vector to multiply it with
-) -> tuple: # (float16 [..., n], float32 [..., 1]: powers it was divided by, float32 [..., 1]: lengths)
-    "Rows in float16, scaled so that no product exceeds `LIMIT`: |x . w| <= |x| |w|."
+    longest:float, # vector to multiply it with
+) -> tuple: # (float16 [..., n], float32 [..., 1] powers that divided it, float32 [..., 1] lengths)
+    "Rows scaled into float16 so that no product exceeds `LIMIT`: |x . w| <= |x| |w|."
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     s = power_of_two(length * (max(longest, 1.) / LIMIT))
     return _to_fp16(x, 1 / s), s, length
@@ -57,9 +57,8 @@ def _dequantized(w, dtype=torch.float32):
     state.dtype = dtype # to unpack into directly
     return dequantize_4bit(w.data, state)
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b2
 def fp16_weight(
-    layer, # linear layer, plain or quantized by `qie_nb.models.quantize`
+    layer, # linear, plain or quantized
     power:float=1., # divides the weight
 ) -> tuple: # (float16 [o, i], factor of its products: float32 [o] or a number)
     "A layer's weight for one product."
@@ -68,8 +67,8 @@ def fp16_weight(
     if power == 1: return _dequantized(w, torch.float16), power
     return _dequantized(w).mul(1 / power).to(torch.float16), power
 
-def weight_norms(layer) -> tuple: # (power of two that divides the weight, then its longest row, column)
-    "The power that scales a layer's weight into float16, and its longest vectors; waits for the device."
+def weight_norms(layer) -> tuple: # (power of two, longest row, longest column)
+    "The power that scales a weight into float16, and its longest vectors; waits for the device."
     if layer.weight.device.type == "meta": return 1., 1., 1.
     with torch.no_grad():
         w = _dequantized(layer.weight)
@@ -109,7 +108,7 @@ PLACES = ( # of a block, in order of execution
     "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 class Fp16Stats:
-    "The largest vector length at each place of a transformer, forward and backward, kept on its devices."
+    "The largest vector length at each place, forward and backward, kept on the devices."
     def __init__(self, blocks:int):
         self.blocks, self.tops, self.found = blocks, {}, "" # found: last result of `first`
 
@@ -120,7 +119,7 @@ class Fp16Stats:
         torch.maximum(at, lengths.amax(), out=at) # a NaN stays
 
     def read(self) -> torch.Tensor: # [2, blocks, places] float32, on the CPU
-        "The lengths since the last call; waits for the device."
+        "The lengths since the last call."
         top = torch.zeros(2, self.blocks * len(PLACES))
         for t in self.tops.values():
             torch.maximum(top, t.cpu(), out=top)
@@ -128,7 +127,7 @@ class Fp16Stats:
         return top.view(2, self.blocks, len(PLACES))
 
     def first(self) -> str: # "" if everything was finite
-        "Where values stopped being finite since the last call; waits for the device."
+        "Where values stopped being finite since the last call."
         for backward, bad in enumerate(~self.read().flatten(1).isfinite()):
             if not bad.any(): continue
             # a backward pass begins with the last block
@@ -139,9 +138,8 @@ class Fp16Stats:
             return self.found
         return ""
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f00b3
 class LayerStats:
-    "One place in `Fp16Stats`, and the norms of its weight."
+    "One place in `Fp16Stats`, and its weight's norms."
     def __init__(self, stats, place): self.stats, self.place, self.norms = stats, place, None
     def note(self, backward, lengths): self.stats.note(backward, self.place, lengths)
     def lengths(self, layer) -> tuple:
@@ -149,10 +147,10 @@ class LayerStats:
         return self.norms
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0014
-VALUES, MOST = 16., 2.**15 # length of the longest value; bound of attention's gradients
+VALUES, MOST = 16., 2.**15 # longest value; bound of the gradients
 
 class AttnScale:
-    "The powers of two that one attention call uses at its input and output."
+    "The powers of two of one attention call."
     def __init__(self, note, q, k): # q, k: largest weights of the norms
         self.note = note
         self.q, self.k = (4 / 2.**math.frexp(w)[1] for w in (q, k)) # powers that make them at most 4
@@ -200,8 +198,8 @@ def fp16_attention(
     attn, # of a block
     place, # `LayerStats`
     inner, # diffusers' `dispatch_attention_fn`
-): # function like it
-    "Attention in float16 for queries, keys and values in float32."
+):
+    "A function like `inner` that computes in float16 for float32 inputs."
     def run(q, k, v, **kw):
         if place.norms is None: place.norms = _norms(attn)
         scale = AttnScale(place.note, *place.norms)
@@ -221,9 +219,9 @@ def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the 
             if isinstance(m, nn.Linear) and ".lora_" not in n and n.split(".")[0] not in STREAMS}
 
 def enable_fp16(
-    transformer, # QwenImageTransformer2DModel in float32, quantized or not; adapters may come later
+    transformer, # in float32, quantized or not; adapters may come later
 ): # the same
-    "Run the blocks' products and attention in scaled float16; `transformer.fp16_stats` has the statistics."
+    "Run the blocks' products and attention in scaled float16; sets `transformer.fp16_stats`."
     if hasattr(transformer, "fp16_stats"): return transformer
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False # accumulate in float32
     transformer.fp16_stats = stats = Fp16Stats(len(transformer.transformer_blocks))
@@ -243,10 +241,10 @@ def _tensor_cores(d):
 
 def pick_fp16(
     train, # section of the configuration
-    device, # where the transformer computes
-    kind:str=None, # its quantization
+    device,
+    kind:str=None, # quantization
 ) -> tuple: # (yes?, reason)
-    "Run products in float16? Raises ValueError if it is configured and impossible."
+    "Compute in float16? Raises ValueError if that is configured and impossible."
     how, device = "products and attention in scaled float16, all else in float32", torch.device(device)
     against = [(kind == "fp8_storage",
                 "`model.quantize` fp8_storage, whose layers are cast by hooks; use qint8 or nf4"),

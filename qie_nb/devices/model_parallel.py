@@ -28,13 +28,10 @@ def split_blocks(
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #70ead64e
 class MoveInputs:
-    "Moves a module's inputs to its device; a shared tensor without gradient is copied once to each device."
+    "Moves a module's inputs to its device; a tensor without gradient is copied once to each."
     def __init__(self): self.copies = {} # {(id, device): (weak reference to the original, copy)}
 
-    def __call__(self,
-        x, # tensor, or tuples, lists and dicts of them
-        device,
-    ): # the same there
+    def __call__(self, x, device): # tensor, or tuples, lists and dicts of them
         if isinstance(x, (tuple, list)): return type(x)(self(y, device) for y in x)
         if isinstance(x, dict): return {k: self(y, device) for k, y in x.items()}
         if not isinstance(x, torch.Tensor) or x.device == device: return x
@@ -46,13 +43,12 @@ class MoveInputs:
         return copies[key][1]
 
     def hook(self, module, device):
-        "Move a module's inputs before each call."
         move = lambda m, args, kw: (self(args, device), self(kw, device))
         module.register_forward_pre_hook(move, with_kwargs=True)
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #e1e27b27
 def enable_model_parallel(transformer, blocks):
-    "Run a transformer whose weights are on several devices; `blocks` is the device of each block."
+    "Run a transformer whose blocks are on these devices."
     moves = MoveInputs()
     for block, device in zip(transformer.transformer_blocks, blocks):
         if device != blocks[0]: moves.hook(block, device)
@@ -61,11 +57,9 @@ def enable_model_parallel(transformer, blocks):
     return forbid_move(transformer, "on several GPUs", "train.model_parallel_devices")
 
 class ModelParallelLoader:
-    "Tells `qie_nb.models.loading.load_quantized` on which device to put each weight of a transformer."
+    "Tells `load_quantized` on which device to put each weight of a transformer."
     why = "its blocks are on several GPUs"
-    def __init__(self,
-        devices, # the first also gets the embedding layers, the last the final norm and projection
-    ):
+    def __init__(self, devices): # the first gets the embedding layers too, the last the final projection
         self.devices, self.blocks = [torch.device(d) for d in devices], None
 
     def prepare(self, model):
@@ -98,9 +92,9 @@ def check_model_parallel(train):
 
 def weight_placement(
     config,
-    device, # where the transformer trains
-    kind:str=None, # its quantization
-): # `BlockSwapLoader`, `ModelParallelLoader`, or None: everything on its device
+    device,
+    kind:str=None, # quantization
+): # a loader, or None: everything on its device
     "Where a transformer's weights are kept. Raises ValueError for impossible settings."
     train = config.train
     check_model_parallel(train)

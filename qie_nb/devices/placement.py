@@ -21,7 +21,7 @@ PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
 
 # %% ../../nbs/devices/00_placement.ipynb #ce7a5899
 def is_out_of_memory(error) -> bool:
-    "Is an exception an out-of-memory error of a GPU or of the host?"
+    "Is it an out-of-memory error of a GPU or of the host?"
     texts = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
             or isinstance(error, RuntimeError) and any(s in str(error) for s in texts))
@@ -31,7 +31,7 @@ def is_out_of_memory(error) -> bool:
 class DeviceChoice:
     "Where a component computes."
     device: str # cpu, cuda:0
-    how: str    # stay; model: moved in when needed; layers: moved in layer by layer
+    how: str    # stay; model: moved in when needed; layers: layer by layer
     why: str
     bytes: int  # of its weights
 
@@ -47,15 +47,14 @@ class Placement(dict):
     def moves(self) -> bool: # does a prediction move anything?
         return any(c.how != "stay" for c in self.values())
 
-# %% ../../nbs/devices/00_placement.ipynb #58b268db
-_SHARE = 0.95 # usable part of free memory; the rest is lost in gaps between tensors
+_SHARE = 0.95 # of free memory; the rest is lost in gaps between tensors
 
 def pick_evicted(
     plan:Placement,
-    name:str, # of the component that is needed next
+    name:str, # of the component needed next
     loaded, # names of the components on its device
-) -> list: # of those, the ones to move out, largest first
-    "The components that must make room."
+) -> list: # largest first
+    "Those of the loaded components that must make room."
     choice, evicted = plan[name], []
     if choice.device == "cpu": return evicted
     held = {n: plan[n].bytes for n in loaded if n != name}
@@ -66,7 +65,7 @@ def pick_evicted(
 
 # %% ../../nbs/devices/00_placement.ipynb #4701cbd4
 def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (how or "", why)
-    "How a component uses a GPU that it shares with the components `beside` it."
+    "How a component uses a GPU that it shares with those `beside` it."
     gb = lambda b: f"{b / 1e9:.1f}"
     if offload != "auto":
         how = "stay" if offload == "none" or n in fixed else "model" if n == "vae" or n in whole else offload
@@ -83,7 +82,7 @@ def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (
     return "layers", f"too large even alone {short}: loaded layer by layer"
 
 def _assign_devices(sizes, work, free, wanted, main) -> dict: # {component: device}
-    "The main device for everything; encoders that do not fit there move to another GPU."
+    "The main device; encoders that do not fit there go to another GPU."
     at = {n: wanted.get(n) or main for n in PARTS}
     fits = lambda d, names: sum(sizes[n] for n in names) + max(work[n] for n in names) <= _SHARE * free[d]
     on = lambda d: [n for n in PARTS if at[n] == d]
@@ -96,13 +95,13 @@ def _assign_devices(sizes, work, free, wanted, main) -> dict: # {component: devi
 # %% ../../nbs/devices/00_placement.ipynb #01556cc4
 def plan_placement(
     sizes:dict, # bytes of each of `PARTS`
-    free:dict, # {device: bytes}, including what these components hold there already
-    main:str="cpu", # default device
+    free:dict, # {device: bytes}, with what these components hold there
+    main:str="cpu",
     wanted:dict=None, # {component: device} that the user set
     offload:str="auto", # auto, none, model or layers
     work:dict=None, # bytes beside the weights; default `work_bytes()`
     fixed:dict=None, # {component: why it cannot leave its device}
-    quantized=(), # components whose layers cannot be moved one by one
+    quantized=(), # component names
     trained:bool=False, # does an optimizer hold the transformer's parameters?
 ) -> Placement:
     "Decide where each component computes and whether it stays."
@@ -115,8 +114,8 @@ def plan_placement(
     if trained: whole["transformer"] = "a transformer in training cannot be split into layers"
     choices = {}
     for n, d in at.items():
-        own, how, why = "`predict.devices` says so" if wanted.get(n) else "", "stay", "there is no GPU"
-        if d == "cpu": why = "" if own else why
+        own, how = "`predict.devices` says so" if wanted.get(n) else "", "stay"
+        if d == "cpu": why = "" if own else "there is no GPU"
         else:
             beside = [m for m in PARTS if at[m] == d]
             how, why = _strategy(n, beside, sizes, work, free[d], offload, fixed, whole)
@@ -129,7 +128,7 @@ def plan_placement(
 
 # %% ../../nbs/devices/00_placement.ipynb #4db9e192
 def device_name(device) -> str:
-    "The name of a device in a plan, with its number: cuda:0."
+    "A device as in a plan, with its number: cuda:0."
     d = torch.device(device)
     return f"cuda:{d.index or 0}" if d.type == "cuda" else d.type
 
@@ -138,21 +137,21 @@ def _loaded(components) -> dict: # {component: device}
             if n in components.loaded and n not in components.offload}
 
 # %% ../../nbs/devices/00_placement.ipynb #35be8a6a
-_PACKED = ("nf4", "qint4") # formats packed for the device they were made on
+_PACKED = ("nf4", "qint4") # for the device they were made on
 
 def plan_components(
     components, # nothing is built or moved
     predict, # section of the configuration
     device, # the main one
-    devices:dict, # {component: device}, used where `predict.devices` is not auto
+    devices:dict, # {component: device} where `predict.devices` is not auto
     area:int, # pixels of the control images
-    table:bool=False, # will the transformer use the modulation table?
+    table:bool=False, # with the modulation table?
     stream_encoder:bool=False, # `model.text_encoder_offload`
-    running:bool=False, # in the middle of a training run?
+    running:bool=False, # in a training run?
     trained:bool=False, # as for `plan_placement`
     alone:bool=True, # the only process?
 ) -> Placement:
-    "Plan a prediction from the configuration, the components' sizes and free memory."
+    "Plan a prediction."
     parts, main, loaded = components.loaded, device_name(device), _loaded(components)
     quant = {n: q for n in PARTS if (q := parse_quantization(components.quantize.get(n)))}
     wanted = {n: device_name(devices[n]) for n in PARTS if getattr(predict.devices, n) != "auto"}
@@ -178,7 +177,7 @@ def place_component(
     components,
     plan:Placement,
     name:str,
-    prepare=lambda: None, # called when there is room, before the component is built or moved
+    prepare=lambda: None, # called when there is room
 ) -> torch.nn.Module: # on its device, in eval mode
     "Load a component where the plan puts it."
     choice, loaded = plan[name], _loaded(components)
@@ -192,9 +191,9 @@ def place_component(
 # %% ../../nbs/devices/00_placement.ipynb #15740b02
 @contextmanager
 def temporarily_load(components, *names):
-    "Afterwards drop those of these components that were not loaded before, and move the others back."
+    "Afterwards drop these components if they were not loaded before, otherwise move them back."
     parts, devices = components.loaded, dict(components.devices)
-    # by child, because only the VAE's encoder may be on the GPU
+    # the VAE's encoder may be on the GPU alone
     before = {n: [(m, p.device) for m in parts[n].children() if (p := next(m.parameters(), None)) is not None]
               for n in names if n in parts}
     try: yield
@@ -206,7 +205,7 @@ def temporarily_load(components, *names):
 
 # %% ../../nbs/devices/00_placement.ipynb #70b1c0aa
 def restore_training_placement(components, device):
-    "Move the transformer back to its training device, if there is one and a prediction moved it."
+    "Move the transformer, if there is one, back to its training device."
     if components.loaded.get("transformer") is None: return
     components.set_offload("transformer", False)
     components.move("transformer", device)

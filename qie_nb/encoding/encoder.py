@@ -25,15 +25,15 @@ from .vae import encode_images, pixels_of
 from ..models.components import Components
 
 # %% ../../nbs/encoding/02_encoder.ipynb #6abff766
-_MAX_BATCH = 4 # 1 MP images: more do not use the GPU better
+_MAX_BATCH = 4 # more do not use the GPU better
 
 def pick_batch(
     requested, # number, or "auto"
     devices:dict, # of vae and text_encoder
     components:Components,
-    free=free_device_bytes, # function of a device
+    free=free_device_bytes,
 ) -> tuple: # (batch size, reason)
-    "A batch size for encoding that fits into memory."
+    "A batch size that fits into memory."
     if requested != "auto": return requested, "set by `cache.batch_size`"
     c, used = components, {torch.device(d) for d in devices.values()}
     if others := sorted(str(d) for d in used if d.type != "cuda"):
@@ -47,14 +47,14 @@ def pick_batch(
 
 # %% ../../nbs/encoding/02_encoder.ipynb #6b15996f
 class Encoder:
-    "Encodes images and prompts with the components of a model, and stores the results if there is a cache."
+    "Encodes images and prompts, and stores the results if there is a cache."
     def __init__(self,
         components:Components,
         cache=None, # `EmbeddingCacheManager`; None: nothing is stored
-        vae_device=None, # where images are encoded; default: CPU
-        text_device=None, # where prompts are encoded; default: CPU
-        share_prefix:bool=True, # encode the prompt prefix once per image set? False: the pipelines' bits
-        vae_2d:bool=True, # run the VAE with 2-D convolutions?
+        vae_device=None, # default: CPU
+        text_device=None, # default: CPU
+        share_prefix:bool=True, # encode the prefix once per image set? False: the pipelines' bits
+        vae_2d:bool=True,
         batch_size=1, # images, or image sets, per call; "auto": by the GPU's free memory
     ):
         self.components, self.cache, self.share_prefix, self.vae_2d = components, cache, share_prefix, vae_2d
@@ -79,7 +79,7 @@ class Encoder:
         self.components.drop("vae", "text_encoder")
 
     def load_encoders(self, names):
-        "Load the components that these tensors need, and no other."
+        "Load the components that these tensors need."
         prompts = any("prompt" in name for name in names)
         if prompts: self.components.check("text_encoder") # before the VAE is loaded
         if any("latent" in name for name in names): self._vae()
@@ -109,10 +109,10 @@ def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
 
 @patch
 def prefix(self:Encoder,
-    known_by, # list of what identifies each image set
+    known_by, # B values that identify the image sets
     images, # function that returns B lists of images at the text encoder's size
 ) -> Prefix:
-    "The encoded prompt prefix of image sets; the last one is kept."
+    "The prompt prefix of image sets; the last one is kept."
     if self._last_prefix[0] != known_by:
         self._last_prefix = None, None # free it before the next one is computed
         sets = images()
@@ -124,11 +124,11 @@ def prefix(self:Encoder,
 @patch
 def prompts(self:Encoder,
     prompts, # B strings
-    images, # function that returns B lists of images at the text encoder's size, the same sizes in each
-    known_by, # B values that identify the image sets
+    images, # as for `prefix`, the same sizes in each list
+    known_by,
     share_prefix:bool=None, # default: the encoder's setting
 ) -> list: # B pairs (prefix [P, D] or None, suffix or whole embedding [S, D])
-    "Embeddings of prompts in two parts, or whole if the prefix cannot be shared."
+    "Embeddings of prompts."
     self.calls["text_encoder"] += len(prompts)
     try:
         if not (self.share_prefix if share_prefix is None else share_prefix):
@@ -145,7 +145,7 @@ def prompt(self:Encoder,
     images, # PIL images in their own size
     geometry:Geometry,
 ) -> tuple: # ([L, D], [L] bool)
-    "Embedding and mask of one prompt with its control images."
+    "Embedding and mask of one prompt."
     seen = vl_images(images, geometry)
     known_by = [hashlib.sha256(p.tobytes()).hexdigest() for p in seen]
     prefix, rest = self.prompts([prompt], lambda: [seen], [known_by])[0]
@@ -154,9 +154,9 @@ def prompt(self:Encoder,
 
 # %% ../../nbs/encoding/02_encoder.ipynb #538de181
 class SampleInputs:
-    "A sample's images and the encoders' inputs made from them; each is computed once."
+    "A sample's images and the encoders' inputs, each computed once."
     def __init__(self,
-        images:dict, # as from `load_images`: `image` (array or PIL image), `control` (list of PIL images)
+        images:dict, # `image` (array or PIL image), `control` (list of PIL images)
         geometry:Geometry,
         digests=None, # of the files
     ):
@@ -181,7 +181,7 @@ class SampleInputs:
     def vl(self): return vl_images(self.control, self.geometry)
 
     def prepare(self, name, components):
-        "Compute the encoder's input for the tensor of this name, if its processor is loaded."
+        "Compute the input for the tensor of this name, if its processor is loaded."
         if "prompt" in name: self.vl.process(components.get("processor"))
         elif "vae" in components.loaded: self.pixels(name, components.loaded["vae"])
 
@@ -192,7 +192,7 @@ def encode_uncached(self:Encoder,
     prompt:str,
     geometry:Geometry,
 ) -> dict: # {name: CPU tensor}
-    "All tensors of one sample, from images in memory."
+    "All tensors of one sample."
     inputs = SampleInputs(dict(image=open_image(images["image"]),
                                control=[open_image(c) for c in images["control"]]), geometry)
     out = {n: self.image(inputs.image(n), inputs.size(n)) for n in inputs.names()}
@@ -204,19 +204,19 @@ class Missing(NamedTuple):
     "A tensor to encode."
     sample: int
     name: str    # as in `ImageDataset.keys`
-    prompt: str  # that it belongs to; empty for latents, the prefix and the empty prompt
+    prompt: str  # of an embedding
     entry: CacheEntry
 
 @dataclass
 class EncodeJob:
     "Tensors that are encoded together."
     kind: str   # "latent" or "prompt"
-    units: list # lists of `Missing`: one list per image, or per image set
+    units: list # a list of `Missing` per image, or per image set
 
 def plan_encoding(
     dataset:ImageDataset, # refreshed with the encoder's identity
     missing:dict, # {sample: names of tensors}
-    batch_size:int=1, # images, or image sets, per job
+    batch_size:int=1, # units per job
 ) -> list: # of `EncodeJob`s, latents first
     "Group missing tensors into jobs, each distinct cache entry once."
     seen, groups = set(), dict(latent={}, prompt={})
@@ -243,13 +243,13 @@ class Encoded(NamedTuple):
     "A tensor to store."
     entry: CacheEntry
     tensor: torch.Tensor
-    prefix: str = None # key of the prompt prefix that precedes the tensor
+    prefix: str = None # key of its prompt prefix
 
 @patch
 def encode(self:Encoder,
     dataset:ImageDataset,
     job:EncodeJob,
-    inputs, # function of a sample: its `SampleInputs`
+    inputs, # function of a sample: `SampleInputs`
 ) -> list: # of `Encoded`
     "Compute the tensors of one job."
     if job.kind == "prompt": return self._encode_prompts(dataset, job, inputs)
@@ -269,7 +269,7 @@ def _encode_prompts(self:Encoder, dataset, job, inputs):
     prefixes = [dataset.keys(unit[0].sample)[PREFIX] for unit in job.units]
     images = lambda: [inputs(unit[0].sample).vl for unit in job.units]
     lost = any(m.name == PREFIX for unit in job.units for m in unit) # suffixes in the cache need this prefix
-    for n in range(max(map(len, rounds))): # each image set's next prompt; a set without one repeats its last
+    for n in range(max(map(len, rounds))): # a set without a next prompt repeats its last
         prompts = [r[min(n, len(r) - 1)] for r in rounds]
         parts = self.prompts(prompts, images, [p.key for p in prefixes], self.share_prefix or lost)
         for unit, r, prefix_entry, (prefix, rest) in zip(job.units, rounds, prefixes, parts):
@@ -286,7 +286,7 @@ def _encode_prompts(self:Encoder, dataset, job, inputs):
 # %% ../../nbs/encoding/02_encoder.ipynb #f7016ce6
 @patch
 def save(self:Encoder, encoded:Encoded):
-    "Store a tensor, except a prefix that the cache already has."
+    "Store a tensor, except a prefix that the cache has."
     kind, key, parts = encoded.entry
     if self.cache is None or (kind == PREFIX and self.cache.find(kind, key) is not None): return
     self.cache.save_cache(kind, key, encoded.tensor, parts, encoded.prefix)
@@ -294,9 +294,9 @@ def save(self:Encoder, encoded:Encoded):
 
 @patch
 def encode_missing(self:Encoder,
-    dataset:ImageDataset, # refreshed with this encoder's identity
+    dataset:ImageDataset, # refreshed
     missing:dict, # {sample: names of tensors}
-    read=None, # function of a sample: its `SampleInputs`; default: read its files now
+    read=None, # function of a sample: `SampleInputs`; default: read its files now
 ) -> dict: # {sample: {name: CPU tensor}}, embeddings whole
     "Encode and store the named tensors of samples."
     keys, whole = {i: dataset.keys(i) for i in missing}, {}
@@ -311,10 +311,10 @@ def encode_missing(self:Encoder,
 
 @patch
 def encode_sample(self:Encoder,
-    dataset:ImageDataset, # refreshed with this encoder's identity
+    dataset:ImageDataset, # refreshed
     i:int, # sample
 ) -> dict: # {name: CPU tensor}
-    "All tensors that training needs of a sample: loaded from the cache, the missing ones encoded and stored."
+    "All tensors that training needs of a sample; missing ones are encoded and stored."
     needed = dataset.needed(i)
     out = {n: self.cache.load_cache(*e.id) for n, e in needed.items()} if self.cache is not None else {}
     out = {n: t for n, t in out.items() if t is not None}

@@ -33,8 +33,8 @@ from .prompts import PrefixNotSharable, prefix_tokens, suffix_ids, whole_ids
 class Report:
     "What a precompute run did."
     samples: int = 0        # in the range
-    encoded: int = 0        # samples for which something was computed
-    reused: int = 0         # samples that the cache already had
+    encoded: int = 0        # samples
+    reused: int = 0         # samples
     elsewhere: int = 0      # samples that another process completed meanwhile
     tensors: int = 0        # entries computed
     bytes: int = 0          # their expected size
@@ -55,7 +55,7 @@ class Report:
 
 # %% ../../nbs/encoding/03_precompute.ipynb #44d44b3e
 class EntrySizes:
-    "Shapes of the tensors to be encoded, from the components' configurations."
+    "Shapes of tensors, from the components' configurations."
     def __init__(self, encoder:Encoder):
         folder, self.encoder = encoder.components.folder, encoder
         vae, text = (json.loads((folder/c/"config.json").read_text()) for c in ("vae", "text_encoder"))
@@ -63,8 +63,8 @@ class EntrySizes:
         self.channels, self.factor = vae.get("z_dim", 16), 2 ** len(vae.get("temperal_downsample", "123"))
         self.width = text.get("text_config", text).get("hidden_size")
         if not self.width:
-            raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; it is no "
-                             "Qwen2.5-VL model")
+            raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; "
+                             "it is no Qwen2.5-VL model")
         self.args = encoder.components.get("processor"), encoder.components.variant
         # the tokens depend on the images' sizes only
         self.prefix = cache(lambda sizes: prefix_tokens(*self.args, [Image.new("RGB", s) for s in sizes]))
@@ -72,8 +72,7 @@ class EntrySizes:
     def latent(self, size) -> tuple: # of an image of (width, height) pixels
         return self.channels, 1, size[1] // self.factor, size[0] // self.factor
 
-    def prompt(self, prompt, sizes) -> tuple: # (tokens of the prefix, 0 if it is not shared; other tokens)
-        "Lengths of a prompt on control images that have these sizes for the text encoder."
+    def prompt(self, prompt, sizes) -> tuple: # (tokens of the shared prefix or 0, other tokens)
         prefix = self.prefix(sizes)
         try:
             if not self.encoder.share_prefix: raise PrefixNotSharable
@@ -85,9 +84,8 @@ def bytes_needed(
     dataset:ImageDataset,
     encoder:Encoder,
     missing:dict, # {sample: names of tensors}
-    block:int=1, # round each file up to blocks of this size
-) -> int:
-    "Disk space that the missing entries will take; an entry that several samples need counts once."
+) -> list:
+    "Bytes of each entry that is missing."
     sizes, out, dtype = EntrySizes(encoder), {}, dataset.identity["dtype"]
     lengths = cache(sizes.prompt)
     def add(entry, shape, dtype=dtype, prefix=None): out[entry.id] = entry_bytes(*entry, dtype, shape, prefix)
@@ -100,20 +98,19 @@ def bytes_needed(
         if prefix and encoder.cache.find(*front.id) is None: add(front, (prefix, sizes.width))
         if m.name.endswith("mask"): add(m.entry, (prefix + rest,), "bool")
         elif m.name != PREFIX: add(m.entry, (rest, sizes.width), prefix=front.key if prefix else None)
-    return sum(-(-n // block) * block for n in out.values())
+    return list(out.values())
 
 # %% ../../nbs/encoding/03_precompute.ipynb #1fda5d71
 def check_space(
-    on_disk:int, # bytes, in whole blocks
+    entries, # bytes of each
+    table, # bytes of each entry of the modulation table
     folder,
-    in_files:int=None, # bytes, for the message
-    table:int=0, # bytes of these for the modulation table
 ):
-    "Report what a job will write. Raises `DiskFull` if the disk has less room."
-    free = detect_environment().free_space(folder)
-    table = f" ({table/1e6:.1f} MB of them the modulation table)" if table else ""
-    write = f"{(in_files or on_disk)/1e6:.1f} MB to write{table}"
-    print(f"precompute: {write}, {free/1e6:.0f} MB free in {folder}")
+    "Report what a job will write. Raises `DiskFull` if there is less room."
+    free, block, sizes = detect_environment().free_space(folder), block_size(folder), [*entries, *table]
+    on_disk = sum(-(-n // block) * block for n in sizes)
+    part = f" ({sum(table)/1e6:.1f} MB of them the modulation table)" if table else ""
+    print(f"precompute: {sum(sizes)/1e6:.1f} MB to write{part}, {free/1e6:.0f} MB free in {folder}")
     if on_disk > free:
         raise DiskFull(errno.ENOSPC,
                        f"the cache needs {megabytes(on_disk, True)} more, but {str(folder)!r} has "
@@ -121,7 +118,7 @@ def check_space(
                        "free them, or set `cache.cache_dir` to a larger disk. Nothing was written")
 
 # %% ../../nbs/encoding/03_precompute.ipynb #ffc7017d
-_MAX_SAMPLES = 4 # in a work item: their decoded images are in memory at once
+_MAX_SAMPLES = 4 # in a work item: their images are in memory at once
 
 class WorkItem(NamedTuple):
     "Samples on the same control images."
@@ -132,8 +129,8 @@ def work_items(
     dataset:ImageDataset,
     samples, # indices
     batch_size:int=1, # image sets encoded at once
-) -> list: # of lists of at most `batch_size` `WorkItem`s
-    "Group samples into work items that are encoded together."
+) -> list: # of lists of `WorkItem`s that are encoded together
+    "Group samples into work items."
     by_images, groups = {}, {}
     for i in samples: by_images.setdefault(dataset.keys(i)[PREFIX].key, []).append(i)
     for key, found in by_images.items():
@@ -143,14 +140,14 @@ def work_items(
     return [items[n:n + batch_size] for items in groups.values() for n in range(0, len(items), batch_size)]
 
 def shard(work:list, rank:int=None, world:int=None) -> list:
-    "Every `world`-th element from `rank` on; default: the launcher's environment variables."
+    "Every `world`-th element from `rank` on; default: as launched."
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", 1)) if world is None else world
     return work[rank::world]
 
 # %% ../../nbs/encoding/03_precompute.ipynb #ca0a07b9
 class RecentImages:
-    "Decodes image files; the last `n` stay in memory, found by their digest."
+    "Decodes image files; keeps the last `n` by digest."
     def __init__(self, n=8): self.n, self.images, self.lock = n, OrderedDict(), threading.Lock()
     def __call__(self, source, digest):
         with self.lock:
@@ -160,7 +157,7 @@ class RecentImages:
             return self.images[digest]
 
 class Prefetch:
-    "Iterates over groups of work items, reading the next samples' images in threads; use it in a `with`."
+    "Iterates over groups of work items and reads the next samples' images in threads."
     def __init__(self,
         dataset:ImageDataset,
         encoder:Encoder,
@@ -172,7 +169,7 @@ class Prefetch:
     def __enter__(self): return self
     def __exit__(self, *_): self.pool.shutdown(cancel_futures=True)
 
-    def __call__(self, work): # yields (group, function of a sample: its `SampleInputs`)
+    def __call__(self, work): # yields (group, function of a sample: `SampleInputs`)
         waiting = deque()
         def first():
             group, ready = waiting.popleft()
@@ -193,7 +190,7 @@ class Prefetch:
             except (ValueError, OSError): out.pop(m.sample, None)
         return out
 
-    def inputs(self, i, ready={}) -> SampleInputs: # what was read in advance, unless a file has changed since
+    def inputs(self, i, ready={}) -> SampleInputs: # read again if a file has changed
         digests = self.dataset.digests(i)
         if i in ready and ready[i].digests == digests: return ready[i]
         return SampleInputs(self.dataset.images(i, self.open_file), self.dataset.geometry, digests)
@@ -241,7 +238,7 @@ def _encode_all(dataset, encoder, work, report, prefetch):
                     if busy: later.append(busy)
             except DiskFull as e:
                 left = _missing(dataset, [item for group in work for item in group])
-                need = bytes_needed(dataset, encoder, left)
+                need = sum(bytes_needed(dataset, encoder, left))
                 raise DiskFull(errno.ENOSPC, f"{e}. The job still has {megabytes(need, True)} to write; "
                                "run it again to continue") from None
             if len(later) == len(work): time.sleep(0.05) # nothing was free
@@ -250,7 +247,7 @@ def _encode_all(dataset, encoder, work, report, prefetch):
 
 # %% ../../nbs/encoding/03_precompute.ipynb #6307e75f
 def _verify(cache, kind, key, report):
-    for _ in cache.layers: # each has one copy at most
+    for _ in cache.layers: # a copy in each
         layer = cache.find(kind, key)
         if not layer or not (why := verify_entry(layer, kind, key, reread=False)): return
         report.bad.append((layer.where(kind, key), why))
@@ -291,8 +288,8 @@ def precompute(
     start:int=0, # first sample
     end:int=None, # one past the last; None: all
     verify:bool=True, # check entries before reusing them?
-    prefetch:int=4, # samples whose images are read in advance; 0: none
-    table=(), # bytes of the modulation table's entries, which the same job will write later
+    prefetch:int=4, # samples whose images are read in advance
+    table=(), # bytes of the modulation table's entries, written later
 ) -> Report:
     "Fill the cache with everything that training on these samples reads."
     cache, t0, stored = encoder.cache, time.time(), encoder.stored
@@ -310,10 +307,9 @@ def precompute(
                               "be written; add a writable folder behind it: "
                               f"`cache.cache_dir: [this one, cache]`{bad}")
     if work or table:
-        block = block_size(cache.cache_dir)
-        report.bytes = bytes_needed(dataset, encoder, mine) + sum(table)
-        on_disk = bytes_needed(dataset, encoder, mine, block) + sum(-(-n // block) * block for n in table)
-        check_space(on_disk, cache.cache_dir, report.bytes, sum(table))
+        entries = bytes_needed(dataset, encoder, mine)
+        report.bytes = sum(entries) + sum(table)
+        check_space(entries, table, cache.cache_dir)
     if work:
         encoder.load_encoders({n for names in mine.values() for n in names}) # a broken model skips no samples
         cache.clean()

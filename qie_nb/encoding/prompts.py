@@ -18,15 +18,15 @@ from ..models.components import device_of, positions_of, prompt_text, template_o
 
 # %% ../../nbs/encoding/01_prompts.ipynb #48fb80f6
 class PrefixNotSharable(ValueError):
-    "The tokens of a text do not begin with the prefix's, so it must be encoded whole."
+    "A text's tokens do not begin with the prefix's: encode it whole."
 
 def whole_ids(
     processor, # Qwen2VLProcessor
     variant, # `Variant`
     prompt:str, # "" is encoded as " "
-    counts, # tokens of each image, in order
-) -> list: # token ids, equal to the processor's
-    "Tokens of a whole text from the tokenizer alone, without reading the images."
+    counts, # tokens of each image
+) -> list: # token ids, as the processor's
+    "Tokens of a whole text, without reading the images."
     tok, counts = processor.tokenizer, list(counts)
     pad = tok.convert_tokens_to_ids("<|image_pad|>")
     ids = tok(prompt_text(variant, prompt, len(counts)))["input_ids"]
@@ -38,11 +38,11 @@ def whole_ids(
 # %% ../../nbs/encoding/01_prompts.ipynb #5218da09
 def prefix_positions(
     text_encoder,
-    variant, # `Variant`
+    variant,
     ids:torch.Tensor, # [B, L]
-    grid:torch.Tensor, # [images, 3] patches, as the processor returns it
+    grid:torch.Tensor, # [images, 3] patches, from the processor
 ) -> torch.Tensor: # [3, B, L]
-    "Positions of a text with images, numbered as the installed pipeline numbers them."
+    "Positions of a text with images, as in the installed pipeline."
     if positions_of(variant.pipeline) == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
     images = (ids == text_encoder.config.image_token_id).long()
     return text_encoder.model.get_rope_index(ids, image_grid_thw=grid, mm_token_type_ids=images)[0]
@@ -53,7 +53,7 @@ class PrefixTokens:
     "The tokens before a prompt."
     ids: tuple     # all of them
     counts: tuple  # tokens of each image
-    dropped: int   # first tokens of the template, which no embedding contains
+    dropped: int   # first tokens, which no embedding contains
 
     @property
     def count(self) -> int: return len(self.ids)
@@ -69,21 +69,20 @@ class Prefix(PrefixTokens):
 
     def __len__(self): return len(self.hidden)
     def __repr__(self):
-        return (f"Prefix of {len(self)}: {self.count} tokens, {sum(self.counts)} of them in "
-                f"{len(self.counts)} images; next position {self.next}")
+        return f"Prefix of {len(self)}: {self.count} tokens, {sum(self.counts)} of them of images"
 
 # %% ../../nbs/encoding/01_prompts.ipynb #ae145a90
 class VLImages(list):
-    "PIL images at the text encoder's size, with the processor's tensors once they are computed."
+    "PIL images at the text encoder's size, with the processor's tensors."
     tensors = None # (pixel_values [patches, D], image_grid_thw [images, 3])
-    def process(self, processor): # Qwen2VLProcessor
+    def process(self, processor):
         if self.tensors is None:
             found = processor.image_processor(images=list(self), return_tensors="pt")
             self.tensors = found["pixel_values"], found["image_grid_thw"]
         return self.tensors
 
 def vl_images(
-    images, # PIL images in their own size
+    images, # PIL images
     geometry:Geometry,
 ) -> VLImages:
     "Control images at the text encoder's size (Lanczos, both sides multiples of 32)."
@@ -91,7 +90,6 @@ def vl_images(
 
 # %% ../../nbs/encoding/01_prompts.ipynb #8819432a
 def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`, pixel_values, image_grid_thw)
-    "The processor's tensors, cut after the last image."
     sizes = sorted({tuple(p.size for p in images) for images in images_list})
     if len(sizes) != 1 or not sizes[0]:
         raise ValueError("`images_list` must have images of the same sizes in each sample, "
@@ -107,16 +105,16 @@ def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`,
     return tokens, torch.cat(pixels), torch.cat(grid)
 
 def prefix_tokens(processor, variant, images) -> PrefixTokens:
-    "Tokens before a prompt on images of these sizes; their content does not matter."
+    "Tokens before a prompt; of the images only the sizes matter."
     return _prefix_inputs(processor, variant, [list(images)])[0]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #a8e9f001
 @torch.no_grad()
 def encode_prefix(
     text_encoder, # Qwen2_5_VLForConditionalGeneration
-    processor, # Qwen2VLProcessor
-    variant, # `Variant`
-    images_list, # B lists of PIL images at the text encoder's size; the same sizes in each list
+    processor,
+    variant,
+    images_list, # B lists of PIL images at the text encoder's size; the same sizes in each
 ) -> Prefix:
     "Encode the system prompt and the images, once for all prompts on them."
     tokens, pixels, grid = _prefix_inputs(processor, variant, images_list)
@@ -133,20 +131,19 @@ def encode_prefix(
 
 # %% ../../nbs/encoding/01_prompts.ipynb #dc0b1f62
 def suffix_ids(
-    processor, # Qwen2VLProcessor
-    variant, # `Variant`
+    processor,
+    variant,
     prefix:PrefixTokens,
-    prompt:str, # "" is encoded as " "
-) -> list: # token ids of the prompt and of the template's end
-    "The tokens of a whole text after the prefix. Raises `PrefixNotSharable` if the text begins otherwise."
+    prompt:str,
+) -> list: # ids
+    "The tokens after the prefix. Raises `PrefixNotSharable` if the text begins otherwise."
     ids = whole_ids(processor, variant, prompt, prefix.counts)
     if tuple(ids[:prefix.count]) != prefix.ids or len(ids) == prefix.count:
         raise PrefixNotSharable(f"`prompt` {prompt!r} has tokens that do not begin with the prefix's; "
                                 "encode it whole")
     return ids[prefix.count:]
 
-def _copy_cache(cache):
-    "A cache that begins with the tensors of this one and leaves it unchanged."
+def _copy_cache(cache): # whose tensors do not change
     new = copy.copy(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     return new
@@ -155,12 +152,12 @@ def _copy_cache(cache):
 @torch.no_grad()
 def encode_suffixes(
     text_encoder, # the one that encoded the prefix
-    processor, # Qwen2VLProcessor
-    variant, # `Variant`
+    processor,
+    variant,
     prefix:Prefix, # of B samples; not modified
-    prompts, # B strings; "" is encoded as " "
+    prompts, # B strings
 ) -> list: # B tensors [S, D] in the encoder's dtype, to append to the rows of `prefix.hidden`
-    "Encode prompts after a prefix. Raises `PrefixNotSharable` if the tokenizer allows no cut there."
+    "Encode prompts after a prefix. Raises `PrefixNotSharable` if no cut is possible there."
     if len(prompts) != len(prefix):
         raise ValueError(f"`prompts` must be one for each of {len(prefix)} samples, got {len(prompts)}")
     rows = [suffix_ids(processor, variant, prefix, p) for p in prompts]
@@ -184,14 +181,14 @@ def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L,
 
 @torch.no_grad()
 def encode_prompt(
-    text_encoder, # Qwen2_5_VLForConditionalGeneration
-    processor, # Qwen2VLProcessor
-    variant, # `Variant`
-    prompt:str, # the instruction; "" is encoded as " "
+    text_encoder,
+    processor,
+    variant,
+    prompt:str, # "" is encoded as " "
     images, # PIL images at the text encoder's size, in order
-    share_prefix:bool=True, # encode prefix and suffix in two passes, if the tokenizer allows it?
+    share_prefix:bool=True, # encode prefix and suffix in two passes, if possible?
 ) -> tuple: # (embedding [1, L, D] in the encoder's dtype, mask [1, L] bool, all true)
-    "A prompt's embedding with its control images: the last hidden states after the template's first tokens."
+    "A prompt's embedding: the last hidden states after the template's first tokens."
     args = text_encoder, processor, variant
     try:
         if not share_prefix: raise PrefixNotSharable("`share_prefix` is off")

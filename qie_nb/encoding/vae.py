@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 # %% ../../nbs/encoding/00_vae.ipynb #107be9f5
 def _forward_2d(conv):
-    "A `conv.forward` that handles one frame as a 2-D convolution and passes anything else to the original."
+    "A `conv.forward` for one frame as a 2-D convolution; the original does the rest."
     conv3d, kernel = conv.forward, conv.kernel_size
     left, right, top, bottom, before, _ = conv._padding # in the order of `F.pad`
     causal = before == kernel[0] - 1 and left == right and top == bottom
@@ -29,9 +29,9 @@ def _forward_2d(conv):
 @contextmanager
 def vae_2d(
     vae, # AutoencoderKLQwenImage
-    on:bool=True, # False: leave the VAE as it is?
+    on:bool=True,
 ):
-    "Within this context the VAE encodes and decodes single frames with 2-D convolutions."
+    "A context in which a VAE handles single frames with 2-D convolutions."
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
     convs = [m for m in vae.modules() if isinstance(m, QwenImageCausalConv3d)] if on else []
     before = [m.__dict__.get("forward") for m in convs] # e.g. of accelerate's hooks
@@ -58,7 +58,7 @@ def _processor(vae):
     return VaeImageProcessor(vae_scale_factor=vae_factor(vae) * 2)
 
 def pixels_of(
-    vae, # AutoencoderKLQwenImage
+    vae,
     image, # PIL image; a tensor is returned unchanged
     size, # (width, height) to resize to (Lanczos), pixels
 ) -> torch.Tensor: # [1, 3, 1, H, W] float32 in -1..1
@@ -66,10 +66,9 @@ def pixels_of(
     if isinstance(image, torch.Tensor): return image
     return _processor(vae).preprocess([image], size[1], size[0]).unsqueeze(2)
 
-# %% ../../nbs/encoding/00_vae.ipynb #64f564ed
 @torch.no_grad()
 def encode_images(
-    vae, # AutoencoderKLQwenImage
+    vae,
     images, # B PIL images, or results of `pixels_of`
     size, # (width, height) to resize to (Lanczos), pixels
     use_2d:bool=True, # with 2-D convolutions?
@@ -87,9 +86,9 @@ def encode_image(vae, image, size, use_2d:bool=True) -> torch.Tensor:
 # %% ../../nbs/encoding/00_vae.ipynb #84c78293
 @torch.no_grad()
 def decode_latents(
-    vae, # AutoencoderKLQwenImage
+    vae,
     latents:torch.Tensor, # [B, C, 1, h, w], normalised
-    use_2d:bool=True, # with 2-D convolutions?
+    use_2d:bool=True,
 ) -> np.ndarray: # uint8 [B, H, W, 3]
     "Images of latents: decodes `z * std + mean`."
     for part in (vae.decoder, vae.post_quant_conv): part.to(vae.device) # encoding moves only the encoder

@@ -1,4 +1,4 @@
-"""Block swap and offloaded inputs against a transformer in memory, with streams that delay each copy until something waits for it and refuse a copy that comes too early."""
+"""Block swap and offloaded inputs against a transformer in memory, with streams that copy as late as possible."""
 import gc
 from contextlib import contextmanager
 
@@ -25,7 +25,7 @@ LAYERS = 4
 
 # --- fake streams
 class Rig(TorchDispatchMode):
-    "CUDA's streams at their worst: a copy happens only when something waits for it, and one that could overtake a reader of its target is refused."
+    "A copy happens only when something waits for it; one that could overtake a reader of its target is refused."
     def __init__(self):
         super().__init__()
         self.clock, self.used, self.copies, self.inside = 0, {}, [], None
@@ -86,10 +86,10 @@ def adapted(tr, targets="attention", **kw):
     return tr
 
 
-def call(tr, seed=1, time=0.5, size=(4, 6)):
+def call(tr, seed=1, time=0.5):
     g = torch.Generator().manual_seed(seed)
-    return tr(hidden_states=torch.randn(1, size[0] * size[1] + 16, 64, generator=g), encoder_hidden_states=torch.randn(1, 5, 64, generator=g),
-              timestep=torch.tensor([time]), img_shapes=[[(1, *size), (1, 4, 4)]], return_dict=False)[0]
+    x, text = (torch.randn(1, n, 64, generator=g).to(tr.dtype) for n in (40, 5))
+    return tr(hidden_states=x, encoder_hidden_states=text, timestep=torch.tensor([time]), img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False)[0].float()
 
 
 def gradients(tr, *losses):
@@ -99,7 +99,6 @@ def gradients(tr, *losses):
 
 
 def close(a, b, tolerance=1e-4):
-    "Are these lists of gradients (or None) the same to rounding? Corrupt weights make them differ by far more."
     assert len(a) == len(b) and [x is None for x in a] == [x is None for x in b]
     a, b = (torch.cat([x.flatten() for x in xs if x is not None]) for xs in (a, b))
     return bool((a - b).norm() <= tolerance * b.norm())
@@ -149,7 +148,7 @@ def test_each_block_is_copied_once_per_pass_and_early_enough(slots):
     for (n, made), then in zip(seen, order[1:]): # the next block's copy was queued before this block began
         loaded = {k % slots: k for k in range(slots)} | {slot: k for k, slot in copied[:made]}
         assert loaded[then % slots] == then, (n, then)
-    assert sum(p.nbytes for p in swap.slots) == swap.bytes == slots * flats[0].nbytes
+    assert sum(p.nbytes for p in swap.slots) == slots * flats[0].nbytes
     on_device = {t.untyped_storage().data_ptr() for b in ours.transformer_blocks for n, t in b.named_parameters() if "lora_" not in n}
     assert on_device == {p.data_ptr() for p in swap.slots}, "the slots hold all frozen weights of the blocks"
     assert all(torch.equal(a, p.flat) for a, p in zip(flats, swap.pinned))
@@ -159,11 +158,6 @@ def test_a_missing_wait_is_noticed(monkeypatch):
     expected, rig = gradients(adapted(base()), one()), Rig()
     monkeypatch.setattr(Streams, "wait", lambda self, event: None)
     with rig: assert not close(gradients(adapted(swapped(rig)), one()), expected), "a block computes before its copy"
-    monkeypatch.undo()
-    rig = Rig()
-    ours = adapted(swapped(rig))
-    monkeypatch.setattr(rig.Stream, "wait_stream", lambda self, other: None)
-    with rig, pytest.raises(AssertionError, match="may overwrite what still computes"): gradients(ours, one())
 
 
 def test_passes_in_any_order_give_the_same_gradients():
@@ -179,7 +173,7 @@ def test_passes_in_any_order_give_the_same_gradients():
     with rig: assert close(gradients(ours, abandoned, both), expected)
 
 
-@pytest.mark.parametrize("layers", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
+@pytest.mark.parametrize("layers", [6, pytest.param(2, marks=pytest.mark.slow)])
 def test_predictions_are_the_same_and_load_the_next_calls_first_blocks_early(layers):
     rig = Rig()
     ours = swapped(rig, base(layers=layers))
@@ -202,7 +196,7 @@ def test_quantized_blocks(kind):
     assert held_bytes(ours) < held_bytes(plain) - (LAYERS - SLOTS - 0.6) * ours.block_swap.pinned[0].flat.nbytes
 
 
-@pytest.mark.parametrize("how", ["table", *(pytest.param(h, marks=pytest.mark.slow) for h in ("dropout", "all_linear", "bfloat16"))])
+@pytest.mark.parametrize("how", ["table", *(pytest.param(h, marks=pytest.mark.slow) for h in ("dropout", "bfloat16"))])
 def test_with_other_settings(how, tmp_path):
     rig, dtype = Rig(), torch.bfloat16 if how == "bfloat16" else torch.float32
 
@@ -214,14 +208,11 @@ def test_with_other_settings(how, tmp_path):
             table.make((0., 0.5))
             use_modulation_table(tr, table)
         if swap: swapped(rig, tr)
-        return adapted(tr, "all_linear" if how == "all_linear" else "attention", lora_dropout=0.3 * (how == "dropout"))
+        return adapted(tr, "all_linear", lora_dropout=0.3 * (how == "dropout"))
 
     def loss(tr):
         torch.manual_seed(5)
-        if how == "dropout": tr.train()
-        g = torch.Generator().manual_seed(1)
-        return tr(hidden_states=torch.randn(1, 40, 64, generator=g).to(dtype), encoder_hidden_states=torch.randn(1, 5, 64, generator=g).to(dtype),
-                  timestep=torch.tensor([0.5]), img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False)[0].float().square().mean()
+        return call(tr.train(how == "dropout")).square().mean()
     expected = gradients(make(False), loss)
     ours = make(True)
     with rig: assert close(gradients(ours, loss), expected, 2e-2 if how == "bfloat16" else 1e-4)
@@ -252,8 +243,7 @@ def test_blocks_are_pinned_one_by_one_while_loading(kind, tmp_path, monkeypatch)
 def test_a_swapped_transformer_cannot_be_moved_merged_or_quantized(pairs, tmp_path, allowed_on_cpu):
     t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(blocks_to_swap=True)))
     t.set_lora()
-    for act, text in ((lambda: t.transformer.to("meta"), "cannot be moved; set `train.blocks_to_swap` to its default"),
-                      (t.merge_lora, "`train.blocks_to_swap`"), (lambda: t.quantize_model(t.transformer, "cpu"), "cannot be quantized")):
+    for act, text in ((lambda: t.transformer.to("meta"), "set `train.blocks_to_swap` to its default"), (t.merge_lora, "`train.blocks_to_swap`"), (lambda: t.quantize_model(t.transformer, "cpu"), "cannot be quantized")):
         with pytest.raises(ValueError, match=text): act()
     t.transformer.to("cpu")
 
@@ -275,7 +265,7 @@ def test_no_input_stays_on_the_device_and_each_is_copied_once(monkeypatch):
     offload_checkpoint_inputs(ours, "cpu", cuda=rig)
 
     def inputs(tr):
-        "Inputs of all blocks but the first: how many there are, how many are alive after the forward pass; copies made by then, and in all."
+        "Inputs of all blocks but the first: how many, how many alive after the forward pass; copies by then, and in all."
         refs = []
         for block in tr.transformer_blocks[1:]:
             block.register_forward_pre_hook(lambda m, args, kw: refs.extend(StorageWeakRef(t.untyped_storage()) for t in [*args, *kw.values()][:2]) if torch._C._current_graph_task_id() == -1 else None, with_kwargs=True)
@@ -331,31 +321,16 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
 
 
 @pytest.mark.parametrize("train, device, kind, text", [
-    (dict(blocks_to_swap=True), "cpu", None, "`train.blocks_to_swap` needs a CUDA GPU, but the transformer trains on cpu"),
     (dict(offload_activations=True), "mps", None, "`train.offload_activations` needs a CUDA GPU"),
-    (dict(offload_activations=True, gradient_checkpointing=False), "cuda:0", None, "needs `train.gradient_checkpointing`, which is false"),
     (dict(blocks_to_swap=True, distributed="fsdp"), "cuda:0", None, "is incompatible with fsdp"),
-    (dict(blocks_to_swap=True), "cuda:0", "fp8_storage", "is incompatible with `model.quantize` fp8_storage"),
     (dict(blocks_to_swap=True), "cuda:0", "qint4", "is incompatible with `model.quantize` qint4"),
     (dict(blocks_to_swap=True), "cuda:0", "dora", "is incompatible with `model.lora.use_dora`"),
-    (dict(offload_activations=True, compile=True), "cuda:0", None, "`train.offload_activations` is incompatible with `train.compile` true, .*; set it to auto"),
+    (dict(offload_activations=True, compile=True), "cuda:0", None, "`train.offload_activations` is incompatible with `train.compile` true; set it to auto"),
     (dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"]), "cuda:0", None, "is incompatible with `train.model_parallel_devices`")])
-def test_impossible_settings_raise_one_sentence(train, device, kind, text):
-    with pytest.raises(ValueError, match=text) as e: check_offloading(make_config(dict(train=train)).train, device, *((None, True) if kind == "dora" else (kind,)))
-    assert "\n" not in str(e.value)
+def test_impossible_settings_raise(train, device, kind, text):
+    with pytest.raises(ValueError, match=text): check_offloading(make_config(dict(train=train)).train, device, kind, kind == "dora")
 
 
 def test_a_trainer_raises_before_anything_is_loaded(pairs, tmp_path, built):
     with pytest.raises(ValueError, match="needs a CUDA GPU"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(blocks_to_swap=True)))
     assert not built
-
-
-# --- why we do not use accelerate's hooks; if this fails, they have changed: look again
-@pytest.mark.slow
-def test_accelerate_gives_trained_parameters_no_gradient():
-    from accelerate import cpu_offload
-    tr = adapted(base(layers=3))
-    trained = [p for p in tr.parameters() if p.requires_grad]
-    cpu_offload(tr, torch.device("cpu"))
-    call(tr).square().mean().backward()
-    assert trained and all(p.grad is None for p in trained)

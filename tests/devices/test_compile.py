@@ -5,12 +5,15 @@ from diffusers import QwenImageTransformer2DModel
 
 from qie_nb.devices import compile as compiled
 from qie_nb.training import step
-from qie_nb.devices.compile import attention_kernel, can_compile, compile_choice, compiled_graphs, obstacle, set_up, watch_attention
+from qie_nb.devices.compile import attention_kernel, can_compile, compile_choice, obstacle, set_up, watch_attention
 from qie_nb.config import LoraSection
 from qie_nb.lora.adapters import CastLinear, add_lora, assert_float32, adapters_in_base_dtype, computes_in_base, load_lora, lora_state, save_lora, start_lora
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
+
+
+def compiled_graphs(): return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture
@@ -53,14 +56,6 @@ def whole(g): return torch.cat([x.flatten() for x in g.values()])
 
 
 # --- recomputation
-
-@pytest.mark.parametrize("mode", [True, "selective"])
-def test_recomputing_changes_no_gradient(mode):
-    tr = small(target_modules="all_linear")
-    want = gradients(tr)
-    set_up(tr, mode)
-    same(gradients(tr), want, 1e-6, 1e-8)
-
 
 def test_selective_checkpointing_runs_attention_once_a_step():
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,13 +144,15 @@ def test_a_failing_backward_compiler_is_caught(traced, monkeypatch):
 def test_obstacles_to_compiling():
     tr = small()
     assert obstacle(tr) == "" and "lora_dropout" in obstacle(small(lora_dropout=0.3))
-    assert compile_choice(False, "cuda", tr) == (False, "`train.compile` is false")
     assert not compile_choice("auto", "cpu", tr)[0] and compile_choice(True, "cpu", tr)[0]
-    assert compile_choice("auto", "cuda", tr, 100) == (False, "compiling does not pay off in 100 steps; set `train.compile` to true for it")
-    hook = tr.transformer_blocks[1].attn.to_q.register_forward_pre_hook(lambda m, a: None)
-    assert compile_choice(True, "cpu", tr) == (False, "hooks inside the blocks cast or move weights (Linear)")
-    hook.remove()
-    assert compile_choice(True, "cpu", tr, inputs_wait=True) == (False, "`train.offload_activations` moves the kept tensors")
+    def why(*args):
+        yes, reason = compile_choice(*args)
+        assert not yes
+        return reason
+    assert why(False, "cuda", tr) == "`train.compile` is false" and "set `train.compile` to true" in why("auto", "cuda", tr, 100)
+    assert why(True, "cpu", tr, None, True) == "`train.offload_activations` moves the kept tensors"
+    tr.transformer_blocks[1].attn.to_q.register_forward_pre_hook(lambda m, a: None)
+    assert why(True, "cpu", tr) == "hooks inside the blocks cast or move weights (Linear)"
 
 
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch):
@@ -192,10 +189,9 @@ def test_a_compiled_run_saves_resumes_predicts_and_merges(pairs, tmp_path, trace
     assert again.global_step == plain.global_step > 1
     for k, v in lora_state(plain.transformer).items(): torch.testing.assert_close(lora_state(again.transformer)[k], v, rtol=1e-3, atol=1e-5)
     assert 0 < warm <= 2 and compiled_graphs() <= 2 * warm, "a resumed run compiles its own graphs, and no more"
-    file = again.save_lora(tmp_path/"lora")
     from safetensors import safe_open
-    names = list(safe_open(file, "pt").keys())
-    assert sorted(names) == sorted(safe_open(plain.save_lora(tmp_path/"plain_lora"), "pt").keys()) and not any("_orig_mod" in n for n in names)
+    names = [sorted(safe_open(t.save_lora(tmp_path/"lora"), "pt").keys()) for t in (again, plain)]
+    assert names[0] == names[1]
     image = lambda t: t.predict(str(root/"control_images"/"0000.png"), "invert", num_inference_steps=2, seed=1)
     before = image(again).astype(int)
     again.merge_lora()
@@ -258,13 +254,12 @@ def test_compiled_graphs_have_no_complex_numbers_and_the_same_gradients(mode, tr
 @pytest.mark.slow
 def test_the_real_compiler_gives_the_same_gradients(monkeypatch):
     torch.compiler.reset()
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        tr = small(1, dtype)
-        adapters_in_base_dtype(tr, dtype != torch.float32)
-        want, code = gradients(tr), set_up(tr, "selective", True)
-        got = gradients(tr)
-        assert not code.failed, code.failed
-        assert (whole(got) - whole(want)).norm() <= tolerance * whole(want).norm()
+    tr = small(1, torch.bfloat16)
+    adapters_in_base_dtype(tr)
+    want, code = gradients(tr), set_up(tr, "selective", True)
+    got = gradients(tr)
+    assert not code.failed, code.failed
+    assert (whole(got) - whole(want)).norm() <= 2e-2 * whole(want).norm()
 
 
 # --- the adapters' dtype
@@ -280,7 +275,7 @@ def test_adapters_in_the_base_dtype_keep_fewer_float32_copies():
     tr = small(1, torch.bfloat16)
     before = kept(tr)
     adapters_in_base_dtype(tr)
-    assert before - kept(tr) == 4, "three of q, k and v, and one of to_out"
+    assert before - kept(tr) == 4, "q, k, v and to_out"
 
 
 @pytest.mark.parametrize("targets", ["attention", pytest.param("all_linear", marks=pytest.mark.slow)])
@@ -331,23 +326,16 @@ def test_train_adapter_dtype(asked, dtype, on, tmp_path):
 
 # --- masks
 
-@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_no_mask_reaches_the_transformer(slow, pairs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_dropout=0.1), marks=pytest.mark.slow)])
+def test_no_mask_reaches_the_transformer(lora, pairs, tmp_path, monkeypatch):
     root = pairs(((32, 32),) * 4, caption=["invert", "invert the colours of everything", "x", "x"])
     calls, real = [], QwenImageTransformer2DModel.forward
     def forward(self, *a, **kw):
-        calls.append((kw["encoder_hidden_states_mask"], *kw["encoder_hidden_states"].shape[:2]))
+        calls.append((kw["encoder_hidden_states_mask"], len(kw["encoder_hidden_states"])))
         return real(self, *a, **kw)
     monkeypatch.setattr(QwenImageTransformer2DModel, "forward", forward)
-    def fit(name, batch, **lora):
-        calls.clear()
-        t = run(root, tmp_path, name, dict(gradient_checkpointing=False), lora, data=dict(batch_size=batch, caption_dropout_rate=0.))
-        t.fit()
-        return list(calls)
-    for name, lora in (("four", {}), ("dropped", dict(lora_dropout=0.1))) if slow else (("four", {}),):
-        parts = fit(name, 4, **lora)
-        assert sorted(b for _, b, _ in parts) == [1, 1, 2] and all(m is None for m, *_ in parts), "the two prompts of one length share a call"
-    if slow: assert [m for m, *_ in fit("one", 1)] == [None] * 4
+    run(root, tmp_path, "out", dict(gradient_checkpointing=False), lora, data=dict(batch_size=4, caption_dropout_rate=0.)).fit()
+    assert sorted(b for _, b in calls) == [1, 1, 2] and all(m is None for m, _ in calls), "the two prompts of one length share a call"
 
 
 class OnDevice(torch.Tensor):

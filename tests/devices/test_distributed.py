@@ -1,4 +1,4 @@
-"""Two CPU processes train what one trains: with DDP as launched, and with FSDP2 sharding by hand."""
+"""Two CPU processes train what one trains, with DDP and with FSDP2."""
 import json, os, subprocess, sys
 from pathlib import Path
 from types import SimpleNamespace as NS

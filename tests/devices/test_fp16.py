@@ -73,7 +73,7 @@ def finite(got): return all(x.isfinite().all() for x in got)
 
 # --- outputs and gradients
 
-CASES = dict(tame={}, wild=WILD, residual=dict(residual=2.**18), mlp=dict(power=16), zero_cond=dict(zero=True, **WILD), token=dict(wild=(3, 30)), small_loss=dict(size=1e-12, **WILD),
+CASES = dict(wild=WILD, zero_cond=dict(zero=True, **WILD), token=dict(wild=(3, 30)), small_loss=dict(size=1e-12, **WILD),
              large_loss=dict(size=1e12, **WILD), batch=dict(batch=2, mask=True))
 
 
@@ -88,14 +88,11 @@ def test_errors_are_a_tenth_of_bfloat16s(case):
     assert max(ratios) < 0.1
 
 
-@pytest.mark.parametrize("kind", ["qint8", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "qfloat8", "int8", "float8"))])
+@pytest.mark.parametrize("kind", ["qint8", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qfloat8", "int8", "float8"))])
 def test_quantized_bases(kind):
-    build = partial(model, kind=kind)
-    for kw in ({}, WILD) if kind == "qint8" else ({},):
-        exact, ours = results(build(**kw)), results(build(on=True, **kw))
-        assert finite(ours) and max(far(ours, exact)) < 0.003, far(ours, exact)
-    layer = next(m for n, m in build(on=True).named_modules() if n.endswith("to_q.base_layer"))
-    assert type(layer).__name__.startswith("Fp16") and layer.fp16.norms is None
+    kw = WILD if kind == "qint8" else {}
+    exact, ours = (results(model(on=on, kind=kind, **kw)) for on in (False, True))
+    assert finite(ours) and max(far(ours, exact)) < 0.003, far(ours, exact)
 
 
 @pytest.mark.parametrize("kind", ["qint8", "qfloat8"])
@@ -117,7 +114,6 @@ def only_cast(x, longest):
 
 
 def test_an_unscaled_product_overflows_and_the_layer_is_named(monkeypatch):
-    "The output of the MLP's first layer is finite in float32, and twice float16's maximum."
     monkeypatch.setattr(fp16, "scale_to_fp16", only_cast)
     tr = model(on=True, power=17)
     with torch.no_grad(): out = call(tr)
@@ -204,15 +200,14 @@ def test_gradients_of_attention_stay_below_the_limit(case):
 
 # --- with other features
 
-@pytest.mark.parametrize("mode", [True, pytest.param("selective", marks=pytest.mark.slow)])
-def test_recomputing_changes_no_gradient(mode):
+def test_recomputing_changes_no_gradient():
     tr = model(on=True, **WILD)
     want = results(tr)
-    set_up(tr, mode)
+    set_up(tr, "selective")
     for a, b in zip(results(tr), want): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", [None, *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "qint8"))])
+@pytest.mark.parametrize("kind", [None, pytest.param("nf4", marks=pytest.mark.slow)])
 def test_block_swap_gives_the_same(kind):
     want = results(model(on=True, kind=kind))
     tr = enable_block_swap(enable_fp16(model(kind=kind)), "cpu", slots=2)
@@ -259,7 +254,7 @@ def test_the_attention_kernel_is_that_of_float16_and_blocks_are_not_compiled():
 
 # --- the planner
 
-KEPT = dict(plain={}, efficient=dict(kernel="efficient"), out_only=dict(targets=("to_out.0",)), text_too=dict(targets=ALL[:8]), everything=dict(batch=3, zero_cond=True, table=True, targets=ALL), dropout=dict(dropout=0.1), dora=dict(dora=True), checkpointing=dict(checkpointing=True, table=True), wider=dict(dim=128, heads=2, layers=4))
+KEPT = dict(plain={}, out_only=dict(targets=("to_out.0",)), everything=dict(batch=3, zero_cond=True, table=True, targets=ALL), dropout=dict(dropout=0.1), dora=dict(dora=True), checkpointing=dict(checkpointing=True, table=True))
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "everything")) for c in KEPT])
@@ -269,7 +264,7 @@ def test_the_planner_predicts_the_tensors_autograd_keeps(case):
     if case == "plain": assert saved_activations(job).bytes < 0.95 * saved_activations(replace(job, fp16=False)).bytes
 
 
-@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qint8", "int8"))])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("qint8", marks=pytest.mark.slow)])
 def test_a_quantized_base_keeps_no_copies(kind):
     job = replace(TINY, quantization=kind, dim=128, heads=4, fp16=True)
     tr = empty_transformer(replace(job, fp16=False), "cpu")
@@ -318,11 +313,10 @@ def test_auto_by_device_and_settings(monkeypatch):
     assert not pick_fp16(train(), "cuda")[0] and pick_fp16(train(mixed_precision="fp16"), "cuda")[0]
 
 
-@pytest.mark.parametrize("change, why", [(dict(model=dict(quantize="fp8_storage")), "`model.quantize` fp8_storage, whose layers are cast by hooks; use qint8 or nf4"),
-                                         (dict(train=dict(compile=True)), "`train.compile` true; set it to auto"), (dict(train=dict(distributed="fsdp")), "`train.distributed` fsdp; set it to ddp")])
+@pytest.mark.parametrize("change, why", [(dict(compile=True), "`train.compile` true; set it to auto"), (dict(distributed="fsdp"), "`train.distributed` fsdp; set it to ddp")])
 def test_incompatible_settings_raise_before_anything_is_loaded(change, why, tmp_path):
     with pytest.raises(ValueError, match=f"`train.mixed_precision` fp16 is incompatible with {why}"):
-        QwenImageEditTrainer(dict(model=change.get("model", {}), train=dict(device="cpu", mixed_precision="fp16", output_dir=str(tmp_path)) | change.get("train", {})))
+        QwenImageEditTrainer(dict(train=dict(device="cpu", mixed_precision="fp16", output_dir=str(tmp_path)) | change))
 
 
 # --- training

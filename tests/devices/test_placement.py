@@ -1,5 +1,5 @@
 """Where components compute: the plan, three fake GPUs, a small GPU, layer by layer, and a prediction in the middle of a run."""
-import inspect, itertools, sys
+import itertools, sys
 
 import pytest
 import torch
@@ -8,11 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qie_nb.devices import placement
 from qie_nb.models.loading import component_bytes
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placement
-from qie_nb.encoding import prompts, vae
-from qie_nb.models import flow_matching
+from qie_nb.encoding import vae
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.quantize import held_bytes
-from qie_nb.sampling import edits
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.callbacks import Callback
@@ -55,26 +53,10 @@ def test_three_devices_with_a_list_and_previews(pretend):
     assert seen == [(48, 64, 3)] * 4
 
 
-FORGOTTEN = { # module, function, line, the line without the move
-    "embedding": (edits, "denoise_encoded", "text(edit.cond)", "(edit.cond, None)"),
-    "timesteps": (flow_matching, "transformer_inputs", "times.to(x_t.device, non_blocking=True)", "times"),
-    "latents to the VAE": (vae, "decode_latents", "latents.to(vae.device, vae.dtype)", "latents.to(vae.dtype)"),
-    "tokens to the text encoder": (prompts, "_encode_whole", 'return_tensors="pt").to(device)', 'return_tensors="pt")'),
-}
-
-
-@pytest.mark.parametrize("what", [pytest.param(w, marks=[] if w == "timesteps" else pytest.mark.slow) for w in FORGOTTEN])
-def test_a_missing_move_raises(what, pretend, monkeypatch):
-    t = trainer_of(predict=dict(devices=THREE))
-    module, name, old, new = FORGOTTEN[what]
-    was = vars(module)[name]
-    source = inspect.getsource(was)
-    assert source.count(old) == 1, (name, old)
-    space = dict(vars(module))
-    exec("from __future__ import annotations\n" + source.replace(old, new), vars(module) | {}, space)
-    now = space[name]
-    replace_everywhere(monkeypatch, was, now if hasattr(now, "__wrapped__") else type(was)(now.__code__, vars(module), name, now.__defaults__))
-    with pretend(t), pytest.raises((RuntimeError, AssertionError), match="found at least two devices|different from other tensors|numpy of a tensor on cuda:1"): edit(t)
+def test_a_missing_move_raises(pretend, monkeypatch):
+    t, real = trainer_of(predict=dict(devices=THREE)), vae.decode_latents
+    replace_everywhere(monkeypatch, real, lambda v, z, *a, **kw: v.decode(z.to(v.dtype)))
+    with pretend(t), pytest.raises(RuntimeError, match="found at least two devices|different from other tensors"): edit(t)
 
 
 # --- one small device
@@ -104,9 +86,8 @@ def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
 def test_layer_by_layer_gives_the_same_image_and_can_be_undone(monkeypatch):
     expected, t = edit(trainer_of()), trainer_of()
     plan_on_cpu(monkeypatch, text_encoder="layers", vae="model", transformer="layers")
-    assert_close(edit(t), expected)
+    for _ in range(2): assert_close(edit(t), expected)
     for n in ("text_encoder", "transformer"): assert all(p.is_meta for p in t.components.loaded[n].parameters())
-    assert_close(edit(t), expected) # a second call
     monkeypatch.undo()
     t.setup_predict()
     assert not t.components.offload and not any(p.is_meta for p in t.transformer.parameters())
@@ -129,12 +110,8 @@ def test_adapters_and_training_after_layer_by_layer(monkeypatch, tmp_path, pairs
     assert_close(edit(t), plain)
     t.load_lora(tmp_path/"lora")
     assert_close(edit(t), expected)
-    assert "transformer" in t.components.offload
     t.save_lora(tmp_path/"again")
-    size = lambda name: (tmp_path/name/"pytorch_lora_weights.safetensors").stat().st_size
-    assert size("again") == size("lora")
-    t.set_adapters([])
-    assert_close(edit(t), plain)
+    assert len({(tmp_path/name/"pytorch_lora_weights.safetensors").stat().st_size for name in ("again", "lora")}) == 1
     t.delete_adapters("default")
     assert_close(edit(t), plain)
     assert "transformer" in t.components.offload
@@ -158,8 +135,6 @@ WORK = dict(text_encoder=1 * GB, vae=5 * GB, transformer=2 * GB)
 gpus = lambda *gb: {f"cuda:{i}": g * GB for i, g in enumerate(gb)} | {"cpu": 200 * GB}
 PLANS = [ # sizes, free, keywords, (device, how) of text encoder, VAE, transformer
     (REAL, {"cpu": 60 * GB}, dict(main="cpu"), ["cpu stay", "cpu stay", "cpu stay"]),
-    (REAL, gpus(70), {}, ["cuda:0 stay", "cuda:0 stay", "cuda:0 stay"]),
-    (REAL, gpus(60), {}, ["cuda:0 model", "cuda:0 model", "cuda:0 model"]),
     (REAL, gpus(44), {}, ["cuda:0 model", "cuda:0 model", "cuda:0 layers"]),
     (REAL, gpus(5), {}, ["cuda:0 layers", "cpu stay", "cuda:0 layers"]),
     (REAL, gpus(50, 30), {}, ["cuda:1 stay", "cuda:0 stay", "cuda:0 stay"]),
@@ -183,10 +158,9 @@ def test_the_plan(case):
     assert all(p.why for p in plan.values()) and plan.moves == any("model" in e or "layers" in e for e in expected)
 
 
-def test_the_plan_gives_reasons_and_displays():
+def test_the_plan_gives_reasons():
     plan = plan_placement(REAL, gpus(46), "cuda:0", dict(vae="cpu"), work=WORK)
-    assert plan["vae"].why == "`predict.devices` says so" and plan["transformer"].why == "not everything fits in 46.0 GB: loaded when it is needed"
-    assert "text_encoder" in repr(plan) and "<table" in plan._repr_html_()
+    assert "<table" in plan._repr_html_() and plan["transformer"].why == "not everything fits in 46.0 GB: loaded when it is needed"
     assert plan_placement(NF4, gpus(8), "cuda:0", quantized=("transformer",), work=WORK)["transformer"].why.endswith("quantize it further, or use cpu")
 
 

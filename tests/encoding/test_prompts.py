@@ -49,14 +49,13 @@ def test_prefix_and_suffix_are_the_whole_embedding(variant, n, prompt, positions
     close(joined(r, prompt, random_images(n)), whole(r, prompt, random_images(n)))
 
 
-@pytest.mark.parametrize("variant, n", [("2511", 3)])
-def test_3d_positions_are_the_models_own(variant, n, monkeypatch):
-    r = rig(variant)
-    flat = joined(r, PROMPTS[0], random_images(n))
+def test_3d_positions_are_the_models_own(monkeypatch):
+    r, images = rig("2511"), random_images(3)
+    flat = joined(r, PROMPTS[0], images)
     monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda pipeline: "3d")
-    inputs = r.proc(text=[prompt_text(r.variant, PROMPTS[0], n)], images=random_images(n), return_tensors="pt")
+    inputs = r.proc(text=[prompt_text(r.variant, PROMPTS[0], 3)], images=images, return_tensors="pt")
     expected = r.te.model(**inputs).last_hidden_state[:, 64:]
-    close(joined(r, PROMPTS[0], random_images(n)), expected)
+    close(joined(r, PROMPTS[0], images), expected)
     assert (flat - expected).abs().max() > 1e-3 # the two numberings differ
 
 
@@ -68,20 +67,19 @@ def test_a_batch_equals_its_samples(positions):
     for i, (s, p, images) in enumerate(zip(got, PROMPTS, lists)): close(torch.cat([prefix.hidden[i], s])[None], whole(r, p, images))
 
 
-@pytest.mark.parametrize("variant, n", [("v1", 1), ("2511", 2)])
-def test_bfloat16_is_as_close_to_float32_as_one_pass(variant, n):
-    r = rig(variant)
+def test_bfloat16_is_as_close_to_float32_as_one_pass():
+    r = rig("2511")
     bf16, fp32 = load_component(r.folder, "text_encoder", torch.bfloat16), copy.deepcopy(r.te)
     fp32.load_state_dict(bf16.state_dict()) # the same rounded weights
     shared, plain = [], []
     for seed in range(3):
-        images = random_images(n, seed)
+        images = random_images(2, seed)
         for prompt in PROMPTS:
             exact = whole(r, prompt, images, fp32)
             shared.append(joined(r, prompt, images, bf16).float() - exact)
             plain.append(whole(r, prompt, images, bf16).float() - exact)
     assert joined(r, "x", images, bf16).dtype == torch.bfloat16 and rms(plain) > 1e-3
-    assert rms(shared) <= 1.1 * rms(plain), f"{rms(shared):.3g} against {rms(plain):.3g}"
+    assert rms(shared) <= 1.1 * rms(plain)
 
 
 # --- the cut
@@ -100,11 +98,9 @@ def test_tokens_are_the_processors(variant, n):
 
 @pytest.mark.parametrize("token", ["vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"])
 def test_a_prompt_with_vision_tokens_is_refused(token):
-    r = rig("2511")
-    prompt = f"like <|{token}|> here"
-    for call in (lambda: prompt_text(r.variant, prompt, 2), lambda: joined(r, prompt, random_images(1)),
-                 lambda: whole(r, prompt, random_images(1)), lambda: suffixes(r, prefix_of(r, random_images(1)), prompt)):
-        with pytest.raises(ValueError, match=rf"`prompt` must not contain the token <\|{token}\|>, got 'like .* here'; remove it"): call()
+    r, prompt = rig("2511"), f"like <|{token}|> here"
+    for call in (joined, whole):
+        with pytest.raises(ValueError, match=rf"`prompt` must not contain the token <\|{token}\|>, got 'like .* here'; remove it"): call(r, prompt, random_images(1))
 
 
 class OddTokenizer:
@@ -152,17 +148,11 @@ def test_earlier_prompts_change_nothing(variant, n, positions):
     close(suffixes(r, prefix, PROMPTS[0])[0], alone)
 
 
-@each_case
-def test_images_are_encoded_once_and_without_the_head(variant, n):
-    r, seen = rig(variant), []
-    modules = dict(vision=r.te.model.visual, head=r.te.lm_head)
-    hooks = [m.register_forward_hook(lambda *a, name=name: seen.append(name)) for name, m in modules.items()]
+def test_each_pass_computes_only_its_own_tokens():
+    r, images = rig("2511"), random_images(2)
     with passes(r) as lengths:
-        prefix = prefix_of(r, random_images(n))
+        prefix = prefix_of(r, images)
         for p in PROMPTS: suffixes(r, prefix, p)
-        assert seen == ["vision"]
-        joined(r, "x", random_images(n)), whole(r, "x", random_images(n))
-    for h in hooks: h.remove()
-    assert seen == ["vision"] * 3
+        joined(r, "x", images), whole(r, "x", images)
     suffix = lambda p: len(suffix_ids(r.proc, r.variant, prefix, p))
     assert lengths == [prefix.count, *map(suffix, PROMPTS), prefix.count, suffix("x"), prefix.count + suffix("x")]

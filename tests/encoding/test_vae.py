@@ -53,8 +53,7 @@ def test_bfloat16_is_as_close_to_float32(stages):
 
 
 def test_several_frames_use_the_3d_convolutions():
-    v = vae(3)
-    video = torch.randn(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0))
+    v, video = vae(3), torch.randn(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         z = v.encode(video).latent_dist.mode()
         frames = v.decode(z).sample
