@@ -161,7 +161,7 @@ def test_unknown_overrides_and_a_second_image_for_v1_are_refused(built):
 def test_a_model_without_a_vae_is_refused(tmp_path):
     shutil.copytree(folder("2511"), tmp_path/"model", ignore=shutil.ignore_patterns("vae"))
     t = trainer_of("2511", model=dict(pretrained_model_name_or_path=str(tmp_path/"model")))
-    with pytest.raises(FileNotFoundError, match="model' lacks vae/, which this job needs"): t.predict(IM, "a")
+    with pytest.raises(FileNotFoundError, match="model' lacks vae/; copy the model again"): t.predict(IM, "a")
 
 
 # --- progress and previews

@@ -17,7 +17,6 @@ from qie_nb.models import components
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
 from qie_nb.trainer import QwenImageEditTrainer
-from qie_nb.training import optimizer as optimize
 from qie_nb.training.optimizer import EMA, guarded_step, make_optimizer
 
 from fake_devices import Numbers
@@ -36,12 +35,15 @@ class Counted(Numbers):
         return out
 
 
+def plain_adamw(params, fused=None, real=torch.optim.AdamW, **kw): return real(params, **kw, fused=False, foreach=False)
+
+
 @contextmanager
 def fake_gpus():
     mode = Counted(allow_non_fake_inputs=True)
     mode.worked, mode.moved = set(), []
     with pytest.MonkeyPatch.context() as mp, sdpa_kernel(SDPBackend.MATH), mode:
-        mp.setattr(optimize, "_adamw", lambda params, kw: torch.optim.AdamW(params, **kw, fused=False, foreach=False)) # fused ones do not know this device
+        mp.setattr(torch.optim, "AdamW", plain_adamw) # fused ones do not know this device
         mp.setattr(torch.Tensor, "numpy", numpy)
         mp.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: "cpu") # whose random state it keeps
         yield mode
@@ -138,7 +140,7 @@ def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, optimizer="adamw")
 def expected(tmp_path, steps=1, table=True, optimizer="adamw"):
     tr = made(tmp_path, table)
     with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(optimize, "_adamw", lambda params, kw: torch.optim.AdamW(params, **kw, fused=False, foreach=False))
+        mp.setattr(torch.optim, "AdamW", plain_adamw)
         adam, ema = tools(tr, optimizer)
     with sdpa_kernel(SDPBackend.MATH):
         out = [t.item() for _ in range(steps) for t in step(tr, adam, ema, inputs(), torch.zeros(1, 40, 64))]

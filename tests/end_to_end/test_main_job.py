@@ -182,7 +182,7 @@ def from_elsewhere(folder): (folder/"model_index.json").write_text((folder/"mode
 
 
 @pytest.mark.parametrize("change, sentence", [(rename_to_pickle, "has no safetensors weights in transformer/; pickles are not read"),
-                                              (from_elsewhere, "needs .os. for transformer; it is not imported")])
+                                              (from_elsewhere, "needs .os. for transformer; only diffusers and transformers are imported")])
 def test_a_model_folder_is_not_trusted(change, sentence, pairs, tmp_path):
     folder = tmp_path/"model"
     shutil.copytree(tiny_folder("2511"), folder)
