@@ -179,6 +179,20 @@ def test_a_preview_shows_the_image_and_changes_no_bit(capsys):
     assert capsys.readouterr() == ("", ""), "short work prints nothing in a batch run"
 
 
+def test_a_live_notebook_gets_one_image_that_changes(monkeypatch):
+    from qie_nb.sampling import preview
+    shown = []
+
+    class Handle:
+        def __init__(self, im, display_id): shown.append([im])
+        def update(self, im): shown[-1].append(im)
+    monkeypatch.setattr(preview, "kernel", lambda: 1)
+    monkeypatch.setattr(preview, "is_interactive", lambda: True)
+    monkeypatch.setattr("IPython.display.display", Handle)
+    ready("2511").predict(images(1)[0], PROMPTS, preview=1, progress=False, **SMALL)
+    assert [len(s) for s in shown] == [4], "one output for both edits of two steps"
+
+
 def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
     from qie_nb.sampling import preview
     clock = [0.]
