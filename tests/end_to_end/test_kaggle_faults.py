@@ -20,7 +20,7 @@ KERNEL = """
 import sys
 if any("ipykernel" in a for a in sys.orig_argv):
     import collections, os, shutil, socket, types
-    import torch
+    import torch, torchvision # torchvision compares CUDA versions when it is imported
     gpu, online = {gpu!r}, {online!r}
     if gpu:
         if {plans!r}: from diffusers import QwenImageTransformer2DModel # imported before torch.cuda is faked
