@@ -278,7 +278,9 @@ def losses(world, every=1) -> dict:
 def swaps(world, trials=None) -> dict:
     "Whole, valid entries in the wrong place."
     cache, pairs = world.copy(), list(itertools.combinations(world.entries, 2))
-    if trials: pairs = random.Random(0).sample(pairs, trials)
+    if trials: # half of them within a kind, where only the key differs
+        inside, across = ([p for p in pairs if (p[0][0] == p[1][0]) is same] for same in (True, False))
+        pairs = inside[:trials // 2] + random.Random(0).sample(across, trials - len(inside[:trials // 2]))
     t = Tally("entries: swapped", len(pairs))
     for n, (a, b) in enumerate(pairs):
         pa, pb = place(cache, *a), place(cache, *b)

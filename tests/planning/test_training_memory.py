@@ -118,7 +118,7 @@ STEP = MemoryQuery(layers=5, text=250)
 FP16 = dict(base_bytes=4, fp16=True, kernel="efficient")
 PEAK = dict(recomputed={}, fp16_nothing_recomputed=FP16 | dict(checkpointing=False), nf4=dict(quantization="nf4"))
 RARE_PEAK = dict(adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, kernel="efficient"), zero_cond=dict(zero_cond=True), small=dict(target=1024, control=1024), all_layers=dict(targets=ALL),
-                 fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1), edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
+                 fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1, kernel="cpu"), edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
 
 
 @pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
