@@ -80,7 +80,8 @@ class Run:
     def text(self) -> str:
         "Everything that the cells print and show, as text."
         outs = [o for c in self.notebook["cells"] for o in c.get("outputs", [])]
-        return "".join("".join(o.get("text", "") or o.get("data", {}).get("text/plain", "")) + "\n" for o in outs)
+        # one `print` may arrive as two stream outputs
+        return "".join("".join(o["text"] if "text" in o else [*o.get("data", {}).get("text/plain", ""), "\n"]) for o in outs)
 
 
 def files_of(folder) -> dict: # relative path: (bytes, mtime in ns)

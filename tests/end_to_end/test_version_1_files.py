@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qie_nb import config
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import load_config_from_yaml
 from qie_nb.trainer import QwenImageEditTrainer
@@ -34,7 +35,8 @@ def encoded(monkeypatch):
     return count
 
 
-def test_old_keys_give_todays_configuration(run, capsys):
+def test_old_keys_give_todays_configuration(run, capsys, monkeypatch):
+    monkeypatch.setattr(config, "_reported", set()) # each translation is printed once per process
     c = load_config_from_yaml("run.yaml")
     assert (c.model.modulation_table_steps, c.model.delete_downloaded_shards) == ([6], True)
     t = c.train
