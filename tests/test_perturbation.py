@@ -17,6 +17,14 @@ out = F.scaled_dot_product_attention(q, q, q)
 out.sum().backward()
 assert not torch.equal(out, F.scaled_dot_product_attention(q.clone(), q, q)) and torch.isfinite(q.grad).all()
 assert torch.equal(F.linear(torch.zeros(2, 3), torch.zeros(4, 3)), torch.zeros(2, 4)), "zeros stay zeros"
+class Doubled(torch.Tensor): # like a quantized weight
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func is F.linear
+        return func(args[0], args[1].as_subclass(torch.Tensor) * 2)
+before = sitecustomize.results
+torch.testing.assert_close(F.linear(x, w.as_subclass(Doubled)), 2 * a)
+assert sitecustomize.results == before + 1
 print("perturbed", sitecustomize.results)
 """
 

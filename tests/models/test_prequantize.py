@@ -129,6 +129,7 @@ def interrupted(owner, name, at, counts=lambda *a: True):
         yield
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("step", [40, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_interrupted_call_continues_after_the_last_finished_file(step, sharded, tmp_path, monkeypatch):
     def job(out, shards=None): return transformer_copy(shards or sharded/"transformer", out, part_bytes=60_000)

@@ -89,7 +89,7 @@ def test_adapters_are_float32_with_the_gradients_of_the_plain_model(q, dtype):
     torch.optim.AdamW(lora_parameters(tr), lr=1e-3).step()
     assert_float32(tr.train())
     plain = gradients(adapted(None, dtype), dtype)
-    assert_close(g, again, rtol=1e-4, atol=1e-5)
+    assert distance(again, g) < (0.01 if dtype == torch.bfloat16 else 1e-4), "one rounding of bfloat16 may fall otherwise"
     assert torch.nn.functional.cosine_similarity(g, plain, dim=0) > 0.97 and 0.9 < g.norm() / plain.norm() < 1.1
     assert gradients(tr, dtype).norm() > 0.5 * plain.norm(), "training continues after an evaluation"
 

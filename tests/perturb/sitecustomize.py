@@ -31,11 +31,20 @@ def _pattern():
     return np.random.default_rng(0).integers(-1, 2, 1 << 15, dtype=np.int32)
 
 
+def moved(real):
+    "`real` with moved results; tensor subclasses meet it where they would meet `real`."
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        from torch.overrides import handle_torch_function, has_torch_function
+        before = results
+        out = handle_torch_function(call, args, *args, **kwargs) if has_torch_function(args) else real(*args, **kwargs)
+        return out if results > before else perturb(out, args) # moved once
+    return call
+
+
 def install():
     import torch.nn.functional as F
-    for name in PATCHED:
-        def call(*args, _real=getattr(F, name), **kwargs): return perturb(_real(*args, **kwargs), args)
-        setattr(F, name, functools.wraps(getattr(F, name))(call))
+    for name in PATCHED: setattr(F, name, moved(getattr(F, name)))
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
