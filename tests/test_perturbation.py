@@ -15,7 +15,7 @@ assert not torch.equal(F.conv2d(im, k), F.conv2d(im.clone(), k.clone()))
 q = torch.randn(1, 2, 16, 8, requires_grad=True)
 out = F.scaled_dot_product_attention(q, q, q)
 out.sum().backward()
-assert not torch.equal(out, F.scaled_dot_product_attention(q.clone(), q, q)) and torch.isfinite(q.grad).all()
+assert not torch.equal(out, F.scaled_dot_product_attention(query=q.clone(), key=q, value=q)) and torch.isfinite(q.grad).all()
 assert torch.equal(F.linear(torch.zeros(2, 3), torch.zeros(4, 3)), torch.zeros(2, 4)), "zeros stay zeros"
 class Doubled(torch.Tensor): # like a quantized weight
     @classmethod

@@ -32,13 +32,13 @@ def _pattern():
 
 
 def moved(real):
-    "`real` with moved results; tensor subclasses meet it where they would meet `real`."
+    "`real` with moved results. Tensor subclasses and function modes are given `call` itself: they compare it with functions of `F`."
     @functools.wraps(real)
     def call(*args, **kwargs):
         from torch.overrides import handle_torch_function, has_torch_function
-        before = results
-        out = handle_torch_function(call, args, *args, **kwargs) if has_torch_function(args) else real(*args, **kwargs)
-        return out if results > before else perturb(out, args) # moved once
+        before, given = results, (*args, *kwargs.values())
+        out = handle_torch_function(call, given, *args, **kwargs) if has_torch_function(given) else real(*args, **kwargs)
+        return out if results > before else perturb(out, given) # moved once
     return call
 
 
