@@ -246,8 +246,8 @@ def sizes(root, a):
     from qie_nb.cache import image_parts, prefix_parts, prompt_parts
     from qie_nb.core.cache_entries import PREFIX, entry_bytes
     out, key, f = {}, "0" * 40, "2" * 64
-    picture, seen = image_parts(f, (1024, 1024), WHO), (["3" * 64], [(1024, 1024)], WHO)
-    latents = 2 * entry_bytes("pixel_latent", key, picture, "bfloat16", (16, 1, 128, 128))
+    image, seen = image_parts(f, (1024, 1024), WHO), (["3" * 64], [(1024, 1024)], WHO)
+    latents = 2 * entry_bytes("pixel_latent", key, image, "bfloat16", (16, 1, 128, 128))
     for name, whole in dict(v1=1420, plus=250).items():
         front, tokens = whole - 30, dict(prompt=30, empty=6)
         asked = {k: prompt_parts("make the sky a little darker" if k == "prompt" else "", *seen) for k in tokens}

@@ -74,8 +74,8 @@ def operations(variant):
     from qie_nb.encoding.prompts import VLImages, prefix_tokens, suffix_ids
     from qie_nb.tiny.random_models import tiny_folder
     v, proc = VARIANTS[variant], load_component(tiny_folder(variant), "processor")
-    picture = Image.new("RGB", Geometry(vl_area=v.vl_area).vl((SIDE, SIDE)))
-    front, grid = prefix_tokens(proc, v, [picture]), VLImages([picture]).process(proc)[1]
+    image = Image.new("RGB", Geometry(vl_area=v.vl_area).vl((SIDE, SIDE)))
+    front, grid = prefix_tokens(proc, v, [image]), VLImages([image]).process(proc)[1]
     rests = [len(suffix_ids(proc, v, front, p)) for p in (CAPTION, "")]
     with torch.device("meta"): vae, model = AutoencoderKLQwenImage(), qwen_vl()
     vaes = [vae_flops(vae, (SIDE, SIDE), flat)["encode"] for flat in (False, True)]

@@ -285,9 +285,9 @@ MODES = { # in the order to measure them; each is (configuration, what is recomp
     "table, adapters in bf16, compiled": (COMPILED, "full"),
     "selective, table, compiled": (change(COMPILED, train=dict(gradient_checkpointing="selective")), "selective"),
     "no recompute, table, compiled": (change(COMPILED, train=dict(gradient_checkpointing=False)), "none")}
-QUANTISED = lambda kind: change(TABLE, model=dict(quantize=kind))
+QUANTIZED = lambda kind: change(TABLE, model=dict(quantize=kind))
 SMALLER = {f"{name}, {size}": (c, "full", size) for size in (1024, 512) for name, c in {
-    "nf4, table": QUANTISED("nf4"), "int8, table": QUANTISED("int8"), "streamed, table": change(TABLE, train=dict(blocks_to_swap=True)),
+    "nf4, table": QUANTIZED("nf4"), "int8, table": QUANTIZED("int8"), "streamed, table": change(TABLE, train=dict(blocks_to_swap=True)),
     "streamed, inputs on the host, table": change(TABLE, train=dict(blocks_to_swap=True, offload_activations=True))}.items()}
 OFF = dict(compile=False, adapter_dtype="float32", blocks_to_swap=False, offload_activations=False, gradient_checkpointing=True)
 

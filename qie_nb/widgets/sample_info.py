@@ -90,7 +90,7 @@ def _tokens(dataset, i, components, whole, f) -> dict:
     n, by = (shape[0], "cache") if shape else (None, None)
     if whole and components and n is None:
         n, by = text_length(components, "" if f["dropped"] else f["prompt"], images), "tokenizer"
-    return dict(target=target, controls=controls, pictures=images, embedding=n, counted_by=by,
+    return dict(target=target, controls=controls, vision=images, embedding=n, counted_by=by,
                 text=None if n is None else n - sum(images),
                 sequence=None if n is None else n + target + sum(controls))
 

@@ -66,7 +66,7 @@ def _badges(f) -> str:
 
 def _sum(t) -> str: # the transformer's sequence
     n = lambda k: "?" if t.get(k) is None else str(t[k]).strip("[]").replace(", ", " + ")
-    return (f"{n('target')} target + {n('controls')} control + {n('pictures')} vision + {n('text')} text "
+    return (f"{n('target')} target + {n('controls')} control + {n('vision')} vision + {n('text')} text "
             f"= {n('sequence')} tokens")
 
 def _warnings(f) -> str:
