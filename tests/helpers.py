@@ -21,10 +21,10 @@ def write_pairs(root, sizes, controls=1, caption="invert the colours", seed=0):
     for f in folders: f.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for i, (w, h) in enumerate(sizes):
-        pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for _ in range(controls)]
-        Image.fromarray(255 - pictures[0]).save(root/"training_images"/f"{i:04}.png")
+        images = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for _ in range(controls)]
+        Image.fromarray(255 - images[0]).save(root/"training_images"/f"{i:04}.png")
         (root/"training_images"/f"{i:04}.txt").write_text(caption if isinstance(caption, str) else caption[i])
-        for f, p in zip(folders[1:], pictures): Image.fromarray(p if f.name == "control_images" else np.ascontiguousarray(p.transpose(1, 0, 2))).save(f/f"{i:04}.png")
+        for f, p in zip(folders[1:], images): Image.fromarray(p if f.name == "control_images" else np.ascontiguousarray(p.transpose(1, 0, 2))).save(f/f"{i:04}.png")
     return root
 
 
@@ -42,14 +42,17 @@ def small_areas(variant, control, vl):
         yield
 
 
+def merged(base, changes):
+    "Sections {name: {setting: value}}, those of `changes` over those of `base`."
+    return {name: base.get(name, {}) | changes.get(name, {}) for name in [*base, *(n for n in changes if n not in base)]}
+
+
 def settings(root, tmp_path, variant="2511", **sections):
-    base = dict(
+    return merged(dict(
         model=dict(pretrained_model_name_or_path=str(tiny_folder(variant)), lora=dict(r=4, lora_alpha=8)),
         data=dict(dataset_path=str(root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
         train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0),
-        cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none"))
-    for name, values in sections.items(): base[name] = base.get(name, {}) | values
-    return base
+        cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none")), sections)
 
 
 def adapters_equal(a, b):
@@ -101,9 +104,8 @@ class TrainedRun:
     def settings(self, output=None, **sections):
         "Configuration of the run, with another output folder and other values."
         out = Path(output or self.output)
-        base = {name: RUN.get(name, {}) | sections.get(name, {}) for name in RUN.keys() | sections.keys()}
-        base["train"], base["logging"] = dict(output_dir=str(out)) | base["train"], dict(log_dir=str(out/"runs")) | base["logging"]
-        return settings(self.root, self.folder, **base)
+        base = merged(RUN, dict(train=dict(output_dir=str(out)), logging=dict(log_dir=str(out/"runs"))))
+        return settings(self.root, self.folder, **merged(base, sections))
 
     def copy(self, to): # a copy of the output folder that a test may change
         shutil.copytree(self.output, to)
