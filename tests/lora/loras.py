@@ -1,6 +1,7 @@
 """Tiny transformers with adapters, and the LoRA files of several tests."""
 import copy, re
 from functools import lru_cache
+from unittest import mock
 
 import torch
 from safetensors import safe_open
@@ -11,10 +12,7 @@ from qie_nb.config import LoraSection
 from qie_nb.tiny.random_models import tiny_pipeline
 
 B0 = "transformer_blocks.0.attn.to_q"
-
-
-@lru_cache
-def pipeline(variant): return tiny_pipeline(variant)
+pipeline = lru_cache(tiny_pipeline)
 
 
 def bare(variant="2511", dtype=torch.float32): return copy.deepcopy(pipeline(variant).transformer).to(dtype)
@@ -29,8 +27,8 @@ def randomize(tr, seed, scale=0.1):
     return tr
 
 
-def trained(variant="2511", dtype=torch.float32, seed=1, **settings):
-    return randomize(lora.add_lora(bare(variant, dtype), LoraSection(**dict(r=4, lora_alpha=6) | settings)), seed)
+def trained(variant="2511", dtype=torch.float32, seed=1, scale=0.1, **settings):
+    return randomize(lora.add_lora(bare(variant, dtype), LoraSection(**dict(r=4, lora_alpha=6) | settings)), seed, scale)
 
 
 def forward(tr, seed=1):
@@ -40,11 +38,17 @@ def forward(tr, seed=1):
               timestep=torch.full((2,), 0.6, dtype=tr.dtype), img_shapes=[[(1, 2, 3), (1, 3, 2)]] * 2, return_dict=False)[0][:, :6].float()
 
 
-@torch.no_grad()
-def output(tr): return forward(tr)
+output = torch.no_grad()(forward)
 
 
 def same(a, b, rtol=1e-4, atol=1e-5): torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def loaded(path, variant="2511"):
+    "A transformer with the adapter of a file."
+    tr = bare(variant)
+    lora.load_lora(tr, path)
+    return tr
 
 
 def adapted(tr): return {re.sub(r"\.lora_.*", "", k.removeprefix("transformer.")) for k in lora.lora_tensors(tr)}
@@ -62,8 +66,8 @@ def same_file(a, b):
 def pair(layer, r=4, n=96, m=96): return {f"transformer.{layer}.lora_A.weight": torch.ones(r, n), f"transformer.{layer}.lora_B.weight": torch.ones(m, r)}
 
 
-def tensors_file(folder, **tensors):
-    save_file(tensors, folder/"x.safetensors")
+def tensors_file(folder, header=None, **tensors):
+    save_file(tensors, folder/"x.safetensors", metadata=header)
     return folder/"x.safetensors"
 
 
@@ -74,7 +78,6 @@ def written(path, text=b"x"):
 
 
 def http_error(name, status):
-    from unittest import mock
     from huggingface_hub import errors
     response = mock.Mock(status_code=status, headers={}, request=mock.Mock())
     try: return getattr(errors, name)("no", response=response)

@@ -7,13 +7,16 @@ import torch
 from qie_nb.config import LoraSection, make_config
 from qie_nb.lora import adapters as lora
 from qie_nb.lora.formats import lora_info
-from loras import B0, adapted, bare, file_of, forward, output, pair, pipeline, same, same_file, tensors_file, trained
+from loras import B0, adapted, bare, file_of, forward, loaded, output, pair, pipeline, same, same_file, tensors_file, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 IMAGE = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
 TEXT = ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
 MLPS = [f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")]
 UNUSED = {f"transformer.transformer_blocks.1.{n}" for n in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")}
+
+
+def differ(a, b): return not torch.allclose(a, b, rtol=1e-2)
 
 
 # which layers
@@ -26,16 +29,15 @@ def test_presets_select_exactly_these_layers(setting, leaves):
     assert adapted(tr) == {f"transformer_blocks.{i}.{leaf}" for i in (0, 1) for leaf in leaves}
 
 
-@pytest.mark.parametrize("section", [dict(r=3), dict(r=3, target_modules="all_linear", use_dora=True)], ids=str)
-def test_plan_counts_the_trained_parameters(section):
+def test_plan_counts_the_trained_parameters_of_a_dora():
     from qie_nb.planning.memory_query import adapter_shapes, memory_query, numbers
-    tr = lora.add_lora(bare(), LoraSection(**section))
+    section = dict(r=3, target_modules="all_linear", use_dora=True)
     query = memory_query(make_config(dict(model=dict(lora=section))), dict(bare().config))
-    assert numbers(adapter_shapes(query, trained=False)) == sum(p.numel() for p in lora.lora_tensors(tr).values())
+    assert numbers(adapter_shapes(query, trained=False)) == sum(p.numel() for p in lora.lora_tensors(trained(**section)).values())
 
 
-@pytest.mark.parametrize("settings", [dict(use_rslora=True), dict(use_dora=True, target_modules="all_linear")])
-def test_options_train(settings):
+@pytest.mark.parametrize("settings, fixed", [(dict(use_rslora=True), set()), (dict(use_dora=True, target_modules="all_linear"), UNUSED)], ids=["rslora", "dora"])
+def test_options_train(settings, fixed):
     tr = lora.add_lora(bare(dtype=torch.bfloat16), LoraSection(r=4, **settings))
     lora.assert_float32(tr)
     first, goal, losses = lora.lora_state(tr), output(tr) + torch.linspace(-1, 1, 64), []
@@ -46,8 +48,7 @@ def test_options_train(settings):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    unchanged = {k.split(".lora_")[0] for k, v in lora.lora_state(tr).items() if torch.equal(first[k], v)}
-    assert losses[-1] < 0.7 * losses[0] and unchanged == (UNUSED if settings.get("target_modules") == "all_linear" else set())
+    assert losses[-1] < 0.7 * losses[0] and {k.split(".lora_")[0] for k, v in lora.lora_state(tr).items() if torch.equal(first[k], v)} == fixed
 
 
 def test_dropout_follows_the_configuration(tmp_path):
@@ -55,9 +56,7 @@ def test_dropout_follows_the_configuration(tmp_path):
     lora.save_lora(tr, tmp_path)
     rates = lambda tr: {getattr(m.lora_dropout["default"], "p", 0) for m in tr.modules() if hasattr(m, "lora_dropout")}
     kept = output(tr.eval())
-    torch.manual_seed(0)
-    one, two = output(tr.train()), output(tr)
-    assert not torch.allclose(one, two, rtol=1e-3) and rates(tr) == {0.5}
+    assert differ(output(tr.train()), output(tr)) and rates(tr) == {0.5}
     lora.set_dropout(tr, 0)
     same(output(tr), kept)
     for rate in (0, 0.2):
@@ -66,32 +65,28 @@ def test_dropout_follows_the_configuration(tmp_path):
         assert rates(other) == {rate}, "the file has 0.5"
 
 
-# diffusers
+# saving and loading
 
 @pytest.mark.parametrize("variant, format, settings", [
     ("2511", "diffusers", dict(target_modules="all_linear", lora_alpha=0.3)), ("v1", "diffusers", dict(use_rslora=True, target_modules="attention_text")),
     ("2509", "diffusers", dict(use_dora=True)), ("2511", "comfyui", dict(target_modules="all_linear", use_rslora=True, r=16, lora_alpha=8))], ids=["alpha", "rslora", "dora", "comfyui"])
-def test_diffusers_pipeline_reads_the_same_adapter(variant, format, settings, tmp_path):
+def test_the_diffusers_pipeline_and_we_read_the_same_adapter(variant, format, settings, tmp_path):
     tr, pipe = trained(variant, **settings), copy.copy(pipeline(variant))
-    pipe.transformer = bare(variant)
-    plain = output(pipe.transformer)
-    pipe.load_lora_weights(str(tmp_path), weight_name=lora.save_lora(tr, tmp_path, format=format).name)
-    same(output(pipe.transformer), output(tr))
-    assert not torch.allclose(plain, output(tr), rtol=1e-2)
+    file, want, pipe.transformer = lora.save_lora(tr, tmp_path, format=format), output(tr), bare(variant)
+    assert differ(output(pipe.transformer), want)
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+    same(output(pipe.transformer), want)
+    same(output(loaded(file, variant)), want)
 
 
-# saving and loading
+def test_a_dora_warns_that_comfyui_ignores_it():
+    with pytest.warns(UserWarning, match="ComfyUI ignores the magnitudes"): trained(use_dora=True)
+
 
 def test_header_has_only_what_a_reader_needs(tmp_path):
     config = json.loads(file_of(lora.save_lora(trained(), tmp_path))[1]["lora_adapter_metadata"])
     assert config == {"transformer.r": 4, "transformer.lora_alpha": 6, "transformer.target_modules": ["to_k", "to_out.0", "to_q", "to_v"],
                       "transformer.rank_pattern": {}}, "diffusers 0.37 (Kaggle) requires rank_pattern"
-
-
-def test_dora_magnitudes_are_saved_and_loaded(tmp_path):
-    with pytest.warns(UserWarning, match="ComfyUI ignores the magnitudes"): tr, other = trained(use_dora=True), bare()
-    lora.load_lora(other, lora.save_lora(tr, tmp_path))
-    same(output(other), output(tr))
 
 
 def test_ema_is_saved_instead_of_the_weights(tmp_path):
@@ -102,26 +97,23 @@ def test_ema_is_saved_instead_of_the_weights(tmp_path):
     assert lora_info(lora.save_lora(tr, tmp_path/"own", dict(weights="mine"), state=mean))["weights"] == "mine"
 
 
-def test_keys_are_pefts_inside_wrappers():
-    from peft import get_peft_model_state_dict
+def test_keys_are_the_same_inside_wrappers(): # that they are peft's is asserted in the notebook
     tr = trained(use_dora=True)
-    want = {f"transformer.{k}": t for k, t in get_peft_model_state_dict(tr, adapter_name="default").items()}
-    assert lora.lora_state(tr).keys() == want.keys()
+    want = lora.lora_state(tr).keys()
     tr.transformer_blocks[0] = torch.compile(tr.transformer_blocks[0]) # adds _orig_mod to every name
-    assert "transformer_blocks.0._orig_mod.attn.to_q.lora_A.default.weight" in dict(tr.named_parameters()) and lora.lora_state(tr).keys() == want.keys()
+    assert "transformer_blocks.0._orig_mod.attn.to_q.lora_A.default.weight" in dict(tr.named_parameters())
+    assert lora.lora_state(tr).keys() == want and f"transformer.{B0}.lora_magnitude_vector" in want
 
 
 def shard_and_compare(rank, world, path):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     dist.init_process_group("gloo", store=dist.FileStore(path, world), rank=rank, world_size=world)
     try:
-        tr, mesh = trained(), init_device_mesh("cpu", (world,))
+        tr, mesh = trained(), dist.device_mesh.init_device_mesh("cpu", (world,))
         want = lora.lora_state(tr)
-        for block in tr.transformer_blocks: fully_shard(block, mesh=mesh)
-        fully_shard(tr, mesh=mesh)
+        for part in (*tr.transformer_blocks, tr): fully_shard(part, mesh=mesh)
         assert all(isinstance(p, DTensor) for p in lora.lora_tensors(tr).values())
         got = lora.lora_state(tr)
         assert list(got) == list(want) and all(torch.equal(got[k], t) and not isinstance(got[k], DTensor) for k, t in want.items())
@@ -136,9 +128,9 @@ def test_a_sharded_adapter_is_gathered(world, tmp_path):
 
 def test_a_second_adapter_raises_no_false_alarm(capfd, recwarn, tmp_path):
     "diffusers searches the name `lora` in every adapter's keys."
-    tr = bare()
     lora.save_lora(trained(), tmp_path)
-    for name in ("default", "lora"): lora.load_lora(tr, tmp_path, name)
+    tr = loaded(tmp_path)
+    lora.load_lora(tr, tmp_path, "lora")
     assert "missing keys" not in capfd.readouterr().err and not [w for w in recwarn if "peft_config" in str(w.message)]
     assert set(tr.peft_config) == {"default", "lora"}
 
@@ -157,7 +149,6 @@ def test_unmerging_restores_every_bit(dtype, settings, tmp_path):
     assert sum(not torch.equal(t, before[k]) for k, t in tr.state_dict().items()) == len(adapted(tr)) and same_file(first, lora.save_lora(tr, tmp_path/"merged"))
     lora.unmerge_lora(tr), lora.unmerge_lora(tr)
     assert all(torch.equal(t, before[k]) for k, t in tr.state_dict().items())
-    same(output(tr), beside)
 
 
 def test_a_merged_adapter_is_never_applied_twice(tmp_path):
@@ -178,13 +169,11 @@ def test_only_named_adapters_are_active(tmp_path):
     one = output(tr)
     lora.load_lora(tr, lora.save_lora(trained(seed=2), tmp_path), "second")
     two = output(tr)
-    assert not torch.allclose(one, two, rtol=1e-2)
-    lora.use_loras(tr, {"default": 1.0})
-    same(output(tr), one)
-    assert not lora.lora_parameters(tr)
-    for weights, want in (({"second": 1.0}, two), ({"default": 0.0, "second": 1.0}, two), ({}, output(bare()))):
+    assert differ(one, two)
+    for weights, want in (({"default": 1.0}, one), ({"second": 1.0}, two), ({"default": 0.0, "second": 1.0}, two), ({}, output(bare()))):
         lora.use_loras(tr, weights)
         same(output(tr), want)
+        assert not lora.lora_parameters(tr)
     lora.load_lora(tr, tmp_path, "second") # active, although none was
     same(output(tr), two)
     lora.train_only(tr, "default")
@@ -195,27 +184,25 @@ def test_only_named_adapters_are_active(tmp_path):
 # starting from a LoRA
 
 def test_training_starts_from_a_file(tmp_path, capsys):
-    settings = dict(r=8, lora_alpha=3, target_modules="all_linear")
-    file, tr = lora.save_lora(trained(**settings), tmp_path), bare()
-    info = lora.start_lora(tr, LoraSection(r=4, pretrained_weight=str(file)))
+    source, tr = trained(r=8, lora_alpha=3, target_modules="all_linear"), bare()
+    info = lora.start_lora(tr, LoraSection(r=4, pretrained_weight=str(lora.save_lora(source, tmp_path))))
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "rank 8, alpha 3, 24 layers; these come from the file, not from `model.lora`" in printed
+    assert printed.count("\n") == 1 and "rank 8, alpha 3, 24 layers" in printed
     assert info["weights"] == "raw" and len(lora.lora_parameters(tr)) == 40 and len(lora.lora_tensors(tr)) == 48
-    same(output(tr), output(trained(**settings)))
+    same(output(tr), output(source))
     lora.assert_float32(tr)
 
 
 def test_without_a_file_a_new_adapter_or_the_loaded_one(tmp_path):
-    tr, again, loaded = bare(), bare(), bare()
-    assert lora.start_lora(tr, LoraSection(r=4), seed=5) == {}
-    same(output(tr), output(bare()))
-    lora.start_lora(again, LoraSection(r=4), seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(lora.lora_state(tr).values(), lora.lora_state(again).values(), strict=True))
-    lora.load_lora(loaded, lora.save_lora(trained(), tmp_path))
-    assert not lora.lora_parameters(loaded)
-    lora.start_lora(loaded, LoraSection(r=4))
-    same(output(loaded), output(trained()))
-    assert len(lora.lora_parameters(loaded)) == 16
+    one, two = bare(), bare()
+    for tr in (one, two): assert lora.start_lora(tr, LoraSection(r=4), seed=5) == {}
+    same(output(one), output(bare()))
+    same(lora.lora_state(one), lora.lora_state(two), 0, 0)
+    tr = loaded(lora.save_lora(trained(), tmp_path))
+    assert not lora.lora_parameters(tr)
+    lora.start_lora(tr, LoraSection(r=4))
+    same(output(tr), output(trained()))
+    assert len(lora.lora_parameters(tr)) == 16
 
 
 # refusals
@@ -228,9 +215,9 @@ def merge_fp8(tmp_path):
 
 
 REFUSALS = {
-    "another size": (lambda t: lora.load_lora(bare(), tensors_file(t, **pair(B0, n=128))), "is for 128 features, the layer has 96"),
-    "another model": (lambda t: lora.load_lora(bare(), tensors_file(t, **pair("transformer_blocks.77.attn.to_q"))), "there is no such layer"),
-    "a misspelt preset": (lambda t: lora.add_lora(bare(), LoraSection(target_modules="attention_all")), "matches no layer .*try attention, attention_text, all_linear"),
+    "another size": (lambda t: loaded(tensors_file(t, **pair(B0, n=128))), "is for 128 features, the layer has 96"),
+    "another model": (lambda t: loaded(tensors_file(t, **pair("transformer_blocks.77.attn.to_q"))), "there is no such layer"),
+    "a misspelt preset": (lambda t: trained(target_modules="attention_all"), "matches no layer .*try attention, attention_text, all_linear"),
     "nothing to merge": (lambda t: lora.merge_lora(bare()), "there is no adapter to merge"),
     "merging into stored fp8": (merge_fp8, "the base is quantized or sharded .*float8_e4m3fn"),
 }
