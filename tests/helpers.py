@@ -66,6 +66,20 @@ def adapters_close(a, b, rtol=1e-3, atol=1e-5):
     for k in a: torch.testing.assert_close(a[k], b[k], rtol=rtol, atol=atol, msg=lambda m: f"{k}: {m}")
 
 
+def random_lora(transformer, std=0.1):
+    "Gives a fresh adapter random weights, so that it has an effect; returns its transformer."
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for n, p in transformer.named_parameters():
+            if "lora_B" in n: p.copy_(torch.randn(p.shape, generator=g) * std)
+    return transformer
+
+
+def slow_except(everyday, cases):
+    "Values for `parametrize`: those of `cases` that are not in `everyday` are slow."
+    return [c if c in everyday else pytest.param(*(c if isinstance(c, tuple) else [c]), marks=pytest.mark.slow) for c in cases]
+
+
 def close_images(a, b, levels=1):
     "Two computed images are equal up to so many grey levels; rounding alone may change one."
     return a.shape == b.shape and np.abs(a.astype(int) - b).max() <= levels

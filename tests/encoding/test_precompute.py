@@ -1,5 +1,5 @@
 """What precompute costs, counted, and what happens if something fails."""
-import collections, importlib.util, threading, time
+import collections, threading, time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +17,10 @@ from qie_nb.encoding.precompute import precompute
 from qie_nb.encoding.vae import pixels_of
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
-from helpers import write_pairs
+import precompute as bench # benchmarks/precompute.py
+from helpers import slow_except, write_pairs
 from test_cache_costs import Counted
 from tiny_rig import random_image
-
-spec = importlib.util.spec_from_file_location("precompute_benchmark", Path(__file__).parents[2]/"benchmarks"/"precompute.py")
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
 
 
 # --- operations
@@ -34,14 +31,13 @@ def test_a_sample_needs_less_than_half_of_the_naive_operations(variant, naive, o
     assert o["ratio"] <= most and o["total"] == dict(naive=pytest.approx(naive * 1e12, rel=0.03), ours=pytest.approx(ours * 1e12, rel=0.04))
 
 
-@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", slow_except(["2511"], ["2511", "v1"]))
 def test_precompute_runs_what_the_benchmark_counts(variant, tmp_path):
     "Per sample: vision tower once, VAE once per image, one pass for the prefix, the caption and the empty prompt each; no language head."
-    dataset = data_set(write_pairs(tmp_path/"set", ((64, 48),)), tmp_path/"cache", variant)
-    encoder = Encoder(Components(str(tiny_folder(variant))), dataset.cache)
-    te, seen, passes = encoder.components.get("text_encoder"), [], []
-    encoder.components.get("vae").encoder.register_forward_pre_hook(lambda *a: seen.append("vae"))
-    for name, m in dict(vision=te.model.visual, head=te.lm_head).items(): m.register_forward_pre_hook(lambda *a, name=name: seen.append(name))
+    dataset = data_set(write_pairs(tmp_path/"set", ((64, 48),)), tmp_path/"cache")
+    encoder = encoder_of(dataset, variant)
+    te, vae, seen, passes = encoder.components.get("text_encoder"), encoder.components.get("vae"), [], []
+    for name, m in dict(vae=vae.encoder, vision=te.model.visual, head=te.lm_head).items(): m.register_forward_pre_hook(lambda *a, name=name: seen.append(name))
     te.model.language_model.layers[0].register_forward_pre_hook(lambda m, a: passes.append(a[0].shape[1]))
     precompute(dataset, encoder)
     assert collections.Counter(seen) == dict(vae=2, vision=1) and len(passes) == 3 and max(passes[1:]) < passes[0]
@@ -58,20 +54,20 @@ def test_the_batch_size_fits_beside_the_encoders(free, loaded, batch, monkeypatc
 
 
 # --- the job
-SETTINGS = dict(image_size=[64, 64], use_cache=True, caption_dropout_rate=0.1)
-
-def data_set(root, cache, variant="2511", **kw): return ImageDataset(dict(dataset_path=str(root), cache_dir=str(cache)) | SETTINGS | kw)
+def data_set(root, cache, **kw):
+    return ImageDataset(dict(dataset_path=str(root), cache_dir=str(cache), image_size=[64, 64], use_cache=True, caption_dropout_rate=0.1) | kw)
+def encoder_of(dataset, variant="2511", **kw): return Encoder(Components(str(tiny_folder(variant))), dataset.cache, **kw)
 def run(root, cache, prefetch=4, strict=False, **kw):
     dataset = data_set(root, cache, strict=strict)
-    return precompute(dataset, Encoder(Components(str(tiny_folder("2511"))), dataset.cache, **kw), prefetch=prefetch)
-def files(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*.safetensors"))}
-def tensors(folder):
-    cache = EmbeddingCacheManager(folder)
-    return {(kind, key): cache.load_cache(kind, key) for _, kind, key, _ in cache.entries()}
-def assert_same_entries(a, b):
-    a, b = tensors(a), tensors(b)
-    assert a.keys() == b.keys()
-    for k in a: torch.testing.assert_close(a[k], b[k], rtol=1e-4, atol=1e-4)
+    return precompute(dataset, encoder_of(dataset, **kw), prefetch=prefetch)
+def files(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*.safetensors")}
+def assert_same_entries(*folders):
+    caches = [EmbeddingCacheManager(folder) for folder in folders]
+    a, b = ({(kind, key): cache.load_cache(kind, key) for _, kind, key, _ in cache.entries()} for cache in caches)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end: time.sleep(0.001)
 
 
 @pytest.fixture
@@ -92,22 +88,26 @@ def decoded(monkeypatch):
     return count
 
 
-def test_entries_do_not_depend_on_prefetch(root, tmp_path, monkeypatch):
-    orders, real, order = [], EmbeddingCacheManager.save_cache, []
+@pytest.fixture
+def stored(monkeypatch):
+    "Entries as they are stored, in order."
+    real, order = EmbeddingCacheManager.save_cache, []
     monkeypatch.setattr(EmbeddingCacheManager, "save_cache", lambda self, kind, key, *a: (real(self, kind, key, *a), order.append((kind, key)))[0])
+    return order
+
+
+def test_entries_do_not_depend_on_prefetch(root, tmp_path, stored):
     for prefetch in (0, 4):
-        order.clear()
         report = run(root, tmp_path/str(prefetch), prefetch, batch_size=2)
-        assert (report.encoded, report.tensors, report.skipped) == (6, len(order), [])
-        orders.append(list(order))
-    assert orders[0] == orders[1]
+        assert (report.encoded, report.skipped) == (6, [])
+    assert len(stored) == 2 * report.tensors and stored[:report.tensors] == stored[report.tensors:]
     assert_same_entries(tmp_path/"0", tmp_path/"4")
 
 
 def test_encode_sample_stores_what_precompute_stores(root, tmp_path):
     run(root, tmp_path/"cache")
     lazy = data_set(root, tmp_path/"lazy")
-    encoder = Encoder(Components(str(tiny_folder("2511"))), lazy.cache)
+    encoder = encoder_of(lazy)
     lazy.cache.add_identity(encoder.identity), lazy.refresh()
     given = [encoder.encode_sample(lazy, i) for i in range(6)]
     assert_same_entries(tmp_path/"lazy", tmp_path/"cache")
@@ -115,7 +115,7 @@ def test_encode_sample_stores_what_precompute_stores(root, tmp_path):
     assert all(torch.equal(t, encoder.encode_sample(lazy, i)[n]) for i in range(6) for n, t in given[i].items()) and encoder.calls == calls
 
 
-@pytest.mark.parametrize("prefetch", [4, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prefetch", slow_except([4], [4, 0]))
 def test_each_image_is_decoded_once(prefetch, tmp_path, decoded, monkeypatch):
     monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home")), monkeypatch.setattr("qie_nb.core.files._MIN_AGE", -10.) # file facts are kept at once
     root = write_pairs(tmp_path/"set", ((48, 32),) * 7)
@@ -130,8 +130,7 @@ def test_each_image_is_decoded_once(prefetch, tmp_path, decoded, monkeypatch):
 def test_images_are_read_while_the_encoders_work(root, tmp_path, monkeypatch, decoded):
     came, real = [], Encoder._encode_latents
     def latents(self, *a):
-        end = time.monotonic() + 20
-        while len(decoded) < 8 and not came and time.monotonic() < end: time.sleep(0.001)
+        wait_until(lambda: len(decoded) >= 8 or came)
         came.append(len(decoded))
         return real(self, *a)
     monkeypatch.setattr(Encoder, "_encode_latents", latents)
@@ -142,9 +141,11 @@ def test_an_image_replaced_after_prefetch_is_read_again(root, tmp_path, monkeypa
     real, done = Encoder._encode_latents, []
     path = root/"control_images"/"0003.png"
     def latents(self, *a):
-        end = time.monotonic() + 20
-        while not done and not decoded[repr(str(path))] and time.monotonic() < end: time.sleep(0.001)
-        if not done: time.sleep(0.05); done.append(decoded[repr(str(path))]); random_image(Image.open(path).size, 99).save(path)
+        wait_until(lambda: done or decoded[repr(str(path))])
+        if not done:
+            time.sleep(0.05)
+            done.append(decoded[repr(str(path))])
+            random_image(Image.open(path).size, 99).save(path)
         return real(self, *a)
     with monkeypatch.context() as mp:
         mp.setattr(Encoder, "_encode_latents", latents)
@@ -154,8 +155,7 @@ def test_an_image_replaced_after_prefetch_is_read_again(root, tmp_path, monkeypa
 
 
 def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
-    real = qie_nb.data.samples.open_image
-    def opened(source, name=None):
+    def opened(source, name=None, real=qie_nb.data.samples.open_image):
         if name.endswith("control_images/0003.png'"): raise ValueError(f"image {name} cannot be read")
         return real(source, name)
     monkeypatch.setattr(qie_nb.data.samples, "open_image", opened)
@@ -164,7 +164,7 @@ def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
     assert len(files(tmp_path/"cache")) == 5 * 7
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strict", slow_except([False], [False, True]))
 def test_a_nan_skips_its_own_sample(strict, root, tmp_path, monkeypatch):
     real, dataset = Encoder.images, data_set(root, tmp_path/"other")
     vae = Components(str(tiny_folder("2511"))).get("vae")
@@ -195,7 +195,7 @@ def test_a_lock_is_held_until_its_entries_are_stored(root, tmp_path, monkeypatch
         assert held[-1] == dataset.keys(names[-1])["prompt_prefix"].key if kind == "prompt_prefix" else held
         return real(self, kind, key, tensor, parts, prefix)
     dataset, names = data_set(root, tmp_path/"cache"), []
-    encoder = Encoder(Components(str(tiny_folder("2511"))), dataset.cache)
+    encoder = encoder_of(dataset)
     encode = encoder.encode_missing
     encoder.encode_missing = lambda dataset, missing, inputs: (names.extend(missing), encode(dataset, missing, inputs))[1]
     monkeypatch.setattr("qie_nb.encoding.precompute.file_lock", file_lock), monkeypatch.setattr(EmbeddingCacheManager, "save_cache", save)
@@ -229,12 +229,10 @@ def test_an_interrupt_leaves_whole_entries_and_no_threads(root, tmp_path, monkey
     assert report.tensors == 6 * 7 - len(there) and len(now) == 6 * 7 and all(now[k] == v for k, v in there.items())
 
 
-def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch):
-    real, stored = EmbeddingCacheManager.save_cache, []
-    def save(self, *a):
+def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored):
+    def save(*a, real=EmbeddingCacheManager.save_cache):
         if len(stored) == 10: raise DiskFull(28, "'x' is full")
-        stored.append(a[:2])
-        return real(self, *a)
+        return real(*a)
     monkeypatch.setattr(EmbeddingCacheManager, "save_cache", save)
     with pytest.raises(DiskFull, match="is full. The job still has .* MB to write; run it again to continue"): run(root, tmp_path/"cache")
     assert len(stored) == len(files(tmp_path/"cache")) == 10

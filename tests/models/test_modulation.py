@@ -1,4 +1,6 @@
 """The modulation table compared with the layers that it replaces."""
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from qie_nb.cache import EmbeddingCacheManager
-from qie_nb.config import make_config
+from qie_nb.config import LoraSection
 from qie_nb.lora.adapters import add_lora
 from qie_nb.models import loading, modulation
 from qie_nb.models.flow_matching import sample_sigmas
@@ -15,10 +17,16 @@ from qie_nb.models.modulation import ModulationTable, model_timesteps, training_
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
-
-from helpers import adapters_close, settings, small_areas
+from helpers import adapters_close, close_images, random_lora, settings, slow_except, small_areas
 
 FOLDER, TIMES = tiny_folder("v1")/"transformer", (0.1, 0.5)
+
+
+def trainer(root, tmp_path, name, variant="2511", train={}, **sections):
+    return QwenImageEditTrainer(settings(root, tmp_path, variant, train=dict(output_dir=str(tmp_path/name)) | train, **sections))
+
+
+def predicted(t, steps=2): return t.predict(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=steps, height=48, width=64)
 
 
 def table_for(folder, times, dtype=torch.float32, cache=None):
@@ -33,19 +41,14 @@ def transformers(variant, times, dtype=torch.float32):
     for on in (False, True):
         tr = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype)
         if on: use_modulation_table(tr, table_for(folder, model_timesteps([0., *times], dtype), dtype))
-        add_lora(tr, make_config(dict(model=dict(lora=dict(r=4, target_modules="all_linear")))).model.lora)
-        rng = torch.Generator().manual_seed(3)
-        for n, p in tr.named_parameters():
-            if "lora_B" in n: p.data.copy_(torch.randn(p.shape, generator=rng) * 0.05)
-        out.append(tr)
+        out.append(random_lora(add_lora(tr, LoraSection(r=4, target_modules="all_linear")), 0.05))
     return out
 
 
-def call(tr, timesteps, dtype=torch.float32, size=(4, 6), controls=((4, 4), (2, 6)), mask=None):
+def call(tr, timesteps, dtype=torch.float32, mask=None):
     rng, n = torch.Generator().manual_seed(1), len(timesteps)
-    shapes = [[(1, *s) for s in (size, *controls)]] * n
-    x, text = (torch.randn(n, k, 64, generator=rng).to(dtype) for k in (sum(a * b for a, b in (size, *controls)), 5))
-    return tr(x, text, mask, torch.tensor(timesteps).to(dtype) / 1000, shapes, return_dict=False)[0]
+    x, text = (torch.randn(n, k, 64, generator=rng).to(dtype) for k in (24 + 16 + 12, 5))
+    return tr(x, text, mask, torch.tensor(timesteps).to(dtype) / 1000, [[(1, 4, 6), (1, 4, 4), (1, 2, 6)]] * n, return_dict=False)[0]
 
 
 def gradients(tr, loss):
@@ -54,8 +57,7 @@ def gradients(tr, loss):
     return {n: p.grad.clone() for n, p in tr.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("variant, checkpointing", [("v1", True), ("2511", False), *(pytest.param(*c, marks=pytest.mark.slow)
-                                                    for c in (("v1", False), ("2511", True), ("2509", True)))])
+@pytest.mark.parametrize("variant, checkpointing", slow_except([("v1", True), ("2511", False)], [*itertools.product(("v1", "2509", "2511"), (True, False))]))
 def test_outputs_and_gradients_are_those_of_the_layers(variant, checkpointing):
     times = [20., 731., 1000.]
     plain, ours = transformers(variant, times)
@@ -70,7 +72,7 @@ def test_outputs_and_gradients_are_those_of_the_layers(variant, checkpointing):
     for n in ga: assert (ga[n] - gb[n]).norm() <= 3e-5 * ga[n].norm(), n
 
 
-@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", slow_except(["2511"], ["2511", "v1"]))
 def test_bfloat16_rows_differ_from_the_layers_by_one_rounding(variant):
     times = [20., 731., 1000.]
     plain, ours = transformers(variant, times, torch.bfloat16)
@@ -84,7 +86,7 @@ def test_bfloat16_rows_differ_from_the_layers_by_one_rounding(variant):
         assert ((own - rows[:, 12 * n:12 * n + 12]).abs() <= 2**-7 * own.abs() + 1e-30).all()
 
 
-@pytest.mark.parametrize("variant", ["2511", pytest.param("v1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", slow_except(["2511"], ["2511", "v1"]))
 def test_a_diffusers_pipeline_runs_on_a_table(variant):
     pipe, times = tiny_pipeline(variant), []
     run = lambda: pipe(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=3, height=48, width=64, true_cfg_scale=4.,
@@ -110,16 +112,14 @@ def test_other_timesteps_get_the_nearest_row_with_one_message(capsys):
     assert said.startswith("timestep 440 is not in the modulation table; the nearest, 500, is used") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("variant, first, second", [("2511", True, False), *(pytest.param(*c, marks=pytest.mark.slow)
-                                                    for c in (("v1", False, True), ("2509", True, False), ("2511", False, True)))])
-def test_a_run_may_change_to_the_table_and_back(variant, first, second, pairs, tmp_path):
+@pytest.mark.parametrize("variant, first", slow_except([("2511", True)], [("2511", True), ("v1", False), ("2509", True), ("2511", False)]))
+def test_a_run_may_change_to_the_table_and_back(variant, first, pairs, tmp_path):
     root = pairs()
     def run(name, on, **train):
-        return QwenImageEditTrainer(settings(root, tmp_path, variant, train=dict(output_dir=str(tmp_path/name), num_epochs=2, save_interval=1, **train),
-                                             optimizer=dict(eps=1e-5), model=dict(modulation_table=on))).fit()
+        return trainer(root, tmp_path, name, variant, train, optimizer=dict(eps=1e-5), model=dict(modulation_table=on)).fit()
     run("across", first, max_train_steps=1, save_steps=1)
-    t = run("across", second, resume_checkpoint="latest", max_train_steps=2)
-    assert (t.modulation_table is not None) == second
+    t = run("across", not first, resume_checkpoint="latest", max_train_steps=2)
+    assert (t.modulation_table is None) == first
     adapters_close(run("off", False, max_train_steps=2), t, rtol=1e-4)
 
 
@@ -142,12 +142,10 @@ def computed(monkeypatch):
 
 def test_a_table_is_computed_once(pairs, tmp_path, computed):
     root = pairs()
-    def run(name, **cache):
-        return QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/name), max_train_steps=1), cache=cache)).fit()
+    run = lambda name, **cache: trainer(root, tmp_path, name, train=dict(max_train_steps=1), cache=cache).fit()
     run("first")
     assert computed == [0, 1] * 2 # timestep 0 of 2511, and training's own
     run("second")
-    assert computed == [0, 1] * 2
     EmbeddingCacheManager(tmp_path/"cache").pack(tmp_path/"packed")
     t = run("packed cache", cache_dir=[str(tmp_path/"packed"), str(tmp_path/"fresh")])
     assert computed == [0, 1] * 2 and len(t.modulation_table.index) == 1001
@@ -172,11 +170,10 @@ def test_an_interrupted_table_continues(tmp_path, monkeypatch, computed):
     def stop(weights, block, *a):
         if block: raise KeyboardInterrupt
         return real(weights, block, *a)
-    with monkeypatch.context() as mp:
-        mp.setattr(modulation, "block_rows", stop)
-        with pytest.raises(KeyboardInterrupt): table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
+    again = lambda: table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
+    with monkeypatch.context() as mp, pytest.raises(KeyboardInterrupt): mp.setattr(modulation, "block_rows", stop), again()
     assert computed == [0]
-    table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
+    again()
     assert computed == [0, 1]
 
 
@@ -196,67 +193,59 @@ def test_the_cache_is_enough_without_weights(tmp_path):
 # --- with and without
 def test_an_adapter_on_the_modulation_needs_the_layers(pairs, tmp_path, capsys):
     root = pairs()
-    def trainer(name, **model):
-        return QwenImageEditTrainer(settings(root, tmp_path, train=dict(output_dir=str(tmp_path/name), max_train_steps=1), model=model))
-    for n, target in enumerate((["linear_2"], r".*_mod\.1")):
-        t = trainer(str(n), lora=dict(r=2, target_modules=target)).set_lora()
+    make = lambda name, **model: trainer(root, tmp_path, name, train=dict(max_train_steps=1), model=model)
+    for target in (["linear_2"], r".*_mod\.1"):
+        t = make("refused", lora=dict(r=2, target_modules=target)).set_lora()
         assert t.modulation_table is None and "no modulation table: `model.lora.target_modules` names " in capsys.readouterr().out
-    lora = trainer("save", lora=dict(r=2, target_modules=["to_q", "img_mod.1"])).fit().save_lora(tmp_path/"lora")
-    training = trainer("plain").fit()
+    lora = make("save", lora=dict(r=2, target_modules=["to_q", "img_mod.1"])).fit().save_lora(tmp_path/"lora")
+    training = make("plain").fit()
     plain = training.save_lora(tmp_path/"plain_lora")
-    with pytest.raises(ValueError, match="the adapter has .*img_mod.*has only the table"):
-        training.load_lora(lora, "second")
+    with pytest.raises(ValueError, match="the adapter has .*img_mod.*has only the table"): training.load_lora(lora, "second")
     assert list(training.active_adapters()) == ["default"]
-    on = trainer("on", modulation_table=True)
+    on, alone = (make(name, modulation_table=True) for name in ("on", "alone"))
     on.load_loras([dict(path=str(plain), name="first")])
     assert on.modulation_table is not None
-    on.load_lora(lora, "second")
-    assert on.modulation_table is None and set(on.transformer.peft_config) == {"first", "second"} and list(on.active_adapters()) == ["second"]
-    alone, without = trainer("alone", modulation_table=True), trainer("without", modulation_table=False)
-    for t in (alone, without): t.load_lora(lora, "second")
-    assert alone.modulation_table is None
-    a, b = (t.predict(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=2).astype(int) for t in (on, without))
-    assert abs(a - b).max() <= 1
-    assert trainer("start", lora=dict(r=2, pretrained_weight=str(lora))).set_lora().modulation_table is None
+    without = make("without", modulation_table=False)
+    for t in (on, alone, without): t.load_lora(lora, "second")
+    assert on.modulation_table is alone.modulation_table is None
+    assert set(on.transformer.peft_config) == {"first", "second"} and list(on.active_adapters()) == ["second"]
+    assert close_images(predicted(on), predicted(without))
+    assert make("start", lora=dict(r=2, pretrained_weight=str(lora))).set_lora().modulation_table is None
 
 
 def test_predict_computes_the_rows_of_its_schedule_or_uses_the_nearest(pairs, tmp_path, capsys, computed):
     root = pairs()
-    t = QwenImageEditTrainer(settings(root, tmp_path, train=dict(max_train_steps=2))).fit()
-    ask = lambda t, steps=3: t.predict(Image.new("RGB", (64, 48), "red"), "make it blue", num_inference_steps=steps, height=48, width=64)
-    off = QwenImageEditTrainer(settings(root, tmp_path))
+    t, off = trainer(root, tmp_path, "on", train=dict(max_train_steps=2)).fit(), trainer(root, tmp_path, "off")
     off.load_lora(t.save_lora(tmp_path/"lora"))
-    want, computed[:] = ask(off).astype(int), []
-    assert abs(ask(t).astype(int) - want).max() <= 1 and computed == [0, 1]
-    ask(t)
+    want, computed[:] = predicted(off, 3), []
+    assert close_images(predicted(t, 3), want) and computed == [0, 1]
+    predicted(t, 3)
     assert computed == [0, 1] and "nearest" not in capsys.readouterr().out
     t.modulation_table.folder = t.modulation_table.cache = None # as in a copy without modulation layers
-    ask(t, 4)
+    predicted(t, 4)
     assert "is not in the modulation table" in capsys.readouterr().out
 
 
 def test_precompute_makes_the_table_and_the_configured_schedules(pairs, tmp_path, computed):
-    c = settings(pairs(), tmp_path, model=dict(modulation_table_steps=[3, 5]))
-    trainer = lambda: QwenImageEditTrainer(c)
-    t = trainer()
+    root = pairs()
+    t, again = (trainer(root, tmp_path, "out", model=dict(modulation_table_steps=[3, 5])) for _ in range(2))
     table = t.cache_modulation()
     for steps in (3, 5):
         schedule = sampling_schedule(t.components.get("scheduler"), steps, 4 * 4)
         assert not table.missing(model_timesteps(schedule.timesteps, torch.float32))
     assert "transformer" not in t.components.built
     computed.clear()
-    trainer().cache_modulation()
+    again.cache_modulation()
     assert not computed
 
 
 def test_continuous_timesteps_use_the_nearest_row_with_one_message(pairs, tmp_path, capsys):
-    QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(continuous_timesteps=True, max_train_steps=2))).fit()
+    trainer(pairs(), tmp_path, "out", train=dict(continuous_timesteps=True, max_train_steps=2)).fit()
     out = capsys.readouterr().out
     assert out.count("nearest of the modulation table's 1001 timesteps") == 1 and "is not in the modulation table" not in out
     assert any(not (s * 1000).is_integer() for s in sample_sigmas(range(9), steps=None).tolist())
 
 
-@pytest.mark.parametrize("quantize", ["qint8", pytest.param("fp8_storage", marks=pytest.mark.slow)])
-def test_a_quantized_model_runs_on_a_table(quantize, pairs, tmp_path):
-    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=2), model=dict(quantize=quantize))).fit()
+def test_a_quantized_model_runs_on_a_table(pairs, tmp_path): # other quantizations: test_quantize.py
+    t = trainer(pairs(), tmp_path, "out", train=dict(max_train_steps=2), model=dict(quantize="qint8")).fit()
     assert t.modulation_table is not None and torch.isfinite(t.state.loss) and not [n for n, _ in t.transformer.named_parameters() if "_mod." in n]
