@@ -1,7 +1,7 @@
 """LoRA files: formats, ComfyUI's rules, round trips, the hub, refusals."""
 from unittest import mock
 
-import huggingface_hub
+import huggingface_hub, huggingface_hub.errors
 import pytest
 import torch
 
