@@ -36,10 +36,6 @@ def trainer_of(variant="2511", **sections):
 def edit(t, n=1, scale=4.0, **kw): return t.predict(images(n), "make it blue", "grey", 2, scale, 48, 64, 3, **kw)
 
 
-def edit_math(*args, **kw):
-    with sdpa_kernel(SDPBackend.MATH): return edit(*args, **kw)
-
-
 def assert_close(a, b, levels=1): assert a.shape == b.shape and np.abs(a.astype(int) - b.astype(int)).max() <= levels
 
 

@@ -15,16 +15,17 @@ from qie_nb.devices import distributed, model_parallel
 from qie_nb.devices.model_parallel import ModelParallelLoader, check_model_parallel, enable_model_parallel, split_blocks, weight_placement
 from qie_nb.models import components
 from qie_nb.models.loading import load_quantized
-from qie_nb.models.modulation import ModulationTable, use_modulation_table
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.optimizer import EMA, guarded_step, make_optimizer
 
 from fake_devices import Numbers
 from helpers import settings
-from test_block_swap import adapted, base, call
+from small_transformer import base, call
+from test_block_swap import checkpointed, slow, with_table
 
 LAYERS = 2
 FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")
+TWO = dict(model_parallel_devices=["cuda:0", "cuda:1"])
 
 
 class Counted(Numbers):
@@ -35,23 +36,17 @@ class Counted(Numbers):
         return out
 
 
-def plain_adamw(params, fused=None, real=torch.optim.AdamW, **kw): return real(params, **kw, fused=False, foreach=False)
-
-
 @contextmanager
 def fake_gpus():
+    def numpy(t, real=torch.Tensor.numpy):
+        assert t.device.type == "cpu"
+        with _disable_current_modes(): return real(getattr(t, "numbers", t))
     mode = Counted(allow_non_fake_inputs=True)
     mode.worked, mode.moved = set(), []
     with pytest.MonkeyPatch.context() as mp, sdpa_kernel(SDPBackend.MATH), mode:
-        mp.setattr(torch.optim, "AdamW", plain_adamw) # fused ones do not know this device
         mp.setattr(torch.Tensor, "numpy", numpy)
         mp.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: "cpu") # whose random state it keeps
         yield mode
-
-
-def numpy(t, real=torch.Tensor.numpy):
-    assert t.device.type == "cpu"
-    with _disable_current_modes(): return real(getattr(t, "numbers", t))
 
 
 def fake(mode, t, device):
@@ -72,51 +67,45 @@ def distribute(mode, tr, placement):
                 new.numbers = f.numbers
         for k, b in m._buffers.items():
             if b is not None: m._buffers[k] = fake(mode, b, placement.device(f"{name}.{k}"))
-    return tr
-
-
-def with_table(tr, folder):
-    base(layers=LAYERS).save_pretrained(folder)
-    table = ModulationTable("a digest", torch.float32, LAYERS, folder)
-    table.make((0., 0.5))
-    return use_modulation_table(tr, table)
 
 
 def inputs():
     g = torch.Generator().manual_seed(1)
     x, text = torch.randn(1, 40, 64, generator=g), torch.randn(1, 5, 64, generator=g)
     return dict(hidden_states=x, encoder_hidden_states=text, encoder_hidden_states_mask=torch.tensor([[True] * 4 + [False]]),
-                timestep=torch.tensor([0.5]), img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False)
-
-
-def step(tr, optimizer, ema, given, target):
-    "A step of the trainer: loss, backward, clip, a guarded optimizer step, EMA (whose values are not computed here)."
-    loss = (tr(**given)[0] - target).square().mean()
-    loss.backward()
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
-    ok = torch.isfinite(norm) & torch.isfinite(loss)
-    guarded_step(optimizer, ok)
-    ema.update(ok)
-    optimizer.zero_grad(set_to_none=True)
-    return loss, norm
+                timestep=torch.tensor([0.5]), img_shapes=[[(1, 4, 6), (1, 4, 4)]], return_dict=False), torch.zeros(1, 40, 64)
 
 
 def trained(tr): return [p for p in tr.parameters() if p.requires_grad]
 
 
-def tools(tr, name="adamw"): return make_optimizer(trained(tr), make_config(dict(optimizer=dict(name=name, lr=1e-3, weight_decay=0.1))).optimizer), EMA(trained(tr), 0.9)
+def steps(tr, count, name, given, target):
+    "Some steps of the trainer: loss, backward, clip, a guarded optimizer step, EMA. Returns losses and norms."
+    with pytest.MonkeyPatch.context() as mp: # fused optimizers do not know the fake devices
+        mp.setattr(torch.optim, "AdamW", lambda params, fused=None, real=torch.optim.AdamW, **kw: real(params, **kw, fused=False, foreach=False))
+        optimizer, ema = make_optimizer(trained(tr), make_config(dict(optimizer=dict(name=name, lr=1e-3, weight_decay=0.1))).optimizer), EMA(trained(tr), 0.9)
+    out = []
+    for _ in range(count):
+        loss = (tr(**given)[0] - target).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+        ok = torch.isfinite(norm) & torch.isfinite(loss)
+        guarded_step(optimizer, ok)
+        ema.update(ok)
+        optimizer.zero_grad(set_to_none=True)
+        out += [getattr(t, "numbers", t).item() for t in (loss, norm)]
+    return out
 
 
 def made(tmp_path, table=True):
     tr = base(layers=LAYERS)
-    return adapted(with_table(tr, tmp_path/"tr") if table else tr)
+    return checkpointed(with_table(tr, tmp_path/"tr") if table else tr)
 
 
-def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, optimizer="adamw"):
+def run(tmp_path, count=1, table=True, spoil=lambda tr: None, optimizer="adamw"):
     "Losses, norms and adapters after some steps on fake devices, and what was moved."
     with torch.random.fork_rng(): tr = made(tmp_path, table)
-    placement, given, target = ModelParallelLoader([FIRST, SECOND]), inputs(), torch.zeros(1, 40, 64)
+    placement, (given, target) = ModelParallelLoader([FIRST, SECOND]), inputs()
     placement.prepare(tr)
     if table: # rows come from the CPU
         rows = tr.lookup.table.rows
@@ -124,36 +113,22 @@ def run(tmp_path, steps=1, table=True, spoil=lambda tr: None, optimizer="adamw")
             with _disable_current_modes(): return rows(times)
         tr.lookup.choose = lambda timestep, device: setattr(tr.lookup, "rows", put(real([0.5, 0.])))
     with fake_gpus() as mode:
-        put = lambda t: fake(mode, t, FIRST)
+        put = lambda t: fake(mode, t, FIRST) if torch.is_tensor(t) else t
         distribute(mode, tr, placement)
         enable_model_parallel(tr, placement.blocks)
         spoil(tr)
-        adam, ema = tools(tr, optimizer)
-        given, target = {k: put(x) if torch.is_tensor(x) else x for k, x in given.items()}, put(target)
-        out = []
-        for _ in range(steps):
-            out += [t.numbers.item() for t in step(tr, adam, ema, given, target)]
-        devices = {p.device for p in trained(tr)}
-        return out, [p.numbers for p in trained(tr)], mode.moved, devices, tr
-
-
-def expected(tmp_path, steps=1, table=True, optimizer="adamw"):
-    tr = made(tmp_path, table)
-    with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(torch.optim, "AdamW", plain_adamw)
-        adam, ema = tools(tr, optimizer)
-    with sdpa_kernel(SDPBackend.MATH):
-        out = [t.item() for _ in range(steps) for t in step(tr, adam, ema, inputs(), torch.zeros(1, 40, 64))]
-    return out, [p.detach() for p in trained(tr)]
+        out = steps(tr, count, optimizer, {k: put(x) for k, x in given.items()}, put(target))
+        return out, [p.numbers for p in trained(tr)], mode.moved, {p.device for p in trained(tr)}
 
 
 # --- steps
-@pytest.mark.parametrize("table, optimizer", [(True, "adamw"), pytest.param(False, "adafactor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("table, optimizer", [(True, "adamw"), slow(False, "adafactor")])
 def test_steps_over_two_devices_are_the_same_and_shared_tensors_are_moved_once(table, optimizer, tmp_path):
-    out, weights = expected(tmp_path, 2, table=table, optimizer=optimizer)
-    got, ours, moved, devices, tr = run(tmp_path, 2, table=table, optimizer=optimizer)
+    plain = made(tmp_path, table)
+    with sdpa_kernel(SDPBackend.MATH): out = steps(plain, 2, optimizer, *inputs())
+    got, ours, moved, devices = run(tmp_path, 2, table, optimizer=optimizer)
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-7)
-    for a, b in zip(ours, weights, strict=True): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for a, b in zip(ours, trained(plain), strict=True): torch.testing.assert_close(a, b.detach(), rtol=1e-4, atol=1e-6)
     assert devices == {FIRST, SECOND}
     tokens, there, back = (1, 40, 64), ("lazy:0", "lazy:1"), ("lazy:1", "lazy:0")
     if table: assert moved.count((*there, (2, 1 + 12 * LAYERS, 64))) == 2, "time embedding and rows, once a step"
@@ -168,24 +143,23 @@ def test_a_missing_move_raises(tmp_path):
 
 def test_a_skipped_step_changes_neither_device(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "isfinite", lambda t: t != t)
-    before = [p.detach() for p in trained(made(tmp_path))]
     _, ours, *_ = run(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, trained(made(tmp_path)), strict=True))
 
 
 # --- loading
-@pytest.mark.parametrize("kind", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["nf4", slow(None)])
 def test_each_weight_is_read_to_its_own_device(kind, tmp_path, monkeypatch):
     base(layers=LAYERS).save_pretrained(tmp_path/"tr", max_shard_size="200KB")
     monkeypatch.setattr(model_parallel, "enable_model_parallel", lambda tr, blocks: tr) # everything is on the CPU here
     placement, seen = ModelParallelLoader(["cpu", "meta"]), {}
     plain = placement.device
     placement.device = lambda name: (seen.setdefault(name, str(plain(name))), torch.device("cpu"))[1]
-    tr = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
-    with torch.no_grad(): torch.testing.assert_close(call(tr), call(load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind)), rtol=1e-4, atol=1e-5)
-    on = {n: d for n, d in seen.items() if n.endswith("weight")}
-    assert on["transformer_blocks.0.attn.to_q.weight"] == "cpu" == on["img_in.weight"] == on["txt_in.weight"]
-    assert {on[f"transformer_blocks.{n}.attn.to_q.weight"] for n in range(1, LAYERS)} == {"meta"} == {on["norm_out.linear.weight"], on["proj_out.weight"]}
+    ours, one = (load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=p) for p in (placement, None))
+    with torch.no_grad(): torch.testing.assert_close(call(ours), call(one), rtol=1e-4, atol=1e-5)
+    on = {n.removesuffix(".weight"): d for n, d in seen.items()}
+    assert on["transformer_blocks.0.attn.to_q"] == on["img_in"] == on["txt_in"] == "cpu"
+    assert on["transformer_blocks.1.attn.to_q"] == on["norm_out.linear"] == on["proj_out"] == "meta"
 
 
 def test_blocks_are_split_by_bytes():
@@ -201,9 +175,9 @@ def test_blocks_are_split_by_bytes():
     (dict(model_parallel_devices=["cuda:0"]), "must be at least two different GPUs, got \\['cuda:0'\\]"),
     (dict(model_parallel_devices=["cuda:0", "cuda"]), "must be at least two different GPUs"),
     (dict(model_parallel_devices=["cuda:0", "cuda:7"]), "'cuda:7' does not exist here"),
-    (dict(model_parallel_devices=["cuda:0", "cuda:1"], device="cuda:1"), "`train.device` must be auto or cuda:0, .* got cuda:1; set it to auto"),
-    (dict(model_parallel_devices=["cuda:0", "cuda:1"], distributed="fsdp"), "needs a single process"),
-    (dict(model_parallel_devices=["cuda:0", "cuda:1"], blocks_to_swap=True), "`train.blocks_to_swap` is incompatible with")])
+    (TWO | dict(device="cuda:1"), "`train.device` must be auto or cuda:0, .* got cuda:1; set it to auto"),
+    (TWO | dict(distributed="fsdp"), "needs a single process"),
+    (TWO | dict(blocks_to_swap=True), "`train.blocks_to_swap` is incompatible with")])
 def test_impossible_settings_raise(train, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=text): weight_placement(make_config(dict(train=train)), "cuda:0")
@@ -211,17 +185,18 @@ def test_impossible_settings_raise(train, text, monkeypatch):
 
 def test_several_processes_raise(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_model_parallel(train := make_config(dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"]))).train)
+    check_model_parallel(train := make_config(dict(train=TWO)).train)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start without `accelerate launch`"): check_model_parallel(train)
 
 
 def test_a_trainer_trains_and_moves_nothing(pairs, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="'cuda:0' does not exist here"): QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=["cuda:0", "cuda:1"], device="auto")))
+    make = lambda *devices: QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=devices, device="auto", max_train_steps=1)))
+    with pytest.raises(ValueError, match="'cuda:0' does not exist here"): make("cuda:0", "cuda:1")
     monkeypatch.setattr(model_parallel, "check_model_parallel", lambda train: None)
     for module in (components, model_parallel, distributed):
         if hasattr(module, "check_device"): monkeypatch.setattr(module, "check_device", lambda name: torch.device("cpu"))
-    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=["cpu", "cpu"], device="auto", max_train_steps=1)))
+    t = make("cpu", "cpu")
     t.fit()
     assert t.global_step == 1 and t.transformer.fixed == "on several GPUs"
     with pytest.raises(ValueError, match="on several GPUs cannot be moved"): t.transformer.to("meta")

@@ -5,11 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from counted_step import LiveBytes, count_step, empty_step, empty_transformer
 from qie_nb.config import make_config
 from qie_nb.devices.block_swap import SLOTS
+from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
@@ -23,7 +27,7 @@ from qie_nb.training.stopping import training_advice
 TINY = MemoryQuery(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, base_bytes=4)
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 ALL = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", *(f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")))
-BF16 = dict(base_bytes=2)
+BF16, EVERYTHING = dict(base_bytes=2), dict(batch=3, zero_cond=True, table=True, targets=ALL)
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 close = lambda planned, counted, within=0.03: abs(planned / counted - 1) <= within
 
@@ -54,13 +58,14 @@ def counted_saved(q):
 
 
 SAVED = dict(
-    float32={}, bfloat16=BF16, all_layers_adapter_bf16=dict(targets=ALL, base_bytes=2, adapter_bytes=2), one_layer=dict(targets=r"transformer_blocks\.1\.attn\.to_q"), batch_all=dict(batch=3, zero_cond=True, table=True, targets=ALL) | BF16,
-    modulation_too=dict(targets=("img_mod.1", "txt_mod.1", "to_q"), zero_cond=True) | BF16, dora=dict(dora=True) | BF16, dropout=dict(dropout=0.1) | BF16,
-    checkpointing=dict(checkpointing=True, table=True, batch=2, zero_cond=True) | BF16, flash=dict(kernel="flash") | BF16)
+    float32={}, bfloat16=BF16, all_layers_adapter_bf16=dict(targets=ALL, base_bytes=2, adapter_bytes=2), one_layer=dict(targets=r"transformer_blocks\.1\.attn\.to_q"),
+    everything=EVERYTHING | BF16, modulation_too=dict(targets=("img_mod.1", "txt_mod.1", "to_q"), zero_cond=True) | BF16, dora=dict(dora=True) | BF16, dropout=dict(dropout=0.1) | BF16,
+    checkpointing=dict(checkpointing=True, table=True, batch=2, zero_cond=True) | BF16, flash=dict(kernel="flash") | BF16, fp16_everything=dict(fp16=True) | EVERYTHING)
 RARE = dict(
-    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond_table=dict(zero_cond=True, table=True) | BF16, all_layers_bf16=dict(targets=ALL) | BF16, text_too=dict(targets=ALL[:8]) | BF16,
-    mlp_only=dict(targets=("img_mlp.net.2",)) | BF16, wider=dict(layers=5, dim=128, heads=2, text_dim=96, r=64), first=dict(targets=("img_in", "to_q")), dora_all=dict(dora=True, targets=ALL),
-    dropout_all=dict(dropout=0.1, targets=ALL), efficient=dict(kernel="efficient"))
+    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond_table=dict(zero_cond=True, table=True) | BF16, text_too=dict(targets=ALL[:8]) | BF16, mlp_only=dict(targets=("img_mlp.net.2",)) | BF16,
+    wider=dict(layers=5, dim=128, heads=2, text_dim=96, r=64), first=dict(targets=("img_in", "to_q")), dora_all=dict(dora=True, targets=ALL), dropout_all=dict(dropout=0.1, targets=ALL),
+    efficient=dict(kernel="efficient"), fp16=dict(fp16=True), fp16_out=dict(fp16=True, targets=("to_out.0",)), fp16_dropout=dict(fp16=True, dropout=0.1), fp16_dora=dict(fp16=True, dora=True),
+    fp16_checkpointing=dict(fp16=True, checkpointing=True, table=True))
 
 
 @pytest.mark.parametrize("case", [*SAVED, *map(slow, RARE)])
@@ -69,13 +74,14 @@ def test_saved_activations_match_autograd(case):
     assert close(saved_activations(q).bytes, counted_saved(q), 0.01)
 
 
-@pytest.mark.parametrize("kind", ["qfloat8", *map(slow, ("nf4", "qint8", "int8", "fp8_storage"))])
-def test_saved_activations_of_a_quantized_base(kind):
-    q = replace(TINY, quantization=kind, dim=128, heads=4, base_bytes=2, targets=ATTENTION)
-    tr = empty_transformer(q, "cpu")
+@pytest.mark.parametrize("kind, fp16", [("qfloat8", False), ("nf4", True), slow("qint8", True), *(slow(k, False) for k in ("nf4", "qint8", "int8", "fp8_storage"))])
+def test_saved_activations_of_a_quantized_base(kind, fp16):
+    q = replace(TINY, quantization=kind, dim=128, heads=4, base_bytes=4 if fp16 else 2, fp16=fp16)
+    tr = empty_transformer(replace(q, fp16=False), "cpu")
     for m in list(tr.modules()): # adapters have replaced the linear layers that the quantizer looks for
         if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
     quantize(tr, kind)
+    if fp16: enable_fp16(tr)
     loss, batch = empty_step(q, tr, "cpu")
     known = [t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p)]
     loss()
@@ -116,7 +122,7 @@ def test_adapter_gradient_and_optimizer_bytes(name, targets):
 # --- the peak of a step
 STEP = MemoryQuery(layers=5, text=250)
 FP16 = dict(base_bytes=4, fp16=True, kernel="efficient")
-PEAK = dict(recomputed={}, fp16_nothing_recomputed=FP16 | dict(checkpointing=False), nf4=dict(quantization="nf4"))
+PEAK = dict(recomputed={}, fp16=FP16, fp16_nothing_recomputed=FP16 | dict(checkpointing=False), nf4=dict(quantization="nf4"))
 RARE_PEAK = dict(adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, kernel="efficient"), zero_cond=dict(zero_cond=True), small=dict(target=1024, control=1024), all_layers=dict(targets=ALL),
                  fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1, kernel="cpu"), edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
 
@@ -155,9 +161,6 @@ def test_selective_checkpointing_saves_attention_too():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["bfloat16", "adapter_bf16", "zero_cond_table", "text_too"])
 def test_saved_activations_of_compiled_blocks(case):
-    from functorch.compile import min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
     q, found = replace(TINY, **(SAVED | RARE)[case], target=256, control=256), {}
     def forward(gm, example):
         out = next(n for n in gm.graph.nodes if n.op == "output").args[0]
