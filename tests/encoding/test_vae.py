@@ -52,15 +52,6 @@ def test_bfloat16_is_as_close_to_float32(stages):
     assert rms(error[False]) > 1e-3 and rms(error[True]) <= 1.1 * rms(error[False])
 
 
-def test_several_frames_use_the_3d_convolutions():
-    v, video = vae(3), torch.randn(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        z = v.encode(video).latent_dist.mode()
-        frames = v.decode(z).sample
-        with vae_2d(v): close(v.encode(video).latent_dist.mode(), z), close(v.decode(z).sample, frames)
-    assert z.shape[2] == 2
-
-
 def test_the_vae_is_restored_after_an_error():
     v, other = copy.deepcopy(vae(3)), vae(3)
     conv = v.encoder.conv_in

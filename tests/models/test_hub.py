@@ -20,12 +20,11 @@ NAME = "someone/model"
 class FolderHub:
     "Serves a folder, and has a cache; a disk of `size` bytes for everything that is downloaded or made."
     def __init__(self, served, root):
-        self.served, self.root, self.folder, self.size, self.got, self.deleted, self.peak = Path(served), root, root/"hub", None, [], [], 0
+        self.served, self.root, self.folder, self.size, self.got, self.deleted, self.peak = served, root, root/"hub", None, [], [], 0
     def used(self): return bytes_of(self.root, "*")
     def look(self): self.peak = max(self.peak, self.used())
     def free(self, path=None): return 10**15 if self.size is None else self.size - self.used()
-    def files(self, name, revision=None):
-        return "c" * 40, {p.relative_to(self.served).as_posix(): p.stat().st_size for p in self.served.rglob("*") if p.is_file()}
+    def files(self, name, revision=None): return "c" * 40, {n: len(data) for n, data in contents(self.served).items()}
     def has(self, name, path, commit): return (self.folder/path).is_file()
     def get(self, name, path, commit):
         if not self.has(name, path, commit):
@@ -34,7 +33,7 @@ class FolderHub:
             shutil.copy(self.served/path, self.folder/path)
             self.look()
         return self.folder/path
-    def release(self, path): self.deleted.append(str(path.relative_to(self.folder))), path.unlink()
+    def release(self, path): self.deleted.append(path.relative_to(self.folder).as_posix()), path.unlink()
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def hub(sharded, tmp_path, monkeypatch): # noqa: F811
 
 def weights(names): return [n for n in names if n.endswith(".safetensors")]
 def folders(names): return {n.split("/")[0] for n in names if "/" in n}
-def large(names): return sorted(n for n in weights(names) if n.split("/")[0] in ("transformer", "text_encoder"))
+def large(names): return sorted(n for n in weights(names) if n.startswith(("transformer", "text_encoder")))
 def bytes_of(folder, pattern="*.safetensors"): return sum(p.stat().st_size for p in Path(folder).rglob(pattern) if p.is_file())
 def nf4(**kw): return Components(NAME, quantize=dict(transformer="nf4"), **kw)
 
@@ -88,8 +87,8 @@ def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsy
     assert shards == sorted(hub.deleted) and len(shards) == 26, "each is downloaded once and deleted"
     made, small = hub.root/"home"/"models", sum((hub.folder/n).stat().st_size for n in hub.got if n not in shards)
     assert hub.peak <= bytes_of(made, "*") + small + max((hub.served/n).stat().st_size for n in shards) + bytes_of(made, "modulation/*")
-    out, got = capsys.readouterr().out, len(hub.got)
-    assert f"{NAME}: transformer is " in out and "in 13 files, the largest is model-000" in out and "each is deleted after it is quantized" in out
+    assert "each is deleted after it is quantized" in capsys.readouterr().out
+    got = len(hub.got)
     adapters_close(trainer(root, tmp_path, "hub", out="again", **quantized).fit(), local)
     assert len(hub.got) == got, "the next process uses the quantized copy"
 
@@ -100,7 +99,7 @@ def test_shards_are_deleted_if_the_disk_is_too_small(hub):
     hub.size = hub.used() + bytes_of(hub.served/"transformer") - 1
     assert model.deletes_shards("transformer") and not Components(NAME).deletes_shards("transformer") and not nf4(release=False).deletes_shards("transformer")
     made = model.folder_of("transformer")
-    assert hub.peak <= hub.size and not weights(p.name for p in (hub.folder/"transformer").iterdir()) and made.is_relative_to(hub.root/"home")
+    assert hub.peak <= hub.size and not list(hub.folder.glob("transformer/*.safetensors")) and made.is_relative_to(hub.root/"home")
     assert same_tensors(model.get("transformer"), Components(str(hub.served), quantize=dict(transformer="nf4")).get("transformer"))
 
 
@@ -116,7 +115,7 @@ def test_too_small_a_disk_is_refused_before_the_first_shard(quantization, senten
 
 @pytest.mark.slow
 def test_files_that_were_there_before_are_not_deleted(hub):
-    before = [f"transformer/{p.name}" for p in sorted((hub.served/"transformer").glob("*.safetensors"))[:4]]
+    before = [f"transformer/{p.name}" for p in (hub.served/"transformer").glob("*.safetensors")][:4]
     for n in before: hub.get(NAME, n, None)
     nf4(release=True).folder_of("transformer")
     assert all((hub.folder/n).is_file() for n in before) and len(hub.deleted) == 9
@@ -128,7 +127,7 @@ def test_a_killed_download_continues_and_downloads_nothing_twice(after, hub):
     hubs._hub_model.cache_clear() # another process
     folder = nf4(release=True).folder_of("transformer")
     assert len(weights(hub.got)) == len(set(weights(hub.got))) == 13
-    assert not list((hub.folder/"transformer").glob("*.safetensors")) and base_digest(folder) == base_digest(hub.served)
+    assert not list(hub.folder.glob("transformer/*.safetensors")) and base_digest(folder) == base_digest(hub.served)
 
 
 def test_a_failed_download_continues(hub, monkeypatch):

@@ -67,8 +67,6 @@ def test_outputs_and_gradients_are_those_of_the_layers(variant, checkpointing):
     assert (a - b).abs().max() <= 1e-5 * a.abs().max()
     ga, gb = gradients(plain, a.square().mean()), gradients(ours, b.square().mean())
     assert ga.keys() == gb.keys() and len(ga) > 20
-    whole = lambda g: torch.cat([x.flatten() for x in g.values()])
-    assert (whole(ga) - whole(gb)).norm() <= 1e-5 * whole(ga).norm()
     for n in ga: assert (ga[n] - gb[n]).norm() <= 3e-5 * ga[n].norm(), n
 
 
@@ -126,8 +124,7 @@ def test_a_run_may_change_to_the_table_and_back(variant, first, pairs, tmp_path)
 def test_modulation_weights_are_never_placed(monkeypatch):
     placed, real = [], loading.place_tensor
     monkeypatch.setattr(loading, "place_tensor", lambda model, name, *a: (placed.append(name), real(model, name, *a))[1])
-    table = ModulationTable("a digest", torch.float32, 2)
-    loading.load_quantized(QwenImageTransformer2DModel, FOLDER, prepare=lambda model: use_modulation_table(model, table))
+    loading.load_quantized(QwenImageTransformer2DModel, FOLDER, prepare=lambda model: use_modulation_table(model, ModulationTable("", torch.float32, 2)))
     assert placed and not [n for n in placed if "_mod." in n]
 
 
@@ -151,11 +148,14 @@ def test_a_table_is_computed_once(pairs, tmp_path, computed):
     assert computed == [0, 1] * 2 and len(t.modulation_table.index) == 1001
 
 
+@pytest.fixture
+def again(tmp_path): return lambda: table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], lambda data: data[:-5], None], ids=["flipped", "truncated", "deleted"])
-def test_only_a_damaged_entry_is_computed_again(damage, tmp_path, computed):
-    again = lambda: table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
+def test_only_a_damaged_entry_is_computed_again(damage, tmp_path, computed, again):
     good = again().rows(TIMES)
-    file = sorted(tmp_path.glob("modulation/*/*.safetensors"))[0]
+    file = next(tmp_path.glob("modulation/*/*.safetensors"))
     file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
     computed.clear()
     assert_close(again().rows(TIMES), good, rtol=1e-4, atol=1e-5)
@@ -165,12 +165,10 @@ def test_only_a_damaged_entry_is_computed_again(damage, tmp_path, computed):
     assert not computed
 
 
-def test_an_interrupted_table_continues(tmp_path, monkeypatch, computed):
-    real = modulation.block_rows
-    def stop(weights, block, *a):
+def test_an_interrupted_table_continues(monkeypatch, computed, again):
+    def stop(weights, block, *a, real=modulation.block_rows):
         if block: raise KeyboardInterrupt
         return real(weights, block, *a)
-    again = lambda: table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
     with monkeypatch.context() as mp, pytest.raises(KeyboardInterrupt): mp.setattr(modulation, "block_rows", stop), again()
     assert computed == [0]
     again()
@@ -182,12 +180,11 @@ def test_weights_dtype_block_and_times_are_part_of_the_key():
     assert len({e.key for t in tables for times in ((0.1,), (0.1, 0.2)) for e in t.entries(times)}) == 12
 
 
-def test_the_cache_is_enough_without_weights(tmp_path):
-    made = table_for(FOLDER, TIMES, cache=EmbeddingCacheManager(tmp_path))
-    bare = ModulationTable("a digest", torch.float32, 2, None, EmbeddingCacheManager(tmp_path))
+def test_the_cache_is_enough_without_weights(tmp_path, again):
+    made, bare = again(), ModulationTable("a digest", torch.float32, 2, None, EmbeddingCacheManager(tmp_path))
     assert bare.make(TIMES) == 0 and torch.equal(bare.rows(TIMES), made.rows(TIMES))
     bare.ensure((0.3,)) # cannot be computed: the nearest row will be used
-    with pytest.raises(ValueError, match="has no rows for 1 timesteps and no weights to compute them; attach the whole transformer"): bare.make((0.3,))
+    with pytest.raises(ValueError, match="no rows for 1 timesteps and no weights to compute them; attach the whole transformer"): bare.make((0.3,))
 
 
 # --- with and without
@@ -244,8 +241,3 @@ def test_continuous_timesteps_use_the_nearest_row_with_one_message(pairs, tmp_pa
     out = capsys.readouterr().out
     assert out.count("nearest of the modulation table's 1001 timesteps") == 1 and "is not in the modulation table" not in out
     assert any(not (s * 1000).is_integer() for s in sample_sigmas(range(9), steps=None).tolist())
-
-
-def test_a_quantized_model_runs_on_a_table(pairs, tmp_path): # other quantizations: test_quantize.py
-    t = trainer(pairs(), tmp_path, "out", train=dict(max_train_steps=2), model=dict(quantize="qint8")).fit()
-    assert t.modulation_table is not None and torch.isfinite(t.state.loss) and not [n for n, _ in t.transformer.named_parameters() if "_mod." in n]
