@@ -1,12 +1,14 @@
 """Every usual layout of a data set is found; bad rows are refused with their number; text stays text."""
-import csv, io, json, os, unicodedata
+import json, os, unicodedata
+from pathlib import Path
 
+import datasets
+import pandas as pd
 import pytest
 from PIL import Image
 
-from qie_nb.data.batches import Batch
 from qie_nb.data.images import Geometry, read_image_size, source_digest
-from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
+from qie_nb.data.samples import ImageChanged, Samples, find_samples, load_images, split_held_out, usable
 
 
 def write_image(path, colour=0, size=(8, 6)):
@@ -15,25 +17,31 @@ def write_image(path, colour=0, size=(8, 6)):
     return path
 
 
-def tree(root, *names, caption="make it blue"):
+def tree(root, names, caption="make it blue"):
     "Images and captions by their names; each image has a colour of its own."
-    for n, name in enumerate(names):
-        if name.endswith((".txt", ".caption")):
-            (root/name).parent.mkdir(parents=True, exist_ok=True)
-            (root/name).write_text(caption)
-        else: write_image(root/name, n)
+    for n, name in enumerate(names.split() if isinstance(names, str) else names):
+        path = write_image(root/name, n) if name.endswith(("g", ".webp")) else root/name
+        if path.suffix in (".txt", ".caption"): path.parent.mkdir(parents=True, exist_ok=True), path.write_text(caption)
     return root
 
 
-def facts(samples, root): # {id: (target, controls, prompt)} by names
+def table(root, rows, name="metadata.jsonl"):
+    root.mkdir(exist_ok=True)
+    (root/name).write_text(pd.DataFrame(rows).to_csv(index=False) if name.endswith(".csv") else "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows))
+    return root
+
+
+def facts(samples, root): # [(id, target, controls, prompt)] by names
     rel = lambda p: p.relative_to(root).as_posix()
-    return {s.id: (rel(s.target), [rel(c) for c in s.controls], s.prompt) for s in samples}
+    return [(s.id, rel(s.target), " ".join(map(rel, s.controls)), s.prompt) for s in samples]
 
 
-def one(samples, root):
-    found = facts(samples, root)
-    assert len(found) == 1
-    return next(iter(found.values()))
+def hub(**columns):
+    "A `datasets.Dataset` of columns; those with images are cast."
+    data = datasets.Dataset.from_dict(columns)
+    for name in columns:
+        if "image" in name: data = data.cast_column(name, datasets.Image())
+    return data
 
 
 # --- folders
@@ -55,23 +63,19 @@ train/images/a.png | train/control/a.png | train/images/a.txt | in train/: folde
 @pytest.mark.parametrize("row", LAYOUTS.splitlines())
 def test_folder_layouts(row, tmp_path):
     target, controls, caption, layout = map(str.strip, row.split("|"))
-    controls = controls.split()
-    samples = find_samples(tree(tmp_path, target, *controls, caption))
-    assert one(samples, tmp_path) == (target, controls, "make it blue") and not samples.ignored
-    assert layout in ("", samples.layout)
-    assert usable(samples)[1] == [((8, 6),) * (1 + len(controls))]
+    samples = find_samples(tree(tmp_path, f"{target} {controls} {caption}"))
+    assert [f[1:] for f in facts(samples, tmp_path)] == [(target, controls, "make it blue")] and not samples.ignored
+    assert layout in ("", samples.layout) and usable(samples)[1] == [((8, 6),) * (1 + len(controls.split()))]
 
 
 def test_numbered_controls_and_numbered_samples(tmp_path):
-    tree(tmp_path, *(f"{d}/{n}.{k}" for n in ("cat", "cat_1") for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))), "control/cat_2.png", "control/cat_2024.png")
-    samples = find_samples(tmp_path)
+    samples = find_samples(tree(tmp_path, "images/cat.png images/cat.txt images/cat_1.png images/cat_1.txt control/cat.png control/cat_1.png control/cat_2.png control/cat_2024.png"))
     assert {s.id: [c.stem for c in s.controls] for s in samples} == {"cat": ["cat", "cat_2"], "cat_1": ["cat_1"]} and samples.ignored == [("control/cat_2024.png", "a control without a target")]
 
 
 def test_ignored_files_are_listed_with_reasons(tmp_path):
-    tree(tmp_path, "images/a.png", "images/a.txt", "images/a_mask.png", "control/a.png", "control/b.png", "images/c.txt", "contrl_2/a.png", "images/._a.png", "loose.png", "captions/d.txt")
-    (tmp_path/"images"/"notes.md").write_text("x")
-    (tmp_path/"images"/".DS_Store").write_text("x")
+    tree(tmp_path, "images/a.png images/a.txt images/a_mask.png control/a.png control/b.png images/c.txt contrl_2/a.png images/._a.png loose.png captions/d.txt")
+    for name in ("notes.md", ".DS_Store"): (tmp_path/"images"/name).touch()
     (tmp_path/"images"/"dir.png").mkdir()
     os.close(os.open(os.fsencode(tmp_path/"images") + b"/caf\xe9.png", os.O_CREAT))
     samples = find_samples(tmp_path)
@@ -89,12 +93,12 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
     ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
     ("a_start.png a_end.png", "sample 'a' has no caption; write its instruction into '.*a_end.txt'")])
 def test_unusable_folders(names, sentence, tmp_path):
-    with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", *names.split()))
+    with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", names))
     assert "\n" not in str(e.value)
 
 
 def test_captions_are_utf_8(tmp_path):
-    tree(tmp_path, "images/a.png", "control/a.png")
+    tree(tmp_path, "images/a.png control/a.png")
     (tmp_path/"images"/"a.txt").write_bytes(b"\xff\xfea\0")
     with pytest.raises(ValueError, match="a.txt' is not UTF-8; save it as UTF-8"): find_samples(tmp_path)
     (tmp_path/"images"/"a.txt").write_bytes(b"\xef\xbb\xbf \xe6\x8a\x8a\xe7\x8c\xab \r\n")
@@ -110,23 +114,17 @@ NAMES = dict(longest="猫" * 83 + "xx", emoji="👩‍🎨🖌️", spaces=" a  
 def test_unusual_file_names(stem, tmp_path):
     name = f"{stem}.png"
     assert len(os.fsencode(name)) <= 255
-    tree(tmp_path, f"images/{name}", f"images/{stem}.txt", f"control/{name}")
-    folders = find_samples(tmp_path)
-    (tmp_path/"metadata.jsonl").write_text(json.dumps(dict(image=f"images/{name}", edit_image=f"control/{name}", prompt="make it blue")))
-    table = find_samples(tmp_path)
-    text = io.StringIO()
-    csv.writer(text).writerows([["image", "edit_image", "prompt"], [f"images/{name}", f"control/{name}", "make it blue"]])
-    (tmp_path/"t.csv").write_text(text.getvalue(), newline="")
-    for samples in (folders, table, find_samples(tmp_path/"t.csv")):
+    folders = find_samples(tree(tmp_path, (f"images/{name}", f"images/{stem}.txt", f"control/{name}")))
+    row = dict(image=f"images/{name}", edit_image=f"control/{name}", prompt="make it blue")
+    for samples in (folders, find_samples(table(tmp_path, [row])), find_samples(table(tmp_path, [row], "t.csv")/"t.csv")):
         assert [s.id for s in samples] == [stem] and len(usable(samples)[0]) == 1
-        assert "<b>" not in samples._repr_html_()
         assert load_images(samples[0], Geometry((32, 32)))["image"].shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize("target, control", [("NFC", "NFD"), ("NFD", "NFC"), ("NFD", "NFD")])
 def test_unicode_normalisation_of_names(target, control, tmp_path):
     a, b = (unicodedata.normalize(form, "café한") for form in (target, control))
-    samples = find_samples(tree(tmp_path, f"images/{a}.png", f"captions/{b}.txt", f"control/{b}.png"))
+    samples = find_samples(tree(tmp_path, f"images/{a}.png captions/{b}.txt control/{b}.png"))
     assert [s.id for s in samples] == [unicodedata.normalize("NFC", "café한")] and not samples.ignored
     table(tmp_path, [dict(image=f"images/{b}.png", edit_image=f"control/{a}.png", prompt="p")], "t.csv")
     assert [s.id for s in usable(find_samples(tmp_path/"t.csv"))[0]] == [s.id for s in samples]
@@ -137,20 +135,7 @@ def test_unicode_normalisation_of_names(target, control, tmp_path):
 
 
 # --- tables
-def table(root, rows, name="metadata.jsonl"):
-    root.mkdir(exist_ok=True)
-    if name.endswith(".jsonl"): text = "\n".join(map(json.dumps, rows))
-    elif name.endswith(".json"): text = json.dumps(rows)
-    else:
-        out = io.StringIO()
-        writer = csv.DictWriter(out, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        text = out.getvalue()
-    (root/name).write_text(text)
-    return root
-
-
+HEAD, GOOD = "image,edit_image,prompt\n", dict(image="t.png", edit_image="c.png", prompt="p")
 # columns of target, control and prompt; further ones are not used
 COLUMNS = """image,edit_image,prompt file_name,control,text target,source,caption output,input,instruction after,before,prompt path_target,path_control,prompt image,conditioning_image,text
 image,kontext_images,prompt target_image,image,prompt edited_image,original_image,edit_prompt target_file_name,input_file_name,prompt targetImage,editImage,editPrompt image,reference_image,text,licence""".split()
@@ -159,10 +144,9 @@ image,kontext_images,prompt target_image,image,prompt edited_image,original_imag
 @pytest.mark.parametrize("names", COLUMNS)
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "json"])
 def test_column_names(names, kind, tmp_path):
-    tree(tmp_path, "t.png", "c.png")
-    table(tmp_path, [dict(zip(names.split(","), ("t.png", "c.png", "p", "free")))], f"anything.{kind}")
-    samples = find_samples(tmp_path)
-    assert facts(samples, tmp_path) == {"t": ("t.png", ["c.png"], "p")}
+    tree(tmp_path, "t.png c.png")
+    samples = find_samples(table(tmp_path, [dict(zip(names.split(","), ("t.png", "c.png", "p", "free")))], f"anything.{kind}"))
+    assert facts(samples, tmp_path) == [("t", "t.png", "c.png", "p")]
     assert all(f"`{c}`" in samples.layout for c in names.split(",")[:3]) and samples.layout.startswith(f"anything.{kind}: target `")
     assert ("licence" in names) == samples.layout.endswith("; not used: licence")
 
@@ -170,32 +154,31 @@ def test_column_names(names, kind, tmp_path):
 @pytest.mark.parametrize("row", [dict(edit_image=["c.png", "d.png"]), dict(edit_image_1="c.png", edit_image_2="d.png"), dict(edit_image="c.png", edit_image_2="d.png"),
                                  dict(control_10="d.png", control_9="c.png"), dict(edit_images='["c.png", "d.png"]'), dict(edit_images="['c.png', 'd.png']"), dict(control="c.png; d.png"), dict(control="c.png,d.png")], ids=str)
 def test_several_controls_in_a_row(row, tmp_path):
-    tree(tmp_path, "t.png", "c.png", "d.png")
+    tree(tmp_path, "t.png c.png d.png")
     for name in ("m.jsonl", "m.csv"): # a list becomes its repr in CSV
-        table(tmp_path, [dict(image="t.png", prompt="p") | row], name)
-        assert one(find_samples(tmp_path/name), tmp_path)[1] == ["c.png", "d.png"]
+        assert facts(find_samples(table(tmp_path, [dict(image="t.png", prompt="p") | row], name)/name), tmp_path)[0][2] == "c.png d.png"
 
 
 def test_fewer_controls_and_commas_in_names(tmp_path):
-    tree(tmp_path, "t.png", "u.png", "c.png", "d.png", "c,d;e.png")
-    table(tmp_path, [dict(image="t.png", edit_image="c.png", edit_image_2="d.png", prompt="p"), dict(image="u.png", edit_image="c,d;e.png", edit_image_2="", prompt="p")], "m.csv")
-    samples = find_samples(tmp_path)
+    tree(tmp_path, "t.png u.png c.png d.png c,d;e.png")
+    rows = [dict(image="t.png", edit_image="c.png", edit_image_2="d.png", prompt="p"), dict(image="u.png", edit_image="c,d;e.png", edit_image_2="", prompt="p")]
+    samples = find_samples(table(tmp_path, rows, "m.csv"))
     assert [len(s.controls) for s in samples] == [2, 1] and ", 1 to 2 controls each" in repr(samples)
 
 
 @pytest.mark.parametrize("held", [lambda r: r, lambda r: dict(data=r), lambda r: dict(version=1, samples=r, tags=["a"]), lambda r: {f"id{n}": x for n, x in enumerate(r)}])
 def test_json_layouts(held, tmp_path):
-    tree(tmp_path, "t.png", "u.png", "c.png")
-    (tmp_path/"set.json").write_text(json.dumps(held([dict(image=f"{t}.png", edit_image="c.png", prompt="p") for t in "ut"])), encoding="utf-8-sig")
+    tree(tmp_path, "t.png u.png c.png")
+    (tmp_path/"set.json").write_text(json.dumps(held([GOOD | dict(image=f"{t}.png") for t in "ut"])), encoding="utf-8-sig")
     assert [s.id for s in find_samples(tmp_path/"set.json")] == [s.id for s in find_samples(tmp_path)] == ["t", "u"]
 
 
 @pytest.mark.parametrize("where, name", [("", "metadata.jsonl"), ("train/", "metadata.csv")])
 def test_hub_image_folder(where, name, tmp_path):
-    tree(tmp_path, f"{where}a.png", f"{where}in/a.png")
+    tree(tmp_path, f"{where}a.png {where}in/a.png")
     table(tmp_path/where, [dict(file_name="a.png", edit_image_file_name="in/a.png", text="p")], name)
     (tmp_path/"dataset_infos.json").write_text("{}")
-    assert facts(find_samples(tmp_path), tmp_path) == {"a": (f"{where}a.png", [f"{where}in/a.png"], "p")}
+    assert facts(find_samples(tmp_path), tmp_path) == [("a", f"{where}a.png", f"{where}in/a.png", "p")]
 
 
 def test_hub_snapshot_links_to_its_blobs(tmp_path):
@@ -203,7 +186,7 @@ def test_hub_snapshot_links_to_its_blobs(tmp_path):
     write_image(store/"blobs"/"t.png").rename(store/"blobs"/"aa")
     snapshot.mkdir(parents=True)
     for name in ("t.png", "c.png"): (snapshot/name).symlink_to("../../blobs/aa")
-    table(snapshot, [dict(image="t.png", edit_image="c.png", prompt="p")])
+    table(snapshot, [GOOD])
     assert usable(find_samples(snapshot))[1] == [((8, 6), (8, 6))]
     write_image(tmp_path/"secret.png")
     (snapshot/"c.png").unlink()
@@ -212,29 +195,26 @@ def test_hub_snapshot_links_to_its_blobs(tmp_path):
 
 
 def test_equal_stems_get_their_path(tmp_path):
-    tree(tmp_path, "x/a.png", "y/a.png", "b.png", "c.png")
-    rows = [dict(image=f"{t}.png", edit_image="c.png", prompt="p") for t in ("y/a", "b", "x/a")]
+    tree(tmp_path, "x/a.png y/a.png b.png c.png")
+    rows = [GOOD | dict(image=f"{t}.png") for t in ("y/a", "b", "x/a")]
     with pytest.raises(ValueError, match="two samples have the id 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"): find_samples(table(tmp_path, rows + rows[-1:]))
 
 
 def test_unknown_columns_need_a_mapping(tmp_path):
-    tree(tmp_path, "t.png", "c.png")
-    table(tmp_path, [dict(neu="t.png", alt="c.png", wunsch="p")], "set.csv")
+    table(tree(tmp_path, "t.png c.png"), [dict(neu="t.png", alt="c.png", wunsch="p")], "set.csv")
     for path in (tmp_path, tmp_path/"set.csv"):
         with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give `columns`"): find_samples(path)
-        assert one(find_samples(path, columns=dict(target="neu", control="alt", prompt="wunsch")), tmp_path) == ("t.png", ["c.png"], "p")
+        assert facts(find_samples(path, columns=dict(target="neu", control="alt", prompt="wunsch")), tmp_path) == [("t", "t.png", "c.png", "p")]
     with pytest.raises(ValueError, match="`columns` names 'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"): find_samples(tmp_path/"set.csv", dict(target="neu", control="old", prompt="wunsch"))
     with pytest.raises(ValueError, match="`columns` names 'edge'"): find_samples(tmp_path/"set.csv", dict(edge="neu"))
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
 def test_csv_delimiters(mark, tmp_path):
-    tree(tmp_path, "t.png", "c.png")
-    (tmp_path/"t.csv").write_bytes(b"\xef\xbb\xbf" + mark.join(("image", "edit_image", "prompt")).encode() + b"\r\n" + mark.join(("t.png", "c.png", '"blue,\r\nnot; red"')).encode() + b"\r\n")
-    assert one(find_samples(tmp_path), tmp_path) == ("t.png", ["c.png"], "blue,\nnot; red")
+    rows = mark.join(("image", "edit_image", "prompt")), mark.join(("t.png", "c.png", '"blue,\r\nnot; red"')), ""
+    (tree(tmp_path, "t.png c.png")/"t.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
+    assert facts(find_samples(tmp_path), tmp_path) == [("t", "t.png", "c.png", "blue,\nnot; red")]
 
-
-HEAD, GOOD = "image,edit_image,prompt\n", dict(image="t.png", edit_image="c.png", prompt="p")
 
 
 @pytest.mark.parametrize("name, text, sentence", [
@@ -247,8 +227,7 @@ HEAD, GOOD = "image,edit_image,prompt\n", dict(image="t.png", edit_image="c.png"
     ("m.jsonl", GOOD | dict(edit_image=[["c.png"]]), "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", GOOD | dict(prompt=["p"]), "caption of sample 't' must be text"),
     ("m.jsonl", GOOD | dict(prompt="\ud800"), "caption of sample 't' is not valid Unicode; fix it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it")])
 def test_unusable_tables(name, text, sentence, tmp_path):
-    tree(tmp_path, "t.png", "c.png")
-    (tmp_path/name).write_bytes((text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogateescape"))
+    (tree(tmp_path, "t.png c.png")/name).write_bytes((text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogateescape"))
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as e: find_samples(tmp_path/name)
     assert "\n" not in str(e.value) and len(str(e.value)) < 600
 
@@ -262,7 +241,7 @@ HTML = "\"></td><svg onload=alert(1)>&lt;script&gt;<!--<script>"
 
 @pytest.fixture
 def hostile(tmp_path):
-    root = tree(tmp_path/"set", "t.png", "c.png", "images/a.png")
+    root = tree(tmp_path/"set", "t.png c.png images/a.png")
     write_image(tmp_path/"secret.png")
     (root/"link.png").symlink_to("../secret.png")
     (root/"linked").symlink_to(tmp_path)
@@ -274,26 +253,24 @@ def hostile(tmp_path):
 @pytest.mark.parametrize("path", PATHS, ids=[ascii(p[:30]) for p in PATHS])
 def test_paths_outside_the_set_are_refused(path, hostile):
     path = path.replace("SECRET", str(hostile.parent/"secret.png"))
-    good = dict(image="t.png", edit_image="c.png", prompt="p")
     for bad in (dict(image=path), dict(edit_image=path), dict(edit_image=["c.png", path])):
-        with pytest.raises((ValueError, FileNotFoundError)) as e: find_samples(table(hostile, [good | dict(image="images/a.png"), good | bad]))
+        with pytest.raises((ValueError, FileNotFoundError)) as e: find_samples(table(hostile, [GOOD | dict(image="images/a.png"), GOOD | bad]))
         message = str(e.value)
         assert message.startswith("row 2 of 'metadata.jsonl' ") and "\n" not in message and "\0" not in message and len(message) < 400
         message.encode()
 
 
 def test_html_is_escaped(hostile):
-    text = HTML
-    name = text.replace("/", "")[:60]
+    name = HTML.replace("/", "")[:60]
     write_image(hostile/f"{name}.png")
-    samples = find_samples(table(hostile, [dict(image=f"{name}.png", edit_image="c.png", prompt=text, **{"<i>": 1})]))
-    assert samples[0].prompt == text and samples[0].id == name
-    page = Samples(samples, samples.layout, [(text, text)])._repr_html_()
+    samples = find_samples(table(hostile, [GOOD | {"image": f"{name}.png", "prompt": HTML, "<i>": 1}]))
+    assert samples[0].prompt == HTML and samples[0].id == name
+    page = Samples(samples, samples.layout, [(HTML, HTML)])._repr_html_()
     for tag in ("<script", "<svg", "<i>", "<!--"): assert tag not in page
 
 
 def test_other_paths_inside_the_set(tmp_path):
-    tree(tmp_path, "images/t.png", "control/c.png")
+    tree(tmp_path, "images/t.png control/c.png")
     assert len(find_samples(table(tmp_path, [dict(image=str(tmp_path/"images"/"t.png"), edit_image="images/../control/c.png", prompt="p")]))) == 1
 
 
@@ -302,7 +279,6 @@ def images_of(n): return [Image.new("RGB", (8, 6), (i, 0, 0)) for i in range(n)]
 
 
 def test_dataset_with_lists_of_controls():
-    import datasets
     held = dict(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=list("abc"), quality=[1, 2, 3])
     features = datasets.Features(target_image=datasets.Image(), control_images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), quality=datasets.Value("int64"))
     data = datasets.Dataset.from_dict(held, features=features)
@@ -319,10 +295,8 @@ def test_dataset_with_lists_of_controls():
 
 
 def test_dataset_combined_with_a_folder(tmp_path):
-    import datasets
-    data = datasets.Dataset.from_dict(dict(input_image=images_of(4), edited_image=images_of(4)[::-1], edit_prompt=list("abcd"))).cast_column("input_image", datasets.Image()).cast_column("edited_image", datasets.Image())
-    tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "control/b.png")
-    both = find_samples([tmp_path, data])
+    data = hub(input_image=images_of(4), edited_image=images_of(4)[::-1], edit_prompt=list("abcd"))
+    both = find_samples([tree(tmp_path, "images/a.png images/a.txt control/a.png control/b.png"), data])
     assert both.ignored == [("0/control/b.png", "a control without a target")]
     assert both.layout.startswith("0: folders images/ + control/; 1: datasets.Dataset: ")
     train, held = split_held_out(both, 0.4)
@@ -337,16 +311,13 @@ def test_dataset_combined_with_a_folder(tmp_path):
     (lambda d: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
 ])
 def test_unusable_datasets(change, sentence):
-    import datasets
-    data = datasets.Dataset.from_dict(dict(image=images_of(2), edit_image=images_of(2), prompt=["x", "y"])).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
-    with pytest.raises(ValueError, match=sentence): find_samples(change(data))
+    with pytest.raises(ValueError, match=sentence): find_samples(change(hub(image=images_of(2), edit_image=images_of(2), prompt=["x", "y"])))
 
 
 def test_broken_images_of_a_dataset_are_skipped(tmp_path):
-    import datasets
     good = write_image(tmp_path/"a.png").read_bytes()
-    data = datasets.Dataset.from_dict(dict(image=[dict(bytes=b, path=p) for b, p in ((good, "a.png"), (b"no", None), (None, "/nowhere/x.png"), (None, "https://example.org/a.png"))] + [None],
-                                           control=[dict(bytes=good, path=None)] * 5, prompt=["p"] * 5), features=datasets.Features(image=datasets.Image(), control=datasets.Image(), prompt=datasets.Value("string")))
+    cells = [dict(bytes=b, path=p) for b, p in ((good, "a.png"), (b"no", None), (None, "/nowhere/x.png"), (None, "https://example.org/a.png"))] + [None]
+    data = hub(image=cells, control_image=[dict(bytes=good, path=None)] * 5, prompt=["p"] * 5)
     keep, _, skipped = usable(find_samples(data))
     assert [s.id for s in keep] == ["000000"]
     assert dict(skipped) == {f"00000{i}": f"image 'image[{i}]' cannot be read ({why}); replace it or remove the pair"
@@ -363,11 +334,10 @@ def test_no_data_set(given, kind, sentence):
 
 # --- usable samples
 def test_broken_images_are_skipped(tmp_path):
-    names = [f"{d}/{n}.{k}" for n in "abc" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))]
-    tree(tmp_path, *names)
-    (tmp_path/"control"/"b.png").write_bytes(b"")
-    (tmp_path/"images"/"c.png").write_bytes((tmp_path/"images"/"c.png").read_bytes()[:-20])
+    tree(tmp_path, [f"{d}/{n}.{k}" for n in "abc" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))])
     samples = find_samples(tmp_path)
+    (tmp_path/"control"/"b.png").write_bytes(b"")
+    samples[2].target.write_bytes(samples[2].target.read_bytes()[:-20])
     keep, sizes, skipped = usable(samples)
     assert [s.id for s in keep] == ["a"] and sizes == [((8, 6), (8, 6))] and keep.layout == samples.layout
     assert [i for i, _ in skipped] == ["b", "c"]
@@ -377,11 +347,10 @@ def test_broken_images_are_skipped(tmp_path):
 
 
 def test_sizes_are_remembered_per_file(tmp_path, monkeypatch):
-    from pathlib import Path
     asked = []
-    def remembered(path, name, compute): return asked.append((Path(path).stat().st_size > 0, name, compute)) or [8, 6]
+    def remembered(path, name, compute): return asked.append((path.stat().st_size > 0, name, compute)) or [8, 6]
     monkeypatch.setattr("qie_nb.data.images.cached_file_property", remembered)
-    samples = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "images/b.png", "images/b.txt", "control/b.png"))
+    samples = find_samples(tree(tmp_path, "images/a.png images/a.txt control/a.png images/b.png images/b.txt control/b.png"))
     samples[1].target.unlink()
     keep, sizes, skipped = usable(samples)
     assert sizes == [((8, 6), (8, 6))] and asked == [(True, "size", read_image_size)] * 2
@@ -389,8 +358,7 @@ def test_sizes_are_remembered_per_file(tmp_path, monkeypatch):
 
 
 def test_a_changed_image_is_refused(tmp_path, monkeypatch):
-    from pathlib import Path
-    sample = find_samples(tree(tmp_path, "images/a.png", "images/a.txt", "control/a.png", "control_2/a.png"))[0]
+    sample = find_samples(tree(tmp_path, "images/a.png images/a.txt control/a.png control_2/a.png"))[0]
     digests = [source_digest(p) for p in (sample.target, *sample.controls)]
     opened, real = [], Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **kw: (opened.append(self), real(self, *a, **kw))[1])
@@ -400,12 +368,3 @@ def test_a_changed_image_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ImageChanged, match="control_2/a.png' has changed"): load_images(sample, Geometry((32, 32)), digests)
     assert load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
     with pytest.raises(ValueError): load_images(sample, Geometry((32, 32)), digests[:1])
-
-
-def test_a_batch_loads_images_of_any_source(tmp_path):
-    path = write_image(tmp_path/"a.png", 7)
-    class Held: name = "held"; read_bytes = staticmethod(path.read_bytes)
-    sample, bad = Sample("a", path, (Held, path), "p"), Sample("b", tmp_path/"gone.png", (path,), "p")
-    got = Batch(dict(sample=[sample, bad]), Geometry((32, 32))).get_images_for_tensorboard()
-    assert len(got["training_images"]) == 1 and [c.shape for c in got["control_images"]] == [(6, 8, 3)] * 2 and got["source"] == "disk"
-    assert len(got["problems"]) == 1 and "gone.png" in got["problems"][0]

@@ -1,27 +1,15 @@
 """What a training step does beyond a bare loop of the same transformer, counted and not timed."""
-import importlib.util, json, sys
-from pathlib import Path
+import json
 
+import fake_device, step_cpu as cost, step_gpu as gpu, table as tables # of benchmarks/
 import pytest
 import torch
 
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
 
-BENCHMARKS = Path(__file__).parents[2]/"benchmarks"
 LAYERS = (2, 3, 4)
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
-
-
-def script(name):
-    "A script of `benchmarks/` as a module."
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS/f"{name}.py")
-    sys.modules[name] = out = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(out)
-    return out
-
-
-fake_device, cost = script("fake_device"), script("step_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +50,13 @@ def test_a_step_walks_over_no_modules_calls_no_encoder_and_makes_no_scheduler(se
 @pytest.mark.slow
 def test_a_logged_row_walks_over_no_modules_either(world, tmp_path):
     rows, _, trainer = cost.counted(world(2, every=1, logging=dict(report_to="tensorboard", log_dir=str(tmp_path), log_images=False, panel=False)))
-    modules = sum(1 for _ in trainer.transformer.modules())
-    assert all(r["walked"] < modules / 5 for r in rows), "a look at the first parameter"
+    assert all(r["walked"] < len(list(trainer.transformer.modules())) / 5 for r in rows), "a look at the first parameter"
 
 
-@pytest.mark.parametrize("sections", [{}, slow(CHECKPOINTING), slow(dict(model=dict(modulation_table=False))), slow(DROPOUT), slow(MEAN), slow(dict(train=dict(loss_weighting="cosmap", timestep_sampling="shift")))])
+TABLELESS, WEIGHTED = dict(model=dict(modulation_table=False)), dict(train=dict(loss_weighting="cosmap", timestep_sampling="shift"))
+
+
+@pytest.mark.parametrize("sections", [{}, *map(slow, (CHECKPOINTING, TABLELESS, DROPOUT, MEAN, WEIGHTED))])
 def test_the_host_waits_for_nothing_between_logged_steps(sections, world):
     rows, _ = cost.waited(world("2509", every=3, **sections))
     assert all(sum(r["launched"].values()) > 300 for r in rows)
@@ -111,9 +101,8 @@ def test_the_account_notices_what_waits(why, act):
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu, out = script("step_gpu"), tmp_path/"gpu.json"
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
+    out = tmp_path/"gpu.json"
     got = gpu.main(["--tiny", "--steps", "2", "--warm", "2", "--minutes", "999", "--out", str(out)])
     assert set(got) >= set(gpu.PARTS) and json.loads(out.read_text()).keys() == got.keys()
     for part in gpu.PARTS:
@@ -121,14 +110,12 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
     measured = [r for r in got["ours"].values() if "step_s" in r]
     assert measured and not any(r["graphs_made_later"] for r in measured)
     assert all(r["finite"] for p in ("bare", "ours", "small") for r in got[p].values() if "step_s" in r) and "step_s" in got["bare"]["1024"]
-    table = script("table").gpu_table
-    assert table(got).startswith("Not yet measured") and "relative to the limit" in table(got | dict(tiny=False))
+    assert tables.gpu_table(got).startswith("Not yet measured") and "relative to the limit" in tables.gpu_table(got | dict(tiny=False))
 
 
 @pytest.mark.slow
 def test_a_mode_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu, calls = script("step_gpu"), []
+    calls = []
     def fails(): calls.append("a"); raise torch.OutOfMemoryError("CUDA out of memory")
     def fits(): calls.append("b"); return dict(step_s=1)
     monkeypatch.setitem(gpu.PARTS, "ours", lambda b: (b.measure("ours", "too big", fails), b.measure("ours", "fits", fits)))
@@ -136,7 +123,5 @@ def test_a_mode_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkey
     assert calls == ["a", "b", "a"] and got["ours"]["too big"]["failed"].startswith("OutOfMemoryError") and got["ours"]["fits"]["step_s"] == 1
 
 
-def test_the_docs_tables_are_current(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    text, tables = script("table").PAGE.read_text(), script("table").TABLES
-    for name, make in tables.items(): assert make() in text, f"the table {name} is old; python benchmarks/table.py --write"
+def test_the_docs_tables_are_current():
+    for name, make in tables.TABLES.items(): assert make() in tables.PAGE.read_text(), f"the table {name} is old; python benchmarks/table.py --write"
