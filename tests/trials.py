@@ -1,13 +1,15 @@
 """What the trials of the cache and of interrupted runs share: counting, child processes, watched files and the command line."""
-import argparse, builtins, contextlib, datetime, io, json, mmap, os, platform, shutil, signal, struct, sys, tempfile, time, traceback
+import argparse, builtins, contextlib, ctypes, datetime, errno, io, json, mmap, os, platform, re, shutil, signal, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 
 import torch
 
 
 class Tally:
-    "Trials of one case: how many passed, and the failures."
-    def __init__(self, case, of=0): self.case, self.of, self.trials, self.passed, self.failed, self.t0, self.last = case, of, 0, 0, [], time.time(), time.time()
+    "Trials of one case: how many passed, and the failures with the line that failed."
+    def __init__(self, case, of=0):
+        self.case, self.of, self.trials, self.passed, self.failed = case, of, 0, 0, []
+        self.began = self.told = time.time()
 
     @contextlib.contextmanager
     def trial(self, name):
@@ -15,14 +17,18 @@ class Tally:
         try:
             yield
             self.passed += 1
-        except Exception as e:
-            self.failed.append(f"{name}: {type(e).__name__}: {e}")
-            if os.environ.get("FAULTS_TRACE"): traceback.print_exc(file=sys.__stderr__)
-        if time.time() - self.last > 20: self.last = time.time(); print(f"  {self.case}: {self.trials}{f' of {self.of}' if self.of else ''}, {len(self.failed)} failed", flush=True)
+        except Exception as e: self.fail(name, e)
+        if time.time() - self.told > 20:
+            self.told = time.time()
+            print(f"  {self.case}: {self.trials}{f' of {self.of}' if self.of else ''}, {len(self.failed)} failed", flush=True)
 
-    def result(self, worst) -> dict:
+    def fail(self, name, e):
+        self.failed.append(f"{name}: {type(e).__name__}: {e} ({traceback.extract_tb(e.__traceback__)[-1].line})")
+
+    def result(self, worst="") -> dict:
         for why in self.failed[:20]: print(f"  failed: {why}"[:600], flush=True)
-        return dict(case=self.case, trials=self.trials, passed=self.passed, worst=self.failed[0][:600] if self.failed else worst, seconds=round(time.time() - self.t0, 1))
+        return dict(case=self.case, trials=self.trials, passed=self.passed, worst=self.failed[0][:600] if self.failed else worst,
+                    seconds=round(time.time() - self.began, 1))
 
 
 @contextlib.contextmanager
@@ -31,11 +37,7 @@ def quiet():
 
 
 # --- child processes
-class Shared:
-    "Sixty-four integers in memory that processes share; each process writes its own."
-    def __init__(self): self.m = mmap.mmap(-1, 64 * 8)
-    def __getitem__(self, i): return struct.unpack_from("q", self.m, i * 8)[0]
-    def __setitem__(self, i, v): struct.pack_into("q", self.m, i * 8, v)
+def Shared(): return memoryview(mmap.mmap(-1, 64 * 8)).cast("q") # 64 integers that processes share; each process writes its own
 
 
 def fork(job, log) -> int:
@@ -65,13 +67,15 @@ def child_value(job, log): # what a job returns in a child, as JSON
     return json.loads(out.read_text())
 
 
-def wait(pids, seconds) -> dict: # {pid: status}; children that hang are killed and missing
+def wait(pids, seconds, grace=None) -> dict: # {pid: status}; children that hang are killed and missing
+    "Where one fails, the others have `grace` more seconds."
     done, end = {}, time.time() + seconds
     while len(done) < len(pids) and time.time() < end:
         for p in set(pids) - done.keys():
             if (got := os.waitpid(p, os.WNOHANG))[0]: done[p] = got[1]
+        if grace is not None and any(done.values()): end, grace = min(end, time.time() + grace), None
         time.sleep(0.002)
-    for p in set(pids) - done.keys(): os.kill(p, signal.SIGKILL); os.waitpid(p, 0)
+    for p in set(pids) - done.keys(): os.kill(p, signal.SIGKILL), os.waitpid(p, 0)
     return done
 
 
@@ -111,14 +115,36 @@ def watch_operations(below, tell):
     os.fsync, os.replace, os.rename = fsync_, replace_, replace_
 
 
+# --- mounts
+class NotRun(Exception): "A case that this machine does not allow."
+
+
+def mount(*args):
+    done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
+    if done.returncode: raise NotRun(done.stderr.strip())
+
+
+def own_mounts():
+    "In a child: what it mounts vanishes with it."
+    if ctypes.CDLL(None, use_errno=True).unshare(0x20000): raise NotRun(os.strerror(ctypes.get_errno())) # CLONE_NEWNS
+    mount("--make-rprivate", "/")
+
+
+def mount_read_only(source, folder):
+    mount("--bind", source, folder), mount("-o", "remount,ro,bind", folder)
+    try: (Path(folder)/"x").write_text("")
+    except OSError as e: assert e.errno == errno.EROFS, e
+    else: raise NotRun("the mount takes writes")
+
+
 # --- command line
 def about() -> dict:
     import diffusers, safetensors, transformers
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return dict(device=f"{cpu}, one thread", system=f"{platform.system()} {platform.release()}", date=datetime.date.today().isoformat(),
-                versions=dict(python=platform.python_version(), torch=torch.__version__, safetensors=safetensors.__version__, diffusers=diffusers.__version__, transformers=transformers.__version__))
+    cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    versions = {m.__name__: m.__version__ for m in (torch, safetensors, diffusers, transformers)}
+    return dict(device=f"{cpu[1] if cpu else platform.processor()}, one thread", system=f"{platform.system()} {platform.release()}",
+                date=datetime.date.today().isoformat(), versions=dict(python=platform.python_version()) | versions)
 
 
 def main(description, cases): # cases(full) -> {name: function of a folder}
@@ -140,7 +166,8 @@ def main(description, cases): # cases(full) -> {name: function of a folder}
                 traceback.print_exc()
                 got = dict(case=name, trials=1, passed=0, worst=f"broke off: {type(e).__name__}: {e}"[:900], seconds=0.)
             results.append(dict(name=name) | got)
-            print(f"{'FAIL' if got['passed'] != got['trials'] else 'ok  ' if got['trials'] else 'none'} {got['case']}: {got['passed']} of {got['trials']} in {got['seconds']:.0f} s; {got['worst']}", flush=True)
+            verdict = "FAIL" if got["passed"] != got["trials"] else "ok  " if got["trials"] else "none"
+            print(f"{verdict} {got['case']}: {got['passed']} of {got['trials']} in {got['seconds']:.0f} s; {got['worst']}", flush=True)
             shutil.rmtree(tmp, ignore_errors=True)
     said = about() | dict(counts="full" if a.full else "few", seconds=round(time.time() - began), cases=results)
     if a.out: Path(a.out).parent.mkdir(parents=True, exist_ok=True); Path(a.out).write_text(json.dumps(said, indent=1) + "\n")

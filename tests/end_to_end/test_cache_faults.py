@@ -4,7 +4,7 @@ import pytest, torch
 from cache_fault_trials import cases
 from helpers import few_trials
 
-FAST = ["flips", "swaps", "losses", "bits", "edits_of_the_model"]
+FAST = ["flips", "swaps", "losses", "bits", "edits_of_the_model"] # `losses` compares the bytes of entries that were encoded twice
 MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]
 SLOW = [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.mounts] * (c in MOUNTS)]) for c in cases(False) if c not in FAST]
 
@@ -25,7 +25,7 @@ def in_process(tmp_path_factory):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.bits] * (c == "losses")) for c in FAST])
 def test_trials_in_process(case, in_process, tmp_path): check(in_process[case](tmp_path))
 
 
