@@ -35,9 +35,9 @@ def test_exif_orientation_is_applied(mark, kind, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = mark
     path = saved(tmp_path/f"a.{kind}", PHOTO, exif=exif if kind == "tiff" else exif.tobytes())
-    got, stored = (np.asarray(im.convert("RGB")) for im in (open_image(path), Image.open(path)))
-    assert np.array_equal(got, ImageOps.exif_transpose(Image.open(path)).convert("RGB")) and np.array_equal(got, stored) == (mark == 1)
-    assert read_image_size(path) == got.shape[1::-1] == ((30, 20) if mark < 5 else (20, 30))
+    got = open_image(path)
+    assert np.array_equal(got, ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
+    assert read_image_size(path) == got.size == ((30, 20) if mark < 5 else (20, 30))
 
 
 def test_exif_in_png_text(tmp_path):
