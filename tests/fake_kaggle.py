@@ -1,11 +1,10 @@
 """Imitations of Kaggle and Colab: notebooks run under their paths, limits and environment variables.
 
-    platform = kaggle(tmp_path, {"datasets/user/pairs": folder})    # /kaggle/input/datasets/user/pairs, read-only
-    run = run_notebook("kaggle/train/train.ipynb", platform)        # .error, .notebook, .written, .inputs_written, .output
+    platform = kaggle(tmp_path, {"datasets/user/pairs": folder}) # /kaggle/input/datasets/user/pairs, read-only
+    run = run_notebook("kaggle/train/train.ipynb", platform)
 
-A session sees the whole machine, but its changes are lost (so an install cell may install and uninstall), except its working folder, which is returned as
-`run.output`. It has its own mounts, network and processes: no internet, read-only inputs, a working folder of `quota` bytes. This needs Linux with
-`unshare`, as root or with user namespaces (then without installing).
+A session sees the whole machine without internet; its changes are lost (so an install cell may install and uninstall), except its working folder.
+This needs Linux with `unshare`, as root or with user namespaces (then without installing).
 """
 import functools, json, os, shutil, subprocess, sys, tempfile
 from dataclasses import dataclass, field
@@ -19,63 +18,50 @@ KAGGLE = dict(KAGGLE_KERNEL_RUN_TYPE="Batch", KAGGLE_URL_BASE="https://www.kaggl
               KAGGLE_DATA_PROXY_TOKEN="none", KAGGLE_USER_SECRETS_TOKEN="none", KAGGLE_KERNEL_INTEGRATIONS="", MKL_THREADING_LAYER="GNU")
 COLAB = dict(COLAB_RELEASE_TAG="release-colab-external_20260819-060000_RC00", COLAB_GPU="1", COLAB_BACKEND_VERSION="next", COLAB_NOTEBOOK_ID="1")
 
-# modules that exist only there; only the given secrets exist
-KAGGLE_MODULES = {"kaggle_secrets.py": '''
-class BackendError(Exception): pass
-class UserSecretsClient:
-    def get_secret(self, label):
-        if label not in SECRETS: raise BackendError(f"No user secrets exist for kernel id 1 and label {label}.")
-        return SECRETS[label]
-'''}
-COLAB_MODULES = {"google/colab/__init__.py": "", "google/colab/userdata.py": '''
-class SecretNotFoundError(Exception): pass
-def get(key):
-    if key not in SECRETS: raise SecretNotFoundError(f"Secret {key} does not exist.")
-    return SECRETS[key]
-''', "google/colab/drive.py": '''
+# modules that exist only there; a missing secret raises
+KAGGLE_MODULES = {"kaggle_secrets.py": "class UserSecretsClient: get_secret = lambda self, label: SECRETS[label]"}
+COLAB_MODULES = {"google/colab/__init__.py": "", "google/colab/userdata.py": "get = SECRETS.__getitem__", "google/colab/drive.py": '''
 import os
-def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
+def mount(mountpoint):
     if not os.path.isdir(os.path.join(mountpoint, "MyDrive")): raise ValueError("mount failed")
-    print(f"Mounted at {mountpoint}")
 '''}
 
 
 @dataclass
 class Platform:
     "Kaggle or Colab; paths are as a notebook sees them."
-    name: str                                     # kaggle or colab
-    root: Path                                    # folder for the sessions' outputs
-    working: str                                  # a notebook's working folder
-    inputs: dict = field(default_factory=dict)    # attached path: folder on this machine; read-only
-    kept: dict = field(default_factory=dict)      # path kept between sessions: folder on this machine
-    quota: int = 256 << 20                        # of `working`, bytes
-    env: dict = field(default_factory=dict)
-    modules: dict = field(default_factory=dict)   # file: text
+    name: str          # kaggle or colab
+    root: Path         # folder for the sessions' outputs
+    working: str       # a notebook's working folder
+    inputs: dict       # attached path: folder on this machine; read-only
+    env: dict
+    modules: dict      # file: text
+    kept: dict = field(default_factory=dict) # path kept between sessions: folder on this machine
+    quota: int = 256 << 20 # of `working`, bytes
     secrets: dict = field(default_factory=dict)
-    sessions: int = 0
 
 
-def kaggle(root, inputs={}, **options) -> Platform:
+def attached(inputs): return {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()}
+
+
+def kaggle(root, inputs={}, env={}, **options) -> Platform:
     "`inputs`: path below /kaggle/input (a slug, or datasets/owner/slug as in newer sessions) to a folder."
-    attached = {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()}
-    return Platform("kaggle", Path(root), "/kaggle/working", attached, env=KAGGLE | options.pop("env", {}), modules=KAGGLE_MODULES, **options)
+    return Platform("kaggle", Path(root), "/kaggle/working", attached(inputs), KAGGLE | env, KAGGLE_MODULES, **options)
 
 
-def colab(root, inputs={}, drive=None, **options) -> Platform:
+def colab(root, inputs={}, drive=None, **options) -> Platform: # kagglehub attaches inputs at the same paths
     "`drive`: folder mounted as Google Drive, the only one that is kept."
-    attached = {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()} # where kagglehub mounts it on Colab
-    kept = {"/content/drive/MyDrive": Path(drive)} if drive else {}
-    return Platform("colab", Path(root), "/content", attached, kept, env=COLAB | options.pop("env", {}), modules=COLAB_MODULES, **options)
+    return Platform("colab", Path(root), "/content", attached(inputs), COLAB, COLAB_MODULES, {"/content/drive/MyDrive": Path(drive)} if drive else {}, **options)
 
 
 @dataclass
 class Run:
     "The result of a session."
-    notebook: dict        # executed, as JSON
-    error: str            # traceback of the failed cell, or why none was run; "" without an error
-    output: Path          # copy of the working folder at the end
-    written: int          # bytes of its files
-    inputs_written: list  # changed files of inputs
+    notebook: dict       # executed, as JSON
+    error: str           # traceback of the failed cell, or why none was run; "" without an error
+    output: Path         # copy of the working folder at the end
+    written: int         # bytes of its files
+    inputs_written: list # changed files of inputs
 
     def text(self) -> str:
         "Everything that the cells print and show, as text."
@@ -88,7 +74,7 @@ def files_of(folder) -> dict: # relative path: (bytes, mtime in ns)
     return {str(p.relative_to(folder)): (p.lstat().st_size, p.lstat().st_mtime_ns) for p in sorted(Path(folder).rglob("*"))}
 
 
-def bytes_of(folder) -> int: return sum(p.lstat().st_size for p in Path(folder).rglob("*") if p.is_file() and not p.is_symlink())
+def bytes_of(folder) -> int: return sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file() and not p.is_symlink())
 
 
 @functools.lru_cache
@@ -107,22 +93,20 @@ def mounts_of(): return os.readlink("/proc/self/ns/mnt") # identifies a process'
 
 
 def session(
-    platform,              # `Platform`
-    command,            # words; {home} is replaced by the session's own folder
-    python=None,        # Python to use; default this one
-    env={},             # more environment variables
-    library=None,       # is qie_nb importable? default: only with this Python
-    files={},           # file in that folder: text
-    before="",          # Python code to run first
-    timeout=600,        # seconds for the whole session
+    platform,
+    command,      # words; {home} is replaced by the session's own folder
+    python=None,  # default: this one
+    library=None, # is qie_nb importable? default: only with this Python
+    files={},     # file in that folder: text
+    before="",    # Python code to run first
+    timeout=600,  # seconds for the whole session
 ) -> tuple: # the folder, CompletedProcess, changed files of inputs
-    "Run a command in a session of a platform, in its working folder. Skips the test if isolation is not permitted here."
+    "Run a command in a platform's working folder. Skips the test if isolation is not permitted here."
     import pytest
     if not unsharing(): pytest.skip("sessions need mounts and a network of their own (Linux with unshare)")
     python = str(python or sys.executable)
     library = python == sys.executable if library is None else library
-    platform.sessions += 1
-    home = Path(tempfile.mkdtemp(prefix=f"session{platform.sessions}_", dir=platform.root))
+    home = Path(tempfile.mkdtemp(prefix="session_", dir=platform.root))
     texts = files | {f"modules/{name}": f"SECRETS = {platform.secrets!r}\n{text}" for name, text in platform.modules.items()}
     for name, text in texts.items():
         (home/name).parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +114,7 @@ def session(
     (home/"output").mkdir()
     variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
                      PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
-                     **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **platform.env, **env)
+                     **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **platform.env)
     spec = dict(home=str(home), python=python, working=platform.working, quota=platform.quota, env=variables, before=before, command=[str(w).format(home=home) for w in command],
                 inputs={at: str(f.resolve()) for at, f in platform.inputs.items()}, kept={at: str(f.resolve()) for at, f in platform.kept.items()})
     (home/"spec.json").write_text(json.dumps(spec))
@@ -141,14 +125,13 @@ def session(
 
 
 def run_notebook(
-    path,               # of the notebook, which is not changed
-    platform,              # `Platform`
-    python=None,        # Python to use; default this one
-    changes={},         # text in a cell: its replacement
-    files={},           # of `session`
-    **options,             # of `session`
+    path,         # of the notebook, which is not changed
+    platform,
+    python=None,
+    changes={},   # text in a cell: its replacement
+    files={},
+    **options,    # of `session`
 ) -> Run:
-    "Execute a notebook in a session of a platform."
     source = Path(path).read_text(encoding="utf-8")
     for old, new in changes.items():
         old, new = (json.dumps(t)[1:-1] for t in (old, new))
@@ -173,7 +156,7 @@ nbformat.write(nb, f"{home}/executed.ipynb")
 """
 
 
-# ---- below: inside the session's process --------------------------------------------------------------------------------------------------
+# ---- inside the session's process
 
 def mount(*args):
     done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)

@@ -1,5 +1,5 @@
 """The configuration: version 1's spellings give the same settings, and each is reported once per process."""
-import json, subprocess, sys
+import json
 
 import pytest, yaml
 
@@ -40,7 +40,3 @@ def test_translations_are_reported_once(capsys, monkeypatch):
 
 def test_wrong_values_name_the_setting():
     with pytest.raises(ValueError, match="`train.eval_images`: input should be greater than or equal to 0, got -1"): make_config(dict(train=dict(eval_pictures=-1)))
-
-
-def test_config_does_not_import_torch():
-    subprocess.run([sys.executable, "-c", "import sys, qie_nb.config; assert 'torch' not in sys.modules"], check=True)

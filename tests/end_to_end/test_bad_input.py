@@ -1,6 +1,6 @@
 """What is refused: one sentence with the name, the value and the remedy, before a model is loaded and without touching the disk.
 Each message must be the one in docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page's table."""
-import contextlib, json, re, shutil, sys, tempfile
+import functools, json, re, shutil, sys, tempfile
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +21,23 @@ PAGE = Path(__file__).parents[2]/"docs"/"refusals.md"
 AREAS = (64*64, 64*64)
 
 
-# --- changes: (configuration, the test's folder, MonkeyPatch), made before a run
-def change(name, value):
-    "A setting by its dotted name; `value` may be a function of the test's folder."
-    def apply(c, here, patch):
+# --- a case: settings by their dotted names, with functions of the test's folder as values, or a function of (configuration, folder, MonkeyPatch)
+def apply(case, c, here, patch=None):
+    if callable(case): return case(c, here, patch)
+    for name, value in case.items():
         *path, leaf = name.split(".")
-        for p in path: c = c.setdefault(p, {})
-        c[leaf] = str(value(here)) if callable(value) else value
-    return apply
+        section = functools.reduce(lambda section, p: section.setdefault(p, {}), path, c)
+        section[leaf] = str(value(here)) if callable(value) else value
 
 
-def merged(*changes): return lambda *args: [f(*args) for f in changes]
+def all_of(*cases): return lambda *args: [apply(case, *args) for case in cases]
 
 
-def another_model(variant, seed):
+def model(variant, seed):
     def folder(here):
         if not (here/"other").exists(): save_tiny(variant, here/"other", AREAS, seed=seed)
         return here/"other"
-    return change("model.pretrained_model_name_or_path", folder)
+    return {"model.pretrained_model_name_or_path": folder}
 
 
 def data(edit): return lambda c, here, patch: edit(Path(c["data"]["dataset_path"]))
@@ -53,31 +52,31 @@ def add_a_pair(root):
 
 
 RESUME = { # the checkpoint is of another run
-    "rank": change("model.lora.r", 4),
-    "alpha": change("model.lora.lora_alpha", 8.),
-    "layers": change("model.lora.target_modules", ["to_q"]),
-    "rsLoRA": change("model.lora.use_rslora", True),
-    "DoRA": change("model.lora.use_dora", True),
-    "dropout": change("model.lora.lora_dropout", 0.1),
-    "seed": change("train.seed", 7),
-    "image size": change("data.image_size", [64, 96]),
-    "crop": change("data.crop", True),
-    "area of the controls": change("data.control_area", 48*48),
-    "area of the text encoder's images": change("data.vl_area", 96*96),
-    "batch size": change("data.batch_size", 2),
-    "shuffling": change("data.shuffle", False),
-    "caption dropout": change("data.caption_dropout_rate", 0.5),
-    "accumulation": change("train.gradient_accumulation_steps", 2),
-    "precision": change("train.mixed_precision", "bf16"),
-    "timestep sampling": change("train.timestep_sampling", "shift"),
-    "loss weighting": change("train.loss_weighting", "cosmap"),
-    "mask weight": change("train.mask_min_weight", 0.5),
-    "held-out share": change("train.val_fraction", 0.3),
-    "EMA switched on": change("train.ema_decay", 0.9),
-    "optimizer": change("optimizer.name", "adafactor"),
-    "quantization": change("model.quantize", "qfloat8"),
-    "other weights": another_model("2511", 1),
-    "variant": another_model("2509", 0),
+    "rank": {"model.lora.r": 4},
+    "alpha": {"model.lora.lora_alpha": 8.},
+    "layers": {"model.lora.target_modules": ["to_q"]},
+    "rsLoRA": {"model.lora.use_rslora": True},
+    "DoRA": {"model.lora.use_dora": True},
+    "dropout": {"model.lora.lora_dropout": 0.1},
+    "seed": {"train.seed": 7},
+    "image size": {"data.image_size": [64, 96]},
+    "crop": {"data.crop": True},
+    "area of the controls": {"data.control_area": 48*48},
+    "area of the text encoder's images": {"data.vl_area": 96*96},
+    "batch size": {"data.batch_size": 2},
+    "shuffling": {"data.shuffle": False},
+    "caption dropout": {"data.caption_dropout_rate": 0.5},
+    "accumulation": {"train.gradient_accumulation_steps": 2},
+    "precision": {"train.mixed_precision": "bf16"},
+    "timestep sampling": {"train.timestep_sampling": "shift"},
+    "loss weighting": {"train.loss_weighting": "cosmap"},
+    "mask weight": {"train.mask_min_weight": 0.5},
+    "held-out share": {"train.val_fraction": 0.3},
+    "EMA switched on": {"train.ema_decay": 0.9},
+    "optimizer": {"optimizer.name": "adafactor"},
+    "quantization": {"model.quantize": "qfloat8"},
+    "other weights": model("2511", 1),
+    "variant": model("2509", 0),
     "a pair more": data(add_a_pair),
     "a pair less": data(lambda root: [p.unlink() for p in root.rglob("0002.*")]),
     "another target": data(lambda root: repaint(root/"training_images"/"0001.png")),
@@ -119,7 +118,7 @@ def lora_as(name):
     return path
 
 
-def resume_from(checkpoint): return change("train.resume_checkpoint", checkpoint)
+def resume_from(checkpoint): return {"train.resume_checkpoint": checkpoint}
 
 
 def damaged(name, how):
@@ -144,19 +143,10 @@ CHECKPOINTS = {
 
 
 # --- configurations that cannot run
-def without(name, *changes):
-    "As if a library were not installed: neither imported nor listed."
+def without_packages(settings):
     def hide(c, here, patch):
-        import importlib.metadata, importlib.util
-        from qie_nb.models import quantize
-        for m in [m for m in sys.modules if m.split(".")[0] == name] + [name]: patch.setitem(sys.modules, m, None)
-        version, find_spec = importlib.metadata.version, importlib.util.find_spec
-        def no_version(n):
-            if n == name: raise importlib.metadata.PackageNotFoundError(n)
-            return version(n)
-        for module in (importlib.metadata, quantize): patch.setattr(module, "version", no_version)
-        patch.setattr(importlib.util, "find_spec", lambda n, *a: None if n.split(".")[0] == name else find_spec(n, *a))
-    return merged(hide, *changes)
+        for finds in ("training.optimizer.find_spec", "models.quantize.library_version"): patch.setattr(f"qie_nb.{finds}", lambda name: None)
+    return all_of(hide, settings)
 
 
 def a_file(here):
@@ -172,31 +162,31 @@ def one_style(here):
 
 
 CONFIGS = {
-    "a misspelt key": change("train.max_train_step", 3),
-    "a key of another section": change("train.batch_size", 3),
-    "a size that is no multiple of 16": change("data.image_size", [500, 512]),
-    "rank 0": change("model.lora.r", 0),
-    "float16": change("train.mixed_precision", "float16"),
-    "a rate of 0": change("optimizer.lr", 0),
-    "an EMA that never moves": change("train.ema_decay", 1.),
-    "an unknown optimizer": change("optimizer.name", "lion"),
-    "an unknown place for logs": change("logging.report_to", "tensorbored"),
-    "a tracker that is not installed": change("logging.report_to", "clearml"),
-    "a log folder that is a file": merged(change("logging.report_to", "tensorboard"), change("logging.log_dir", a_file)),
-    "no data": change("data.dataset_path", None),
-    "data that is not there": change("data.dataset_path", "/no/such"),
-    "a model that is not there": change("model.pretrained_model_name_or_path", "/no/such"),
-    "images to try that are not there": change("train.test_image_dir", "/no/such"),
-    "one style only": merged(change("train.test_image_dir", one_style), change("train.style_prompts", dict(ink="as an ink drawing"))),
-    "held-out pairs that are not there": change("train.val_path", "/no/such"),
-    "a LoRA to start from that is not there": change("model.lora.pretrained_weight", "/no/such.safetensors"),
-    "adamw8bit without bitsandbytes": without("bitsandbytes", change("optimizer.name", "adamw8bit")),
-    "prodigy without prodigyopt": without("prodigyopt", change("optimizer.name", "prodigy"), change("optimizer.lr", 1.)),
-    "prodigy at AdamW's rate": merged(change("optimizer.name", "prodigy"), change("optimizer.lr", 1e-4)),
-    "nf4 without bitsandbytes": without("bitsandbytes", change("model.quantize", "nf4")),
+    "a misspelt key": {"train.max_train_step": 3},
+    "a key of another section": {"train.batch_size": 3},
+    "a size that is no multiple of 16": {"data.image_size": [500, 512]},
+    "rank 0": {"model.lora.r": 0},
+    "float16": {"train.mixed_precision": "float16"},
+    "a rate of 0": {"optimizer.lr": 0},
+    "an EMA that never moves": {"train.ema_decay": 1.},
+    "an unknown optimizer": {"optimizer.name": "lion"},
+    "an unknown place for logs": {"logging.report_to": "tensorbored"},
+    "a tracker that is not installed": {"logging.report_to": "clearml"},
+    "a log folder that is a file": {"logging.report_to": "tensorboard", "logging.log_dir": a_file},
+    "no data": {"data.dataset_path": None},
+    "data that is not there": {"data.dataset_path": "/no/such"},
+    "a model that is not there": {"model.pretrained_model_name_or_path": "/no/such"},
+    "images to try that are not there": {"train.test_image_dir": "/no/such"},
+    "one style only": {"train.test_image_dir": one_style, "train.style_prompts": dict(ink="as an ink drawing")},
+    "held-out pairs that are not there": {"train.val_path": "/no/such"},
+    "a LoRA to start from that is not there": {"model.lora.pretrained_weight": "/no/such.safetensors"},
+    "adamw8bit without bitsandbytes": without_packages({"optimizer.name": "adamw8bit"}),
+    "prodigy without prodigyopt": without_packages({"optimizer.name": "prodigy", "optimizer.lr": 1.}),
+    "prodigy at AdamW's rate": {"optimizer.name": "prodigy", "optimizer.lr": 1e-4},
+    "nf4 without bitsandbytes": without_packages({"model.quantize": "nf4"}),
     "two processes announced, one here": lambda c, here, patch: patch.setenv("WORLD_SIZE", "2"),
-    "a GPU where there is none": merged(change("train.device", "cuda"), lambda c, here, patch: patch.setattr(torch.cuda, "is_available", lambda: False)),
-    "an output folder that is a file": change("train.output_dir", a_file),
+    "a GPU where there is none": all_of({"train.device": "cuda"}, lambda c, here, patch: patch.setattr(torch.cuda, "is_available", lambda: False)),
+    "an output folder that is a file": {"train.output_dir": a_file},
 }
 CASES = dict(resume=RESUME, checkpoint=CHECKPOINTS, configuration=CONFIGS)
 
@@ -210,21 +200,21 @@ class Run:
         assert len(complete_checkpoints(tmp/"out"/"checkpoints")) == 2
 
     def config(self, out, root):
-        return settings(root, self.tmp, model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", AREAS)), lora=dict(r=2, lora_alpha=4)), data=dict(batch_size=1, caption_dropout_rate=0.1),
-                        train=dict(output_dir=str(out), max_train_steps=2, save_steps=1, gradient_checkpointing=False))
+        return settings(root, self.tmp, model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", AREAS)), lora=dict(r=2, lora_alpha=4)),
+                        data=dict(batch_size=1, caption_dropout_rate=0.1), train=dict(output_dir=str(out), max_train_steps=2, save_steps=1, gradient_checkpointing=False))
 
-    def again(self, here, apply=None, resume="latest", patch=None):
+    def again(self, here, case={}, resume="latest", patch=None):
         "The run's folder and data in another place, and a configuration that goes on with it, changed."
         for name in ("out", "set"): shutil.copytree(self.tmp/name, here/name)
         c = self.config(here/"out", here/"set")
         c["train"] |= dict(resume_checkpoint=resume, max_train_steps=3)
-        if apply: apply(c, here, patch)
+        apply(case, c, here, patch)
         return c
 
-    def case(self, kind, what, here, patch):
+    def refused(self, kind, what, here, patch):
         if kind != "configuration": return self.again(here, CASES[kind][what], patch=patch)
         c = self.config(here/"out", self.tmp/"set")
-        CONFIGS[what](c, here, patch)
+        apply(CONFIGS[what], c, here, patch)
         return c
 
 
@@ -235,9 +225,9 @@ def run(tmp_path_factory): return Run(tmp_path_factory.mktemp("refusals"))
 def files_of(folder): return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
-def refusal(config, kinds=(ValueError, OSError)) -> str:
+def refusal(config) -> str:
     "The one sentence with which a run is refused."
-    with pytest.raises(kinds) as e: QwenImageEditTrainer(config).fit()
+    with pytest.raises((ValueError, OSError)) as e: QwenImageEditTrainer(config).fit()
     assert "\n" not in str(e.value)
     return str(e.value)
 
@@ -258,7 +248,7 @@ def test_the_page_lists_exactly_these():
 
 @pytest.mark.parametrize("kind, what", [(kind, what) for kind in CASES for what in CASES[kind]])
 def test_refused_with_the_documented_message(kind, what, run, tmp_path, built, monkeypatch):
-    c = run.case(kind, what, tmp_path, monkeypatch)
+    c = run.refused(kind, what, tmp_path, monkeypatch)
     before = files_of(tmp_path)
     text = refusal(c).replace(str(tmp_path), "")
     assert comparable(text) == comparable(documented()[kind, what])
@@ -271,7 +261,7 @@ def difference(what): return documented()["resume", what].removeprefix("checkpoi
 
 def test_all_differences_are_named_at_once(run, tmp_path, built):
     what = ("rank", "seed", "batch size", "another caption")
-    text = refusal(run.again(tmp_path, merged(*(RESUME[w] for w in what))))
+    text = refusal(run.again(tmp_path, all_of(*(RESUME[w] for w in what))))
     assert all(difference(w) in text for w in what) and not built
 
 
@@ -285,7 +275,7 @@ def test_ema_switched_off_is_a_difference(run, tmp_path):
 
 def test_force_goes_on_although_something_differs(run, tmp_path, capsys):
     what = "seed", "other weights", "another caption", "batch size", "caption dropout", "accumulation"
-    assert QwenImageEditTrainer(run.again(tmp_path, merged(*(RESUME[w] for w in what), change("train.force_resume", True)))).fit().global_step == 3
+    assert QwenImageEditTrainer(run.again(tmp_path, all_of(*(RESUME[w] for w in what), {"train.force_resume": True}))).fit().global_step == 3
     assert difference("seed") in capsys.readouterr().out, "it does not print what differs"
 
 
@@ -298,11 +288,11 @@ def test_force_from_the_command_line(run, tmp_path):
 
 def test_all_of_this_may_change_on_resume(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert QwenImageEditTrainer(run.again(tmp_path, merged(*(change(*c) for c in MAY_CHANGE.items())))).fit().global_step == 4
+    assert QwenImageEditTrainer(run.again(tmp_path, MAY_CHANGE)).fit().global_step == 4
 
 
 def test_data_moved_to_another_place_is_the_same_data(run, tmp_path):
-    c = run.again(tmp_path, change("data.dataset_path", lambda here: shutil.move(here/"set", here/"moved")))
+    c = run.again(tmp_path, {"data.dataset_path": lambda here: shutil.move(here/"set", here/"moved")})
     assert QwenImageEditTrainer(c).fit().global_step == 3
 
 
@@ -330,19 +320,19 @@ def other_pipeline(here):
 def empty(here): (here/"empty").mkdir(); return here/"empty"
 
 
-@pytest.mark.parametrize("apply, sentence", [
-    (change("data.dataset_path", empty), "holds no images; expected training_images/"),
+@pytest.mark.parametrize("case, sentence", [
+    ({"data.dataset_path": empty}, "holds no images; expected training_images/"),
     (data(lambda root: (root/"control_images"/"0001.png").unlink()), "target '0001.png' has no control image; expected .*control_images/0001"),
-    (merged(data(lambda root: (root/"control_images"/"0001.png").write_text("no image")), change("data.strict", True)),
+    (all_of(data(lambda root: (root/"control_images"/"0001.png").write_text("no image")), {"data.strict": True}),
      r"image .*control_images/0001.png' cannot be read \(not an image or broken\); replace it"),
-    (change("model.pretrained_model_name_or_path", other_pipeline), "contains a StableDiffusionPipeline; this library needs QwenImageEditPipeline"),
-    (change("cache.vae_encoder_device", "tpu"), "device 'tpu' does not exist here; this machine has"),
-    (change("predict.devices", dict(vae="cuda:9")), "device 'cuda:9' does not exist here"),
-    (change("model.variant", "v1"), "`model.variant` is v1, but .* is 2511"),
-    (change("model.lora.target_modules", ["to_quit"]), r"`model.lora.target_modules` \['to_quit'\] matches no layer")])
-def test_bad_data_and_models_are_refused_before_an_encoder_runs(apply, sentence, pairs, tmp_path, built):
+    ({"model.pretrained_model_name_or_path": other_pipeline}, "contains a StableDiffusionPipeline; this library needs QwenImageEditPipeline"),
+    ({"cache.vae_encoder_device": "tpu"}, "device 'tpu' does not exist here; this machine has"),
+    ({"predict.devices": dict(vae="cuda:9")}, "device 'cuda:9' does not exist here"),
+    ({"model.variant": "v1"}, "`model.variant` is v1, but .* is 2511"),
+    ({"model.lora.target_modules": ["to_quit"]}, r"`model.lora.target_modules` \['to_quit'\] matches no layer")])
+def test_bad_data_and_models_are_refused_before_an_encoder_runs(case, sentence, pairs, tmp_path, built):
     c = settings(pairs(), tmp_path)
-    apply(c, tmp_path, None)
+    apply(case, c, tmp_path)
     assert re.search(sentence, refusal(c))
     assert not built[VAE] and not built[TEXT] and not (tmp_path/"cache").exists()
 
@@ -355,7 +345,7 @@ def write_table():
             for what in cases:
                 here = Path(tmp)/f"{len(rows)}"
                 here.mkdir()
-                with pytest.MonkeyPatch.context() as patch: text = refusal(run.case(kind, what, here, patch)).replace(str(here), "")
+                with pytest.MonkeyPatch.context() as patch: text = refusal(run.refused(kind, what, here, patch)).replace(str(here), "")
                 rows.append(f"| {kind} | {what} | {text.replace('|', chr(92) + '|')} |")
     PAGE.write_text(PAGE.read_text().partition(rows[0])[0] + "\n".join(rows) + "\n")
 

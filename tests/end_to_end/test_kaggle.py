@@ -1,29 +1,36 @@
 """The Kaggle and Colab notebooks in imitations of both: read-only inputs, a small working folder, no internet, batch runs.
 With the platforms' own library versions where QIE_NB_KAGGLE_PYTHON and QIE_NB_COLAB_PYTHON name such a Python and QIE_NB_WHEELS a folder of wheels (`make places` does)."""
-import ast, functools, importlib, json, os, re, shutil, subprocess, sys
+import ast, importlib, json, os, re, shutil, subprocess, sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
-import pytest
+import nbformat, pytest
+from nbformat import v4
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from fake_kaggle import colab, kaggle, may_install, run_notebook, session
+from qie_nb.config import make_config
+from qie_nb.data.dataset import ImageDataset
+from qie_nb.data.samples import find_samples
 from qie_nb.planning.doctor import TRIED
+from qie_nb.tiny.demo import answers, demo_config, errors, truths, write_pairs
+from qie_nb.trainer import QwenImageEditTrainer
 from test_project import settings
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT/"kaggle").rglob("*.ipynb"))
-FOLDERS = sorted(p.parent for p in (ROOT/"kaggle").glob("*/kernel-metadata.json"))
-TRAIN = ROOT/"kaggle"/"train"/"train.ipynb"
-PLATFORMS = dict(kaggle=kaggle, colab=colab)
+TRAIN, COLAB, PRECOMPUTE, PREQUANTIZE = (ROOT/"kaggle"/f"{name}.ipynb" for name in ("train/train", "colab", "precompute/precompute", "prequantize/prequantize"))
+METADATA = {p.parent: json.loads(p.read_text()) for p in sorted((ROOT/"kaggle").glob("*/kernel-metadata.json"))}
+PLATFORMS = "kaggle", "colab"
 MB = 1 << 20
 
 
-def notebook(folder, *cells, name="notebook.ipynb"):
-    cells = [dict(cell_type="code", id=f"cell{n}", metadata={}, source=c, outputs=[], execution_count=None) for n, c in enumerate(cells)]
-    (folder/name).write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
-    return folder/name
+def notebook(folder, *cells):
+    nbformat.write(v4.new_notebook(cells=[v4.new_code_cell(c) for c in cells]), folder/"notebook.ipynb")
+    return folder/"notebook.ipynb"
 
 
 def cells_of(path): return ["".join(c["source"]) for c in json.loads(Path(path).read_text())["cells"] if c["cell_type"] == "code"]
@@ -51,47 +58,47 @@ def minor(version): return Version(".".join(map(str, Version(version).release[:2
 
 # ---- the notebooks' cells (everyday) ----
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+
+
+@each_notebook
 def test_cells_only_call_the_library(path):
     cells = cells_of(path)
     assert len(cells) <= 5 and all(len(c.splitlines()) <= 20 for c in cells)
-    for cell in cells:
-        for node in ast.walk(ast.parse(cell)): assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.Try, ast.Lambda)), cell
+    for node in (n for c in cells for n in ast.walk(ast.parse(c))):
+        assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.Try, ast.Lambda)), ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_notebook
 def test_names_in_cells_exist(path):
-    objects = {}
-    for node in ast.walk(ast.parse("\n".join(cells_of(path)))):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("qie_nb"):
-            for a in node.names: objects[a.name] = getattr(importlib.import_module(node.module), a.name)
-    owners = {"env": objects["detect_environment"](), "trainer": objects["QwenImageEditTrainer"]}
-    for owner, name in re.findall(r"\b(env|trainer)\.(\w+)", "\n".join(cells_of(path))):
-        assert hasattr(owners[owner], name) or (owner, name) == ("trainer", "cache_dir"), f"{owner}.{name}"
+    text = "\n".join(cells_of(path))
+    objects = {a.name: getattr(importlib.import_module(node.module), a.name) for node in ast.walk(ast.parse(text))
+               if isinstance(node, ast.ImportFrom) and node.module.startswith("qie_nb") for a in node.names}
+    owners = dict(env=objects["detect_environment"](), trainer=objects["QwenImageEditTrainer"])
+    used = set(re.findall(r"\b(env|trainer)\.(\w+)", text)) - {("trainer", "cache_dir")}
+    assert not [f"{owner}.{name}" for owner, name in used if not hasattr(owners[owner], name)]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_notebook
 def test_settings_in_cells_are_known(path, monkeypatch, tmp_path):
     "The second cell, with a doctor that only checks the configuration."
-    import qie_nb.planning.doctor, qie_nb.tiny.photos
-    from qie_nb.config import make_config
     checked = []
-
-    class Report:
-        def __init__(self, config, **_): checked.append(make_config(config))
-        def stop(self): return self
-        def config(self): return checked[-1]
+    def report(config, **_):
+        checked.append(make_config(config))
+        report = SimpleNamespace(config=lambda: checked[-1])
+        report.stop = lambda: report
+        return report
     monkeypatch.setenv("QIE_NB_ROOT", str(tmp_path))
-    monkeypatch.setattr(qie_nb.planning.doctor, "doctor", Report)
-    monkeypatch.setattr(qie_nb.tiny.photos, "make_pairs", lambda path, *_: str(path))
+    monkeypatch.setattr("qie_nb.planning.doctor.doctor", report)
+    monkeypatch.setattr("qie_nb.tiny.photos.make_pairs", lambda path, *_: str(path))
     exec(cells_of(path)[1], {})
     assert checked[0].model.pretrained_model_name_or_path == "tiny"
 
 
 def test_the_install_cell_is_the_same_everywhere():
-    first, colabs = {cells_of(p)[0] for p in (ROOT/"kaggle").glob("*/*.ipynb")}, cells_of(ROOT/"kaggle"/"colab.ipynb")[0]
-    assert len(first) == 1 and not re.search(r"\btorch\b", colabs + next(iter(first)))
-    assert colabs.splitlines()[-2] == next(iter(first)).splitlines()[-2] and "bitsandbytes" in colabs
+    (kaggles,), colabs = {cells_of(f)[0] for f in (ROOT/"kaggle").glob("*/*.ipynb")}, cells_of(COLAB)[0]
+    assert not re.search(r"\btorch\b", colabs + kaggles)
+    assert colabs.splitlines()[-2] == kaggles.splitlines()[-2] and "bitsandbytes" in colabs
 
 
 # ---- versions (everyday) ----
@@ -132,34 +139,19 @@ def test_metadata_has_every_setting():
     "Without them the client uses defaults, and a notebook without its GPU or inputs fails late."
     keys = {"id", "title", "code_file", "language", "kernel_type", "is_private", "enable_gpu", "enable_internet", "machine_shape",
             "dataset_sources", "competition_sources", "kernel_sources", "model_sources"}
-    own = {f.name: json.loads((f/"kernel-metadata.json").read_text()) for f in FOLDERS}
-    for folder in FOLDERS: assert own[folder.name].keys() == keys and (folder/own[folder.name]["code_file"]).is_file(), folder.name
-    assert own["train"]["kernel_sources"] == [own["precompute"]["id"]]
-
-
-class Server:
-    "Replaces Kaggle's server: keeps what the client sends."
-    def __init__(self): self.kernels = self.kernels_api_client = self
-    def __enter__(self): return self
-    def __exit__(self, *error): pass
-    def save_kernel(self, request): self.request = request
-
-
-def pushed(folder, monkeypatch):
-    "What `kaggle kernels push` sends for a folder, after the published client's own checks."
-    monkeypatch.setenv("KAGGLE_USERNAME", "user"), monkeypatch.setenv("KAGGLE_KEY", "0" * 32)
-    api = pytest.importorskip("kaggle.api.kaggle_api_extended", reason="pip install kaggle").KaggleApi()
-    server = Server()
-    monkeypatch.setattr(api, "build_kaggle_client", lambda: server)
-    api.kernels_push(str(folder))
-    return server.request
+    for folder, own in METADATA.items(): assert own.keys() == keys and (folder/own["code_file"]).is_file(), folder.name
+    assert METADATA[TRAIN.parent]["kernel_sources"] == [METADATA[PRECOMPUTE.parent]["id"]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", METADATA, ids=lambda f: f.name)
 def test_the_published_client_accepts_the_metadata(folder, monkeypatch, capsys):
-    own = json.loads((folder/"kernel-metadata.json").read_text())
-    sent = pushed(folder, monkeypatch)
+    "What `kaggle kernels push` sends, after the client's own checks."
+    monkeypatch.setenv("KAGGLE_USERNAME", "user"), monkeypatch.setenv("KAGGLE_KEY", "0" * 32)
+    api, server = pytest.importorskip("kaggle.api.kaggle_api_extended", reason="pip install kaggle").KaggleApi(), MagicMock()
+    monkeypatch.setattr(api, "build_kaggle_client", lambda: server)
+    api.kernels_push(str(folder))
+    own, (sent,) = METADATA[folder], server.__enter__().kernels.kernels_api_client.save_kernel.call_args.args
     assert "does not resolve to the specified" not in capsys.readouterr().out
     assert sent.slug == own["id"] and sent.kernel_type == "notebook" and sent.machine_shape == "NvidiaTeslaT4" and sent.is_private and sent.enable_gpu
     assert sent.kernel_data_sources == own["kernel_sources"] and sent.dataset_data_sources == own["dataset_sources"] and sent.model_data_sources == own["model_sources"]
@@ -168,52 +160,41 @@ def test_the_published_client_accepts_the_metadata(folder, monkeypatch, capsys):
 
 # ---- the imitation itself ----
 
-LOOK = '''import os, shutil, socket
-seen = dict(cwd=os.getcwd(), run=os.environ.get("KAGGLE_KERNEL_RUN_TYPE"), attached=open("/kaggle/input/datasets/user/words/a.txt").read(), old=os.listdir("/kaggle/input/words"))
-print(sorted(seen.items()))'''
-WRITES = '''for path in ("/kaggle/input/words/new.txt", "/kaggle/input/datasets/user/words/a.txt"):
-    try: open(path, "w").write("x"); print("written")
-    except OSError as e: print("refused", e.errno)'''
-NET = '''try: socket.create_connection(("93.184.215.14", 80), timeout=2); print("online")
-except OSError as e: print("offline")'''
-FULL = '''open("kept.bin", "wb").write(bytes(1 << 20))
-try: open("much.bin", "wb").write(bytes(9 << 20)); print("room")
-except OSError as e: os.remove("much.bin"); print("full", e.errno)'''
+LOOK = '''
+import os, socket
+def attempt(what, fn):
+    try: fn(); print(what, "worked")
+    except OSError as e: print(what, type(e).__name__, e.errno)
+print(os.getcwd(), os.environ["KAGGLE_KERNEL_RUN_TYPE"], open("/kaggle/input/datasets/user/words/a.txt").read(), os.listdir("/kaggle/input/words"))
+attempt("new", lambda: open("/kaggle/input/words/new.txt", "w"))
+attempt("old", lambda: open("/kaggle/input/datasets/user/words/a.txt", "w"))
+attempt("net", lambda: socket.create_connection(("93.184.215.14", 80), timeout=2))
+open("kept.bin", "wb").write(bytes(1 << 20))
+attempt("much", lambda: open("much.bin", "wb").write(bytes(9 << 20)))
+os.remove("much.bin")'''
 
 
 @pytest.mark.slow
 def test_a_session_has_read_only_inputs_a_quota_and_no_internet(tmp_path):
     (tmp_path/"words").mkdir()
     (tmp_path/"words"/"a.txt").write_text("hello")
-    platform = kaggle(tmp_path, {"datasets/user/words": tmp_path/"words", "words": tmp_path/"words"}, quota=8 * MB)
-    run = run_notebook(notebook(tmp_path, LOOK, WRITES, NET, FULL), platform)
-    text = run.text()
-    assert "('attached', 'hello')" in text and run.inputs_written == []
-    assert not run.error, run.error
-    assert "'/kaggle/working'" in text and "('run', 'Batch')" in text and "('old', ['a.txt'])" in text
-    assert text.count("refused 30") == 2 and "offline" in text and "full 28" in text
+    run = run_notebook(notebook(tmp_path, LOOK), kaggle(tmp_path, {name: tmp_path/"words" for name in ("datasets/user/words", "words")}, quota=8 * MB))
+    assert not run.error and run.inputs_written == [], run.error
+    seen, *attempts = run.text().splitlines()
+    assert seen == "/kaggle/working Batch hello ['a.txt']"
+    assert attempts[:2] == ["new OSError 30", "old OSError 30"] and attempts[2].startswith("net") and "worked" not in attempts[2] and attempts[3:] == ["much OSError 28"]
     assert run.written == MB and [p.name for p in run.output.iterdir()] == ["kept.bin"]
 
 
 # ---- the install cell ----
 
-@functools.lru_cache
-def library_wheel(folder) -> Path:
-    "This library as a wheel, built without internet."
-    copy = Path(folder)/"source"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "demo_out", "*.egg-info", "__pycache__", "tests", "benchmarks", "docs"))
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, str(copy)], check=True, capture_output=True)
-    return next(Path(folder).glob("qie_nb-*.whl"))
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    "A folder to attach: this library, and the wheels of `make places`."
-    folder = tmp_path_factory.mktemp("wheels")
-    built, out = library_wheel(str(folder)), tmp_path_factory.mktemp("attached")
-    downloaded = os.environ.get("QIE_NB_WHEELS")
-    for w in [built, *(Path(downloaded).glob("*.whl") if downloaded else [])]:
-        if not (out/w.name).exists(): shutil.copy(w, out)
+    "A folder to attach: this library, built without internet, and the wheels of `make places`."
+    out, source = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("source")/"qie_nb"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "demo_out", "*.egg-info", "__pycache__", "tests", "benchmarks", "docs"))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, source], check=True, capture_output=True)
+    if downloaded := os.environ.get("QIE_NB_WHEELS"): shutil.copytree(downloaded, out, ignore=lambda folder, names: [n for n in names if not n.endswith(".whl")], dirs_exist_ok=True)
     return out
 
 
@@ -237,7 +218,6 @@ for name, text in files.items(): open(f"{old}/{name}", "w").write(text)
 @pytest.mark.slow
 @pytest.mark.parametrize("slug", ["datasets/user/wheels", "wheels"])
 def test_the_install_cell_uses_attached_wheels_without_internet(slug, wheels, tmp_path):
-    "With this Python, without the library and with an old torchao, in its own session."
     needs_root()
     after = 'import qie_nb, importlib.metadata as m\nprint(qie_nb.__file__, m.version("torch"), [d.name for d in m.distributions() if d.name == "torchao"])'
     run = run_notebook(notebook(tmp_path, cells_of(TRAIN)[0], after), kaggle(tmp_path, {slug: wheels}), library=False, before=OLD_TORCHAO)
@@ -250,92 +230,74 @@ def test_the_install_cell_uses_attached_wheels_without_internet(slug, wheels, tm
 
 def error_ratio(lora, tmp_path):
     "Error on photographs outside the training set, with the LoRA over without, as `make demo` measures it."
-    from qie_nb.config import make_config
-    from qie_nb.data.dataset import ImageDataset
-    from qie_nb.tiny.demo import answers, demo_config, errors, truths, write_pairs
-    from qie_nb.data.samples import find_samples
-    from qie_nb.trainer import QwenImageEditTrainer
     write_pairs(tmp_path/"judge", 2, 6)
     config = make_config(demo_config(tmp_path/"judge"))
     judge = QwenImageEditTrainer(config).setup_predict()
     held = ImageDataset(config, samples=find_samples(config.train.val_path))
     held.set_areas(judge.components.areas)
-    error = lambda: errors(answers(judge, held, (0,)), true)[0]
     true = truths(judge, held)
-    before = error()
-    judge.load_lora(lora)
-    return error() / before
+    before = errors(answers(judge, held, (0,)), true)[0]
+    return errors(answers(judge.load_lora(lora), held, (0,)), true)[0] / before
 
 
-def check(run, platform):
-    "A notebook ends without error within its quota, leaves its inputs unchanged, and shows everything without live widgets."
+def outputs(run): return [o for c in run.notebook["cells"] for o in c.get("outputs", [])]
+def images(run): return [o for o in outputs(run) if "image/png" in o.get("data", {}) or "<img" in str(o.get("data", {}).get("text/html"))]
+
+
+def ran(path, platform, **what):
+    "A notebook's run: without error, within its quota, its inputs unchanged, and with everything shown without live widgets."
+    run = run_notebook(path, platform, **what)
     assert not run.error, run.error
     assert run.inputs_written == [] and run.written < platform.quota
-    for c in run.notebook["cells"]:
-        forms = [o.get("data", {}) for o in c.get("outputs", [])]
-        live = [n for n, d in enumerate(forms) if any("widget-view" in kind for kind in d)]
-        assert not live or platform.name == "colab", "a batch run shows a live widget"
-        for n in live: assert "text/plain" in forms[n] or "text/plain" in forms[n + 1], "a live widget without a static form"
-    red = [o["text"] for c in run.notebook["cells"] for o in c.get("outputs", []) if o.get("name") == "stderr" and " left" in "".join(o["text"])]
-    assert not red or platform.name == "colab", "saved notebooks show stderr on red, and progress is not an error"
+    forms = [[o.get("data", {}) for o in c.get("outputs", [])] + [{}] for c in run.notebook["cells"]]
+    live = [form | cell[n + 1] for cell in forms for n, form in enumerate(cell) if any("widget-view" in kind for kind in form)]
+    assert all("text/plain" in shown for shown in live), "a live widget without a static form"
+    red = [o for o in outputs(run) if o.get("name") == "stderr" and " left" in "".join(o["text"])]
+    assert platform.name == "colab" or not live and not red, "a batch run shows a live widget, or progress on stderr, which saved notebooks show as an error"
     return run
-
-
-def images(run): return [o for c in run.notebook["cells"] for o in c.get("outputs", []) if "image/png" in o.get("data", {}) or "<img" in str(o.get("data", {}).get("text/html"))]
-
-
-def both(platform, **what):
-    "Precompute in one session, then train from its attached output in the next."
-    first = check(run_notebook(ROOT/"kaggle"/"precompute"/"precompute.ipynb", platform, **what), platform)
-    packed = next(first.output.rglob("packed"))
-    assert {p.suffix for p in packed.iterdir()} == {".safetensors", ".json"} and len(images(first)) == 1
-    platform.inputs["/kaggle/input/notebooks/user/qie-nb-precompute"] = first.output
-    second = check(run_notebook(TRAIN, platform, **what), platform)
-    assert "0 encoded" in second.text() and not list(second.output.rglob("cache/pixel_latent/*/*")), "the attached cache was not used"
-    assert len(images(second)) >= 2
-    return first, second
 
 
 def steps(n): return {"STEPS, RATE, BATCH = 150": f"STEPS, RATE, BATCH = {n}"}
 
 
-def resume(platform, run, before, after, **what):
-    "The next session, with the last output attached; only the number of steps is changed."
-    platform.inputs["/kaggle/input/notebooks/user/qie-nb-train"] = run.output
-    third = check(run_notebook(TRAIN, platform, changes=steps(after), **what), platform)
-    assert re.search(rf"trained {after - before} steps in .*, {after} in total: done", third.text()), third.text()[-3000:]
-
-
-def attached(places, platform, request):
+def own_versions(places, platform, request):
     "Options of a session: this Python, or a platform's own versions with the attached wheels."
     if not places: return {}, {}
-    wheels = request.getfixturevalue("all_wheels")
-    return dict(python=python_of(platform), library=False), {"datasets/user/wheels": wheels}
+    return dict(python=python_of(platform), library=False), {"datasets/user/wheels": request.getfixturevalue("all_wheels")}
 
 
-OWN = pytest.mark.parametrize("places", [False, True], ids=["this Python", "the platform's versions"])
+each_python = pytest.mark.parametrize("places", [False, True], ids=["this Python", "the platform's versions"])
+
 
 @pytest.mark.slow
-@OWN
+@each_python
 def test_kaggle_notebooks_hand_the_cache_over_train_and_resume(places, tmp_path, request):
-    what, wheels = attached(places, "kaggle", request)
+    what, wheels = own_versions(places, "kaggle", request)
     platform = kaggle(tmp_path, wheels, quota=64 * MB)
-    first, second = both(platform, **what)
+    first = ran(PRECOMPUTE, platform, **what)
+    assert {p.suffix for p in next(first.output.rglob("packed")).iterdir()} == {".safetensors", ".json"} and len(images(first)) == 1
     if places: assert "Successfully uninstalled torchao" in first.text()
-    assert error_ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
-    resume(platform, second, 150, 152, **what)
+
+    platform.inputs["/kaggle/input/notebooks/user/qie-nb-precompute"] = first.output
+    second = ran(TRAIN, platform, **what)
+    assert "0 encoded" in second.text() and not list(second.output.rglob("cache/pixel_latent/*/*")), "the attached cache was not used"
+    assert len(images(second)) >= 2 and error_ratio(next(second.output.rglob("lora")), tmp_path) < 0.4
+
+    platform.inputs["/kaggle/input/notebooks/user/qie-nb-train"] = second.output
+    text = ran(TRAIN, platform, changes=steps(152), **what).text()
+    assert re.search("trained 2 steps in .*, 152 in total: done", text), text[-3000:]
 
 
 @pytest.mark.slow
-@OWN
+@each_python
 def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
-    what, wheels = attached(places, "colab", request)
+    what, wheels = own_versions(places, "colab", request)
     (tmp_path/"drive").mkdir()
     for folder in wheels.values(): shutil.copytree(folder, tmp_path/"drive"/"wheels")
     platform = colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB)
-    first = check(run_notebook(ROOT/"kaggle"/"colab.ipynb", platform, **what), platform)
+    first = ran(COLAB, platform, **what)
     assert len(images(first)) >= 2 and error_ratio(tmp_path/"drive"/"qie_nb"/"lora", tmp_path) < 0.4
-    text = check(run_notebook(ROOT/"kaggle"/"colab.ipynb", platform, changes=steps(152), **what), platform).text()
+    text = ran(COLAB, platform, changes=steps(152), **what).text()
     assert "0 encoded" in text and "training panel: step 152 of 152" in text and not re.search("step 50: (held-out|validation)", text), text[-3000:]
 
 
@@ -343,18 +305,15 @@ def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
 def test_training_from_a_prequantized_copy(tmp_path):
     "The copy is attached instead of the model and contains its modulation table."
     platform = kaggle(tmp_path, quota=64 * MB)
-    first = check(run_notebook(ROOT/"kaggle"/"prequantize"/"prequantize.ipynb", platform), platform)
-    platform.inputs["/kaggle/input/datasets/user/copy"] = next(first.output.rglob("model"))
+    platform.inputs["/kaggle/input/datasets/user/copy"] = next(ran(PREQUANTIZE, platform).output.rglob("model"))
     changes = steps(6) | {'MODEL, SIZE, PRECISION = "tiny",': 'MODEL, SIZE, PRECISION = env.latest("model"),', '"duotone", 48)': '"duotone", 6)',
                           'num_inference_steps=8 if MODEL == "tiny" else 20': "num_inference_steps=8"}
-    second = check(run_notebook(TRAIN, platform, changes=changes), platform)
-    assert "6 in total: done" in second.text() and not list(second.output.rglob("cache/modulation/*")), "the copy's own table was not used"
+    run = ran(TRAIN, platform, changes=changes)
+    assert "6 in total: done" in run.text() and not list(run.output.rglob("cache/modulation/*")), "the copy's own table was not used"
 
-
-TESTS = ["end_to_end/test_main_job", "parity/test_pipelines", "models/test_modulation", "lora/test_adapters", "test_cache"]
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("name", ["end_to_end/test_main_job", "parity/test_pipelines", "models/test_modulation", "lora/test_adapters", "test_cache"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_everyday_tests_with_the_platforms_versions(platform, name, all_wheels, tmp_path):
     "After the install cell, on the checkout. No session end is known there, because it would add checkpoints to every run."

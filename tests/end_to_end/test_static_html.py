@@ -2,7 +2,9 @@
 import json, os, re
 from pathlib import Path
 
-import pytest
+import nbformat, pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 from qie_nb.core.display import VIEW
 
@@ -10,15 +12,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name, texts", [
-    ("index", ["1 of 12", "pixel_latent", "with the LoRA so far"]),
-    ("00_cache", ["pixel_latent"]),
-    ("03_logging", ["trained 10 steps"]),
-])
+@pytest.mark.parametrize("name, texts", [("index", ["1 of 12", "pixel_latent", "with the LoRA so far"]), ("00_cache", ["pixel_latent"]), ("03_logging", ["trained 10 steps"])])
 def test_batch_run_shows_static_forms(name, texts, tmp_path, monkeypatch):
-    import nbformat
-    from nbclient import NotebookClient
-    from nbconvert import HTMLExporter
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     book = nbformat.read(ROOT/"nbs"/f"{name}.ipynb", 4)
     book.cells = [c for c in book.cells if "nbdev_export()" not in c.source]

@@ -9,15 +9,14 @@ SETTINGS = {
     "notebook-extension/tracker": dict(windowingMode="none"),
     "docmanager-extension/plugin": dict(autosave=False),
 }
-NO_CHROMIUM = ("these tests need Chromium: `apt-get install -y chromium` on Debian, or set QIE_NB_CHROMIUM to the path of "
-               "another Chromium or Chrome")
+HOMES = dict(HOME="", JUPYTERLAB_SETTINGS_DIR="settings", JUPYTER_CONFIG_DIR="config", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="runtime",
+             IPYTHONDIR="ipython", JUPYTERLAB_WORKSPACES_DIR="workspaces", TMPDIR="tmp")
 
 
-def chromium() -> str:
-    "Path of the browser. Raises RuntimeError with the remedy."
+def chromium() -> str: # path
     given = os.environ.get("QIE_NB_CHROMIUM")
     found = shutil.which(given) if given else shutil.which("chromium") or shutil.which("chromium-browser")
-    if not found: raise RuntimeError(NO_CHROMIUM)
+    if not found: raise RuntimeError("these tests need Chromium: `apt-get install -y chromium` on Debian, or set QIE_NB_CHROMIUM to the path of another Chromium or Chrome")
     return found
 
 
@@ -28,35 +27,26 @@ def free_port() -> int:
 
 
 class Lab:
-    "JupyterLab for a folder; does not read or write the user's settings."
-    def __init__(self,
-        folder, # notebooks are opened and saved here
-        home, # settings, run-time files and the log
-        seconds=90, # to wait for the server
-    ):
-        self.folder, self.home, self.seconds = Path(folder), Path(home), seconds
-        self.token, self.port = secrets.token_hex(16), free_port()
+    "JupyterLab for a folder of notebooks, with its settings, run-time files and log in `home` instead of the user's."
+    def __init__(self, folder, home):
+        self.folder, self.home, self.token, self.port = Path(folder), Path(home), secrets.token_hex(16), free_port()
         self.url = f"http://127.0.0.1:{self.port}/"
 
     def __enter__(self):
-        settings = self.home/"settings"
         for name, values in SETTINGS.items():
-            file = settings/"@jupyterlab"/f"{name}.jupyterlab-settings"
+            file = self.home/"settings"/"@jupyterlab"/f"{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(values))
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = os.environ | dict(PYTHONPATH=paths, HOME=str(self.home), JUPYTERLAB_SETTINGS_DIR=str(settings), JUPYTER_CONFIG_DIR=str(self.home/"config"),
-                                JUPYTER_DATA_DIR=str(self.home/"data"), JUPYTER_RUNTIME_DIR=str(self.home/"runtime"), IPYTHONDIR=str(self.home/"ipython"),
-                                JUPYTERLAB_WORKSPACES_DIR=str(self.home/"workspaces"), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false")
+        env = os.environ | {name: str(self.home/folder) for name, folder in HOMES.items()} | dict(PYTHONPATH=paths, OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false")
         env.pop("JUPYTER_PATH", None)
-        env["TMPDIR"] = str(self.home/"tmp")
         (self.home/"tmp").mkdir(exist_ok=True)
         self.log = (self.home/"server.log").open("ab")
         self.server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0", "--allow-root",
              f"--ServerApp.token={self.token}", f"--ServerApp.root_dir={self.folder}", "--LabApp.expose_app_in_browser=True"],
             env=env, cwd=self.folder, stdout=self.log, stderr=self.log, start_new_session=True)
-        end = time.time() + self.seconds
+        end = time.time() + 90
         while True:
             try: urllib.request.urlopen(f"{self.url}api?token={self.token}", timeout=5).close(); return self
             except OSError:
@@ -71,15 +61,13 @@ class Lab:
         self.log.close()
 
 
-STATE = """() => {
-  const app = window.jupyterapp || window.jupyterlab, panel = app && app.shell.currentWidget;
-  const kernel = panel && panel.sessionContext && panel.sessionContext.session && panel.sessionContext.session.kernel;
+APP = "(window.jupyterapp || window.jupyterlab)"
+STATE = f"""() => {{
+  const panel = {APP}?.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel;
   if (!kernel || !panel.content.model) return null;
   const prompts = [...panel.node.querySelectorAll('.jp-InputPrompt')].map(n => n.textContent);
-  return {status: kernel.status, waiting: prompts.filter(t => t.includes('*')).length};
-}"""
-NOTEBOOK = "() => { const a = window.jupyterapp || window.jupyterlab; return a.shell.currentWidget.content.model.toJSON(); }"
-COMMAND = "async name => { const a = window.jupyterapp || window.jupyterlab; await a.commands.execute(name); }"
+  return {{status: kernel.status, waiting: prompts.filter(t => t.includes('*')).length}};
+}}"""
 
 
 class Page:
@@ -94,13 +82,13 @@ class Page:
 
     def kernel(self):
         "Wait for the notebook and its kernel."
-        self.page.wait_for_function(f"() => {{ const s = ({STATE})(); return s && s.status === 'idle'; }}", timeout=90_000)
+        self.page.wait_for_function(f"() => ({STATE})()?.status === 'idle'", timeout=90_000)
         return self
 
-    def command(self, name): self.page.evaluate(COMMAND, name)
+    def save(self): self.page.evaluate(f"async () => {{ await {APP}.commands.execute('docmanager:save'); }}")
 
     def run_all(self, wait=True, seconds=300):
-        self.page.evaluate("name => { const a = window.jupyterapp || window.jupyterlab; a.commands.execute(name); }", "notebook:run-all-cells")
+        self.page.evaluate(f"() => {{ {APP}.commands.execute('notebook:run-all-cells'); }}")
         return self.finished(seconds) if wait else self
 
     def finished(self, seconds=300):
@@ -109,13 +97,11 @@ class Page:
         self.page.wait_for_function(f"() => {{ const s = ({STATE})(); return s && s.status === 'idle' && !s.waiting; }}", timeout=seconds * 1000, polling=200)
         return self
 
-    def notebook(self) -> dict: return self.page.evaluate(NOTEBOOK)
+    def notebook(self) -> dict: return self.page.evaluate(f"() => {APP}.shell.currentWidget.content.model.toJSON()")
 
     def outputs(self) -> list: return [o for c in self.notebook()["cells"] for o in c.get("outputs", ())]
 
     def errors(self) -> list: return [f"{o['ename']}: {o['evalue']}" for o in self.outputs() if o["output_type"] == "error"]
-
-    def save(self): self.command("docmanager:save")
 
     def keep(self, what):
         "Write a screenshot and the text of the page."
