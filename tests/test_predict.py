@@ -27,7 +27,7 @@ def images(n): return [Image.fromarray(np.random.default_rng(i).integers(0, 256,
 def folder(variant): return tiny_folder(variant, (CONTROL, VL))
 
 
-def trainer_of(variant, path=None):
+def trainer_of(variant="2511", path=None):
     return QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(path or folder(variant))),
                                      train=dict(device="cpu", mixed_precision="no"), cache=dict(use_cache=False)))
 
@@ -63,12 +63,13 @@ def test_a_list_of_edits_is_the_pipeline_called_for_each(variant, n, scale):
     assert not close_images(*ours)
 
 
-def test_a_schedule_of_four_steps_is_the_pipelines_with_that_scheduler(monkeypatch):
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_schedule_is_the_pipelines_with_that_scheduler(steps, monkeypatch):
     own, pipe = dict(base_shift=math.log(3), max_shift=math.log(3), shift_terminal=None), pipeline("2511")
-    call = lambda **kw: ready().predict(images(1), "x", seed=3, **asked(1.0, 4), **kw)
+    call = lambda **kw: ready().predict(images(1), "x", seed=3, **asked(1.0, steps), **kw)
     monkeypatch.setattr(pipe, "scheduler", type(pipe.scheduler).from_config(pipe.scheduler.config, **own))
-    theirs = piped("2511", images(1), "x", 3, 1.0, 4)
-    assert close_images(call(scheduler_overrides=own), theirs) and not close_images(call(), theirs)
+    theirs = piped("2511", images(1), "x", 3, 1.0, steps)
+    assert close_images(call(scheduler_overrides=own), theirs) and (steps == 1 or not close_images(call(), theirs))
 
 
 @pytest.mark.parametrize("variant, n", [("v1", 1), slow("2509", 3), ("2511", 2)])
@@ -83,13 +84,13 @@ def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
 
 # --- what is encoded, and how often
 def test_the_encoders_run_once_for_each_distinct_thing():
-    t, (a, b) = trainer_of("2511").setup_predict(), images(2)
+    t, (a, b) = trainer_of().setup_predict(), images(2)
     t.predict([a, [a, b], a.copy(), a, [a, b]], ["one", "one", "one", "two", "one"], **SMALL | dict(true_cfg_scale=4.0)) # a copy holds the same pixels
     assert t.predictor.encoder.calls == dict(vae=2, prefix=0, text_encoder=5), "two images; (a, one), (a, two), (ab, one) and an empty one each"
 
 
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
-    t, order = trainer_of("2511").setup_predict(), []
+    t, order = trainer_of().setup_predict(), []
     p = t.predictor
 
     def noted(owner, name, label=lambda name, first: name):
@@ -128,9 +129,8 @@ REFUSED = [
     ((IM, ["a", " "]), {}, "`prompt` is empty"),
     ((IM, 3), {}, "`prompt` must be a string, or a list of strings for several edits, got 3"),
     ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>, got 'a <|image_pad|>'; remove it"),
-    (([IM], ["a", "b"]), {}, "`prompt_image` has 1 entries for 2 prompts; give one image for all or an entry each"),
     ((IM, ["a", "b"]), dict(seed=[1]), "`seed` has 1 entries for 2 prompts"),
-    ((IM, "a"), dict(seed=True), "`seed` must be a whole number, 0 or more, got True"),
+    ((IM, "a"), dict(seed=True), "`seed` must be a whole number"),
     ((IM, "a"), dict(generator=3), "`generator` must be a torch.Generator, got 3"),
     ((IM, "a"), dict(width=500), "`width` must be a multiple of 16, got 500; use 496 or 512"),
     ((IM, "a"), dict(num_inference_steps=1), "`num_inference_steps` must be at least 2 with this scheduler, got 1; 20 is usual"),
@@ -147,14 +147,14 @@ REFUSED = [
 
 @pytest.mark.parametrize("args, kw, sentence", REFUSED, ids=range(len(REFUSED)))
 def test_a_mistake_is_one_sentence_before_anything_is_loaded(args, kw, sentence, built):
-    t, kw = (trainer_of(kw), {}) if kw == "v1" else (trainer_of("2511"), kw)
+    t, kw = (trainer_of(kw), {}) if kw == "v1" else (trainer_of(), kw)
     with pytest.raises(ValueError) as e: t.predict(*args, **kw)
     assert str(e.value).startswith(sentence) and "\n" not in str(e.value) and not built and t.placement is None
 
 
 def test_a_model_without_a_vae_is_refused(tmp_path):
     shutil.copytree(folder("2511"), tmp_path/"model", ignore=shutil.ignore_patterns("vae"))
-    with pytest.raises(FileNotFoundError, match="model' lacks vae/; copy the model again"): trainer_of("2511", tmp_path/"model").predict(IM, "a")
+    with pytest.raises(FileNotFoundError, match="model' lacks vae/; copy the model again"): trainer_of(path=tmp_path/"model").predict(IM, "a")
 
 
 # --- progress and previews
@@ -222,4 +222,4 @@ def test_a_cached_edit_needs_no_encoder_in_the_folder_and_names_what_it_lacks(pa
     assert t.predict_cached(0, num_inference_steps=2, true_cfg_scale=1).ndim == 3
     with pytest.raises(ValueError, match="`true_cfg_scale` 4.0 needs the empty prompt, which the cache lacks for sample '0000'"): t.predict_cached(0, num_inference_steps=2)
     with pytest.raises(ValueError, match="`i` must be a sample's number from 0 to 1, got 3"): t.predict_cached([0, 3])
-    with pytest.raises(ValueError, match="`data` has no cache to predict from"): trainer_of("2511").predict_cached(0, t.config.data.dataset_path)
+    with pytest.raises(ValueError, match="`data` has no cache to predict from"): trainer_of().predict_cached(0, t.config.data.dataset_path)
