@@ -75,6 +75,27 @@ def random_lora(transformer, std=0.1):
     return transformer
 
 
+def on_call(monkeypatch, owner, name, fn):
+    "`fn` is called before each call of a function, with the same arguments."
+    real = getattr(owner, name)
+    def wrapped(*args, **kw):
+        fn(*args, **kw)
+        return real(*args, **kw)
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@contextmanager
+def interrupted(owner, name, at, counts=lambda *a: True):
+    "The `at`-th call of a function, of those that count, raises KeyboardInterrupt."
+    calls = []
+    def count(*args):
+        if counts(*args): calls.append(name)
+        if len(calls) == at: raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as mp, pytest.raises(KeyboardInterrupt):
+        on_call(mp, owner, name, count)
+        yield
+
+
 def slow_except(everyday, cases):
     "Values for `parametrize`: those of `cases` that are not in `everyday` are slow."
     return [c if c in everyday else pytest.param(*(c if isinstance(c, tuple) else [c]), marks=pytest.mark.slow) for c in cases]

@@ -18,7 +18,7 @@ from qie_nb.encoding.vae import pixels_of
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
 import precompute as bench # benchmarks/precompute.py
-from helpers import slow_except, write_pairs
+from helpers import interrupted, on_call, slow_except, write_pairs
 from test_cache_costs import Counted
 from tiny_rig import random_image
 
@@ -78,20 +78,17 @@ def root(tmp_path):
 @pytest.fixture
 def decoded(monkeypatch):
     "How often each image was decoded, and how many in the main thread (`here`)."
-    count, real = collections.Counter(), qie_nb.data.samples.open_image
-    def opened(source, name=None):
-        count[name] += 1
-        count["here"] += threading.current_thread() is threading.main_thread()
-        return real(source, name)
-    monkeypatch.setattr(qie_nb.data.samples, "open_image", opened)
+    count = collections.Counter()
+    on_call(monkeypatch, qie_nb.data.samples, "open_image",
+            lambda source, name=None: count.update({name: 1, "here": threading.current_thread() is threading.main_thread()}))
     return count
 
 
 @pytest.fixture
 def stored(monkeypatch):
     "Entries as they are stored, in order."
-    real, order = EmbeddingCacheManager.save_cache, []
-    monkeypatch.setattr(EmbeddingCacheManager, "save_cache", lambda self, kind, key, *a: (real(self, kind, key, *a), order.append((kind, key)))[0])
+    order = []
+    on_call(monkeypatch, EmbeddingCacheManager, "save_cache", lambda self, kind, key, *a: order.append((kind, key)))
     return order
 
 
@@ -127,37 +124,33 @@ def test_each_image_is_decoded_once(prefetch, tmp_path, decoded, monkeypatch):
 
 
 def test_images_are_read_while_the_encoders_work(root, tmp_path, monkeypatch, decoded):
-    came, real = [], Encoder._encode_latents
-    def latents(self, *a):
+    came = []
+    def wait(*a):
         wait_until(lambda: len(decoded) >= 8 or came)
         came.append(len(decoded))
-        return real(self, *a)
-    monkeypatch.setattr(Encoder, "_encode_latents", latents)
+    on_call(monkeypatch, Encoder, "_encode_latents", wait)
     assert run(root, tmp_path/"cache", prefetch=4).encoded == 6 and 8 <= came[0] <= 2 * 5 + 1, "four samples in advance and no more"
 
 
 def test_an_image_replaced_after_prefetch_is_read_again(root, tmp_path, monkeypatch, decoded):
-    real, done = Encoder._encode_latents, []
-    path = root/"control_images"/"0003.png"
-    def latents(self, *a):
+    done, path = [], root/"control_images"/"0003.png"
+    def replace(*a):
         wait_until(lambda: done or decoded[repr(str(path))])
-        if not done:
-            time.sleep(0.05)
-            done.append(decoded[repr(str(path))])
-            random_image(Image.open(path).size, 99).save(path)
-        return real(self, *a)
+        if done: return
+        time.sleep(0.05)
+        done.append(decoded[repr(str(path))])
+        random_image(Image.open(path).size, 99).save(path)
     with monkeypatch.context() as mp:
-        mp.setattr(Encoder, "_encode_latents", latents)
+        on_call(mp, Encoder, "_encode_latents", replace)
         assert run(root, tmp_path/"cache").encoded == 6 and done == [1]
     run(root, tmp_path/"fresh")
     assert_same_entries(tmp_path/"cache", tmp_path/"fresh")
 
 
 def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
-    def opened(source, name=None, real=qie_nb.data.samples.open_image):
+    def broken(source, name=None):
         if name.endswith("control_images/0003.png'"): raise ValueError(f"image {name} cannot be read")
-        return real(source, name)
-    monkeypatch.setattr(qie_nb.data.samples, "open_image", opened)
+    on_call(monkeypatch, qie_nb.data.samples, "open_image", broken)
     report = run(root, tmp_path/"cache")
     assert report.encoded == 5 and [i for i, _ in report.skipped] == ["0003"] and "0003.png" in report.skipped[0][1]
     assert len(files(tmp_path/"cache")) == 5 * 7
@@ -184,20 +177,17 @@ def test_a_nan_skips_its_own_sample(strict, root, tmp_path, monkeypatch):
 
 
 def test_a_lock_is_held_until_its_entries_are_stored(root, tmp_path, monkeypatch):
-    real, held = EmbeddingCacheManager.save_cache, []
+    held, names, dataset = [], [], data_set(root, tmp_path/"cache")
+    encoder = encoder_of(dataset)
     @contextmanager
     def file_lock(folder, name, wait=0):
         held.append(name)
         try: yield True
         finally: held.remove(name)
-    def save(self, kind, key, tensor, parts, prefix):
-        assert held[-1] == dataset.keys(names[-1])["prompt_prefix"].key if kind == "prompt_prefix" else held
-        return real(self, kind, key, tensor, parts, prefix)
-    dataset, names = data_set(root, tmp_path/"cache"), []
-    encoder = encoder_of(dataset)
-    encode = encoder.encode_missing
-    encoder.encode_missing = lambda dataset, missing, inputs: (names.extend(missing), encode(dataset, missing, inputs))[1]
-    monkeypatch.setattr("qie_nb.encoding.precompute.file_lock", file_lock), monkeypatch.setattr(EmbeddingCacheManager, "save_cache", save)
+    def save(self, kind, *a): assert held[-1] == dataset.keys(names[-1])["prompt_prefix"].key if kind == "prompt_prefix" else held
+    monkeypatch.setattr("qie_nb.encoding.precompute.file_lock", file_lock)
+    on_call(monkeypatch, encoder, "encode_missing", lambda dataset, missing, inputs: names.extend(missing))
+    on_call(monkeypatch, EmbeddingCacheManager, "save_cache", save)
     assert precompute(dataset, encoder).encoded == 6 and not held
 
 
@@ -211,27 +201,19 @@ def test_items_locked_elsewhere_come_back(root, tmp_path, monkeypatch):
     assert run(root, tmp_path/"cache").encoded == 6 and set(tries.values()) == {3}
 
 
-def test_an_interrupt_leaves_whole_entries_and_no_threads(root, tmp_path, monkeypatch):
-    real, calls, before = Encoder.images, [], set(threading.enumerate())
-    def images(self, *a):
-        calls.append(1)
-        if len(calls) == 6: raise KeyboardInterrupt
-        return real(self, *a)
-    with monkeypatch.context() as mp:
-        mp.setattr(Encoder, "images", images)
-        with pytest.raises(KeyboardInterrupt): run(root, tmp_path/"cache")
+def test_an_interrupt_leaves_whole_entries_and_no_threads(root, tmp_path):
+    before = set(threading.enumerate())
+    with interrupted(Encoder, "images", 6): run(root, tmp_path/"cache")
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("prefetch")]
     there = files(tmp_path/"cache")
     assert 2 * 7 <= len(there) < 6 * 7 and not EmbeddingCacheManager(tmp_path/"cache").verify()
-    report = run(root, tmp_path/"cache")
-    now = files(tmp_path/"cache")
+    report, now = run(root, tmp_path/"cache"), files(tmp_path/"cache")
     assert report.tensors == 6 * 7 - len(there) and len(now) == 6 * 7 and all(now[k] == v for k, v in there.items())
 
 
 def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored):
-    def save(*a, real=EmbeddingCacheManager.save_cache):
+    def full(*a):
         if len(stored) == 10: raise DiskFull(28, "'x' is full")
-        return real(*a)
-    monkeypatch.setattr(EmbeddingCacheManager, "save_cache", save)
+    on_call(monkeypatch, EmbeddingCacheManager, "save_cache", full)
     with pytest.raises(DiskFull, match="is full. The job still has .* MB to write; run it again to continue"): run(root, tmp_path/"cache")
     assert len(stored) == len(files(tmp_path/"cache")) == 10

@@ -17,7 +17,7 @@ from qie_nb.models.modulation import ModulationTable, model_timesteps, training_
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder, tiny_pipeline
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_close, close_images, random_lora, settings, slow_except, small_areas
+from helpers import adapters_close, close_images, interrupted, on_call, random_lora, settings, slow_except, small_areas
 
 FOLDER, TIMES = tiny_folder("v1")/"transformer", (0.1, 0.5)
 
@@ -122,8 +122,8 @@ def test_a_run_may_change_to_the_table_and_back(variant, first, pairs, tmp_path)
 
 
 def test_modulation_weights_are_never_placed(monkeypatch):
-    placed, real = [], loading.place_tensor
-    monkeypatch.setattr(loading, "place_tensor", lambda model, name, *a: (placed.append(name), real(model, name, *a))[1])
+    placed = []
+    on_call(monkeypatch, loading, "place_tensor", lambda model, name, *a: placed.append(name))
     loading.load_quantized(QwenImageTransformer2DModel, FOLDER, prepare=lambda model: use_modulation_table(model, ModulationTable("", torch.float32, 2)))
     assert placed and not [n for n in placed if "_mod." in n]
 
@@ -132,8 +132,8 @@ def test_modulation_weights_are_never_placed(monkeypatch):
 @pytest.fixture
 def computed(monkeypatch):
     "Blocks whose rows were computed."
-    real, blocks = modulation.block_rows, []
-    monkeypatch.setattr(modulation, "block_rows", lambda weights, block, *a: (blocks.append(block), real(weights, block, *a))[1])
+    blocks = []
+    on_call(monkeypatch, modulation, "block_rows", lambda weights, block, *a: blocks.append(block))
     return blocks
 
 
@@ -165,11 +165,8 @@ def test_only_a_damaged_entry_is_computed_again(damage, tmp_path, computed, agai
     assert not computed
 
 
-def test_an_interrupted_table_continues(monkeypatch, computed, again):
-    def stop(weights, block, *a, real=modulation.block_rows):
-        if block: raise KeyboardInterrupt
-        return real(weights, block, *a)
-    with monkeypatch.context() as mp, pytest.raises(KeyboardInterrupt): mp.setattr(modulation, "block_rows", stop), again()
+def test_an_interrupted_table_continues(computed, again):
+    with interrupted(modulation, "block_rows", 2): again()
     assert computed == [0]
     again()
     assert computed == [0, 1]

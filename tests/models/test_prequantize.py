@@ -1,6 +1,5 @@
 """The prequantized copy: the model that quantizing while loading gives, with the checkpoint's identity."""
 import json, shutil
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,7 @@ from qie_nb.planning.plan import plan
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_close, settings, slow_except
+from helpers import adapters_close, interrupted, on_call, settings, slow_except
 from test_quantize import CLASSES, LOADED, run, same_tensors
 
 SETS = [(0.,), training_times(torch.float32)[::100]]
@@ -101,20 +100,6 @@ def counted(folder):
         return get(name)
     shards.get, shards.release = ask, lambda name: shards.held.clear()
     return shards
-
-
-@contextmanager
-def interrupted(owner, name, at, counts=lambda *a: True):
-    "The `at`-th call of a function that counts raises KeyboardInterrupt."
-    real, calls = getattr(owner, name), 0
-    def killed(*args):
-        nonlocal calls
-        calls += bool(counts(*args))
-        if calls == at: raise KeyboardInterrupt
-        return real(*args)
-    with pytest.MonkeyPatch.context() as mp, pytest.raises(KeyboardInterrupt):
-        mp.setattr(owner, name, killed)
-        yield
 
 
 @pytest.mark.bits
@@ -277,8 +262,8 @@ def test_a_gpu_without_bfloat16_uses_the_bfloat16_rows(narrow, pairs, tmp_path, 
 
 
 def test_too_small_a_disk_is_refused_before_the_first_file(narrow, pairs, tmp_path, monkeypatch):
-    real, dtypes = prequantize.quantized_bytes, []
-    monkeypatch.setattr(prequantize, "quantized_bytes", lambda *a: dtypes.append(a[3]) or real(*a))
+    dtypes = []
+    on_call(monkeypatch, prequantize, "quantized_bytes", lambda *a: dtypes.append(a[3]))
     monkeypatch.setattr(prequantize, "free_bytes", lambda p: 1000)
     monkeypatch.setattr(prequantize, "quantize_checkpoint", lambda *a, **kw: pytest.fail("it started"))
     full = trainer(pairs(), tmp_path, "full", narrow)

@@ -192,7 +192,7 @@ REFUSED = [
     ("int8", "cpu", [(quantization, "version", lambda n: OLD.get(n, "1.0"))], "torchao 0.10.0+cu124 is installed, and peft 0.19.1 fails on every LoRA"),
     ("qint4", "cpu", [(shutil, "which", lambda *a, **kw: None)], "needs ninja and g++, not found here; pip install ninja, "),
     ("qint4", "cuda", [(shutil, "which", lambda n, **kw: n if n != "nvcc" else None)], "needs nvcc, not found here"),
-    ("fp8_storage", "mps", [], "float8, which mps does not support; use qint8"), ("nf4", "mps", [], "nf4 runs on cpu and cuda, got mps; use qint8"),
+    ("nf4", "mps", [], "nf4 runs on cpu and cuda, got mps; use qint8"),
     ("nf4", "cuda", [(torch.cuda, "get_device_capability", lambda d: (5, 2)), (torch.cuda, "get_device_name", lambda d: "Tesla M60")],
      "compute capability 6.0 or higher, got Tesla M60; use qint8")]
 
