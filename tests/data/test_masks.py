@@ -26,11 +26,14 @@ def halves(w, h):
     return a
 
 
+def names(found): return [s.mask and s.mask.name for s in found]
+
+
 @pytest.mark.parametrize("folder, ending", [("mask_images", ""), ("masks", "_mask"), ("training_images", "_mask"), ("training_images", "-Mask")])
 def test_masks_are_found_beside_and_in_folders(folder, ending, pairs):
     root = paint(pairs(((48, 32),) * 3), {"0000": halves(48, 32), "0002": halves(48, 32)}, folder, ending)
     found = find_samples(root)
-    assert [s.mask and s.mask.name for s in found] == [f"0000{ending}.png", None, f"0002{ending}.png"]
+    assert names(found) == [f"0000{ending}.png", None, f"0002{ending}.png"]
     assert not found.ignored and repr(found).endswith("1 control each, masks for 2 of 3")
     assert [bool(s.mask) for s in find_samples([str(root), str(root)])] == [True, False, True] * 2
     if folder == "training_images": return
@@ -42,9 +45,9 @@ def test_masks_of_pairs_marked_by_their_endings(tmp_path):
     for name in ("a_start", "a_end", "a_mask", "b_start", "b_end", "c_mask"): Image.new("L", (8, 8), 255).save(tmp_path/f"{name}.png")
     for name in "ab": (tmp_path/f"{name}.txt").write_text("x")
     found = find_samples(tmp_path)
-    assert [s.mask and s.mask.name for s in found] == ["a_mask.png", None] and dict(found.ignored) == {"c_mask.png": "neither target nor control by its name"}
+    assert names(found) == ["a_mask.png", None] and dict(found.ignored) == {"c_mask.png": "neither target nor control by its name"}
     (tmp_path/"masks").mkdir(); shutil.move(tmp_path/"a_mask.png", tmp_path/"masks"/"a.png")
-    assert [s.mask and s.mask.name for s in find_samples(tmp_path)] == ["a.png", None]
+    assert names(find_samples(tmp_path)) == ["a.png", None]
 
 
 @pytest.mark.parametrize("column", ["mask_image", "Mask File"])
@@ -53,13 +56,13 @@ def test_masks_of_a_table(column, pairs):
     rows = [dict(image=f"training_images/000{i}.png", edit_image=f"control_images/000{i}.png", prompt="x") | {column: "" if i else "painted/0000.png"} for i in range(2)]
     (root/"metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = find_samples(root)
-    assert [s.mask and s.mask.name for s in found] == ["0000.png", None] and f"mask `{column}`" in found.layout
+    assert names(found) == ["0000.png", None] and f"mask `{column}`" in found.layout
     (root/"metadata.jsonl").write_text(json.dumps(rows[0] | {column: "../../x.png"}))
     with pytest.raises(ValueError, match="row 1 of 'metadata.jsonl' names '../../x.png' outside"): find_samples(root)
 
 
 def test_masks_of_a_data_set_of_the_hub():
-    datasets = pytest.importorskip("datasets")
+    import datasets
     images, mask = [Image.new("RGB", (48, 32), c) for c in ("red", "green")], Image.fromarray(halves(48, 32))
     features = datasets.Features(target_image=datasets.Image(), control_image=datasets.Image(), prompt=datasets.Value("string"), mask=datasets.Image())
     found = find_samples(datasets.Dataset.from_dict(dict(target_image=images, control_image=images, prompt=["x", "y"], mask=[None, mask]), features=features))

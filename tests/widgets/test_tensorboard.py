@@ -1,27 +1,24 @@
 "The view that show_tensorboard chooses in each environment, and the content of figures and event files."
-import sys
+import importlib.util, os, shlex, sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 import qie_nb.widgets.tensorboard as events
 from qie_nb.widgets.tensorboard import choose_view, plot_events, read_run, run_folders, running_mean
 from qie_nb.logging import read_events, show_tensorboard
 
-class Shell:
-    "The parts of IPython's shell that are used; records the magics."
-    def __init__(self): self.ran, self.kernel = [], SimpleNamespace(_allow_stdin=True)
-    def run_line_magic(self, name, line): self.ran.append((name, line.replace("$HOME", "/home/me"))) # it replaces what looks like a variable
-    def find_line_magic(self, name): return lambda line: self.ran.append((name, line))
-
-
 @pytest.fixture
-def simulated(monkeypatch, tmp_path):
+def simulated(monkeypatch):
     "Makes this process look like a notebook in the named environment."
     def make(name):
         import IPython
-        shell = Shell()
+        ran, kernel = [], SimpleNamespace(_allow_stdin=name != "nbconvert")
+        # IPython replaces what looks like a variable in a line, and calls a magic that was found with the line as it is
+        shell = SimpleNamespace(ran=ran, kernel=kernel, run_line_magic=lambda name, line: ran.append((name, line.replace("$HOME", "/home/me"))),
+                                find_line_magic=lambda name: lambda line: ran.append((name, line)))
         for k in ("KAGGLE_KERNEL_RUN_TYPE", "JUPYTERHUB_SERVICE_PREFIX", "TENSORBOARD_PROXY_URL", "JPY_PARENT_PID"): monkeypatch.delenv(k, raising=False)
         monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
         monkeypatch.setattr(IPython, "get_ipython", lambda: None if name == "script" else shell)
@@ -31,7 +28,6 @@ def simulated(monkeypatch, tmp_path):
         if "Colab" in name: monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
         if "JupyterHub" in name: monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/me/")
         if "by hand" in name: monkeypatch.setenv("TENSORBOARD_PROXY_URL", "https://h/p/%PORT%/")
-        if name == "nbconvert": shell.kernel._allow_stdin = False
         return shell
     return make
 
@@ -39,7 +35,6 @@ def simulated(monkeypatch, tmp_path):
 @pytest.fixture
 def runs(tmp_path):
     "Two runs; `a` was resumed at step 31, after it had gone to 40."
-    from torch.utils.tensorboard import SummaryWriter
     def write(name, steps, value, purge=None):
         with SummaryWriter(tmp_path/"runs"/name, purge_step=purge) as w:
             for s in steps: w.add_scalar("loss", value(s), s)
@@ -58,7 +53,6 @@ def runs(tmp_path):
     ("Kaggle", "figure", "Kaggle serves no TensorBoard"), ("JupyterHub", "figure", "install jupyter-server-proxy beside"),
     ("JupyterHub with a proxy", "proxy", "at /user/me/proxy/%PORT%/"), ("nbconvert", "figure", "batch job"), ("script", "figure", "this is not a notebook")])
 def test_view_of_each_environment(place, view, why, simulated, tmp_path, monkeypatch, capsys):
-    import os
     shell = simulated(place)
     monkeypatch.setattr(events, "plot_events", lambda logdir: "drawn")
     shown, said = show_tensorboard(tmp_path), capsys.readouterr().out
@@ -69,7 +63,6 @@ def test_view_of_each_environment(place, view, why, simulated, tmp_path, monkeyp
 
 
 def test_special_characters_reach_the_magic(simulated, tmp_path):
-    import shlex
     shell = simulated("Jupyter")
     show_tensorboard(tmp_path/"a {b} $HOME it's")
     assert shlex.split(shell.ran[-1][1]) == ["--logdir", str((tmp_path/"a {b} $HOME it's").resolve())]
@@ -78,7 +71,6 @@ def test_special_characters_reach_the_magic(simulated, tmp_path):
 def test_proxy_of_another_environment_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "jupyter_server_proxy", None)
-    import importlib.util
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not events.has_server_proxy()
     (tmp_path/"jupyter_server_config.d").mkdir()
@@ -127,7 +119,6 @@ def test_partial_records_are_skipped(lost, runs):
 
 
 def test_log_scale_and_running_mean(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
     with SummaryWriter(tmp_path) as w:
         for s in range(1, 101):
             w.add_scalar("loss", float("nan") if s == 50 else 1 + s % 2, s)
@@ -140,7 +131,6 @@ def test_log_scale_and_running_mean(tmp_path):
 
 
 def test_newest_runs_are_drawn(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
     for n in range(9):
         with SummaryWriter(tmp_path/f"run {n}") as w: w.add_scalar("loss", n, 1)
     fig = plot_events(tmp_path)

@@ -5,23 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qie_nb.training.callbacks import Callback, RunState, EvalImage
+from qie_nb.training.callbacks import RunState, EvalImage
 from qie_nb.config import Config
 from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
 from qie_nb.core.progress import Progress
 from qie_nb.core.display import VIEW
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_close, settings
+from helpers import OnStep, StopAt, adapters_close, settings
 
 HOSTILE = '<img src=x onerror="window.pwned=1">'
-
-
-class At(Callback):
-    "Calls a function after a step."
-    def __init__(self, step, do): self.step, self.do = step, do
-    def on_step_end(self, t):
-        if t.global_step == self.step: self.do(t)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +40,12 @@ def fake(tmp_path, log_every=1, max_steps=100, **state):
                            checkpoint_root=lambda: tmp_path, global_step=0)
 
 
+def begun(tmp_path, panel, **kw): # the trainer's parts and the panel
+    t = fake(tmp_path, **kw)
+    panel.on_train_begin(t)
+    return t, panel
+
+
 def go(t, panel, steps, loss=0.5):
     for _ in range(steps):
         t.state.loss = loss(t.global_step + 1) if callable(loss) else torch.tensor(loss)
@@ -58,28 +57,21 @@ def trainer(root, folder, panel="auto", callbacks=(), **train):
     return QwenImageEditTrainer(settings(root, folder, train=train, logging=dict(panel=panel), cache=dict(cache_dir=str(root.parent/"cache"))), callbacks)
 
 
-def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive):
-    root, found = pairs(), []
+def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive, monkeypatch):
+    root, panels, begin = pairs(), [], TrainingPanel.on_train_begin
     plain = trainer(root, tmp_path/"a", panel=False).fit()
     assert not is_interactive
-    seen = trainer(root, tmp_path/"b", callbacks=[At(4, lambda t: found[0].button.click())])
-    first = seen.default_callbacks
-    def remember():
-        made = first()
-        found.extend(c for c in made if isinstance(c, TrainingPanel))
-        return made
-    seen.default_callbacks = remember
-    seen.fit()
-    assert (seen.global_step, seen.state.stop) == (4, "the stop button")
-    assert (tmp_path/"b"/"checkpoints"/"step_00000004"/"COMPLETE").is_file()
-    assert "stopped: the stop button; fit() continues from here, step 4 of 6" in found[0].html().replace("</b>", "")
-    assert found[0].button.disabled and found[0].button.layout.display == "none"
+    monkeypatch.setattr(TrainingPanel, "on_train_begin", lambda panel, t: (panels.append(panel), begin(panel, t)))
+    seen = trainer(root, tmp_path/"b", callbacks=[OnStep(lambda t: t.global_step == 4 and panels[0].button.click())]).fit()
+    assert (seen.global_step, seen.state.stop) == (4, "the stop button") and (tmp_path/"b"/"checkpoints"/"step_00000004"/"COMPLETE").is_file()
+    assert "stopped: the stop button; fit() continues from here, step 4 of 6" in panels[0].html().replace("</b>", "")
+    assert panels[0].button.disabled and panels[0].button.layout.display == "none"
     (_, _, live), (_, mark, still), *updates = is_interactive
     assert list(live) == [VIEW] and "text/html" in still and VIEW not in still and updates[-1][:2] == ("update_display", mark)
     seen.fit()
     assert seen.state.stop == "done"
     adapters_close(seen, plain)
-    assert [s for s, _ in found[1].data()["curve"]] == [1, 2, 3, 4, 5, 6], "the second panel begins with the curve so far"
+    assert [s for s, _ in panels[1].data()["curve"]] == [1, 2, 3, 4, 5, 6], "the second panel begins with the curve so far"
     last = is_interactive[-1][2]
     assert "step 6 of 6" in last["text/html"] and "finished" in last["text/html"] and "training panel: step" in last["text/plain"]
 
@@ -90,8 +82,7 @@ def test_failing_panel_does_not_end_the_run(tmp_path, is_interactive, monkeypatc
         return ""
     monkeypatch.setattr(TrainingPanel, "body", broken)
     monkeypatch.setattr(TrainingPanel, "cost", property(lambda self: 0., lambda self, seconds: None), raising=False)
-    t, panel = fake(tmp_path, max_steps=6), TrainingPanel(0., 0.)
-    panel.on_train_begin(t)
+    t, panel = begun(tmp_path, TrainingPanel(0., 0.), max_steps=6)
     go(t, panel, 6)
     panel.on_train_end(t)
     said = capsys.readouterr()
@@ -109,20 +100,18 @@ def test_when_the_panel_is_used(asked, looked_at, wanted, monkeypatch):
 
 
 def test_losses_are_read_at_logged_steps(tmp_path):
+    read = []
     class Loss:
-        read = 0
-        def __float__(self): Loss.read += 1; return 0.5
-    t, panel = fake(tmp_path, log_every=10), TrainingPanel(every=0)
-    panel.on_train_begin(t)
+        def __float__(self): read.append(1); return 0.5
+    t, panel = begun(tmp_path, TrainingPanel(every=0), log_every=10)
     go(t, panel, 95, lambda step: Loss())
-    assert Loss.read == 9 == len(panel.data()["curve"])
+    assert len(read) == len(panel.data()["curve"]) == 9
     panel.on_train_end(t)
-    assert Loss.read == 9
+    assert len(read) == 9
 
 
 def test_long_run_stays_small(tmp_path):
-    t, panel = fake(tmp_path, max_steps=20_000), TrainingPanel(every=1e9)
-    panel.on_train_begin(t)
+    t, panel = begun(tmp_path, TrainingPanel(every=1e9), max_steps=20_000)
     go(t, panel, 20_000, lambda step: 1 / step)
     d = panel.data()
     assert d["step"] == 20_000 and len(d["curve"]) <= 513 and len(panel.times) <= 60
@@ -142,14 +131,13 @@ def test_extreme_curves(points):
 
 @pytest.mark.slow
 def test_stop_button_during_an_evaluation(pairs, tmp_path, is_interactive, capsys):
-    root, pressed = pairs(((48, 32),) * 4), []
-    class Press(Callback):
-        def on_train_begin(self, t):
-            poll = t.state.poll
-            def press(): pressed.append(t.global_step); t.state.stop = "the stop button"; poll()
-            t.state.poll = press
-    trainer = QwenImageEditTrainer(settings(root, tmp_path, train=dict(
-        val_fraction=0.3, eval_steps=2, eval_interval=0, eval_num_inference_steps=2)), [Press()]).fit()
+    pressed, wrap = [], StopAt(0)
+    def begin(t):
+        poll = t.state.poll
+        def press(): pressed.append(t.global_step); t.state.stop = "the stop button"; poll()
+        t.state.poll = press
+    wrap.on_train_begin = begin
+    trainer = QwenImageEditTrainer(settings(pairs(((48, 32),) * 4), tmp_path, train=dict(val_fraction=0.3, eval_steps=2, eval_num_inference_steps=2)), [wrap]).fit()
     assert set(pressed) == {2} and trainer.global_step == 2
     assert "evaluation at step 2 interrupted: the stop button" in capsys.readouterr().out
 
@@ -157,8 +145,7 @@ def test_stop_button_during_an_evaluation(pairs, tmp_path, is_interactive, capsy
 def test_evaluation_images_and_captions(tmp_path):
     from PIL import Image
     Image.new("RGB", (600, 300), (200, 30, 30)).save(tmp_path/"edit.jpg")
-    t, panel = fake(tmp_path), TrainingPanel(every=0)
-    panel.on_train_begin(t)
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
     t.state.eval_images = [EvalImage("00", HOSTILE, tmp_path/"edit.jpg")] * 9
     go(t, panel, 1)
     t.state.eval_images, t.state.stop = None, HOSTILE
@@ -171,8 +158,7 @@ def test_evaluation_images_and_captions(tmp_path):
 def test_time_between_updates(tmp_path, monkeypatch):
     clock, drawn = [1000.], []
     monkeypatch.setattr("qie_nb.widgets.training_panel.time", SimpleNamespace(time=lambda: clock[0]))
-    t, panel = fake(tmp_path), TrainingPanel()
-    panel.on_train_begin(t)
+    t, panel = begun(tmp_path, TrainingPanel())
     cost = [0.]
     def draw(self): drawn.append(clock[0]); clock[0] += cost[0]; self.drawn, self.cost = clock[0], cost[0]
     monkeypatch.setattr(TrainingPanel, "draw", draw)
@@ -189,8 +175,7 @@ def test_time_between_updates(tmp_path, monkeypatch):
 def test_rate_and_time_left(tmp_path, monkeypatch):
     clock = [1000.]
     monkeypatch.setattr("qie_nb.widgets.training_panel.time", SimpleNamespace(time=lambda: clock[0]))
-    t, panel = fake(tmp_path, max_steps=200), TrainingPanel()
-    panel.on_train_begin(t)
+    t, panel = begun(tmp_path, TrainingPanel(), max_steps=200)
     assert panel.data()["rate"] is None
     for _ in range(100): clock[0] += 2.; go(t, panel, 1)
     d = panel.data()
@@ -199,13 +184,14 @@ def test_rate_and_time_left(tmp_path, monkeypatch):
 
 
 def test_bars_are_hidden_during_the_run(tmp_path, capsys):
-    t, panel = fake(tmp_path), TrainingPanel()
-    panel.on_train_begin(t)
-    bar = Progress(2, "images", every=0); bar.update(2); bar.close()
+    t, panel = begun(tmp_path, TrainingPanel())
+    def images():
+        bar = Progress(2, "images", every=0)
+        bar.update(2), bar.close()
+        return "images 2/2" in capsys.readouterr().err
+    assert not images()
     panel.on_train_end(t)
-    assert "images" not in capsys.readouterr().err and Progress.hush is None
-    bar = Progress(2, "images", every=0); bar.update(2); bar.close()
-    assert "images 2/2" in capsys.readouterr().err
+    assert Progress.hush is None and images()
 
 
 def test_run_that_fails_before_it_begins(tmp_path, capsys):
