@@ -107,14 +107,12 @@ def test_captions_are_plain_text(runs):
     assert fig._repr_png_()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("lost", [1, 200])
-def test_partial_records_are_skipped(lost, runs):
-    file = sorted((runs/"b").iterdir())[0]
-    file.write_bytes(file.read_bytes()[:-lost])
+def test_partial_records_are_skipped(runs):
+    for run, lost in (("b", 200), ("a", 5)): # the first file of `a` is of the run that was resumed
+        file = sorted((runs/run).iterdir())[0]
+        file.write_bytes(file.read_bytes()[:-lost])
     cut = read_run(runs/"b")
     assert cut.scalars["loss"] == [(s, 2.) for s in range(1, 31)] and "samples/00_x" not in cut.images
-    first = sorted((runs/"a").iterdir())[0] # of the run that was resumed
-    first.write_bytes(first.read_bytes()[:-5])
     assert [s for s, _ in read_run(runs/"a").scalars["loss"]] == list(range(1, 61)) and plot_events(runs).axes
 
 
