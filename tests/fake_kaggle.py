@@ -6,7 +6,7 @@
 A session sees the whole machine without internet; its changes are lost (so an install cell may install and uninstall), except its working folder.
 This needs Linux with `unshare`, as root or with user namespaces (then without installing).
 """
-import functools, json, os, shutil, subprocess, sys, tempfile
+import contextlib, functools, json, os, shutil, subprocess, sys, tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Platform:
     secrets: dict = field(default_factory=dict)
 
 
-def attached(inputs): return {f"/kaggle/input/{name}": Path(folder) for name, folder in inputs.items()}
+def attached(inputs): return {f"/kaggle/input/{name}": Path(folder).resolve() for name, folder in inputs.items()}
 
 
 def kaggle(root, inputs={}, env={}, **options) -> Platform:
@@ -51,7 +51,7 @@ def kaggle(root, inputs={}, env={}, **options) -> Platform:
 
 def colab(root, inputs={}, drive=None, **options) -> Platform: # kagglehub attaches inputs at the same paths
     "`drive`: folder mounted as Google Drive, the only one that is kept."
-    return Platform("colab", Path(root), "/content", attached(inputs), COLAB, COLAB_MODULES, {"/content/drive/MyDrive": Path(drive)} if drive else {}, **options)
+    return Platform("colab", Path(root), "/content", attached(inputs), COLAB, COLAB_MODULES, {"/content/drive/MyDrive": Path(drive).resolve()} if drive else {}, **options)
 
 
 @dataclass
@@ -105,7 +105,7 @@ def session(
     import pytest
     if not unsharing(): pytest.skip("sessions need mounts and a network of their own (Linux with unshare)")
     python = str(python or sys.executable)
-    library = python == sys.executable if library is None else library
+    if library is None: library = python == sys.executable
     home = Path(tempfile.mkdtemp(prefix="session_", dir=platform.root))
     texts = files | {f"modules/{name}": f"SECRETS = {platform.secrets!r}\n{text}" for name, text in platform.modules.items()}
     for name, text in texts.items():
@@ -115,9 +115,8 @@ def session(
     variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
                      PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
                      **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **platform.env)
-    spec = dict(home=str(home), python=python, working=platform.working, quota=platform.quota, env=variables, before=before, command=[str(w).format(home=home) for w in command],
-                inputs={at: str(f.resolve()) for at, f in platform.inputs.items()}, kept={at: str(f.resolve()) for at, f in platform.kept.items()})
-    (home/"spec.json").write_text(json.dumps(spec))
+    spec = vars(platform) | dict(home=home, python=python, env=variables, before=before, command=[str(w).format(home=home) for w in command])
+    (home/"spec.json").write_text(json.dumps(spec, default=str))
     before = {at: files_of(folder) for at, folder in platform.inputs.items()}
     done = subprocess.run([*unsharing(), sys.executable, __file__, "enter", mounts_of(), str(home/"spec.json")], capture_output=True, text=True, timeout=timeout)
     changed = [f"{at}/{f}" for at, folder in platform.inputs.items() for f in sorted(dict(before[at].items() ^ files_of(folder).items()))]
@@ -138,10 +137,9 @@ def run_notebook(
         assert source.count(old) == 1, f"{old} occurs {source.count(old)} times in {path}"
         source = source.replace(old, new)
     command = [python or sys.executable, "{home}/driver.py", "{home}", platform.working]
-    home, done, changed = session(platform, command, python, files=files | {"notebook.ipynb": source, "driver.py": DRIVER}, **options)
-    error = (home/"error.txt").read_text() if (home/"error.txt").is_file() else f"exit code {done.returncode}: {done.stderr[-3000:]}" if done.returncode else ""
-    executed = home/("executed.ipynb" if (home/"executed.ipynb").is_file() else "notebook.ipynb")
-    return Run(json.loads(executed.read_text()), error, home/"output", bytes_of(home/"output"), changed)
+    home, done, changed = session(platform, command, python, files=files | {"notebook.ipynb": source, "executed.ipynb": source, "error.txt": "", "driver.py": DRIVER}, **options)
+    error = (home/"error.txt").read_text() or f"exit code {done.returncode}: {done.stderr[-3000:]}" * bool(done.returncode)
+    return Run(json.loads((home/"executed.ipynb").read_text()), error, home/"output", bytes_of(home/"output"), changed)
 
 
 DRIVER = """
@@ -165,15 +163,13 @@ def mount(*args):
 
 def over(folder, at, room): # `folder` mounted at `at`; writes go to `room`
     for name in ("upper", "work"): (room/name).mkdir(parents=True)
-    options = f"lowerdir={folder},upperdir={room/'upper'},workdir={room/'work'}"
-    try: mount("-t", "overlay", "overlay", "-o", options, at)
-    except OSError:
-        try: mount("-t", "overlay", "overlay", "-o", options + ",userxattr", at)
-        except OSError: mount("--rbind", folder, at) # it contains disks that were mounted with other rights
+    for more in ("", ",userxattr"):
+        with contextlib.suppress(OSError): return mount("-t", "overlay", "overlay", "-o", f"lowerdir={folder},upperdir={room/'upper'},workdir={room/'work'}{more}", at)
+    mount("--rbind", folder, at) # it contains disks that were mounted with other rights
 
 
 def other_disks(paths): # mount points above these paths
-    above = {d for w in paths for p in (Path(w), Path(w).resolve()) for d in [p, *p.parents]}
+    above = {d for w in paths for p in (Path(w), Path(w).resolve()) for d in (p, *p.parents)}
     return sorted(d for d in above if d.is_dir() and len(d.parts) > 2 and d.stat().st_dev != d.parent.stat().st_dev)
 
 
@@ -211,8 +207,7 @@ def loopback_up(): # kernels use it
     import fcntl, socket, struct
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         request = struct.pack("16sH14s", b"lo", 0x1 | 0x40, b"") # IFF_UP, IFF_RUNNING
-        try: fcntl.ioctl(s, 0x8914, request) # SIOCSIFFLAGS
-        except OSError: pass # already up in the machine's own network
+        with contextlib.suppress(OSError): fcntl.ioctl(s, 0x8914, request) # SIOCSIFFLAGS; already up in the machine's own network
 
 
 def enter(spec) -> int:
@@ -224,8 +219,7 @@ def enter(spec) -> int:
     run([spec["python"], "-c", spec["before"]], check=True)
     code, session, working = run(spec["command"]).returncode, new/spec["home"][1:], new/spec["working"][1:]
     kept = [working/Path(at).relative_to(spec["working"]) for at in spec["kept"] if Path(at).is_relative_to(spec["working"])]
-    for name in ("executed.ipynb", "error.txt"):
-        if (session/name).is_file(): shutil.copyfile(session/name, home/name)
+    for name in {"executed.ipynb", "error.txt"} & {*os.listdir(session)}: shutil.copyfile(session/name, home/name)
     shutil.copytree(working, home/"output", ignore=lambda folder, names: [n for n in names if Path(folder)/n in kept], symlinks=True, dirs_exist_ok=True)
     return code
 

@@ -3,6 +3,7 @@ import json, os, shutil, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil, pytest
 
@@ -16,6 +17,9 @@ from qie_nb.training.checkpoint import is_complete
 
 KAGGLE = dict(KAGGLE_KERNEL_RUN_TYPE="Interactive", CUDA_VERSION="12.8")
 MODEL = {"model_index.json": '{"_class_name": "QwenImageEditPipeline"}'}
+
+
+def on_kaggle(root): return detect_environment(root, KAGGLE)
 
 
 def files(root, content):
@@ -132,7 +136,7 @@ def attached(request, trained_run, tmp_path):
 
 
 def test_next_session_resumes_from_attached_files(attached, trained_run, tmp_path):
-    e, before = detect_environment(tmp_path, KAGGLE), files_of(attached)
+    e, before = on_kaggle(tmp_path), files_of(attached)
     assert e.attached() == [attached] and e.latest().endswith("epoch_0002")
     again = trained_run.settings(e.working, train=dict(resume_checkpoint=e.latest("checkpoint"), num_epochs=3, eval_steps=None), cache=dict(cache_dir=e.cache_dirs()))
     t = QwenImageEditTrainer(again).fit()
@@ -145,25 +149,25 @@ def test_next_session_resumes_from_attached_files(attached, trained_run, tmp_pat
 def test_incomplete_checkpoint_is_not_found(attached, tmp_path):
     (attached/"checkpoints/epoch_0002").chmod(0o755)
     (attached/"checkpoints/epoch_0002/optimizer.safetensors").unlink()
-    assert detect_environment(tmp_path, KAGGLE).latest().endswith("step_00000006")
+    assert on_kaggle(tmp_path).latest().endswith("step_00000006")
 
 
 def test_all_mount_layouts_are_listed(tmp_path):
     mounts, top = ("pairs", "datasets/me/pairs", "notebooks/me/run", "models/q/edit/diffusers/v/1", "competitions/c", "qwen/diffusers/v/1"), tmp_path/"kaggle/input"
     for m in mounts: files(top/m, MODEL)
-    e = detect_environment(tmp_path, KAGGLE)
+    e = on_kaggle(tmp_path)
     assert [str(p.relative_to(top)) for p in e.attached()] == sorted((*mounts[:5], "qwen"), key=lambda m: m.split("/"))
     assert {str(f.path.relative_to(top)) for f in e.found("model")} == set(mounts)
     shutil.rmtree(top)
     files(top/"models", {"a.png": ""}) # a data set of this name
-    assert detect_environment(tmp_path, KAGGLE).attached() == [top/"models"]
+    assert on_kaggle(tmp_path).attached() == [top/"models"]
 
 
 def test_newest_artifact_comes_first(trained_run, tmp_path):
     top = tmp_path/"kaggle/input"
-    for name, when in (("a", 5.), ("b", 9.), ("c", 7.)): files(top/name, {"COMPLETE": "{}", "state.json": json.dumps(dict(written=when, global_step=int(when)))})
+    for name, when in dict(a=5., b=9., c=7.).items(): files(top/name, {"COMPLETE": "{}", "state.json": json.dumps(dict(written=when, global_step=1))})
     files(top/"other", {"manifest.json": '{"name": "a web page"}', "d/manifest.json": "[1]", "e/manifest.json": "{", "f/COMPLETE": "", "g/state.json": "{}"})
-    e = detect_environment(tmp_path, KAGGLE)
+    e = on_kaggle(tmp_path)
     assert [f.path.name for f in e.found()] == ["b", "c", "a"] and e.latest() == str(top/"b") and all(f.attached for f in e.found())
     EmbeddingCacheManager(trained_run.cache).pack(top/"packed")
     found, = e.found("cache")
@@ -190,11 +194,10 @@ def test_free_space_is_the_smaller_of_disk_and_quota(tmp_path):
 
 # --- network and secrets
 def test_online():
-    line, asked, forever = SimpleNamespace(close=lambda: None), [], threading.Event()
-    connect = lambda address, timeout: asked.append(address) or line
-    assert online(connect=connect, env={}) and asked == [("huggingface.co", 443)]
-    assert online(connect=connect, env=dict(HF_HUB_OFFLINE="1")) is False and len(asked) == 1
-    assert online(seconds=0.05, connect=lambda *a, **kw: forever.wait() and line, env={}) is False
+    connect, forever = MagicMock(), threading.Event()
+    assert online(connect=connect, env={}) and connect.call_args.args == (("huggingface.co", 443),)
+    assert online(connect=connect, env=dict(HF_HUB_OFFLINE="1")) is False and connect.call_count == 1
+    assert online(seconds=0.05, connect=lambda *a, **kw: forever.wait() and MagicMock(), env={}) is False
     forever.set()
 
 
