@@ -20,6 +20,7 @@ from qie_nb.encoding.precompute import precompute
 from qie_nb.lora.adapters import load_lora, lora_state
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import find_checkpoint
 from trials import NotRun, Shared, Tally, child_value, fork, main, mount, mount_read_only, own_mounts, quiet, wait, watch_operations
 
@@ -108,7 +109,6 @@ class World:
         assert snapshot(cache).keys() == self.files.keys() and not EmbeddingCacheManager(cache).verify()
 
     def train(self, cache, **train):
-        from qie_nb.trainer import QwenImageEditTrainer
         config = settings(self.root, self.tmp, data=dict(batch_size=1) | self.data, cache=dict(cache_dir=names(cache)),
                           model=dict(pretrained_model_name_or_path=str(self.components.folder), lora=dict(r=2)),
                           train=dict(output_dir=str(self.folder("out")), max_train_steps=3) | train)
@@ -197,11 +197,12 @@ def overwrite(path, data):
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
-def reading(cache, kind, key, on_prefix=()):
+def reading(cache, kind, key):
     "A bad entry is not returned, is reported in one sentence and moved; prompts with a bad prefix are not returned either."
     m = EmbeddingCacheManager(cache)
     assert verify_entry(FolderStore(cache), kind, key)
-    for k in on_prefix: assert m.load_cache("prompt_embed", k) is None
+    on_prefix = [e[1:3] for e in m.entries(["prompt_embed"]) if m.prefix_of("prompt_embed", e.key) == key]
+    for e in on_prefix: assert m.load_cache(*e) is None
     assert m.load_cache(kind, key) is None
     where, why = m.quarantined[0]
     assert where == str(place(cache, kind, key)) and why and "\n" not in why
@@ -211,16 +212,14 @@ def reading(cache, kind, key, on_prefix=()):
 
 def damaged_loose(world, t, damage, trials, rng):
     "Most are found by a read; every 25th by a precompute that knew the file as good."
-    cache, on = world.copy(), collections.defaultdict(list)
-    for kind, key, data in world.entries:
-        if kind == "prompt_embed": on[read_header(data)["__metadata__"]["prefix"]].append(key)
+    cache = world.copy()
     for n in range(trials):
         kind, key, data = rng.choice(world.entries)
         path, bad = place(cache, kind, key), damage(data, rng)
         with t.trial(f"{kind} {key} {n}"), patch.object(files, "_MIN_AGE", 0.03):
             if n % 25 == 0: time.sleep(0.05), world.makes_again(cache)
             overwrite(path, bad)
-            if n % 25: reading(cache, kind, key, on[key])
+            if n % 25: reading(cache, kind, key)
             else: world.makes_again(cache, path)
         path.write_bytes(data)
 

@@ -7,7 +7,7 @@ import torch
 from helpers import settings, write_pairs
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.callbacks import Callback
-from trials import Shared, Tally, child_value, fork, main, quiet, wait, watch_operations
+from trials import Shared, Tally, around, child_value, fork, main, quiet, wait, watch_operations
 
 ROOT = Path(__file__).parent.parent
 SIZES = ((48, 32),) * 5 + ((32, 48),) * 4 + ((40, 40),) * 2
@@ -38,17 +38,6 @@ class Recorder(Callback):
     def on_train_end(self, t): self.tell("train end")
 
 
-def around(holder, name, before, after=lambda: None):
-    "In a child: a method or function also calls these."
-    real = getattr(holder, name)
-    def called(*a, **kw):
-        before(*a, **kw)
-        out = real(*a, **kw)
-        after()
-        return out
-    setattr(holder, name, called)
-
-
 def watch(below, tell):
     "In a child: tell(what, path) around everything that changes a folder's content, and what happens between the files."
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -63,7 +52,7 @@ def watch(below, tell):
     os.remove = os.unlink
     register_optimizer_step_pre_hook(lambda *a: tell("before the optimizer's step"))
     register_optimizer_step_post_hook(lambda *a: tell("after the optimizer's step"))
-    def both(holder, name): around(holder, name, lambda *a, **kw: tell(f"before {name}"), lambda: tell(f"after {name}"))
+    def both(holder, name): around(holder, name, lambda *a, **kw: tell(f"before {name}"), lambda *a, **kw: tell(f"after {name}"))
     both(torch.Tensor, "backward")
     for name in ("setup_run", "set_lora", "configure_optimizers", "resume", "save_checkpoint"): both(QwenImageEditTrainer, name)
 
@@ -96,9 +85,11 @@ class Course:
         captions = [" ".join(["invert the colours"] * (1 + i % 3)) + f" {i}" for i in range(len(SIZES))]
         train = dict(num_epochs=5, gradient_accumulation_steps=3, gradient_checkpointing=False, ema_decay=0.9, val_fraction=0.15,
                      save_steps=2, save_interval=2, keep_checkpoints=2, eval_steps=3, eval_noise_samples=1, eval_images=0)
-        self.base = settings(write_pairs(self.tmp/"set", SIZES, caption=captions), self.tmp, train=train | sections.get("train", {}), data=sections.get("data", {}),
-                             optimizer=dict(lr=0.01), lr_scheduler=dict(scheduler_type="cosine", warmup_steps=2),
-                             model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", (64*64, 64*64))), lora=dict(r=2, lora_alpha=4, lora_dropout=0.1)))
+        root = write_pairs(self.tmp/"set", SIZES, caption=captions)
+        self.base = settings(root, self.tmp, train=train | sections.get("train", {}), data=sections.get("data", {}), optimizer=dict(lr=0.01),
+                             lr_scheduler=dict(scheduler_type="cosine", warmup_steps=2),
+                             model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", (64*64, 64*64))),
+                                        lora=dict(r=2, lora_alpha=4, lora_dropout=0.1)))
         with quiet(): QwenImageEditTrainer(self.config(self.tmp)).cache_embeddings()
         self.moments = self.listen(reference := self.folder())
         self.want, self.want_names = outcome(reference, True), names(reference)
@@ -224,8 +215,7 @@ def differ(got, want):
     for name, value in want.items():
         mine = got[name]
         if name == "seen" and not (mine and value): continue
-        wrong = [k for k in mine.keys() | value.keys() if mine.get(k) != value.get(k)] if name in FILES else f"{mine}, undisturbed {value}"
-        assert mine == value, f"{name}: {wrong}"
+        assert mine == value, f"{name}: {[k for k in value if mine.get(k) != value[k]] if name in FILES else f'{mine}, undisturbed {value}'}"
 
 
 # --- kills
@@ -345,7 +335,8 @@ def signals(course, trials) -> dict:
         out = course.folder()
         with whole_run(t, f"run {runs}"):
             while True:
-                shared, kind, at = Shared(), rng.choice((signal.SIGTERM, signal.SIGINT)), rng.randint(1, 14) if t.trials < trials else 10**6
+                shared, kind = Shared(), rng.choice((signal.SIGTERM, signal.SIGINT))
+                at = rng.randint(1, 14) if t.trials < trials else 10**6
                 pid = fork(lambda: by_command(course, out, shared, bool(complete(out))), course.tmp/"log")
                 until(lambda: shared[BATCHES] >= at or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
                 time.sleep(rng.uniform(0, 0.05))
@@ -419,7 +410,8 @@ def interrupts(course, trials) -> dict:
                 make()
                 while True:
                     at = []
-                    press = threading.Timer(rng.uniform(0, whole * rng.choice((0.1, 0.3, 0.6))), lambda: (at.append(begun(out)), manager.interrupt_kernel()))
+                    def stop(): at.append(begun(out)), manager.interrupt_kernel()
+                    press = threading.Timer(rng.uniform(0, whole * rng.choice((0.1, 0.3, 0.6))), stop)
                     if t.trials < trials: press.start()
                     ok, _ = run("trainer.fit()", 300, may_fail=True)
                     press.cancel()

@@ -153,7 +153,8 @@ def test_bad_entries_are_all_named_without_encoders(packed, filled, bare, tmp_pa
     else:
         bad = [min((folder/kind).rglob("*.safetensors")) for kind in kinds]
         for path in bad: spoil(path)
-    with pytest.raises(ValueError, match="2 entries.*cannot be used and cannot be computed here") as e: trainer(filled, tmp_path, model=bare, cache=[folder]).fit()
+    t = trainer(filled, tmp_path, model=bare, cache=[folder])
+    with pytest.raises(ValueError, match="2 entries.*cannot be used and cannot be computed here") as e: t.fit()
     assert all(str(b) in str(e.value) for b in bad) and "\n" not in str(e.value)
 
 
@@ -170,7 +171,8 @@ def test_bad_entries_of_the_first_layer_are_encoded_into_the_last(filled, tmp_pa
     assert trainer(filled, tmp_path, cache=[front, back]).cache_embeddings().tensors == 0
     manager = EmbeddingCacheManager(front)
     manager.pack(tmp_path/"packed", keep={(e.kind, e.key) for e in manager.entries() if e.kind != "control_latent"})
-    with pytest.raises(PermissionError, match="cannot be written.*add a writable folder"): trainer(filled, tmp_path, cache=[tmp_path/"packed"]).cache_embeddings()
+    t = trainer(filled, tmp_path, cache=[tmp_path/"packed"])
+    with pytest.raises(PermissionError, match="cannot be written.*add a writable folder"): t.cache_embeddings()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What the trials of the cache and of interrupted runs share: counting, child processes, watched files and the command line."""
-import argparse, builtins, contextlib, ctypes, datetime, errno, io, json, mmap, os, platform, re, shutil, signal, subprocess, sys, tempfile, time, traceback
+import argparse, builtins, contextlib, ctypes, datetime, errno, io, json, mmap
+import os, platform, re, shutil, signal, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 
 import torch
@@ -94,25 +95,30 @@ class Written:
         return len(data)
 
 
+def around(holder, name, before, after=lambda *a, **kw: None):
+    "In a child: a method or function also calls these."
+    real = getattr(holder, name)
+    def called(*a, **kw):
+        before(*a, **kw)
+        out = real(*a, **kw)
+        after(*a, **kw)
+        return out
+    setattr(holder, name, called)
+
+
 def watch_operations(below, tell):
     "In a child: tell(what, path) before each write, in its middle, and before and after each fsync and rename below a folder."
-    real_open, fsync, replace, below = io.open, os.fsync, os.replace, str(below)
+    real_open, mine = io.open, lambda path: str(path).startswith(str(below))
     def open_(file, mode="r", *a, **kw):
-        mine = set(mode) & set("wxa+") and str(file).startswith(below)
-        if mine: tell("open", str(file))
+        writes = set(mode) & set("wxa+") and mine(file)
+        if writes: tell("open", str(file))
         f = real_open(file, mode, *a, **kw)
-        return Written(f, str(file), tell) if mine else f
-    def fsync_(fd):
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        if path.startswith(below): tell("fsync", path)
-        fsync(fd)
-    def replace_(src, dst, *a, **kw):
-        mine = str(dst).startswith(below)
-        if mine: tell("rename", f"{src}\t{dst}")
-        replace(src, dst, *a, **kw)
-        if mine: tell("renamed", f"{src}\t{dst}")
+        return Written(f, str(file), tell) if writes else f
+    def renames(what): return lambda src, dst, *a, **kw: mine(dst) and tell(what, f"{src}\t{dst}")
     builtins.open = io.open = open_
-    os.fsync, os.replace, os.rename = fsync_, replace_, replace_
+    path_of = lambda fd: os.readlink(f"/proc/self/fd/{fd}")
+    around(os, "fsync", lambda fd: mine(path_of(fd)) and tell("fsync", path_of(fd)))
+    for name in ("replace", "rename"): around(os, name, renames("rename"), renames("renamed"))
 
 
 # --- mounts
