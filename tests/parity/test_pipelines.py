@@ -25,7 +25,7 @@ from qie_nb.encoding.prompts import encode_prompt, vl_images
 from qie_nb.encoding.vae import encode_image, vae_factor
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
 from qie_nb.models.components import VARIANTS, Components, find_variant, load_component
-from qie_nb.models.flow_matching import img_shapes, pack_latents, unpack_latents, velocity
+from qie_nb.models.flow_matching import img_shapes, pack_latents, velocity
 from qie_nb.predict import edit, sampling_schedule, start_noise
 from qie_nb.tiny.random_models import tiny_folder
 from helpers import random_lora, small_areas
@@ -190,16 +190,6 @@ def test_conditioning_and_velocity(case, on):
     close(velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes), run.calls[0][1][:, :noise.shape[1]])
 
 
-@each_variant
-def test_packing(variant, channels=16, h=6, w=10):
-    pipe = type(rig(variant).pipe)
-    z = torch.randn(2, channels, 1, h, w, generator=torch.Generator().manual_seed(0))
-    tokens = pipe._pack_latents(z, 2, channels, h, w)
-    same(pack_latents(z), tokens)
-    same(unpack_latents(tokens, h, w), pipe._unpack_latents(tokens, h * 8, w * 8, 8)) # takes pixels
-    same(unpack_latents(tokens, h, w), z)
-
-
 @pytest.mark.parametrize("variant", ["v1", "2509"])
 @pytest.mark.parametrize("width,height,steps", [(1328, 800, 8), (512, 768, 50), (144, 80, 2)]) # one step gives nan in diffusers
 def test_schedule(variant, width, height, steps, monkeypatch):
@@ -239,8 +229,7 @@ def test_image_at_the_default_size(case, on):
 @pytest.mark.bits
 @each([Case("v1"), Case("2509", 3), Case("2511", 2)])
 def test_plain_computation_gives_equal_bits(case):
-    r, (ours, calls), run = rig_of(case), edited(case, 4.0), piped(case, 4.0)
-    for prompt, (theirs, _) in zip((PROMPT, " "), run.encode_prompt, strict=True): same(our_prompt(r, prompt, control_images(case.n))[0], theirs)
+    (ours, calls), run = edited(case, 4.0), piped(case, 4.0)
     for (a, mine), (b, theirs) in zip(calls, run.calls, strict=True):
         for name in ("timestep", "hidden_states", "encoder_hidden_states"): same(a[name], b[name])
         same(mine, theirs)
@@ -255,10 +244,8 @@ def test_image_with_a_lora(variant, tmp_path):
     save_lora(tr, tmp_path)
     r.pipe.load_lora_weights(str(tmp_path))
     try:
-        scalings = {m.scaling[a] for m in r.pipe.transformer.modules() if hasattr(m, "lora_A") for a in m.lora_A}
         with small(variant): theirs = np.asarray(pipe_call(r, variant, control_images(), 4.0))
     finally: r.pipe.unload_lora_weights()
-    assert scalings == {3.0} # alpha / r
     again = load_component(r.folder, "transformer")
     load_lora(again, tmp_path)
     for ours in (tr, again): looks(edit_call(r, ours, control_images(), 4.0), theirs)
