@@ -102,9 +102,8 @@ def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monke
     assert order == ["at text_encoder"] + ["prompt"] * 3 + ["at vae", "image", "at transformer"] + ["denoise_encoded"] * 2 + ["at vae"] + ["decode_latents"] * 2
 
 
-def test_a_list_gives_a_list_and_one_generator_draws_on():
+def test_one_generator_draws_on():
     t, g = ready(), torch.Generator().manual_seed(3)
-    assert isinstance(one := t.predict(images(1)[0], ["x"], output_type="pil", **SMALL), list) and isinstance(one[0], Image.Image)
     both = t.predict(images(1)[0], ["x", "x"], generator=g, **SMALL)
     g.manual_seed(3)
     assert all(close_images(b, t.predict(images(1), "x", generator=g, **SMALL)) for b in both) and not close_images(*both)
@@ -123,14 +122,11 @@ def test_an_image_in_every_form_is_the_same(tmp_path):
 
 
 IM, IMAGE = Image.new("RGB", (60, 40)), "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got "
-REFUSED = [
-    (([[], IM], ["x", "y"]), {}, "`prompt_image` is an empty list; give at least one image"),
+REFUSED = [ # more in nbs/sampling/01_edits.ipynb
     ((IM, []), {}, "`prompt` is an empty list; give at least one instruction"),
-    ((IM, ["a", " "]), {}, "`prompt` is empty"),
     ((IM, 3), {}, "`prompt` must be a string, or a list of strings for several edits, got 3"),
     ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>, got 'a <|image_pad|>'; remove it"),
     ((IM, ["a", "b"]), dict(seed=[1]), "`seed` has 1 entries for 2 prompts"),
-    ((IM, "a"), dict(seed=True), "`seed` must be a whole number"),
     ((IM, "a"), dict(generator=3), "`generator` must be a torch.Generator, got 3"),
     ((IM, "a"), dict(width=500), "`width` must be a multiple of 16, got 500; use 496 or 512"),
     ((IM, "a"), dict(num_inference_steps=1), "`num_inference_steps` must be at least 2 with this scheduler, got 1; 20 is usual"),

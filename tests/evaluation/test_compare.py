@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-from qie_nb.core import display as shown
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import compare as comparison
 from qie_nb.evaluation.compare import Column, Comparison, columns_of, compare_edits, find_adapter
@@ -16,18 +15,11 @@ from qie_nb.lora import adapters as lora
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import close_images
 from loras import B0, pair, tensors_file
-from test_mixing import IMAGE, same_state, slow, state_of, trainable, trainer, write
+from test_mixing import IMAGE, fast, files, same_state, slow, state_of, trainable, trainer, write # noqa: F401 (fixtures)
 
 OTHER = Image.fromarray(np.random.default_rng(2).integers(0, 255, (56, 40, 3), dtype=np.uint8))
 SMALL = dict(num_inference_steps=2, height=48, width=64)
 same = partial(close_images, levels=2)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    d = tmp_path_factory.mktemp("loras")
-    return dict(style=write(d/"style.safetensors", 1), other=write(d/"other.safetensors", 2, r=8, lora_alpha=3, target_modules="attention_text"),
-                fast=write(d/"Qwen-Image-Edit-Lightning-4steps-V1.0.safetensors", 9, lora_alpha=8), dora=write(d/"dora.safetensors", 5, use_dora=True))
 
 
 @pytest.fixture
@@ -59,11 +51,11 @@ def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
 
 
 def test_scales(files):
-    t = trainer().load_loras({files["style"]: 0.8, files["other"]: -0.5})
+    t = trainer().load_loras({files["style"]: 0.8, files["root"]: -0.5})
     c = compare_edits(t, IMAGE, "make it blue", scales=[0, 0.5], seeds=[3], **SMALL)
-    assert t.active_adapters() == dict(style=0.8, other=-0.5) and [(k.title, k.weight) for k in c.columns] == [("style + other x 0", 0), ("style + other x 0.5", 0.5)]
+    assert t.active_adapters() == dict(style=0.8, root=-0.5) and [(k.title, k.weight) for k in c.columns] == [("style + root x 0", 0), ("style + root x 0.5", 0.5)]
     zero, half = c.images[0]
-    assert same(half, t.set_adapters(["style", "other"], [0.4, -0.25]).predict(IMAGE, "make it blue", seed=3, **SMALL)) and same(zero, alone(files, None, seed=3))
+    assert same(half, t.set_adapters(["style", "root"], [0.4, -0.25]).predict(IMAGE, "make it blue", seed=3, **SMALL)) and same(zero, alone(files, None, seed=3))
     assert same(compare_edits(t, IMAGE, "make it blue", [files["dora"]], scales=[0], seeds=[3], **SMALL).images[0][0], zero), "a DoRA at 0 would not be the base"
 
 
@@ -76,10 +68,10 @@ def test_default_columns_and_progress(files, capsys):
     assert "compare" not in capsys.readouterr().err
 
 
-def test_each_column_has_its_adapters_schedule(files):
-    chosen = lambda *args: [(c.steps, c.true_cfg_scale, bool(c.scheduler)) for c in columns_of(trainer(), [files["fast"], "base"], None, [0], *args)]
+def test_each_column_has_its_adapters_schedule(fast):
+    chosen = lambda *args: [(c.steps, c.true_cfg_scale, bool(c.scheduler)) for c in columns_of(trainer(), [fast[4], "base"], None, [0], *args)]
     assert chosen() == [(4, 1.0, True), (20, 4.0, False)] and chosen("lightning", None, 2.0) == [(4, 2.0, True)] * 2
-    assert same(compare_edits(trainer(), IMAGE, "make it blue", [files["fast"]], height=48, width=64).images[0][0], alone(files, "fast", num_inference_steps=None))
+    assert same(compare_edits(trainer(), IMAGE, "make it blue", [fast[4]], height=48, width=64).images[0][0], alone(fast, 4, num_inference_steps=None))
 
 
 # names
@@ -93,8 +85,8 @@ def test_names_of_checkpoints(trained_run, files, monkeypatch, tmp_path):
         found, info, title = find_adapter(t, name)
         assert found == root/folder/lora.WEIGHT_NAME and info["steps"] == (8 if folder == latest else 4) and title == (name if name in ("best", "latest") else folder)
     assert find_adapter(t, files["style"])[2] == "style" and find_adapter(t, root/latest/lora.WEIGHT_NAME)[::2] == (root/latest/lora.WEIGHT_NAME, latest)
-    monkeypatch.setattr("qie_nb.lora.formats.from_hub", lambda path: files["other"])
-    assert find_adapter(t, "owner/style")[::2] == (files["other"], "owner/style")
+    monkeypatch.setattr("qie_nb.lora.formats.from_hub", lambda path: files["root"])
+    assert find_adapter(t, "owner/style")[::2] == (files["root"], "owner/style")
     # and a trainer that trains is unchanged
     before, learns = state_of(t), trainable(t)
     base, best, now = compare_edits(t, IMAGE, "x", ["base", "best", "now"], **SMALL).images[0]
@@ -108,28 +100,25 @@ def test_names_of_checkpoints(trained_run, files, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("error, at", [(KeyboardInterrupt(), 2), slow(torch.OutOfMemoryError("full"), 1)])
 def test_adapters_are_restored_after_an_error(error, at, files, monkeypatch):
-    t = trainer().load_loras({files["style"]: 1, files["other"]: 1}).set_adapters(["other", "style"], [0.2, 1 / 3])
+    t = trainer().load_loras({files["style"]: 1, files["root"]: 1}).set_adapters(["root", "style"], [0.2, 1 / 3])
     t.transformer.train()
     before, real = state_of(t), comparison.denoise_encoded
     failing = mock.Mock(side_effect=lambda *a, **kw: real(*a, **kw) if failing.call_count <= at else mock.Mock(side_effect=error)())
     monkeypatch.setattr(comparison, "denoise_encoded", failing)
-    with pytest.raises(type(error)): compare_edits(t, IMAGE, "x", ["base", files["other"], "now"], **SMALL)
-    assert failing.call_count == at + 1 and same_state(before, state_of(t)) and list(t.active_adapters()) == ["other", "style"] and t.transformer.training
+    with pytest.raises(type(error)): compare_edits(t, IMAGE, "x", ["base", files["root"], "now"], **SMALL)
+    assert failing.call_count == at + 1 and same_state(before, state_of(t)) and list(t.active_adapters()) == ["root", "style"] and t.transformer.training
 
 
 @pytest.mark.parametrize("wrong, sentence", [
     (dict(checkpoints=["base", "none.safetensors"]), "none.safetensors' does not exist"),
     (dict(checkpoints=["best"]), "`checkpoints` 'best' does not exist in"),
     (dict(checkpoints=["epoch_0009"]), "`checkpoints` 'epoch_0009' does not exist"),
-    (dict(checkpoints="latest"), "`checkpoints` must be a list"),
-    (dict(checkpoints=[]), "`checkpoints` must be a list with an entry or more"),
+    (dict(checkpoints="latest"), "`checkpoints` must be a list with an entry or more"),
     (dict(checkpoints=["x.safetensors"]), "does not fit this transformer"),
     (dict(scales=[0, float("nan")]), "must be a finite number, got nan"),
     (dict(seeds=[-1]), "`seed` must be a whole number"),
     (dict(images=[IMAGE, OTHER], prompts=["x"]), "`images` has 2 entries for 1 rows"),
     (dict(prompts=["x", "y"], targets=[IMAGE]), "`targets` has 1 entries for 2 rows"),
-    (dict(prompts=" "), "`prompt` is empty"),
-    (dict(height=50), "`height` must be a multiple of 16"),
     (dict(num_inference_steps=0), "`num_inference_steps` must be at least"),
     (dict(schedule="turbo"), "must be one of none, lightning"),
     (None, "call unmerge_lora")], ids=str)
@@ -162,10 +151,7 @@ NASTY = "<img src=x onerror=alert(1)> & $x_$"
 
 
 @pytest.fixture(scope="module")
-def seen(files):
-    with pytest.MonkeyPatch.context() as mp:
-        mp.setattr(shown, "is_interactive", lambda: False)
-        yield compare_edits(trainer().load_lora(files["style"]), [[IMAGE, OTHER], [OTHER]], [NASTY, "two"], scales=[0, 1], targets=[OTHER, IMAGE], **SMALL)
+def seen(files): return compare_edits(trainer().load_lora(files["style"]), [[IMAGE, OTHER], [OTHER]], [NASTY, "two"], scales=[0, 1], targets=[OTHER, IMAGE], **SMALL)
 
 
 def titled(seen, title):
@@ -183,21 +169,12 @@ def test_data(seen):
 
 
 def test_html_is_escaped(seen):
-    html = seen._repr_mimebundle_()["text/html"]
+    html = seen.html()
     assert html.count("data:image/jpeg;base64,") == 2 * 4 and "<img src=x" not in html and "&lt;img src=x onerror=alert(1)&gt; &amp; $x_$" in html
+    assert seen.build().children[0].value == html
     title = titled(seen, "<b>a</b>").html()
     assert "<b>a</b>" not in title and "&lt;b&gt;a&lt;/b&gt;" in title and title.count("change 0.0") == 2
     assert re.findall(r"error \d+\.\d", html) == [f"error {d:.1f}" for row in seen.distances for d in row]
-
-
-def test_widget_in_live_notebooks_only(seen, monkeypatch):
-    out = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **kw: out.append(data))
-    monkeypatch.setattr(shown, "kernel", lambda: object())
-    for watches in (False, True):
-        monkeypatch.setattr(shown, "is_interactive", lambda: watches)
-        seen._ipython_display_()
-    assert [shown.VIEW in data for data in out] == [False, True, False] and "&lt;img src=x" in seen.box.children[0].value
 
 
 def test_figure(seen, tmp_path):
