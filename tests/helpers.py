@@ -11,6 +11,7 @@ from PIL import Image
 
 from qie_nb.lora.adapters import lora_state
 from qie_nb.tiny.random_models import tiny_folder
+from qie_nb.training.callbacks import Callback
 
 VAE, TEXT, TRANSFORMER = "AutoencoderKLQwenImage", "Qwen2_5_VLForConditionalGeneration", "QwenImageTransformer2DModel"
 
@@ -106,13 +107,15 @@ def close_images(a, b, levels=1):
     return a.shape == b.shape and np.abs(a.astype(int) - b).max() <= levels
 
 
-class StopAt:
+class OnStep(Callback):
+    "`fn(trainer)` after every step."
+    def __init__(self, fn): self.on_step_end = fn
+
+
+class StopAt(Callback):
     def __init__(self, n): self.n = n
-    def on_train_begin(self, t): pass
     def on_step_end(self, t):
         if t.global_step == self.n: t.state.stop = "test"
-    def on_epoch_end(self, t): pass
-    def on_train_end(self, t): pass
 
 
 def few_trials(script, request, tmp_path_factory):
@@ -179,15 +182,6 @@ def make_trained_run(folder):
     run.trainer.fit()
     run.lora = run.trainer.save_lora(folder/"lora")
     return run
-
-
-class OnStep:
-    "A callback: `fn(trainer)` after every step."
-    def __init__(self, fn): self.fn = fn
-    def on_train_begin(self, t): pass
-    def on_step_end(self, t): self.fn(t)
-    def on_epoch_end(self, t): pass
-    def on_train_end(self, t): pass
 
 
 class Scaled(torch.nn.Module):

@@ -38,9 +38,8 @@ def changes_a_trainer(tree):
 
 
 def test_only_the_trainer_module_changes_a_trainer():
-    found = {p.relative_to(ROOT): list(changes_a_trainer(ast.parse(p.read_text()))) for p in (ROOT/"qie_nb").rglob("*.py") if p.name != "_modidx.py"}
-    assert found.pop(Path("qie_nb/trainer.py")), "the check finds what it looks for"
-    assert not {str(p): what for p, what in found.items() if what}
+    found = {p.name: what for p in (ROOT/"qie_nb").rglob("*.py") if p.name != "_modidx.py" and (what := list(changes_a_trainer(ast.parse(p.read_text()))))}
+    assert found.keys() == {"trainer.py"}, found
     assert list(changes_a_trainer(ast.parse("self.trainer.x, y = 1, 2\nsetattr(t, 'x', 1)"))) == ["self.trainer.x", "setattr(t, 'x', 1)"]
 
 
@@ -69,6 +68,5 @@ def test_a_step_reaches_the_transformer_in_four_functions(trained_run, tmp_path)
     trainer.transformer.register_forward_pre_hook(lambda *_: stack.extend(inspect.stack()))
     trainer.training_step(next(iter(trainer.make_loader())))
     frames = [f for f in stack if "qie_nb" in f.filename]
-    chain = [f.function for f in frames[:1 + [f.function for f in frames].index("training_step")]]
-    assert chain[::-1] == ["training_step", "_compute_loss", "loss", "flow_matching_loss"]
+    assert [f.function for f in frames[:4]] == ["flow_matching_loss", "loss", "_compute_loss", "training_step"]
     assert {Path(f.filename).name for f in frames[:4]} == {"trainer.py", "step.py"}

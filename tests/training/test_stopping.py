@@ -60,23 +60,22 @@ def files_of(out): return {p: p.read_bytes() for p in (out/"checkpoints").rglob(
 # max_hours
 
 class Clock:
-    "Each step, save and evaluation takes a given time."
+    "Each step, save and evaluation takes a given time; `step` and `save` may be functions of the time and of the number of saves."
     def __init__(self, monkeypatch, step, save, evaluation=0., real=False):
         self.now, self.start, self.saves = 1e9, 1e9, 0
+        seconds = lambda given, at: given(at) if callable(given) else given
         replace, optimizer_step, loss = os.replace, QwenImageEditTrainer.optimizer_step, QwenImageEditTrainer.loss
         def replace_(src, dst, *a, **kw):
             replace(src, dst, *a, **kw)
-            if os.path.basename(dst) == "COMPLETE": self.now += save(self.saves) if callable(save) else save; self.saves += 1
+            if os.path.basename(dst) == "COMPLETE": self.now += seconds(save, self.saves); self.saves += 1
         def optimizer_step_(t, group):
-            self.now += step(self.passed) if callable(step) else step
+            self.now += seconds(step, self.passed)
             return optimizer_step(t, group)
         def loss_(t, *a, **kw):
-            if not torch.is_grad_enabled(): self.now += evaluation
+            self.now += 0. if torch.is_grad_enabled() else evaluation
             return loss(t, *a, **kw)
-        monkeypatch.setattr(time, "time", lambda: self.now)
-        monkeypatch.setattr(os, "replace", replace_)
-        monkeypatch.setattr(QwenImageEditTrainer, "optimizer_step", optimizer_step_)
-        monkeypatch.setattr(QwenImageEditTrainer, "loss", loss_)
+        for owner, name, fn in ((time, "time", lambda: self.now), (os, "replace", replace_), (QwenImageEditTrainer, "optimizer_step", optimizer_step_), (QwenImageEditTrainer, "loss", loss_)):
+            monkeypatch.setattr(owner, name, fn)
         if not real: monkeypatch.setattr(QwenImageEditTrainer, "training_step", lambda t, batch: t.optimizer.param_groups[0]["params"][0].square().sum())
     @property
     def passed(self): return self.now - self.start

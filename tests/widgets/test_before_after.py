@@ -50,18 +50,14 @@ def test_images_are_sent_at_display_size(size):
 def test_slider_moves_the_line():
     view = before_after(np.zeros((40, 80, 3), "uint8"), np.full((40, 80, 3), 255, "uint8"))
     image, slider = view.box.children[:2]
-    light = []
-    for at in (0, 30, 100):
+    for at, light in ((0, 255), (30, 178), (100, 0)):
         slider.value = at
-        light.append(np.asarray(Image.open(io.BytesIO(image.value))).mean())
-        assert view.data()["at"] == at
-    assert light[0] > 250 and light[0] > light[1] > light[2] and light[2] < 5
+        assert abs(np.asarray(Image.open(io.BytesIO(image.value))).mean() - light) < 6 and view.data()["at"] == at
 
 
 def test_titles_are_escaped():
     view = before_after(noise(8, 8), noise(9, 9), [HOSTILE, HOSTILE])
-    import ipywidgets
-    pages = [view.html(), *(c.value for c in view.box.children if isinstance(c, ipywidgets.HTML))]
+    pages = [view.html(), *(c.value for c in view.box.children if type(c).__name__ == "HTML")]
     assert len(pages) == 3 and not any("<img src=x" in p for p in pages) and all("&lt;img" in p for p in pages)
 
 

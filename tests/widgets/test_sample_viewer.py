@@ -1,5 +1,6 @@
 """The sample viewer and the cache status: data, static and live forms, escaping, filters, warnings and memory."""
 import base64, gc, io, json, os, re, shutil, subprocess, sys, weakref
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -167,8 +168,9 @@ def test_clicks(pairs):
 
 
 def test_exact_id_wins(pairs):
-    s = dataset(pairs()).samples[0]
-    view = SampleViewer(ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=[Sample(i, s.target, s.controls, s.prompt) for i in ("a", "ab", "b")]))
+    ds = dataset(pairs())
+    ds.samples = [replace(s, id=name) for s, name in zip(ds.samples, ("a", "ab", "b"))]
+    view = SampleViewer(ds)
     for name in ("b", "a"): assert view.find(name) and view.data()["id"] == name
 
 
