@@ -175,12 +175,10 @@ def test_a_live_notebook_gets_one_image_that_changes(monkeypatch):
 
 
 def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
-    clock = [0.]
-    monkeypatch.setattr(preview.time, "time", lambda: clock.__setitem__(0, clock[0] + 6) or clock[0])
+    monkeypatch.setattr(preview.time, "time", mock.Mock(side_effect=range(0, 9999, 6)))
     ready().predict(images(1)[0], ["x", "y"], **SMALL)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("2 edits at 64x32 ") and last.startswith("2 edits at 64x32 4/4, ") and "left" in last
-    clock[0] = 0
     ready().predict(images(1)[0], ["x", "y"], progress=False, **SMALL)
     assert capsys.readouterr().err == ""
 

@@ -48,15 +48,13 @@ def test_options_train(settings, fixed):
 
 def test_dropout_follows_the_configuration(tmp_path):
     tr = trained(lora_dropout=0.5)
-    lora.save_lora(tr, tmp_path)
+    file, kept = lora.save_lora(tr, tmp_path), output(tr.eval())
     rates = lambda tr: {getattr(m.lora_dropout["default"], "p", 0) for m in tr.modules() if hasattr(m, "lora_dropout")}
-    kept = output(tr.eval())
     assert differ(output(tr.train()), output(tr)) and rates(tr) == {0.5}
     lora.set_dropout(tr, 0)
     same(output(tr), kept)
     for rate in (0, 0.2):
-        other = bare()
-        lora.start_lora(other, LoraSection(r=4, lora_dropout=rate, pretrained_weight=str(tmp_path)))
+        lora.start_lora(other := bare(), LoraSection(r=4, lora_dropout=rate, pretrained_weight=str(file)))
         assert rates(other) == {rate}, "the file has 0.5"
 
 

@@ -135,16 +135,15 @@ def test_a_missing_file_is_reported_before_the_transformer_is_built(built, tmp_p
 
 
 def test_an_interrupted_load_leaves_nothing(with_style, files, monkeypatch):
-    t, before, tr, calls = with_style, state_of(with_style), bare(), []
+    t, before, tr = with_style, state_of(with_style), bare()
     real, keys = type(tr).load_lora_adapter, tr.state_dict().keys()
 
     def cut(self, *a, **kw):
         real(self, *a, **kw)
-        calls.append(kw["adapter_name"])
-        if len(calls) > 1: raise KeyboardInterrupt
+        if kw["adapter_name"] != "root": raise KeyboardInterrupt
     monkeypatch.setattr(type(tr), "load_lora_adapter", cut)
-    with pytest.raises(KeyboardInterrupt): t.load_loras([files["root"], files["wide"]])
-    assert calls == ["root", "wide"] and same_state(before, state_of(t))
+    with pytest.raises(KeyboardInterrupt): t.load_loras([files["root"], files["wide"]]) # at the second one
+    assert same_state(before, state_of(t))
     with pytest.raises(KeyboardInterrupt): lora.load_lora(tr, files["style"])
     assert tr.state_dict().keys() == keys and lora.active_loras(tr) == {}
 

@@ -1,5 +1,5 @@
 """Model cards: escaping, header, usage code, upload."""
-import json, re
+import re
 from fnmatch import fnmatch
 from unittest import mock
 
@@ -96,6 +96,6 @@ def test_upload_errors_name_the_remedy(hub, tmp_path):
     refused("`repo_id` must be owner/name, got 'lora'", "lora")
 
 
-def test_settings_contain_no_paths(): # the notebook asserts it for the data set and the initial weights
-    settings = card_settings(make_config(dict(model=dict(lora=dict(r=7)), train=dict(output_dir="/home/me/out", ema_decay=0.9), logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache"))))
-    assert "/home/me" not in json.dumps(settings) and (settings["model.lora.r"], settings["train.ema_decay"], settings["optimizer.name"]) == (7, 0.9, "adamw")
+def test_settings_contain_no_paths(): # nor those that the notebook tries
+    paths = dict(train=dict(output_dir="/home/me/out"), logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache"))
+    assert "/home/me" not in str(card_settings(make_config(paths)))
