@@ -36,9 +36,6 @@ def trainer_of(variant="2511", **sections):
 def edit(t, n=1, scale=4.0, **kw): return t.predict(images(n), "make it blue", "grey", 2, scale, 48, 64, 3, **kw)
 
 
-def assert_close(a, b, levels=1): assert a.shape == b.shape and np.abs(a.astype(int) - b.astype(int)).max() <= levels
-
-
 class Numbers(FakeTensorMode):
     "Fake tensors with values, so that code that depends on values (positions, windows, the minimum of an image) runs as usual."
     inside, worked = False, None

@@ -1,4 +1,5 @@
 "A small transformer with known weights, its outputs and gradients for known inputs, and how far two results are from each other."
+import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 
@@ -6,7 +7,13 @@ from qie_nb.config import LoraSection
 from qie_nb.lora.adapters import add_lora
 from qie_nb.models.quantize import quantize
 
+from helpers import random_lora
+
 LAYERS = 4
+
+
+
+def slow(*case): return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def base(zero=True, kind=None, layers=LAYERS, head=16, text=64):
@@ -17,11 +24,7 @@ def base(zero=True, kind=None, layers=LAYERS, head=16, text=64):
 
 def adapted(tr, targets="attention", std=0.05, **lora):
     "With an adapter that changes the output; frozen otherwise."
-    add_lora(tr, LoraSection(**dict(r=4, target_modules=targets) | lora))
-    g = torch.Generator().manual_seed(3)
-    for n, p in tr.named_parameters():
-        if "lora_B" in n: p.data = torch.randn(p.shape, generator=g) * std
-    return tr
+    return random_lora(add_lora(tr, LoraSection(**dict(r=4, target_modules=targets) | lora)), std)
 
 
 def call(tr, seed=1, time=0.5, size=(4, 6), words=5, batch=1, mask=None, large=()):

@@ -18,10 +18,9 @@ from qie_nb.models.modulation import ModulationTable, use_modulation_table
 from qie_nb.models.quantize import held_bytes
 from qie_nb.trainer import QwenImageEditTrainer
 
-from helpers import settings
-from small_transformer import LAYERS, adapted, assert_same, base, call, far, gradients, whole
+from helpers import close_images, settings
+from small_transformer import LAYERS, adapted, assert_same, base, call, far, gradients, slow, whole
 
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 
 class Rig(TorchDispatchMode):
@@ -92,7 +91,7 @@ def in_backward(): return torch._C._current_graph_task_id() != -1
 
 
 # --- slots
-@pytest.mark.parametrize("zero, slots", [(True, 3), slow(False, 1), slow(True, 2)])
+@pytest.mark.parametrize("zero, slots", [(True, 3), slow(False, 1)])
 def test_outputs_and_gradients_are_the_same(zero, slots):
     plain, rig = checkpointed(base(zero)), Rig()
     ours = checkpointed(swapped(rig, base(zero), slots=slots))
@@ -126,12 +125,6 @@ def test_each_block_is_copied_once_per_pass_and_early_enough(slots):
     on_device = {t.untyped_storage().data_ptr() for b in ours.transformer_blocks for n, t in b.named_parameters() if "lora_" not in n}
     assert on_device == {p.data_ptr() for p in swap.slots}, "the slots hold all frozen weights of the blocks"
     assert all(torch.equal(a, p.flat) for a, p in zip(flats, swap.pinned))
-
-
-def test_a_missing_wait_is_noticed(monkeypatch):
-    expected, rig = gradients(checkpointed(base())), Rig()
-    monkeypatch.setattr(Streams, "wait", lambda self, event: None)
-    with rig: assert far(whole(gradients(checkpointed(swapped(rig)))), whole(expected)) > 0.01, "a block computes before its copy"
 
 
 def test_passes_in_any_order_give_the_same_gradients():
@@ -200,15 +193,14 @@ def test_training_without_checkpointing_raises_and_is_not_silently_wrong():
 @pytest.mark.parametrize("kind", ["nf4", slow(None), slow("qint8")])
 def test_blocks_are_pinned_one_by_one_while_loading(kind, tmp_path, monkeypatch):
     base().save_pretrained(tmp_path/"tr", max_shard_size="200KB")
-    plain, most = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind), []
     loader, settle = BlockSwapLoader("cpu", kind), BlockSwapLoader.settle
 
-    def counted(self, model, name):
+    def settled(self, model, name):
         settle(self, model, name)
-        most.append(sum(not any(p.is_meta for p in b.parameters()) and n not in self.pinned for n, b in enumerate(model.transformer_blocks)))
-    monkeypatch.setattr(BlockSwapLoader, "settle", counted)
-    ours = load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=loader)
-    assert max(most) == 0 and len(ours.block_swap.pinned) == LAYERS and not loader.pinned
+        assert all(any(p.is_meta for p in b.parameters()) or n in self.pinned for n, b in enumerate(model.transformer_blocks))
+    monkeypatch.setattr(BlockSwapLoader, "settle", settled)
+    plain, ours = (load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=p) for p in (None, loader))
+    assert len(ours.block_swap.pinned) == LAYERS and not loader.pinned
     with torch.no_grad(): torch.testing.assert_close(call(ours), call(plain), rtol=1e-4, atol=1e-5)
 
 
@@ -274,26 +266,25 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
         t = make(name, swap, resume_checkpoint="latest" if swap else None).fit()
         assert hasattr(t.transformer, "block_swap") == swap
         image = t.predict(str(next((root/"control_images").glob("*.png"))), "blue", num_inference_steps=2, height=48, width=48)
-        size = (t.save_lora(tmp_path/"lora")).stat().st_size
-        found[name] = lora_state(t.transformer), t.state.metrics.get("held_out_loss"), image.astype(int), size
+        found[name] = lora_state(t.transformer), t.state.metrics.get("held_out_loss"), image, t.save_lora(tmp_path/"lora").stat().st_size
         if swap:
             for act, text in ((lambda: t.transformer.to("meta"), "`train.blocks_to_swap`"), (t.merge_lora, "`train.blocks_to_swap`"), (lambda: t.quantize_model(t.transformer, "cpu"), "cannot be quantized")):
                 with pytest.raises(ValueError, match=text): act()
             t.transformer.to("cpu")
     (off, off_loss, off_image, off_size), (on, on_loss, image, size) = found.values()
     assert_same(on, off, rtol=1e-3, atol=1e-5)
-    assert on_loss == pytest.approx(off_loss, rel=1e-4) and abs(image - off_image).max() <= 2 and size == off_size
+    assert on_loss == pytest.approx(off_loss, rel=1e-4) and close_images(image, off_image, 2) and size == off_size
 
 
-@pytest.mark.parametrize("train, device, kind, text", [
-    (dict(offload_activations=True), "mps", None, "`train.offload_activations` needs a CUDA GPU"),
-    (dict(blocks_to_swap=True, distributed="fsdp"), "cuda:0", None, "is incompatible with fsdp"),
-    (dict(blocks_to_swap=True), "cuda:0", "qint4", "is incompatible with `model.quantize` qint4"),
-    (dict(blocks_to_swap=True), "cuda:0", "dora", "is incompatible with `model.lora.use_dora`"),
-    (dict(offload_activations=True, compile=True), "cuda:0", None, "is incompatible with `train.compile` true; set it to auto"),
-    (dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"]), "cuda:0", None, "is incompatible with `train.model_parallel_devices`")])
-def test_impossible_settings_raise(train, device, kind, text):
-    with pytest.raises(ValueError, match=text): check_offloading(make_config(dict(train=train)).train, device, kind, kind == "dora")
+@pytest.mark.parametrize("name, change, kind, text", [
+    ("blocks_to_swap", dict(distributed="fsdp"), None, "fsdp"),
+    ("blocks_to_swap", {}, "qint4", "`model.quantize` qint4"),
+    ("blocks_to_swap", {}, "dora", "`model.lora.use_dora`"),
+    ("offload_activations", dict(compile=True), None, "`train.compile` true; set it to auto"),
+    ("offload_activations", dict(model_parallel_devices=["cuda:0", "cuda:1"]), None, "`train.model_parallel_devices`")])
+def test_incompatible_settings_raise(name, change, kind, text):
+    train = make_config(dict(train={name: True} | change)).train
+    with pytest.raises(ValueError, match=f"`train.{name}` is incompatible with {text}"): check_offloading(train, "cuda:0", kind, kind == "dora")
 
 
 def test_a_trainer_raises_before_anything_is_loaded(pairs, tmp_path, built):

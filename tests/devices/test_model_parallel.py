@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from qie_nb.config import make_config
 from qie_nb.devices import distributed, model_parallel
-from qie_nb.devices.model_parallel import ModelParallelLoader, check_model_parallel, enable_model_parallel, split_blocks, weight_placement
+from qie_nb.devices.model_parallel import ModelParallelLoader, enable_model_parallel, split_blocks, weight_placement
 from qie_nb.models import components
 from qie_nb.models.loading import load_quantized
 from qie_nb.trainer import QwenImageEditTrainer
@@ -20,8 +20,8 @@ from qie_nb.training.optimizer import EMA, guarded_step, make_optimizer
 
 from fake_devices import Numbers
 from helpers import settings
-from small_transformer import base, call
-from test_block_swap import checkpointed, slow, with_table
+from small_transformer import base, slow
+from test_block_swap import checkpointed, with_table
 
 LAYERS = 2
 FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")
@@ -102,7 +102,7 @@ def made(tmp_path, table=True):
     return checkpointed(with_table(tr, tmp_path/"tr") if table else tr)
 
 
-def run(tmp_path, count=1, table=True, spoil=lambda tr: None, optimizer="adamw"):
+def run(tmp_path, count=1, table=True, optimizer="adamw"):
     "Losses, norms and adapters after some steps on fake devices, and what was moved."
     with torch.random.fork_rng(): tr = made(tmp_path, table)
     placement, (given, target) = ModelParallelLoader([FIRST, SECOND]), inputs()
@@ -116,7 +116,6 @@ def run(tmp_path, count=1, table=True, spoil=lambda tr: None, optimizer="adamw")
         put = lambda t: fake(mode, t, FIRST) if torch.is_tensor(t) else t
         distribute(mode, tr, placement)
         enable_model_parallel(tr, placement.blocks)
-        spoil(tr)
         out = steps(tr, count, optimizer, {k: put(x) for k, x in given.items()}, put(target))
         return out, [p.numbers for p in trained(tr)], mode.moved, {p.device for p in trained(tr)}
 
@@ -126,7 +125,7 @@ def run(tmp_path, count=1, table=True, spoil=lambda tr: None, optimizer="adamw")
 def test_steps_over_two_devices_are_the_same_and_shared_tensors_are_moved_once(table, optimizer, tmp_path):
     plain = made(tmp_path, table)
     with sdpa_kernel(SDPBackend.MATH): out = steps(plain, 2, optimizer, *inputs())
-    got, ours, moved, devices = run(tmp_path, 2, table, optimizer=optimizer)
+    got, ours, moved, devices = run(tmp_path, 2, table, optimizer)
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-7)
     for a, b in zip(ours, trained(plain), strict=True): torch.testing.assert_close(a, b.detach(), rtol=1e-4, atol=1e-6)
     assert devices == {FIRST, SECOND}
@@ -134,11 +133,6 @@ def test_steps_over_two_devices_are_the_same_and_shared_tensors_are_moved_once(t
     if table: assert moved.count((*there, (2, 1 + 12 * LAYERS, 64))) == 2, "time embedding and rows, once a step"
     assert moved.count((*there, tokens)) == 2 * 3, "the image tokens at the boundary, again for the recomputation, and the prediction's gradient"
     assert moved.count((*back, tokens)) == 2 * 2, "the prediction, and the gradient over the boundary"
-
-
-def test_a_missing_move_raises(tmp_path):
-    spoil = lambda tr: tr.transformer_blocks[LAYERS - 1]._forward_pre_hooks.clear()
-    with pytest.raises(RuntimeError, match="found at least two devices|different from other tensors"): run(tmp_path, spoil=spoil)
 
 
 def test_a_skipped_step_changes_neither_device(tmp_path, monkeypatch):
@@ -155,8 +149,7 @@ def test_each_weight_is_read_to_its_own_device(kind, tmp_path, monkeypatch):
     placement, seen = ModelParallelLoader(["cpu", "meta"]), {}
     plain = placement.device
     placement.device = lambda name: (seen.setdefault(name, str(plain(name))), torch.device("cpu"))[1]
-    ours, one = (load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=p) for p in (placement, None))
-    with torch.no_grad(): torch.testing.assert_close(call(ours), call(one), rtol=1e-4, atol=1e-5)
+    load_quantized(QwenImageTransformer2DModel, tmp_path/"tr", kind, placement=placement)
     on = {n.removesuffix(".weight"): d for n, d in seen.items()}
     assert on["transformer_blocks.0.attn.to_q"] == on["img_in"] == on["txt_in"] == "cpu"
     assert on["transformer_blocks.1.attn.to_q"] == on["norm_out.linear"] == on["proj_out"] == "meta"
@@ -177,25 +170,19 @@ def test_blocks_are_split_by_bytes():
     (dict(model_parallel_devices=["cuda:0", "cuda:7"]), "'cuda:7' does not exist here"),
     (TWO | dict(device="cuda:1"), "`train.device` must be auto or cuda:0, .* got cuda:1; set it to auto"),
     (TWO | dict(distributed="fsdp"), "needs a single process"),
-    (TWO | dict(blocks_to_swap=True), "`train.blocks_to_swap` is incompatible with")])
+    (TWO | dict(blocks_to_swap=True), "`train.blocks_to_swap` is incompatible with"),
+    (TWO, "start without `accelerate launch`")])
 def test_impossible_settings_raise(train, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if train == TWO: monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=text): weight_placement(make_config(dict(train=train)), "cuda:0")
-
-
-def test_several_processes_raise(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_model_parallel(train := make_config(dict(train=TWO)).train)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="start without `accelerate launch`"): check_model_parallel(train)
 
 
 def test_a_trainer_trains_and_moves_nothing(pairs, tmp_path, monkeypatch):
     make = lambda *devices: QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=devices, device="auto", max_train_steps=1)))
     with pytest.raises(ValueError, match="'cuda:0' does not exist here"): make("cuda:0", "cuda:1")
     monkeypatch.setattr(model_parallel, "check_model_parallel", lambda train: None)
-    for module in (components, model_parallel, distributed):
-        if hasattr(module, "check_device"): monkeypatch.setattr(module, "check_device", lambda name: torch.device("cpu"))
+    for module in (components, model_parallel, distributed): monkeypatch.setattr(module, "check_device", lambda name: torch.device("cpu"), raising=False)
     t = make("cpu", "cpu")
     t.fit()
     assert t.global_step == 1 and t.transformer.fixed == "on several GPUs"

@@ -20,8 +20,7 @@ from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, Machi
 GB = 10**9
 GOOD = dict(torch="2.10.0+cu128", torchvision="0.25.0", diffusers="0.37.1", transformers="5.0.0", accelerate="1.13.0", peft="0.19.1", safetensors="0.7.0", huggingface_hub="1.11.0",
             bitsandbytes="0.50.2", torchao=None, fastcore="1.14.5", ipywidgets="8.1.5", tensorboard="2.20.0")
-L4, T4, P100, H100 = (GpuInfo("NVIDIA L4", 23.6 * GB, (8, 9)), GpuInfo("Tesla T4", 15.8 * GB, (7, 5), False, True), GpuInfo("Tesla P100-PCIE-16GB", 17 * GB, (6, 0), False, True),
-                      GpuInfo("NVIDIA H100 80GB HBM3", 84.9 * GB, (9, 0)))
+L4, T4, P100 = GpuInfo("NVIDIA L4", 23.6 * GB, (8, 9)), GpuInfo("Tesla T4", 15.8 * GB, (7, 5), False, True), GpuInfo("Tesla P100-PCIE-16GB", 17 * GB, (6, 0), False, True)
 BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "compute_90")
 
 
@@ -33,6 +32,9 @@ def machine(tmp_path):
     return MachineInfo(e, GOOD, (L4,), BUILT, "12.8", 31 * GB, lambda folder: 200 * GB, True, True)
 
 
+def having(**versions): return dict(versions=GOOD | versions)
+
+
 @pytest.fixture
 def real(tmp_path):
     "A run of the real model, by its hub id."
@@ -40,16 +42,21 @@ def real(tmp_path):
 
 
 def run_of(folder, **sections): return sections | dict(train=dict(output_dir=str(folder)), cache=dict(cache_dir=str(folder/"cache")), logging=dict(log_dir=str(folder/"runs")))
-def check(m, config=None): return doctor(config, m, plans=False)
+@pytest.fixture
+def check(machine, real):
+    "The report without plans for the machine and its run, or for changed ones."
+    return lambda config=real, **changes: doctor(config, replace(machine, **changes), plans=False)
+
+
 def findings(report, *levels): return {f.what: f for f in report.findings if f.level in (levels or LEVELS[:3])}
 
 
-def test_a_good_machine_has_no_findings(machine, real):
-    assert not findings(check(machine, real)) and not findings(check(machine)) and not findings(check(machine, real).stop())
+def test_a_good_machine_has_no_findings(check):
+    assert not findings(check()) and not findings(check(None)) and not findings(check().stop())
 
 
 @pytest.mark.parametrize("change, what, level, remedy", [
-    (dict(versions=GOOD | dict(torchao="0.10.0", peft="0.21.2")), "torchao", "error", "pip uninstall -y torchao"),
+    (having(torchao="0.10.0", peft="0.21.2"), "torchao", "error", "pip uninstall -y torchao"),
     (dict(gpus=(P100,)), "GPU", "error", "no kernels for sm 6.0 .*choose a newer accelerator"),
     (dict(gpus=(T4, T4)), "GPU 1 bfloat16", "warning", "leave `train.mixed_precision` auto"),
     (dict(gpus=()), "GPU", "error", "Accelerator > GPU T4 x2"),
@@ -58,29 +65,27 @@ def test_a_good_machine_has_no_findings(machine, real):
     (dict(memory=8 * GB), "host memory", "warning", "keep `data.num_workers` 0 .* and offload nothing"),
     (dict(online=False), "internet", "error", "switch Internet on .*or attach the model as an input"),
     (dict(token=False), "secret HF_TOKEN", "warning", r'Add-ons > Secrets.*os.environ\["HF_TOKEN"\]'),
-    (dict(versions=GOOD | dict(torchvision=None)), "torchvision", "error", "pip install torchvision"),
-    (dict(versions=GOOD | dict(bitsandbytes=None)), "bitsandbytes", "error", "pip install bitsandbytes"),
-    (dict(versions=GOOD | dict(ipywidgets=None)), "ipywidgets", "note", "pip install ipywidgets"),
-    (dict(versions=GOOD | dict(diffusers="0.35.2")), "diffusers", "warning", "pip install 'diffusers>=0.37'"),
-    (dict(versions=GOOD | dict(torch="3.0.0")), "torch", "note", "use 2.15")])
-def test_each_fault_is_found_with_its_remedy(change, what, level, remedy, machine, real):
-    report = check(replace(machine, **change), real)
+    (having(torchvision=None), "torchvision", "error", "pip install torchvision"),
+    (having(bitsandbytes=None), "bitsandbytes", "error", "pip install bitsandbytes"),
+    (having(ipywidgets=None), "ipywidgets", "note", "pip install ipywidgets"),
+    (having(diffusers="0.35.2"), "diffusers", "warning", "pip install 'diffusers>=0.37'"),
+    (having(torch="3.0.0"), "torch", "note", "use 2.15")])
+def test_each_fault_is_found_with_its_remedy(change, what, level, remedy, check):
+    report = check(**change)
     found = findings(report)
     assert found[what].level == level and not [w for w, f in found.items() if f.level != level], "only this fault"
     assert re.search(remedy, found[what].remedy) and found[what].remedy in repr(report) and what in report._repr_html_()
     assert all((f.level == "ok") != bool(f.remedy) for f in report.findings)
-    if level != "error": assert report.stop() is report
-    else:
-        with pytest.raises(ValueError, match=f"^this cannot run here: {what} .*{remedy}") as e: report.stop()
-        assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match=f"^this cannot run here: {what} .*{remedy}") if level == "error" else nullcontext(): assert report.stop() is report
 
 
-def test_emulated_bf16_that_was_requested(machine, real):
+def test_emulated_bf16_that_was_requested(check, real):
     real["train"] |= dict(mixed_precision="bf16")
-    bf16 = lambda gpu, config=real: findings(check(replace(machine, gpus=(gpu,)), config))["GPU bfloat16"]
+    bf16 = lambda gpu: findings(check(gpus=(gpu,)))["GPU bfloat16"]
     assert (bf16(T4).value, bf16(T4).level) == ("emulated, so slow", "warning") and bf16(T4).remedy.startswith("set `train.mixed_precision` auto")
     assert bf16(replace(T4, emulated=False)).value == "none"
-    assert "quantize the base" in bf16(T4, real | dict(model=real["model"] | dict(quantize="none"))).remedy
+    real["model"]["quantize"] = "none"
+    assert "quantize the base" in bf16(T4).remedy
 
 
 def test_a_run_that_does_not_fit_the_disk_is_an_error(machine, real, tmp_path, monkeypatch):
@@ -92,16 +97,15 @@ def test_a_run_that_does_not_fit_the_disk_is_an_error(machine, real, tmp_path, m
 
 
 @pytest.mark.parametrize("section, key", [("model", "text_encoder_offload"), ("train", "blocks_to_swap")])
-def test_offloading_more_than_the_host_has_is_an_error(section, key, machine, real):
+def test_offloading_more_than_the_host_has_is_an_error(section, key, check, real):
     real["model"]["quantize"] = "none"
     real[section][key] = True
-    found = findings(check(replace(machine, memory=8 * GB), real), "error")["host memory"]
-    assert f"`{section}.{key}` keeps" in found.remedy and "set it to false" in found.remedy
-    assert not findings(check(replace(machine, memory=64 * GB), real))
+    assert re.search(f"`{section}.{key}` keeps.*set it to false", findings(check(memory=8 * GB), "error")["host memory"].remedy)
+    assert not findings(check(memory=64 * GB))
 
 
-def test_the_tiny_model_needs_no_gpu_and_no_network(machine, tmp_path):
-    report = check(replace(machine, gpus=(), online=False, token=False), run_of(tmp_path))
+def test_the_tiny_model_needs_no_gpu_and_no_network(check, tmp_path):
+    report = check(run_of(tmp_path), gpus=(), online=False, token=False)
     assert {f.what: f.level for f in report.findings if f.level != "ok"} == {"GPU": "note", "internet": "note"} and report.stop()
 
 
@@ -113,52 +117,51 @@ def cache_of(folder, **changes):
 
 
 @pytest.mark.parametrize("changes, wrong", [(dict(variant="v1", dtype="bfloat16"), "dtype float32, variant 2511:"), (dict(text_encoder="0123-plain"), "text_encoder"), (dict(control_area=1024), "control_area 9216")])
-def test_a_cache_of_another_model_is_an_error(changes, wrong, machine, tmp_path):
-    report = check(machine, cache_of(tmp_path/"cache", **changes))
-    remedy = findings(report, "error")["cache"].remedy
-    assert wrong in remedy and "attach the cache of this model, or set `cache.cache_dir` to a new folder and precompute" in remedy
+def test_a_cache_of_another_model_is_an_error(changes, wrong, check, tmp_path):
+    report = check(cache_of(tmp_path/"cache", **changes))
+    assert re.search(f"{wrong}.*attach the cache of this model, or set `cache.cache_dir` to a new folder and precompute", findings(report, "error")["cache"].remedy)
     with pytest.raises(ValueError, match="cache .*it belongs to another model"): report.stop()
 
 
-def test_caches_of_this_model_and_broken_ones(machine, real, tmp_path):
-    named_otherwise = check(machine, cache_of(tmp_path/"cache", model="1"))
+def test_caches_of_this_model_and_broken_ones(check, real, tmp_path):
+    named_otherwise = check(cache_of(tmp_path/"cache", model="1"))
     assert not findings(named_otherwise) and any(f.what == "cache" for f in named_otherwise.findings)
     both = cache_of(tmp_path/"cache", variant="v1")
-    assert not findings(check(machine, both)), "one of its two identities fits"
+    assert not findings(check(both)), "one of its two identities fits"
     cache_of(tmp_path/"working/cache", dtype="bfloat16")
-    assert not findings(check(machine, real)), "a hub model's cache is compared by variant"
+    assert not findings(check()), "a hub model's cache is compared by variant"
     real["model"]["pretrained_model_name_or_path"] = "Qwen/Qwen-Image-Edit-2509"
-    assert "variant 2509" in findings(check(machine, real), "error")["cache"].remedy
+    assert "variant 2509" in findings(check(), "error")["cache"].remedy
     (tmp_path/"cache/manifest.json").write_text("{")
-    assert "delete it and precompute again" in findings(check(machine, both), "error")["cache"].remedy
+    assert "delete it and precompute again" in findings(check(both), "error")["cache"].remedy
 
 
 # --- environment, data, plan
-def test_a_session_that_is_nearly_over(machine, real):
-    at = lambda start: check(replace(machine, environment=replace(machine.environment, hours=9., session_start=start)), real)
+def test_a_session_that_is_nearly_over(check, machine):
+    at = lambda start: check(environment=replace(machine.environment, hours=9., session_start=start))
     late, early = findings(at(time.time() - 8 * 3600))["time to train"], at(time.time())
     assert late.level == "warning" and late.value.startswith("0.5 h, max_hours auto (8.5 of kaggle's 9 h") and "start a new session" in late.remedy
     assert not findings(early) and any(f.what == "time to train" and f.value.startswith("8.5 h") for f in early.findings)
 
 
-def test_colab_keeps_nothing(machine):
-    colab = replace(machine, environment=replace(machine.environment, name="colab", hours=None))
-    assert "mount Drive" in findings(check(colab))["session"].remedy
+def test_colab_keeps_nothing(check, machine):
+    assert "mount Drive" in findings(check(None, environment=replace(machine.environment, name="colab", hours=None)))["session"].remedy
 
 
-def test_a_missing_data_set_is_an_error(machine, real, pairs, tmp_path, monkeypatch):
-    missing = real | dict(data=dict(dataset_path=str(tmp_path/"nowhere")))
-    assert "does not exist" in findings(check(machine, missing), "error")["data set"].remedy
-    assert not findings(check(machine, real | dict(data=dict(dataset_path=str(pairs())))))
+def test_a_missing_data_set_is_an_error(check, machine, real, pairs, tmp_path, monkeypatch):
+    real["data"] = dict(dataset_path=str(pairs()))
+    assert not findings(check())
+    real["data"] = dict(dataset_path=str(tmp_path/"nowhere"))
+    assert "does not exist" in findings(check(), "error")["data set"].remedy
     monkeypatch.setattr(doctor_module, "_plan", lambda c, m: None)
-    assert findings(doctor(missing, machine), "error"), "although the disk cannot be planned"
+    assert findings(doctor(real, machine), "error"), "although the disk cannot be planned"
 
 
 def test_the_plan_is_part_of_the_report(machine, real):
     report = doctor(real, replace(machine, gpus=(T4, T4)))
-    data = report.data()
+    data = json.loads(json.dumps(report.data()))
     assert data["plan"]["gpu"] == "Tesla T4" and data["disk"]["items"] and report.plan.gpu.count == 2 and not report.plan.gpu.bf16
-    assert json.loads(json.dumps(data)) and "<h4>Disk</h4>" in report._repr_html_() and repr(report.disk) in repr(report)
+    assert "<h4>Disk</h4>" in report._repr_html_() and repr(report.disk) in repr(report)
     assert "GPU 0 bfloat16" in findings(report, "warning")
     none = doctor(real, replace(machine, gpus=(replace(T4, bytes=3 * GB),)))
     assert "nothing fits this GPU" in findings(none, "error")["GPU memory"].remedy
@@ -169,8 +172,7 @@ def test_the_plan_is_part_of_the_report(machine, real):
 # --- the configuration for this machine
 @pytest.mark.parametrize("gpus, side, area, expected", [
     ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"), train=dict(offload_activations=True), cache=dict(vae_encoder_device="cpu"))),
-    ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"), train=dict(model_parallel_devices=["cuda:0", "cuda:1"], gradient_checkpointing="selective"))),
-    ((H100,), 1024, None, dict(train=dict(gradient_checkpointing=False, compile=True)))], ids=["T4", "2xT4", "H100"])
+    ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"), train=dict(model_parallel_devices=["cuda:0", "cuda:1"], gradient_checkpointing="selective")))], ids=["T4", "2xT4"])
 def test_config_changes_only_what_the_plan_sets(gpus, side, area, expected, machine, real, capsys):
     real |= dict(model=real["model"] | dict(quantize="none"), data=dict(image_size=[side, side], control_area=area), optimizer=dict(lr=3e-4))
     report = doctor(real, replace(machine, gpus=gpus))
@@ -193,7 +195,7 @@ def test_no_plan_after_an_error(machine, real, monkeypatch):
     "Planning imports peft, which may be what is broken."
     def broken(c, m): raise RuntimeError("peft found an incompatible version of torchao")
     monkeypatch.setattr(doctor_module, "_plan", broken)
-    report = doctor(real, replace(machine, versions=GOOD | dict(torchao="0.10.0")))
+    report = doctor(real, replace(machine, **having(torchao="0.10.0")))
     assert report.of("error")[0].what == "torchao" and report.plan is None and report.disk is not None and report.config() == make_config(real)
     with pytest.raises(RuntimeError): doctor(real, machine)
 
@@ -206,8 +208,8 @@ def test_report_is_escaped():
     assert report.data()["findings"][0] == dict(what="<i>", value="<b>", level="error", remedy="<u>")
 
 
-def test_stop_raises_the_errors_and_prints_the_rest(machine, real, capsys):
-    report = check(replace(machine, gpus=(P100,), online=False, token=False), real)
+def test_stop_raises_the_errors_and_prints_the_rest(check, capsys):
+    report = check(gpus=(P100,), online=False, token=False)
     with pytest.raises(ValueError) as e: report.stop()
     levels = [f.level for f in report.findings]
     assert levels == sorted(levels, key=LEVELS.index) and levels[0] == "error"

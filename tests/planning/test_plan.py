@@ -22,10 +22,9 @@ def test_gpus_by_name(names, gpu):
     assert [parse_gpu(n) for n in names] == [gpu] * len(names)
 
 
-@pytest.mark.parametrize("kw, message", [(dict(gpu="GTX"), "`gpu` 'GTX' is unknown; use one of T4, L4"), (dict(resolution="big"), "`resolution` must be a side or width x height in pixels, got 'big'"),
-                                         (dict(resolution=1000), "`image_size` must be a multiple of 16, got 1000")])
-def test_wrong_arguments(kw, message):
-    with pytest.raises(ValueError, match=message): plan(**dict(gpu="T4") | kw)
+@pytest.mark.parametrize("resolution, message", [("big", "`resolution` must be a side or width x height in pixels, got 'big'"), (1000, "`image_size` must be a multiple of 16, got 1000")])
+def test_wrong_resolutions(resolution, message):
+    with pytest.raises(ValueError, match=message): plan(gpu="T4", resolution=resolution)
 
 
 def test_choice_for_common_gpus():
@@ -33,20 +32,25 @@ def test_choice_for_common_gpus():
     assert {g: m.query.quantization for g, m in chosen.items()} == {"RTX 4090": "qfloat8", "A100-80": None, "H200": None}
     for gpu, m in chosen.items(): assert m.total <= 0.93 * parse_gpu(gpu).bytes
     p = plan("2511", "T4", 512)
-    assert p.chosen.query.quantization == "nf4" and p.chosen.query.base_bytes == 4 and any("no native bfloat16" in n for n in p.notes) and any("control_area" in n for n in p.notes)
+    assert p.chosen.query.quantization == "nf4" and p.chosen.query.fp16 and not p.chosen.query.compiled and "nf4, float16 products" in repr(p)
+    assert all(any(text in n for n in p.notes) for text in ("no native bfloat16", "scaled float16", "control_area"))
     assert plan("2511", "A100-80", 1024, quantize="nf4").chosen.query.quantization == "nf4"
 
 
 def test_seven_percent_stay_free():
-    need = plan("v1", 80, 512, transformer=SMALL).tried[0].total
-    assert plan("v1", Gpu("large enough", int(need / 0.929)), 512, transformer=SMALL).chosen.total == need
-    tight = plan("v1", Gpu("too small", int(need / 0.931)), 512, transformer=SMALL)
+    on = lambda gpu: plan("v1", gpu, 512, transformer=SMALL)
+    need = on(80).tried[0].total
+    assert on(Gpu("large enough", int(need / 0.929))).chosen.total == need
+    tight = on(Gpu("too small", int(need / 0.931)))
     assert tight.chosen is None or tight.chosen is not tight.tried[0]
 
 
-def test_base_dtype_follows_mixed_precision():
-    base_bytes = {how: plan("v1", "H100", 512, config=dict(train=dict(mixed_precision=how)), transformer=SMALL).asked.query.base_bytes for how in ("no", "auto", "bf16")}
-    assert base_bytes == dict(no=4, auto=2, bf16=2)
+@pytest.mark.parametrize("gpu, how, expected", [
+    ("H100", "no", (4, False)), ("H100", "auto", (2, False)), ("H100", "bf16", (2, False)), ("T4", "auto", (4, True)), ("T4", "no", (4, False)), ("V100 32GB", "auto", (4, True)),
+    ("P100 16GB", "auto", (4, False)), ("RTX 4090", "auto", (2, False)), ("RTX 4090", "fp16", (4, True))])
+def test_base_dtype_and_scaled_float16_follow_the_gpu_and_mixed_precision(gpu, how, expected):
+    q = plan("v1", gpu, 512, config=dict(train=dict(mixed_precision=how)), transformer=SMALL).asked.query
+    assert (q.base_bytes, q.fp16) == expected
 
 
 def test_first_strategy_that_fits_is_chosen():

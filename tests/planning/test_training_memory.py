@@ -1,24 +1,22 @@
 """Compares the planner's figures with the bytes that the real classes hold and save, at tiny sizes."""
 import gc, weakref
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from counted_step import LiveBytes, count_step, empty_step, empty_transformer
 from qie_nb.config import make_config
 from qie_nb.devices.block_swap import SLOTS
+from qie_nb.devices.compile import set_up
 from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
-from qie_nb.planning.memory_query import (MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes,
-                                          other_bytes, parameters, prompt_tokens)
+from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes, parameters, prompt_tokens
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.optimizer import make_optimizer
@@ -36,9 +34,12 @@ class Box: # what autograd gets instead of a tensor that it saves
     def __init__(self, tensor): self.tensor = tensor
 
 
-def saved_bytes(loss, known):
+def saved_bytes(q, tr, device="cpu"):
     "Bytes of the storages that autograd still holds after the forward pass."
-    held, boxes = [t.untyped_storage() for t in known], weakref.WeakSet() # held, so that new storages get other addresses
+    loss, batch = empty_step(q, tr, device)
+    loss() # fills what is kept between steps, such as the rotary angles
+    known = [*batch, *(t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p))]
+    held, boxes = {s._cdata: s for s in (t.untyped_storage() for t in known)}, weakref.WeakSet()
     def pack(t):
         boxes.add(box := Box(t))
         return box
@@ -46,15 +47,7 @@ def saved_bytes(loss, known):
     gc.collect()
     saved = {s._cdata: s.nbytes() for s in (t.untyped_storage() for b in boxes for t in plain_tensors(b.tensor))}
     assert out.requires_grad
-    return sum(n for key, n in saved.items() if key not in {s._cdata for s in held})
-
-
-def counted_saved(q):
-    device = "cpu" if q.kernel == "cpu" else "meta"
-    tr = empty_transformer(q, device)
-    loss, batch = empty_step(q, tr, device)
-    loss() # fills what is kept between steps, such as the rotary angles
-    return saved_bytes(loss, [*tr.parameters(), *tr.buffers(), *batch])
+    return sum(n for key, n in saved.items() if key not in held)
 
 
 SAVED = dict(
@@ -71,7 +64,8 @@ RARE = dict(
 @pytest.mark.parametrize("case", [*SAVED, *map(slow, RARE)])
 def test_saved_activations_match_autograd(case):
     q = replace(TINY, **(SAVED | RARE)[case])
-    assert close(saved_activations(q).bytes, counted_saved(q), 0.01)
+    device = "cpu" if q.kernel == "cpu" else "meta"
+    assert close(saved_activations(q).bytes, saved_bytes(q, empty_transformer(q, device), device), 0.01)
 
 
 @pytest.mark.parametrize("kind, fp16", [("qfloat8", False), ("nf4", True), slow("qint8", True), *(slow(k, False) for k in ("nf4", "qint8", "int8", "fp8_storage"))])
@@ -82,10 +76,7 @@ def test_saved_activations_of_a_quantized_base(kind, fp16):
         if hasattr(m, "base_layer"): m.base_layer = quantize(torch.nn.Sequential(m.base_layer), kind)[0]
     quantize(tr, kind)
     if fp16: enable_fp16(tr)
-    loss, batch = empty_step(q, tr, "cpu")
-    known = [t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p)]
-    loss()
-    assert close(saved_activations(q).bytes, saved_bytes(loss, [*known, *batch]))
+    assert close(saved_activations(q).bytes, saved_bytes(q, tr))
 
 
 @pytest.mark.parametrize("table, zero_cond", [(False, True), (True, False)])
@@ -141,21 +132,19 @@ def test_peak_of_a_step_at_real_size(case):
 @pytest.mark.slow
 def test_selective_checkpointing_saves_attention_too():
     q = replace(TINY, layers=4, table=True)
-    tr, held = empty_transformer(replace(q, checkpointing=True), "cpu"), {}
-    policy = lambda ctx, op, *a, **kw: CheckpointPolicy.MUST_SAVE if "scaled_dot_product" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-    modes = dict(full={}, selective=dict(context_fn=partial(create_selective_checkpoint_contexts, policy)))
-    for name, kw in modes.items():
-        tr.enable_gradient_checkpointing(lambda block, *a: checkpoint(block, *a, use_reentrant=False, **kw))
+    tr, held = empty_transformer(q, "cpu"), {}
+    for mode in (True, "selective"):
+        set_up(tr, mode)
         loss, batch = empty_step(q, tr, "cpu")
         loss()
         with LiveBytes([*tr.parameters(), *tr.buffers(), *batch]) as live:
             out = loss()
             gc.collect()
-            held[name] = live.now
+            held[mode] = live.now
             out.backward()
         del out
-    more = saved_activations(replace(q, checkpointing="selective")).bytes - saved_activations(replace(q, checkpointing=True)).bytes
-    assert close(more, held["selective"] - held["full"])
+    planned = {mode: saved_activations(replace(q, checkpointing=mode)).bytes for mode in held}
+    assert close(planned["selective"] - planned[True], held["selective"] - held[True])
 
 
 @pytest.mark.slow
@@ -207,8 +196,7 @@ def test_query_follows_the_configuration():
     q = memory_query(c, model_facts("2511")[0])
     assert (q.target, q.control, q.batch, q.quantization, q.r, q.dora, q.checkpointing, q.ema, q.base_bytes) == (1872, 1024, 2, "nf4", 8, True, False, True, 4)
     assert q.zero_cond and q.table and q.optimizer == "prodigy" and len(q.targets) == 12 and q.kernel == "efficient"
-    trained = make_config(dict(model=dict(lora=dict(target_modules=["img_mod.1", "to_q"]))))
-    assert not memory_query(trained).table and not memory_query(make_config(dict(model=dict(modulation_table=False)))).table
+    for model in (dict(lora=dict(target_modules=["img_mod.1", "to_q"])), dict(modulation_table=False)): assert not memory_query(make_config(dict(model=model))).table
 
 
 def test_component_bytes_with_and_without_the_table():
