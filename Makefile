@@ -71,7 +71,7 @@ $(VENV)-wheels/.ready: settings.ini
 	touch $@
 
 screenshots: $(VENV)-w8/.ready ## take the widget images of README again
-	$(VENV)-w8/bin/python tests/end_to_end/browser/screenshots.py docs
+	$(VENV)-w8/bin/python tools/screenshots.py docs
 
 check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday tests
 	$(BIN)/nbdev_export

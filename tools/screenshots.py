@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/"tests/end_to_end"))
 from browser.lab import Lab, Page, chrome
 from test_browser import notebook, slide
 
