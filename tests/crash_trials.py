@@ -215,7 +215,9 @@ def differ(got, want):
     for name, value in want.items():
         mine = got[name]
         if name == "seen" and not (mine and value): continue
-        assert mine == value, f"{name}: {[k for k in value if mine.get(k) != value[k]] if name in FILES else f'{mine}, undisturbed {value}'}"
+        if isinstance(value, list): mine, value = (dict(enumerate(x)) for x in (mine, value))
+        wrong = [(k, mine.get(k), value.get(k)) for k in mine | value if mine.get(k) != value.get(k)] if isinstance(value, dict) else (mine, value)
+        assert mine == value, f"{name}: {str(wrong)[:400]}, undisturbed last"
 
 
 # --- kills
@@ -249,7 +251,8 @@ def kills_at(course, places, what, half=None) -> dict:
 
 def kills_in_files(course, each=None) -> dict:
     places = chosen(course.moments, each or 1, in_files)
-    return kills_at(course, places if each else random.Random(0).sample(places, 4), "killed at every open, write, sync, rename and removal of saving and logging")
+    places = places if each else random.Random(0).sample(places, 4)
+    return kills_at(course, places, "killed at every open, write, sync, rename and removal of saving and logging")
 
 
 def kills_in_steps(course, each=None) -> dict:
@@ -439,8 +442,9 @@ def cases(full): # {name: function of a folder}
     one, two = course(), course(world=2, data=dict(batch_size=1), train=dict(num_epochs=3))
     n = lambda much, little: much if full else little
     on = lambda f, *a, of=one: lambda tmp: f(of(), *a)
-    return dict(files=on(kills_in_files, n(2, None)), steps=on(kills_in_steps, n(2, None)), resume=on(kills_in_resume, n(None, 2)), signals=on(signals, n(40, 3)),
-                odd_signals=on(signals_in_odd_places), interrupts=on(interrupts, n(100, 8)), processes=on(kills_of_processes, n(18, 1), of=two))
+    return dict(files=on(kills_in_files, n(2, None)), steps=on(kills_in_steps, n(2, None)), resume=on(kills_in_resume, n(None, 2)),
+                signals=on(signals, n(40, 3)), odd_signals=on(signals_in_odd_places), interrupts=on(interrupts, n(100, 8)),
+                processes=on(kills_of_processes, n(18, 1), of=two))
 
 
 if __name__ == "__main__": main("Interrupted runs", cases)
