@@ -9,7 +9,7 @@ import torch
 import qie_nb.encoding.prompts
 from qie_nb.encoding.prompts import PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, suffix_ids
 from qie_nb.models.components import load_component, prompt_text
-from tiny_rig import close, random_image, random_images, rig, rms
+from tiny_rig import close, random_images, rig, rms
 
 PROMPTS = ["make the sky green", "", "remove the second boat from the left, keep its shadow", "x"]
 each_case = pytest.mark.parametrize("variant, n", [("v1", 1), ("2511", 2), pytest.param("2509", 3, marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from qie_nb.models import prequantize
 from qie_nb.models.components import component_digest, load_component
 from qie_nb.models.hub import LocalShards, base_digest
 from qie_nb.models.loading import load_quantized, source_checkpoint
-from qie_nb.models.modulation import ModulationTable, model_timesteps, training_times
+from qie_nb.models.modulation import model_timesteps, training_times
 from qie_nb.models.prequantize import quantize_checkpoint
 from qie_nb.planning.disk_space import disk_plan
 from qie_nb.planning.memory_query import memory_query
