@@ -4,7 +4,7 @@ from pathlib import Path
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT") # equal bits on every CPU: before torch loads
 HERE = Path(__file__).parent
-sys.path[:0] = [str(p) for p in sorted(HERE.iterdir()) if p.is_dir() and p.name[0] not in "._"] # tests may import from each other
+sys.path[:0] = [str(p) for p in sorted(HERE.iterdir()) if p.is_dir() and p.name[0] not in "._" and p.name != "perturb"] # tests may import from each other
 sys.path.append(str(HERE.parent/"benchmarks"))
 
 import pytest
