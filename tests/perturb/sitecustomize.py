@@ -12,7 +12,7 @@ def perturb(out, operands):
     import numpy as np, torch
     global results
     if type(out) is not torch.Tensor or out.device.type != "cpu" or out.dtype != torch.float32: return out
-    if not out.is_contiguous() or not out.numel() or torch.compiler.is_compiling(): return out
+    if not out.is_contiguous() or not out.numel(): return out
     try: addresses = [t.data_ptr() for t in operands if type(t) in (torch.Tensor, torch.nn.Parameter)]
     except RuntimeError: return out # a tensor without memory, e.g. while shapes are traced
     bits = np.frombuffer((ctypes.c_int32 * out.numel()).from_address(out.data_ptr()), np.int32)
@@ -35,7 +35,9 @@ def moved(real):
     "`real` with moved results. Tensor subclasses and function modes are given `call` itself: they compare it with functions of `F`."
     @functools.wraps(real)
     def call(*args, **kwargs):
+        import torch
         from torch.overrides import handle_torch_function, has_torch_function
+        if torch.compiler.is_compiling(): return real(*args, **kwargs) # a graph must not depend on `results`
         before, given = results, (*args, *kwargs.values())
         out = handle_torch_function(call, given, *args, **kwargs) if has_torch_function(given) else real(*args, **kwargs)
         return out if results > before else perturb(out, given) # moved once
