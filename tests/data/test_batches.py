@@ -8,8 +8,8 @@ from qie_nb.data.batches import BucketBatchSampler
 
 class Made:
     "Sizes of two buckets (the second differs in a control only) and lengths that change with the epoch."
-    def __init__(self, n=101): self.n, self.epoch = n, 0
-    def __len__(self): return self.n
+    epoch = 0
+    def __len__(self): return 101
     def bucket(self, i): return ((64, 64), (64, 64 + 32 * (i % 3 == 0)))
     def set_epoch(self, epoch): self.epoch = epoch
     def true_length(self, i): return 0 if random.Random(f"{self.epoch} {i}").random() < .2 else random.Random(i).randint(5, 300)
@@ -40,15 +40,14 @@ def test_batches_have_similar_lengths(shuffle):
 def test_order_depends_on_seed_and_epoch():
     class Same(Made):
         def length(self, i): return 7
-    def order(seed, epoch, data):
-        sampler = BucketBatchSampler(data, 4, seed)
+    def order(seed, epoch, kind):
+        sampler = BucketBatchSampler(kind(), 4, seed)
         sampler.set_epoch(epoch)
         return sampler.batches()
     for kind in (Same, Lengths):
-        assert order(1, 2, kind()) == order(1, 2, kind())
-        assert len({str(order(s, e, kind())) for s in (1, 2) for e in (1, 2)}) == 4
-    assert {frozenset(b) for b in order(1, 1, Same())} != {frozenset(b) for b in order(1, 2, Same())}, "composition changes"
-    wide = [max(map(Lengths().true_length, b)) for b in order(1, 0, Lengths()) if b[0] % 3]
+        assert order(1, 2, kind) == order(1, 2, kind) and len({str(order(s, e, kind)) for s in (1, 2) for e in (1, 2)}) == 4
+    assert {frozenset(b) for b in order(1, 1, Same)} != {frozenset(b) for b in order(1, 2, Same)}, "composition changes"
+    wide = [max(map(Lengths().true_length, b)) for b in order(1, 0, Lengths) if b[0] % 3]
     assert wide != sorted(wide), "batches are not in the order of their lengths"
 
 

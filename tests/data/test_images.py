@@ -1,10 +1,11 @@
 """Every image mode has a defined result, and an unusable image raises one sentence with its name."""
 import io, os, struct, zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps, PngImagePlugin, features
 
 from qie_nb.data.images import Geometry, RowImage, open_image, read_image_size, read_bytes, source_digest
 
@@ -41,8 +42,7 @@ def test_exif_orientation_is_applied(mark, kind, tmp_path):
 
 
 def test_exif_in_png_text(tmp_path):
-    from PIL.PngImagePlugin import PngInfo
-    info = PngInfo()
+    info = PngImagePlugin.PngInfo()
     info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
     path = saved(tmp_path/"a.png", PLAIN, pnginfo=info)
     assert open_image(path).size == read_image_size(path) == (20, 30)
@@ -71,17 +71,15 @@ def png(width, height, depth, colour, rows, *chunks):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)) + b"".join(chunk(*c) for c in chunks) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-def test_16_bit_colour(tmp_path):
-    a = np.arange(256 * 3, dtype=np.uint32).reshape(1, 256, 3) * 65535 // (256 * 3 - 1)
-    rows = b"".join(b"\0" + a.astype(">u2").tobytes() for _ in range(16))
-    (tmp_path/"a.png").write_bytes(png(256, 16, 16, 2, rows))
-    assert (np.asarray(open_image(tmp_path/"a.png"))[0] == a[0] >> 8).all() and read_image_size(tmp_path/"a.png") == (256, 16)
+def test_16_bit_colour():
+    a = np.linspace(0, 65535, 256 * 3, dtype=np.uint16).reshape(256, 3)
+    data = png(256, 16, 16, 2, (b"\0" + a.astype(">u2").tobytes()) * 16)
+    assert (np.asarray(open_image(data)) == a >> 8).all() and read_image_size(data) == (256, 16)
 
 
-def test_16_bit_grey_with_a_transparent_level(tmp_path):
-    rows = b"\0" + np.uint16([0, 1000]).astype(">u2").tobytes()
-    (tmp_path/"a.png").write_bytes(png(2, 1, 16, 0, rows, (b"tRNS", struct.pack(">H", 1000))))
-    assert np.asarray(open_image(tmp_path/"a.png"))[0, :, 0].tolist() == [0, 255]
+def test_16_bit_grey_with_a_transparent_level():
+    rows = struct.pack(">bHH", 0, 0, 1000)
+    assert np.asarray(open_image(png(2, 1, 16, 0, rows, (b"tRNS", struct.pack(">H", 1000)))))[0, :, 0].tolist() == [0, 255]
 
 
 @pytest.mark.parametrize("top", [1.5, 255.0, 65535.0])
@@ -222,11 +220,9 @@ def test_paths_that_are_no_files(tmp_path):
             with pytest.raises(ValueError, match=sentence): read(tmp_path/name)
 
 
-def test_file_without_permission(tmp_path, monkeypatch):
+def test_file_without_permission(tmp_path):
     path = saved(tmp_path/"a.png", PLAIN)
-    def denied(self, *a, **kw): raise PermissionError(13, "Permission denied", str(self))
-    monkeypatch.setattr(Path, "open", denied)
-    refused(path, r"a.png' cannot be read \(Permission denied\); replace it")
+    with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")): refused(path, r"a.png' cannot be read \(Permission denied\); replace it")
 
 
 # --- sources in memory

@@ -6,12 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import OnStep, Scaled, settings
+from helpers import OnStep, settings
 from qie_nb.data import samples
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.samples import find_samples
 from qie_nb.trainer import QwenImageEditTrainer
-from qie_nb.training.step import flow_matching_loss, pad_batch
+from test_samples import hub
 
 
 def paint(root, masks, folder="mask_images", ending=""):
@@ -53,7 +53,7 @@ def test_masks_of_pairs_marked_by_their_endings(tmp_path):
 @pytest.mark.parametrize("column", ["mask_image", "Mask File"])
 def test_masks_of_a_table(column, pairs):
     root = paint(pairs(((48, 32),) * 2), {"0000": halves(48, 32)}, "painted")
-    rows = [dict(image=f"training_images/000{i}.png", edit_image=f"control_images/000{i}.png", prompt="x") | {column: "" if i else "painted/0000.png"} for i in range(2)]
+    rows = [dict(image=f"training_images/000{i}.png", edit_image=f"control_images/000{i}.png", prompt="x") | {column: mask} for i, mask in enumerate(("painted/0000.png", ""))]
     (root/"metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = find_samples(root)
     assert names(found) == ["0000.png", None] and f"mask `{column}`" in found.layout
@@ -62,11 +62,9 @@ def test_masks_of_a_table(column, pairs):
 
 
 def test_masks_of_a_data_set_of_the_hub():
-    import datasets
-    images, mask = [Image.new("RGB", (48, 32), c) for c in ("red", "green")], Image.fromarray(halves(48, 32))
-    features = datasets.Features(target_image=datasets.Image(), control_image=datasets.Image(), prompt=datasets.Value("string"), mask=datasets.Image())
-    found = find_samples(datasets.Dataset.from_dict(dict(target_image=images, control_image=images, prompt=["x", "y"], mask=[None, mask]), features=features))
-    assert found[0].mask is None and found[1].mask.name == "mask[1]"
+    images = [Image.new("RGB", (48, 32), c) for c in ("red", "green")]
+    found = find_samples(hub(target_image=images, control_image=images, prompt=["x", "y"], mask_image=[None, Image.fromarray(halves(48, 32))]))
+    assert found[0].mask is None and found[1].mask.name == "mask_image[1]"
     dataset = ImageDataset(dict(image_size=[64, 64]), samples=found)
     assert dataset.mask(1).shape == (8, 8) and dataset[0].get("mask") is None and dataset[1]["mask"][0].tolist() == [0] * 4 + [255] * 4
 
@@ -119,16 +117,12 @@ def test_cached_and_uncached_batches_have_the_same_masks(pairs, tmp_path):
     def batches(use):
         trainer = QwenImageEditTrainer(settings(root, tmp_path, data=dict(batch_size=3, shuffle=False, caption_dropout_rate=0.), cache=dict(use_cache=use)))
         if use: trainer.cache_embeddings()
-        return trainer, list(trainer.make_loader())
-    (_, cached), (trainer, plain) = batches(True), batches(False)
-    assert [x["cached"] for x in cached] == [True] * 2 and [x["cached"] for x in plain] == [False] * 2
-    assert cached[1]["mask"] is plain[1]["mask"] is None
-    x, y = cached[0], plain[0]
+        made = list(trainer.make_loader())
+        assert [b["cached"] for b in made] == [use] * 2 and made[1]["mask"] is None
+        return made
+    x, y = batches(True)[0], batches(False)[0]
     assert torch.equal(x["mask"], y["mask"]) and x["mask"].shape == (3, 1, *x["pixel_latent"].shape[-2:]) and x["mask"].dtype == torch.float32
     assert (x["mask"][2] == 1).all() and (x["mask"][0] + x["mask"][1] == 1).all() and x["mask"][0, 0, 0, 0] == 0
-    eps, sigmas = torch.randn(x["pixel_latent"].shape), torch.tensor([0.2, 0.5, 0.8])
-    losses = [flow_matching_loss(Scaled(), pad_batch(z), eps, sigmas, mask_min_weight=0.1) for z in (x, {**y, **trainer.encode_batch(y)})]
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
 
 
 def test_masked_samples_accumulate_exactly(pairs, tmp_path):

@@ -7,27 +7,30 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from helpers import on_call
 from qie_nb.data.images import Geometry, source_digest
-from qie_nb.data.samples import ImageChanged, Samples, find_samples, load_images, usable
+from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, usable
 
 
-def write_image(path, colour=0, size=(8, 6)):
+def write_image(path, red=0):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, (colour % 256, 50, 90)).save(path)
+    Image.new("RGB", (8, 6), (red, 50, 90)).save(path)
     return path
 
 
-def tree(root, names, caption="make it blue"):
+def tree(root, names):
     "Images and captions by their names; each image has a colour of its own."
     for n, name in enumerate(names.split() if isinstance(names, str) else names):
-        path = write_image(root/name, n) if name.endswith(("g", ".webp")) else root/name
-        if path.suffix in (".txt", ".caption"): path.parent.mkdir(parents=True, exist_ok=True), path.write_text(caption)
+        (root/name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith((".txt", ".caption")): (root/name).write_text("make it blue")
+        else: write_image(root/name, n)
     return root
 
 
 def table(root, rows, name="metadata.jsonl"):
     root.mkdir(exist_ok=True)
-    (root/name).write_text(pd.DataFrame(rows).to_csv(index=False) if name.endswith(".csv") else "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows))
+    if name.endswith(".csv"): pd.DataFrame(rows).to_csv(root/name, index=False)
+    else: (root/name).write_text("\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows))
     return root
 
 
@@ -37,11 +40,10 @@ def facts(samples, root): # [(id, target, controls, prompt)] by names
 
 
 def hub(**columns):
-    "A `datasets.Dataset` of columns; those with images are cast."
-    data = datasets.Dataset.from_dict(columns)
-    for name in columns:
-        if "image" in name: data = data.cast_column(name, datasets.Image())
-    return data
+    "A `datasets.Dataset` of columns; one with `image` in its name has images, with `images` lists of them."
+    types = {name: datasets.List(datasets.Image()) if "images" in name else datasets.Image() for name in columns if "image" in name}
+    text = {name: datasets.Value("string") for name in columns if name not in types}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(types | text))
 
 
 # --- folders
@@ -69,8 +71,10 @@ def test_folder_layouts(row, tmp_path):
 
 
 def test_numbered_controls_and_numbered_samples(tmp_path):
-    samples = find_samples(tree(tmp_path, "images/cat.png images/cat.txt images/cat_1.png images/cat_1.txt control/cat.png control/cat_1.png control/cat_2.png control/cat_2024.png"))
-    assert {s.id: [c.stem for c in s.controls] for s in samples} == {"cat": ["cat", "cat_2"], "cat_1": ["cat_1"]} and samples.ignored == [("control/cat_2024.png", "a control without a target")]
+    tree(tmp_path, "images/cat.png images/cat.txt images/cat_1.png images/cat_1.txt control/cat.png control/cat_1.png control/cat_2.png control/cat_2024.png")
+    samples = find_samples(tmp_path)
+    assert {s.id: [c.stem for c in s.controls] for s in samples} == {"cat": ["cat", "cat_2"], "cat_1": ["cat_1"]}
+    assert samples.ignored == [("control/cat_2024.png", "a control without a target")]
 
 
 def test_ignored_files_are_listed_with_reasons(tmp_path):
@@ -83,8 +87,7 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
         "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without an image", "images/._a.png": "hidden",
         "images/c.txt": "a caption without an image", "images/caf\\xe9.png": "its name is not UTF-8",
         "images/dir.png": "a folder", "images/notes.md": "no image", "loose.png": "not in one of the folders"}
-    assert repr(samples).startswith("1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a caption without an image), ")
-    repr(samples).encode()
+    assert "1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a cap".encode() in repr(samples).encode()
 
 
 @pytest.mark.parametrize("names, sentence", [
@@ -93,8 +96,7 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
     ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
     ("a_start.png a_end.png", "sample 'a' has no caption; write its instruction into '.*a_end.txt'")])
 def test_unusable_folders(names, sentence, tmp_path):
-    with pytest.raises(ValueError, match=sentence) as e: find_samples(tree(tmp_path/"set", names))
-    assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match=sentence): find_samples(tree(tmp_path, names))
 
 
 def test_captions_are_utf_8(tmp_path):
@@ -160,16 +162,15 @@ def test_several_controls_in_a_row(row, tmp_path):
 
 
 def test_fewer_controls_and_commas_in_names(tmp_path):
-    tree(tmp_path, "t.png u.png c.png d.png c,d;e.png")
-    rows = [dict(image="t.png", edit_image="c.png", edit_image_2="d.png", prompt="p"), dict(image="u.png", edit_image="c,d;e.png", edit_image_2="", prompt="p")]
-    samples = find_samples(table(tmp_path, rows, "m.csv"))
+    rows = [GOOD | dict(edit_image_2="d.png"), GOOD | dict(image="u.png", edit_image="c,d;e.png", edit_image_2="")]
+    samples = find_samples(table(tree(tmp_path, "t.png u.png c.png d.png c,d;e.png"), rows, "m.csv"))
     assert [len(s.controls) for s in samples] == [2, 1] and ", 1 to 2 controls each" in repr(samples)
 
 
 @pytest.mark.parametrize("held", [lambda r: r, lambda r: dict(data=r), lambda r: dict(version=1, samples=r, tags=["a"]), lambda r: {f"id{n}": x for n, x in enumerate(r)}])
 def test_json_layouts(held, tmp_path):
-    tree(tmp_path, "t.png u.png c.png")
-    (tmp_path/"set.json").write_text(json.dumps(held([GOOD | dict(image=f"{t}.png") for t in "ut"])), encoding="utf-8-sig")
+    rows = [GOOD | dict(image=f"{t}.png") for t in "ut"]
+    (tree(tmp_path, "t.png u.png c.png")/"set.json").write_text(json.dumps(held(rows)), encoding="utf-8-sig")
     assert [s.id for s in find_samples(tmp_path/"set.json")] == [s.id for s in find_samples(tmp_path)] == ["t", "u"]
 
 
@@ -189,24 +190,24 @@ def test_hub_snapshot_links_to_its_blobs(tmp_path):
     table(snapshot, [GOOD])
     assert usable(find_samples(snapshot))[1] == [((8, 6), (8, 6))]
     write_image(tmp_path/"secret.png")
-    (snapshot/"c.png").unlink()
-    (snapshot/"c.png").symlink_to("../../../secret.png")
-    with pytest.raises(ValueError, match="row 1 of 'metadata.jsonl' names 'c.png' outside the data set"): find_samples(snapshot)
+    (snapshot/"d.png").symlink_to("../../../secret.png")
+    with pytest.raises(ValueError, match="row 1 of 'metadata.jsonl' names 'd.png' outside the data set"): find_samples(table(snapshot, [GOOD | dict(edit_image="d.png")]))
 
 
 def test_equal_stems_get_their_path(tmp_path):
-    tree(tmp_path, "x/a.png y/a.png b.png c.png")
-    rows = [GOOD | dict(image=f"{t}.png") for t in ("y/a", "b", "x/a")]
-    with pytest.raises(ValueError, match="two samples have the id 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"): find_samples(table(tmp_path, rows + rows[-1:]))
+    rows = [GOOD | dict(image=f"{t}.png") for t in ("y/a", "b", "x/a", "x/a")]
+    with pytest.raises(ValueError, match="two samples have the id 'x/a': rows 3 and 4 of 'metadata.jsonl'; rename or remove one"):
+        find_samples(table(tree(tmp_path, "x/a.png y/a.png b.png c.png"), rows))
 
 
 def test_unknown_columns_need_a_mapping(tmp_path):
     table(tree(tmp_path, "t.png c.png"), [dict(neu="t.png", alt="c.png", wunsch="p")], "set.csv")
+    columns = dict(target="neu", control="alt", prompt="wunsch")
     for path in (tmp_path, tmp_path/"set.csv"):
+        assert facts(find_samples(path, columns=columns), tmp_path) == [("t", "t.png", "c.png", "p")]
         with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give `columns`"): find_samples(path)
-        assert facts(find_samples(path, columns=dict(target="neu", control="alt", prompt="wunsch")), tmp_path) == [("t", "t.png", "c.png", "p")]
-    with pytest.raises(ValueError, match="`columns` names 'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"): find_samples(tmp_path/"set.csv", dict(target="neu", control="old", prompt="wunsch"))
-    with pytest.raises(ValueError, match="`columns` names 'edge'"): find_samples(tmp_path/"set.csv", dict(edge="neu"))
+    for wrong, sentence in ((columns | dict(control="old"), "'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"), (dict(edge="neu"), "'edge'")):
+        with pytest.raises(ValueError, match=f"`columns` names {sentence}"): find_samples(path, wrong)
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
@@ -216,15 +217,13 @@ def test_csv_delimiters(mark, tmp_path):
     assert facts(find_samples(tmp_path), tmp_path) == [("t", "t.png", "c.png", "blue,\nnot; red")]
 
 
-
 @pytest.mark.parametrize("name, text, sentence", [
     ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
-    ("m.json", "", "'m.json' is not valid JSON"), ("m.csv", "", "'m.csv' has no rows"),
-    ("m.csv", HEAD + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"), 
+    ("m.csv", "", "'m.csv' has no rows"), ("m.csv", HEAD + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"),
     ("m.csv", HEAD + ",c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"), ("m.csv", HEAD + "t.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
     ("m.csv", HEAD + "t.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; fix the path or remove the row \(2 of 3 rows are wrong\)"),
-    ("m.jsonl", GOOD | dict(edit_image=5), "has no control image"), ("m.jsonl", GOOD | dict(image={"bytes": "x"}), "row 1 of 'm.jsonl' must name an image file, got {"),
-    ("m.jsonl", GOOD | dict(edit_image=[["c.png"]]), "row 1 of 'm.jsonl' must name an image file, got"), ("m.jsonl", GOOD | dict(prompt=["p"]), "caption of sample 't' must be text"),
+    ("m.jsonl", GOOD | dict(edit_image=5), "has no control image"),
+    ("m.jsonl", GOOD | dict(edit_image=[["c.png"]]), "row 1 of 'm.jsonl' must name an image file, got"),
     ("m.jsonl", GOOD | dict(prompt="\ud800"), "caption of sample 't' is not valid Unicode; fix it in row 1"), ("m.jsonl", "\udcff", "'.*m.jsonl' is not UTF-8; save it")])
 def test_unusable_tables(name, text, sentence, tmp_path):
     (tree(tmp_path, "t.png c.png")/name).write_bytes((text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogateescape"))
@@ -234,9 +233,8 @@ def test_unusable_tables(name, text, sentence, tmp_path):
 
 # --- hostile tables
 PATHS = ["../secret.png", "images/../../secret.png", "/dev/stdin", "SECRET", "images\\..\\..\\secret.png", "C:\\Windows\\win.ini", "\\\\server\\share\\a.png", "//server/share/a.png",
-         "file:///etc/passwd", "file:secret.png", "https://example.org/a.png", "data:image/png;base64,AAAA", "link.png", "linked/secret.png", "loop.png", "t.png\0.txt", "x" * 5000,
+         "file:///etc/passwd", "file:secret.png", "data:image/png;base64,AAAA", "link.png", "linked/secret.png", "loop.png", "t.png\0.txt", "x" * 5000,
          "a/" * 3000 + "a.png", "", "   ", "..", ".", "~/secret.png", "${HOME}/a.png", "\ud800.png", "pipe.png"]
-HTML = "\"></td><svg onload=alert(1)>&lt;script&gt;<!--<script>"
 
 
 @pytest.fixture
@@ -260,18 +258,16 @@ def test_paths_outside_the_set_are_refused(path, hostile):
         message.encode()
 
 
-def test_html_is_escaped(hostile):
-    name = HTML.replace("/", "")[:60]
-    write_image(hostile/f"{name}.png")
-    samples = find_samples(table(hostile, [GOOD | {"image": f"{name}.png", "prompt": HTML, "<i>": 1}]))
-    assert samples[0].prompt == HTML and samples[0].id == name
-    page = Samples(samples, samples.layout, [(HTML, HTML)])._repr_html_()
-    for tag in ("<script", "<svg", "<i>", "<!--"): assert tag not in page
+def test_html_is_escaped():
+    html = "\"></td><svg onload=alert(1)>&lt;script&gt;<!--<script>"
+    page = Samples([Sample(html, Path("t.png"), (Path("c.png"),), html)], f"not used: {html}", [(html, html)])._repr_html_()
+    assert not any(tag in page for tag in ("<script", "<svg", "<!--"))
 
 
 def test_other_paths_inside_the_set(tmp_path):
     tree(tmp_path, "images/t.png control/c.png")
-    assert len(find_samples(table(tmp_path, [dict(image=str(tmp_path/"images"/"t.png"), edit_image="images/../control/c.png", prompt="p")]))) == 1
+    row = GOOD | dict(image=str(tmp_path/"images"/"t.png"), edit_image="images/../control/c.png")
+    assert len(find_samples(table(tmp_path, [row]))) == 1
 
 
 # --- data sets of the hub
@@ -279,9 +275,7 @@ def images_of(n): return [Image.new("RGB", (8, 6), (i, 0, 0)) for i in range(n)]
 
 
 def test_dataset_with_lists_of_controls():
-    held = dict(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=list("abc"), quality=[1, 2, 3])
-    features = datasets.Features(target_image=datasets.Image(), control_images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), quality=datasets.Value("int64"))
-    data = datasets.Dataset.from_dict(held, features=features)
+    data = hub(target_image=images_of(3), control_images=[images_of(2), images_of(1), images_of(3)], prompt=list("abc"), quality=list("123"))
     for given in (data, datasets.DatasetDict(test=data.select([0]), train=data), datasets.DatasetDict(only=data)):
         samples = find_samples(given)
         assert [(s.id, len(s.controls), s.prompt) for s in samples] == [("000000", 2, "a"), ("000001", 1, "b"), ("000002", 3, "c")]
@@ -322,23 +316,19 @@ def test_broken_images_of_a_dataset_are_skipped(tmp_path):
                              for i, why in ((1, "not an image or broken"), (2, "it does not exist"), (3, "it does not exist"), (4, "it is empty"))}
 
 
-@pytest.mark.parametrize("given, kind, sentence", [
-    ({"repo_id": "x"}, ValueError, "`data.dataset_path` is of type dict; it must be a folder, a table or"), ("/no/such.csv", FileNotFoundError, "does not exist"),
-    (__file__, ValueError, "test_samples.py' is no table; it must be a folder or one of .jsonl, .json, .csv")])
-def test_no_data_set(given, kind, sentence):
-    with pytest.raises(kind, match=sentence): find_samples(given)
+def test_no_data_set():
+    for given, sentence in ((dict(repo_id="x"), "`data.dataset_path` is of type dict; it must be a folder, a table or"),
+                            (__file__, "test_samples.py' is no table; it must be a folder or one of .jsonl, .json, .csv")):
+        with pytest.raises(ValueError, match=sentence): find_samples(given)
 
 
 # --- usable samples
 def test_broken_images_are_skipped(tmp_path):
-    tree(tmp_path, [f"{d}/{n}.{k}" for n in "abc" for d, k in (("images", "png"), ("images", "txt"), ("control", "png"))])
-    samples = find_samples(tmp_path)
-    (tmp_path/"control"/"b.png").write_bytes(b"")
-    samples[2].target.write_bytes(samples[2].target.read_bytes()[:-20])
+    samples = find_samples(tree(tmp_path, [name for n in "abc" for name in (f"images/{n}.png", f"images/{n}.txt", f"control/{n}.png")]))
+    for path in (samples[1].controls[0], samples[2].target): path.write_bytes(path.read_bytes()[:-20])
     keep, sizes, skipped = usable(samples)
     assert [s.id for s in keep] == ["a"] and sizes == [((8, 6), (8, 6))] and keep.layout == samples.layout
-    assert [i for i, _ in skipped] == ["b", "c"]
-    for (_, reason), text in zip(skipped, ("control/b.png' cannot be read (it is empty)", "images/c.png' cannot be read (")): assert text in reason
+    assert [(i, why.split("' cannot be read (")[0][-12:]) for i, why in skipped] == [("b", "ontrol/b.png"), ("c", "images/c.png")]
     with pytest.raises(ValueError, match="none of 2 samples can be used; the first: image .*b.png' cannot be read"): usable(samples[1:])
     assert usable([]) == ([], [], [])
 
@@ -346,10 +336,10 @@ def test_broken_images_are_skipped(tmp_path):
 def test_a_changed_image_is_refused(tmp_path, monkeypatch):
     sample = find_samples(tree(tmp_path, "images/a.png images/a.txt control/a.png control_2/a.png"))[0]
     digests = [source_digest(p) for p in (sample.target, *sample.controls)]
-    opened, real = [], Path.open
-    monkeypatch.setattr(Path, "open", lambda self, *a, **kw: (opened.append(self), real(self, *a, **kw))[1])
-    held = load_images(sample, Geometry((32, 32)), digests)
-    assert len(held["control"]) == 2 and sorted(opened) == sorted([sample.target, *sample.controls]), "each file is read once"
+    opened = []
+    on_call(monkeypatch, Path, "open", lambda path, *a, **kw: opened.append(path))
+    load_images(sample, Geometry((32, 32)), digests)
+    assert sorted(opened) == sorted([sample.target, *sample.controls]), "each file is read once"
     write_image(sample.controls[1], 200)
     with pytest.raises(ImageChanged, match="control_2/a.png' has changed"): load_images(sample, Geometry((32, 32)), digests)
     assert load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200

@@ -33,17 +33,23 @@ def is_interactive(monkeypatch):
     return shown
 
 
-def fake(tmp_path, log_every=1, max_steps=100, **state):
+def fake(tmp_path, log_every=1, max_steps=100):
     "The parts of a trainer that the panel reads."
-    config = Config(logging=dict(log_every=log_every))
-    return SimpleNamespace(state=RunState(max_steps=max_steps, began=0., **state), config=config, device=torch.device("cpu"),
+    return SimpleNamespace(state=RunState(max_steps=max_steps, began=0.), config=Config(logging=dict(log_every=log_every)), device=torch.device("cpu"),
                            checkpoint_root=lambda: tmp_path, global_step=0)
 
 
 def begun(tmp_path, panel, **kw): # the trainer's parts and the panel
-    t = fake(tmp_path, **kw)
-    panel.on_train_begin(t)
+    panel.on_train_begin(t := fake(tmp_path, **kw))
     return t, panel
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    "The panel's time in seconds; a test moves it."
+    at = SimpleNamespace(now=1000.)
+    monkeypatch.setattr("qie_nb.widgets.training_panel.time", SimpleNamespace(time=lambda: at.now))
+    return at
 
 
 def go(t, panel, steps, loss=0.5):
@@ -155,29 +161,19 @@ def test_evaluation_images_and_captions(tmp_path):
     assert len(panel.html()) < 60_000
 
 
-def test_time_between_updates(tmp_path, monkeypatch):
-    clock, drawn = [1000.], []
-    monkeypatch.setattr("qie_nb.widgets.training_panel.time", SimpleNamespace(time=lambda: clock[0]))
-    t, panel = begun(tmp_path, TrainingPanel())
-    cost = [0.]
-    def draw(self): drawn.append(clock[0]); clock[0] += cost[0]; self.drawn, self.cost = clock[0], cost[0]
+@pytest.mark.parametrize("n, each, cost, most", [(1000, 0.01, 0., 11), (1000, 0.1, 0.2, 12), (3, 60., 0.2, 3)]) # seconds per step and per page
+def test_time_between_updates(n, each, cost, most, tmp_path, monkeypatch, clock):
+    drawn, (t, panel) = [], begun(tmp_path, TrainingPanel())
+    def draw(self): drawn.append(1); clock.now += cost; self.drawn, self.cost = clock.now, cost
     monkeypatch.setattr(TrainingPanel, "draw", draw)
-    def steps(n, each):
-        drawn.clear()
-        for _ in range(n): clock[0] += each; go(t, panel, 1)
-        return len(drawn)
-    assert steps(1000, 0.01) <= 11
-    cost[0] = 0.2 # a page that takes long
-    assert steps(1000, 0.1) <= 12
-    assert steps(3, 60.) == 3
+    for _ in range(n): clock.now += each; go(t, panel, 1)
+    assert len(drawn) <= most and (n > 3 or len(drawn) == 3)
 
 
-def test_rate_and_time_left(tmp_path, monkeypatch):
-    clock = [1000.]
-    monkeypatch.setattr("qie_nb.widgets.training_panel.time", SimpleNamespace(time=lambda: clock[0]))
+def test_rate_and_time_left(tmp_path, clock):
     t, panel = begun(tmp_path, TrainingPanel(), max_steps=200)
     assert panel.data()["rate"] is None
-    for _ in range(100): clock[0] += 2.; go(t, panel, 1)
+    for _ in range(100): clock.now += 2.; go(t, panel, 1)
     d = panel.data()
     assert d["rate"] == pytest.approx(0.5) and d["seconds_left"] == pytest.approx(200)
     assert "2.0 s per step" in panel.html() and "3:20 min" in panel.html()
