@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-REFUSED = 77 # exit code of a child without the right to mount
 
 # sources of the names: Kaggle/docker-python 78aaa43 (`test`, patches/), kagglehub 1.0 (env.py, clients.py), googlecolab/colabtools
 KAGGLE = dict(KAGGLE_KERNEL_RUN_TYPE="Batch", KAGGLE_URL_BASE="https://www.kaggle.com", KAGGLE_DATA_PROXY_URL="https://dp.kaggle.net",
@@ -235,5 +234,4 @@ def may_mount(): # tried in a temporary folder
 if __name__ == "__main__":
     job, others, *spec = sys.argv[1:]
     if others == mounts_of(): sys.exit("this mounts file systems and must be started by run_notebook")
-    try: sys.exit(may_mount() if job == "may-mount" else enter(json.loads(Path(spec[0]).read_text())))
-    except OSError as e: print(e, file=sys.stderr); sys.exit(REFUSED)
+    sys.exit(may_mount() if job == "may-mount" else enter(json.loads(Path(spec[0]).read_text())))

@@ -30,8 +30,7 @@ def files(root, content):
 
 # --- which environment
 @pytest.mark.parametrize("env, name, hours", [
-    (KAGGLE, "kaggle", 9.), (dict(KAGGLE_URL_BASE="https://www.kaggle.com"), "kaggle", 12.), (KAGGLE | dict(COLAB_RELEASE_TAG="release-colab"), "kaggle", 9.),
-    (KAGGLE | dict(CUDA_VERSION="", TPU_NAME="local"), "kaggle", 9.),
+    (KAGGLE, "kaggle", 9.), (dict(KAGGLE_URL_BASE="https://www.kaggle.com"), "kaggle", 12.), (KAGGLE | dict(CUDA_VERSION="", TPU_NAME="local"), "kaggle", 9.),
     (dict(COLAB_RELEASE_TAG="release-colab"), "colab", None), (dict(JUPYTERHUB_SERVICE_PREFIX="/user/me/"), "jupyterhub", None), ({}, "script", None)])
 def test_name_and_hours(env, name, hours, tmp_path):
     e = detect_environment(tmp_path, env)
@@ -196,7 +195,7 @@ def test_free_space_is_the_smaller_of_disk_and_quota(tmp_path):
 def test_online():
     connect, forever = MagicMock(), threading.Event()
     assert online(connect=connect, env={}) and connect.call_args.args == (("huggingface.co", 443),)
-    assert online(connect=connect, env=dict(HF_HUB_OFFLINE="1")) is False and connect.call_count == 1
+    assert not online(connect=connect, env=dict(HF_HUB_OFFLINE="1")) and connect.call_count == 1
     assert online(seconds=0.05, connect=lambda *a, **kw: forever.wait() and MagicMock(), env={}) is False
     forever.set()
 

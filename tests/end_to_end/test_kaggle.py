@@ -216,11 +216,11 @@ for name, text in files.items(): open(f"{old}/{name}", "w").write(text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slug", ["datasets/user/wheels", "wheels"])
-def test_the_install_cell_uses_attached_wheels_without_internet(slug, wheels, tmp_path):
+def test_the_install_cell_uses_attached_wheels_without_internet(wheels, tmp_path):
+    "In the old layout; test_kaggle_faults attaches them in the new one."
     needs_root()
     after = 'import qie_nb, importlib.metadata as m\nprint(qie_nb.__file__, m.version("torch"), [d.name for d in m.distributions() if d.name == "torchao"])'
-    run = run_notebook(notebook(tmp_path, cells_of(TRAIN)[0], after), kaggle(tmp_path, {slug: wheels}), library=False, before=OLD_TORCHAO)
+    run = run_notebook(notebook(tmp_path, cells_of(TRAIN)[0], after), kaggle(tmp_path, dict(wheels=wheels)), library=False, before=OLD_TORCHAO)
     assert not run.error, run.error
     assert re.search(rf"site-packages/qie_nb/__init__.py {re.escape(metadata.version('torch'))} \[\]", run.text()), run.text()
     assert "Successfully uninstalled torchao-0.10.0" in run.text() and run.inputs_written == []
