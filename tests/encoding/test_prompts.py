@@ -1,7 +1,6 @@
 """Prefix and suffix give the embedding of the whole prompt and keep no state."""
 import copy, itertools
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,13 +41,6 @@ def whole(r, prompt, images, te=None): return encode_prompt(te or r.te, r.proc, 
 
 
 # --- prefix and suffix
-@each_case
-@pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_prefix_and_suffix_are_the_whole_embedding(variant, n, prompt, positions):
-    r = rig(variant)
-    close(joined(r, prompt, random_images(n)), whole(r, prompt, random_images(n)))
-
-
 def test_3d_positions_are_the_models_own(monkeypatch):
     r, images = rig("2511"), random_images(3)
     flat = joined(r, PROMPTS[0], images)
@@ -59,8 +51,9 @@ def test_3d_positions_are_the_models_own(monkeypatch):
     assert (flat - expected).abs().max() > 1e-3 # the two numberings differ
 
 
-def test_a_batch_equals_its_samples(positions):
-    r, lists = rig("2511"), [random_images(2, seed) for seed in range(3)]
+@each_case
+def test_a_batch_equals_its_whole_samples(variant, n, positions): # one sample: also in tests/parity
+    r, lists = rig(variant), [random_images(n, seed) for seed in range(3)]
     prefix = prefix_of(r, *lists)
     got = suffixes(r, prefix, *PROMPTS[:3])
     assert len({len(s) for s in got}) == 3 and len(prefix) == 3 # two of them are padded
@@ -100,27 +93,18 @@ def test_a_prompt_with_vision_tokens_is_refused(token):
         with pytest.raises(ValueError, match=rf"`prompt` must not contain the token <\|{token}\|>, got 'like .* here'; remove it"): call(r, prompt, random_images(1))
 
 
-def test_an_odd_tokenizer_encodes_the_whole_prompt():
+def test_a_tokenizer_whose_first_tokens_depend_on_the_last_encodes_the_whole_prompt(monkeypatch):
     r = rig("2511")
-    class Odd(type(r.proc.tokenizer)):
-        "Its first tokens depend on the last ones."
-        def __call__(self, text, **kw):
-            out = super().__call__(text, **kw)
-            for row in out["input_ids"] if isinstance(text, list) else [out["input_ids"]]:
-                if "green" in (text[0] if isinstance(text, list) else text): row[0] += 1
-            return out
-    odd = SimpleNamespace(**vars(r) | dict(proc=copy.deepcopy(r.proc)))
-    odd.proc.tokenizer.__class__ = Odd
-    prefix = prefix_of(odd, random_images(1))
-    with pytest.raises(PrefixNotSharable, match="do not begin with the prefix's; encode it whole"): suffixes(odd, prefix, "make it green")
-    close(joined(odd, "make it green", random_images(1)), whole(odd, "make it green", random_images(1)))
-    with passes(r) as lengths: joined(odd, "make it blue", random_images(1))
+    def odd(self, text, real=type(r.proc.tokenizer).__call__, **kw):
+        out, many = real(self, text, **kw), isinstance(text, list)
+        for row in out["input_ids"] if many else [out["input_ids"]]: row[0] += "green" in (text[0] if many else text)
+        return out
+    monkeypatch.setattr(type(r.proc.tokenizer), "__call__", odd)
+    prefix = prefix_of(r, random_images(1))
+    with pytest.raises(PrefixNotSharable, match="do not begin with the prefix's; encode it whole"): suffixes(r, prefix, "make it green")
+    close(joined(r, "make it green", random_images(1)), whole(r, "make it green", random_images(1)))
+    with passes(r) as lengths: joined(r, "make it blue", random_images(1))
     assert len(lengths) == 2 # this one can be shared
-
-
-def test_other_sizes_are_not_batched(): # a rotated image: in the notebook
-    for other in (random_images(2), []):
-        with pytest.raises(ValueError, match="must have images of the same sizes in each sample"): prefix_of(rig("2511"), random_images(1), other)
 
 
 # --- no state, no work twice

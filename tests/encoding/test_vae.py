@@ -2,7 +2,6 @@
 import copy
 from functools import lru_cache
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,14 +20,10 @@ def vae(stages, dtype=torch.float32): return load_component(tiny_folder("2511", 
 
 
 @both_depths
-def test_latents_and_images_are_the_same(stages):
+def test_a_batch_gives_the_latents_of_its_images_in_3d(stages): # decoded images: in the notebook and tests/parity
     v, images = vae(stages), [random_image(SIZE, i) for i in range(3)]
-    fast, plain = (encode_images(v, images, SIZE, use_2d=on) for on in (True, False))
-    close(fast, plain)
-    assert fast.shape == (3, 16, 1, 64 // 2 ** stages, 96 // 2 ** stages)
-    for i, im in enumerate(images): close(fast[i:i + 1], encode_image(v, im, SIZE))
-    a, b = (decode_latents(v, plain, use_2d=on).astype(int) for on in (True, False))
-    assert np.abs(a - b).max() <= 1 and (a != b).mean() <= 1e-3 and b.std() > 5
+    together = encode_images(v, images, SIZE)
+    for i, im in enumerate(images): close(together[i:i + 1], encode_image(v, im, SIZE, use_2d=False))
 
 
 @pytest.mark.parametrize("call", [lambda v, **kw: encode_image(v, random_image(SIZE, 0), SIZE, **kw),

@@ -1,6 +1,4 @@
 """Noise levels, level weights and mask weights against diffusers and against plain sums."""
-import math
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -32,7 +30,6 @@ def test_shift_matches_the_scheduler(tokens):
     plain, shifted = flow.sample_sigmas(SEEDS), flow.sample_sigmas(SEEDS, "shift", mu)
     low, high = (scheduler.time_shift(mu, 1.0, (plain - d).clamp_min(1e-6)) for d in (0.001, 0.))
     assert (shifted > low - 1e-4).all() and (shifted < high + 0.0011).all(), "a draw and its shifted value share a timestep"
-    assert_close(flow.sample_sigmas(SEEDS, "fixed_shift", mu=5., shift=math.exp(mu)), shifted, atol=0.0011, rtol=0)
 
 
 @pytest.mark.parametrize("how", flow.SAMPLINGS)
@@ -73,26 +70,20 @@ def test_level_weights_apply_per_sample_and_only_on_request():
 
 @pytest.mark.parametrize("background, controls", [(0., 1), (0.1, 3)])
 def test_masked_loss_and_gradient_by_hand(background, controls):
-    batch, scale = made_batch(controls=controls), 0.7
+    batch, scale = made_batch(3, controls=controls), 0.7
     g = torch.Generator().manual_seed(5)
-    mask, eps, sigmas = torch.rand(2, 1, 4, 6, generator=g), torch.randn(2, 16, 1, 4, 6, generator=g), torch.tensor([0.3, 0.8])
+    mask, eps, sigmas = torch.rand(3, 1, 4, 6, generator=g), torch.randn(3, 16, 1, 4, 6, generator=g), torch.tensor([0.3, 0.8, 0.5])
+    mask[2] = 0. # black everywhere: without a background no loss and no nan
     model = Scaled(scale)
     loss = flow_matching_loss(model, {**batch, "mask": mask}, eps, sigmas, mask_min_weight=background)
     for b, s in enumerate(sigmas.tolist()):
         x, n = batch["pixel_latent"][b, :, 0].double(), eps[b, :, 0].double()
         w = background + (1 - background) * mask[b].double().expand(16, -1, -1)
+        total = w.sum().clamp_min(1e-9)
         x_t, v = (1 - s) * x + s * n, n - x
         grad, = torch.autograd.grad(loss[b], model.scale, retain_graph=True)
-        assert loss[b].item() == pytest.approx(((w * (scale * x_t - v) ** 2).sum() / w.sum()).item(), rel=1e-5)
-        assert grad.item() == pytest.approx(((2 * w * (scale * x_t - v) * x_t).sum() / w.sum()).item(), rel=1e-4)
-
-
-def test_a_black_mask_gives_zero_loss_and_no_nan():
-    batch, eps, model, sigmas = made_batch(), torch.randn(2, 16, 1, 4, 6), Scaled(), torch.tensor([0.5, 0.5])
-    mask = torch.tensor([0., 1.]).view(2, 1, 1, 1).expand(2, 1, 4, 6)
-    loss = flow_matching_loss(model, {**batch, "mask": mask}, eps, sigmas, mask_min_weight=0.)
-    assert_close(loss, torch.stack([torch.tensor(0.), flow_matching_loss(model, batch, eps, sigmas)[1]]))
-    assert torch.isfinite(torch.autograd.grad(loss.sum(), model.scale)[0])
+        assert loss[b].item() == pytest.approx(((w * (scale * x_t - v) ** 2).sum() / total).item(), rel=1e-5)
+        assert grad.item() == pytest.approx(((2 * w * (scale * x_t - v) * x_t).sum() / total).item(), rel=1e-4)
 
 
 def test_a_mask_in_pixels_is_averaged_over_latent_pixels():

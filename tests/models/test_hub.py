@@ -8,9 +8,8 @@ import pytest
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.models.components import Components, resolve_model
 from qie_nb.models.hub import HubClient, base_digest
-from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_close, interrupted, on_call, settings, slow_except
-from test_prequantize import contents, sharded # noqa: F401, a fixture
+from helpers import adapters_close, interrupted, on_call, slow_except
+from test_prequantize import contents, sharded, trainer # noqa: F401, a fixture
 from test_quantize import same_tensors
 
 NAME = "someone/model"
@@ -53,14 +52,10 @@ def bytes_of(folder, pattern="*.safetensors"): return sum(p.stat().st_size for p
 def nf4(**kw): return Components(NAME, quantize=dict(transformer="nf4"), **kw)
 
 
-def trainer(root, tmp_path, name, model=NAME, out="", **kw):
-    return QwenImageEditTrainer(settings(root, tmp_path/name, model=dict(pretrained_model_name_or_path=str(model)) | kw,
-                                         train=dict(output_dir=str(tmp_path/name/out), max_train_steps=2)))
-
-
 def test_each_job_downloads_its_own_components(hub, pairs, tmp_path):
     root = pairs()
-    first = trainer(root, tmp_path, "out")
+    make = lambda: trainer(root, tmp_path, "out", NAME, quantize="none", text_encoder_quantize="none")
+    first = make()
     assert sorted(hub.got) == ["model_index.json", "qie_nb.json", "transformer/config.json"], "to know the variant"
     first.cache_embeddings()
     assert folders(hub.got) == {"transformer", "vae", "text_encoder", "tokenizer", "processor"}
@@ -68,14 +63,14 @@ def test_each_job_downloads_its_own_components(hub, pairs, tmp_path):
     hub.got.clear()
     shutil.rmtree(hub.folder) # another machine with the cache only
     hubs._hub_model.cache_clear()
-    second = trainer(root, tmp_path, "out").fit()
+    second = make().fit()
     assert folders(hub.got) == {"transformer", "scheduler"} and len(weights(hub.got)) == 13 and second.components.built == ["transformer", "scheduler"]
     assert not hub.deleted, "the disk is large enough"
 
 
 @pytest.mark.slow
 def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsys):
-    root, quantized = pairs(), dict(quantize="nf4", text_encoder_quantize="qint8", delete_downloaded_shards=True)
+    root, quantized = pairs(), dict(text_encoder_quantize="qint8", delete_downloaded_shards=True)
     remote, local = (trainer(root, tmp_path, n, m, **quantized) for n, m in (("hub", NAME), ("local", hub.served)))
     for t in (remote, local): t.cache_embeddings(), t.fit()
     adapters_close(remote, local)
@@ -86,7 +81,7 @@ def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsy
     assert hub.peak <= bytes_of(made, "*") + small + max((hub.served/n).stat().st_size for n in shards) + bytes_of(made, "modulation/*")
     assert "each is deleted after it is quantized" in capsys.readouterr().out
     got = len(hub.got)
-    adapters_close(trainer(root, tmp_path, "hub", out="again", **quantized).fit(), local)
+    adapters_close(trainer(root, tmp_path, "hub", NAME, dict(output_dir=str(tmp_path/"again")), **quantized).fit(), local)
     assert len(hub.got) == got, "the next process uses the quantized copy"
 
 
@@ -110,21 +105,15 @@ def test_too_small_a_disk_is_refused_before_the_first_shard(quantization, senten
     assert not weights(hub.got)
 
 
-@pytest.mark.slow
-def test_files_that_were_there_before_are_not_deleted(hub):
-    before = [f"transformer/{p.name}" for p in (hub.served/"transformer").glob("*.safetensors")][:4]
+@pytest.mark.parametrize("after", slow_except([6], [1, 6, 11]))
+def test_a_killed_download_continues_and_deletes_only_what_it_downloaded(after, hub):
+    before = sorted(f"transformer/{p.name}" for p in (hub.served/"transformer").glob("*.safetensors"))[3:5]
     for n in before: hub.get(NAME, n, None)
-    nf4(release=True).folder_of("transformer")
-    assert all((hub.folder/n).is_file() for n in before) and len(hub.deleted) == 9
-
-
-@pytest.mark.parametrize("after", slow_except([6], [1, 6, 13]))
-def test_a_killed_download_continues_and_downloads_nothing_twice(after, hub):
     with interrupted(hub, "release", after): nf4(release=True).folder_of("transformer") # a shard is recorded, but not deleted
     hubs._hub_model.cache_clear() # another process
     folder = nf4(release=True).folder_of("transformer")
-    assert len(weights(hub.got)) == len(set(weights(hub.got))) == 13
-    assert not list(hub.folder.glob("transformer/*.safetensors")) and base_digest(folder) == base_digest(hub.served)
+    assert len(weights(hub.got)) == len(set(weights(hub.got))) == 13, "each is downloaded once"
+    assert sorted(f"transformer/{p.name}" for p in hub.folder.glob("transformer/*.safetensors")) == before and base_digest(folder) == base_digest(hub.served)
 
 
 def test_a_failed_download_continues(hub, monkeypatch):
@@ -142,8 +131,8 @@ def test_a_failed_download_continues(hub, monkeypatch):
 @pytest.mark.bits
 @pytest.mark.slow
 def test_a_prequantized_copy_from_the_hub(hub, pairs, tmp_path):
-    root, quantized = pairs(), dict(quantize="nf4", text_encoder_quantize="nf4")
-    a, b = (trainer(root, tmp_path, n, m, **quantized).save_prequantized(tmp_path/f"from {n}") for n, m in (("hub", NAME), ("folder", hub.served)))
+    root = pairs()
+    a, b = (trainer(root, tmp_path, n, m).save_prequantized(tmp_path/f"from {n}") for n, m in (("hub", NAME), ("folder", hub.served)))
     a, b = ({n: data for n, data in contents(d).items() if n != "prequantized.json"} for d in (a, b))
     assert a == b
     assert sorted(hub.deleted) == large(hub.got) and len(hub.deleted) == 26
