@@ -97,9 +97,12 @@ def interrupted(owner, name, at, counts=lambda *a: True):
         yield
 
 
+def slow(*row): return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def slow_except(everyday, cases):
     "Values for `parametrize`: those of `cases` that are not in `everyday` are slow."
-    return [c if c in everyday else pytest.param(*(c if isinstance(c, tuple) else [c]), marks=pytest.mark.slow) for c in cases]
+    return [c if c in everyday else slow(*(c if isinstance(c, tuple) else [c])) for c in cases]
 
 
 def close_images(a, b, levels=1):

@@ -14,21 +14,21 @@ from qie_nb.data.images import calculate_dimensions
 from qie_nb.sampling import edits, preview
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import TRANSFORMER, VAE, close_images, settings, small_areas
+from helpers import TRANSFORMER, VAE, close_images, on_call, settings, slow, small_areas
+from tiny_rig import random_image
 
 CONTROL, VL = 128 * 128, 112 * 112
 SIZES, TARGET = ((50, 75), (180, 90), (40, 100)), (144, 80) # (w, h)
 PROMPTS, SEEDS = ["make the sky green", "remove the second boat"], [5, 6]
 SMALL = dict(num_inference_steps=2, true_cfg_scale=1, width=64, height=32)
-slow = lambda *row: pytest.param(*row, marks=pytest.mark.slow)
 
 
-def images(n): return [Image.fromarray(np.random.default_rng(i).integers(0, 256, (h, w, 3), dtype=np.uint8)) for i, (w, h) in enumerate(SIZES[:n])]
+def images(n): return [random_image(s, i) for i, s in enumerate(SIZES[:n])]
 def folder(variant): return tiny_folder(variant, (CONTROL, VL))
 
 
-def trainer_of(variant="2511", path=None):
-    return QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(path or folder(variant))),
+def trainer_of(variant="2511"):
+    return QwenImageEditTrainer(dict(model=dict(pretrained_model_name_or_path=str(folder(variant))),
                                      train=dict(device="cpu", mixed_precision="no"), cache=dict(use_cache=False)))
 
 
@@ -54,8 +54,7 @@ def piped(variant, images, prompt, seed, scale, steps=3):
     return np.asarray(out)
 
 
-# --- the pipelines' own images
-@pytest.mark.parametrize("variant, n, scale", [("v1", 1, 1.), ("2511", 2, 4.), slow("v1", 1, 4.), slow("2509", 1, 4.), slow("2509", 3, 1.), slow("2511", 1, 1.), slow("2511", 3, 4.)])
+@pytest.mark.parametrize("variant, n, scale", [("v1", 1, 1.), ("2511", 2, 4.), slow("2509", 3, 1.)])
 def test_a_list_of_edits_is_the_pipeline_called_for_each(variant, n, scale):
     given = images(n)
     ours = ready(variant).predict(given[0] if n == 1 else [given, given], PROMPTS, seed=SEEDS, **asked(scale))
@@ -63,16 +62,13 @@ def test_a_list_of_edits_is_the_pipeline_called_for_each(variant, n, scale):
     assert not close_images(*ours)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_a_schedule_is_the_pipelines_with_that_scheduler(steps, monkeypatch):
+def test_one_step_is_the_pipelines_with_that_scheduler(monkeypatch): # four: tests/lora/test_mixing.py
     own, pipe = dict(base_shift=math.log(3), max_shift=math.log(3), shift_terminal=None), pipeline("2511")
-    call = lambda **kw: ready().predict(images(1), "x", seed=3, **asked(1.0, steps), **kw)
     monkeypatch.setattr(pipe, "scheduler", type(pipe.scheduler).from_config(pipe.scheduler.config, **own))
-    theirs = piped("2511", images(1), "x", 3, 1.0, steps)
-    assert close_images(call(scheduler_overrides=own), theirs) and (steps == 1 or not close_images(call(), theirs))
+    assert close_images(ready().predict(images(1), "x", seed=3, scheduler_overrides=own, **asked(1.0, 1)), piped("2511", images(1), "x", 3, 1.0, 1))
 
 
-@pytest.mark.parametrize("variant, n", [("v1", 1), slow("2509", 3), ("2511", 2)])
+@pytest.mark.parametrize("variant, n", [("v1", 1), ("2511", 2)])
 def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
     t, given = ready(variant), images(n)
     out = t.predict(given, "x", num_inference_steps=2, true_cfg_scale=1)
@@ -82,34 +78,16 @@ def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
                                 controls=[calculate_dimensions(CONTROL, im.width / im.height) for im in given])]
 
 
-# --- what is encoded, and how often
-def test_the_encoders_run_once_for_each_distinct_thing():
-    t, (a, b) = trainer_of().setup_predict(), images(2)
-    t.predict([a, [a, b], a.copy(), a, [a, b]], ["one", "one", "one", "two", "one"], **SMALL | dict(true_cfg_scale=4.0)) # a copy holds the same pixels
-    assert t.predictor.encoder.calls == dict(vae=2, prefix=0, text_encoder=5), "two images; (a, one), (a, two), (ab, one) and an empty one each"
-
-
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
     t, order = trainer_of().setup_predict(), []
     p = t.predictor
-
-    def noted(owner, name, label=lambda name, first: name):
-        real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, **kw: (order.append(label(name, a[0])), real(*a, **kw))[1], raising=False)
-    for owner, name in ((edits, "decode_latents"), (edits, "denoise_encoded"), (p.encoder, "prompt"), (p.encoder, "image")): noted(owner, name)
-    noted(p, "at", lambda name, component: f"at {component}")
+    for owner, name in ((edits, "decode_latents"), (edits, "denoise_encoded"), (p.encoder, "prompt"), (p.encoder, "image")):
+        on_call(monkeypatch, owner, name, lambda *a, name=name, **kw: order.append(name))
+    on_call(monkeypatch, p, "at", lambda component: order.append(f"at {component}"))
     t.predict(images(1)[0], PROMPTS, **SMALL | dict(true_cfg_scale=4))
     assert order == ["at text_encoder"] + ["prompt"] * 3 + ["at vae", "image", "at transformer"] + ["denoise_encoded"] * 2 + ["at vae"] + ["decode_latents"] * 2
 
 
-def test_one_generator_draws_on():
-    t, g = ready(), torch.Generator().manual_seed(3)
-    both = t.predict(images(1)[0], ["x", "x"], generator=g, **SMALL)
-    g.manual_seed(3)
-    assert all(close_images(b, t.predict(images(1), "x", generator=g, **SMALL)) for b in both) and not close_images(*both)
-
-
-# --- inputs
 def test_an_image_in_every_form_is_the_same(tmp_path):
     im, exif = images(2)[1], Image.Exif()
     exif[0x0112] = 6 # to be turned back
@@ -125,15 +103,14 @@ IM, IMAGE = Image.new("RGB", (60, 40)), "`prompt_image` must be a path, a PIL im
 REFUSED = [ # more in nbs/sampling/01_edits.ipynb
     ((IM, []), {}, "`prompt` is an empty list; give at least one instruction"),
     ((IM, 3), {}, "`prompt` must be a string, or a list of strings for several edits, got 3"),
-    ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>, got 'a <|image_pad|>'; remove it"),
+    ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>"),
     ((IM, ["a", "b"]), dict(seed=[1]), "`seed` has 1 entries for 2 prompts"),
     ((IM, "a"), dict(generator=3), "`generator` must be a torch.Generator, got 3"),
-    ((IM, "a"), dict(width=500), "`width` must be a multiple of 16, got 500; use 496 or 512"),
-    ((IM, "a"), dict(num_inference_steps=1), "`num_inference_steps` must be at least 2 with this scheduler, got 1; 20 is usual"),
+    ((IM, "a"), dict(width=500), "`width` must be a multiple of 16"),
+    ((IM, "a"), dict(num_inference_steps=1), "`num_inference_steps` must be at least 2"),
     ((IM, "a"), dict(true_cfg_scale=float("inf")), "`true_cfg_scale` must be a finite number, got inf"),
     ((IM, "a"), dict(preview=True, preview_every=0), "`preview_every` must be a whole number of 1 or more, got 0"),
     ((IM, "a"), dict(scheduler_overrides=dict(sift=1)), "`scheduler_overrides` has 'sift'"),
-    ((None, "a"), {}, IMAGE + "NoneType"),
     ((torch.zeros(3, 4, 4), "a"), {}, IMAGE + "torch.float32 [3, 4, 4]"),
     (([[IM, IM]], "a"), {}, IMAGE + "list"),
     (("nowhere.png", "a"), {}, "image 'nowhere.png' cannot be read (it does not exist)"),
@@ -148,12 +125,6 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded(args, kw, sentence,
     assert str(e.value).startswith(sentence) and "\n" not in str(e.value) and not built and t.placement is None
 
 
-def test_a_model_without_a_vae_is_refused(tmp_path):
-    shutil.copytree(folder("2511"), tmp_path/"model", ignore=shutil.ignore_patterns("vae"))
-    with pytest.raises(FileNotFoundError, match="model' lacks vae/; copy the model again"): trainer_of(path=tmp_path/"model").predict(IM, "a")
-
-
-# --- progress and previews
 def test_a_preview_shows_the_image_and_changes_nothing(capsys):
     t, seen, told, kw = ready(), [], [], SMALL | dict(num_inference_steps=5)
     plain = t.predict(images(1)[0], PROMPTS, **kw)
@@ -183,7 +154,6 @@ def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-# --- from the cache
 def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **sections):
     root = pairs(((48, 32), (32, 48)), controls=controls, caption=["red", "green"])
     return lambda model=folder(variant): QwenImageEditTrainer(settings(
@@ -215,5 +185,4 @@ def test_a_cached_edit_needs_no_encoder_in_the_folder_and_names_what_it_lacks(pa
     t = make(tmp_path/"model")
     assert t.predict_cached(0, num_inference_steps=2, true_cfg_scale=1).ndim == 3
     with pytest.raises(ValueError, match="`true_cfg_scale` 4.0 needs the empty prompt, which the cache lacks for sample '0000'"): t.predict_cached(0, num_inference_steps=2)
-    with pytest.raises(ValueError, match="`i` must be a sample's number from 0 to 1, got 3"): t.predict_cached([0, 3])
     with pytest.raises(ValueError, match="`data` has no cache to predict from"): trainer_of().predict_cached(0, t.config.data.dataset_path)

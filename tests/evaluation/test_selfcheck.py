@@ -9,18 +9,17 @@ import torch
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from helpers import TEXT, TRANSFORMER, VAE, close_images
+from helpers import TEXT, TRANSFORMER, VAE, close_images, on_call, slow
 from qie_nb.cli import main
+from qie_nb.evaluation import selfcheck as module
 from qie_nb.evaluation.layer_stats import PeakMemory, blocks_of
-from qie_nb.evaluation.selfcheck import EditTrace, SelfCheck, cleaned, compare_traces, our_run, pipeline_run, selfcheck, selfcheck_config, test_image as make_image
+from qie_nb.evaluation.selfcheck import EditTrace, SelfCheck, compare_traces, pipeline_run, selfcheck, selfcheck_config, test_image as make_image
 from qie_nb.models.components import Components, device_of
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from test_placement import THREE, pretend, trainer_of # noqa: F401 (a fixture)
 
 AREAS = (64 * 64, 56 * 56)
-MODULE = "qie_nb.evaluation.selfcheck"
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 
 def check(variant="2511", model=None, steps=2, train=True, **kw):
@@ -30,7 +29,7 @@ def check(variant="2511", model=None, steps=2, train=True, **kw):
 @pytest.mark.parametrize("variant", [slow("v1"), slow("2509"), "2511"])
 def test_an_intact_model_passes(variant, built, monkeypatch):
     seen = []
-    monkeypatch.setattr(Components, "drop", lambda self, *names, real=Components.drop: (seen.extend(self.loaded.values()), real(self, *names)))
+    on_call(monkeypatch, Components, "drop", lambda self, *names: seen.extend(self.loaded.values()))
     r = check(variant)
     assert r.ok and r.verdict == "passed", r
     assert built == {VAE: 1, TRANSFORMER: 1, TEXT: 1}, "loaded once for both"
@@ -45,9 +44,9 @@ def test_an_intact_model_passes(variant, built, monkeypatch):
     assert len(parts) >= 3 and not [b for p in parts for b in blocks_of(p).values() for h in b._forward_hooks.values() if "FiniteCheck" in h.__qualname__]
     assert not [p for p in parts if "decode" in vars(p)]
     monkeypatch.setenv("HOME", "/home/wilhelmina"), monkeypatch.setenv("USER", "wilhelmina") # nothing private is reported
-    r.errors["x"] = "No such file: '/home/wilhelmina/ckpt/vae/model.safetensors' for wilhelmina, token hf_" + "s" * 30 + ", C:\\Users\\wilhelmina\\x.txt"
+    r.errors["x"] = "No such file: '/home/wilhelmina/ckpt/vae/model.safetensors' for wilhelmina, token hf_" + "s" * 30 + ", C:\\Users\\wilhelmina\\x.txt, 1/2 of Qwen/Qwen-Image"
     for text in (repr(r), json.dumps(r.data()), r._repr_markdown_()):
-        assert not any(private in text for private in ("wilhelmina", "sss", "/tmp", str(tiny_folder(variant, AREAS).parent))) and ".../model.safetensors" in text
+        assert not any(private in text for private in ("wilhelmina", "sss", "/tmp", str(tiny_folder(variant, AREAS).parent))) and ".../model.safetensors" in text and "1/2 of Qwen/Qwen-Image" in text
 
 
 def test_the_command_prints_the_report(capsys):
@@ -59,17 +58,13 @@ def test_the_command_prints_the_report(capsys):
     assert report["ok"] and report["facts"]["variant"].startswith("2511") and report["facts"]["machine"]["versions"]["diffusers"] and not report["training"]
 
 
-def test_only_paths_and_names_are_cleaned():
-    assert cleaned("25 TF/s, Qwen/Qwen-Image-Edit-2511, 1/2") == "25 TF/s, Qwen/Qwen-Image-Edit-2511, 1/2"
-
-
 @pytest.mark.parametrize("component, weight, block", [
-    ("transformer", "transformer_blocks.1.attn.to_q.weight", "transformer_blocks.1"), slow("transformer", "txt_in.weight", "txt_in"),
+    ("transformer", "transformer_blocks.1.attn.to_q.weight", "transformer_blocks.1"),
     slow("text_encoder", "model.language_model.layers.1.mlp.up_proj.weight", "model.language_model.layers.1"), slow("vae", "decoder.conv_in.weight", "decoder.conv_in")])
 def test_a_nonfinite_weight_is_named_by_its_block(monkeypatch, component, weight, block):
     def get(self, n, real=Components.get):
         part = real(self, n)
-        if n == component: part.get_parameter(weight).data.view(-1)[0] = torch.inf if block == "txt_in" else torch.nan
+        if n == component: part.get_parameter(weight).data.view(-1)[0] = torch.nan
         return part
     monkeypatch.setattr(Components, "get", get)
     r = check(train=False)
@@ -86,14 +81,11 @@ def test_a_nonfinite_gradient_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("layer, factor, stage", [
-    ("transformer.proj_out", 1.01, "latents, step 1"), slow("transformer.transformer_blocks.0.attn.to_v", 1.5, "latents, step 1"),
+    ("transformer.proj_out", 1.01, "latents, step 1"),
     slow("text_encoder.model.language_model.layers.0.mlp.up_proj", 1.5, "prompt embedding"), slow("vae.encoder.conv_in", 1.5, "control latents")])
 def test_a_changed_layer_is_located(monkeypatch, layer, factor, stage):
     component, _, name = layer.partition(".")
-    def changed(t, *a, real=our_run, **kw):
-        t.components.get(component).get_submodule(name).weight.data.mul_(factor)
-        return real(t, *a, **kw)
-    monkeypatch.setattr(f"{MODULE}.our_run", changed)
+    on_call(monkeypatch, module, "our_run", lambda t, *a, **kw: t.components.get(component).get_submodule(name).weight.data.mul_(factor))
     r = check(train=False)
     assert not r.ok and r.differs[0] == stage and r.verdict == f"differs from the pipeline, first in: {stage}"
 
@@ -105,15 +97,14 @@ def test_different_shapes_are_a_difference():
 
 def test_a_failed_stage_is_reported(monkeypatch):
     full = mock.Mock(side_effect=torch.OutOfMemoryError(f"CUDA out of memory in {Path.home()}/models/secret at hf_{'a' * 20}"))
-    for stage in ("pipeline_run", "train_steps"): monkeypatch.setattr(f"{MODULE}.{stage}", full)
+    for stage in ("pipeline_run", "train_steps"): monkeypatch.setattr(module, stage, full)
     r = check()
     assert r.verdict == "failed in pipeline" and r.errors.keys() == {"pipeline", "training"} and not r.parity and not r.ok and r.speed
     assert "CUDA out of memory in .../secret at hf_..." in repr(r) + json.dumps(r.data())
 
 
 @pytest.mark.parametrize("kw, message", [
-    (dict(steps=1), "`steps` must be a whole number from 2 to 100, got 1; 2 are enough to compare"), (dict(steps=True), "`steps` must be a whole number from 2 to 100, got True"),
-    (dict(offload="disk"), "offload"), (dict(device="cuda:7"), "device 'cuda:7' does not exist here"),
+    (dict(steps=True), "`steps` must be a whole number from 2 to 100, got True; 2 are enough"), (dict(offload="disk"), "offload"),
     (dict(model="/no/such"), "`model.pretrained_model_name_or_path` '/no/such' is not a folder"), (dict(quantize="nf3"), "got 'nf3'")])
 def test_impossible_settings_are_refused_before_loading(kw, message, built):
     with pytest.raises((ValueError, OSError)) as e: check(**kw)
@@ -122,7 +113,7 @@ def test_impossible_settings_are_refused_before_loading(kw, message, built):
 
 def test_a_missing_component_is_refused_by_the_command_before_loading(tmp_path, built, capsys):
     shutil.copytree(tiny_folder("2511", AREAS), tmp_path/"model", ignore=shutil.ignore_patterns("text_encoder"))
-    assert main(["selfcheck", "--model", str(tmp_path/"model")]) == 2 and "lacks text_encoder/" in capsys.readouterr().err and not built
+    assert main(["selfcheck", "--model", str(tmp_path/"model")]) == 2 and "lacks text_encoder/; copy the model again" in capsys.readouterr().err and not built
 
 
 @pytest.mark.slow
@@ -147,7 +138,7 @@ def test_quantized_weights_are_compared_on_the_same_layers():
 
 def test_peaks_belong_to_their_stage():
     p = PeakMemory("cpu")
-    with p.stage("large"): x = torch.ones(80_000_000); del x # 320 MB
+    with p.stage("large"): torch.ones(80_000_000) # 320 MB
     with p.stage("small"): pass
     assert p.peaks["large"]["host"] - p.peaks["small"]["host"] > 1.5e8
 

@@ -20,7 +20,6 @@ def bare(variant="2511", dtype=torch.float32): return copy.deepcopy(pipeline(var
 
 @torch.no_grad()
 def randomize(tr, seed, scale=0.1):
-    "Set adapters to random values, as after training."
     g = torch.Generator().manual_seed(seed)
     for n, p in tr.named_parameters():
         if ".lora_" in n: p.copy_(p * (1 + 0.2 * torch.rand(p.shape, generator=g)) if "magnitude" in n else torch.randn(p.shape, generator=g) * scale)
@@ -45,7 +44,6 @@ def same(a, b, rtol=1e-4, atol=1e-5): torch.testing.assert_close(a, b, rtol=rtol
 
 
 def loaded(path, variant="2511"):
-    "A transformer with the adapter of a file."
     tr = bare(variant)
     lora.load_lora(tr, path)
     return tr

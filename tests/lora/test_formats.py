@@ -12,8 +12,6 @@ from loras import B0, file_of, http_error, loaded, output, pair, same, same_file
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 
 
-# formats
-
 @pytest.mark.parametrize("settings", [dict(target_modules="all_linear", lora_alpha=0.3), dict(use_rslora=True, r=16, lora_alpha=8)], ids=["alpha", "rslora"])
 def test_comfyui_adds_what_peft_adds(settings, tmp_path):
     "By ComfyUI's rules: comfy/lora.py reads X.lora_up, X.lora_down and X.alpha of a weight diffusion_model.X; comfy/weight_adapter/lora.py scales by alpha / rank."
@@ -26,33 +24,28 @@ def test_comfyui_adds_what_peft_adds(settings, tmp_path):
     assert not tensors, "ComfyUI does not read these"
 
 
-CONFIGS = dict(
-    patterns=dict(r=4, lora_alpha=7, rank_pattern={"to_k": 2}, alpha_pattern={r"^transformer_blocks.1.attn.to_q": 0.3, "to_k": 5}),
-    rs_patterns=dict(r=4, lora_alpha=7, rank_pattern={"to_k": 3}, alpha_pattern={"to_k": 0.7}, use_rslora=True))
-each_config = pytest.mark.parametrize("config", [c | dict(target_modules=["to_k", "to_q"]) for c in CONFIGS.values()], ids=CONFIGS)
+CONFIG = dict(r=4, lora_alpha=7, rank_pattern={"to_k": 3}, alpha_pattern={r"^transformer_blocks.1.attn.to_q": 0.3, "to_k": 0.7},
+              use_rslora=True, target_modules=["to_k", "to_q"])
 
 
-def random_state(config, dtype=torch.float32):
-    g, layers = torch.Generator().manual_seed(3), [f"transformer_blocks.{n}" for n in ("0.attn.to_q", "1.attn.to_q", "1.attn.to_k")]
-    rank = lambda n: config["rank_pattern"].get(n.rsplit(".", 1)[1], config["r"])
-    return {f"{n}.lora_{s}.weight": torch.randn(*((rank(n), 96) if s == "A" else (96, rank(n))), generator=g).to(dtype) for n in layers for s in "AB"}
+def random_state(dtype=torch.float32):
+    g, ranks = torch.Generator().manual_seed(3), {"0.attn.to_q": 4, "1.attn.to_q": 4, "1.attn.to_k": 3}
+    return {f"transformer_blocks.{n}.lora_{s}.weight": torch.randn(*((r, 96) if s == "A" else (96, r)), generator=g).to(dtype) for n, r in ranks.items() for s in "AB"}
 
 
-@each_config
-def test_converting_there_and_back_is_exact(config, tmp_path):
-    first = write_lora(tmp_path/"first", random_state(config, torch.bfloat16), config, dict(base="tiny", steps=3))
+def test_converting_there_and_back_is_exact(tmp_path):
+    first = write_lora(tmp_path/"first", random_state(torch.bfloat16), CONFIG, dict(base="tiny", steps=3))
     comfy = convert_lora(first, tmp_path/"comfy")
     back = convert_lora(comfy, tmp_path/"back", "diffusers")
     assert same_file(first, back) and same_file(comfy, convert_lora(back, tmp_path/"again")) and not same_file(first, comfy)
     assert (comfy.name, back.name) == (COMFY_NAME, WEIGHT_NAME) and lora_info(comfy) == lora_info(first) == dict(base="tiny", steps=3)
 
 
-@each_config
-def test_settings_are_inferred_without_a_header(config, tmp_path):
+def test_settings_are_inferred_without_a_header(tmp_path):
     "As other tools write files: `.alpha` tensors and no header."
-    state = random_state(config)
-    tensors, _ = file_of(write_lora(tmp_path/"theirs.safetensors", state, config, {}, "comfyui"))
-    ours, theirs = loaded(write_lora(tmp_path/"ours", state, config, {})), loaded(tensors_file(tmp_path, **tensors))
+    state = random_state()
+    tensors, _ = file_of(write_lora(tmp_path/"theirs.safetensors", state, CONFIG, {}, "comfyui"))
+    ours, theirs = loaded(write_lora(tmp_path/"ours", state, CONFIG, {})), loaded(tensors_file(tmp_path, **tensors))
     for (n, a), b in zip(ours.named_modules(), theirs.modules()):
         if hasattr(a, "scaling"): assert b.scaling["default"] == pytest.approx(a.scaling["default"], rel=1e-6) and b.r == a.r, n
     for tr in (ours, theirs): same(lora.lora_state(tr), {f"transformer.{k}": t for k, t in state.items()}, 0, 0)
@@ -72,8 +65,6 @@ def test_alpha_tensors_override_the_header(tmp_path):
     half = loaded(tensors_file(tmp_path, header, **{k: t / 2 if k.endswith("alpha") else t for k, t in tensors.items()}))
     assert half.transformer_blocks[0].attn.to_q.scaling["default"] == 0.75
 
-
-# the hub, without a network
 
 @pytest.fixture
 def hub(monkeypatch):
@@ -100,19 +91,15 @@ def test_downloaded_files_need_no_connection(hub, tmp_path):
 
 @pytest.mark.parametrize("error, status, sentence", [
     ("RepositoryNotFoundError", 404, "does not exist on the hub, or is private; check the id"),
-    ("GatedRepoError", 403, "cannot be read without a token that allows it; log in with `hf auth login`"),
-    ("HfHubHTTPError", 503, "the hub cannot be reached .HfHubHTTPError.")])
+    ("GatedRepoError", 403, "cannot be read without a token that allows it; log in with `hf auth login`")])
 def test_hub_errors_name_the_remedy(error, status, sentence, hub):
     hub.list.side_effect = http_error(error, status)
     with pytest.raises(FileNotFoundError, match=f"LoRA 'owner/name' is not a local path, and .*{sentence}"): find_lora("owner/name")
 
 
-# refusals
-
 REFUSALS = {
     "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "does not exist; give a .safetensors file"),
     "a pickle": (lambda t: read_lora(written(t/"x.pt")), "cannot be read .*give a LoRA in safetensors format"),
-    "saving a pickle": (lambda t: lora.save_lora(trained(), t/"x.ckpt"), "x.ckpt' would be a pickle; give a folder or a .safetensors file"),
     "a note that is no JSON": (lambda t: lora_info(tensors_file(t, dict(qie_nb="{base"), **pair(B0))), "x.safetensors' cannot be read .JSONDecodeError"),
     "settings that are no JSON": (lambda t: read_lora(tensors_file(t, dict(lora_adapter_metadata="r=4"), **pair(B0))), "cannot be read .JSONDecodeError"),
     "no LoRA": (lambda t: read_lora(tensors_file(t, w=torch.ones(2))), "has no adapter for a Qwen-Image transformer"),

@@ -1,5 +1,5 @@
 """Several adapters at prediction: diffusers' own images, errors, training beside them, merging, few-step schedules, the command line."""
-import json, math
+import math
 
 import numpy as np
 import pytest
@@ -16,14 +16,13 @@ from qie_nb.lora.mixing import split_weight
 from qie_nb.models.quantize import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import OnStep, adapters_close, close_images as close, settings, small_areas, write_pairs
+from helpers import OnStep, adapters_close, close_images as close, merged, settings, slow, small_areas, write_pairs
 from loras import bare, same, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 AREA, VL = 96 * 96, 112 * 112 # of the tiny folders
 SIZE = dict(height=48, width=64)
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 255, (40, 56, 3), dtype=np.uint8))
-slow = lambda *row: pytest.param(*row, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,17 +30,15 @@ def small_pipelines():
     with small_areas("v1", AREA, VL), small_areas("2511", AREA, VL): yield
 
 
-def sections_of(variant="2511", **sections):
+def trainer(variant="2511", **sections):
     base = dict(model=dict(pretrained_model_name_or_path=str(tiny_folder(variant))), train=dict(device="cpu", mixed_precision="no"))
-    return base | {name: base.get(name, {}) | values for name, values in sections.items()}
+    return QwenImageEditTrainer(merged(base, sections))
 
 
-def trainer(variant="2511", **sections): return QwenImageEditTrainer(sections_of(variant, **sections))
 def predict(t, **kw): return t.predict(IMAGE, "make it blue", seed=5, **SIZE | dict(num_inference_steps=2) | kw)
 
 
 def write(path, seed, info=None, format="diffusers", **settings):
-    "A LoRA file with random values."
     return lora.save_lora(trained(seed=seed, scale=0.15, **settings), path, info, format=format)
 
 
@@ -54,7 +51,6 @@ def files(tmp_path_factory):
 
 
 def pipeline(variant, files, scheduler=None, **mix):
-    "diffusers' pipeline with adapters of these weights."
     pipe = DiffusionPipeline.from_pretrained(tiny_folder(variant), **(dict(scheduler=scheduler) if scheduler else {}))
     pipe.set_progress_bar_config(disable=True)
     for n in mix: pipe.load_lora_weights(str(files[n]), adapter_name=n)
@@ -69,8 +65,6 @@ def piped(pipe, steps=2, cfg=4.0):
 
 def mixed(files, mix, t=None): return (t or trainer()).load_loras([dict(path=files[n], weight=w, name=n) for n, w in mix.items()])
 
-
-# the same image as diffusers'
 
 @pytest.mark.parametrize("variant, mix", [("2511", dict(root=1.2, comfy=-0.4, style=0.7)), slow("v1", dict(dora=0.6, wide=1)), slow("2509", dict(comfy=0.5, wide=0))], ids=str)
 def test_weighted_adapters_give_diffusers_image(variant, mix, files):
@@ -93,8 +87,6 @@ def test_loading_weighting_and_deleting_follow_diffusers(files):
     assert ours.load_lora(files["wide"], "wide").delete_adapters("wide").active_adapters() == {}, "peft activates the other one"
 
 
-# errors
-
 def state_of(t): return {k: v.clone() for k, v in t.transformer.state_dict().items()}, t.active_adapters(), dict(t.adapters.loaded)
 
 
@@ -116,8 +108,7 @@ def with_style(files): return mixed(files, dict(style=0.5))
     (lambda t, f, d: t.set_adapters(["style"], [1, 2]), "`names` and `weights`"),
     (lambda t, f, d: t.set_adapters(["style", "style"]), "each name once"),
     (lambda t, f, d: t.load_lora(f["wide"], "wide", weight=math.nan), "must be a finite number, got nan"),
-    (lambda t, f, d: t.load_lora(f["wide"], "a.b"), "`adapter_name` must consist of letters.* got 'a.b'"),
-    (lambda t, f, d: t.load_loras([f["wide"], d/"none.safetensors"]), "none.safetensors' does not exist"),
+    (lambda t, f, d: t.load_lora(f["wide"], "a.b"), "must consist of letters.* got 'a.b'"),
     (lambda t, f, d: t.load_loras([f["wide"], changed(d, lambda a: a.repeat(1, 2))]), "does not fit this transformer"),
     (lambda t, f, d: t.load_loras([f["wide"], changed(d, lambda a: a[:3])]), "has different ranks in .*lora_A.* give the file as it was trained"),
     (lambda t, f, d: t.delete_adapters("third"), "there is no adapter 'third'"),
@@ -157,8 +148,6 @@ def test_the_first_adapters_areas_are_used_and_differences_printed_once(tmp_path
     for names, weights, area, lines in ((["large", "small"], None, 96 * 96, 1), (["large", "small"], [0, 1], 64 * 64, 0), (["small", "large"], None, 64 * 64, 0), ("fast", None, AREA, 0)):
         assert t.set_adapters(names, weights).geometry().control_area == area and capsys.readouterr().out.count("\n") == lines, "another order, another message"
 
-
-# training beside them
 
 @pytest.fixture
 def run_of(tmp_path):
@@ -208,8 +197,6 @@ def test_the_configuration_names_adapters(files, capsys):
     with pytest.raises(ValueError, match="predict.loras"): make_config(dict(predict=dict(loras=[dict(path="x", weight=math.inf)])))
 
 
-# merging
-
 @pytest.mark.parametrize("mix", [dict(style=0.8, wide=0.5, root=-0.3), slow(dict(dora=0.7))], ids=str)
 def test_active_adapters_are_merged_at_their_weights(mix, files):
     t = mixed(files, mix, trainer().load_lora(files["comfy"], "idle"))
@@ -244,8 +231,6 @@ def test_only_plain_layers_of_a_quantized_base_are_merged(quantization, files, t
     t.unmerge_lora()
     assert close(predict(t), beside)
 
-
-# few steps
 
 LIGHTNING = FlowMatchEulerDiscreteScheduler( # as ModelTC/Qwen-Image-Lightning gives it to the pipelines
     base_shift=math.log(3), max_shift=math.log(3), max_image_seq_len=8192, shift_terminal=None, use_dynamic_shifting=True, time_shift_type="exponential")
@@ -300,37 +285,22 @@ def test_a_files_schedule_is_checked(wrong):
     with pytest.raises(ValueError, match="`schedule` (must be|has)"): as_schedule(wrong)
 
 
-# the command line
-
 def test_a_colon_in_a_path_is_no_weight(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/"y:2").mkdir()
     for path in ("C:/loras/a", "y:2"): assert split_weight(path) == (path, 1.0, None)
 
 
-@pytest.fixture
-def shell(tmp_path):
-    "Runs the command; returns the image, or the exit status."
-    red, out = Image.new("RGB", (40, 40), "red"), tmp_path/"out"/"edited.png"
+def test_predict_on_the_command_line(files, tmp_path, capsys):
+    red, out, model = Image.new("RGB", (40, 40), "red"), tmp_path/"out"/"edited.png", ("--model", tiny_folder("2511"))
     IMAGE.save(tmp_path/"a.png"), red.save(tmp_path/"b.png")
 
-    def run(*flags):
+    def shell(*flags): # the image, or the exit status
         flags = "--image", tmp_path/"a.png", "--prompt", "make it blue", "--seed", 5, "--height", 48, "--width", 64, "--out", out, *flags
         return main(["predict", *map(str, flags)]) or np.asarray(Image.open(out))
-    return run
-
-
-def test_predict_on_the_command_line(shell, files, tmp_path, capsys):
-    t, model = trainer(train=dict(mixed_precision="auto")).load_loras([(files["style"], 0.5), files["root"]]), ("--model", tiny_folder("2511"))
-    want = t.predict([IMAGE, Image.open(tmp_path/"b.png")], "make it blue", seed=5, schedule="lightning", num_inference_steps=2, **SIZE)
+    t = trainer(train=dict(mixed_precision="auto")).load_loras([(files["style"], 0.5), files["root"]])
+    want = t.predict([IMAGE, red], "make it blue", seed=5, schedule="lightning", num_inference_steps=2, **SIZE)
     assert close(shell(*model, "--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2, "--cfg", 1, "--schedule", "lightning", "--image", tmp_path/"b.png"), want)
     for flags, sentence in ((("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"), (("--config", "x.yaml"), "give `--config` or `--model`, not both")):
         assert shell(*model, *flags) == 2 and sentence in capsys.readouterr().err
     with pytest.raises(SystemExit): shell(*model, "--schedule", "turbo")
-
-
-@pytest.mark.slow
-def test_predict_with_a_configuration_file(shell, files, tmp_path):
-    sections = sections_of(predict=dict(loras=[dict(path=str(files["style"]), weight=0.3)]))
-    (tmp_path/"run.yaml").write_text(json.dumps(sections)) # which is YAML, too
-    assert close(shell("--config", tmp_path/"run.yaml", "--steps", 2, "--cfg", 4), predict(QwenImageEditTrainer(sections)))

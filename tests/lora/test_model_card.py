@@ -14,7 +14,7 @@ from qie_nb.lora import adapters as lora
 from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME
 from qie_nb.lora.model_card import card_settings, model_card, published, push_to_hub, write_model_card
 from qie_nb.tiny.random_models import tiny_folder
-from helpers import small_areas
+from helpers import slow, small_areas
 from loras import http_error, trained, written
 
 NASTY = "blue | </td><script>alert(1)</script> ![x](http://evil/p.png) `code` \n---\n# heading\n``` \n````md"
@@ -22,21 +22,10 @@ FACTS = dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", varia
              captions=[NASTY, "```", "# injected", "make it red"], held_out_loss=0.1234, weights="ema", steps=500, title=NASTY, settings={"train.note": NASTY, "optimizer.lr": 1e-4})
 
 
-def outside_fences(text):
-    lines, fence = [], None
-    for line in text.splitlines():
-        mark = re.match(r"`{3,}", line)
-        if fence is None and mark: fence = mark[0]
-        elif fence and line == fence: fence = None
-        elif fence is None: lines.append(line)
-    assert fence is None, "a fence is left open"
-    return lines
-
-
 def test_captions_are_escaped():
     card = model_card(FACTS, [("samples/00.jpg", NASTY)], "me/lora")
-    body = outside_fences(card.split("---\n", 2)[2])
-    assert not any("<script" in line or "</td>" in line or "](http" in line for line in body)
+    body = re.sub(r"^(`{3,})(?!`).*\n(?:.*\n)*?\1$", "", card.split("---\n", 2)[2], flags=re.M).splitlines() # without its fenced blocks
+    assert not any(line.startswith("```") or "<script" in line or "</td>" in line or "](http" in line for line in body)
     assert [line for line in body if line.startswith("#")][1:] == ["## Images", "## Use", "## Data", "## Captions", "## Validation loss", "## Weights", "## Settings"]
     for line in body:
         if line.startswith("|"): assert len(re.findall(r"(?<!\\)\|", line)) == 3, line
@@ -51,7 +40,7 @@ def test_header_is_yaml_with_known_facts_only(tmp_path):
     assert model_card({}).count("\n## ") == 1, "unknown parts are omitted"
 
 
-@pytest.mark.parametrize("variant", [pytest.param("v1", marks=pytest.mark.slow), "2511"])
+@pytest.mark.parametrize("variant", [slow("v1"), "2511"])
 def test_usage_code_runs(variant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lora.save_lora(trained(variant), "lora")
@@ -97,5 +86,5 @@ def test_upload_errors_name_the_remedy(hub, tmp_path):
 
 
 def test_settings_contain_no_paths(): # nor those that the notebook tries
-    paths = dict(train=dict(output_dir="/home/me/out"), logging=dict(log_dir="/home/me/runs"), cache=dict(cache_dir="/home/me/cache"))
+    paths = dict(train=dict(output_dir="/home/me"), logging=dict(log_dir="/home/me"), cache=dict(cache_dir="/home/me"))
     assert "/home/me" not in str(card_settings(make_config(paths)))
