@@ -38,26 +38,38 @@ def edit(t, n=1, scale=4.0, **kw): return t.predict(images(n), "make it blue", "
 
 class Numbers(FakeTensorMode):
     "Fake tensors with values, so that code that depends on values (positions, windows, the minimum of an image) runs as usual."
-    inside, worked = False, None
+    inside = False
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        self.worked = set()
+
+    @contextmanager
+    def alone(self):
+        "Without values."
+        self.inside = True
+        try: yield
+        finally: self.inside = False
+
+    def fake(self, t, device):
+        "A fake tensor on a device, with the values of a real one."
+        with self.alone(), self: f = torch.empty(t.shape, dtype=t.dtype, device=device)
+        with _disable_current_modes(): f.numbers = t.detach().clone()
+        return f
 
     def dispatch(self, func, types, args=(), kwargs=None):
-        def fake():
-            self.inside = True
-            try: return FakeTensorMode.dispatch(self, func, types, args, kwargs or {})
-            finally: self.inside = False
         if self.inside or func.namespace == "prim": return FakeTensorMode.dispatch(self, func, types, args, kwargs or {})
         plain = lambda t: t.numbers if isinstance(t, FakeTensor) else torch.device("cpu") if isinstance(t, torch.device) else t
         def numbers():
             with _disable_current_modes(): return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
-        try: out, got = fake(), None
+        got = None
+        try:
+            with self.alone(): out = FakeTensorMode.dispatch(self, func, types, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException): # a number, or a shape that depends on numbers
-            got, out = numbers(), None
+            got = numbers()
             if not isinstance(got, torch.Tensor): return got
             device = next(t for t in tree_leaves(args) if isinstance(t, FakeTensor)).device
-            self.inside = True
-            try:
-                with self: out = torch.empty(got.shape, dtype=got.dtype, device=device)
-            finally: self.inside = False
+            with self.alone(), self: out = torch.empty(got.shape, dtype=got.dtype, device=device)
         fakes = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         if not fakes: return out
         if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default):
@@ -65,6 +77,12 @@ class Numbers(FakeTensorMode):
         values = [t for t in tree_leaves(numbers() if got is None else got) if isinstance(t, torch.Tensor)]
         for f, t in zip(fakes, values, strict=True): f.numbers = t
         return out
+
+
+def numpy(t, real=torch.Tensor.numpy, **kw):
+    "`Tensor.numpy`, of a fake tensor's values too."
+    assert t.device.type == "cpu", f"numpy of a tensor on {t.device}"
+    with _disable_current_modes(): return real(getattr(t, "numbers", t), **kw)
 
 
 def set_parameters(self, fn, recurse=True):
@@ -80,21 +98,9 @@ def set_parameters(self, fn, recurse=True):
 @pytest.fixture
 def pretend(monkeypatch):
     "A context in which three GPUs exist and a trainer's components are fake."
-    real = torch.Tensor.numpy
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(placement, "free_device_bytes", lambda d: 80 * GB)
-    mode = Numbers(allow_non_fake_inputs=True)
-    mode.worked = set()
-
-    def numpy(t, **kw):
-        if not isinstance(t, FakeTensor): return real(t, **kw)
-        assert t.device.type == "cpu", f"numpy of a tensor on {t.device}"
-        with _disable_current_modes(): return real(t.numbers, **kw)
-
-    def fake(t):
-        f = mode.from_tensor(t, static_shapes=True)
-        f.numbers = t
-        return f
+    mode = Numbers()
 
     @contextmanager
     def at(trainer):
@@ -103,6 +109,6 @@ def pretend(monkeypatch):
             mp.setattr(torch.nn.Module, "_apply", set_parameters)
             mp.setattr(torch.Tensor, "numpy", numpy)
             mp.setattr(placement, "held_bytes", lambda m: 4 * sum(p.numel() for p in m.parameters()))
-            for n in PARTS: trainer.components.loaded[n]._apply(lambda t: fake(t.data))
+            for n in PARTS: trainer.components.loaded[n]._apply(lambda t: mode.fake(t, t.device))
             with mode: yield mode
     return at

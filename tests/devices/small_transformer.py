@@ -2,6 +2,7 @@
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qie_nb.config import LoraSection
 from qie_nb.lora.adapters import add_lora
@@ -11,6 +12,17 @@ from helpers import random_lora
 
 LAYERS = 4
 
+
+class OnOperation(TorchDispatchMode):
+    "`fn(name, arguments, result)` after each operation of torch."
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.fn(func.name(), args, out)
+        return out
 
 
 def slow(*case): return pytest.param(*case, marks=pytest.mark.slow)

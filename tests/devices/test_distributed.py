@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from qie_nb.data.dataset import loader
 from qie_nb.devices.distributed import shard_loader
 from qie_nb.trainer import QwenImageEditTrainer
+
 from helpers import settings
 
 JOB = Path(__file__).parent/"distributed_job.py"
-SIZES, CAPTIONS = ((48, 32),) * 7 + ((32, 48),) * 2, [f"make it {'very ' * i}dark" for i in range(9)]
 
 
 def launch(config, out, kind="ddp"):
@@ -24,18 +24,13 @@ def launch(config, out, kind="ddp"):
 
 
 @pytest.fixture # eps: with the usual 1e-8 Adam turns the rounding of a tiny gradient into a step
-def configure(pairs, tmp_path):
-    root = pairs(SIZES, caption=CAPTIONS)
+def run(pairs, tmp_path):
+    root = pairs(((48, 32),) * 7 + ((32, 48),) * 2, caption=[f"make it {'very ' * i}dark" for i in range(9)])
 
     def config(out, batch_size, **train):
         return settings(root, tmp_path, data=dict(batch_size=batch_size), optimizer=dict(eps=1e-5), train=dict(output_dir=str(tmp_path/out), save_steps=2) | train)
+    QwenImageEditTrainer(config("cache", 1)).cache_embeddings()
     return config
-
-
-@pytest.fixture
-def run(configure):
-    QwenImageEditTrainer(configure("cache", 1)).cache_embeddings()
-    return configure
 
 
 def agrees(folder, trainer):
@@ -96,15 +91,10 @@ def test_shares_cover_each_batch_once(pairs):
         assert all(share for share, _ in parts), "every process has something to compute, because the others wait for its gradient"
 
 
-def test_processes_that_would_train_alone_raise(configure, monkeypatch):
-    trainer = QwenImageEditTrainer(configure("out", 2))
-    trainer.setup_accelerator()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but accelerate started 1 process, .*; start with `accelerate launch`, or unset WORLD_SIZE"): trainer.fit()
-
-
-def test_fsdp_that_became_something_else_raises(configure, monkeypatch):
-    text = "`train.distributed` is fsdp, but accelerate started NO; launch with"
-    with pytest.raises(ValueError, match=text): QwenImageEditTrainer(configure("out", 2, distributed="fsdp")).fit()
+def test_fsdp_that_became_something_else_raises(pairs, tmp_path, monkeypatch):
+    def check(**train):
+        with pytest.raises(ValueError, match="`train.distributed` is fsdp, but accelerate started NO; launch with"):
+            QwenImageEditTrainer(settings(pairs(), tmp_path, train=train)).fit()
+    check(distributed="fsdp")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=text): QwenImageEditTrainer(configure("out", 2)).fit()
+    check()

@@ -5,7 +5,6 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from counted_step import empty_step, empty_transformer
 from fp16 import with_outliers # benchmarks/fp16.py
@@ -21,7 +20,7 @@ from qie_nb.planning.memory_query import MemoryQuery
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import OnStep, close_images, settings
-from small_transformer import adapted, base, call, far, slow
+from small_transformer import OnOperation, adapted, base, call, far, slow
 
 WILD = dict(residual=2.**18, power=16)
 
@@ -116,12 +115,9 @@ def test_gradients_of_attention_stay_below_the_limit(case):
         q[:], g[:], v[:], k[:] = other * d**0.5, 0., sides * one, sides * one * d**0.5
         g[:, 0] = one
 
-    class See(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **kwargs or {})
-            if "attention" in str(func) and "backward" in str(func): largest.update(zip("qkv", (t.abs().max().item() for t in out[:3])))
-            return out
-    with See(): got = attended(q, k, v, g)
+    def see(name, args, out):
+        if "attention" in name and "backward" in name: largest.update(zip("qkv", (t.abs().max().item() for t in out[:3])))
+    with OnOperation(see): got = attended(q, k, v, g)
     most = AttnScale(None, 1., 1.).most
     assert all(x.isfinite().all() for x in got) and 0 < max(largest.values()) <= MOST
     if case == "one value": assert MOST / most / 4 < largest["v"] <= MOST / most # all of the sum, and no more
@@ -158,14 +154,12 @@ def test_adapters_can_be_loaded_merged_and_unmerged(tmp_path):
 def test_large_products_are_in_float16_and_nothing_is_read_from_the_device():
     "Reading from the meta device would raise."
     job, work = MemoryQuery(layers=2, target=256, control=256, text=64, checkpointing=False, fp16=True, base_bytes=4, kernel="efficient"), {}
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            a = [t for t in args if isinstance(t, torch.Tensor)]
-            if func.name().startswith(("aten::mm", "aten::addmm", "aten::bmm")): work[a[-1].dtype] = work.get(a[-1].dtype, 0) + 2 * a[-2].numel() * a[-1].shape[-1]
-            if "attention" in func.name(): assert all(t.dtype == torch.float16 for t in a[:3])
-            return func(*args, **kwargs or {})
+    def count(name, args, out):
+        a = [t for t in args if isinstance(t, torch.Tensor)]
+        if name.startswith(("aten::mm", "aten::addmm", "aten::bmm")): work[a[-1].dtype] = work.get(a[-1].dtype, 0) + 2 * a[-2].numel() * a[-1].shape[-1]
+        if "attention" in name: assert all(t.dtype == torch.float16 for t in a[:3])
     loss, _ = empty_step(job, empty_transformer(job))
-    with Count(): loss().backward()
+    with OnOperation(count): loss().backward()
     assert work[torch.float16] / sum(work.values()) > 0.96 and set(work) == {torch.float16, torch.float32}
 
 

@@ -18,7 +18,7 @@ from qie_nb.models.loading import load_quantized
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.optimizer import EMA, guarded_step, make_optimizer
 
-from fake_devices import Numbers
+from fake_devices import Numbers, numpy
 from helpers import settings
 from small_transformer import base, slow
 from test_block_swap import checkpointed, with_table
@@ -38,24 +38,12 @@ class Counted(Numbers):
 
 @contextmanager
 def fake_gpus():
-    def numpy(t, real=torch.Tensor.numpy):
-        assert t.device.type == "cpu"
-        with _disable_current_modes(): return real(getattr(t, "numbers", t))
-    mode = Counted(allow_non_fake_inputs=True)
-    mode.worked, mode.moved = set(), []
+    mode = Counted()
+    mode.moved = []
     with pytest.MonkeyPatch.context() as mp, sdpa_kernel(SDPBackend.MATH), mode:
         mp.setattr(torch.Tensor, "numpy", numpy)
         mp.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: "cpu") # whose random state it keeps
         yield mode
-
-
-def fake(mode, t, device):
-    "A fake tensor on a device, with the values of a real one."
-    mode.inside = True
-    try: f = torch.empty(t.shape, dtype=t.dtype, device=device)
-    finally: mode.inside = False
-    with _disable_current_modes(): f.numbers = t.detach().clone()
-    return f
 
 
 def distribute(mode, tr, placement):
@@ -63,10 +51,11 @@ def distribute(mode, tr, placement):
     for name, m in tr.named_modules():
         for k, p in m._parameters.items():
             if p is not None:
-                new = m._parameters[k] = torch.nn.Parameter(f := fake(mode, p, placement.device(f"{name}.{k}")), requires_grad=p.requires_grad)
-                new.numbers = f.numbers
+                f = mode.fake(p, placement.device(f"{name}.{k}"))
+                m._parameters[k] = torch.nn.Parameter(f, requires_grad=p.requires_grad)
+                m._parameters[k].numbers = f.numbers
         for k, b in m._buffers.items():
-            if b is not None: m._buffers[k] = fake(mode, b, placement.device(f"{name}.{k}"))
+            if b is not None: m._buffers[k] = mode.fake(b, placement.device(f"{name}.{k}"))
 
 
 def inputs():
@@ -97,9 +86,7 @@ def steps(tr, count, name, given, target):
     return out
 
 
-def made(tmp_path, table=True):
-    tr = base(layers=LAYERS)
-    return checkpointed(with_table(tr, tmp_path/"tr") if table else tr)
+def made(tmp_path, table=True): return checkpointed(with_table(base(layers=LAYERS), tmp_path/"tr") if table else base(layers=LAYERS))
 
 
 def run(tmp_path, count=1, table=True, optimizer="adamw"):
@@ -113,7 +100,7 @@ def run(tmp_path, count=1, table=True, optimizer="adamw"):
             with _disable_current_modes(): return rows(times)
         tr.lookup.choose = lambda timestep, device: setattr(tr.lookup, "rows", put(real([0.5, 0.])))
     with fake_gpus() as mode:
-        put = lambda t: fake(mode, t, FIRST) if torch.is_tensor(t) else t
+        put = lambda t: mode.fake(t, FIRST) if torch.is_tensor(t) else t
         distribute(mode, tr, placement)
         enable_model_parallel(tr, placement.blocks)
         out = steps(tr, count, optimizer, {k: put(x) for k, x in given.items()}, put(target))

@@ -1,6 +1,7 @@
 """Compares the planner's figures with the bytes that the real classes hold and save, at tiny sizes."""
-import gc, weakref
+import gc
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from qie_nb.devices.block_swap import SLOTS
 from qie_nb.devices.compile import set_up
 from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
-from qie_nb.lora.adapters import lora_parameters
+from qie_nb.lora.adapters import PRESETS, lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
 from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes, parameters, prompt_tokens
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
@@ -22,16 +23,12 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.optimizer import make_optimizer
 from qie_nb.training.stopping import training_advice
 
+from small_transformer import slow
+
 TINY = MemoryQuery(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, base_bytes=4)
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-ALL = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", *(f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")))
+ATTENTION, TEXT, ALL = (tuple(PRESETS[name]) for name in ("attention", "attention_text", "all_linear"))
 BF16, EVERYTHING = dict(base_bytes=2), dict(batch=3, zero_cond=True, table=True, targets=ALL)
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 close = lambda planned, counted, within=0.03: abs(planned / counted - 1) <= within
-
-
-class Box: # what autograd gets instead of a tensor that it saves
-    def __init__(self, tensor): self.tensor = tensor
 
 
 def saved_bytes(q, tr, device="cpu"):
@@ -39,13 +36,13 @@ def saved_bytes(q, tr, device="cpu"):
     loss, batch = empty_step(q, tr, device)
     loss() # fills what is kept between steps, such as the rotary angles
     known = [*batch, *(t for p in (*tr.parameters(), *tr.buffers()) for t in plain_tensors(p))]
-    held, boxes = {s._cdata: s for s in (t.untyped_storage() for t in known)}, weakref.WeakSet()
+    held, boxes = {s._cdata: s for s in (t.untyped_storage() for t in known)}, WeakSet()
     def pack(t):
-        boxes.add(box := Box(t))
-        return box
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor): out = loss()
+        boxes.add(held := lambda: t) # by autograd, instead of the tensor
+        return held
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held()): out = loss()
     gc.collect()
-    saved = {s._cdata: s.nbytes() for s in (t.untyped_storage() for b in boxes for t in plain_tensors(b.tensor))}
+    saved = {s._cdata: s.nbytes() for s in (t.untyped_storage() for b in boxes for t in plain_tensors(b()))}
     assert out.requires_grad
     return sum(n for key, n in saved.items() if key not in held)
 
@@ -55,7 +52,7 @@ SAVED = dict(
     everything=EVERYTHING | BF16, modulation_too=dict(targets=("img_mod.1", "txt_mod.1", "to_q"), zero_cond=True) | BF16, dora=dict(dora=True) | BF16, dropout=dict(dropout=0.1) | BF16,
     checkpointing=dict(checkpointing=True, table=True, batch=2, zero_cond=True) | BF16, flash=dict(kernel="flash") | BF16, fp16_everything=dict(fp16=True) | EVERYTHING)
 RARE = dict(
-    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond_table=dict(zero_cond=True, table=True) | BF16, text_too=dict(targets=ALL[:8]) | BF16, mlp_only=dict(targets=("img_mlp.net.2",)) | BF16,
+    adapter_bf16=dict(base_bytes=2, adapter_bytes=2), zero_cond_table=dict(zero_cond=True, table=True) | BF16, text_too=dict(targets=TEXT) | BF16, mlp_only=dict(targets=("img_mlp.net.2",)) | BF16,
     wider=dict(layers=5, dim=128, heads=2, text_dim=96, r=64), first=dict(targets=("img_in", "to_q")), dora_all=dict(dora=True, targets=ALL), dropout_all=dict(dropout=0.1, targets=ALL),
     efficient=dict(kernel="efficient"), fp16=dict(fp16=True), fp16_out=dict(fp16=True, targets=("to_out.0",)), fp16_dropout=dict(fp16=True, dropout=0.1), fp16_dora=dict(fp16=True, dora=True),
     fp16_checkpointing=dict(fp16=True, checkpointing=True, table=True))
