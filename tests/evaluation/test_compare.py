@@ -108,7 +108,7 @@ def test_adapters_are_restored_after_an_interruption(at, files):
     (dict(images=[IMAGE, OTHER], prompts=["x"]), "`images` has 2 entries for 1 rows"),
     (dict(prompts=["x", "y"], targets=[IMAGE]), "`targets` has 1 entries for 2 rows"),
     (dict(num_inference_steps=0), "`num_inference_steps` must be at least"),
-    (None, "call unmerge_lora")], ids=str)
+    (None, "call unmerge_lora")], ids=lambda v: v if isinstance(v, str) else "")
 def test_mistakes_are_refused_before_encoding(wrong, sentence, files, encoded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tensors_file(tmp_path, **pair(B0, n=128))
