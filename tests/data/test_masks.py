@@ -11,6 +11,7 @@ from qie_nb.data import samples
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.samples import find_samples
 from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.step import flow_matching_loss, pad_batch
 from test_samples import hub
 
 
@@ -119,10 +120,14 @@ def test_cached_and_uncached_batches_have_the_same_masks(pairs, tmp_path):
         if use: trainer.cache_embeddings()
         made = list(trainer.make_loader())
         assert [b["cached"] for b in made] == [use] * 2 and made[1]["mask"] is None
-        return made
-    x, y = batches(True)[0], batches(False)[0]
+        return trainer, made[0]
+    (_, x), (t, y) = batches(True), batches(False)
     assert torch.equal(x["mask"], y["mask"]) and x["mask"].shape == (3, 1, *x["pixel_latent"].shape[-2:]) and x["mask"].dtype == torch.float32
     assert (x["mask"][2] == 1).all() and (x["mask"][0] + x["mask"][1] == 1).all() and x["mask"][0, 0, 0, 0] == 0
+    t.set_lora()
+    eps, sigmas = torch.randn(x["pixel_latent"].shape), torch.tensor([0.2, 0.5, 0.8])
+    losses = [flow_matching_loss(t.transformer, pad_batch(b), eps, sigmas, mask_min_weight=0.1) for b in (x, {**y, **t.encode_batch(y)})]
+    torch.testing.assert_close(*losses)
 
 
 def test_masked_samples_accumulate_exactly(pairs, tmp_path):

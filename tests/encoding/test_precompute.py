@@ -210,6 +210,12 @@ def test_an_interrupt_leaves_whole_entries_and_no_threads(root, tmp_path):
     assert report.tensors == 6 * 7 - len(there) and len(now) == 6 * 7 and all(now[k] == v for k, v in there.items())
 
 
+def test_too_small_a_disk_is_refused_before_encoding(root, tmp_path, monkeypatch, stored):
+    monkeypatch.setattr("qie_nb.core.environment.free_bytes", lambda folder: 1000)
+    with pytest.raises(OSError, match=r"needs \d\.\d MB more, .* free: \d\.\d MB are missing"): run(root, tmp_path/"cache")
+    assert not stored
+
+
 def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored, capsys):
     def full(*a):
         if len(stored) == 10: raise DiskFull(28, "'x' is full")
