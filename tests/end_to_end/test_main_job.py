@@ -117,6 +117,18 @@ def test_foreign_batches_train(tmp_path, pairs):
     torch.testing.assert_close(t._training_step_compute(batch), loss)
 
 
+def test_a_truncated_image_is_skipped_and_the_rest_trained_on(tmp_path, pairs, capsys):
+    root = pairs()
+    image = root/"training_images"/"0002.png"
+    image.write_bytes(image.read_bytes()[:-40])
+    trainer = QwenImageEditTrainer(settings(root, tmp_path))
+    report = trainer.cache_embeddings()
+    assert (report.encoded, [i for i, _ in report.skipped]) == (2, ["0002"])
+    trainer.fit()
+    printed = capsys.readouterr().out
+    assert trainer.global_step == 4 and "0002: image " in printed and "1 of 3 samples are skipped" in printed
+
+
 def test_held_out_pairs_are_never_trained_on(tmp_path, pairs):
     t = trainer(pairs(((48, 32),) * 6), tmp_path, train=dict(val_fraction=0.4, num_epochs=1, eval_interval=1, eval_images=0))
     seen = set()
