@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin, features
 
-from qie_nb.data.images import Geometry, RowImage, open_image, read_image_size, read_bytes, source_digest
+from qie_nb.data.images import Geometry, RowImage, crop_to, open_image, read_bytes, read_image_size, source_digest
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 255, (20, 30, 3), dtype=np.uint8)
@@ -249,3 +249,9 @@ def test_row_image_in_loader_workers(tmp_path):
         def __len__(self): return 4
         def __getitem__(self, i): return np.array(read_image_size(self.images[i]))
     assert np.concatenate([b.numpy() for b in DataLoader(Sizes(), num_workers=1)]).tolist() == [[30, 20]] * 4
+
+
+@pytest.mark.parametrize("aspect, box", [((1, 1), (20, 0, 80, 60)), ((2, 1), (0, 5, 100, 55))])
+def test_a_crop_keeps_the_centre(aspect, box):
+    image = Image.effect_noise((100, 60), 50)
+    assert crop_to(image, aspect) == image.crop(box)
