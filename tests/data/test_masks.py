@@ -11,6 +11,7 @@ from qie_nb.data import samples
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.samples import find_samples
 from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.resume import sample_digest
 from qie_nb.training.step import flow_matching_loss, pad_batch
 from test_samples import hub
 
@@ -128,6 +129,13 @@ def test_cached_and_uncached_batches_have_the_same_masks(pairs, tmp_path):
     eps, sigmas = torch.randn(x["pixel_latent"].shape), torch.tensor([0.2, 0.5, 0.8])
     losses = [flow_matching_loss(t.transformer, pad_batch(b), eps, sigmas, mask_min_weight=0.1) for b in (x, {**y, **t.encode_batch(y)})]
     torch.testing.assert_close(*losses)
+
+
+def test_a_changed_mask_makes_another_data_set(pairs):
+    root = paint(pairs(), {"0000": halves(48, 32), "0001": halves(32, 48)})
+    before = [sample_digest(s) for s in find_samples(root)]
+    paint(root, {"0001": 255 - halves(32, 48)})
+    assert [sample_digest(s) == old for s, old in zip(find_samples(root), before)] == [True, False, True]
 
 
 def test_masked_samples_accumulate_exactly(pairs, tmp_path):

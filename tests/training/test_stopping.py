@@ -7,6 +7,8 @@ import torch
 
 from helpers import OnStep, StopAt, merged, on_call, settings, write_pairs
 from crash_trials import complete, differ, log_rows, outcome
+from qie_nb.config import make_config
+from qie_nb.training import stopping
 from qie_nb.training.checkpoint import is_complete, keep_newest
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -83,6 +85,17 @@ def test_max_hours_leaves_time_to_save_and_wastes_little(step, save, evaluation,
     assert t.global_step < 200 and "max_hours" in t.state.stop
     assert least * 3600 <= clock.passed <= 3600
     assert is_complete(latest(tmp_path)) and state_of(latest(tmp_path))["global_step"] == t.global_step
+
+
+def test_the_last_step_leaves_time_for_another_step_and_a_slow_save(monkeypatch):
+    now, state = [0.], SimpleNamespace(began=0., save_seconds=200., stop="")
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: now[0]))
+    limit, t = stopping.TimeLimitCallback(), SimpleNamespace(config=make_config(dict(train=dict(max_hours=1.))), state=state)
+    limit.on_train_begin(t)
+    while not state.stop:
+        now[0] += 100
+        limit.on_step_end(t)
+    assert now[0] == 3600 - 100 - 1.5 * 200
 
 
 def test_max_hours_counts_what_comes_before_the_first_step(world, tmp_path, monkeypatch):
