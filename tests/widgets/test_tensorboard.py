@@ -42,6 +42,8 @@ def runs(tmp_path):
             w.add_image("samples/00_x", np.full((8, 12, 3), 7, np.uint8), s, dataformats="HWC")
     write("b", range(1, 31), lambda s: 2.)
     write("a", range(1, 41), lambda s: 1.)
+    first, = (tmp_path/"runs"/"a").iterdir() # files of one second are named by a counter, and 10 sorts before 9
+    first.rename(first.with_name(first.name.replace("tfevents.", "tfevents.0")))
     write("a", range(31, 61), lambda s: 3., purge=31)
     return tmp_path/"runs"
 
