@@ -1,4 +1,4 @@
-"""Files that version 1 wrote are read: its YAML, cache, checkpoint and LoRA. tests/data_v1 was written by the last commit before the renames."""
+"""Files that version 1 wrote are read: its YAML, cache, checkpoint and LoRA. tests/version_1.zip was written by the last commit before the renames."""
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,13 +12,11 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import load_config_from_yaml
 from qie_nb.trainer import QwenImageEditTrainer
 
-DATA = Path(__file__).parents[1]/"data_v1"
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    "A copy of version 1's folder, as the working directory."
-    shutil.copytree(DATA, tmp_path/"v1")
+    "Version 1's folder, as the working directory."
+    shutil.unpack_archive(Path(__file__).parents[1]/"version_1.zip", tmp_path/"v1")
     monkeypatch.chdir(tmp_path/"v1")
     return tmp_path/"v1"
 
