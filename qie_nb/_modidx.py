@@ -1684,6 +1684,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'qie_nb/planning/doctor.py'),
                                         'qie_nb.planning.doctor.DoctorReport.__repr__': ( 'planning/doctor.html#doctorreport.__repr__',
                                                                                           'qie_nb/planning/doctor.py'),
+                                        'qie_nb.planning.doctor.DoctorReport._fit': ( 'planning/doctor.html#doctorreport._fit',
+                                                                                      'qie_nb/planning/doctor.py'),
                                         'qie_nb.planning.doctor.DoctorReport._repr_html_': ( 'planning/doctor.html#doctorreport._repr_html_',
                                                                                              'qie_nb/planning/doctor.py'),
                                         'qie_nb.planning.doctor.DoctorReport._rows': ( 'planning/doctor.html#doctorreport._rows',

@@ -294,10 +294,19 @@ def __repr__(self:DoctorReport):
     return "\n\n".join([first, *map(repr, self.plans().values())])
 
 @patch
-def _repr_html_(self:DoctorReport):
-    head = note(self._summary(), good=not self.of("error"))
-    head += table_html(self._rows(), ("", "check", "result", "remedy"))
-    return head + "".join(f"<h4>{n.title()}</h4>" + p._repr_html_() for n, p in self.plans().items())
+def _fit(self:DoctorReport) -> str: # the chosen strategy's memory, "" without a GPU
+    if (p := self.plan) is None or p.gpu is None: return ""
+    sizes = f"{p.shown.total / 1e9:.1f} GB of {p.gpu.bytes / 1e9:.1f} GB GPU memory"
+    return f"fits: {'yes' if p.chosen else 'no'}, {sizes}"
+
+@patch
+def _repr_html_(self:DoctorReport): # details are folded
+    fold = lambda title, page: f"<details><summary>{title}</summary>{page}</details>"
+    table = lambda rows: table_html(rows, ("", "check", "result", "remedy")) if rows else ""
+    rows = self._rows()
+    head = note("; ".join(filter(None, (self._fit(), self._summary()))), good=not self.of("error"))
+    head += table([r for r in rows if r[0] in ("error", "warning")]) + fold("all checks", table(rows))
+    return head + "".join(fold(n, p._repr_html_()) for n, p in self.plans().items())
 
 # %% ../../nbs/planning/04_doctor.ipynb #48085782
 def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None

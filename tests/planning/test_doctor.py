@@ -163,7 +163,8 @@ def test_the_plan_is_part_of_the_report(machine, real):
     report = doctor(real, replace(machine, gpus=(T4, T4)))
     data = json.loads(json.dumps(report.data()))
     assert data["plan"]["gpu"] == "Tesla T4" and data["disk"]["items"] and report.plan.gpu.count == 2 and not report.plan.gpu.bf16
-    assert "<h4>Disk</h4>" in report._repr_html_() and repr(report.disk) in repr(report)
+    assert re.search(r"^<div[^>]*>fits: yes, [\d.]+ GB of [\d.]+ GB GPU memory; ", report._repr_html_())
+    assert "<details><summary>disk</summary>" in report._repr_html_() and repr(report.disk) in repr(report)
     assert "GPU 0 bfloat16" in findings(report, "warning")
     none = doctor(real, replace(machine, gpus=(replace(T4, bytes=3 * GB),)))
     assert "nothing fits this GPU" in findings(none, "error")["GPU memory"].remedy
