@@ -13,6 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from .core.older_settings import translate
+from .core.presets import PRESETS, with_preset
+
 # %% ../nbs/core/07_config.ipynb #f55ddc45
 AutoBool = bool | Literal["auto"]
 PathStr = Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)]
@@ -234,6 +237,9 @@ class LoggingSection(Section):
 # %% ../nbs/core/07_config.ipynb #2bc1746d
 class Config(Section):
     "The whole configuration."
+    preset: str | None = setting(None,
+        f"settings for a trial or a GPU, which your own settings override: {', '.join(PRESETS)}",
+        frozen=True, exclude=True) # a saved configuration has all its values
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
@@ -242,6 +248,8 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     lr_scheduler: SchedulerSection = SchedulerSection()
     logging: LoggingSection = LoggingSection()
+
+    def __init__(self, **raw): super().__init__(**with_preset(raw))
 
 def describe(model=Config, prefix:str="") -> list:
     "(dotted name, default, description) of every key of a section."
@@ -270,64 +278,6 @@ def _error_text(error) -> str:
         return f"`{name}` is not a known key; did you mean `{nearest_key(name)}`?"
     msg = e["msg"].removeprefix("Value error, ")
     return msg if msg.startswith("`") else f"`{name}`: {msg[0].lower() + msg[1:]}, got {e['input']!r}"
-
-# %% ../nbs/core/07_config.ipynb #8bcd550d
-ALIASES = {
-    "model.release_shards": "model.delete_downloaded_shards",
-    "model.table_steps": "model.modulation_table_steps",
-    "train.block_streaming": "train.blocks_to_swap",
-    "train.transformer_devices": "train.model_parallel_devices",
-    "train.eval_noises": "train.eval_noise_samples", "train.eval_pictures": "train.eval_images",
-    "train.mask_background": "train.mask_min_weight",
-    "train.stop_after_nonfinite": "train.max_nonfinite_steps",
-    "train.ode_integration_steps": "train.eval_num_inference_steps",
-    "training.learning_rate": "optimizer.lr", "training.lr": "optimizer.lr",
-    "training.batch_size": "data.batch_size", "training.image_size": "data.image_size",
-    "training.dataset_path": "data.dataset_path", "training.cache_dir": "cache.cache_dir",
-    "data.folder_path": "data.dataset_path", "data.cache_latents_to_disk": "cache.use_cache",
-    "data.cache_dir": "cache.cache_dir", "data.use_cache": "cache.use_cache",
-    "cache.decode_ahead": "cache.prefetch", "cache.prompt_prefix": "cache.share_prompt_prefix",
-    "cache.identity": "cache.encoder_id", "cache.vision_windows": None,
-}
-
-# %% ../nbs/core/07_config.ipynb #20aebe92
-def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., init_args: {...}}`
-    notes = []
-    if "init_args" in section:
-        section |= (section.pop("init_args") or {}) | section
-        notes.append(f"{name}.init_args.* -> {name}.*")
-    if "class_path" in section:
-        leaf, what = section.pop("class_path").rsplit(".", 1)[-1].lower(), "ImageDataset"
-        if name == "optimizer":
-            what = f"optimizer.name: {(today := {'adam8bit': 'adamw8bit', 'adam': 'adamw'}.get(leaf, leaf))}"
-            section.setdefault("name", today)
-        notes.append(f"{name}.class_path -> {what}")
-    return notes
-
-# %% ../nbs/core/07_config.ipynb #1128a49e
-def _old_settings(out): # yields (old name, today's or None, value), removed from `out`
-    datasets, training = out.pop("datasets", None) or [], out.pop("training", None)
-    datasets = [datasets] if isinstance(datasets, dict) else datasets
-    folders = [d["folder_path"] for d in datasets if "folder_path" in d]
-    if folders: yield "datasets[].folder_path", "data.dataset_path", folders if folders[1:] else folders[0]
-    for k, v in [item for d in datasets for item in d.items() if item[0] != "folder_path"]:
-        yield f"datasets[].{k}", ALIASES.get(f"data.{k}", f"data.{k}"), v
-    for k, v in training.items() if isinstance(training, dict) else ():
-        name = f"train.{k}"
-        yield f"training.{k}", ALIASES.get(f"training.{k}", ALIASES.get(name, name)), v
-    for section, values in out.items():
-        for k in list(values) if isinstance(values, dict) else ():
-            if (name := f"{section}.{k}") in ALIASES: yield name, ALIASES[name], values.pop(k)
-
-def translate(raw:dict) -> tuple: # (dict with today's names, list of notes "old -> new")
-    out, notes = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}, []
-    for name in ("data", "optimizer"):
-        if isinstance(out.get(name), dict): notes += _unwrap_class(out[name], name)
-    for old, new, value in list(_old_settings(out)):
-        notes.append(f"{old} -> {new}" if new else f"{old} has no effect any more")
-        section, _, key = (new or "").partition(".")
-        if new and isinstance(values := out.setdefault(section, {}), dict): values.setdefault(key, value)
-    return out, notes
 
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process

@@ -37,8 +37,8 @@ class Gpu:
     def tensor_cores(self) -> bool: # compute capability 7.0 or later?
         return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower())
 
-_GIB = {"T4": 14.56, "L4": 22., "A10G": 22., "RTX 3090": 23.6, "RTX 4090": 23.6, "RTX 5090": 31.3,
-        "A100 40": 39.4, "A100 80": 79.2, "H100": 79.1, "H200": 139.8}
+_GIB = {"RTX 3060": 11.7, "T4": 14.56, "RTX 4080": 15.6, "L4": 22., "A10G": 22., "RTX 3090": 23.6,
+        "RTX 4090": 23.6, "RTX 5090": 31.3, "A100 40": 39.4, "A100 80": 79.2, "H100": 79.1, "H200": 139.8}
 GPUS = {n: Gpu(n, int(gib * 2**30), n != "T4") for n, gib in _GIB.items()}
 
 # %% ../../nbs/planning/03_plan.ipynb #bb7ea727

@@ -4,7 +4,8 @@ import json
 import pytest, yaml
 
 from qie_nb import config
-from qie_nb.config import ALIASES, describe, load_config_from_yaml, make_config
+from qie_nb.core.older_settings import ALIASES
+from qie_nb.config import describe, load_config_from_yaml, make_config
 
 V1 = dict(model=dict(release_shards=False, table_steps=[8]), cache=dict(decode_ahead=2, prompt_prefix=False, identity="ab12", vision_windows=False),
           train=dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"], eval_noises=3, eval_pictures=1, mask_background=0.5, stop_after_nonfinite=7))
@@ -40,3 +41,18 @@ def test_translations_are_reported_once(capsys, monkeypatch):
 
 def test_wrong_values_name_the_setting():
     with pytest.raises(ValueError, match="`train.eval_images`: input should be greater than or equal to 0, got -1"): make_config(dict(train=dict(eval_pictures=-1)))
+
+
+def test_a_preset_lies_under_explicit_settings(tmp_path):
+    c = make_config(dict(preset="Tiny", train=dict(max_train_steps=7, val_path="x")))
+    assert (c.preset, c.train.max_train_steps, c.train.val_fraction, c.data.image_size) == ("tiny", 7, 0., [96, 96])
+    assert config.Config(preset="tiny", train=config.TrainSection(seed=3)).train.seed == 3
+    config.save_config(c, tmp_path/"c.yaml")
+    assert load_config_from_yaml(tmp_path/"c.yaml").model_dump() == c.model_dump(), "a saved configuration has all values"
+    c = make_config(dict(preset="rtx4080", data=dict(image_size=[1024, 1024]), model=None))
+    assert c.data.control_area == 2**20 and c.train.gradient_checkpointing is True and c.model.quantize == "nf4"
+
+
+def test_a_misspelt_preset_is_refused():
+    with pytest.raises(ValueError, match="`preset` 't4x3' does not exist; did you mean `t4x2`"): make_config(dict(preset="t4x3"))
+    with pytest.raises(ValueError, match="data.image_size"): make_config(dict(preset="t4", data=dict(image_size=["a"])))

@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from qie_nb.cli import main
+from qie_nb.core.presets import GPU_PRESETS
 from qie_nb.config import make_config
 from qie_nb.planning.memory_query import MemoryQuery, memory_query, model_facts
 from qie_nb.planning.plan import GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name
@@ -85,6 +86,16 @@ def test_settings_for_the_encoders_are_kept():
     assert new(cache=dict(vae_encoder_device="cuda:0")) == NF4 and new(model=dict(text_encoder_offload=True)).get("model") is None
     assert encoder_settings(q, None, c) == {}, "no GPU"
     assert encoder_settings(memory_query(c, model_facts("tiny")[0], 4), t4, c) == {}, "a tiny model"
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+@pytest.mark.parametrize("side", [512, 1024])
+def test_presets_are_the_plans_choice(name, side):
+    data = dict(image_size=[side, side], control_area=side * side)
+    found = plan("2511", name, config=dict(data=data)).changes
+    assert {f"{s}.{k}": v for s, keys in found.items() for k, v in keys.items()} == GPU_PRESETS[name][side > 512]
+    p = plan(dict(preset=name, data=data), name)
+    assert p.fits(p.asked) and not p.changes and p.asked.query.target * 256 == side * side
 
 
 def test_compiled_blocks_are_requested():
