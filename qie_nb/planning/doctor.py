@@ -185,7 +185,8 @@ def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a 
     name, precision = c.model.pretrained_model_name_or_path, c.train.mixed_precision
     if precision == "auto": precision = "bf16" if all(g.bf16 for g in m.gpus) else "fp16"
     out = dict(dtype="bfloat16" if precision == "bf16" else "float32")
-    if not is_local(name): return out | next((dict(variant=v) for v in ("2509", "2511") if v in name), {})
+    if not is_local(name):
+        return out | dict(model=Path(name).name) | {"variant": v for v in ("2509", "2511") if v in name}
     parts = Components(name, variant=c.model.variant)
     out |= dict(variant=parts.variant.name) | {k: getattr(c.data, k) or v for k, v in parts.areas.items()}
     files = [f for p in ("vae", "text_encoder") for f in (parts.folder/p).glob("*.safetensors")]
@@ -194,8 +195,23 @@ def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a 
     return out | dict(vae=own["vae"], text_encoder=own["text_encoder"].rpartition("-")[0])
 
 def _differing(manifest, mine) -> list: # keys; the text encoder's identity may end with its quantization
-    same = lambda k, v: str(manifest.get(k)).startswith(v) if k == "text_encoder" else manifest.get(k, v) == v
+    def same(k, v):
+        if k == "model": return manifest.get(k) != "tiny" # an attached folder may have any name
+        return str(manifest.get(k)).startswith(v) if k == "text_encoder" else manifest.get(k, v) == v
     return [k for k, v in mine.items() if not same(k, v)]
+
+def cache_misfit(
+    folder, # of a cache
+    config, # `Config` or dict
+) -> str: # "" if it fits or is empty
+    "Why a cache belongs to another model."
+    from qie_nb.cache import EmbeddingCacheManager
+    try: known = EmbeddingCacheManager(folder).identities() if Path(folder).is_dir() else {}
+    except (ValueError, OSError) as e: return str(e)
+    mine = _identity(make_config(config), MachineInfo(Environment("script"), {}, installed_gpus()))
+    if not all(_differing(v, mine) for v in known.values()): return ""
+    made = ", ".join(f"{v.get('model')}, {v.get('dtype')}" for v in known.values())
+    return f"which was made with another model ({made})" * bool(known)
 
 def cache_findings(m:MachineInfo, c:Config=None) -> list:
     from qie_nb.cache import EmbeddingCacheManager
@@ -214,8 +230,8 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
         return [Finding("cache", value, "warning", remedy)]
     other = ", ".join(f"{k} {v}" for k, v in mine.items() if any(k in keys for keys in differ.values()))
     return [Finding("cache", value, "error",
-                    f"it belongs to another model; this run has {other}: attach the cache of this model, "
-                    "or set `cache.cache_dir` to a new folder and precompute")]
+                    f"it was made with another model; this run has {other}. Use a new "
+                    "`cache.cache_dir`, which will be filled again, or attach this model's cache")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:

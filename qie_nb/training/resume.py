@@ -6,7 +6,8 @@
 __all__ = ['RunResume']
 
 # %% ../../nbs/training/05_resume.ipynb #bd1de032
-import hashlib, json, tempfile, time
+import hashlib, io, json, os, tempfile, time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -14,16 +15,20 @@ from fastcore.basics import patch
 
 from ..config import make_config
 from ..core.environment import detect_environment
+from ..data.dataset import ImageDataset
 from ..data.images import source_digest
+from ..data.samples import split_held_out
 from ..devices.distributed import full_state, shard_like, sharded_state
 from ..lora import adapters as lora
+from ..models.components import VARIANTS, Components
 from ..models.hub import base_digest
 from ..planning.disk_space import DiskPlan, Item, run_items
-from ..planning.memory_query import memory_query
+from ..planning.memory_query import memory_query, model_folder
 from . import checkpoint as ckpt
 from .callbacks import RunState
 from .checkpoint import SavedRun
 from .run_adapters import RunAdapters
+from .run_data import drop_bad_prompts
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
 def _names(**sections): return [f"{s}.{k}" for s, keys in sections.items() for k in keys.split()]
@@ -80,7 +85,8 @@ def _data_difference(was, now) -> str:
     other = {k for k in was.keys() & now.keys() if was[k] != now[k]}
     found = dict(without=was.keys() - now.keys(), new=now.keys() - was.keys(), changed=other)
     listed = "; ".join(f"{word} {few(sorted(ids))}" for word, ids in found.items() if ids)
-    return f"data set: {len(was)} samples in the checkpoint, {len(now)} now ({listed})"
+    if not was.items() & now.items(): return f"{len(was)} other pairs"
+    return f"pairs: {len(was)} in the checkpoint, {len(now)} now ({listed})"
 
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
     "Differences between two fingerprints, in facts that both have."
@@ -97,9 +103,48 @@ def check_same_run(name:str, was:dict, now:dict, force:bool=False):
     "Raise ValueError with all differences if a checkpoint is another run's."
     found = "; ".join(diff_runs(was, now))
     if found and not force:
-        raise ValueError(f"checkpoint {name} is of another run: {found}; set it back, start a new run in "
-                         "another `train.output_dir`, or set `train.force_resume` (--force)")
-    if found: print(f"checkpoint {name} is of another run, resumed by `train.force_resume`: {found}")
+        raise ValueError(f"checkpoint {name} belongs to a different run ({found}). To start a new run, "
+                         "choose another `train.output_dir`; to continue that run, use its settings and "
+                         "pairs, or set `train.force_resume` (--force)")
+    if found: print(f"`train.force_resume`: continuing {name} of a different run ({found})")
+
+# %% ../../nbs/training/05_resume.ipynb #c6417edc
+def _model_misfit(config, state) -> str:
+    name, was = config.model.pretrained_model_name_or_path, (state.get("run") or {}).get("base")
+    old = value_of(state.get("config"), "model.pretrained_model_name_or_path") or name
+    other = f"which belongs to a run with another model ({Path(old).name})"
+    if (folder := model_folder(name)).is_dir():
+        variant = Components(name, variant=config.model.variant).variant.name
+        return other if was and was != f"{variant} {base_digest(folder)}" else ""
+    return other if old != name and not Path(old).is_absolute() else "" # a folder may hold the same model
+
+def _digests(samples) -> dict: return {s.id: sample_digest(s) for s in samples}
+
+def _data_misfit(config, was) -> list: # of sentences
+    if not (was.get("data") and config.data.dataset_path): return []
+    c = make_config(config.model_dump() | dict(cache=dict(use_cache=False)))
+    def now(): return _digests(split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)[0])
+    try:
+        with redirect_stdout(io.StringIO()):
+            dataset = ImageDataset(c)
+            if now() == was["data"]: return []
+            drop_bad_prompts(VARIANTS[was["base"].split()[0]], dataset)
+            dataset.drop_unreadable() # decodes every image
+            return [_data_difference(was["data"], now())] if now() != was["data"] else []
+    except (ValueError, OSError): return [] # the doctor reports what is wrong with the data
+
+def checkpoint_misfit(
+    folder, # of a checkpoint
+    config, # `Config` or dict
+) -> str: # "" if it fits
+    "Why a checkpoint belongs to another run, as far as this is known before a model is loaded."
+    c, state = make_config(config), json.loads((Path(folder)/"state.json").read_text())
+    if why := _model_misfit(c, state): return why
+    was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
+    several = ["data.batch_size x processes"] * ("WORLD_SIZE" in os.environ)
+    for k in ("dtype of the base", "model.quantize", *several): del now[k]
+    found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was)
+    return f"which belongs to another run ({'; '.join(found)})" if found else ""
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce
 class RunResume:
@@ -122,7 +167,7 @@ class RunResume:
         named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
         self.fingerprint = dict(
             settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
-            data=None if samples is None else {s.id: sample_digest(s) for s in samples},
+            data=None if samples is None else _digests(samples),
             encoders=" ".join(named) or None)
         return self.fingerprint
 
@@ -208,8 +253,9 @@ def restore(self:RunResume, saved:SavedRun):
 def check_new_run(self:RunResume):
     "Raise ValueError if the output folder has a run."
     if found := ckpt.complete_checkpoints(self.root()):
-        raise ValueError(f"{str(self.root())!r} holds another run ({found[-1].name}); "
-                         "set `train.resume_checkpoint` to latest, or `train.output_dir` to another folder")
+        raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} holds checkpoints of an "
+                         f"earlier run ({found[-1].name}). To continue it, set `train.resume_checkpoint` "
+                         "to latest; to start a new run, choose another `train.output_dir`")
 
 @patch
 def check_output(self:RunResume):

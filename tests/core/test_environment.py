@@ -1,5 +1,5 @@
 """Environments in imitations: names, folders, limits, attached files, hours, network and secrets."""
-import json, os, shutil, subprocess, sys, threading, time
+import json, os, re, shutil, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 import psutil, pytest
 
 from fake_kaggle import files_of
+from helpers import write_pairs
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core import environment
@@ -58,6 +59,7 @@ def test_colab_keeps_only_files_on_drive(tmp_path):
     cache = tmp_path/"content/drive/MyDrive/qie_nb/cache"
     files(cache, {"manifest.json": json.dumps(dict(identities=dict(a=dict(model="m", variant="v1"))))})
     e = detect_environment(tmp_path, dict(COLAB_GPU="1"))
+    assert e.cache_dirs() == [str(cache)], "once, although Drive is an input and the output"
     assert e.keep == cache.parent and [f.path for f in e.found("cache")] == [cache] and e.working == tmp_path/"content"
 
 
@@ -143,6 +145,57 @@ def test_next_session_resumes_from_attached_files(attached, trained_run, tmp_pat
     assert not {"vae", "text_encoder"} & set(t.components.built), "training reads the attached cache"
     assert files_of(attached) == before, "attached files are not written"
     assert e.latest("checkpoint") == str(e.working/"checkpoints/epoch_0003")
+
+
+def model(c, name="tiny"): c["model"]["pretrained_model_name_or_path"] = name
+def rank(c): c["model"]["lora"]["r"] += 1
+def other_pairs(c): c["data"]["dataset_path"] = str(write_pairs(Path(c["train"]["output_dir"]).parent/"mine", ((48, 32),) * 3, seed=5))
+def one_pair_less(c):
+    copy = shutil.copytree(c["data"]["dataset_path"], Path(c["train"]["output_dir"]).parent/"less")
+    next((copy/"training_images").glob("*.png")).unlink()
+    c["data"]["dataset_path"] = str(copy)
+
+
+@pytest.mark.parametrize("change, why", [
+    (model, "with another model (tiny"), (rank, "`model.lora.r`: "), (other_pairs, "(4 other pairs)"), (one_pair_less, "pairs: 4 in the checkpoint, ")])
+def test_latest_takes_only_what_fits(change, why, attached, trained_run, tmp_path, capsys):
+    e, c = on_kaggle(tmp_path), trained_run.settings(tmp_path/"new")
+    assert e.latest("checkpoint", c).endswith("epoch_0002") and not capsys.readouterr().out
+    change(c)
+    assert e.latest("checkpoint", c) is None
+    (line,) = capsys.readouterr().out.splitlines() # of two checkpoints
+    assert line.startswith(f"not used: checkpoint in {attached}/checkpoints, which belongs to ") and why in line, line
+
+
+def test_a_checkpoint_fits_although_an_image_is_skipped(trained_run, pairs, tmp_path):
+    "A truncated image is skipped by the trainer, so it is not in the checkpoint."
+    e, root = on_kaggle(tmp_path), pairs(((48, 32),) * 4)
+    image = sorted((root/"training_images").glob("*.png"))[0]
+    image.write_bytes(image.read_bytes()[:60])
+    c = trained_run.settings(e.working, data=dict(dataset_path=str(root)), cache=dict(cache_dir=str(tmp_path/"cache")), train=dict(num_epochs=1, eval_steps=None))
+    QwenImageEditTrainer(c).fit()
+    assert e.latest("checkpoint", c)
+
+
+def test_a_new_run_gets_its_own_folders(trained_run, pairs, tmp_path, capsys):
+    "The working folder has the cache and checkpoints of a trial that was run before trials had a folder."
+    e = on_kaggle(tmp_path)
+    trial = trained_run.settings(e.working, cache=dict(cache_dir=str(e.working/"cache")), train=dict(max_train_steps=2, eval_steps=None))
+    model(trial)
+    QwenImageEditTrainer(trial).fit()
+    c = {name: {k: v for k, v in keys.items() if k not in ("output_dir", "cache_dir", "log_dir")} for name, keys in trial.items()}
+    again = e.run_settings(c)
+    assert again["train"] == trial["train"] | dict(resume_checkpoint=str(e.working/"checkpoints/step_00000002"))
+    assert again["cache"]["cache_dir"] == [str(e.working/"cache")] and again["logging"]["log_dir"] == str(e.working/"runs")
+    assert e.run_settings(c, "trial")["train"]["output_dir"] == str(e.working/"trial")
+    model(c, "Qwen/Qwen-Image-Edit-2511"), capsys.readouterr()
+    mine = e.run_settings(c | dict(predict={}))
+    assert mine["train"] == c["train"] | dict(output_dir=str(e.working/"run"), resume_checkpoint=None) and "predict" in mine
+    assert mine["cache"]["cache_dir"] == [str(e.working/"cache-2")] and mine["logging"]["log_dir"] == str(e.working/"run/runs")
+    said = capsys.readouterr().out
+    assert re.sub(r"\S+/kaggle", "/kaggle", said).splitlines() == [
+        "not used: checkpoint in /kaggle/working/checkpoints, which belongs to a run with another model (tiny)",
+        "not used: cache in /kaggle/working/cache, which was made with another model (tiny, float32)"]
 
 
 def test_incomplete_checkpoint_is_not_found(attached, tmp_path):

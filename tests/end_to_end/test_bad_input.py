@@ -256,7 +256,7 @@ def test_refused_with_the_documented_message(kind, what, run, tmp_path, built, m
     assert not built, f"loaded {dict(built)} before it was refused"
 
 
-def difference(what): return documented()["resume", what].removeprefix("checkpoint step_00000002 is of another run: ").split("; set it back")[0]
+def difference(what): return documented()["resume", what].removeprefix("checkpoint step_00000002 belongs to a different run (").split("). To start")[0]
 
 
 def test_all_differences_are_named_at_once(run, tmp_path, built):

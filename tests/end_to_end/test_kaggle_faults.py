@@ -118,7 +118,7 @@ def test_a_cache_of_another_model_stops(tmp_path):
     out = tmp_path/"other"
     QwenImageEditTrainer(settings(write_pairs(tmp_path/"set", ((48, 32),) * 2), out, "v1")).cache_embeddings()
     run = run_with(platform_of(tmp_path, inputs={"notebooks/user/other": out}))
-    only_error(run, "cache", "another model.*variant 2511.*attach the cache of this model, or set `cache.cache_dir` to a new folder")
+    only_error(run, "cache", "another model.*variant 2511.*Use a new `cache.cache_dir`")
     assert run.inputs_written == []
 
 
