@@ -7,14 +7,16 @@ __all__ = ['AutoBool', 'PathStr', 'Folder', 'setting', 'Section', 'LoraSection',
            'save_config']
 
 # %% ../nbs/core/07_config.ipynb #923373d9
-import difflib, json
+import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from .core.older_settings import translate
+from .core.options import SYNONYMS, Options, plain_words
 from .core.presets import PRESETS, with_preset
+from .core.settings_text import merge_settings, parse_settings, read_settings
 
 # %% ../nbs/core/07_config.ipynb #f55ddc45
 AutoBool = bool | Literal["auto"]
@@ -26,6 +28,10 @@ def setting(default, description, **limits): return Field(default, description=d
 class Section(BaseModel):
     "A part of the configuration; refuses unknown keys, checks assignments."
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+    def __setattr__(self, name, value): # one sentence, as for a file
+        try: super().__setattr__(name, value)
+        except ValidationError as e: raise ValueError(_error_text(e)) from None
 
 def _lora_targets(v): return v.split(",") if isinstance(v, str) and "," in v else v
 
@@ -108,7 +114,8 @@ class StepSection(Section):
     offload_activations: bool = setting(False, "keep gradient_checkpointing's block inputs in host memory")
     model_parallel_devices: list[str] = setting([],
         "GPUs that share the transformer's blocks, e.g. [cuda:0, cuda:1]; default only train.device")
-    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = setting("auto",
+    mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(
+        lambda v: "no" if v is False else v)] = setting("auto", # YAML reads a bare no as false
         "bf16, no (float32), or fp16: float32 with large products and attention in scaled float16, against "
         "overflow; auto is bf16, on GPUs without it fp16, without tensor cores no")
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping", ge=0)
@@ -216,7 +223,8 @@ class OptimizerSection(Section):
 class SchedulerSection(Section):
     "The learning rate schedule, with diffusers' names."
     scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts",
-                            "polynomial"] = "constant_with_warmup"
+                            "polynomial"] = setting("constant_with_warmup",
+        "constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial")
     warmup_steps: int = setting(0, "optimizer steps of linear warm-up", ge=0)
     num_cycles: float | None = setting(None, "cycles of the cosine schedules; default diffusers'", gt=0)
     power: float = setting(1.0, "exponent of `polynomial`", gt=0)
@@ -251,10 +259,18 @@ class Config(Section):
 
     def __init__(self, **raw): super().__init__(**with_preset(raw))
 
-def describe(model=Config, prefix:str="") -> list:
-    "(dotted name, default, description) of every key of a section."
-    rows = []
-    for k, f in model.model_fields.items():
+# %% ../nbs/core/07_config.ipynb #f789735b
+def describe(
+    section=Config, # or a dotted name: "train", "model.lora"
+    prefix:str="",
+) -> Options:
+    "(dotted name, default, description) of every setting of a section."
+    if isinstance(section, str):
+        rows = Options(r for r in describe() if f"{r[0]}.".startswith(f"{section}."))
+        if rows: return rows
+        raise ValueError(f"`{section}` is not a known key; did you mean `{nearest_key(section)}`?")
+    rows = Options()
+    for k, f in section.model_fields.items():
         if isinstance(f.annotation, type) and issubclass(f.annotation, BaseModel):
             rows += describe(f.annotation, f"{prefix}{k}.")
         else: rows.append((prefix + k, f.get_default(), f.description or ""))
@@ -264,20 +280,28 @@ def describe(model=Config, prefix:str="") -> list:
 def nearest_key(key:str) -> str:
     "The known dotted configuration key closest to a misspelt one."
     ending = lambda k: k.rsplit(".", 1)[-1]
+    if (ours := SYNONYMS.get(ending(key))) and key != ending(ours): return ours
     known = [*Config.model_fields, *(name for name, *_ in describe())]
-    same = [k for k in known if ending(k) == ending(key)]
+    same = [k for k in known if k != key and ending(k) == ending(key)]
     longer = [k for k in known if set(ending(key).split("_")) <= set(ending(k).split("_"))]
     return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
 _TAGS = {"str", "bool", "int", "float"} # pydantic appends the type of a union to the location
-
 def _error_text(error) -> str:
-    e = error.errors()[0]
-    name = ".".join(str(p) for p in e["loc"] if p not in _TAGS and not set(str(p)) & set("[("))
-    if e["type"] == "extra_forbidden":
+    place = lambda e: ".".join(str(p) for p in e["loc"] if p not in _TAGS and not set(str(p)) & set("[("))
+    e, name = error.errors()[0], place(error.errors()[0])
+    choices = [o for o in error.errors() if o["type"] == "literal_error" and place(o) == name] # of a union
+    if choices: e = choices[0]
+    if e["type"] in ("extra_forbidden", "no_such_attribute"):
         return f"`{name}` is not a known key; did you mean `{nearest_key(name)}`?"
+    if e["type"] == "frozen_field":
+        return f"`{name}` cannot be changed afterwards; give it where the configuration is made"
     msg = e["msg"].removeprefix("Value error, ")
-    return msg if msg.startswith("`") else f"`{name}`: {msg[0].lower() + msg[1:]}, got {e['input']!r}"
+    if msg.startswith("`"): return msg
+    msg = plain_words(msg)
+    if choices and any(o["type"].startswith("bool") and place(o) == name for o in error.errors()):
+        msg = msg.replace("must be", "must be true, false or")
+    return f"`{name}`{'' if msg.startswith('must') else ':'} {msg}, got {e['input']!r}"
 
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process
@@ -295,16 +319,14 @@ def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, or
     except ValidationError as e: raise ValueError(_error_text(e)) from None
 
 # %% ../nbs/core/07_config.ipynb #8d705341
-def load_config_from_yaml(path) -> Config: # YAML or JSON file
+def load_config_from_yaml(
+    path=None, # YAML or JSON file; None: only `settings`
+    settings=(), # "key=value", override the file's
+) -> Config:
     "Read and check a configuration file."
-    import yaml
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"`config` {str(path)!r} does not exist; give the path of a YAML file")
-    read = json.loads if path.suffix == ".json" else yaml.safe_load
-    try: raw = read(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as e:
-        raise ValueError(f"`config` {str(path)!r} is not valid: {' '.join(str(e).split())}") from None
+    raw = {} if path is None else read_settings(path)
+    if settings and isinstance(raw, dict | None):
+        raw = merge_settings(translate(raw or {})[0], translate(parse_settings(settings))[0])
     return make_config(raw)
 
 def save_config(config:Config, path): # YAML file to write

@@ -6,5 +6,9 @@
 __all__ = ['ImageDataset', 'loader', 'EmbeddingCacheHook']
 
 # %% ../../nbs/data/07_data.ipynb #f246ec18
-from .dataset import EmbeddingCacheHook, ImageDataset, loader
 _all_ = ["ImageDataset", "loader", "EmbeddingCacheHook"]
+
+def __getattr__(name): # imports torch only when one of the names is used
+    if name not in _all_: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from qie_nb.data import dataset
+    return getattr(dataset, name)

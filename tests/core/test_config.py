@@ -1,5 +1,5 @@
 """The configuration: version 1's spellings give the same settings, and each is reported once per process."""
-import json
+import json, re
 
 import pytest, yaml
 
@@ -40,7 +40,7 @@ def test_translations_are_reported_once(capsys, monkeypatch):
 
 
 def test_wrong_values_name_the_setting():
-    with pytest.raises(ValueError, match="`train.eval_images`: input should be greater than or equal to 0, got -1"): make_config(dict(train=dict(eval_pictures=-1)))
+    with pytest.raises(ValueError, match="`train.eval_images` must be at least 0, got -1"): make_config(dict(train=dict(eval_pictures=-1)))
 
 
 def test_a_preset_lies_under_explicit_settings(tmp_path):
@@ -56,3 +56,31 @@ def test_a_preset_lies_under_explicit_settings(tmp_path):
 def test_a_misspelt_preset_is_refused():
     with pytest.raises(ValueError, match="`preset` 't4x3' does not exist; did you mean `t4x2`"): make_config(dict(preset="t4x3"))
     with pytest.raises(ValueError, match="data.image_size"): make_config(dict(preset="t4", data=dict(image_size=["a"])))
+
+
+@pytest.mark.parametrize("raw, sentence", [
+    (dict(train=dict(steps=3)), "`train.steps` is not a known key; did you mean `train.max_train_steps`?"), (dict(learning_rate=1), "did you mean `optimizer.lr`"),
+    (dict(train=dict(compile="x")), "`train.compile` must be true, false or 'auto', got 'x'"), (dict(train=dict(num_epochs=1.5)), "must be an integer, got 1.5"),
+    (dict(model=dict(lora=3)), "`model.lora` must be a mapping of settings, got 3")])
+def test_messages_say_what_a_value_must_be(raw, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)): make_config(raw)
+
+
+def test_a_misspelt_attribute_is_one_sentence():
+    with pytest.raises(ValueError, match="^`steps` is not a known key; did you mean `train.max_train_steps`.$"): make_config().train.steps = 3
+    with pytest.raises(ValueError, match="^`preset` cannot be changed afterwards"): make_config().preset = "t4"
+
+
+def test_settings_of_a_command_line_override_a_file(tmp_path):
+    (tmp_path/"run.yaml").write_text("train: {eval_pictures: 1, mixed_precision: no}\nmodel: {lora: {r: 4}}")
+    c = load_config_from_yaml(tmp_path/"run.yaml", ["train.eval_images=3", "model.lora.lora_alpha=2", "optimizer.lr=1e-4", "train.style_prompts={a: b}"])
+    assert (c.train.eval_images, c.train.mixed_precision, c.model.lora.r, c.model.lora.lora_alpha, c.optimizer.lr, c.train.style_prompts) == (3, "no", 4, 2, 1e-4, dict(a="b"))
+    with pytest.raises(ValueError, match="did you mean `model.lora.r`"): load_config_from_yaml(tmp_path/"run.yaml", ["model.lora.rank=3"])
+    with pytest.raises(ValueError, match="`lora.r` and `lora` are both set"): load_config_from_yaml(None, ["lora=1", "lora.r=3"])
+
+
+@pytest.mark.parametrize("text, sentence", [("train:\n\tseed: 1", "line 2: the line contains a tab; use spaces"), ('data: {dataset_path: "C:\\pairs"}', "use single quotes"),
+                                            ("train:\n  seed 1\n  a: 2", "line 3: mapping values are not allowed here")])
+def test_yaml_errors_name_the_line(text, sentence, tmp_path):
+    (tmp_path/"run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=sentence): load_config_from_yaml(tmp_path/"run.yaml")
