@@ -94,9 +94,10 @@ def _dataset(m, a):
 
 def _keep(m, a):
     if not a.config: return None
-    from qie_nb.data.dataset import find_samples
+    from qie_nb.data.samples import config_samples
     t, dataset = _trainer(a), _dataset(m, a)
-    more = [t.data.subset(dataset, find_samples(t.config.train.val_path))] if t.config.train.val_path else []
+    path = t.config.train.val_path
+    more = [t.data.subset(dataset, config_samples(t.config.data, path))] if path else []
     return set().union(*(d.entries_needed() for d in (dataset, *more)))
 
 def _gc(m, a):

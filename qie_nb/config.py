@@ -76,8 +76,15 @@ class ModelSection(Section):
 class DataSection(Section):
     "The images and captions."
     dataset_path: Folder = setting(None, "folder (or folders) with targets, controls and captions")
-    image_size: list[int] = setting([1024, 1024],
-        "[width, height] in pixels: an area, or exact with `crop`", min_length=2, max_length=2)
+    target_dir: PathStr | None = setting(None,
+        "folder in dataset_path with the images after the edit; default: found by its name")
+    control_dir: Folder = setting(None, "the same for the images before the edit; a list: several per pair")
+    prompt: str | None = setting(None, "one instruction for all pairs without a caption or prompt.txt")
+    trigger_word: str | None = setting(None,
+        "word to put before each prompt that lacks it, or instead of [trigger]")
+    image_size: Annotated[list[int], BeforeValidator(lambda v: [v, v] if type(v) is int else v)] = setting(
+        [1024, 1024], "[width, height] in pixels, or one number for a square: an area, or exact with `crop`",
+        min_length=2, max_length=2)
     crop: bool = setting(False, "crop every image to the aspect ratio of `image_size`")
     control_area: int | None = setting(None, "pixels of controls; default the model's: 1024*1024", ge=1024)
     vl_area: int | None = setting(None,

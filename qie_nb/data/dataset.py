@@ -21,7 +21,7 @@ from ..core.cache_report import status_html
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered, source_digest
-from .samples import Samples, cached_size, find_samples, load_images, load_mask, open_unchanged, usable
+from .samples import Samples, cached_size, config_samples, find_samples, load_images, load_mask, open_unchanged, usable
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -32,14 +32,16 @@ class ImageDataset(Dataset):
     ):
         path = config.get("dataset_path") if isinstance(config, dict) else None
         if hasattr(path, "column_names"): # a `datasets.Dataset`
-            config, samples = config | dict(dataset_path=None), find_samples(path)
+            names = {k: config.get(k) for k in ("prompt", "trigger_word")}
+            config, samples = config | dict(dataset_path=None), find_samples(path, **names)
         self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
-        self.found = find_samples(self.config.dataset_path) if samples is None else samples
+        self.found = config_samples(self.config) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
         self.epoch, self.areas, self.cached_only, self._masks = 0, {}, False, {}
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
+        if samples is None: self._say_notes()
 
     def __len__(self): return len(self.samples)
     def set_epoch(self, epoch): self.epoch = epoch
@@ -48,6 +50,15 @@ class ImageDataset(Dataset):
         rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:",
                 *(f"  {i}: {why}" for i, why in self.skipped[:5])]
         return "\n".join(rows + [f"  and {len(self.skipped) - 5} more"] * (len(self.skipped) > 5))
+
+_printed = set() # notes
+
+@patch
+def _say_notes(self:ImageDataset):
+    few = f"only {len(self)} pairs: most edits need 20 or more"
+    for note in (*self.found.notes, *[few] * (len(self) < 10)):
+        if note not in _printed: print(note)
+        _printed.add(note)
 
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
     if isinstance(config, DataSection): return config, None, 0, None

@@ -6,7 +6,7 @@
 __all__ = ['figure']
 
 # %% ../../nbs/data/00_images.ipynb #75751bb3
-import hashlib, io, math, os
+import hashlib, io, math, os, re, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,14 +117,38 @@ def _check_shape(im):
         raise _Refused(f"is {w}x{h}, more than 16 times as long as wide; crop it or remove the pair")
 
 # %% ../../nbs/data/00_images.ipynb #85bdf007
-_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "PPM")
+_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "PPM", "HEIF")
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning) # `pair_checks` marks large images
+
+def _add_heif():
+    try: import pillow_heif
+    except ImportError: return
+    if "HEIF" not in Image.OPEN: pillow_heif.register_heif_opener()
+
+def _check_format(head):
+    "Raises `_Refused` with the name of a format that Pillow does not read."
+    heic = head[4:8] == b"ftyp" and head[8:11] in (b"hei", b"hev", b"mif", b"msf")
+    if heic: raise _Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
+    for start, kind in {b"%PDF": "PDF", b"8BPS": "Photoshop", b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL": "JPEG XL",
+                        b"FUJI": "camera raw", b"PK": "zip"}.items():
+        if head.startswith(start): raise _Refused(f"is in {kind} format; save it as PNG or JPEG")
+    if head.startswith(b"version https://git-lfs"): raise _Refused("is a Git LFS pointer; run `git lfs pull`")
+    if head.lstrip()[:9].lower() in (b"<!doctype", b"<html>", b"<html lan"):
+        raise _Refused("is a web page; download the image again or remove the pair")
 
 def _open_still(f): # not decoded yet
-    if not f.read(1): raise OSError("it is empty")
+    if not (head := f.read(32)): raise OSError("it is empty")
     f.seek(0)
     Image.init()
-    im = Image.open(f, formats=[k for k in _FORMATS if k in Image.OPEN])
-    n = 1 if im.format == "MPO" else getattr(im, "n_frames", 1)
+    if head[4:8] == b"ftyp": _add_heif()
+    try: im = Image.open(f, formats=[k for k in _FORMATS if k in Image.OPEN])
+    except Image.DecompressionBombError as e:
+        raise _Refused(f"has {int(re.search('[0-9]+', str(e))[0]) // 10**6} megapixels, more than the "
+                       f"{2 * Image.MAX_IMAGE_PIXELS // 10**6} that we open; make it smaller or remove the pair") from None
+    except UnidentifiedImageError:
+        _check_format(head)
+        raise
+    n = 1 if im.format in ("MPO", "HEIF") else getattr(im, "n_frames", 1)
     if n > 1: raise _Refused(f"has {n} frames; save one of them")
     return im
 
@@ -139,7 +163,8 @@ def open_image(
         with _file_of(source) as f, _open_still(f) as im: return _upright(im)
 
 # %% ../../nbs/data/00_images.ipynb #03bda415
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
+HEIC_SUFFIXES = (".heic", ".heif") # read with pillow-heif
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", *HEIC_SUFFIXES)
 
 def _peek(f, at:int=0, whence:int=0) -> bytes: # the rest of the file from there
     here = f.tell()

@@ -6,6 +6,7 @@
 __all__ = ['Sample']
 
 # %% ../../nbs/data/03_samples.ipynb #ac2e389a
+import os, re
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -15,9 +16,9 @@ from PIL import Image
 
 from ..cache import stable_seed
 from ..core.display import table_html
-from .folders import entries_of, read_folders, read_pairs
-from .images import crop_to, open_image, read_bytes, read_image_size, remembered, source_digest, source_name
-from .tables import TABLE_SUFFIXES, match_columns, read_dataset, read_table, table_rows
+from .folders import contents, entries_of, is_hidden, it_contains, named_folder, read_folders, read_pairs
+from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered, source_digest, source_name
+from .tables import TABLE_SUFFIXES, few, instruction, match_columns, prompt_file, read_dataset, read_table, table_rows, text_of
 
 # %% ../../nbs/data/03_samples.ipynb #3743c870
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Sample:
     controls: tuple # images before the edit
     prompt: str
     mask: object = None # white: full weight of the loss, black: `train.mask_min_weight`
+    prompt_from: object = None # the `Path` of its own caption file; else text that says where the prompt is
 
 # %% ../../nbs/data/03_samples.ipynb #8536ca27
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
@@ -36,9 +38,12 @@ class Samples(list):
     "The samples of a data set and how they were found."
     def __init__(self, samples=(), layout:str="", # description of the files
         ignored=(), # (name, reason) of unused files
+        notes=(), # what was guessed, one sentence each
     ):
         super().__init__(samples)
-        self.layout, self.ignored = layout, list(ignored)
+        self.layout, self.ignored, self.notes = layout, list(ignored), list(notes)
+
+    def like(self, samples): return Samples(samples, self.layout, self.ignored, self.notes)
 
     def __repr__(self):
         counts = {len(s.controls) for s in self} or {0}
@@ -53,21 +58,55 @@ class Samples(list):
     def _repr_html_(self):
         rows = [(s.id, len(s.controls), s.prompt) for s in self[:3]]
         left = f"<details><summary>ignored</summary>{table_html(self.ignored)}</details>" * bool(self.ignored)
-        return f"<p>{escape(repr(self))}</p>{table_html(rows, ('sample', 'controls', 'prompt'))}{left}"
+        notes = "".join(f"<p>{escape(n)}</p>" for n in self.notes)
+        return f"<p>{escape(repr(self))}</p>{notes}{table_html(rows, ('sample', 'controls', 'prompt'))}{left}"
+
+# %% ../../nbs/data/03_samples.ipynb #3956ebc3
+def add_trigger(prompt:str, word) -> str:
+    "Put a trigger word before a prompt that lacks it, or where the prompt says [trigger]."
+    if not word or "[trigger]" in prompt: return prompt.replace("[trigger]", word) if word else prompt
+    return prompt if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt, re.I) else f"{word}, {prompt}"
+
+def _no_caption(found, bad):
+    one = next((r for r in bad if not isinstance(r[5], str)), None)
+    where = (f"write each into a text file of its image's name, e.g. {str(one[1].with_suffix('.txt'))!r}, or one for "
+             "all into prompt.txt beside the folders or `data.prompt`") if one else (
+             f"fill {bad[0][5]}, or set one instruction for all in `data.prompt`")
+    empty = " or an empty one" * any(r[5] for r in bad)
+    alone = [name for name, why in found.ignored if why == "a caption without an image"]
+    unused = f" (captions without an image: {few(alone)})" * bool(alone)
+    raise ValueError(f"{len(bad)} of {len(found.rows)} samples have no caption{empty}: "
+                     f"{few(r[0] for r in bad)}{unused}; {where}")
+
+def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was added, in words)
+    bad, rows, file = [r for r in found.rows if not r[3]], found.rows, found.shared
+    said = (text_of(file).strip() if file else "") or (prompt or "").strip()
+    if bad and not said: _no_caption(found, bad)
+    source = "`data.prompt`" if said == (prompt or "").strip() else f"{file.name} of the data set"
+    said = bad and instruction(said, "prompt", source)
+    rows = [r if r[3] else (*r[:3], said, r[4], source) for r in rows]
+    added = [f"{source} for {len(bad)} of {len(rows)}"] if bad else ["`data.prompt` is not needed"] * bool(prompt)
+    out = [(*r[:3], add_trigger(r[3], trigger), *r[4:]) for r in rows]
+    if n := sum(a[3] != b[3] for a, b in zip(out, rows)): added.append(f"trigger word {trigger!r} added to {n}")
+    return out, "".join(f", {a}" for a in added)
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
-def _samples(rows, layout, ignored=()) -> Samples:
-    return Samples(sorted((Sample(*r) for r in rows), key=lambda s: s.id), layout, ignored)
+def _samples(found, prompt=None, trigger=None) -> Samples:
+    rows, added = _with_prompts(found, prompt, trigger)
+    samples = sorted((Sample(*r) for r in rows), key=lambda s: s.id)
+    return Samples(samples, found.layout + added, found.ignored, found.notes)
 
-def _has_known_columns(table, columns) -> bool:
-    try: return bool(match_columns([*{c: 0 for _, r in table_rows(table) for c in r}], table.name, columns))
+def _has_known_columns(table, columns, optional) -> bool:
+    optional = [*optional, *["prompt"] * bool(prompt_file(table.parent))]
+    names = lambda: [*{c: 0 for _, r in table_rows(table) for c in r}]
+    try: return bool(match_columns(names(), table.name, columns, optional))
     except ValueError: return False
 
-def _table_in(root, columns) -> Path: # or None
+def _table_in(root, columns, optional=("mask",)) -> Path: # or None
     tables = {p.name: p for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES and p.is_file()
               and not p.name.startswith(".")}
     metadata = next((tables[name] for s in TABLE_SUFFIXES if (name := f"metadata{s}") in tables), None)
-    fitting = [p for p in tables.values() if not metadata and _has_known_columns(p, columns)]
+    fitting = [p for p in tables.values() if not metadata and _has_known_columns(p, columns, optional)]
     if len(fitting) > 1: fitting = [p for p in fitting if p.stem == "train"] or fitting
     if len(fitting) > 1:
         raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: {', '.join(p.name for p in fitting)}; "
@@ -75,44 +114,109 @@ def _table_in(root, columns) -> Path: # or None
     return metadata or (fitting[0] if fitting else None)
 
 # %% ../../nbs/data/03_samples.ipynb #1e8bf42c
-def _in_folder(root, columns) -> Samples: # or None
-    table = _table_in(root, columns)
-    found = read_table(table, columns) if table else read_folders(root) or read_pairs(root)
-    if found: return _samples(*found)
-    if (root/"train").is_dir() and (more := _in_folder(root/"train", columns)):
-        ignored = [(f"train/{name}", why) for name, why in more.ignored]
-        return Samples(more, f"in train/: {more.layout}", ignored)
+def _images_below(folder, deep:int=4) -> bool:
+    try: found = [p for p in entries_of(folder) if not is_hidden(p)]
+    except ValueError: return False
+    known = IMAGE_SUFFIXES + TABLE_SUFFIXES
+    return any(p.suffix.lower() in known and p.is_file() for p in found) or deep > 0 and any(
+        _images_below(p, deep - 1) for p in found if p.is_dir() and not p.is_symlink())
+
+def _inner(root) -> Path: # train/, or the only folder with images; or None
+    if (root/"train").is_dir(): return root/"train"
+    if any(p.suffix.lower() in IMAGE_SUFFIXES and not is_hidden(p) for p in entries_of(root)): return None
+    dirs = [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and _images_below(d)]
+    return dirs[0] if len(dirs) == 1 else None
+
+def _found(root, columns, sides, optional, deep:int=4): # sides: (target_dir, [control_dirs]); `Found` or None
+    chosen = [n for n in (sides[0], *sides[1]) if n]
+    inner = _inner(root) if deep and not all(named_folder(root, n) for n in chosen) else None
+    table = None if chosen else _table_in(root, columns, optional)
+    found = None if inner else read_table(table, columns, optional) if table else (
+        read_folders(root, *sides) or read_pairs(root))
+    if found or not deep or not (inner := inner or _inner(root)): return found
+    if not (more := _found(inner, columns, sides, optional, deep - 1)): return None
+    name = f"{inner.name}/"
+    note = [f"data: in {name!r}, the only folder with images in {str(root)!r}"] * (name != "train/")
+    beside = [(p.name, f"not in {name}") for p in entries_of(root) if p != inner and not is_hidden(p)]
+    shared = more.shared or prompt_file(root)
+    ignored = [(name + n, why) for n, why in more.ignored] + [b for b in beside if b[0].lower() != "prompt.txt"]
+    return more._replace(layout=f"in {name}: {more.layout}", ignored=ignored, notes=note + more.notes, shared=shared)
 
 def _several(sets) -> Samples:
     samples = [replace(s, id=f"{n}/{s.id}") for n, found in enumerate(sets) for s in found]
     ignored = [(f"{n}/{name}", why) for n, found in enumerate(sets) for name, why in found.ignored]
-    return Samples(samples, "; ".join(f"{n}: {found.layout}" for n, found in enumerate(sets)), ignored)
+    return Samples(samples, "; ".join(f"{n}: {found.layout}" for n, found in enumerate(sets)), ignored,
+                   [note for found in sets for note in found.notes])
 
-def _none_found(path): # raises the reason
-    for table in [p for p in entries_of(path) if p.suffix.lower() in (".jsonl", ".csv")][:1]:
-        read_table(table)
-    raise ValueError(f"`data.dataset_path` {str(path)!r} holds no images; "
-                     "expected training_images/ and control_images/, or metadata.jsonl")
+# %% ../../nbs/data/03_samples.ipynb #146fc335
+ARCHIVES = (".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
+_HUB = ("load it with `data = datasets.load_dataset({})` and train on `loader(data, ...)` of "
+        "qie_nb.data, or download its files and give the folder")
+
+def _none_found(path, columns=None, optional=("mask",)): # raises the reason
+    path = Path(path)
+    for table in [p for p in entries_of(path) if p.suffix.lower() in TABLE_SUFFIXES and (columns or p.suffix != ".json")][:1]:
+        read_table(table, columns, optional)
+    kinds = {p.suffix.lower(): p for p in path.glob("**/*") if p.suffix.lower() in (*ARCHIVES, ".parquet")}
+    if ".parquet" in kinds: remedy = "For parquet files, " + _HUB.format(f"'parquet', data_dir={str(path)!r}")
+    elif kinds: remedy = f"Unpack {next(iter(kinds.values())).name} first"
+    else: remedy = ("Put the images before the edit into control_images/ and those after it, with the same names, into "
+                    "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
+    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}. {remedy}")
+
+def _no_folder(path, root): # raises the reason
+    what, kind = f"`data.dataset_path` {str(path)!r}", root.suffix.lower()
+    if re.match("https?://", str(path)):
+        raise ValueError(f"{what} is a web address; for a data set of the Hugging Face hub, "
+                         + _HUB.format("'owner/name'"))
+    if root.is_file():
+        raise ValueError(f"{what} is " + (
+            "an archive; unpack it and give the folder" if kind in ARCHIVES else
+            "an image; give the folder of your pairs" if kind in IMAGE_SUFFIXES else
+            "a parquet file; " + _HUB.format(f"'parquet', data_files={str(path)!r}") if kind == ".parquet" else
+            f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not root.parent.is_dir()
+    raise FileNotFoundError(f"{what} does not exist" + (
+        "; if it is a data set of the Hugging Face hub, " + _HUB.format(repr(str(path))) if hub else
+        f"; set it to the folder of your pairs" if not root.parent.is_dir() else
+        f" in {str(root.parent)!r}, which has: {contents(root.parent, False)}; set it to the folder of your pairs"))
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
-    path, # folder, table (.jsonl, .json, .csv), `datasets.Dataset`, or a list of them
+    path, # folder, table (.jsonl, .json, .csv, .tsv), `datasets.Dataset`, or a list of them
     columns:dict=None, # `dict(target=..., control=... or [...], prompt=..., mask=...)`
+    target_dir=None, control_dir=None, # folders in `path`; control_dir may be a list
+    prompt:str=None, # for samples without a caption
+    trigger_word:str=None, # put before each prompt that lacks it
 ) -> Samples: # sorted by id
     "The samples of a data set."
-    if isinstance(path, (list, tuple)): return _several([find_samples(p, columns) for p in path])
-    if hasattr(path, "column_names"): return _samples(*read_dataset(path, columns))
+    dirs = [] if control_dir is None else [control_dir] if isinstance(control_dir, (str, Path)) else list(control_dir)
+    again = dict(columns=columns, target_dir=target_dir, control_dir=dirs, prompt=prompt, trigger_word=trigger_word)
+    if isinstance(path, (list, tuple)): return _several([find_samples(p, **again) for p in path])
+    if path is None and target_dir and dirs:
+        target_dir, *dirs = (os.path.abspath(os.path.expanduser(d)) for d in (target_dir, *dirs))
+        path = os.path.commonpath([target_dir, *dirs])
+    optional = ["mask", *["prompt"] * bool(prompt)]
+    if hasattr(path, "column_names"): return _samples(read_dataset(path, columns, optional), prompt, trigger_word)
     if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
         raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
                          "table or a datasets.Dataset")
-    root, what = Path(path).expanduser(), f"`data.dataset_path` {str(path)!r}"
-    if root.is_file():
-        if root.suffix.lower() in TABLE_SUFFIXES: return _samples(*read_table(root, columns))
-        raise ValueError(f"{what} is no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}")
-    if not root.is_dir():
-        raise FileNotFoundError(f"{what} does not exist; set it to the folder of your pairs")
-    return _in_folder(root, columns) or _none_found(path)
+    root = Path(path).expanduser()
+    if root.is_dir(): found = _found(root, columns, (target_dir, dirs), optional)
+    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES: found = read_table(root, columns, optional)
+    else: _no_folder(path, root)
+    return _samples(found or _none_found(root, columns, optional), prompt, trigger_word)
+
+def config_samples(
+    data, # the section `data` of a configuration
+    path=None, # another data set, e.g. `train.val_path`; its folders may have other names
+) -> Samples:
+    "`find_samples` with the settings of a configuration."
+    names, here = dict(target_dir=data.target_dir, control_dir=data.control_dir), path or data.dataset_path
+    dirs = [d for v in names.values() for d in (v if isinstance(v, list) else [v]) if d]
+    if path and not all(not os.path.isabs(d) and (Path(path).expanduser()/d).is_dir() for d in dirs): names = {}
+    return find_samples(here, **names, prompt=data.prompt, trigger_word=data.trigger_word)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
 def cached_size(source) -> tuple: # (width, height)
@@ -137,7 +241,7 @@ def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target an
         else: keep.append(s); sizes.append(size)
     if skipped and not keep:
         raise ValueError(f"none of {len(skipped)} samples can be used; the first: {skipped[0][1]}")
-    return Samples(keep, getattr(samples, "layout", ""), getattr(samples, "ignored", ())), sizes, skipped
+    return samples.like(keep) if isinstance(samples, Samples) else Samples(keep), sizes, skipped
 
 # %% ../../nbs/data/03_samples.ipynb #dbe59df7
 class ImageChanged(ValueError): "An image file changed after it was digested."

@@ -70,12 +70,12 @@ def read_samples(
 ) -> list: # of `SampleTokens`
     "Samples and validation pairs, from the headers of their images."
     from qie_nb.data.images import Geometry
-    from qie_nb.data.samples import find_samples, usable
+    from qie_nb.data.samples import config_samples, usable
     d, out = config.data, []
     g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"])
     tokens = lambda size, side: (size[0] // side) * (size[1] // side)
     for path in filter(None, (d.dataset_path, config.train.val_path)):
-        samples, sizes, _ = usable(find_samples(path))
+        samples, sizes, _ = usable(config_samples(d, path if path != d.dataset_path else None))
         for s, (target, *controls) in zip(samples, sizes):
             images = sum(tokens(g.vl(c), 28) + 8 * plus for c in controls)
             out.append(SampleTokens(

@@ -248,9 +248,9 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
                            "mount Drive, set `train.output_dir` and `cache.cache_dir` to folders there, "
                            "and set `train.save_steps`"))
     if not c or not c.data.dataset_path: return out
-    from qie_nb.data.samples import find_samples
+    from qie_nb.data.samples import config_samples
     path = c.data.dataset_path
-    try: found = str(find_samples(path)).split(";")[0],
+    try: found = str(config_samples(c.data)).split(";")[0],
     except (ValueError, OSError) as error: found = str(path), "error", str(error)
     return [*out, Finding("data set", *found)]
 

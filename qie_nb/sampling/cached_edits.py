@@ -14,6 +14,7 @@ import torch
 from ..cache import EmbeddingCacheManager
 from ..data.batches import as_list, collate, is_cached
 from ..data.dataset import ImageDataset
+from ..data.samples import config_samples
 from .edits import Edit, Encoded, denoise_encoded
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #87dc15e3
@@ -69,7 +70,7 @@ def cached_data(
     "A data set with its cache. Raises ValueError if there is none."
     c = trainer.config
     if isinstance(data, (str, Path)):
-        data = ImageDataset(c.data.model_copy(update=dict(dataset_path=str(data))))
+        data = ImageDataset(c.data, config_samples(c.data, str(data)))
     found = getattr(data, "dataset", data)
     if not isinstance(found, ImageDataset): found = ImageDataset(c if found is None else found)
     if found.cache is None:

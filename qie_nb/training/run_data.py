@@ -16,7 +16,7 @@ from ..config import make_config
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
-from ..data.samples import Samples, find_samples, split_held_out
+from ..data.samples import Samples, config_samples, split_held_out
 from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
 from ..encoding.vae import decode_latents
@@ -78,7 +78,7 @@ def make_loader(self:RunData,
 
 @patch
 def _val_samples(self:RunData):
-    try: return find_samples(self.config.train.val_path) if self.config.train.val_path else []
+    try: return config_samples(self.config.data, path) if (path := self.config.train.val_path) else []
     except (ValueError, FileNotFoundError) as e:
         raise type(e)(str(e).replace("`data.dataset_path`", "`train.val_path`")) from None
 

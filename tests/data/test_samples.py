@@ -22,7 +22,7 @@ def tree(root, names):
     "Images and captions by their names; each image has a colour of its own."
     for n, name in enumerate(names.split() if isinstance(names, str) else names):
         (root/name).parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith((".txt", ".caption")): (root/name).write_text("make it blue")
+        if name.lower().endswith((".txt", ".caption")): (root/name).write_text("make it blue")
         else: write_image(root/name, n)
     return root
 
@@ -54,7 +54,7 @@ after/a.png | before/a.png | captions/a.txt | folders after/ + before/, captions
 targets/a.png | control_images/a.png control_images/a_1.png control_images/a_2.png | targets/a.caption |
 targets/a.png | controls/a.png controls/a_control_1.png controls/a_control_2.png | targets/a.txt |
 images/a.png | control/a.png control_2/a.png control_10/a.png | images/a.txt |
-a_end.png | a_start.png | a.txt | one folder, pairs by their endings: targets _end, controls _start
+a_end.png | a_start.png | a.txt | one folder, pairs by their names: targets _end, controls _start
 a_target.jpg | a_control.png | a_target.txt |
 a_T.png | a_R.png | a.txt |
 x-output.png | x-input.png | x.txt |
@@ -87,21 +87,24 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
         "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without an image", "images/._a.png": "hidden",
         "images/c.txt": "a caption without an image", "images/caf\\xe9.png": "its name is not UTF-8",
         "images/dir.png": "a folder", "images/notes.md": "no image", "loose.png": "not in one of the folders"}
-    assert "1 sample (folders images/ + control/, captions/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a cap".encode() in repr(samples).encode()
+    assert "1 sample (folders images/ + control/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a cap".encode() in repr(samples).encode()
 
 
 @pytest.mark.parametrize("names, sentence", [
-    ("images/a.png images/a.txt", "has no control folder; put the images before the edit into '.*control_images'"),
+    ("images/a.png images/a.txt", "No control images found in .* It contains: images/ \\(1 .png, 1 .txt\\). Put the images before the edit into control_images/, or"),
     ("images/a.png images/a.txt images/a.caption control/a.png", "two captions have the name 'a': a.caption and a.txt in"),
     ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
-    ("a_start.png a_end.png", "sample 'a' has no caption; write its instruction into '.*a_end.txt'")])
+    ("a_start.png a_end.png", "1 of 1 samples have no caption: 'a'; write each into a text file of its image's name, e.g. '.*a_end.txt', or one for all into prompt.txt")])
 def test_unusable_folders(names, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence): find_samples(tree(tmp_path, names))
 
 
 def test_captions_are_utf_8(tmp_path):
     tree(tmp_path, "images/a.png control/a.png")
-    (tmp_path/"images"/"a.txt").write_bytes(b"\xff\xfea\0")
+    for written in ("make it blue\r\n\u732b".encode("utf-16"), b"\xfe\xff" + "make it blue\r\n\u732b".encode("utf-16-be")):
+        (tmp_path/"images"/"a.txt").write_bytes(written)
+        assert find_samples(tmp_path)[0].prompt == "make it blue\n\u732b"
+    (tmp_path/"images"/"a.txt").write_bytes(b"b\0l\0u\0e\0")
     with pytest.raises(ValueError, match="a.txt' is not UTF-8; save it as UTF-8"): find_samples(tmp_path)
     (tmp_path/"images"/"a.txt").write_bytes(b"\xef\xbb\xbf \xe6\x8a\x8a\xe7\x8c\xab \r\n")
     assert find_samples(tmp_path)[0].prompt == "把猫"
@@ -205,7 +208,7 @@ def test_unknown_columns_need_a_mapping(tmp_path):
     columns = dict(target="neu", control="alt", prompt="wunsch")
     for path in (tmp_path, tmp_path/"set.csv"):
         assert facts(find_samples(path, columns=columns), tmp_path) == [("t", "t.png", "c.png", "p")]
-        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give `columns`"): find_samples(path)
+        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give 'target' in `columns`"): find_samples(path)
     for wrong, sentence in ((columns | dict(control="old"), "'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"), (dict(edge="neu"), "'edge'")):
         with pytest.raises(ValueError, match=f"`columns` names {sentence}"): find_samples(path, wrong)
 
@@ -220,7 +223,7 @@ def test_csv_delimiters(mark, tmp_path):
 @pytest.mark.parametrize("name, text, sentence", [
     ("m.json", "[" * 100_000, "'m.json' is not valid JSON"), ("m.json", "5", "row 1 of 'm.json' must be an object"),
     ("m.csv", "", "'m.csv' has no rows"), ("m.csv", HEAD + "x" * 200_000, "'m.csv' is not valid CSV .*field larger than"),
-    ("m.csv", HEAD + ",c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"), ("m.csv", HEAD + "t.png,c.png, ", "caption of sample 't' is empty; write the instruction into row 1 of 'm.csv'"),
+    ("m.csv", HEAD + ",c.png,p", "row 1 of 'm.csv' must name an image file, got ''; write its path there"), ("m.csv", HEAD + "t.png,c.png, ", "1 of 1 samples have no caption or an empty one: 't'; fill row 1 of 'm.csv', or set one instruction for all in `data.prompt`"),
     ("m.csv", HEAD + "t.png,c.png,p\nt.png,x.png,p\ny.png,c.png,p", r"row 2 of 'm.csv' names 'x.png', which does not exist in .*; fix the path or remove the row \(2 of 3 rows are wrong\)"),
     ("m.jsonl", GOOD | dict(edit_image=5), "has no control image"),
     ("m.jsonl", GOOD | dict(edit_image=[["c.png"]]), "row 1 of 'm.jsonl' must name an image file, got"),
@@ -300,7 +303,7 @@ def test_dataset_combined_with_a_folder(tmp_path):
     (lambda d: d.select([]), "the data set has no rows"),
     (lambda d: d.to_iterable_dataset(), "a streamed data set has no length; load it without `streaming=True`"),
     (lambda d: d.remove_columns("edit_image").add_column("edit_image", ["a.png", "b.png"]), r"column 'edit_image' of the data set has no images; use `cast_column\('edit_image', datasets.Image\(\)\)`"),
-    (lambda d: d.remove_columns("prompt").add_column("prompt", ["x", None]), "caption of sample '000001' is empty; write the instruction into row 1, column 'prompt'"),
+    (lambda d: d.remove_columns("prompt").add_column("prompt", ["x", None]), "1 of 2 samples have no caption or an empty one: '000001'; fill row 1, column 'prompt', or set"),
 ])
 def test_unusable_datasets(change, sentence):
     with pytest.raises(ValueError, match=sentence): find_samples(change(hub(image=images_of(2), edit_image=images_of(2), prompt=["x", "y"])))

@@ -321,8 +321,8 @@ def empty(here): (here/"empty").mkdir(); return here/"empty"
 
 
 @pytest.mark.parametrize("case, sentence", [
-    ({"data.dataset_path": empty}, "holds no images; expected training_images/"),
-    (data(lambda root: (root/"control_images"/"0001.png").unlink()), "target '0001.png' has no control image; expected .*control_images/0001"),
+    ({"data.dataset_path": empty}, "No pairs found in .*empty.. It is empty. Put the images"),
+    (data(lambda root: (root/"control_images"/"0001.png").unlink()), "1 of 3 targets have no control image of the same name in control_images/: .0001.png"),
     (all_of(data(lambda root: (root/"control_images"/"0001.png").write_text("no image")), {"data.strict": True}),
      r"image .*control_images/0001.png' cannot be read \(not an image or broken\); replace it"),
     ({"model.pretrained_model_name_or_path": other_pipeline}, "contains a StableDiffusionPipeline; this library needs QwenImageEditPipeline"),
