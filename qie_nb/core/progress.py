@@ -7,6 +7,7 @@ __all__ = ['kernel', 'is_interactive', 'short_time']
 
 # %% ../../nbs/core/01_progress.ipynb #cf0dda11
 import importlib, os, sys, time
+from html import escape
 
 # %% ../../nbs/core/01_progress.ipynb #aea11918
 def kernel(): # of Jupyter in this process, or None
@@ -26,6 +27,26 @@ def short_time(seconds:float) -> str:
     s = int(seconds)
     return f"{s} s" if s < 60 else f"{s//60}:{s%60:02} min" if s < 3600 else f"{s//3600}:{s%3600//60:02} h"
 
+# %% ../../nbs/core/01_progress.ipynb #4e78997c
+class NotebookBar:
+    "A progress bar in the output of a cell."
+    def __init__(self, text:str, leave:bool=True): # does it stay at the end?
+        from IPython.display import HTML, display
+        self.html, self.leave, self.last, self.page = HTML, leave, 0., ""
+        self.handle = display(HTML(escape(text)), display_id=True)
+
+    def show(self, n, total, text):
+        self.page = f'<progress value="{n}" max="{total}"></progress> {escape(text)}'
+        if time.time() - self.last > 0.2 or n == total: self.draw()
+
+    def draw(self):
+        self.last = time.time()
+        if self.handle is not None: self.handle.update(self.html(self.page))
+
+    def close(self):
+        if not self.leave: self.page = ""
+        self.draw()
+
 # %% ../../nbs/core/01_progress.ipynb #006bcd5d
 class Progress:
     "Counts steps, with rate and time left, as a bar or as lines."
@@ -35,39 +56,46 @@ class Progress:
         total:int, what:str="", # steps, name of the work
         start:int=0, # steps done before
         every:float=10., # seconds between lines at the beginning
-        stream=None, # default stderr; for lines in a notebook stdout, because stderr is red
+        stream=None, # default: lines to stdout, a terminal's bar to stderr
     ):
         self.total, self.what, self.start, self.every = total, what, start, every
-        self.stream = stream or sys.stderr
-        self.lines = stream or (sys.stderr if kernel() is None else sys.stdout)
+        self.stream = stream
         self.n, self.t0, self.bar = start, time.time(), None
         self.due = self.t0 + min(1., every)
         Progress.began = Progress.began or self.t0
         if Progress.hush is None and is_interactive(stream): self.bar = self.open_bar()
 
     def open_bar(self):
-        from tqdm import tqdm
         inner = Progress.bars > 0 # e.g. an evaluation: uses the same line and disappears
         Progress.bars += 1
-        return tqdm(total=self.total, desc=self.what, initial=self.start, file=self.stream, position=0,
-                    dynamic_ncols=True, leave=not inner)
+        if self.stream is None and kernel() is not None: return NotebookBar(self.text(), not inner)
+        from tqdm import tqdm
+        return tqdm(total=self.total, desc=self.what, initial=self.start, file=self.stream or sys.stderr,
+                    position=0, dynamic_ncols=True, leave=not inner)
 
     def update(self, n:int=1, note:str=""):
         self.n += n
         if self.bar is None: return self.line(note)
+        if isinstance(self.bar, NotebookBar): return self.bar.show(self.n, self.total, self.text(note))
         if note: self.bar.set_postfix_str(note, refresh=False)
         self.bar.update(n)
+
+    def pace(self): # steps a second, seconds left or None
+        rate = (self.n - self.start) / max(time.time() - self.t0, 1e-9)
+        return rate, max(0, self.total - self.n) / rate if rate else None
+
+    def text(self, note="") -> str:
+        rate, left = self.pace()
+        left = "?" if left is None else short_time(left)
+        return f"{self.what} {self.n}/{self.total}, {rate:.2f}/s, {left} left {note}".rstrip()
 
     def line(self, note=""):
         now = time.time()
         if Progress.hush is not None or now < self.due and self.n != self.total: return
-        rate = (self.n - self.start) / max(now - self.t0, 1e-9)
-        left = max(0, self.total - self.n) / rate if rate else None
+        _, left = self.pace()
         if self.every and left is not None and 0 < left < 3: return # the last line follows soon
         self.due = now + min(300., max(self.every, (now - Progress.began) / 20)) if self.every else now
-        left = "?" if left is None else short_time(left)
-        text = f"{self.what} {self.n}/{self.total}, {rate:.2f}/s, {left} left {note}"
-        print(text.rstrip(), file=self.lines, flush=True)
+        print(self.text(note), file=self.stream or sys.stdout, flush=True)
 
     def close(self):
         if self.bar is None: return
@@ -77,10 +105,11 @@ class Progress:
 
 # %% ../../nbs/core/01_progress.ipynb #36c7a9a7
 def quiet_bars(stream=None) -> bool: # were they turned off?
-    "Turn off the bars of huggingface_hub, transformers and diffusers in batch runs."
-    if is_interactive(stream): return False
+    "Turn off the bars of other libraries in batch runs; in a notebook all but those of downloads."
+    live = is_interactive(stream)
+    if live and kernel() is None: return False
     for name, off in (("huggingface_hub.utils", "disable_progress_bars"),
                       ("transformers.utils.logging", "disable_progress_bar"),
-                      ("diffusers.utils.logging", "disable_progress_bar")):
+                      ("diffusers.utils.logging", "disable_progress_bar"))[live:]:
         if name.split(".")[0] in sys.modules: getattr(importlib.import_module(name), off)()
     return True

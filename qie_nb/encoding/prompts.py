@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/encoding/01_prompts.ipynb #1f7ef5af
-import copy
+import copy, inspect
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,10 @@ def prefix_positions(
 ) -> torch.Tensor: # [3, B, L]
     "Positions of a text with images, as in the installed pipeline."
     if positions_of(variant.pipeline) == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
-    images = (ids == text_encoder.config.image_token_id).long()
-    return text_encoder.model.get_rope_index(ids, image_grid_thw=grid, mm_token_type_ids=images)[0]
+    index, options = text_encoder.model.get_rope_index, {}
+    if "mm_token_type_ids" in inspect.signature(index).parameters: # transformers 5.3 and newer
+        options["mm_token_type_ids"] = (ids == text_encoder.config.image_token_id).long()
+    return index(ids, image_grid_thw=grid, **options)[0]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #10787327
 @dataclass(frozen=True)

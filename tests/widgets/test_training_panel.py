@@ -92,7 +92,7 @@ def test_failing_panel_does_not_end_the_run(tmp_path, is_interactive, monkeypatc
     go(t, panel, 6)
     panel.on_train_end(t)
     said = capsys.readouterr()
-    assert said.out.count("the training panel failed (RuntimeError: no ink); the run continues with plain progress") == 1 and "train 6/6" in said.err
+    assert said.out.count("the training panel failed (RuntimeError: no ink); the run continues with plain progress") == 1 and "train 6/6" in said.out
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
     TrainingPanel().on_train_begin(t)
     assert "the training panel failed (ModuleNotFoundError" in capsys.readouterr().out

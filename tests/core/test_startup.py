@@ -1,0 +1,77 @@
+"""`import qie_nb`: lazy names, nothing on stderr, errors as sentences in notebooks."""
+import inspect, json, pydoc, subprocess, sys, textwrap
+
+import pytest
+
+import qie_nb
+from helpers import settings
+from qie_nb.core.startup import NAMES, errors_as_sentences
+
+STAR = "from qie_nb import *; import sys; print(sorted(n for n in globals() if n[0] != '_'), {'torch', 'numpy'} & {*sys.modules})"
+
+
+def test_star_import_gives_ten_names_without_torch():
+    done = subprocess.run([sys.executable, "-c", STAR], capture_output=True, text=True, check=True)
+    ten = "QwenImageEditTrainer ImageDataset sample_viewer cache_status before_after compare_edits compare_validation show_tensorboard plan doctor"
+    assert done.stdout.strip() == f"{sorted([*ten.split(), 'sys'])} set()" and not done.stderr
+    assert isinstance(qie_nb.__version__, str)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lazy_name_is_like_its_object(name):
+    lazy = getattr(qie_nb, name)
+    real = lazy.__wrapped__
+    from IPython.core.oinspect import getdoc
+    assert inspect.signature(lazy) == inspect.signature(real) and pydoc.render_doc(lazy).split("\n", 1)[1] == pydoc.render_doc(real).split("\n", 1)[1]
+    assert getdoc(lazy) == getdoc(real) == real.__doc__
+
+
+def test_lazy_class(pairs, tmp_path):
+    from qie_nb.data.dataset import ImageDataset
+    made = qie_nb.ImageDataset(settings(pairs(), tmp_path)["data"])
+    assert type(made) is ImageDataset and isinstance(made, qie_nb.ImageDataset) and not isinstance(1, qie_nb.ImageDataset)
+    assert issubclass(ImageDataset, qie_nb.ImageDataset) and qie_nb.ImageDataset.__getitem__ is ImageDataset.__getitem__
+    assert not hasattr(qie_nb.ImageDataset, "_repr_html_")
+
+
+def test_handler_of_the_user_is_kept():
+    from IPython.core.interactiveshell import InteractiveShell
+    shell, mine = InteractiveShell(), lambda *a, **kw: None
+    shell.set_custom_exc((KeyError,), mine)
+    errors_as_sentences(shell)
+    assert shell.custom_exceptions == (KeyError,)
+
+
+FIRST = """
+from qie_nb import *
+t = QwenImageEditTrainer({config!r})
+t.cache_embeddings(); t.fit(); t.save_lora("lora"); t.predict({image!r}, "invert the colours", num_inference_steps=2)
+plan("2511", "T4", 512); doctor({config!r})
+"""
+
+
+@pytest.mark.slow
+def test_first_calls_and_commands_write_nothing_to_stderr(pairs, tmp_path):
+    root = pairs(((96, 64),) * 4)
+    config = settings(root, tmp_path, train=dict(max_train_steps=2))
+    (tmp_path/"run.yaml").write_text(json.dumps(config))
+    code = FIRST.format(config=config, image=str(root/"control_images"/"0000.png"))
+    cli = lambda *a: ["-m", "qie_nb.cli", *a]
+    for args in (["-c", code], *(cli(c, "--config", "run.yaml") for c in ("precompute", "train", "plan", "doctor")), cli("--help")):
+        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0 and done.stderr == "", (args, done.stderr[-3000:])
+
+
+@pytest.mark.slow
+def test_notebook_shows_the_sentence_and_no_stderr(pairs, tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+    config = settings(pairs(), tmp_path, train=dict(max_train_steps=2))
+    cells = [FIRST.split("t.cache")[0].format(config=config), "t.cache_embeddings()", "QwenImageEditTrainer(dict(train=dict(stepz=1)))", "%tb", "1/0"]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(c).strip()) for c in cells])
+    NotebookClient(nb, kernel_name="python3", allow_errors=True, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    outputs = [c.outputs for c in nb.cells]
+    assert not [o for out in outputs for o in out if o.get("name") == "stderr"]
+    mistake, full, bug = ("\n".join(out[-1].traceback) for out in outputs[2:])
+    assert "stepz" in mistake and mistake.count("\n") < 4 and "Traceback" not in mistake
+    assert "Traceback" in full and "Traceback" in bug
