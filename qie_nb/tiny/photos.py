@@ -97,7 +97,7 @@ EDITS = dict(
 
 # %% ../../nbs/tiny/01_photos.ipynb #40d23050
 def make_pairs(
-    folder, # gets training_images/ and control_images/; files of the same names are replaced
+    folder, # gets training_images/ and control_images/; replaces pairs that were made here before
     edit, # a key of `EDITS`, or an `Edit`
     n:int=32, size:tuple=(96, 96), seed:int=0, split:str="train", # as in `crops`
 ) -> Path: # the folder
@@ -112,4 +112,8 @@ def make_pairs(
         im.save(controls/f"{i:04}.png")
         edit(im).save(targets/f"{i:04}.png")
         (targets/f"{i:04}.txt").write_text(edit.instruction, encoding="utf-8")
+    known = {e.instruction for e in (edit, *EDITS.values())}
+    for old in targets.glob("[0-9][0-9][0-9][0-9].txt"): # of an earlier call with more pairs
+        if int(old.stem) < n or old.read_text(encoding="utf-8") not in known: continue
+        for p in (old, old.with_suffix(".png"), controls/f"{old.stem}.png"): p.unlink(missing_ok=True)
     return folder
