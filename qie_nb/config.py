@@ -146,6 +146,11 @@ def _check_hours(v):
     if v in (None, "auto") or type(v) in (int, float) and v > 0: return v
     raise ValueError(f"`train.max_hours` must be a number of hours above 0, auto or null, got {v!r}")
 
+class TrainSample(Section):
+    "An image and an instruction to edit it with in every evaluation."
+    image: PathStr | list[PathStr] = setting(..., "path, or a list: several control images", min_length=1)
+    prompt: str = setting(..., "the instruction", pattern=r"\S")
+
 class TrainSection(StepSection):
     "The run: its length, precision, checkpoints and evaluation."
     output_dir: PathStr = setting(".", "folder for `checkpoints/`")
@@ -158,15 +163,19 @@ class TrainSection(StepSection):
     keep_checkpoints: int = setting(2, "complete checkpoints to keep, in addition to the best", ge=1)
     checkpoint_budget_gb: float | None = setting(None,
         "GB (1e9 bytes) for checkpoints; the newest complete one is always kept", gt=0)
-    eval_interval: int = setting(5, "epochs between evaluations; 0: never", ge=0)
+    eval_interval: Annotated[int, Field(ge=0)] | Literal["auto"] = setting("auto",
+        "epochs between evaluations; 0: never; auto: four in a run, at least 20 steps apart, or `eval_steps`")
     eval_steps: int | None = setting(None, "optimizer steps between further evaluations", ge=1)
-    eval_num_inference_steps: int = setting(20, "sampling steps of evaluation images", ge=2)
+    eval_at_start: bool = setting(True, "evaluate also before the first step, to compare with")
+    eval_num_inference_steps: int = setting(12, "sampling steps of evaluation images", ge=2)
     eval_noise_samples: int = setting(2, "noises per held-out pair and part of the noise levels", ge=1)
-    eval_images: int = setting(4, "held-out pairs to edit at each evaluation", ge=0)
+    eval_images: int = setting(2, "held-out pairs to edit at each evaluation", ge=0)
+    samples: list[TrainSample] = setting([], "images of yours to edit at each evaluation: [{image, prompt}]")
     test_image_dir: PathStr | None = setting(None,
         "folder with a sub-folder per style: the first image of each is edited into the other styles")
     style_prompts: dict[str, str] = setting({}, "instruction by style; default prompt.txt in its folder")
-    val_fraction: float = setting(0.0, "fraction of control images held out of training", ge=0, lt=1)
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = setting("auto",
+        "fraction of control images held out of training; auto: one of ten or more, none with `val_path`")
     val_path: PathStr | None = setting(None, "data set for evaluation only")
     resume_checkpoint: PathStr | None = setting(None, "checkpoint folder, or `latest`")
     force_resume: bool = setting(False, "resume even if data, seed, model or adapter differ")

@@ -44,8 +44,11 @@ class ProgressCallback(Callback):
         if self.bar is None: return # setup failed
         self.bar.close()
         s, n, took = t.state, t.global_step - self.start, time.time() - self.t0
+        if not n and s.stop == "done":
+            return print(f"already at {t.global_step} of {s.max_steps} steps; raise `train.max_train_steps` "
+                         "to train more")
         skipped = f"; {s.skipped} steps without a finite loss were skipped" if s.skipped else ""
-        rate = f"{n / max(took, 1e-9):.2f}/s"
+        rate = f"{n / max(took - s.eval_seconds, 1e-9):.2f} steps/s"
         print(f"trained {n} steps in {short_time(took)} ({rate}), {t.global_step} in total: "
               f"{s.stop or 'stopped by an error'}{skipped}")
 
@@ -96,8 +99,9 @@ class CSVCallback(Callback):
         source = here or (files(from_.parent/"logs") if from_ and t.global_step else [])
         rows = rows_up_to(source[-1], t.global_step) if source else []
         self.path = here[-1] if here else folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
-        if rows and int(rows[-1]["step"]) == t.global_step: # of an evaluation repeated after a resume
-            rows[-1] |= {k: repr(float(v)) for k, v in t.state.metrics.items()}
+        metrics = {k: repr(float(v)) for k, v in t.state.metrics.items()} # of an evaluation before any step
+        if metrics and not rows: rows = [dict(time=round(time.time(), 3), step=t.global_step, epoch=t.state.epoch)]
+        if rows and int(rows[-1]["step"]) == t.global_step: rows[-1] |= metrics
         write_atomic(self.path, "".join(map(csv_line, [dict(zip(ROW, ROW)), *rows])).encode())
         write_atomic(self.path.with_suffix(".jsonl"), "".join(map(json_line, rows)).encode())
         self.at, self.waiting, self.printed = t.global_step, {".csv": "", ".jsonl": ""}, False
@@ -261,7 +265,7 @@ class LogCallback(Callback):
 @patch
 def say(self:LogCallback, text): # once
     if text not in self.printed:
-        self.printed.add(text); print(f"[IMAGE_LOG] {text}" if "image" in text else text)
+        self.printed.add(text); print(text)
 
 @patch
 def send(self:LogCallback, method, *a):
@@ -295,8 +299,6 @@ def images(self:LogCallback, t):
         reported = sum(str(text).startswith("image left out") for text in self.printed)
         self.say(f"image left out: {problem}" if reported < 3
                  else "more images cannot be read; they are left out without a message")
-    self.say("images come from the batch" if got["source"] == "batch" else
-             "latents are cached; images are loaded from their files when due")
     for tag, image in tagged(got): self.send("image", tag, image, t.global_step)
 
 @patch
@@ -306,7 +308,9 @@ def samples(self:LogCallback, t):
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
         tag, text = f"samples/{s.name}", s.caption
-        if s.shown: edit, text = image_grid([s.shown[0], edit, s.shown[1]]), f"control, edit, target: {text}"
+        if s.shown:
+            names = "control, edit, target" if s.shown[1:] else "control, edit"
+            edit, text = image_grid([s.shown[0], edit, *s.shown[1:]]), f"{names}: {text}"
         self.send("image", tag, edit, t.global_step)
         if self.captions.get(tag) != text: self.send("text", tag, text, t.global_step)
         self.captions[tag] = text
@@ -341,3 +345,9 @@ def logging_callbacks(config) -> list:
     for n in names: check_log(n, config.logging.log_dir)
     sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
     return [CSVCallback(), *[LogCallback(sinks)] * bool(sinks), progress_callback(config)]
+
+class OpenPanel(Callback):
+    "Shows the panel before an evaluation that comes before the first step."
+    def __init__(self, logs): self.panels = [c for c in logs if isinstance(c, TrainingPanel)]
+    def on_train_begin(self, t):
+        for p in self.panels: p.on_train_begin(t)

@@ -6,7 +6,6 @@
 __all__ = ['QwenImageEditTrainer']
 
 # %% ../nbs/01_trainer.ipynb #59b72818
-import time
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -209,7 +208,7 @@ def apply_update(self:QwenImageEditTrainer,
 def setup_run(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
     "Prepare or continue a run."
     c, s = self.config.train, self.state
-    s.stop, s.began = "", time.time()
+    s.start()
     self.setup_accelerator()
     self.components.check()
     check_torchao()
@@ -266,10 +265,9 @@ def free_step_memory(self:QwenImageEditTrainer):
 @patch
 def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.evaluation.evaluate import EvaluationCallback
-    from qie_nb.logging import logging_callbacks
-    logs = logging_callbacks(self.config)
-    return [UnloadEncodersCallback(), EvaluationCallback(self.config), NonFiniteStop(),
-            *(logs if self.is_main else ()), CheckpointCallback(), TimeLimitCallback()]
+    from qie_nb.logging import OpenPanel, logging_callbacks
+    logs = logging_callbacks(self.config) if self.is_main else []
+    return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(), *logs, CheckpointCallback(), TimeLimitCallback()]
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
 @patch

@@ -52,7 +52,7 @@ def settings(root, tmp_path, variant="2511", **sections):
     return merged(dict(
         model=dict(pretrained_model_name_or_path=str(tiny_folder(variant)), lora=dict(r=4, lora_alpha=8)),
         data=dict(dataset_path=str(root), image_size=[64, 64], batch_size=2, caption_dropout_rate=0.3),
-        train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0),
+        train=dict(output_dir=str(tmp_path), device="cpu", mixed_precision="no", num_epochs=2, save_interval=0, eval_interval=0, eval_at_start=False),
         cache=dict(cache_dir=str(tmp_path/"cache")), optimizer=dict(lr=1e-3), logging=dict(log_dir=str(tmp_path/"runs"), report_to="none")), sections)
 
 

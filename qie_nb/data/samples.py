@@ -278,14 +278,20 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
     raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or take it out")
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
+AUTO = 10 # control images, from which one is held out by default
+
 def split_held_out(
-    samples:list, fraction:float, # of the control images, 0 to 1
+    samples:list,
+    fraction, # of the control images, 0 to 1, or auto
     seed:int=0,
 ) -> tuple: # (training samples, validation samples)
     "Split off validation pairs, grouped by their first control image."
-    if not fraction: return list(samples), []
+    if not fraction or fraction == "auto" and len(samples) < AUTO: return list(samples), []
     first = [source_digest(s.controls[0]) for s in samples]
     groups = sorted(set(first), key=lambda d: stable_seed(seed, d, "held out"))
+    if fraction == "auto": # one, if there are enough
+        if len(groups) < AUTO: return list(samples), []
+        fraction = 1 / len(groups)
     n = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
     if n < 1:
         raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "

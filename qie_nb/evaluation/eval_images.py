@@ -61,7 +61,7 @@ class EvalCase:
     controls: list    # of [1, C, 1, h, w]
     cond: object      # [1, L, D] embedding of the prompt
     uncond: object    # of the empty prompt, or None: no guidance
-    shown: tuple = () # control and target, uint8 [H, W, 3]
+    shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
 
 def file_name(text:str) -> str:
     return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
@@ -76,6 +76,7 @@ def pair_cases(
     trainer,
     dataset, # `ImageDataset`
     n:int, # number of pairs
+    own:bool=False, # `train.samples`, which have no target?
 ) -> list: # of `EvalCase`
     "Pairs to edit, spread over the data set."
     last, cases = len(dataset) - 1, []
@@ -83,8 +84,9 @@ def pair_cases(
     for k, i in enumerate(chosen):
         s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i)
         shown = side_by_side(images["control"], len(images["image"])), images["image"]
-        cases.append(EvalCase(f"{k:02}_{file_name(s.id)}", s.prompt, got.shape, got.controls, got.cond,
-                              got.uncond, shown))
+        name = file_name(s.id) if own else f"{k:02}_{file_name(s.id)}"
+        cases.append(EvalCase(name, s.prompt, got.shape, got.controls, got.cond, got.uncond,
+                              shown[:1] if own else shown))
     return cases
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c788
@@ -98,7 +100,8 @@ def style_cases(
     for a in styles:
         prompts = {b: prompt for b, (_, prompt) in styles.items() if b != a}
         edits = make_edits(trainer.components, geometry, styles[a][0], list(prompts.values()))
-        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond)
+        shown = side_by_side(edits[0].images, edits[0].size[1]),
+        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond, shown)
                   for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
     return cases
 
@@ -110,11 +113,13 @@ def eval_cases(
 ) -> list: # of `EvalCase`
     "The run's evaluation images, encoded at the first call."
     data = trainer.held_out if is_available(trainer.components, "vae") else None
-    n = trainer.config.train.eval_images
-    key = repr((n if data else 0, [s.id for s in data.samples] if data else (), styles, trainer.geometry()))
+    n, own = trainer.config.train.eval_images, trainer.config.train.samples
+    ids = [s.id for s in data.samples] if data else ()
+    key = repr((n if data else 0, ids, styles, own, trainer.geometry()))
     if _encoded.get(trainer, (None,))[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
             cases = pair_cases(trainer, data, n) if data else []
+            if own: cases += pair_cases(trainer, trainer.data.eval_data(), len(own), own=True)
             if styles: cases += style_cases(trainer, styles)
         _encoded[trainer] = key, cases
     return _encoded[trainer][1]
@@ -128,12 +133,14 @@ def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure
     write_atomic(path, out.getvalue())
 
 def overview(made): # list of (`EvalCase` with `shown`, uint8 [H, W, 3] edited)
-    "Control, edit and target of each pair with its caption, as a matplotlib figure."
-    fig = grid([(s.shown[0], edited, s.shown[1]) for s, edited in made], ["control", "edit", "target"], 2.6)
+    "Control, edit and, if known, target, each with its caption, as a matplotlib figure."
+    rows = [(s.shown[0], edited, *s.shown[1:]) for s, edited in made]
+    n = max(map(len, rows))
+    fig = grid(rows, ["control", "edit", "target"][:n], 2.6)
     fig.set_figheight(fig.get_figheight() + 0.5 * len(made))
     fig.get_layout_engine().set(h_pad=0.3) # inches, for two lines of text
     for k, (s, _) in enumerate(made):
-        axes, text = fig.axes[3 * k + 1], textwrap.fill(textwrap.shorten(printable(s.caption), 150), 80)
+        axes, text = fig.axes[n * k + 1], textwrap.fill(textwrap.shorten(printable(s.caption), 150), 80)
         axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=7,
                   parse_math=False, in_layout=False) # captions may contain dollar signs
     return fig
@@ -146,7 +153,8 @@ def render_eval_images(
     steps:int=None, # default `train.eval_num_inference_steps`
 ) -> list: # paths
     "Edit and write the images. Raises `StopRequested`."
-    steps, check, out = steps or trainer.config.train.eval_num_inference_steps, StopCheck(trainer), Path(out)
+    steps, out = steps or trainer.config.train.eval_num_inference_steps, Path(out)
+    check = StopCheck(trainer, 2) # with guidance
     todo, (me, every) = shares(len(cases), trainer), process(trainer)
     bar = Progress(len(todo) * steps, "images") if todo and me == 0 else None
     def on_step(*_):

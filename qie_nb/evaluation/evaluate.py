@@ -6,20 +6,22 @@
 __all__ = ['evaluate', 'table']
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #07170045
-import json, re
+import json, re, time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ..core.display import text_table
 from ..core.files import write_atomic
+from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop
 from ..devices.placement import temporarily_load
 from .eval_images import eval_cases, file_name, find_styles, render_eval_images
-from .validation_loss import StopRequested, ValidationLoss, compare_losses, held_out_loss, process
+from .validation_loss import PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, process
 from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
 from ..sampling.cached_edits import is_available
-from ..training.callbacks import Callback, EvalImage, due
+from ..training.callbacks import Callback, EvalImage, EvalWork, due, eval_intervals
 from ..training.checkpoint import checkpoint_name, find_checkpoint
+from ..training.run_data import samples_of
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #f21d52c9
 def evaluate_now(
@@ -47,7 +49,8 @@ def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` 
         own = re.fullmatch(r"(epoch|step)_\d+", f.parent.name) # not that of `evaluate`
         if own and r.get("losses"): found[r.get("steps") or 0] = r
     newest = max((n for n in found if n <= step), default=None)
-    return newest and (newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"]))
+    if newest is None: return None
+    return newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"])
 
 def say_change(step, held, last) -> str: # one line about an evaluation
     since = ""
@@ -62,6 +65,9 @@ def check_parts(trainer, styles=None):
     if styles and not is_available(parts, "vae", "text_encoder", "processor"):
         raise ValueError("`train.test_image_dir` needs a VAE and a text encoder, which model folder "
                          f"{parts.name!r} lacks; give a whole model or remove the key")
+    if trainer.config.train.samples and not is_available(parts, "vae"):
+        raise ValueError(f"`train.samples` needs a VAE to make images with, which model folder {parts.name!r} "
+                         "lacks; give a whole model or remove the key")
     if trainer.config.train.eval_images and trainer.held_out and not is_available(parts, "vae"):
         print("held-out pairs are evaluated by their loss only: model folder "
               f"{parts.name!r} has no VAE to make images with")
@@ -72,10 +78,12 @@ class EvaluationCallback(Callback):
     def __init__(self, config):
         c = config.train
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
-        self.last, self.at = None, 0 # last (step, ValidationLoss), and the last evaluated step
+        samples_of(config) # raises for a missing image
+        self.last, self.at, self.pace = None, 0, None # last (step, ValidationLoss), and the last evaluated step
 
     def enabled(self, t):
-        return (t.config.train.eval_interval or t.config.train.eval_steps) and (t.held_out or self.styles)
+        c = t.config.train
+        return (c.eval_interval or c.eval_steps) and (t.held_out or self.styles or c.samples)
 
     def prepare(self, t):
         if self.enabled(t): check_parts(t, self.styles), eval_cases(t, self.styles)
@@ -84,12 +92,15 @@ class EvaluationCallback(Callback):
         self.at = t.global_step
         self.last = last_result(t.checkpoint_root(), self.at) if self.at else None
         self.prepare(t)
-        if t.state.pending and self.enabled(t): self.evaluate(t, t.state.pending)
+        if not self.enabled(t): return
+        if t.state.pending: self.evaluate(t, t.state.pending)
+        elif not self.at and t.config.train.eval_at_start and not t.state.stop: self.evaluate(t)
 
     def on_step_end(self, t):
         t.state.eval_images = None
         c, over = t.config.train, t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
-        if not self.enabled(t) or not (over or due(t.state, c.eval_interval, c.eval_steps)): return
+        if not self.enabled(t): return
+        if not (over or due(t.state, *eval_intervals(c, t.state.max_steps))): return
         # the same decision in all processes, because an evaluation synchronizes them
         if not over and broadcast_stop(t.accelerator, t.state.stop): t.state.pending = self.name(t)
         else: self.evaluate(t)
@@ -97,15 +108,37 @@ class EvaluationCallback(Callback):
     def on_train_end(self, t):
         if self.enabled(t) and t.state.stop == "done" and self.at != t.global_step: self.evaluate(t)
 
+    def plan(self, t) -> EvalWork:
+        "What an evaluation computes; the last one, and long ones in a batch run, are announced."
+        c, cases, pairs = t.config.train, eval_cases(t, self.styles), len(t.held_out or ())
+        n, steps, every = len(cases), c.eval_num_inference_steps, process(t)[1]
+        parts = [f"{n} image{'s' * (n > 1)} x {steps} steps"] * bool(n)
+        parts += [f"loss of {pairs} pair{'s' * (pairs > 1)}"] * bool(pairs)
+        which = "final evaluation" if t.state.stop == "done" else "evaluation"
+        if not t.global_step: which = "evaluation before the first step"
+        batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
+        passes = -(-n // every) * steps * 2 + -(-batches // every) * len(PARTS)
+        work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
+        if left := work.seconds_left(): work.what += f", about {short_time(left)}"
+        if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
+        return work
+
+    def account(self, t, work):
+        s, took = t.state, time.time() - work.began
+        s.work, s.eval_seconds, s.eval_cost = None, s.eval_seconds + took, took
+        if work.done: self.pace = took / work.done
+
     def name(self, t): return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
 
     def evaluate(self, t, name=None):
         name = name or self.name(t)
         out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
+        work = t.state.work = self.plan(t)
         try: held, files = evaluate_now(t, out, self.styles)
         except StopRequested:
-            return print(f"evaluation at step {t.global_step} interrupted: {t.state.stop}; "
-                         "it is repeated after a resume")
+            return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
+                         "repeated on resume")
+        finally: self.account(t, work)
         t.state.pending, cases = "", eval_cases(t, self.styles)
         t.state.eval_images = [EvalImage(s.name, s.caption, f, s.shown) for s, f in zip(cases, files)]
         if held is None: return
@@ -159,12 +192,13 @@ def evaluate(
 ) -> dict: # checkpoint, weights, steps, the columns of `ValidationLoss.row`, losses, noises, pictures
     "Held-out loss, images and style matrix of any checkpoint, without training."
     c = trainer.config.train
-    if not (c.val_fraction or c.val_path or c.test_image_dir):
-        raise ValueError("nothing to evaluate on; set `train.val_fraction`, `train.val_path` or "
-                         "`train.test_image_dir`")
+    nothing = ValueError("there is nothing to evaluate on; set `train.val_fraction`, `train.val_path`, "
+                         "`train.samples` or `train.test_image_dir`")
+    if not (c.val_fraction or c.val_path or c.test_image_dir or c.samples): raise nothing
     styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
     facts, name = _load_adapter(trainer, checkpoint)
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
+    if not (trainer.held_out or styles or c.samples): raise nothing
     check_parts(trainer, styles)
     out = trainer.checkpoint_root()/"inference"/name
     with without_adapter(trainer._transformer()) if checkpoint == "base" else nullcontext():

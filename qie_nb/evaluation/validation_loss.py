@@ -119,8 +119,8 @@ class LossChange(NamedTuple):
         return "better" if self.high < 0 else "worse"
 
     def __str__(self):
-        interval = "" if self.low is None else f" ({self.low:+.4f} to {self.high:+.4f})"
-        return f"{self.difference:+.4f}{interval}: {self.verdict}"
+        if self.low is None: return f"{self.difference:+.4f} (one pair, which is too few to judge)"
+        return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f}): {self.verdict}"
 
 def compare_losses(
     a:ValidationLoss, # the earlier one
@@ -146,9 +146,11 @@ def add_up(trainer, tensor) -> torch.Tensor: # on the CPU, summed over all proce
 
 class StopCheck:
     "Raises `StopRequested` in all processes if a stop was requested after its creation."
-    def __init__(self, trainer): self.trainer, self.before = trainer, ("", "done", trainer.state.stop)
+    def __init__(self, trainer, passes:int=1): # of the transformer since the last call
+        self.trainer, self.passes, self.before = trainer, passes, ("", "done", trainer.state.stop)
     def __call__(self, *_):
         s = self.trainer.state
+        if work := getattr(s, "work", None): work.done += self.passes
         if s.poll: s.poll() # handles clicks on a stop button
         if add_up(self.trainer, torch.tensor([float(s.stop not in self.before)])).item(): raise StopRequested
 
@@ -165,7 +167,7 @@ def held_out_loss(
 ) -> ValidationLoss:
     "Loss of each pair at its fixed noise. Raises `StopRequested`."
     transformer, c = trainer._transformer(), trainer.config
-    noises, check = noises or c.train.eval_noise_samples, StopCheck(trainer)
+    noises, check = noises or c.train.eval_noise_samples, StopCheck(trainer, len(PARTS))
     batches = BucketBatchSampler(dataset, c.data.batch_size, shuffle=False).batches()
     work = shares(len(batches) * noises, trainer)
     sums, last = torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device), None

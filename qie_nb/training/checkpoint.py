@@ -177,7 +177,7 @@ class CheckpointCallback(Callback):
         if self.better(t.state) | due(t.state, c.save_interval, c.save_steps): self.save(t)
 
     def on_train_end(self, t):
-        c = t.config.train
+        c, t.state.ended = t.config.train, time.time()
         # a signal may set `stop` in one process alone
         short = t.global_step < t.state.max_steps
         wanted = short or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0]
@@ -185,7 +185,8 @@ class CheckpointCallback(Callback):
         else: t.prune_checkpoints()
 
     def save(self, t):
-        if not t.state.whole: return print("no checkpoint: the last step was torn; the one before is kept")
+        if not t.state.whole: return print("the last step was interrupted half-way, so it is not saved; the "
+                                           "checkpoint before it is kept")
         if t.finite is not None: read_nonfinite(t)
         t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
         self.saved = t.global_step

@@ -164,6 +164,8 @@ class RunResume:
         if self.adapters.modulation.fp16: dtype += ", products in float16"
         settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
                                      getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
+        held = getattr(self.adapters.data, "validation", None)
+        if settings["train.val_fraction"] == "auto" and not held: settings["train.val_fraction"] = 0.0
         named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
         self.fingerprint = dict(
             settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
@@ -186,7 +188,7 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
     if s.is_main:
         about = a.metadata()
         facts = dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
-                     skipped=skipped, ema_updates=ema.n if ema else None, pending=s.pending, best=s.best,
+                     skipped=skipped, seconds=s.seconds, ema_updates=ema.n if ema else None, pending=s.pending, best=s.best,
                      metrics=dict(s.metrics), config=self.config.model_dump(mode="json"), model=about,
                      run=self.fingerprint)
         def write(to):
@@ -241,6 +243,7 @@ def restore(self:RunResume, saved:SavedRun):
     if saved.rng is not None: torch.set_rng_state(saved.rng)
     s.global_step, s.epoch, s.position = was["global_step"], was["epoch"], was["position"]
     s.skipped, s.pending, s.metrics = was.get("skipped", 0), was.get("pending", ""), {}
+    s.spent, s.ended = was.get("seconds", 0.), None
     s.best, s.whole, s.suspect = was.get("best") and tuple(was["best"]), True, False
     self.resumed_from = saved.folder
     if s.is_main:

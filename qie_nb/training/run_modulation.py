@@ -6,7 +6,7 @@
 __all__ = ['RunModulation']
 
 # %% ../../nbs/training/08_run_modulation.ipynb #4ba7a02a
-import json
+import json, logging
 
 import torch
 from fastcore.basics import patch
@@ -152,7 +152,7 @@ def prepare_training(self:RunModulation,
         self.state.warn_once(f"blocks run uncompiled: {why}")
     set_up(tr, t.gradient_checkpointing, compiled)
     if t.offload_activations: offload_checkpoint_inputs(tr, d)
-    watch_attention(tr)
+    watch_attention(tr, logging.getLogger("qie_nb").info)
     return None if wrapped is tr else wrapped
 
 # %% ../../nbs/training/08_run_modulation.ipynb #5fe2cfa5

@@ -45,7 +45,7 @@ def test_wrong_values_name_the_setting():
 
 def test_a_preset_lies_under_explicit_settings(tmp_path):
     c = make_config(dict(preset="Tiny", train=dict(max_train_steps=7, val_path="x")))
-    assert (c.preset, c.train.max_train_steps, c.train.val_fraction, c.data.image_size) == ("tiny", 7, 0., [96, 96])
+    assert (c.preset, c.train.max_train_steps, c.train.val_fraction, c.data.image_size) == ("tiny", 7, "auto", [96, 96])
     assert config.Config(preset="tiny", train=config.TrainSection(seed=3)).train.seed == 3
     config.save_config(c, tmp_path/"c.yaml")
     assert load_config_from_yaml(tmp_path/"c.yaml").model_dump() == c.model_dump(), "a saved configuration has all values"

@@ -1,11 +1,11 @@
 """The training panel leaves the run unchanged, stays small, and its button stops and saves."""
-import json
+import json, re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qie_nb.training.callbacks import RunState, EvalImage
+from qie_nb.training.callbacks import EvalImage, EvalWork, RunState
 from qie_nb.config import Config
 from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
@@ -67,10 +67,10 @@ def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive
     root, panels, begin = pairs(), [], TrainingPanel.on_train_begin
     plain = trainer(root, tmp_path/"a", panel=False).fit()
     assert not is_interactive
-    monkeypatch.setattr(TrainingPanel, "on_train_begin", lambda panel, t: (panels.append(panel), begin(panel, t)))
+    monkeypatch.setattr(TrainingPanel, "on_train_begin", lambda panel, t: (panel in panels or panels.append(panel), begin(panel, t)))
     seen = trainer(root, tmp_path/"b", callbacks=[OnStep(lambda t: t.global_step == 4 and panels[0].button.click())]).fit()
     assert (seen.global_step, seen.state.stop) == (4, "the stop button") and (tmp_path/"b"/"checkpoints"/"step_00000004"/"COMPLETE").is_file()
-    assert "stopped: the stop button; fit() continues from here, step 4 of 6" in panels[0].html().replace("</b>", "")
+    assert "<b>stopped: the stop button</b>, step 4 of 6, epoch 2 of 2" in panels[0].html() and "fit() continues from here" in panels[0].html()
     assert panels[0].button.disabled and panels[0].button.layout.display == "none"
     (_, _, live), (_, mark, still), *updates = is_interactive
     assert list(live) == [VIEW] and "text/html" in still and VIEW not in still and updates[-1][:2] == ("update_display", mark)
@@ -79,7 +79,7 @@ def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive
     adapters_close(seen, plain)
     assert [s for s, _ in panels[1].data()["curve"]] == [1, 2, 3, 4, 5, 6], "the second panel begins with the curve so far"
     last = is_interactive[-1][2]
-    assert "step 6 of 6" in last["text/html"] and "finished" in last["text/html"] and "training panel: step" in last["text/plain"]
+    assert "finished</b>, step 6 of 6, epoch 2 of 2" in last["text/html"] and "next: trainer.save_lora" in last["text/html"] and "training panel: step" in last["text/plain"]
 
 
 def test_failing_panel_does_not_end_the_run(tmp_path, is_interactive, monkeypatch, capsys):
@@ -145,7 +145,7 @@ def test_stop_button_during_an_evaluation(pairs, tmp_path, is_interactive, capsy
     wrap.on_train_begin = begin
     trainer = QwenImageEditTrainer(settings(pairs(((48, 32),) * 4), tmp_path, train=dict(val_fraction=0.3, eval_steps=2, eval_num_inference_steps=2)), [wrap]).fit()
     assert set(pressed) == {2} and trainer.global_step == 2
-    assert "evaluation at step 2 interrupted: the stop button" in capsys.readouterr().out
+    assert "Evaluation at step 2 was interrupted (the stop button); it will be repeated on resume" in capsys.readouterr().out
 
 
 def test_evaluation_images_and_captions(tmp_path):
@@ -157,7 +157,7 @@ def test_evaluation_images_and_captions(tmp_path):
     t.state.eval_images, t.state.stop = None, HOSTILE
     go(t, panel, 1)
     for page in (panel.html(), panel.body(), panel.gallery()): assert "<img src=x" not in page
-    assert panel.html().count("&lt;img src=x") == 4 + 1 and panel.data()["images"] == [HOSTILE] * 4
+    assert panel.html().count("&lt;img src=x") == 1 + 1 and panel.data()["images"] == [HOSTILE] * 4, "a caption that all share is shown once"
     assert len(panel.html()) < 60_000
 
 
@@ -194,3 +194,39 @@ def test_run_that_fails_before_it_begins(tmp_path, capsys):
     TrainingPanel().on_train_end(fake(tmp_path))
     assert not capsys.readouterr().out
     TrainingPanel().stop() # no run: nothing to do
+
+
+def test_an_evaluation_is_announced_and_not_counted_in_the_rate(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr("qie_nb.training.callbacks.time", SimpleNamespace(time=lambda: clock.now))
+    t, panel = begun(tmp_path, TrainingPanel(every=0), max_steps=10)
+    t.state.began = clock.now
+    for _ in range(4): clock.now += 2.; go(t, panel, 1)
+    work = t.state.work = EvalWork("final evaluation: 2 images x 12 steps, about 1:20 min", 48, 1., began=clock.now)
+    for _ in range(24): clock.now += 2.; work.done += 1; t.state.poll()
+    page = panel.body()
+    assert "final evaluation: 2 images x 12 steps, about 1:20 min" in page and "48 s left of it" in page
+    assert panel.data()["rate"] == pytest.approx(0.5) and panel.data()["seconds_left"] == pytest.approx(12 + 48)
+    clock.now, t.state.work, t.state.eval_seconds = clock.now + 48., None, 96.
+    for _ in range(6): clock.now += 2.; go(t, panel, 1)
+    assert panel.data()["rate"] == pytest.approx(0.5) and panel.data()["seconds"] == 8 + 96 + 12
+
+
+def test_images_stand_between_control_and_target(tmp_path):
+    import numpy as np
+    from PIL import Image
+    Image.new("RGB", (64, 32)).save(tmp_path/"edit.jpg")
+    shown = np.zeros((32, 64, 3), np.uint8), np.full((32, 64, 3), 255, np.uint8)
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
+    t.state.eval_images = [EvalImage("a", "pair", tmp_path/"edit.jpg", shown), EvalImage("b", "own", tmp_path/"edit.jpg", shown[:1])]
+    panel.on_train_begin(t) # again, after an evaluation before the first step
+    titles = re.findall("<figcaption[^>]*>([^<]*)", panel.gallery())
+    assert titles == ["control", "edit before the first step", "target", "control", "edit before the first step"]
+    assert panel.gallery().count("pair") == panel.gallery().count("own") == 1
+
+
+def test_time_continues_after_a_stop(trained_run, tmp_path):
+    out = trained_run.copy(tmp_path/"out")
+    state = json.loads((out/"checkpoints"/"step_00000006"/"state.json").read_text())
+    assert state["seconds"] > 0
+    t = QwenImageEditTrainer(trained_run.settings(out, train=dict(resume_checkpoint=str(out/"checkpoints"/"step_00000006"), eval_steps=None, num_epochs=2))).fit()
+    assert t.state.seconds > state["seconds"] and t.state.shown_epoch == 2
