@@ -6,7 +6,7 @@
 __all__ = ['check_preset', 'preset_settings', 'with_preset']
 
 # %% ../../nbs/core/09_presets.ipynb #03a27b7b
-import difflib
+import difflib, re
 
 # %% ../../nbs/core/09_presets.ipynb #10afb8cc
 TINY = {
@@ -38,6 +38,24 @@ GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
     "h100": (_COMPILE, _COMPILE),
 }
 PRESETS = ("tiny", *GPU_PRESETS)
+
+# %% ../../nbs/core/09_presets.ipynb #8e624bd0
+GPU_GIB = {"RTX 3060": 11.7, "T4": 14.56, "RTX 4080": 15.6, "L4": 22., "A10G": 22., "RTX 3090": 23.6,
+           "RTX 4090": 23.6, "RTX 5090": 31.3, "A100 40": 39.4, "A100 80": 79.2, "H100": 79.1, "H200": 139.8}
+NO_BF16 = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b")
+_BY_SIZE = dict(rtx3060=11.5, rtx4080=15.5, l4=22., rtx4090=23.5, rtx5090=31., a100=39., h100=79.)
+
+def preset_of(
+    name:str, gib:float, # GPU, as its driver reports it
+    count:int=1,
+) -> str: # one of `PRESETS`; None: too small
+    "The preset that fits a GPU."
+    if re.search(r"\bt4\b", name.lower()) and count > 1: return "t4x2"
+    if NO_BF16.search(name.lower()): return "t4" if gib > 14 else None
+    size = max((p for p, least in _BY_SIZE.items() if gib >= least), key=_BY_SIZE.get, default=None)
+    plain = re.sub("[^a-z0-9]", "", name.lower())
+    own = [p for p in GPU_PRESETS if p.split("-")[0] in plain and GPU_PRESETS[p] == GPU_PRESETS.get(size)]
+    return own[0] if own else size
 
 # %% ../../nbs/core/09_presets.ipynb #78e41f9e
 def check_preset(name) -> str: # one of `PRESETS`

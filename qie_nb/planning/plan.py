@@ -15,6 +15,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.display import note, table_html, text_table
+from ..core.presets import GPU_GIB, NO_BF16
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
 from ..models.quantize import parse_quantization
@@ -37,9 +38,7 @@ class Gpu:
     def tensor_cores(self) -> bool: # compute capability 7.0 or later?
         return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower())
 
-_GIB = {"RTX 3060": 11.7, "T4": 14.56, "RTX 4080": 15.6, "L4": 22., "A10G": 22., "RTX 3090": 23.6,
-        "RTX 4090": 23.6, "RTX 5090": 31.3, "A100 40": 39.4, "A100 80": 79.2, "H100": 79.1, "H200": 139.8}
-GPUS = {n: Gpu(n, int(gib * 2**30), n != "T4") for n, gib in _GIB.items()}
+GPUS = {n: Gpu(n, int(gib * 2**30), n != "T4") for n, gib in GPU_GIB.items()}
 
 # %% ../../nbs/planning/03_plan.ipynb #bb7ea727
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ def first_kind(gpus) -> Gpu: # of the first `GpuInfo`; None if there is none
     same = [g for g in gpus if g.name == gpus[0].name]
     return Gpu(same[0].name, min(g.bytes for g in same), same[0].bf16, len(same)) if same else None
 
-_OLD = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b") # without bfloat16
-
 def parse_gpu(
     gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB, `Gpu`, or None: the installed one
 ) -> Gpu: # None if none is named or installed
@@ -81,7 +78,7 @@ def parse_gpu(
     if re.fullmatch(r"\d{1,3}(\.\d+)?", name):
         return Gpu(f"{float(name):g} GB", int(float(name) * 1e9), count=count)
     if size := re.search(r"(\d+)\s*gi?b", text):
-        return Gpu(str(gpu), int(size[1]) * 10**9, not _OLD.search(text), count)
+        return Gpu(str(gpu), int(size[1]) * 10**9, not NO_BF16.search(text), count)
     raise ValueError(f"`gpu` {gpu!r} is unknown; use one of {', '.join(GPUS)}, "
                      "or give its memory, e.g. 'L40S 48GB' or 48")
 

@@ -1,0 +1,50 @@
+"""`qie-nb init`: the preset of a GPU, the pairs that it finds, and a file that is a configuration."""
+import subprocess, sys
+
+import pytest
+
+from helpers import write_pairs
+from qie_nb.config import load_config_from_yaml
+from qie_nb.core.presets import preset_of
+from qie_nb.data.samples import find_samples
+from qie_nb.planning import first_config
+from qie_nb.planning.first_config import driver_gpus, init
+
+
+@pytest.mark.parametrize("name, gib, count, preset", [
+    ("Tesla T4", 15., 1, "t4"), ("Tesla T4", 15., 2, "t4x2"), ("NVIDIA L4", 22.5, 1, "l4"), ("NVIDIA A10G", 22.5, 1, "l4"), ("NVIDIA GeForce RTX 3060", 12., 1, "rtx3060"), ("NVIDIA GeForce RTX 3090", 24., 1, "rtx3090"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16., 1, "rtx4080"), ("NVIDIA L40S", 45., 1, "a100"), ("NVIDIA A100-SXM4-80GB", 80., 1, "a100-80"), ("NVIDIA H200", 140., 1, "h100"),
+    ("Tesla V100-SXM2-16GB", 16., 1, "t4"), ("NVIDIA GeForce RTX 2080 Ti", 11., 1, None), ("NVIDIA GeForce RTX 3070", 8., 1, None)])
+def test_a_gpu_gets_the_preset_that_fits(name, gib, count, preset):
+    assert preset_of(name, gib, count) == preset
+
+
+@pytest.mark.parametrize("gpus", [[], [("Tesla T4", 15.)] * 2, [("NVIDIA GeForce RTX 4090", 24.)], [("NVIDIA GeForce RTX 3070", 8.)]])
+@pytest.mark.parametrize("pairs", [0, 3, 12])
+def test_the_file_is_a_configuration(gpus, pairs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if pairs: write_pairs(tmp_path/"here"/"deep"/"set", ((32, 32),) * pairs)
+    (tmp_path/"here"/"other").mkdir(parents=True)
+    said = init("here", gpus=gpus)
+    c, large = load_config_from_yaml("run.yaml"), bool(gpus) and gpus[0][1] > 14
+    assert (c.preset != "tiny") == large == c.model.pretrained_model_name_or_path.startswith("Qwen/") and "qie-nb train run.yaml" in said
+    assert (len(find_samples(c.data.dataset_path)) == pairs if pairs else c.data.dataset_path == "my_pairs") and c.data.image_size == ([512, 512] if large else [96, 96])
+    assert c.optimizer.lr == (1e-4 if large else 5e-3) and (c.train.val_fraction > 0) == (pairs != 3) and c.train.output_dir == "output"
+    with pytest.raises(FileExistsError, match="--force"): init("here")
+
+
+def test_the_driver_names_the_gpus(monkeypatch):
+    monkeypatch.setattr(first_config.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "Tesla T4, 15360\nTesla T4, 15360\n[N/A], [N/A]\n"))
+    assert driver_gpus() == [("Tesla T4", 15.), ("Tesla T4", 15.)]
+
+
+def test_torch_is_not_imported():
+    code = "import sys, qie_nb.planning.first_config, qie_nb.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_pairs_without_captions_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in write_pairs(tmp_path/"set", ((32, 32),) * 2).rglob("*.txt"): text.unlink()
+    said = init("set", gpus=[])
+    assert "2 pairs" in said and "have no caption" in said and load_config_from_yaml("run.yaml").data.prompt is None

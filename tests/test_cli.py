@@ -1,0 +1,66 @@
+"""The command line: mistakes get one sentence, before torch is imported; settings, flags, help, and clearing a cache."""
+import json, re, subprocess, sys
+
+import pytest
+
+from helpers import write_pairs
+from qie_nb import cli
+from qie_nb.cli import main, parser
+
+MISTAKES = { # arguments, sentence
+    "train": "`train` needs a configuration: --config run.yaml", "train x.yaml": "`config` 'x.yaml' does not exist", "train run": "'run' is neither a YAML file nor a setting",
+    "train data.dataset_path=/no/such": "`data.dataset_path` '/no/such' does not exist", "train preset=tiny train.steps=3": "did you mean `train.max_train_steps`?",
+    "train preset=t4x3": "did you mean `t4x2`?", "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
+    "precompute model.pretrained_model_name_or_path=/no/such": "'/no/such' does not exist; give a diffusers folder",
+    "predict --image a.jpg --prompt x --lora lora/x.safetensors:0.5": "LoRA 'lora/x.safetensors' does not exist", "predict --image nope.jpg --prompt x": "image 'nope.jpg' does not exist",
+    "predict --image a.jpg --prompt x --model x a.yaml": "`config` 'a.yaml' does not exist", "cache stats": "give the folder of a cache, or --config", "cache clear /no/such": "`cache_dir` '/no/such' does not exist",
+    "train --steps 100": "`--steps` is not an option; use `train.max_train_steps=100`", "train --learning_rate=1e-4": "use `optimizer.lr=1e-4`", "plan --gpuu T4": "did you mean `--gpu`?",
+    "trian": "'trian' is no command; did you mean `train`?", "cache clear x --kind prompt_embeds": "did you mean `prompt_embed`?", "predict --image a.jpg": "missing: --prompt", "predict --seed x": "--seed must be of type int, got 'x'"}
+
+
+def test_mistakes_are_found_before_torch_is_imported():
+    code = f"""import contextlib, io, json, sys
+from qie_nb.cli import main
+for line in {list(MISTAKES)!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try: code = main(line.split())
+        except SystemExit as e: code = e.code
+    print(json.dumps([line, code, said.getvalue(), [m for m in ("torch", "diffusers") if m in sys.modules]]))"""
+    rows = [json.loads(r) for r in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout.splitlines()]
+    assert len(rows) == len(MISTAKES)
+    for line, code, said, heavy in rows: assert code == 2 and MISTAKES[line] in said and said.count("\n") == 1 and not heavy, (line, said, heavy)
+
+
+def test_each_command_has_an_example_that_parses(capsys):
+    for name, sub in next(x for x in parser()._actions if x.dest == "command").choices.items():
+        example = sub.epilog.removeprefix("example: qie-nb ")
+        assert parser().parse_args(__import__("shlex").split(example)).run.__name__ == name.replace("ise", "ize"), example
+        for action in sub._actions: assert action.help, (name, action.dest)
+    assert main([]) == 0 and "COMMAND" in capsys.readouterr().out
+    with pytest.raises(SystemExit): main(["--version"])
+    assert re.fullmatch(r"qie-nb \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_settings_may_stand_anywhere():
+    a = parser().parse_args(["train", "train.seed=1", "--preset", "tiny", "train.max_train_steps=3"])
+    c = cli._config(a)
+    assert (c.preset, c.train.seed, c.train.max_train_steps) == ("tiny", 1, 3)
+    assert parser().parse_args(["cache", "gc", "x", "--dry_run"]).dry_run and parser().parse_args(["precompute", "--start_idx=3"]).start_idx == 3
+
+
+def test_clear_asks(tmp_path, monkeypatch, capsys):
+    import torch
+    from qie_nb.cache import EmbeddingCacheManager
+    m, folder = EmbeddingCacheManager(tmp_path/"cache"), str(tmp_path/"cache")
+    def fill():
+        for kind in ("pixel_latent", "prompt_embed"): m.save_cache(kind, "ab" * 16, torch.zeros(4))
+    count = lambda: m.get_cache_stats()["total"]["count"]
+    fill()
+    assert main(["cache", "clear", folder]) == 2 and "would remove 2 entries" in capsys.readouterr().err, "in batch"
+    assert main(["cache", "clear", folder, "--kind", "pixel_latent", "--dry-run"]) == 0 and "would remove 1 entries" in capsys.readouterr().out and count() == 2
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer, left in (("", 2), ("n", 2), ("y", 0)):
+        monkeypatch.setattr("builtins.input", lambda question: answer)
+        assert main(["cache", "clear", folder]) == 0 and count() == left
+    fill()
+    assert main(["cache", "clear", folder, "--kind", "prompt_embed", "--yes"]) == 0 and count() == 1
