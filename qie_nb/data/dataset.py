@@ -21,7 +21,9 @@ from ..core.cache_report import status_html
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered, source_digest
+from .pair_checks import size_warnings
 from .samples import Samples, cached_size, config_samples, find_samples, load_images, load_mask, open_unchanged, usable
+from .tables import few
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4
 class ImageDataset(Dataset):
@@ -41,7 +43,7 @@ class ImageDataset(Dataset):
         self.epoch, self.areas, self.cached_only, self._masks = 0, {}, False, {}
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
-        if samples is None: self._say_notes()
+        if samples is None: self.found.print_notes()
 
     def __len__(self): return len(self.samples)
     def set_epoch(self, epoch): self.epoch = epoch
@@ -50,15 +52,6 @@ class ImageDataset(Dataset):
         rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:",
                 *(f"  {i}: {why}" for i, why in self.skipped[:5])]
         return "\n".join(rows + [f"  and {len(self.skipped) - 5} more"] * (len(self.skipped) > 5))
-
-_printed = set() # notes
-
-@patch
-def _say_notes(self:ImageDataset):
-    few = f"only {len(self)} pairs: most edits need 20 or more"
-    for note in (*self.found.notes, *[few] * (len(self) < 10)):
-        if note not in _printed: print(note)
-        _printed.add(note)
 
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
     if isinstance(config, DataSection): return config, None, 0, None
@@ -108,6 +101,15 @@ def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) o
     "Sizes that all samples of a batch must share."
     target, *controls = self.sizes[i]
     return (self.geometry.target(target), *(self.geometry.control(c) for c in controls))
+
+# %% ../../nbs/data/06_dataset.ipynb #bdbf0e1c
+@patch
+def size_marks(self:ImageDataset) -> str: # "" if no pair has one
+    "Pairs whose sizes look wrong, by mark; the sample viewer shows the reasons."
+    marks = {}
+    for s, sizes in zip(self.samples, self.sizes):
+        for mark, _ in size_warnings(sizes, self.geometry): marks.setdefault(mark, {})[s.id] = None
+    return "; ".join(f"{mark}: {len(ids)} of {len(self)} pairs ({few(ids)})" for mark, ids in marks.items())
 
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
 @patch

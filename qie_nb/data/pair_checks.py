@@ -6,7 +6,7 @@
 __all__ = ['look']
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0003
-import hashlib, io, os, re
+import hashlib, io, math, os, re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -25,19 +25,20 @@ def _look(source) -> dict:
     small, few = np.asarray(im.resize((32, 32), box), int), np.asarray(im.resize((4, 4), box))
     pixels = hashlib.sha256(repr(im.size).encode() + im.tobytes()).hexdigest()[:16]
     return dict(hash=np.packbits(np.diff(grey) > _STEP).tobytes().hex(), colours=few.tobytes().hex(),
-                colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, camera=_camera(data))
+                colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, size=im.size, **_exif(data))
 
-def _camera(data) -> bool:
+def _exif(data) -> dict: # camera, turned
     try:
         im = Image.open(io.BytesIO(data))
         # getexif would decode the whole PNG
         marks = {} if im.format == "PNG" and b"eXIf" not in data else im.getexif()
-    except Exception: return False
-    return bool(str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0")) # Make, Model
+    except Exception: marks = {}
+    camera = str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0") # Make, Model
+    return dict(camera=bool(camera), turned=marks.get(0x0112, 1) in (5, 6, 7, 8)) # Orientation: by a quarter
 
-def look(source) -> dict: # hash, colours, pixels (hex digits), colourful (0 to 255), camera?
+def look(source) -> dict: # hash, colours, pixels (hex digits), colourful (0 to 255), size, camera?, turned?
     "Features of an image for comparisons."
-    return remembered(source, "look 1", _look)
+    return remembered(source, "look 2", _look)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000a
 ALIKE, COLOURS = 20, 10. # bits of 256, colour levels of 255 that may differ
@@ -141,17 +142,65 @@ def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sam
     why = "{} samples with other controls and captions share this target, and no two samples share a control"
     return {i: why.format(len(g)) for g in several for i in g}
 
+# %% ../../nbs/data/04_pair_checks.ipynb #11ae3ad0
+TINY, LARGE, STRETCHED, TURNED, SHAPES = "very small", "very large", "stretched", "may be turned", "other shape"
+
+def _differ(a, b) -> float: # 0.5: one aspect is 1.5 times the other
+    return math.exp(abs(math.log(a[0] * b[1] / (a[1] * b[0])))) - 1
+
+def _size_marks(name, size, bucket): # bucket: its size in training, or None
+    said = f"the {name} is {size[0]}x{size[1]}"
+    larger = math.sqrt(math.prod(bucket) / math.prod(size)) if bucket else 0
+    if larger > 3: yield TINY, f"{said} and is enlarged {larger:.0f} times in training"
+    elif min(size) < 16: yield TINY, said
+    if math.prod(size) > 5e7: yield LARGE, f"{said}, {math.prod(size) / 1e6:.0f} megapixels; reading it is slow"
+    if bucket and (by := _differ(size, bucket)) > 0.1:
+        yield STRETCHED, f"{said} and is trained at {bucket[0]}x{bucket[1]}: stretched by {by:.0%}"
+
+def size_warnings(
+    sizes, # (width, height) of the target and of each control, upright
+    geometry=None, # `Geometry`, for the sizes in training
+    turned=(), # for each image, whether EXIF turns it
+) -> list: # (mark, reason)
+    "What the sizes of a sample's images tell."
+    g, (target, *controls) = geometry, sizes
+    plain = g and not g.crop # otherwise the images are cropped to one shape
+    out = [*_size_marks("target", target, plain and g.target(target))]
+    for c in controls: out += _size_marks("control", c, plain and g.control(c))
+    if not controls or min(_differ(target, c) for c in controls) < 0.05: return out
+    c, (w, h), exif = controls[0], target, "; EXIF turns one of them" * (len(set(turned)) > 1)
+    both = f"the target is {w}x{h} and the control {c[0]}x{c[1]}"
+    if _differ((h, w), c) < 0.05: return [*out, (TURNED, f"{both}{exif}: one of them may lie on its side")]
+    return out + [(SHAPES, f"{both}: parts of the image cannot stay where they are")] * (not g or bool(plain))
+
+# %% ../../nbs/data/04_pair_checks.ipynb #793886cd
 SWAPPED, UNCHANGED = "looks swapped", "nothing changes"
 
 def pair_warnings(
     sample, # `Sample`
     looks=None, # (look of the target, of each control); None: check only names
     shared:str="", # reason from `shared_targets`
+    geometry=None, # `Geometry`, for the sizes in training
 ) -> list: # (mark, reason)
     "What may be wrong with a sample."
     target, *controls = looks or (None,)
+    sizes = looks and size_warnings([x["size"] for x in looks], geometry, [x["turned"] for x in looks]) or []
     same = target is not None and any(target["pixels"] == c["pixels"] for c in controls)
-    if same: return [(UNCHANGED, "the target has the same pixels as a control")]
+    if same: return [(UNCHANGED, "the target has the same pixels as a control"), *sizes]
     signs = [_by_names(sample), shared]
     if controls: signs += [f(sample.prompt, target, controls) for f in (_by_colour, _by_camera)]
-    return [(SWAPPED, why) for why in signs if why]
+    return [(SWAPPED, why) for why in signs if why] + sizes
+
+# %% ../../nbs/data/04_pair_checks.ipynb #82ef227f
+NO_SIGN = ("no sign of swapped pairs in file names, captions, colours or camera data; this cannot be told from "
+           "the images alone: look at three pairs")
+
+def swap_summary(swapped:int, pairs:int) -> str: # swapped: pairs with the mark
+    return f"{swapped} of {pairs} pairs look swapped; look at them" if swapped else NO_SIGN
+
+def pairs_to_show(samples, n:int=3) -> list: # {index, id, before (paths), after (path), prompt}
+    "A few samples, evenly spread."
+    n = min(n, len(samples))
+    at = [round(k * (len(samples) - 1) / max(1, n - 1)) for k in range(n)]
+    return [dict(index=i, id=s.id, before=list(s.controls), after=s.target, prompt=s.prompt)
+            for i in at for s in [samples[i]]]

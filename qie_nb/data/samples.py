@@ -32,6 +32,7 @@ class Sample:
     prompt_from: object = None # the `Path` of its own caption file; else text that says where the prompt is
 
 # %% ../../nbs/data/03_samples.ipynb #8536ca27
+_printed = set() # notes
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
 
 class Samples(list):
@@ -44,6 +45,11 @@ class Samples(list):
         self.layout, self.ignored, self.notes = layout, list(ignored), list(notes)
 
     def like(self, samples): return Samples(samples, self.layout, self.ignored, self.notes)
+    def print_notes(self): # each once
+        scarce = f"only {len(self)} pairs: most edits need 20 or more"
+        new = {note: 0 for note in (*self.notes, *[scarce] * (len(self) < 10)) if note not in _printed}
+        _printed.update(new)
+        for note in new: print(note)
 
     def __repr__(self):
         counts = {len(s.controls) for s in self} or {0}

@@ -79,6 +79,7 @@ def make_loader(self:RunData,
     if dataset.cache is None or not self.use_cache: dataset.cache = self.open_cache()
     self.set_geometry_and_identity(dataset)
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
+    if marks := dataset.size_marks(): print(f"look at these pairs with sample_viewer: {marks}")
     self.skip_unreadable(dataset)
     self.filler = self.encoder(dataset.cache)
     if self.modulation is not None: self.modulation.cache = dataset.cache
@@ -210,6 +211,7 @@ def cache_embeddings(self:RunData,
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
+    if marks := dataset.size_marks(): print(f"look at these pairs with sample_viewer: {marks}")
     with_table = whole and self.modulation is not None
     table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if with_table else ()
     with self.encoding(enc):

@@ -129,7 +129,7 @@ def sample_info(
     f["tokens"] = tokens(whole) or tokens(False)
     f["bad"] = _try(problems, lambda: bad_entries(dataset, i), []) if check else []
     looks = _try(problems, lambda: [look(p) for p in (s.target, *s.controls)])
-    return f | dict(marks=pair_warnings(s, looks, shared), problems=problems)
+    return f | dict(marks=pair_warnings(s, looks, shared, dataset.geometry), problems=problems)
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0017
 def _db(a, b) -> float: # of two uint8 images
