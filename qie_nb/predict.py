@@ -24,7 +24,7 @@ from .models.quantize import check_device, parse_quantization, quantize
 from .sampling.cached_edits import cached_data, cached_edits
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
 from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of
-from .sampling.preview import EditProgress
+from .sampling.preview import EditProgress, EditedImages, _as_image
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e
 def edit(
@@ -42,7 +42,8 @@ def edit(
     edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed,
                        generator, area)
     at = lambda name: transformer if name == "transformer" else encoder.place(name)
-    return run_edits(encoder, at, edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)[0]
+    out = run_edits(encoder, at, edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)
+    return _as_image(out[0])
 
 # %% ../nbs/02_predict.ipynb #4db80912
 def quantize_loaded(model, quantization, device): # the model
@@ -146,10 +147,11 @@ def _sampling(self:Predictor, schedule, steps, true_cfg_scale, overrides):
         true_cfg_scale = s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
     return steps, true_cfg_scale, {**own, **(overrides or {})}
 
-def _converter(output_type): # function of an array
+def _converter(output_type): # function of (arrays, are several wanted?)
     if output_type not in ("np", "pil"):
         raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
-    return Image.fromarray if output_type == "pil" else lambda a: a
+    one = Image.fromarray if output_type == "pil" else _as_image
+    return lambda out, several: EditedImages(map(one, out)) if several else one(out[0])
 
 @patch
 def _progress(self:Predictor, edits, steps, show, preview, every):
@@ -187,7 +189,7 @@ def predict(self:Predictor,
     why = "as asked" if height and width else f"the first image's aspect at {geometry.control_area} pixels"
     sizes = [[geometry.control(p.size) for p in e.images] for e in edits]
     self.predicted = [dict(size=e.size, why=why, controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
-    return [convert(o) for o in out] if isinstance(prompt, (list, tuple)) else convert(out[0])
+    return convert(out, isinstance(prompt, (list, tuple)))
 
 # %% ../nbs/02_predict.ipynb #1b1cc869
 @patch
@@ -211,7 +213,7 @@ def predict_cached(self:Predictor,
                           self.encoder.vae_2d)
     self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed)
                       for e, k in zip(edits, indices)]
-    return [convert(o) for o in out] if several else convert(out[0])
+    return convert(out, several)
 
 # %% ../nbs/02_predict.ipynb #8a20438c
 def grid(

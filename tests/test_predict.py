@@ -148,10 +148,10 @@ def test_a_live_notebook_gets_one_image_that_changes(monkeypatch):
 def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
     monkeypatch.setattr(preview.time, "time", mock.Mock(side_effect=range(0, 9999, 6)))
     ready().predict(images(1)[0], ["x", "y"], **SMALL)
-    first, *_, last = capsys.readouterr().err.splitlines()
+    first, *_, last = [line for line in capsys.readouterr().out.splitlines() if "edits" in line]
     assert first.startswith("2 edits at 64x32 ") and last.startswith("2 edits at 64x32 4/4, ") and "left" in last
     ready().predict(images(1)[0], ["x", "y"], progress=False, **SMALL)
-    assert capsys.readouterr().err == ""
+    assert "edits" not in capsys.readouterr().out
 
 
 def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **sections):
@@ -186,3 +186,13 @@ def test_a_cached_edit_needs_no_encoder_in_the_folder_and_names_what_it_lacks(pa
     assert t.predict_cached(0, num_inference_steps=2, true_cfg_scale=1).ndim == 3
     with pytest.raises(ValueError, match="`true_cfg_scale` 4.0 needs the empty prompt, which the cache lacks for sample '0000'"): t.predict_cached(0, num_inference_steps=2)
     with pytest.raises(ValueError, match="`data` has no cache to predict from"): trainer_of().predict_cached(0, t.config.data.dataset_path)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_result_is_shown_as_an_image(several):
+    from IPython.core.interactiveshell import InteractiveShell
+    out = ready().predict(images(1)[0], ["x", "y"] if several else "x", **SMALL)
+    shown, _ = InteractiveShell().display_formatter.format(out)
+    one = out[0] if several else out
+    assert isinstance(one, np.ndarray) and one.dtype == np.uint8 and len(shown["text/plain"]) < 99
+    assert shown["text/html"].count("<img") == 2 if several else shown["image/jpeg"]

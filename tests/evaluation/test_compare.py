@@ -59,9 +59,9 @@ def test_default_columns_and_progress(files, capsys):
     c = compare_edits(trainer().load_lora(files["style"], weight=0.7), IMAGE, "make it blue", seed=9, **SMALL)
     assert [k.checkpoint for k in c.columns] == ["base", "now"] and c.distances[0][0] == 0 < c.distances[0][1]
     assert same(c.images[0][0], alone(files, None, seed=9)) and same(c.images[0][1], alone(files, "style", weight=0.7, seed=9))
-    assert re.search(r"compare 4/4, [\d.]+/s, 0 s left adapter", capsys.readouterr().err)
+    assert re.search(r"compare 4/4, [\d.]+/s, 0 s left adapter", capsys.readouterr().out)
     compare_edits(trainer(), IMAGE, "x", ["base"], progress=False, **SMALL)
-    assert "compare" not in capsys.readouterr().err
+    assert "compare" not in capsys.readouterr().out
 
 
 def test_each_column_has_its_adapters_schedule(fast):

@@ -184,7 +184,7 @@ def test_bars_are_hidden_during_the_run(tmp_path, capsys):
     def images():
         bar = Progress(2, "images", every=0)
         bar.update(2), bar.close()
-        return "images 2/2" in capsys.readouterr().err
+        return "images 2/2" in capsys.readouterr().out
     assert not images()
     panel.on_train_end(t)
     assert Progress.hush is None and images()
