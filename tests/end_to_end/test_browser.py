@@ -88,6 +88,12 @@ def test_the_tour(opened, lab, tmp_path):
 
     viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
     first = viewer.inner_text()
+    image = viewer.locator("img").first
+    small = image.bounding_box()
+    image.click()
+    assert image.bounding_box()["height"] > 3 * small["height"], "a click enlarges an image"
+    image.click()
+    assert image.bounding_box() == small
     viewer.locator("button:has-text('next')").click()
     changes(p, viewer, first)
     image = viewer.locator("img").first.get_attribute("src")
@@ -178,6 +184,13 @@ def test_captions_and_file_names_are_escaped(opened):
     page.page.locator("button:has-text('verify')").first.click()
     seen(page, "1 of 1 entries are bad")
     seen(page, "text of <img src=x") # as text
+    page.page.locator("textarea:visible").first.fill(f"edited {HOSTILE}")
+    page.page.locator("button:has-text('save caption')").first.click()
+    seen(page, "this pair is encoded again in the next run")
+    page.page.locator("button:has-text('undo')").first.click()
+    seen(page, "is as before")
+    page.page.locator("button:has-text('look for duplicates and swaps')").first.click()
+    seen(page, "cannot be told from images alone: look at these three pairs")
     page.page.wait_for_timeout(500)
     assert not pwned(page) and not page.page.locator("img[src=x]").count()
 

@@ -83,7 +83,7 @@ def hostile(tmp_path):
 def test_viewer_escapes_everything(hostile):
     view, c = opened(sample_viewer(hostile, str(tiny_folder("2511")), whole=True))
     pages = [pair_grid(hostile).html(), view.html(), *(sample_html(hostile, i) for i in range(4))]
-    assert any("is dropped; text for the model" in p for p in pages)
+    assert any("trains this pair without its caption" in p for p in pages)
     hostile.samples[3].target.write_bytes(b"broken")
     seen = lambda: pages.extend((c.page.value, c.message.value))
     for name in list(view.filters()):
@@ -155,7 +155,7 @@ def test_clicks(pairs):
     view, c = opened(sample_viewer(dataset(pairs(sizes=[(48, 32)] * 5, caption=[f"caption {i}" for i in range(5)]))))
 
     def shown(n): # the n-th sample, everywhere
-        assert (view.data()["id"], c.slider.value) == (f"000{n}", n + 1) and f"caption {n}" in c.page.value and f"({n + 1} of 5)" in c.page.value
+        assert (view.data()["id"], c.slider.value) == (f"000{n}", n + 1) and c.caption.value == f"caption {n}" and f"({n + 1} of 5)" in c.page.value
         assert (c.back.disabled, c.on.disabled) == (n == 0, n == 4)
     shown(0)
     c.on.click(); c.on.click(); shown(2)
@@ -228,7 +228,9 @@ def test_failing_click_shows_a_message(pairs):
     c.on.click()
     assert "(3 of 3)" in c.page.value
     c.scan.click()
-    assert c.message.value.count("0 near duplicates") == 1 and view.filters()["near"] == 0
+    assert "No duplicates, no unchanged pairs" in c.message.value and "cannot be told from images alone" in c.message.value and view.filters()["near"] == 0
+    assert c.page.value.count("before (control)") == c.page.value.count("after (target)") == 3 and c.caption.layout.display == "none"
+    assert all(w.layout.display != "none" for w in (c.back, c.on, c.scan, c.whole, c.filter))
     c.filter.value = "near"
     assert "no sample" in c.page.value and view.data()["id"] is None and (c.slider.max, c.slider.disabled) == (1, True)
 
@@ -247,6 +249,49 @@ def test_empty_data_set():
     view, c = opened(sample_viewer(ImageDataset(dict(dataset_path=".", image_size=[64, 64]), samples=[])))
     for b in (c.on, c.back, c.scan): b.click()
     assert "there are no samples" in c.page.value and "there are no samples" in view.html() and c.slider.disabled
+
+
+# --- captions
+
+def test_a_caption_is_edited_in_its_file_and_undone(pairs, tmp_path):
+    root = pairs(sizes=[(48, 32)] * 2)
+    file = root/"training_images"/"0000.txt"
+    file.write_bytes(old := "\ufeffinvert the colours\r\n".encode())
+    ds = fill(dataset(root, tmp_path/"cache", trigger_word="zxy"))
+    view, c = opened(sample_viewer(ds))
+    assert "encoded</span>" in c.page.value and c.caption.value == "invert the colours" and str(file) in c.where.value and c.undo.disabled
+    c.caption.value = f"make it {HOSTILE}"
+    c.save.click()
+    assert file.read_text() == f"make it {HOSTILE}\n" and view.data()["prompt"] == f"zxy, make it {HOSTILE}" == dataset(root, trigger_word="zxy").samples[0].prompt
+    assert view.data()["missing"] and "partly encoded" in c.page.value and tame(c.page.value, c.message.value) and not list(file.parent.glob(".*"))
+    c.on.click(); c.undo.click()
+    assert file.read_bytes() == old and ds.samples[0].prompt == "zxy, invert the colours" and not ds.missing(0)
+    c.back.click(); c.caption.value = " "; c.save.click()
+    assert "the caption is empty" in c.message.value and file.read_bytes() == old
+    with patch(f"{VIEWER}.write_atomic", side_effect=OSError(30, "Read-only file system")): c.caption.value = "x"; c.save.click()
+    assert "Read-only file system" in c.message.value and view.data()["prompt"] == "zxy, invert the colours"
+
+
+def test_a_shared_or_table_caption_says_where_it_is(pairs, tmp_path):
+    root = pairs(sizes=[(48, 32)])
+    (root/"training_images"/"0000.txt").unlink()
+    (root/"prompt.txt").write_text("invert")
+    for ds, where in ((dataset(root), "prompt.txt"), (table_set(root), "metadata.jsonl")):
+        view, c = opened(sample_viewer(ds))
+        assert c.save.layout.display == "none" and where in c.where.value and "edit it there" in c.where.value
+        with pytest.raises(ValueError, match="edit it there"): view.save_caption("x")
+
+
+def table_set(root):
+    (root/"metadata.jsonl").write_text(json.dumps(dict(image="training_images/0000.png", control="control_images/0000.png", prompt="invert")))
+    return dataset(root)
+
+
+def test_stretched_images_and_unknown_lengths_are_said_in_words(pairs):
+    page = sample_html(dataset(pairs(sizes=[(45, 64)])), 0)
+    assert "target: 45x64 → 64x64, stretched by 42 %" in page
+    assert "?" not in re.sub("base64,[^\"]*", "", page).replace("qie", "") and "not encoded yet" in page and "#b3261e" not in page
+    assert page.index("<details>") < page.index("tokens: ")
 
 
 # --- images
@@ -489,7 +534,7 @@ def test_live_and_static_forms(pairs):
     both = sample_viewer(ds), cache_status(ds)
     for shown in both: assert live(shown) == [shown._page.model_id] and shown.box in shown._page.children
     assert live(pair_grid(ds)) == [], "a grid has no controls"
-    both_versions = {"HTML", "Button", "IntSlider", "Text", "Dropdown", "Checkbox", "VBox", "HBox"} # of ipywidgets
+    both_versions = {"HTML", "Button", "Textarea", "IntSlider", "Text", "Dropdown", "Checkbox", "VBox", "HBox"} # of ipywidgets
     assert {type(w).__name__ for shown in both for w in widgets_in(shown.box)} <= both_versions
     static = both[0].html()
     assert static.count("<figure") == 8 and "and 2 more" in static and "pair_grid(dataset" in static
