@@ -37,6 +37,7 @@ class Lazy: # without docstring: `help` shows the object's
 WARNINGS = {
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated", # by torchao
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+    "torch.utils.cpp_extension": "No CUDA runtime is found", # by quanto, with nvcc
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
     "transformers.modeling_rope_utils": "Missing validation function in 'RotaryEmbeddingConfigMixin'",
     "transformers.models.auto.image_processing_auto": "is now loaded as a fast processor by default",

@@ -80,8 +80,9 @@ def continued(run) -> dict:
 
 def stopped(run) -> dict:
     "The same when it stops, with one message that contains every reason."
-    *_, last = re.sub(r"\x1b\[[\d;]*m", "", run.error).strip().splitlines() # without colours
-    assert last.startswith("ValueError: this cannot run here: "), run.error
+    sentence = re.sub(r"\x1b\[[\d;]*m", "", run.error).rpartition("------------------")[2] # without colours
+    last = " ".join(sentence.split())
+    assert last.startswith("this cannot run here: ") and last.endswith("(%tb shows the traceback)"), run.error
     assert "another exception occurred" not in run.error and not re.search(r"^report", run.text(), re.M)
     rows = re.findall(r"^(error|warning|note) +(disk: (?:working|temporary) folder|disk: cache|[^:]+): .*?; (.*)$", run.text(), re.M)
     for level, what, remedy in rows: assert (level == "error") == (f"{what} " in last and remedy in last), last

@@ -1,0 +1,102 @@
+"""A newcomer's first hour on imitations of Kaggle and Colab: the notebooks as they are, then with own pairs, in the same folders, to the LoRA.
+The pairs are an unpacked zip with one folder, free folder names and one instruction for all. QIE_NB_PAGES names a folder for the executed notebooks as HTML."""
+import json, os, re, shutil
+from pathlib import Path
+
+import nbformat, pytest
+from safetensors.torch import load_file
+
+from fake_kaggle import colab, kaggle
+from qie_nb.tiny.photos import EDITS, crops
+from qie_nb.tiny.random_models import tiny_folder
+from test_kaggle import COLAB, PRECOMPUTE, PREQUANTIZE, TRAIN, images, ran
+
+pytestmark = pytest.mark.slow
+PROMPT = "age it like an old photograph"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    "What unpacking a Mac's zip gives."
+    root = tmp_path_factory.mktemp("unpacked")
+    for name in ("__MACOSX/my pairs", "my pairs/Before Photos", "my pairs/After Photos"): (root/name).mkdir(parents=True)
+    (root/"__MACOSX/my pairs/._IMG_1000.JPG").write_bytes(b"\0\5\26\7")
+    for i, im in enumerate(crops(12, (120, 90), seed=3)):
+        im.save(root/f"my pairs/Before Photos/IMG_{1000 + i}.JPG", quality=95)
+        EDITS["sepia"](im).save(root/f"my pairs/After Photos/IMG_{1000 + i}.JPG", quality=95)
+    return root
+
+
+def own(pairs, preset, model="tiny", size=96, steps=12) -> dict:
+    "The lines that a user changes, here to a small model, few steps and small images."
+    return {"TRIAL = True": "TRIAL = False", f'preset="{preset}",': 'preset="tiny",', '"Qwen/Qwen-Image-Edit-2511"': repr(model), pairs: "PAIRS", "prompt=None": f"prompt={PROMPT!r}",
+            "image_size=512": f"image_size={size}", "max_train_steps=800": f"max_train_steps={steps}", "eval_steps=100": f"eval_steps={steps}"}
+
+
+def changed(path, pairs, where, preset="t4x2", **what) -> dict:
+    text = "".join(nbformat.read(path, 4)["cells"][4]["source"])
+    return {old: where if new == "PAIRS" else new for old, new in own(pairs, preset, **what).items() if old in text}
+
+
+def played(name, path, platform, **what):
+    run = ran(path, platform, **what)
+    if folder := os.environ.get("QIE_NB_PAGES"):
+        from nbconvert import HTMLExporter
+        page, _ = HTMLExporter().from_notebook_node(nbformat.reads(json.dumps(run.notebook), 4))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder)/f"{name}.html").write_text(page, encoding="utf-8")
+    return run
+
+
+def trained(lora):
+    file = Path(lora)/"pytorch_lora_weights.safetensors"
+    return any(t.any() for n, t in load_file(file).items() if "lora_B" in n)
+
+
+KAGGLE_PAIRS, COLAB_PAIRS = '"/kaggle/input/my-pairs"', '"/content/drive/MyDrive/my_pairs"'
+
+
+@pytest.mark.parametrize("model", ["tiny", "another model"])
+def test_trial_then_own_pairs_on_kaggle(model, photos, tmp_path):
+    "An interactive session, with one working folder; then batch runs with attached outputs."
+    inputs = {"datasets/me/my-pairs": photos}
+    if model != "tiny": inputs["models/me/tiny/diffusers/2509/1"] = tiny_folder("2509")
+    kept = {at: tmp_path/Path(at).name for at in ("/kaggle/working", "/kaggle/temp")}
+    for folder in kept.values(): folder.mkdir()
+    live = kaggle(tmp_path, inputs, dict(KAGGLE_KERNEL_RUN_TYPE="Interactive"), kept=kept)
+    values = dict(pairs=KAGGLE_PAIRS, where='"/kaggle/input/datasets/me/my-pairs"', model="tiny" if model == "tiny" else "/kaggle/input/models/me/tiny/diffusers/2509/1")
+    for path in (PRECOMPUTE, TRAIN): played(f"kaggle {path.stem} 1 trial", path, live)
+    for path in (PRECOMPUTE, TRAIN):
+        run = played(f"kaggle {path.stem} 2 own", path, live, changes=changed(path, **values))
+        assert ("not used: cache in /kaggle/temp/trial" in run.text()) == False
+    working = kept["/kaggle/working"]
+    assert trained(working/"lora") and trained(working/"trial"/"lora") and len(images(run)) >= 1
+    assert "12 samples" in run.text() or "12 pairs" in run.text(), run.text()[:3000]
+
+    batch = kaggle(tmp_path, inputs | {"notebooks/me/qie-nb-precompute": working, "notebooks/me/qie-nb-train": working})
+    text = (run := played("kaggle train 3 next session", TRAIN, batch, changes=changed(TRAIN, **values, steps=16))).text()
+    assert "0 encoded" in text and re.search("16 in total", text) and trained(run.output/"lora"), text[-3000:]
+
+
+def test_trial_then_own_pairs_on_colab(photos, tmp_path):
+    "Also beside a trial that was run before trials had a folder of their own."
+    drive = tmp_path/"drive"
+    shutil.copytree(photos, drive/"my_pairs")
+    platform = colab(tmp_path, drive=drive)
+    played("colab 1 trial", COLAB, platform)
+    for name in ("cache", "checkpoints"): shutil.copytree(drive/"qie_nb/trial"/name, drive/"qie_nb"/name)
+    values = changed(COLAB, COLAB_PAIRS, COLAB_PAIRS, "t4")
+    text = played("colab 2 own", COLAB, platform, changes=values).text()
+    assert "not used: checkpoint in /content/drive/MyDrive/qie_nb/checkpoints" in text and trained(drive/"qie_nb/run/lora"), text[-3000:]
+    text = played("colab 3 next session", COLAB, platform, changes=changed(COLAB, COLAB_PAIRS, COLAB_PAIRS, "t4", steps=16)).text()
+    assert "0 encoded" in text and "step 16 of 16" in text and sorted(p.name for p in (drive/"qie_nb").glob("run*")) == ["run"], text[-3000:]
+
+
+def test_trial_then_own_copy_of_the_model(tmp_path):
+    kept = {"/kaggle/working": tmp_path/"working"}
+    (tmp_path/"working").mkdir()
+    platform = kaggle(tmp_path, env=dict(KAGGLE_KERNEL_RUN_TYPE="Interactive"), kept=kept)
+    played("kaggle prequantize 1 trial", PREQUANTIZE, platform)
+    own = {"TRIAL = True": "TRIAL = False", 'preset="t4"': 'preset="tiny"', '"Qwen/Qwen-Image-Edit-2511"': '"tiny"', "image_size=512": "image_size=96", 'quantize="nf4", text_encoder_quantize="nf4"': 'quantize="qint8", text_encoder_quantize="qint8"'}
+    played("kaggle prequantize 2 own", PREQUANTIZE, platform, changes=own)
+    assert all((tmp_path/"working"/name/"model_index.json").is_file() for name in ("model", "trial/model"))
