@@ -1107,6 +1107,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'qie_nb/evaluation/compare.py'),
                                            'qie_nb.evaluation.compare._check_sampling': ( 'evaluation/compare.html#_check_sampling',
                                                                                           'qie_nb/evaluation/compare.py'),
+                                           'qie_nb.evaluation.compare._different': ( 'evaluation/compare.html#_different',
+                                                                                     'qie_nb/evaluation/compare.py'),
                                            'qie_nb.evaluation.compare._each_row': ( 'evaluation/compare.html#_each_row',
                                                                                     'qie_nb/evaluation/compare.py'),
                                            'qie_nb.evaluation.compare._find': ( 'evaluation/compare.html#_find',

@@ -225,9 +225,12 @@ def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any uni
 def figure(**kw): # of matplotlib's `Figure`
     "A matplotlib figure that shows itself in a notebook without pyplot."
     from matplotlib.figure import Figure
-    class PngFigure(Figure):
-        def _repr_png_(self):
-            out = io.BytesIO()
-            self.savefig(out, format="png", dpi=100)
-            return out.getvalue()
-    return PngFigure(**kw)
+    class SmallFigure(Figure): # JPEG with images, a PNG of 64 colours without
+        def _repr_mimebundle_(self, include=None, exclude=None):
+            raw, out, photo = io.BytesIO(), io.BytesIO(), any(a.images for a in self.axes)
+            self.savefig(raw, format="png", dpi=100)
+            im = Image.open(raw).convert("RGB")
+            if photo: im.save(out, "JPEG", quality=85)
+            else: im.quantize(64, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+            return {"text/plain": repr(self), f"image/{'jpeg' if photo else 'png'}": out.getvalue()}
+    return SmallFigure(**kw)

@@ -7,6 +7,7 @@ __all__ = ['mean_difference', 'Comparison', 'compare_edits', 'compare_validation
 
 # %% ../../nbs/evaluation/03_compare.ipynb #e8894657
 import textwrap
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
@@ -83,7 +84,7 @@ def columns_of(
     seeds=(0,), # of the noise
     schedule=None, steps=None, true_cfg_scale=None, # as in `predict`
 ) -> list: # of `Column`
-    "The columns: checkpoints, each at every scale, each with every seed."
+    "The columns: checkpoints, each at every scale, each with every seed; equal ones are one column."
     if checkpoints is None: checkpoints = [NOW] if scales is not None or len(seeds) > 1 else [BASE, NOW]
     for name, given in (("checkpoints", checkpoints), ("scales", scales or [1.0]), ("seeds", seeds)):
         if isinstance(given, (str, Path, int, float)) or not len(given):
@@ -97,16 +98,30 @@ def columns_of(
         found = _find(trainer, name)
         sampled = _sampling(trainer, name, found, schedule, steps, true_cfg_scale)
         for scale, seed in product([1.0] if name == BASE else scales or [1.0], seeds):
-            title = found.title + f" x {scale:g}" * (scales is not None and name != BASE)
-            title += f", seed {seed}" * (len(seeds) > 1)
-            out.append(Column(title, str(name), found.file, float(scale), seed, *sampled))
-    return out
+            out.append(Column(found.title, str(name), found.file, float(scale), seed, *sampled))
+    return _different(out, scales is not None, len(seeds) > 1)
+
+_STRENGTHS = {1.0: "full strength", 0.5: "half strength", 2.0: "double strength"}
+
+def _different(columns, scaled, seeded) -> list: # columns that give the same edits become one
+    groups, out = {}, []
+    for c in columns:
+        what = (BASE, 0.0) if c.bare else (Path(c.file).resolve() if c.file else c.checkpoint, c.weight)
+        groups.setdefault((*what, c.seed, c.steps, c.true_cfg_scale, c.scheduler), []).append(c)
+    for same in groups.values():
+        c, names = same[0], " = ".join(dict.fromkeys(c.title for c in same))
+        strength = f", {_STRENGTHS.get(c.weight, f'{c.weight:g} x strength')}" * scaled
+        title = "without LoRA" if c.bare else names + strength
+        out.append(replace(c, title=title + f", seed {c.seed}" * seeded))
+    often = Counter(c.title for c in out) # other steps or guidance
+    return [replace(c, title=f"{c.title}, {c.steps} steps, guidance {c.true_cfg_scale:g}")
+            if often[c.title] > 1 else c for c in out]
 
 def _find(trainer, name) -> FoundAdapter:
-    if name == BASE: return FoundAdapter(None, {}, "base")
+    if name == BASE: return FoundAdapter(None, {}, "without LoRA")
     if name != NOW: return find_adapter(trainer, name)
     names = [n for n in trainer.active_adapters() if n != "default"]
-    return FoundAdapter(None, trainer.lora_origin, " + ".join(names) or "adapter")
+    return FoundAdapter(None, trainer.lora_origin, " + ".join(names) or "with LoRA")
 
 def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, true_cfg_scale, scheduler)
     used = [found[:2]] if found.file else []
@@ -317,7 +332,7 @@ def compare_validation(
 ) -> Comparison:
     "The first pairs edited by the base model and with the active adapter; cached inputs are used."
     columns = columns_of(trainer, None, None, [seed], None, num_inference_steps, true_cfg_scale)
-    columns = [replace(c, title=t) for c, t in zip(columns, ("model alone", "with the adapter"))]
+    columns = [replace(c, title=t) for c, t in zip(columns, ("without LoRA", "with LoRA"))]
     dataset = cached_data(trainer, _validation_pairs(trainer) if data is None else data)
     some = list(range(min(n, len(dataset))))
     with trainer.predictor.predicting():

@@ -178,30 +178,32 @@ def proxy_address() -> str: # of a port, with %PORT%, or ""
     by_hub = f"{hub}/proxy/%PORT%/" if hub and has_server_proxy() else ""
     return os.environ.get("TENSORBOARD_PROXY_URL") or by_hub
 
-def choose_view() -> tuple: # ("magic", "proxy" or "figure", reason)
+def choose_view() -> tuple: # ("magic", "proxy" or "figure", reason or address)
     "How TensorBoard can be shown here."
     here = detect_environment()
     if here.name == "kaggle": return "figure", "Kaggle serves no TensorBoard"
-    if kernel() is None: return "figure", "this is not a notebook"
+    if kernel() is None: return "figure", "This is not a notebook"
     if not is_interactive():
-        return "figure", "this notebook runs as a batch job, and the saved file keeps an image but no server"
+        return "figure", "A batch run keeps images, but no server"
     if not tensorboard_program():
-        return "figure", "there is no tensorboard program beside this Python or on the PATH"
-    if "google.colab" in sys.modules: return "magic", "Colab shows it below the cell"
-    if address := proxy_address(): return "proxy", f"a proxy serves it at {address}"
+        return "figure", "TensorBoard is not installed (pip install tensorboard)"
+    if "google.colab" in sys.modules: return "magic", ""
+    if address := proxy_address(): return "proxy", f", served at {address}"
     if here.hub:
-        return "figure", "JupyterHub opens no port; install jupyter-server-proxy beside the Jupyter server"
-    return "magic", "a live notebook; if its port cannot be reached, use show_tensorboard(logdir, 'figure')"
+        return "figure", "JupyterHub opens no port (install jupyter-server-proxy beside the Jupyter server)"
+    return "magic", ""
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0021
 def show_tensorboard(
     logdir="runs", # with event files, searched recursively
     view:str=None, # magic, proxy or figure; default: what works here
 ): # the figure, or None if TensorBoard itself is shown
-    chosen, why = (view, "as requested") if view else choose_view()
+    chosen, why = (view, "") if view else choose_view()
     if chosen not in ("magic", "proxy", "figure"):
         raise ValueError(f"`view` must be magic, proxy or figure, got {view!r}")
-    print(f"TensorBoard as {chosen}: {why}")
+    if chosen == "figure" and why: print(f"{why}; drawn with matplotlib instead")
+    if chosen != "figure":
+        print(f"TensorBoard below{why}. If it stays blank, run show_tensorboard({str(logdir)!r}, 'figure')")
     if chosen == "figure" or Path(logdir).is_file(): return plot_events(logdir) # a file raises ValueError
     if not Path(logdir).is_dir():
         print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")

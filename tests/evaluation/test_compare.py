@@ -38,7 +38,7 @@ def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
     c = compare_edits(t, images, prompts, [None, files["style"]], seeds=[3, 4], **SMALL)
     assert len(encoded["image"]) == len(set(encoded["image"])) == 2, "once for each distinct image; a copy has the same pixels"
     assert sorted(encoded["prompt"]) == [" ", " ", "make it blue", "make it blue", "remove it"], "once for each prompt on its images"
-    columns = {"base, seed 3": (None, 3), "base, seed 4": (None, 4), "style, seed 3": ("style", 3), "style, seed 4": ("style", 4)}
+    columns = {"without LoRA, seed 3": (None, 3), "without LoRA, seed 4": (None, 4), "style, seed 3": ("style", 3), "style, seed 4": ("style", 4)}
     assert [k.title for k in c.columns] == list(columns)
     for row, image, prompt in zip(c.images, images, prompts, strict=True):
         for got, (name, seed) in zip(row, columns.values(), strict=True): assert same(got, alone(files, name, image, prompt, seed=seed))
@@ -49,7 +49,7 @@ def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
 def test_scales(files):
     t = trainer().load_loras({files["style"]: 0.8, files["root"]: -0.5})
     c = compare_edits(t, IMAGE, "make it blue", scales=[0, 0.5], seeds=[3], **SMALL)
-    assert t.active_adapters() == dict(style=0.8, root=-0.5) and [(k.title, k.weight) for k in c.columns] == [("style + root x 0", 0), ("style + root x 0.5", 0.5)]
+    assert t.active_adapters() == dict(style=0.8, root=-0.5) and [(k.title, k.weight) for k in c.columns] == [("without LoRA", 0), ("style + root, half strength", 0.5)]
     zero, half = c.images[0]
     assert same(half, t.set_adapters(["style", "root"], [0.4, -0.25]).predict(IMAGE, "make it blue", seed=3, **SMALL)) and same(zero, alone(files, None, seed=3))
     assert same(compare_edits(t, IMAGE, "make it blue", [files["dora"]], scales=[0], seeds=[3], **SMALL).images[0][0], zero), "a DoRA at 0 would not be the base"
@@ -59,7 +59,7 @@ def test_default_columns_and_progress(files, capsys):
     c = compare_edits(trainer().load_lora(files["style"], weight=0.7), IMAGE, "make it blue", seed=9, **SMALL)
     assert [k.checkpoint for k in c.columns] == ["base", "now"] and c.distances[0][0] == 0 < c.distances[0][1]
     assert same(c.images[0][0], alone(files, None, seed=9)) and same(c.images[0][1], alone(files, "style", weight=0.7, seed=9))
-    assert re.search(r"compare 4/4, [\d.]+/s, 0 s left adapter", capsys.readouterr().out)
+    assert re.search(r"compare 4/4, [\d.]+/s, 0 s left with LoRA", capsys.readouterr().out)
     compare_edits(trainer(), IMAGE, "x", ["base"], progress=False, **SMALL)
     assert "compare" not in capsys.readouterr().out
 
@@ -164,7 +164,17 @@ def test_html_is_escaped(seen):
 
 def test_figure(seen, tmp_path):
     fig = seen.figure()
-    assert len(fig.axes) == 2 * 4 and [a.get_title() for a in fig.axes[:4]] == ["control", "adapter x 0", "adapter x 1", "target"]
+    assert len(fig.axes) == 2 * 4 and [a.get_title() for a in fig.axes[:4]] == ["control", "without LoRA", "with LoRA, full strength", "target"]
     assert np.array_equal(fig.axes[1].images[0].get_array(), seen.images[0][0]) and any("$x_$" in t.get_text() for t in fig.axes[0].texts)
     titled(seen, "$\\frac{$").figure().savefig(tmp_path/"bad.png") # as a formula it would raise
     assert Image.open(tmp_path/"bad.png").size[0] > 100
+
+
+def test_equal_columns_are_computed_once(trained_run, tmp_path, monkeypatch):
+    t = QwenImageEditTrainer(trained_run.settings(trained_run.copy(tmp_path/"out"))).set_lora()
+    (t.checkpoint_root()/"best").write_text((t.checkpoint_root()/"latest").read_text().strip())
+    called = []
+    on_call(monkeypatch, comparison, "denoise_encoded", lambda *a: called.append(1))
+    c = compare_edits(t, IMAGE, "x", ["base", "latest", "best"], scales=[0, 0.5, 1, 0.8], **SMALL)
+    assert [k.title for k in c.columns] == ["without LoRA", "latest = best, half strength", "latest = best, full strength", "latest = best, 0.8 x strength"]
+    assert len(called) == 4 and len(set(c.distances[0])) == 4

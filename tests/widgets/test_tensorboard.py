@@ -49,15 +49,15 @@ def runs(tmp_path):
 
 
 @pytest.mark.parametrize("place, view, why", [
-    ("Jupyter", "magic", "a live notebook"), ("Jupyter with a proxy", "magic", "a live notebook"), ("Jupyter without the program", "figure", "there is no tensorboard program"),
-    ("Colab", "magic", "Colab shows it below the cell"), ("Colab, an address by hand", "magic", "Colab"), ("an address by hand", "proxy", "at https://h/p/%PORT%/"),
+    ("Jupyter", "magic", ""), ("Jupyter with a proxy", "magic", ""), ("Jupyter without the program", "figure", "TensorBoard is not installed (pip install tensorboard)"),
+    ("Colab", "magic", ""), ("Colab, an address by hand", "magic", ""), ("an address by hand", "proxy", "at https://h/p/%PORT%/"),
     ("Kaggle", "figure", "Kaggle serves no TensorBoard"), ("JupyterHub", "figure", "install jupyter-server-proxy beside"),
-    ("JupyterHub with a proxy", "proxy", "at /user/me/proxy/%PORT%/"), ("nbconvert", "figure", "batch job"), ("script", "figure", "this is not a notebook")])
+    ("JupyterHub with a proxy", "proxy", "at /user/me/proxy/%PORT%/"), ("nbconvert", "figure", "A batch run keeps images"), ("script", "figure", "This is not a notebook")])
 def test_view_of_each_environment(place, view, why, simulated, tmp_path, monkeypatch, capsys):
     shell = simulated(place)
     monkeypatch.setattr(events, "plot_events", lambda logdir: "drawn")
     shown, said = show_tensorboard(tmp_path), capsys.readouterr().out
-    assert said.startswith(f"TensorBoard as {view}: ") and why in said
+    assert why in said and ("; drawn with matplotlib instead" if view == "figure" else f"If it stays blank, run show_tensorboard({str(tmp_path)!r}, 'figure')") in said
     magics = [("load_ext", "tensorboard"), ("tensorboard", f"--logdir {tmp_path.resolve()}")]
     assert (shown, shell.ran) == (("drawn", []) if view == "figure" else (None, magics))
     if view == "proxy": assert os.environ["TENSORBOARD_PROXY_URL"] == why[3:]
@@ -104,7 +104,7 @@ def test_captions_are_plain_text(runs):
     fig = plot_events(runs)
     below = [ax.xaxis.label for ax in fig.axes if "$5$" in ax.get_xlabel()]
     assert below[0].get_text() == "make it $5$ <b>" and not below[0].get_parse_math()
-    assert fig._repr_png_()[:4] == b"\x89PNG"
+    assert fig._repr_mimebundle_()["image/jpeg"][:3] == b"\xff\xd8\xff", "small in a saved notebook"
 
 
 def test_partial_records_are_skipped(runs):
