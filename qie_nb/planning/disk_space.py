@@ -244,6 +244,13 @@ def __repr__(self:DiskPlan): return "\n".join([text_table(*self._table()), *self
 def _repr_html_(self:DiskPlan): return "".join(map(note, self.problems())) + table_html(*self._table())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a2a3
+def model_areas(name:str, plus:bool, data) -> dict: # control_area, vl_area in pixels
+    "The configured image areas, or those of the model."
+    areas = dict(control_area=2**20, vl_area=384 * 384 if plus else None)
+    if is_local(name) and (resolve_model(name)/"model_index.json").is_file():
+        areas = native_areas(resolve_model(name), find_variant(resolve_model(name)))
+    return areas | {k: v for k in areas if (v := getattr(data, k))}
+
 def disk_plan(
     config=None, # `Config` or dict
     environment:Environment=None, # default this one
@@ -254,10 +261,7 @@ def disk_plan(
     c, environment = make_config(config), environment or detect_environment()
     name = c.model.pretrained_model_name_or_path
     t, plus = model_facts(name)
-    areas = dict(control_area=2**20, vl_area=384 * 384 if plus else None)
-    if is_local(name) and (resolve_model(name)/"model_index.json").is_file():
-        areas = native_areas(resolve_model(name), find_variant(resolve_model(name)))
-    areas = areas | {k: v for k in areas if (v := getattr(c.data, k))}
+    areas = model_areas(name, plus, c.data)
     q = memory_query(c, t, base_bytes, control=areas["control_area"] // 256)
     samples = read_samples(c, areas, plus) if pairs is None else typical_samples(pairs, q, areas)
     items = [*cache_items(c, q, samples), *run_items(c, q), *download_items(c, q, environment.env)]

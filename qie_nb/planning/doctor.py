@@ -73,6 +73,11 @@ class Finding:
     level: str = "ok" # one of `LEVELS`
     remedy: str = ""  # one sentence
 
+    @property
+    def sentence(self) -> str: # "No GPU found. The 20 B model needs ..."
+        if self.value != "none found": return f"{self.what} {self.value}: {self.remedy}"
+        return f"No {self.what} found. {self.remedy[:1].upper()}{self.remedy[1:]}"
+
 # oldest version of constraints/*.txt, newest tested one
 TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("5.0", "5.23"),
              accelerate=("1.13", "1.15"), peft=("0.19", "0.21"), safetensors=("0.7", "0.8"),
@@ -88,7 +93,7 @@ def _tried(name, version) -> Finding:
     if _numbers(version) < _numbers(low):
         bad = "warning", f"older than the tested versions: pip install '{name}>={low}'"
     if _numbers(high) < _numbers(version):
-        bad = "note", f"newer than the tested versions; if something fails, use {high}"
+        bad = "note", f"newer than the tested versions; if something fails, install {high}"
     return Finding(name, version, *bad)
 
 def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
@@ -115,11 +120,11 @@ def _is_large(c:Config) -> bool: return bool(c) and parameters(_query(c)) > 1e9 
 def gpu_findings(m:MachineInfo, c:Config=None) -> list:
     many = len(m.gpus) > 1
     if m.gpus: return [f for i, g in enumerate(m.gpus) for f in _gpu(f"GPU {i}" if many else "GPU", g, m, c)]
-    why = "the tiny model trains on the CPU"
-    if m.cuda is None: why = f"torch {m.versions.get('torch')} was built without CUDA"
-    return [Finding("GPU", "none", "error" if _is_large(c) else "note",
-                    f"{why}; for the real model choose a GPU with 16 GB or more (Kaggle: Accelerator > "
-                    "GPU T4 x2; Colab: Runtime > Change runtime type)")]
+    why = "the 20 B model needs one with 12 GB or more: Kaggle (Accelerator > GPU T4 x2), Colab (Runtime > " \
+          "Change runtime type), or your own"
+    if c and not _is_large(c): why = "the tiny model trains on the CPU; " + why
+    if m.cuda is None: why += f"; torch {m.versions.get('torch')} was built without CUDA: install another build"
+    return [Finding("GPU", "none found", "error" if _is_large(c) else "note", why)]
 
 def _gpu(name, g, m, c) -> list:
     sm = "{}.{}".format(*g.capability)
@@ -274,8 +279,7 @@ class DoctorReport:
         if not (errors := self.of("error")): return self
         for f in self.findings:
             if f.level != "ok": print(f"{f.level:<8}{f.what}: {f.value}; {f.remedy}")
-        found = "; ".join(f"{f.what} {f.value}: {f.remedy}" for f in errors)
-        raise ValueError(f"this cannot run here: {found}")
+        raise ValueError("; ".join(f.sentence for f in errors))
 
     def config(self) -> Config:
         "The configuration with the plan's settings."
@@ -299,28 +303,29 @@ def _rows(self:DoctorReport) -> list: # versions without a finding share a row
 
 @patch
 def _summary(self:DoctorReport) -> str:
-    errors = ", ".join(f.what for f in self.of("error"))
-    counts = f" ({len(self.of('warning'))} warnings, {len(self.of('note'))} notes)"
-    return (f"this cannot run here: {errors}" if errors else "no errors") + counts
+    errors, count = ", ".join(f.what for f in self.of("error")), {n: len(self.of(n)) for n in LEVELS[1:3]}
+    counts = ", ".join(f"{n} {name}" + "s" * (n > 1) for name, n in count.items() if n)
+    return (f"Cannot run: {errors}" if errors else "Ready to run") + f". {counts}" * bool(counts)
 
 @patch
 def __repr__(self:DoctorReport):
     line = lambda level, what, *rest: f"{level:<8}  {what:<22}  " + "  ! ".join(filter(None, rest))
-    first = "\n".join([self._summary(), *(line(*r) for r in self._rows())])
+    first = "\n".join([*filter(None, [self._fit()]), self._summary(), *(line(*r) for r in self._rows())])
     return "\n\n".join([first, *map(repr, self.plans().values())])
 
 @patch
 def _fit(self:DoctorReport) -> str: # the chosen strategy's memory, "" without a GPU
     if (p := self.plan) is None or p.gpu is None: return ""
-    sizes = f"{p.shown.total / 1e9:.1f} GB of {p.gpu.bytes / 1e9:.1f} GB GPU memory"
-    return f"fits: {'yes' if p.chosen else 'no'}, {sizes}"
+    sizes = f"{p.shown.total / 1e9:.1f} of {p.gpu.bytes / 1e9:.1f} GB GPU memory"
+    time = f", about {p.time()} for {p.steps} steps" * bool(p.time())
+    return f"fits: yes, {sizes}{time}" if p.chosen else f"fits: no, {sizes} at least"
 
 @patch
 def _repr_html_(self:DoctorReport): # details are folded
     fold = lambda title, page: f"<details><summary>{title}</summary>{page}</details>"
     table = lambda rows: table_html(rows, ("", "check", "result", "remedy")) if rows else ""
     rows = self._rows()
-    head = note("; ".join(filter(None, (self._fit(), self._summary()))), good=not self.of("error"))
+    head = note(". ".join(filter(None, (self._fit(), self._summary()))), good=not self.of("error"))
     head += table([r for r in rows if r[0] in ("error", "warning")]) + fold("all checks", table(rows))
     return head + "".join(fold(n, p._repr_html_()) for n, p in self.plans().items())
 
@@ -329,9 +334,9 @@ def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None
     if p is None or p.gpu is None: return []
     if p.fits(p.asked): bad = ()
     elif p.chosen:
-        bad = "warning", f"it will run out of memory: set {_listed(p.changes, '`')}, or use config()"
-    else: bad = "error", "nothing fits this GPU: lower `data.image_size` and `data.control_area`"
-    value = f"{p.asked.total / 1e9:.1f} GB as configured, of {p.gpu.bytes / 1e9:.1f} GB"
+        bad = "warning", f"training would run out of memory: set {_listed(p.changes, '`')}, or use config()"
+    else: bad = "error", "no settings fit this GPU: lower `data.image_size` and `data.control_area`"
+    value = f"{p.asked.total / 1e9:.1f} of {p.gpu.bytes / 1e9:.1f} GB as configured"
     return [Finding("GPU memory", value, *bad)]
 
 def _plan(c, m):

@@ -71,14 +71,14 @@ def test_a_good_machine_has_no_findings(check):
     (having(bitsandbytes=None), "bitsandbytes", "error", "pip install bitsandbytes"),
     (having(ipywidgets=None), "ipywidgets", "note", "pip install ipywidgets"),
     (having(diffusers="0.35.2"), "diffusers", "warning", "pip install 'diffusers>=0.37'"),
-    (having(torch="3.0.0"), "torch", "note", "use 2.15")])
+    (having(torch="3.0.0"), "torch", "note", "install 2.15")])
 def test_each_fault_is_found_with_its_remedy(change, what, level, remedy, check):
     report = check(**change)
     found = findings(report)
     assert found[what].level == level and not [w for w, f in found.items() if f.level != level], "only this fault"
     assert re.search(remedy, found[what].remedy) and found[what].remedy in repr(report) and what in report._repr_html_()
     assert all((f.level == "ok") != bool(f.remedy) for f in report.findings)
-    with pytest.raises(ValueError, match=f"^this cannot run here: {what} .*{remedy}") if level == "error" else nullcontext(): assert report.stop() is report
+    with pytest.raises(ValueError, match=rf"^(No )?{what} .*{remedy}") if level == "error" else nullcontext(): assert report.stop() is report
 
 
 def test_emulated_bf16_that_was_requested(check, real):
@@ -163,13 +163,13 @@ def test_the_plan_is_part_of_the_report(machine, real):
     report = doctor(real, replace(machine, gpus=(T4, T4)))
     data = json.loads(json.dumps(report.data()))
     assert data["plan"]["gpu"] == "Tesla T4" and data["disk"]["items"] and report.plan.gpu.count == 2 and not report.plan.gpu.bf16
-    assert re.search(r"^<div[^>]*>fits: yes, [\d.]+ GB of [\d.]+ GB GPU memory; ", report._repr_html_())
+    assert re.search(r"^<div[^>]*>fits: yes, [\d.]+ of [\d.]+ GB GPU memory, about [\d.]+ (h|min) for 800 steps\. ", report._repr_html_())
     assert "<details><summary>disk</summary>" in report._repr_html_() and repr(report.disk) in repr(report)
     assert "GPU 0 bfloat16" in findings(report, "warning")
     none = doctor(real, replace(machine, gpus=(replace(T4, bytes=3 * GB),)))
-    assert "nothing fits this GPU" in findings(none, "error")["GPU memory"].remedy
+    assert "no settings fit this GPU" in findings(none, "error")["GPU memory"].remedy
     real["model"].pop("quantize")
-    assert re.search("run out of memory: set .*`model.quantize`", findings(doctor(real, machine), "warning")["GPU memory"].remedy)
+    assert re.search("would run out of memory: set .*`model.quantize`", findings(doctor(real, machine), "warning")["GPU memory"].remedy)
 
 
 # --- the configuration for this machine
@@ -205,7 +205,7 @@ def test_no_plan_after_an_error(machine, real, monkeypatch):
 def test_report_is_escaped():
     report = DoctorReport([Finding("<i>", "<b>", "error", "<u>"), Finding("a", "b")])
     page = report._repr_html_()
-    assert not any(tag in page for tag in ("<i>", "<b>", "<u>")) and "&lt;u&gt;" in page and repr(report).splitlines()[0] == "this cannot run here: <i> (0 warnings, 0 notes)"
+    assert not any(tag in page for tag in ("<i>", "<b>", "<u>")) and "&lt;u&gt;" in page and repr(report).splitlines()[0] == "Cannot run: <i>"
     assert report.data()["findings"][0] == dict(what="<i>", value="<b>", level="error", remedy="<u>")
 
 
@@ -245,4 +245,4 @@ def test_command(machine, real, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor_module, "this_machine", lambda internet=True: replace(machine, gpus=(P100,)))
     assert cli.main(["doctor", "--config", str(file)]) == 1 and "no kernels for sm 6.0" in capsys.readouterr().out
     monkeypatch.setattr(doctor_module, "this_machine", lambda internet=True: machine)
-    assert cli.main(["doctor"]) == 0 and "no errors" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 0 and "Ready to run" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from qie_nb.cli import main
 from qie_nb.core.presets import GPU_PRESETS
 from qie_nb.config import make_config
 from qie_nb.planning.memory_query import MemoryQuery, memory_query, model_facts
+from qie_nb.planning.step_time import step_seconds
 from qie_nb.planning.plan import GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name
 
 SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
@@ -32,7 +33,7 @@ def test_choice_for_common_gpus():
     assert {g: m.query.quantization for g, m in chosen.items()} == {"RTX 4090": "qfloat8", "A100-80": None, "H200": None}
     for gpu, m in chosen.items(): assert m.total <= 0.93 * parse_gpu(gpu).bytes
     p = plan("2511", "T4", 512)
-    assert p.chosen.query.quantization == "nf4" and p.chosen.query.fp16 and not p.chosen.query.compiled and "nf4, float16 products" in repr(p)
+    assert p.chosen.query.quantization == "nf4" and p.chosen.query.fp16 and not p.chosen.query.compiled and "4-bit (nf4) weights, scaled float16, " in repr(p)
     assert all(any(text in n for n in p.notes) for text in ("no native bfloat16", "scaled float16", "control_area"))
     assert plan("2511", "A100-80", 1024, quantize="nf4").chosen.query.quantization == "nf4"
 
@@ -100,16 +101,17 @@ def test_presets_are_the_plans_choice(name, side):
 
 def test_compiled_blocks_are_requested():
     p = plan("2511", "H100", 1024)
-    assert p.chosen.query.compiled and p.changes["train"] == dict(gradient_checkpointing=False, compile=True) and any("no compiler" in n for n in p.notes)
+    assert p.chosen.query.compiled and p.changes["train"] == dict(gradient_checkpointing=False, compile=True) and any("torch.compile" in n for n in p.notes)
     plain = plan("2511", "H100", 1024, config=dict(train=dict(compile=False)))
-    assert plain.chosen.query.checkpointing == "selective" and not plain.chosen.query.compiled and not any("no compiler" in n for n in plain.notes)
+    assert plain.chosen.query.checkpointing == "selective" and not plain.chosen.query.compiled and not any("torch.compile" in n for n in plain.notes)
 
 
 def test_strategies():
     found = strategies(MemoryQuery(compiled=True), replace(GPUS["T4"], count=2))
     names = [strategy_name(q) for q in found]
-    assert {"bfloat16, blocks recomputed, block swap", "nf4, blocks recomputed, inputs in host memory", "qint8, blocks recomputed, on 2 GPUs", "bfloat16, all but attention recomputed"} <= set(names)
-    assert names.index("nf4, blocks recomputed") < names.index("bfloat16, blocks recomputed, block swap")
+    assert {"bfloat16 weights, gradient checkpointing, block swap", "4-bit (nf4) weights, gradient checkpointing, activations offloaded to host memory",
+            "8-bit (qint8) weights, gradient checkpointing, split over 2 GPUs", "bfloat16 weights, selective gradient checkpointing"} <= set(names)
+    assert names.index("4-bit (nf4) weights, gradient checkpointing") < names.index("bfloat16 weights, gradient checkpointing, block swap")
     assert any(q.compiled for q in found) and not any(q.compiled for q in found if q.block_swap or q.offload or q.devices > 1 or q.quantization)
     assert not any(q.devices > 1 and (q.block_swap or q.offload) for q in found)
 
@@ -124,6 +126,27 @@ def test_without_a_gpu_the_configuration_is_shown():
 def test_command(capsys, tmp_path):
     assert main(["plan", "--gpu", "L4", "--resolution", "512", "--model", "tiny"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("L4: 23.6 GB: ") and "chosen" in out and "to set:" in out and "precompute" in out
+    assert out.startswith("L4: bfloat16 weights, ") and " of 23.6 GB (computed)" in out and "chosen" in out and "settings:" in out and "saved activations" in out
     (tmp_path/"c.yaml").write_text("model: {quantize: nf4}")
     assert main(["plan", "--config", str(tmp_path/"c.yaml"), "--gpu", "24"]) == 0 and main(["plan", "--gpu", "voodoo"]) == 2
+
+
+def test_the_time_is_that_of_the_session_table():
+    import session_table
+    for products in ("float32", "float16"):
+        p, _, phases = session_table.case("kaggle", 512, products)
+        assert step_seconds(p.shown.query, "Tesla T4") * session_table.steps_for(50) == pytest.approx(phases["train"])
+    known = plan("2511", "RTX 4090", 1024, config=dict(train=dict(max_train_steps=100)))
+    assert "for 100 steps" in repr(known) and known.data()["strategies"][0]["time"].endswith(" min") and "TFLOP" not in repr(known)
+    assert not plan("2511", 48, 1024).time() and "TFLOP a step" in repr(plan("2511", 48, 1024)), "of unknown speed"
+
+
+def test_the_tiny_model_has_its_own_control_size():
+    p = plan("tiny", "T4", 96)
+    assert p.asked.query.control == p.asked.query.target == 36 and not any("control images are larger" in n for n in p.notes)
+
+
+def test_the_table_of_cards(capsys):
+    assert main(["plan", "--table"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 6 and all(r.count("|") == 6 for r in rows) and "8-bit weights, 10 GB on each | 69 min" in rows[2]
