@@ -120,10 +120,10 @@ def _model_misfit(config, state) -> str:
 
 def _digests(samples) -> dict: return {s.id: sample_digest(s) for s in samples}
 
-def _data_misfit(config, was) -> list: # of sentences
+def _data_misfit(config, was, fraction) -> list: # of sentences
     if not (was.get("data") and config.data.dataset_path): return []
     c = make_config(config.model_dump() | dict(cache=dict(use_cache=False)))
-    def now(): return _digests(split_held_out(dataset.samples, c.train.val_fraction, c.train.seed)[0])
+    def now(): return _digests(split_held_out(dataset.samples, fraction, c.train.seed)[0])
     try:
         with redirect_stdout(io.StringIO()):
             dataset = ImageDataset(c)
@@ -142,8 +142,12 @@ def checkpoint_misfit(
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
     several = ["data.batch_size x processes"] * ("WORLD_SIZE" in os.environ)
+    fraction, saved = c.train.val_fraction, value_of(state.get("config"), "train.val_fraction")
+    if fraction == "auto": # the pairs decide; see `RunData`
+        fraction = "auto" if saved == "auto" and not c.train.val_path else 0
+        several.append("train.val_fraction")
     for k in ("dtype of the base", "model.quantize", *several): del now[k]
-    found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was)
+    found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was, fraction)
     return f"which belongs to another run ({'; '.join(found)})" if found else ""
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce

@@ -167,14 +167,17 @@ def test_latest_takes_only_what_fits(change, why, attached, trained_run, tmp_pat
     assert line.startswith(f"not used: checkpoint in {attached}/checkpoints, which belongs to ") and why in line, line
 
 
-def test_a_checkpoint_fits_although_an_image_is_skipped(trained_run, pairs, tmp_path):
+@pytest.mark.parametrize("fraction", [0.2, "auto", 0])
+def test_a_checkpoint_fits_although_an_image_is_skipped(fraction, trained_run, pairs, tmp_path):
     "A truncated image is skipped by the trainer, so it is not in the checkpoint."
     e, root = on_kaggle(tmp_path), pairs(((48, 32),) * 4)
     image = sorted((root/"training_images").glob("*.png"))[0]
     image.write_bytes(image.read_bytes()[:60])
-    c = trained_run.settings(e.working, data=dict(dataset_path=str(root)), cache=dict(cache_dir=str(tmp_path/"cache")), train=dict(num_epochs=1, eval_steps=None))
+    c = trained_run.settings(e.working, data=dict(dataset_path=str(root)), cache=dict(cache_dir=str(tmp_path/"cache")), train=dict(num_epochs=1, eval_steps=None, val_fraction=fraction))
     QwenImageEditTrainer(c).fit()
     assert e.latest("checkpoint", c)
+    c["train"]["val_fraction"] = 0.5
+    assert not e.latest("checkpoint", c)
 
 
 def test_a_new_run_gets_its_own_folders(trained_run, pairs, tmp_path, capsys):
