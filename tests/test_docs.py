@@ -91,3 +91,15 @@ def test_tables_are_current(number):
     import session_table
     (page, mark), make = list(session_table.PARTS.items())[number]
     assert session_table.filled(page, mark, make()) == read(page), "python benchmarks/session_table.py --write"
+
+
+def test_the_list_of_options_is_current():
+    sys.path.insert(0, str(ROOT/"tools"))
+    import options_page
+    assert options_page.filled(read("options")) == read("options"), "python tools/options_page.py"
+    assert "| `train.max_train_steps` | `null` |" in read("options") and "### `lr_scheduler`" in read("options")
+
+
+def test_the_table_of_cards_is_current():
+    from qie_nb.planning.plan import card_table
+    assert card_table() in read("speed"), "python benchmarks/table.py --write"
