@@ -27,7 +27,7 @@ from qie_nb.evaluation.validation_loss import COLUMNS
 from qie_nb.models.quantize import held_bytes
 from qie_nb.training.callbacks import Callback
 from qie_nb.training.stopping import logged
-from qie_nb.widgets.training_panel import TrainingPanel, memory_gauges, rows_up_to
+from qie_nb.widgets.training_panel import NEXT, TrainingPanel, memory_gauges, rows_up_to
 from qie_nb.widgets.tensorboard import choose_view, plot_events, read_events, show_tensorboard
 
 class ProgressCallback(Callback):
@@ -51,6 +51,7 @@ class ProgressCallback(Callback):
         rate = f"{n / max(took - s.eval_seconds, 1e-9):.2f} steps/s"
         print(f"trained {n} steps in {short_time(took)} ({rate}), {t.global_step} in total: "
               f"{s.stop or 'stopped by an error'}{skipped}")
+        if kernel() is not None and s.stop == "done": print(NEXT)
 
 # %% ../nbs/03_logging.ipynb #7e0a0006
 def row_of(t) -> dict: # the logged numbers of the last step; reading them waits for the device

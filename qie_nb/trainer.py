@@ -91,7 +91,10 @@ class QwenImageEditTrainer:
         self.wrapped = self.finite = None # what the step calls with several processes; `NonFiniteCounter`
         self.started = False # or resumed?
 
-    def __repr__(self): return f"{self.device}, {self.weight_dtype}: {self.dtype_reason}\n{self.components!r}"
+    def __repr__(self):
+        parts, dtype = self.components, str(self.weight_dtype).removeprefix("torch.")
+        return (f"trainer of {parts.name} ({parts.variant.name}) on {self.device} in {dtype} "
+                f"({self.dtype_reason}), step {self.global_step}")
 
     vae, qwen_vl, transformer, tokenizer, processor, scheduler = map(
         _component, ("vae", "text_encoder", "transformer", "tokenizer", "processor", "scheduler"))

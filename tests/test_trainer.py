@@ -70,3 +70,17 @@ def test_a_step_reaches_the_transformer_in_four_functions(trained_run, tmp_path)
     frames = [f for f in stack if "qie_nb" in f.filename]
     assert [f.function for f in frames[:4]] == ["flow_matching_loss", "loss", "_compute_loss", "training_step"]
     assert {Path(f.filename).name for f in frames[:4]} == {"trainer.py", "step.py"}
+
+
+def test_results_at_the_end_of_a_cell_are_one_line_and_a_lora_has_a_card(pairs, tmp_path, monkeypatch, capsys):
+    for module in ("training.run_data", "training.run_adapters", "logging"): monkeypatch.setattr(f"qie_nb.{module}.kernel", lambda: object())
+    t = QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(max_train_steps=1)))
+    results = [t.cache_embeddings(), t.fit(), t.save_lora(tmp_path/"lora")]
+    assert [repr(r).count("\n") for r in results] == [0, 0, 0] and repr(results[0]).startswith("3 samples in ") and "step 1" in repr(t)
+    assert results[2] == tmp_path/"lora"/"pytorch_lora_weights.safetensors" == type(tmp_path)(repr(results[2]))
+    assert "invert the colours" in (tmp_path/"lora"/"README.md").read_text(encoding="utf-8")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    assert [any(word in line for line in said) for word in ("trainer.fit()", "trainer.save_lora('lora')", "README.md")] == [True] * 3
+    (tmp_path/"own").mkdir(), (tmp_path/"own"/"README.md").write_text("mine")
+    t.save_lora(tmp_path/"own"), t.save_lora(tmp_path/"file.safetensors")
+    assert (tmp_path/"own"/"README.md").read_text() == "mine" and not (tmp_path/"README.md").exists()

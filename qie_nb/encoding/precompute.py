@@ -19,6 +19,7 @@ from PIL import Image
 from ..cache import PREFIX, file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
+from ..core.cache_report import size_text
 from ..core.environment import detect_environment
 from ..core.files import DiskFull, block_size, megabytes
 from ..core.progress import Progress, short_time
@@ -41,11 +42,14 @@ class Report:
     skipped: list = field(default_factory=list) # (sample id, reason)
     bad: list = field(default_factory=list)     # (file, reason) of damaged entries
 
-    def __str__(self):
+    def __repr__(self):
         others = f", {self.elsewhere} done by another process" if self.elsewhere else ""
-        rows = [f"precompute: {self.samples} samples in {short_time(self.seconds)}: {self.encoded} encoded "
-                f"({self.tensors} entries, {self.bytes/1e6:.1f} MB), {self.reused} reused{others}, "
-                f"{len(self.skipped)} skipped"]
+        return (f"{self.samples} samples in {short_time(self.seconds)}: {self.encoded} encoded "
+                f"({self.tensors} entries, {size_text(self.bytes)}), {self.reused} reused{others}, "
+                f"{len(self.skipped)} skipped")
+
+    def __str__(self):
+        rows = [f"precompute: {self!r}"]
         rows += [f"  skipped {i}: {why}" for i, why in self.skipped]
         return "\n".join(rows + [f"  bad entry: {p} {why}" for p, why in self.bad])
 
@@ -108,8 +112,8 @@ def check_space(
     "Report what a job will write. Raises `DiskFull` if there is less room."
     free, block, sizes = detect_environment().free_space(folder), block_size(folder), [*entries, *table]
     on_disk = sum(-(-n // block) * block for n in sizes)
-    part = f" ({sum(table)/1e6:.1f} MB of them the modulation table)" if table else ""
-    print(f"precompute: {sum(sizes)/1e6:.1f} MB to write{part}, {free/1e6:.0f} MB free in {folder}")
+    part = f" ({size_text(sum(table))} for the timestep table)" if table else ""
+    print(f"cache {str(folder)!r}: {size_text(sum(sizes))} will be written{part}, {size_text(free)} are free")
     if on_disk > free:
         raise DiskFull(errno.ENOSPC,
                        f"the cache needs {megabytes(on_disk, True)} more, but {str(folder)!r} has "

@@ -96,6 +96,10 @@ def model_card(
             f"A LoRA for {plain(base)}{f' ({plain(variant)})' if variant else ''}, made with qie_nb.\n{parts}")
 
 # %% ../../nbs/lora/03_model_card.ipynb #4f173c75
+def own_card(folder) -> bool: # does README.md not exist, or did we write it?
+    file = Path(folder)/"README.md"
+    return not file.exists() or ", made with qie_nb." in file.read_text(encoding="utf-8", errors="replace")
+
 def write_model_card(folder, facts:dict, images=(), where:str="path/to/this/folder") -> Path:
     "Write the card, and copies of the images (paths, or (path, what it shows)) under numbers."
     folder, copies = Path(folder), []

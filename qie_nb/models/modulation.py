@@ -128,7 +128,7 @@ def save(self:ModulationTable, entry:CacheEntry, rows:torch.Tensor) -> torch.Ten
 
 # %% ../../nbs/models/05_modulation.ipynb #2cf99ff1
 @patch
-def make(self:ModulationTable, times, name:str="modulation") -> int: # blocks that were computed
+def make(self:ModulationTable, times, name:str="preparing the timestep table") -> int: # blocks that were computed
     "Add a set of distinct, ascending times from the cache or the checkpoint."
     times = tuple(times)
     if self.find(times): return 0
@@ -155,7 +155,7 @@ def _compute(self:ModulationTable, times, name):
 
 # %% ../../nbs/models/05_modulation.ipynb #985c7d1d
 @patch
-def ensure(self:ModulationTable, times, name:str="modulation"):
+def ensure(self:ModulationTable, times, name:str="preparing the timestep table"):
     "Add times if possible; if not, `rows` uses the nearest."
     extra = extra_timesteps(times, self.dtype)
     if self.missing(times) and not self.find(extra) and self.folder: self.make(extra, name)

@@ -170,8 +170,9 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
 
 @patch
 def _training_sets(self:RunModulation, dtype) -> dict:
-    zero = {(0.,): "modulation of timestep 0"} if self.transformer_config().get("zero_cond_t") else {}
-    return zero | {training_times(dtype): "modulation"}
+    label = "preparing the timestep table"
+    if not self.transformer_config().get("zero_cond_t"): return {training_times(dtype): label}
+    return {(0.,): f"{label} (1 of 2)", training_times(dtype): f"{label} (2 of 2)"}
 
 @patch
 def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}, beyond training's
@@ -182,7 +183,7 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}
         for steps in self.config.model.modulation_table_steps:
             schedule = sampling_schedule(scheduler, steps, tokens).timesteps
             if times := extra_timesteps(model_timesteps(schedule, dtype), dtype):
-                out.setdefault(times, f"modulation of {steps} sampling steps, {tokens} tokens")
+                out.setdefault(times, f"preparing the timestep table for {steps} sampling steps, {tokens} tokens")
     return out
 
 @patch

@@ -221,4 +221,4 @@ def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored, capsys):
         if len(stored) == 10: raise DiskFull(28, "'x' is full")
     on_call(monkeypatch, EmbeddingCacheManager, "save_cache", full)
     with pytest.raises(DiskFull, match="is full. The job still has .* MB to write; run it again to continue"): run(root, tmp_path/"cache")
-    assert len(stored) == len(files(tmp_path/"cache")) == 10 and " MB to write, " in capsys.readouterr().out
+    assert len(stored) == len(files(tmp_path/"cache")) == 10 and " MB will be written, " in capsys.readouterr().out

@@ -89,8 +89,8 @@ def test_every_timestep_of_training_has_a_row():
 def test_other_timesteps_get_the_nearest_row_with_one_message(capsys):
     table = table_for(FOLDER, TIMES)
     assert torch.equal(table.rows([0.44]), table.rows([0.5])) and torch.equal(table.rows([0.2]), table.rows([0.1]))
-    said = capsys.readouterr().out
-    assert said.startswith("timestep 440 is not in the modulation table; the nearest, 500, is used") and said.count("\n") == 1
+    said, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("timestep "))
+    assert said.startswith("timestep 440 is not in the modulation table; the nearest, 500, is used")
 
 
 @pytest.mark.parametrize("variant, first", slow_except([("2511", True)], [("2511", True), ("v1", False), ("2509", True), ("2511", False)]))
