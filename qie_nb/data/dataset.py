@@ -22,7 +22,8 @@ from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered, source_digest
 from .pair_checks import size_warnings
-from .samples import Samples, cached_size, config_samples, find_samples, load_images, load_mask, open_unchanged, usable
+from .samples import Samples, cached_size, config_samples, find_samples, load_images, load_mask
+from .samples import open_unchanged, usable
 from .tables import few
 
 # %% ../../nbs/data/06_dataset.ipynb #574559e4

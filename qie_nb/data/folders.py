@@ -32,17 +32,26 @@ def _unusable(path) -> str: # the reason; "" if usable; None: not reported
     if path.is_dir(): return "a folder"
     return "" if kind in IMAGE_SUFFIXES + CAPTION_SUFFIXES else "no image"
 
+def is_image(p) -> bool: return _unusable(p) == "" and p.suffix.lower() in IMAGE_SUFFIXES
+
 def _twice(what, stem, a, b):
     alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
     raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
                      f"rename or remove one")
 
-def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem: path}
+def _below(folder) -> list: # its files, or those of its folders if it holds no images
+    found = entries_of(folder)
+    if any(is_image(p) for p in found): return found
+    dirs = [d for d in found if d.is_dir() and not is_hidden(d)]
+    return [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
+
+def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem, after that of a folder inside: path}
     images, captions = {}, {}
-    for p in sorted(entries_of(folder), key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
+    for p in sorted(_below(folder), key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
         if why := _unusable(p): ignored.append((p, why))
         if why != "": continue
-        held, stem = images if p.suffix.lower() in IMAGE_SUFFIXES else captions, nfc(p.stem)
+        held = images if p.suffix.lower() in IMAGE_SUFFIXES else captions
+        stem = nfc(p.relative_to(folder).with_suffix("").as_posix())
         if stem not in held: held[stem] = p
         elif p.suffix.lower() in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
         else: _twice("samples" if held is images else "captions", stem, held[stem], p)
@@ -142,16 +151,16 @@ def _chosen(root, names, setting) -> list:
                              f"{it_contains(root)}; choose one of these folders")
     return [named_folder(root, n) for n in names]
 
-def _holds_images(d) -> bool:
-    try: return any(_unusable(p) == "" and p.suffix.lower() in IMAGE_SUFFIXES for p in entries_of(d))
-    except ValueError: return False
+def image_folders(root, leave=()) -> list: # the folders in it that hold images
+    def holds(d):
+        try: return any(map(is_image, _below(d)))
+        except ValueError: return False
+    return [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and d not in leave and holds(d)]
 
 def _guessed(root, one, more) -> tuple: # one, more: the chosen target and controls, or []
-    leave = {*one, *more, *_roles(root)[2:]}
-    dirs = [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and d not in leave]
-    dirs = [d for d in dirs if _holds_images(d)]
-    if not (one or more): return guess_sides(dirs, root if _holds_images(root) else None)
-    return guess_sides(dirs) or (dirs[0], dirs) if len(dirs) == 1 or guess_sides(dirs) else None
+    dirs = image_folders(root, {*one, *more, *_roles(root)[2:]})
+    if not (one or more): return guess_sides(dirs, root if any(map(is_image, entries_of(root))) else None)
+    return guess_sides(dirs) or ((dirs[0], dirs) if len(dirs) == 1 else None)
 
 def sides_of(root, target_dir=None, control_dirs=()) -> tuple: # (targets, [controls], note), or None
     "The folders of the two sides: as chosen, by their usual names, or guessed."
@@ -166,8 +175,9 @@ def sides_of(root, target_dir=None, control_dirs=()) -> tuple: # (targets, [cont
     if targets and controls: return targets, controls, ""
     if not (found := _guessed(root, one, more)): return (targets, [], "") if targets else None
     targets, controls = one[0] if one else found[0], more or found[1]
-    return targets, controls, (f"pairs: targets in {targets.name!r}, controls in {few(c.name for c in controls)} "
-                               "(guessed from the names; set `data.target_dir` and `data.control_dir` to choose)")
+    return targets, controls, (
+        f"pairs: targets in {targets.name!r}, controls in {few(c.name for c in controls)} (guessed from the "
+        "names; set `data.target_dir` and `data.control_dir` to choose)")
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b6a
 def _numbered(names, after) -> dict: # {target's stem: its numbered controls' stems}
@@ -184,14 +194,15 @@ def _check_controls(after, folders, before, numbered):
         used = {*after, *(n for held in numbered.values() for n in held)}
         rest = [p for stem, p in before[0].items() if stem not in used]
         rest = (f"has {names(rest)} without a target; give both images of a pair the same name" if rest
-                else "has no other images; add the controls or remove the targets")
-        raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name in {first}/: "
-                         f"{names(alone)}; {first}/ {rest}")
+                else f"has no {'other ' * bool(before[0])}images; add the controls or remove the targets")
+        raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name in "
+                         f"{first}/: {names(alone)}; {first}/ {rest}")
     for n, folder in enumerate(folders):
-        gaps = [p for stem, p in after.items() if stem not in before[n] and any(stem in b for b in before[n:])]
+        later = {stem for held in before[n:] for stem in held}
+        gaps = [p for stem, p in after.items() if stem in later and stem not in before[n]]
         if n and gaps:
-            raise ValueError(f"{len(gaps)} of {len(after)} targets have no image in {folder.name}/ but one in a later "
-                             f"folder: {names(gaps)}; add it or remove the later one")
+            raise ValueError(f"{len(gaps)} of {len(after)} targets have no image in {folder.name}/ but one "
+                             f"in a later folder: {names(gaps)}; add it or remove the later one")
 
 def _controls_of(stem, before, numbered) -> tuple:
     more = [before[0][name] for name in numbered.get(stem, [])]
@@ -242,9 +253,11 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     after, beside = _folder(targets, ignored)
     if not after: return None
     if not controls:
-        if found := read_pairs(targets): return found
-        raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. Put the images before "
-                         f"the edit into control_images/, or name their folder in `data.control_dir`")
+        if found := read_folders(targets) or read_pairs(targets): return found
+        several = len(image_folders(root)) > 1
+        raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
+            "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to that "
+            "of the images before it" if several else "Put the images before the edit into control_images/"))
     held = [_folder(d, ignored) for d in controls]
     painted = [_folder(masks, ignored)[0] if masks else {},
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
@@ -254,15 +267,17 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
     numbered = _numbered(before[0], after)
     _check_controls(after, controls, before, numbered)
-    rows = [(stem, p, _controls_of(stem, before, numbered), said, _mask(stem, p, *painted), file)
-            for stem, p in after.items() for said, file in [_caption((stem, nfc(p.stem)), *texts)]]
+    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts) for stem, p in after.items()}
+    rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
+             said[stem][1]) for stem, p in after.items()]
     ignored += _beside_folders(root, {targets, *controls, captions, masks, shared})
     ignored += _left_over(rows, before, texts, painted)
-    more = {p.parent: 0 for column in (5, 4) for r in rows if (p := r[column]) and p.parent != targets}
-    more = "".join(f", {d.name}/" for d in more if d not in controls)
+    more = [p.parent for column in (5, 4) for r in rows if (p := r[column])]
+    more = "".join(f", {d.name}/" for d in dict.fromkeys(more) if not {targets, *controls} & {d, *d.parents})
     layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls)}{more}"
-    theirs = ["captions: beside the controls, because no target has one"]
-    notes = [note] * bool(note) + theirs * any(r[5] and r[5].parent in controls for r in rows)
+    theirs = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
+    above = [{*r[5].parents} for r in rows if r[5]]
+    notes = [note] * bool(note) + theirs * any({*controls} & a and targets not in a for a in above)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf0b9
@@ -289,16 +304,25 @@ def _check_pairs(after, before):
         rest = [p.name for name, held in before.items() if name not in after for _, p in held]
         more = f"; without a target: {few(rest)}" if rest else ""
         raise ValueError(f"{len(alone)} of {len(after)} targets have no control image beside them: "
-                         f"{few([file for _, file in alone])}; expected e.g. {alone[0][0] + '_control'!r}{more}")
+                         f"{few(f for _, f in alone)}; expected e.g. {alone[0][0] + '_control'!r}{more}")
 
 # %% ../../nbs/data/02_folders.ipynb #a840e04d
+def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a pair each, as 'folder_before'
+    images, texts = {}, {}
+    for d in image_folders(root):
+        held, said = _folder(d, ignored)
+        images.update({f"{nfc(d.name)}_{stem}": p for stem, p in held.items()})
+        texts.update({nfc(d.name) + f"_{stem}" * (len(said) > 1): p for stem, p in said.items()})
+    return images, texts
+
 def read_pairs(root:Path) -> Found: # or None
-    "Samples from one folder whose file names name their sides."
+    "Samples from one folder, or a folder for each pair, whose file names name their sides."
     ignored, (_, _, captions, masks) = [], _roles(root)
-    images, beside = _folder(root, ignored)
+    alone = any(map(is_image, entries_of(root)))
+    images, beside = _folder(root, ignored) if alone else _folder_each(root, ignored)
     after, before, neither = _sides(images)
     notes = _add_unmarked(after, before, neither)
-    if not after or not before: return None
+    if not after or not before or not alone and len(after) < 2: return None
     _check_pairs(after, before)
     shared = _shared(root, beside, images)
     texts = [aligned(t, after) for t in (beside, _folder(captions, ignored)[1] if captions else {})]
@@ -311,9 +335,9 @@ def read_pairs(root:Path) -> Found: # or None
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]
     ignored += _left_over(rows, [{p: p for held in controls.values() for p in held}], texts, [painted])
-    if notes: return Found(rows, "one folder", _by_name(ignored, root), notes, shared)
-    end = lambda stem, p: nfc(p.stem)[len(stem):] if _ENDING.fullmatch(nfc(p.stem)) else nfc(p.stem)[:-len(stem)]
-    ends = lambda side: ", ".join(sorted({end(stem, p) for stem, p in side}))
-    layout = (f"one folder, pairs by their names: targets {ends(after.items())}, controls "
-              f"{ends((stem, p) for stem, held in controls.items() for p in held)}")
+    mark = lambda stem, name: name[len(stem):] if _ENDING.fullmatch(name) else name[:-len(stem)]
+    marks = lambda side: ", ".join(sorted({mark(stem, nfc(p.stem)) for stem, p in side}))
+    layout = "a folder for each pair" if not alone else "one folder" if notes else (
+        f"one folder, pairs by their names: targets {marks(after.items())}, controls "
+        f"{marks((stem, p) for stem, held in controls.items() for p in held)}")
     return Found(rows, layout, _by_name(ignored, root), notes, shared)

@@ -129,8 +129,8 @@ def _check_format(head):
     "Raises `_Refused` with the name of a format that Pillow does not read."
     heic = head[4:8] == b"ftyp" and head[8:11] in (b"hei", b"hev", b"mif", b"msf")
     if heic: raise _Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
-    for start, kind in {b"%PDF": "PDF", b"8BPS": "Photoshop", b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL": "JPEG XL",
-                        b"FUJI": "camera raw", b"PK": "zip"}.items():
+    for start, kind in {b"%PDF": "PDF", b"8BPS": "Photoshop", b"\xff\x0a": "JPEG XL",
+                        b"\0\0\0\x0cJXL": "JPEG XL", b"PK": "zip"}.items():
         if head.startswith(start): raise _Refused(f"is in {kind} format; save it as PNG or JPEG")
     if head.startswith(b"version https://git-lfs"): raise _Refused("is a Git LFS pointer; run `git lfs pull`")
     if head.lstrip()[:9].lower() in (b"<!doctype", b"<html>", b"<html lan"):
@@ -143,8 +143,9 @@ def _open_still(f): # not decoded yet
     if head[4:8] == b"ftyp": _add_heif()
     try: im = Image.open(f, formats=[k for k in _FORMATS if k in Image.OPEN])
     except Image.DecompressionBombError as e:
-        raise _Refused(f"has {int(re.search('[0-9]+', str(e))[0]) // 10**6} megapixels, more than the "
-                       f"{2 * Image.MAX_IMAGE_PIXELS // 10**6} that we open; make it smaller or remove the pair") from None
+        n, most = int(re.search("[0-9]+", str(e))[0]), 2 * Image.MAX_IMAGE_PIXELS
+        raise _Refused(f"has {n // 10**6} megapixels, more than the {most // 10**6} that we open; make it "
+                       "smaller or remove the pair") from None
     except UnidentifiedImageError:
         _check_format(head)
         raise
@@ -164,7 +165,8 @@ def open_image(
 
 # %% ../../nbs/data/00_images.ipynb #03bda415
 HEIC_SUFFIXES = (".heic", ".heif") # read with pillow-heif
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", *HEIC_SUFFIXES)
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif",
+                  *HEIC_SUFFIXES)
 
 def _peek(f, at:int=0, whence:int=0) -> bytes: # the rest of the file from there
     here = f.tell()

@@ -25,7 +25,8 @@ def _look(source) -> dict:
     small, few = np.asarray(im.resize((32, 32), box), int), np.asarray(im.resize((4, 4), box))
     pixels = hashlib.sha256(repr(im.size).encode() + im.tobytes()).hexdigest()[:16]
     return dict(hash=np.packbits(np.diff(grey) > _STEP).tobytes().hex(), colours=few.tobytes().hex(),
-                colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, size=im.size, **_exif(data))
+                colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, size=im.size,
+                **_exif(data))
 
 def _exif(data) -> dict: # camera, turned
     try:
@@ -143,7 +144,8 @@ def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sam
     return {i: why.format(len(g)) for g in several for i in g}
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3ad0
-TINY, LARGE, STRETCHED, TURNED, SHAPES = "very small", "very large", "stretched", "may be turned", "other shape"
+TINY, LARGE, STRETCHED = "very small", "very large", "stretched"
+TURNED, SHAPES = "may be turned", "other shape"
 
 def _differ(a, b) -> float: # 0.5: one aspect is 1.5 times the other
     return math.exp(abs(math.log(a[0] * b[1] / (a[1] * b[0])))) - 1
@@ -153,7 +155,7 @@ def _size_marks(name, size, bucket): # bucket: its size in training, or None
     larger = math.sqrt(math.prod(bucket) / math.prod(size)) if bucket else 0
     if larger > 3: yield TINY, f"{said} and is enlarged {larger:.0f} times in training"
     elif min(size) < 16: yield TINY, said
-    if math.prod(size) > 5e7: yield LARGE, f"{said}, {math.prod(size) / 1e6:.0f} megapixels; reading it is slow"
+    if (n := math.prod(size)) > 5e7: yield LARGE, f"{said}, {n / 1e6:.0f} megapixels; reading it is slow"
     if bucket and (by := _differ(size, bucket)) > 0.1:
         yield STRETCHED, f"{said} and is trained at {bucket[0]}x{bucket[1]}: stretched by {by:.0%}"
 
@@ -192,8 +194,8 @@ def pair_warnings(
     return [(SWAPPED, why) for why in signs if why] + sizes
 
 # %% ../../nbs/data/04_pair_checks.ipynb #82ef227f
-NO_SIGN = ("no sign of swapped pairs in file names, captions, colours or camera data; this cannot be told from "
-           "the images alone: look at three pairs")
+NO_SIGN = ("no sign of swapped pairs in file names, captions, colours or camera data; this cannot be told "
+           "from the images alone: look at three pairs")
 
 def swap_summary(swapped:int, pairs:int) -> str: # swapped: pairs with the mark
     return f"{swapped} of {pairs} pairs look swapped; look at them" if swapped else NO_SIGN

@@ -16,9 +16,12 @@ from PIL import Image
 
 from ..cache import stable_seed
 from ..core.display import table_html
-from .folders import contents, entries_of, is_hidden, it_contains, named_folder, read_folders, read_pairs
-from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered, source_digest, source_name
-from .tables import TABLE_SUFFIXES, few, instruction, match_columns, prompt_file, read_dataset, read_table, table_rows, text_of
+from .folders import contents, entries_of, is_hidden, is_image, it_contains, named_folder
+from .folders import read_folders, read_pairs
+from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered
+from .images import source_digest, source_name
+from .tables import TABLE_SUFFIXES, few, instruction, match_columns, printable, prompt_file
+from .tables import read_dataset, read_table, table_rows, text_of
 
 # %% ../../nbs/data/03_samples.ipynb #3743c870
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Samples(list):
 
     def like(self, samples): return Samples(samples, self.layout, self.ignored, self.notes)
     def print_notes(self): # each once
-        scarce = f"only {len(self)} pairs: most edits need 20 or more"
+        scarce = f"only {_counted(len(self), 'pair')}: most edits need 20 or more"
         new = {note: 0 for note in (*self.notes, *[scarce] * (len(self) < 10)) if note not in _printed}
         _printed.update(new)
         for note in new: print(note)
@@ -75,12 +78,12 @@ def add_trigger(prompt:str, word) -> str:
 
 def _no_caption(found, bad):
     one = next((r for r in bad if not isinstance(r[5], str)), None)
-    where = (f"write each into a text file of its image's name, e.g. {str(one[1].with_suffix('.txt'))!r}, or one for "
-             "all into prompt.txt beside the folders or `data.prompt`") if one else (
+    where = (f"write each into a text file of its image's name, e.g. {str(one[1].with_suffix('.txt'))!r}, or "
+             "one for all into prompt.txt beside the folders or into `data.prompt`") if one else (
              f"fill {bad[0][5]}, or set one instruction for all in `data.prompt`")
     empty = " or an empty one" * any(r[5] for r in bad)
-    alone = [name for name, why in found.ignored if why == "a caption without an image"]
-    unused = f" (captions without an image: {few(alone)})" * bool(alone)
+    texts = [n for n, _ in found.ignored if n.endswith((".txt", ".caption", ".json", ".jsonl", ".csv"))]
+    unused = f" (unused text files: {few(texts)})" * bool(texts)
     raise ValueError(f"{len(bad)} of {len(found.rows)} samples have no caption{empty}: "
                      f"{few(r[0] for r in bad)}{unused}; {where}")
 
@@ -91,9 +94,11 @@ def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was 
     source = "`data.prompt`" if said == (prompt or "").strip() else f"{file.name} of the data set"
     said = bad and instruction(said, "prompt", source)
     rows = [r if r[3] else (*r[:3], said, r[4], source) for r in rows]
-    added = [f"{source} for {len(bad)} of {len(rows)}"] if bad else ["`data.prompt` is not needed"] * bool(prompt)
+    none = ["`data.prompt` is not needed"] * bool(prompt)
+    added = [f"{source} for {len(bad)} of {len(rows)}"] if bad else none
     out = [(*r[:3], add_trigger(r[3], trigger), *r[4:]) for r in rows]
-    if n := sum(a[3] != b[3] for a, b in zip(out, rows)): added.append(f"trigger word {trigger!r} added to {n}")
+    if n := sum(a[3] != b[3] for a, b in zip(out, rows)):
+        added.append(f"trigger word {trigger!r} added to {n}")
     return out, "".join(f", {a}" for a in added)
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
@@ -143,10 +148,11 @@ def _found(root, columns, sides, optional, deep:int=4): # sides: (target_dir, [c
     if not (more := _found(inner, columns, sides, optional, deep - 1)): return None
     name = f"{inner.name}/"
     note = [f"data: in {name!r}, the only folder with images in {str(root)!r}"] * (name != "train/")
-    beside = [(p.name, f"not in {name}") for p in entries_of(root) if p != inner and not is_hidden(p)]
-    shared = more.shared or prompt_file(root)
-    ignored = [(name + n, why) for n, why in more.ignored] + [b for b in beside if b[0].lower() != "prompt.txt"]
-    return more._replace(layout=f"in {name}: {more.layout}", ignored=ignored, notes=note + more.notes, shared=shared)
+    beside = [p for p in entries_of(root) if p not in (inner, shared := more.shared or prompt_file(root))]
+    ignored = [(name + n, why) for n, why in more.ignored]
+    ignored += [(printable(p.name), f"not in {name}") for p in beside if not is_hidden(p)]
+    return more._replace(layout=f"in {name}: {more.layout}", ignored=ignored, notes=note + list(more.notes),
+                         shared=shared)
 
 def _several(sets) -> Samples:
     samples = [replace(s, id=f"{n}/{s.id}") for n, found in enumerate(sets) for s in found]
@@ -159,16 +165,28 @@ ARCHIVES = (".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
 _HUB = ("load it with `data = datasets.load_dataset({})` and train on `loader(data, ...)` of "
         "qie_nb.data, or download its files and give the folder")
 
-def _none_found(path, columns=None, optional=("mask",)): # raises the reason
-    path = Path(path)
-    for table in [p for p in entries_of(path) if p.suffix.lower() in TABLE_SUFFIXES and (columns or p.suffix != ".json")][:1]:
-        read_table(table, columns, optional)
+def _remedy(path, sets) -> str: # sets: folders in it that are data sets
     kinds = {p.suffix.lower(): p for p in path.glob("**/*") if p.suffix.lower() in (*ARCHIVES, ".parquet")}
-    if ".parquet" in kinds: remedy = "For parquet files, " + _HUB.format(f"'parquet', data_dir={str(path)!r}")
-    elif kinds: remedy = f"Unpack {next(iter(kinds.values())).name} first"
-    else: remedy = ("Put the images before the edit into control_images/ and those after it, with the same names, into "
-                    "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
-    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}. {remedy}")
+    if ".parquet" in kinds: return "For parquet files: " + _HUB.format(f"'parquet', data_dir={str(path)!r}")
+    if kinds: return f"Unpack {next(iter(kinds.values())).name} first"
+    if sets:
+        return (f"Set `data.dataset_path` to one of the data sets {few(d.name for d in sets)}, or to a list "
+                "of them")
+    loose = any(map(is_image, entries_of(path)))
+    return "Name the images of a pair x_before and x_after, or put" * loose + "Put" * (not loose) + (
+        " the images before the edit into control_images/ and those after it, with the same names, into "
+        "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
+
+def _none_found(path, columns=None, optional=("mask",)): # raises the reason
+    kinds = TABLE_SUFFIXES if columns else {*TABLE_SUFFIXES} - {".json"} # of which some describe a data set
+    tables = [p for p in entries_of(path) if p.suffix.lower() in kinds]
+    for table in tables[:1]: read_table(table, columns, optional)
+    def is_set(d):
+        try: return _found(d, columns, (None, ()), ("mask", "prompt"), 1)
+        except ValueError: return None
+    sets = [d for d in entries_of(path) if d.is_dir() and not is_hidden(d) and is_set(d)]
+    readable = "" if _images_below(path) or contents(path) == "empty" else ", but no images that we can read"
+    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. {_remedy(path, sets)}")
 
 def _no_folder(path, root): # raises the reason
     what, kind = f"`data.dataset_path` {str(path)!r}", root.suffix.lower()
@@ -179,13 +197,14 @@ def _no_folder(path, root): # raises the reason
         raise ValueError(f"{what} is " + (
             "an archive; unpack it and give the folder" if kind in ARCHIVES else
             "an image; give the folder of your pairs" if kind in IMAGE_SUFFIXES else
-            "a parquet file; " + _HUB.format(f"'parquet', data_files={str(path)!r}") if kind == ".parquet" else
-            f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
+            "a parquet file; " + _HUB.format(f"'parquet', data_files={str(path)!r}") if kind == ".parquet"
+            else f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not root.parent.is_dir()
     raise FileNotFoundError(f"{what} does not exist" + (
         "; if it is a data set of the Hugging Face hub, " + _HUB.format(repr(str(path))) if hub else
         f"; set it to the folder of your pairs" if not root.parent.is_dir() else
-        f" in {str(root.parent)!r}, which has: {contents(root.parent, False)}; set it to the folder of your pairs"))
+        f" in {str(root.parent)!r}, which has: {contents(root.parent, False)}; set it to the folder of your "
+        "pairs"))
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
@@ -196,14 +215,15 @@ def find_samples(
     trigger_word:str=None, # put before each prompt that lacks it
 ) -> Samples: # sorted by id
     "The samples of a data set."
-    dirs = [] if control_dir is None else [control_dir] if isinstance(control_dir, (str, Path)) else list(control_dir)
-    again = dict(columns=columns, target_dir=target_dir, control_dir=dirs, prompt=prompt, trigger_word=trigger_word)
-    if isinstance(path, (list, tuple)): return _several([find_samples(p, **again) for p in path])
+    dirs = [control_dir] if isinstance(control_dir, (str, Path)) else list(control_dir or [])
+    if isinstance(path, (list, tuple)):
+        return _several([find_samples(p, columns, target_dir, dirs, prompt, trigger_word) for p in path])
     if path is None and target_dir and dirs:
         target_dir, *dirs = (os.path.abspath(os.path.expanduser(d)) for d in (target_dir, *dirs))
         path = os.path.commonpath([target_dir, *dirs])
     optional = ["mask", *["prompt"] * bool(prompt)]
-    if hasattr(path, "column_names"): return _samples(read_dataset(path, columns, optional), prompt, trigger_word)
+    if hasattr(path, "column_names"):
+        return _samples(read_dataset(path, columns, optional), prompt, trigger_word)
     if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
         raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
@@ -221,7 +241,8 @@ def config_samples(
     "`find_samples` with the settings of a configuration."
     names, here = dict(target_dir=data.target_dir, control_dir=data.control_dir), path or data.dataset_path
     dirs = [d for v in names.values() for d in (v if isinstance(v, list) else [v]) if d]
-    if path and not all(not os.path.isabs(d) and (Path(path).expanduser()/d).is_dir() for d in dirs): names = {}
+    has = lambda d: not os.path.isabs(d) and (Path(path).expanduser()/d).is_dir()
+    if path and not all(map(has, dirs)): names = {}
     return find_samples(here, **names, prompt=data.prompt, trigger_word=data.trigger_word)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342

@@ -169,7 +169,7 @@ def _prompt(text, name, where): # None if it is empty
     if text is None or isinstance(text, str) and not text.strip(): return None
     return instruction(text, name, where)
 
-def _sample_of(row, got, root, where, local=lambda name: name) -> tuple: # (target, controls, prompt, mask, where)
+def _sample_of(row, got, root, where, local=lambda name: name) -> tuple: # all but the id of `Found.rows`
     path = lambda name: inside(root, local(name), where)
     target, mask = path(row.get(got["target"])), row.get(got.get("mask"))
     names = [n for c in got["control"] for n in _names_in(row.get(c), root)]
@@ -191,7 +191,7 @@ def _parts(name) -> list: # of an absolute path
     absolute = isinstance(name, str) and re.match(r"[A-Za-z]:[\\/]|[\\/]", name)
     return re.split(r"[\\/]+", name) if absolute else []
 
-def _old_root(name, root, least:int) -> tuple: # the first parts of the path, so that the others exist; or None
+def _old_root(name, root, least:int) -> tuple: # first parts of the path, without which it exists; or None
     parts = [] if isinstance(name, str) and _end_of(root/name)[1] else _parts(name)
     ends = range(1, len(parts) - least + 1)
     return next((tuple(parts[:k]) for k in ends if _end_of(root/"/".join(parts[k:]))[1]), None)
@@ -288,7 +288,8 @@ def _row_sample(rows, got, indices, prompt, masked, i) -> tuple:
                          f"{' or '.join(map(repr, got['control']))}; fill it or remove the row")
     where = f"row {i}" + (f", column {got['prompt']!r}" if "prompt" in got else "")
     mask = RowImage(rows, got["mask"], i) if masked else None
-    return f"{i:06}", RowImage(rows, got["target"], i), controls, _prompt(prompt, f"{i:06}", where), mask, where
+    prompt, target = _prompt(prompt, f"{i:06}", where), RowImage(rows, got["target"], i)
+    return f"{i:06}", target, controls, prompt, mask, where
 
 def read_dataset(data, columns:dict=None, optional=("mask",)) -> Found:
     "The samples of a `datasets.Dataset` or of a `DatasetDict`'s train split; ids are row numbers."

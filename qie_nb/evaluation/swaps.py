@@ -18,7 +18,7 @@ from .validation_loss import PARTS, Interval, confidence_interval, held_out_loss
 
 # %% ../../nbs/evaluation/06_swaps.ipynb #10d7e67a
 class SwapTest(NamedTuple):
-    "What the instruction gains (log of a ratio of losses) on the pairs as they are, and on the pairs exchanged."
+    "What the instruction gains (log of a ratio of losses) on the pairs as they are, and exchanged."
     given: Interval
     exchanged: Interval
     difference: Interval # pair by pair
@@ -36,7 +36,8 @@ class SwapTest(NamedTuple):
         gain = lambda g: f"{part(g.mean)} ({part(g.high)} to {part(g.low)})"
         why = {"right": "the pairs are in the right direction",
                "swapped": "the pairs are swapped; exchange targets and controls",
-               "cannot tell": "cannot tell; the model may not know this edit, or it fits both directions. Look at the pairs"}
+               "cannot tell": "cannot tell; the model may not know this edit, or it fits both directions. "
+                              "Look at the pairs"}
         return (f"the instruction changes the loss by {gain(self.given)} for the pairs as they are, by "
                 f"{gain(self.exchanged)} exchanged ({self.pairs} pairs): {why[self.verdict]}")
 
@@ -60,7 +61,8 @@ def swap_test(
     "Are the pairs swapped? Compares what the instruction gains in both directions."
     dataset = _data_of(trainer, data)
     given = [dataset.samples[p["index"]] for p in pairs_to_show(dataset.samples, n)]
-    if len(given) < 3: raise ValueError(f"a swap test needs at least 3 pairs, got {len(given)}; add pairs or raise `n`")
+    if len(given) < 3:
+        raise ValueError(f"a swap test needs at least 3 pairs, got {len(given)}; add pairs or raise `n`")
     passes = 4 * len(given) * noises * len(PARTS)
     print(f"swap test: {passes} forward passes, as many as {passes / 40:g} edits of 20 steps with guidance, "
           f"after encoding up to {2 * len(given)} pairs")

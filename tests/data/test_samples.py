@@ -91,7 +91,7 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
 
 
 @pytest.mark.parametrize("names, sentence", [
-    ("images/a.png images/a.txt", "No control images found in .* It contains: images/ \\(1 .png, 1 .txt\\). Put the images before the edit into control_images/, or"),
+    ("images/a.png images/a.txt", "No control images found in .* It contains: images/ \\(1 .png, 1 .txt\\). Put the images before the edit into control_images/$"),
     ("images/a.png images/a.txt images/a.caption control/a.png", "two captions have the name 'a': a.caption and a.txt in"),
     ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
     ("a_start.png a_end.png", "1 of 1 samples have no caption: 'a'; write each into a text file of its image's name, e.g. '.*a_end.txt', or one for all into prompt.txt")])
