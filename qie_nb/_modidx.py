@@ -2704,6 +2704,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'qie_nb/widgets/sample_info.py'),
                                             'qie_nb.widgets.sample_info.image_tokens': ( 'widgets/sample_info.html#image_tokens',
                                                                                          'qie_nb/widgets/sample_info.py'),
+                                            'qie_nb.widgets.sample_info.known_geometry': ( 'widgets/sample_info.html#known_geometry',
+                                                                                           'qie_nb/widgets/sample_info.py'),
                                             'qie_nb.widgets.sample_info.latent_tokens': ( 'widgets/sample_info.html#latent_tokens',
                                                                                           'qie_nb/widgets/sample_info.py'),
                                             'qie_nb.widgets.sample_info.model_text': ( 'widgets/sample_info.html#model_text',

@@ -344,9 +344,9 @@ def rollback_torn_step(self:QwenImageEditTrainer):
     "After an interrupted update, go back to the last checkpoint or to the beginning."
     if self.state.whole: return
     if last := self.checkpoints.last():
-        print("the last step was interrupted: going back to the last checkpoint")
+        print("The last step was interrupted half-way; continuing from the last checkpoint")
         return self.resume(last)
-    print("the last step was interrupted and there is no checkpoint: starting over")
+    print("The last step was interrupted half-way and there is no checkpoint; starting from step 0")
     self.state.reset()
     self._transformer().delete_adapters("default")
     self.adapters.ema = self.finite = None

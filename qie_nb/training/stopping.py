@@ -32,7 +32,7 @@ class StopSignals:
     def hear(self, number, frame):
         self.asked, self.state.stop = self.asked + 1, _NAMES[number]
         if not self.stop_requested_only or self.asked > 1: raise KeyboardInterrupt(_NAMES[number])
-        try: print("stopping after this step, with a checkpoint; once more stops at once", flush=True)
+        try: print("stopping after this step, with a checkpoint; interrupt again to stop at once", flush=True)
         except RuntimeError: pass # within another print
 
 # %% ../../nbs/training/03_stopping.ipynb #d340ca5f

@@ -94,6 +94,11 @@ def _tokens(dataset, i, components, whole, f) -> dict:
                 text=None if n is None else n - sum(images),
                 sequence=None if n is None else n + target + sum(controls))
 
+def known_geometry(dataset): # controls keep their size if the model, and so their area, is not known
+    g = dataset.geometry
+    if dataset.areas or dataset.identity or dataset.config.control_area: return g
+    return SimpleNamespace(crop=g.crop, target=g.target, control=lambda size: size)
+
 def _try(problems, work, otherwise=None): # collects errors as text
     try: return work()
     except (ValueError, OSError, ImportError) as e:
@@ -129,7 +134,8 @@ def sample_info(
     f["tokens"] = tokens(whole) or tokens(False)
     f["bad"] = _try(problems, lambda: bad_entries(dataset, i), []) if check else []
     looks = _try(problems, lambda: [look(p) for p in (s.target, *s.controls)])
-    return f | dict(marks=pair_warnings(s, looks, shared, dataset.geometry), problems=problems)
+    g = known_geometry(dataset)
+    return f | dict(marks=pair_warnings(s, looks, shared, g), problems=problems, areas_known=g is dataset.geometry)
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0017
 def _db(a, b) -> float: # of two uint8 images

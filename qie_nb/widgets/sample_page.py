@@ -13,6 +13,7 @@ from PIL import Image
 
 from ..core.display import Display, badge, image_html, note
 from ..data.images import crop_to, open_image
+from ..data.pair_checks import pairs_to_show
 from .sample_info import dataset_of, sample_info
 
 # %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0006
@@ -25,12 +26,12 @@ def _figure(im, title, height) -> str:
     return zoomable(image_html(im, title, height))
 
 # a click on an image opens and closes it, without scripts
-_ZOOM = ("<style>.qie-zoom img {cursor:zoom-in} .qie-zoom :checked + img {height:min(80vh, 900px) !important; "
+_ZOOM = ("<style>.image-zoom img {cursor:zoom-in} .image-zoom :checked + img {height:min(80vh, 900px) !important; "
          "max-width:100%; object-fit:contain; cursor:zoom-out} "
-         "figure:has(.qie-zoom :checked) {max-width:100% !important; display:block !important}</style>")
+         "figure:has(.image-zoom :checked) {max-width:100% !important; display:block !important}</style>")
 
 def zoomable(figure:str) -> str: # of `image_html`
-    box = "<label class='qie-zoom' title='click to enlarge'><input type='checkbox' style='display:none'>"
+    box = "<label class='image-zoom' title='click to enlarge'><input type='checkbox' style='display:none'>"
     return figure.replace("<img ", f"{box}<img ", 1).replace("<figcaption", "</label><figcaption", 1)
 
 def masked_image(im, mask:np.ndarray): # PIL images in RGB; uint8 [h, w] of any size, 255 counts fully
@@ -53,7 +54,9 @@ def _figures(dataset, i, f, tensors, height) -> str:
         name, what = f"control_latent.{n}", f"control {n + 1}" if len(s.controls) > 1 else "control"
         if n == len(s.controls): name, what = "pixel_latent", "target"
         im = _opened(source, aspect)
-        title = f"{what}: {_size(size)} → {_size(bucket)}{_stretched(getattr(im, 'size', bucket), bucket)}"
+        title = f"{what}: {_size(size)}"
+        if n == len(s.controls) or f["areas_known"]:
+            title += f" → {_size(bucket)}{_stretched(getattr(im, 'size', bucket), bucket)}"
         out.append(_figure(im, title, height))
         if name in tensors:
             image, db = tensors[name]
@@ -84,7 +87,7 @@ def _sum(t) -> str: # the transformer's sequence; unknown lengths are left out
 
 def _details(f) -> str: # folded: what the model gets
     rows = [_sum(f["tokens"] or {}), f"image sizes in training: target {_size(f['bucket'])}, controls "
-            + ", ".join(map(_size, f["control_bucket"]))]
+            + ", ".join(map(_size, f["control_bucket"])) + ", unless the model has another area" * (not f["areas_known"])]
     if f["missing"] not in ([], ["everything"]): rows.append(f"not encoded yet: {', '.join(f['missing'])}")
     if f["dropped"]: rows.append(f"epoch {f['epoch']} trains this pair without its caption (caption dropout)")
     text = "" if f["text"] is None or not f["variant"] else f"text for the model:<pre style='{_BOX}'>{escape(f['text'])}</pre>"
@@ -129,16 +132,13 @@ class PairGrid(Display):
 pair_grid = PairGrid
 
 # %% ../../nbs/widgets/00b_sample_page.ipynb #b4302888
-LOOK = "Whether the sides are swapped cannot be told from images alone: look at these three pairs."
-
 def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     "Pairs as before -> after, with their instructions."
     if not len(dataset): return note("there are no samples")
-    last, out = len(dataset) - 1, _ZOOM
-    for i in sorted({round(k * last / max(n - 1, 1)) for k in range(n)}):
-        s = dataset.samples[i]
-        before = "".join(_figure(_opened(c, None), "before (control)", 260) for c in s.controls)
-        after = _figure(_opened(s.target, None), "after (target)", 260)
-        arrow = "<span style='font-size:40px;display:inline-block;line-height:260px;vertical-align:top'> → </span>"
-        out += f"<div><b>{escape(s.id)}</b>: {escape(s.prompt)}</div><div>{before}{arrow}{after}</div>"
+    arrow = "<span style='font-size:40px;display:inline-block;line-height:260px;vertical-align:top'> → </span>"
+    out = _ZOOM
+    for p in pairs_to_show(dataset.samples, n):
+        before = "".join(_figure(_opened(c, None), "before (control)", 260) for c in p["before"])
+        after = _figure(_opened(p["after"], None), "after (target)", 260)
+        out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div><div>{before}{arrow}{after}</div>"
     return out

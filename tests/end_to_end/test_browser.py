@@ -190,7 +190,7 @@ def test_captions_and_file_names_are_escaped(opened):
     page.page.locator("button:has-text('undo')").first.click()
     seen(page, "is as before")
     page.page.locator("button:has-text('look for duplicates and swaps')").first.click()
-    seen(page, "cannot be told from images alone: look at these three pairs")
+    seen(page, "cannot be told from the images alone: look at three pairs")
     page.page.wait_for_timeout(500)
     assert not pwned(page) and not page.page.locator("img[src=x]").count()
 
