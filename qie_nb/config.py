@@ -322,15 +322,16 @@ def _error_text(error) -> str:
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process
 
-def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, or a `Config`
+def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, a `Config`, or a file
     "A checked `Config`. Raises ValueError with name, value and remedy."
     if isinstance(raw, Config): return raw
+    if isinstance(raw, (str, Path)): return load_config_from_yaml(raw)
     if raw is not None and not isinstance(raw, dict):
-        raise ValueError(f"a configuration must be a mapping of sections, got {type(raw).__name__}")
+        raise ValueError(f"a configuration must have sections like `train:` with settings below, got {raw!r:.60}")
     raw, notes = translate(raw or {})
     new = [n for n in dict.fromkeys(notes) if n not in _reported]
     _reported.update(new)
-    if new: print("configuration: older names understood: " + "; ".join(new))
+    if new: print("older names of settings were translated: " + "; ".join(new))
     try: return Config(**raw)
     except ValidationError as e: raise ValueError(_error_text(e)) from None
 

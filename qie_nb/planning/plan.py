@@ -193,9 +193,10 @@ def __repr__(self:Plan):
 
 @patch
 def _repr_html_(self:Plan):
-    head = f"<h3>{escape(self._head())}</h3>" if self.gpu else ""
-    if self.chosen: head += f"<pre>{escape(self._settings())}</pre>"
-    tables = [f"<h4>{escape(title)}</h4>" + table_html(*t) for title, t in self._tables().items()]
+    head = note(self._head(), good=bool(self.chosen)) if self.gpu else ""
+    if self.changes: head += f"<pre>{escape(self._settings())}</pre>"
+    fold = "<details><summary>{}</summary>{}</details>"
+    tables = [fold.format(escape(title), table_html(*t)) for title, t in self._tables().items()]
     return "".join([head, *map(note, self.notes), *tables])
 
 # %% ../../nbs/planning/03_plan.ipynb #4387e3d2

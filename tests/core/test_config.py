@@ -84,3 +84,9 @@ def test_settings_of_a_command_line_override_a_file(tmp_path):
 def test_yaml_errors_name_the_line(text, sentence, tmp_path):
     (tmp_path/"run.yaml").write_text(text)
     with pytest.raises(ValueError, match=sentence): load_config_from_yaml(tmp_path/"run.yaml")
+
+
+def test_a_file_is_a_configuration(tmp_path):
+    (tmp_path/"run.yaml").write_text("train: {seed: 3}")
+    assert make_config(tmp_path/"run.yaml") == make_config(str(tmp_path/"run.yaml")) == make_config(dict(train=dict(seed=3)))
+    with pytest.raises(ValueError, match="must have sections like `train:` with settings below, got \\['train'\\]"): make_config(["train"])
