@@ -246,7 +246,7 @@ def error_ratio(lora, tmp_path):
 
 
 def outputs(run): return [o for c in run.notebook["cells"] for o in c.get("outputs", [])]
-def images(run): return [o for o in outputs(run) if "image/png" in o.get("data", {}) or "<img" in str(o.get("data", {}).get("text/html"))]
+def images(run): return [o for o in outputs(run) if {"image/png", "image/jpeg"} & {*o.get("data", {})} or "<img" in str(o.get("data", {}).get("text/html"))]
 
 
 def ran(path, platform, **what):
