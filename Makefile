@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-perturbed test-all browser places screenshots check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
+.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
 
 install: $(VENV)/.ready
 
@@ -45,7 +45,7 @@ test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
 
 BROWSERS := w8 w7
 browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
-	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest tests/end_to_end/test_browser.py || exit 1; done
+	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest tests/end_to_end/test_browser.py tests/end_to_end/test_browser_newcomer.py || exit 1; done
 
 # an environment with one JupyterLab and its ipywidgets, which come before what is installed in $(VENV)
 $(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
@@ -72,6 +72,9 @@ $(VENV)-wheels/.ready: settings.ini
 
 screenshots: $(VENV)-w8/.ready ## take the widget images of README again
 	$(VENV)-w8/bin/python tools/screenshots.py docs
+
+outputs: $(VENV)/.ready ## run the notebooks that are committed with outputs and write the outputs into them; ARGS="nbs/index" for one
+	$(ONE) $(BIN)/python tools/outputs.py $(ARGS)
 
 check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday tests
 	$(BIN)/nbdev_export

@@ -177,7 +177,8 @@ class TrainSection(StepSection):
     val_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = setting("auto",
         "fraction of control images held out of training; auto: one of ten or more, none with `val_path`")
     val_path: PathStr | None = setting(None, "data set for evaluation only")
-    resume_checkpoint: PathStr | None = setting(None, "checkpoint folder, or `latest`")
+    resume_checkpoint: PathStr | None = setting(None,
+        "checkpoint folder; latest: the newest in output_dir; auto: the newest, or a new run if there is none")
     force_resume: bool = setting(False, "resume even if data, seed, model or adapter differ")
     max_hours: Annotated[None | float | Literal["auto"], BeforeValidator(_check_hours)] = setting("auto",
         "hours of `fit` until it saves and stops; auto: half an hour before Kaggle's limit; null: never")

@@ -96,10 +96,12 @@ def complete_checkpoints(root) -> list: # of folders
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
-    which, # folder, `latest`, or an older name like checkpoints/epoch_0050.pt
-    root="checkpoints", # where `latest` looks
-) -> Path:
+    which, # folder, latest, auto, or an older name like checkpoints/epoch_0050.pt
+    root="checkpoints", # where latest and auto look
+) -> Path: # None for auto if there is no checkpoint
     "A checkpoint's folder. Raises FileNotFoundError or ValueError."
+    if which == "auto": which = "latest" if complete_checkpoints(root) else None
+    if which is None: return None
     asked, path = f"`resume_checkpoint` {str(which)!r}", Path(str(which).removesuffix(".pt")).expanduser()
     names = lambda folder: ", ".join(d.name for d in complete_checkpoints(folder)) or "none"
     if path.name == "latest":

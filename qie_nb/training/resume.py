@@ -224,7 +224,9 @@ def find(self:RunResume,
     fingerprint:dict=None, # to compare
 ) -> SavedRun:
     "Find and read a checkpoint. Raises ValueError if it is another run's."
-    saved = ckpt.read_checkpoint(ckpt.find_checkpoint(which, self.root()))
+    folder = ckpt.find_checkpoint(which, self.root())
+    if folder is None: return None # auto, and nothing to continue
+    saved = ckpt.read_checkpoint(folder)
     was, force = saved.state.get("run") or {}, self.config.train.force_resume
     if fingerprint: check_same_run(saved.folder.name, was, fingerprint, force)
     return saved

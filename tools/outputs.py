@@ -1,0 +1,112 @@
+"""Run the notebooks that are committed with outputs, and write the outputs into them: `make outputs`.
+
+Widgets keep their static form, images become JPEG, and temporary folders get one name. Cells with `#| cuda` or `#| eval: false` are not run.
+The place notebooks run in the tests' imitations of Kaggle and Colab, which need Linux and `unshare`.
+"""
+import base64, io, json, os, re, sys, tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = ["nbs/index", "nbs/00_cache", "nbs/01_trainer", "nbs/02_predict", "nbs/03_logging", "nbs/04_cli"]
+PLACES = ["kaggle/precompute/precompute", "kaggle/train/train", "kaggle/prequantize/prequantize", "kaggle/colab"]
+LIMIT = 400_000 # bytes of a notebook
+SKIPPED = re.compile(r"^#\| *(cuda|eval: *false)", re.M)
+
+
+def path_of(name) -> Path: return ROOT/f"{name}.ipynb"
+
+
+def execute(name) -> dict: # the notebook as JSON, with new outputs
+    "Raises RuntimeError with the error of the first cell that fails."
+    import nbformat
+    nb = json.loads(path_of(name).read_text())
+    with tempfile.TemporaryDirectory() as tmp:
+        if name in PLACES: ran = in_its_place(name, Path(tmp))
+        else: ran = in_a_kernel(nbformat.read(path_of(name), 4), Path(tmp))
+    for cell, other in zip(nb["cells"], ran["cells"], strict=True):
+        if cell["cell_type"] == "code": cell["outputs"] = [tidy(o) for o in joined(other["outputs"])]
+    return nb
+
+
+def in_a_kernel(nb, folder) -> dict:
+    from nbclient import NotebookClient
+    os.environ["IN_TEST"] = "1" # the last cell does not export
+    for cell in nb.cells:
+        if cell.cell_type == "code" and SKIPPED.search(cell.source): cell.source = ""
+    NotebookClient(nb, timeout=None, kernel_name="python3", resources=dict(metadata=dict(path=str(folder)))).execute()
+    return nb
+
+
+def in_its_place(name, folder) -> dict:
+    sys.path.insert(0, str(ROOT/"tests"))
+    from fake_kaggle import colab, kaggle, run_notebook
+    (folder/"drive").mkdir()
+    place = colab(folder, drive=folder/"drive") if name.endswith("colab") else kaggle(folder)
+    run = run_notebook(path_of(name), place)
+    if run.error: raise RuntimeError(f"{name}: {run.error}")
+    return run.notebook
+
+
+def text_of(value) -> str: return value if isinstance(value, str) else "".join(value)
+
+
+def joined(outputs) -> list:
+    "One stream output for what a cell printed without interruption."
+    out = []
+    for o in map(dict, outputs):
+        if o["output_type"] == "stream" and out and out[-1].get("name") == o["name"]: out[-1]["text"] = text_of(out[-1]["text"]) + text_of(o["text"])
+        else: out.append(o)
+    return out
+
+
+def jpeg(data:str, quality=80) -> str: # base64 of a PNG or JPEG
+    from PIL import Image
+    image, out = Image.open(io.BytesIO(base64.b64decode(data))), io.BytesIO()
+    if image.mode != "RGB": image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
+    image.save(out, "JPEG", quality=quality)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def tidy(output) -> dict:
+    "Static, small, and the same for every temporary folder."
+    out = {k: v for k, v in output.items() if k != "execution_count"} | (dict(execution_count=None) if output["output_type"] == "execute_result" else {})
+    if "text" in out: out["text"] = lines(out["text"])
+    if "data" not in out: return out
+    data, out["metadata"] = out["data"], {}
+    picture = data.get("image/jpeg") or data.get("image/png")
+    out["data"] = {kind: lines(v) for kind, v in data.items() if kind.startswith("text/")}
+    if picture: out["data"]["image/jpeg"] = jpeg(text_of(picture))
+    return out
+
+
+def lines(text) -> list:
+    text = re.sub(r"/tmp/tmp\w{8}", "/tmp/folder", text_of(text))
+    text = re.sub(r"data:image/png;base64,([\w+/=]+)", lambda m: "data:image/jpeg;base64," + jpeg(m[1]), text)
+    return text.splitlines(keepends=True)
+
+
+def comparable(cell) -> list:
+    "What a cell shows, without what differs between machines and runs: numbers, digests, progress lines, column widths."
+    out = []
+    for o in cell.get("outputs", []):
+        kinds = sorted(o.get("data", {})) or [o.get("name", o["output_type"])]
+        text = text_of(o.get("text") or o.get("data", {}).get("text/plain", ""))
+        text = "\n".join(line for line in text.splitlines() if not re.search(r"\d+/\d+, [\d.]+/s|\d+%\|", line))
+        text = re.sub(r"\b[0-9a-f]{6,}\b", "#", text)
+        text = re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?( (s|min|h|kB|MB|GB)\b)?", "#", text)).strip()
+        if text or "data" in o: out.append((kinds, text))
+    return out
+
+
+def main(names):
+    unknown = [n for n in names if n not in CHAPTERS + PLACES]
+    if unknown: sys.exit(f"no outputs are committed for {unknown[0]!r}; choose from: {', '.join(CHAPTERS + PLACES)}")
+    for name in names or CHAPTERS + PLACES:
+        nb = execute(name)
+        text = json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+        if len(text.encode()) > LIMIT: sys.exit(f"{name}: {len(text.encode()):,} bytes with outputs; at most {LIMIT:,} are committed, so show smaller images")
+        path_of(name).write_text(text)
+        print(f"{name}: {sum(bool(c.get('outputs')) for c in nb['cells'])} cells with outputs, {len(text.encode()):,} bytes", flush=True)
+
+
+if __name__ == "__main__": main(sys.argv[1:])
