@@ -1,8 +1,12 @@
 """Data as people have it: each row of a table builds a folder and expects what is found, or the sentence that says what is wrong."""
+import json, subprocess, sys
+
 import pytest
+from PIL import Image
 
 from qie_nb.config import DataSection
 from qie_nb.data.dataset import ImageDataset
+from qie_nb.data.pair_checks import LARGE, SHAPES, TINY, TURNED, look, pair_warnings, size_warnings, swap_summary
 from qie_nb.data.samples import config_samples, find_samples
 from test_samples import tree
 
@@ -49,3 +53,124 @@ def test_layouts_that_are_found(row, tmp_path):
     samples = config_samples(DataSection(dataset_path=str(make(tmp_path, files)), **settings))
     assert names(samples) == [tuple(pair.split()) for pair in pairs.split(";")]
     assert said in "\n".join([samples.layout, *samples.notes])
+
+
+# files | settings | the sentence
+REFUSED = """A/a.png,a.txt B/a.png | | No pairs found in '.*'. It contains: A/ \\(1 .png, 1 .txt\\), B/ \\(1 .png\\). Put the images before .* `data.control_dir` and `data.target_dir`$
+edits/a.png,a.txt images/a.png | | No control images found in '.*'. It contains: edits/ .*, images/ .*Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to that
+1_A.png 1_B.png | | It contains: 2 .png \\(1_A.png, 1_B.png\\). Name the images of a pair x_before and x_after, or put
+cats/after/a.png,a.txt cats/before/a.png dogs/after/a.png,a.txt dogs/before/a.png | | Set `data.dataset_path` to one of the data sets 'cats', 'dogs', or to a list of them
+after/a.png,b.png,c.png,d.png before/a.png,e.png | prompt=x | 3 of 4 targets have no control image of the same name in before/: 'b.png', 'c.png', 'd.png'; before/ has 'e.png' without a target; give both
+after/a.png before/x.txt | prompt=x | 1 of 1 targets have no control image .*; before/ has no images; add the controls or remove the targets
+after/a.png,b.png,c.png,d.png,e.png,e.txt before/a.png,b.png,c.png,d.png,e.png note.txt | | 4 of 5 samples have no caption: 'a', 'b', 'c' and 1 more \\(unused text files: 'note.txt'\\); write each into .*after/a.txt', or one for all into prompt.txt .*`data.prompt`
+A/a.png B/a.png | target_dir=C | `data.target_dir` 'C' is not a folder in '.*'. It contains: A/ \\(1 .png\\), B/ \\(1 .png\\); choose one
+A/a.png B/a.png | target_dir=A control_dir=a | `data.target_dir` and `data.control_dir` both name '.*A'; choose two folders
+after/a.mp4 pairs.zip | | It contains: after/ \\(1 .mp4\\), pairs.zip, but no images that we can read. Unpack pairs.zip first
+data/train.parquet | | For parquet files: load it with `data = datasets.load_dataset\\('parquet'"""
+
+
+@pytest.mark.parametrize("row", REFUSED.splitlines())
+def test_what_is_refused_lists_what_was_found(row, tmp_path):
+    files, settings, sentence = (part.strip() for part in row.split("|"))
+    make(tmp_path, files)
+    with pytest.raises(ValueError, match=sentence) as e:
+        config_samples(DataSection(dataset_path=str(tmp_path), **dict(part.split("=") for part in settings.split())))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("path, sentence", [
+    ("pairs.zip", "is an archive; unpack it and give the folder"), ("a.png", "is an image; give the folder of your pairs"),
+    ("https://huggingface.co/datasets/me/cats", "is a web address; .* load it with `data = datasets.load_dataset"),
+    ("me/cats", "does not exist; if it is a data set of the Hugging Face hub, load it with `data = datasets.load_dataset\\('me/cats'\\)`"),
+    ("piars", "does not exist in '.*', which has: 1 .png, 1 .zip; set it to the folder of your pairs")])
+def test_what_is_no_folder(path, sentence, tmp_path, monkeypatch):
+    for name in ("pairs.zip", "a.png"): (tmp_path/name).write_bytes(b"PK")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence): find_samples(path if "/" in path else tmp_path/path)
+
+
+def heic(path): path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
+
+
+def test_heic_is_named(tmp_path, capsys):
+    make(tmp_path, "after/a.png,b.png before/a.png,b.png")
+    heic(tmp_path/"before"/"b.png"); heic(tmp_path/"after"/"a.HEIC")
+    d = ImageDataset(dict(dataset_path=str(tmp_path), prompt="x"))
+    assert [s.id for s in d.samples] == ["a"] and d.found.ignored == [("after/a.HEIC", "a.png is used")]
+    assert "b.png' is in HEIC format; pip install pillow-heif, or convert it to JPEG" in capsys.readouterr().out
+
+
+def test_heic_is_read_with_pillow_heif(tmp_path):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    make(tmp_path, "after/b.png before/b.png")
+    pillow_heif.from_pillow(Image.new("RGB", (8, 6))).save(tmp_path/"before"/"b.png", format="HEIF")
+    assert ImageDataset(dict(dataset_path=str(tmp_path), prompt="x"))[0]["control"][0].size == (8, 6)
+
+
+def test_large_images_are_read_without_warnings(tmp_path):
+    path = tmp_path/"big.png"
+    Image.new("1", (12000, 8000)).save(path)
+    code = f"import warnings; warnings.simplefilter('error'); from qie_nb.data.images import read_image_size; print(read_image_size({str(path)!r}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "(12000, 8000)"
+    assert [m for m, _ in size_warnings([(12000, 8000)])] == [LARGE]
+
+
+def test_marks_of_sizes_come_with_reasons(tmp_path, capsys):
+    make(tmp_path, "after/a.png,b.png,c.jpg before/a.png,b.png,c.jpg")
+    exif = Image.Exif(); exif[0x0112] = 6
+    for name, size, kw in (("after/a.png", (1, 1), {}), ("before/a.png", (40, 30), {}), ("after/b.png", (423, 634), {}), ("before/b.png", (800, 300), {}),
+                           ("after/c.jpg", (423, 634), dict(exif=exif)), ("before/c.jpg", (423, 634), {})):
+        Image.new("RGB", size).save(tmp_path/name, **kw)
+    d = ImageDataset(dict(dataset_path=str(tmp_path), image_size=512, prompt="x"))
+    marks = lambda i: dict(pair_warnings(s := d.samples[i], [look(p) for p in (s.target, *s.controls)], geometry=d.geometry))
+    assert "1x1 and is enlarged 512 times" in dict(size_warnings(d.sizes[0], d.geometry)[:1])[TINY]
+    assert marks(1) == {SHAPES: "the target is 423x634 and the control 800x300: parts of the image cannot stay where they are"}
+    assert marks(2)[TURNED] == "the target is 634x423 and the control 423x634; EXIF turns one of them: one of them may lie on its side"
+    assert "very small: 1 of 3 pairs ('a')" in d.size_marks() and "only 3 pairs: most edits need 20 or more" in capsys.readouterr().out
+
+
+# --- prompts
+def test_own_caption_then_prompt_file_then_setting(tmp_path):
+    make(tmp_path, "after/a.png,b.png before/a.png,b.png")
+    (tmp_path/"after"/"a.txt").write_text("make it red")
+    found = lambda **kw: {s.id: (s.prompt, s.prompt_from) for s in find_samples(tmp_path, **kw)}
+    assert found(prompt="make it blue") == dict(a=("make it red", tmp_path/"after"/"a.txt"), b=("make it blue", "`data.prompt`"))
+    (tmp_path/"Prompt.txt").write_text("make it green\n")
+    assert found(prompt="make it blue")["b"] == ("make it green", "Prompt.txt of the data set")
+    assert {p for p, _ in found(trigger_word="ohwx").values()} == {"ohwx, make it red", "ohwx, make it green"}
+    both = find_samples([tmp_path, make(tmp_path/"2", "after/c.png before/c.png")], prompt="make it blue")
+    assert [s.prompt for s in both] == ["make it red", "make it green", "make it blue"]
+
+
+def test_only_the_resulting_prompt_is_in_the_key(tmp_path):
+    make(tmp_path, "after/a.png before/a.png")
+    def keys(**kw):
+        d = ImageDataset(dict(dataset_path=str(tmp_path), **kw))
+        d.refresh(dict(vae="v", dtype="d", template="t", text_encoder="e"))
+        return {name: e.key for name, e in d.keys(0).items()}
+    first, other = keys(prompt="ohwx, blue"), keys(prompt="red")
+    assert first == keys(prompt="blue", trigger_word="ohwx") == keys(prompt="[trigger], blue", trigger_word="ohwx")
+    assert {name for name in first if first[name] != other[name]} == {"prompt_embed", "prompt_embeds_mask"}
+    (tmp_path/"prompt.txt").write_text("ohwx, blue\n")
+    assert keys(prompt="red") == first
+
+
+def test_tables_without_prompts_and_of_another_machine(tmp_path):
+    make(tmp_path, "images/a.png control/a.png")
+    write = lambda folder, **more: (tmp_path/"metadata.jsonl").write_text(json.dumps(dict(image=f"{folder}images/a.png", edit_image=f"{folder}control/a.png") | more))
+    write("")
+    with pytest.raises(ValueError, match="no column for the prompt; .*or set `data.prompt`, one instruction for all"): find_samples(tmp_path)
+    assert find_samples(tmp_path, prompt="x")[0].prompt == "x"
+    for folder in ("/home/me/set/", "C:\\Users\\me\\"):
+        write(folder, prompt="x")
+        found = find_samples(tmp_path)
+        assert names(found) == [("a.png", "a.png")] and "of another machine is read as" in found.notes[0]
+    (tmp_path/"control"/"a.png").rename(tmp_path/"a.png") # never a file of the same name from elsewhere
+    with pytest.raises(FileNotFoundError, match="names 'control/a.png', which does not exist"): find_samples(tmp_path)
+    write("", image="a.png", edit_image="/home/me/control/a.png", prompt="x")
+    with pytest.raises(ValueError, match="names '/home/me/control/a.png' outside the data set"): find_samples(tmp_path)
+    with pytest.raises(ValueError, match="`columns` names 'old', which 'metadata.jsonl' does not have"): find_samples(tmp_path, columns=dict(target="old"))
+
+
+def test_the_check_for_swaps_gives_no_all_clear():
+    assert swap_summary(0, 40).startswith("no sign of swapped pairs in file names,") and swap_summary(2, 40).startswith("2 of 40 pairs look swapped")

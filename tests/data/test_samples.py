@@ -23,6 +23,7 @@ def tree(root, names):
     for n, name in enumerate(names.split() if isinstance(names, str) else names):
         (root/name).parent.mkdir(parents=True, exist_ok=True)
         if name.lower().endswith((".txt", ".caption")): (root/name).write_text("make it blue")
+        elif name.endswith((".zip", ".mp4", ".parquet")): (root/name).touch()
         else: write_image(root/name, n)
     return root
 
