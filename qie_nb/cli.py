@@ -55,6 +55,9 @@ def check_paths(c, a): # `Config`, arguments
     _must_exist(loras, "LoRA", "give a .safetensors file, or a folder with pytorch_lora_weights.safetensors")
     for image in getattr(a, "image", []):
         if not Path(image).expanduser().is_file(): raise FileNotFoundError(f"image {image!r} does not exist")
+    for name in ("val_path", "test_image_dir") if a.command in ("train", "evaluate") else ():
+        if (v := getattr(c.train, name)) and not Path(v).expanduser().exists():
+            raise FileNotFoundError(f"`train.{name}` {v!r} does not exist; fix the path")
     if a.command in ("precompute", "train", "evaluate"):
         from qie_nb.data.samples import config_samples
         config_samples(c.data)

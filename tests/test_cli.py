@@ -10,7 +10,7 @@ from qie_nb.cli import main, parser
 MISTAKES = { # arguments, sentence
     "train": "`train` needs a configuration: --config run.yaml", "train x.yaml": "`config` 'x.yaml' does not exist", "train run": "'run' is neither a YAML file nor a setting",
     "train data.dataset_path=/no/such": "`data.dataset_path` '/no/such' does not exist", "train preset=tiny train.steps=3": "did you mean `train.max_train_steps`?",
-    "train preset=t4x3": "did you mean `t4x2`?", "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
+    "train preset=tiny data.dataset_path=/ train.val_path=/no/such": "`train.val_path` '/no/such' does not exist", "train preset=t4x3": "did you mean `t4x2`?", "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
     "precompute model.pretrained_model_name_or_path=/no/such": "'/no/such' does not exist; give a diffusers folder",
     "predict --image a.jpg --prompt x --lora lora/x.safetensors:0.5": "LoRA 'lora/x.safetensors' does not exist", "predict --image nope.jpg --prompt x": "image 'nope.jpg' does not exist",
     "predict --image a.jpg --prompt x --model x a.yaml": "`config` 'a.yaml' does not exist", "cache stats": "give the folder of a cache, or --config", "cache clear /no/such": "`cache_dir` '/no/such' does not exist",

@@ -80,7 +80,7 @@ def file_text(
     preset = preset_of(name, gib, count) if gpus else None
     why = "no GPU was found, so this is a trial with the embedded model; with a GPU: t4x2, rtx4090, ..."
     if gpus: why = f"{name}, {gib * 1.0737:.0f} GB" + f", {count} of them" * (count > 1)
-    if gpus and not preset: why += " is too small for the real model, so this is a trial"
+    if gpus and not preset: why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
     steps, mark = max(500, min(16 * pairs, 2000)), "" if preset else "# "
     if not preset: steps = 150
     return FILE.format(

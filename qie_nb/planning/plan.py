@@ -280,6 +280,7 @@ def plan(
     t, plus = model_facts(name)
     areas = model_areas(name, plus, c.data)
     size, gpu = _size(resolution, c.data), parse_gpu(gpu)
+    if gpu is None and c.preset not in (None, "tiny"): gpu = parse_gpu(c.preset)
     float32 = c.train.mixed_precision == "auto" and gpu and not gpu.bf16
     q = memory_query(c, transformer or t, 4 if float32 else None)
     if float32 and gpu.tensor_cores: q = replace(q, fp16=True, compiled=False)
@@ -301,6 +302,9 @@ def plan(
 # %% ../../nbs/planning/03_plan.ipynb #3da04ba0
 def _notes(p:Plan) -> list: # sentences
     q, m, gpu, out = p.shown.query, p.shown, p.gpu, []
+    if not gpu and not _is_tiny(q):
+        out.append("no GPU found, so this is the memory of the settings as they are; name a GPU for a plan, "
+                   "e.g. plan(gpu='RTX 4090') or --gpu 'RTX 4090'")
     if gpu and not p.chosen:
         out.append(f"{gpu.name} is too small (the table shows the smallest strategy); use smaller images, "
                    "`data.image_size` and `data.control_area`, or another GPU")

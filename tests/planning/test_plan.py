@@ -121,6 +121,7 @@ def test_without_a_gpu_the_configuration_is_shown():
     p = plan(make_config(dict(data=dict(image_size=[512, 512]))))
     assert p.gpu is None and p.chosen is None and not p.changes and "saved activations" in repr(p) and "<table" in p._repr_html_()
     assert plan(config=dict(data=dict(image_size=[512, 512]))).asked.query == p.asked.query
+    assert "no GPU found" in repr(plan("2511")) and plan(dict(preset="rtx4090")).gpu == GPUS["RTX 4090"], "a preset names a GPU"
 
 
 def test_command(capsys, tmp_path):
