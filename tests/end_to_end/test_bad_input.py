@@ -188,7 +188,31 @@ CONFIGS = {
     "a GPU where there is none": all_of({"train.device": "cuda"}, lambda c, here, patch: patch.setattr(torch.cuda, "is_available", lambda: False)),
     "an output folder that is a file": {"train.output_dir": a_file},
 }
-CASES = dict(resume=RESUME, checkpoint=CHECKPOINTS, configuration=CONFIGS)
+def files(*names, **settings):
+    "A data set of images and captions; in a name, `,` separates files of one folder."
+    def write(here):
+        for name in [f"{n.rpartition('/')[0]}/{file}" for n in names for file in n.rpartition("/")[2].split(",")]:
+            path = here/"mine"/name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix in (".png", ".jpg"): Image.new("RGB", (48, 32)).save(path)
+            else: path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(50) if path.suffix == ".HEIC" else b"make it blue")
+        return here/"mine"
+    return {"data.dataset_path": write} | {f"data.{k}": v for k, v in settings.items()}
+
+
+DATA = { # pairs that are not found
+    "folders called A and B": files("A/1.jpg,2.jpg", "B/1.jpg,2.jpg"),
+    "a chosen folder that is missing": files("A/1.jpg", "B/1.jpg", target_dir="C", control_dir="A"),
+    "no control images": files("after/1.jpg,1.txt"),
+    "two data sets side by side": files("cats/after/1.jpg,1.txt", "cats/before/1.jpg", "dogs/after/1.jpg,1.txt", "dogs/before/1.jpg"),
+    "other names in the two folders": files("after/DSC_1.jpg,DSC_2.jpg", "before/IMG_1.jpg,IMG_2.jpg", prompt="x"),
+    "captions missing": files("after/1.jpg,2.jpg,3.jpg,3.txt", "before/1.jpg,2.jpg,3.jpg"),
+    "HEIC without pillow-heif": all_of(files("after/1.HEIC,2.HEIC", "before/1.HEIC,2.HEIC", prompt="x"),
+                                       lambda c, here, patch: patch.setattr("qie_nb.data.images._add_heif", lambda: None)),
+    "a zip file": {"data.dataset_path": lambda here: files("pairs.zip")["data.dataset_path"](here)/"pairs.zip"},
+    "a data set of the hub": {"data.dataset_path": "me/cats"},
+}
+CASES = dict(resume=RESUME, checkpoint=CHECKPOINTS, configuration=CONFIGS, data=DATA)
 
 
 class Run:
@@ -212,9 +236,9 @@ class Run:
         return c
 
     def refused(self, kind, what, here, patch):
-        if kind != "configuration": return self.again(here, CASES[kind][what], patch=patch)
+        if kind not in ("configuration", "data"): return self.again(here, CASES[kind][what], patch=patch)
         c = self.config(here/"out", self.tmp/"set")
-        apply(CONFIGS[what], c, here, patch)
+        apply(CASES[kind][what], c, here, patch)
         return c
 
 
