@@ -74,11 +74,11 @@ def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (
     if n in fixed: return "stay", fixed[n]
     taken = sum(sizes[m] for m in beside if m in fixed)
     if sizes[n] + work[n] + taken <= _SHARE * free:
-        return "model", f"not everything fits in {gb(free)} GB: loaded when it is needed"
+        return "model", f"loaded to the GPU only while it works; not all fit in {gb(free)} GB"
     short = f"({gb(sizes[n])} GB and {gb(work[n])} GB to work, of {gb(free - taken)} GB)"
     if n == "vae": return "", f"too large {short}"
     if n in whole: return "", f"too large {short}, and {whole[n]}"
-    return "layers", f"too large even alone {short}: loaded layer by layer"
+    return "layers", f"loaded to the GPU layer by layer; too large even alone {short}"
 
 def _assign_devices(sizes, work, free, wanted, main) -> dict: # {component: device}
     "The main device; encoders that do not fit there go to another GPU."

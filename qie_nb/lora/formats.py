@@ -23,7 +23,9 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+\.safetensors)?")
 
 def is_hub_id(path) -> bool:
     "Is it a hub repository's id, and not a local path?"
-    return isinstance(path, str) and bool(_HUB.fullmatch(path)) and not Path(path).exists()
+    if not isinstance(path, str) or not _HUB.fullmatch(path) or Path(path).exists(): return False
+    if path.endswith(".safetensors") and ":" not in path: return False
+    return not Path(path.split("/")[0]).is_dir()
 
 # %% ../../nbs/lora/00_formats.ipynb #7549d760
 def hub_error(error:Exception, repo:str, verb:str="read") -> str: # verb: read or written
@@ -34,8 +36,8 @@ def hub_error(error:Exception, repo:str, verb:str="read") -> str: # verb: read o
                 "log in with `hf auth login`, or set HF_TOKEN")
     if code == 404:
         return f"{repo!r} does not exist on the hub, or is private; check the id, or use `hf auth login`"
-    return (f"{repo!r} cannot be {verb}: the hub cannot be reached ({type(error).__name__}); connect to the "
-            "network, or use local files")
+    check = "check the path, or " if verb == "read" else ""
+    return f"huggingface.co cannot be reached ({type(error).__name__}); {check}connect to the network"
 
 # %% ../../nbs/lora/00_formats.ipynb #f8e9f8c7
 def _choose(names): # the LoRA among file names, or None
@@ -61,16 +63,16 @@ def from_hub(path:str) -> Path: # in the hub's cache
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     repo, _, file = path.partition(":")
     quiet_bars()
-    try:
-        names = [file] if file else HfApi().list_repo_files(repo)
+    try: # asks once; `list_repo_files` and `hf_hub_download` try six times
+        names = [s.rfilename for s in HfApi().model_info(repo, timeout=10).siblings]
+        if file: names = [n for n in names if n == file]
         if name := _choose(names): return Path(hf_hub_download(repo, name))
     except Exception as error:
         try:
-            if file: raise
+            if file: return Path(hf_hub_download(repo, file, local_files_only=True))
             folder = snapshot_download(repo, allow_patterns="*.safetensors", local_files_only=True)
         except Exception:
-            why = hub_error(error, repo)
-            raise FileNotFoundError(f"LoRA {path!r} is not a local path, and {why}") from None
+            raise FileNotFoundError(f"no LoRA file at {path!r}, and {hub_error(error, repo)}") from None
         return _in_folder(Path(folder), path)
     raise _no_choice(path, names)
 

@@ -142,7 +142,7 @@ def test_the_plan(sizes, free, kw, expected):
 
 def test_the_plan_gives_reasons():
     plan = plan_placement(REAL, gpus(46), "cuda:0", dict(vae="cpu"), work=WORK)
-    assert "<table" in plan._repr_html_() and plan["transformer"].why == "not everything fits in 46.0 GB: loaded when it is needed"
+    assert "<table" in plan._repr_html_() and plan["transformer"].why == "loaded to the GPU only while it works; not all fit in 46.0 GB"
     assert plan_placement(NF4, gpus(8), "cuda:0", quantized=("transformer",), work=WORK)["transformer"].why.endswith("quantize it further, or use cpu")
 
 
@@ -159,7 +159,7 @@ def test_setup_prints_the_plan_and_obeys_an_explicit_device(capsys, monkeypatch)
     assert "vae           cpu     stay" in (out := capsys.readouterr().out) and "`predict.devices` says so" in out
     edit(t)
     assert capsys.readouterr().out == "", "a plan in which nothing moves is printed by setup_predict only"
-    with pytest.raises(ValueError, match="`predict.offload`: .*got 'much'"): trainer_of(predict=dict(offload="much"))
+    with pytest.raises(ValueError, match="`predict.offload` .*got 'much'"): trainer_of(predict=dict(offload="much"))
 
 
 def test_a_prediction_during_training_leaves_every_component_where_it_was(trained_run, tmp_path):

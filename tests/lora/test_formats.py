@@ -70,14 +70,14 @@ def test_alpha_tensors_override_the_header(tmp_path):
 def hub(monkeypatch):
     "Its three functions: the files of a repository, one file, and what was downloaded before (nothing)."
     hub = mock.Mock(snapshot=mock.Mock(side_effect=huggingface_hub.errors.LocalEntryNotFoundError("nothing here")))
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", hub.list)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", hub.list)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot)
     return hub
 
 
 def test_hub_files_are_found_by_default_name_or_by_name(hub, tmp_path):
-    hub.list.return_value, hub.download.side_effect = [WEIGHT_NAME, "b.safetensors"], lambda repo, file: str(tmp_path/repo/file)
+    hub.list.return_value.siblings, hub.download.side_effect = [mock.Mock(rfilename=n) for n in (WEIGHT_NAME, "b.safetensors")], lambda repo, file: str(tmp_path/repo/file)
     assert find_lora("owner/name") == tmp_path/"owner/name"/WEIGHT_NAME and find_lora("owner/name:b.safetensors") == tmp_path/"owner/name/b.safetensors"
 
 
@@ -94,7 +94,14 @@ def test_downloaded_files_need_no_connection(hub, tmp_path):
     ("GatedRepoError", 403, "cannot be read without a token that allows it; log in with `hf auth login`")])
 def test_hub_errors_name_the_remedy(error, status, sentence, hub):
     hub.list.side_effect = http_error(error, status)
-    with pytest.raises(FileNotFoundError, match=f"LoRA 'owner/name' is not a local path, and .*{sentence}"): find_lora("owner/name")
+    with pytest.raises(FileNotFoundError, match=f"no LoRA file at 'owner/name', and .*{sentence}"): find_lora("owner/name")
+
+
+def test_local_paths_never_ask_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path), (tmp_path/"lora").mkdir()
+    for path in ("out/misspelt.safetensors", "./out/x", "/out/x", "lora/x", "x"):
+        with pytest.raises(FileNotFoundError, match="does not exist; give a .safetensors file"): find_lora(path)
+    assert not hub.list.called and not hub.download.called
 
 
 REFUSALS = {
