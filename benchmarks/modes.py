@@ -42,7 +42,7 @@ def configuration(root, mode, a):
         from qie_nb.tiny.demo import demo_config
         base = demo_config(root, 1)
         del base["train"]["val_path"], base["train"]["max_train_steps"], base["train"]["eval_steps"]
-    base["train"] |= dict(output_dir=str(root/mode), num_epochs=a.epochs, save_interval=0, eval_interval=0)
+    base["train"] |= dict(output_dir=str(root/mode), num_epochs=a.epochs, save_interval=0, eval_interval=0, val_fraction=0)
     base["lr_scheduler"] = dict(scheduler_type="constant")
     return base | dict(cache=dict(cache_dir=str(root/f"cache-{mode}"), use_cache=mode != "uncached"),
                        logging=dict(log_dir=str(root/"runs"), report_to="none", log_every=10**6, log_images=False, panel=False))

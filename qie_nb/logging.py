@@ -35,10 +35,12 @@ class ProgressCallback(Callback):
     bar = None
     def on_train_begin(self, t):
         s = t.state
-        self.t0, self.start = time.time(), s.global_step
+        self.t0, self.start, self.away = time.time(), s.global_step, s.eval_seconds
+        self.before = self.away
         self.bar = Progress(s.max_steps, "train", s.global_step)
     def on_step_end(self, t):
-        loss = t.state.loss
+        loss, away = t.state.loss, t.state.eval_seconds
+        self.bar.t0, self.away = self.bar.t0 + away - self.away, away # the rate is that of training
         self.bar.update(note=f"loss {float(loss):.4f}" if logged(t) and loss is not None else "")
     def on_train_end(self, t):
         if self.bar is None: return # setup failed
@@ -48,7 +50,8 @@ class ProgressCallback(Callback):
             return print(f"already at {t.global_step} of {s.max_steps} steps; raise `train.max_train_steps` "
                          "to train more")
         skipped = f"; {s.skipped} steps without a finite loss were skipped" if s.skipped else ""
-        rate = f"{n / max(took - s.eval_seconds, 1e-9):.2f} steps/s"
+        away = self.away - self.before
+        rate = f"{n / max(took - away, 1e-9):.2f} steps/s" + " without evaluations" * (away > 0)
         print(f"trained {n} steps in {short_time(took)} ({rate}), {t.global_step} in total: "
               f"{s.stop or 'stopped by an error'}{skipped}")
         if kernel() is not None and s.stop == "done": print(NEXT)

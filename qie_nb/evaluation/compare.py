@@ -152,7 +152,9 @@ class Comparison(Display):
         against = self.targets or [row[0] for row in images]
         self.distances = [[mean_difference(p, a) for p in row] for row, a in zip(images, against)]
 
-    def __repr__(self): return f"{len(self.edits)} edits with {', '.join(c.title for c in self.columns)}"
+    def __repr__(self):
+        n = len(self.edits)
+        return f"{n} edit{'s' * (n > 1)}: {'; '.join(c.title for c in self.columns)}"
 
     def data(self) -> dict: # columns and rows as plain values, images as arrays
         targets = self.targets or [None] * len(self.edits)

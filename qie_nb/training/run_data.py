@@ -84,7 +84,11 @@ def make_loader(self:RunData,
     self.skip_unreadable(dataset)
     self.filler = self.encoder(dataset.cache)
     if self.modulation is not None: self.modulation.cache = dataset.cache
-    self.samples, held = split_held_out(dataset.samples, self._fraction(), c.train.seed)
+    fraction = self._fraction()
+    self.samples, held = split_held_out(dataset.samples, fraction, c.train.seed)
+    if held and fraction == "auto":
+        print(f"held out of training, for evaluation: {', '.join(repr(s.id) for s in held[:3])}"
+              f"{', ...' * (len(held) > 3)} (`train.val_fraction: 0` trains on all pairs)")
     held = held or self._val_samples()
     self.validation = self.subset(dataset, held, caption_dropout_rate=0.) if held else None
     if held and c.train.val_path: self.skip_unreadable(self.validation)
@@ -212,6 +216,7 @@ def cache_embeddings(self:RunData,
     if dataset.cache is None: dataset.cache = self.open_cache()
     if dataset.cache is None:
         raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty; set both")
+    if not dataset.areas: dataset.set_areas(self.components.areas)
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
     if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
