@@ -49,12 +49,12 @@ class EmbeddingCacheManager:
     ):
         many = isinstance(cache_dir, (list, tuple))
         dirs = [Path(d).expanduser() for d in (cache_dir if many else [cache_dir])]
-        if not dirs: raise ValueError("`cache_dir` is an empty list; name at least one folder")
+        if not dirs: raise ValueError("`cache_dir` is an empty list; give at least one folder")
         for d in dirs:
-            if d.is_file(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; name a folder")
+            if d.is_file(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; give a folder")
             if d is not dirs[-1] and not d.exists():
-                raise FileNotFoundError(f"`cache_dir` names {str(d)!r}, which does not exist; "
-                                        "only the last folder is created")
+                raise FileNotFoundError(f"`cache_dir` has {str(d)!r}, which does not exist; fix the path, or "
+                                        "put it last: only the last folder is created")
         self.layers = [open_layer(d) for d in dirs]
         self.cache_dir = self.layers[-1].folder
         self.quarantined = [] # (location, reason) of each bad entry that was read

@@ -77,7 +77,8 @@ def warn_differences(self:RunAdapters):
             self.state.warn_once(f"adapter {n!r} was trained at {sizes}, {first[0]!r} at {first[1]}, which "
                                  "is used; set `data.control_area` and `data.vl_area` to choose")
         if info.get("variant") not in (None, base):
-            self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}")
+            self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}: images "
+                                 f"may be wrong. Use a {info['variant']} model")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch

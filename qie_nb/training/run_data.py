@@ -215,7 +215,8 @@ def cache_embeddings(self:RunData,
     dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
     if dataset.cache is None: dataset.cache = self.open_cache()
     if dataset.cache is None:
-        raise ValueError("`cache.use_cache` is false or `cache.cache_dir` empty; set both")
+        raise ValueError("there is no cache to fill; set `cache.use_cache` to true and `cache.cache_dir` "
+                         "to a folder")
     if not dataset.areas: dataset.set_areas(self.components.areas)
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None

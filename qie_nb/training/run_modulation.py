@@ -115,7 +115,7 @@ def pick(self:RunModulation,
     if source_checkpoint(folder := parts.folder/"transformer").get("table"):
         if why := self.why_layers(training, adapters) if setting else "`model.modulation_table` is false":
             raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
-                             "modulation layers; name the full model")
+                             "modulation layers; use the whole model")
         setting = True
     if not setting or not training and not adapters and setting != True: return ""
     if why := self.why_layers(training, adapters):

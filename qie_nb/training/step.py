@@ -126,7 +126,9 @@ class BatchStream:
     def __init__(self, loader, accumulate, callbacks):
         self.loader, self.accumulate, self.callbacks = loader, accumulate, callbacks
         self.batches = len(loader)
-        if not self.batches: raise ValueError("the loader gives no batch; check `data.dataset_path`")
+        if not self.batches:
+            raise ValueError("`train_dataloader` has no batches to train on; check the pairs in "
+                             "`data.dataset_path`")
 
     def groups(self, state):
         "Yield `StepBatches` from the state's position on."

@@ -489,7 +489,7 @@ def test_status_of_missing_and_empty_caches(pairs, tmp_path):
     for what, said, verdict in (
             (nowhere, "does not exist yet", nothing), (empty, "0 entries", nothing), (dataset(root), "no cache is set", "there is no cache to verify"),
             (dataset(root, nowhere), "does not exist yet", nothing), (dataset(root, empty), "the cache is empty", nothing),
-            (tmp_path/"file", "is a file; name a folder", "is a file"), ([nowhere, empty], "which does not exist", "which does not exist"),
+            (tmp_path/"file", "is a file; give a folder", "is a file"), ([nowhere, empty], "which does not exist", "which does not exist"),
             (tmp_path/"broken", "is unreadable", nothing), ([], "is an empty list", "is an empty list")):
         status, c = opened(cache_status(what))
         assert said in status.html() and said in c.table.value, said
