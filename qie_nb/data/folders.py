@@ -39,19 +39,20 @@ def _twice(what, stem, a, b):
     raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
                      f"rename or remove one")
 
-def _below(folder) -> list: # its files, or those of its folders if it holds no images
+def _below(folder, deep:int=4) -> tuple: # (folder, files); those of the folders in it if it holds no images
     found = entries_of(folder)
-    if any(is_image(p) for p in found): return found
+    if any(map(is_image, found)): return folder, found
     dirs = [d for d in found if d.is_dir() and not is_hidden(d)]
-    return [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
+    if len(dirs) == 1 and deep: return _below(dirs[0], deep - 1)
+    return folder, [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
 
 def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem, after that of a folder inside: path}
-    images, captions = {}, {}
-    for p in sorted(_below(folder), key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
+    images, captions, (folder, files) = {}, {}, _below(folder)
+    for p in sorted(files, key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
         if why := _unusable(p): ignored.append((p, why))
         if why != "": continue
         held = images if p.suffix.lower() in IMAGE_SUFFIXES else captions
-        stem = nfc(p.relative_to(folder).with_suffix("").as_posix())
+        stem = nfc(p.stem if p.parent == folder else p.relative_to(folder).with_suffix("").as_posix())
         if stem not in held: held[stem] = p
         elif p.suffix.lower() in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
         else: _twice("samples" if held is images else "captions", stem, held[stem], p)
@@ -97,6 +98,7 @@ def _any_side(stem) -> str: return _any_case((_side(stem) or [stem])[0])
 def aligned(held:dict, names) -> dict: # {stem: value}, renamed to those `names` that they match
     out = dict(held)
     for form in (_any_case, _any_side):
+        if all(k in names for k in out): break
         ours, theirs = (Counter(map(form, x)) for x in (names, out))
         free = {form(n): n for n in names if n not in out and ours[form(n)] == theirs[form(n)] == 1}
         out = {free.get(form(k), k) if k not in names else k: v for k, v in out.items()}
@@ -153,7 +155,7 @@ def _chosen(root, names, setting) -> list:
 
 def image_folders(root, leave=()) -> list: # the folders in it that hold images
     def holds(d):
-        try: return any(map(is_image, _below(d)))
+        try: return any(map(is_image, _below(d)[1]))
         except ValueError: return False
     return [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and d not in leave and holds(d)]
 

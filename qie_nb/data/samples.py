@@ -199,6 +199,9 @@ def _no_folder(path, root): # raises the reason
             "an image; give the folder of your pairs" if kind in IMAGE_SUFFIXES else
             "a parquet file; " + _HUB.format(f"'parquet', data_files={str(path)!r}") if kind == ".parquet"
             else f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
+    if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", str(path)):
+        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this machine and "
+                                "give its path here")
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not root.parent.is_dir()
     raise FileNotFoundError(f"{what} does not exist" + (
         "; if it is a data set of the Hugging Face hub, " + _HUB.format(repr(str(path))) if hub else

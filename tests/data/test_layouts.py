@@ -42,6 +42,9 @@ photo-out.png photo-in.png photo.txt | | photo-out.png photo-in.png | targets -o
 before_01.png after_01.png | prompt=x | after_01.png before_01.png | targets after_, controls before_
 IMG_1.jpg IMG_1_edited.jpg | prompt=x | IMG_1_edited.jpg IMG_1.jpg | pairs: 'IMG_1_edited.jpg' is the target of 'IMG_1.jpg', and so on (guessed from the names)
 a.png a.txt control/a.png | | a.png a.png | controls in 'control' (guessed
+after/2024/a.png,b.png after/2025/a.png before/2024/a.png,b.png before/2025/a.png | prompt=x | a.png a.png;b.png b.png;a.png a.png | folders after/ + before/
+After/Photos-001/a.png,a.txt Before/Photos-002/a.png | | a.png a.png | folders After/ + Before/
+1/before.jpg,after.jpg,prompt.txt 2/before.jpg,after.jpg,prompt.txt | | after.jpg before.jpg;after.jpg before.jpg | a folder for each pair
 original/a.png edit/a.png | prompt=x | a.png a.png | targets in 'edit', controls in 'original' (guessed"""
 
 
@@ -82,6 +85,7 @@ def test_what_is_refused_lists_what_was_found(row, tmp_path):
     ("pairs.zip", "is an archive; unpack it and give the folder"), ("a.png", "is an image; give the folder of your pairs"),
     ("https://huggingface.co/datasets/me/cats", "is a web address; .* load it with `data = datasets.load_dataset"),
     ("me/cats", "does not exist; if it is a data set of the Hugging Face hub, load it with `data = datasets.load_dataset\\('me/cats'\\)`"),
+    ("C:\\Users/me", "is a path on a Windows computer; copy the folder to this machine"),
     ("piars", "does not exist in '.*', which has: 1 .png, 1 .zip; set it to the folder of your pairs")])
 def test_what_is_no_folder(path, sentence, tmp_path, monkeypatch):
     for name in ("pairs.zip", "a.png"): (tmp_path/name).write_bytes(b"PK")
