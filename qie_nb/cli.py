@@ -310,7 +310,7 @@ def parser() -> CommandParser:
         ("--offload", dict(default="auto", help="as predict.offload: auto (default), none, model, layers")),
         *((f"--{k}", dict(help=f"as model.{k.replace('-', '_')}")) for k in ("quantize", "text-encoder-quantize")),
         ("--json", flag("JSON instead of Markdown")))
-    add(demo, "precompute, train and predict with the embedded model and photographs; about four minutes",
+    add(demo, "precompute, train and predict with the embedded model and photographs",
         "demo", ("--out", dict(default="demo_out", help="folder; default demo_out")))
     return p
 
