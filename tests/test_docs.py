@@ -80,6 +80,16 @@ def test_links_exist(page):
         if section: assert section in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)", path.read_text(), re.M)}, target
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_open_with_what_they_answer(page):
+    title, gap, first, *_ = read(page).splitlines()
+    assert title.startswith("# ") and not gap and re.match(r"[A-Z][^#|`!*-].{40,}[.:?!]", first), "one sentence below the title: what does this page answer?"
+
+
+def test_readme_links_every_page():
+    assert not set(PAGES) - {*re.findall(r"\]\(docs/(\w+)\.md", read("../README"))}
+
+
 @each_page
 def test_table_rows_have_equal_length(page):
     for table in re.findall(r"(?:^\|.*\n)+", read(page), re.M):
