@@ -184,7 +184,7 @@ def test_captions_and_file_names_are_escaped(opened):
     page.page.locator("button:has-text('verify')").first.click()
     seen(page, "1 of 1 entries are bad")
     seen(page, "text of <img src=x") # as text
-    page.page.locator("textarea:visible").first.fill(f"edited {HOSTILE}")
+    page.page.locator(".jp-OutputArea-output textarea:visible").first.fill(f"edited {HOSTILE}")
     page.page.locator("button:has-text('save caption')").first.click()
     seen(page, "this pair is encoded again in the next run")
     page.page.locator("button:has-text('undo')").first.click()
