@@ -256,7 +256,7 @@ def _check_shape(mask, size): # (width, height) of its target
     (w, h), (tw, th) = cached_size(mask), size
     if abs(w * th - h * tw) > max(tw, th): # more than a side rounded to a pixel
         raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of {tw}x{th}; "
-                         f"cut it alike or take it out")
+                         f"crop it alike or remove it")
 
 def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target and controls], [(id, reason)])
     "Separate samples with unusable images. Raises ValueError if all are, or with `strict` one is."
@@ -280,7 +280,7 @@ def open_unchanged(source, digest): # RGB PIL image
     "Open an image. Raises `ImageChanged` if its `source_digest` is not `digest`."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
-        raise ImageChanged(f"image {source_name(source)} has changed since it was digested; start again")
+        raise ImageChanged(f"image {source_name(source)} has changed since it was first read; start again")
     return open_image(data, source_name(source))
 
 def load_images(
@@ -305,7 +305,7 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
     if out.max() > 1: return out
-    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint white what counts, or take it out")
+    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint what counts white, or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 AUTO = 10 # control images, from which one is held out by default

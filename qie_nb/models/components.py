@@ -304,7 +304,7 @@ def identity(self:Components) -> dict:
     large = at["text_encoder"]/"text_encoder"
     size = sum(p.stat().st_size for p in large.glob("*.safetensors"))
     if size > 2e9 and not saved_quantization(large):
-        print(f"reading {size/1e9:.1f} GB to identify the encoders, if it was not done before")
+        print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,

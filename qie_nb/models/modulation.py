@@ -168,7 +168,7 @@ def nearest_timestep(self:ModulationTable, time:float) -> float:
     near = min(self.index, key=lambda t: abs(t - time))
     if self.warn_nearest:
         print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "
-              f"used, and so for all that are not among its {len(self.index)}")
+              f"used, as for all others that are not among its {len(self.index)} timesteps")
     self.warn_nearest = False
     return near
 

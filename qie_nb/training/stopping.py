@@ -165,5 +165,5 @@ def memory_advice(
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     ways = "; ".join(f"{n}. {say} (saves about {gb:.2g} GB)" for n, (say, gb) in enumerate(advice(), 1))
-    raise OutOfMemory(f"out of memory while {doing} ({first}); what is on disk is whole. Try, in this order: "
+    raise OutOfMemory(f"out of memory while {doing} ({first}); files on disk are intact. Try, in this order: "
                       + ways)

@@ -88,8 +88,8 @@ def test_a_mask_is_cut_turned_and_averaged_as_its_target(tmp_path):
 
 @pytest.mark.parametrize("write, sentence", [
     (lambda p: p.write_text("no image"), "cannot be read"),
-    (lambda p: Image.new("L", (32, 48), 255).save(p), "is 32x48, another shape than its target of 48x32; cut it alike or take it out"),
-    (lambda p: Image.new("L", (48, 32), 1).save(p), "is black everywhere; paint white what counts, or take it out")])
+    (lambda p: Image.new("L", (32, 48), 255).save(p), "is 32x48, another shape than its target of 48x32; crop it alike or remove it"),
+    (lambda p: Image.new("L", (48, 32), 1).save(p), "is black everywhere; paint what counts white, or remove it")])
 def test_an_unusable_mask_skips_its_sample(write, sentence, pairs, capsys):
     root = paint(pairs(((48, 32),) * 2), {"0000": halves(48, 32)})
     write(root/"mask_images"/"0001.png")
