@@ -8,6 +8,7 @@ __all__ = ['precompute', 'prequantize', 'train', 'evaluate', 'predict', 'cache',
 
 # %% ../nbs/04_cli.ipynb #68a64ce5
 import difflib, json, re, sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from .core.arguments import Parser
@@ -92,9 +93,10 @@ def train(a):
 
 # %% ../nbs/04_cli.ipynb #ef4d21bf
 def evaluate(a):
-    t, names = _trainer(a), a.checkpoint or ["latest"]
     from qie_nb.evaluation.evaluate import evaluate, table
-    results = [evaluate(t, name) for name in names]
+    with redirect_stdout(sys.stderr): # progress; stdout is for the result
+        t = _trainer(a)
+        results = [evaluate(t, name) for name in a.checkpoint or ["latest"]]
     for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
     if len(results) > 1 and "losses" in results[0]: print(table(results))
 
@@ -129,7 +131,8 @@ def _listed(v): return v if isinstance(v, list) else [v]
 def _size(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
 
 def _stats(m, a):
-    status = _dataset(m, a).status() if a.config or a.settings else m.get_cache_stats()
+    with redirect_stdout(sys.stderr):
+        status = _dataset(m, a).status() if a.config or a.settings else m.get_cache_stats()
     print(json.dumps(status, indent=1, default=str))
 
 # %% ../nbs/04_cli.ipynb #db3ada43
@@ -208,7 +211,8 @@ def selfcheck(a):
     from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
     from qie_nb.trainer import QwenImageEditTrainer
     config = selfcheck_config(a.model, a.device, a.offload, a.quantize, a.text_encoder_quantize)
-    report = selfcheck(QwenImageEditTrainer(config), a.steps, a.train == "true")
+    with redirect_stdout(sys.stderr):
+        report = selfcheck(QwenImageEditTrainer(config), a.steps, a.train == "true")
     print(json.dumps(report.data(), indent=1) if a.json else report)
     return 0 if report.ok else 1
 

@@ -130,3 +130,15 @@ def test_each_pass_computes_only_its_own_tokens():
         joined(r, "x", images), whole(r, "x", images)
     suffix = lambda p: len(suffix_ids(r.proc, r.variant, prefix, p))
     assert lengths == [prefix.count, *map(suffix, PROMPTS), prefix.count, suffix("x"), prefix.count + suffix("x")]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_positions_with_transformers_before_and_since_5_3(newer, monkeypatch):
+    from types import SimpleNamespace
+    from qie_nb.encoding import prompts
+    monkeypatch.setattr(prompts, "positions_of", lambda pipeline: "3d")
+    older = lambda input_ids, image_grid_thw=None: (input_ids, None)
+    since = lambda input_ids, image_grid_thw=None, mm_token_type_ids=None: (mm_token_type_ids, None)
+    encoder = SimpleNamespace(model=SimpleNamespace(get_rope_index=since if newer else older), config=SimpleNamespace(image_token_id=7))
+    found = prompts.prefix_positions(encoder, SimpleNamespace(pipeline=""), torch.tensor([[1, 7, 7]]), None)
+    assert found.tolist() == ([[0, 1, 1]] if newer else [[1, 7, 7]])

@@ -12,7 +12,7 @@ from test_kaggle import OLD_TORCHAO as TORCHAO_INFO, TRAIN, needs_root, notebook
 pytestmark = pytest.mark.slow
 # the published model with generated pairs, without a preset
 OURS = {"TRIAL = True": "TRIAL = False", 'preset="t4x2",': "", '2511")': '2511", quantize="nf4")', '"/kaggle/input/my-pairs"': 'make_pairs(env.temp/"pairs", "duotone", 48)',
-        "image_size=512": "image_size=[512, 512], control_area=512 * 512"}
+        "image_size=512": "image_size=[512, 512], control_area=512 * 512, batch_size=4"}
 WAITS = OURS | {'2511")': '2511", text_encoder_offload=True)', "train=dict(max": "train=dict(blocks_to_swap=True, max"}
 
 # run in the kernel before the first cell: a fake GPU, a reachable server, a large disk for downloads
