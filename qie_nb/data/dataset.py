@@ -30,9 +30,10 @@ from .tables import few
 class ImageDataset(Dataset):
     "Samples as mappings: cached tensors if complete, images otherwise."
     def __init__(self,
-        config, # a `Config`, its `data` section, or a flat dict (`dataset_path`, `cache_dir`, ...)
+        config, # folder, `Config`, its `data` section, or a flat dict (`dataset_path`, `cache_dir`, ...)
         samples=None, # `Sample`s, instead of searching `dataset_path`
     ):
+        if isinstance(config, (str, Path)): config = dict(dataset_path=str(config))
         path = config.get("dataset_path") if isinstance(config, dict) else None
         if hasattr(path, "column_names"): # a `datasets.Dataset`
             names = {k: config.get(k) for k in ("prompt", "trigger_word")}
