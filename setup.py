@@ -8,7 +8,7 @@ here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
-requirements, demo, dev = (cfg[k].split() for k in ("requirements", "demo_requirements", "dev_requirements"))
+requirements, dev = (cfg[k].split() for k in ("requirements", "dev_requirements"))
 
 setup(
     name=cfg["lib_name"],
@@ -26,7 +26,7 @@ setup(
     package_data={"qie_nb": ["assets/**/*"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=requirements,
-    extras_require={"demo": demo, "dev": dev + demo},
+    extras_require={"dev": dev},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
     zip_safe=False,
 )
