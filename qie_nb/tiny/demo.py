@@ -121,7 +121,8 @@ def loss_figure(out): # matplotlib Figure
     import csv
     from qie_nb.data.images import figure
     rows = list(csv.DictReader(sorted((Path(out)/"checkpoints"/"logs").glob("training_*.csv"))[-1].open()))
-    steps, loss = [int(r["step"]) for r in rows], np.array([float(r["loss"]) for r in rows])
+    trained = [(int(r["step"]), float(r["loss"])) for r in rows if r["loss"]] # no loss before the first
+    steps, loss = (np.array(values) for values in zip(*trained))
     held = [(int(r["step"]), float(r["held_out_loss_plain"])) for r in rows if r["held_out_loss_plain"]]
     fig = figure(figsize=(6, 3), layout="constrained")
     ax = fig.subplots()
