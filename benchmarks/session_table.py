@@ -101,7 +101,7 @@ def times(where):
 def sizes(where):
     rows = [[f"{side} x {side}", products, gb(p.shown.total), gb(sum(disk.bytes(g) for g in ("cache", "checkpoints", "logs")))] for side, products, p, disk, _ in cases(where)]
     p, site = case(where, *list(AREAS)[:1], "float32")[0], SITES[where]
-    return markdown(["control images", "products in", f"GB on a GPU while training, of {gb(0.93 * p.gpu.bytes)}", f"GB of kept disk, of {gb(site.output)}"], rows)
+    return markdown(["control images", "products in", f"GB on a GPU while training, of {gb(p.gpu.bytes)} ({gb(0.93 * p.gpu.bytes)} usable)", f"GB of kept disk, of {gb(site.output)}"], rows)
 
 
 def verdicts(where):

@@ -66,6 +66,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                             'qie_nb.cli._keep': ('cli.html#_keep', 'qie_nb/cli.py'),
                             'qie_nb.cli._listed': ('cli.html#_listed', 'qie_nb/cli.py'),
                             'qie_nb.cli._must_exist': ('cli.html#_must_exist', 'qie_nb/cli.py'),
+                            'qie_nb.cli._near_setting': ('cli.html#_near_setting', 'qie_nb/cli.py'),
                             'qie_nb.cli._needed_config': ('cli.html#_needed_config', 'qie_nb/cli.py'),
                             'qie_nb.cli._pack': ('cli.html#_pack', 'qie_nb/cli.py'),
                             'qie_nb.cli._size': ('cli.html#_size', 'qie_nb/cli.py'),

@@ -23,7 +23,8 @@ def _config(a): # `Config`, or None if nothing is given
     settings = [t for t in given if t not in files]
     for f in files:
         if not f.lower().endswith(_YAML):
-            raise ValueError(f"{f!r} is neither a YAML file nor a setting; write a setting as "
+            what = "" if Path(f).exists() else " (and no such file exists)"
+            raise ValueError(f"{f!r} is neither a YAML file nor a setting{what}; write a setting as "
                              "train.max_train_steps=100")
     if len(files := [*filter(None, [a.config]), *files]) > 1:
         raise ValueError(f"give one configuration file, got {', '.join(files)}")
@@ -221,6 +222,13 @@ def demo(a):
     demo(a.out)
 
 # %% ../nbs/04_cli.ipynb #669c0ecf
+def _near_setting(flag) -> str: # "" if no setting is close
+    from qie_nb.config import nearest_key
+    from qie_nb.core.options import SYNONYMS
+    key = nearest_key(flag)
+    alike = difflib.SequenceMatcher(None, flag.rpartition(".")[2], key.rpartition(".")[2]).ratio()
+    return key if alike >= 0.75 or SYNONYMS.get(flag.rpartition(".")[2]) == key else ""
+
 class CommandParser(Parser):
     "The parser of `qie-nb`."
     def unknown(self, text, args, a):
@@ -231,8 +239,9 @@ class CommandParser(Parser):
         near = difflib.get_close_matches("--" + flag, flags, 1, 0.75)
         remedy = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(flags) or 'none'}"
         if hasattr(a, "settings") and not near:
-            from qie_nb.config import nearest_key
-            remedy = f"use `{nearest_key(flag.replace('-', '_'))}={value}`"
+            key = _near_setting(flag.replace("-", "_"))
+            remedy = f"use `{key}={value}`" if key else \
+                f"see `qie-nb {a.command} --help` and `qie-nb options`"
         self.exit(2, f"qie-nb {a.command}: `{text}` is not an option; {remedy}\n")
 
     def flags(self, command) -> list:

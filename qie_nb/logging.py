@@ -7,7 +7,7 @@ __all__ = ['ROW', 'row_of', 'csv_line', 'number', 'json_line', 'append', 'CSVCal
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
-    raise ImportError("qie_nb/logging.py was imported instead of Python's; use `python -m` outside qie_nb/")
+    raise ImportError("qie_nb/logging.py was imported instead of Python's; start Python outside the folder qie_nb/")
 
 import csv, io, json, math, os, time
 from collections import Counter

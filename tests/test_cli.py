@@ -8,7 +8,7 @@ from qie_nb import cli
 from qie_nb.cli import main, parser
 
 MISTAKES = { # arguments, sentence
-    "train": "`train` needs a configuration: --config run.yaml", "train x.yaml": "`config` 'x.yaml' does not exist", "train run": "'run' is neither a YAML file nor a setting",
+    "train": "`train` needs a configuration: --config run.yaml", "train x.yaml": "`config` 'x.yaml' does not exist", "train rum": "'rum' is neither a YAML file nor a setting (and no such file exists)", "train --place kaggle": "`--place` is not an option; see `qie-nb train --help` and `qie-nb options`",
     "train data.dataset_path=/no/such": "`data.dataset_path` '/no/such' does not exist", "train preset=tiny train.steps=3": "did you mean `train.max_train_steps`?",
     "train preset=tiny data.dataset_path=/ train.val_path=/no/such": "`train.val_path` '/no/such' does not exist", "train preset=t4x3": "did you mean `t4x2`?", "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
     "precompute model.pretrained_model_name_or_path=/no/such": "'/no/such' does not exist; give a diffusers folder",

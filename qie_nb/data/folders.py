@@ -37,7 +37,7 @@ def is_image(p) -> bool: return _unusable(p) == "" and p.suffix.lower() in IMAGE
 def _twice(what, stem, a, b):
     alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
     raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
-                     f"rename or remove one")
+                     f"rename or remove {b.name}")
 
 def _below(folder, deep:int=4) -> tuple: # (folder, files); those of the folders in it if it holds no images
     found = entries_of(folder)

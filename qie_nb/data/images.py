@@ -112,7 +112,7 @@ def _upright(im) -> Image.Image: # mode RGB
 
 def _check_shape(im):
     w, h = im.size
-    if not w * h: raise _Refused(f"is {w}x{h}, without a pixel; replace it or remove the pair")
+    if not w * h: raise _Refused(f"is empty ({w}x{h}); replace it or remove the pair")
     if max(w, h) > 16 * min(w, h):
         raise _Refused(f"is {w}x{h}, more than 16 times as long as wide; crop it or remove the pair")
 

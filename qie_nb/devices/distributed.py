@@ -49,7 +49,7 @@ def shard_loader(loader, accelerator):
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, BucketBatchSampler):
         raise ValueError(f"`train_dataloader` must come from qie_nb.data.loader with {n} processes, got "
-                         f"{type(loader).__name__}")
+                         f"{type(loader).__name__}; create it with loader(config)")
     sampler.batch_size, sampler.rank, sampler.world = sampler.batch_size * n, accelerator.process_index, n
     return loader
 

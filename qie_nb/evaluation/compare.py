@@ -62,8 +62,10 @@ def find_adapter(
     "The adapter that a column names. Raises FileNotFoundError or ValueError."
     root = trainer.checkpoint_root()
     if name in ("best", "latest") and not (root/name).is_file():
-        raise FileNotFoundError(f"`checkpoints` {name!r} does not exist in {str(root)!r}; give a LoRA file, "
-                                "its folder, or a hub id")
+        why = "no best checkpoint yet: it needs an evaluation; use 'latest'" if (root/"latest").is_file() else \
+            "no checkpoint yet; train first"
+        raise FileNotFoundError(f"`checkpoints` {name!r}: {str(root)!r} has {why}, or give a LoRA file, its "
+                                "folder, or a hub id")
     path = root/(root/"best").read_text().strip() if name == "best" else name
     p = Path(str(path))
     try:

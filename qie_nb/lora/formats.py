@@ -218,7 +218,7 @@ def write_lora(
     "Write a LoRA file atomically. Raises ValueError for a suffix of pickles."
     from safetensors.torch import save
     if Path(path).suffix in (".bin", ".pt", ".pth", ".ckpt"):
-        raise ValueError(f"LoRA {str(path)!r} would be a pickle; give a folder or a .safetensors file")
+        raise ValueError(f"LoRA {str(path)!r} must end in .safetensors or be a folder; we write no pickles")
     path, tensors, ours = Path(path), rename_keys(state, config, format), format == "diffusers"
     path = path if path.suffix == ".safetensors" else path/(WEIGHT_NAME if ours else COMFY_NAME)
     prefix, key = ("transformer.", "lora_adapter_metadata") if ours else ("", "qie_nb_adapter")

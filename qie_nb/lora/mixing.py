@@ -73,7 +73,9 @@ def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
     check_not_merged(transformer), check_weights(weights)
     loaded = list(getattr(transformer, "peft_config", {}))
     wrong = [n for n in weights if n not in loaded]
-    if wrong: raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {loaded}")
+    if wrong:
+        raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {loaded}; use one of them, or load "
+                         "it with load_lora()")
     with keep_trainable(transformer):
         if weights: transformer.enable_adapters(), transformer.set_adapter(list(weights))
         elif loaded: transformer.disable_adapters()
@@ -105,7 +107,7 @@ def unmerge_lora(transformer):
     if not is_merged(transformer): return
     before = getattr(transformer, "_before_merge", None)
     if before == {}:
-        raise ValueError("the adapter cannot be unmerged (`undo` was False); load the base again")
+        raise ValueError("the adapter cannot be unmerged (`undo` was False); create the trainer again")
     transformer._before_merge = None
     for n, m in adapted_layers(transformer).items():
         if not m.merged: continue

@@ -117,7 +117,7 @@ def published(folder) -> list: # paths relative to it
     "The files to upload. Raises ValueError if LoRA or card is missing."
     folder = Path(folder)
     files = [n for n in (WEIGHT_NAME, COMFY_NAME) if (folder/n).is_file()]
-    if not files: raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; save the LoRA there first")
+    if not files: raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; call trainer.save_lora(folder) first")
     if not (folder/"README.md").is_file():
         raise ValueError(f"{str(folder)!r} contains no README.md; write the model card there first")
     images = re.findall(r"\]\((samples/\d+\.\w+)\)", (folder/"README.md").read_text(encoding="utf-8"))

@@ -141,7 +141,7 @@ def check_disk_space(self:HubModel, component:str, kept:int=None):
     what = (f"{self.name}: {component} is {format_bytes(total)} in {len(todo)} files, "
             f"the largest is {Path(path).name} with {format_bytes(largest)}")
     if need > free:
-        raise OSError(f"{what}; it needs {format_bytes(need)} at a time, but {str(disk)!r} has "
+        raise OSError(f"{what}; it needs {format_bytes(need)} of free space, but {str(disk)!r} has "
                       f"{format_bytes(free)} free; {remedy}, or attach the model as a folder")
     print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
 

@@ -164,7 +164,7 @@ def ensure(self:ModulationTable, times, name:str="preparing the timestep table")
 def nearest_timestep(self:ModulationTable, time:float) -> float:
     "The nearest time in the table; the first other one is reported."
     if time in self.index: return time
-    if not self.index: raise ValueError("the modulation table is empty; call `make` first")
+    if not self.index: raise ValueError("the modulation table is empty; call `cache_embeddings()` first")
     near = min(self.index, key=lambda t: abs(t - time))
     if self.warn_nearest:
         print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "

@@ -172,11 +172,16 @@ def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planne
 # %% ../../nbs/planning/04_doctor.ipynb #83ff522a
 def hub_findings(m:MachineInfo, c:Config=None) -> list:
     name, out = c.model.pretrained_model_name_or_path if c else "tiny", []
+    if not is_local(name) and name.startswith((".", "~", "/")):
+        setting = f"`model.pretrained_model_name_or_path` {name!r}"
+        return [Finding("model", "missing", "error", f"{setting} does not exist; fix the path, or give a hub id")]
     files = [] if is_local(name) else download_items(c, _query(c), m.environment.env)
     missing = sum(i.bytes for i in files) > 1e9
     if m.online is False:
-        bad = ("error", f"{name} cannot be downloaded: switch Internet on in the notebook's settings, "
-                        "or attach the model as an input and give its folder")
+        how = "connect to the network, or give the folder of a copy"
+        if m.environment.name in ("kaggle", "colab"):
+            how = "switch Internet on in the notebook's settings, or attach the model as an input and give its folder"
+        bad = "error", f"{name} cannot be downloaded: {how}"
         out.append(Finding("internet", "no", *(bad if missing else ("note", "nothing to download"))))
     elif m.online: out.append(Finding("internet", "yes"))
     if missing and not m.token:

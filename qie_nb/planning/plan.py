@@ -138,6 +138,7 @@ class Plan:
     notes: list   # sentences
     other: list   # (task, what it needs)
     steps: int = 800 # of the run
+    controls: int = 1 # of a pair
 
     def fits(self, m:Memory) -> bool: return self.gpu is None or m.total <= (1 - FREE) * self.gpu.bytes
     @property
@@ -178,6 +179,10 @@ def _head(self:Plan) -> str:
     if not self.chosen: return f"{name}: too small, {m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB at least"
     size = f"{m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB" + " each" * (m.query.devices > 1)
     time = f"; about {self.time()} for {self.steps} steps" * bool(self.time())
+    if time and self.controls == 1 and (q := m.query).control > q.target:
+        a, b = (f"{n} x {n}" for n in (round((t * 256) ** 0.5) for t in (q.control, q.target)))
+        small = self.time(memory_of(replace(q, control=q.target)))
+        time += f" with {a} controls, {small} with {b} (`data.control_area`)"
     return f"{name}: {strategy_name(m.query)}: {size}{time} (computed)"
 
 @patch
@@ -287,7 +292,7 @@ def plan(
     q = replace(q, target=size[0] * size[1] // 256, control=controls * areas["control_area"] // 256,
                 text=prompt or prompt_tokens(plus, controls, areas["vl_area"]))
     quantize = stored_quantization(model or c.model.pretrained_model_name_or_path) or quantize
-    out = Plan(gpu, memory_of(q), [], None, {}, [], [], c.train.max_train_steps or 800)
+    out = Plan(gpu, memory_of(q), [], None, {}, [], [], c.train.max_train_steps or 800, controls)
     kinds = None if quantize is None else (parse_quantization(quantize),)
     out.tried = [memory_of(s) for s in strategies(q, gpu, kinds)] if gpu else []
     out.chosen = next(filter(out.fits, out.tried), None)

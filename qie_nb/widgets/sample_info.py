@@ -94,10 +94,11 @@ def _tokens(dataset, i, components, whole, f) -> dict:
                 text=None if n is None else n - sum(images),
                 sequence=None if n is None else n + target + sum(controls))
 
-def known_geometry(dataset): # controls keep their size if the model, and so their area, is not known
-    g = dataset.geometry
+def known_geometry(dataset): # images keep their size where the size in training is not known
+    g, same = dataset.geometry, lambda size: size
     if dataset.areas or dataset.identity or dataset.config.control_area: return g
-    return SimpleNamespace(crop=g.crop, target=g.target, control=lambda size: size)
+    target = g.target if "image_size" in dataset.config.model_fields_set else same
+    return SimpleNamespace(crop=g.crop, target=target, control=same)
 
 def _try(problems, work, otherwise=None): # collects errors as text
     try: return work()
@@ -146,11 +147,11 @@ def check_vae(dataset:ImageDataset, components:Components):
     "Raises ValueError if this VAE did not fill the cache."
     if components is None:
         raise ValueError("decoding needs a VAE; give a model: `sample_viewer(dataset, model=...)`")
-    if dataset.cache is None or dataset.identity is None:
-        raise ValueError("no cache is set or the cache is empty; precompute first")
+    if dataset.cache is None: raise ValueError("no cache is set; set `cache_dir` to a filled cache")
+    if dataset.identity is None: raise ValueError("the cache is empty; precompute first")
     if component_digest(components.folder_of("vae"), "vae") != dataset.identity["vae"]:
         raise ValueError(f"the cache was filled by another VAE than that of {components.name} "
-                         f"({dataset.identity.get('model')})")
+                         f"({dataset.identity.get('model')}); use a new `cache.cache_dir`")
 
 def decoded(
     dataset:ImageDataset, i:int,
