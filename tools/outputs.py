@@ -80,7 +80,7 @@ def tidy(output) -> dict:
 
 
 def lines(text) -> list:
-    text = re.sub(r"/tmp/tmp\w{8}", "/tmp/folder", text_of(text))
+    text = re.sub(r"tmp([/_])tmp\w{8}", r"tmp\1folder", text_of(text)) # also in names made from paths
     text = re.sub(r"data:image/png;base64,([\w+/=]+)", lambda m: "data:image/jpeg;base64," + jpeg(m[1]), text)
     return text.splitlines(keepends=True)
 
