@@ -14,7 +14,7 @@ TINY = {
     "train.mixed_precision": "no", "train.gradient_checkpointing": False, "train.max_train_steps": 150,
     "train.save_interval": 0, "train.save_steps": 50, "train.val_fraction": 0.1, "train.eval_interval": 0,
     "train.eval_steps": 50, "train.eval_images": 2, "train.eval_num_inference_steps": 8,
-    "optimizer.lr": 5e-3, "lr_scheduler.scheduler_type": "cosine", "lr_scheduler.warmup_steps": 10,
+    "optimizer.lr": 5e-3, "lr_scheduler.scheduler_type": "cosine", "lr_scheduler.warmup_steps": 3,
 }
 
 # %% ../../nbs/core/09_presets.ipynb #253a4253
