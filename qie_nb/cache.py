@@ -130,6 +130,7 @@ def load_cache(self:EmbeddingCacheManager, kind:str, file_hash:str): # tensor on
         prefix = self.load_cache(PREFIX, meta["prefix"])
         return None if prefix is None else torch.cat([prefix, tensor])
 
+# %% ../nbs/00_cache.ipynb #68433401
 @patch
 def quarantine(self:EmbeddingCacheManager, layer, kind:str, key:str, reason:str):
     "Move a bad entry to `quarantine/`; if that is not possible, ignore it from now on."
@@ -157,6 +158,7 @@ def map_cache(self:EmbeddingCacheManager, kind:str, file_hash:str): # memory-map
 # identities differ in these, not in the model's name or folder
 _IDENTITY = ("vae", "text_encoder", "template", "dtype", "control_area", "vl_area")
 
+# %% ../nbs/00_cache.ipynb #c2c4c501
 @patch
 def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
     "The encoders that filled this cache, over all layers."
@@ -172,6 +174,7 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
             raise ValueError(f"{file} is unreadable ({e}); delete it and precompute again") from e
     return found
 
+# %% ../nbs/00_cache.ipynb #c2c4c502
 @patch
 def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
     name = key_of("identity", **{k: identity.get(k) for k in _IDENTITY})[:12]
@@ -182,6 +185,7 @@ def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
         write_atomic(self.cache_dir/"manifest.json", text.encode(), self.temp_dir)
     return name
 
+# %% ../nbs/00_cache.ipynb #c2c4c503
 @patch
 def identity(self:EmbeddingCacheManager,
     which:str=None, # an id from `identities()`
@@ -228,6 +232,7 @@ def get_cache_stats(self:EmbeddingCacheManager, entries=None) -> dict: # result 
     bad = sum(1 for d in self.layers for _ in (d.folder/"quarantine").glob("*.safetensors"))
     return stats | dict(quarantined=bad, layers=list(layers.values()), models=self.identities())
 
+# %% ../nbs/00_cache.ipynb #662bd901
 @patch
 def clear_cache(self:EmbeddingCacheManager, kind:str=None) -> int: # entries removed
     "Remove one of `EVERY_KIND`, or all, from the last layer."
@@ -337,6 +342,7 @@ def status(self:EmbeddingCacheManager) -> dict:
     rest = {k: s[k] for k in ("layers", "models", "quarantined")}
     return dict(kinds=kinds, bad=list(self.quarantined), aside=self.aside(), **rest)
 
+# %% ../nbs/00_cache.ipynb #bd931001
 @patch
 def aside(self:EmbeddingCacheManager) -> list: # (entry, reason) of entries in quarantine
     return quarantined_entries([d.folder for d in self.layers])

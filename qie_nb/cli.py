@@ -101,6 +101,7 @@ def evaluate(a):
     for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
     if len(results) > 1 and "losses" in results[0]: print(table(results))
 
+# %% ../nbs/04_cli.ipynb #ef4d2101
 def predict(a):
     t = _trainer(a)
     from PIL import Image
@@ -127,6 +128,7 @@ def cache(a):
     m = EmbeddingCacheManager(folders)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
+# %% ../nbs/04_cli.ipynb #788a1601
 def _listed(v): return v if isinstance(v, list) else [v]
 
 def _size(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
@@ -150,6 +152,7 @@ def _clear(m, a):
     m.clear_cache(a.kind)
     print(f"removed {what}")
 
+# %% ../nbs/04_cli.ipynb #db3ada01
 def _verify(m, a):
     from qie_nb.core.progress import Progress
     n = m.get_cache_stats()["total"]["count"]
@@ -170,6 +173,7 @@ def _dataset(m, a):
     if dataset.identity is None: raise ValueError(f"cache {m.cache_dir} is empty; precompute first")
     return dataset
 
+# %% ../nbs/04_cli.ipynb #4ed51701
 def _keep(m, a):
     if not a.config and not a.settings: return None
     from qie_nb.data.samples import config_samples
@@ -182,6 +186,7 @@ def _gc(m, a):
     for what, v in m.gc(_keep(m, a), a.dry_run).items():
         print(f"{what}: {v['count']} files, {_size(v['bytes'])} {'would be ' * a.dry_run}removed")
 
+# %% ../nbs/04_cli.ipynb #4ed51702
 def _pack(m, a):
     if not a.out: raise ValueError("`--out` is not set; name a new folder for the packed cache")
     files = m.pack(a.out, _keep(m, a), int(a.shard_gb * 1e9))
@@ -200,6 +205,7 @@ def doctor(a):
     print(report)
     return 1 if report.of("error") else 0
 
+# %% ../nbs/04_cli.ipynb #51a22401
 def init(a):
     from qie_nb.planning.first_config import init
     print(init(a.folder, a.out, a.force))
@@ -208,6 +214,7 @@ def options(a):
     from qie_nb.config import describe
     print(describe(a.section) if a.section else describe())
 
+# %% ../nbs/04_cli.ipynb #51a22402
 def selfcheck(a):
     from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
     from qie_nb.trainer import QwenImageEditTrainer

@@ -25,6 +25,7 @@ Folder = None | PathStr | list[PathStr] # one folder or several
 
 def setting(default, description, **limits): return Field(default, description=description, **limits)
 
+# %% ../nbs/core/07_config.ipynb #f55ddc01
 class Section(BaseModel):
     "A part of the configuration; refuses unknown keys, checks assignments."
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
@@ -35,6 +36,7 @@ class Section(BaseModel):
 
 def _lora_targets(v): return v.split(",") if isinstance(v, str) and "," in v else v
 
+# %% ../nbs/core/07_config.ipynb #f55ddc02
 class LoraSection(Section):
     "The adapter to train."
     r: int = setting(16, "rank", ge=1, le=1024)
@@ -347,6 +349,7 @@ def load_config_from_yaml(
         raw = merge_settings(translate(raw or {})[0], translate(parse_settings(settings))[0])
     return make_config(raw)
 
+# %% ../nbs/core/07_config.ipynb #8d705301
 def save_config(config:Config, path): # YAML file to write
     "Write a configuration with all its values."
     import yaml

@@ -69,6 +69,7 @@ def csv_line(cells:dict) -> str: # cells by column; missing ones stay empty
     csv.writer(out, lineterminator="\n").writerow([cells.get(c, "") for c in ROW])
     return out.getvalue()
 
+# %% ../nbs/03_logging.ipynb #7e0a0001
 def number(text): # int, finite float, or None
     if text.isdigit(): return int(text)
     try: value = float(text)
@@ -78,6 +79,7 @@ def number(text): # int, finite float, or None
 def json_line(cells:dict) -> str:
     return json.dumps({c: number(str(cells.get(c, ""))) for c in ROW}, allow_nan=False) + "\n"
 
+# %% ../nbs/03_logging.ipynb #7e0a0003
 def append(path, text:str): # complete lines
     "Append all of a text or nothing. Raises OSError."
     data = text.encode()
@@ -87,6 +89,7 @@ def append(path, text:str): # complete lines
             if f.write(data) != len(data): raise OSError(28, "no space left for a whole row")
         except OSError: f.truncate(at); raise
 
+# %% ../nbs/03_logging.ipynb #7e0a0004
 class CSVCallback(Callback):
     "One row per logged step in `checkpoints/logs/training_<time>.csv` and `.jsonl`."
     columns, path = ROW, None

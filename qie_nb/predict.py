@@ -15,6 +15,7 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
+# %% ../nbs/02_predict.ipynb #e206d701
 from .config import PredictSection
 from .data.images import Geometry, figure
 from .devices.placement import (
@@ -54,6 +55,7 @@ def quantize_loaded(model, quantization, device): # the model
                          "is loaded")
     return quantize(model, parse_quantization(quantization) or "qfloat8").to(device)
 
+# %% ../nbs/02_predict.ipynb #4db80901
 class Predictor:
     "Edits images; components are placed by `predict.devices`, `predict.offload` and free memory."
     def __init__(self,
@@ -109,6 +111,7 @@ def at(self:Predictor, name:str) -> torch.nn.Module: # in eval mode
     return place_component(self.components, self.placement, name,
                            self._load_transformer if name == "transformer" else lambda: None)
 
+# %% ../nbs/02_predict.ipynb #35be8a01
 @patch
 def _load_transformer(self:Predictor):
     "Quantizes it, too, if `quantize` was set after it was loaded."
@@ -118,6 +121,7 @@ def _load_transformer(self:Predictor):
     if (kind := parts.quantize.get("transformer")) and not parts.loaded_as.get("transformer"):
         parts.loaded["transformer"], parts.loaded_as["transformer"] = quantize_loaded(tr, kind, device), kind
 
+# %% ../nbs/02_predict.ipynb #35be8a02
 @patch
 @contextmanager
 def predicting(self:Predictor):
@@ -131,6 +135,7 @@ def predicting(self:Predictor):
             if "transformer" in parts.loaded: parts.loaded["transformer"].train(training)
     if running: self.encoder = None # the next prediction may have less memory
 
+# %% ../nbs/02_predict.ipynb #35be8a03
 @patch
 def restore_training_placement(self:Predictor):
     if self.placement is not None: restore_training_placement(self.components, self.device)
@@ -147,6 +152,7 @@ def _sampling(self:Predictor, schedule, steps, true_cfg_scale, overrides):
         true_cfg_scale = s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
     return steps, true_cfg_scale, {**own, **(overrides or {})}
 
+# %% ../nbs/02_predict.ipynb #b32b5401
 def _converter(output_type): # function of (arrays, are several wanted?)
     if output_type not in ("np", "pil"):
         raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
@@ -160,6 +166,7 @@ def _progress(self:Predictor, edits, steps, show, preview, every):
     return EditProgress(steps * len(edits), what, show, preview, every,
                         lambda: self.components.loaded.get("vae"))
 
+# %% ../nbs/02_predict.ipynb #b32b5402
 @patch
 def predict(self:Predictor,
     prompt_image, # path, PIL image, uint8 array [H, W, 3] or a list; for several prompts one for all or each

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
+# %% ../nbs/01_trainer.ipynb #59b72801
 from .cache import stable_seed
 from .config import make_config
 from .data.batches import is_cached
@@ -48,6 +49,7 @@ def _add(part, cls, *names, chain=False, **renamed):
     for name, own in {**dict(zip(names, names)), **renamed}.items():
         setattr(QwenImageEditTrainer, name, delegate(getattr(cls, own)))
 
+# %% ../nbs/01_trainer.ipynb #0c1e9301
 def _attribute(name, path): # `path`: the part, and the attribute's name there if it differs
     part, own = (path + "." + name).split(".")[:2]
     put = lambda self, value: setattr(getattr(self, part), own, value)
@@ -57,6 +59,7 @@ def _component(name):
     def put(self, value): self.components.loaded[name] = value
     return property(lambda self: self.components.loaded.get(name), put, doc="None if not loaded.")
 
+# %% ../nbs/01_trainer.ipynb #0c1e9302
 class QwenImageEditTrainer:
     "Fine-tunes Qwen-Image-Edit with LoRA and runs the result."
     def __init__(self,
@@ -110,6 +113,7 @@ class QwenImageEditTrainer:
     @staticmethod
     def _unpack_latents(*args): return __import__("diffusers").QwenImageEditPipeline._unpack_latents(*args)
 
+# %% ../nbs/01_trainer.ipynb #0c1e9303
 for _n, _path in dict(
     use_cache="data", cache_dir="data", cache_exist="data", vae_device="data", text_device="data",
     samples="data", held_out="data.validation", ema="adapters", weights_name="adapters",
@@ -128,6 +132,7 @@ def training_step(self:QwenImageEditTrainer,
     seeds = batch_seeds(batch, self.config.train.seed, self.state.epoch, self.global_step)
     return self._compute_loss(batch, seeds).mean()
 
+# %% ../nbs/01_trainer.ipynb #be713101
 @patch
 def _compute_loss(self:QwenImageEditTrainer,
     batch, seeds, # one int per sample
@@ -137,6 +142,7 @@ def _compute_loss(self:QwenImageEditTrainer,
     eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, self.components.get("scheduler").config)
     return self.loss(batch, eps, sigmas, c.loss_weighting, c.mask_min_weight)
 
+# %% ../nbs/01_trainer.ipynb #be713102
 @patch
 def loss(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", mask_min_weight=1.): # [B] float32
     "`flow_matching_loss` of each sample; evaluation uses the defaults."
@@ -150,6 +156,7 @@ def loss(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", mask_m
         losses |= zip(rows, made)
     return torch.stack([losses[i] for i in range(len(eps))])
 
+# %% ../nbs/01_trainer.ipynb #be713103
 _cls = QwenImageEditTrainer
 _cls._training_step_cached = _cls._training_step_compute = _cls.training_step
 
@@ -194,6 +201,7 @@ def optimizer_step(self:QwenImageEditTrainer, group:StepBatches):
     s.grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(params, c.train.max_grad_norm or float("inf")))
     self.apply_update(torch.isfinite(s.grad_norm + s.loss))
 
+# %% ../nbs/01_trainer.ipynb #5f5e2d01
 @patch
 def apply_update(self:QwenImageEditTrainer,
     ok:torch.Tensor, # 0-dim bool on the device: is the gradient finite?
@@ -229,6 +237,7 @@ def setup_run(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
     self._transformer().train()
     return run
 
+# %% ../nbs/01_trainer.ipynb #ab53ed01
 @patch
 def start_run(self:QwenImageEditTrainer, callbacks, fingerprint):
     "Resume from `train.resume_checkpoint`, or add the adapter of a new run."
@@ -247,6 +256,7 @@ def start_run(self:QwenImageEditTrainer, callbacks, fingerprint):
         if self.optimizer is None: self.configure_optimizers()
     self.started = True
 
+# %% ../nbs/01_trainer.ipynb #ab53ed02
 @patch
 @contextmanager
 def run_context(self:QwenImageEditTrainer, run, signals):
@@ -260,6 +270,7 @@ def run_context(self:QwenImageEditTrainer, run, signals):
         try: call(run.callbacks, "on_train_end", self)
         finally: self.state.running = False
 
+# %% ../nbs/01_trainer.ipynb #ab53ed03
 @patch
 def free_step_memory(self:QwenImageEditTrainer):
     self.batch = self.state.loss = self.state.grad_norm = None
@@ -283,6 +294,7 @@ def setup_accelerator(self:QwenImageEditTrainer):
     self.state.process, self.state.processes = self.accelerator.process_index, self.accelerator.num_processes
     return self.accelerator
 
+# %% ../nbs/01_trainer.ipynb #b66af901
 @patch
 def set_lora(self:QwenImageEditTrainer):
     "Load and freeze the transformer and add the adapter."
@@ -294,6 +306,7 @@ def prepare_model(self:QwenImageEditTrainer):
     self.wrapped = self.modulation.prepare_training(self.setup_accelerator(), len(self.samples or ()))
     return self
 
+# %% ../nbs/01_trainer.ipynb #b66af902
 @patch
 def configure_optimizers(self:QwenImageEditTrainer):
     "Create optimizer, learning-rate schedule and, with `train.ema_decay`, a running mean."
@@ -302,6 +315,7 @@ def configure_optimizers(self:QwenImageEditTrainer):
     self.adapters.ema = EMA(params, decay) if decay else None
     return self.configure_schedule()
 
+# %% ../nbs/01_trainer.ipynb #b66af903
 @patch
 def configure_schedule(self:QwenImageEditTrainer):
     "Create the learning-rate schedule at the current step."
@@ -323,10 +337,12 @@ def save_checkpoint(self:QwenImageEditTrainer,
     if self.accelerator is not None: self.accelerator.wait_for_everyone()
     return folder
 
+# %% ../nbs/01_trainer.ipynb #49bb0501
 @patch
 def prune_checkpoints(self:QwenImageEditTrainer): # not if the last steps were not finite
     if self.finite is None or not self.finite.row: self.checkpoints.prune()
 
+# %% ../nbs/01_trainer.ipynb #49bb0502
 @patch
 def resume(self:QwenImageEditTrainer,
     which, # as `train.resume_checkpoint`, or a `SavedRun`
@@ -339,6 +355,7 @@ def resume(self:QwenImageEditTrainer,
     self.finite, self.started = None, True
     return self.configure_schedule()
 
+# %% ../nbs/01_trainer.ipynb #49bb0503
 @patch
 def rollback_torn_step(self:QwenImageEditTrainer):
     "After an interrupted update, go back to the last checkpoint or to the beginning."

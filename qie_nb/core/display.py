@@ -23,6 +23,7 @@ def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; l
     im.save(raw, "JPEG", quality=88)
     return raw.getvalue()
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0008
 def image_html(image, title:str, height:int=160) -> str: # pixels on the page
     "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
@@ -32,6 +33,7 @@ def image_html(image, title:str, height:int=160) -> str: # pixels on the page
             f'max-width:{width}px"><img alt="" style="height:{height}px" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0011
 def table_html(rows, head=()) -> str: # rows of cells, column titles
     "An HTML table; its texts are escaped."
     cell = lambda c, tag: f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>'
@@ -45,6 +47,7 @@ def text_table(rows, head=()) -> str:
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0012
 def badge(text:str, bad:bool=False) -> str: # does the user need to act?
     "A short text in a frame, escaped."
     look = "background:#b3261e;color:#fff;border-color:#b3261e" if bad else "opacity:.85"

@@ -94,12 +94,14 @@ def _kaggle(root, env) -> dict: # fields of `Environment`
                 inputs=(Path(env.get("KAGGLE_CACHE_MOUNT_FOLDER") or root/"kaggle/input"),), quota=QUOTA,
                 hours=HOURS["accelerator" if fast else "cpu"])
 
+# %% ../../nbs/core/03_environment.ipynb #b5aaeb01
 def _colab(root, env) -> dict:
     drive = root/"content/drive/MyDrive"
     keep = drive/"qie_nb" if drive.is_dir() else None
     mounts = Path(env.get("COLAB_CACHE_MOUNT_FOLDER") or root/"kaggle/input") # of kagglehub
     return dict(working=root/"content", keep=keep, inputs=(mounts, keep) if keep else (mounts,))
 
+# %% ../../nbs/core/03_environment.ipynb #b5aaeb02
 def detect_environment(
     root=None, # instead of /; default QIE_NB_ROOT
     env=None, # default os.environ
@@ -171,6 +173,7 @@ def _search(top, attached, max_folders=2000, depth=9): # yields artifacts, bread
             folders = [e for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
             queue += [(Path(e.path), level + 1) for e in folders]
 
+# %% ../../nbs/core/03_environment.ipynb #96a8fb01
 @patch
 def found(self:Environment, kind:str=None) -> list: # of `Artifact`, the newest first
     "Caches, checkpoints and models (or one `kind`) in the attached folders and the working folder."
@@ -188,6 +191,7 @@ def misfit(kind:str, folder, config=None) -> str:
     if config is None or kind not in _MISFITS: return ""
     return resolve_name(_MISFITS[kind])(folder, config)
 
+# %% ../../nbs/core/03_environment.ipynb #713f7c01
 @patch
 def fitting(self:Environment, kind:str="checkpoint", config=None): # yields `Artifact`s, the newest first
     "What fits a configuration. Prints what is not used."
@@ -199,6 +203,7 @@ def fitting(self:Environment, kind:str="checkpoint", config=None): # yields `Art
         elif (folder, why) not in said: print(f"not used: {kind} in {folder}, {why}")
         said.add((folder, why))
 
+# %% ../../nbs/core/03_environment.ipynb #713f7c02
 @patch
 def latest(self:Environment,
     kind:str="checkpoint",
@@ -211,6 +216,7 @@ def _unused(folder, taken) -> Path: # folder, folder-2, ...
     names = (folder.with_name(f"{folder.name}-{n}") if n > 1 else folder for n in itertools.count(1))
     return next(d for d in names if not taken(d))
 
+# %% ../../nbs/core/03_environment.ipynb #713f7c03
 @patch
 def cache_dirs(self:Environment,
     config=None, # `Config` or dict: only caches of its model
@@ -318,6 +324,7 @@ def data(self:Environment) -> list: # of (label, value)
             *((f.kind, f"{f.path}: {f.description}") for f in self.found()),
             ("machine", f"{self.cores} cores, {self.memory / 1e9:.1f} GB")]
 
+# %% ../../nbs/core/03_environment.ipynb #23cfa401
 @patch
 def __repr__(self:Environment): return "\n".join(f"{label:<16}{value}" for label, value in self.data())
 

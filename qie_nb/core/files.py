@@ -24,6 +24,7 @@ def _database() -> str: # path
     home = os.environ.get("QIE_NB_HOME")
     return os.path.join(os.path.expanduser("~/.cache/qie_nb") if home is None else home, "files.sqlite")
 
+# %% ../../nbs/core/00_files.ipynb #60a23e01
 def _execute(*query) -> list: # rows; each thread and process has its own connection
     path = _database()
     if getattr(_local, "owner", None) != (os.getpid(), path):
@@ -35,6 +36,7 @@ def _execute(*query) -> list: # rows; each thread and process has its own connec
         _local.owner = (os.getpid(), path)
     return _local.db.execute(*query).fetchall()
 
+# %% ../../nbs/core/00_files.ipynb #60a23e02
 def _recall(folder, file, name):
     if (db := _database(), folder) not in _folders:
         _folders.add((db, folder))

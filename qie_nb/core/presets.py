@@ -67,6 +67,7 @@ def check_preset(name) -> str: # one of `PRESETS`
     raise ValueError(f"`preset` {name!r} does not exist; did you mean `{nearest}`? "
                      f"There are {', '.join(PRESETS)}")
 
+# %% ../../nbs/core/09_presets.ipynb #78e41f01
 def preset_settings(
     name:str, # one of `PRESETS`
     size=None, # `data.image_size`, if set

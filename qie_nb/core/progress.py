@@ -22,6 +22,7 @@ def is_interactive(stream=None) -> bool: # of the progress bar, default stderr
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch": return False
     return "google.colab" in sys.modules or bool(getattr(k, "_allow_stdin", True))
 
+# %% ../../nbs/core/01_progress.ipynb #aea11901
 def short_time(seconds:float) -> str:
     "Seconds as text: 42 s, 3:05 min, 1:02 h."
     s = int(seconds)

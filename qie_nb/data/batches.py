@@ -28,6 +28,7 @@ def pad_prompts(
 
 CACHED = ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask")
 
+# %% ../../nbs/data/05_batches.ipynb #64ccd001
 def is_cached(batch) -> bool:
     "Does the batch hold latents and embeddings?"
     return all(k in batch for k in CACHED)

@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset
 
+# %% ../../nbs/data/06_dataset.ipynb #d29b8901
 from ..cache import ALL_KINDS, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager, image_parts, key_of
 from ..cache import prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
@@ -55,6 +56,7 @@ class ImageDataset(Dataset):
                 *(f"  {i}: {why}" for i, why in self.skipped[:5])]
         return "\n".join(rows + [f"  and {len(self.skipped) - 5} more"] * (len(self.skipped) > 5))
 
+# %% ../../nbs/data/06_dataset.ipynb #57455901
 def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
     if isinstance(config, DataSection): return config, None, 0, None
     if not isinstance(config, Config) and not {"data", "cache", "model"} & set(config):
@@ -77,12 +79,14 @@ def refresh(self:ImageDataset, identity:dict=None):
     area = c.control_area or who.get("control_area") or 1024*1024
     self.geometry = Geometry(tuple(c.image_size), c.crop, area, c.vl_area or who.get("vl_area"))
 
+# %% ../../nbs/data/06_dataset.ipynb #74583c01
 @patch
 def set_areas(self:ImageDataset, areas:dict):
     "Set the model's image areas, so that sizes do not depend on what is cached."
     self.areas = areas
     self.refresh(self.identity)
 
+# %% ../../nbs/data/06_dataset.ipynb #74583c02
 @patch
 def trust_manifest(self:ImageDataset, **mine):
     "Take the identity from the cache, which must name one model of this `variant` and `dtype`."
@@ -98,6 +102,7 @@ def trust_manifest(self:ImageDataset, **mine):
                              f"has {value}; precompute for it, or set `cache.encoder_id` if you want this")
     if who: print(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
+# %% ../../nbs/data/06_dataset.ipynb #74583c03
 @patch
 def bucket(self:ImageDataset, i:int) -> tuple: # ((w, h) of the target, (w, h) of each control)
     "Sizes that all samples of a batch must share."
@@ -128,6 +133,7 @@ def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control_late
         self._whole.discard(i)
     return self._keys[i][1]
 
+# %% ../../nbs/data/06_dataset.ipynb #913f1e01
 @patch
 def _keys_of(self:ImageDataset, i, image, *controls):
     who, g, (target, *sizes) = self.identity, self.geometry, self.sizes[i]
@@ -150,6 +156,7 @@ def needed(self:ImageDataset, i:int, keys:dict=None) -> dict:
     return {name: v for name, v in (keys or self.keys(i)).items()
             if name != PREFIX and (drop or not name.startswith("empty_"))}
 
+# %% ../../nbs/data/06_dataset.ipynb #e0ba0501
 @patch
 def missing(self:ImageDataset, i:int, has=None) -> list:
     "Names of sample `i`'s tensors that are not in the cache."
@@ -162,6 +169,7 @@ def missing(self:ImageDataset, i:int, has=None) -> list:
         if any(self.cache.prefix_of(*keys[n].id) for n in prompts): out.append(PREFIX)
     return out
 
+# %% ../../nbs/data/06_dataset.ipynb #e0ba0502
 @patch
 def dropped(self:ImageDataset, i:int) -> bool:
     "Is its caption dropped in this epoch?"
@@ -187,6 +195,7 @@ def _cached(self:ImageDataset, i) -> dict:
     self._whole.discard(i)
     if self.cached_only: raise CacheEntryError(self.problems_text())
 
+# %% ../../nbs/data/06_dataset.ipynb #10b2d001
 @patch
 def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor's name, place, reason)
     "Entries that training needs and that are missing or damaged."
@@ -204,6 +213,7 @@ def problems(self:ImageDataset, reread:bool=True) -> list: # (sample id, tensor'
         if bar: bar.update()
     return out
 
+# %% ../../nbs/data/06_dataset.ipynb #10b2d002
 @patch
 def problems_text(self:ImageDataset, found=None) -> str:
     found = found or self.problems()
@@ -221,6 +231,7 @@ def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
     "`load_images` of sample `i`."
     return load_images(self.samples[i], self.geometry, self.digests(i), open_file)
 
+# %% ../../nbs/data/06_dataset.ipynb #572def01
 @patch
 def mask(self:ImageDataset, i:int): # uint8 [h / 8, w / 8], or None
     "Weights of its loss: 255 is full weight, 0 is `train.mask_min_weight`."
@@ -230,6 +241,7 @@ def mask(self:ImageDataset, i:int): # uint8 [h / 8, w / 8], or None
         self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
     return self._masks[s.id, size]
 
+# %% ../../nbs/data/06_dataset.ipynb #572def02
 @patch
 def __getitem__(self:ImageDataset, i:int) -> dict:
     tensors, s, drop = self._cached(i), self.samples[i], self.dropped(i)
@@ -256,6 +268,7 @@ def _scan(self:ImageDataset, there, bar=None): # yields (sample, entry ids, miss
             bar = Progress(len(self), "look through the cache", start=i)
         if bar: bar.update()
 
+# %% ../../nbs/data/06_dataset.ipynb #5af79901
 @patch
 def incomplete(self:ImageDataset,
     bar=None, # with `update()` for each sample; default: a `Progress` after two seconds
@@ -284,6 +297,7 @@ def status(self:ImageDataset, bar=None) -> dict: # bar: as for `incomplete`
         for kind, k in kinds.items(): k |= dict(present=stats[kind]["count"], bytes=stats[kind]["bytes"])
     return out
 
+# %% ../../nbs/data/06_dataset.ipynb #2bce3101
 @patch
 def _count(self:ImageDataset, out, there, bar):
     seen = set()
@@ -298,6 +312,7 @@ def _count(self:ImageDataset, out, there, bar):
             k |= {name: k[name] + n for name, n in more.items()}
         seen |= wanted
 
+# %% ../../nbs/data/06_dataset.ipynb #2bce3102
 @patch
 def _repr_html_(self:ImageDataset) -> str: return status_html(self.status())
 
@@ -309,6 +324,7 @@ def entries_needed(self:ImageDataset) -> set: # of (kind, key)
 # %% ../../nbs/data/06_dataset.ipynb #d450cd36
 def _decodes(source) -> bool: return bool(open_image(source).size)
 
+# %% ../../nbs/data/06_dataset.ipynb #d450cd01
 @patch
 def drop_unreadable(self:ImageDataset):
     "Skip samples with a broken mask, and incomplete samples with a broken image."
@@ -325,6 +341,7 @@ def drop_unreadable(self:ImageDataset):
         if bar: bar.update()
     self.drop(bad)
 
+# %% ../../nbs/data/06_dataset.ipynb #d450cd02
 @patch
 def drop(self:ImageDataset, bad:dict): # {i: reason}
     "Skip samples and print why. Raises ValueError if none is left, or with `data.strict`."
@@ -339,6 +356,7 @@ def drop(self:ImageDataset, bad:dict): # {i: reason}
 # %% ../../nbs/data/06_dataset.ipynb #94e70dd3
 def _collate_of(dataset, samples): return collate(samples, dataset.geometry, dataset.config)
 
+# %% ../../nbs/data/06_dataset.ipynb #94e70d01
 def loader(
     dataset, # an `ImageDataset`, or as for `find_samples`
     cache_dir=None, # folder or list of them

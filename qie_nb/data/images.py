@@ -104,6 +104,7 @@ def _orientation(im) -> int: # EXIF, 1 to 8
     try: return im.getexif().get(0x0112, 1)
     except Exception: return 1
 
+# %% ../../nbs/data/00_images.ipynb #22265a01
 def _upright(im) -> Image.Image: # mode RGB
     _check_shape(im)
     im.load()

@@ -28,6 +28,7 @@ def _look(source) -> dict:
                 colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, size=im.size,
                 **_exif(data))
 
+# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0007
 def _exif(data) -> dict: # camera, turned
     try:
         im = Image.open(io.BytesIO(data))
@@ -105,6 +106,7 @@ def _reversed(target, control) -> tuple: # (the target's word or '', the control
     if not (t or c) or t & _AFTER or c & _BEFORE: return None
     return (min(t, default=""), min(c, default="")) if t and c or (t | c) & _PLAIN else None
 
+# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0010
 def _by_names(sample) -> str:
     found = [w for c in sample.controls if (w := _reversed(sample.target, c))]
     if not found or any(_reversed(c, sample.target) for c in sample.controls): return ""
@@ -117,6 +119,7 @@ _TO_COLOUR = re.compile(r"\bcolou?ri[sz]|\bin(to)? (full |vivid |natural )*colou
                         r"|\b(add|restore|bring back) (the |its |natural )*colou?rs?\b", re.I)
 _GREY, _COLOURED = 4., 12. # how colourful an image is at most, or at least
 
+# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0019
 def _by_colour(prompt, target, controls) -> str:
     grey, coloured = (lambda x: x["colourful"] <= _GREY), (lambda x: x["colourful"] >= _COLOURED)
     if _TO_COLOUR.search(prompt):
@@ -128,6 +131,7 @@ def _by_colour(prompt, target, controls) -> str:
 _GIVES_BACK = re.compile("photo|real|restor|recover|colou?r|noise|blur|sharp|upscal|enhanc|repair|clean"
                          "|remove|quality|resolution|natural|fix|undo", re.I)
 
+# %% ../../nbs/data/04_pair_checks.ipynb #ad1e0023
 def _by_camera(prompt, target, controls) -> str:
     signed = target["camera"] and not any(c["camera"] for c in controls) and not _GIVES_BACK.search(prompt)
     return "EXIF names a camera for the target and not for the control" if signed else ""

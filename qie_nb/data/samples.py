@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+# %% ../../nbs/data/03_samples.ipynb #ac2e3801
 from ..cache import stable_seed
 from ..core.display import table_html
 from .folders import contents, entries_of, is_hidden, is_image, it_contains, named_folder
@@ -113,6 +114,7 @@ def _has_known_columns(table, columns, optional) -> bool:
     try: return bool(match_columns(names(), table.name, columns, optional))
     except ValueError: return False
 
+# %% ../../nbs/data/03_samples.ipynb #c31a2f01
 def _table_in(root, columns, optional=("mask",)) -> Path: # or None
     tables = {p.name: p for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES and p.is_file()
               and not p.name.startswith(".")}

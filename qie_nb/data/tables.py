@@ -25,6 +25,7 @@ def text_of(path:Path) -> str:
     except OSError as e:
         raise ValueError(f"{str(path)!r} cannot be read ({e.strerror}); make it a readable file") from None
 
+# %% ../../nbs/data/01_tables.ipynb #82918801
 def nfc(name:str) -> str: return unicodedata.normalize("NFC", name)
 def printable(name) -> str: return os.fsencode(name).decode("utf-8", "backslashreplace")
 def few(names, most:int=3) -> str:
@@ -33,6 +34,7 @@ def few(names, most:int=3) -> str:
     return (", ".join(repr(printable(n)) for n in names[:most])
             + f" and {len(names) - most} more" * (len(names) > most))
 
+# %% ../../nbs/data/01_tables.ipynb #82918802
 def instruction(text, name:str, where:str) -> str: # sample's id, its file or row
     "A prompt, stripped. Raises ValueError if it is empty or no text."
     if text is None or (isinstance(text, str) and not text.strip()):
@@ -89,6 +91,7 @@ _SPELLINGS = dict(
            "description".split(),
     mask="mask mask_image loss_mask target_mask".split())
 
+# %% ../../nbs/data/01_tables.ipynb #e2d88601
 def _plain(column) -> str:
     name = re.sub(r"[\s\-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(column)).strip()).lower()
     return re.sub(r"(?:^|_)(?:file_?names?|paths?|files?)(?=_|$)", "", name).strip("_") or name
@@ -100,6 +103,7 @@ def _matching(names, role) -> list: # columns of the first spelling found
         if found: return [c for _, c in sorted({n: c for n, c in reversed(found)}.items())]
     return []
 
+# %% ../../nbs/data/01_tables.ipynb #e2d88602
 def _some(names) -> str:
     return ", ".join(str(n)[:40] for n in names[:12]) + (" ..." if len(names) > 12 else "")
 
@@ -131,6 +135,7 @@ def _end_of(path) -> tuple: # (resolved path or None, is it a file?)
     try: return path.resolve(), path.is_file()
     except (OSError, ValueError, RuntimeError): return None, False
 
+# %% ../../nbs/data/01_tables.ipynb #4b7b6601
 def inside(root:Path, name, where:str) -> Path: # where: "row 3 of 'metadata.jsonl'"
     "The path of an image in a table."
     if not isinstance(name, str) or not name.strip():
@@ -264,6 +269,7 @@ def _split_of(data):
         raise ValueError(f"the data set has the splits {_some(list(data))} and no train; give one of them")
     return data[name]
 
+# %% ../../nbs/data/01_tables.ipynb #be4b9601
 def _column(rows, name): return rows.select_columns([name])[:].column(name) # other columns are not loaded
 
 def _list_indices(rows, name, kind) -> list: # of each row's indices, or [None]
@@ -271,6 +277,7 @@ def _list_indices(rows, name, kind) -> list: # of each row's indices, or [None]
     return [list(range(n or 0)) for chunk in _column(rows, name).chunks
             for n in chunk.value_lengths().to_pylist()]
 
+# %% ../../nbs/data/01_tables.ipynb #be4b9602
 def _kinds(features, got) -> dict: # {column: "one" or "many"}
     single = {got[role]: role for role in ("target", "mask") if role in got}
     kinds = {c: _image_kind(features[c]) for c in (*single, *got["control"])}

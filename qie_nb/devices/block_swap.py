@@ -129,6 +129,7 @@ def upcoming(self:BlockSwap, n:int) -> list:
     if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead] # another pass may follow
     return [n + k for k in ahead if n + k < count]
 
+# %% ../../nbs/devices/01_block_swap.ipynb #5ac77d01
 @patch
 def prepare_block(self:BlockSwap, n:int):
     "Load the block about to compute, and queue the copies of those that follow."

@@ -133,6 +133,7 @@ def rotate(
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
 
+# %% ../../nbs/devices/03_compile.ipynb #978a7f01
 def processor_class(cls, **names):
     "A subclass of an attention processor with these functions instead of its module's globals."
     f = cls.__call__

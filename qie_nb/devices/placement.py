@@ -80,6 +80,7 @@ def _strategy(n, beside, sizes, work, free, offload, fixed, whole) -> tuple: # (
     if n in whole: return "", f"too large {short}, and {whole[n]}"
     return "layers", f"loaded to the GPU layer by layer; too large even alone {short}"
 
+# %% ../../nbs/devices/00_placement.ipynb #4701cb01
 def _assign_devices(sizes, work, free, wanted, main) -> dict: # {component: device}
     "The main device; encoders that do not fit there go to another GPU."
     at = {n: wanted.get(n) or main for n in PARTS}

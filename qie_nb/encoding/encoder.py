@@ -15,6 +15,7 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
+# %% ../../nbs/encoding/02_encoder.ipynb #49b6c701
 from ..cache import PREFIX, CacheEntry
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry, open_image
@@ -107,6 +108,7 @@ def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
     "Latent of one image."
     return self.images([image], size)[0]
 
+# %% ../../nbs/encoding/02_encoder.ipynb #5b78d801
 @patch
 def prefix(self:Encoder,
     known_by, # B values that identify the image sets
@@ -139,6 +141,7 @@ def prompts(self:Encoder,
         return [(None, encode_prompt(*self._text(), p, seen, share_prefix=False)[0][0])
                 for p, seen in zip(prompts, images())]
 
+# %% ../../nbs/encoding/02_encoder.ipynb #12a9b801
 @patch
 def prompt(self:Encoder,
     prompt:str,
@@ -213,6 +216,7 @@ class EncodeJob:
     kind: str   # "latent" or "prompt"
     units: list # a list of `Missing` per image, or per image set
 
+# %% ../../nbs/encoding/02_encoder.ipynb #0b20c601
 def plan_encoding(
     dataset:ImageDataset, # refreshed with the encoder's identity
     missing:dict, # {sample: names of tensors}
@@ -292,6 +296,7 @@ def save(self:Encoder, encoded:Encoded):
     self.cache.save_cache(kind, key, encoded.tensor, parts, encoded.prefix)
     self.stored += 1
 
+# %% ../../nbs/encoding/02_encoder.ipynb #f7016c01
 @patch
 def encode_missing(self:Encoder,
     dataset:ImageDataset, # refreshed
@@ -309,6 +314,7 @@ def encode_missing(self:Encoder,
     return {i: {n: whole[keys[i][n].id] for n in names if keys[i][n].id in whole}
             for i, names in missing.items()}
 
+# %% ../../nbs/encoding/02_encoder.ipynb #f7016c02
 @patch
 def encode_sample(self:Encoder,
     dataset:ImageDataset, # refreshed

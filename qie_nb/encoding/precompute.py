@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
+# %% ../../nbs/encoding/03_precompute.ipynb #3412bb01
 from ..cache import PREFIX, file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
@@ -128,6 +129,7 @@ class WorkItem(NamedTuple):
     lock: str
     samples: list
 
+# %% ../../nbs/encoding/03_precompute.ipynb #ffc70101
 def work_items(
     dataset:ImageDataset,
     samples, # indices
@@ -142,6 +144,7 @@ def work_items(
         groups.setdefault(sizes if batch_size > 1 else key, []).extend(items)
     return [items[n:n + batch_size] for items in groups.values() for n in range(0, len(items), batch_size)]
 
+# %% ../../nbs/encoding/03_precompute.ipynb #ffc70102
 def shard(work:list, rank:int=None, world:int=None) -> list:
     "Every `world`-th element from `rank` on; default: as launched."
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
@@ -204,6 +207,7 @@ def _count(groups) -> int: return sum(len(item.samples) for group in groups for 
 def _missing(dataset, group) -> dict: # {sample: names of tensors}
     return {i: names for item in group for i in item.samples if (names := dataset.missing(i))}
 
+# %% ../../nbs/encoding/03_precompute.ipynb #1fd93901
 def _encode(dataset, encoder, missing, read, report) -> int: # samples completed
     for attempt in range(3):
         try: encoder.encode_missing(dataset, missing, read); return len(missing)
@@ -217,6 +221,7 @@ def _encode(dataset, encoder, missing, read, report) -> int: # samples completed
     report.skipped += [(dataset.samples[i].id, reason) for i in missing]
     return 0
 
+# %% ../../nbs/encoding/03_precompute.ipynb #1fd93902
 def _encode_group(dataset, encoder, group, read, report) -> list: # items that other processes are encoding
     mine, busy = [], []
     with ExitStack() as locks:

@@ -26,6 +26,7 @@ def _forward_2d(conv):
         return y.unsqueeze(2)
     return forward
 
+# %% ../../nbs/encoding/00_vae.ipynb #107be901
 @contextmanager
 def vae_2d(
     vae, # AutoencoderKLQwenImage

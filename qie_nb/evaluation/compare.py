@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 from fastcore.basics import patch
 
+# %% ../../nbs/evaluation/03_compare.ipynb #e8894601
 from ..core.display import Display, image_html
 from ..core.progress import Progress
 from ..encoding.vae import decode_latents
@@ -140,6 +141,7 @@ def _fitted(image, like) -> np.ndarray: # at the size of another one
     h, w = like.shape[:2]
     return np.asarray(image if image.size == (w, h) else image.resize((w, h), Image.LANCZOS))
 
+# %% ../../nbs/evaluation/03_compare.ipynb #e0724001
 class Comparison(Display):
     "Edits in rows, checkpoints, weights or seeds in columns."
     def __init__(self,
@@ -176,6 +178,7 @@ def shown_rows(self:Comparison) -> tuple: # (titles, rows of (image, note)); con
     if self.targets: rows = [row + [(t, "")] for row, t in zip(rows, self.targets)]
     return ["control", *(c.title for c in self.columns), *last], rows
 
+# %% ../../nbs/evaluation/03_compare.ipynb #8c810a01
 @patch
 def html(self:Comparison) -> str:
     (titles, rows), out = self.shown_rows(), ""
@@ -267,6 +270,7 @@ def _geometry(trainer, columns):
     return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
                    vl_area=d.vl_area or first.get("vl_area", g.vl_area))
 
+# %% ../../nbs/evaluation/03_compare.ipynb #c535ff01
 def _check_sampling(parts, columns, edits):
     for c in columns:
         check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale,
@@ -326,6 +330,7 @@ def _validation_pairs(trainer): # `ImageDataset`, or None
                                 "e.g. to 0.1, to use others")
     return trainer.held_out
 
+# %% ../../nbs/evaluation/03_compare.ipynb #532ba201
 def compare_validation(
     trainer, # after `fit`, or with adapters loaded
     n:int=2, # number of pairs, the first ones

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #42c81901
 from ..core.files import write_atomic
 from ..core.progress import Progress
 from ..data.images import IMAGE_SUFFIXES, open_image

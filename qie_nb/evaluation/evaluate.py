@@ -10,6 +10,7 @@ import json, re, time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+# %% ../../nbs/evaluation/02_evaluate.ipynb #07170001
 from ..core.display import text_table
 from ..core.files import write_atomic
 from ..core.progress import short_time

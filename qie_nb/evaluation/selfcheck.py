@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from fastcore.basics import patch
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #9ff18301
 from ..devices.placement import PARTS
 from ..encoding.vae import decode_latents
 from .layer_stats import FiniteCheck, PeakMemory
@@ -41,6 +42,7 @@ def cleaned(value):
     who = {Path.home().name, os.environ.get("USER", ""), os.environ.get("LOGNAME", "")} - {"", "root"}
     return re.sub(rf"\b({'|'.join(map(re.escape, who))})\b", "user", text) if who else text
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #e9d6e901
 def machine() -> dict: # plain
     "Versions, GPUs and memory."
     import qie_nb
@@ -85,6 +87,7 @@ def _model_areas(module, areas): # context manager
         names |= dict(VAE_IMAGE_SIZE=control, CONDITION_IMAGE_SIZE=areas["vl_area"])
     return mock.patch.multiple(module, **names)
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #c5d45101
 def _placed_pipeline(t, main):
     import diffusers
     cls = getattr(diffusers, t.components.variant.pipeline)
@@ -239,6 +242,7 @@ def _table(head, rows) -> str:
     line = lambda r: "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ") for c in r) + " |"
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #b6aa9c01
 def _tables(d) -> list: # of (head, rows)
     gb = lambda n: "" if n is None else f"{n / 1e9:.3f}"
     num = lambda n, how: "not finite" if n is None else f"{n:{how}}"
@@ -253,6 +257,7 @@ def _tables(d) -> list: # of (head, rows)
             (("blocks", "checked", "first not finite", "largest number", "in"), blocks),
             (("training", ""), d["training"].items())]
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #b6aa9c02
 @patch
 def __repr__(self:SelfCheck):
     d = self.data()
@@ -264,6 +269,7 @@ def __repr__(self:SelfCheck):
             ", ".join(f"{k} {v}" for k, v in m["versions"].items())]
     return "\n\n".join([*head, *(_table(titles, rows) for titles, rows in _tables(d) if rows)])
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #b6aa9c03
 @patch
 def _repr_markdown_(self:SelfCheck): return repr(self)
 
@@ -307,6 +313,7 @@ def _query(t, ours:OurEdit): # `MemoryQuery` of the training steps
                         text=ours.ready.cond.shape[1],
                         kernel="cpu" if t.device.type != "cuda" else "flash" if wide == 2 else "efficient")
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #ce02dd01
 def _memory(t, peaks, held, query) -> list: # of dict(part, found, planned, note)
     rows, placed = [], t.placement
     def row(part, found, planned, note=""):
@@ -353,6 +360,7 @@ def selfcheck(
     if "qie_nb" in got and train: stage("training", lambda: train_steps(t, *got["qie_nb"][1:], finite))
     return _finish(report, t, finite, peaks, got)
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #51591501
 def _load(t) -> dict: # {component: bytes}, None for layers that are loaded one at a time
     t.predictor.plan()
     return {n: held_bytes(t.predictor.at(n)) or None for n in PARTS}

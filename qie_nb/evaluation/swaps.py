@@ -51,6 +51,7 @@ def _data_of(trainer, data) -> ImageDataset:
 def exchanged(sample): # its target and its first control exchanged
     return replace(sample, target=sample.controls[0], controls=(sample.target, *sample.controls[1:]))
 
+# %% ../../nbs/evaluation/06_swaps.ipynb #f7ad3701
 def swap_test(
     trainer,
     n:int=4, # pairs, spread over the data set; at least 3

@@ -144,6 +144,7 @@ def add_up(trainer, tensor) -> torch.Tensor: # on the CPU, summed over all proce
     if process(trainer)[1] == 1: return tensor.cpu()
     return trainer.accelerator.reduce(tensor.to(trainer.accelerator.device), "sum").cpu()
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #046a5901
 class StopCheck:
     "Raises `StopRequested` in all processes if a stop was requested after its creation."
     def __init__(self, trainer, passes:int=1): # of the transformer since the last call
@@ -154,6 +155,7 @@ class StopCheck:
         if s.poll: s.poll() # handles clicks on a stop button
         if add_up(self.trainer, torch.tensor([float(s.stop not in self.before)])).item(): raise StopRequested
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #046a5902
 def shares(n:int, trainer) -> list: # (index of the unit, does it count?)
     "This process's part of `n` units of work."
     me, every = process(trainer)

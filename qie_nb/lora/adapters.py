@@ -144,6 +144,7 @@ def adapter_config(transformer, name:str="default") -> dict: # plain JSON
     keep -= {"inference_mode", "init_lora_weights", "base_model_name_or_path", "peft_version"}
     return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items() if k in keep}
 
+# %% ../../nbs/lora/01_adapters.ipynb #05498701
 def save_lora(
     transformer,
     path, # folder or .safetensors file

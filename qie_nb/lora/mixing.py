@@ -95,6 +95,7 @@ def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
                              "it unmerged, or load the base with `model.quantize` none")
     return layers
 
+# %% ../../nbs/lora/02_mixing.ipynb #28fb8201
 def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for `unmerge_lora`
     "Add the active adapters to the base's weights; a second call changes nothing."
     if is_merged(transformer): return
@@ -102,6 +103,7 @@ def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for
     transformer._before_merge = {n: w.to("cpu", copy=True) for n, w in weights.items()} if undo else {}
     transformer.fuse_lora()
 
+# %% ../../nbs/lora/02_mixing.ipynb #28fb8202
 def unmerge_lora(transformer):
     "Restore the base's own weights bit for bit; the adapter is active beside it again."
     if not is_merged(transformer): return

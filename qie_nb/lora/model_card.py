@@ -123,6 +123,7 @@ def published(folder) -> list: # paths relative to it
     images = re.findall(r"\]\((samples/\d+\.\w+)\)", (folder/"README.md").read_text(encoding="utf-8"))
     return [*files, "README.md", *(n for n in dict.fromkeys(images) if (folder/n).is_file())]
 
+# %% ../../nbs/lora/03_model_card.ipynb #b46d4d01
 def push_to_hub(folder, repo_id:str, private:bool=True) -> str: # URL of the repository
     "Upload a folder's LoRA, its card and the card's images. Raises ValueError or ConnectionError."
     from huggingface_hub import HfApi

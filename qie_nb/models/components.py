@@ -207,11 +207,13 @@ def deletes_shards(self:Components, name:str) -> bool:
 def shards(self:Components, name:str):
     return ShardDownloader(self.hub, name) if self.hub else LocalShards(self.folder/name)
 
+# %% ../../nbs/models/03_components.ipynb #7d40c004
 @patch
 def _quantized_folder(self:Components, name) -> Path: # of a hub component
     table = "-table" if name == "transformer" and self.modulation_sets() else ""
     return self.hub.store/f"{name}-{self.quantize.get(name)}-{dtype_name(self.dtype)}{table}"
 
+# %% ../../nbs/models/03_components.ipynb #7d40c005
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, downloaded or quantized now if needed."
@@ -244,6 +246,7 @@ def get(self:Components, name:str):
         self.built.append(name)
     return self.loaded[name]
 
+# %% ../../nbs/models/03_components.ipynb #4c2f0401
 @patch
 def drop(self:Components, *names):
     for n in names: self.loaded.pop(n, None)
@@ -261,6 +264,7 @@ def set_offload(self:Components, name:str, on:bool):
             offload(part, self.devices.get(name, "cpu"))
     self.offload = tuple(n for n in self.offload if n != name) + (name,) * on
 
+# %% ../../nbs/models/03_components.ipynb #cd973d01
 @patch
 def move(self:Components, name:str, device):
     "Move a component; it is loaded there from now on."

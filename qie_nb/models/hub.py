@@ -109,6 +109,7 @@ def weights(self:HubModel, component:str) -> dict: # {path: bytes}
 def missing(self:HubModel, component) -> dict: # {path: bytes}, not downloaded yet
     return {p: n for p, n in self.weights(component).items() if not self.has(p)}
 
+# %% ../../nbs/models/00_hub.ipynb #5fec1801
 @patch
 def fetch_configs(self:HubModel, components=()) -> Path: # the local model folder
     "Download what tells the variant, and the configuration and tokenizer files of some components."

@@ -113,6 +113,7 @@ def find(self:ModulationTable, times) -> bool: # are they in the table now?
     if complete := all(b is not None for b in blocks): self._add(times, blocks)
     return complete
 
+# %% ../../nbs/models/05_modulation.ipynb #183cd701
 @patch
 def missing_entries(self:ModulationTable, times, dim:int) -> list: # bytes of each entry
     in_cache = lambda e: self.cache and self.cache.cache_exists(*e.id)
@@ -139,6 +140,7 @@ def make(self:ModulationTable, times, name:str="preparing the timestep table") -
     with file_lock(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1):
         return 0 if self.find(times) else self._compute(times, name)
 
+# %% ../../nbs/models/05_modulation.ipynb #2cf99f01
 @patch
 def _compute(self:ModulationTable, times, name):
     made, blocks, weights, temb, bar = 0, [], open_checkpoint(self.folder), None, Progress(self.blocks, name)
@@ -160,6 +162,7 @@ def ensure(self:ModulationTable, times, name:str="preparing the timestep table")
     extra = extra_timesteps(times, self.dtype)
     if self.missing(times) and not self.find(extra) and self.folder: self.make(extra, name)
 
+# %% ../../nbs/models/05_modulation.ipynb #985c7d01
 @patch
 def nearest_timestep(self:ModulationTable, time:float) -> float:
     "The nearest time in the table; the first other one is reported."
@@ -172,6 +175,7 @@ def nearest_timestep(self:ModulationTable, time:float) -> float:
     self.warn_nearest = False
     return near
 
+# %% ../../nbs/models/05_modulation.ipynb #985c7d02
 @patch
 def rows(self:ModulationTable, times, device="cpu") -> torch.Tensor: # [len(times), 12 * blocks, dim]
     found = [self.index[self.nearest_timestep(t)] for t in times]

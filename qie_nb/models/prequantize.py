@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
+# %% ../../nbs/models/06_prequantize.ipynb #7c20c005
 from ..cache import EmbeddingCacheManager
 from ..core.environment import detect_environment
 from ..core.files import cached_file_property, file_digest, free_bytes, write_atomic
@@ -70,6 +71,7 @@ def add(self:ShardQuantizer, key:str, tensor):
         self.model.set_submodule(owner, nn.Identity())
         trim_malloc()
 
+# %% ../../nbs/models/06_prequantize.ipynb #7c20c006
 @patch
 def add_modulation(self:ShardQuantizer, key:str, tensor):
     "Compute a block's rows when all their tensors are there."
@@ -92,6 +94,7 @@ def waiting(self:ShardQuantizer) -> dict: # {name: tensor}
     parts = {f"{o}.{n}": p for o in self.todo for n, p in self.model.get_submodule(o).named_parameters()}
     return {n: p.data.cpu() for n, p in parts.items() if not p.is_meta} | self.modulation
 
+# %% ../../nbs/models/06_prequantize.ipynb #7c20c007
 @patch
 def pack_rows(self:ShardQuantizer, base:str, out): # base: digest of the checkpoint
     table, cache = self.table, self.table.cache
@@ -103,10 +106,12 @@ def pack_rows(self:ShardQuantizer, base:str, out): # base: digest of the checkpo
             cache.layers[-1].path(*old.id).unlink(missing_ok=True)
     cache.pack(out, replace=True)
 
+# %% ../../nbs/models/06_prequantize.ipynb #7c20c008
 def _save(tensors, path):
     from safetensors.torch import save
     write_atomic(path, save({k: t.contiguous() for k, t in tensors.items()}))
 
+# %% ../../nbs/models/06_prequantize.ipynb #7c20c009
 @patch
 def quantize_file(self:ShardQuantizer,
     path, work:Path, number:int, part_bytes:int) -> list: # names of the files
@@ -227,6 +232,7 @@ def _copied_components(components, encoders:bool) -> dict: # {component: quantiz
     components.check(*out)
     return out | dict.fromkeys(["scheduler", *["vae", "tokenizer", "processor"] * encoders])
 
+# %% ../../nbs/models/06_prequantize.ipynb #b8df7601
 def _checkpoint_dtype(shards): # the most frequent one in the first file
     from safetensors import safe_open
     with safe_open(shards.get(shards.names[0]), "pt") as f:

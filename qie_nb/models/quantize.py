@@ -56,6 +56,7 @@ QUANTIZATIONS = dict(
 
 def dtype_name(dtype) -> str: return str(dtype).removeprefix("torch.")
 
+# %% ../../nbs/models/01_quantize.ipynb #07f57001
 def parse_quantization(value) -> str: # name, or None
     "The quantization meant by a name or a bool; `True` means qfloat8."
     if value in (None, False, "none"): return None

@@ -128,6 +128,7 @@ def _cached(dirs) -> tuple: # bytes in the cache: (entries, modulation table)
     table = on_disk(stats[MODULATION])
     return on_disk(stats["total"]) - table, table
 
+# %% ../../nbs/planning/02_disk_space.ipynb #a378fe01
 def cache_items(config, q, samples:list) -> list: # of `Item`
     "What is missing in the cache."
     if not (dirs := cache_dirs(config)): return []
@@ -199,6 +200,7 @@ _REMEDIES = dict(downloads="attach the model as an input and give its folder",
                  cache="attach a filled cache (`cache.cache_dir: [attached, own]`)",
                  logs="set `logging.log_images_every` higher")
 
+# %% ../../nbs/planning/02_disk_space.ipynb #c9855801
 def _remedy(items, excess) -> str: # bytes
     sizes, out = {g: sum(i.bytes for i in items if i.group == g) for g in _REMEDIES}, []
     for group in sorted(sizes, key=sizes.get, reverse=True):
@@ -206,6 +208,7 @@ def _remedy(items, excess) -> str: # bytes
         excess -= sizes[group]
     return ", and ".join(out + ["remove other files there"] * (excess > 0))
 
+# %% ../../nbs/planning/02_disk_space.ipynb #c9855802
 @patch
 def problems(self:DiskPlan) -> list: # sentences with remedies
     out = []
@@ -216,6 +219,7 @@ def problems(self:DiskPlan) -> list: # sentences with remedies
         out.append(f"{what}: {short}; {_remedy(some, need - room)}")
     return out
 
+# %% ../../nbs/planning/02_disk_space.ipynb #c9855803
 @patch
 def check(self:DiskPlan):
     "Raises `DiskFull` if something does not fit."
@@ -229,6 +233,7 @@ def data(self:DiskPlan) -> dict: # plain
     items = [vars(i) | dict(folder=str(i.folder)) for i in self.items]
     return dict(items=items, limits=limits, fits=self.fits(), problems=self.problems())
 
+# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef01
 @patch
 def _table(self:DiskPlan) -> tuple: # (rows, head)
     rows = [(i.what, _gb(i.bytes), i.folder, i.why) for i in self.items]
@@ -240,6 +245,7 @@ def _table(self:DiskPlan) -> tuple: # (rows, head)
 @patch
 def __repr__(self:DiskPlan): return "\n".join([text_table(*self._table()), *self.problems()])
 
+# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef02
 @patch
 def _repr_html_(self:DiskPlan): return "".join(map(note, self.problems())) + table_html(*self._table())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
+# %% ../../nbs/planning/04_doctor.ipynb #263c6101
 from ..config import Config, make_config
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online, time_limit
@@ -312,6 +313,7 @@ def _summary(self:DoctorReport) -> str:
     counts = ", ".join(f"{n} {name}" + "s" * (n > 1) for name, n in count.items() if n)
     return (f"Cannot run: {errors}" if errors else "Ready to run") + f". {counts}" * bool(counts)
 
+# %% ../../nbs/planning/04_doctor.ipynb #069fb101
 @patch
 def __repr__(self:DoctorReport):
     line = lambda level, what, *rest: f"{level:<8}  {what:<22}  " + "  ! ".join(filter(None, rest))
@@ -325,6 +327,7 @@ def _fit(self:DoctorReport) -> str: # the chosen strategy's memory, "" without a
     time = f", about {p.time()} for {p.steps} steps" * bool(p.time())
     return f"fits: yes, {sizes}{time}" if p.chosen else f"fits: no, {sizes} at least"
 
+# %% ../../nbs/planning/04_doctor.ipynb #069fb102
 @patch
 def _repr_html_(self:DoctorReport): # details are folded
     fold = lambda title, page: f"<details><summary>{title}</summary>{page}</details>"
@@ -348,11 +351,13 @@ def _plan(c, m):
     try: return plan(c, first_kind(m.gpus))
     except ValueError: return None # model files; reported when they are read
 
+# %% ../../nbs/planning/04_doctor.ipynb #48085701
 def _disk(c, m):
     base_bytes = 4 if c.train.mixed_precision == "auto" and not all(g.bf16 for g in m.gpus) else None
     try: return replace(disk_plan(c, m.environment, base_bytes=base_bytes), free=m.free)
     except (ValueError, OSError): return None # data set; another finding reports it
 
+# %% ../../nbs/planning/04_doctor.ipynb #48085702
 def doctor(
     config=None, # `Config` or dict; None checks only the machine
     machine:MachineInfo=None, # default this one

@@ -128,6 +128,7 @@ def block_layers(q:MemoryQuery) -> dict: # {name: (inputs, outputs)}
     return {n: (i * q.dim, o * q.dim) for n, (i, o) in _BLOCK.items()
             if not q.table or n.split(".")[0] not in STREAMS}
 
+# %% ../../nbs/planning/00_memory_query.ipynb #e0565401
 def other_layers(q:MemoryQuery) -> dict: # {name: (inputs, outputs)}
 
     d, time = q.dim, "time_text_embed.timestep_embedder.linear_"

@@ -13,6 +13,7 @@ from html import escape
 import torch, yaml
 from fastcore.basics import patch
 
+# %% ../../nbs/planning/03_plan.ipynb #cc7f4e01
 from ..config import Config, make_config
 from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, NO_BF16
@@ -89,6 +90,7 @@ def rank_cost(q:MemoryQuery) -> float: # 10^12 operations, weighted
     used = {q.quantization: True, "block_swap": q.block_swap, "offload": q.offload, "devices": q.devices > 1}
     return step_work(q) * math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on)
 
+# %% ../../nbs/planning/03_plan.ipynb #71604701
 def strategies(
     q:MemoryQuery,
     gpu:Gpu,
@@ -172,6 +174,7 @@ def _tables(self:Plan) -> dict: # {title: (rows, head)}
                (rows, ("", "strategy", "GB", "host GB", f"{self.steps} steps" if known else "TFLOP a step"))}
     return {title: table for title, table in out.items() if table[0]}
 
+# %% ../../nbs/planning/03_plan.ipynb #44828701
 @patch
 def _head(self:Plan) -> str:
     m, g = self.shown, self.gpu
@@ -185,6 +188,7 @@ def _head(self:Plan) -> str:
         time += f" with {a} controls, {small} with {b} (`data.control_area`)"
     return f"{name}: {strategy_name(m.query)}: {size}{time} (computed)"
 
+# %% ../../nbs/planning/03_plan.ipynb #44828702
 @patch
 def _settings(self:Plan) -> str: # as YAML
     return yaml.safe_dump(self.changes, sort_keys=False) if self.changes else "none are needed: it fits as it is"
@@ -196,6 +200,7 @@ def __repr__(self:Plan):
     tables = [f"{title}\n{text_table(*t)}" for title, t in self._tables().items()]
     return "\n\n".join([*head, *self.notes, *tables])
 
+# %% ../../nbs/planning/03_plan.ipynb #44828703
 @patch
 def _repr_html_(self:Plan):
     head = note(self._head(), good=bool(self.chosen)) if self.gpu else ""
@@ -330,6 +335,7 @@ def _notes(p:Plan) -> list: # sentences
 CARDS = {"2xT4": "2 x T4, 16 GB (Kaggle, free)", "RTX 3060": "RTX 3060, 12 GB", "RTX 4090": "RTX 4090, 24 GB",
          "H100": "H100, 80 GB"}
 
+# %% ../../nbs/planning/03_plan.ipynb #3e95ef01
 def card_table(
     cards=CARDS, # {GPU: its name in the table}
     pairs:int=50,

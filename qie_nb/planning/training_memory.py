@@ -57,6 +57,7 @@ def by_token(self:BlockActivations, stream, n) -> bool:
     "Modulation saved for every token? A compiler recomputes the first one's rows."
     return self.q.zero_cond and stream == "img" and (n == 2 or not self.q.compiled)
 
+# %% ../../nbs/planning/01_training_memory.ipynb #49229d01
 @patch
 def norm(self:BlockActivations, stream, n, tokens, grad, mod) -> bool: # does its output need a gradient?
     "LayerNorm and `x * (1 + scale) + shift`; `mod`: does the modulation need a gradient?"
@@ -68,6 +69,7 @@ def norm(self:BlockActivations, stream, n, tokens, grad, mod) -> bool: # does it
     if mod: self.add(f"{stream} normed {n}", tokens * q.dim * q.base_bytes)
     return grad or mod
 
+# %% ../../nbs/planning/01_training_memory.ipynb #49229d02
 @patch
 def gate(self:BlockActivations, stream, n, tokens, grad, mod):
     "`gate * x`; separate gates for target and control tokens are a tensor as large as x."
@@ -77,6 +79,7 @@ def gate(self:BlockActivations, stream, n, tokens, grad, mod):
     elif grad: self.add(f"{stream} modulation", rows * q.dim * q.base_bytes)
     if mod: self.add(f"{stream} gated {n}", tokens * q.dim * q.base_bytes)
 
+# %% ../../nbs/planning/01_training_memory.ipynb #49229d03
 @patch
 def rms_norm(self:BlockActivations, name, tokens):
     q = self.q
@@ -84,6 +87,7 @@ def rms_norm(self:BlockActivations, name, tokens):
     self.add(f"{name} 1 / root", tokens * q.heads * 4)
     if q.base_bytes < 4 and not q.compiled: self.add(f"{name} as float32", tokens * q.dim * 4)
 
+# %% ../../nbs/planning/01_training_memory.ipynb #49229d04
 @patch
 def attention(self:BlockActivations, tokens):
     q, each = self.q, tokens // self.q.batch

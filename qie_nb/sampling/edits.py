@@ -55,6 +55,7 @@ class Edit:
 _TYPES = dict(prompt="a string, or a list of strings for several edits", negative_prompt="a string",
               seed="a whole number, 0 or more", generator="a torch.Generator")
 
+# %% ../../nbs/sampling/01_edits.ipynb #38afc501
 def _each(name, value, n, types) -> list: # a value for each of `n` edits, from one or a list
     if not isinstance(value, (list, tuple)): value = [value] * n
     if len(value) != n:
@@ -64,6 +65,7 @@ def _each(name, value, n, types) -> list: # a value for each of `n` edits, from 
             raise ValueError(f"`{name}` must be {_TYPES[name]}, got {v!r}")
     return list(value)
 
+# %% ../../nbs/sampling/01_edits.ipynb #38afc502
 def seeds_of(seed, n:int) -> list: # an int for each of `n` edits
     "Seeds from one or a list; torch's generators take 63 bits. Raises ValueError."
     seeds = [int(s) for s in _each("seed", seed, n, (int, np.integer))]
@@ -71,6 +73,7 @@ def seeds_of(seed, n:int) -> list: # an int for each of `n` edits
         if not 0 <= s < 2**63: raise ValueError(f"`seed` must be {_TYPES['seed']} and below 2**63, got {s}")
     return seeds
 
+# %% ../../nbs/sampling/01_edits.ipynb #38afc503
 def _image_sets(prompt_image, n, several) -> list: # n lists of images
     if not several: return [images_of(prompt_image)]
     if not isinstance(prompt_image, (list, tuple)): return [images_of(prompt_image)] * n

@@ -148,6 +148,7 @@ def images_figure(rows, title:str, first:str="photograph", size=2.2): # matplotl
     fig.suptitle(title, fontsize=10)
     return fig
 
+# %% ../../nbs/tiny/03_demo.ipynb #7b1e0004
 def _figures(out, held, before, after, true, metrics, rows:int=4):
     "crops.png and loss.png."
     from qie_nb.data.images import open_image

@@ -27,6 +27,7 @@ def photo_folder() -> Path:
     if spec is None: raise ImportError("the photographs need `scikit-image`; pip install scikit-image")
     return Path(spec.origin).parent/"data"
 
+# %% ../../nbs/tiny/01_photos.ipynb #9836db01
 @lru_cache
 def photos(split:str="train") -> tuple: # PIL images, RGB
     "The photographs of a split, a key of `PHOTOS`."
@@ -45,6 +46,7 @@ def crop(
     x, y = rng.uniform(0, W - w * z), rng.uniform(0, H - h * z)
     return im.resize(size, Image.Resampling.LANCZOS, box=(x, y, x + w * z, y + h * z))
 
+# %% ../../nbs/tiny/01_photos.ipynb #a8ebd301
 def crops(
     n:int,
     size:tuple=(96, 96), # width and height in pixels
@@ -82,6 +84,7 @@ def duotone(dark, light) -> Callable:
     dark, light = np.float32(dark), np.float32(light)
     return lambda a: dark + luma(a) * (light - dark)
 
+# %% ../../nbs/tiny/01_photos.ipynb #26cb3f01
 EDITS = dict(
     keep=Edit("keep it as it is", lambda a: a),
     grayscale=Edit("make it grayscale", lambda a: np.repeat(luma(a), 3, -1)),

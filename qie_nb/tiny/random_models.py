@@ -59,6 +59,7 @@ def _text_encoder(tok):
                   window_size=112, fullatt_block_indexes=[1])
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
 
+# %% ../../nbs/tiny/00_random_models.ipynb #1e53eb01
 def _processor(tok):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
     images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2,
@@ -74,6 +75,7 @@ def _vae(stages):
                                   temperal_downsample=[False] + [True] * (stages - 1),
                                   latents_mean=mean.tolist(), latents_std=std.tolist())
 
+# %% ../../nbs/tiny/00_random_models.ipynb #a42a5801
 def _transformer(zero_cond_t):
     from diffusers import QwenImageTransformer2DModel
     tr = QwenImageTransformer2DModel(
@@ -84,6 +86,7 @@ def _transformer(zero_cond_t):
             if p.ndim == 2: p.mul_(2.)
     return tr
 
+# %% ../../nbs/tiny/00_random_models.ipynb #a42a5802
 def _scheduler():
     from diffusers import FlowMatchEulerDiscreteScheduler
     return FlowMatchEulerDiscreteScheduler(

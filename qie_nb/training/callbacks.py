@@ -117,6 +117,7 @@ class Callback:
 class UnloadEncodersCallback(Callback):
     def on_epoch_end(self, trainer): trainer.data.unload_encoders()
 
+# %% ../../nbs/training/00_callbacks.ipynb #ff442f01
 def call(callbacks, event:str, trainer):
     "Call every callback; an error in `on_train_end` is raised after all of them ran."
     failed = None

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
+# %% ../../nbs/training/05_resume.ipynb #bd1de001
 from ..config import make_config
 from ..core.environment import detect_environment
 from ..data.dataset import ImageDataset
@@ -202,6 +203,7 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
     s.save_seconds = max(s.save_seconds or 0., time.time() - began)
     return folder
 
+# %% ../../nbs/training/05_resume.ipynb #55e92c01
 @patch
 def prune(self:RunResume):
     c = self.config.train
@@ -231,11 +233,13 @@ def find(self:RunResume,
     if fingerprint: check_same_run(saved.folder.name, was, fingerprint, force)
     return saved
 
+# %% ../../nbs/training/05_resume.ipynb #de719101
 @patch
 def last(self:RunResume): # name or folder, or None
     "This run's newest checkpoint, else the one it continues."
     return "latest" if ckpt.complete_checkpoints(self.root()) else self.resumed_from
 
+# %% ../../nbs/training/05_resume.ipynb #de719102
 @patch
 def restore(self:RunResume, saved:SavedRun):
     "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
@@ -266,6 +270,7 @@ def check_new_run(self:RunResume):
                          f"earlier run ({found[-1].name}). To continue it, set `train.resume_checkpoint` "
                          "to latest; to start a new run, choose another `train.output_dir`")
 
+# %% ../../nbs/training/05_resume.ipynb #5bd9d201
 @patch
 def check_output(self:RunResume):
     "Check that what a run writes can be written and fits on the disk."

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
+# %% ../../nbs/training/07_run_adapters.ipynb #de820901
 from ..config import make_config
 from ..core.cache_report import size_text
 from ..core.progress import kernel
@@ -30,6 +31,7 @@ class LoadedLora(NamedTuple):
     file:object = "" # "" for a new adapter
     info:dict = {}   # metadata of its file
 
+# %% ../../nbs/training/07_run_adapters.ipynb #51fdaa01
 class RunAdapters:
     "The adapters of a run; `default` is trained and saved."
     def __init__(self, components, config=None, state=None, modulation=None):
@@ -60,12 +62,14 @@ def origin(self:RunAdapters) -> dict:
     infos = [a.info for a in self.in_use or self.loaded.values()]
     return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
 
+# %% ../../nbs/training/07_run_adapters.ipynb #336fce01
 @patch
 def geometry(self:RunAdapters, data=None) -> Geometry:
     "Image sizes: from `data` or the configuration, else the adapter's, else the model's."
     own = {k: v for k, v in self.origin.items() if k in _SIZES}
     return geometry_of(data or self.config.data, self.components.areas | own)
 
+# %% ../../nbs/training/07_run_adapters.ipynb #336fce02
 @patch
 def warn_differences(self:RunAdapters):
     "Print if adapters in use were trained at different sizes or on another variant."
@@ -90,6 +94,7 @@ def start(self:RunAdapters):
     try: self._set_origin(lora.start_lora(tr, c, self.config.train.seed) or self.origin)
     except KeyboardInterrupt: self.components.drop("transformer"); raise # some layers may lack it
 
+# %% ../../nbs/training/07_run_adapters.ipynb #26ce6d01
 @patch
 def load_trained(self:RunAdapters, file):
     "Load a checkpoint's adapter to train it further."
@@ -129,6 +134,7 @@ def load(self:RunAdapters,
     self._load([w._replace(path=file) for w, (file, _) in zip(wanted, files)])
     self.warn_differences()
 
+# %% ../../nbs/training/07_run_adapters.ipynb #65098b01
 @patch
 def load_one(self:RunAdapters,
     path, # file, folder or hub id, in diffusers' or ComfyUI's format
@@ -138,6 +144,7 @@ def load_one(self:RunAdapters,
     "Load an adapter for prediction and use it alone, at its image sizes."
     self.load([dict(path=path, weight=weight, name=adapter_name)])
 
+# %% ../../nbs/training/07_run_adapters.ipynb #65098b02
 @patch
 def _load(self:RunAdapters, wanted):
     tr = self.modulation.gathered()
@@ -156,6 +163,7 @@ def _load(self:RunAdapters, wanted):
     if trained: self.ema = None
     self.loaded |= {w.name: LoadedLora(w.name, r.file, r.info) for w, r in zip(wanted, read)}
 
+# %% ../../nbs/training/07_run_adapters.ipynb #65098b03
 @patch
 def load_configured(self:RunAdapters):
     "Load `predict.loras` if no adapter is in memory."
@@ -181,6 +189,7 @@ def use(self:RunAdapters,
     if tr is not None: lora.use_loras(tr, dict(zip(names, weights)))
     self.warn_differences()
 
+# %% ../../nbs/training/07_run_adapters.ipynb #4fb7cd01
 @patch
 def delete(self:RunAdapters,
     names, # one or a list
@@ -234,6 +243,7 @@ def ema_weights(self:RunAdapters):
     "Context in which the adapter holds its running mean."
     return nullcontext() if self.ema is None else self.ema.apply()
 
+# %% ../../nbs/training/07_run_adapters.ipynb #a5a71102
 @patch
 def metadata(self:RunAdapters) -> dict:
     g, v, name = self.geometry(), self.components.variant, self.components.name
@@ -241,6 +251,7 @@ def metadata(self:RunAdapters) -> dict:
                 vl_area=g.vl_area, image_size=list(g.image_size), steps=self.state.global_step,
                 weights=self.weights_name)
 
+# %% ../../nbs/training/07_run_adapters.ipynb #a5a71103
 @patch
 def card_facts(self:RunAdapters) -> dict: # as for `model_card`
     samples, held = (self.data.samples or (), self.data.validation) if self.data is not None else ((), None)
@@ -251,6 +262,7 @@ def card_facts(self:RunAdapters) -> dict: # as for `model_card`
         controls=max((len(s.controls) for s in samples), default=None), settings=card_settings(self.config),
         held_out_loss=self.state.metrics.get("held_out_loss") or best)
 
+# %% ../../nbs/training/07_run_adapters.ipynb #a5a71104
 class SavedLora(type(Path())):
     "A path that shows itself as text."
     def __repr__(self): return str(self)
@@ -259,6 +271,7 @@ NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md b
                       "trainer.save_lora('comfyui', format='comfyui') writes it for ComfyUI",
             comfyui="next: copy the file into ComfyUI's folder models/loras")
 
+# %% ../../nbs/training/07_run_adapters.ipynb #a5a71105
 @patch
 def save(self:RunAdapters,
     path, # folder, or .safetensors file
@@ -297,6 +310,7 @@ def publish(self:RunAdapters,
     write_model_card(folder, self.card_facts(), images, *([repo_id] if repo_id else []))
     return push_to_hub(folder, repo_id, private) if repo_id else str(folder)
 
+# %% ../../nbs/training/07_run_adapters.ipynb #d1fb7b01
 @patch
 def push_to_hub(self:RunAdapters, repo_id:str, private:bool=True) -> str: # the address
     "`publish` the folder `lora` of the output folder."

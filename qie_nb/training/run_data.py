@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
+# %% ../../nbs/training/06_run_data.ipynb #4bd5c901
 from ..cache import CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import make_config
 from ..core.progress import kernel
@@ -34,6 +35,7 @@ def geometry_of(data, areas:dict) -> Geometry:
     return Geometry(tuple(data.image_size), data.crop, data.control_area or areas["control_area"],
                     data.vl_area or areas["vl_area"])
 
+# %% ../../nbs/training/06_run_data.ipynb #7b8a6f01
 def samples_of(config) -> list: # of `Sample`
     "`train.samples`, checked. Raises FileNotFoundError or ValueError."
     out = []
@@ -47,6 +49,7 @@ def samples_of(config) -> list: # of `Sample`
         out.append(Sample(f"sample {n} {images[0].stem}", images[0], images, s.prompt))
     return out
 
+# %% ../../nbs/training/06_run_data.ipynb #7b8a6f02
 class RunData:
     "Data set, cache and encoders of a run."
     def __init__(self,
@@ -98,6 +101,7 @@ def make_loader(self:RunData,
     if isinstance(sampler, BucketBatchSampler): order = {k: getattr(sampler, k) for k in order}
     return loader(dataset, num_workers=getattr(given, "num_workers", c.data.num_workers), **order)
 
+# %% ../../nbs/training/06_run_data.ipynb #bd000301
 @patch
 def _fraction(self:RunData): # auto never holds out a pair that the checkpoint was trained on
     c = self.config.train
@@ -109,6 +113,7 @@ def _fraction(self:RunData): # auto never holds out a pair that the checkpoint w
         return "auto" if was["val_fraction"] == "auto" else 0
     return "auto"
 
+# %% ../../nbs/training/06_run_data.ipynb #bd000302
 @patch
 def _val_samples(self:RunData):
     try: return config_samples(self.config.data, path) if (path := self.config.train.val_path) else []
@@ -141,6 +146,7 @@ def drop_bad_prompts(variant, dataset):
 @patch
 def skip_bad_prompts(self:RunData, dataset): drop_bad_prompts(self.components.variant, dataset)
 
+# %% ../../nbs/training/06_run_data.ipynb #aa783b01
 @patch
 def skip_unreadable(self:RunData, dataset):
     "Skip samples that cannot be encoded. Raises CacheEntryError if entries are missing for good."
@@ -156,6 +162,7 @@ def skip_unreadable(self:RunData, dataset):
                               f"{name!r} has no encoders to fill it; precompute with the whole model first")
     if found := dataset.problems(reread=False): raise CacheEntryError(dataset.problems_text(found))
 
+# %% ../../nbs/training/06_run_data.ipynb #aa783b02
 @patch
 def eval_data(self:RunData) -> ImageDataset: # or None
     "The images and prompts of `train.samples`; the first image stands for the target."
@@ -168,6 +175,7 @@ def eval_data(self:RunData) -> ImageDataset: # or None
     self.skip_bad_prompts(out)
     return out
 
+# %% ../../nbs/training/06_run_data.ipynb #aa783b03
 @patch
 def subset(self:RunData, dataset, samples, **changes) -> ImageDataset:
     "Some samples of a data set, with the same cache entries."
@@ -188,6 +196,7 @@ def encoder(self:RunData,
                    checked(text_device, self.text_device), c.share_prompt_prefix and not exact,
                    c.vae_2d and not exact, c.batch_size)
 
+# %% ../../nbs/training/06_run_data.ipynb #f99d6e01
 @patch
 def unload_encoders(self:RunData):
     "Unload VAE and text encoder if the cache holds what they encode."
@@ -205,6 +214,7 @@ def encoding(self:RunData, enc):
 NEXT_SKIPPED = ("next: correct the skipped samples and run cache_embeddings() again, or train without them: "
                 "trainer.fit()")
 
+# %% ../../nbs/training/06_run_data.ipynb #43a21201
 @patch
 def cache_embeddings(self:RunData,
     train_dataloader=None, # over an `ImageDataset`; default the configuration's data
@@ -251,6 +261,7 @@ def cache_step(self:RunData,
     dataset = self._dataset_of(batch, enc)
     return [enc.encode_sample(dataset, i) for i in range(len(dataset))]
 
+# %% ../../nbs/training/06_run_data.ipynb #8f07ff01
 @patch
 def _dataset_of(self:RunData, batch, enc): # of just this batch's samples
     dataset = ImageDataset(getattr(batch, "config", None) or self.config, samples=batch["sample"])
@@ -258,6 +269,7 @@ def _dataset_of(self:RunData, batch, enc): # of just this batch's samples
     dataset.refresh(enc.identity)
     return dataset
 
+# %% ../../nbs/training/06_run_data.ipynb #8f07ff02
 @patch
 @torch.no_grad()
 def encode_batch(self:RunData,
@@ -289,6 +301,7 @@ def encode_image_embedding(self:RunData, image, device=None) -> torch.Tensor: # 
     im = crop_to(open_image(image), g.aspect)
     return self.encoder(None, device).image(im, g.control(im.size))[None]
 
+# %% ../../nbs/training/06_run_data.ipynb #697d5b01
 @patch
 def encode_prompt_image_embedding(self:RunData,
     prompt, image, # one control image, or a list
@@ -300,6 +313,7 @@ def encode_prompt_image_embedding(self:RunData,
     embed, mask = self.encoder(None, None, device).prompt(prompt, controls, g)
     return embed[None], mask[None]
 
+# %% ../../nbs/training/06_run_data.ipynb #697d5b02
 @patch
 def _encode_empty_prompt(self:RunData, image, device=None) -> tuple:
     return self.encode_prompt_image_embedding("", image, device)

@@ -11,6 +11,7 @@ import json, logging
 import torch
 from fastcore.basics import patch
 
+# %% ../../nbs/training/08_run_modulation.ipynb #4ba7a001
 from ..cache import EmbeddingCacheManager
 from ..config import make_config
 from ..data.dataset import ImageDataset
@@ -63,6 +64,7 @@ def transformer(self:RunModulation,
     tr = self.components.get("transformer")
     return enable_fp16(tr) if self.fp16 else tr
 
+# %% ../../nbs/training/08_run_modulation.ipynb #31b32301
 @patch
 def load_model(self:RunModulation,
     *names, # components; default all
@@ -76,6 +78,7 @@ def gathered(self:RunModulation): # QwenImageTransformer2DModel
     self.components.set_offload("transformer", False)
     return self.transformer()
 
+# %% ../../nbs/training/08_run_modulation.ipynb #31b32302
 @patch
 def transformer_config(self:RunModulation) -> dict: # config.json
     folder = self.components.folder
@@ -89,6 +92,7 @@ def _layers(self:RunModulation) -> list: # names of the linear layers
     empty = empty_model(QwenImageTransformer2DModel, self.components.folder/"transformer")
     return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
+# %% ../../nbs/training/08_run_modulation.ipynb #2670ab01
 @patch
 def why_layers(self:RunModulation,
     training:bool=True, adapters=(), # layers of adapters to load
@@ -168,12 +172,14 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
     return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"],
                            None if origin else folder, cache)
 
+# %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf01
 @patch
 def _training_sets(self:RunModulation, dtype) -> dict:
     label = "preparing the timestep table"
     if not self.transformer_config().get("zero_cond_t"): return {training_times(dtype): label}
     return {(0.,): f"{label} (1 of 2)", training_times(dtype): f"{label} (2 of 2)"}
 
+# %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf02
 @patch
 def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}, beyond training's
     out = {}
@@ -186,6 +192,7 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}
                 out.setdefault(times, f"preparing the timestep table for {steps} sampling steps, {tokens} tokens")
     return out
 
+# %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf03
 @patch
 def _target_tokens(self:RunModulation, dataset=None) -> set: # packed; of `data.image_size` without data
     d, side = self.config.data, 2 * factor_of(self.components)
@@ -195,6 +202,7 @@ def _target_tokens(self:RunModulation, dataset=None) -> set: # packed; of `data.
     dataset.areas = self.components.areas
     return {(w // side) * (h // side) for w, h in {dataset.geometry.target(s[0]) for s in dataset.sizes}}
 
+# %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf04
 @patch
 def table_sets(self:RunModulation,
     dtype=None, # default the transformer's
@@ -218,10 +226,12 @@ def save_prequantized(self:RunModulation,
     return prequantize.save_prequantized(self.components, folder, None if why else self.table_sets, encoders,
                                          table_dtype, part_bytes)
 
+# %% ../../nbs/training/08_run_modulation.ipynb #e44fd701
 @patch
 def _hub_sets(self:RunModulation) -> dict: # {times: label}, {} without a table
     return self.table_sets() if self.config.model.modulation_table and not self.why_layers() else {}
 
+# %% ../../nbs/training/08_run_modulation.ipynb #e44fd702
 @patch
 def make_table(self:RunModulation, cache=None) -> ModulationTable:
     "The table of all timesteps that training can draw."
@@ -244,6 +254,7 @@ def _table_is_needed(self:RunModulation, cache=None) -> bool:
     self.state.warn_once(why and f"no modulation table: {why}")
     return not why
 
+# %% ../../nbs/training/08_run_modulation.ipynb #441e9401
 @patch
 def cache_table(self:RunModulation,
     cache=None, dataset=None, # default the configuration's
@@ -256,6 +267,7 @@ def cache_table(self:RunModulation,
         else: table.make(times, name)
     return table
 
+# %% ../../nbs/training/08_run_modulation.ipynb #441e9402
 @patch
 def table_bytes(self:RunModulation, cache=None, dataset=None) -> list: # bytes of each entry
     "What `cache_table` will write."

@@ -23,6 +23,7 @@ def to_device(t:torch.Tensor, dtype=None, device="cpu") -> torch.Tensor:
     if torch.device(device).type == "cuda" and t.device.type == "cpu": t = t.pin_memory()
     return t.to(device, non_blocking=True).to(dtype or t.dtype)
 
+# %% ../../nbs/training/01_step.ipynb #e0d53101
 def flow_matching_loss(
     transformer, # with its adapter
     batch, # mapping with the tensors of `CACHED`; prompts padded or of equal length

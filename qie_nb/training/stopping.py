@@ -73,6 +73,7 @@ def logged(t) -> bool:
     "Are the last step's numbers read?"
     return t.global_step % t.config.logging.log_every == 0 or bool(t.state.metrics) or t.state.stop == "done"
 
+# %% ../../nbs/training/03_stopping.ipynb #76ba9a01
 def read_nonfinite(t):
     "Read the counters with the step's loss and gradient norm."
     s, stats = t.state, getattr(getattr(t, "transformer", None), "fp16_stats", None)
@@ -86,6 +87,7 @@ def read_nonfinite(t):
     s.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where}); none of them "
               "changed anything: lower `optimizer.lr`, or look at the last batch's images")
 
+# %% ../../nbs/training/03_stopping.ipynb #76ba9a02
 class NonFiniteStop(Callback):
     "Ends a run after `max_nonfinite_steps` steps without a finite loss, when a row is logged."
     def on_step_end(self, t):

@@ -71,6 +71,7 @@ def build(self:BeforeAfter):
                     f"style='float:right'>{escape(self.titles[1])}</span></div>")
     return w.VBox([image, slider, titles, w.HTML(escape(self.note()))])
 
+# %% ../../nbs/widgets/03_before_after.ipynb #5a1d0012
 @patch
 def bytes(self:BeforeAfter, at=None) -> bytes: # a JPEG
     return image_bytes(composite(self.before, self.after, (self.at if at is None else at) / 100),

@@ -56,6 +56,7 @@ def verify(self:CacheStatus, tell=lambda text: None):
     self.verified = dict(entries=n, bad=bad, seconds=round(time.monotonic() - began, 2))
     self.verdict = self._verdict(n, bad)
 
+# %% ../../nbs/widgets/02_cache_status.ipynb #56f03501
 @patch
 def _verdict(self:CacheStatus, n, bad, most=20) -> str:
     if not n: return note("there is nothing to verify")
@@ -81,6 +82,7 @@ def build(self:CacheStatus):
 @patch
 def _tell(self:CacheStatus, text): self.controls.message.value = text
 
+# %% ../../nbs/widgets/02_cache_status.ipynb #56f03502
 @patch
 def _do(self:CacheStatus, work):
     c = self.controls

@@ -143,6 +143,7 @@ def _db(a, b) -> float: # of two uint8 images
     error = max(np.mean((a.astype(float) - b) ** 2), 1e-9)
     return round(float(10 * np.log10(255 ** 2 / error)), 1)
 
+# %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0014
 def check_vae(dataset:ImageDataset, components:Components):
     "Raises ValueError if this VAE did not fill the cache."
     if components is None:
@@ -153,6 +154,7 @@ def check_vae(dataset:ImageDataset, components:Components):
         raise ValueError(f"the cache was filled by another VAE than that of {components.name} "
                          f"({dataset.identity.get('model')}); use a new `cache.cache_dir`")
 
+# %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0018
 def decoded(
     dataset:ImageDataset, i:int,
     model, # as for `components_of`; its VAE is loaded

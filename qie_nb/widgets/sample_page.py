@@ -47,6 +47,7 @@ def _stretched(size, bucket) -> str: # from 5 % on
     share = max(ratio, 1 / ratio) - 1
     return f", stretched by {share:.0%}".replace("%", " %") if share >= 0.05 else ""
 
+# %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0001
 def _figures(dataset, i, f, tensors, height) -> str:
     s, aspect, out = dataset.samples[i], dataset.geometry.aspect, []
     sizes = zip((*f["control_sizes"], f["target_size"]), (*f["control_bucket"], f["bucket"]))
@@ -64,6 +65,7 @@ def _figures(dataset, i, f, tensors, height) -> str:
     if s.mask is not None: out.append(_mask_figure(dataset, i, im, height))
     return f"<div>{''.join(out)}</div>"
 
+# %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0002
 def _mask_figure(dataset, i, target, height) -> str:
     try: mask = dataset.mask(i)
     except (ValueError, OSError) as e: return note(f"mask: {e}")

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 from fastcore.basics import patch
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0005
 from ..core.display import Display, StatusText, note, report_errors
 from ..core.files import write_atomic
 from ..data.images import source_digest
@@ -30,6 +31,7 @@ SIZES = "of unusual size or shape"
 _FILTERS = dict(all="all", missing="not encoded yet", bad="bad images or entries", near="near duplicates",
                 swapped=SWAPPED, unchanged=UNCHANGED, sizes=SIZES)
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0006
 class SampleViewer(Display):
     "Browse samples: `select` a filter, `step`, `find` an id; `data()` describes the displayed sample."
     def __init__(self,
@@ -109,6 +111,7 @@ def select(self:SampleViewer,
     if name == "bad": self.sets["bad"] = self._bad(status)
     self.filter, self.place = name, 0
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0007
 @patch
 def _bad(self:SampleViewer, status) -> list:
     bad = []
@@ -142,6 +145,7 @@ def caption_file(sample) -> tuple: # (path or None, why it cannot be edited)
     if isinstance(where, Path): return where, ""
     return None, f"this caption is in {where}; edit it there" if where else "this caption has no file of its own"
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #7a74d201
 @patch
 def save_caption(self:SampleViewer, text:str):
     "Write the displayed sample's caption. Raises ValueError if it cannot be edited here."
@@ -156,6 +160,7 @@ def save_caption(self:SampleViewer, text:str):
     self._set_prompt(s.id, add_trigger(text, self.dataset.config.trigger_word))
     self.message = f"saved in {path.name}; this pair is encoded again in the next run"
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #7a74d202
 @patch
 def undo_caption(self:SampleViewer):
     "Take back the last saved caption."
@@ -165,6 +170,7 @@ def undo_caption(self:SampleViewer):
     self._set_prompt(name, prompt)
     self.message = f"{path.name} is as before"
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #7a74d203
 @patch
 def _set_prompt(self:SampleViewer, name, prompt):
     ds = self.dataset
@@ -173,6 +179,7 @@ def _set_prompt(self:SampleViewer, name, prompt):
     ds.samples[i] = replace(ds.samples[i], prompt=prompt)
     ds._keys.pop(i, None), ds._whole.discard(i)
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #7a74d204
 @patch
 def _draw_caption(self:SampleViewer, c):
     hidden = self.index is None or self.shown_pairs
@@ -193,6 +200,7 @@ def partners(self:SampleViewer) -> list: # (sample, what) of near duplicates of 
     i, near = self.index, self.near or ()
     return [(self.dataset.samples[n["a"] + n["b"] - i], n["what"]) for n in near if i in (n["a"], n["b"])]
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0008
 @patch
 def data(self:SampleViewer) -> dict:
     "`sample_info` of the displayed sample, and the viewer's state."
@@ -201,6 +209,7 @@ def data(self:SampleViewer) -> dict:
     if self.index is None: return state | dict(id=None, near=[])
     return self.facts() | state | dict(near=[dict(id=s.id, what=what) for s, what in self.partners()])
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0009
 @patch
 def page(self:SampleViewer) -> str:
     if self.shown_pairs: return pairs_html(self.dataset)
@@ -217,6 +226,7 @@ def page(self:SampleViewer) -> str:
     shown = caption_file(self.dataset.samples[i])[0] is None # else it is in the text area
     return why + sample_html(self.dataset, i, None, self.facts(), tensors, 220, shown) + also
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0023
 @patch
 def html(self:SampleViewer) -> str:
     n, more = min(self.first, len(self.dataset)), len(self.dataset) - self.first
@@ -246,6 +256,7 @@ def build(self:SampleViewer):
     rows = w.HBox([c.back, c.slider, c.on, c.goto]), w.HBox([c.filter, c.scan, c.whole, c.decode])
     return w.VBox([*rows, c.message, c.page, c.caption, w.HBox([c.save, c.undo, c.where])])
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0027
 @patch
 def _options(self:SampleViewer) -> list:
     label = lambda k, n: f"{_FILTERS.get(k, k)} ({'scan' if n is None else n})"
@@ -266,6 +277,7 @@ def _wire(self:SampleViewer, c):
     on(c.whole, lambda value: setattr(self, "whole", value))
     on(c.decode, lambda value: setattr(self, "decode", value))
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0028
 @patch
 def _tell(self:SampleViewer, text): self.controls.message.value = text
 
@@ -274,6 +286,7 @@ def _go(self:SampleViewer, text):
     self.controls.goto.value = "" # so that it can be entered again
     if text.strip(): self.find(text.strip())
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0029
 @patch
 def _scan_again(self:SampleViewer):
     self.scan(self._tell)
@@ -294,6 +307,7 @@ def _do(self:SampleViewer, work):
         self._draw()
     finally: self.busy = self.controls.scan.disabled = False
 
+# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0030
 @patch
 def _draw(self:SampleViewer):
     c, n, options = self.controls, len(self.chosen), tuple(self._options())

@@ -154,6 +154,7 @@ def plot_events(
     if len(folders) > SHOWN: fig.suptitle(f"the {SHOWN} newest of {len(folders)} runs", fontsize=10)
     return fig
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0009
 def _folders(logdir) -> dict:
     where, remedy = f"`logdir` {str(logdir)!r}", "; give the folder of `logging.log_dir`"
     if not Path(logdir).exists(): raise FileNotFoundError(f"{where} does not exist{remedy}")

@@ -133,6 +133,7 @@ def rate(self:TrainingPanel) -> float: # steps per second, or None
     (t0, n0), (t1, n1) = self.times[0], self.times[-1]
     return (n1 - n0) / (t1 - t0) if n1 > n0 and t1 > t0 else None
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0011
 @patch
 def data(self:TrainingPanel) -> dict:
     s, rate, curve, held = self.state or RunState(), self.rate(), self.loss.all(), self.held_out.all()
@@ -145,6 +146,7 @@ def data(self:TrainingPanel) -> dict:
                 memory=memory_text(self.device) if self.device else "", images=[c for c, _ in self.images],
                 doing=s.work.what if s.work else "", seconds=seconds)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0012
 @patch
 def evaluating_left(self:TrainingPanel) -> float: # seconds in this evaluation and in later ones
     s, now = self.state, (self.state.work and self.state.work.seconds_left()) or 0.
@@ -162,6 +164,7 @@ NEXT = ("next: trainer.save_lora('lora') writes the LoRA file, compare_validatio
 def _rate_text(rate):
     return "" if rate is None else f"{rate:.2f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s per step"
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0014
 @patch
 def headline(self:TrainingPanel, d) -> str:
     done = 100 * d["step"] / max(d["max_steps"], 1)
@@ -178,6 +181,7 @@ def headline(self:TrainingPanel, d) -> str:
             f'<div style="width:640px;max-width:100%;height:6px;margin:6px 0;background-color:#80808040">'
             f'<div style="width:{done:.1f}%;height:6px;background-color:{_BLUE}"></div></div>')
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0015
 @patch
 def numbers(self:TrainingPanel, d) -> str:
     held, four = d["held_out"], lambda v: "" if v is None else f"{v:.4f}"
@@ -190,6 +194,7 @@ def numbers(self:TrainingPanel, d) -> str:
             ("memory", d["memory"]), ("skipped steps", skipped))
     return table_html([r for r in rows if r[1]])
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0030
 @patch
 def body(self:TrainingPanel, still:bool=False) -> str: # headline, curve and numbers
     d, side = self.data(), '<div style="display:inline-block;vertical-align:top;margin-right:16px">{}</div>'
@@ -199,6 +204,7 @@ def body(self:TrainingPanel, still:bool=False) -> str: # headline, curve and num
 @patch
 def html(self:TrainingPanel) -> str: return f"<div>{self.body(still=True)}<div>{self.gallery()}</div></div>"
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0031
 @patch
 def gallery(self:TrainingPanel) -> str: # each caption above its row, or once if all are equal
     same, out = len({c for c, _ in self.images}) == 1, ""
@@ -218,6 +224,7 @@ def build(self:TrainingPanel):
     self.poller = ButtonPoller(self.button)
     return w.VBox([self.top, self.button, self.bottom])
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0032
 @patch
 def stop(self:TrainingPanel):
     "Stop the run after its step; it saves a checkpoint."
@@ -235,6 +242,7 @@ def draw(self:TrainingPanel):
     if self.ended or began - self.still_drawn > self.still_every: self.refresh(); self.still_drawn = began
     self.drawn, self.cost = time.time(), time.time() - began
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0033
 @patch
 def attempt(self:TrainingPanel, do):
     "The panel's failure does not end the run."
@@ -258,6 +266,7 @@ def begin(self:TrainingPanel, t):
     self.still_drawn = time.time()
     t.state.poll = self.evaluating
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0034
 @patch
 def training_time(self:TrainingPanel) -> float: # seconds, without those of evaluations
     now, s = time.time(), self.state
@@ -269,6 +278,7 @@ def add_losses(self:TrainingPanel, step, loss, held_out):
     if held_out is not None and [*self.held_out.points, (-1, 0)][-1][0] != step:
         self.held_out.add(step, float(held_out))
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0035
 @patch
 def show_eval_images(self:TrainingPanel, s):
     if s.eval_images: self.images = [(p.caption, _row(p, s.global_step)) for p in s.eval_images[:4]]
@@ -280,6 +290,7 @@ def _row(p, step) -> str: # control, edit, target of an `EvalImage`
     shown += [(edit, np.asarray(Image.open(p.file))), *(("target", a) for a in p.shown[1:])]
     return "".join(image_html(image_copy(a, 256), title, 150) for title, a in shown)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0036
 def image_copy(image, most:int): # PIL image, its longer side at most so many pixels
     from PIL import Image
     out = Image.fromarray(image)
@@ -294,6 +305,7 @@ def note(self:TrainingPanel, t): # the values of the last step
         self.add_losses(s.global_step, s.loss, s.metrics.get("held_out_loss"))
     self.show_eval_images(s)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0037
 @patch
 def on_train_begin(self:TrainingPanel, t): # may be called twice, before and after a first evaluation
     if Progress.hush is self: return self.attempt(lambda: self.after_evaluation(t.state))
@@ -306,12 +318,14 @@ def after_evaluation(self:TrainingPanel, s):
     self.add_losses(s.global_step, None, s.metrics.get("held_out_loss"))
     self.show_eval_images(s)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0038
 @patch
 def on_step_end(self:TrainingPanel, t):
     if self.text is not None: return self.text.update()
     self.attempt(lambda: self.note(t))
     self.evaluating()
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0039
 @patch
 def evaluating(self:TrainingPanel):
     "Handle clicks, draw if due; called after steps and often during an evaluation."
@@ -320,6 +334,7 @@ def evaluating(self:TrainingPanel):
     if not self.state.work: self.times.append((self.training_time(), self.state.global_step))
     self.attempt(self.draw)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0040
 @patch
 def on_train_end(self:TrainingPanel, t):
     t.state.poll, self.ended, Progress.hush = None, time.time(), None
