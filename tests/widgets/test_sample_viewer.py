@@ -29,6 +29,7 @@ from test_masks import halves, paint
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 VIEWER = "qie_nb.widgets.sample_viewer"
+PAGE = "qie_nb.widgets.sample_page"
 
 
 def dataset(root, cache=None, **kw):
@@ -428,7 +429,7 @@ def test_browsing_releases_memory(many):
         alive.append(weakref.ref(im := open_image(source, *a)))
         return im
     (view, c), n = opened(sample_viewer(many)), registry()
-    with patch(f"{VIEWER}.open_image", counted):
+    with patch(f"{PAGE}.open_image", counted):
         for i in range(1, 300, 3):
             c.slider.value = i
             sizes.append(sum(len(w.value) for w in widgets_in(view.box) if isinstance(getattr(w, "value", None), str)))
