@@ -311,6 +311,7 @@ def image_parts(
     return dict(image=image, size=list(size), crop=list(crop) if crop else None, resize="lanczos-1",
                 vae=identity["vae"], dtype=identity["dtype"])
 
+# %% ../nbs/00_cache.ipynb #c8e18901
 def prompt_parts(
     prompt:str, # an empty one is encoded as " "
     controls, # digests of the control images, in order
@@ -323,6 +324,7 @@ def prompt_parts(
                 vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop else None, resize="lanczos-1",
                 template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
 
+# %% ../nbs/00_cache.ipynb #c8e18902
 def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict:
     "The key parts of `prompt_prefix`: those of a prompt without the prompt."
     parts = prompt_parts("", controls, vl_sizes, identity, crop)

@@ -54,6 +54,7 @@ class LoraSection(Section):
 # %% ../nbs/core/07_config.ipynb #04bb776e
 Quantized = bool | Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"]
 
+# %% ../nbs/core/07_config.ipynb #04bb7701
 class ModelSection(Section):
     "The base model and its quantization."
     pretrained_model_name_or_path: PathStr = setting("tiny",
@@ -153,6 +154,7 @@ class TrainSample(Section):
     image: PathStr | list[PathStr] = setting(..., "path, or a list: several control images", min_length=1)
     prompt: str = setting(..., "the instruction", pattern=r"\S")
 
+# %% ../nbs/core/07_config.ipynb #e56c1501
 class TrainSection(StepSection):
     "The run: its length, precision, checkpoints and evaluation."
     output_dir: PathStr = setting(".", "folder for `checkpoints/`")
@@ -215,9 +217,11 @@ class PredictLora(Section):
     weight: float = setting(1.0, "factor on the adapter's own scale", allow_inf_nan=False)
     name: str | None = setting(None, "adapter name; default from the file")
 
+# %% ../nbs/core/07_config.ipynb #6b8c3101
 def _lora_paths(v):
     return [dict(path=x) if isinstance(x, (str, Path)) else x for x in v] if isinstance(v, list) else v
 
+# %% ../nbs/core/07_config.ipynb #6b8c3102
 class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = PredictDevices()
@@ -239,6 +243,7 @@ class OptimizerSection(Section):
     weight_decay: float = setting(0.01, "decoupled weight decay", ge=0)
     eps: float = setting(1e-8, "added to the denominator", gt=0)
 
+# %% ../nbs/core/07_config.ipynb #4de98401
 class SchedulerSection(Section):
     "The learning rate schedule, with diffusers' names."
     scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts",
@@ -248,6 +253,7 @@ class SchedulerSection(Section):
     num_cycles: float | None = setting(None, "cycles of the cosine schedules; default diffusers'", gt=0)
     power: float = setting(1.0, "exponent of `polynomial`", gt=0)
 
+# %% ../nbs/core/07_config.ipynb #4de98402
 class LoggingSection(Section):
     "Logs, images and the training panel."
     log_dir: PathStr = setting("runs", "TensorBoard event files; earlier runs move to a folder inside")
@@ -305,6 +311,7 @@ def nearest_key(key:str) -> str:
     longer = [k for k in known if set(ending(key).split("_")) <= set(ending(k).split("_"))]
     return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
+# %% ../nbs/core/07_config.ipynb #37d0d001
 _TAGS = {"str", "bool", "int", "float"} # pydantic appends the type of a union to the location
 def _error_text(error) -> str:
     place = lambda e: ".".join(str(p) for p in e["loc"] if p not in _TAGS and not set(str(p)) & set("[("))

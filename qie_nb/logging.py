@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+# %% ../nbs/03_logging.ipynb #5bc8a601
 import numpy as np
 import torch
 from fastcore.basics import patch
@@ -30,6 +31,7 @@ from qie_nb.training.stopping import logged
 from qie_nb.widgets.training_panel import NEXT, TrainingPanel, memory_gauges, rows_up_to
 from qie_nb.widgets.tensorboard import choose_view, plot_events, read_events, show_tensorboard
 
+# %% ../nbs/03_logging.ipynb #5bc8a603
 class ProgressCallback(Callback):
     "Rate, time left and the last logged loss; a summary at the end."
     bar = None
@@ -107,31 +109,35 @@ class CSVCallback(Callback):
         rows = rows_up_to(source[-1], t.global_step) if source else []
         self.path = here[-1] if here else folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
         metrics = {k: repr(float(v)) for k, v in t.state.metrics.items()} # of an evaluation before any step
-        if metrics and not rows: rows = [dict(time=round(time.time(), 3), step=t.global_step, epoch=t.state.epoch)]
+        if metrics and not rows:
+            rows = [dict(time=round(time.time(), 3), step=t.global_step, epoch=t.state.epoch)]
         if rows and int(rows[-1]["step"]) == t.global_step: rows[-1] |= metrics
         write_atomic(self.path, "".join(map(csv_line, [dict(zip(ROW, ROW)), *rows])).encode())
         write_atomic(self.path.with_suffix(".jsonl"), "".join(map(json_line, rows)).encode())
         self.at, self.waiting, self.printed = t.global_step, {".csv": "", ".jsonl": ""}, False
 
-    def on_train_end(self, t): # a callback before this one may have failed at the last step
-        if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step:
-            self.on_step_end(t)
+# %% ../nbs/03_logging.ipynb #5e549f67
+@patch
+def on_train_end(self:CSVCallback, t): # a callback before this one may have failed at the last step
+    if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step:
+        self.on_step_end(t)
 
-    def on_step_end(self, t):
-        if not logged(t): return
-        self.at = t.global_step
-        cells = dict(time=round(time.time(), 3), **row_of(t))
-        self.waiting[".csv"] += csv_line(cells)
-        self.waiting[".jsonl"] += json_line(cells)
-        try:
-            for suffix in self.waiting:
-                append(self.path.with_suffix(suffix), self.waiting[suffix])
-                self.waiting[suffix] = ""
-        except OSError as e:
-            if not self.printed:
-                print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and "
-                      "keeps the rows in memory")
-            self.printed = True
+@patch
+def on_step_end(self:CSVCallback, t):
+    if not logged(t): return
+    self.at = t.global_step
+    cells = dict(time=round(time.time(), 3), **row_of(t))
+    self.waiting[".csv"] += csv_line(cells)
+    self.waiting[".jsonl"] += json_line(cells)
+    try:
+        for suffix in self.waiting:
+            append(self.path.with_suffix(suffix), self.waiting[suffix])
+            self.waiting[suffix] = ""
+    except OSError as e:
+        if not self.printed:
+            print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and "
+                  "keeps the rows in memory")
+        self.printed = True
 
 # %% ../nbs/03_logging.ipynb #f0087150
 def module_gauges(t) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
@@ -146,6 +152,7 @@ def _device_name(d): return str(d).replace(":", "")
 
 _sizes = WeakKeyDictionary() # {component: (state, bytes per device)}; counting takes long
 
+# %% ../nbs/03_logging.ipynb #f0087101
 def _bytes_by_device(part) -> dict:
     state = (next((p.device for p in part.parameters()), None), len(getattr(part, "peft_config", ())))
     if part not in _sizes or _sizes[part][0] != state:
@@ -155,6 +162,7 @@ def _bytes_by_device(part) -> dict:
         _sizes[part] = state, {s: n * real for s, n in sizes.items()}
     return _sizes[part][1]
 
+# %% ../nbs/03_logging.ipynb #f0087102
 def image_grid(images, columns:int=4) -> np.ndarray: # uint8 [H, W, 3] of any sizes; at most so many columns
     "Images in rows, unscaled, white between: uint8 [rows * tallest, columns * widest, 3]."
     h, w = (max(im.shape[k] for im in images) for k in (0, 1))
@@ -165,6 +173,7 @@ def image_grid(images, columns:int=4) -> np.ndarray: # uint8 [H, W, 3] of any si
         out[y:y + im.shape[0], x:x + im.shape[1]] = im
     return out
 
+# %% ../nbs/03_logging.ipynb #f0087103
 def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint8 [H, W, 3])
     "Each target, a grid of targets and a grid of controls; generated one at a time."
     targets, controls = got["training_images"], got["control_images"]
@@ -173,10 +182,12 @@ def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint
     each = len(controls) // len(targets) if targets and len(controls) % len(targets) == 0 else 1
     if controls: yield "training/control_images", image_grid(controls, each if each > 1 else 4)
 
+# %% ../nbs/03_logging.ipynb #f0087104
 OWN = "use qie_nb.data.loader to see them"
 def images_of(batch, most:int) -> dict: # of any loader; samples; like `get_images_for_tensorboard`
     "A batch's images. Raises ValueError with the remedy if there are none."
-    fetch, no = getattr(batch, "get_images_for_tensorboard", None), "this loader's batches cannot fetch images"
+    fetch = getattr(batch, "get_images_for_tensorboard", None)
+    no = "this loader's batches cannot fetch images"
     if fetch is None and isinstance(batch, Mapping) and isinstance(batch.get("image"), (list, tuple)):
         fetch = Batch(batch).get_images_for_tensorboard
     if fetch is None: raise ValueError(f"{no}; {OWN}")
@@ -201,10 +212,12 @@ def move_old_events(logdir): # of an earlier run, into the sub-folder `earlier_<
     below.mkdir()
     for f in files: f.rename(below/f.name)
 
+# %% ../nbs/03_logging.ipynb #3d000004
 def next_second(logdir): # waits if an event file of the current second exists
     now = time.time()
     if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")): time.sleep(1.01 - now % 1)
 
+# %% ../nbs/03_logging.ipynb #3d000009
 class EventFiles:
     "Event files under `logging.log_dir`."
     name = "TensorBoard's event files"
@@ -225,6 +238,7 @@ class EventFiles:
     def text(self, tag, text, step): self.writer.add_text(tag, escape_markdown(text), step)
     def close(self): self.writer.close()
 
+# %% ../nbs/03_logging.ipynb #3d000011
 class Tracker:
     "One of accelerate's trackers."
     def __init__(self, tracker): # name, or a `GeneralTracker` object
@@ -269,11 +283,13 @@ class LogCallback(Callback):
         if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
         self.send("close")
 
+# %% ../nbs/03_logging.ipynb #3d000014
 @patch
 def say(self:LogCallback, text): # once
     if text not in self.printed:
         self.printed.add(text); print(text)
 
+# %% ../nbs/03_logging.ipynb #3d000015
 @patch
 def send(self:LogCallback, method, *a):
     for k, s in enumerate(self.sinks):
@@ -288,6 +304,7 @@ def send(self:LogCallback, method, *a):
             self.printed.add(k)
         else: self.failures[k] = 0
 
+# %% ../nbs/03_logging.ipynb #3d000016
 @patch
 def row(self:LogCallback, t):
     values, modules = row_of(t), module_gauges(t)
@@ -298,6 +315,7 @@ def row(self:LogCallback, t):
     self.modules = modules
     self.send("scalars", values, step)
 
+# %% ../nbs/03_logging.ipynb #3d000017
 @patch
 def images(self:LogCallback, t):
     try: got = images_of(t.batch, t.config.logging.log_images_count)
@@ -308,6 +326,7 @@ def images(self:LogCallback, t):
                  else "more images cannot be read; they are left out without a message")
     for tag, image in tagged(got): self.send("image", tag, image, t.global_step)
 
+# %% ../nbs/03_logging.ipynb #3d000018
 @patch
 def samples(self:LogCallback, t):
     "The edits of an evaluation, between control and target if known; each caption once."
@@ -341,6 +360,7 @@ def check_log(name:str, log_dir):
         raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install "
                          f"{name}, or use tensorboard or none")
 
+# %% ../nbs/03_logging.ipynb #228a2d01
 def progress_callback(config) -> Callback:
     panel = config.logging.panel
     if not panel or panel == "auto" and not (kernel() and is_interactive()): return ProgressCallback()
@@ -353,6 +373,7 @@ def logging_callbacks(config) -> list:
     sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
     return [CSVCallback(), *[LogCallback(sinks)] * bool(sinks), progress_callback(config)]
 
+# %% ../nbs/03_logging.ipynb #228a2d02
 class OpenPanel(Callback):
     "Shows the panel before an evaluation that comes before the first step."
     def __init__(self, logs): self.panels = [c for c in logs if isinstance(c, TrainingPanel)]

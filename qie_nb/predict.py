@@ -15,7 +15,6 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
-# %% ../nbs/02_predict.ipynb #e206d701
 from .config import PredictSection
 from .data.images import Geometry, figure
 from .devices.placement import (
@@ -91,18 +90,20 @@ class Predictor:
             if self.placement[name].how == "stay": self.at(name)
         for name in ("processor", "scheduler"): self.components.get(name)
 
-    def plan(self): # `Placement`
-        "Decide where each component computes."
-        parts, s = self.components, self.state
-        model = self.modulation.config.model if self.modulation is not None else None
-        table = "transformer" in parts.prepare or model is not None and model.modulation_table is True
-        self.placement = plan_components(
-            parts, self.config, self.device, self.devices, self.geometry().control_area,
-            table, model is not None and model.text_encoder_offload,
-            s.running, s.optimizer is not None, s.processes == 1)
-        self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
-        self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
-        return self.placement
+# %% ../nbs/02_predict.ipynb #6d1d18d3
+@patch
+def plan(self:Predictor): # `Placement`
+    "Decide where each component computes."
+    parts, s = self.components, self.state
+    model = self.modulation.config.model if self.modulation is not None else None
+    table = "transformer" in parts.prepare or model is not None and model.modulation_table is True
+    self.placement = plan_components(
+        parts, self.config, self.device, self.devices, self.geometry().control_area,
+        table, model is not None and model.text_encoder_offload,
+        s.running, s.optimizer is not None, s.processes == 1)
+    self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
+    self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
+    return self.placement
 
 # %% ../nbs/02_predict.ipynb #35be8a6a
 @patch

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-# %% ../nbs/01_trainer.ipynb #59b72801
 from .cache import stable_seed
 from .config import make_config
 from .data.batches import is_cached
@@ -79,10 +78,7 @@ class QwenImageEditTrainer:
             dict(transformer=self.device),
             dict(text_encoder=parse_quantization(c.model.text_encoder_quantize)), c.model.revision,
             ["text_encoder"] if c.model.text_encoder_offload else [], c.model.delete_downloaded_shards)
-        saved = lambda name: saved_quantization(parts.folder/name) # of a prequantized copy
-        self.quantize = c.model.quantize
-        if not parse_quantization(self.quantize): self.quantize = saved("transformer") or self.quantize
-        parts.quantize["text_encoder"] = parts.quantize["text_encoder"] or saved("text_encoder")
+        self._read_quantization()
         self.modulation = RunModulation(parts, c, self.state, self.device, fp16)
         self.adapters = RunAdapters(parts, c, self.state, self.modulation)
         self.data = RunData(parts, c, self.adapters.geometry, self.modulation, self.device)
@@ -94,11 +90,6 @@ class QwenImageEditTrainer:
         self.wrapped = self.finite = None # what the step calls with several processes; `NonFiniteCounter`
         self.started = False # or resumed?
 
-    def __repr__(self):
-        parts, dtype = self.components, str(self.weight_dtype).removeprefix("torch.")
-        return (f"trainer of {parts.name} ({parts.variant.name}) on {self.device} in {dtype} "
-                f"({self.dtype_reason}), step {self.global_step}")
-
     vae, qwen_vl, transformer, tokenizer, processor, scheduler = map(
         _component, ("vae", "text_encoder", "transformer", "tokenizer", "processor", "scheduler"))
 
@@ -108,10 +99,24 @@ class QwenImageEditTrainer:
     def quantize(self, value):
         self._quantize, self.components.quantize["transformer"] = value, parse_quantization(value)
 
-    @staticmethod
-    def _pack_latents(*args): return __import__("diffusers").QwenImageEditPipeline._pack_latents(*args)
-    @staticmethod
-    def _unpack_latents(*args): return __import__("diffusers").QwenImageEditPipeline._unpack_latents(*args)
+    _pack_latents = staticmethod(lambda *a: __import__("diffusers").QwenImageEditPipeline._pack_latents(*a))
+    _unpack_latents = staticmethod(lambda *a: __import__("diffusers").QwenImageEditPipeline._unpack_latents(*a))
+
+# %% ../nbs/01_trainer.ipynb #8568d821
+@patch
+def _read_quantization(self:QwenImageEditTrainer):
+    parts = self.components
+    saved = lambda name: saved_quantization(parts.folder/name) # of a prequantized copy
+    self.quantize = self.config.model.quantize
+    if not parse_quantization(self.quantize): self.quantize = saved("transformer") or self.quantize
+    parts.quantize["text_encoder"] = parts.quantize["text_encoder"] or saved("text_encoder")
+
+# %% ../nbs/01_trainer.ipynb #2fef2d6a
+@patch
+def __repr__(self:QwenImageEditTrainer):
+    parts, dtype = self.components, str(self.weight_dtype).removeprefix("torch.")
+    return (f"trainer of {parts.name} ({parts.variant.name}) on {self.device} in {dtype} "
+            f"({self.dtype_reason}), step {self.global_step}")
 
 # %% ../nbs/01_trainer.ipynb #0c1e9303
 for _n, _path in dict(
@@ -281,7 +286,8 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.evaluation.evaluate import EvaluationCallback
     from qie_nb.logging import OpenPanel, logging_callbacks
     logs = logging_callbacks(self.config) if self.is_main else []
-    return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(), *logs, CheckpointCallback(), TimeLimitCallback()]
+    return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(), *logs,
+            CheckpointCallback(), TimeLimitCallback()]
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
 @patch

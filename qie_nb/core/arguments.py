@@ -13,6 +13,7 @@ def hyphenate(text:str) -> str:
     name, equals, value = text.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else text
 
+# %% ../../nbs/core/12_arguments.ipynb #fcac0401
 class Parser(argparse.ArgumentParser):
     "An argument parser with short messages."
     def __init__(self, *args, **kw):

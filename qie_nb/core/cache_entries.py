@@ -42,6 +42,7 @@ def _meta(kind, key, parts, prefix):
     meta = dict(kind=kind, key=key, parts=parts, checksum="0" * 64, format=FORMAT)
     return meta | ({"prefix": prefix} if prefix else {})
 
+# %% ../../nbs/core/04_cache_entries.ipynb #e9f11701
 def pack_entry(
     kind:str, # one of `EVERY_KIND`
     key:str, # digest of `parts`
@@ -76,6 +77,7 @@ def entry_bytes(
     record = dict(dtype=name, shape=list(shape), data_offsets=[0, n])
     return len(_header(kind, _meta(kind, key, parts, prefix), record)) + n
 
+# %% ../../nbs/core/04_cache_entries.ipynb #77ef4a01
 def read_header(data:bytes) -> dict: # our metadata is under `__metadata__`
     "The header of a safetensors file, or of its beginning."
     n = int.from_bytes(data[:8], "little")

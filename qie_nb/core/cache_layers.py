@@ -21,6 +21,7 @@ def check_kind(kind:str, key:str="00"):
         raise ValueError(f"`kind` must be one of {', '.join(EVERY_KIND)}, got {kind!r}")
     if not is_key(key): raise ValueError(f"`file_hash` must be 2 to 128 letters and digits, got {key!r}")
 
+# %% ../../nbs/core/05_cache_layers.ipynb #10ca2a01
 class FolderStore:
     "One file per entry: `<kind>/<ab>/<key>.safetensors`."
     packed = False
@@ -64,6 +65,7 @@ def verify_entry(
     except (CacheEntryError, OSError) as e: return str(e)
     return ""
 
+# %% ../../nbs/core/05_cache_layers.ipynb #6ec50801
 _DTYPES = dict(F32="float32", BF16="bfloat16", F16="float16", BOOL="bool")
 
 def mapped(layer, kind:str, key:str): # tensor; writing to it does not change the file
@@ -78,6 +80,7 @@ def mapped(layer, kind:str, key:str): # tensor; writing to it does not change th
 # %% ../../nbs/core/05_cache_layers.ipynb #06d595f1
 INDEX = "cache-index.json"
 
+# %% ../../nbs/core/05_cache_layers.ipynb #06d59501
 class ShardStore:
     "A few shards and an index, read-only."
     packed = True
@@ -135,6 +138,7 @@ def _read_index(path) -> dict:
         text = f"packed cache {str(path)!r} cannot be used: {e}; upload it again, whole"
         raise CacheEntryError(text) from None
 
+# %% ../../nbs/core/05_cache_layers.ipynb #c8939001
 def _index_checksum(index) -> str:
     signed = {k: v for k, v in index.items() if k != "checksum"}
     return hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
@@ -190,6 +194,7 @@ def write_packed(
     write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
     return [out/name for name in (*names, INDEX)]
 
+# %% ../../nbs/core/05_cache_layers.ipynb #6d244f01
 def _write_shard(path, number, shard, index): # reads one entry at a time
     records, offset = {}, 0
     for _, kind, key, header, size in shard:

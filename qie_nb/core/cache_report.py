@@ -21,6 +21,7 @@ def mode_text(layer:dict) -> str: # one of `get_cache_stats()["layers"]`
     if not layer.get("exists", True): return "not there yet"
     return "packed, " * layer["packed"] + ("written" if layer["writable"] else "only read")
 
+# %% ../../nbs/core/06_cache_report.ipynb #5a1e0007
 def quarantined_entries(folders, most:int=20) -> list: # of a cache's layers; (file name, reason)
     "Entries in quarantine."
     found = [p for f in folders for p in sorted((Path(f)/"quarantine").glob("*.reason.txt"))[:most]]
@@ -32,6 +33,7 @@ def _kinds_table(s) -> str:
     rows = [(kind, *(v[n] for n in names), size_text(v["bytes"])) for kind, v in s["kinds"].items()]
     return table_html(rows, ("kind", *(names if len(names) > 1 else ("entries",)), "size"))
 
+# %% ../../nbs/core/06_cache_report.ipynb #5a1e0008
 def _badges(s) -> str:
     n, complete = s.get("samples"), s.get("complete", 0)
     if n is None: out = [badge(f"{sum(v['present'] for v in s['kinds'].values())} entries")]
@@ -40,6 +42,7 @@ def _badges(s) -> str:
               "bad entries met": len(s["bad"]), "in quarantine": s["quarantined"]}
     return "".join(out + [badge(f"{n} {what}", bad=True) for what, n in counts.items() if n])
 
+# %% ../../nbs/core/06_cache_report.ipynb #5a1e0009
 def status_html(s:dict) -> str: # from `status()` of a cache or a data set
     "The state of a cache as HTML, escaped."
     name = lambda v: f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})"

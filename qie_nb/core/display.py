@@ -77,6 +77,7 @@ class StatusText:
         self.tell(f'<progress value="{self.n}" max="{self.total}"></progress> '
                   f"{escape(self.what)} {self.n} of {self.total}, {rate:.0f}/s, {left} left")
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0016
 def report_errors(tell, work) -> bool: # functions of an error's HTML, and of nothing; did it succeed?
     "Run the work of a click and show its errors."
     try: work()
@@ -109,6 +110,7 @@ VIEW = "application/vnd.jupyter.widget-view+json" # of ipywidgets 7 and 8
 _DEAD_WIDGET = (".jp-OutputArea-child:has(> .jp-OutputArea-output:not([data-mime-type])):has(+ * .{mark})"
                 ":not(:has(.{mark}-live))")
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0017
 @patch
 def live(self:Display) -> dict: # MIME bundle
     "The widget, with a rule that hides the HTML."
@@ -119,6 +121,7 @@ def live(self:Display) -> dict: # MIME bundle
         self._page.add_class(f"{self.mark}-live")
     return {VIEW: dict(version_major=2, version_minor=0, model_id=self._page.model_id)}
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0018
 @patch
 def _repr_mimebundle_(self:Display, include=None, exclude=None) -> dict:
     page = self.html()
@@ -127,6 +130,7 @@ def _repr_mimebundle_(self:Display, include=None, exclude=None) -> dict:
         page = f'{rule}<div class="{self.mark}">{page}</div>'
     return {"text/plain": repr(self), "text/html": page}
 
+# %% ../../nbs/core/02_display.ipynb #7a1e0019
 @patch
 def _ipython_display_(self:Display):
     from IPython.display import display
@@ -146,6 +150,7 @@ def message_stream(k): # pyzmq stream of the kernel's requests for the main thre
     if thread is None: return k.shell_stream
     return thread.manager.get_shell_channel_to_subshell_pair(None).to_stream
 
+# %% ../../nbs/core/02_display.ipynb #c11c0004
 class ButtonPoller:
     "Handles clicks on some widgets while a cell runs in the main thread of a kernel."
     def __init__(self, *widgets): self.ids, self.kernel = {w.model_id for w in widgets}, kernel()

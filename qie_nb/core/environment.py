@@ -40,6 +40,7 @@ class Environment:
     memory: int = 0 # bytes of host memory for this process
     env: dict = field(default_factory=dict, repr=False, compare=False)
 
+# %% ../../nbs/core/03_environment.ipynb #485d0201
 def environment_name(env, root=Path("/")) -> str:
     "`Environment.name`, from environment variables and the folders under `root`."
     if env.get("KAGGLE_KERNEL_RUN_TYPE") or env.get("KAGGLE_URL_BASE"): return "kaggle"
@@ -59,6 +60,7 @@ def _cgroup(root, name) -> list: # words of the file in this process's control g
     folders = [root/"sys/fs/cgroup"/str(p).lstrip("/") for p in (own, *own.parents)]
     return [w for folder in folders if (w := _words(folder/name))]
 
+# %% ../../nbs/core/03_environment.ipynb #4c7de101
 def host_memory(root=Path("/")) -> int: # bytes
     "Host memory for this process, limited by its control groups."
     import psutil
@@ -140,11 +142,13 @@ class Artifact:
     description: str
     attached: bool # in a read-only input?
 
+# %% ../../nbs/core/03_environment.ipynb #bb88cf01
 def _json(path) -> dict:
     try: out = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
     return out if isinstance(out, dict) else {}
 
+# %% ../../nbs/core/03_environment.ipynb #bb88cf02
 def _recognize(folder, names) -> tuple: # (kind, identifying file, description) or ()
     if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys():
         state = _json(folder/"state.json")
@@ -254,6 +258,7 @@ def used_bytes(folder) -> int:
                 out += getattr(s, "st_blocks", -(-s.st_size // 512)) * 512
     return out
 
+# %% ../../nbs/core/03_environment.ipynb #7e510601
 @patch
 def free_space(self:Environment,
     folder=None, # existing or future; default the working folder
@@ -266,6 +271,7 @@ def free_space(self:Environment,
 
 MARGIN = 0.5 # hours without training at a session's end
 
+# %% ../../nbs/core/03_environment.ipynb #7e510602
 def time_limit(
     max_hours, # `train.max_hours`: hours, auto or None
     began:float, # time.time() at the call of `fit`
@@ -296,6 +302,7 @@ def online(
     thread.join(seconds)
     return done.is_set()
 
+# %% ../../nbs/core/03_environment.ipynb #da5ae901
 @patch
 def secret(self:Environment, name:str="HF_TOKEN", ask:bool=False) -> str: # or None
     "A secret from the environment, the hub's token file or (`ask`) Kaggle's or Colab's store."

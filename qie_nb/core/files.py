@@ -53,6 +53,7 @@ def _remember(*row): # folder, file, name, signature, value
 _MIN_AGE = 2. # seconds: the coarsest resolution of change times
 _HAS_CHANGE_TIME = os.name == "posix" # elsewhere st_ctime is the creation
 
+# %% ../../nbs/core/00_files.ipynb #2281c601
 def cached_file_property(
     path, # a file
     name:str, # of the property
@@ -70,6 +71,7 @@ def cached_file_property(
         _remember(folder, file, name, sig, json.dumps(value))
     return value
 
+# %% ../../nbs/core/00_files.ipynb #2281c602
 def _sha256(path) -> str:
     h = hashlib.sha256()
     with open(path, "rb") as f:
@@ -87,6 +89,7 @@ def _sync_folder(folder):
     try: os.fsync(fd)
     finally: os.close(fd)
 
+# %% ../../nbs/core/00_files.ipynb #427bb001
 def write_atomic(
     path, data, # bytes, or an iterable of blocks
     scratch=None, # folder for the temporary file, on the same file system
@@ -123,6 +126,7 @@ def megabytes(n, up=False) -> str:
     "Bytes as MB with one decimal, rounded up or down."
     return f"{(math.ceil if up else math.floor)(n/1e5)/10:.1f} MB"
 
+# %% ../../nbs/core/00_files.ipynb #ee2fd101
 def block_size(path) -> int:
     "Bytes per block on the file system of a path; every file uses whole blocks."
     return os.statvfs(_existing(path)).f_frsize if hasattr(os, "statvfs") else 4096
@@ -131,6 +135,7 @@ class DiskFull(OSError):
     "The disk is full."
     def __str__(self): return self.strerror
 
+# %% ../../nbs/core/00_files.ipynb #ee2fd102
 def disk_full(path, need:int) -> DiskFull:
     "The error if `need` bytes at `path` do not fit."
     free, missing = free_bytes(path), max(need - free_bytes(path), 1)
@@ -151,6 +156,7 @@ def stale_temp_files(folder) -> list: # paths
         if old or dead: found.append(p)
     return found
 
+# %% ../../nbs/core/00_files.ipynb #6f8df801
 @contextmanager
 def file_lock(
     folder, name:str, # for at most 256 lock files; of the work

@@ -53,6 +53,7 @@ def _old_settings(out): # yields (old name, today's or None, value), removed fro
         for k in list(values) if isinstance(values, dict) else ():
             if (name := f"{section}.{k}") in ALIASES: yield name, ALIASES[name], values.pop(k)
 
+# %% ../../nbs/core/08_older_settings.ipynb #1128a401
 def translate(raw:dict) -> tuple: # (dict with today's names, list of notes "old -> new")
     out, notes = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}, []
     for name in ("data", "optimizer"):

@@ -37,6 +37,7 @@ class Options(list):
             out += [f"| `{n}` | `{_written(d)}` | {cell(about)} |" for n, d, about in rows] + [""]
         return "\n".join(out).strip()
 
+# %% ../../nbs/core/10_options.ipynb #48a5d201
 def _written(default) -> str: # as in YAML
     names = {None: "null", True: "true", False: "false"}
     if isinstance(default, (list, tuple)): return f"[{', '.join(map(_written, default))}]"

@@ -19,6 +19,7 @@ def _yaml_error(e, path, text) -> str:
     if "escape" in str(e.problem): return where + "a backslash in double quotes; use single quotes or /"
     return where + f"{e.problem} ({line.strip()!r}); check indentation, colons and quotes"
 
+# %% ../../nbs/core/11_settings_text.ipynb #0522bd01
 def read_settings(path) -> dict: # of a YAML or JSON file
     import yaml
     path = Path(path).expanduser()
@@ -28,6 +29,7 @@ def read_settings(path) -> dict: # of a YAML or JSON file
     try: return (json.loads if path.suffix == ".json" else yaml.safe_load)(text)
     except (yaml.YAMLError, ValueError) as e: raise ValueError(_yaml_error(e, path, text)) from None
 
+# %% ../../nbs/core/11_settings_text.ipynb #0522bd02
 def parse_settings(settings:list) -> dict: # of "train.max_train_steps=100"; nested
     "Settings of a command line in the layout of the YAML."
     import yaml
@@ -44,6 +46,7 @@ def parse_settings(settings:list) -> dict: # of "train.max_train_steps=100"; nes
         inner[key] = value
     return out
 
+# %% ../../nbs/core/11_settings_text.ipynb #0522bd03
 def merge_settings(under, over): # nested dicts
     if not isinstance(under, dict) or not isinstance(over, dict): return over
     return under | {k: merge_settings(under[k], v) if k in under else v for k, v in over.items()}

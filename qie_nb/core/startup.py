@@ -16,6 +16,7 @@ NAMES = {name: f"qie_nb.{module}" for module, names in {
     "widgets.before_after": "before_after", "widgets.tensorboard": "show_tensorboard",
 }.items() for name in names.split()}
 
+# %% ../../nbs/core/11_startup.ipynb #2a2e2c01
 class Lazy: # without docstring: `help` shows the object's
     def __init__(self, name, module): vars(self).update(_name=name, _module=module)
     @property
@@ -57,6 +58,7 @@ def raised_by_us(e:BaseException) -> bool:
     if not tb.tb_frame.f_globals.get("__name__", "").startswith("qie_nb."): return False
     return tb.tb_frame.f_code.co_code[tb.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
 
+# %% ../../nbs/core/11_startup.ipynb #e4608101
 def show_error(shell, etype, value, tb, tb_offset=None): # a handler of IPython
     if not raised_by_us(value): return shell.showtraceback(tb_offset=tb_offset)
     shell._get_exc_info((etype, value, tb)) # for %tb
@@ -69,6 +71,7 @@ def errors_as_sentences(shell):
     if shell.custom_exceptions: return # a handler of the user
     shell.set_custom_exc((ValueError, OSError, RuntimeError, ImportError, TypeError), show_error)
 
+# %% ../../nbs/core/11_startup.ipynb #e4608102
 def prepare():
     "What `import qie_nb` does in a session."
     quiet_warnings()

@@ -81,6 +81,7 @@ def as_seen(control, geometry:Geometry=None) -> np.ndarray: # uint8 [H, W, 3]
     if control.width * control.height > w * h: control = control.resize((w, h), Image.Resampling.LANCZOS)
     return np.asarray(control)
 
+# %% ../../nbs/data/05_batches.ipynb #21812501
 class Batch(dict):
     "A batch, which can load its images even if its latents came from the cache."
     def __init__(self, items, geometry=None, config=None, **kw):
@@ -114,6 +115,7 @@ def stack_masks(samples:list) -> torch.Tensor: # [B, 1, h, w] float32, weights i
     masks = [np.full_like(known, 255) if m is None else m for m in masks]
     return torch.from_numpy(np.stack(masks))[:, None].float() / 255
 
+# %% ../../nbs/data/05_batches.ipynb #c46bb801
 def collate(
     samples:list, # items of an `ImageDataset`
     geometry:Geometry=None, config=None, # of the data set
@@ -125,6 +127,7 @@ def collate(
     out |= stack_tensors(samples) if cached else images()
     return Batch(out, geometry, config, mask=stack_masks(samples), cached=cached)
 
+# %% ../../nbs/data/05_batches.ipynb #c46bb802
 def controls_of(tensors:dict) -> list:
     "Control latents .0, .1, ... of a sample, in order."
     names = (k for k in tensors if k.startswith("control_latent."))

@@ -14,7 +14,6 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset
 
-# %% ../../nbs/data/06_dataset.ipynb #d29b8901
 from ..cache import ALL_KINDS, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager, image_parts, key_of
 from ..cache import prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config

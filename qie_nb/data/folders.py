@@ -25,6 +25,7 @@ def entries_of(folder:Path) -> list: # paths, sorted by name
 def is_hidden(p) -> bool:
     return p.name.startswith(".") or p.name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
 
+# %% ../../nbs/data/02_folders.ipynb #e947d601
 def _unusable(path) -> str: # the reason; "" if usable; None: not reported
     kind = path.suffix.lower()
     if any("\udc80" <= c <= "\udcff" for c in path.name): return "its name is not UTF-8"
@@ -34,6 +35,7 @@ def _unusable(path) -> str: # the reason; "" if usable; None: not reported
 
 def is_image(p) -> bool: return _unusable(p) == "" and p.suffix.lower() in IMAGE_SUFFIXES
 
+# %% ../../nbs/data/02_folders.ipynb #e947d602
 def _twice(what, stem, a, b):
     alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
     raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
@@ -46,6 +48,7 @@ def _below(folder, deep:int=4) -> tuple: # (folder, files); those of the folders
     if len(dirs) == 1 and deep: return _below(dirs[0], deep - 1)
     return folder, [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
 
+# %% ../../nbs/data/02_folders.ipynb #e947d603
 def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem, after that of a folder inside: path}
     images, captions, (folder, files) = {}, {}, _below(folder)
     for p in sorted(files, key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
@@ -92,6 +95,7 @@ def _side(stem) -> tuple: # (name of the pair, "target" or "control", number of 
         return m[1], "target" if m["target"] else "control", int(m["number"] or 0)
     if m := _OPENING.fullmatch(stem): return m["name"], "target" if m["target"] else "control", 0
 
+# %% ../../nbs/data/02_folders.ipynb #d7aed901
 def _any_case(stem) -> str: return " ".join(stem.split()).casefold()
 def _any_side(stem) -> str: return _any_case((_side(stem) or [stem])[0])
 
@@ -153,6 +157,7 @@ def _chosen(root, names, setting) -> list:
                              f"{it_contains(root)}; choose one of these folders")
     return [named_folder(root, n) for n in names]
 
+# %% ../../nbs/data/02_folders.ipynb #4a951901
 def image_folders(root, leave=()) -> list: # the folders in it that hold images
     def holds(d):
         try: return any(map(is_image, _below(d)[1]))
@@ -164,6 +169,7 @@ def _guessed(root, one, more) -> tuple: # one, more: the chosen target and contr
     if not (one or more): return guess_sides(dirs, root if any(map(is_image, entries_of(root))) else None)
     return guess_sides(dirs) or ((dirs[0], dirs) if len(dirs) == 1 else None)
 
+# %% ../../nbs/data/02_folders.ipynb #4a951902
 def sides_of(root, target_dir=None, control_dirs=()) -> tuple: # (targets, [controls], note), or None
     "The folders of the two sides: as chosen, by their usual names, or guessed."
     targets, controls = _roles(root)[:2]
@@ -189,6 +195,7 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
         if m and m[1] in after and name not in after: found.setdefault(m[1], []).append((int(m[2]), name))
     return {stem: [name for _, name in sorted(held)] for stem, held in found.items()}
 
+# %% ../../nbs/data/02_folders.ipynb #44ec1b01
 def _check_controls(after, folders, before, numbered):
     "Raises ValueError for targets without a control."
     first, names = folders[0].name, lambda held: few([p.name for p in held])
@@ -206,6 +213,7 @@ def _check_controls(after, folders, before, numbered):
             raise ValueError(f"{len(gaps)} of {len(after)} targets have no image in {folder.name}/ but one "
                              f"in a later folder: {names(gaps)}; add it or remove the later one")
 
+# %% ../../nbs/data/02_folders.ipynb #44ec1b02
 def _controls_of(stem, before, numbered) -> tuple:
     more = [before[0][name] for name in numbered.get(stem, [])]
     plain = [b[stem] for b in before if stem in b]
@@ -222,6 +230,7 @@ def _mask(stem, target, *folders): # path or None
     names = [form for name in (stem, nfc(target.stem)) for form in (name, f"{name}_mask")]
     return next((held[name] for held in folders for name in names if name in held), None)
 
+# %% ../../nbs/data/02_folders.ipynb #1a3a1601
 def _caption(names, *folders) -> tuple: # (text or None, its file or None)
     path = next((texts[name] for name in names for texts in folders if name in texts), None)
     text = text_of(path) if path else ""
@@ -231,6 +240,7 @@ def _shared(root, texts, images): # the file of one prompt for all pairs, or Non
     beside = texts.pop("prompt") if "prompt" in texts and "prompt" not in images else None
     return prompt_file(root) or beside
 
+# %% ../../nbs/data/02_folders.ipynb #1a3a1602
 def _left_over(rows, controls, captions, masks) -> list:
     used, kinds = {p for r in rows for p in (*r[2], r[4], r[5])}, dict(mask=masks, control=controls)
     unused = lambda why, held: [(p, why) for files in held for p in files.values() if p not in used]
@@ -242,6 +252,7 @@ def _beside_folders(root, used) -> list:
             for p in entries_of(root)
             if p not in used and not is_hidden(p) and (p.is_dir() or _unusable(p) is not None)]
 
+# %% ../../nbs/data/02_folders.ipynb #1a3a1603
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     reasons = {}
     for p, why in ignored: reasons.setdefault(printable(os.path.relpath(p, root)), why)
@@ -293,6 +304,7 @@ def _sides(images) -> tuple: # ({name: target}, {name: [(number, control)]}, {st
         else: after[name] = p
     return after, aligned(before, after), neither
 
+# %% ../../nbs/data/02_folders.ipynb #bdedf001
 def _add_unmarked(after, before, neither) -> list: # notes; one side may be without a mark
     if bool(after) == bool(before) or not (names := [n for n in after or before if n in neither]): return []
     if after: before.update({n: [(0, neither.pop(n))] for n in names})
@@ -300,6 +312,7 @@ def _add_unmarked(after, before, neither) -> list: # notes; one side may be with
     target, control = after[names[0]].name, before[names[0]][0][1].name
     return [f"pairs: {target!r} is the target of {control!r}, and so on (guessed from the names)"]
 
+# %% ../../nbs/data/02_folders.ipynb #bdedf002
 def _check_pairs(after, before):
     alone = [(name, p.name) for name, p in after.items() if name not in before]
     if alone:
@@ -317,6 +330,7 @@ def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a
         texts.update({nfc(d.name) + f"_{stem}" * (len(said) > 1): p for stem, p in said.items()})
     return images, texts
 
+# %% ../../nbs/data/02_folders.ipynb #a840e001
 def read_pairs(root:Path) -> Found: # or None
     "Samples from one folder, or a folder for each pair, whose file names name their sides."
     ignored, (_, _, captions, masks) = [], _roles(root)

@@ -34,6 +34,7 @@ class RowImage:
         if (data := image.get("bytes")) is not None: return data
         return _file_of(image["path"]).read() if image.get("path") else b""
 
+# %% ../../nbs/data/00_images.ipynb #4b92c901
 def _file_of(source): # a binary file, at its beginning
     if isinstance(source, bytes): return io.BytesIO(source)
     if not isinstance(source, (str, os.PathLike)):
@@ -57,6 +58,7 @@ def _named(name):
     except Exception as e:
         raise ValueError(f"image {name} cannot be read ({_why(e)}); replace it or remove the pair") from None
 
+# %% ../../nbs/data/00_images.ipynb #a7931601
 def source_name(source) -> str: # of a path, bytes, or an object with `name`
     "Name of an image for messages."
     if isinstance(source, (str, os.PathLike)): return repr(os.fspath(source))
@@ -66,6 +68,7 @@ def read_bytes(source) -> bytes:
     "The bytes of a path, or of an object with `read_bytes()`."
     with _named(source_name(source)), _file_of(source) as f: return f.read()
 
+# %% ../../nbs/data/00_images.ipynb #a7931602
 def source_digest(source) -> str: # sha256 of its bytes, 64 hex digits
     "Digest of an encoded image, remembered for a file."
     if not _is_file(source): return hashlib.sha256(read_bytes(source)).hexdigest()
@@ -126,6 +129,7 @@ def _add_heif():
     except ImportError: return
     if "HEIF" not in Image.OPEN: pillow_heif.register_heif_opener()
 
+# %% ../../nbs/data/00_images.ipynb #85bdf001
 def _check_format(head):
     "Raises `_Refused` with the name of a format that Pillow does not read."
     heic = head[4:8] == b"ftyp" and head[8:11] in (b"hei", b"hev", b"mif", b"msf")
@@ -137,6 +141,7 @@ def _check_format(head):
     if head.lstrip()[:9].lower() in (b"<!doctype", b"<html>", b"<html lan"):
         raise _Refused("is a web page; download the image again or remove the pair")
 
+# %% ../../nbs/data/00_images.ipynb #85bdf002
 def _open_still(f): # not decoded yet
     if not (head := f.read(32)): raise OSError("it is empty")
     f.seek(0)
@@ -154,6 +159,7 @@ def _open_still(f): # not decoded yet
     if n > 1: raise _Refused(f"has {n} frames; save one of them")
     return im
 
+# %% ../../nbs/data/00_images.ipynb #85bdf003
 def open_image(
     source, # path, bytes, object with `read_bytes()`, PIL image or uint8 [H, W, 3]
     name=None, # for messages
@@ -176,6 +182,7 @@ def _peek(f, at:int=0, whence:int=0) -> bytes: # the rest of the file from there
     f.seek(here)
     return data
 
+# %% ../../nbs/data/00_images.ipynb #03bda401
 def _is_whole(im, f) -> bool:
     "Is the file complete, judged without decoding?"
     if im.format in ("JPEG", "MPO"): return _peek(f, -2, os.SEEK_END) == b"\xff\xd9"
@@ -183,6 +190,7 @@ def _is_whole(im, f) -> bool:
     im.verify()
     return True
 
+# %% ../../nbs/data/00_images.ipynb #03bda402
 def read_image_size(source) -> tuple: # (width, height) in pixels, orientation applied
     "Size of an image, from its header if that is safe. Raises ValueError if it cannot be used."
     with _named(source_name(source)), _file_of(source) as f, _open_still(f) as im:
@@ -197,6 +205,7 @@ def calculate_dimensions(area:int, ratio:float) -> tuple: # (width, height), mul
     height = width / ratio
     return max(32, round(width / 32) * 32), max(32, round(height / 32) * 32)
 
+# %% ../../nbs/data/00_images.ipynb #bbe42701
 @dataclass(frozen=True)
 class Geometry:
     "Sizes of all images, (width, height) in pixels."
@@ -216,6 +225,7 @@ class Geometry:
     def aspect(self): # in lowest terms, the same for larger images
         return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
 
+# %% ../../nbs/data/00_images.ipynb #bbe42702
 def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any unit; None: no crop
     "The largest centre crop with this aspect."
     if not aspect: return im

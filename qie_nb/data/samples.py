@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-# %% ../../nbs/data/03_samples.ipynb #ac2e3801
 from ..cache import stable_seed
 from ..core.display import table_html
 from .folders import contents, entries_of, is_hidden, is_image, it_contains, named_folder
@@ -39,6 +38,7 @@ class Sample:
 _printed = set() # notes
 def _counted(n, thing) -> str: return f"{n} {thing}" + "s" * (n != 1)
 
+# %% ../../nbs/data/03_samples.ipynb #8536ca01
 class Samples(list):
     "The samples of a data set and how they were found."
     def __init__(self, samples=(), layout:str="", # description of the files
@@ -77,6 +77,7 @@ def add_trigger(prompt:str, word) -> str:
     if not word or "[trigger]" in prompt: return prompt.replace("[trigger]", word) if word else prompt
     return prompt if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt, re.I) else f"{word}, {prompt}"
 
+# %% ../../nbs/data/03_samples.ipynb #3956eb01
 def _no_caption(found, bad):
     one = next((r for r in bad if not isinstance(r[5], str)), None)
     where = (f"write each into a text file of its image's name, e.g. {str(one[1].with_suffix('.txt'))!r}, or "
@@ -88,6 +89,7 @@ def _no_caption(found, bad):
     raise ValueError(f"{len(bad)} of {len(found.rows)} samples have no caption{empty}: "
                      f"{few(r[0] for r in bad)}{unused}; {where}")
 
+# %% ../../nbs/data/03_samples.ipynb #3956eb02
 def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was added, in words)
     bad, rows, file = [r for r in found.rows if not r[3]], found.rows, found.shared
     said = (text_of(file).strip() if file else "") or (prompt or "").strip()
@@ -140,6 +142,7 @@ def _inner(root) -> Path: # train/, or the only folder with images; or None
     dirs = [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and _images_below(d)]
     return dirs[0] if len(dirs) == 1 else None
 
+# %% ../../nbs/data/03_samples.ipynb #1e8bf401
 def _found(root, columns, sides, optional, deep:int=4): # sides: (target_dir, [control_dirs]); `Found` or None
     chosen = [n for n in (sides[0], *sides[1]) if n]
     inner = _inner(root) if deep and not all(named_folder(root, n) for n in chosen) else None
@@ -156,6 +159,7 @@ def _found(root, columns, sides, optional, deep:int=4): # sides: (target_dir, [c
     return more._replace(layout=f"in {name}: {more.layout}", ignored=ignored, notes=note + list(more.notes),
                          shared=shared)
 
+# %% ../../nbs/data/03_samples.ipynb #1e8bf402
 def _several(sets) -> Samples:
     samples = [replace(s, id=f"{n}/{s.id}") for n, found in enumerate(sets) for s in found]
     ignored = [(f"{n}/{name}", why) for n, found in enumerate(sets) for name, why in found.ignored]
@@ -167,6 +171,7 @@ ARCHIVES = (".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
 _HUB = ("load it with `data = datasets.load_dataset({})` and train on `loader(data, ...)` of "
         "qie_nb.data, or download its files and give the folder")
 
+# %% ../../nbs/data/03_samples.ipynb #146fc301
 def _remedy(path, sets) -> str: # sets: folders in it that are data sets
     kinds = {p.suffix.lower(): p for p in path.glob("**/*") if p.suffix.lower() in (*ARCHIVES, ".parquet")}
     if ".parquet" in kinds: return "For parquet files: " + _HUB.format(f"'parquet', data_dir={str(path)!r}")
@@ -179,6 +184,7 @@ def _remedy(path, sets) -> str: # sets: folders in it that are data sets
         " the images before the edit into control_images/ and those after it, with the same names, into "
         "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
 
+# %% ../../nbs/data/03_samples.ipynb #146fc302
 def _none_found(path, columns=None, optional=("mask",)): # raises the reason
     kinds = TABLE_SUFFIXES if columns else {*TABLE_SUFFIXES} - {".json"} # of which some describe a data set
     tables = [p for p in entries_of(path) if p.suffix.lower() in kinds]
@@ -190,6 +196,7 @@ def _none_found(path, columns=None, optional=("mask",)): # raises the reason
     readable = "" if _images_below(path) or contents(path) == "empty" else ", but no images that we can read"
     raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. {_remedy(path, sets)}")
 
+# %% ../../nbs/data/03_samples.ipynb #146fc303
 def _no_folder(path, root): # raises the reason
     what, kind = f"`data.dataset_path` {str(path)!r}", root.suffix.lower()
     if re.match("https?://", str(path)):
@@ -239,6 +246,7 @@ def find_samples(
     else: _no_folder(path, root)
     return _samples(found or _none_found(root, columns, optional), prompt, trigger_word)
 
+# %% ../../nbs/data/03_samples.ipynb #943e2a01
 def config_samples(
     data, # the section `data` of a configuration
     path=None, # another data set, e.g. `train.val_path`; its folders may have other names
@@ -260,6 +268,7 @@ def _check_shape(mask, size): # (width, height) of its target
         raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of {tw}x{th}; "
                          f"crop it alike or remove it")
 
+# %% ../../nbs/data/03_samples.ipynb #6c7ea301
 def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target and controls], [(id, reason)])
     "Separate samples with unusable images. Raises ValueError if all are, or with `strict` one is."
     keep, sizes, skipped = [], [], []
@@ -285,6 +294,7 @@ def open_unchanged(source, digest): # RGB PIL image
         raise ImageChanged(f"image {source_name(source)} has changed since it was first read; start again")
     return open_image(data, source_name(source))
 
+# %% ../../nbs/data/03_samples.ipynb #dbe59d01
 def load_images(
     sample, geometry, # `Sample`, `Geometry`
     digests=None, # `source_digest` that target and controls must have
@@ -312,6 +322,7 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 AUTO = 10 # control images, from which one is held out by default
 
+# %% ../../nbs/data/03_samples.ipynb #ad6baf01
 def split_held_out(
     samples:list,
     fraction, # of the control images, 0 to 1, or auto

@@ -55,6 +55,7 @@ def _dequantized(w, dtype=torch.float32):
     state.dtype = dtype # to unpack into directly
     return dequantize_4bit(w.data, state)
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0011
 def fp16_weight(
     layer, # linear, plain or quantized
     power:float=1., # divides the weight
@@ -65,6 +66,7 @@ def fp16_weight(
     if power == 1: return _dequantized(w, torch.float16), power
     return _dequantized(w).mul(1 / power).to(torch.float16), power
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0018
 def weight_norms(layer) -> tuple: # (power of two, longest row, longest column)
     "The power that scales a weight into float16, and its longest vectors; waits for the device."
     if layer.weight.device.type == "meta": return 1., 1., 1.
@@ -105,6 +107,7 @@ PLACES = ( # of a block, in order of execution
     "attn.to_out.0", "attn.to_add_out",
     "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0023
 class Fp16Stats:
     "The largest vector length at each place, forward and backward, kept on the devices."
     def __init__(self, blocks:int):
@@ -136,6 +139,7 @@ class Fp16Stats:
             return self.found
         return ""
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0024
 class LayerStats:
     "One place in `Fp16Stats`, and its weight's norms."
     def __init__(self, stats, place): self.stats, self.place, self.norms = stats, place, None
@@ -155,6 +159,7 @@ class AttnScale:
         # of all gradients, for L = 1
         self.most = max(1., 2 * VALUES, 2 * VALUES * k / self.q, 2 * VALUES * q / self.k)
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0025
 class ToFp16(Function):
     "Queries, keys and values [B, N, H, D] in float16."
     @staticmethod
@@ -170,6 +175,7 @@ class ToFp16(Function):
         p = ctx.scale
         return q * (p.q * p.v * p.g), k * (p.k * p.v * p.g), v * p.g, None
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0026
 class FromFp16(Function):
     "The output of attention in float32."
     @staticmethod
@@ -216,6 +222,7 @@ def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the 
     return {n.replace(".base_layer", ""): m for n, m in block.named_modules()
             if isinstance(m, nn.Linear) and ".lora_" not in n and n.split(".")[0] not in STREAMS}
 
+# %% ../../nbs/devices/04_fp16.ipynb #ha0f0027
 def enable_fp16(
     transformer, # in float32, quantized or not; adapters may come later
 ): # the same

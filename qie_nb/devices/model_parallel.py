@@ -55,6 +55,7 @@ def enable_model_parallel(transformer, blocks):
     transformer.proj_out.register_forward_hook(lambda m, args, out: out.to(blocks[0]))
     return forbid_move(transformer, "on several GPUs", "train.model_parallel_devices")
 
+# %% ../../nbs/devices/02_model_parallel.ipynb #e1e27b01
 class ModelParallelLoader:
     "Tells `load_quantized` on which device to put each weight of a transformer."
     why = "its blocks are on several GPUs"
@@ -89,6 +90,7 @@ def check_model_parallel(train):
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or train.distributed == "fsdp":
         raise ValueError(f"{setting} needs a single process; start without `accelerate launch`")
 
+# %% ../../nbs/devices/02_model_parallel.ipynb #37747701
 def weight_placement(
     config,
     device,

@@ -15,7 +15,6 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
-# %% ../../nbs/encoding/02_encoder.ipynb #49b6c701
 from ..cache import PREFIX, CacheEntry
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry, open_image
@@ -79,22 +78,29 @@ class Encoder:
         self._last_prefix = None, None
         self.components.drop("vae", "text_encoder")
 
-    def load_encoders(self, names):
-        "Load the components that these tensors need."
-        prompts = any("prompt" in name for name in names)
-        if prompts: self.components.check("text_encoder") # before the VAE is loaded
-        if any("latent" in name for name in names): self._vae()
-        if prompts: self.place("text_encoder")
+# %% ../../nbs/encoding/02_encoder.ipynb #52229325
+@patch
+def load_encoders(self:Encoder, names):
+    "Load the components that these tensors need."
+    prompts = any("prompt" in name for name in names)
+    if prompts: self.components.check("text_encoder") # before the VAE is loaded
+    if any("latent" in name for name in names): self._vae()
+    if prompts: self.place("text_encoder")
 
-    def place(self, name): return self.components.move(name, self.devices[name])
-    def _text(self):
-        return self.place("text_encoder"), self.components.get("processor"), self.components.variant
-    def _vae(self): # only the part that encodes moves to the device
-        c = self.components
-        if "vae" not in c.loaded: c.devices["vae"] = "cpu"
-        vae = c.get("vae")
-        for part in (vae.encoder, vae.quant_conv): part.to(self.devices["vae"])
-        return vae
+@patch
+def place(self:Encoder, name): return self.components.move(name, self.devices[name])
+
+@patch
+def _text(self:Encoder):
+    return self.place("text_encoder"), self.components.get("processor"), self.components.variant
+
+@patch
+def _vae(self:Encoder): # only the part that encodes moves to the device
+    c = self.components
+    if "vae" not in c.loaded: c.devices["vae"] = "cpu"
+    vae = c.get("vae")
+    for part in (vae.encoder, vae.quant_conv): part.to(self.devices["vae"])
+    return vae
 
 # %% ../../nbs/encoding/02_encoder.ipynb #5b78d8cb
 @patch
@@ -249,6 +255,7 @@ class Encoded(NamedTuple):
     tensor: torch.Tensor
     prefix: str = None # key of its prompt prefix
 
+# %% ../../nbs/encoding/02_encoder.ipynb #c71ae301
 @patch
 def encode(self:Encoder,
     dataset:ImageDataset,
@@ -259,6 +266,7 @@ def encode(self:Encoder,
     if job.kind == "prompt": return self._encode_prompts(dataset, job, inputs)
     return self._encode_latents(job, inputs)
 
+# %% ../../nbs/encoding/02_encoder.ipynb #c71ae302
 @patch
 def _encode_latents(self:Encoder, job, inputs):
     first = [unit[0] for unit in job.units]
@@ -266,6 +274,7 @@ def _encode_latents(self:Encoder, job, inputs):
     latents = self.images(pixels, inputs(first[0].sample).size(first[0].name))
     return [Encoded(m.entry, z.cpu()) for m, z in zip(first, latents)]
 
+# %% ../../nbs/encoding/02_encoder.ipynb #c71ae303
 @patch
 def _encode_prompts(self:Encoder, dataset, job, inputs):
     out, rounds = [], [list(dict.fromkeys(m.prompt for m in unit if m.name != PREFIX)) or [""]

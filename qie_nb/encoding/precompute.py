@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from PIL import Image
 
-# %% ../../nbs/encoding/03_precompute.ipynb #3412bb01
 from ..cache import PREFIX, file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
@@ -162,6 +161,7 @@ class RecentImages:
             while len(self.images) > self.n: self.images.popitem(last=False)
             return self.images[digest]
 
+# %% ../../nbs/encoding/03_precompute.ipynb #ca0a0701
 class Prefetch:
     "Iterates over groups of work items and reads the next samples' images in threads."
     def __init__(self,
@@ -261,6 +261,7 @@ def _verify(cache, kind, key, report):
         report.bad.append((layer.where(kind, key), why))
         cache.quarantine(layer, kind, key, why)
 
+# %% ../../nbs/encoding/03_precompute.ipynb #6307e701
 def scan_cache(dataset, encoder, indices, verify, report) -> dict: # {sample: names of tensors}
     "What each sample is missing."
     missing, verified = {}, set()
@@ -275,12 +276,14 @@ def scan_cache(dataset, encoder, indices, verify, report) -> dict: # {sample: na
         if bar: bar.update()
     return missing
 
+# %% ../../nbs/encoding/03_precompute.ipynb #6307e702
 def pending(work, missing) -> list:
     "The work without samples that are complete."
     left = [[WorkItem(lock, todo) for lock, samples in group
              if (todo := [i for i in samples if missing[i]])] for group in work]
     return [group for group in left if group]
 
+# %% ../../nbs/encoding/03_precompute.ipynb #6307e703
 def _range(dataset, cache, start, end) -> range:
     if cache is None: raise ValueError("`cache.cache_dir` is not set, so nothing can be stored; set it")
     end = len(dataset) if end is None else min(end, len(dataset))

@@ -19,7 +19,6 @@ import numpy as np
 from PIL import Image
 from fastcore.basics import patch
 
-# %% ../../nbs/evaluation/03_compare.ipynb #e8894601
 from ..core.display import Display, image_html
 from ..core.progress import Progress
 from ..encoding.vae import decode_latents
@@ -36,6 +35,7 @@ from ..sampling.edits import as_image, check_sampling, denoise_encoded, encode_e
 # %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b3a
 BASE, NOW = "base", "now" # values of `checkpoints` beside files: the base model, and the active adapters
 
+# %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b01
 @dataclass(frozen=True)
 class Column:
     "The settings of one column of a comparison."
@@ -51,11 +51,13 @@ class Column:
     @property
     def bare(self) -> bool: return self.checkpoint == BASE or self.weight == 0 # without adapter?
 
+# %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b02
 class FoundAdapter(NamedTuple):
     file: object    # path, or None for the base model and for active adapters
     metadata: dict
     title: str
 
+# %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b03
 def find_adapter(
     trainer,
     name, # checkpoint folder, latest, best, LoRA file, folder that contains one, or hub id
@@ -104,8 +106,10 @@ def columns_of(
             out.append(Column(found.title, str(name), found.file, float(scale), seed, *sampled))
     return _different(out, scales is not None, len(seeds) > 1)
 
+# %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd01
 _STRENGTHS = {1.0: "full strength", 0.5: "half strength", 2.0: "double strength"}
 
+# %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd02
 def _different(columns, scaled, seeded) -> list: # columns that give the same edits become one
     groups, out = {}, []
     for c in columns:
@@ -120,6 +124,7 @@ def _different(columns, scaled, seeded) -> list: # columns that give the same ed
     return [replace(c, title=f"{c.title}, {c.steps} steps, guidance {c.true_cfg_scale:g}")
             if often[c.title] > 1 else c for c in out]
 
+# %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd03
 def _find(trainer, name) -> FoundAdapter:
     if name == BASE: return FoundAdapter(None, {}, "without LoRA")
     if name != NOW: return find_adapter(trainer, name)
@@ -213,6 +218,7 @@ def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inch
 # %% ../../nbs/evaluation/03_compare.ipynb #59410b3c
 _OWN = "compared" # name of the adapter from a file
 
+# %% ../../nbs/evaluation/03_compare.ipynb #59410b01
 @contextmanager
 def adapters_kept(trainer):
     "Restore the active adapters and their weights afterwards."
@@ -225,6 +231,7 @@ def adapters_kept(trainer):
             lora.remove_loras(tr, [_OWN])
             if getattr(tr, "peft_config", None): lora.use_loras(tr, before)
 
+# %% ../../nbs/evaluation/03_compare.ipynb #59410b02
 def _activate(tr, column, before, loaded): # the file that is loaded now
     if column.bare: lora.use_loras(tr, {})
     elif column.checkpoint == NOW: lora.use_loras(tr, {n: w * column.weight for n, w in before.items()})

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-# %% ../../nbs/evaluation/01_eval_images.ipynb #42c81901
 from ..core.files import write_atomic
 from ..core.progress import Progress
 from ..data.images import IMAGE_SUFFIXES, open_image
@@ -39,6 +38,7 @@ def _style(folder, prompts) -> tuple: # (first image, instruction)
     open_image(images[0]) # raises for a broken image before the run starts
     return images[0], text
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #192d9a01
 def find_styles(
     folder, # `train.test_image_dir`
     prompts:dict=None, # `train.style_prompts`
@@ -64,6 +64,7 @@ class EvalCase:
     uncond: object    # of the empty prompt, or None: no guidance
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #08787201
 def file_name(text:str) -> str:
     return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
 
@@ -73,6 +74,7 @@ def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one he
 
 def printable(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #08787202
 def pair_cases(
     trainer,
     dataset, # `ImageDataset`
@@ -106,8 +108,10 @@ def style_cases(
                   for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
     return cases
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c701
 _encoded = WeakKeyDictionary() # {trainer: (key, cases)}
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c702
 def eval_cases(
     trainer,
     styles:dict=None, # from `find_styles`

@@ -10,7 +10,8 @@ import json, re, time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-# %% ../../nbs/evaluation/02_evaluate.ipynb #07170001
+from fastcore.basics import patch
+
 from ..core.display import text_table
 from ..core.files import write_atomic
 from ..core.progress import short_time
@@ -42,6 +43,7 @@ def write_result(trainer, out, result):
     if process(trainer)[0] == 0:
         write_atomic(Path(out)/"held_out.json", json.dumps(result, indent=1).encode())
 
+# %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f01
 def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` of the run, or None
     found = {}
     for f in (Path(root)/"inference").glob("*/held_out.json"):
@@ -53,6 +55,7 @@ def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` 
     if newest is None: return None
     return newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"])
 
+# %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 def say_change(step, held, last) -> str: # one line about an evaluation
     since = ""
     if last:
@@ -109,46 +112,52 @@ class EvaluationCallback(Callback):
     def on_train_end(self, t):
         if self.enabled(t) and t.state.stop == "done" and self.at != t.global_step: self.evaluate(t)
 
-    def plan(self, t) -> EvalWork:
-        "What an evaluation computes; the last one, and long ones in a batch run, are announced."
-        c, cases, pairs = t.config.train, eval_cases(t, self.styles), len(t.held_out or ())
-        n, steps, every = len(cases), c.eval_num_inference_steps, process(t)[1]
-        parts = [f"{n} image{'s' * (n > 1)} x {steps} steps"] * bool(n)
-        parts += [f"loss of {pairs} pair{'s' * (pairs > 1)}"] * bool(pairs)
-        which = "final evaluation" if t.state.stop == "done" else "evaluation"
-        if not t.global_step: which = "evaluation before the first step"
-        batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
-        passes = -(-n // every) * steps * 2 + -(-batches // every) * len(PARTS)
-        work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
-        if left := work.seconds_left(): work.what += f", about {short_time(left)}"
-        if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
-        return work
+# %% ../../nbs/evaluation/02_evaluate.ipynb #bd3146c9
+@patch
+def plan(self:EvaluationCallback, t) -> EvalWork:
+    "What an evaluation computes; the last one, and long ones in a batch run, are announced."
+    c, cases, pairs = t.config.train, eval_cases(t, self.styles), len(t.held_out or ())
+    n, steps, every = len(cases), c.eval_num_inference_steps, process(t)[1]
+    parts = [f"{n} image{'s' * (n > 1)} x {steps} steps"] * bool(n)
+    parts += [f"loss of {pairs} pair{'s' * (pairs > 1)}"] * bool(pairs)
+    which = "final evaluation" if t.state.stop == "done" else "evaluation"
+    if not t.global_step: which = "evaluation before the first step"
+    batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
+    passes = -(-n // every) * steps * 2 + -(-batches // every) * len(PARTS)
+    work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
+    if left := work.seconds_left(): work.what += f", about {short_time(left)}"
+    if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
+    return work
 
-    def account(self, t, work):
-        s, took = t.state, time.time() - work.began
-        s.work, s.eval_seconds, s.eval_cost = None, s.eval_seconds + took, took
-        if work.done: self.pace = took / work.done
+@patch
+def account(self:EvaluationCallback, t, work):
+    s, took = t.state, time.time() - work.began
+    s.work, s.eval_seconds, s.eval_cost = None, s.eval_seconds + took, took
+    if work.done: self.pace = took / work.done
 
-    def name(self, t): return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
+# %% ../../nbs/evaluation/02_evaluate.ipynb #fd976dd2
+@patch
+def name(self:EvaluationCallback, t): return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
 
-    def evaluate(self, t, name=None):
-        name = name or self.name(t)
-        out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
-        work = t.state.work = self.plan(t)
-        try: held, files = evaluate_now(t, out, self.styles)
-        except StopRequested:
-            return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
-                         "repeated on resume")
-        finally: self.account(t, work)
-        t.state.pending, cases = "", eval_cases(t, self.styles)
-        t.state.eval_images = [EvalImage(s.name, s.caption, f, s.shown) for s, f in zip(cases, files)]
-        if held is None: return
-        row = held.row()
-        t.state.metrics |= row
-        facts = dict(steps=t.global_step, weights=t.weights_name)
-        write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises))
-        if process(t)[0] == 0: print(say_change(t.global_step, held, self.last))
-        self.last = t.global_step, held
+@patch
+def evaluate(self:EvaluationCallback, t, name=None):
+    name = name or self.name(t)
+    out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
+    work = t.state.work = self.plan(t)
+    try: held, files = evaluate_now(t, out, self.styles)
+    except StopRequested:
+        return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
+                     "repeated on resume")
+    finally: self.account(t, work)
+    t.state.pending, cases = "", eval_cases(t, self.styles)
+    t.state.eval_images = [EvalImage(s.name, s.caption, f, s.shown) for s, f in zip(cases, files)]
+    if held is None: return
+    row = held.row()
+    t.state.metrics |= row
+    facts = dict(steps=t.global_step, weights=t.weights_name)
+    write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises))
+    if process(t)[0] == 0: print(say_change(t.global_step, held, self.last))
+    self.last = t.global_step, held
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #f9aea948
 def adapter_of(

@@ -24,6 +24,7 @@ def blocks_of(model:nn.Module) -> dict: # {name: module}, none inside another
     walk(model, "")
     return out
 
+# %% ../../nbs/evaluation/04_layer_stats.ipynb #00a59801
 class FiniteCheck:
     "Block outputs in order: the first one that is not finite, and the largest magnitude."
     def __init__(self): self.rows, self.hooks = [], []
@@ -57,6 +58,7 @@ def _anonymous() -> int: # on Linux without mapped files
     m = psutil.Process().memory_info()
     return m.rss - getattr(m, "shared", 0)
 
+# %% ../../nbs/evaluation/04_layer_stats.ipynb #4ecdd601
 class PeakMemory:
     "Peak memory in named stages, bytes."
     def __init__(self, device):

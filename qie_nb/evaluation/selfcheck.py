@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from fastcore.basics import patch
 
-# %% ../../nbs/evaluation/05_selfcheck.ipynb #9ff18301
 from ..devices.placement import PARTS
 from ..encoding.vae import decode_latents
 from .layer_stats import FiniteCheck, PeakMemory
@@ -65,6 +64,7 @@ def test_image(
     rgb = [np.sin(7 * x + 3 * y), np.cos(5 * y - 2 * x), np.where(x + y < 1, x, -y)]
     return np.uint8(127.5 + 127 * np.clip(np.stack(rgb, -1), -1, 1))
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #25a86e01
 @dataclass
 class EditTrace:
     "One edit: results of its stages, and the times of its steps."
@@ -136,6 +136,7 @@ class OurEdit(NamedTuple):
     ready: object        # `Encoded` edit
     target: torch.Tensor # [1, C, 1, h, w], latent of the inverted image
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #d0ef3d01
 def our_run(t, image, size, steps, finite) -> OurEdit:
     "The same edit by this library; checks the blocks of the encoders, of the first step and of the decoder."
     out, geometry, device = EditTrace(), replace(t.geometry(), crop=False), t.placement["transformer"].device
@@ -198,6 +199,7 @@ def compare_traces(theirs:EditTrace, ours:EditTrace) -> list: # of dict(stage, d
     d = np.abs(theirs.image.astype(int) - ours.image)
     return [*out, dict(stage="image, grey levels", difference=float(d.max()), relative=float(d.mean()))]
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #52842b01
 @dataclass
 class SelfCheck:
     "The findings; displays itself as Markdown."
@@ -290,6 +292,7 @@ def selfcheck_config(
                    gradient_checkpointing=True, compile=False),
         predict=dict(offload=offload), cache=dict(use_cache=False), logging=dict(report_to="none"))
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #ff253d01
 def _check_model(t): # before anything is loaded
     parts = t.components
     parts.quantize["transformer"] = t.quantize if t.quantize != "none" else None
@@ -297,6 +300,7 @@ def _check_model(t): # before anything is loaded
     if Path(parts.name).expanduser().is_dir():
         for n in COMPONENTS: check_weights(parts.folder, n, n in PARTS)
 
+# %% ../../nbs/evaluation/05_selfcheck.ipynb #ff253d02
 def _facts(t, size, steps) -> dict:
     v, local = t.components.variant, Path(t.components.name).expanduser()
     return dict(model=local.name if local.is_dir() else t.components.name,

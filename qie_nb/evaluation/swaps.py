@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
+from fastcore.basics import patch
+
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import pairs_to_show
 from .evaluate import without_adapter
@@ -31,15 +33,17 @@ class SwapTest(NamedTuple):
         if fits and not reverse and low > 0: return "right"
         return "swapped" if reverse and not fits and high < 0 else "cannot tell"
 
-    def __str__(self):
-        part = lambda v: f"{math.exp(-v) - 1:+.0%}"
-        gain = lambda g: f"{part(g.mean)} ({part(g.high)} to {part(g.low)})"
-        why = {"right": "the pairs are in the right direction",
-               "swapped": "the pairs are swapped; exchange targets and controls",
-               "cannot tell": "cannot tell; the model may not know this edit, or it fits both directions. "
-                              "Look at the pairs"}
-        return (f"the instruction changes the loss by {gain(self.given)} for the pairs as they are, by "
-                f"{gain(self.exchanged)} exchanged ({self.pairs} pairs): {why[self.verdict]}")
+# %% ../../nbs/evaluation/06_swaps.ipynb #60abae12
+@patch
+def __str__(self:SwapTest):
+    part = lambda v: f"{math.exp(-v) - 1:+.0%}"
+    gain = lambda g: f"{part(g.mean)} ({part(g.high)} to {part(g.low)})"
+    why = {"right": "the pairs are in the right direction",
+           "swapped": "the pairs are swapped; exchange targets and controls",
+           "cannot tell": "cannot tell; the model may not know this edit, or it fits both directions. "
+                          "Look at the pairs"}
+    return (f"the instruction changes the loss by {gain(self.given)} for the pairs as they are, by "
+            f"{gain(self.exchanged)} exchanged ({self.pairs} pairs): {why[self.verdict]}")
 
 # %% ../../nbs/evaluation/06_swaps.ipynb #f7ad370b
 def _data_of(trainer, data) -> ImageDataset:

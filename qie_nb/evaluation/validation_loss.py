@@ -30,6 +30,7 @@ def fixed_sigmas(
     within = [stable_seed("held out level", sample_id, draw, k) * width >> 63 for k in range(len(PARTS))]
     return [(k * width + w + 1) / 1000 for k, w in enumerate(within)]
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #d8e4f401
 def losses_at_sigma(
     trainer,
     batch, # mapping with the four cached tensors and `sample_id`
@@ -69,6 +70,7 @@ def t_quantile(
              (79*z**9 + 776*z**7 + 1482*z**5 - 1920*z**3 - 945*z) / 92160)
     return sum(term / n**k for k, term in enumerate(terms))
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #8b073501
 class Interval(NamedTuple):
     "A mean with its 95 % confidence interval."
     mean: float
@@ -86,6 +88,7 @@ def confidence_interval(values) -> Interval: # one number per pair
 COLUMNS = ("held_out_loss", "held_out_loss_low", "held_out_loss_high", "held_out_loss_plain",
            *(f"held_out_loss/{p}" for p in PARTS), "held_out_pairs")
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #e5c37201
 @dataclass(frozen=True)
 class ValidationLoss:
     "Losses of held-out pairs at fixed noise."
@@ -122,6 +125,7 @@ class LossChange(NamedTuple):
         if self.low is None: return f"{self.difference:+.4f} (one pair, which is too few to judge)"
         return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f}): {self.verdict}"
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #85f65501
 def compare_losses(
     a:ValidationLoss, # the earlier one
     b:ValidationLoss, # the later one

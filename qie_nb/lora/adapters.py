@@ -51,6 +51,7 @@ def check_targets(settings, layers):
         raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the "
                          f"transformer; try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0")
 
+# %% ../../nbs/lora/01_adapters.ipynb #6a40e501
 def add_lora(
     transformer,
     settings, # `LoraSection`
@@ -175,6 +176,7 @@ def _check_fit(transformer, state, file):
             raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the "
                              "file as it was trained")
 
+# %% ../../nbs/lora/01_adapters.ipynb #f320f501
 def read_fitting(transformer, path) -> LoraWeights:
     "`read_lora`, and ValueError if the LoRA does not fit this transformer."
     from peft import LoraConfig

@@ -53,11 +53,13 @@ def _no_choice(path, names):
     return ValueError(f"LoRA {str(path)!r} has {len(found)} .safetensors files, none called {WEIGHT_NAME}; "
                       f"name one, e.g. {example}")
 
+# %% ../../nbs/lora/00_formats.ipynb #f8e9f801
 def _in_folder(folder, path):
     names = [p.name for p in folder.iterdir()]
     if name := _choose(names): return folder/name
     raise _no_choice(path, names)
 
+# %% ../../nbs/lora/00_formats.ipynb #f8e9f802
 def from_hub(path:str) -> Path: # in the hub's cache
     "Download owner/name or owner/name:file.safetensors. Raises FileNotFoundError."
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -76,6 +78,7 @@ def from_hub(path:str) -> Path: # in the hub's cache
         return _in_folder(Path(folder), path)
     raise _no_choice(path, names)
 
+# %% ../../nbs/lora/00_formats.ipynb #f8e9f803
 def find_lora(path) -> Path: # the file
     "Find a file, the one in a folder, or download a hub id. Raises FileNotFoundError or ValueError."
     if is_hub_id(path): return from_hub(path)
@@ -145,6 +148,7 @@ def _open(file, load=True) -> tuple: # (peft's settings, our note, {key: tensor 
         raise ValueError(f"LoRA {str(file)!r} cannot be read ({type(e).__name__}: {e}); give a LoRA in "
                          "safetensors format") from e
 
+# %% ../../nbs/lora/00_formats.ipynb #19298b01
 def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
     keys, layers = {k: parse_key(k) for k in tensors}, {}
     if any(k.endswith("dora_scale") for k in tensors):
@@ -162,12 +166,14 @@ def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
                          "complete, plain LoRA")
     return layers
 
+# %% ../../nbs/lora/00_formats.ipynb #19298b02
 class LoraWeights(NamedTuple):
     state: dict  # {"<layer>.lora_A.weight": tensor as in the file}
     config: dict # peft's settings
     info: dict   # our note: base model, areas, steps, ...
     file: Path
 
+# %% ../../nbs/lora/00_formats.ipynb #19298b03
 def read_lora(path) -> LoraWeights:
     "Read what `find_lora` finds, in any of the formats; alpha becomes part of `config`."
     file = find_lora(path)
@@ -178,6 +184,7 @@ def read_lora(path) -> LoraWeights:
     state = {f"{n}.{names[part]}": t for n, p in layers.items() for part, t in p.items() if part in names}
     return LoraWeights(state, config, info, file)
 
+# %% ../../nbs/lora/00_formats.ipynb #19298b04
 def check_lora(path) -> tuple: # (file, our note)
     "Find a LoRA and check its keys. Raises FileNotFoundError or ValueError."
     file = find_lora(path)
@@ -189,6 +196,7 @@ def lora_info(path) -> dict:
     "What `write_lora` got as `info`."
     return _open(find_lora(path), load=False)[1]
 
+# %% ../../nbs/lora/00_formats.ipynb #19298b05
 def lora_layers(path) -> list: # dotted names in the transformer
     file = find_lora(path)
     return sorted(_by_layer(_open(file, load=False)[2], file))
@@ -227,6 +235,7 @@ def write_lora(
     write_atomic(path, save(tensors, metadata=header))
     return path
 
+# %% ../../nbs/lora/00_formats.ipynb #ddc46401
 def convert_lora(path, out, format:str="comfyui") -> Path: # the file
     "Write a LoRA in another format; `path` as in `find_lora`, the others as in `write_lora`."
     return write_lora(out, *read_lora(path)[:3], format)

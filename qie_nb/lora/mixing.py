@@ -35,6 +35,7 @@ def set_weight(transformer, name:str, weight:float):
     "Multiply an adapter's alpha / r, active or not."
     for m in adapted_layers(transformer).values(): m.set_scale(name, weight)
 
+# %% ../../nbs/lora/02_mixing.ipynb #b7e94301
 def active_loras(transformer) -> dict: # {adapter name: weight}, in the order in which they are added
     "The active adapters; weights to nine digits, because peft stores only their product with alpha / r."
     layers = [*adapted_layers(transformer).values()]
@@ -46,6 +47,7 @@ def _weight(layer, name):
     scale = layer.lora_alpha[name] / (layer.r[name]**0.5 if layer.use_rslora.get(name) else layer.r[name])
     return float(f"{layer.scaling[name] / scale:.9g}") if scale else 1.0
 
+# %% ../../nbs/lora/02_mixing.ipynb #b7e94302
 def is_merged(transformer) -> bool:
     return any(m.merged for m in adapted_layers(transformer).values())
 
@@ -68,6 +70,7 @@ def check_weights(weights:dict):
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
             raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1: as trained")
 
+# %% ../../nbs/lora/02_mixing.ipynb #c2378201
 def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
     "Activate these adapters and no others."
     check_not_merged(transformer), check_weights(weights)
@@ -144,6 +147,7 @@ def _name(path, taken):
     if hasattr(torch.nn.ModuleDict, name): name = f"adapter_{name}"
     return next(n for n in (name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))) if n not in taken)
 
+# %% ../../nbs/lora/02_mixing.ipynb #1280b501
 def parse_loras(
     loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
 ) -> list: # of `LoraSpec`, each with its own name

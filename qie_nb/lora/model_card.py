@@ -64,6 +64,7 @@ def _table(*rows): # the first is the head
     lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
     return "\n".join([lines[0], "| --- | --- |", *lines[1:]])
 
+# %% ../../nbs/lora/03_model_card.ipynb #bbca8901
 def _parts(facts, images, where): # (heading, text or None)
     size = lambda v: "x".join(map(str, v)) if isinstance(v, (list, tuple)) else v
     data = [(label, size(facts[k])) for k, label in _DATA.items() if facts.get(k) is not None]
@@ -79,6 +80,7 @@ def _parts(facts, images, where): # (heading, text or None)
     settings = sorted((facts.get("settings") or {}).items())
     yield "Settings", settings and _table(("setting", "value"), *settings)
 
+# %% ../../nbs/lora/03_model_card.ipynb #bbca8902
 def model_card(
     facts:dict, # title, license, captions, held_out_loss, settings and the LoRA file's own note
     images=(), # (path relative to the card, what it shows)
@@ -117,7 +119,8 @@ def published(folder) -> list: # paths relative to it
     "The files to upload. Raises ValueError if LoRA or card is missing."
     folder = Path(folder)
     files = [n for n in (WEIGHT_NAME, COMFY_NAME) if (folder/n).is_file()]
-    if not files: raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; call trainer.save_lora(folder) first")
+    if not files:
+        raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; call trainer.save_lora(folder) first")
     if not (folder/"README.md").is_file():
         raise ValueError(f"{str(folder)!r} contains no README.md; write the model card there first")
     images = re.findall(r"\]\((samples/\d+\.\w+)\)", (folder/"README.md").read_text(encoding="utf-8"))

@@ -32,12 +32,14 @@ class Variant:
     multi_image: bool  # several control images?
     control_area: int = 1024 * 1024 # pixels for the VAE
 
+# %% ../../nbs/models/03_components.ipynb #44abf601
 _IMAGE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 VARIANTS = {v.name: v for v in (
     Variant("v1",   "QwenImageEditPipeline",     "",     None,      False, False),
     Variant("2509", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, False, True),
     Variant("2511", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, True,  True))}
 
+# %% ../../nbs/models/03_components.ipynb #44abf602
 @lru_cache
 def template_of(pipeline:str) -> tuple: # (template with one {} for images and prompt, tokens dropped first)
     "Chat template and drop index of the installed diffusers pipeline."
@@ -89,6 +91,7 @@ def find_variant(folder, expected:str="auto") -> Variant: # expected: auto, v1, 
                          f"zero_cond_t={str(flag).lower()}); set it to auto or correct the config")
     return found
 
+# %% ../../nbs/models/03_components.ipynb #26ddae01
 def native_areas(folder, variant:Variant) -> dict: # control_area, vl_area in pixels
     path = Path(folder)/"qie_nb.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
@@ -96,6 +99,7 @@ def native_areas(folder, variant:Variant) -> dict: # control_area, vl_area in pi
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 
+# %% ../../nbs/models/03_components.ipynb #26ddae02
 def resolve_model(
     name:str, # as for `Components`
     components=(), revision:str=None) -> Path:
@@ -118,6 +122,7 @@ def check_weights(folder, name:str, weights:bool=True): # weights: does this com
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are "
                          "not read, save the model as safetensors")
 
+# %% ../../nbs/models/03_components.ipynb #25686101
 def load_component(
     folder, name:str, dtype=torch.float32, device="cpu", quantization:str=None, prepare=None, placement=None):
     "Load a component; arguments as for `load_quantized`."
@@ -185,6 +190,7 @@ def device_of(part:torch.nn.Module) -> torch.device:
     execution = next((d for d in devices if d is not None), None)
     return next(part.parameters()).device if execution is None else torch.device(execution)
 
+# %% ../../nbs/models/03_components.ipynb #0d79f801
 @patch
 def check(self:Components, *names): # default all
     "Raises ValueError if components cannot be quantized or offloaded as set."
@@ -281,6 +287,7 @@ _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "tor
 _UNUSED = ("generation_config.json", "video_preprocessor_config.json")
 _ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 
+# %% ../../nbs/models/03_components.ipynb #de56b401
 def component_digest(folder, name:str) -> str: # 16 hex digits
     "Digest of a component's weights and settings, the same for a prequantized copy."
     check_weights(folder, name, False)
@@ -295,12 +302,14 @@ def component_digest(folder, name:str) -> str: # 16 hex digits
             parts.append(json.dumps(settings, sort_keys=True))
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
+# %% ../../nbs/models/03_components.ipynb #de56b402
 @patch
 def has_encoders(self:Components) -> bool:
     "Are the encoders here without a download?"
     local = lambda c: not self.hub or (self._quantized_folder(c)/c).is_dir() or not self.hub.missing(c)
     return all((self.folder/c).is_dir() and local(c) for c in _ENCODERS)
 
+# %% ../../nbs/models/03_components.ipynb #de56b403
 @patch
 def identity(self:Components) -> dict:
     "The encoders in the cache's keys and manifest."

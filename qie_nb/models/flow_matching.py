@@ -18,6 +18,7 @@ def pack_latents(
     B, C, h, w = latents.shape
     return latents.view(B, C, h//2, 2, w//2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h//2)*(w//2), C*4)
 
+# %% ../../nbs/models/04_flow_matching.ipynb #511b2301
 def unpack_latents(
     tokens:torch.Tensor, # [B, (h/2)*(w/2), 4*C]
     h:int, w:int, # latent pixels, even
@@ -30,6 +31,7 @@ def unpack_latents(
                          f"got {n}")
     return tokens.view(B, rows, columns, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
 
+# %% ../../nbs/models/04_flow_matching.ipynb #511b2302
 def img_shapes(
     target:tuple, controls=(), # (h, w) of the target and of each control, latent pixels
     batch_size:int=1,
@@ -93,6 +95,7 @@ def flow_target(x0:torch.Tensor, eps:torch.Tensor) -> torch.Tensor: # float32
     "The velocity, `eps - x0`: the sampler steps by `x + (sigma_next - sigma) * velocity`."
     return eps.float() - x0.float()
 
+# %% ../../nbs/models/04_flow_matching.ipynb #85251501
 def flow_loss(
     pred:torch.Tensor, # [B, tokens, 64]; control tokens may follow the target's
     target:torch.Tensor, # [B, target tokens, 64]
@@ -149,6 +152,7 @@ def transformer_inputs(
                 encoder_hidden_states=embeds, encoder_hidden_states_mask=mask,
                 img_shapes=shapes, return_dict=False)
 
+# %% ../../nbs/models/04_flow_matching.ipynb #80cb9601
 def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> torch.Tensor:
     return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask,
                                             shapes))[0][:, :x_t.shape[1]]

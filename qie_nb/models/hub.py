@@ -28,6 +28,7 @@ def find_model_folder(folder) -> Path: # with model_index.json; `folder` if ther
                          f"{', '.join(map(str, found))}")
     return found[0] if found else folder
 
+# %% ../../nbs/models/00_hub.ipynb #01f32301
 def component_class(folder, name:str) -> tuple: # (library's name, class)
     index = json.loads((Path(folder)/INDEX).read_text())
     if not index.get(name) or None in index[name]:
@@ -66,11 +67,13 @@ class HubClient:
     def release(self, path): # and the blob it links to
         for p in {Path(path), Path(os.path.realpath(path))}: p.unlink(missing_ok=True)
 
+# %% ../../nbs/models/00_hub.ipynb #7d30c006
 HUB = HubClient()
 
 # %% ../../nbs/models/00_hub.ipynb #62438044
 CONFIG_FILES = (".json", ".txt", ".jinja", ".model")
 
+# %% ../../nbs/models/00_hub.ipynb #62438001
 class HubModel:
     "The files of a model on the hub."
     def __init__(self, name:str, revision:str=None, hub=None):
@@ -124,6 +127,7 @@ def fetch_configs(self:HubModel, components=()) -> Path: # the local model folde
 # %% ../../nbs/models/00_hub.ipynb #4f75e9ac
 def format_bytes(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
+# %% ../../nbs/models/00_hub.ipynb #4f75e901
 @patch
 def check_disk_space(self:HubModel, component:str, kept:int=None):
     """Print the size of a download. Raises OSError if the disk is too small.
@@ -146,6 +150,7 @@ def check_disk_space(self:HubModel, component:str, kept:int=None):
                       f"{format_bytes(free)} free; {remedy}, or attach the model as a folder")
     print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
 
+# %% ../../nbs/models/00_hub.ipynb #4f75e902
 @patch
 def fetch_all(self:HubModel, components) -> Path: # the local model folder
     folder = self.fetch_configs(components)
@@ -155,6 +160,7 @@ def fetch_all(self:HubModel, components) -> Path: # the local model folder
     return folder
 _hub_model = lru_cache(HubModel)
 
+# %% ../../nbs/models/00_hub.ipynb #4f75e903
 def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local folder
     "The model that a setting names. Raises FileNotFoundError if there is none."
     setting = f"`model.pretrained_model_name_or_path` {name!r}"
@@ -200,6 +206,7 @@ def sampled_digest(path) -> str: # 16 hex digits
                 h.update(f.read(4096))
     return h.hexdigest()[:16]
 
+# %% ../../nbs/models/00_hub.ipynb #46689801
 _VOLATILE = ("_diffusers_version", "_name_or_path", "_class_name")
 
 def transformer_digest(folder) -> str: # 16 hex digits

@@ -22,6 +22,7 @@ def check_serializable(quantization:str, key:str="model.quantize") -> str: # the
         raise ValueError(f"`{key}` qint4 is packed for one kind of device and cannot be saved; use nf4")
     return quantization
 
+# %% ../../nbs/models/02_loading.ipynb #7b10c001
 def serialize_linear(linear:nn.Module) -> dict: # {name within the layer: plain tensor on the CPU}
     w = linear.weight
     names = w.__tensor_flatten__()[0] if hasattr(w, "__tensor_flatten__") else []
@@ -31,6 +32,7 @@ def serialize_linear(linear:nn.Module) -> dict: # {name within the layer: plain 
     if linear.bias is not None: out["bias"] = linear.bias
     return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in out.items()}
 
+# %% ../../nbs/models/02_loading.ipynb #7b10c003
 _PARTS = dict(nf4=("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
                    ".quant_state.bitsandbytes__nf4"),
               qfloat8=("._data", "._scale"), qint8=("._data", "._scale"),
@@ -69,6 +71,7 @@ def deserialize_linear(
 # %% ../../nbs/models/02_loading.ipynb #a33e1c00
 ORIGIN = "origin.json"
 
+# %% ../../nbs/models/02_loading.ipynb #a33e1c01
 def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}
     "The record of the checkpoint that a component was quantized from, or {}."
     file = Path(folder)/ORIGIN
@@ -81,6 +84,7 @@ def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes
         raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, or upgrade "
                          "qie_nb") from None
 
+# %% ../../nbs/models/02_loading.ipynb #a33e1c02
 def saved_quantization(folder) -> str: return source_checkpoint(folder).get("kind") # of its files, or None
 
 def check_saved_quantization(folder, quantization:str, dtype, key:str="model.quantize"):
@@ -103,6 +107,7 @@ def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on 
         with init_empty_weights(include_buffers=False): return (cls.from_config if diffusers else cls)(config)
     finally: torch.set_default_dtype(before)
 
+# %% ../../nbs/models/02_loading.ipynb #6c2d8e01
 def weight_names(names, path) -> list: # path: function of a name
     "The weight files among a component's, without variants such as fp16."
     shortest = lambda end: sorted((n for n in names if n.endswith(end)), key=lambda n: (len(n), n))[:1]
@@ -110,6 +115,7 @@ def weight_names(names, path) -> list: # path: function of a name
         return sorted(set(json.loads(path(index[0]).read_text())["weight_map"].values()))
     return shortest(".safetensors")
 
+# %% ../../nbs/models/02_loading.ipynb #6c2d8e02
 def weight_files(folder) -> list: # paths, sorted
     "Raises FileNotFoundError if one is missing."
     folder, names = Path(folder), source_checkpoint(folder).get("weights")
@@ -132,6 +138,7 @@ def check_missing(folder, names):
     if names: raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; "
                                "copy the model again")
 
+# %% ../../nbs/models/02_loading.ipynb #2b3c4d01
 def trim_malloc():
     "Return freed memory to the system (glibc only)."
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)): trim(0)
@@ -140,6 +147,7 @@ def set_tensor(module:nn.Module, name:str, tensor:torch.Tensor):
     if name in module._parameters: module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     else: module._buffers[name] = tensor
 
+# %% ../../nbs/models/02_loading.ipynb #2b3c4d02
 def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) -> nn.Module: # its owner
     "Copy a checkpoint's tensor into a model; its class may keep parts in float32."
     owner, _, leaf = name.rpartition(".")
@@ -209,6 +217,7 @@ def _finish(model, folder, device_of):
 # %% ../../nbs/models/02_loading.ipynb #ec58079d
 STREAMS = ("img_mod", "txt_mod") # modulation layers of a block
 
+# %% ../../nbs/models/02_loading.ipynb #ec580701
 def component_bytes(
     folder, dtype=torch.bfloat16,
     kind:str=None, # a key of `QUANTIZATIONS`
@@ -228,6 +237,7 @@ def component_bytes(
                 total += math.prod(shape) * width
     return round(total)
 
+# %% ../../nbs/models/02_loading.ipynb #ec580702
 def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
     "Bytes available on a device now, including what torch keeps for reuse."
     d = torch.device(device)

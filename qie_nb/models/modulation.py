@@ -44,6 +44,7 @@ def open_checkpoint(folder) -> dict: # {name: slice of a file, read when it is i
     files = [safe_open(p, "pt") for p in weight_files(folder)]
     return {k: f.get_slice(k) for f in files for k in f.keys()}
 
+# %% ../../nbs/models/05_modulation.ipynb #c4268101
 @torch.no_grad()
 def time_embeddings(
     weights, times, dtype) -> torch.Tensor: # [T, dim] in `dtype`
@@ -75,6 +76,7 @@ class TableRow(NamedTuple):
     blocks: list # [T, 12, dim] of each block, as bytes
     row: int
 
+# %% ../../nbs/models/05_modulation.ipynb #a4849e01
 class ModulationTable:
     "Outputs of all modulation layers, looked up by time."
     def __init__(self,
@@ -197,6 +199,7 @@ class TableModulation(nn.Module):
     def forward(self, temb): # [B, 1 + 12 * blocks, dim] -> [B, 6 * dim]
         return temb.index_select(1, self.index).flatten(1)
 
+# %% ../../nbs/models/05_modulation.ipynb #a5ffaa01
 class TableIndex:
     def __init__(self, table, zero:bool): # zero: are control tokens modulated at time 0 (`zero_cond_t`)?
         self.table, self.zero, self.key, self.rows, self.next = table, zero, None, None, None

@@ -14,7 +14,6 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c005
 from ..cache import EmbeddingCacheManager
 from ..core.environment import detect_environment
 from ..core.files import cached_file_property, file_digest, free_bytes, write_atomic
@@ -35,6 +34,7 @@ def _shard_order(shards) -> list: # names
     first = {f for k, f in files.items() if k.startswith("time_text_embed.")}
     return sorted(shards.names, key=lambda n: (n not in first, n))
 
+# %% ../../nbs/models/06_prequantize.ipynb #7b0df901
 class ShardQuantizer:
     "Quantizes a component file by file; `rows_dir` keeps the table's rows until they are packed."
     def __init__(self, cls, folder, quantization, dtype, device, sets, table_dtype, rows_dir):

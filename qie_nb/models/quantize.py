@@ -27,6 +27,7 @@ def has_bf16(device:torch.device) -> bool:
     if device.type != "cuda": return True
     with torch.cuda.device(device): return torch.cuda.is_bf16_supported(including_emulation=False)
 
+# %% ../../nbs/models/01_quantize.ipynb #74ce7701
 def pick_dtype(
     mixed_precision:str, # auto, bf16, fp16 or no
     device="cpu",
@@ -78,6 +79,7 @@ def check_torchao():
         raise ValueError(f"torchao {version('torchao')} is installed, and peft {version('peft')} fails on "
                          "every LoRA with it; pip install -U torchao, or pip uninstall -y torchao if unused")
 
+# %% ../../nbs/models/01_quantize.ipynb #1ae15801
 def _missing_tools(device) -> list:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     tools = {"ninja": shutil.which("ninja"),
@@ -85,6 +87,7 @@ def _missing_tools(device) -> list:
     if device.type == "cuda": tools["nvcc"] = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     return [name for name, path in tools.items() if not path]
 
+# %% ../../nbs/models/01_quantize.ipynb #1ae15802
 def _problem(quantization, device) -> str: # or None
     library = QUANTIZATIONS[quantization].library
     other = "qfloat8" if library == "bitsandbytes" else "fp8_storage, which needs no package"
@@ -169,6 +172,7 @@ def _torchao(linear, quantization):
     linear.weight = nn.Parameter(joined, requires_grad=False)
     return linear
 
+# %% ../../nbs/models/01_quantize.ipynb #70c13601
 def _fp8_storage(linear, quantization):
     from diffusers.hooks import apply_layerwise_casting
     linear.compute_dtype = linear.weight.dtype

@@ -35,9 +35,11 @@ class Item:
 
 def _adapter_bytes(q) -> int: return 4 * numbers(adapter_shapes(q, trained=False))
 
+# %% ../../nbs/planning/02_disk_space.ipynb #c9f19c01
 def checkpoint_bytes(q) -> int: # of a `MemoryQuery`
     return (1 + q.ema) * _adapter_bytes(q) + optimizer_bytes(q) + 1_000_000 # names, digests
 
+# %% ../../nbs/planning/02_disk_space.ipynb #c9f19c02
 def run_items(config, q) -> list: # of `Item`
     "What training writes besides the cache."
     c, one, root = config.train, checkpoint_bytes(q), Path(config.train.output_dir)/"checkpoints"
@@ -63,6 +65,7 @@ class SampleTokens:
     images: int     # of the control images in the prompt
     text: int
 
+# %% ../../nbs/planning/02_disk_space.ipynb #4dc57d01
 def read_samples(
     config,
     areas:dict, # control_area, vl_area in pixels
@@ -170,6 +173,7 @@ def _existing(folder) -> Path: # the nearest existing parent
     folder = folder.expanduser().absolute()
     return next(p for p in (folder, *folder.parents) if p.exists())
 
+# %% ../../nbs/planning/02_disk_space.ipynb #c4d96701
 @dataclass
 class DiskPlan:
     "What a run will write and whether it fits; displays as a table."
@@ -257,6 +261,7 @@ def model_areas(name:str, plus:bool, data) -> dict: # control_area, vl_area in p
         areas = native_areas(resolve_model(name), find_variant(resolve_model(name)))
     return areas | {k: v for k in areas if (v := getattr(data, k))}
 
+# %% ../../nbs/planning/02_disk_space.ipynb #e314a201
 def disk_plan(
     config=None, # `Config` or dict
     environment:Environment=None, # default this one

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/planning/04_doctor.ipynb #263c6101
 from ..config import Config, make_config
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online, time_limit
@@ -54,6 +53,7 @@ class MachineInfo:
     online: bool = None       # is the hub reachable? None: not checked
     token: bool = False       # is there a hub token?
 
+# %% ../../nbs/planning/04_doctor.ipynb #d9a37f01
 def this_machine(
     environment:Environment=None, # default this one
     internet:bool=True, # ask the hub?
@@ -67,6 +67,7 @@ def this_machine(
 # %% ../../nbs/planning/04_doctor.ipynb #2775a82d
 LEVELS = ("error", "warning", "note", "ok")
 
+# %% ../../nbs/planning/04_doctor.ipynb #2775a801
 @dataclass(frozen=True)
 class Finding:
     what: str
@@ -84,6 +85,7 @@ TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("
              accelerate=("1.13", "1.15"), peft=("0.19", "0.21"), safetensors=("0.7", "0.8"),
              ipywidgets=("7.7", "8.1"))
 
+# %% ../../nbs/planning/04_doctor.ipynb #2775a802
 def _numbers(version) -> tuple: # 0.16.1+cu126 -> (0, 16)
     return tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit())
 
@@ -97,6 +99,7 @@ def _tried(name, version) -> Finding:
         bad = "note", f"newer than the tested versions; if something fails, install {high}"
     return Finding(name, version, *bad)
 
+# %% ../../nbs/planning/04_doctor.ipynb #2775a803
 def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
     v, out = m.versions, {n: _tried(n, x) for n, x in m.versions.items()}
     def add(name, level, remedy): out[name] = Finding(name, v.get(name) or "not installed", level, remedy)
@@ -118,15 +121,18 @@ def _query(c): return memory_query(c, model_facts(c.model.pretrained_model_name_
 
 def _is_large(c:Config) -> bool: return bool(c) and parameters(_query(c)) > 1e9 # not a tiny model
 
+# %% ../../nbs/planning/04_doctor.ipynb #37107601
 def gpu_findings(m:MachineInfo, c:Config=None) -> list:
     many = len(m.gpus) > 1
     if m.gpus: return [f for i, g in enumerate(m.gpus) for f in _gpu(f"GPU {i}" if many else "GPU", g, m, c)]
     why = "the 20 B model needs one with 12 GB or more: Kaggle (Accelerator > GPU T4 x2), Colab (Runtime > " \
           "Change runtime type), or your own"
     if c and not _is_large(c): why = "the tiny model trains on the CPU; " + why
-    if m.cuda is None: why += f"; torch {m.versions.get('torch')} was built without CUDA: install another build"
+    if m.cuda is None:
+        why += f"; torch {m.versions.get('torch')} was built without CUDA: install another build"
     return [Finding("GPU", "none found", "error" if _is_large(c) else "note", why)]
 
+# %% ../../nbs/planning/04_doctor.ipynb #37107602
 def _gpu(name, g, m, c) -> list:
     sm = "{}.{}".format(*g.capability)
     value = f"{g.name}, {g.bytes / 1e9:.1f} GB, sm {sm}"
@@ -144,6 +150,7 @@ def _gpu(name, g, m, c) -> list:
 # %% ../../nbs/planning/04_doctor.ipynb #a3873ad0
 LEAST = 12_000_000_000 # bytes of host memory
 
+# %% ../../nbs/planning/04_doctor.ipynb #a3873a01
 def memory_findings(m:MachineInfo, c:Config=None) -> list:
     value, large, kept = f"{m.memory / 1e9:.1f} GB", _is_large(c), {}
     if large and c.model.text_encoder_offload: kept["`model.text_encoder_offload`"] = ENCODERS["text_encoder"]
@@ -159,6 +166,7 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
               "offload nothing")
     return [Finding("host memory", value, "warning" if large or not c else "note", remedy)]
 
+# %% ../../nbs/planning/04_doctor.ipynb #a3873a02
 def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planned`: `DiskPlan`
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
@@ -175,7 +183,8 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
     name, out = c.model.pretrained_model_name_or_path if c else "tiny", []
     if not is_local(name) and name.startswith((".", "~", "/")):
         setting = f"`model.pretrained_model_name_or_path` {name!r}"
-        return [Finding("model", "missing", "error", f"{setting} does not exist; fix the path, or give a hub id")]
+        why = f"{setting} does not exist; fix the path, or give a hub id"
+        return [Finding("model", "missing", "error", why)]
     files = [] if is_local(name) else download_items(c, _query(c), m.environment.env)
     missing = sum(i.bytes for i in files) > 1e9
     if m.online is False:
@@ -205,12 +214,14 @@ def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a 
     own = parts.identity()
     return out | dict(vae=own["vae"], text_encoder=own["text_encoder"].rpartition("-")[0])
 
+# %% ../../nbs/planning/04_doctor.ipynb #f58fd201
 def _differing(manifest, mine) -> list: # keys; the text encoder's identity may end with its quantization
     def same(k, v):
         if k == "model": return manifest.get(k) != "tiny" # an attached folder may have any name
         return str(manifest.get(k)).startswith(v) if k == "text_encoder" else manifest.get(k, v) == v
     return [k for k, v in mine.items() if not same(k, v)]
 
+# %% ../../nbs/planning/04_doctor.ipynb #f58fd202
 def cache_misfit(
     folder, # of a cache
     config, # `Config` or dict
@@ -224,6 +235,7 @@ def cache_misfit(
     made = ", ".join(f"{v.get('model')}, {v.get('dtype')}" for v in known.values())
     return f"which was made with another model ({made})" * bool(known)
 
+# %% ../../nbs/planning/04_doctor.ipynb #f58fd203
 def cache_findings(m:MachineInfo, c:Config=None) -> list:
     from qie_nb.cache import EmbeddingCacheManager
     dirs = [d for d in (cache_dirs(c) if c else ()) if Path(d).is_dir()]
@@ -297,6 +309,7 @@ class DoctorReport:
         for s, keys in changes.items(): sections[s] |= keys
         return make_config(sections)
 
+# %% ../../nbs/planning/04_doctor.ipynb #ed733801
 def _listed(changes, quote="") -> str:
     return ", ".join(f"{quote}{s}.{k}{quote} {v}" for s, keys in changes.items() for k, v in keys.items())
 

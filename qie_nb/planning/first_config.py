@@ -23,9 +23,12 @@ def driver_gpus() -> list: # of (name, GiB)
 
 _OURS = ("cache", "checkpoints", "runs", "lora", "output")
 
+# %% ../../nbs/planning/05_first_config.ipynb #f0a3a501
 def _below(folder) -> list: # its folders
-    return sorted(p for p in folder.iterdir() if p.is_dir() and p.name[:1] not in "._" and p.name not in _OURS)
+    folders = [p for p in folder.iterdir() if p.is_dir()]
+    return sorted(p for p in folders if p.name[:1] not in "._" and p.name not in _OURS)
 
+# %% ../../nbs/planning/05_first_config.ipynb #f0a3a502
 def find_pairs(folder) -> tuple: # (folder or None, `Samples`, message: what is missing, or "")
     "The first data set in a folder, also one without captions."
     folder, said = Path(folder).expanduser(), []
@@ -80,7 +83,8 @@ def file_text(
     preset = preset_of(name, gib, count) if gpus else None
     why = "no GPU was found, so this is a trial with the embedded model; with a GPU: t4x2, rtx4090, ..."
     if gpus: why = f"{name}, {gib * 1.0737:.0f} GB" + f", {count} of them" * (count > 1)
-    if gpus and not preset: why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
+    if gpus and not preset:
+        why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
     steps, mark = max(500, min(16 * pairs, 2000)), "" if preset else "# "
     if not preset: steps = 150
     return FILE.format(

@@ -20,6 +20,7 @@ from ..models.quantize import QUANTIZATIONS, parse_quantization
 REAL = dict(in_channels=64, num_layers=60, attention_head_dim=128, num_attention_heads=24,
             joint_attention_dim=3584)
 
+# %% ../../nbs/planning/00_memory_query.ipynb #bf1af501
 @dataclass(frozen=True)
 class MemoryQuery:
     "What the memory of a training step depends on."
@@ -54,6 +55,7 @@ class MemoryQuery:
     def has_adapter(self, layer:str) -> bool:
         return is_target(self.targets if isinstance(self.targets, str) else list(self.targets), layer)
 
+# %% ../../nbs/planning/00_memory_query.ipynb #bf1af502
 def stream_tokens(q:MemoryQuery) -> dict: # of a batch
     return dict(img=q.batch * (q.target + q.control), txt=q.batch * q.text)
 
@@ -64,6 +66,7 @@ def _table(config, t) -> bool: # the decision of `qie_nb.training.run_modulation
     trained = any(is_target(config.model.lora.target_modules, n) for n in layers)
     return bool(config.model.modulation_table) and not trained and not t.get("use_additional_t_cond")
 
+# %% ../../nbs/planning/00_memory_query.ipynb #5afca601
 def _settings(c, base_bytes) -> dict:
     t, s, names = c.train, c.model.lora, target_modules(c.model.lora.target_modules)
     return dict(targets=names if isinstance(names, str) else tuple(names), r=s.r, dora=s.use_dora,
@@ -76,9 +79,11 @@ def _settings(c, base_bytes) -> dict:
 def model_folder(name:str) -> Path: # may be missing
     return resolve_model(name) if name == "tiny" else Path(name).expanduser()
 
+# %% ../../nbs/planning/00_memory_query.ipynb #5afca602
 def stored_quantization(name:str) -> str: # of a prequantized copy, else None
     return saved_quantization(model_folder(name)/"transformer")
 
+# %% ../../nbs/planning/00_memory_query.ipynb #5afca603
 def memory_query(
     config, # `Config`
     transformer:dict=REAL, # its configuration

@@ -13,7 +13,6 @@ from html import escape
 import torch, yaml
 from fastcore.basics import patch
 
-# %% ../../nbs/planning/03_plan.ipynb #cc7f4e01
 from ..config import Config, make_config
 from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, NO_BF16
@@ -51,6 +50,7 @@ class GpuInfo:
     bf16: bool = True       # native?
     emulated: bool = False  # bfloat16?
 
+# %% ../../nbs/planning/03_plan.ipynb #bb7ea701
 def installed_gpus() -> tuple: # of `GpuInfo`
     out = []
     for i in range(torch.cuda.device_count()):
@@ -61,10 +61,12 @@ def installed_gpus() -> tuple: # of `GpuInfo`
         out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated))
     return tuple(out)
 
+# %% ../../nbs/planning/03_plan.ipynb #bb7ea702
 def first_kind(gpus) -> Gpu: # of the first `GpuInfo`; None if there is none
     same = [g for g in gpus if g.name == gpus[0].name]
     return Gpu(same[0].name, min(g.bytes for g in same), same[0].bf16, len(same)) if same else None
 
+# %% ../../nbs/planning/03_plan.ipynb #bb7ea703
 def parse_gpu(
     gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB, `Gpu`, or None: the installed one
 ) -> Gpu: # None if none is named or installed
@@ -129,6 +131,7 @@ def strategy_settings(q:MemoryQuery, config) -> dict: # {section: {key: value}},
 # %% ../../nbs/planning/03_plan.ipynb #dbc72ebc
 FREE = 0.07 # of a GPU's memory
 
+# %% ../../nbs/planning/03_plan.ipynb #dbc72e01
 @dataclass
 class Plan:
     "What fits a GPU; displays as tables."
@@ -191,7 +194,8 @@ def _head(self:Plan) -> str:
 # %% ../../nbs/planning/03_plan.ipynb #44828702
 @patch
 def _settings(self:Plan) -> str: # as YAML
-    return yaml.safe_dump(self.changes, sort_keys=False) if self.changes else "none are needed: it fits as it is"
+    if not self.changes: return "none are needed: it fits as it is"
+    return yaml.safe_dump(self.changes, sort_keys=False)
 
 @patch
 def __repr__(self:Plan):
@@ -222,6 +226,7 @@ def _encoders(q) -> dict: # bytes
 
 def _is_tiny(q) -> bool: return parameters(replace(q, table=False)) < 1e9
 
+# %% ../../nbs/planning/03_plan.ipynb #4387e301
 def encoder_settings(
     q:MemoryQuery,
     gpu:Gpu, # or None

@@ -31,12 +31,14 @@ RATES = { # {GPU: (10^12 operations a second in 16 bits, in float32, 10^9 bytes 
 def rates_of(gpu:str) -> tuple: # None for an unknown GPU
     return next((r for name, r in RATES.items() if re.search(rf"\b{name}\b(?! laptop)", gpu, re.I)), None)
 
+# %% ../../nbs/planning/06_step_time.ipynb #4f17fc01
 def unpacked_bytes(q:MemoryQuery) -> float: # read and written to unpack quantized weights once
     if not q.quantization: return 0
     size = lambda x: x.layers * block_bytes(x) + other_bytes(x)
     stored = replace(q, base_bytes=2, table=True)
     return size(stored) + size(replace(stored, quantization=None)) * q.base_bytes / 2
 
+# %% ../../nbs/planning/06_step_time.ipynb #4f17fc02
 def step_seconds(
     q:MemoryQuery,
     gpu:str, # name
@@ -48,5 +50,6 @@ def step_seconds(
     work = step_work(q) * copies / (slow if q.base_bytes == 4 and not q.fp16 else fast)
     return work + unpacked_bytes(q) * (3 if q.checkpointing else 2) / (memory * 1e9)
 
+# %% ../../nbs/planning/06_step_time.ipynb #4f17fc03
 def duration(seconds:float) -> str:
     return f"{max(1, seconds / 60):.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -24,6 +24,7 @@ class Saved(dict):
     @property
     def bytes(self) -> int: return sum(self.values())
 
+# %% ../../nbs/planning/01_training_memory.ipynb #0a926701
 class BlockActivations(Saved):
     "What one block saves."
     def __init__(self, q, number): super().__init__(); self.q, self.number = q, number
@@ -139,6 +140,7 @@ def _saved_by_blocks(q) -> Saved: # without checkpointing
     total.add("rotary angles", 4 * q.dim // q.heads * (q.target + q.control))
     return total
 
+# %% ../../nbs/planning/01_training_memory.ipynb #e2a65001
 def _saved_by_checkpoints(q, img, txt) -> Saved:
     total, one = Saved(), (img + txt) * q.dim * q.base_bytes
     total.add("inputs of the blocks", q.layers * one)
@@ -148,6 +150,7 @@ def _saved_by_checkpoints(q, img, txt) -> Saved:
         total.add("attention log-sum-exp", q.layers * (img + txt) * q.heads * 4)
     return total
 
+# %% ../../nbs/planning/01_training_memory.ipynb #e2a65002
 def saved_activations(q:MemoryQuery) -> Saved: # {tensor: bytes in all blocks}
     img, txt = stream_tokens(q).values()
     total = _saved_by_checkpoints(q, img, txt) if q.checkpointing else _saved_by_blocks(q)
@@ -173,6 +176,7 @@ def peak_activations(q:MemoryQuery) -> int: # bytes
 # %% ../../nbs/planning/01_training_memory.ipynb #72d80ebc
 RUNTIME = 0.7e9 # CUDA context, kernels, cuBLAS workspaces: an estimate
 
+# %% ../../nbs/planning/01_training_memory.ipynb #72d80e01
 @dataclass
 class Memory:
     "Bytes of a training step; displays as a table."
@@ -190,6 +194,7 @@ class Memory:
     def __repr__(self): return text_table(self._rows(), ("part", "GB", "why"))
     def _repr_html_(self): return table_html(self._rows(), ("part", "GB", "why"))
 
+# %% ../../nbs/planning/01_training_memory.ipynb #72d80e02
 def weight_bytes(q:MemoryQuery) -> tuple: # (bytes on the fullest device, why)
     blocks = min(SLOTS, q.layers) if q.block_swap else -(-q.layers // q.devices)
     form = q.quantization or ("float32" if q.base_bytes == 4 else "bfloat16")
@@ -207,6 +212,7 @@ def _saved(q) -> tuple: # (bytes, why)
         why += ", inputs in host memory"
     return size * -(-q.layers // q.devices) // q.layers, f"{tokens} tokens; {why}"
 
+# %% ../../nbs/planning/01_training_memory.ipynb #7e3b1f01
 def memory_of(
     q:MemoryQuery,
     gpu:bool=True, # with `RUNTIME`?

@@ -31,11 +31,13 @@ def load_batch(trainer, dataset, indices): # a batch with the four cached tensor
     batch = collate([dataset[i] for i in indices], dataset.geometry, dataset.config)
     return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
 
+# %% ../../nbs/sampling/03_cached_edits.ipynb #87dc1501
 def is_available(components, *names) -> bool:
     "Are these components in the folder, or on the hub?"
     local = components.name == "tiny" or Path(components.name).expanduser().is_dir()
     return not local or all((components.folder/n).is_dir() for n in names)
 
+# %% ../../nbs/sampling/03_cached_edits.ipynb #87dc1502
 def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
     "The empty prompt's embedding for a sample's control images, read or encoded."
     cache = dataset.cache if dataset.identity is not None else None
@@ -48,6 +50,7 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
         return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
     return encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0].cpu()
 
+# %% ../../nbs/sampling/03_cached_edits.ipynb #87dc1503
 def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> Encoded:
     "The transformer's inputs for a sample, with guidance also of the empty prompt."
     batch, uncond = load_batch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
@@ -63,6 +66,7 @@ def edit_cached(
         return denoise_encoded(tr, scheduler, encoded, steps, true_cfg_scale, seed,
                                dtype=trainer.weight_dtype, on_step=on_step)
 
+# %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9f01
 def cached_data(
     trainer,
     data=None, # `ImageDataset`, loader, configuration or folder; default the trainer's own
@@ -81,6 +85,7 @@ def cached_data(
     trainer.set_geometry_and_identity(found)
     return found
 
+# %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9f02
 def cached_edits(trainer, dataset, indices, true_cfg_scale:float=4.0, seeds=()) -> list:
     "Samples as (`Edit`, `Encoded`). Raises ValueError for a wrong index or a missing empty prompt."
     out, bad = [], [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]

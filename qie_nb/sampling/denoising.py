@@ -49,6 +49,7 @@ def start_noise(shape, seed, generator, device, dtype) -> torch.Tensor: # [B, C,
     g = generator or torch.Generator("cpu").manual_seed(seed)
     return randn_tensor(shape, generator=g, device=torch.device(device), dtype=dtype).transpose(1, 2)
 
+# %% ../../nbs/sampling/00_denoising.ipynb #e8a2c601
 @torch.no_grad()
 def denoise(
     transformer,
@@ -132,6 +133,7 @@ def steps_in_name(path): # int, or None for other files
     found = _LIGHTNING.search(Path(str(path)).name)
     return int(found[1]) if found else None
 
+# %% ../../nbs/sampling/00_denoising.ipynb #039b0601
 def pick_schedule(
     wanted, # as in `as_schedule`; None or auto: from the adapters in use
     adapters=(), # (path, metadata) of those in use, in order

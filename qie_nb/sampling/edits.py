@@ -89,6 +89,7 @@ def factor_of(components) -> int: # image pixels per latent pixel
     check_weights(folder := components.folder_of("vae"), "vae")
     return 2 ** len(json.loads((folder/"vae"/"config.json").read_text())["temperal_downsample"])
 
+# %% ../../nbs/sampling/01_edits.ipynb #9dede701
 def make_edits(
     components, geometry, # of the control images; nothing is built
     prompt_image, # an image, a list of images, or with several prompts a list with an entry each
@@ -122,6 +123,7 @@ class Encoded:
 
 def _encoded_as(prompt) -> str: return prompt if prompt.strip() else " "
 
+# %% ../../nbs/sampling/01_edits.ipynb #c3ba9901
 def encode_edits(
     encoder, edits, geometry, # `Encoder`, list of `Edit`, `Geometry` of the control images
     guidance:bool=True, # encode the negative prompts?
@@ -179,6 +181,7 @@ def check_sampling(scheduler, edits, factor:int, steps, true_cfg_scale, override
     for w, h in {e.size for e in edits}:
         sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
 
+# %% ../../nbs/sampling/01_edits.ipynb #050ee701
 def run_edits(
     encoder,
     at, # returns the component of this name, placed; called when its stage begins
@@ -193,6 +196,7 @@ def run_edits(
     return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
                        encoder.vae_2d)
 
+# %% ../../nbs/sampling/01_edits.ipynb #050ee702
 def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
                 vae_2d) -> list:
     "The stages after encoding."

@@ -80,6 +80,7 @@ def _as_image(x): # the same data as an image, if it is one
 
 def _call(f, args, kwargs): return _as_image(f(*_plain(args), **{k: _plain(v) for k, v in kwargs.items()}))
 
+# %% ../../nbs/sampling/02_preview.ipynb #4b56e501
 class EditedImage(np.ndarray):
     "A uint8 image [H, W, 3] that a notebook shows."
     def __array_ufunc__(self, ufunc, method, *args, **kwargs):
@@ -96,6 +97,7 @@ class EditedImage(np.ndarray):
         h, w = self.shape[:2]
         return image_bytes(self, max(h, w)), {"width": w * max(1, 288 // max(h, w))}
 
+# %% ../../nbs/sampling/02_preview.ipynb #4b56e502
 def _method(name):
     return lambda self, *args, **kwargs: _call(getattr(np.ndarray, name), (self, *args), kwargs)
 

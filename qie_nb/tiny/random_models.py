@@ -131,6 +131,7 @@ def save_tiny(
         (folder/"qie_nb.json").write_text(json.dumps(own))
     return folder
 
+# %% ../../nbs/tiny/00_random_models.ipynb #77c51601
 _kept = []
 
 @lru_cache

@@ -9,6 +9,8 @@ __all__ = ['Callback', 'UnloadEncodersCallback', 'call', 'eval_intervals', 'due'
 import time
 from dataclasses import dataclass, field
 
+from fastcore.basics import patch
+
 # %% ../../nbs/training/00_callbacks.ipynb #f21998bc
 @dataclass(frozen=True)
 class EvalImage:
@@ -17,6 +19,7 @@ class EvalImage:
     file: object      # path
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
 
+# %% ../../nbs/training/00_callbacks.ipynb #f2199801
 @dataclass
 class EvalWork:
     "The evaluation that is running."
@@ -30,6 +33,7 @@ class EvalWork:
         pace = (time.time() - self.began) / self.done if self.done > 2 else self.pace
         return pace and max(0, self.passes - self.done) * pace
 
+# %% ../../nbs/training/00_callbacks.ipynb #f2199802
 @dataclass
 class RunState:
     "Position, last results and flags of a run."
@@ -82,28 +86,32 @@ class RunState:
     def warn_once(self, text:str):
         if text and text not in self.warned: self.warned.add(text); print(text)
 
-    def advance(self, batches:int, per_epoch:int):
-        "Count a step."
-        self.global_step, self.position = self.global_step + 1, self.position + batches
-        self.epoch_ended = self.position >= per_epoch
-        if self.epoch_ended: self.epoch, self.position = self.epoch + 1, 0
-        if self.global_step >= self.max_steps: self.stop = "done"
-        self.whole = True
+# %% ../../nbs/training/00_callbacks.ipynb #304eb487
+@patch
+def advance(self:RunState, batches:int, per_epoch:int):
+    "Count a step."
+    self.global_step, self.position = self.global_step + 1, self.position + batches
+    self.epoch_ended = self.position >= per_epoch
+    if self.epoch_ended: self.epoch, self.position = self.epoch + 1, 0
+    if self.global_step >= self.max_steps: self.stop = "done"
+    self.whole = True
 
-    def set_lengths(self, train, batches:int):
-        "Plan the remaining steps; a forced resume may have other epochs."
-        n = train.gradient_accumulation_steps
-        if self.position >= batches: self.epoch, self.position = self.epoch + 1, 0
-        self.epoch_ended = self.global_step > 0 and self.position == 0
-        per_epoch, done = -(-batches // n), -(-self.position // n) # steps
-        begun = self.global_step - done # at the current epoch
-        self.max_steps = train.max_train_steps or begun + (train.num_epochs - self.epoch) * per_epoch
-        self.num_epochs = self.epoch + -(-(self.max_steps - begun) // per_epoch)
+@patch
+def set_lengths(self:RunState, train, batches:int):
+    "Plan the remaining steps; a forced resume may have other epochs."
+    n = train.gradient_accumulation_steps
+    if self.position >= batches: self.epoch, self.position = self.epoch + 1, 0
+    self.epoch_ended = self.global_step > 0 and self.position == 0
+    per_epoch, done = -(-batches // n), -(-self.position // n) # steps
+    begun = self.global_step - done # at the current epoch
+    self.max_steps = train.max_train_steps or begun + (train.num_epochs - self.epoch) * per_epoch
+    self.num_epochs = self.epoch + -(-(self.max_steps - begun) // per_epoch)
 
-    def reset(self):
-        "Back to step 0."
-        kept = ("began", "process", "processes", "poll", "warned")
-        vars(self).update(vars(RunState(**{k: getattr(self, k) for k in kept})))
+@patch
+def reset(self:RunState):
+    "Back to step 0."
+    kept = ("began", "process", "processes", "poll", "warned")
+    vars(self).update(vars(RunState(**{k: getattr(self, k) for k in kept})))
 
 # %% ../../nbs/training/00_callbacks.ipynb #ff442fdd
 class Callback:

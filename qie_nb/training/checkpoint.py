@@ -31,6 +31,7 @@ def split_state(state:dict) -> tuple: # ({"3.exp_avg": tensor}, JSON-ready rest)
     for i, s in state["state"].items(): put(i, s)
     return tensors, dict(param_groups=state["param_groups"], values=values)
 
+# %% ../../nbs/training/04_checkpoint.ipynb #5a457d01
 def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dict`
     "The inverse of `split_state`."
     state = {}

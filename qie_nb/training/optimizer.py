@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 
 import torch
+from fastcore.basics import patch
 
 # %% ../../nbs/training/02_optimizer.ipynb #84b5c15c
 _PACKAGES = dict(adamw8bit="bitsandbytes", prodigy="prodigyopt", adafactor="transformers")
@@ -85,6 +86,7 @@ def check_schedule(
         raise ValueError(f"`lr_scheduler.warmup_steps` is {warm}, but the run has {steps} optimizer steps; "
                          f"set it below {steps} or train longer")
 
+# %% ../../nbs/training/02_optimizer.ipynb #54cef401
 def make_schedule(
     optimizer,
     settings, # `SchedulerSection`
@@ -118,21 +120,25 @@ class EMA:
 
     def decay_at(self, n:int) -> float: return min(self.decay, (1 + n) / (10 + n))
 
-    @torch.no_grad()
-    def update(self, ok:torch.Tensor):
-        "Move the mean towards the parameters if `ok`, without waiting for the device."
-        gap = torch._foreach_sub([p.detach().float() for p in self.params], self.mean)
-        torch._foreach_mul_(gap, 1 - self.decay_at(self.n))
-        torch._foreach_add_(self.mean, [torch.where(ok.to(g.device), g, -0.) for g in gap]) # -0. adds nothing
-        self.n += 1
+# %% ../../nbs/training/02_optimizer.ipynb #4ceb6235
+@patch
+@torch.no_grad()
+def update(self:EMA, ok:torch.Tensor):
+    "Move the mean towards the parameters if `ok`, without waiting for the device."
+    gap = torch._foreach_sub([p.detach().float() for p in self.params], self.mean)
+    torch._foreach_mul_(gap, 1 - self.decay_at(self.n))
+    torch._foreach_add_(self.mean, [torch.where(ok.to(g.device), g, -0.) for g in gap]) # -0. adds nothing
+    self.n += 1
 
-    @contextmanager
-    def apply(self):
-        "Context in which the parameters hold the mean."
-        def put(values):
-            for p, v in zip(self.params, values): p.copy_(v)
-        with torch.no_grad():
-            was = [p.detach().clone() for p in self.params]
-            put(self.mean)
-            try: yield
-            finally: put(was)
+# %% ../../nbs/training/02_optimizer.ipynb #aba37f7f
+@patch
+@contextmanager
+def apply(self:EMA):
+    "Context in which the parameters hold the mean."
+    def put(values):
+        for p, v in zip(self.params, values): p.copy_(v)
+    with torch.no_grad():
+        was = [p.detach().clone() for p in self.params]
+        put(self.mean)
+        try: yield
+        finally: put(was)

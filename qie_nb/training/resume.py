@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/training/05_resume.ipynb #bd1de001
 from ..config import make_config
 from ..core.environment import detect_environment
 from ..data.dataset import ImageDataset
@@ -89,6 +88,7 @@ def _data_difference(was, now) -> str:
     if not was.items() & now.items(): return f"{len(was)} other pairs"
     return f"pairs: {len(was)} in the checkpoint, {len(now)} now ({listed})"
 
+# %% ../../nbs/training/05_resume.ipynb #87b9cd01
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
     "Differences between two fingerprints, in facts that both have."
     new_name, settings = {old: new for new, old in _OLD.items()}, now["settings"]
@@ -100,6 +100,7 @@ def diff_runs(was:dict, now:dict) -> list: # one sentence each
         found.append(_data_difference(was["data"], now["data"]))
     return found
 
+# %% ../../nbs/training/05_resume.ipynb #87b9cd02
 def check_same_run(name:str, was:dict, now:dict, force:bool=False):
     "Raise ValueError with all differences if a checkpoint is another run's."
     found = "; ".join(diff_runs(was, now))
@@ -121,6 +122,7 @@ def _model_misfit(config, state) -> str:
 
 def _digests(samples) -> dict: return {s.id: sample_digest(s) for s in samples}
 
+# %% ../../nbs/training/05_resume.ipynb #c6417e01
 def _data_misfit(config, was, fraction) -> list: # of sentences
     if not (was.get("data") and config.data.dataset_path): return []
     c = make_config(config.model_dump() | dict(cache=dict(use_cache=False)))
@@ -134,6 +136,7 @@ def _data_misfit(config, was, fraction) -> list: # of sentences
             return [_data_difference(was["data"], now())] if now() != was["data"] else []
     except (ValueError, OSError): return [] # the doctor reports what is wrong with the data
 
+# %% ../../nbs/training/05_resume.ipynb #c6417e02
 def checkpoint_misfit(
     folder, # of a checkpoint
     config, # `Config` or dict

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-# %% ../../nbs/training/07_run_adapters.ipynb #de820901
 from ..config import make_config
 from ..core.cache_report import size_text
 from ..core.progress import kernel

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/training/06_run_data.ipynb #4bd5c901
 from ..cache import CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import make_config
 from ..core.progress import kernel

@@ -11,7 +11,6 @@ import json, logging
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/training/08_run_modulation.ipynb #4ba7a001
 from ..cache import EmbeddingCacheManager
 from ..config import make_config
 from ..data.dataset import ImageDataset

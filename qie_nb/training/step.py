@@ -88,6 +88,7 @@ def pad_batch(batch) -> dict: # with padded prompts [B, L, D] and their mask
     embeds, mask = pad_prompts(batch["prompt_embed"])
     return {**batch, "prompt_embed": embeds, "prompt_embeds_mask": mask}
 
+# %% ../../nbs/training/01_step.ipynb #234daa01
 def _prompt_lengths(batch): # [] if they cannot be read
     mask, prompts = batch["prompt_embeds_mask"], batch["prompt_embed"]
     if isinstance(prompts, list): return [len(e) for e in prompts]
@@ -96,6 +97,7 @@ def _prompt_lengths(batch): # [] if they cannot be read
     padding = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < lengths[:, None]) # and nothing else
     return lengths.tolist() if padding and lengths.all() else []
 
+# %% ../../nbs/training/01_step.ipynb #234daa02
 def split_by_prompt_length(
     batch, # `prompt_embed` padded [B, L, D] or a list of [L_i, D]
     together:bool=False, # keep it whole? FSDP's processes must make equally many calls
@@ -122,6 +124,7 @@ class StepBatches(list):
         self.counts = [mine for mine, _ in counts]
         self.samples = sum(n for _, n in counts) # over all batches and processes
 
+# %% ../../nbs/training/01_step.ipynb #cdfb7f01
 class BatchStream:
     "A loader's batches by optimizer step, and the run's callbacks."
     def __init__(self, loader, accumulate, callbacks):

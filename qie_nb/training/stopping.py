@@ -111,6 +111,7 @@ def _changes(c) -> list: # (key, value, note), in the order to try
         (m.lora.r > 8, "model.lora.r", m.lora.r // 2, " (a new run)"),
         (c.optimizer.name == "adamw", "optimizer.name", "adafactor", " (a new run)")) if ok]
 
+# %% ../../nbs/training/03_stopping.ipynb #a72e7301
 def training_advice(config) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them."
     from qie_nb.planning.memory_query import memory_query, model_facts, prompt_tokens
@@ -146,6 +147,7 @@ def encoder_advice(
 # %% ../../nbs/training/03_stopping.ipynb #c71969ea
 class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that help."
 
+# %% ../../nbs/training/03_stopping.ipynb #c7196901
 @contextmanager
 def memory_advice(
     doing:str, # e.g. training

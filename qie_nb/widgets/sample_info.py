@@ -94,6 +94,7 @@ def _tokens(dataset, i, components, whole, f) -> dict:
                 text=None if n is None else n - sum(images),
                 sequence=None if n is None else n + target + sum(controls))
 
+# %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0020
 def known_geometry(dataset): # images keep their size where the size in training is not known
     g, same = dataset.geometry, lambda size: size
     if dataset.areas or dataset.identity or dataset.config.control_area: return g
@@ -106,6 +107,7 @@ def _try(problems, work, otherwise=None): # collects errors as text
         if str(e) not in problems: problems.append(str(e))
         return otherwise
 
+# %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0021
 def bad_entries(dataset:ImageDataset, i:int) -> list: # (tensor's name, location, reason)
     "Corrupt cache entries of a sample. An unchanged entry is read only once."
     if dataset.cache is None or dataset.identity is None: return []

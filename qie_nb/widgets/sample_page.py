@@ -30,6 +30,7 @@ _ZOOM = ("<style>.image-zoom img {cursor:zoom-in} .image-zoom :checked + img {he
          "max-width:100%; object-fit:contain; cursor:zoom-out} "
          "figure:has(.image-zoom :checked) {max-width:100% !important; display:block !important}</style>")
 
+# %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0003
 def zoomable(figure:str) -> str: # of `image_html`
     box = "<label class='image-zoom' title='click to enlarge'><input type='checkbox' style='display:none'>"
     return figure.replace("<img ", f"{box}<img ", 1).replace("<figcaption", "</label><figcaption", 1)
@@ -87,15 +88,19 @@ def _sum(t) -> str: # the transformer's sequence; unknown lengths are left out
     if t.get("sequence") is None: return f"tokens: {' + '.join(known)}; those of the text are not counted yet"
     return f"tokens: {' + '.join(known)} = {t['sequence']}"
 
+# %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0004
 def _details(f) -> str: # folded: what the model gets
     rows = [_sum(f["tokens"] or {}), f"image sizes in training: target {_size(f['bucket'])}, controls "
             + ", ".join(map(_size, f["control_bucket"])) + ", unless the model has another area" * (not f["areas_known"])]
     if f["missing"] not in ([], ["everything"]): rows.append(f"not encoded yet: {', '.join(f['missing'])}")
     if f["dropped"]: rows.append(f"epoch {f['epoch']} trains this pair without its caption (caption dropout)")
-    text = "" if f["text"] is None or not f["variant"] else f"text for the model:<pre style='{_BOX}'>{escape(f['text'])}</pre>"
+    text = ""
+    if f["text"] is not None and f["variant"]:
+        text = f"text for the model:<pre style='{_BOX}'>{escape(f['text'])}</pre>"
     rows = "".join(f"<div>{escape(r)}</div>" for r in rows if r)
     return f"<details><summary>details</summary>{rows}{text}</details>"
 
+# %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0010
 def _warnings(f) -> str:
     rows = [f"{mark}: {why}" for mark, why in f["marks"]]
     rows += [f"{name} is bad: {why} ({where})" for name, where, why in f["bad"]]
@@ -106,6 +111,7 @@ _BOX = "white-space:pre-wrap;border:1px solid;border-radius:4px;padding:6px;marg
 
 def _caption(f) -> str: return f"<pre style='{_BOX}'>{escape(f['prompt'])}</pre>"
 
+# %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0011
 def sample_html(
     dataset, i:int, # `ImageDataset`
     model=None, # trainer, `Components`, folder or hub id

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 from fastcore.basics import patch
 
-# %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0005
 from ..core.display import Display, StatusText, note, report_errors
 from ..core.files import write_atomic
 from ..data.images import source_digest
@@ -143,7 +142,8 @@ def caption_file(sample) -> tuple: # (path or None, why it cannot be edited)
     "The file of a sample's own caption."
     where = getattr(sample, "prompt_from", None)
     if isinstance(where, Path): return where, ""
-    return None, f"this caption is in {where}; edit it there" if where else "this caption has no file of its own"
+    if where: return None, f"this caption is in {where}; edit it there"
+    return None, "this caption has no file of its own"
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #7a74d201
 @patch

@@ -54,6 +54,7 @@ def read_run(
                     {t.removesuffix(end): [(e.step, text(e)) for e in acc.Tensors(t)]
                      for t in tags["tensors"] if t.endswith(end)})
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0014
 def read_events(
     logdir, # folder with event files, searched recursively
 ) -> tuple: # ({tag: [(step, value)]}, {tag: [(step, uint8 array)]})
@@ -78,6 +79,7 @@ def running_mean(values, share:float=0.05) -> np.ndarray: # float64, same length
 CURVES = dict(loss="loss", held_out_loss="held-out loss", lr="learning rate", grad_norm="gradient norm")
 SHOWN = 6 # most runs in a figure
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0025
 def draw_curve(ax, tag:str, runs:dict): # matplotlib Axes; {name: EventRun}
     "One scalar of every run."
     lowest, highest = np.inf, 0
@@ -100,6 +102,7 @@ def draw_curve(ax, tag:str, runs:dict): # matplotlib Axes; {name: EventRun}
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0026
 def _xy(run, tag): return (np.array(v, float) for v in zip(*run.scalars[tag]))
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0013
@@ -114,6 +117,7 @@ def _plain(text, most):
     text = "".join(c if c.isprintable() else " " for c in text)
     return textwrap.shorten(text, most, placeholder=" ...") or text[:most]
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0027
 def last_images(runs:dict) -> list: # {name: EventRun}, the newest last; (title, image, caption)
     "The last training images and evaluation samples of the newest run that has some."
     name, run = next(((n, r) for n, r in reversed(runs.items()) if r.images), ("", EventRun()))
@@ -174,11 +178,13 @@ def tensorboard_program() -> str: # path of what the magic starts, or ""; it is 
     beside, found = Path(sys.executable).with_name("tensorboard"), shutil.which("tensorboard")
     return os.environ.get("TENSORBOARD_BINARY") or found or (str(beside) if beside.is_file() else "")
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0028
 def proxy_address() -> str: # of a port, with %PORT%, or ""
     hub = detect_environment().hub.rstrip("/")
     by_hub = f"{hub}/proxy/%PORT%/" if hub and has_server_proxy() else ""
     return os.environ.get("TENSORBOARD_PROXY_URL") or by_hub
 
+# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0029
 def choose_view() -> tuple: # ("magic", "proxy" or "figure", reason or address)
     "How TensorBoard can be shown here."
     here = detect_environment()
@@ -208,7 +214,11 @@ def show_tensorboard(
     if chosen == "figure" or Path(logdir).is_file(): return plot_events(logdir) # a file raises ValueError
     if not Path(logdir).is_dir():
         print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")
-    if chosen == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = proxy_address() or "/proxy/%PORT%/"
+    _run_magic(logdir, chosen)
+
+# %% ../../nbs/widgets/05_tensorboard.ipynb #3fd89360
+def _run_magic(logdir, view:str): # magic or proxy
+    if view == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = proxy_address() or "/proxy/%PORT%/"
     if program := tensorboard_program(): os.environ["TENSORBOARD_BINARY"] = program
     from IPython import get_ipython
     shell, line = get_ipython(), f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"

@@ -53,6 +53,7 @@ _LINE = '<polyline fill="none" stroke="{}" stroke-width="{}" stroke-linejoin="ro
 _TEXT = '<text x="{:.1f}" y="{:.1f}" text-anchor="{}" fill="{}">{}</text>'
 _PALE, _BLUE, _RED, _GREY = "#9cc3e6", "#1f6fb4", "#e4572e", "#808080"
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0041
 def curve_svg(
     loss, held_out=(), # (step, value) points; the held-out ones are drawn as dots
     w:int=440, h:int=212, # pixels; the legend is above the plot
@@ -81,6 +82,7 @@ def curve_svg(
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" font-family="sans-serif" '
             f'font-size="11">{"".join(parts)}</svg>')
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0042
 def svg_image(svg:str) -> str: # as an <img>
     return f'<img alt="losses" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
 
@@ -96,6 +98,7 @@ def memory_gauges(device) -> dict: # MB (1e6 bytes), and `utilization` in 0..1
     used = psutil.virtual_memory().percent / 100
     return dict(allocated_MB=psutil.Process().memory_info().rss / 1e6, utilization=used)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0043
 def memory_text(device) -> str:
     g = memory_gauges(device)
     peak = f"{g['peak_MB'] / 1e3:.1f} peak" if "peak_MB" in g else "this process"
