@@ -71,7 +71,7 @@ def cached_run(tmp_path_factory):
 def test_all_tags_with_cached_latents(cached_run):
     r, t = cached_run.run, cached_run.trainer
     assert t.qwen_vl is None and t.vae is None
-    assert {"lr", "grad_norm", "gpu_modules/text_encoder_MB_cpu", "held_out_loss", "held_out_loss_low", "held_out_loss/0.0-0.2", "held_out_pairs"} <= set(r.scalars)
+    assert {"lr", "grad_norm", "gpu_modules/text_encoder_MB_cpu", "held_out_loss", "held_out_loss_plain", "held_out_loss/0.0-0.2", "held_out_pairs"} <= set(r.scalars)
     assert IMAGES - {"individual/training_image_1"} <= set(r.images)
     assert [s for s, _ in r.scalars["loss"]] == list(range(1, t.global_step + 1)) == [s for s, _ in r.scalars["gpu_memory/utilization"]]
     assert 0 < r.scalars["gpu_memory/utilization"][-1][1] < 1

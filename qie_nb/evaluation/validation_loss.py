@@ -74,13 +74,13 @@ def t_quantile(
 class Interval(NamedTuple):
     "A mean with its 95 % confidence interval."
     mean: float
-    low: float  # None with one value only
+    low: float  # None with one or two values, which say too little
     high: float
 
 def confidence_interval(values) -> Interval: # one number per pair
     n = len(values)
     mean = sum(values) / n
-    if n < 2: return Interval(mean, None, None)
+    if n < 3: return Interval(mean, None, None)
     margin = t_quantile(n - 1) * math.sqrt(sum((v - mean)**2 for v in values) / (n - 1) / n)
     return Interval(mean, mean - margin, mean + margin)
 
@@ -98,7 +98,7 @@ class ValidationLoss:
     @property
     def interval(self) -> Interval: return confidence_interval([v[0] for v in self.losses.values()])
 
-    def row(self) -> dict: # {column of `COLUMNS`: number}, without the interval for one pair
+    def row(self) -> dict: # {column of `COLUMNS`: number}, without the interval for one or two pairs
         bins = [sum(v) / len(v) for v in list(zip(*self.losses.values()))[1:]]
         numbers = *self.interval, sum(bins) / len(bins), *bins, len(self.losses)
         return {k: v for k, v in zip(COLUMNS, numbers, strict=True) if v is not None}
@@ -112,7 +112,7 @@ class ValidationLoss:
 class LossChange(NamedTuple):
     "A difference of held-out losses; negative: the later one is lower."
     difference: float
-    low: float # of the 95 % interval, or None with one pair
+    low: float # of the 95 % interval, or None with one or two pairs
     high: float
     pairs: int # common ones
 
@@ -122,7 +122,7 @@ class LossChange(NamedTuple):
         return "better" if self.high < 0 else "worse"
 
     def __str__(self):
-        if self.low is None: return f"{self.difference:+.4f} (one pair, which is too few to judge)"
+        if self.low is None: return f"{self.difference:+.4f} (too few pairs to judge)"
         return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f}): {self.verdict}"
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #85f65501

@@ -109,10 +109,14 @@ def test_levels_are_weighted_by_the_samplers_density(trainer, monkeypatch):
     np.testing.assert_allclose(shares, weights.sum(0) / weights.sum(), rtol=1e-4)
 
 
-def test_an_interval_needs_two_pairs_and_a_comparison_the_same_noise():
+def test_an_interval_needs_three_pairs_and_a_comparison_the_same_noise():
     pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
     assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 0.4457, 4.5543), abs=0.005)
     assert compare_losses(pair(1.), pair(0.5)).verdict == "no clear change" and "interval" not in str(pair(1.))
+    several = lambda n, v: ValidationLoss({str(i): [v + i] * 6 for i in range(n)})
+    said = {n: f"{several(n, 1.)} {compare_losses(several(n, 1.), several(n, 0.5))}" for n in (2, 3)}
+    assert "interval" not in said[2] and said[2].endswith("-0.5000 (too few pairs to judge)")
+    assert "interval" in said[3] and said[3].endswith("better")
     with pytest.raises(ValueError, match="same `train.eval_noise_samples`"): compare_losses(pair(1.), pair(1., 3))
 
 
@@ -170,7 +174,7 @@ def test_resumed_run_compares_with_the_last_evaluation(trained_run, tmp_path, ca
     shutil.rmtree(out/"checkpoints"/"inference"/"step_00000008", ignore_errors=True)
     Trainer(trained_run.settings(out, train=dict(resume_checkpoint=str(out/"checkpoints"/"step_00000006"), eval_images=0, num_epochs=2))).fit()
     line, = (l for l in capsys.readouterr().out.splitlines() if l.startswith("step 8: held-out loss"))
-    assert "since step 4" in line and line.endswith("(one pair, which is too few to judge)")
+    assert "since step 4" in line and line.endswith("(too few pairs to judge)")
 
 
 @pytest.mark.slow
