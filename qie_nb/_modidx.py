@@ -2489,6 +2489,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'qie_nb/training/run_data.py'),
                                           'qie_nb.training.run_data.RunData._fraction': ( 'training/run_data.html#rundata._fraction',
                                                                                           'qie_nb/training/run_data.py'),
+                                          'qie_nb.training.run_data.RunData._say': ( 'training/run_data.html#rundata._say',
+                                                                                     'qie_nb/training/run_data.py'),
                                           'qie_nb.training.run_data.RunData._val_samples': ( 'training/run_data.html#rundata._val_samples',
                                                                                              'qie_nb/training/run_data.py'),
                                           'qie_nb.training.run_data.RunData.cache_embeddings': ( 'training/run_data.html#rundata.cache_embeddings',

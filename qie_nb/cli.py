@@ -90,8 +90,7 @@ def prequantize(a): _trainer(a).save_prequantized(a.out, not a.no_encoders)
 
 def train(a):
     trainer = _trainer(a).fit()
-    file = trainer.save_lora(Path(trainer.config.train.output_dir)/"lora") # all processes, one writes
-    if file: print(f"adapter ({trainer.weights_name} weights): {file}")
+    trainer.save_lora(Path(trainer.config.train.output_dir)/"lora") # all processes, one writes
     if trainer.accelerator.num_processes > 1:
         trainer.accelerator.wait_for_everyone()
         trainer.accelerator.end_training()

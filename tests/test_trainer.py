@@ -79,7 +79,9 @@ def test_results_at_the_end_of_a_cell_are_one_line_and_a_lora_has_a_card(pairs, 
     assert [repr(r).count("\n") for r in results] == [0, 0, 0] and repr(results[0]).startswith("3 samples in ") and "step 1" in repr(t)
     assert results[2] == tmp_path/"lora"/"pytorch_lora_weights.safetensors" == type(tmp_path)(repr(results[2]))
     assert "invert the colours" in (tmp_path/"lora"/"README.md").read_text(encoding="utf-8")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    out = capsys.readouterr().out
+    assert out.count("data set: 3 samples") == 1, "both cache_embeddings and fit look at the data set"
+    said = [line for line in out.splitlines() if line.startswith("next: ")]
     assert [any(word in line for line in said) for word in ("trainer.fit()", "trainer.save_lora('lora')", "README.md")] == [True] * 3
     (tmp_path/"own").mkdir(), (tmp_path/"own"/"README.md").write_text("mine")
     t.save_lora(tmp_path/"own"), t.save_lora(tmp_path/"file.safetensors")

@@ -288,7 +288,8 @@ def save(self:RunAdapters,
     if not self.state.is_main: return
     file = SavedLora(lora.save_lora(tr, path, info, format=format, state=state))
     if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
-    print(f"LoRA of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
+    which = "LoRA" if self.ema is None else "EMA of the LoRA"
+    print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
     if kernel() is not None: print(NEXT[format])
     return file
 

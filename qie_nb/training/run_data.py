@@ -66,9 +66,18 @@ class RunData:
         self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir)
         # set by `make_loader`: training samples, `ImageDataset` of held-out pairs, `Encoder` of the cache
         self.samples = self.validation = self.filler = None
+        self.said = "" # printed about the data set
 
     def open_cache(self): # `EmbeddingCacheManager`, or None
         return EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None
+
+# %% ../../nbs/training/06_run_data.ipynb #5a1d5e01
+@patch
+def _say(self:RunData, dataset): # once, in `cache_embeddings` or in `fit`
+    said = f"data set: {dataset.found}" if isinstance(dataset.found, Samples) else ""
+    if marks := dataset.size_marks(): said += f"\nlook at these pairs with sample_viewer: {marks}"
+    if said and said != self.said: print(said.strip())
+    self.said = said
 
 # %% ../../nbs/training/06_run_data.ipynb #bd00031e
 @patch
@@ -81,8 +90,7 @@ def make_loader(self:RunData,
     if not isinstance(dataset, ImageDataset): return given
     if dataset.cache is None or not self.use_cache: dataset.cache = self.open_cache()
     self.set_geometry_and_identity(dataset)
-    if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    if marks := dataset.size_marks(): print(f"look at these pairs with sample_viewer: {marks}")
+    self._say(dataset)
     self.skip_unreadable(dataset)
     self.filler = self.encoder(dataset.cache)
     if self.modulation is not None: self.modulation.cache = dataset.cache
@@ -229,8 +237,7 @@ def cache_embeddings(self:RunData,
     if not dataset.areas: dataset.set_areas(self.components.areas)
     self.skip_bad_prompts(dataset)
     enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
-    if isinstance(dataset.found, Samples): print(f"data set: {dataset.found}")
-    if marks := dataset.size_marks(): print(f"look at these pairs with sample_viewer: {marks}")
+    self._say(dataset)
     with_table = whole and self.modulation is not None
     table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if with_table else ()
     with self.encoding(enc):
