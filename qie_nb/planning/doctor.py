@@ -256,6 +256,18 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
                     f"it was made with another model; this run has {other}. Use a new "
                     "`cache.cache_dir`, which will be filled again, or attach this model's cache")]
 
+# %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
+def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
+    from qie_nb.data.samples import config_samples, samples_of
+    out, data, path = [], c.data, c.train.val_path
+    for name, where, read in (("data set", data.dataset_path, lambda: config_samples(data)),
+                              ("validation pairs", path, lambda: config_samples(data, path)),
+                              ("samples", len(c.train.samples), lambda: f"{len(samples_of(c))} images")):
+        if not where: continue
+        try: out.append(Finding(name, str(read()).split(";")[0]))
+        except (ValueError, OSError) as error: out.append(Finding(name, str(where), "error", str(error)))
+    return out
+
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:
     e = m.environment
@@ -270,12 +282,7 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
         out.append(Finding("session", "no guaranteed length, nothing is kept", "note",
                            "mount Drive, set `train.output_dir` and `cache.cache_dir` to folders there, "
                            "and set `train.save_steps`"))
-    if not c or not c.data.dataset_path: return out
-    from qie_nb.data.samples import config_samples
-    path = c.data.dataset_path
-    try: found = str(config_samples(c.data)).split(";")[0],
-    except (ValueError, OSError) as error: found = str(path), "error", str(error)
-    return [*out, Finding("data set", *found)]
+    return out + (data_findings(c) if c else [])
 
 # %% ../../nbs/planning/04_doctor.ipynb #ed733898
 @dataclass

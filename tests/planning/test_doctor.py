@@ -157,6 +157,10 @@ def test_a_missing_data_set_is_an_error(check, machine, real, pairs, tmp_path, m
     assert "does not exist" in findings(check(), "error")["data set"].remedy
     monkeypatch.setattr(doctor_module, "_plan", lambda c, m: None)
     assert findings(doctor(real, machine), "error"), "although the disk cannot be planned"
+    real["data"] = dict(dataset_path=str(pairs()))
+    real["train"] = real.get("train", {}) | dict(val_path=str(tmp_path/"none"), samples=[dict(image=str(tmp_path/"no.png"), prompt="x")])
+    errors = findings(doctor(real, machine), "error")
+    assert "does not exist" in errors["validation pairs"].remedy and "no.png" in errors["samples"].remedy
 
 
 def test_the_plan_is_part_of_the_report(machine, real):
