@@ -95,7 +95,8 @@ def file_text(
     if not preset: steps = 150
     return FILE.format(
         preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
-        path=json.dumps(str(path or "my_pairs")), steps=steps, val=0.1 if pairs > 9 or not pairs else 0, save=steps // 5,
+        path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), steps=steps, save=steps // 5,
+        val=0.1 if pairs > 9 or not pairs else 0,
         pairs=f"{pairs} pairs" if pairs else "training_images/ with results and captions, control_images/")
 
 # %% ../../nbs/planning/05_first_config.ipynb #ba019880

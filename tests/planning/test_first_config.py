@@ -33,6 +33,13 @@ def test_the_file_is_a_configuration(gpus, pairs, tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="--force"): init("here")
 
 
+def test_a_folder_may_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write_pairs(tmp_path/'my "🐈" é: #1', ((32, 32),))
+    init(folder, gpus=[])
+    assert load_config_from_yaml("run.yaml").data.dataset_path == str(folder) and "🐈" in (tmp_path/"run.yaml").read_text(encoding="utf-8")
+
+
 def test_the_driver_names_the_gpus(monkeypatch):
     monkeypatch.setattr(first_config.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "Tesla T4, 15360\nTesla T4, 15360\n[N/A], [N/A]\n"))
     assert driver_gpus() == [("Tesla T4", 15.), ("Tesla T4", 15.)]
