@@ -257,16 +257,24 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
                     "`cache.cache_dir`, which will be filled again, or attach this model's cache")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
+def _pairs_findings(name, where, read, strict) -> list:
+    from qie_nb.data.samples import usable
+    try:
+        found = read()
+        skipped = usable(found, strict)[2]
+    except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
+    bad = f"{len(skipped)} of {len(found)} cannot be used"
+    out = [Finding(name, bad, "warning", f"the first: {skipped[0][1]}")] if skipped else []
+    return [Finding(name, str(found)), *out, *(Finding(name, n, "note") for n in getattr(found, "notes", ()))]
+
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
-    from qie_nb.data.samples import config_samples, samples_of
-    out, data, path = [], c.data, c.train.val_path
-    for name, where, read in (("data set", data.dataset_path, lambda: config_samples(data)),
-                              ("validation pairs", path, lambda: config_samples(data, path)),
-                              ("samples", len(c.train.samples), lambda: f"{len(samples_of(c))} images")):
-        if not where: continue
-        try: out.append(Finding(name, str(read()).split(";")[0]))
-        except (ValueError, OSError) as error: out.append(Finding(name, str(where), "error", str(error)))
-    return out
+    from qie_nb.data.samples import Samples, config_samples, samples_of
+    data, path, own = c.data, c.train.val_path, c.train.samples
+    of = lambda name, where, read: _pairs_findings(name, where, read, data.strict) if where else []
+    return [*of("data set", data.dataset_path or data.target_dir or data.control_dir, lambda: config_samples(data)),
+            *of("validation pairs", path, lambda: config_samples(data, path)),
+            *of("samples", own and f"{len(own)} in train.samples",
+                lambda: Samples(samples_of(c), "train.samples"))]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:

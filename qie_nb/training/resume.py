@@ -142,7 +142,9 @@ def checkpoint_misfit(
     config, # `Config` or dict
 ) -> str: # "" if it fits
     "Why a checkpoint belongs to another run, as far as this is known before a model is loaded."
-    c, state = make_config(config), json.loads((Path(folder)/"state.json").read_text())
+    c = make_config(config)
+    try: state = json.loads((Path(folder)/"state.json").read_text())
+    except (ValueError, OSError): return "whose state.json is damaged"
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
     several = ["data.batch_size x processes"] * ("WORLD_SIZE" in os.environ)
