@@ -10,80 +10,12 @@ import os, re
 from collections import Counter
 from pathlib import Path
 
-from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES
+from .listing import UNREAD, contents, entries_of, image_folders, is_hidden, is_image, it_contains
+from .listing import lost_images, raise_twice, read_folder, why_unused
 from .tables import Found, few, instruction, nfc, printable, prompt_file, text_of
 
-# %% ../../nbs/data/02_folders.ipynb #e947d6d1
-CAPTION_SUFFIXES = (".txt", ".caption")
-
-def entries_of(folder:Path) -> list: # paths, sorted by name
-    "The entries of a folder."
-    try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
-    except OSError as e:
-        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
-
-def is_hidden(p) -> bool:
-    return p.name.startswith(".") or p.name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
-
-# %% ../../nbs/data/02_folders.ipynb #e947d601
-def _unusable(path) -> str: # the reason; "" if usable; None: not reported
-    kind = path.suffix.lower()
-    if any("\udc80" <= c <= "\udcff" for c in path.name): return "its name is not UTF-8"
-    if is_hidden(path): return "hidden" if kind in IMAGE_SUFFIXES else None
-    if path.is_dir(): return "a folder"
-    return "" if kind in IMAGE_SUFFIXES + CAPTION_SUFFIXES else "no image"
-
-def is_image(p) -> bool: return _unusable(p) == "" and p.suffix.lower() in IMAGE_SUFFIXES
-
-# %% ../../nbs/data/02_folders.ipynb #e947d602
-def _twice(what, stem, a, b):
-    alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
-    raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
-                     f"rename or remove {b.name}")
-
-def _below(folder, deep:int=4) -> tuple: # (folder, files); those of the folders in it if it holds no images
-    found = entries_of(folder)
-    if any(map(is_image, found)): return folder, found
-    dirs = [d for d in found if d.is_dir() and not is_hidden(d)]
-    if len(dirs) == 1 and deep: return _below(dirs[0], deep - 1)
-    return folder, [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
-
-# %% ../../nbs/data/02_folders.ipynb #e947d603
-def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem, after that of a folder inside: path}
-    images, captions, (folder, files) = {}, {}, _below(folder)
-    for p in sorted(files, key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
-        if why := _unusable(p): ignored.append((p, why))
-        if why != "": continue
-        held = images if p.suffix.lower() in IMAGE_SUFFIXES else captions
-        stem = nfc(p.stem if p.parent == folder else p.relative_to(folder).with_suffix("").as_posix())
-        if stem not in held: held[stem] = p
-        elif p.suffix.lower() in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
-        else: _twice("samples" if held is images else "captions", stem, held[stem], p)
-    return images, captions
-
-# %% ../../nbs/data/02_folders.ipynb #ec43bc32
-def _kinds_of(files, named:bool) -> list:
-    kinds = {}
-    for p in files: kinds.setdefault(p.suffix.lower() or "files", []).append(printable(p.name))
-    example = lambda held: f" ({', '.join(held[:2])}{', ...' * (len(held) > 2)})" if named else ""
-    return [held[0] if len(held) == 1 and named else f"{len(held)} {kind}{example(held)}"
-            for kind, held in kinds.items()]
-
-def contents(folder, inner:bool=True) -> str: # with what the folders in it contain?
-    "The entries of a folder in a few words."
-    try: found = [p for p in entries_of(folder) if not is_hidden(p)]
-    except ValueError: return "cannot be read"
-    parts = [f"{printable(p.name)}/" + (f" ({contents(p, False)})" if inner else "")
-             for p in found if p.is_dir()]
-    parts += _kinds_of([p for p in found if not p.is_dir()], inner)
-    return ", ".join(parts[:8]) + f" and {len(parts) - 8} more" * (len(parts) > 8) or "empty"
-
-def it_contains(folder) -> str:
-    held = contents(folder)
-    return "It is empty" if held == "empty" else f"It contains: {held}"
-
 # %% ../../nbs/data/02_folders.ipynb #d7aed9a1
-_AFTER = r"(?i:target|after|end|output|out|edited|result|gt)|T"
+_AFTER = r"(?i:target|after|end|output|out|edited|edit|result|gt)|T"
 _BEFORE = r"(?i:control|before|start|input|in|source|src|original|orig|reference|ref|cond)|C|R"
 _ENDING = re.compile(rf"(.+?)[\s_.-]*[\s_.(\[-](?:(?P<target>{_AFTER})|"
                      rf"(?P<control>{_BEFORE})_?(?P<number>\d*))[)\]]?")
@@ -161,12 +93,6 @@ def _chosen(root, names, setting) -> list:
     return [named_folder(root, n) for n in names]
 
 # %% ../../nbs/data/02_folders.ipynb #4a951901
-def image_folders(root, leave=()) -> list: # the folders in it that hold images
-    def holds(d):
-        try: return any(map(is_image, _below(d)[1]))
-        except ValueError: return False
-    return [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and d not in leave and holds(d)]
-
 def _guessed(root, one, more) -> tuple: # one, more: the chosen target and controls, or []
     dirs = image_folders(root, {*one, *more, *_roles(root)[1:]})
     if not (one or more): return guess_sides(dirs, root if any(map(is_image, entries_of(root))) else None)
@@ -216,17 +142,20 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
 # %% ../../nbs/data/02_folders.ipynb #44ec1b01
 def _check_controls(after, folders, before, numbered):
     "Raises ValueError for targets without a control."
-    first, names = folders[0].name, lambda held: few([p.name for p in held])
-    if alone := [p for stem, p in after.items() if stem not in before[0] and stem not in numbered]:
+    names = lambda held: few(Path(stem).parent/p.name for stem, p in held) # with their inner folder
+    first = printable(folders[0].name)
+    if alone := [x for x in after.items() if x[0] not in before[0] and x[0] not in numbered]:
         used = {*after, *(n for held in numbered.values() for n in held)}
-        rest = [p for stem, p in before[0].items() if stem not in used]
-        rest = (f"has {names(rest)} without a target; give both images of a pair the same name" if rest
-                else f"has no {'other ' * bool(before[0])}images; add the controls or remove the targets")
+        rest = [x for x in before[0].items() if x[0] not in used]
+        inner = " and folder" * any("/" in stem for stem, _ in alone + rest)
+        rest = (f"has {names(rest)} without a target; give both images of a pair the same name{inner}" if rest
+                else f"has no {'other ' * bool(before[0])}images that we can read "
+                     f"({contents(folders[0], False)}); add the controls or remove the targets")
         raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name in "
                          f"{first}/: {names(alone)}; {first}/ {rest}")
     for n, folder in enumerate(folders):
         later = {stem for held in before[n:] for stem in held}
-        gaps = [p for stem, p in after.items() if stem in later and stem not in before[n]]
+        gaps = [(stem, p) for stem, p in after.items() if stem in later and stem not in before[n]]
         if n and gaps:
             raise ValueError(f"{len(gaps)} of {len(after)} targets have no image in {folder.name}/ but one "
                              f"in a later folder: {names(gaps)}; add it or remove the later one")
@@ -266,9 +195,9 @@ def _left_over(rows, controls, captions, masks) -> list:
             + unused("a caption without an image", captions))
 
 def _beside_folders(root, used) -> list:
-    return [(p, "a folder of no known role" if p.is_dir() else "not in one of the folders")
-            for p in entries_of(root)
-            if p not in used and not is_hidden(p) and (p.is_dir() or _unusable(p) is not None)]
+    if root in used: return [] # listed already
+    return [(p, f"a folder that is not used ({contents(p, False)})" if p.is_dir() else
+             "not in one of the folders") for p in entries_of(root) if p not in used and not is_hidden(p) and (p.is_dir() or why_unused(p) is not None)]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1603
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
@@ -281,20 +210,29 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     "Samples from a folder of targets and one or more folders of controls."
     if not (sides := sides_of(root, target_dir, control_dirs)): return None
     (targets, controls, note), (_, captions, masks), ignored = sides, _roles(root), []
-    after, beside = _folder(targets, ignored)
+    after, beside = read_folder(targets, ignored)
+    if not after and target_dir:
+        use = "convert them to JPEG or PNG" if any(UNREAD in why for _, why in ignored) else "choose another"
+        raise ValueError(f"`data.target_dir` {str(target_dir)!r} has no images that we can read "
+                         f"({contents(targets, False)}); {use}")
     if not after: return None
+    ignored = [(p, why) for p, why in ignored if p not in (*controls, captions, masks)]
+    lost = lost_images(ignored, after)
     if not controls:
         if found := read_folders(targets) or read_pairs(targets): return found
         several = len(image_folders(root)) > 1
         raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
             "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to that "
             "of the images before it" if several else "Put the images before the edit into control_images/"))
-    held = [_folder(d, ignored) for d in controls]
-    painted = [_folder(masks, ignored)[0] if masks else {},
+    held = [read_folder(d, ignored) for d in controls]
+    painted = [read_folder(masks, ignored)[0] if masks else {},
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
     shared = _shared(root, beside, after)
-    texts = [beside, _folder(captions, ignored)[1] if captions else {}]
-    if not any(texts): texts = [captions for _, captions in held]
+    texts = [beside, read_folder(captions, ignored)[1] if captions else {}]
+    theirs = [texts for _, texts in held]
+    if not any(texts): texts, theirs = theirs, []
+    ignored += [(p, "a caption beside a control; only those of the targets are read")
+                for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
     numbered = _numbered(before[0], after)
     _check_controls(after, controls, before, numbered)
@@ -306,9 +244,9 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     more = [p.parent for column in (5, 4) for r in rows if (p := r[column])]
     more = "".join(f", {d.name}/" for d in dict.fromkeys(more) if not {targets, *controls} & {d, *d.parents})
     layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls)}{more}"
-    theirs = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
+    odd = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
     above = [{*r[5].parents} for r in rows if r[5]]
-    notes = [note] * bool(note) + theirs * any({*controls} & a and targets not in a for a in above)
+    notes = [note] * bool(note) + lost + odd * any({*controls} & a and targets not in a for a in above)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf0b9
@@ -318,7 +256,7 @@ def _sides(images) -> tuple: # ({name: target}, {name: [(number, control)]}, {st
         name, side, number = _side(stem) or (stem, "", 0)
         if not side: neither[stem] = p
         elif side == "control": before.setdefault(name, []).append((number, p))
-        elif name in after: _twice("samples", name, after[name], p)
+        elif name in after: raise_twice("samples", name, after[name], p)
         else: after[name] = p
     return after, aligned(before, after), neither
 
@@ -343,7 +281,7 @@ def _check_pairs(after, before):
 def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a pair each, as 'folder_before'
     images, texts = {}, {}
     for d in image_folders(root):
-        held, said = _folder(d, ignored)
+        held, said = read_folder(d, ignored)
         images.update({f"{nfc(d.name)}_{stem}": p for stem, p in held.items()})
         texts.update({nfc(d.name) + f"_{stem}" * (len(said) > 1): p for stem, p in said.items()})
     return images, texts
@@ -353,14 +291,14 @@ def read_pairs(root:Path) -> Found: # or None
     "Samples from one folder, or a folder for each pair, whose file names name their sides."
     ignored, (_, captions, masks) = [], _roles(root)
     alone = any(map(is_image, entries_of(root)))
-    images, beside = _folder(root, ignored) if alone else _folder_each(root, ignored)
+    images, beside = read_folder(root, ignored) if alone else _folder_each(root, ignored)
     after, before, neither = _sides(images)
-    notes = _add_unmarked(after, before, neither)
+    notes = (guessed := _add_unmarked(after, before, neither)) + lost_images(ignored, images)
     if not after or not before or not alone and len(after) < 2: return None
     _check_pairs(after, before)
     shared = _shared(root, beside, images)
-    texts = [aligned(t, after) for t in (beside, _folder(captions, ignored)[1] if captions else {})]
-    painted = _folder(masks, ignored)[0] if masks else {}
+    texts = [aligned(t, after) for t in (beside, read_folder(captions, ignored)[1] if captions else {})]
+    painted = read_folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for stem, p in neither.items() if (m := _MASK.fullmatch(stem))}
     controls = {stem: tuple(p for _, p in sorted(held)) for stem, held in before.items()}
     rows = [(stem, p, controls[stem], said, _mask(stem, p, painted, named), file) for stem, p in after.items()
@@ -371,7 +309,7 @@ def read_pairs(root:Path) -> Found: # or None
     ignored += _left_over(rows, [{p: p for held in controls.values() for p in held}], texts, [painted])
     mark = lambda stem, name: name[len(stem):] if _ENDING.fullmatch(name) else name[:-len(stem)]
     marks = lambda side: ", ".join(sorted({mark(stem, nfc(p.stem)) for stem, p in side}))
-    layout = "a folder for each pair" if not alone else "one folder" if notes else (
+    layout = "a folder for each pair" if not alone else "one folder" if guessed else (
         f"one folder, pairs by their names: targets {marks(after.items())}, controls "
         f"{marks((stem, p) for stem, held in controls.items() for p in held)}")
     return Found(rows, layout, _by_name(ignored, root), notes, shared)

@@ -174,6 +174,7 @@ def open_image(
 HEIC_SUFFIXES = (".heic", ".heif") # read with pillow-heif
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif",
                   *HEIC_SUFFIXES)
+UNREAD_SUFFIXES = (".cr2 .cr3 .nef .arw .dng .raf .orf .rw2 .psd .jxl .svg .pdf .jp2").split()
 
 def _peek(f, at:int=0, whence:int=0) -> bytes: # the rest of the file from there
     here = f.tell()

@@ -16,10 +16,10 @@ from PIL import Image
 
 from ..cache import stable_seed
 from ..core.display import table_html
-from .folders import contents, entries_of, is_hidden, is_image, it_contains, named_folder
-from .folders import read_folders, read_pairs
-from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered
-from .images import source_digest, source_name
+from .folders import named_folder, read_folders, read_pairs
+from .images import IMAGE_SUFFIXES, UNREAD_SUFFIXES, crop_to, open_image, read_bytes
+from .images import read_image_size, remembered, source_digest, source_name
+from .listing import contents, entries_of, is_hidden, is_image, it_contains
 from .tables import TABLE_SUFFIXES, few, instruction, match_columns, printable, prompt_file
 from .tables import read_dataset, read_table, table_rows, text_of
 
@@ -82,13 +82,15 @@ def add_trigger(prompt:str, word) -> str:
     return prompt if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt, re.I) else f"{word}, {prompt}"
 
 # %% ../../nbs/data/03_samples.ipynb #3956eb01
+_TEXT = re.compile(r"\.(txt|caption|md|jsonl?|csv|tsv)\b", re.I)
+
 def _no_caption(found, bad):
     one = next((r for r in bad if not isinstance(r[5], str)), None)
     where = (f"write each into a text file of its image's name, e.g. {str(one[1].with_suffix('.txt'))!r}, or "
              "one for all into prompt.txt beside the folders or into `data.prompt`") if one else (
              f"fill {bad[0][5]}, or set one instruction for all in `data.prompt`")
     empty = " or an empty one" * any(r[5] for r in bad)
-    texts = [n for n, _ in found.ignored if n.endswith((".txt", ".caption", ".json", ".jsonl", ".csv"))]
+    texts = [n for n, why in found.ignored if _TEXT.search(f"{n} {why}")]
     unused = f" (unused text files: {few(texts)})" * bool(texts)
     raise ValueError(f"{len(bad)} of {len(found.rows)} samples have no caption{empty}: "
                      f"{few(r[0] for r in bad)}{unused}; {where}")
@@ -186,6 +188,9 @@ def _remedy(path, sets) -> str: # sets: folders in it that are data sets
     if sets:
         return (f"Set `data.dataset_path` to one of the data sets {few(d.name for d in sets)}, or to a list "
                 "of them")
+    unread, read = ([p for p in path.glob("**/*") if p.suffix.lower() in kinds]
+                    for kinds in (UNREAD_SUFFIXES, IMAGE_SUFFIXES))
+    if len(unread) > len(read): return f"Convert the {unread[0].suffix} files to JPEG or PNG first"
     loose = any(map(is_image, entries_of(path)))
     return "Name the images of a pair x_before and x_after, or put" * loose + "Put" * (not loose) + (
         " the images before the edit into control_images/ and those after it, with the same names, into "

@@ -49,7 +49,11 @@ After/Photos-001/a.png,a.txt Before/Photos-002/a.png | | a.png a.png | folders A
 1/before.jpg,after.jpg,prompt.txt 2/before.jpg,after.jpg,prompt.txt | | after.jpg before.jpg;after.jpg before.jpg | a folder for each pair
 original/a.png edit/a.png | prompt=x | a.png a.png | targets in 'edit', controls in 'original' (guessed
 input/a.png output/a.jpg images/a.gif | prompt=x | a.jpg a.png | folders output/ + input/
-target/a.jpg target_mask/a.png source/a.gif reference/a.png | prompt=x | a.jpg a.png a.gif | 2 controls per pair, in this order: reference, source; set `data.control_dir` to change it"""
+target/a.jpg target_mask/a.png source/a.gif reference/a.png | prompt=x | a.jpg a.png a.gif | 2 controls per pair, in this order: reference, source; set `data.control_dir` to change it
+a.jpg,a.txt,b.jpg,b.txt control/a.png,b.png | | a.jpg a.png;b.jpg b.png | controls in 'control' (guessed
+IMG_1.jpg IMG_1-Edit.jpg | prompt=x | IMG_1-Edit.jpg IMG_1.jpg | 'IMG_1-Edit.jpg' is the target
+after/a.png,b.cr2,a.nef before/a.png,b.png | prompt=x | a.png a.png | not used: 'b.cr2' (format not read; convert to JPEG or PNG)
+after/a.png after/more/b.png before/a.png before/more/b.png | prompt=x | a.png a.png | not used: 'more' (a folder (1 .png); move its images up)"""
 
 
 @pytest.mark.parametrize("row", FOUND.splitlines())
@@ -68,14 +72,19 @@ edits/a.png,a.txt images/a.png | | No control images found in '.*'. It contains:
 1_A.png 1_B.png | | It contains: 2 .png \\(1_A.png, 1_B.png\\). Name the images of a pair x_before and x_after, or put
 cats/after/a.png,a.txt cats/before/a.png dogs/after/a.png,a.txt dogs/before/a.png | | Set `data.dataset_path` to one of the data sets 'cats', 'dogs', or to a list of them
 after/a.png,b.png,c.png,d.png before/a.png,e.png | prompt=x | 3 of 4 targets have no control image of the same name in before/: 'b.png', 'c.png', 'd.png'; before/ has 'e.png' without a target; give both
-after/a.png before/x.txt | prompt=x | 1 of 1 targets have no control image .*; before/ has no images; add the controls or remove the targets
+after/a.png before/x.txt | prompt=x | 1 of 1 targets have no control image .*; before/ has no images that we can read \\(1 .txt\\); add the controls or remove the targets
 after/a.png,b.png,c.png,d.png,e.png,e.txt before/a.png,b.png,c.png,d.png,e.png note.txt | | 4 of 5 samples have no caption: 'a', 'b', 'c' and 1 more \\(unused text files: 'note.txt'\\); write each into .*after/a.txt', or one for all into prompt.txt .*`data.prompt`
 A/a.png B/a.png | target_dir=C | `data.target_dir` 'C' is not a folder in '.*'. It contains: A/ \\(1 .png\\), B/ \\(1 .png\\); choose one
 A/a.png B/a.png | target_dir=A control_dir=a | `data.target_dir` and `data.control_dir` both name '.*A'; choose two folders
 after/a.mp4 pairs.zip | | It contains: after/ \\(1 .mp4\\), pairs.zip, but no images that we can read. Unpack pairs.zip first
 data/train.parquet | | For parquet files: load it with `data = datasets.load_dataset\\('parquet'
 before/a.png after/a.png edited/a.png output/a.png | prompt=x | 'after', 'edited' and 'output' may all hold the targets; set `data.target_dir`
-source/a.png result/a.png Edited~Photos/a.png | prompt=x | 'Edited Photos' and 'result' may both hold the targets; set"""
+source/a.png result/a.png Edited~Photos/a.png | prompt=x | 'Edited Photos' and 'result' may both hold the targets; set
+after/a.png,b.png before/a.png,b.png labels/a.txt notes.md | | have no caption: 'a', 'b' \\(unused text files: 'labels', 'notes.md'\\)
+after/a.nef before/a.nef | | It contains: .*, but no images that we can read. Convert the .nef files to JPEG or PNG first$
+after/x/a.png after/y/b.png before/a.png,b.png | prompt=x | no control .* in before/: 'x/a.png', 'y/b.png'; before/ has 'a.png', 'b.png' without a target; give both .* the same name and folder
+edit/IMG_1.NEF raw/IMG_1.jpg | target_dir=edit control_dir=raw | `data.target_dir` 'edit' has no images that we can read \\(1 .nef\\); convert them to JPEG or PNG$
+after/a.png before/a.nef | prompt=x | before/ has no images that we can read \\(1 .nef\\); add the controls"""
 
 
 @pytest.mark.parametrize("row", REFUSED.splitlines())
@@ -97,6 +106,14 @@ def test_what_is_no_folder(path, sentence, tmp_path, monkeypatch):
     for name in ("pairs.zip", "a.png"): (tmp_path/name).write_bytes(b"PK")
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=sentence): find_samples(path if "/" in path else tmp_path/path)
+
+
+def test_unused_files_are_listed_truly(tmp_path):
+    ignored = lambda **kw: find_samples(tmp_path, prompt="x", **kw).ignored
+    make(tmp_path, "a.jpg,b.jpg control/a.png,b.png")
+    assert not ignored()
+    make(tmp_path, "after/a.png,a.txt,b.png control/b.txt")
+    assert ("control/b.txt", "a caption beside a control; only those of the targets are read") in ignored()
 
 
 def heic(path): path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
