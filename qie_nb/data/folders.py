@@ -110,25 +110,28 @@ def aligned(held:dict, names) -> dict: # {stem: value}, renamed to those `names`
 
 # %% ../../nbs/data/02_folders.ipynb #82e87f30
 _TARGETS = ("training_images training_image target_images target_image targets target edited_images edited "
-            "after images image img outputs output").split()
+            "after outputs output images image img").split()
 _CONTROL = re.compile(r"(?:control|source|before|conditioning|condition|input|reference|original|"
                       r"edit(?=_image))(?:s|_images?)?_?(\d*)")
 _CAPTIONS = "captions caption prompts prompt instructions texts text txt".split()
 _MASKS = "mask_images mask_image masks mask loss_masks".split()
 
-def _roles(root) -> tuple: # folders: (targets, [controls], captions, masks); None if missing
+_PLAIN = "images image img".split() # of either side
+
+def _roles(root) -> tuple: # folders: ([controls], captions, masks); None if missing
     named = {d.name.lower(): d for d in entries_of(root) if d.is_dir()}
     controls = sorted((int(m[1] or 0), name) for name in named if (m := _CONTROL.fullmatch(name)))
     pick = lambda names: next((named[n] for n in names if n in named), None)
-    return pick(_TARGETS), [named[name] for _, name in controls], pick(_CAPTIONS), pick(_MASKS)
+    return [named[name] for _, name in controls], pick(_CAPTIONS), pick(_MASKS)
 
 # %% ../../nbs/data/02_folders.ipynb #acfc6b1e
 _SAY_AFTER = frozenset("after target targets output outputs edited result results gt".split())
 _SAY_BEFORE = frozenset("before control controls source sources src input inputs original originals orig "
                         "conditioning condition reference references ref unedited".split())
 
-def _says(folder) -> str: # "after", "before", "edit" or ""
+def _says(folder) -> str: # "after", "before", "edit", "mask" or ""
     words = {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", folder.name)}
+    if words & {"mask", "masks"}: return "mask"
     after, before = words & _SAY_AFTER, words & _SAY_BEFORE
     if after or before: return "" if after and before else "after" if after else "before"
     return "edit" if words & {"edit", "edits"} else ""
@@ -165,22 +168,37 @@ def image_folders(root, leave=()) -> list: # the folders in it that hold images
     return [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and d not in leave and holds(d)]
 
 def _guessed(root, one, more) -> tuple: # one, more: the chosen target and controls, or []
-    dirs = image_folders(root, {*one, *more, *_roles(root)[2:]})
+    dirs = image_folders(root, {*one, *more, *_roles(root)[1:]})
     if not (one or more): return guess_sides(dirs, root if any(map(is_image, entries_of(root))) else None)
     return guess_sides(dirs) or ((dirs[0], dirs) if len(dirs) == 1 else None)
+
+# %% ../../nbs/data/02_folders.ipynb #4a951903
+def _target_of(root, leave) -> Path: # or None
+    "The folder of the targets by its name."
+    after = [d for d in image_folders(root, leave) if d.name.lower() in _TARGETS or _says(d) == "after"]
+    found = [d for d in after if d.name.lower() not in _PLAIN] or after
+    if len(found) < 2: return found[0] if found else None
+    *names, last = (repr(printable(d.name)) for d in found)
+    raise ValueError(f"{', '.join(names)} and {last} may {'both' if len(found) == 2 else 'all'} hold the "
+                     "targets; set `data.target_dir`")
+
+def _order_note(controls) -> str:
+    kinds = {re.sub(r"(s|_images?)?_?\d*$", "", c.name.lower()) for c in controls}
+    return (f"{len(controls)} controls per pair, in this order: {', '.join(c.name for c in controls)}; "
+            "set `data.control_dir` to change it") if len(kinds) > 1 else ""
 
 # %% ../../nbs/data/02_folders.ipynb #4a951902
 def sides_of(root, target_dir=None, control_dirs=()) -> tuple: # (targets, [controls], note), or None
     "The folders of the two sides: as chosen, by their usual names, or guessed."
-    targets, controls = _roles(root)[:2]
+    controls, *others = _roles(root)
     one = _chosen(root, [target_dir] * bool(target_dir), "target_dir")
     more = _chosen(root, control_dirs, "control_dir")
     if both := {*one} & {*more}:
         raise ValueError(f"`data.target_dir` and `data.control_dir` both name {str(both.pop())!r}; "
                          "choose two folders")
-    targets = one[0] if one else None if targets in more else targets
+    targets = one[0] if one else _target_of(root, {*more, *others, *controls})
     controls = more or [c for c in controls if c != targets]
-    if targets and controls: return targets, controls, ""
+    if targets and controls: return targets, controls, "" if more else _order_note(controls)
     if not (found := _guessed(root, one, more)): return (targets, [], "") if targets else None
     targets, controls = one[0] if one else found[0], more or found[1]
     return targets, controls, (
@@ -262,7 +280,7 @@ def _by_name(ignored, root) -> list: # (printable name, reason), each file once
 def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or None
     "Samples from a folder of targets and one or more folders of controls."
     if not (sides := sides_of(root, target_dir, control_dirs)): return None
-    (targets, controls, note), (_, _, captions, masks), ignored = sides, _roles(root), []
+    (targets, controls, note), (_, captions, masks), ignored = sides, _roles(root), []
     after, beside = _folder(targets, ignored)
     if not after: return None
     if not controls:
@@ -333,7 +351,7 @@ def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a
 # %% ../../nbs/data/02_folders.ipynb #a840e001
 def read_pairs(root:Path) -> Found: # or None
     "Samples from one folder, or a folder for each pair, whose file names name their sides."
-    ignored, (_, _, captions, masks) = [], _roles(root)
+    ignored, (_, captions, masks) = [], _roles(root)
     alone = any(map(is_image, entries_of(root)))
     images, beside = _folder(root, ignored) if alone else _folder_each(root, ignored)
     after, before, neither = _sides(images)

@@ -138,7 +138,7 @@ def _check_format(head):
                         b"\0\0\0\x0cJXL": "JPEG XL", b"PK": "zip"}.items():
         if head.startswith(start): raise _Refused(f"is in {kind} format; save it as PNG or JPEG")
     if head.startswith(b"version https://git-lfs"): raise _Refused("is a Git LFS pointer; run `git lfs pull`")
-    if head.lstrip()[:9].lower() in (b"<!doctype", b"<html>", b"<html lan"):
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise _Refused("is a web page; download the image again or remove the pair")
 
 # %% ../../nbs/data/00_images.ipynb #85bdf002

@@ -72,9 +72,13 @@ class Samples(list):
         return f"<p>{escape(repr(self))}</p>{notes}{table_html(rows, ('sample', 'controls', 'prompt'))}{left}"
 
 # %% ../../nbs/data/03_samples.ipynb #3956ebc3
+_TRIGGER = re.compile(r"\[trigger\]", re.I)
+
 def add_trigger(prompt:str, word) -> str:
     "Put a trigger word before a prompt that lacks it, or where the prompt says [trigger]."
-    if not word or "[trigger]" in prompt: return prompt.replace("[trigger]", word) if word else prompt
+    word = (word or "").strip(" ,\t\n")
+    if not word: return prompt
+    if _TRIGGER.search(prompt): return _TRIGGER.sub(lambda m: word, prompt)
     return prompt if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt, re.I) else f"{word}, {prompt}"
 
 # %% ../../nbs/data/03_samples.ipynb #3956eb01
@@ -90,7 +94,7 @@ def _no_caption(found, bad):
                      f"{few(r[0] for r in bad)}{unused}; {where}")
 
 # %% ../../nbs/data/03_samples.ipynb #3956eb02
-def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was added, in words)
+def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was added, in words, [note])
     bad, rows, file = [r for r in found.rows if not r[3]], found.rows, found.shared
     said = (text_of(file).strip() if file else "") or (prompt or "").strip()
     if bad and not said: _no_caption(found, bad)
@@ -101,14 +105,17 @@ def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was 
     added = [f"{source} for {len(bad)} of {len(rows)}"] if bad else none
     out = [(*r[:3], add_trigger(r[3], trigger), *r[4:]) for r in rows]
     if n := sum(a[3] != b[3] for a, b in zip(out, rows)):
-        added.append(f"trigger word {trigger!r} added to {n}")
-    return out, "".join(f", {a}" for a in added)
+        added.append(f"trigger word {trigger.strip(' ,')!r} added to {n}")
+    n = 0 if (trigger or "").strip(" ,") else sum(bool(_TRIGGER.search(r[3])) for r in rows)
+    notes = [f"{_counted(n, 'caption')} say{'s' * (n == 1)} [trigger], but `data.trigger_word` is not set; "
+             "set it, or remove [trigger]"] * bool(n)
+    return out, "".join(f", {a}" for a in added), notes
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
 def _samples(found, prompt=None, trigger=None) -> Samples:
-    rows, added = _with_prompts(found, prompt, trigger)
+    rows, added, notes = _with_prompts(found, prompt, trigger)
     samples = sorted((Sample(*r) for r in rows), key=lambda s: s.id)
-    return Samples(samples, found.layout + added, found.ignored, found.notes)
+    return Samples(samples, found.layout + added, found.ignored, [*found.notes, *notes])
 
 def _has_known_columns(table, columns, optional) -> bool:
     optional = [*optional, *["prompt"] * bool(prompt_file(table.parent))]

@@ -51,9 +51,18 @@ def _short(value) -> str: return repr(value) if len(repr(value)) <= 80 else repr
 # %% ../../nbs/data/01_tables.ipynb #50a1d2f3
 TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
-def _csv_rows(text) -> list:
-    head = text.split("\n", 1)[0]
-    return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count)))
+def _csv_rows(text) -> list: # (number, dict); fields without a column: None
+    if text[:4].lower() == "sep=": text = text.partition("\n")[2] # of Excel
+    mark = max(",;\t", key=text.partition("\n")[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=mark, strict=True, skipinitialspace=True)
+    filled = lambda v: any(map(filled, v)) if isinstance(v, list) else bool(v and v.strip())
+    rows, n = [], 0
+    try:
+        for n, r in enumerate(reader, 1):
+            if any(map(filled, r.values())):
+                rows.append((n, {c: v for c, v in r.items() if c is not None or filled(v)}))
+    except csv.Error as e: raise ValueError(f"row {n + 1}: {e}; look for a stray \"") from None
+    return rows
 
 def _json_rows(text) -> list:
     held = json.loads(text)
@@ -67,25 +76,29 @@ def table_rows(path:Path) -> list: # (number, dict) for each row
     "The rows of a .jsonl, .json, .csv or .tsv file."
     text, kind, where, rows = text_of(path), path.suffix.lower(), repr(path.name), []
     try:
-        if kind in (".csv", ".tsv"): return list(enumerate(_csv_rows(text), 1))
-        if kind == ".json": rows = list(enumerate(_json_rows(text), 1))
+        if kind in (".csv", ".tsv"): rows = _csv_rows(text)
+        elif kind == ".json": rows = list(enumerate(_json_rows(text), 1))
         else:
             for n, line in enumerate(text.split("\n"), 1):
                 where = f"line {n} of {path.name!r}"
                 if line.strip(): rows.append((n, json.loads(line)))
-    except (ValueError, RecursionError, csv.Error) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where} is not valid {kind[1:5].upper()} ({e}); fix it") from None
     bad = next((n for n, r in rows if not isinstance(r, dict)), None)
     if bad:
         raise ValueError(f"row {bad} of {path.name!r} must be an object with image, edit_image and prompt")
+    if long := next(((n, r) for n, r in rows if None in r), None):
+        fields = len(long[1]) - 1
+        raise ValueError(f"{where}: row {long[0]} has {fields + len(long[1][None])} fields, the header "
+                         f"{fields}; put a prompt with commas in quotes")
     return rows
 
 # %% ../../nbs/data/01_tables.ipynb #e2d88683
 _EITHER = "image img picture photo file_name filename file path".split()
 _SPELLINGS = dict(
     target="""target_image target edited_image edited output_image output after_image after result_image
-              result end_image ground_truth gt""".split() + _EITHER,
-    control="""edit_image control_image control source_image source src input_image input before_image before
+              result end_image ground_truth gt tgt_image tgt""".split() + _EITHER,
+    control="""edit_image control_image control source_image source src_image src input_image input before_image before
                original_image original conditioning_image conditioning condition_image condition cond_image
                reference_image reference ref_image ref kontext_image start_image start""".split(),
     prompt="prompt edit_prompt instruction edit_instruction editing_instruction edit_text text caption edit "
@@ -95,6 +108,7 @@ _SPELLINGS = dict(
 # %% ../../nbs/data/01_tables.ipynb #e2d88601
 def _plain(column) -> str:
     name = re.sub(r"[\s\-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(column)).strip()).lower()
+    name = re.sub(r"_img(?=s?(?:_|\d|$))", "_image", name)
     return re.sub(r"(?:^|_)(?:file_?names?|paths?|files?)(?=_|$)", "", name).strip("_") or name
 
 def _matching(names, role) -> list: # columns of the first spelling found
@@ -128,7 +142,8 @@ def match_columns(
         if not found and role not in optional:
             shared = " or set `data.prompt`, one instruction for all" if role == "prompt" else ""
             raise ValueError(f"{where} has no column for the {role}; it has {_some(names)}; name it "
-                             f"{' or '.join(_SPELLINGS[role][:3])}, or give {role!r} in `columns`{shared}")
+                             f"{' or '.join(_SPELLINGS[role][:3])}, or use find_samples(path, columns={{{role!r}: ...}})"
+                             f"{shared}")
     return {role: found if role == "control" else found[0] for role, found in got.items() if found}
 
 # %% ../../nbs/data/01_tables.ipynb #4b7b66ae

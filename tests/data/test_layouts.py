@@ -22,6 +22,8 @@ def make(root, files):
     return root
 
 
+H = "image,edit_image,prompt\n"
+
 # files | settings | pairs (target control ...; ...) | a part of the layout or of a note
 FOUND = """my~pairs/training_images/a.png,a.txt my~pairs/control_images/a.png __MACOSX/._a.png | | a.png a.png | data: in 'my pairs/', the only folder with images in
 x/y/after/a.png,a.txt x/y/before/a.png x/readme.txt | | a.png a.png | in x/: in y/: folders after/ + before/
@@ -45,7 +47,9 @@ a.png a.txt control/a.png | | a.png a.png | controls in 'control' (guessed
 after/2024/a.png,b.png after/2025/a.png before/2024/a.png,b.png before/2025/a.png | prompt=x | a.png a.png;b.png b.png;a.png a.png | folders after/ + before/
 After/Photos-001/a.png,a.txt Before/Photos-002/a.png | | a.png a.png | folders After/ + Before/
 1/before.jpg,after.jpg,prompt.txt 2/before.jpg,after.jpg,prompt.txt | | after.jpg before.jpg;after.jpg before.jpg | a folder for each pair
-original/a.png edit/a.png | prompt=x | a.png a.png | targets in 'edit', controls in 'original' (guessed"""
+original/a.png edit/a.png | prompt=x | a.png a.png | targets in 'edit', controls in 'original' (guessed
+input/a.png output/a.jpg images/a.gif | prompt=x | a.jpg a.png | folders output/ + input/
+target/a.jpg target_mask/a.png source/a.gif reference/a.png | prompt=x | a.jpg a.png a.gif | 2 controls per pair, in this order: reference, source; set `data.control_dir` to change it"""
 
 
 @pytest.mark.parametrize("row", FOUND.splitlines())
@@ -69,7 +73,9 @@ after/a.png,b.png,c.png,d.png,e.png,e.txt before/a.png,b.png,c.png,d.png,e.png n
 A/a.png B/a.png | target_dir=C | `data.target_dir` 'C' is not a folder in '.*'. It contains: A/ \\(1 .png\\), B/ \\(1 .png\\); choose one
 A/a.png B/a.png | target_dir=A control_dir=a | `data.target_dir` and `data.control_dir` both name '.*A'; choose two folders
 after/a.mp4 pairs.zip | | It contains: after/ \\(1 .mp4\\), pairs.zip, but no images that we can read. Unpack pairs.zip first
-data/train.parquet | | For parquet files: load it with `data = datasets.load_dataset\\('parquet'"""
+data/train.parquet | | For parquet files: load it with `data = datasets.load_dataset\\('parquet'
+before/a.png after/a.png edited/a.png output/a.png | prompt=x | 'after', 'edited' and 'output' may all hold the targets; set `data.target_dir`
+source/a.png result/a.png Edited~Photos/a.png | prompt=x | 'Edited Photos' and 'result' may both hold the targets; set"""
 
 
 @pytest.mark.parametrize("row", REFUSED.splitlines())
@@ -175,6 +181,28 @@ def test_tables_without_prompts_and_of_another_machine(tmp_path):
     write("", image="a.png", edit_image="/home/me/control/a.png", prompt="x")
     with pytest.raises(ValueError, match="names '/home/me/control/a.png' outside the data set"): find_samples(tmp_path)
     with pytest.raises(ValueError, match="`columns` names 'old', which 'metadata.jsonl' does not have"): find_samples(tmp_path, columns=dict(target="old"))
+
+
+@pytest.mark.parametrize("text, expected", [
+    (H + '1.png,2.png,5" wide\n3.png,2.png,"a ""b"""', ['5" wide', 'a "b"']),
+    (H + '1.png,2.png,"make it" blue\n', "is not valid CSV \\(row 1: ',' expected after '\"'; look for a stray"),
+    (H + '1.png,2.png,a\n3.png,2.png,"b\n2.png,1.png,c', "is not valid CSV \\(row 2: unexpected end of data; look for a stray"),
+    (H + "1.png,2.png,make it blue, then red", "'m.csv': row 1 has 4 fields, the header 3; put a prompt with commas in quotes"),
+    (H + '1.png, 2.png, "a, b",,\n,,\n , ,\n3.png, 2.png, c', ["a, b", "c"]),
+    ("sep=;\n" + H.replace(",", ";") + "1.png;2.png;a\n", ["a"]),
+    ("source_img,target_img,mask_img,instruction\n1.png,2.png,3.png,a", ["a"]), ("src_image,tgt,text\n1.png,2.png,a", ["a"])])
+def test_csv_by_hand_and_by_excel(text, expected, tmp_path):
+    (make(tmp_path, "1.png,2.png,3.png")/"m.csv").write_text(text)
+    if isinstance(expected, list): assert [s.prompt for s in find_samples(tmp_path)] == expected
+    else:
+        with pytest.raises(ValueError, match=expected): find_samples(tmp_path)
+
+
+@pytest.mark.parametrize("word, prompt, expected", [("ohwx, ", "a photo", "ohwx, a photo"), ("  ", "a photo", "a photo"), ("ohwx", "a [TRIGGER] photo", "a ohwx photo"),
+                                                    (None, "a [trigger] photo", "1 caption says [trigger], but `data.trigger_word` is not set; set it, or remove [trigger]")])
+def test_trigger_words(word, prompt, expected, tmp_path):
+    found = find_samples(make(tmp_path, "after/a.png before/a.png"), prompt=prompt, trigger_word=word)
+    assert (found[0].prompt if word else found.notes[0]) == expected and "word '  '" not in found.layout
 
 
 def test_the_check_for_swaps_gives_no_all_clear():

@@ -209,7 +209,7 @@ def test_unknown_columns_need_a_mapping(tmp_path):
     columns = dict(target="neu", control="alt", prompt="wunsch")
     for path in (tmp_path, tmp_path/"set.csv"):
         assert facts(find_samples(path, columns=columns), tmp_path) == [("t", "t.png", "c.png", "p")]
-        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give 'target' in `columns`"): find_samples(path)
+        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or use find_samples\\(path, columns=\\{'target': ...\\}\\)"): find_samples(path)
     for wrong, sentence in ((columns | dict(control="old"), "'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"), (dict(edge="neu"), "'edge'")):
         with pytest.raises(ValueError, match=f"`columns` names {sentence}"): find_samples(path, wrong)
 
