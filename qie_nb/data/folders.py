@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .listing import UNREAD, contents, entries_of, image_folders, is_hidden, is_image, it_contains
 from .listing import lost_images, raise_twice, read_folder, why_unused
-from .tables import Found, few, instruction, nfc, printable, prompt_file, text_of
+from .tables import TABLE_SUFFIXES, Found, NoTable, few, home_path, instruction, nfc, printable
+from .tables import prompt_file, table_captions, text_of
 
 # %% ../../nbs/data/02_folders.ipynb #d7aed9a1
 _AFTER = r"(?i:target|after|end|output|out|edited|edit|result|gt)|T"
@@ -81,7 +82,7 @@ def guess_sides(dirs, root=None) -> tuple: # (targets, [controls]), or None if t
 
 # %% ../../nbs/data/02_folders.ipynb #4a951958
 def named_folder(root, name) -> Path: # or None
-    if (d := root/Path(name).expanduser()).is_dir(): return d
+    if (d := root/home_path(name)).is_dir(): return d
     like = lambda p: p.is_dir() and p.name.casefold() == str(name).strip(" /\\").casefold()
     return next(filter(like, entries_of(root)), None)
 
@@ -178,14 +179,31 @@ def _mask(stem, target, *folders): # path or None
     return next((held[name] for held in folders for name in names if name in held), None)
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1601
-def _caption(names, *folders) -> tuple: # (text or None, its file or None)
+def _caption(names, *folders) -> tuple: # (text or None, its file or row, or None)
     path = next((texts[name] for name in names for texts in folders if name in texts), None)
+    if isinstance(path, tuple): return path # of a table
     text = text_of(path) if path else ""
     return instruction(text, names[0], str(path)) if text.strip() else None, path
 
 def _shared(root, texts, images): # the file of one prompt for all pairs, or None
     beside = texts.pop("prompt") if "prompt" in texts and "prompt" not in images else None
     return prompt_file(root) or beside
+
+# %% ../../nbs/data/02_folders.ipynb #aa2fe377
+def _tables_beside(dirs, names) -> tuple: # ([{name: (prompt, row)}], [table], [(broken table, error)])
+    "Captions for these names from tables in these folders."
+    texts, used, broken = [], [], []
+    for p in [p for d in dict.fromkeys(dirs) for p in entries_of(d)]:
+        if p.suffix.lower() not in TABLE_SUFFIXES or is_hidden(p) or not p.is_file(): continue
+        try: held = aligned(table_captions(p), names)
+        except NoTable: continue
+        except ValueError as e: broken.append((p, e))
+        else:
+            if any(name in held for name in names): texts.append(held); used.append(p)
+    return texts, used, broken
+
+def _check_tables(broken, rows): # raises for a broken table, if a caption is missing
+    if broken and not all(r[3] for r in rows): raise broken[0][1]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1602
 def _left_over(rows, controls, captions, masks) -> list:
@@ -202,7 +220,7 @@ def _beside_folders(root, used) -> list:
 # %% ../../nbs/data/02_folders.ipynb #1a3a1603
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     reasons = {}
-    for p, why in ignored: reasons.setdefault(printable(os.path.relpath(p, root)), why)
+    for p, why in ignored: reasons.setdefault(printable(os.path.relpath(p, root)), str(why))
     return sorted(reasons.items())
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
@@ -229,23 +247,28 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
     shared = _shared(root, beside, after)
     texts = [beside, read_folder(captions, ignored)[1] if captions else {}]
+    said, tables, broken = _tables_beside((root, targets), {*after, *(nfc(p.stem) for p in after.values())})
     theirs = [texts for _, texts in held]
-    if not any(texts): texts, theirs = theirs, []
+    if not any([*texts, *said]): texts, theirs = theirs, []
     ignored += [(p, "a caption beside a control; only those of the targets are read")
                 for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
     numbered = _numbered(before[0], after)
     _check_controls(after, controls, before, numbered)
-    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts) for stem, p in after.items()}
+    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts, *said) for stem, p in after.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
              said[stem][1]) for stem, p in after.items()]
-    ignored += _beside_folders(root, {targets, *controls, captions, masks, shared})
+    _check_tables(broken, rows)
+    ignored = broken + [x for x in ignored if x[0] not in tables]
+    ignored += _beside_folders(root, {targets, *controls, captions, masks, shared, *tables})
     ignored += _left_over(rows, before, texts, painted)
-    more = [p.parent for column in (5, 4) for r in rows if (p := r[column])]
-    more = "".join(f", {d.name}/" for d in dict.fromkeys(more) if not {targets, *controls} & {d, *d.parents})
+    files = [[p for r in rows if isinstance(p := r[column], Path)] for column in (5, 4)]
+    more = dict.fromkeys(p.parent for held in files for p in held)
+    more = "".join([f", {d.name}/" for d in more if not {targets, *controls} & {d, *d.parents}]
+                   + [f", {p.name}" for p in tables])
     layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls)}{more}"
     odd = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
-    above = [{*r[5].parents} for r in rows if r[5]]
+    above = [{*p.parents} for p in files[0]]
     notes = [note] * bool(note) + lost + odd * any({*controls} & a and targets not in a for a in above)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)
 
@@ -301,9 +324,13 @@ def read_pairs(root:Path) -> Found: # or None
     painted = read_folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for stem, p in neither.items() if (m := _MASK.fullmatch(stem))}
     controls = {stem: tuple(p for _, p in sorted(held)) for stem, held in before.items()}
+    stems = lambda name: [nfc(p.stem) for p in (after[name], *controls[name])]
+    tables, used, broken = _tables_beside([root], {*after, *(s for name in after for s in stems(name))})
     rows = [(stem, p, controls[stem], said, _mask(stem, p, painted, named), file) for stem, p in after.items()
-            for said, file in [_caption((stem, *(nfc(q.stem) for q in (p, *controls[stem]))), *texts)]]
-    used = {captions, masks, shared, *(r[4] for r in rows)}
+            for said, file in [_caption((stem, *stems(stem)), *texts, *tables)]]
+    _check_tables(broken, rows)
+    used = {captions, masks, shared, *used, *(r[4] for r in rows)}
+    ignored = broken + ignored
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]
     ignored += _left_over(rows, [{p: p for held in controls.values() for p in held}], texts, [painted])

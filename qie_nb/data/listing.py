@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/data/01b_listing.ipynb #a8f31b37
+import os, re
 from pathlib import Path
 
 from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES, UNREAD_SUFFIXES
-from .tables import few, nfc, printable
+from .tables import TABLE_SUFFIXES, few, nfc, printable
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d6d1
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -100,3 +101,64 @@ def lost_images(ignored, images) -> list: # notes; images: {stem: path}, which a
     for p, why in ignored:
         if (why == UNREAD or "move" in why) and nfc(p.stem) not in have: lost.setdefault(why, []).append(p.name)
     return [f"not used: {few(names)} ({why})" for why, names in lost.items()]
+
+# %% ../../nbs/data/01b_listing.ipynb #006b9e1a
+def not_named(table, rows) -> list: # (name, reason); rows: those of `Found`
+    "Images and tables in the folders of a table that it does not name."
+    root, norm = table.parent, lambda p: os.path.normpath(p)
+    used = {norm(p) for r in rows for p in (r[1], *r[2], r[4]) if p}
+    dirs = {os.path.dirname(p) for p in used}
+    out = [(p, f"not in {table.name}") for d in dirs for p in entries_of(d)
+           if norm(p) not in used and is_image(p)]
+    out += [(p, "another table") for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES
+            and p != table and not is_hidden(p)]
+    out += [(d, f"a folder that is not used ({contents(d, False)})") for d in image_folders(root)
+            if not any(Path(norm(d)) in (p := Path(used), *p.parents) for used in dirs)]
+    return sorted((printable(os.path.relpath(p, root)), why) for p, why in out)
+
+# %% ../../nbs/data/01b_listing.ipynb #146fc335
+ARCHIVES = (".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
+_HUB = ("load it with `data = datasets.load_{}({})` and train on `loader(data, ...)` of "
+        "qie_nb.data, or download its files and give the folder")
+
+# %% ../../nbs/data/01b_listing.ipynb #146fc301
+def remedy(path, sets) -> str: # sets: folders in it that are data sets
+    kinds = {p.suffix.lower(): p for p in path.glob("**/*")}
+    kinds = {kind: p for kind, p in kinds.items() if kind in (*ARCHIVES, ".parquet", ".arrow")}
+    if ".arrow" in kinds:
+        return "For a data set of save_to_disk: " + _HUB.format("from_disk", repr(str(path))).split(", or")[0]
+    if ".parquet" in kinds:
+        return "For parquet files: " + _HUB.format("dataset", f"'parquet', data_dir={str(path)!r}")
+    if kinds: return f"Unpack {next(iter(kinds.values())).name} first"
+    if sets:
+        return (f"Set `data.dataset_path` to one of the data sets {few(d.name for d in sets)}, or to a list "
+                "of them")
+    unread, read = ([p for p in path.glob("**/*") if p.suffix.lower() in kinds]
+                    for kinds in (UNREAD_SUFFIXES, IMAGE_SUFFIXES))
+    if len(unread) > len(read): return f"Convert the {unread[0].suffix} files to JPEG or PNG first"
+    loose = any(map(is_image, entries_of(path)))
+    return "Name the images of a pair x_before and x_after, or put" * loose + "Put" * (not loose) + (
+        " the images before the edit into control_images/ and those after it, with the same names, into "
+        "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
+
+# %% ../../nbs/data/01b_listing.ipynb #146fc303
+def no_folder(path, root): # raises the reason
+    what, kind = f"`data.dataset_path` {str(path)!r}", root.suffix.lower()
+    if re.match("https?://", str(path)):
+        raise ValueError(f"{what} is a web address; for a data set of the Hugging Face hub, "
+                         + _HUB.format("dataset", "'owner/name'"))
+    if root.is_file():
+        raise ValueError(f"{what} is " + (
+            "an archive; unpack it and give the folder" if kind in ARCHIVES else
+            "an image; give the folder of your pairs" if kind in IMAGE_SUFFIXES else
+            "a parquet file; " + _HUB.format("dataset", f"'parquet', data_files={str(path)!r}") if kind == ".parquet"
+            else f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
+    if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", str(path)):
+        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this machine and "
+                                "give its path here")
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not root.parent.is_dir()
+    raise FileNotFoundError(f"{what} does not exist" + (
+        "; if it is a data set of the Hugging Face hub, " + _HUB.format("dataset", repr(str(path))) if hub else
+        f"; set it to the folder of your pairs" if not root.parent.is_dir() else
+        f" in {str(root.parent)!r}, which has: {contents(root.parent, False)}; set it to the folder of your "
+        "pairs"))

@@ -84,7 +84,8 @@ after/a.png,b.png before/a.png,b.png labels/a.txt notes.md | | have no caption: 
 after/a.nef before/a.nef | | It contains: .*, but no images that we can read. Convert the .nef files to JPEG or PNG first$
 after/x/a.png after/y/b.png before/a.png,b.png | prompt=x | no control .* in before/: 'x/a.png', 'y/b.png'; before/ has 'a.png', 'b.png' without a target; give both .* the same name and folder
 edit/IMG_1.NEF raw/IMG_1.jpg | target_dir=edit control_dir=raw | `data.target_dir` 'edit' has no images that we can read \\(1 .nef\\); convert them to JPEG or PNG$
-after/a.png before/a.nef | prompt=x | before/ has no images that we can read \\(1 .nef\\); add the controls"""
+after/a.png before/a.nef | prompt=x | before/ has no images that we can read \\(1 .nef\\); add the controls
+data-00000.arrow | | For a data set of save_to_disk: load it with `data = datasets.load_from_disk\\('.*'\\)` and train on .* of qie_nb.data$"""
 
 
 @pytest.mark.parametrize("row", REFUSED.splitlines())
@@ -101,6 +102,7 @@ def test_what_is_refused_lists_what_was_found(row, tmp_path):
     ("https://huggingface.co/datasets/me/cats", "is a web address; .* load it with `data = datasets.load_dataset"),
     ("me/cats", "does not exist; if it is a data set of the Hugging Face hub, load it with `data = datasets.load_dataset\\('me/cats'\\)`"),
     ("C:\\Users/me", "is a path on a Windows computer; copy the folder to this machine"),
+    ("~nosuchuser/x", "'~nosuchuser/x' does not exist; set it"), ("$NO_SUCH/x", "does not exist"),
     ("piars", "does not exist in '.*', which has: 1 .png, 1 .zip; set it to the folder of your pairs")])
 def test_what_is_no_folder(path, sentence, tmp_path, monkeypatch):
     for name in ("pairs.zip", "a.png"): (tmp_path/name).write_bytes(b"PK")
@@ -213,6 +215,45 @@ def test_csv_by_hand_and_by_excel(text, expected, tmp_path):
     if isinstance(expected, list): assert [s.prompt for s in find_samples(tmp_path)] == expected
     else:
         with pytest.raises(ValueError, match=expected): find_samples(tmp_path)
+
+
+# a table beside two folders | prompts or the sentence
+BROKEN = "is not valid (CSV|JSON) \\("
+@pytest.mark.parametrize("name, text, expected", [
+    ("captions.csv", "filename,caption\n1.png,blue\nafter/2.png,red", ["blue", "red"]), ("captions.json", '{"1.png": "blue", "IMG_2": "red"}', ["blue", "x"]),
+    ("after/metadata.jsonl", '{"file_name": "2.png", "text": "red"}', ["x", "red"]), ("metadata.csv", "file_name,text\nafter/1.png,blue\nbefore/2.png,red", ["blue", "red"]),
+    ("captions.txt", "1: blue", "'captions.txt' is not read, `data.prompt` is used; name each caption like its image, or give a table with the columns image and prompt"),
+    ("captions.csv", 'filename,caption\n1.png,"blue\n2.png,red', BROKEN), ("pairs.jsonl", '{"image": "after/1.png"', BROKEN), ("card.json", "[1]", ["x", "x"])])
+def test_tables_of_captions_beside_folders(name, text, expected, tmp_path):
+    (make(tmp_path, "after/1.png,2.png before/1.png,2.png")/name).write_text(text)
+    if expected == BROKEN:
+        with pytest.raises(ValueError, match=expected): find_samples(tmp_path, prompt="x")
+        return
+    found = find_samples(tmp_path, prompt="x")
+    if isinstance(expected, str): assert found.notes == [expected]
+    else:
+        assert [s.prompt for s in found] == expected and (name == "card.json" or name.split("/")[-1] in found.layout)
+        make(tmp_path, "after/1.txt,2.txt") # captions of their own come first
+        assert {s.prompt for s in find_samples(tmp_path)} == {"make it blue"}
+
+
+def test_a_table_of_captions_in_one_folder(tmp_path):
+    (make(tmp_path, "1_before.png,1_after.png,2_before.png,2_after.png")/"c.csv").write_text("image,prompt\n1,blue\n2_after.png,red\n")
+    assert [s.prompt for s in find_samples(tmp_path)] == ["blue", "red"] and not find_samples(tmp_path).ignored
+
+
+def test_what_a_table_does_not_name_is_listed(tmp_path):
+    make(tmp_path, "after/1.png,2.png before/1.png extra/3.png")
+    for name in ("metadata.csv", "other.csv"): (tmp_path/name).write_text(H + "after/../after/1.png,before/1.png,a")
+    listed = [("after/2.png", "not in metadata.csv"), ("extra", "a folder that is not used (1 .png)"), ("other.csv", "another table")]
+    assert find_samples(tmp_path).ignored == find_samples(tmp_path/"metadata.csv").ignored == listed
+    assert find_samples([tmp_path]).ignored[0][0] == "0/after/2.png"
+    with pytest.raises(ValueError, match="`data.dataset_path` is an empty list; name at least one folder"): find_samples([])
+
+
+def test_variables_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAIRS", str(make(tmp_path, "A/a.png,a.txt B/a.png")))
+    assert len(find_samples("$PAIRS", target_dir="${PAIRS}/A", control_dir="B")) == 1
 
 
 @pytest.mark.parametrize("word, prompt, expected", [("ohwx, ", "a photo", "ohwx, a photo"), ("  ", "a photo", "a photo"), ("ohwx", "a [TRIGGER] photo", "a ohwx photo"),
