@@ -202,8 +202,9 @@ def _tables_beside(dirs, names) -> tuple: # ([{name: (prompt, row)}], [table], [
             if any(name in held for name in names): texts.append(held); used.append(p)
     return texts, used, broken
 
-def _check_tables(broken, rows): # raises for a broken table, if a caption is missing
+def _used(tables, broken, rows) -> list: # raises for a broken table, if a caption is missing
     if broken and not all(r[3] for r in rows): raise broken[0][1]
+    return [p for p in tables if any(str(r[5]).endswith(f" of {p.name!r}") for r in rows)]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1602
 def _left_over(rows, controls, captions, masks) -> list:
@@ -214,8 +215,9 @@ def _left_over(rows, controls, captions, masks) -> list:
 
 def _beside_folders(root, used) -> list:
     if root in used: return [] # listed already
-    return [(p, f"a folder that is not used ({contents(p, False)})" if p.is_dir() else
-             "not in one of the folders") for p in entries_of(root) if p not in used and not is_hidden(p) and (p.is_dir() or why_unused(p) is not None)]
+    why = lambda p: (f"a folder that is not used ({contents(p, False)})" if p.is_dir() else
+                     "not in one of the folders" if why_unused(p) is not None else "")
+    return [(p, why(p)) for p in entries_of(root) if p not in used and not is_hidden(p) and why(p)]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1603
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
@@ -258,7 +260,7 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts, *said) for stem, p in after.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
              said[stem][1]) for stem, p in after.items()]
-    _check_tables(broken, rows)
+    tables = _used(tables, broken, rows)
     ignored = broken + [x for x in ignored if x[0] not in tables]
     ignored += _beside_folders(root, {targets, *controls, captions, masks, shared, *tables})
     ignored += _left_over(rows, before, texts, painted)
@@ -325,11 +327,11 @@ def read_pairs(root:Path) -> Found: # or None
     named = {m[1]: p for stem, p in neither.items() if (m := _MASK.fullmatch(stem))}
     controls = {stem: tuple(p for _, p in sorted(held)) for stem, held in before.items()}
     stems = lambda name: [nfc(p.stem) for p in (after[name], *controls[name])]
-    tables, used, broken = _tables_beside([root], {*after, *(s for name in after for s in stems(name))})
-    rows = [(stem, p, controls[stem], said, _mask(stem, p, painted, named), file) for stem, p in after.items()
-            for said, file in [_caption((stem, *stems(stem)), *texts, *tables)]]
-    _check_tables(broken, rows)
-    used = {captions, masks, shared, *used, *(r[4] for r in rows)}
+    said, found, broken = _tables_beside([root], {*after, *(s for name in after for s in stems(name))})
+    rows = [(stem, p, controls[stem], text, _mask(stem, p, painted, named), file) for stem, p in after.items()
+            for text, file in [_caption((stem, *stems(stem)), *texts, *said)]]
+    tables = _used(found, broken, rows)
+    used = {captions, masks, shared, *tables, *(r[4] for r in rows)}
     ignored = broken + ignored
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]
@@ -339,4 +341,5 @@ def read_pairs(root:Path) -> Found: # or None
     layout = "a folder for each pair" if not alone else "one folder" if guessed else (
         f"one folder, pairs by their names: targets {marks(after.items())}, controls "
         f"{marks((stem, p) for stem, held in controls.items() for p in held)}")
+    layout += "".join(f", {p.name}" for p in tables)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)

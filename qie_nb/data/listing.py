@@ -43,7 +43,8 @@ def raise_twice(what, stem, a, b):
                      f"rename or remove {b.name}")
 
 # %% ../../nbs/data/01b_listing.ipynb #9a1be13b
-def folder_files(folder, deep:int=4) -> tuple: # (folder, files); those of the folders in it if it holds no images
+def folder_files(folder, deep:int=4) -> tuple: # (folder, files)
+    "The files of a folder, or of the folders in it if it holds no images."
     found = entries_of(folder)
     if any(map(is_image, found)): return folder, found
     dirs = [d for d in found if d.is_dir() and not is_hidden(d)]
@@ -59,7 +60,7 @@ def image_folders(root, leave=()) -> list: # the folders in it that hold images
     return [d for d in dirs if _holds_images(d)]
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d603
-def read_folder(folder, ignored) -> tuple: # (images, captions): {NFC stem, after that of a folder inside: path}
+def read_folder(folder, ignored) -> tuple: # (images, captions) by NFC stem, with that of an inner folder
     images, captions, (folder, files) = {}, {}, folder_files(folder)
     for p in sorted(files, key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
         why = why_unused(p)
@@ -99,7 +100,8 @@ def lost_images(ignored, images) -> list: # notes; images: {stem: path}, which a
     "Unused images for which there is no other image of the same name."
     have, lost = {nfc(p.stem) for p in images.values()}, {}
     for p, why in ignored:
-        if (why == UNREAD or "move" in why) and nfc(p.stem) not in have: lost.setdefault(why, []).append(p.name)
+        if nfc(p.stem) not in have and (why == UNREAD or "move" in why):
+            lost.setdefault(why, []).append(p.name)
     return [f"not used: {few(names)} ({why})" for why, names in lost.items()]
 
 # %% ../../nbs/data/01b_listing.ipynb #006b9e1a
@@ -113,7 +115,7 @@ def not_named(table, rows) -> list: # (name, reason); rows: those of `Found`
     out += [(p, "another table") for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES
             and p != table and not is_hidden(p)]
     out += [(d, f"a folder that is not used ({contents(d, False)})") for d in image_folders(root)
-            if not any(Path(norm(d)) in (p := Path(used), *p.parents) for used in dirs)]
+            if not any(Path(norm(d)) in (p := Path(name), *p.parents) for name in dirs)]
     return sorted((printable(os.path.relpath(p, root)), why) for p, why in out)
 
 # %% ../../nbs/data/01b_listing.ipynb #146fc335
@@ -151,14 +153,15 @@ def no_folder(path, root): # raises the reason
         raise ValueError(f"{what} is " + (
             "an archive; unpack it and give the folder" if kind in ARCHIVES else
             "an image; give the folder of your pairs" if kind in IMAGE_SUFFIXES else
-            "a parquet file; " + _HUB.format("dataset", f"'parquet', data_files={str(path)!r}") if kind == ".parquet"
-            else f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
+            "a parquet file; " + _HUB.format("dataset", f"'parquet', data_files={str(path)!r}")
+            if kind == ".parquet" else "no table; it must be a folder or one of "
+            f"{', '.join(TABLE_SUFFIXES)}"))
     if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", str(path)):
-        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this machine and "
-                                "give its path here")
+        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this machine "
+                                "and give its path here")
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not root.parent.is_dir()
     raise FileNotFoundError(f"{what} does not exist" + (
-        "; if it is a data set of the Hugging Face hub, " + _HUB.format("dataset", repr(str(path))) if hub else
-        f"; set it to the folder of your pairs" if not root.parent.is_dir() else
+        "; if it is a data set of the Hugging Face hub, " + _HUB.format("dataset", repr(str(path)))
+        if hub else "; set it to the folder of your pairs" if not root.parent.is_dir() else
         f" in {str(root.parent)!r}, which has: {contents(root.parent, False)}; set it to the folder of your "
         "pairs"))

@@ -20,8 +20,8 @@ from .folders import named_folder, read_folders, read_pairs
 from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered
 from .images import source_digest, source_name
 from .listing import contents, entries_of, is_hidden, it_contains, no_folder, not_named, remedy
-from .tables import TABLE_SUFFIXES, few, home_path, instruction, match_columns, printable
-from .tables import prompt_file, read_dataset, read_table, table_captions, table_rows, text_of
+from .tables import TABLE_SUFFIXES, NoTable, few, home_path, instruction, match_columns
+from .tables import printable, prompt_file, read_dataset, read_table, table_captions, table_rows, text_of
 
 # %% ../../nbs/data/03_samples.ipynb #3743c870
 @dataclass(frozen=True)
@@ -194,6 +194,9 @@ def _several(sets) -> Samples:
 def _none_found(path, columns=None, optional=("mask",)): # raises the reason
     kinds = TABLE_SUFFIXES if columns else {*TABLE_SUFFIXES} - {".json"} # of which some describe a data set
     tables = [p for p in entries_of(path) if p.suffix.lower() in kinds]
+    for table in [p for p in entries_of(path) if p.suffix.lower() in TABLE_SUFFIXES and not is_hidden(p)]:
+        try: table_rows(table)
+        except NoTable: pass
     for table in tables[:1]: read_table(table, columns, optional)
     def is_set(d):
         try: return _found(d, columns, (None, ()), ("mask", "prompt"), 1)
@@ -227,7 +230,8 @@ def find_samples(
                          "table or a datasets.Dataset")
     root = home_path(path)
     if root.is_dir(): found = _found(root, columns, (target_dir, dirs), optional)
-    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES: found = _read_table(root, columns, optional)
+    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES:
+        found = _read_table(root, columns, optional)
     else: no_folder(path, root)
     return _samples(found or _none_found(root, columns, optional), prompt, trigger_word)
 

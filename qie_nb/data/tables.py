@@ -102,9 +102,9 @@ _EITHER = "image img picture photo file_name filename file path".split()
 _SPELLINGS = dict(
     target="""target_image target edited_image edited output_image output after_image after result_image
               result end_image ground_truth gt tgt_image tgt""".split() + _EITHER,
-    control="""edit_image control_image control source_image source src_image src input_image input before_image before
-               original_image original conditioning_image conditioning condition_image condition cond_image
-               reference_image reference ref_image ref kontext_image start_image start""".split(),
+    control="""edit_image control_image control source_image source src_image src input_image input
+               before_image before original_image original conditioning_image conditioning
+               condition_image condition cond_image reference_image reference ref_image ref kontext_image start_image start""".split(),
     prompt="prompt edit_prompt instruction edit_instruction editing_instruction edit_text text caption edit "
            "description".split(),
     mask="mask mask_image loss_mask target_mask".split())
@@ -146,8 +146,8 @@ def match_columns(
         if not found and role not in optional:
             shared = " or set `data.prompt`, one instruction for all" if role == "prompt" else ""
             raise ValueError(f"{where} has no column for the {role}; it has {_some(names)}; name it "
-                             f"{' or '.join(_SPELLINGS[role][:3])}, or use find_samples(path, columns={{{role!r}: ...}})"
-                             f"{shared}")
+                             f"{' or '.join(_SPELLINGS[role][:3])}, or use "
+                             f"find_samples(path, columns={{{role!r}: ...}}){shared}")
     return {role: found if role == "control" else found[0] for role, found in got.items() if found}
 
 # %% ../../nbs/data/01_tables.ipynb #4b7b66ae

@@ -240,6 +240,14 @@ def test_tables_of_captions_beside_folders(name, text, expected, tmp_path):
 def test_a_table_of_captions_in_one_folder(tmp_path):
     (make(tmp_path, "1_before.png,1_after.png,2_before.png,2_after.png")/"c.csv").write_text("image,prompt\n1,blue\n2_after.png,red\n")
     assert [s.prompt for s in find_samples(tmp_path)] == ["blue", "red"] and not find_samples(tmp_path).ignored
+    assert find_samples(tmp_path).layout.endswith(", c.csv")
+    make(tmp_path, "1.txt,2.txt")
+    assert find_samples(tmp_path).ignored == [("c.csv", "no image")]
+
+
+def test_a_broken_table_is_named_before_others(tmp_path):
+    for name, text in (("a.csv", "x,y\n1,2"), ("pairs.json", "[{")): (tmp_path/name).write_text(text)
+    with pytest.raises(ValueError, match="'pairs.json' is not valid JSON"): find_samples(tmp_path)
 
 
 def test_what_a_table_does_not_name_is_listed(tmp_path):
