@@ -249,7 +249,8 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
     shared = _shared(root, beside, after)
     texts = [beside, read_folder(captions, ignored)[1] if captions else {}]
-    said, tables, broken = _tables_beside((root, targets), {*after, *(nfc(p.stem) for p in after.values())})
+    dirs = [d for d in (root, targets, captions) if d]
+    said, tables, broken = _tables_beside(dirs, {*after, *(nfc(p.stem) for p in after.values())})
     theirs = [texts for _, texts in held]
     if not any([*texts, *said]): texts, theirs = theirs, []
     ignored += [(p, "a caption beside a control; only those of the targets are read")
@@ -326,12 +327,14 @@ def read_pairs(root:Path) -> Found: # or None
     painted = read_folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for stem, p in neither.items() if (m := _MASK.fullmatch(stem))}
     controls = {stem: tuple(p for _, p in sorted(held)) for stem, held in before.items()}
-    stems = lambda name: [nfc(p.stem) for p in (after[name], *controls[name])]
+    stems = lambda name: [nfc(s) for p in (after[name], *controls[name])
+                          for s in (f"{p.parent.name}/{p.stem}", p.stem)]
     said, found, broken = _tables_beside([root], {*after, *(s for name in after for s in stems(name))})
     rows = [(stem, p, controls[stem], text, _mask(stem, p, painted, named), file) for stem, p in after.items()
             for text, file in [_caption((stem, *stems(stem)), *texts, *said)]]
     tables = _used(found, broken, rows)
     used = {captions, masks, shared, *tables, *(r[4] for r in rows)}
+    if not alone: ignored += _beside_folders(root, used | {*image_folders(root)})
     ignored = broken + ignored
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]
