@@ -16,12 +16,14 @@ from .core.arguments import Parser
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")
 
+def _split_settings(texts) -> tuple: # (settings, others)
+    is_setting = lambda t: re.match(r"[\w.]+=", t)
+    return [t for t in texts if is_setting(t)], [t for t in texts if not is_setting(t)]
+
 # %% ../nbs/04_cli.ipynb #96e63901
 def _config(a): # `Config`, or None if nothing is given
     from qie_nb.config import load_config_from_yaml
-    given = getattr(a, "settings", [])
-    files = [t for t in given if "=" not in t or t.lower().endswith(_YAML)]
-    settings = [t for t in given if t not in files]
+    settings, files = _split_settings(getattr(a, "settings", []))
     for f in files:
         if not f.lower().endswith(_YAML):
             what = "" if Path(f).exists() else " (and no such file exists)"
@@ -71,8 +73,8 @@ def check_paths(c, a): # `Config`, arguments
 def _trainer(a):
     from qie_nb.config import load_config_from_yaml
     if getattr(a, "model", None):
-        if a.config:
-            raise ValueError("give `--config` or `--model`, not both: the configuration names its model")
+        if a.config or _split_settings(a.settings)[1]:
+            raise ValueError("give a configuration or `--model`, not both: the configuration names its model")
         a.settings.append(f"model.pretrained_model_name_or_path={a.model}")
     config = _needed_config(a) if a.command != "predict" else _config(a) or load_config_from_yaml()
     check_paths(config, a)
@@ -122,8 +124,9 @@ def predict(a):
 # %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     from qie_nb.cache import EmbeddingCacheManager
-    a.settings = [t for t in a.cache_dir if re.match(r"[\w.]+=", t) or t.lower().endswith(_YAML)]
-    folders = [t for t in a.cache_dir if t not in a.settings]
+    a.settings, others = _split_settings(a.cache_dir)
+    a.settings += [t for t in others if t.lower().endswith(_YAML)]
+    folders = [t for t in others if t not in a.settings]
     if not folders and (c := _config(a)): folders = list(map(str, _listed(c.cache.cache_dir)))
     if not folders: raise ValueError("give the folder of a cache, or --config run.yaml")
     for folder in folders:

@@ -13,7 +13,8 @@ MISTAKES = { # arguments, sentence
     "train preset=tiny data.dataset_path=/ train.val_path=/no/such": "`train.val_path` '/no/such' does not exist", "train preset=t4x3": "did you mean `t4x2`?", "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
     "precompute model.pretrained_model_name_or_path=/no/such": "'/no/such' does not exist; give a diffusers folder",
     "predict --image a.jpg --prompt x --lora lora/x.safetensors:0.5": "LoRA 'lora/x.safetensors' does not exist", "predict --image nope.jpg --prompt x": "image 'nope.jpg' does not exist",
-    "predict --image a.jpg --prompt x --model x a.yaml": "`config` 'a.yaml' does not exist", "cache stats": "give the folder of a cache, or --config", "cache clear /no/such": "`cache_dir` '/no/such' does not exist",
+    "predict --image a.jpg --prompt x --model x a.yaml": "give a configuration or `--model`, not both", "predict --image a.jpg --prompt x --model x --config a.yaml": "give a configuration or `--model`, not both", "train data.dataset_path=meta.json": "`data.dataset_path` 'meta.json' does not exist",
+    "cache stats": "give the folder of a cache, or --config", "cache clear /no/such": "`cache_dir` '/no/such' does not exist", "cache clear --yes /no/such": "`cache_dir` '/no/such' does not exist",
     "train --steps 100": "`--steps` is not an option; use `train.max_train_steps=100`", "train --learning_rate=1e-4": "use `optimizer.lr=1e-4`", "plan --gpuu T4": "did you mean `--gpu`?",
     "trian": "'trian' is no command; did you mean `train`?", "cache clear x --kind prompt_embeds": "did you mean `prompt_embed`?", "predict --image a.jpg": "missing: --prompt", "predict --seed x": "--seed must be of type int, got 'x'"}
 

@@ -24,7 +24,7 @@ folder = make_pairs("pairs", "duotone", 48)
 config = dict(
     model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16)), data=dict(dataset_path=str(folder), image_size=[96, 96], batch_size=4),
     train=dict(output_dir=str(work), max_train_steps=200, device="cpu", mixed_precision="no", gradient_checkpointing=False, save_interval=0,
-               val_fraction=0.1, eval_interval=0, eval_steps=30, eval_images=4, eval_num_inference_steps=8),
+               val_fraction=0.1, eval_interval=0, eval_steps=30, eval_images=2, eval_num_inference_steps=8),
     cache=dict(cache_dir="cache"), optimizer=dict(lr=5e-3, weight_decay=0.0), logging=dict(log_dir="runs"))
 trainer = QwenImageEditTrainer(config)
 trainer.cache_embeddings()'''

@@ -27,9 +27,9 @@ class Parser(argparse.ArgumentParser):
         args = [hyphenate(t) for t in (sys.argv[1:] if args is None else args)]
         a, rest = self.parse_known_args(args, namespace)
         flags = [t for t in rest if t.startswith("-")]
-        if rest and (flags or not hasattr(a, "settings")):
-            self.unknown((flags or rest)[0], args, a)
-        if rest: a.settings += rest
+        several = next((n for n in ("settings", "cache_dir") if hasattr(a, n)), None)
+        if rest and (flags or not several): self.unknown((flags or rest)[0], args, a)
+        if rest: getattr(a, several).extend(rest)
         return a
 
     def unknown(self, text, args, a): # exits

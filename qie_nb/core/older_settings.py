@@ -61,5 +61,6 @@ def translate(raw:dict) -> tuple: # (dict with today's names, list of notes "old
     for old, new, value in list(_old_settings(out)):
         notes.append(f"{old} -> {new}" if new else f"{old} has no effect any more")
         section, _, key = (new or "").partition(".")
-        if new and isinstance(values := out.setdefault(section, {}), dict): values.setdefault(key, value)
+        if new and out.get(section) is None: out[section] = {}
+        if new and isinstance(out[section], dict): out[section].setdefault(key, value)
     return out, notes

@@ -25,7 +25,9 @@ def read_settings(path) -> dict: # of a YAML or JSON file
     path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"`config` {str(path)!r} does not exist; give the path of a YAML file")
-    text = path.read_text(encoding="utf-8-sig")
+    try: text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"`config` {str(path)!r} is not encoded as UTF-8; save it as UTF-8") from None
     try: return (json.loads if path.suffix == ".json" else yaml.safe_load)(text)
     except (yaml.YAMLError, ValueError) as e: raise ValueError(_yaml_error(e, path, text)) from None
 
@@ -38,7 +40,8 @@ def parse_settings(settings:list) -> dict: # of "train.max_train_steps=100"; nes
         name, _, text = text.partition("=")
         try: value = yaml.safe_load(text)
         except yaml.YAMLError: value = text
-        if isinstance(value, dict) and text[:1] != "{": value = text # a sentence with a colon
+        plain = value is None and text.strip() in ("", "~", "null") or isinstance(value, (int, float))
+        if not plain and text[:1] not in tuple("'\"[{"): value = text.strip() # also with " #" or ": "
         *sections, key = name.strip().split(".")
         inner = out
         for s in sections: inner = inner.setdefault(s, {}) if isinstance(inner, dict) else inner

@@ -25,7 +25,8 @@ class Lazy: # without docstring: `help` shows the object's
     def getdoc(self): return self.__wrapped__.__doc__ # for IPython
     def __call__(self, *args, **kwargs): return self.__wrapped__(*args, **kwargs)
     def __getattr__(self, name):
-        if name.startswith(("_repr_", "_ipython_")): raise AttributeError(name) # of instances
+        instances = name.startswith(("_repr_", "_ipython_"))
+        if instances or "_module" not in vars(self): raise AttributeError(name) # also while unpickled
         return getattr(self.__wrapped__, name)
     def __setattr__(self, name, value): setattr(self.__wrapped__, name, value)
     def __dir__(self): return dir(self.__wrapped__)
@@ -66,10 +67,16 @@ def show_error(shell, etype, value, tb, tb_offset=None): # a handler of IPython
              for line in str(value).splitlines()]
     shell._showtraceback(etype, value, [*lines, "(%tb shows the traceback)"])
 
+OURS = (ValueError, OSError, RuntimeError, ImportError, TypeError)
+
 def errors_as_sentences(shell):
     "Show errors that this library raises without their traceback."
-    if shell.custom_exceptions: return # a handler of the user
-    shell.set_custom_exc((ValueError, OSError, RuntimeError, ImportError, TypeError), show_error)
+    if getattr(shell, "_qie_nb", False): return
+    shell._qie_nb, other, theirs = True, shell.CustomTB, shell.custom_exceptions
+    def handler(shell, etype, value, tb, tb_offset=None):
+        show = show_error.__get__(shell) if raised_by_us(value) or not issubclass(etype, theirs) else other
+        return show(etype, value, tb, tb_offset=tb_offset)
+    shell.set_custom_exc((*theirs, *OURS), handler)
 
 # %% ../../nbs/core/11_startup.ipynb #e4608102
 def prepare():

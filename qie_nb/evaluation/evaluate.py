@@ -23,7 +23,7 @@ from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
 from ..sampling.cached_edits import is_available
 from ..training.callbacks import Callback, EvalImage, EvalWork, due, eval_intervals
 from ..training.checkpoint import checkpoint_name, find_checkpoint
-from ..training.run_data import samples_of
+from ..data.samples import samples_of
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #f21d52c9
 def evaluate_now(
@@ -191,6 +191,7 @@ def _load_adapter(trainer, checkpoint) -> tuple: # (metadata, folder name for re
         raise ValueError(f"`checkpoint` {str(checkpoint)!r} would replace the adapter that this trainer "
                          "trains; use a new trainer")
     file, weights, name = adapter_of(trainer, checkpoint)
+    if (file.parent/"state.json").is_file(): trainer.data.evaluated = file.parent
     trainer.load_lora(file)
     steps = lora_info(file).get("steps")
     return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=steps), name

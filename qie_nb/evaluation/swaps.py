@@ -15,6 +15,7 @@ from fastcore.basics import patch
 
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import pairs_to_show
+from ..devices.placement import temporarily_load
 from .evaluate import without_adapter
 from .validation_loss import PARTS, Interval, confidence_interval, held_out_loss
 
@@ -52,8 +53,8 @@ def _data_of(trainer, data) -> ImageDataset:
     trainer.set_geometry_and_identity(found)
     return found
 
-def exchanged(sample): # its target and its first control exchanged
-    return replace(sample, target=sample.controls[0], controls=(sample.target, *sample.controls[1:]))
+def exchanged(sample): # its target and its first control exchanged; this loss needs no mask
+    return replace(sample, target=sample.controls[0], controls=(sample.target, *sample.controls[1:]), mask=None)
 
 # %% ../../nbs/evaluation/06_swaps.ipynb #f7ad3701
 def swap_test(
@@ -76,7 +77,7 @@ def swap_test(
         found = held_out_loss(trainer, part, noises).losses
         return [found[s.id][0] for s in given]
     off = nullcontext if use_lora else lambda: without_adapter(trainer._transformer())
-    with off():
+    with off(), temporarily_load(trainer.components, "vae", "text_encoder"):
         gains = [[math.log(a / b) for a, b in zip(losses(side, True), losses(side, False))]
                  for side in (given, [exchanged(s) for s in given])]
     gains.append([a - b for a, b in zip(*gains)])

@@ -29,18 +29,24 @@ def _below(folder) -> list: # its folders
     return sorted(p for p in folders if p.name[:1] not in "._" and p.name not in _OURS)
 
 # %% ../../nbs/planning/05_first_config.ipynb #f0a3a502
-def find_pairs(folder) -> tuple: # (folder or None, `Samples`, message: what is missing, or "")
-    "The first data set in a folder, also one without captions."
-    folder, said = Path(folder).expanduser(), []
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{str(folder)!r} does not exist; give the folder of your pairs")
-    below = _below(folder)
-    for f in [folder, *below, *(g for b in below[:100] for g in _below(b))][:300]:
-        try: return f, find_samples(f), ""
-        except (ValueError, OSError) as e: said.append(str(e))
-        try: return f, find_samples(f, prompt="?"), said[-1]
-        except (ValueError, OSError): pass
-    return None, [], said[0]
+def _look(folder) -> tuple: # (folder, `Samples` or nothing, what is missing)
+    try: return folder, find_samples(folder), ""
+    except (ValueError, OSError) as e: fault = str(e)
+    try: return folder, find_samples(folder, prompt="?"), fault # only captions are missing
+    except (ValueError, OSError): return folder, [], fault
+
+def find_pairs(folder) -> tuple: # (folder or table, `Samples`, what is missing, or "")
+    "The data set in a folder, or the only one below it."
+    folder = Path(folder).expanduser()
+    if not folder.is_dir(): return folder, find_samples(folder), "" # a table, or raises
+    here, found = _look(folder), []
+    if here[1] or not here[2].startswith("No pairs found"): return here
+    for f in _below(folder)[:100]:
+        one = [r] if (r := _look(f))[1] else [r for g in _below(f)[:100] if (r := _look(g))[1]]
+        found += one
+    if len(found) == 1: return found[0]
+    sets = ", ".join(repr(str(r[0])) for r in found[:4]) + ", ..." * (len(found) > 4)
+    return folder, [], here[2] + f" {len(found)} data sets lie below it: {sets}; name one." * bool(found)
 
 # %% ../../nbs/planning/05_first_config.ipynb #be6e1339
 FILE = """\
@@ -89,8 +95,9 @@ def file_text(
     if not preset: steps = 150
     return FILE.format(
         preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
-        path=json.dumps(str(path or "my_pairs")), steps=steps, val=0.1 if pairs > 9 or not path else 0, save=steps // 5,
-        pairs=f"{pairs} pairs" if path else "training_images/ with results and captions, control_images/")
+        path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), steps=steps, save=steps // 5,
+        val=0.1 if pairs > 9 or not pairs else 0,
+        pairs=f"{pairs} pairs" if pairs else "training_images/ with results and captions, control_images/")
 
 # %% ../../nbs/planning/05_first_config.ipynb #ba019880
 def init(
@@ -104,10 +111,11 @@ def init(
         raise FileExistsError(f"{str(out)!r} exists; use --out for another file, or --force to overwrite it")
     path, samples, lacking = find_pairs(folder)
     gpus = driver_gpus() if gpus is None else gpus
-    Path(out).write_text(file_text(path, len(samples), gpus), encoding="utf-8")
-    found = [f"found: {samples}" if not lacking else f"found: {len(samples)} pairs"] if path else []
+    known = path if samples or Path(folder) != Path(".") else None # nothing was named or found: an example
+    Path(out).write_text(file_text(known, len(samples), gpus), encoding="utf-8")
+    found = [f"found in {str(path)!r}: {samples if not lacking else f'{len(samples)} pairs'}"] if samples else []
     if lacking: found.append(lacking)
-    if lacking and not path: found.append(f"Then set `data.dataset_path` in {out}.")
+    if not samples: found.append(f"Correct this, or `data.dataset_path` in {out}.")
     return ("\n".join(found) + f"\nGPU: {gpus[0][0] if gpus else 'none found'}\nWrote {out}. Next:\n"
             f"  qie-nb doctor {out}   checks this machine and the settings\n"
             f"  qie-nb train {out}    encodes the pairs and trains; Ctrl-C stops, --resume latest continues")

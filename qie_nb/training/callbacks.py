@@ -131,7 +131,7 @@ def call(callbacks, event:str, trainer):
     failed = None
     for c in callbacks:
         try: getattr(c, event)(trainer)
-        except Exception as e:
+        except BaseException as e: # also an interrupt: the others still give back what they hold
             if event != "on_train_end": raise
             failed = failed or e
     if failed: raise failed

@@ -46,6 +46,7 @@ class SampleViewer(Display):
         self.whole = free if whole is None else whole
         self.filter, self.place, self.sets, self.near, self.shared = "all", 0, {}, None, {}
         self.message, self.busy, self.shown_pairs, self.undone = "", False, False, [] # `undone`: earlier captions
+        self.drafts, self.drawn = {}, (None, "") # {file: text that is not saved}; file and text as it was read
 
     def __repr__(self): return f"SampleViewer of {len(self.dataset)} samples"
     @property
@@ -184,10 +185,14 @@ def _set_prompt(self:SampleViewer, name, prompt):
 def _draw_caption(self:SampleViewer, c):
     hidden = self.index is None or self.shown_pairs
     path, why = (None, "") if hidden else caption_file(self.dataset.samples[self.index])
-    c.caption.value = text_of(path).strip() if path and path.is_file() else ""
+    was, text = self.drawn
+    if was and c.caption.value.strip() != text: self.drafts[was] = c.caption.value
+    self.drawn = path, text_of(path).strip() if path and path.is_file() else ""
+    c.caption.value = self.drafts.pop(path, self.drawn[1])
+    unsaved = " (not saved)" * (c.caption.value.strip() != self.drawn[1])
     c.caption.layout.display = "" if path else "none"
     c.save.layout.display = c.undo.layout.display = c.caption.layout.display
-    c.undo.disabled, c.where.value = not self.undone, escape(f"caption file: {path}" if path else why)
+    c.undo.disabled, c.where.value = not self.undone, escape(f"caption file: {path}{unsaved}" if path else why)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001b
 @patch

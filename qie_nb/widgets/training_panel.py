@@ -256,13 +256,21 @@ def attempt(self:TrainingPanel, do):
         Progress.hush = None
         self.text = Progress(self.state.max_steps, "train", self.state.global_step)
 
+# %% ../../nbs/widgets/04_training_panel.ipynb #9a7e00aa
+@patch
+def show_earlier_losses(self:TrainingPanel, t):
+    "The curve of a run that continues, from its log here or beside the checkpoint that it continues."
+    folders = [t.checkpoint_root(), *([came.parent] if (came := getattr(t, "resumed_from", None)) else [])]
+    with suppress(OSError, ValueError, KeyError): # an unreadable log, or none
+        logs = [max(files) for f in folders if (files := list((f/"logs").glob("training_*.csv")))]
+        for r in rows_up_to(logs[0], t.global_step) if logs else ():
+            self.add_losses(int(r["step"]), r["loss"], r.get("held_out_loss") or None)
+
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0022
 @patch
 def begin(self:TrainingPanel, t):
     self.device, self.train, self.ended = t.device, t.config.train, None
-    with suppress(OSError, ValueError, KeyError): # an unreadable log, or none
-        for r in rows_up_to(max((t.checkpoint_root()/"logs").glob("training_*.csv")), t.global_step):
-            self.add_losses(int(r["step"]), r["loss"], r.get("held_out_loss") or None)
+    if t.global_step: self.show_earlier_losses(t)
     self.show_eval_images(t.state) # of an evaluation that was repeated after a resume
     self.times.append((self.training_time(), t.global_step))
     self._ipython_display_()
@@ -278,7 +286,7 @@ def training_time(self:TrainingPanel) -> float: # seconds, without those of eval
 @patch
 def add_losses(self:TrainingPanel, step, loss, held_out):
     if loss not in (None, ""): self.loss.add(step, float(loss))
-    if held_out is not None and [*self.held_out.points, (-1, 0)][-1][0] != step:
+    if held_out is not None and [(-1, 0), *self.held_out.points][-1][0] != step:
         self.held_out.add(step, float(held_out))
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0035
@@ -311,6 +319,7 @@ def note(self:TrainingPanel, t): # the values of the last step
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0037
 @patch
 def on_train_begin(self:TrainingPanel, t): # may be called twice, before and after a first evaluation
+    if self.text is not None: return
     if Progress.hush is self: return self.attempt(lambda: self.after_evaluation(t.state))
     self.state = t.state
     Progress.hush = self # no progress bars inside the run

@@ -61,9 +61,22 @@ def test_a_misspelt_preset_is_refused():
 @pytest.mark.parametrize("raw, sentence", [
     (dict(train=dict(steps=3)), "`train.steps` is not a known key; did you mean `train.max_train_steps`?"), (dict(learning_rate=1), "did you mean `optimizer.lr`"),
     (dict(train=dict(compile="x")), "`train.compile` must be true, false or 'auto', got 'x'"), (dict(train=dict(num_epochs=1.5)), "must be an integer, got 1.5"),
-    (dict(model=dict(lora=3)), "`model.lora` must be a mapping of settings, got 3")])
+    (dict(model=dict(lora=3)), "`model.lora` must be a mapping of settings, got 3"), (dict(train=dict(val_fraction="often")), "`train.val_fraction` must be a number or 'auto', got 'often'"),
+    (dict(train=dict(val_fraction=1.5)), "`train.val_fraction` must be less than 1 or 'auto', got 1.5"), (dict(train=dict(eval_interval="x")), "`train.eval_interval` must be an integer or 'auto', got 'x'"),
+    (dict(cache=dict(batch_size=0)), "`cache.batch_size` must be at least 1 or 'auto', got 0"), (dict(model=dict(quantize=3)), "must be true, false, 'none', 'qfloat8'"), ({3: dict(seed=1)}, "`3` is not a known key; use preset, model, data,")])
 def test_messages_say_what_a_value_must_be(raw, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)): make_config(raw)
+
+
+def test_empty_sections_have_their_defaults():
+    assert make_config(dict.fromkeys(("model", "data", "train", "cache", "predict", "optimizer", "lr_scheduler", "logging"))) == make_config() == make_config(dict(model=dict(lora=None), predict=dict(devices=None)))
+    assert make_config(dict(data=None, training=dict(batch_size=3))).data.batch_size == 3
+
+
+@pytest.mark.parametrize("text, value", [("paint the number #42 on it", "paint the number #42 on it"), ("#x", "#x"), ("- x", "- x"), (" > Note: *a ", "> Note: *a"), ("a, [trigger] b", "a, [trigger] b"),
+                                         ("'a #b'", "a #b"), ("", None), ("null", None)])
+def test_text_on_a_command_line_is_taken_as_it_is(text, value):
+    assert load_config_from_yaml(None, [f"data.prompt={text}"]).data.prompt == value
 
 
 def test_a_misspelt_attribute_is_one_sentence():
@@ -84,6 +97,11 @@ def test_settings_of_a_command_line_override_a_file(tmp_path):
 def test_yaml_errors_name_the_line(text, sentence, tmp_path):
     (tmp_path/"run.yaml").write_text(text)
     with pytest.raises(ValueError, match=sentence): load_config_from_yaml(tmp_path/"run.yaml")
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path/"run.yaml").write_text("data: {prompt: café}", encoding="latin-1")
+    with pytest.raises(ValueError, match="run.yaml' is not encoded as UTF-8; save it as UTF-8$"): load_config_from_yaml(tmp_path/"run.yaml")
 
 
 def test_a_file_is_a_configuration(tmp_path):

@@ -167,6 +167,12 @@ def test_latest_takes_only_what_fits(change, why, attached, trained_run, tmp_pat
     assert line.startswith(f"not used: checkpoint in {attached}/checkpoints, which belongs to ") and why in line, line
 
 
+def test_a_damaged_state_is_passed_over(attached, trained_run, tmp_path, capsys):
+    e, c = on_kaggle(tmp_path), trained_run.settings(tmp_path/"new")
+    for f in Path(attached).rglob("state.json"): f.chmod(0o644), f.write_text("{")
+    assert e.latest("checkpoint", c) is None and "damaged" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fraction", [0.2, "auto", 0])
 def test_a_checkpoint_fits_although_an_image_is_skipped(fraction, trained_run, pairs, tmp_path):
     "A truncated image is skipped by the trainer, so it is not in the checkpoint."

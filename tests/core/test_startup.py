@@ -1,5 +1,5 @@
 """`import qie_nb`: lazy names, nothing on stderr, errors as sentences in notebooks."""
-import inspect, json, pydoc, subprocess, sys, textwrap
+import copy, inspect, json, pickle, pydoc, subprocess, sys, textwrap
 
 import pytest
 
@@ -34,12 +34,19 @@ def test_lazy_class(pairs, tmp_path):
     assert not hasattr(qie_nb.ImageDataset, "_repr_html_")
 
 
-def test_handler_of_the_user_is_kept():
+def test_lazy_name_can_be_copied_and_pickled():
+    for made in (pickle.loads(pickle.dumps(qie_nb.plan)), copy.copy(qie_nb.plan), copy.deepcopy(qie_nb.plan)): assert made.__wrapped__ is qie_nb.plan.__wrapped__
+
+
+@pytest.mark.parametrize("code, theirs, full", [("import no_such_module", 1, 0), ("int('x')", 0, 1), ("[][0]", 0, 1), ("from qie_nb.config import make_config; make_config(dict(train=dict(stepz=1)))", 0, 0)])
+def test_another_handler_keeps_its_errors(code, theirs, full, capsys): # Colab's
     from IPython.core.interactiveshell import InteractiveShell
-    shell, mine = InteractiveShell(), lambda *a, **kw: None
-    shell.set_custom_exc((KeyError,), mine)
-    errors_as_sentences(shell)
-    assert shell.custom_exceptions == (KeyError,)
+    shell, calls = InteractiveShell(), []
+    shell.set_custom_exc((ImportError,), lambda shell, etype, value, tb, tb_offset=None: calls.append(etype))
+    for _ in range(2): errors_as_sentences(shell)
+    shell.run_cell(code)
+    out = capsys.readouterr().out
+    assert len(calls) == theirs and ("Traceback" in out) == bool(full) and ("did you mean `train" in out) == ("stepz" in code)
 
 
 FIRST = """

@@ -13,6 +13,8 @@ from PIL import Image
 import validation_loss as benchmark # of benchmarks/
 from helpers import TRANSFORMER, VAE, OnStep, adapters_close, close_images, interrupted, merged, on_call, settings, slow, write_pairs
 from qie_nb.cli import main
+from qie_nb.config import make_config
+from qie_nb.data.samples import samples_of
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
@@ -24,6 +26,7 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
 from qie_nb.training.callbacks import RunState
 from qie_nb.training.optimizer import EMA
+from qie_nb.training.resume import checkpoint_misfit
 from tiny_rig import random_image
 
 SIZES = ((96, 32), (96, 32), (32, 48), (48, 32), (40, 40)) # the first two share a bucket
@@ -369,6 +372,32 @@ def test_one_pair_of_ten_is_held_out(n, changes, held, tmp_path):
     assert len(t.held_out or ()) == held and len(dataset) == n - held
     assert not {s.id for s in dataset.samples} & {s.id for s in (t.held_out.samples if held else ())}
     assert t.checkpoints.make_fingerprint(t.make_loader())["settings"]["train.val_fraction"] == changes.get("val_fraction", "auto" if held else 0.)
+
+
+def test_a_run_on_all_pairs_keeps_them_in_every_session(pairs, tmp_path):
+    root = pairs(((48, 32),) * 10)
+    made = lambda steps, **train: Trainer(settings(root, tmp_path, train=dict(max_train_steps=steps, save_steps=1, resume_checkpoint="auto") | train))
+    made(1, val_fraction=0).fit()
+    for steps in (2, 3, 4):
+        t = made(steps)
+        assert checkpoint_misfit(tmp_path/"checkpoints"/f"step_{steps - 1:08}", t.config) == ""
+        assert len(t.fit().samples) == 10 and t.global_step == steps and not t.held_out
+    t.config.train.max_train_steps = 5 # and in the same trainer
+    assert len(t.fit().samples) == 10
+    with pytest.raises(ValueError, match="nothing to evaluate on"): evaluate(Trainer(settings(root, tmp_path)), "latest")
+
+
+@pytest.mark.parametrize("fraction", ["auto", 0.5])
+def test_given_validation_pairs_leave_all_others_for_training(fraction, pairs, tmp_path):
+    t = Trainer(settings(pairs(((48, 32),) * 10), tmp_path, train=dict(val_fraction=fraction, val_path=str(write_pairs(tmp_path/"val", ((48, 32),) * 2)))))
+    assert len(t.make_loader().dataset) == 10 and len(t.held_out) == 2
+
+
+def test_own_prompts_get_the_trigger_word(tmp_path):
+    Image.new("RGB", (48, 32)).save(tmp_path/"x.png")
+    samples = [dict(image=str(tmp_path/"x.png"), prompt=p) for p in ("[trigger] make it red", "make it blue", "zxc as it is")]
+    c = make_config(dict(data=dict(trigger_word="zxc"), train=dict(samples=samples)))
+    assert [s.prompt for s in samples_of(c)] == ["zxc make it red", "zxc, make it blue", "zxc as it is"]
 
 
 def test_own_images_are_edited_from_before_the_first_step(world, tmp_path, built):

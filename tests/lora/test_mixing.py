@@ -302,6 +302,6 @@ def test_predict_on_the_command_line(files, tmp_path, capsys):
     t = trainer(train=dict(mixed_precision="auto")).load_loras([(files["style"], 0.5), files["root"]])
     want = t.predict([IMAGE, red], "make it blue", seed=5, schedule="lightning", num_inference_steps=2, **SIZE)
     assert close(shell(*model, "--lora", f"{files['style']}:0.5", "--lora", files["root"], "--steps", 2, "--cfg", 1, "--schedule", "lightning", "--image", tmp_path/"b.png"), want)
-    for flags, sentence in ((("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"), (("--config", "x.yaml"), "give `--config` or `--model`, not both")):
+    for flags, sentence in ((("--lora", "none.safetensors:0.5"), "'none.safetensors' does not exist"), (("--config", "x.yaml"), "give a configuration or `--model`, not both")):
         assert shell(*model, *flags) == 2 and sentence in capsys.readouterr().err
     with pytest.raises(SystemExit): shell(*model, "--schedule", "turbo")

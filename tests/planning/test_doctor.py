@@ -17,7 +17,7 @@ from qie_nb.models.components import Components
 from qie_nb.planning import doctor as doctor_module
 from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, MachineInfo, TRIED, doctor, installed_gpus, runs_on, this_machine
 
-from helpers import merged
+from helpers import merged, write_pairs
 
 GB = 10**9
 GOOD = {name: f"{oldest}.0+cu128" for name, (oldest, _) in TRIED.items()} | dict(torchvision="0.25.0", bitsandbytes="0.50.2", torchao=None)
@@ -157,6 +157,15 @@ def test_a_missing_data_set_is_an_error(check, machine, real, pairs, tmp_path, m
     assert "does not exist" in findings(check(), "error")["data set"].remedy
     monkeypatch.setattr(doctor_module, "_plan", lambda c, m: None)
     assert findings(doctor(real, machine), "error"), "although the disk cannot be planned"
+    real["data"] = dict(dataset_path=str(pairs()))
+    real["train"] = real.get("train", {}) | dict(val_path=str(tmp_path/"none"), samples=[dict(image=str(tmp_path/"no.png"), prompt="x")])
+    whole = write_pairs(tmp_path/"whole", ((32, 32),) * 2)
+    (whole/"training_images"/"0001.png").write_bytes(b"")
+    assert "1 of 2 cannot be used" in findings(doctor(dict(data=dict(dataset_path=str(whole))), machine), "warning")["data set"].value
+    (whole/"training_images"/"0000.png").write_bytes(b"")
+    assert "none of 2 samples can be used" in findings(doctor(dict(data=dict(dataset_path=str(whole))), machine), "error")["data set"].remedy
+    errors = findings(doctor(real, machine), "error")
+    assert "does not exist" in errors["validation pairs"].remedy and "no.png" in errors["samples"].remedy
 
 
 def test_the_plan_is_part_of_the_report(machine, real):

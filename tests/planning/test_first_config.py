@@ -28,9 +28,16 @@ def test_the_file_is_a_configuration(gpus, pairs, tmp_path, monkeypatch):
     said = init("here", gpus=gpus)
     c, large = load_config_from_yaml("run.yaml"), bool(gpus) and gpus[0][1] > 14
     assert (c.preset != "tiny") == large == c.model.pretrained_model_name_or_path.startswith("Qwen/") and "qie-nb train run.yaml" in said
-    assert (len(find_samples(c.data.dataset_path)) == pairs if pairs else c.data.dataset_path == "my_pairs") and c.data.image_size == ([512, 512] if large else [96, 96])
+    assert (len(find_samples(c.data.dataset_path)) == pairs if pairs else c.data.dataset_path == "here") and c.data.image_size == ([512, 512] if large else [96, 96])
     assert c.optimizer.lr == (1e-4 if large else 5e-3) and (c.train.val_fraction > 0) == (pairs != 3) and c.train.output_dir == "output"
     with pytest.raises(FileExistsError, match="--force"): init("here")
+
+
+def test_a_folder_may_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write_pairs(tmp_path/'my "🐈" é: #1', ((32, 32),))
+    init(folder, gpus=[])
+    assert load_config_from_yaml("run.yaml").data.dataset_path == str(folder) and "🐈" in (tmp_path/"run.yaml").read_text(encoding="utf-8")
 
 
 def test_the_driver_names_the_gpus(monkeypatch):
@@ -48,3 +55,25 @@ def test_pairs_without_captions_are_found(tmp_path, monkeypatch):
     for text in write_pairs(tmp_path/"set", ((32, 32),) * 2).rglob("*.txt"): text.unlink()
     said = init("set", gpus=[])
     assert "2 pairs" in said and "have no caption" in said and load_config_from_yaml("run.yaml").data.prompt is None
+
+
+def test_a_named_folder_is_kept_whatever_is_wrong_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    def said(folder, **kw):
+        out = init(folder, force=True, gpus=[], **kw)
+        return out, load_config_from_yaml("run.yaml").data.dataset_path
+    out, path = said(".")
+    assert path == "my_pairs" and "No pairs found" in out
+    root = write_pairs(tmp_path/"mix", ((32, 32),) * 2)
+    write_pairs(root/"old_backup", ((32, 32),) * 2)
+    (root/"control_images"/"0001.png").unlink()
+    out, path = said("mix") # not the pairs of another folder
+    assert path == "mix" and "0001" in out and "Correct this" in out
+    for name in ("cats", "dogs"): write_pairs(tmp_path/"two"/name, ((32, 32),))
+    out, path = said("two")
+    assert path == "two" and "2 data sets lie below it: 'two/cats', 'two/dogs'; name one" in out
+    (tmp_path/"mix"/"t.jsonl").write_text('{"target": "training_images/0000.png", "control": "control_images/0000.png", "prompt": "x"}\n')
+    out, path = said("mix/t.jsonl")
+    assert path == "mix/t.jsonl" and "found in 'mix/t.jsonl': 1 sample" in out
+    (tmp_path/"z.zip").write_text("x")
+    with pytest.raises((ValueError, FileNotFoundError), match="z.zip"): init("z.zip", force=True, gpus=[])

@@ -273,6 +273,19 @@ def test_a_caption_is_edited_in_its_file_and_undone(pairs, tmp_path):
     assert "Read-only file system" in c.message.value and view.data()["prompt"] == "zxy, invert the colours"
 
 
+def test_a_caption_that_is_not_saved_is_kept(pairs):
+    view, c = opened(sample_viewer(dataset(pairs(sizes=[(48, 32)] * 2, caption=["one", "two"]))))
+    c.caption.value = "better"
+    c.on.click()
+    assert c.caption.value == "two" and "not saved" not in c.where.value
+    c.back.click()
+    assert c.caption.value == "better" and "(not saved)" in c.where.value
+    c.save.click()
+    assert c.caption.value == "better" and "not saved" not in c.where.value
+    c.undo.click()
+    assert c.caption.value == "one" and not view.drafts
+
+
 def test_a_shared_or_table_caption_says_where_it_is(pairs, tmp_path):
     root = pairs(sizes=[(48, 32)])
     (root/"training_images"/"0000.txt").unlink()

@@ -1,5 +1,5 @@
 """The training panel leaves the run unchanged, stays small, and its button stops and saves."""
-import json, re
+import json, re, shutil
 from types import SimpleNamespace
 
 import pytest
@@ -230,3 +230,15 @@ def test_time_continues_after_a_stop(trained_run, tmp_path):
     assert state["seconds"] > 0
     t = QwenImageEditTrainer(trained_run.settings(out, train=dict(resume_checkpoint=str(out/"checkpoints"/"step_00000006"), eval_steps=None, num_epochs=2))).fit()
     assert t.state.seconds > state["seconds"] and t.state.shown_epoch == 2
+
+
+def test_the_curve_goes_on_in_another_folder_and_not_from_another_run(pairs, tmp_path):
+    root, held = pairs(((48, 32),) * 10), dict(eval_steps=2, eval_noise_samples=1, eval_images=0, save_steps=2)
+    def points(folder, **train):
+        panel = TrainingPanel()
+        QwenImageEditTrainer(settings(root, tmp_path/folder, train=held | train, cache=dict(cache_dir=str(tmp_path/"cache"))), [panel]).fit()
+        return [s for s, _ in panel.loss.points], [s for s, _ in panel.held_out.points]
+    assert points("a", max_train_steps=4) == ([1, 2, 3, 4], [2, 4])
+    assert points("b", max_train_steps=6, resume_checkpoint=str(tmp_path/"a"/"checkpoints"/"latest")) == ([1, 2, 3, 4, 5, 6], [2, 4, 6])
+    shutil.rmtree(tmp_path/"a"/"checkpoints"/"step_00000002"), shutil.rmtree(tmp_path/"a"/"checkpoints"/"step_00000004")
+    assert points("a", max_train_steps=2) == ([1, 2], [2]), "the log there is an earlier run's"
