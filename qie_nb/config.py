@@ -11,7 +11,8 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator)
 
 from .core.older_settings import translate
 from .core.options import SYNONYMS, Options, plain_words
@@ -29,6 +30,10 @@ def setting(default, description, **limits): return Field(default, description=d
 class Section(BaseModel):
     "A part of the configuration; refuses unknown keys, checks assignments."
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, raw): return {} if raw is None else raw # `train:` with nothing below
 
     def __setattr__(self, name, value): # one sentence, as for a file
         try: super().__setattr__(name, value)
@@ -315,7 +320,7 @@ def nearest_key(key:str) -> str:
     return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
 # %% ../nbs/core/07_config.ipynb #37d0d001
-_TAGS = {"str", "bool", "int", "float"} # pydantic appends the type of a union to the location
+_TAGS = {"str", "bool", "int", "float", "constrained-int", "constrained-float"} # pydantic's, of a union
 def _error_text(error) -> str:
     place = lambda e: ".".join(str(p) for p in e["loc"] if p not in _TAGS and not set(str(p)) & set("[("))
     e, name = error.errors()[0], place(error.errors()[0])
@@ -328,8 +333,10 @@ def _error_text(error) -> str:
     msg = e["msg"].removeprefix("Value error, ")
     if msg.startswith("`"): return msg
     msg = plain_words(msg)
-    if choices and any(o["type"].startswith("bool") and place(o) == name for o in error.errors()):
-        msg = msg.replace("must be", "must be true, false or")
+    others = [o["msg"] for o in error.errors() if place(o) == name and o["type"] != "literal_error"]
+    if choices and others: # of a union
+        other = plain_words(others[0]).replace(" or ", ", ")
+        msg = msg.replace("must be", f"{other}," if " or " in msg else f"{other} or")
     return f"`{name}`{'' if msg.startswith('must') else ':'} {msg}, got {e['input']!r}"
 
 # %% ../nbs/core/07_config.ipynb #bae5be45
@@ -341,6 +348,8 @@ def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, a 
     if isinstance(raw, (str, Path)): return load_config_from_yaml(raw)
     if raw is not None and not isinstance(raw, dict):
         raise ValueError(f"a configuration must have sections like `train:` with settings below, got {raw!r:.60}")
+    if odd := [k for k in raw or {} if not isinstance(k, str)]:
+        raise ValueError(f"`{odd[0]}` is not a known key; use {', '.join(Config.model_fields)}")
     raw, notes = translate(raw or {})
     new = [n for n in dict.fromkeys(notes) if n not in _reported]
     _reported.update(new)

@@ -267,6 +267,26 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
                     f"it was made with another model; this run has {other}. Use a new "
                     "`cache.cache_dir`, which will be filled again, or attach this model's cache")]
 
+# %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
+def _pairs_findings(name, where, read, strict) -> list:
+    from qie_nb.data.samples import usable
+    try:
+        found = read()
+        skipped = usable(found, strict)[2]
+    except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
+    bad = f"{len(skipped)} of {len(found)} cannot be used"
+    out = [Finding(name, bad, "warning", f"the first: {skipped[0][1]}")] if skipped else []
+    return [Finding(name, str(found)), *out, *(Finding(name, n, "note") for n in getattr(found, "notes", ()))]
+
+def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
+    from qie_nb.data.samples import Samples, config_samples, samples_of
+    data, path, own = c.data, c.train.val_path, c.train.samples
+    of = lambda name, where, read: _pairs_findings(name, where, read, data.strict) if where else []
+    return [*of("data set", data.dataset_path or data.target_dir or data.control_dir, lambda: config_samples(data)),
+            *of("validation pairs", path, lambda: config_samples(data, path)),
+            *of("samples", own and f"{len(own)} in train.samples",
+                lambda: Samples(samples_of(c), "train.samples"))]
+
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:
     e = m.environment
@@ -281,12 +301,7 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
         out.append(Finding("session", "no guaranteed length, nothing is kept", "note",
                            "mount Drive, set `train.output_dir` and `cache.cache_dir` to folders there, "
                            "and set `train.save_steps`"))
-    if not c or not c.data.dataset_path: return out
-    from qie_nb.data.samples import config_samples
-    path = c.data.dataset_path
-    try: found = str(config_samples(c.data)).split(";")[0],
-    except (ValueError, OSError) as error: found = str(path), "error", str(error)
-    return [*out, Finding("data set", *found)]
+    return out + (data_findings(c) if c else [])
 
 # %% ../../nbs/planning/04_doctor.ipynb #ed733898
 @dataclass

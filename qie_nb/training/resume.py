@@ -28,7 +28,7 @@ from . import checkpoint as ckpt
 from .callbacks import RunState
 from .checkpoint import SavedRun
 from .run_adapters import RunAdapters
-from .run_data import drop_bad_prompts
+from .run_data import drop_bad_prompts, used_fraction
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
 def _names(**sections): return [f"{s}.{k}" for s, keys in sections.items() for k in keys.split()]
@@ -146,13 +146,15 @@ def checkpoint_misfit(
     config, # `Config` or dict
 ) -> str: # "" if it fits
     "Why a checkpoint belongs to another run, as far as this is known before a model is loaded."
-    c, state = make_config(config), json.loads((Path(folder)/"state.json").read_text())
+    c = make_config(config)
+    try: state = json.loads((Path(folder)/"state.json").read_text())
+    except (ValueError, OSError): return "whose state.json is damaged"
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
     several = ["data.batch_size x processes"] * ("WORLD_SIZE" in os.environ)
-    fraction, saved = c.train.val_fraction, value_of(state.get("config"), "train.val_fraction")
+    fraction = c.train.val_fraction
     if fraction == "auto": # the pairs decide; see `RunData`
-        fraction = "auto" if saved == "auto" and not c.train.val_path else 0
+        fraction = "auto" if used_fraction(state) == "auto" and not c.train.val_path else 0
         several.append("train.val_fraction")
     for k in ("dtype of the base", "model.quantize", *several): del now[k]
     found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was, fraction)
