@@ -313,3 +313,16 @@ def test_a_2511_without_its_flag_is_refused(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="`model.variant` is 2511, but .* is 2509 .*zero_cond_t=false"): find_variant(folder, "2511")
     assert find_variant(folder).name == "2509"
+
+
+def test_firered_image_edit_is_read_as_2509(tmp_path):
+    "FireRed-Image-Edit 1.0 and 1.1 have 2509's classes, and no zero_cond_t in their config (sgl-project/sglang#20862)."
+    folder = shutil.copytree(rig("2509").folder, tmp_path/"FireRed-Image-Edit-1.1")
+    path = folder/"transformer/config.json"
+    config = json.loads(path.read_text())
+    del config["zero_cond_t"]
+    path.write_text(json.dumps(config))
+    parts, image = Components(str(folder), variant="2509"), control_images()
+    assert parts.variant.name == "2509" and "FireRed" in parts.identity()["model"]
+    ours, theirs = (edit(Encoder(p), p.get("transformer"), image, PROMPT, " ", 2, 1., width=96, height=64, geometry=rig("2509").geometry) for p in (parts, rig("2509").parts))
+    looks(ours, theirs)
