@@ -1679,6 +1679,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'qie_nb/models/modulation.py'),
                                           'qie_nb.models.modulation.ModulationTable.make': ( 'models/modulation.html#modulationtable.make',
                                                                                              'qie_nb/models/modulation.py'),
+                                          'qie_nb.models.modulation.ModulationTable.make_sets': ( 'models/modulation.html#modulationtable.make_sets',
+                                                                                                  'qie_nb/models/modulation.py'),
                                           'qie_nb.models.modulation.ModulationTable.missing': ( 'models/modulation.html#modulationtable.missing',
                                                                                                 'qie_nb/models/modulation.py'),
                                           'qie_nb.models.modulation.ModulationTable.missing_entries': ( 'models/modulation.html#modulationtable.missing_entries',
