@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from .core.arguments import Parser
+from .core.cache_report import size_text
 
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")
@@ -138,8 +139,6 @@ def cache(a):
 # %% ../nbs/04_cli.ipynb #788a1601
 def _listed(v): return v if isinstance(v, list) else [v]
 
-def _size(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
-
 def _stats(m, a):
     with redirect_stdout(sys.stderr):
         status = _dataset(m, a).status() if a.config or a.settings else m.get_cache_stats()
@@ -150,7 +149,7 @@ def _clear(m, a):
     from qie_nb.core.cache_entries import EVERY_KIND
     kinds = [a.kind] if a.kind else EVERY_KIND
     sizes = [size for k in kinds for _, size in m.layers[-1].entries(k)]
-    what = f"{len(sizes)} entries ({_size(sum(sizes))}) from {m.cache_dir}"
+    what = f"{len(sizes)} entries ({size_text(sum(sizes))}) from {m.cache_dir}"
     if a.dry_run: return print(f"would remove {what}")
     if sizes and not a.yes:
         if not sys.stdin.isatty():
@@ -188,18 +187,21 @@ def _keep(m, a):
     t, dataset = _trainer(a), _dataset(m, a)
     path = t.config.train.val_path
     more = [t.data.subset(dataset, config_samples(t.config.data, path))] if path else []
+    if (own := t.data.eval_data()) is not None: # `train.samples`
+        own.refresh(dataset.identity)
+        more.append(own)
     return set().union(*(d.entries_needed() for d in (dataset, *more)))
 
 def _gc(m, a):
     for what, v in m.gc(_keep(m, a), a.dry_run).items():
-        print(f"{what}: {v['count']} files, {_size(v['bytes'])} {'would be ' * a.dry_run}removed")
+        print(f"{what}: {v['count']} files, {size_text(v['bytes'])} {'would be ' * a.dry_run}removed")
 
 # %% ../nbs/04_cli.ipynb #4ed51702
 def _pack(m, a):
     if not a.out: raise ValueError("`--out` is not set; name a new folder for the packed cache")
     files = m.pack(a.out, _keep(m, a), int(a.shard_gb * 1e9))
     size = sum(f.stat().st_size for f in files)
-    print(f"{len(files)} files, {_size(size)} in {a.out}; read it by `cache.cache_dir: [{a.out}, cache]`")
+    print(f"{len(files)} files, {size_text(size)} in {a.out}; read it by `cache.cache_dir: [{a.out}, cache]`")
 
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):

@@ -218,6 +218,18 @@ def test_training_from_a_packed_cache_without_encoders_needs_the_validation_pair
     with pytest.raises(ValueError, match="prompt_embed of sample '0001' is missing"): make().fit()
 
 
+def test_gc_and_pack_keep_what_the_samples_need(filled, tmp_path):
+    samples, config = [dict(image=str(filled/"control_images"/"0000.png"), prompt="an instruction of its own")], tmp_path/"c.yaml"
+    trainer(filled, tmp_path, samples=samples).cache_embeddings()
+    EmbeddingCacheManager(tmp_path/"cache").clear_cache("modulation")
+    config.write_text(yaml.safe_dump(settings(filled, tmp_path, train=dict(samples=samples))))
+    before = files(tmp_path/"cache")
+    for folder in ([str(tmp_path/"cache")], []): assert main(["cache", "gc", "--config", str(config), *folder]) == 0 and files(tmp_path/"cache") == before
+    assert main(["cache", "pack", "--config", str(config), "--out", str(tmp_path/"packed")]) == 0
+    packed, whole = ({(e.kind, e.key) for e in EmbeddingCacheManager(tmp_path/name).entries()} for name in ("packed", "cache"))
+    assert packed == whole
+
+
 @pytest.mark.slow
 def test_prompt_with_image_tokens_is_skipped(filled, tmp_path):
     val = shutil.copytree(filled, tmp_path/"val")

@@ -22,7 +22,6 @@ class Options(list):
     def __repr__(self): return "\n".join(f"{n} ({_written(d)})\n    {about}" for n, d, about in self)
 
     def _repr_html_(self):
-        from qie_nb.core.display import table_html
         head, fold = ("setting", "default", "use"), "<details><summary>{}: {} settings</summary>{}</details>"
         tables = {s: table_html([(n, _written(d), a) for n, d, a in rows], head)
                   for s, rows in self.sections().items()}

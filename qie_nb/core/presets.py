@@ -57,6 +57,9 @@ def preset_of(
     own = [p for p in GPU_PRESETS if p.split("-")[0] in plain and GPU_PRESETS[p] == GPU_PRESETS.get(size)]
     return own[0] if own else size
 
+# %% ../../nbs/core/09_presets.ipynb #5f1c0a11
+def first_steps(pairs:int) -> int: return max(500, min(16 * pairs, 2000)) # of a first run
+
 # %% ../../nbs/core/09_presets.ipynb #78e41f9e
 def check_preset(name) -> str: # one of `PRESETS`
     "The preset by its name; spaces, hyphens and capitals do not matter."

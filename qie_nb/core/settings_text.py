@@ -40,7 +40,7 @@ def parse_settings(settings:list) -> dict: # of "train.max_train_steps=100"; nes
         name, _, text = text.partition("=")
         try: value = yaml.safe_load(text)
         except yaml.YAMLError: value = text
-        plain = value is None and text.strip() in ("", "~", "null") or isinstance(value, (int, float))
+        plain = value is None and text.strip().lower() in ("", "~", "null") or isinstance(value, (int, float))
         if not plain and text[:1] not in tuple("'\"[{"): value = text.strip() # also with " #" or ": "
         *sections, key = name.strip().split(".")
         inner = out

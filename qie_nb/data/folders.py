@@ -10,80 +10,13 @@ import os, re
 from collections import Counter
 from pathlib import Path
 
-from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES
-from .tables import Found, few, instruction, nfc, printable, prompt_file, text_of
-
-# %% ../../nbs/data/02_folders.ipynb #e947d6d1
-CAPTION_SUFFIXES = (".txt", ".caption")
-
-def entries_of(folder:Path) -> list: # paths, sorted by name
-    "The entries of a folder."
-    try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
-    except OSError as e:
-        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
-
-def is_hidden(p) -> bool:
-    return p.name.startswith(".") or p.name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
-
-# %% ../../nbs/data/02_folders.ipynb #e947d601
-def _unusable(path) -> str: # the reason; "" if usable; None: not reported
-    kind = path.suffix.lower()
-    if any("\udc80" <= c <= "\udcff" for c in path.name): return "its name is not UTF-8"
-    if is_hidden(path): return "hidden" if kind in IMAGE_SUFFIXES else None
-    if path.is_dir(): return "a folder"
-    return "" if kind in IMAGE_SUFFIXES + CAPTION_SUFFIXES else "no image"
-
-def is_image(p) -> bool: return _unusable(p) == "" and p.suffix.lower() in IMAGE_SUFFIXES
-
-# %% ../../nbs/data/02_folders.ipynb #e947d602
-def _twice(what, stem, a, b):
-    alike = " (the same name in two Unicode normalisations, NFC and NFD)" * (nfc(a.name) == nfc(b.name))
-    raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
-                     f"rename or remove {b.name}")
-
-def _below(folder, deep:int=4) -> tuple: # (folder, files); those of the folders in it if it holds no images
-    found = entries_of(folder)
-    if any(map(is_image, found)): return folder, found
-    dirs = [d for d in found if d.is_dir() and not is_hidden(d)]
-    if len(dirs) == 1 and deep: return _below(dirs[0], deep - 1)
-    return folder, [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
-
-# %% ../../nbs/data/02_folders.ipynb #e947d603
-def _folder(folder, ignored) -> tuple: # (images, captions): {NFC stem, after that of a folder inside: path}
-    images, captions, (folder, files) = {}, {}, _below(folder)
-    for p in sorted(files, key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
-        if why := _unusable(p): ignored.append((p, why))
-        if why != "": continue
-        held = images if p.suffix.lower() in IMAGE_SUFFIXES else captions
-        stem = nfc(p.stem if p.parent == folder else p.relative_to(folder).with_suffix("").as_posix())
-        if stem not in held: held[stem] = p
-        elif p.suffix.lower() in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
-        else: _twice("samples" if held is images else "captions", stem, held[stem], p)
-    return images, captions
-
-# %% ../../nbs/data/02_folders.ipynb #ec43bc32
-def _kinds_of(files, named:bool) -> list:
-    kinds = {}
-    for p in files: kinds.setdefault(p.suffix.lower() or "files", []).append(printable(p.name))
-    example = lambda held: f" ({', '.join(held[:2])}{', ...' * (len(held) > 2)})" if named else ""
-    return [held[0] if len(held) == 1 and named else f"{len(held)} {kind}{example(held)}"
-            for kind, held in kinds.items()]
-
-def contents(folder, inner:bool=True) -> str: # with what the folders in it contain?
-    "The entries of a folder in a few words."
-    try: found = [p for p in entries_of(folder) if not is_hidden(p)]
-    except ValueError: return "cannot be read"
-    parts = [f"{printable(p.name)}/" + (f" ({contents(p, False)})" if inner else "")
-             for p in found if p.is_dir()]
-    parts += _kinds_of([p for p in found if not p.is_dir()], inner)
-    return ", ".join(parts[:8]) + f" and {len(parts) - 8} more" * (len(parts) > 8) or "empty"
-
-def it_contains(folder) -> str:
-    held = contents(folder)
-    return "It is empty" if held == "empty" else f"It contains: {held}"
+from .listing import UNREAD, contents, entries_of, image_folders, is_hidden, is_image, it_contains
+from .listing import lost_images, raise_twice, read_folder, why_unused
+from .tables import TABLE_SUFFIXES, Found, NoTable, few, home_path, instruction, nfc, printable
+from .tables import prompt_file, table_captions, text_of
 
 # %% ../../nbs/data/02_folders.ipynb #d7aed9a1
-_AFTER = r"(?i:target|after|end|output|out|edited|result|gt)|T"
+_AFTER = r"(?i:target|after|end|output|out|edited|edit|result|gt)|T"
 _BEFORE = r"(?i:control|before|start|input|in|source|src|original|orig|reference|ref|cond)|C|R"
 _ENDING = re.compile(rf"(.+?)[\s_.-]*[\s_.(\[-](?:(?P<target>{_AFTER})|"
                      rf"(?P<control>{_BEFORE})_?(?P<number>\d*))[)\]]?")
@@ -110,25 +43,28 @@ def aligned(held:dict, names) -> dict: # {stem: value}, renamed to those `names`
 
 # %% ../../nbs/data/02_folders.ipynb #82e87f30
 _TARGETS = ("training_images training_image target_images target_image targets target edited_images edited "
-            "after images image img outputs output").split()
+            "after outputs output images image img").split()
 _CONTROL = re.compile(r"(?:control|source|before|conditioning|condition|input|reference|original|"
                       r"edit(?=_image))(?:s|_images?)?_?(\d*)")
 _CAPTIONS = "captions caption prompts prompt instructions texts text txt".split()
 _MASKS = "mask_images mask_image masks mask loss_masks".split()
 
-def _roles(root) -> tuple: # folders: (targets, [controls], captions, masks); None if missing
+_PLAIN = "images image img".split() # of either side
+
+def _roles(root) -> tuple: # folders: ([controls], captions, masks); None if missing
     named = {d.name.lower(): d for d in entries_of(root) if d.is_dir()}
     controls = sorted((int(m[1] or 0), name) for name in named if (m := _CONTROL.fullmatch(name)))
     pick = lambda names: next((named[n] for n in names if n in named), None)
-    return pick(_TARGETS), [named[name] for _, name in controls], pick(_CAPTIONS), pick(_MASKS)
+    return [named[name] for _, name in controls], pick(_CAPTIONS), pick(_MASKS)
 
 # %% ../../nbs/data/02_folders.ipynb #acfc6b1e
 _SAY_AFTER = frozenset("after target targets output outputs edited result results gt".split())
 _SAY_BEFORE = frozenset("before control controls source sources src input inputs original originals orig "
                         "conditioning condition reference references ref unedited".split())
 
-def _says(folder) -> str: # "after", "before", "edit" or ""
+def _says(folder) -> str: # "after", "before", "edit", "mask" or ""
     words = {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", folder.name)}
+    if words & {"mask", "masks"}: return "mask"
     after, before = words & _SAY_AFTER, words & _SAY_BEFORE
     if after or before: return "" if after and before else "after" if after else "before"
     return "edit" if words & {"edit", "edits"} else ""
@@ -146,7 +82,7 @@ def guess_sides(dirs, root=None) -> tuple: # (targets, [controls]), or None if t
 
 # %% ../../nbs/data/02_folders.ipynb #4a951958
 def named_folder(root, name) -> Path: # or None
-    if (d := root/Path(name).expanduser()).is_dir(): return d
+    if (d := root/home_path(name)).is_dir(): return d
     like = lambda p: p.is_dir() and p.name.casefold() == str(name).strip(" /\\").casefold()
     return next(filter(like, entries_of(root)), None)
 
@@ -158,29 +94,38 @@ def _chosen(root, names, setting) -> list:
     return [named_folder(root, n) for n in names]
 
 # %% ../../nbs/data/02_folders.ipynb #4a951901
-def image_folders(root, leave=()) -> list: # the folders in it that hold images
-    def holds(d):
-        try: return any(map(is_image, _below(d)[1]))
-        except ValueError: return False
-    return [d for d in entries_of(root) if d.is_dir() and not is_hidden(d) and d not in leave and holds(d)]
-
 def _guessed(root, one, more) -> tuple: # one, more: the chosen target and controls, or []
-    dirs = image_folders(root, {*one, *more, *_roles(root)[2:]})
+    dirs = image_folders(root, {*one, *more, *_roles(root)[1:]})
     if not (one or more): return guess_sides(dirs, root if any(map(is_image, entries_of(root))) else None)
     return guess_sides(dirs) or ((dirs[0], dirs) if len(dirs) == 1 else None)
+
+# %% ../../nbs/data/02_folders.ipynb #4a951903
+def _target_of(root, leave) -> Path: # or None
+    "The folder of the targets by its name."
+    after = [d for d in image_folders(root, leave) if d.name.lower() in _TARGETS or _says(d) == "after"]
+    found = [d for d in after if d.name.lower() not in _PLAIN] or after
+    if len(found) < 2: return found[0] if found else None
+    *names, last = (repr(printable(d.name)) for d in found)
+    raise ValueError(f"{', '.join(names)} and {last} may {'both' if len(found) == 2 else 'all'} hold the "
+                     "targets; set `data.target_dir`")
+
+def _order_note(controls) -> str:
+    kinds = {re.sub(r"(s|_images?)?_?\d*$", "", c.name.lower()) for c in controls}
+    return (f"{len(controls)} controls per pair, in this order: {', '.join(c.name for c in controls)}; "
+            "set `data.control_dir` to change it") if len(kinds) > 1 else ""
 
 # %% ../../nbs/data/02_folders.ipynb #4a951902
 def sides_of(root, target_dir=None, control_dirs=()) -> tuple: # (targets, [controls], note), or None
     "The folders of the two sides: as chosen, by their usual names, or guessed."
-    targets, controls = _roles(root)[:2]
+    controls, *others = _roles(root)
     one = _chosen(root, [target_dir] * bool(target_dir), "target_dir")
     more = _chosen(root, control_dirs, "control_dir")
     if both := {*one} & {*more}:
         raise ValueError(f"`data.target_dir` and `data.control_dir` both name {str(both.pop())!r}; "
                          "choose two folders")
-    targets = one[0] if one else None if targets in more else targets
+    targets = one[0] if one else _target_of(root, {*more, *others, *controls})
     controls = more or [c for c in controls if c != targets]
-    if targets and controls: return targets, controls, ""
+    if targets and controls: return targets, controls, "" if more else _order_note(controls)
     if not (found := _guessed(root, one, more)): return (targets, [], "") if targets else None
     targets, controls = one[0] if one else found[0], more or found[1]
     return targets, controls, (
@@ -198,17 +143,20 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
 # %% ../../nbs/data/02_folders.ipynb #44ec1b01
 def _check_controls(after, folders, before, numbered):
     "Raises ValueError for targets without a control."
-    first, names = folders[0].name, lambda held: few([p.name for p in held])
-    if alone := [p for stem, p in after.items() if stem not in before[0] and stem not in numbered]:
+    names = lambda held: few(Path(stem).parent/p.name for stem, p in held) # with their inner folder
+    first = printable(folders[0].name)
+    if alone := [x for x in after.items() if x[0] not in before[0] and x[0] not in numbered]:
         used = {*after, *(n for held in numbered.values() for n in held)}
-        rest = [p for stem, p in before[0].items() if stem not in used]
-        rest = (f"has {names(rest)} without a target; give both images of a pair the same name" if rest
-                else f"has no {'other ' * bool(before[0])}images; add the controls or remove the targets")
+        rest = [x for x in before[0].items() if x[0] not in used]
+        inner = " and folder" * any("/" in stem for stem, _ in alone + rest)
+        rest = (f"has {names(rest)} without a target; give both images of a pair the same name{inner}" if rest
+                else f"has no {'other ' * bool(before[0])}images that we can read "
+                     f"({contents(folders[0], False)}); add the controls or remove the targets")
         raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name in "
                          f"{first}/: {names(alone)}; {first}/ {rest}")
     for n, folder in enumerate(folders):
         later = {stem for held in before[n:] for stem in held}
-        gaps = [p for stem, p in after.items() if stem in later and stem not in before[n]]
+        gaps = [(stem, p) for stem, p in after.items() if stem in later and stem not in before[n]]
         if n and gaps:
             raise ValueError(f"{len(gaps)} of {len(after)} targets have no image in {folder.name}/ but one "
                              f"in a later folder: {names(gaps)}; add it or remove the later one")
@@ -231,14 +179,32 @@ def _mask(stem, target, *folders): # path or None
     return next((held[name] for held in folders for name in names if name in held), None)
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1601
-def _caption(names, *folders) -> tuple: # (text or None, its file or None)
+def _caption(names, *folders) -> tuple: # (text or None, its file or row, or None)
     path = next((texts[name] for name in names for texts in folders if name in texts), None)
+    if isinstance(path, tuple): return path # of a table
     text = text_of(path) if path else ""
     return instruction(text, names[0], str(path)) if text.strip() else None, path
 
 def _shared(root, texts, images): # the file of one prompt for all pairs, or None
     beside = texts.pop("prompt") if "prompt" in texts and "prompt" not in images else None
     return prompt_file(root) or beside
+
+# %% ../../nbs/data/02_folders.ipynb #aa2fe377
+def _tables_beside(dirs, names) -> tuple: # ([{name: (prompt, row)}], [table], [(broken table, error)])
+    "Captions for these names from tables in these folders."
+    texts, used, broken = [], [], []
+    for p in [p for d in dict.fromkeys(dirs) for p in entries_of(d)]:
+        if p.suffix.lower() not in TABLE_SUFFIXES or is_hidden(p) or not p.is_file(): continue
+        try: held = aligned(table_captions(p), names)
+        except NoTable: continue
+        except ValueError as e: broken.append((p, e))
+        else:
+            if any(name in held for name in names): texts.append(held); used.append(p)
+    return texts, used, broken
+
+def _used(tables, broken, rows) -> list: # raises for a broken table, if a caption is missing
+    if broken and not all(r[3] for r in rows): raise broken[0][1]
+    return [p for p in tables if any(str(r[5]).endswith(f" of {p.name!r}") for r in rows)]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1602
 def _left_over(rows, controls, captions, masks) -> list:
@@ -248,49 +214,64 @@ def _left_over(rows, controls, captions, masks) -> list:
             + unused("a caption without an image", captions))
 
 def _beside_folders(root, used) -> list:
-    return [(p, "a folder of no known role" if p.is_dir() else "not in one of the folders")
-            for p in entries_of(root)
-            if p not in used and not is_hidden(p) and (p.is_dir() or _unusable(p) is not None)]
+    if root in used: return [] # listed already
+    why = lambda p: (f"a folder that is not used ({contents(p, False)})" if p.is_dir() else
+                     "not in one of the folders" if why_unused(p) is not None else "")
+    return [(p, why(p)) for p in entries_of(root) if p not in used and not is_hidden(p) and why(p)]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1603
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     reasons = {}
-    for p, why in ignored: reasons.setdefault(printable(os.path.relpath(p, root)), why)
+    for p, why in ignored: reasons.setdefault(printable(os.path.relpath(p, root)), str(why))
     return sorted(reasons.items())
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
 def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or None
     "Samples from a folder of targets and one or more folders of controls."
     if not (sides := sides_of(root, target_dir, control_dirs)): return None
-    (targets, controls, note), (_, _, captions, masks), ignored = sides, _roles(root), []
-    after, beside = _folder(targets, ignored)
+    (targets, controls, note), (_, captions, masks), ignored = sides, _roles(root), []
+    after, beside = read_folder(targets, ignored)
+    if not after and target_dir:
+        use = "convert them to JPEG or PNG" if any(UNREAD in why for _, why in ignored) else "choose another"
+        raise ValueError(f"`data.target_dir` {str(target_dir)!r} has no images that we can read "
+                         f"({contents(targets, False)}); {use}")
     if not after: return None
+    ignored = [(p, why) for p, why in ignored if p not in (*controls, captions, masks)]
+    lost = lost_images(ignored, after)
     if not controls:
         if found := read_folders(targets) or read_pairs(targets): return found
         several = len(image_folders(root)) > 1
         raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
             "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to that "
             "of the images before it" if several else "Put the images before the edit into control_images/"))
-    held = [_folder(d, ignored) for d in controls]
-    painted = [_folder(masks, ignored)[0] if masks else {},
+    held = [read_folder(d, ignored) for d in controls]
+    painted = [read_folder(masks, ignored)[0] if masks else {},
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
     shared = _shared(root, beside, after)
-    texts = [beside, _folder(captions, ignored)[1] if captions else {}]
-    if not any(texts): texts = [captions for _, captions in held]
+    texts = [beside, read_folder(captions, ignored)[1] if captions else {}]
+    said, tables, broken = _tables_beside((root, targets), {*after, *(nfc(p.stem) for p in after.values())})
+    theirs = [texts for _, texts in held]
+    if not any([*texts, *said]): texts, theirs = theirs, []
+    ignored += [(p, "a caption beside a control; only those of the targets are read")
+                for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
     numbered = _numbered(before[0], after)
     _check_controls(after, controls, before, numbered)
-    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts) for stem, p in after.items()}
+    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts, *said) for stem, p in after.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
              said[stem][1]) for stem, p in after.items()]
-    ignored += _beside_folders(root, {targets, *controls, captions, masks, shared})
+    tables = _used(tables, broken, rows)
+    ignored = broken + [x for x in ignored if x[0] not in tables]
+    ignored += _beside_folders(root, {targets, *controls, captions, masks, shared, *tables})
     ignored += _left_over(rows, before, texts, painted)
-    more = [p.parent for column in (5, 4) for r in rows if (p := r[column])]
-    more = "".join(f", {d.name}/" for d in dict.fromkeys(more) if not {targets, *controls} & {d, *d.parents})
+    files = [[p for r in rows if isinstance(p := r[column], Path)] for column in (5, 4)]
+    more = dict.fromkeys(p.parent for held in files for p in held)
+    more = "".join([f", {d.name}/" for d in more if not {targets, *controls} & {d, *d.parents}]
+                   + [f", {p.name}" for p in tables])
     layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls)}{more}"
-    theirs = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
-    above = [{*r[5].parents} for r in rows if r[5]]
-    notes = [note] * bool(note) + theirs * any({*controls} & a and targets not in a for a in above)
+    odd = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
+    above = [{*p.parents} for p in files[0]]
+    notes = [note] * bool(note) + lost + odd * any({*controls} & a and targets not in a for a in above)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf0b9
@@ -300,7 +281,7 @@ def _sides(images) -> tuple: # ({name: target}, {name: [(number, control)]}, {st
         name, side, number = _side(stem) or (stem, "", 0)
         if not side: neither[stem] = p
         elif side == "control": before.setdefault(name, []).append((number, p))
-        elif name in after: _twice("samples", name, after[name], p)
+        elif name in after: raise_twice("samples", name, after[name], p)
         else: after[name] = p
     return after, aligned(before, after), neither
 
@@ -325,7 +306,7 @@ def _check_pairs(after, before):
 def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a pair each, as 'folder_before'
     images, texts = {}, {}
     for d in image_folders(root):
-        held, said = _folder(d, ignored)
+        held, said = read_folder(d, ignored)
         images.update({f"{nfc(d.name)}_{stem}": p for stem, p in held.items()})
         texts.update({nfc(d.name) + f"_{stem}" * (len(said) > 1): p for stem, p in said.items()})
     return images, texts
@@ -333,27 +314,32 @@ def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a
 # %% ../../nbs/data/02_folders.ipynb #a840e001
 def read_pairs(root:Path) -> Found: # or None
     "Samples from one folder, or a folder for each pair, whose file names name their sides."
-    ignored, (_, _, captions, masks) = [], _roles(root)
+    ignored, (_, captions, masks) = [], _roles(root)
     alone = any(map(is_image, entries_of(root)))
-    images, beside = _folder(root, ignored) if alone else _folder_each(root, ignored)
+    images, beside = read_folder(root, ignored) if alone else _folder_each(root, ignored)
     after, before, neither = _sides(images)
-    notes = _add_unmarked(after, before, neither)
+    notes = (guessed := _add_unmarked(after, before, neither)) + lost_images(ignored, images)
     if not after or not before or not alone and len(after) < 2: return None
     _check_pairs(after, before)
     shared = _shared(root, beside, images)
-    texts = [aligned(t, after) for t in (beside, _folder(captions, ignored)[1] if captions else {})]
-    painted = _folder(masks, ignored)[0] if masks else {}
+    texts = [aligned(t, after) for t in (beside, read_folder(captions, ignored)[1] if captions else {})]
+    painted = read_folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for stem, p in neither.items() if (m := _MASK.fullmatch(stem))}
     controls = {stem: tuple(p for _, p in sorted(held)) for stem, held in before.items()}
-    rows = [(stem, p, controls[stem], said, _mask(stem, p, painted, named), file) for stem, p in after.items()
-            for said, file in [_caption((stem, *(nfc(q.stem) for q in (p, *controls[stem]))), *texts)]]
-    used = {captions, masks, shared, *(r[4] for r in rows)}
+    stems = lambda name: [nfc(p.stem) for p in (after[name], *controls[name])]
+    said, found, broken = _tables_beside([root], {*after, *(s for name in after for s in stems(name))})
+    rows = [(stem, p, controls[stem], text, _mask(stem, p, painted, named), file) for stem, p in after.items()
+            for text, file in [_caption((stem, *stems(stem)), *texts, *said)]]
+    tables = _used(found, broken, rows)
+    used = {captions, masks, shared, *tables, *(r[4] for r in rows)}
+    ignored = broken + ignored
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]
     ignored += _left_over(rows, [{p: p for held in controls.values() for p in held}], texts, [painted])
     mark = lambda stem, name: name[len(stem):] if _ENDING.fullmatch(name) else name[:-len(stem)]
     marks = lambda side: ", ".join(sorted({mark(stem, nfc(p.stem)) for stem, p in side}))
-    layout = "a folder for each pair" if not alone else "one folder" if notes else (
+    layout = "a folder for each pair" if not alone else "one folder" if guessed else (
         f"one folder, pairs by their names: targets {marks(after.items())}, controls "
         f"{marks((stem, p) for stem, held in controls.items() for p in held)}")
+    layout += "".join(f", {p.name}" for p in tables)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)

@@ -138,7 +138,7 @@ def _check_format(head):
                         b"\0\0\0\x0cJXL": "JPEG XL", b"PK": "zip"}.items():
         if head.startswith(start): raise _Refused(f"is in {kind} format; save it as PNG or JPEG")
     if head.startswith(b"version https://git-lfs"): raise _Refused("is a Git LFS pointer; run `git lfs pull`")
-    if head.lstrip()[:9].lower() in (b"<!doctype", b"<html>", b"<html lan"):
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise _Refused("is a web page; download the image again or remove the pair")
 
 # %% ../../nbs/data/00_images.ipynb #85bdf002
@@ -174,6 +174,7 @@ def open_image(
 HEIC_SUFFIXES = (".heic", ".heif") # read with pillow-heif
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif",
                   *HEIC_SUFFIXES)
+UNREAD_SUFFIXES = (".cr2 .cr3 .nef .arw .dng .raf .orf .rw2 .psd .jxl .svg .pdf .jp2").split()
 
 def _peek(f, at:int=0, whence:int=0) -> bytes: # the rest of the file from there
     here = f.tell()

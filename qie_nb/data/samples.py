@@ -16,12 +16,12 @@ from PIL import Image
 
 from ..cache import stable_seed
 from ..core.display import table_html
-from .folders import contents, entries_of, is_hidden, is_image, it_contains, named_folder
-from .folders import read_folders, read_pairs
+from .folders import named_folder, read_folders, read_pairs
 from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered
 from .images import source_digest, source_name
-from .tables import TABLE_SUFFIXES, few, instruction, match_columns, printable, prompt_file
-from .tables import read_dataset, read_table, table_rows, text_of
+from .listing import contents, entries_of, is_hidden, it_contains, no_folder, not_named, remedy
+from .tables import TABLE_SUFFIXES, NoTable, few, home_path, instruction, match_columns
+from .tables import printable, prompt_file, read_dataset, read_table, table_captions, table_rows, text_of
 
 # %% ../../nbs/data/03_samples.ipynb #3743c870
 @dataclass(frozen=True)
@@ -72,25 +72,34 @@ class Samples(list):
         return f"<p>{escape(repr(self))}</p>{notes}{table_html(rows, ('sample', 'controls', 'prompt'))}{left}"
 
 # %% ../../nbs/data/03_samples.ipynb #3956ebc3
+_TRIGGER = re.compile(r"\[trigger\]", re.I)
+
 def add_trigger(prompt:str, word) -> str:
     "Put a trigger word before a prompt that lacks it, or where the prompt says [trigger]."
-    if not word or "[trigger]" in prompt: return prompt.replace("[trigger]", word) if word else prompt
+    word = (word or "").strip(" ,\t\n")
+    if not word: return prompt
+    if _TRIGGER.search(prompt): return _TRIGGER.sub(lambda m: word, prompt)
     return prompt if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt, re.I) else f"{word}, {prompt}"
 
 # %% ../../nbs/data/03_samples.ipynb #3956eb01
+_NO_CAPTION = re.compile(r"readme|licen[cs]e|dataset_info|\.md$", re.I)
+_TEXT = re.compile(r"\.(txt|caption|md|jsonl?|csv|tsv)\b", re.I)
+
+def _unused_texts(found): return [n for n, why in found.ignored if _TEXT.search(f"{n} {why}")]
+
 def _no_caption(found, bad):
     one = next((r for r in bad if not isinstance(r[5], str)), None)
     where = (f"write each into a text file of its image's name, e.g. {str(one[1].with_suffix('.txt'))!r}, or "
              "one for all into prompt.txt beside the folders or into `data.prompt`") if one else (
              f"fill {bad[0][5]}, or set one instruction for all in `data.prompt`")
     empty = " or an empty one" * any(r[5] for r in bad)
-    texts = [n for n, _ in found.ignored if n.endswith((".txt", ".caption", ".json", ".jsonl", ".csv"))]
+    texts = _unused_texts(found)
     unused = f" (unused text files: {few(texts)})" * bool(texts)
     raise ValueError(f"{len(bad)} of {len(found.rows)} samples have no caption{empty}: "
                      f"{few(r[0] for r in bad)}{unused}; {where}")
 
 # %% ../../nbs/data/03_samples.ipynb #3956eb02
-def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was added, in words)
+def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was added, in words, [note])
     bad, rows, file = [r for r in found.rows if not r[3]], found.rows, found.shared
     said = (text_of(file).strip() if file else "") or (prompt or "").strip()
     if bad and not said: _no_caption(found, bad)
@@ -101,26 +110,41 @@ def _with_prompts(found, prompt=None, trigger=None) -> tuple: # (rows, what was 
     added = [f"{source} for {len(bad)} of {len(rows)}"] if bad else none
     out = [(*r[:3], add_trigger(r[3], trigger), *r[4:]) for r in rows]
     if n := sum(a[3] != b[3] for a, b in zip(out, rows)):
-        added.append(f"trigger word {trigger!r} added to {n}")
-    return out, "".join(f", {a}" for a in added)
+        added.append(f"trigger word {trigger.strip(' ,')!r} added to {n}")
+    n = 0 if (trigger or "").strip(" ,") else sum(bool(_TRIGGER.search(r[3])) for r in rows)
+    notes = [f"{_counted(n, 'caption')} say{'s' * (n == 1)} [trigger], but `data.trigger_word` is not set; "
+             "set it, or remove [trigger]"] * bool(n)
+    texts = [t for t in _unused_texts(found) if not _NO_CAPTION.search(t)]
+    if bad and texts and source == "`data.prompt`":
+        notes.append(f"{few(texts)} {'are' if texts[1:] else 'is'} not read, {source} is used; name each "
+                     "caption like its image, or give a table with the columns image and prompt")
+    return out, "".join(f", {a}" for a in added), notes
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
 def _samples(found, prompt=None, trigger=None) -> Samples:
-    rows, added = _with_prompts(found, prompt, trigger)
+    rows, added, notes = _with_prompts(found, prompt, trigger)
     samples = sorted((Sample(*r) for r in rows), key=lambda s: s.id)
-    return Samples(samples, found.layout + added, found.ignored, found.notes)
+    return Samples(samples, found.layout + added, found.ignored, [*found.notes, *notes])
 
 def _has_known_columns(table, columns, optional) -> bool:
     optional = [*optional, *["prompt"] * bool(prompt_file(table.parent))]
     names = lambda: [*{c: 0 for _, r in table_rows(table) for c in r}]
     try: return bool(match_columns(names(), table.name, columns, optional))
     except ValueError: return False
+def _only_captions(table) -> bool:
+    try: return bool(table_captions(table)) and not _has_known_columns(table, None, ["prompt", "mask"])
+    except ValueError: return False
+
+def _read_table(path, columns, optional):
+    found = read_table(path, columns, optional)
+    return found._replace(ignored=not_named(path, found.rows))
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2f01
 def _table_in(root, columns, optional=("mask",)) -> Path: # or None
     tables = {p.name: p for p in entries_of(root) if p.suffix.lower() in TABLE_SUFFIXES and p.is_file()
               and not p.name.startswith(".")}
     metadata = next((tables[name] for s in TABLE_SUFFIXES if (name := f"metadata{s}") in tables), None)
+    if metadata and not columns and _only_captions(metadata): return None # of images in folders
     fitting = [p for p in tables.values() if not metadata and _has_known_columns(p, columns, optional)]
     if len(fitting) > 1: fitting = [p for p in fitting if p.stem == "train"] or fitting
     if len(fitting) > 1:
@@ -147,7 +171,7 @@ def _found(root, columns, sides, optional, deep:int=4): # sides: (target_dir, [c
     chosen = [n for n in (sides[0], *sides[1]) if n]
     inner = _inner(root) if deep and not all(named_folder(root, n) for n in chosen) else None
     table = None if chosen else _table_in(root, columns, optional)
-    found = None if inner else read_table(table, columns, optional) if table else (
+    found = None if inner else _read_table(table, columns, optional) if table else (
         read_folders(root, *sides) or read_pairs(root))
     if found or not deep or not (inner := inner or _inner(root)): return found
     if not (more := _found(inner, columns, sides, optional, deep - 1)): return None
@@ -166,57 +190,20 @@ def _several(sets) -> Samples:
     return Samples(samples, "; ".join(f"{n}: {found.layout}" for n, found in enumerate(sets)), ignored,
                    [note for found in sets for note in found.notes])
 
-# %% ../../nbs/data/03_samples.ipynb #146fc335
-ARCHIVES = (".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
-_HUB = ("load it with `data = datasets.load_dataset({})` and train on `loader(data, ...)` of "
-        "qie_nb.data, or download its files and give the folder")
-
-# %% ../../nbs/data/03_samples.ipynb #146fc301
-def _remedy(path, sets) -> str: # sets: folders in it that are data sets
-    kinds = {p.suffix.lower(): p for p in path.glob("**/*") if p.suffix.lower() in (*ARCHIVES, ".parquet")}
-    if ".parquet" in kinds: return "For parquet files: " + _HUB.format(f"'parquet', data_dir={str(path)!r}")
-    if kinds: return f"Unpack {next(iter(kinds.values())).name} first"
-    if sets:
-        return (f"Set `data.dataset_path` to one of the data sets {few(d.name for d in sets)}, or to a list "
-                "of them")
-    loose = any(map(is_image, entries_of(path)))
-    return "Name the images of a pair x_before and x_after, or put" * loose + "Put" * (not loose) + (
-        " the images before the edit into control_images/ and those after it, with the same names, into "
-        "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
-
 # %% ../../nbs/data/03_samples.ipynb #146fc302
 def _none_found(path, columns=None, optional=("mask",)): # raises the reason
     kinds = TABLE_SUFFIXES if columns else {*TABLE_SUFFIXES} - {".json"} # of which some describe a data set
     tables = [p for p in entries_of(path) if p.suffix.lower() in kinds]
+    for table in [p for p in entries_of(path) if p.suffix.lower() in TABLE_SUFFIXES and not is_hidden(p)]:
+        try: table_rows(table)
+        except NoTable: pass
     for table in tables[:1]: read_table(table, columns, optional)
     def is_set(d):
         try: return _found(d, columns, (None, ()), ("mask", "prompt"), 1)
         except ValueError: return None
     sets = [d for d in entries_of(path) if d.is_dir() and not is_hidden(d) and is_set(d)]
     readable = "" if _images_below(path) or contents(path) == "empty" else ", but no images that we can read"
-    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. {_remedy(path, sets)}")
-
-# %% ../../nbs/data/03_samples.ipynb #146fc303
-def _no_folder(path, root): # raises the reason
-    what, kind = f"`data.dataset_path` {str(path)!r}", root.suffix.lower()
-    if re.match("https?://", str(path)):
-        raise ValueError(f"{what} is a web address; for a data set of the Hugging Face hub, "
-                         + _HUB.format("'owner/name'"))
-    if root.is_file():
-        raise ValueError(f"{what} is " + (
-            "an archive; unpack it and give the folder" if kind in ARCHIVES else
-            "an image; give the folder of your pairs" if kind in IMAGE_SUFFIXES else
-            "a parquet file; " + _HUB.format(f"'parquet', data_files={str(path)!r}") if kind == ".parquet"
-            else f"no table; it must be a folder or one of {', '.join(TABLE_SUFFIXES)}"))
-    if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", str(path)):
-        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this machine and "
-                                "give its path here")
-    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not root.parent.is_dir()
-    raise FileNotFoundError(f"{what} does not exist" + (
-        "; if it is a data set of the Hugging Face hub, " + _HUB.format(repr(str(path))) if hub else
-        f"; set it to the folder of your pairs" if not root.parent.is_dir() else
-        f" in {str(root.parent)!r}, which has: {contents(root.parent, False)}; set it to the folder of your "
-        "pairs"))
+    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. {remedy(path, sets)}")
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(
@@ -229,9 +216,10 @@ def find_samples(
     "The samples of a data set."
     dirs = [control_dir] if isinstance(control_dir, (str, Path)) else list(control_dir or [])
     if isinstance(path, (list, tuple)):
+        if not path: raise ValueError("`data.dataset_path` is an empty list; name at least one folder in it")
         return _several([find_samples(p, columns, target_dir, dirs, prompt, trigger_word) for p in path])
     if path is None and target_dir and dirs:
-        target_dir, *dirs = (os.path.abspath(os.path.expanduser(d)) for d in (target_dir, *dirs))
+        target_dir, *dirs = (os.path.abspath(home_path(d)) for d in (target_dir, *dirs))
         path = os.path.commonpath([target_dir, *dirs])
     optional = ["mask", *["prompt"] * bool(prompt)]
     if hasattr(path, "column_names"):
@@ -240,10 +228,11 @@ def find_samples(
     if not isinstance(path, (str, Path)):
         raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
                          "table or a datasets.Dataset")
-    root = Path(path).expanduser()
+    root = home_path(path)
     if root.is_dir(): found = _found(root, columns, (target_dir, dirs), optional)
-    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES: found = read_table(root, columns, optional)
-    else: _no_folder(path, root)
+    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES:
+        found = _read_table(root, columns, optional)
+    else: no_folder(path, root)
     return _samples(found or _none_found(root, columns, optional), prompt, trigger_word)
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a01
@@ -254,7 +243,7 @@ def config_samples(
     "`find_samples` with the settings of a configuration."
     names, here = dict(target_dir=data.target_dir, control_dir=data.control_dir), path or data.dataset_path
     dirs = [d for v in names.values() for d in (v if isinstance(v, list) else [v]) if d]
-    has = lambda d: not os.path.isabs(d) and (Path(path).expanduser()/d).is_dir()
+    has = lambda d: not os.path.isabs(d) and (home_path(path)/d).is_dir()
     if path and not all(map(has, dirs)): names = {}
     return find_samples(here, **names, prompt=data.prompt, trigger_word=data.trigger_word)
 
@@ -348,7 +337,7 @@ def samples_of(config) -> list: # of `Sample`
     "`train.samples`, checked. Raises FileNotFoundError or ValueError."
     out = []
     for n, s in enumerate(config.train.samples, 1):
-        images = tuple(Path(p).expanduser() for p in ([s.image] if isinstance(s.image, str) else s.image))
+        images = tuple(home_path(p) for p in ([s.image] if isinstance(s.image, str) else s.image))
         for p in images:
             if not p.is_file():
                 raise FileNotFoundError(f"`train.samples` {n}: image {str(p)!r} does not exist; correct its "

@@ -9,7 +9,7 @@ __all__ = ['init']
 import json, subprocess
 from pathlib import Path
 
-from ..core.presets import preset_of
+from ..core.presets import first_steps, preset_of
 from ..data.samples import find_samples
 
 # %% ../../nbs/planning/05_first_config.ipynb #f0a3a53c
@@ -91,8 +91,7 @@ def file_text(
     if gpus: why = f"{name}, {gib * 1.0737:.0f} GB" + f", {count} of them" * (count > 1)
     if gpus and not preset:
         why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
-    steps, mark = max(500, min(16 * pairs, 2000)), "" if preset else "# "
-    if not preset: steps = 150
+    steps, mark = (first_steps(pairs), "") if preset else (150, "# ")
     return FILE.format(
         preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
         path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), steps=steps, save=steps // 5,

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.display import note, table_html, text_table
-from ..core.presets import GPU_GIB, NO_BF16
+from ..core.presets import GPU_GIB, NO_BF16, first_steps
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
 from ..models.quantize import parse_quantization
@@ -346,7 +346,7 @@ def card_table(
     pairs:int=50,
 ) -> str: # Markdown
     "What some GPUs take for a run: weights, memory and training time at 512 and at 1024 pixels."
-    steps = max(500, min(16 * pairs, 2000)) # as in docs/recipes.md
+    steps = first_steps(pairs)
     lines = [("GPU", "512 x 512", f"{pairs} pairs", "1024 x 1024", f"{pairs} pairs"), ("---",) * 5]
     for gpu, name in cards.items():
         cells = [name]

@@ -74,7 +74,7 @@ def test_empty_sections_have_their_defaults():
 
 
 @pytest.mark.parametrize("text, value", [("paint the number #42 on it", "paint the number #42 on it"), ("#x", "#x"), ("- x", "- x"), (" > Note: *a ", "> Note: *a"), ("a, [trigger] b", "a, [trigger] b"),
-                                         ("'a #b'", "a #b"), ("", None), ("null", None)])
+                                         ("'a #b'", "a #b"), ("", None), ("Null", None)])
 def test_text_on_a_command_line_is_taken_as_it_is(text, value):
     assert load_config_from_yaml(None, [f"data.prompt={text}"]).data.prompt == value
 

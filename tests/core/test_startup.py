@@ -38,11 +38,11 @@ def test_lazy_name_can_be_copied_and_pickled():
     for made in (pickle.loads(pickle.dumps(qie_nb.plan)), copy.copy(qie_nb.plan), copy.deepcopy(qie_nb.plan)): assert made.__wrapped__ is qie_nb.plan.__wrapped__
 
 
-@pytest.mark.parametrize("code, theirs, full", [("import no_such_module", 1, 0), ("int('x')", 0, 1), ("[][0]", 0, 1), ("from qie_nb.config import make_config; make_config(dict(train=dict(stepz=1)))", 0, 0)])
+@pytest.mark.parametrize("code, theirs, full", [("import no_such_module", 1, 0), ("{}[0]", 1, 0), ("int('x')", 0, 1), ("[][0]", 0, 1), ("from qie_nb.config import make_config; make_config(dict(train=dict(stepz=1)))", 0, 0)])
 def test_another_handler_keeps_its_errors(code, theirs, full, capsys): # Colab's
     from IPython.core.interactiveshell import InteractiveShell
     shell, calls = InteractiveShell(), []
-    shell.set_custom_exc((ImportError,), lambda shell, etype, value, tb, tb_offset=None: calls.append(etype))
+    shell.set_custom_exc((ImportError, KeyError), lambda shell, etype, value, tb, tb_offset=None: calls.append(etype))
     for _ in range(2): errors_as_sentences(shell)
     shell.run_cell(code)
     out = capsys.readouterr().out

@@ -22,6 +22,8 @@ def make(root, files):
     return root
 
 
+H = "image,edit_image,prompt\n"
+
 # files | settings | pairs (target control ...; ...) | a part of the layout or of a note
 FOUND = """my~pairs/training_images/a.png,a.txt my~pairs/control_images/a.png __MACOSX/._a.png | | a.png a.png | data: in 'my pairs/', the only folder with images in
 x/y/after/a.png,a.txt x/y/before/a.png x/readme.txt | | a.png a.png | in x/: in y/: folders after/ + before/
@@ -45,7 +47,13 @@ a.png a.txt control/a.png | | a.png a.png | controls in 'control' (guessed
 after/2024/a.png,b.png after/2025/a.png before/2024/a.png,b.png before/2025/a.png | prompt=x | a.png a.png;b.png b.png;a.png a.png | folders after/ + before/
 After/Photos-001/a.png,a.txt Before/Photos-002/a.png | | a.png a.png | folders After/ + Before/
 1/before.jpg,after.jpg,prompt.txt 2/before.jpg,after.jpg,prompt.txt | | after.jpg before.jpg;after.jpg before.jpg | a folder for each pair
-original/a.png edit/a.png | prompt=x | a.png a.png | targets in 'edit', controls in 'original' (guessed"""
+original/a.png edit/a.png | prompt=x | a.png a.png | targets in 'edit', controls in 'original' (guessed
+input/a.png output/a.jpg images/a.gif | prompt=x | a.jpg a.png | folders output/ + input/
+target/a.jpg target_mask/a.png source/a.gif reference/a.png | prompt=x | a.jpg a.png a.gif | 2 controls per pair, in this order: reference, source; set `data.control_dir` to change it
+a.jpg,a.txt,b.jpg,b.txt control/a.png,b.png | | a.jpg a.png;b.jpg b.png | controls in 'control' (guessed
+IMG_1.jpg IMG_1-Edit.jpg | prompt=x | IMG_1-Edit.jpg IMG_1.jpg | 'IMG_1-Edit.jpg' is the target
+after/a.png,b.cr2,a.nef before/a.png,b.png | prompt=x | a.png a.png | not used: 'b.cr2' (format not read; convert to JPEG or PNG)
+after/a.png after/more/b.png before/a.png before/more/b.png | prompt=x | a.png a.png | not used: 'more' (a folder (1 .png); move its images up)"""
 
 
 @pytest.mark.parametrize("row", FOUND.splitlines())
@@ -64,12 +72,20 @@ edits/a.png,a.txt images/a.png | | No control images found in '.*'. It contains:
 1_A.png 1_B.png | | It contains: 2 .png \\(1_A.png, 1_B.png\\). Name the images of a pair x_before and x_after, or put
 cats/after/a.png,a.txt cats/before/a.png dogs/after/a.png,a.txt dogs/before/a.png | | Set `data.dataset_path` to one of the data sets 'cats', 'dogs', or to a list of them
 after/a.png,b.png,c.png,d.png before/a.png,e.png | prompt=x | 3 of 4 targets have no control image of the same name in before/: 'b.png', 'c.png', 'd.png'; before/ has 'e.png' without a target; give both
-after/a.png before/x.txt | prompt=x | 1 of 1 targets have no control image .*; before/ has no images; add the controls or remove the targets
+after/a.png before/x.txt | prompt=x | 1 of 1 targets have no control image .*; before/ has no images that we can read \\(1 .txt\\); add the controls or remove the targets
 after/a.png,b.png,c.png,d.png,e.png,e.txt before/a.png,b.png,c.png,d.png,e.png note.txt | | 4 of 5 samples have no caption: 'a', 'b', 'c' and 1 more \\(unused text files: 'note.txt'\\); write each into .*after/a.txt', or one for all into prompt.txt .*`data.prompt`
 A/a.png B/a.png | target_dir=C | `data.target_dir` 'C' is not a folder in '.*'. It contains: A/ \\(1 .png\\), B/ \\(1 .png\\); choose one
 A/a.png B/a.png | target_dir=A control_dir=a | `data.target_dir` and `data.control_dir` both name '.*A'; choose two folders
 after/a.mp4 pairs.zip | | It contains: after/ \\(1 .mp4\\), pairs.zip, but no images that we can read. Unpack pairs.zip first
-data/train.parquet | | For parquet files: load it with `data = datasets.load_dataset\\('parquet'"""
+data/train.parquet | | For parquet files: load it with `data = datasets.load_dataset\\('parquet'
+before/a.png after/a.png edited/a.png output/a.png | prompt=x | 'after', 'edited' and 'output' may all hold the targets; set `data.target_dir`
+source/a.png result/a.png Edited~Photos/a.png | prompt=x | 'Edited Photos' and 'result' may both hold the targets; set
+after/a.png,b.png before/a.png,b.png labels/a.txt notes.md | | have no caption: 'a', 'b' \\(unused text files: 'labels', 'notes.md'\\)
+after/a.nef before/a.nef | | It contains: .*, but no images that we can read. Convert the .nef files to JPEG or PNG first$
+after/x/a.png after/y/b.png before/a.png,b.png | prompt=x | no control .* in before/: 'x/a.png', 'y/b.png'; before/ has 'a.png', 'b.png' without a target; give both .* the same name and folder
+edit/IMG_1.NEF raw/IMG_1.jpg | target_dir=edit control_dir=raw | `data.target_dir` 'edit' has no images that we can read \\(1 .nef\\); convert them to JPEG or PNG$
+after/a.png before/a.nef | prompt=x | before/ has no images that we can read \\(1 .nef\\); add the controls
+data-00000.arrow | | For a data set of save_to_disk: load it with `data = datasets.load_from_disk\\('.*'\\)` and train on .* of qie_nb.data$"""
 
 
 @pytest.mark.parametrize("row", REFUSED.splitlines())
@@ -86,11 +102,20 @@ def test_what_is_refused_lists_what_was_found(row, tmp_path):
     ("https://huggingface.co/datasets/me/cats", "is a web address; .* load it with `data = datasets.load_dataset"),
     ("me/cats", "does not exist; if it is a data set of the Hugging Face hub, load it with `data = datasets.load_dataset\\('me/cats'\\)`"),
     ("C:\\Users/me", "is a path on a Windows computer; copy the folder to this machine"),
+    ("~nosuchuser/x", "'~nosuchuser/x' does not exist; set it"), ("$NO_SUCH/x", "does not exist"),
     ("piars", "does not exist in '.*', which has: 1 .png, 1 .zip; set it to the folder of your pairs")])
 def test_what_is_no_folder(path, sentence, tmp_path, monkeypatch):
     for name in ("pairs.zip", "a.png"): (tmp_path/name).write_bytes(b"PK")
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=sentence): find_samples(path if "/" in path else tmp_path/path)
+
+
+def test_unused_files_are_listed_truly(tmp_path):
+    ignored = lambda **kw: find_samples(tmp_path, prompt="x", **kw).ignored
+    make(tmp_path, "a.jpg,b.jpg control/a.png,b.png")
+    assert not ignored()
+    make(tmp_path, "after/a.png,a.txt,b.png control/b.txt")
+    assert ("control/b.txt", "a caption beside a control; only those of the targets are read") in ignored()
 
 
 def heic(path): path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
@@ -175,6 +200,75 @@ def test_tables_without_prompts_and_of_another_machine(tmp_path):
     write("", image="a.png", edit_image="/home/me/control/a.png", prompt="x")
     with pytest.raises(ValueError, match="names '/home/me/control/a.png' outside the data set"): find_samples(tmp_path)
     with pytest.raises(ValueError, match="`columns` names 'old', which 'metadata.jsonl' does not have"): find_samples(tmp_path, columns=dict(target="old"))
+
+
+@pytest.mark.parametrize("text, expected", [
+    (H + '1.png,2.png,5" wide\n3.png,2.png,"a ""b"""', ['5" wide', 'a "b"']),
+    (H + '1.png,2.png,"make it" blue\n', "is not valid CSV \\(row 1: ',' expected after '\"'; look for a stray"),
+    (H + '1.png,2.png,a\n3.png,2.png,"b\n2.png,1.png,c', "is not valid CSV \\(row 2: unexpected end of data; look for a stray"),
+    (H + "1.png,2.png,make it blue, then red", "'m.csv': row 1 has 4 fields, the header 3; put a prompt with commas in quotes"),
+    (H + '1.png, 2.png, "a, b",,\n,,\n , ,\n3.png, 2.png, c', ["a, b", "c"]),
+    ("sep=;\n" + H.replace(",", ";") + "1.png;2.png;a\n", ["a"]),
+    ("source_img,target_img,mask_img,instruction\n1.png,2.png,3.png,a", ["a"]), ("src_image,tgt,text\n1.png,2.png,a", ["a"])])
+def test_csv_by_hand_and_by_excel(text, expected, tmp_path):
+    (make(tmp_path, "1.png,2.png,3.png")/"m.csv").write_text(text)
+    if isinstance(expected, list): assert [s.prompt for s in find_samples(tmp_path)] == expected
+    else:
+        with pytest.raises(ValueError, match=expected): find_samples(tmp_path)
+
+
+# a table beside two folders | prompts or the sentence
+BROKEN = "is not valid (CSV|JSON) \\("
+@pytest.mark.parametrize("name, text, expected", [
+    ("captions.csv", "filename,caption\n1.png,blue\nafter/2.png,red", ["blue", "red"]), ("captions.json", '{"1.png": "blue", "IMG_2": "red"}', ["blue", "x"]),
+    ("after/metadata.jsonl", '{"file_name": "2.png", "text": "red"}', ["x", "red"]), ("metadata.csv", "file_name,text\nafter/1.png,blue\nbefore/2.png,red", ["blue", "red"]),
+    ("captions.txt", "1: blue", "'captions.txt' is not read, `data.prompt` is used; name each caption like its image, or give a table with the columns image and prompt"),
+    ("captions.csv", 'filename,caption\n1.png,"blue\n2.png,red', BROKEN), ("pairs.jsonl", '{"image": "after/1.png"', BROKEN), ("card.json", "[1]", ["x", "x"])])
+def test_tables_of_captions_beside_folders(name, text, expected, tmp_path):
+    (make(tmp_path, "after/1.png,2.png before/1.png,2.png")/name).write_text(text)
+    if expected == BROKEN:
+        with pytest.raises(ValueError, match=expected): find_samples(tmp_path, prompt="x")
+        return
+    found = find_samples(tmp_path, prompt="x")
+    if isinstance(expected, str): assert found.notes == [expected]
+    else:
+        assert [s.prompt for s in found] == expected and (name == "card.json" or name.split("/")[-1] in found.layout)
+        make(tmp_path, "after/1.txt,2.txt") # captions of their own come first
+        assert {s.prompt for s in find_samples(tmp_path)} == {"make it blue"}
+
+
+def test_a_table_of_captions_in_one_folder(tmp_path):
+    (make(tmp_path, "1_before.png,1_after.png,2_before.png,2_after.png")/"c.csv").write_text("image,prompt\n1,blue\n2_after.png,red\n")
+    assert [s.prompt for s in find_samples(tmp_path)] == ["blue", "red"] and not find_samples(tmp_path).ignored
+    assert find_samples(tmp_path).layout.endswith(", c.csv")
+    make(tmp_path, "1.txt,2.txt")
+    assert find_samples(tmp_path).ignored == [("c.csv", "no image")]
+
+
+def test_a_broken_table_is_named_before_others(tmp_path):
+    for name, text in (("a.csv", "x,y\n1,2"), ("pairs.json", "[{")): (tmp_path/name).write_text(text)
+    with pytest.raises(ValueError, match="'pairs.json' is not valid JSON"): find_samples(tmp_path)
+
+
+def test_what_a_table_does_not_name_is_listed(tmp_path):
+    make(tmp_path, "after/1.png,2.png before/1.png extra/3.png")
+    for name in ("metadata.csv", "other.csv"): (tmp_path/name).write_text(H + "after/../after/1.png,before/1.png,a")
+    listed = [("after/2.png", "not in metadata.csv"), ("extra", "a folder that is not used (1 .png)"), ("other.csv", "another table")]
+    assert find_samples(tmp_path).ignored == find_samples(tmp_path/"metadata.csv").ignored == listed
+    assert find_samples([tmp_path]).ignored[0][0] == "0/after/2.png"
+    with pytest.raises(ValueError, match="`data.dataset_path` is an empty list; name at least one folder"): find_samples([])
+
+
+def test_variables_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAIRS", str(make(tmp_path, "A/a.png,a.txt B/a.png")))
+    assert len(find_samples("$PAIRS", target_dir="${PAIRS}/A", control_dir="B")) == 1
+
+
+@pytest.mark.parametrize("word, prompt, expected", [("ohwx, ", "a photo", "ohwx, a photo"), ("  ", "a photo", "a photo"), ("ohwx", "a [TRIGGER] photo", "a ohwx photo"),
+                                                    (None, "a [trigger] photo", "1 caption says [trigger], but `data.trigger_word` is not set; set it, or remove [trigger]")])
+def test_trigger_words(word, prompt, expected, tmp_path):
+    found = find_samples(make(tmp_path, "after/a.png before/a.png"), prompt=prompt, trigger_word=word)
+    assert (found[0].prompt if word else found.notes[0]) == expected and "word '  '" not in found.layout
 
 
 def test_the_check_for_swaps_gives_no_all_clear():

@@ -11,6 +11,8 @@ from helpers import on_call
 from qie_nb.data.images import Geometry, source_digest
 from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, usable
 
+IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
+
 
 def write_image(path, red=0):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +25,7 @@ def tree(root, names):
     for n, name in enumerate(names.split() if isinstance(names, str) else names):
         (root/name).parent.mkdir(parents=True, exist_ok=True)
         if name.lower().endswith((".txt", ".caption")): (root/name).write_text("make it blue")
-        elif name.endswith((".zip", ".mp4", ".parquet")): (root/name).touch()
+        elif not name.lower().endswith(IMAGES): (root/name).touch()
         else: write_image(root/name, n)
     return root
 
@@ -85,7 +87,7 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
     os.close(os.open(os.fsencode(tmp_path/"images") + b"/caf\xe9.png", os.O_CREAT))
     samples = find_samples(tmp_path)
     assert dict(samples.ignored) == {
-        "control/b.png": "a control without a target", "contrl_2": "a folder of no known role", "captions/d.txt": "a caption without an image", "images/._a.png": "hidden",
+        "control/b.png": "a control without a target", "contrl_2": "a folder that is not used (1 .png)", "captions/d.txt": "a caption without an image", "images/._a.png": "hidden",
         "images/c.txt": "a caption without an image", "images/caf\\xe9.png": "its name is not UTF-8",
         "images/dir.png": "a folder", "images/notes.md": "no image", "loose.png": "not in one of the folders"}
     assert "1 sample (folders images/ + control/), 1 control each, masks for 1 of 1; 9 files ignored: captions/d.txt (a cap".encode() in repr(samples).encode()
@@ -209,7 +211,7 @@ def test_unknown_columns_need_a_mapping(tmp_path):
     columns = dict(target="neu", control="alt", prompt="wunsch")
     for path in (tmp_path, tmp_path/"set.csv"):
         assert facts(find_samples(path, columns=columns), tmp_path) == [("t", "t.png", "c.png", "p")]
-        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or give 'target' in `columns`"): find_samples(path)
+        with pytest.raises(ValueError, match="'set.csv' has no column for the target; it has neu, alt, wunsch; .*or use find_samples\\(path, columns=\\{'target': ...\\}\\)"): find_samples(path)
     for wrong, sentence in ((columns | dict(control="old"), "'old', which 'set.csv' does not have; .*from: neu, alt, wunsch"), (dict(edge="neu"), "'edge'")):
         with pytest.raises(ValueError, match=f"`columns` names {sentence}"): find_samples(path, wrong)
 
