@@ -68,6 +68,9 @@ class ModelSection(Section):
     delete_downloaded_shards: AutoBool = setting("auto",
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too small")
     variant: Literal["auto", "v1", "2509", "2511"] = setting("auto", "auto: read from the model's files")
+    image_positions: Literal["3d", "installed"] = setting("3d",
+        "positions of image tokens in the text encoder: 3d, as the model was trained; installed: as the "
+        "installed diffusers computes them")
     quantize: Quantized = setting(False,
         "the frozen transformer: qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 (torchao), "
         "fp8_storage (8 bits, computed in the training dtype); true means qfloat8")

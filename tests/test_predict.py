@@ -11,6 +11,7 @@ from PIL import Image
 
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import calculate_dimensions
+from qie_nb.models.components import restore_image_positions
 from qie_nb.sampling import edits, preview
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -38,7 +39,7 @@ def ready(variant="2511"): return trainer_of(variant)
 
 @lru_cache
 def pipeline(variant):
-    pipe = DiffusionPipeline.from_pretrained(folder(variant))
+    pipe = restore_image_positions(DiffusionPipeline.from_pretrained(folder(variant)))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

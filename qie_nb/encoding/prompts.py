@@ -41,8 +41,8 @@ def prefix_positions(
     ids:torch.Tensor, # [B, L]
     grid:torch.Tensor, # [images, 3] patches, from the processor
 ) -> torch.Tensor: # [3, B, L]
-    "Positions of a text with images, as in the installed pipeline."
-    if positions_of(variant.pipeline) == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
+    "Positions of a text with images; `positions_of` says which."
+    if positions_of(variant) == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
     index, options = text_encoder.model.get_rope_index, {}
     if "mm_token_type_ids" in inspect.signature(index).parameters: # transformers 5.3 and newer
         options["mm_token_type_ids"] = (ids == text_encoder.config.image_token_id).long()
@@ -176,7 +176,7 @@ def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L,
     device, text = device_of(text_encoder), prompt_text(variant, prompt, len(images))
     inputs = processor(text=[text], images=list(images), padding=True, return_tensors="pt").to(device)
     names = ["input_ids", "attention_mask", "pixel_values", "image_grid_thw"]
-    if positions_of(variant.pipeline) == "3d" and "mm_token_type_ids" in inputs:
+    if positions_of(variant) == "3d" and "mm_token_type_ids" in inputs:
         names.append("mm_token_type_ids")
     out = text_encoder.model(**{k: inputs[k] for k in names})
     return out.last_hidden_state[:, template_of(variant.pipeline)[1]:]

@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from ..devices.placement import PARTS
 from ..encoding.vae import decode_latents
 from .layer_stats import FiniteCheck, PeakMemory
-from ..models.components import COMPONENTS, check_weights, device_of
+from ..models.components import COMPONENTS, check_weights, device_of, restore_image_positions
 from ..models.flow_matching import pack_latents, sample_noise
 from ..models.quantize import check_device, held_bytes
 from ..planning.doctor import this_machine
@@ -93,6 +93,7 @@ def _placed_pipeline(t, main):
     cls = getattr(diffusers, t.components.variant.pipeline)
     own = type(cls.__name__, (cls,), dict(_execution_device=property(lambda self: main)))
     pipe = own(**{n: t.components.get(n) for n in COMPONENTS})
+    if t.components.variant.image_positions == "3d": restore_image_positions(pipe)
     pipe.set_progress_bar_config(disable=True)
     def stage(name, fn):
         def run(*args, **kw):

@@ -23,18 +23,30 @@ def fenced(text:str, language:str="") -> str:
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
+# %% ../../nbs/lora/03_model_card.ipynb #3d1d0011
+_RESTORE = '''
+def image_positions(encoder, args, kw): # diffusers issue 14194: the pipeline does not pass mm_token_type_ids
+    if kw.get("image_grid_thw") is not None:
+        kw.setdefault("mm_token_type_ids", (kw["input_ids"] == encoder.config.image_token_id).int())
+    return args, kw
+
+if "mm_token_type_ids" in inspect.signature(type(pipe.text_encoder).forward).parameters:
+    pipe.text_encoder.register_forward_pre_hook(image_positions, with_kwargs=True)
+'''
+
 # %% ../../nbs/lora/03_model_card.ipynb #5d1691d2
 def usage(facts:dict, where:str) -> str: # as in `model_card`
     "Python code that uses the LoRA in diffusers."
     v1, base = facts.get("variant") == "v1", str(facts.get("base_model") or "path/to/the/base/model")
     name, image = ("QwenImageEditPipeline", "image") if v1 else ("QwenImageEditPlusPipeline", "[image]")
     prompt = " ".join(next((c for c in facts.get("captions") or () if c.strip()), "what to change").split())
-    return f'''import torch
+    positions = _RESTORE if facts.get("image_positions") == "3d" else ""
+    return ('import inspect\n' * bool(positions)) + f'''import torch
 from diffusers import {name}
 from diffusers.utils import load_image
 
 pipe = {name}.from_pretrained({base!r}, torch_dtype=torch.bfloat16).to("cuda")
-pipe.load_lora_weights({where!r}, weight_name={WEIGHT_NAME!r})
+{positions}pipe.load_lora_weights({where!r}, weight_name={WEIGHT_NAME!r})
 image = load_image("input.png")
 image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_scale=4.0,
              num_inference_steps=20).images[0]
@@ -58,7 +70,7 @@ def card_settings(config) -> dict: # {dotted key: value}
 _WEIGHTS = dict(raw="those of the last step", ema="a running mean (EMA) over the steps")
 _DATA = dict(samples="pairs", held_out="validation pairs", controls="control images per pair",
              control_area="control area, pixels", image_size="target size, pixels",
-             vl_area="area the text encoder sees, pixels")
+             vl_area="area the text encoder sees, pixels", image_positions="positions of image tokens")
 
 def _table(*rows): # the first is the head
     lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]

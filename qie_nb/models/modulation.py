@@ -58,18 +58,19 @@ def time_embeddings(
     return torch.cat([embed(t, torch.empty(0, dtype=dtype)) for t in torch.tensor(times).to(dtype).split(1)])
 @torch.no_grad()
 def block_rows(
-    weights, # {name: tensor, or slice of a file}
+    weights, # {name: tensor, or slice of a file}; each is read once
     block:int,
-    temb, # [T, dim] from `time_embeddings`
-) -> torch.Tensor: # [T, 12, dim]: shift, scale, gate of both norms, of the image and of the text
+    *tembs, # [T, dim] of each set of times, from `time_embeddings`
+) -> list: # a tensor [T, 12, dim] per set: shift, scale, gate of both norms, of the image and of the text
     "The output of a block's modulation; products in float32, rounded once, as in a matrix kernel."
-    x, out = F.silu(temb).float(), []
+    inputs, out = [F.silu(t).float() for t in tembs], [[] for _ in tembs]
+    dtype, dim = tembs[0].dtype, tembs[0].shape[1]
     for stream in STREAMS:
         params = [weights[f"transformer_blocks.{block}.{stream}.1.{k}"] for k in ("weight", "bias")]
-        for n in range(0, 6 * temb.shape[1], 2048): # read in pieces
-            w, b = (p[n:n + 2048].to(temb.dtype).float() for p in params)
-            out.append(F.linear(x, w, b).to(temb.dtype))
-    return torch.cat(out, 1).view(len(temb), 12, -1)
+        for n in range(0, 6 * dim, 2048): # read in pieces
+            w, b = (p[n:n + 2048].to(dtype).float() for p in params)
+            for x, rows in zip(inputs, out): rows.append(F.linear(x, w, b).to(dtype))
+    return [torch.cat(rows, 1).view(len(x), 12, -1) for x, rows in zip(inputs, out)]
 
 # %% ../../nbs/models/05_modulation.ipynb #a4849ea3
 class TableRow(NamedTuple):
@@ -133,28 +134,36 @@ def save(self:ModulationTable, entry:CacheEntry, rows:torch.Tensor) -> torch.Ten
 @patch
 def make(self:ModulationTable, times, name:str="preparing the timestep table") -> int: # blocks that were computed
     "Add a set of distinct, ascending times from the cache or the checkpoint."
-    times = tuple(times)
-    if self.find(times): return 0
-    if self.folder is None:
-        raise ValueError(f"the modulation table has no rows for {len(self.missing(times))} timesteps and no "
+    return self.make_sets([times], name)
+
+@patch
+def make_sets(self:ModulationTable, sets, name:str="preparing the timestep table") -> int: # as `make`
+    "Add several sets of times; the weights are read once for all of them."
+    sets = [t for t in map(tuple, sets) if not self.find(t)]
+    if sets and self.folder is None:
+        lacking = {t for times in sets for t in self.missing(times)}
+        raise ValueError(f"the modulation table has no rows for {len(lacking)} timesteps and no "
                          "weights to compute them; attach the whole transformer")
-    if not (self.cache and self.cache.writable): return self._compute(times, name)
+    if not sets or not (self.cache and self.cache.writable): return self._compute(sets, name)
     with file_lock(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1):
-        return 0 if self.find(times) else self._compute(times, name)
+        return self._compute([t for t in sets if not self.find(t)], name)
 
 # %% ../../nbs/models/05_modulation.ipynb #2cf99f01
 @patch
-def _compute(self:ModulationTable, times, name):
-    made, blocks, weights, temb, bar = 0, [], open_checkpoint(self.folder), None, Progress(self.blocks, name)
-    for n, entry in enumerate(self.entries(times)):
-        rows = self.cache and self.cache.map_cache(*entry.id)
-        if rows is None:
-            temb = time_embeddings(weights, times, self.dtype) if temb is None else temb
-            rows, made = self.save(entry, block_rows(weights, n, temb)), made + 1
-        blocks.append(rows)
+def _compute(self:ModulationTable, sets, name):
+    if not sets: return 0
+    made, weights, tembs, bar = 0, open_checkpoint(self.folder), {}, Progress(self.blocks, name)
+    entries, blocks = [self.entries(times) for times in sets], [[] for _ in sets]
+    for n in range(self.blocks):
+        rows = [self.cache and self.cache.map_cache(*e[n].id) for e in entries]
+        if lacking := [i for i, r in enumerate(rows) if r is None]: # others are left from an interrupted call
+            for i in set(lacking) - tembs.keys(): tembs[i] = time_embeddings(weights, sets[i], self.dtype)
+            new, made = block_rows(weights, n, *(tembs[i] for i in lacking)), made + 1
+            for i, r in zip(lacking, new): rows[i] = self.save(entries[i][n], r)
+        for kept, r in zip(blocks, rows): kept.append(r)
         bar.update()
     bar.close()
-    self._add(times, blocks)
+    for times, kept in zip(sets, blocks): self._add(times, kept)
     return made
 
 # %% ../../nbs/models/05_modulation.ipynb #985c7d1d

@@ -84,7 +84,7 @@ def add_modulation(self:ShardQuantizer, key:str, tensor):
                 self.temb[times] = time_embeddings(self.modulation, times, self.table.dtype)
             entry = self.entries[times][n]
             if not self.table.cache.cache_exists(*entry.id):
-                self.table.save(entry, block_rows(self.modulation, n, self.temb[times]))
+                self.table.save(entry, *block_rows(self.modulation, n, self.temb[times]))
         done = f"transformer_blocks.{n}."
         self.modulation = {k: t for k, t in self.modulation.items() if not k.startswith(done)}
 

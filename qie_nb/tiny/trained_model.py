@@ -9,7 +9,7 @@ __all__ = []
 def load_trained(): # QwenImageEditPlusPipeline, float32 on the CPU
     "The embedded model as a diffusers pipeline."
     from diffusers import QwenImageEditPlusPipeline
-    from qie_nb.models.components import resolve_model
-    pipe = QwenImageEditPlusPipeline.from_pretrained(resolve_model("tiny"))
+    from qie_nb.models.components import resolve_model, restore_image_positions
+    pipe = restore_image_positions(QwenImageEditPlusPipeline.from_pretrained(resolve_model("tiny")))
     pipe.set_progress_bar_config(disable=True)
     return pipe

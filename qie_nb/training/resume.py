@@ -95,6 +95,10 @@ def diff_runs(was:dict, now:dict) -> list: # one sentence each
     facts = [(f"`{k}`", v, settings[k]) for old, v in was.get("settings", {}).items()
              if (k := new_name.get(old, old)) in settings]
     facts += [(k, was[k], now[k]) for k in ("base", "encoders") if was.get(k) and now.get(k)]
+    kind = {"-1d": "running", "-3d": "3d"} # how an identity of the encoders ends
+    at = [kind.get((fp.get("encoders") or "")[-3:]) for fp in (was, now)]
+    if None not in at and at[0] != at[1] and was["encoders"][:-3] == now["encoders"][:-3]:
+        facts[-1] = "positions of image tokens (`model.image_positions`)", *at
     found = [f"{k}: {old} in the checkpoint, {new} now" for k, old, new in facts if old != new]
     if was.get("data") and now.get("data") and was["data"] != now["data"]:
         found.append(_data_difference(was["data"], now["data"]))

@@ -19,6 +19,7 @@ from ..data.images import Geometry
 from ..lora import adapters as lora
 from ..lora.mixing import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
+from ..models.components import installed_positions, positions_of
 from ..sampling.denoising import as_schedule, pick_schedule
 from .callbacks import RunState
 from .run_data import geometry_of
@@ -68,6 +69,16 @@ def geometry(self:RunAdapters, data=None) -> Geometry:
     own = {k: v for k, v in self.origin.items() if k in _SIZES}
     return geometry_of(data or self.config.data, self.components.areas | own)
 
+# %% ../../nbs/training/07_run_adapters.ipynb #3d1d0001
+_POSITIONS = {"3d": "three-dimensional", "1d": "running"}
+
+def _other_positions(info, variant) -> str:
+    was, now = info["image_positions"], positions_of(variant)
+    can = "installed" if was == "1d" == installed_positions(variant.pipeline) else "3d" if was == "3d" else None
+    remedy = f"set `model.image_positions` to {can}" if can else "train it again, or use it where they are running"
+    return (f"was trained with {_POSITIONS[was]} positions of image tokens, and here they are "
+            f"{_POSITIONS[now]}, so edits are less exact; {remedy}")
+
 # %% ../../nbs/training/07_run_adapters.ipynb #336fce02
 @patch
 def warn_differences(self:RunAdapters):
@@ -82,6 +93,8 @@ def warn_differences(self:RunAdapters):
         if info.get("variant") not in (None, base):
             self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}: images "
                                  f"may be wrong. Use a {info['variant']} model")
+        if info.get("image_positions") not in (None, positions_of(self.components.variant)):
+            self.state.warn_once(f"adapter {n!r} {_other_positions(info, self.components.variant)}")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
@@ -246,9 +259,9 @@ def ema_weights(self:RunAdapters):
 @patch
 def metadata(self:RunAdapters) -> dict:
     g, v, name = self.geometry(), self.components.variant, self.components.name
-    return dict(base=Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t, control_area=g.control_area,
-                vl_area=g.vl_area, image_size=list(g.image_size), steps=self.state.global_step,
-                weights=self.weights_name)
+    return dict(base=Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t,
+                image_positions=positions_of(v), control_area=g.control_area, vl_area=g.vl_area,
+                image_size=list(g.image_size), steps=self.state.global_step, weights=self.weights_name)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71103
 @patch

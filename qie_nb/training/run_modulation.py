@@ -175,8 +175,8 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
 @patch
 def _training_sets(self:RunModulation, dtype) -> dict:
     label = "preparing the timestep table"
-    if not self.transformer_config().get("zero_cond_t"): return {training_times(dtype): label}
-    return {(0.,): f"{label} (1 of 2)", training_times(dtype): f"{label} (2 of 2)"}
+    control = {(0.,): label} if self.transformer_config().get("zero_cond_t") else {}
+    return control | {training_times(dtype): label}
 
 # %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf02
 @patch
@@ -232,10 +232,10 @@ def _hub_sets(self:RunModulation) -> dict: # {times: label}, {} without a table
 
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd702
 @patch
-def make_table(self:RunModulation, cache=None) -> ModulationTable:
+def make_table(self:RunModulation, cache=None, schedules=None) -> ModulationTable: # `schedules`: more sets
     "The table of all timesteps that training can draw."
     table = self._empty_table(cache)
-    for times, name in self._training_sets(table.dtype).items(): table.make(times, name)
+    table.make_sets([*self._training_sets(table.dtype), *(schedules or ())])
     if continuous := self.config.train.continuous_timesteps:
         self.state.warn_once("`train.continuous_timesteps`: the transformer gets the nearest of the "
                              f"modulation table's {len(table.index)} timesteps")
@@ -260,11 +260,13 @@ def cache_table(self:RunModulation,
 ) -> ModulationTable: # None if it is not used or cannot be computed here
     "Compute the rows for training and `model.modulation_table_steps` into the cache."
     if not self._table_is_needed(cache): return None
-    table = self.make_table(cache)
-    for times, name in self._schedule_sets(dataset, table.dtype).items():
-        if table.folder is None: table.find(times)
-        else: table.make(times, name)
-    return table
+    empty = self._empty_table(cache)
+    schedules = self._schedule_sets(dataset, empty.dtype)
+    if empty.folder is None: # a prequantized copy has the rows that were asked for when it was made
+        table = self.make_table(cache)
+        for times in schedules: table.find(times)
+        return table
+    return self.make_table(cache, schedules)
 
 # %% ../../nbs/training/08_run_modulation.ipynb #441e9402
 @patch

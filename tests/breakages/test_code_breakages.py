@@ -18,11 +18,21 @@ BREAKAGES = dict(
     zero_cond_t_lost=[("models/components", "return cls.from_pretrained(folder, subfolder=name, **kw)", "return cls.from_pretrained(folder, subfolder=name, **kw, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
 )
 
+POSITIONS = dict( # of image tokens
+    height_and_width_of_positions_swapped=[("encoding/prompts", "return index(ids, image_grid_thw=grid, **options)[0]", "return index(ids, image_grid_thw=grid, **options)[0][[0, 2, 1]]")],
+    words_after_an_image_count_tokens=[("encoding/prompts", "next=int(positions.max()) + 1)", "next=positions.shape[-1])")],
+    the_second_image_numbered_like_the_first=[("encoding/prompts", "return index(ids, image_grid_thw=grid, **options)[0]", "return index(ids, image_grid_thw=grid[:1].repeat(len(grid), 1), **options)[0]")],
+    positions_not_in_a_key=[("models/components", "-{positions_of(self.variant)}\"", "\"")],
+    positions_hook_registered_twice=[("models/components", ' or getattr(encoder, "has_image_positions", False)', "")],
+    positions_of_the_installed_pipeline=[("models/components", 'return "3d" if variant.image_positions == "3d" else ', "return ")],
+)
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BREAKAGES)
+@pytest.mark.parametrize("name", [*BREAKAGES, *POSITIONS])
 def test_a_breakage_is_noticed(name, tmp_path):
-    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *TESTS], **broken_copy(ROOT, BREAKAGES[name], tmp_path))
+    tests = ["tests/parity/test_image_positions.py"] if name in POSITIONS else TESTS
+    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *tests], **broken_copy(ROOT, (BREAKAGES | POSITIONS)[name], tmp_path))
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", run.stdout, re.M)
     print(f"{name}: {failed}")
     assert run.returncode == 1 and failed and "ImportError" not in run.stdout

@@ -22,7 +22,7 @@ def no_grad():
 @pytest.fixture(params=["1d", "3d"])
 def positions(request, monkeypatch):
     "Both numberings of image tokens, whichever the installed libraries use."
-    monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda pipeline: request.param)
+    monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda variant: request.param)
 
 
 @contextmanager
@@ -43,8 +43,9 @@ def whole(r, prompt, images, te=None): return encode_prompt(te or r.te, r.proc, 
 # --- prefix and suffix
 def test_3d_positions_are_the_models_own(monkeypatch):
     r, images = rig("2511"), random_images(3)
-    flat = joined(r, PROMPTS[0], images)
-    monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda pipeline: "3d")
+    with monkeypatch.context() as m:
+        m.setattr(qie_nb.encoding.prompts, "positions_of", lambda variant: "1d")
+        flat = joined(r, PROMPTS[0], images)
     inputs = r.proc(text=[prompt_text(r.variant, PROMPTS[0], 3)], images=images, return_tensors="pt")
     expected = r.te.model(**inputs).last_hidden_state[:, 64:]
     close(joined(r, PROMPTS[0], images), expected)
@@ -136,7 +137,7 @@ def test_each_pass_computes_only_its_own_tokens():
 def test_positions_with_transformers_before_and_since_5_3(newer, monkeypatch):
     from types import SimpleNamespace
     from qie_nb.encoding import prompts
-    monkeypatch.setattr(prompts, "positions_of", lambda pipeline: "3d")
+    monkeypatch.setattr(prompts, "positions_of", lambda variant: "3d")
     older = lambda input_ids, image_grid_thw=None: (input_ids, None)
     since = lambda input_ids, image_grid_thw=None, mm_token_type_ids=None: (mm_token_type_ids, None)
     encoder = SimpleNamespace(model=SimpleNamespace(get_rope_index=since if newer else older), config=SimpleNamespace(image_token_id=7))

@@ -44,9 +44,16 @@ def test_old_keys_give_todays_configuration(run, capsys, monkeypatch):
     for key in ("model.table_steps", "train.eval_noises", "train.mask_background", "cache.decode_ahead"): assert key in printed
 
 
+def old_config():
+    "Version 1 followed the installed pipeline."
+    c = load_config_from_yaml("run.yaml")
+    c.model.image_positions = "installed"
+    return c
+
+
 def test_old_cache_is_used_entry_for_entry(run, encoded):
     files = sorted(p.relative_to(run) for p in (run/"cache").rglob("*.safetensors"))
-    report = QwenImageEditTrainer(load_config_from_yaml("run.yaml")).cache_embeddings()
+    report = QwenImageEditTrainer(old_config()).cache_embeddings()
     assert not encoded and report.encoded == 0 and report.reused == 3
     assert sorted(p.relative_to(run) for p in (run/"cache").rglob("*.safetensors")) == files
     assert EmbeddingCacheManager(run/"cache").verify() == []
@@ -54,7 +61,7 @@ def test_old_cache_is_used_entry_for_entry(run, encoded):
 
 def test_old_checkpoint_resumes(run, encoded):
     "Version 1 trained steps 1 and 2; step 3 gives what version 1 itself got from there."
-    config = load_config_from_yaml("run.yaml")
+    config = old_config()
     config.train.max_train_steps, config.train.resume_checkpoint = 3, "latest"
     t = QwenImageEditTrainer(config).fit()
     assert t.global_step == 3 and not encoded
@@ -63,6 +70,14 @@ def test_old_checkpoint_resumes(run, encoded):
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-5)
         assert not torch.equal(before[key], value)
+
+
+def test_old_prompts_are_encoded_again_with_3d_positions_and_latents_are_used(run, encoded):
+    report = QwenImageEditTrainer(load_config_from_yaml("run.yaml")).cache_embeddings()
+    assert encoded == dict(Qwen2_5_VLForConditionalGeneration=1) and report.encoded == 3
+    config = load_config_from_yaml("run.yaml")
+    config.train.max_train_steps, config.train.resume_checkpoint = 3, "latest"
+    with pytest.raises(ValueError, match=r"`model.image_positions`\): running in the checkpoint, 3d now"): QwenImageEditTrainer(config).fit()
 
 
 def test_old_lora_loads(run):

@@ -13,6 +13,7 @@ from qie_nb.config import make_config
 from qie_nb.sampling.denoising import SCHEDULES, as_schedule, steps_in_name
 from qie_nb.lora.formats import read_lora, write_lora
 from qie_nb.lora.mixing import split_weight
+from qie_nb.models.components import restore_image_positions
 from qie_nb.models.quantize import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -52,7 +53,7 @@ def files(tmp_path_factory):
 
 def pipeline(variant, files, scheduler=None, **mix):
     pipe = DiffusionPipeline.from_pretrained(tiny_folder(variant), **(dict(scheduler=scheduler) if scheduler else {}))
-    pipe.set_progress_bar_config(disable=True)
+    restore_image_positions(pipe).set_progress_bar_config(disable=True)
     for n in mix: pipe.load_lora_weights(str(files[n]), adapter_name=n)
     pipe.set_adapters(list(mix), list(mix.values()))
     return pipe

@@ -124,11 +124,27 @@ def test_a_table_is_computed_once(pairs, tmp_path, computed):
     root = pairs()
     run = lambda name, **cache: trainer(root, tmp_path, name, train=dict(max_train_steps=1), cache=cache).fit()
     run("first")
-    assert computed == [0, 1] * 2 # timestep 0 of 2511, and training's own
+    assert computed == [0, 1] # for timestep 0 of 2511 and for training's own at once
     run("second")
     EmbeddingCacheManager(tmp_path/"cache").pack(tmp_path/"packed")
     t = run("packed cache", cache_dir=[str(tmp_path/"packed"), str(tmp_path/"fresh")])
-    assert computed == [0, 1] * 2 and len(t.modulation_table.index) == 1001
+    assert computed == [0, 1] and len(t.modulation_table.index) == 1001
+
+
+def test_each_modulation_weight_is_read_once_for_all_sets(pairs, tmp_path, monkeypatch):
+    reads, opened = [], modulation.open_checkpoint
+    class Counted:
+        def __init__(self, name, part): self.name, self.part = name, part
+        def __getitem__(self, at): reads.append((self.name, str(at))); return self.part[at]
+    monkeypatch.setattr(modulation, "open_checkpoint", lambda folder: {k: Counted(k, v) for k, v in opened(folder).items()})
+    t = trainer(pairs(), tmp_path, "run", model=dict(modulation_table_steps=[4]), train=dict(max_train_steps=1))
+    t.cache_embeddings()
+    layers = [r for r in reads if "_mod." in r[0]]
+    assert layers and len(set(layers)) == len(layers)
+    tables = [table_for(FOLDER, times) for times in ((0.,), TIMES)] # each alone gives the same rows
+    both = ModulationTable("", torch.float32, 2, FOLDER)
+    both.make_sets([(0.,), TIMES])
+    for alone, times in zip(tables, ((0.,), TIMES)): assert_close(both.rows(times), alone.rows(times))
 
 
 @pytest.fixture

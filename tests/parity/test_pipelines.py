@@ -24,7 +24,7 @@ from qie_nb.encoding.precompute import precompute
 from qie_nb.encoding.prompts import encode_prompt, vl_images
 from qie_nb.encoding.vae import encode_image, vae_factor
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
-from qie_nb.models.components import VARIANTS, Components, find_variant, load_component
+from qie_nb.models.components import VARIANTS, Components, find_variant, load_component, restore_image_positions
 from qie_nb.models.flow_matching import img_shapes, pack_latents, velocity
 from qie_nb.predict import edit, sampling_schedule, start_noise
 from qie_nb.tiny.random_models import tiny_folder
@@ -38,9 +38,11 @@ TARGET = 144, 80                                  # (w, h): another aspect than 
 PROMPT, OTHER, SEED, STEPS = "make the sky green", "remove the second boat from the left, keep its shadow", 5, 3
 
 
-Case = namedtuple("Case", "variant n stages native", defaults=(1, 3, False)) # n control images; real sizes?
+# n control images; real sizes? With "3d" the pipeline is corrected, "installed" compares with it as it is
+Case = namedtuple("Case", "variant n stages native positions", defaults=(1, 3, False, "3d"))
 slow = partial(pytest.param, marks=pytest.mark.slow)
-CASES = [Case("v1"), *(Case("2509", n) for n in (1, 2, 3)), Case("2511"), Case("2511", 2), Case("v1", 1, 2), Case("2511", 2, 2)]
+CASES = [Case("v1"), *(Case("2509", n) for n in (1, 2, 3)), Case("2511"), Case("2511", 2), Case("v1", 1, 2), Case("2511", 2, 2),
+         Case("v1", positions="installed"), Case("2511", 2, positions="installed")]
 MEGAPIXEL = [Case("v1", 1, 3, True), Case("2509", 3, 3, True), Case("2511", 2, 3, True)]
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 each = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
@@ -53,18 +55,19 @@ def no_grad():
 
 
 @lru_cache
-def rig(variant, stages=3, native=False):
+def rig(variant, stages=3, native=False, positions="3d"):
     "One model folder read twice: by diffusers alone, and by our components."
     control, vl = (1024 * 1024, 384 * 384) if native else (CONTROL, VL)
     folder = tiny_folder(variant, None if native else (control, vl), 0, stages)
-    pipe, parts = DiffusionPipeline.from_pretrained(folder), Components(str(folder))
+    pipe, parts = DiffusionPipeline.from_pretrained(folder), Components(str(folder), image_positions=positions)
+    if positions == "3d": restore_image_positions(pipe)
     pipe.set_progress_bar_config(disable=True)
     geometry = Geometry(control_area=control, vl_area=None if variant == "v1" else vl)
     assert geometry == Geometry(**parts.areas)
     return SimpleNamespace(folder=folder, pipe=pipe, parts=parts, transformer=parts.get("transformer"), vae=parts.get("vae"), geometry=geometry)
 
 
-def rig_of(case): return rig(case.variant, case.stages, case.native)
+def rig_of(case): return rig(case.variant, case.stages, case.native, case.positions)
 def control_images(n=1): return [random_image(s, i) for i, s in enumerate(SIZES[:n])]
 small = partial(small_areas, control=CONTROL, vl=VL)
 
@@ -310,3 +313,16 @@ def test_a_2511_without_its_flag_is_refused(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="`model.variant` is 2511, but .* is 2509 .*zero_cond_t=false"): find_variant(folder, "2511")
     assert find_variant(folder).name == "2509"
+
+
+def test_firered_image_edit_is_read_as_2509(tmp_path):
+    "FireRed-Image-Edit 1.0 and 1.1 have 2509's classes, and no zero_cond_t in their config (sgl-project/sglang#20862)."
+    folder = shutil.copytree(rig("2509").folder, tmp_path/"FireRed-Image-Edit-1.1")
+    path = folder/"transformer/config.json"
+    config = json.loads(path.read_text())
+    del config["zero_cond_t"]
+    path.write_text(json.dumps(config))
+    parts, image = Components(str(folder), variant="2509"), control_images()
+    assert parts.variant.name == "2509" and "FireRed" in parts.identity()["model"]
+    ours, theirs = (edit(Encoder(p), p.get("transformer"), image, PROMPT, " ", 2, 1., width=96, height=64, geometry=rig("2509").geometry) for p in (parts, rig("2509").parts))
+    looks(ours, theirs)
