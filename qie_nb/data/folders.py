@@ -250,7 +250,8 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     shared = _shared(root, beside, after)
     texts = [beside, read_folder(captions, ignored)[1] if captions else {}]
     dirs = [d for d in (root, targets, captions) if d]
-    said, tables, broken = _tables_beside(dirs, {*after, *(nfc(p.stem) for p in after.values())})
+    forms = {s: (s, nfc(p.stem), nfc(p.name), nfc(f"{targets.name}/{s}")) for s, p in after.items()}
+    said, tables, broken = _tables_beside(dirs, {name for held in forms.values() for name in held})
     theirs = [texts for _, texts in held]
     if not any([*texts, *said]): texts, theirs = theirs, []
     ignored += [(p, "a caption beside a control; only those of the targets are read")
@@ -258,7 +259,7 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
     numbered = _numbered(before[0], after)
     _check_controls(after, controls, before, numbered)
-    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts, *said) for stem, p in after.items()}
+    said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
              said[stem][1]) for stem, p in after.items()]
     tables = _used(tables, broken, rows)

@@ -224,6 +224,7 @@ BROKEN = "is not valid (CSV|JSON) \\("
     ("captions.csv", "filename,caption\n1.png,blue\nafter/2.png,red", ["blue", "red"]), ("captions.json", '{"1.png": "blue", "IMG_2": "red"}', ["blue", "x"]),
     ("after/metadata.jsonl", '{"file_name": "2.png", "text": "red"}', ["x", "red"]), ("metadata.csv", "file_name,text\nafter/1.png,blue\nbefore/2.png,red", ["blue", "red"]),
     ("captions/c.json", '{"1.png": {"caption": "blue"}, "2.png": {"caption": "red"}}', ["blue", "red"]),
+    ("c.csv", "image,prompt\nbefore/1.png,red\nafter/1.png,blue\n2.png,red", ["blue", "red"]),
     ("captions.csv", 'filename,caption\n1.png,a\n1.png,b', "row 2 of 'captions.csv' gives '1.png' a second prompt; keep one of them"),
     ("captions.txt", "1: blue", "'captions.txt' is not read, `data.prompt` is used; name each caption like its image, or give a table with the columns image and prompt"),
     ("captions.csv", 'filename,caption\n1.png,"blue\n2.png,red', BROKEN), ("pairs.jsonl", '{"image": "after/1.png"', BROKEN), ("card.json", "[1]", ["x", "x"])])
