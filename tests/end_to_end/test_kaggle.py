@@ -319,7 +319,7 @@ def test_training_from_a_prequantized_copy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["end_to_end/test_main_job", "parity/test_pipelines", "models/test_modulation", "lora/test_adapters", "test_cache"])
+@pytest.mark.parametrize("name", ["end_to_end/test_main_job", "parity/test_pipelines", "parity/test_image_positions", "models/test_modulation", "lora/test_adapters", "test_cache"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_everyday_tests_with_the_platforms_versions(platform, name, all_wheels, tmp_path):
     "After the install cell, on the checkout. No session end is known there, because it would add checkpoints to every run."

@@ -45,8 +45,8 @@ def test_positions_are_time_row_and_column(variant, n):
     parts = Components(str(folder(variant)))
     te, processor = parts.get("text_encoder"), parts.get("processor")
     found = processor.image_processor(images=vl_images(images(n), geometry(parts)), return_tensors="pt")["image_grid_thw"]
-    token, counts = te.config.image_token_id, (found.prod(-1) // 4).tolist()
-    ids = torch.tensor([[5, 6, *(x for c in counts for x in (7, *[token] * c, 8)), 9, 9]])
+    token, start, counts = te.config.image_token_id, te.config.vision_start_token_id, (found.prod(-1) // 4).tolist()
+    ids = torch.tensor([[5, 6, *(x for c in counts for x in (start, *[token] * c, 8)), 9, 9]])
     expected = reference(ids[0].tolist(), found.tolist(), token)
     assert prefix_positions(te, parts.variant, ids, found)[:, 0].equal(expected)
 
