@@ -672,6 +672,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'qie_nb.data.tables._list_indices': ('data/tables.html#_list_indices', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._literal': ('data/tables.html#_literal', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._matching': ('data/tables.html#_matching', 'qie_nb/data/tables.py'),
+                                    'qie_nb.data.tables._named_image': ('data/tables.html#_named_image', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._names_in': ('data/tables.html#_names_in', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._old_root': ('data/tables.html#_old_root', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._parts': ('data/tables.html#_parts', 'qie_nb/data/tables.py'),

@@ -287,8 +287,8 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.evaluation.evaluate import EvaluationCallback
     from qie_nb.logging import OpenPanel, logging_callbacks
     logs = logging_callbacks(self.config) if self.is_main else []
-    return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(), *logs,
-            CheckpointCallback(), TimeLimitCallback()]
+    return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(),
+            *logs, CheckpointCallback(), TimeLimitCallback()]
 
 # %% ../nbs/01_trainer.ipynb #b66af94a
 @patch

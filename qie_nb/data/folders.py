@@ -249,7 +249,9 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
     shared = _shared(root, beside, after)
     texts = [beside, read_folder(captions, ignored)[1] if captions else {}]
-    said, tables, broken = _tables_beside((root, targets), {*after, *(nfc(p.stem) for p in after.values())})
+    dirs = [d for d in (root, targets, captions) if d]
+    forms = {s: (s, nfc(p.stem), nfc(p.name), nfc(f"{targets.name}/{s}")) for s, p in after.items()}
+    said, tables, broken = _tables_beside(dirs, {name for held in forms.values() for name in held})
     theirs = [texts for _, texts in held]
     if not any([*texts, *said]): texts, theirs = theirs, []
     ignored += [(p, "a caption beside a control; only those of the targets are read")
@@ -257,7 +259,7 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
     numbered = _numbered(before[0], after)
     _check_controls(after, controls, before, numbered)
-    said = {stem: _caption((stem, nfc(p.stem), nfc(p.name)), *texts, *said) for stem, p in after.items()}
+    said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
              said[stem][1]) for stem, p in after.items()]
     tables = _used(tables, broken, rows)
@@ -326,12 +328,14 @@ def read_pairs(root:Path) -> Found: # or None
     painted = read_folder(masks, ignored)[0] if masks else {}
     named = {m[1]: p for stem, p in neither.items() if (m := _MASK.fullmatch(stem))}
     controls = {stem: tuple(p for _, p in sorted(held)) for stem, held in before.items()}
-    stems = lambda name: [nfc(p.stem) for p in (after[name], *controls[name])]
+    stems = lambda name: [nfc(s) for p in (after[name], *controls[name])
+                          for s in (f"{p.parent.name}/{p.stem}", p.stem)]
     said, found, broken = _tables_beside([root], {*after, *(s for name in after for s in stems(name))})
     rows = [(stem, p, controls[stem], text, _mask(stem, p, painted, named), file) for stem, p in after.items()
             for text, file in [_caption((stem, *stems(stem)), *texts, *said)]]
     tables = _used(found, broken, rows)
     used = {captions, masks, shared, *tables, *(r[4] for r in rows)}
+    if not alone: ignored += _beside_folders(root, used | {*image_folders(root)})
     ignored = broken + ignored
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]

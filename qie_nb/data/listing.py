@@ -137,7 +137,7 @@ def remedy(path, sets) -> str: # sets: folders in it that are data sets
                 "of them")
     unread, read = ([p for p in path.glob("**/*") if p.suffix.lower() in kinds]
                     for kinds in (UNREAD_SUFFIXES, IMAGE_SUFFIXES))
-    if len(unread) > len(read): return f"Convert the {unread[0].suffix} files to JPEG or PNG first"
+    if unread and len(unread) >= len(read): return f"Convert the {unread[0].suffix} files to JPEG or PNG first"
     loose = any(map(is_image, entries_of(path)))
     return "Name the images of a pair x_before and x_after, or put" * loose + "Put" * (not loose) + (
         " the images before the edit into control_images/ and those after it, with the same names, into "

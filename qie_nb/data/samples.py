@@ -85,7 +85,9 @@ def add_trigger(prompt:str, word) -> str:
 _NO_CAPTION = re.compile(r"readme|licen[cs]e|dataset_info|\.md$", re.I)
 _TEXT = re.compile(r"\.(txt|caption|md|jsonl?|csv|tsv)\b", re.I)
 
-def _unused_texts(found): return [n for n, why in found.ignored if _TEXT.search(f"{n} {why}")]
+def _unused_texts(found) -> list: # files, and folders without images
+    kinds = lambda why: why if "folder" in why and not any(k in why for k in IMAGE_SUFFIXES) else ""
+    return [name for name, why in found.ignored if _TEXT.search(f"{name} {kinds(why)}")]
 
 def _no_caption(found, bad):
     one = next((r for r in bad if not isinstance(r[5], str)), None)

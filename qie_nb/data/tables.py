@@ -62,14 +62,18 @@ def _csv_rows(text) -> list: # (number, dict); fields without a column: None
     try:
         for n, r in enumerate(reader, 1):
             if any(map(filled, r.values())):
-                rows.append((n, {c: v for c, v in r.items() if c is not None or filled(v)}))
+                rows.append((n, {c: v for c, v in r.items() if c or filled(v)}))
     except csv.Error as e: raise ValueError(f"row {n + 1}: {e}; look for a stray \"") from None
     return rows
+
+def _named_image(name) -> bool: return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 def _json_rows(text) -> list:
     held = json.loads(text)
     if isinstance(held, dict) and held and all(isinstance(v, str) for v in held.values()): # captions
         return [dict(image=name, prompt=text) for name, text in held.items()]
+    if isinstance(held, dict) and any(map(_named_image, held)): # objects by image
+        return [dict(image=name) | v if isinstance(v, dict) else v for name, v in held.items()]
     if isinstance(held, dict):
         lists = [v for v in held.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
         held = lists[0] if lists else list(held.values())
@@ -104,7 +108,8 @@ _SPELLINGS = dict(
               result end_image ground_truth gt tgt_image tgt""".split() + _EITHER,
     control="""edit_image control_image control source_image source src_image src input_image input
                before_image before original_image original conditioning_image conditioning
-               condition_image condition cond_image reference_image reference ref_image ref kontext_image start_image start""".split(),
+               condition_image condition cond_image
+               reference_image reference ref_image ref kontext_image start_image start""".split(),
     prompt="prompt edit_prompt instruction edit_instruction editing_instruction edit_text text caption edit "
            "description".split(),
     mask="mask mask_image loss_mask target_mask".split())
@@ -288,15 +293,16 @@ def read_table(path:Path, columns:dict=None, optional=("mask",)) -> Found:
 
 # %% ../../nbs/data/01_tables.ipynb #9fc02fad
 def table_captions(path:Path) -> dict: # {name of an image without suffix: (prompt, row)}
-    "The prompts of a table by the names of their images; two prompts for one name are left out."
-    rows, out = table_rows(path), {}
+    "The prompts of a table by the names of their images, also without their first folders."
+    rows, out, seen = table_rows(path), {}, {}
     names = list(dict.fromkeys(c for _, r in rows for c in r if isinstance(c, str)))
     image, prompt = _matching(names, "target") or _matching(names, "control"), _matching(names, "prompt")
     for n, row in rows if image and prompt else ():
         file, where = row.get(image[0]), f"row {n} of {path.name!r}"
         if not isinstance(file, str) or not (text := _prompt(row.get(prompt[0]), file, where)): continue
-        stem, dot, kind = file.rpartition(".")
-        parts = re.split(r"[\\/]+", nfc(stem if f".{kind.lower()}" in IMAGE_SUFFIXES else file))
+        parts = re.split(r"[\\/]+", nfc(os.path.splitext(file)[0] if _named_image(file) else file))
+        if text != seen.setdefault("/".join(parts), text):
+            raise ValueError(f"{where} gives {file!r} a second prompt; keep one of them")
         for i in range(len(parts)): out.setdefault("/".join(parts[i:]), []).append((text, where))
     return {name: held[0] for name, held in out.items() if len({text for text, _ in held}) == 1}
 

@@ -137,7 +137,8 @@ def account(self:EvaluationCallback, t, work):
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #fd976dd2
 @patch
-def name(self:EvaluationCallback, t): return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
+def name(self:EvaluationCallback, t):
+    return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
 
 @patch
 def evaluate(self:EvaluationCallback, t, name=None):

@@ -54,7 +54,8 @@ def _data_of(trainer, data) -> ImageDataset:
     return found
 
 def exchanged(sample): # its target and its first control exchanged; this loss needs no mask
-    return replace(sample, target=sample.controls[0], controls=(sample.target, *sample.controls[1:]), mask=None)
+    controls = sample.target, *sample.controls[1:]
+    return replace(sample, target=sample.controls[0], controls=controls, mask=None)
 
 # %% ../../nbs/evaluation/06_swaps.ipynb #f7ad3701
 def swap_test(

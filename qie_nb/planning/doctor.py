@@ -202,7 +202,7 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #3d1d0020
 def position_findings(m:MachineInfo, c:Config=None) -> list:
-    "A warning if the installed pipelines number image tokens otherwise than the model's training, and we follow."
+    "A warning if we follow installed pipelines that number image tokens otherwise than in training."
     from qie_nb.models.components import VARIANTS, installed_positions
     if not c or c.model.image_positions == "3d": return []
     if all(installed_positions(v.pipeline) == "3d" for v in VARIANTS.values()): return []
@@ -282,7 +282,8 @@ def data_findings(c:Config) -> list: # the pairs, the validation pairs and the u
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
     of = lambda name, where, read: _pairs_findings(name, where, read, data.strict) if where else []
-    return [*of("data set", data.dataset_path or data.target_dir or data.control_dir, lambda: config_samples(data)),
+    named = data.dataset_path or data.target_dir or data.control_dir
+    return [*of("data set", named, lambda: config_samples(data)),
             *of("validation pairs", path, lambda: config_samples(data, path)),
             *of("samples", own and f"{len(own)} in train.samples",
                 lambda: Samples(samples_of(c), "train.samples"))]
@@ -408,8 +409,8 @@ def doctor(
     m = machine or this_machine(internet=internet)
     disk = _disk(c, m) if c and plans else None
     found = disk_findings(m, c, disk)
-    for check in (gpu_findings, memory_findings, cache_findings, hub_findings, position_findings, version_findings,
-                  environment_findings): found += check(m, c)
+    for check in (gpu_findings, memory_findings, cache_findings, hub_findings, position_findings,
+                  version_findings, environment_findings): found += check(m, c)
     error = any(f.level == "error" for f in found) # peft's import may fail
     p = _plan(c, m) if c and plans and not error else None
     found = sorted(found + plan_findings(p), key=lambda f: LEVELS.index(f.level))

@@ -112,7 +112,8 @@ def init(
     gpus = driver_gpus() if gpus is None else gpus
     known = path if samples or Path(folder) != Path(".") else None # nothing was named or found: an example
     Path(out).write_text(file_text(known, len(samples), gpus), encoding="utf-8")
-    found = [f"found in {str(path)!r}: {samples if not lacking else f'{len(samples)} pairs'}"] if samples else []
+    what = f"{len(samples)} pairs" if lacking else samples
+    found = [f"found in {str(path)!r}: {what}"] if samples else []
     if lacking: found.append(lacking)
     if not samples: found.append(f"Correct this, or `data.dataset_path` in {out}.")
     return ("\n".join(found) + f"\nGPU: {gpus[0][0] if gpus else 'none found'}\nWrote {out}. Next:\n"

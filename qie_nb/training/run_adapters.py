@@ -74,8 +74,9 @@ _POSITIONS = {"3d": "three-dimensional", "1d": "running"}
 
 def _other_positions(info, variant) -> str:
     was, now = info["image_positions"], positions_of(variant)
-    can = "installed" if was == "1d" == installed_positions(variant.pipeline) else "3d" if was == "3d" else None
-    remedy = f"set `model.image_positions` to {can}" if can else "train it again, or use it where they are running"
+    can = "3d" if was == "3d" else "installed" if installed_positions(variant.pipeline) == was else None
+    remedy = "train it again, or use it where they are running"
+    if can: remedy = f"set `model.image_positions` to {can}"
     return (f"was trained with {_POSITIONS[was]} positions of image tokens, and here they are "
             f"{_POSITIONS[now]}, so edits are less exact; {remedy}")
 

@@ -46,7 +46,7 @@ class SampleViewer(Display):
         self.whole = free if whole is None else whole
         self.filter, self.place, self.sets, self.near, self.shared = "all", 0, {}, None, {}
         self.message, self.busy, self.shown_pairs, self.undone = "", False, False, [] # `undone`: earlier captions
-        self.drafts, self.drawn = {}, (None, "") # {file: text that is not saved}; file and text as it was read
+        self.drafts, self.drawn = {}, (None, "") # {file: unsaved text}; file and text as it was read
 
     def __repr__(self): return f"SampleViewer of {len(self.dataset)} samples"
     @property
@@ -192,7 +192,8 @@ def _draw_caption(self:SampleViewer, c):
     unsaved = " (not saved)" * (c.caption.value.strip() != self.drawn[1])
     c.caption.layout.display = "" if path else "none"
     c.save.layout.display = c.undo.layout.display = c.caption.layout.display
-    c.undo.disabled, c.where.value = not self.undone, escape(f"caption file: {path}{unsaved}" if path else why)
+    c.undo.disabled = not self.undone
+    c.where.value = escape(f"caption file: {path}{unsaved}" if path else why)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001b
 @patch
@@ -298,7 +299,8 @@ def _scan_again(self:SampleViewer):
     found = dict(near="in near duplicates", unchanged="in which nothing changes", sizes=SIZES)
     said = [f"{len(self.sets[k])} pairs {what}" for k, what in found.items() if self.sets[k]]
     said += [f"{len(self.broken)} that cannot be read"] * bool(self.broken)
-    said = f"found {', '.join(said)}: choose them in the list" if said else "no duplicates, no unchanged pairs"
+    said = f"found {', '.join(said)}: choose them in the list" if said else \
+        "no duplicates, no unchanged pairs"
     swaps = swap_summary(len(self.sets["swapped"]), len(self.dataset))
     self.message, self.shown_pairs = f"{said}; {swaps}", True
 

@@ -85,6 +85,7 @@ after/a.nef before/a.nef | | It contains: .*, but no images that we can read. Co
 after/x/a.png after/y/b.png before/a.png,b.png | prompt=x | no control .* in before/: 'x/a.png', 'y/b.png'; before/ has 'a.png', 'b.png' without a target; give both .* the same name and folder
 edit/IMG_1.NEF raw/IMG_1.jpg | target_dir=edit control_dir=raw | `data.target_dir` 'edit' has no images that we can read \\(1 .nef\\); convert them to JPEG or PNG$
 after/a.png before/a.nef | prompt=x | before/ has no images that we can read \\(1 .nef\\); add the controls
+after/a.nef before/a.png | prompt=x | Convert the .nef files
 data-00000.arrow | | For a data set of save_to_disk: load it with `data = datasets.load_from_disk\\('.*'\\)` and train on .* of qie_nb.data$"""
 
 
@@ -222,11 +223,14 @@ BROKEN = "is not valid (CSV|JSON) \\("
 @pytest.mark.parametrize("name, text, expected", [
     ("captions.csv", "filename,caption\n1.png,blue\nafter/2.png,red", ["blue", "red"]), ("captions.json", '{"1.png": "blue", "IMG_2": "red"}', ["blue", "x"]),
     ("after/metadata.jsonl", '{"file_name": "2.png", "text": "red"}', ["x", "red"]), ("metadata.csv", "file_name,text\nafter/1.png,blue\nbefore/2.png,red", ["blue", "red"]),
+    ("captions/c.json", '{"1.png": {"caption": "blue"}, "2.png": {"caption": "red"}}', ["blue", "red"]),
+    ("c.csv", "image,prompt\nbefore/1.png,red\nafter/1.png,blue\n2.png,red", ["blue", "red"]),
+    ("captions.csv", 'filename,caption\n1.png,a\n1.png,b', "row 2 of 'captions.csv' gives '1.png' a second prompt; keep one of them"),
     ("captions.txt", "1: blue", "'captions.txt' is not read, `data.prompt` is used; name each caption like its image, or give a table with the columns image and prompt"),
     ("captions.csv", 'filename,caption\n1.png,"blue\n2.png,red', BROKEN), ("pairs.jsonl", '{"image": "after/1.png"', BROKEN), ("card.json", "[1]", ["x", "x"])])
 def test_tables_of_captions_beside_folders(name, text, expected, tmp_path):
-    (make(tmp_path, "after/1.png,2.png before/1.png,2.png")/name).write_text(text)
-    if expected == BROKEN:
+    (make(tmp_path, "after/1.png,2.png before/1.png,2.png captions/x.md")/name).write_text(text)
+    if expected == BROKEN or "second" in expected:
         with pytest.raises(ValueError, match=expected): find_samples(tmp_path, prompt="x")
         return
     found = find_samples(tmp_path, prompt="x")
@@ -245,6 +249,13 @@ def test_a_table_of_captions_in_one_folder(tmp_path):
     assert find_samples(tmp_path).ignored == [("c.csv", "no image")]
 
 
+def test_a_table_of_captions_for_folders_with_a_pair_each(tmp_path):
+    make(tmp_path, "1/before.png,after.png 2/before.png,after.png")
+    for name in ("c.csv", "d.md"): (tmp_path/name).write_text("image,prompt\n1/after.png,blue\n2/after.png,red\n")
+    found = find_samples(tmp_path)
+    assert [s.prompt for s in found] == ["blue", "red"] and found.ignored == [("d.md", "not in one of the folders")]
+
+
 def test_a_broken_table_is_named_before_others(tmp_path):
     for name, text in (("a.csv", "x,y\n1,2"), ("pairs.json", "[{")): (tmp_path/name).write_text(text)
     with pytest.raises(ValueError, match="'pairs.json' is not valid JSON"): find_samples(tmp_path)
@@ -257,6 +268,8 @@ def test_what_a_table_does_not_name_is_listed(tmp_path):
     assert find_samples(tmp_path).ignored == find_samples(tmp_path/"metadata.csv").ignored == listed
     assert find_samples([tmp_path]).ignored[0][0] == "0/after/2.png"
     with pytest.raises(ValueError, match="`data.dataset_path` is an empty list; name at least one folder"): find_samples([])
+    (tmp_path/"metadata.csv").write_text("image,edit_image\nafter/1.png,before/1.png")
+    assert "after" not in find_samples(tmp_path, prompt="x").notes[0]
 
 
 def test_variables_in_paths(tmp_path, monkeypatch):
