@@ -103,7 +103,8 @@ def _guessed(root, one, more) -> tuple: # one, more: the chosen target and contr
 def _target_of(root, leave) -> Path: # or None
     "The folder of the targets by its name."
     after = [d for d in image_folders(root, leave) if d.name.lower() in _TARGETS or _says(d) == "after"]
-    found = [d for d in after if d.name.lower() not in _PLAIN] or after
+    sure = [d for d in after if d.name.lower().startswith(("training", "target"))] # output/ may hold results
+    found = sure if len(sure) == 1 else [d for d in after if d.name.lower() not in _PLAIN] or after
     if len(found) < 2: return found[0] if found else None
     *names, last = (repr(printable(d.name)) for d in found)
     raise ValueError(f"{', '.join(names)} and {last} may {'both' if len(found) == 2 else 'all'} hold the "

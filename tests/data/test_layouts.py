@@ -286,3 +286,11 @@ def test_trigger_words(word, prompt, expected, tmp_path):
 
 def test_the_check_for_swaps_gives_no_all_clear():
     assert swap_summary(0, 40).startswith("no sign of swapped pairs in file names,") and swap_summary(2, 40).startswith("2 of 40 pairs look swapped")
+
+
+def test_results_of_a_run_beside_the_usual_folders_are_not_taken_for_targets(tmp_path):
+    for d in ("training_images", "control_images", "output"):
+        (tmp_path/d).mkdir()
+        Image.new("RGB", (48, 32)).save(tmp_path/d/"a.png")
+    found = find_samples(tmp_path, prompt="x")
+    assert found[0].target.parent.name == "training_images" and [str(name) for name, _ in found.ignored] == ["output"]
