@@ -58,6 +58,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'qie_nb.cli': { 'qie_nb.cli.CommandParser': ('cli.html#commandparser', 'qie_nb/cli.py'),
                             'qie_nb.cli.CommandParser.flags': ('cli.html#commandparser.flags', 'qie_nb/cli.py'),
                             'qie_nb.cli.CommandParser.unknown': ('cli.html#commandparser.unknown', 'qie_nb/cli.py'),
+                            'qie_nb.cli._at': ('cli.html#_at', 'qie_nb/cli.py'),
                             'qie_nb.cli._clear': ('cli.html#_clear', 'qie_nb/cli.py'),
                             'qie_nb.cli._config': ('cli.html#_config', 'qie_nb/cli.py'),
                             'qie_nb.cli._dataset': ('cli.html#_dataset', 'qie_nb/cli.py'),

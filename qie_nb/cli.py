@@ -7,7 +7,7 @@ __all__ = ['precompute', 'prequantize', 'train', 'evaluate', 'predict', 'cache',
            'demo']
 
 # %% ../nbs/04_cli.ipynb #68a64ce5
-import difflib, json, re, sys
+import difflib, json, os, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -42,13 +42,15 @@ def _needed_config(a):
                      "settings, e.g. preset=tiny data.dataset_path=my_pairs")
 
 # %% ../nbs/04_cli.ipynb #22c1fba1
+def _at(path) -> Path: return Path(os.path.expanduser(os.path.expandvars(path))) # ~ and $HOME
+
 def _is_path(name:str) -> bool: # else it may be a hub id
-    inside = "/" in name and Path(name).expanduser().parent.is_dir()
+    inside = "/" in name and _at(name).parent.is_dir()
     return name.endswith(".safetensors") or name[:1] in "./~" or "\\" in name or name.count("/") > 1 or inside
 
 def _must_exist(names, what, remedy):
     for name in filter(None, names):
-        if _is_path(name) and not Path(name).expanduser().exists():
+        if _is_path(name) and not _at(name).exists():
             raise FileNotFoundError(f"{what} {name!r} does not exist; {remedy}")
 
 # %% ../nbs/04_cli.ipynb #22c1fb01
@@ -62,9 +64,9 @@ def check_paths(c, a): # `Config`, arguments
     loras = [l and re.sub(r":-?[\d.]+$", "", l) for l in loras] # path:weight
     _must_exist(loras, "LoRA", "give a .safetensors file, or a folder with pytorch_lora_weights.safetensors")
     for image in getattr(a, "image", []):
-        if not Path(image).expanduser().is_file(): raise FileNotFoundError(f"image {image!r} does not exist")
+        if not _at(image).is_file(): raise FileNotFoundError(f"image {image!r} does not exist")
     for name in ("val_path", "test_image_dir") if a.command in ("train", "evaluate") else ():
-        if (v := getattr(c.train, name)) and not Path(v).expanduser().exists():
+        if (v := getattr(c.train, name)) and not _at(v).exists():
             raise FileNotFoundError(f"`train.{name}` {v!r} does not exist; fix the path")
     if a.command in ("precompute", "train", "evaluate"):
         from qie_nb.data.samples import config_samples

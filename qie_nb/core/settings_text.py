@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/11_settings_text.ipynb #e7d46551
-import json
+import json, os
 from pathlib import Path
 
 # %% ../../nbs/core/11_settings_text.ipynb #0522bd28
@@ -22,7 +22,7 @@ def _yaml_error(e, path, text) -> str:
 # %% ../../nbs/core/11_settings_text.ipynb #0522bd01
 def read_settings(path) -> dict: # of a YAML or JSON file
     import yaml
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise FileNotFoundError(f"`config` {str(path)!r} does not exist; give the path of a YAML file")
     try: text = path.read_text(encoding="utf-8-sig")

@@ -76,4 +76,7 @@ def test_a_named_folder_is_kept_whatever_is_wrong_with_it(tmp_path, monkeypatch)
     out, path = said("mix/t.jsonl")
     assert path == "mix/t.jsonl" and "found in 'mix/t.jsonl': 1 sample" in out
     (tmp_path/"z.zip").write_text("x")
-    with pytest.raises((ValueError, FileNotFoundError), match="z.zip"): init("z.zip", force=True, gpus=[])
+    for name in ("z.zip", "~nosuchuser/x", "~nosuchuser/run.jsonl"):
+        with pytest.raises((ValueError, FileNotFoundError), match=name): init(name, force=True, gpus=[])
+    monkeypatch.setenv("HERE", str(tmp_path))
+    assert said("$HERE/mix/t.jsonl")[1] == str(tmp_path/"mix"/"t.jsonl")
