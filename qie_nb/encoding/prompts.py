@@ -173,12 +173,12 @@ def encode_suffixes(
 
 # %% ../../nbs/encoding/01_prompts.ipynb #61bc8d79
 def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L, D]
-    device, text = device_of(text_encoder), prompt_text(variant, prompt, len(images))
-    inputs = processor(text=[text], images=list(images), padding=True, return_tensors="pt").to(device)
-    names = ["input_ids", "attention_mask", "pixel_values", "image_grid_thw"]
-    if positions_of(variant) == "3d" and "mm_token_type_ids" in inputs:
-        names.append("mm_token_type_ids")
-    out = text_encoder.model(**{k: inputs[k] for k in names})
+    text = prompt_text(variant, prompt, len(images))
+    names = "input_ids", "attention_mask", "pixel_values", "image_grid_thw"
+    inputs = processor(text=[text], images=list(images), padding=True, return_tensors="pt")
+    positions = prefix_positions(text_encoder, variant, inputs["input_ids"], inputs["image_grid_thw"])
+    inputs = dict(position_ids=positions, **{k: inputs[k] for k in names})
+    out = text_encoder.model(**{k: t.to(device_of(text_encoder)) for k, t in inputs.items()})
     return out.last_hidden_state[:, template_of(variant.pipeline)[1]:]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #61bc8d01

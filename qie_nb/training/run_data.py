@@ -99,7 +99,8 @@ def make_loader(self:RunData,
 def used_fraction(state:dict): # of a checkpoint's state.json
     "`train.val_fraction` as its run used it: auto may have held out nothing."
     settings = (state.get("run") or {}).get("settings") or {}
-    return settings.get("train.val_fraction", state["config"]["train"].get("val_fraction", 0))
+    train = (state.get("config") or {}).get("train") or {}
+    return settings.get("train.val_fraction", train.get("val_fraction", 0))
 
 # %% ../../nbs/training/06_run_data.ipynb #bd000301
 @patch

@@ -85,6 +85,12 @@ def numpy(t, real=torch.Tensor.numpy, **kw):
     with _disable_current_modes(): return real(getattr(t, "numbers", t), **kw)
 
 
+def tensor(data, *args, real=torch.tensor, **kw):
+    "`torch.tensor`, of a list of fake tensors' values too."
+    if isinstance(data, list): data = [t.item() if isinstance(t, FakeTensor) else t for t in data]
+    return real(data, *args, **kw)
+
+
 def set_parameters(self, fn, recurse=True):
     "`Module._apply`, which cannot swap fake tensors."
     for m in self.children() if recurse else (): m._apply(fn)
@@ -108,6 +114,7 @@ def pretend(monkeypatch):
         with pytest.MonkeyPatch.context() as mp, sdpa_kernel(SDPBackend.MATH):
             mp.setattr(torch.nn.Module, "_apply", set_parameters)
             mp.setattr(torch.Tensor, "numpy", numpy)
+            mp.setattr(torch, "tensor", tensor)
             mp.setattr(placement, "held_bytes", lambda m: 4 * sum(p.numel() for p in m.parameters()))
             for n in PARTS: trainer.components.loaded[n]._apply(lambda t: mode.fake(t, t.device))
             with mode: yield mode
