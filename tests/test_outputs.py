@@ -42,6 +42,7 @@ def test_values_are_recognized():
 def test_what_differs_between_runs_is_not_compared():
     def cell(text): return dict(outputs=[dict(output_type="stream", name="stdout", text=text)])
     assert comparable(cell("loss 0.51 in 3.2 s, key 75df56e4\ntrain 3/40, 2.47/s, 15 s left\n")) == comparable(cell("loss 1.4e-3 in 11 s,  key 8ddf56e4\n"))
+    assert comparable(cell("final evaluation: 2 images x 8 steps, about 17 s\n")) == [], "announced only where it takes more than 10 s"
     assert comparable(cell("12 samples")) != comparable(cell("12 pairs")) and comparable(cell("")) == []
 
 

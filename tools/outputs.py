@@ -86,12 +86,12 @@ def lines(text) -> list:
 
 
 def comparable(cell) -> list:
-    "What a cell shows, without what differs between machines and runs: numbers, digests, progress lines, column widths."
+    "What a cell shows, without what differs between machines and runs: numbers, digests, progress, announcements of long work, column widths."
     out = []
     for o in cell.get("outputs", []):
         kinds = sorted(o.get("data", {})) or [o.get("name", o["output_type"])]
         text = text_of(o.get("text") or o.get("data", {}).get("text/plain", ""))
-        text = "\n".join(line for line in text.splitlines() if not re.search(r"\d+/\d+, [\d.]+/s|\d+%\|", line))
+        text = "\n".join(line for line in text.splitlines() if not re.search(r"\d+/\d+, [\d.]+/s|\d+%\||^(final )?evaluation.*about \d", line))
         text = re.sub(r"\b[0-9a-f]{6,}\b", "#", text)
         text = re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?( (s|min|h|kB|MB|GB)\b)?", "#", text)).strip()
         if text or "data" in o: out.append((kinds, text))
