@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from ..core.files import file_digest, free_bytes
 from ..core.progress import quiet_bars
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
-from .loading import (check_saved_quantization, load_quantized, saved_quantization,
-                                   source_checkpoint)
+from .loading import (check_saved_quantization, component_bytes, load_quantized,
+                                   saved_quantization, source_checkpoint)
 from .quantize import check_quantization, dtype_name, parse_quantization
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
@@ -242,6 +242,16 @@ def _quantized_folder(self:Components, name) -> Path: # of a hub component
 
 # %% ../../nbs/models/03_components.ipynb #7d40c005
 @patch
+def folder_with_table(self:Components) -> Path: # the transformer's, or None
+    "Where the transformer has, or will have, a table instead of its modulation layers."
+    if not self.hub:
+        folder = self.folder/"transformer"
+        return folder if source_checkpoint(folder).get("table") else None
+    out = self._quantized_folder("transformer")
+    used = (out/"transformer").is_dir() or self.deletes_shards("transformer")
+    return out/"transformer" if used and self.modulation_sets() else None
+
+@patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, downloaded or quantized now if needed."
     from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
@@ -325,10 +335,23 @@ def component_digest(folder, name:str) -> str: # 16 hex digits
 
 # %% ../../nbs/models/03_components.ipynb #de56b402
 @patch
-def has_encoders(self:Components) -> bool:
-    "Are the encoders here without a download?"
-    local = lambda c: not self.hub or (self._quantized_folder(c)/c).is_dir() or not self.hub.missing(c)
-    return all((self.folder/c).is_dir() and local(c) for c in _ENCODERS)
+def is_local(self:Components, name:str) -> bool: # can it be loaded without a download?
+    if self.hub and ((self._quantized_folder(name)/name).is_dir()): return True
+    return (self.folder/name).is_dir() and not (self.hub and self.hub.missing(name))
+
+@patch
+def bytes_of(self:Components,
+    name:str, table:bool=False, # with the modulation table?
+) -> int:
+    "Bytes of a component in memory; nothing is downloaded to know them."
+    from qie_nb.models.prequantize import quantized_bytes
+    q = self.quantize.get(name)
+    if self.is_local(name): return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
+    folder = self.hub.fetch_configs([name])
+    return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
+
+@patch
+def has_encoders(self:Components) -> bool: return all(map(self.is_local, _ENCODERS))
 
 # %% ../../nbs/models/03_components.ipynb #de56b403
 @patch
