@@ -4,13 +4,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.models.components import Components, resolve_model
 from qie_nb.models.hub import HubClient, base_digest
 from helpers import adapters_close, interrupted, on_call, slow_except
 from test_prequantize import contents, sharded, trainer # noqa: F401, a fixture
-from test_quantize import same_tensors
+from test_quantize import narrow, same_tensors # noqa: F401
 
 NAME = "someone/model"
 
@@ -158,6 +159,13 @@ def test_a_prequantized_copy_from_the_hub(hub, pairs, tmp_path):
     assert a == b
     assert sorted(hub.deleted) == large(hub.got) and len(hub.deleted) == 26
     assert hub.peak < sum(bytes_of(hub.served/n) for n in ("transformer", "text_encoder"))
+
+
+def test_rows_have_the_dtype_of_the_files_before_they_are_downloaded(hub, narrow): # noqa: F811
+    assert nf4().row_dtype() == torch.float32
+    hub.served = narrow
+    hubs._hub_model.cache_clear()
+    assert nf4().row_dtype() == nf4(dtype=torch.bfloat16).row_dtype() == torch.bfloat16 and not large(hub.got)
 
 
 def test_other_variants_of_the_weights_are_not_downloaded(hub, tmp_path):
