@@ -74,7 +74,7 @@ def case(where, side, products, pairs=PAIRS):
     table, (vae, text) = table_bytes(make_config(config), q), encoding_work(q)
     vae_rate = rate["cpu" if p.changes.get("cache", {}).get("vae_encoder_device") == "cpu" else "float32"]
     precompute = ((PUBLISHED["text_encoder"] + PUBLISHED["vae"] + whole / 3) / rate["read"] + disk.bytes("cache") / rate["write"]
-                  + pairs * (vae / vae_rate + text / rate["float32"]) + table / q.base_bytes * 2 * q.dim / rate["cpu"])
+                  + pairs * (vae / vae_rate + text / rate["float32"]) + table * q.dim / rate["cpu"]) # 2 bytes a number
     train = steps * step_work(q) * 1e12 / rate[products] + unpacking(q, steps * (3 if q.checkpointing else 2)) / rate["memory"]
     passes = 2 * 2 * SAMPLING_STEPS # one edit before and one after, each with guidance
     edits = passes * forward_work(q) / rate[products] + unpacking(q, passes) / rate["memory"]
@@ -114,12 +114,12 @@ def verdicts(where):
         fits = "fits into one session" if total <= site.hours else f"does not fit into one session of {site.hours:g} h"
         out.append(f"- Controls at {side} x {side}, products in {products}: {total:.1f} h, {fits}.")
     q = case(where, AREAS[0], "float32")[0].shown.query
-    small, large = (table_bytes(make_config(None), replace(q, base_bytes=w)) for w in (2, 4))
+    table = table_bytes(make_config(None), q)
     for kind, encoders in (("nf4", True), ("qint8", True), ("qint8", False)):
-        size = copy_bytes(replace(q, quantization=kind)) + small + (sum(TEXT_NF4) + PUBLISHED["vae"]) * encoders
+        size = copy_bytes(replace(q, quantization=kind)) + table + (sum(TEXT_NF4) + PUBLISHED["vae"]) * encoders
         what = "the text encoder in nf4 and the VAE" if encoders else "no encoders"
         out.append(f"- A prequantized {kind} copy with its modulation table and {what} is {gb(size)} GB: it {'fits' if size <= site.output else 'does not fit'} into {gb(site.output)} GB.")
-    return "\n".join([*out, f"- The modulation table is {gb(small)} GB in such a copy (bfloat16) and {gb(large)} GB if precompute makes it on a T4 (float32)."])
+    return "\n".join([*out, f"- The modulation table is {gb(table)} GB, in such a copy and made by precompute."])
 
 
 def tables(where):

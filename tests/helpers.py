@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from qie_nb.lora.adapters import lora_state
+from qie_nb.models import modulation
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.callbacks import Callback
 
@@ -197,3 +198,13 @@ def made_batch(B=2, h=4, w=6, controls=1, seed=0):
     g = torch.Generator().manual_seed(seed)
     control = [torch.randn(B, 16, 1, 2 + 2 * k, 4, generator=g) for k in range(controls)]
     return dict(pixel_latent=torch.randn(B, 16, 1, h, w, generator=g), control_latent=control if controls > 1 else control[0], prompt_embed=torch.randn(B, 3, 8, generator=g), prompt_embeds_mask=None)
+
+
+def modulation_reads(monkeypatch):
+    "(name, part) of each read of a modulation layer's weights."
+    reads, opened = [], modulation.open_checkpoint
+    class Counted:
+        def __init__(self, name, part): self.name, self.part = name, part
+        def __getitem__(self, at): reads.append((self.name, str(at))); return self.part[at]
+    monkeypatch.setattr(modulation, "open_checkpoint", lambda folder: {k: Counted(k, v) if "_mod." in k else v for k, v in opened(folder).items()})
+    return reads

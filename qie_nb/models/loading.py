@@ -125,6 +125,11 @@ def weight_files(folder) -> list: # paths, sorted
                                 "the model again")
     return [folder/n for n in sorted(names)]
 
+def stored_dtype(file): # the most frequent one of a safetensors file, or None
+    from safetensors import safe_open
+    with safe_open(file, "pt") as f: names = [f.get_slice(k).get_dtype() for k in f.keys()]
+    return dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16).get(max(names, key=names.count))
+
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d5e
 _MOVED = ((r"^visual\.", "model.visual."),
           (r"^model\.(?=layers\.|embed_tokens\.|norm\.)", "model.language_model."))

@@ -21,7 +21,7 @@ from ..core.progress import Progress
 from .hub import CONFIG_FILES, component_class, format_bytes, sampled_digest, transformer_digest
 from .loading import (ORIGIN, check_missing, check_serializable, empty_model, part_names,
                                    place_tensor, remap_key, serialize_linear, set_tensor, source_checkpoint,
-                                   trim_malloc)
+                                   stored_dtype, trim_malloc)
 from .modulation import (ModulationTable, block_rows, time_embeddings, use_modulation_table,
                                       uses_modulation)
 from .quantize import QUANTIZATIONS, dtype_name, quantizable_layers, quantize_linear
@@ -232,13 +232,6 @@ def _copied_components(components, encoders:bool) -> dict: # {component: quantiz
     components.check(*out)
     return out | dict.fromkeys(["scheduler", *["vae", "tokenizer", "processor"] * encoders])
 
-# %% ../../nbs/models/06_prequantize.ipynb #b8df7601
-def _checkpoint_dtype(shards): # the most frequent one in the first file
-    from safetensors import safe_open
-    with safe_open(shards.get(shards.names[0]), "pt") as f:
-        dtypes = Counter(f.get_slice(k).get_dtype() for k in f.keys())
-    return dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)[dtypes.most_common(1)[0][0]]
-
 # %% ../../nbs/models/06_prequantize.ipynb #7e50c007
 def save_prequantized(
     components,
@@ -252,7 +245,8 @@ def save_prequantized(
     folder, c = Path(folder), components
     if (folder/"prequantized.json").is_file():
         raise ValueError(f"`folder` {str(folder)!r} has a complete copy; use another folder")
-    quantizations, own = _copied_components(c, encoders), _checkpoint_dtype(c.shards("transformer"))
+    quantizations, shards = _copied_components(c, encoders), c.shards("transformer")
+    own = stored_dtype(shards.get(shards.names[0])) or c.dtype
     table_dtype = table_dtype or own
     sets = table_sets(table_dtype) if table_sets else {}
     todo = [n for n, q in quantizations.items() if q and not (folder/n).is_dir()]

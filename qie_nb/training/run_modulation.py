@@ -115,7 +115,7 @@ def pick(self:RunModulation,
     "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.config.model.modulation_table, self.components
     if training: lora.check_targets(self.config.model.lora, self._layers())
-    if source_checkpoint(folder := parts.folder/"transformer").get("table"):
+    if folder := parts.folder_with_table():
         if why := self.why_layers(training, adapters) if setting else "`model.modulation_table` is false":
             raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
                              "modulation layers; use the whole model")
@@ -164,7 +164,7 @@ def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
     folder = self.components.folder_of("transformer")/"transformer"
     c, cache, origin = self.config.cache, cache or self.cache, source_checkpoint(folder)
     if cache is None and c.use_cache and c.cache_dir: cache = EmbeddingCacheManager(c.cache_dir)
-    dtype = self.components.dtype
+    dtype = self.components.row_dtype(folder)
     if origin.get("table"):
         dtype, layers = getattr(torch, origin["table_dtype"]), cache.layers if cache else []
         cache = EmbeddingCacheManager([folder/"modulation", *(d.folder for d in layers)])
@@ -204,11 +204,9 @@ def _target_tokens(self:RunModulation, dataset=None) -> set: # packed; of `data.
 # %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf04
 @patch
 def table_sets(self:RunModulation,
-    dtype=None, # default the transformer's
-    dataset=None, # default the configuration's
+    dtype, dataset=None, # default the configuration's
 ) -> dict: # {times: label}
     "All timesteps of a table: training's and the schedules'."
-    dtype = dtype or self.components.dtype
     return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
 
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd770
@@ -227,8 +225,8 @@ def save_prequantized(self:RunModulation,
 
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd701
 @patch
-def _hub_sets(self:RunModulation) -> dict: # {times: label}, {} without a table
-    return self.table_sets() if self.config.model.modulation_table and not self.why_layers() else {}
+def _hub_sets(self:RunModulation, dtype) -> dict: # {times: label}, {} without a table
+    return self.table_sets(dtype) if self.config.model.modulation_table and not self.why_layers() else {}
 
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd702
 @patch

@@ -4,13 +4,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.models.components import Components, resolve_model
 from qie_nb.models.hub import HubClient, base_digest
 from helpers import adapters_close, interrupted, on_call, slow_except
 from test_prequantize import contents, sharded, trainer # noqa: F401, a fixture
-from test_quantize import same_tensors
+from test_quantize import narrow, same_tensors # noqa: F401
 
 NAME = "someone/model"
 
@@ -66,6 +67,27 @@ def test_each_job_downloads_its_own_components(hub, pairs, tmp_path):
     second = make().fit()
     assert folders(hub.got) == {"transformer", "scheduler"} and len(weights(hub.got)) == 13 and second.components.built == ["transformer", "scheduler"]
     assert not hub.deleted, "the disk is large enough"
+
+
+@pytest.mark.slow
+def test_the_next_session_edits_with_a_copy_that_has_only_the_table(hub, pairs, tmp_path):
+    "Training deleted the files with the modulation layers; the cache has what the text encoder would compute."
+    root, how = pairs(), dict(text_encoder_quantize="qint8", delete_downloaded_shards=True)
+    first = trainer(root, tmp_path, "hub", NAME, **how)
+    first.cache_embeddings(), first.fit()
+    lora, image = first.save_lora(tmp_path/"lora"), first.predict_cached(0, num_inference_steps=2)
+    shutil.rmtree(next(hub.root.glob("home/models/*/text_encoder-*")))
+    hub.got.clear()
+    again = trainer(root, tmp_path, "hub", NAME, **how).load_lora(str(lora))
+    assert again.modulation_table and abs(again.predict_cached(0, num_inference_steps=2).astype(int) - image).max() <= 1
+    assert not large(hub.got), "neither the transformer nor the text encoder is downloaded"
+
+
+def test_sizes_are_known_before_a_download(hub):
+    "They decide on batches and devices."
+    local, remote = (Components(n, quantize=dict(transformer="nf4")) for n in (str(hub.served), NAME))
+    for name in ("vae", "text_encoder", "transformer"): assert abs(remote.bytes_of(name) / local.bytes_of(name) - 1) < 0.01
+    assert not weights(hub.got)
 
 
 @pytest.mark.slow
@@ -137,6 +159,13 @@ def test_a_prequantized_copy_from_the_hub(hub, pairs, tmp_path):
     assert a == b
     assert sorted(hub.deleted) == large(hub.got) and len(hub.deleted) == 26
     assert hub.peak < sum(bytes_of(hub.served/n) for n in ("transformer", "text_encoder"))
+
+
+def test_rows_have_the_dtype_of_the_files_before_they_are_downloaded(hub, narrow): # noqa: F811
+    assert nf4().row_dtype() == torch.float32
+    hub.served = narrow
+    hubs._hub_model.cache_clear()
+    assert nf4().row_dtype() == nf4(dtype=torch.bfloat16).row_dtype() == torch.bfloat16 and not large(hub.got)
 
 
 def test_other_variants_of_the_weights_are_not_downloaded(hub, tmp_path):

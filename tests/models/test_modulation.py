@@ -16,7 +16,7 @@ from qie_nb.models.modulation import ModulationTable, model_timesteps, training_
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_close, close_images, interrupted, on_call, random_lora, settings, slow_except
+from helpers import adapters_close, close_images, interrupted, modulation_reads, on_call, random_lora, settings, slow_except
 
 FOLDER, TIMES = tiny_folder("v1")/"transformer", (0.1, 0.5)
 
@@ -132,15 +132,9 @@ def test_a_table_is_computed_once(pairs, tmp_path, computed):
 
 
 def test_each_modulation_weight_is_read_once_for_all_sets(pairs, tmp_path, monkeypatch):
-    reads, opened = [], modulation.open_checkpoint
-    class Counted:
-        def __init__(self, name, part): self.name, self.part = name, part
-        def __getitem__(self, at): reads.append((self.name, str(at))); return self.part[at]
-    monkeypatch.setattr(modulation, "open_checkpoint", lambda folder: {k: Counted(k, v) for k, v in opened(folder).items()})
-    t = trainer(pairs(), tmp_path, "run", model=dict(modulation_table_steps=[4]), train=dict(max_train_steps=1))
+    reads, t = modulation_reads(monkeypatch), trainer(pairs(), tmp_path, "run", model=dict(modulation_table_steps=[4]), train=dict(max_train_steps=1))
     t.cache_embeddings()
-    layers = [r for r in reads if "_mod." in r[0]]
-    assert layers and len(set(layers)) == len(layers)
+    assert reads and len(set(reads)) == len(reads)
     tables = [table_for(FOLDER, times) for times in ((0.,), TIMES)] # each alone gives the same rows
     both = ModulationTable("", torch.float32, 2, FOLDER)
     both.make_sets([(0.,), TIMES])
