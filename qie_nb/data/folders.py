@@ -143,7 +143,7 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b01
 def _check_controls(after, folders, before, numbered, lone:bool=False, unread=()):
-    "Raises ValueError for targets without a control; with `lone` only if one may have another name or suffix."
+    "Raises ValueError for targets without a control; with `lone` only if one may be misnamed."
     names = lambda held: few(Path(stem).parent/p.name for stem, p in held) # with their inner folder
     first = printable(folders[0].name)
     alone = [x for x in after.items() if x[0] not in before[0] and x[0] not in numbered]
@@ -157,8 +157,8 @@ def _check_controls(after, folders, before, numbered, lone:bool=False, unread=()
                 else f"has no {'other ' * bool(before[0])}images that we can read "
                      f"({contents(folders[0], False)}); {add}")
         if not lone:
-            raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name in "
-                             f"{first}/: {names(alone)}; {first}/ {rest}")
+            raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name "
+                             f"in {first}/: {names(alone)}; {first}/ {rest}")
     for n, folder in enumerate(folders):
         later = {stem for held in before[n:] for stem in held}
         gaps = [(stem, p) for stem, p in after.items() if stem in later and stem not in before[n]]
@@ -249,9 +249,11 @@ def read_folders(
     if not controls:
         if found := read_folders(targets) or read_pairs(targets): return found
         several = len(image_folders(root, {captions, masks})) > 1
-        if not lone or several: raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
-            "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to that "
-            "of the images before it" if several else "Put the images before the edit into control_images/"))
+        if not lone or several:
+            raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
+                "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to "
+                "that of the images before it" if several else
+                "Put the images before the edit into control_images/"))
     held = [read_folder(d, ignored) for d in controls]
     painted = [read_folder(masks, ignored)[0] if masks else {},
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
@@ -265,7 +267,8 @@ def read_folders(
     ignored += [(p, "a caption beside a control; only those of the targets are read")
                 for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held] or [{}]
-    numbered, unread = _numbered(before[0], after), {nfc(p.stem) for p, why in ignored if p.parent in controls}
+    numbered = _numbered(before[0], after)
+    unread = {nfc(p.stem) for p, why in ignored if p.parent in controls}
     if controls: _check_controls(after, controls, before, numbered, lone, unread)
     said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),

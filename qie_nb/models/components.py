@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from ..core.files import file_digest, free_bytes
 from ..core.progress import quiet_bars
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
-from .loading import (check_saved_quantization, load_quantized, saved_quantization,
-                                   source_checkpoint)
+from .loading import (check_saved_quantization, component_bytes, empty_model, load_quantized,
+                                   saved_quantization, source_checkpoint, stored_dtype, weight_files)
 from .quantize import check_quantization, dtype_name, parse_quantization
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
@@ -193,7 +193,7 @@ class Components:
         self.loaded, self.built = {}, []
         self.loaded_as = {} # {component: quantization}
         self.prepare, self.placements = {}, {} # {component: argument of `load_component`}
-        self.modulation_sets = lambda: {} # times of a hub transformer's table
+        self.modulation_sets = lambda dtype: {} # times of a hub transformer's table
 
     @property
     def hub(self): return hub_model(self.name, self.revision) # `HubModel`, or None for a local folder
@@ -240,29 +240,50 @@ def deletes_shards(self:Components, name:str) -> bool:
 def shards(self:Components, name:str):
     return ShardDownloader(self.hub, name) if self.hub else LocalShards(self.folder/name)
 
+@patch
+def row_dtype(self:Components, folder=None) -> torch.dtype: # of a modulation table's rows
+    "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
+    if folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
+    else:
+        empty = empty_model(component_class(self.folder, "transformer")[1], self.folder/"transformer")
+        size = sum(self.hub.weights("transformer").values()) / sum(p.numel() for p in empty.parameters())
+        own = torch.bfloat16 if size < 3 else torch.float32
+    return min(self.dtype, own, key=lambda d: d.itemsize)
+
 # %% ../../nbs/models/03_components.ipynb #7d40c004
 @patch
 def _quantized_folder(self:Components, name) -> Path: # of a hub component
-    table = "-table" if name == "transformer" and self.modulation_sets() else ""
+    table = "-table" if name == "transformer" and self.modulation_sets(self.dtype) else ""
     return self.hub.store/f"{name}-{self.quantize.get(name)}-{dtype_name(self.dtype)}{table}"
 
 # %% ../../nbs/models/03_components.ipynb #7d40c005
+@patch
+def folder_with_table(self:Components) -> Path: # the transformer's, or None
+    "Where the transformer has, or will have, a table instead of its modulation layers."
+    if not self.hub:
+        folder = self.folder/"transformer"
+        return folder if source_checkpoint(folder).get("table") else None
+    out = self._quantized_folder("transformer")
+    used = (out/"transformer").is_dir() or self.deletes_shards("transformer")
+    return out/"transformer" if used and self.modulation_sets() else None
+
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, downloaded or quantized now if needed."
     from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
     if not self.hub: return self.folder
-    sets = self.modulation_sets() if name == "transformer" else {}
     out = self._quantized_folder(name)
     if not (out/name).is_dir():
         if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
         cls, shards, q = component_class(self.folder, name)[1], self.shards(name), self.quantize[name]
-        config = json.loads((shards.folder/"config.json").read_text())
+        config, sets = json.loads((shards.folder/"config.json").read_text()), {}
+        rows = self.row_dtype() if name == "transformer" else None
+        if rows: sets = self.modulation_sets(rows)
         size = quantized_bytes(cls, shards.folder, q, self.dtype, bool(sets))
-        if sets: size += 2 * modulation_table_bytes(sets, config, self.dtype) # twice while it is packed
+        if sets: size += 2 * modulation_table_bytes(sets, config, rows) # twice while it is packed
         self.hub.check_disk_space(name, size)
         quantize_checkpoint(cls, shards, out/name, q, self.dtype, self.devices.get(name, "cpu"), sets,
-                            hash_files=name != "transformer")
+                            rows, hash_files=name != "transformer")
     shutil.copyfile(self.folder/"model_index.json", out/"model_index.json")
     return out
 
@@ -331,10 +352,23 @@ def component_digest(folder, name:str) -> str: # 16 hex digits
 
 # %% ../../nbs/models/03_components.ipynb #de56b402
 @patch
-def has_encoders(self:Components) -> bool:
-    "Are the encoders here without a download?"
-    local = lambda c: not self.hub or (self._quantized_folder(c)/c).is_dir() or not self.hub.missing(c)
-    return all((self.folder/c).is_dir() and local(c) for c in _ENCODERS)
+def is_local(self:Components, name:str) -> bool: # can it be loaded without a download?
+    if self.hub and ((self._quantized_folder(name)/name).is_dir()): return True
+    return (self.folder/name).is_dir() and not (self.hub and self.hub.missing(name))
+
+@patch
+def bytes_of(self:Components,
+    name:str, table:bool=False, # with the modulation table?
+) -> int:
+    "Bytes of a component in memory; nothing is downloaded to know them."
+    from qie_nb.models.prequantize import quantized_bytes
+    q = self.quantize.get(name)
+    if self.is_local(name): return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
+    folder = self.hub.fetch_configs([name])
+    return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
+
+@patch
+def has_encoders(self:Components) -> bool: return all(map(self.is_local, _ENCODERS))
 
 # %% ../../nbs/models/03_components.ipynb #de56b403
 @patch

@@ -10,6 +10,7 @@ import errno, os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from fastcore.basics import patch
 
 from ..config import make_config
@@ -18,7 +19,8 @@ from ..core.display import note, table_html, text_table
 from ..core.environment import Environment, detect_environment, used_bytes
 from ..core.files import DiskFull, free_bytes
 from ..models.components import find_variant, native_areas, resolve_model
-from ..models.loading import source_checkpoint
+from ..models.loading import source_checkpoint, stored_dtype
+from ..models.quantize import dtype_name
 from .memory_query import (
     adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters)
 
@@ -106,17 +108,24 @@ def sample_bytes(
     return entries(latents), entries(prompts + whole) # a mask has a byte a token
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
+def row_dtype(config, q) -> torch.dtype: # of a modulation table, as `Components.row_dtype`
+    folder = model_folder(config.model.pretrained_model_name_or_path)/"transformer"
+    files = sorted(folder.glob("*.safetensors"))
+    run = torch.float32 if q.base_bytes == 4 else torch.bfloat16
+    own = stored_dtype(files[0]) if files else torch.bfloat16 # Qwen's
+    return min(run, own or run, key=lambda d: d.itemsize)
+
 def table_bytes(
     config, q, # `Config`, `MemoryQuery`
     sizes:int=1, # number of target sizes, each with its own sampling schedule
 ) -> int: # 0 if no table is made, or a prequantized copy has one
-    import torch
     from qie_nb.models.modulation import training_times
     folder = model_folder(config.model.pretrained_model_name_or_path)
     if not q.table or source_checkpoint(folder/"transformer").get("table"): return 0
-    times = len(training_times(torch.float32 if q.base_bytes == 4 else torch.bfloat16)) + q.zero_cond
+    dtype = row_dtype(config, q)
+    times = len(training_times(dtype)) + q.zero_cond
     rows = times + sizes * sum(config.model.modulation_table_steps)
-    return rows * q.layers * 12 * q.dim * q.base_bytes + q.layers * BLOCK
+    return rows * q.layers * 12 * q.dim * dtype.itemsize + q.layers * BLOCK
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
 def cache_dirs(config) -> list:
@@ -143,7 +152,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     left = max(0, latents + prompts - cached) / max(1, latents + prompts)
     why = f"{len(samples)} samples, {dtype}" + f"; {cached / 1e6:.1f} MB exist" * bool(cached)
     stored = "in the prequantized copy" if q.table else "not used"
-    why_table = dtype + "; exists" * bool(cached_table) if table else stored
+    why_table = dtype_name(row_dtype(config, q)) + "; exists" * bool(cached_table) if table else stored
     return [Item("latents", int(latents * left), folder, why),
             Item("prompts", int(prompts * left), folder, why),
             Item("modulation table", max(0, table - cached_table), folder, why_table)]
