@@ -265,7 +265,7 @@ def folder_with_table(self:Components) -> Path: # the transformer's, or None
         return folder if source_checkpoint(folder).get("table") else None
     out = self._quantized_folder("transformer")
     used = (out/"transformer").is_dir() or self.deletes_shards("transformer")
-    return out/"transformer" if used and self.modulation_sets() else None
+    return out/"transformer" if used and self.modulation_sets(self.dtype) else None
 
 @patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
