@@ -123,8 +123,8 @@ def prefix(self:Encoder,
     if self._last_prefix[0] != known_by:
         self._last_prefix = None, None # free it before the next one is computed
         sets = images()
-        self.calls["prefix"] += len(sets)
         self._last_prefix = known_by, encode_prefix(*self._text(), sets)
+        self.calls["prefix"] += len(sets)
     return self._last_prefix[1]
 
 # %% ../../nbs/encoding/02_encoder.ipynb #12a9b8fb

@@ -49,6 +49,12 @@ def template_of(pipeline:str) -> tuple: # (template with one {} for images and p
     empty = cls(**dict.fromkeys(inspect.signature(cls).parameters))
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
+TEXT_TO_IMAGE = "QwenImagePipeline" # the same components, no images
+
+def template_for(variant:Variant, images:int) -> tuple: # as `template_of`
+    "The variant's template; of a prompt without control images, that of text-to-image."
+    return template_of(variant.pipeline if images else TEXT_TO_IMAGE)
+
 # %% ../../nbs/models/03_components.ipynb #3cceb8a0
 _VISION = [f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
 
@@ -60,7 +66,7 @@ def prompt_text(variant:Variant, prompt:str, images:int=1) -> str:
     if images > 1 and not variant.multi_image:
         raise ValueError(f"variant v1 takes one control image, got {images}; use a 2509 or 2511 model")
     prefix = "".join(variant.image_prefix.format(i + 1) for i in range(images))
-    return template_of(variant.pipeline)[0].format(prefix + (prompt if prompt.strip() else " "))
+    return template_for(variant, images)[0].format(prefix + (prompt if prompt.strip() else " "))
 
 # %% ../../nbs/models/03_components.ipynb #6b2330c6
 @lru_cache
@@ -375,8 +381,10 @@ def identity(self:Components) -> dict:
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()
+    digest = lambda text: hashlib.sha256(text).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
-                template=f"{hashlib.sha256(template).hexdigest()[:12]}-{positions_of(self.variant)}",
+                template=f"{digest(template)}-{positions_of(self.variant)}",
+                text_template=digest(repr(template_of(TEXT_TO_IMAGE)).encode()),
                 dtype=dtype_name(self.dtype), **self.areas)
