@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes
+.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes rehearsal
 
 install: $(VENV)/.ready
 
@@ -102,6 +102,10 @@ bench-cpu: $(VENV)/.ready ## compare a training step and precompute with a bare 
 
 bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by side; ARGS=--full on a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/modes.py $(ARGS)
+	$(BIN)/python benchmarks/table.py --write
+
+rehearsal: $(VENV)/.ready ## the whole job at full size with random weights: about an hour on two cores, 12 GB of memory, 35 GB of disk in rehearsal/; continues where it stopped
+	$(BIN)/python benchmarks/rehearsal.py $(ARGS)
 	$(BIN)/python benchmarks/table.py --write
 
 bench-gpu: $(VENV)/.ready ## on a GPU, at full size with random weights: hardware floor, bare loop, every mode; continues where it stopped. ARGS="--part floor" for one part

@@ -1,9 +1,11 @@
-"""Checkpoints that are not there: every tensor is drawn from a normal distribution when it is read, on the device, the same each time.
+"""Checkpoints that are not there: every tensor is taken from random normal numbers when it is read, on the device, the same each time.
 
 The library's own loading, quantizing, streaming and table-making run on them as on the files of a real model; nothing but a configuration is on the disk.
+`PretendedHub` serves such a checkpoint as a hub does: a file is written, with all its bytes, when it is downloaded.
 """
-import json, shutil, zlib
+import json, math, os, shutil, zlib
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,12 +14,30 @@ import torch
 FULL = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584, axes_dims_rope=(16, 56, 56))
 SMALL = FULL | dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(4, 6, 6))
 MARK = "made up" # in the metadata of the one file that stands for a checkpoint
+POOL = 2**24 + 43 # random numbers; odd, so that rows of a layer differ
+
+
+@cache
+def pool(device, dtype):
+    rng = torch.Generator(device).manual_seed(0)
+    return torch.empty(POOL, device=device, dtype=dtype).normal_(0, 0.02, generator=rng)
+
+
+def pieces(name, shape, device="cpu", dtype=torch.bfloat16):
+    "A tensor's numbers as parts of `pool`, which begin at a place of its own."
+    n, at, numbers = math.prod(shape), zlib.crc32(name.encode()) % POOL, pool(device, dtype)
+    if "norm" in name and name.endswith("weight") and len(shape) == 1: numbers = numbers[:n] + 1
+    while n > 0:
+        part = numbers[at % len(numbers):][:n]
+        yield part
+        n, at = n - len(part), 0
 
 
 class Rows:
     "A tensor of which rows are asked for."
     def __init__(self, source, name): self.source, self.name = source, name
     def get_shape(self): return list(self.source.shapes[self.name])
+    def get_dtype(self): return dict(bfloat16="BF16", float32="F32")[str(self.source.dtype).removeprefix("torch.")]
     def __getitem__(self, at): return self.source.get_tensor(self.name)[at].cpu()
 
 
@@ -30,10 +50,14 @@ class MadeUp:
     def get_slice(self, name): return Rows(self, name)
     def get_tensor(self, name):
         if self.last[0] != name:
-            rng = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
-            t = torch.empty(self.shapes[name], device=self.device, dtype=self.dtype).normal_(0, 0.02, generator=rng)
-            self.last = name, t.add_(1.) if "norm" in name and name.endswith("weight") and t.ndim == 1 else t
+            shape = self.shapes[name]
+            self.last = name, torch.cat(list(pieces(name, shape, self.device, self.dtype))).view(shape)
         return self.last[1]
+
+
+def shapes_in(path): # {name: shape} of a file that `stand_in` wrote, else None
+    with open(path, "rb") as f: head = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return json.loads(head.get("__metadata__", {}).get(MARK, "null"))
 
 
 @contextmanager
@@ -45,7 +69,7 @@ def made_up(
     import safetensors
     real = safetensors.safe_open
     def opened(path, *a, **kw):
-        with real(path, "pt") as f: shapes = json.loads((f.metadata() or {}).get(MARK, "null"))
+        shapes = shapes_in(path)
         if shapes is None: return real(path, *a, **kw)
         return MadeUp(shapes, device, dtype)
     with patch.object(safetensors, "safe_open", opened): yield
@@ -89,3 +113,60 @@ def encoders_into(folder):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoencoderKLQwenImage().bfloat16().save_pretrained(folder/"vae")
+
+
+def bytes_of(path):
+    try: return path.stat().st_size
+    except FileNotFoundError: return 0
+
+
+class PretendedHub:
+    "Serves a folder of `model_folder`; components that are made up in files of at most `part` bytes. `at_most` bytes fit the disk `disk`."
+    def __init__(self, served, folder, disk, at_most, part=5 * 10**9):
+        self.served, self.folder, self.disk, self.at_most, self.texts, self.shards, self.got = Path(served), Path(folder), Path(disk), at_most, {}, {}, []
+        for stub in sorted(self.served.glob("*/model.safetensors")):
+            if shapes := shapes_in(stub): self.split(stub.parent.name, shapes, part)
+
+    def split(self, component, shapes, part):
+        stem, files, size = "diffusion_pytorch_model" if component == "transformer" else "model", [{}], 0
+        for name, shape in shapes.items():
+            if size and size + 2 * math.prod(shape) > part: files, size = [*files, {}], 0
+            files[-1][name], size = shape, size + 2 * math.prod(shape)
+        names = [f"{stem}-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
+        self.shards |= {f"{component}/{n}": f for n, f in zip(names, files)}
+        index = dict(metadata={}, weight_map={t: n for n, f in zip(names, files) for t in f})
+        self.texts[f"{component}/{stem}.safetensors.index.json"] = json.dumps(index)
+
+    def files(self, name, revision=None):
+        made = {p.split("/")[0] for p in self.shards}
+        plain = {p.relative_to(self.served).as_posix(): p.stat().st_size for p in self.served.rglob("*") if p.is_file() and not (p.suffix == ".safetensors" and p.parent.name in made)}
+        return "0" * 40, plain | {n: len(t) for n, t in self.texts.items()} | {n: 2 * sum(map(math.prod, f.values())) for n, f in self.shards.items()}
+
+    def used(self): return sum(bytes_of(Path(folder)/n) for folder, _, names in os.walk(self.disk) for n in names) # folders may vanish meanwhile
+    def free(self, path=None): return self.at_most - self.used()
+    def has(self, name, path, commit): return (self.folder/path).is_file()
+    def release(self, path): Path(path).unlink(missing_ok=True)
+
+    def get(self, name, path, commit):
+        out = self.folder/path
+        if out.is_file(): return out
+        self.got.append(path)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        half = out.with_name(out.name + ".half")
+        if path in self.texts: half.write_text(self.texts[path])
+        elif path in self.shards: write_drawn(half, self.shards[path])
+        else: shutil.copy(self.served/path, half)
+        return half.rename(out)
+
+
+def write_drawn(path, shapes):
+    "A safetensors file in bfloat16, without holding a tensor of it."
+    at, head = 0, {}
+    for name, shape in shapes.items():
+        head[name] = dict(dtype="BF16", shape=list(shape), data_offsets=[at, at := at + 2 * math.prod(shape)])
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            for part in pieces(name, shape): f.write(memoryview(part.view(torch.uint8).numpy()))

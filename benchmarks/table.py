@@ -100,7 +100,12 @@ def gpu_table(r):
     return markdown(["part", "mode", "s per step", "TF/s", "relative to the limit", "speed relative to bare", "peak GB", "planned GB"], rows) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
 
 
-TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")))
+def rehearsal_table(r):
+    import rehearsal
+    return f"{rehearsal.text(r)}\n\n{about(r)}, {r['date']}." if r else "Not yet run to its end."
+
+
+TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")), rehearsal=lambda: rehearsal_table(held("rehearsal")))
 
 
 def main():

@@ -178,9 +178,11 @@ def identities(self:EmbeddingCacheManager) -> dict: # {id: identity}
 @patch
 def add_identity(self:EmbeddingCacheManager, identity:dict) -> str: # its id
     name = key_of("identity", **{k: identity.get(k) for k in _IDENTITY})[:12]
-    if name in self.identities(): return name
+    # an older version's identity may lack what a newer one adds
+    if self.identities().get(name, {}).keys() >= identity.keys(): return name
     with file_lock(self.cache_dir/".locks", "manifest", wait=30): # another process may add its own
-        known = EmbeddingCacheManager(self.cache_dir).identities() | {name: identity}
+        known = EmbeddingCacheManager(self.cache_dir).identities()
+        known[name] = identity | known.get(name, {})
         text = json.dumps(dict(version=1, identities=known), indent=1)
         write_atomic(self.cache_dir/"manifest.json", text.encode(), self.temp_dir)
     return name
@@ -320,9 +322,10 @@ def prompt_parts(
     crop=None,
 ) -> dict:
     "The key parts of `prompt_embed` and `prompt_embeds_mask`."
+    template = identity["template"] if controls else identity.get("text_template")
     return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls),
-                vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop else None, resize="lanczos-1",
-                template=identity["template"], text_encoder=identity["text_encoder"], dtype=identity["dtype"])
+                vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop and controls else None,
+                resize="lanczos-1", template=template, text_encoder=identity["text_encoder"], dtype=identity["dtype"])
 
 # %% ../nbs/00_cache.ipynb #c8e18902
 def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict:

@@ -90,6 +90,8 @@ class DataSection(Section):
     target_dir: PathStr | None = setting(None,
         "folder in dataset_path with the images after the edit; default: found by its name")
     control_dir: Folder = setting(None, "the same for the images before the edit; a list: several per pair")
+    allow_missing_control: bool = setting(False,
+        "train on targets without a control image as text-to-image: from their prompt alone")
     prompt: str | None = setting(None, "one instruction for all pairs without a caption or prompt.txt")
     trigger_word: str | None = setting(None,
         "word to put before each prompt that lacks it, or instead of [trigger]")

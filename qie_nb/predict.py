@@ -170,7 +170,8 @@ def _progress(self:Predictor, edits, steps, show, preview, every):
 # %% ../nbs/02_predict.ipynb #b32b5402
 @patch
 def predict(self:Predictor,
-    prompt_image, # path, PIL image, uint8 array [H, W, 3] or a list; for several prompts one for all or each
+    prompt_image, # path, PIL image, uint8 array [H, W, 3] or a list; for several prompts one for all or each;
+    # None: text-to-image, as QwenImagePipeline
     prompt, # the instruction, or a list of them: several edits that share their encoding
     negative_prompt="", # "" is encoded as " "; may be a list, as `seed` and `generator`
     num_inference_steps:int=None, # default 20, or the schedule's
@@ -194,7 +195,8 @@ def predict(self:Predictor,
     watch = self._progress(edits, how[0], progress, preview, preview_every)
     with self.predicting():
         out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)
-    why = "as asked" if height and width else f"the first image's aspect at {geometry.control_area} pixels"
+    shape = "a square of" if prompt_image is None else "the first image's aspect at"
+    why = "as asked" if height and width else f"{shape} {geometry.control_area} pixels"
     sizes = [[geometry.control(p.size) for p in e.images] for e in edits]
     self.predicted = [dict(size=e.size, why=why, controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
     return convert(out, isinstance(prompt, (list, tuple)))

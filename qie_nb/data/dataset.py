@@ -36,7 +36,7 @@ class ImageDataset(Dataset):
         if isinstance(config, (str, Path)): config = dict(dataset_path=str(config))
         path = config.get("dataset_path") if isinstance(config, dict) else None
         if hasattr(path, "column_names"): # a `datasets.Dataset`
-            names = {k: config.get(k) for k in ("prompt", "trigger_word")}
+            names = {k: config.get(k) for k in ("prompt", "trigger_word", "allow_missing_control")}
             config, samples = config | dict(dataset_path=None), find_samples(path, **names)
         self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
         self.found = config_samples(self.config) if samples is None else samples
@@ -251,7 +251,7 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
     controls, p = controls_of(tensors), "empty_" if drop else ""
     out |= {name: tensors[p + name] for name in ("prompt_embed", "prompt_embeds_mask")}
     return out | dict(pixel_latent=tensors["pixel_latent"],
-                      control_latent=controls if controls[1:] else controls[0])
+                      control_latent=controls[0] if len(controls) == 1 else controls)
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 @patch

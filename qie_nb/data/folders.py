@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .listing import UNREAD, contents, entries_of, image_folders, is_hidden, is_image, it_contains
 from .listing import lost_images, raise_twice, read_folder, why_unused
-from .tables import TABLE_SUFFIXES, Found, NoTable, few, home_path, instruction, nfc, printable
-from .tables import prompt_file, table_captions, text_of
+from .tables import NO_CONTROL, TABLE_SUFFIXES, Found, NoTable, few, home_path, instruction, nfc
+from .tables import printable, prompt_file, table_captions, text_of
 
 # %% ../../nbs/data/02_folders.ipynb #d7aed9a1
 _AFTER = r"(?i:target|after|end|output|out|edited|edit|result|gt)|T"
@@ -142,23 +142,27 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
     return {stem: [name for _, name in sorted(held)] for stem, held in found.items()}
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b01
-def _check_controls(after, folders, before, numbered):
-    "Raises ValueError for targets without a control."
+def _check_controls(after, folders, before, numbered, lone:bool=False, unread=()):
+    "Raises ValueError for targets without a control; with `lone` only if one may be misnamed."
     names = lambda held: few(Path(stem).parent/p.name for stem, p in held) # with their inner folder
     first = printable(folders[0].name)
-    if alone := [x for x in after.items() if x[0] not in before[0] and x[0] not in numbered]:
+    alone = [x for x in after.items() if x[0] not in before[0] and x[0] not in numbered]
+    if alone:
         used = {*after, *(n for held in numbered.values() for n in held)}
         rest = [x for x in before[0].items() if x[0] not in used]
         inner = " and folder" * any("/" in stem for stem, _ in alone + rest)
+        add = "add the controls or remove the targets" + f", {NO_CONTROL}" * (not lone)
+        lone = lone and not rest and not any(Path(stem).name in unread for stem, _ in alone)
         rest = (f"has {names(rest)} without a target; give both images of a pair the same name{inner}" if rest
                 else f"has no {'other ' * bool(before[0])}images that we can read "
-                     f"({contents(folders[0], False)}); add the controls or remove the targets")
-        raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name in "
-                         f"{first}/: {names(alone)}; {first}/ {rest}")
+                     f"({contents(folders[0], False)}); {add}")
+        if not lone:
+            raise ValueError(f"{len(alone)} of {len(after)} targets have no control image of the same name "
+                             f"in {first}/: {names(alone)}; {first}/ {rest}")
     for n, folder in enumerate(folders):
         later = {stem for held in before[n:] for stem in held}
         gaps = [(stem, p) for stem, p in after.items() if stem in later and stem not in before[n]]
-        if n and gaps:
+        if gaps and (n or lone):
             raise ValueError(f"{len(gaps)} of {len(after)} targets have no image in {folder.name}/ but one "
                              f"in a later folder: {names(gaps)}; add it or remove the later one")
 
@@ -227,7 +231,10 @@ def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     return sorted(reasons.items())
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
-def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or None
+def read_folders(
+    root:Path, target_dir=None, control_dirs=(),
+    lone:bool=False, # `data.allow_missing_control`
+) -> Found: # or None
     "Samples from a folder of targets and one or more folders of controls."
     if not (sides := sides_of(root, target_dir, control_dirs)): return None
     (targets, controls, note), (_, captions, masks), ignored = sides, _roles(root), []
@@ -241,10 +248,12 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     lost = lost_images(ignored, after)
     if not controls:
         if found := read_folders(targets) or read_pairs(targets): return found
-        several = len(image_folders(root)) > 1
-        raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
-            "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to that "
-            "of the images before it" if several else "Put the images before the edit into control_images/"))
+        several = len(image_folders(root, {captions, masks})) > 1
+        if not lone or several:
+            raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
+                "Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to "
+                "that of the images before it" if several else
+                "Put the images before the edit into control_images/"))
     held = [read_folder(d, ignored) for d in controls]
     painted = [read_folder(masks, ignored)[0] if masks else {},
                *(_masks_beside(images, after) for images in (after, *(images for images, _ in held)))]
@@ -257,9 +266,10 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     if not any([*texts, *said]): texts, theirs = theirs, []
     ignored += [(p, "a caption beside a control; only those of the targets are read")
                 for files in theirs for p in files.values()]
-    texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held]
+    texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held] or [{}]
     numbered = _numbered(before[0], after)
-    _check_controls(after, controls, before, numbered)
+    unread = {nfc(p.stem) for p, why in ignored if p.parent in controls}
+    if controls: _check_controls(after, controls, before, numbered, lone, unread)
     said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
              said[stem][1]) for stem, p in after.items()]
@@ -271,7 +281,7 @@ def read_folders(root:Path, target_dir=None, control_dirs=()) -> Found: # or Non
     more = dict.fromkeys(p.parent for held in files for p in held)
     more = "".join([f", {d.name}/" for d in more if not {targets, *controls} & {d, *d.parents}]
                    + [f", {p.name}" for p in tables])
-    layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls)}{more}"
+    layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls) or 'no controls'}{more}"
     odd = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
     above = [{*p.parents} for p in files[0]]
     notes = [note] * bool(note) + lost + odd * any({*controls} & a and targets not in a for a in above)
@@ -297,11 +307,11 @@ def _add_unmarked(after, before, neither) -> list: # notes; one side may be with
     return [f"pairs: {target!r} is the target of {control!r}, and so on (guessed from the names)"]
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf002
-def _check_pairs(after, before):
+def _check_pairs(after, before, lone:bool=False):
     alone = [(name, p.name) for name, p in after.items() if name not in before]
-    if alone:
-        rest = [p.name for name, held in before.items() if name not in after for _, p in held]
-        more = f"; without a target: {few(rest)}" if rest else ""
+    rest = [p.name for name, held in before.items() if name not in after for _, p in held]
+    if alone and (rest or not lone):
+        more = f"; without a target: {few(rest)}" if rest else f"; add them, {NO_CONTROL}"
         raise ValueError(f"{len(alone)} of {len(after)} targets have no control image beside them: "
                          f"{few(f for _, f in alone)}; expected e.g. {alone[0][0] + '_control'!r}{more}")
 
@@ -315,7 +325,7 @@ def _folder_each(root, ignored) -> tuple: # (images, captions) of folders with a
     return images, texts
 
 # %% ../../nbs/data/02_folders.ipynb #a840e001
-def read_pairs(root:Path) -> Found: # or None
+def read_pairs(root:Path, lone:bool=False) -> Found: # or None; lone: as for `read_folders`
     "Samples from one folder, or a folder for each pair, whose file names name their sides."
     ignored, (_, captions, masks) = [], _roles(root)
     alone = any(map(is_image, entries_of(root)))
@@ -323,7 +333,8 @@ def read_pairs(root:Path) -> Found: # or None
     after, before, neither = _sides(images)
     notes = (guessed := _add_unmarked(after, before, neither)) + lost_images(ignored, images)
     if not after or not before or not alone and len(after) < 2: return None
-    _check_pairs(after, before)
+    _check_pairs(after, before, lone)
+    before = {name: before.get(name, []) for name in [*before, *after]}
     shared = _shared(root, beside, images)
     texts = [aligned(t, after) for t in (beside, read_folder(captions, ignored)[1] if captions else {})]
     painted = read_folder(masks, ignored)[0] if masks else {}

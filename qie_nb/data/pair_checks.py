@@ -71,6 +71,7 @@ REUSED, AMBIGUOUS = "the same target from another control", "another target for 
 def _relation(a, b, target, same): # of two samples
     controls = len(a) == len(b) and all(x["pixels"] == y["pixels"] or distance(x, y) is not None
                                         for x, y in zip(a[1:], b[1:]))
+    if len(a) != len(b) and 1 in (len(a), len(b)): return None # one is trained on without a control
     if target: return REUSED if not controls else AGAIN if same else RENAMED
     return AMBIGUOUS if controls and same else None
 
@@ -84,6 +85,7 @@ def near_duplicates(
     at, out, seen = [i for i, x in enumerate(looks) if x], [], set()
     same = [" ".join(p.split()).casefold() for p in prompts]
     for first, targets in enumerate((True, False)):
+        at = [n for n in at if len(looks[n]) > first] # without a control, only targets are compared
         for i, j, bits in alike([looks[n][first] for n in at]):
             a, b = at[i], at[j]
             if (a, b) in seen or (not targets and same[a] != same[b]): continue
@@ -142,7 +144,7 @@ def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sam
     "Samples whose target is probably the original, because several share it."
     groups, controls = defaultdict(list), Counter()
     for i, d in enumerate(digests):
-        if d: groups[d[0]].append(i), controls.update(set(d[1:]))
+        if d and d[1:]: groups[d[0]].append(i), controls.update(set(d[1:]))
     if max(controls.values(), default=0) > 1: return {}
     several = [g for g in groups.values() if len(g) > 1 and len({prompts[i] for i in g}) == len(g)]
     why = "{} samples with other controls and captions share this target, and no two samples share a control"

@@ -56,10 +56,12 @@ class Samples(list):
         for note in new: print(note)
 
     def __repr__(self):
-        counts = {len(s.controls) for s in self} or {0}
+        counts, alone = {len(s.controls) for s in self if s.controls}, [s.id for s in self if not s.controls]
+        none = f", {len(alone)} without a control image ({few(alone)})" * bool(alone)
+        if not counts: counts = {0}
         low, high = min(counts), max(counts)
         controls = _counted(low, "control") if low == high else f"{low} to {high} controls"
-        text = f"{_counted(len(self), 'sample')} ({self.layout}), {controls} each"
+        text = f"{_counted(len(self), 'sample')} ({self.layout}), {controls} each{none}"
         if n := sum(s.mask is not None for s in self): text += f", masks for {n} of {len(self)}"
         if not self.ignored: return text
         left = [f"{name} ({why})" for name, why in self.ignored[:3]] + ["..."] * (len(self.ignored) > 3)
@@ -129,7 +131,8 @@ def _samples(found, prompt=None, trigger=None) -> Samples:
     return Samples(samples, found.layout + added, found.ignored, [*found.notes, *notes])
 
 def _has_known_columns(table, columns, optional) -> bool:
-    optional = [*optional, *["prompt"] * bool(prompt_file(table.parent))]
+    optional = [*(role for role in optional if role != "control"), # one column for controls is enough
+                *["prompt"] * bool(prompt_file(table.parent))]
     names = lambda: [*{c: 0 for _, r in table_rows(table) for c in r}]
     try: return bool(match_columns(names(), table.name, columns, optional))
     except ValueError: return False
@@ -170,11 +173,11 @@ def _inner(root) -> Path: # train/, or the only folder with images; or None
 
 # %% ../../nbs/data/03_samples.ipynb #1e8bf401
 def _found(root, columns, sides, optional, deep:int=4): # sides: (target_dir, [control_dirs]); `Found` or None
-    chosen = [n for n in (sides[0], *sides[1]) if n]
+    chosen, lone = [n for n in (sides[0], *sides[1]) if n], "control" in optional
     inner = _inner(root) if deep and not all(named_folder(root, n) for n in chosen) else None
     table = None if chosen else _table_in(root, columns, optional)
     found = None if inner else _read_table(table, columns, optional) if table else (
-        read_folders(root, *sides) or read_pairs(root))
+        read_folders(root, *sides, lone) or read_pairs(root, lone))
     if found or not deep or not (inner := inner or _inner(root)): return found
     if not (more := _found(inner, columns, sides, optional, deep - 1)): return None
     name = f"{inner.name}/"
@@ -214,16 +217,18 @@ def find_samples(
     target_dir=None, control_dir=None, # folders in `path`; control_dir may be a list
     prompt:str=None, # for samples without a caption
     trigger_word:str=None, # put before each prompt that lacks it
+    allow_missing_control:bool=False, # of targets that are trained on from their prompt alone
 ) -> Samples: # sorted by id
     "The samples of a data set."
     dirs = [control_dir] if isinstance(control_dir, (str, Path)) else list(control_dir or [])
     if isinstance(path, (list, tuple)):
         if not path: raise ValueError("`data.dataset_path` is an empty list; name at least one folder in it")
-        return _several([find_samples(p, columns, target_dir, dirs, prompt, trigger_word) for p in path])
+        return _several([find_samples(p, columns, target_dir, dirs, prompt, trigger_word,
+                                      allow_missing_control) for p in path])
     if path is None and target_dir and dirs:
         target_dir, *dirs = (os.path.abspath(home_path(d)) for d in (target_dir, *dirs))
         path = os.path.commonpath([target_dir, *dirs])
-    optional = ["mask", *["prompt"] * bool(prompt)]
+    optional = ["mask", *["prompt"] * bool(prompt), *["control"] * bool(allow_missing_control)]
     if hasattr(path, "column_names"):
         return _samples(read_dataset(path, columns, optional), prompt, trigger_word)
     if path is None: raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
@@ -247,7 +252,8 @@ def config_samples(
     dirs = [d for v in names.values() for d in (v if isinstance(v, list) else [v]) if d]
     has = lambda d: not os.path.isabs(d) and (home_path(path)/d).is_dir()
     if path and not all(map(has, dirs)): names = {}
-    return find_samples(here, **names, prompt=data.prompt, trigger_word=data.trigger_word)
+    return find_samples(here, **names, prompt=data.prompt, trigger_word=data.trigger_word,
+                        allow_missing_control=data.allow_missing_control)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
 def cached_size(source) -> tuple: # (width, height)
@@ -313,16 +319,24 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 AUTO = 10 # control images, from which one is held out by default
 
+def _first_images(samples) -> list: # digest of each first control; a target without one belongs to its pair
+    first = [source_digest(s.controls[0]) if s.controls else None for s in samples]
+    if all(first): return first
+    targets = [source_digest(s.target) for s in samples]
+    of = {t: d for t, d in zip(targets, first) if d}
+    return [d or of.get(t, t) for t, d in zip(targets, first)]
+
 # %% ../../nbs/data/03_samples.ipynb #ad6baf01
 def split_held_out(
     samples:list,
     fraction, # of the control images, 0 to 1, or auto
     seed:int=0,
 ) -> tuple: # (training samples, validation samples)
-    "Split off validation pairs, grouped by their first control image."
+    "Split off validation pairs, grouped by their first control image; `auto` takes one that has some."
     if not fraction or fraction == "auto" and len(samples) < AUTO: return list(samples), []
-    first = [source_digest(s.controls[0]) for s in samples]
-    groups = sorted(set(first), key=lambda d: stable_seed(seed, d, "held out"))
+    first = _first_images(samples)
+    groups = {d for s, d in zip(samples, first) if s.controls or fraction != "auto"}
+    groups = sorted(groups, key=lambda d: stable_seed(seed, d, "held out"))
     if fraction == "auto": # one, if there are enough
         if len(groups) < AUTO: return list(samples), []
         fraction = 1 / len(groups)

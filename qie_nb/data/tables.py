@@ -153,7 +153,8 @@ def match_columns(
             raise ValueError(f"{where} has no column for the {role}; it has {_some(names)}; name it "
                              f"{' or '.join(_SPELLINGS[role][:3])}, or use "
                              f"find_samples(path, columns={{{role!r}: ...}}){shared}")
-    return {role: found if role == "control" else found[0] for role, found in got.items() if found}
+    return {role: found if role == "control" else found[0] for role, found in got.items()
+            if found or role == "control"}
 
 # %% ../../nbs/data/01_tables.ipynb #4b7b66ae
 def _end_of(path) -> tuple: # (resolved path or None, is it a file?)
@@ -205,13 +206,16 @@ def _prompt(text, name, where): # None if it is empty
     return instruction(text, name, where)
 
 # %% ../../nbs/data/01_tables.ipynb #f6399603
-def _sample_of(row, got, root, where, local=lambda name: name) -> tuple: # all but the id of `Found.rows`
+NO_CONTROL = "or set `data.allow_missing_control` to true to train on such targets from their prompt alone"
+
+def _sample_of(row, got, root, where, local=lambda name: name, lone:bool=False) -> tuple:
+    "All but the id of `Found.rows`; `lone`: may the target lack a control?"
     path = lambda name: inside(root, local(name), where)
     target, mask = path(row.get(got["target"])), row.get(got.get("mask"))
     names = [n for c in got["control"] for n in _names_in(row.get(c), root)]
-    if not names:
+    if not names and not lone:
         raise ValueError(f"{where} has no control image in {' or '.join(map(repr, got['control']))}; "
-                         f"write its path there")
+                         f"write its path there, {NO_CONTROL}")
     return (target, tuple(map(path, names)), _prompt(row.get(got.get("prompt")), nfc(target.stem), where),
             None if mask in (None, "") else path(mask), where)
 
@@ -219,7 +223,8 @@ def _sample_of(row, got, root, where, local=lambda name: name) -> tuple: # all b
 def layout_of(table:str, got:dict, names:list) -> str:
     "The columns found, in words."
     rest = [n for n in names if n not in (*got["control"], *(v for k, v in got.items() if k != "control"))]
-    return (f"{table}target `{got['target']}`, control {' and '.join(f'`{c}`' for c in got['control'])}"
+    controls = " and ".join(f"`{c}`" for c in got["control"]) or "none"
+    return (f"{table}target `{got['target']}`, control {controls}"
             + "".join(f", {role} `{got[role]}`" for role in ("prompt", "mask") if role in got)
             + (f"; not used: {_some(rest)}" if rest else ""))
 
@@ -283,10 +288,10 @@ def read_table(path:Path, columns:dict=None, optional=("mask",)) -> Found:
         raise ValueError(f"{path.name!r} has no rows; add image, edit_image and prompt for each sample")
     names = list(dict.fromkeys(c for _, r in rows for c in r if isinstance(c, str)))
     got = match_columns(names, repr(path.name), columns, [*optional, *["prompt"] * bool(shared)])
-    local, notes = moved_paths(rows, got, root)
+    (local, notes), lone = moved_paths(rows, got, root), "control" in optional
     found, bad = [], []
     for n, row in rows:
-        try: found.append((n, *_sample_of(row, got, root, f"row {n} of {path.name!r}", local)))
+        try: found.append((n, *_sample_of(row, got, root, f"row {n} of {path.name!r}", local, lone)))
         except (ValueError, FileNotFoundError) as e: bad.append(e)
     if bad: raise type(bad[0])(f"{bad[0]}" + f" ({len(bad)} of {len(rows)} rows are wrong)" * (len(bad) > 1))
     return Found(_unique(found, path), layout_of(f"{path.name}: ", got, names), (), notes, shared)
@@ -323,7 +328,7 @@ def _split_of(data):
 def _column(rows, name): return rows.select_columns([name])[:].column(name) # other columns are not loaded
 
 def _list_indices(rows, name, kind) -> list: # of each row's indices, or [None]
-    if kind == "one": return [[None]] * len(rows)
+    if kind == "one": return [[None] * ok for ok in _column(rows, name).is_valid().to_pylist()]
     return [list(range(n or 0)) for chunk in _column(rows, name).chunks
             for n in chunk.value_lengths().to_pylist()]
 
@@ -338,11 +343,11 @@ def _kinds(features, got) -> dict: # {column: "one" or "many"}
     return kinds
 
 # %% ../../nbs/data/01_tables.ipynb #be86e3d1
-def _row_sample(rows, got, indices, prompt, masked, i) -> tuple:
+def _row_sample(rows, got, indices, lone, prompt, masked, i) -> tuple:
     controls = tuple(RowImage(rows, c, i, k) for c, held in zip(got["control"], indices) for k in held[i])
-    if not controls:
+    if not controls and not lone:
         raise ValueError(f"row {i} of the data set has no control image in "
-                         f"{' or '.join(map(repr, got['control']))}; fill it or remove the row")
+                         f"{' or '.join(map(repr, got['control']))}; fill it, remove the row, {NO_CONTROL}")
     where = f"row {i}" + (f", column {got['prompt']!r}" if "prompt" in got else "")
     mask = RowImage(rows, got["mask"], i) if masked else None
     prompt, target = _prompt(prompt, f"{i:06}", where), RowImage(rows, got["target"], i)
@@ -361,5 +366,6 @@ def read_dataset(data, columns:dict=None, optional=("mask",)) -> Found:
     indices = [_list_indices(rows, c, kinds[c]) for c in got["control"]]
     prompts = _column(rows, got["prompt"]).to_pylist() if "prompt" in got else [None] * len(rows)
     masked = _column(rows, got["mask"]).is_valid().to_pylist() if "mask" in got else [False] * len(rows)
-    out = [_row_sample(rows, got, indices, *each, i) for i, each in enumerate(zip(prompts, masked))]
+    lone = "control" in optional
+    out = [_row_sample(rows, got, indices, lone, *each, i) for i, each in enumerate(zip(prompts, masked))]
     return Found(out, layout_of("datasets.Dataset: ", got, list(data.column_names)))

@@ -13,7 +13,7 @@ import torch
 
 from qie_nb.core.display import table_html
 from qie_nb.models.components import device_of
-from qie_nb.models.loading import component_bytes, free_device_bytes, work_bytes
+from qie_nb.models.loading import free_device_bytes, work_bytes
 from qie_nb.models.quantize import held_bytes, parse_quantization
 
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
@@ -163,8 +163,7 @@ def plan_components(
     if own := components.placements.get("transformer"): fixed["transformer"] = own.why
     if running and wanted.setdefault("transformer", loaded["transformer"]) == loaded["transformer"]:
         fixed["transformer"] = "it is trained there"
-    sizes = {n: held_bytes(parts[n]) if n in loaded else
-             component_bytes(components.folder_of(n)/n, components.dtype, quant.get(n), table) for n in PARTS}
+    sizes = {n: held_bytes(parts[n]) if n in loaded else components.bytes_of(n, table) for n in PARTS}
     known = {main, "cpu", *wanted.values(), *loaded.values()}
     if main != "cpu" and not running and alone:
         known |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}

@@ -18,7 +18,7 @@ from PIL import Image
 from ..cache import PREFIX, CacheEntry
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry, open_image
-from ..models.loading import component_bytes, free_device_bytes, work_bytes
+from ..models.loading import free_device_bytes, work_bytes
 from .prompts import (Prefix, PrefixNotSharable, encode_prefix, encode_prompt,
                                      encode_suffixes, vl_images)
 from .vae import encode_images, pixels_of
@@ -38,8 +38,7 @@ def pick_batch(
     c, used = components, {torch.device(d) for d in devices.values()}
     if others := sorted(str(d) for d in used if d.type != "cuda"):
         return 1, f"nothing is gained on {', '.join(others)}"
-    weights = {n: 0 if n in c.loaded else component_bytes(c.folder/n, c.dtype, c.quantize.get(n))
-               for n in devices}
+    weights = {n: 0 if n in c.loaded else c.bytes_of(n) for n in devices}
     total = lambda d, each: sum(each[n] for n in devices if torch.device(devices[n]) == d)
     left, work = {d: free(d) - total(d, weights) for d in used}, work_bytes(c.areas["control_area"])
     n = max(1, min(_MAX_BATCH, *(int(left[d] / 2 // total(d, work)) for d in used))) # half is a reserve
@@ -124,8 +123,8 @@ def prefix(self:Encoder,
     if self._last_prefix[0] != known_by:
         self._last_prefix = None, None # free it before the next one is computed
         sets = images()
-        self.calls["prefix"] += len(sets)
         self._last_prefix = known_by, encode_prefix(*self._text(), sets)
+        self.calls["prefix"] += len(sets)
     return self._last_prefix[1]
 
 # %% ../../nbs/encoding/02_encoder.ipynb #12a9b8fb

@@ -78,7 +78,7 @@ class EntrySizes:
     def prompt(self, prompt, sizes) -> tuple: # (tokens of the shared prefix or 0, other tokens)
         prefix = self.prefix(sizes)
         try:
-            if not self.encoder.share_prefix: raise PrefixNotSharable
+            if not (sizes and self.encoder.share_prefix): raise PrefixNotSharable
             return prefix.kept, len(suffix_ids(*self.args, prefix, prompt))
         except PrefixNotSharable: return 0, len(whole_ids(*self.args, prompt, prefix.counts)) - prefix.dropped
 
@@ -136,7 +136,9 @@ def work_items(
 ) -> list: # of lists of `WorkItem`s that are encoded together
     "Group samples into work items."
     by_images, groups = {}, {}
-    for i in samples: by_images.setdefault(dataset.keys(i)[PREFIX].key, []).append(i)
+    for i in samples: # without controls, each target is a set of its own
+        unit = PREFIX if dataset.samples[i].controls else "pixel_latent"
+        by_images.setdefault(dataset.keys(i)[unit].key, []).append(i)
     for key, found in by_images.items():
         sizes = dataset.bucket(found[0]), tuple(map(dataset.geometry.vl, dataset.sizes[found[0]][1:]))
         items = [WorkItem(key, found[n:n + _MAX_SAMPLES]) for n in range(0, len(found), _MAX_SAMPLES)]

@@ -13,11 +13,13 @@ import torch
 from PIL import Image
 
 from ..data.images import Geometry
-from ..models.components import device_of, positions_of, prompt_text, template_of
+from ..models.components import device_of, positions_of, prompt_text, template_for
 
 # %% ../../nbs/encoding/01_prompts.ipynb #48fb80f6
 class PrefixNotSharable(ValueError):
     "A text's tokens do not begin with the prefix's: encode it whole."
+
+_TEXT = 1024 # tokens of a prompt without images: `tokenizer_max_length` of QwenImagePipeline
 
 def whole_ids(
     processor, # Qwen2VLProcessor
@@ -28,7 +30,8 @@ def whole_ids(
     "Tokens of a whole text, without reading the images."
     tok, counts = processor.tokenizer, list(counts)
     pad = tok.convert_tokens_to_ids("<|image_pad|>")
-    ids = tok(prompt_text(variant, prompt, len(counts)))["input_ids"]
+    limit = {} if counts else dict(truncation=True, max_length=_TEXT + template_for(variant, 0)[1])
+    ids = tok(prompt_text(variant, prompt, len(counts)), **limit)["input_ids"]
     if ids.count(pad) != len(counts):
         raise PrefixNotSharable(f"`processor` has {ids.count(pad)} image tokens for {len(counts)} images")
     left = iter(counts)
@@ -78,7 +81,7 @@ class VLImages(list):
     "PIL images at the text encoder's size, with the processor's tensors."
     tensors = None # (pixel_values [patches, D], image_grid_thw [images, 3])
     def process(self, processor):
-        if self.tensors is None:
+        if self.tensors is None and self:
             found = processor.image_processor(images=list(self), return_tensors="pt")
             self.tensors = found["pixel_values"], found["image_grid_thw"]
         return self.tensors
@@ -93,6 +96,7 @@ def vl_images(
 # %% ../../nbs/encoding/01_prompts.ipynb #8819432a
 def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`, pixel_values, image_grid_thw)
     sizes = sorted({tuple(p.size for p in images) for images in images_list})
+    if sizes == [()]: raise PrefixNotSharable("a prompt without images has no prefix to share")
     if len(sizes) != 1 or not sizes[0]:
         raise ValueError("`images_list` must have images of the same sizes in each sample, "
                          f"got {sizes}; encode them in separate calls")
@@ -103,11 +107,12 @@ def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`,
     end = processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
     if end not in row: raise PrefixNotSharable("`processor` has no token for <|vision_end|>")
     tokens = PrefixTokens(tuple(row[:len(row) - row[::-1].index(end)]), tuple(counts),
-                          template_of(variant.pipeline)[1])
+                          template_for(variant, len(counts))[1])
     return tokens, torch.cat(pixels), torch.cat(grid)
 
 def prefix_tokens(processor, variant, images) -> PrefixTokens:
     "Tokens before a prompt; of the images only the sizes matter."
+    if not images: return PrefixTokens((), (), template_for(variant, 0)[1])
     return _prefix_inputs(processor, variant, [list(images)])[0]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #a8e9f001
@@ -173,13 +178,17 @@ def encode_suffixes(
 
 # %% ../../nbs/encoding/01_prompts.ipynb #61bc8d79
 def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L, D]
+    if not images: # as QwenImagePipeline: a text has running positions
+        ids = torch.tensor([whole_ids(processor, variant, prompt, ())], device=device_of(text_encoder))
+        out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        return out.last_hidden_state[:, template_for(variant, 0)[1]:]
     text = prompt_text(variant, prompt, len(images))
     names = "input_ids", "attention_mask", "pixel_values", "image_grid_thw"
     inputs = processor(text=[text], images=list(images), padding=True, return_tensors="pt")
     positions = prefix_positions(text_encoder, variant, inputs["input_ids"], inputs["image_grid_thw"])
     inputs = dict(position_ids=positions, **{k: inputs[k] for k in names})
     out = text_encoder.model(**{k: t.to(device_of(text_encoder)) for k, t in inputs.items()})
-    return out.last_hidden_state[:, template_of(variant.pipeline)[1]:]
+    return out.last_hidden_state[:, template_for(variant, len(images))[1]:]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #61bc8d01
 @torch.no_grad()

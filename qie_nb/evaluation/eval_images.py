@@ -69,6 +69,7 @@ def file_name(text:str) -> str:
     return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
 
 def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
+    images = images or [Image.new("RGB", (height, height), "white")] # text-to-image
     size = lambda p: (max(1, round(p.width * height / p.height)), height)
     return np.concatenate([np.asarray(p.resize(size(p))) for p in images], 1)
 

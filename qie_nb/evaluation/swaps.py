@@ -67,7 +67,8 @@ def swap_test(
 ) -> SwapTest:
     "Are the pairs swapped? Compares what the instruction gains in both directions."
     dataset = _data_of(trainer, data)
-    given = [dataset.samples[p["index"]] for p in pairs_to_show(dataset.samples, n)]
+    pairs = [s for s in dataset.samples if s.controls]
+    given = [pairs[p["index"]] for p in pairs_to_show(pairs, n)]
     if len(given) < 3:
         raise ValueError(f"a swap test needs at least 3 pairs, got {len(given)}; add pairs or raise `n`")
     passes = 4 * len(given) * noises * len(PARTS)

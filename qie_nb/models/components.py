@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from ..core.files import file_digest, free_bytes
 from ..core.progress import quiet_bars
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
-from .loading import (check_saved_quantization, empty_model, load_quantized, saved_quantization,
-                                   source_checkpoint, stored_dtype, weight_files)
+from .loading import (check_saved_quantization, component_bytes, empty_model, load_quantized,
+                                   saved_quantization, source_checkpoint, stored_dtype, weight_files)
 from .quantize import check_quantization, dtype_name, parse_quantization
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
@@ -49,6 +49,12 @@ def template_of(pipeline:str) -> tuple: # (template with one {} for images and p
     empty = cls(**dict.fromkeys(inspect.signature(cls).parameters))
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
+TEXT_TO_IMAGE = "QwenImagePipeline" # the same components, no images
+
+def template_for(variant:Variant, images:int) -> tuple: # as `template_of`
+    "The variant's template; of a prompt without control images, that of text-to-image."
+    return template_of(variant.pipeline if images else TEXT_TO_IMAGE)
+
 # %% ../../nbs/models/03_components.ipynb #3cceb8a0
 _VISION = [f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
 
@@ -60,7 +66,7 @@ def prompt_text(variant:Variant, prompt:str, images:int=1) -> str:
     if images > 1 and not variant.multi_image:
         raise ValueError(f"variant v1 takes one control image, got {images}; use a 2509 or 2511 model")
     prefix = "".join(variant.image_prefix.format(i + 1) for i in range(images))
-    return template_of(variant.pipeline)[0].format(prefix + (prompt if prompt.strip() else " "))
+    return template_for(variant, images)[0].format(prefix + (prompt if prompt.strip() else " "))
 
 # %% ../../nbs/models/03_components.ipynb #6b2330c6
 @lru_cache
@@ -252,6 +258,16 @@ def _quantized_folder(self:Components, name) -> Path: # of a hub component
 
 # %% ../../nbs/models/03_components.ipynb #7d40c005
 @patch
+def folder_with_table(self:Components) -> Path: # the transformer's, or None
+    "Where the transformer has, or will have, a table instead of its modulation layers."
+    if not self.hub:
+        folder = self.folder/"transformer"
+        return folder if source_checkpoint(folder).get("table") else None
+    out = self._quantized_folder("transformer")
+    used = (out/"transformer").is_dir() or self.deletes_shards("transformer")
+    return out/"transformer" if used and self.modulation_sets(self.dtype) else None
+
+@patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, downloaded or quantized now if needed."
     from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
@@ -336,10 +352,23 @@ def component_digest(folder, name:str) -> str: # 16 hex digits
 
 # %% ../../nbs/models/03_components.ipynb #de56b402
 @patch
-def has_encoders(self:Components) -> bool:
-    "Are the encoders here without a download?"
-    local = lambda c: not self.hub or (self._quantized_folder(c)/c).is_dir() or not self.hub.missing(c)
-    return all((self.folder/c).is_dir() and local(c) for c in _ENCODERS)
+def is_local(self:Components, name:str) -> bool: # can it be loaded without a download?
+    if self.hub and ((self._quantized_folder(name)/name).is_dir()): return True
+    return (self.folder/name).is_dir() and not (self.hub and self.hub.missing(name))
+
+@patch
+def bytes_of(self:Components,
+    name:str, table:bool=False, # with the modulation table?
+) -> int:
+    "Bytes of a component in memory; nothing is downloaded to know them."
+    from qie_nb.models.prequantize import quantized_bytes
+    q = self.quantize.get(name)
+    if self.is_local(name): return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
+    folder = self.hub.fetch_configs([name])
+    return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
+
+@patch
+def has_encoders(self:Components) -> bool: return all(map(self.is_local, _ENCODERS))
 
 # %% ../../nbs/models/03_components.ipynb #de56b403
 @patch
@@ -352,8 +381,10 @@ def identity(self:Components) -> dict:
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
     text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
     template = repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()
+    digest = lambda text: hashlib.sha256(text).hexdigest()[:12]
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
-                template=f"{hashlib.sha256(template).hexdigest()[:12]}-{positions_of(self.variant)}",
+                template=f"{digest(template)}-{positions_of(self.variant)}",
+                text_template=digest(repr(template_of(TEXT_TO_IMAGE)).encode()),
                 dtype=dtype_name(self.dtype), **self.areas)

@@ -36,7 +36,8 @@ def as_image(given) -> Image.Image: # RGB, upright
     return open_image(given)
 
 def images_of(given) -> list: # PIL images
-    "The control images of one edit, from one or a list."
+    "The control images of one edit, from one or a list; none for text-to-image."
+    if given is None: return []
     several = given if isinstance(given, (list, tuple)) else [given]
     if not len(several): raise ValueError("`prompt_image` is an empty list; give at least one image")
     return [as_image(p) for p in several]
@@ -92,7 +93,7 @@ def factor_of(components) -> int: # image pixels per latent pixel
 # %% ../../nbs/sampling/01_edits.ipynb #9dede701
 def make_edits(
     components, geometry, # of the control images; nothing is built
-    prompt_image, # an image, a list of images, or with several prompts a list with an entry each
+    prompt_image, # an image, a list of them, or with several prompts a list with an entry each; or None
     prompt, negative_prompt="", # str, or a list of them
     height:int=None, width:int=None, # pixels
     seed=0, generator=None, # one or a list; a single torch.Generator is used for all edits in turn
@@ -108,7 +109,7 @@ def make_edits(
     sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * 2
     for p, q, s in zip(prompts, negatives, sets):
         prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
-    size = lambda s: output_size(s[0].size, area or geometry.control_area, height, width, multiple)
+    size = lambda s: output_size(s[0].size if s else (1, 1), area or geometry.control_area, height, width, multiple)
     each = zip(sets, prompts, negatives, seeds, generators)
     return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in each]
 

@@ -115,7 +115,7 @@ def pick(self:RunModulation,
     "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.config.model.modulation_table, self.components
     if training: lora.check_targets(self.config.model.lora, self._layers())
-    if source_checkpoint(folder := parts.folder/"transformer").get("table"):
+    if folder := parts.folder_with_table():
         if why := self.why_layers(training, adapters) if setting else "`model.modulation_table` is false":
             raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
                              "modulation layers; use the whole model")

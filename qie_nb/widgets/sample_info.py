@@ -17,7 +17,7 @@ from ..core.cache_layers import verify_entry
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import look, pair_warnings
 from ..encoding.prompts import whole_ids
-from ..models.components import VARIANTS, Components, component_digest, prompt_text, template_of
+from ..models.components import VARIANTS, Components, component_digest, prompt_text, template_for
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0006
 def dataset_of(
@@ -79,7 +79,7 @@ def text_length(components:Components, prompt:str, counts) -> int: # counts: tok
     "Length of an embedding: tokens, images included, without the template's first ones."
     tokenizer = SimpleNamespace(tokenizer=components.get("tokenizer"))
     ids = whole_ids(tokenizer, components.variant, prompt, counts)
-    return len(ids) - template_of(components.variant.pipeline)[1]
+    return len(ids) - template_for(components.variant, len(counts))[1]
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0012
 def _tokens(dataset, i, components, whole, f) -> dict:

@@ -78,7 +78,8 @@ def _mask_figure(dataset, i, target, height) -> str:
 def _badges(f) -> str:
     marks, part = dict.fromkeys(mark for mark, _ in f["marks"]), f["missing"] not in ([], ["everything"])
     state = "encoded" if f["cached"] else "partly encoded" if part else "not encoded yet"
-    return "".join([*(badge(text, bad=True) for text in marks), badge(state)])
+    alone = [badge("no control image")] * (not f["controls"])
+    return "".join([*(badge(text, bad=True) for text in marks), *alone, badge(state)])
 
 def _sum(t) -> str: # the transformer's sequence; unknown lengths are left out
     word = lambda k: str(t[k]).strip("[]").replace(", ", " + ")
@@ -91,7 +92,7 @@ def _sum(t) -> str: # the transformer's sequence; unknown lengths are left out
 # %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0004
 def _details(f) -> str: # folded: what the model gets
     rows = [_sum(f["tokens"] or {}), f"image sizes in training: target {_size(f['bucket'])}, controls "
-            + ", ".join(map(_size, f["control_bucket"])) + ", unless the model has another area" * (not f["areas_known"])]
+            + (", ".join(map(_size, f["control_bucket"])) or "none") + ", unless the model has another area" * (not f["areas_known"])]
     if f["missing"] not in ([], ["everything"]): rows.append(f"not encoded yet: {', '.join(f['missing'])}")
     if f["dropped"]: rows.append(f"epoch {f['epoch']} trains this pair without its caption (caption dropout)")
     text = ""
@@ -147,6 +148,7 @@ def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     out = _ZOOM
     for p in pairs_to_show(dataset.samples, n):
         before = "".join(_figure(_opened(c, None), "before (control)", 260) for c in p["before"])
+        before = before or "no control image"
         after = _figure(_opened(p["after"], None), "after (target)", 260)
         out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div><div>{before}{arrow}{after}</div>"
     return out

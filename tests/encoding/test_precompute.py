@@ -43,11 +43,10 @@ def test_precompute_runs_what_the_benchmark_counts(variant, tmp_path):
     assert collections.Counter(seen) == dict(vae=2, vision=1) and len(passes) == 3 and max(passes[1:]) < passes[0]
 
 
-def test_loaded_encoders_need_no_further_memory(monkeypatch): # other batch sizes: in the notebook
-    monkeypatch.setattr("qie_nb.encoding.encoder.component_bytes", lambda folder, *a: dict(vae=0.25e9, text_encoder=33e9)[folder.name])
+def test_loaded_encoders_need_no_further_memory(): # other batch sizes: in the notebook
     devices = dict(vae="cuda", text_encoder="cuda")
     for loaded, batch in ({}, 1), (devices, 2):
-        parts = SimpleNamespace(areas=dict(control_area=1024*1024), loaded=loaded, folder=Path("."), dtype=torch.float32, quantize={})
+        parts = SimpleNamespace(areas=dict(control_area=1024*1024), loaded=loaded, bytes_of=dict(vae=0.25e9, text_encoder=33e9).get)
         assert pick_batch("auto", devices, parts, lambda d: 26e9)[0] == batch
 
 

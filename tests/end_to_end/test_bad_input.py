@@ -204,6 +204,7 @@ DATA = { # pairs that are not found
     "folders called A and B": files("A/1.jpg,2.jpg", "B/1.jpg,2.jpg"),
     "a chosen folder that is missing": files("A/1.jpg", "B/1.jpg", target_dir="C", control_dir="A"),
     "no control images": files("after/1.jpg,1.txt"),
+    "a control is missing": files("after/1.jpg,2.jpg", "before/1.jpg", prompt="x"),
     "two data sets side by side": files("cats/after/1.jpg,1.txt", "cats/before/1.jpg", "dogs/after/1.jpg,1.txt", "dogs/before/1.jpg"),
     "other names in the two folders": files("after/DSC_1.jpg,DSC_2.jpg", "before/IMG_1.jpg,IMG_2.jpg", prompt="x"),
     "captions missing": files("after/1.jpg,2.jpg,3.jpg,3.txt", "before/1.jpg,2.jpg,3.jpg"),

@@ -70,6 +70,27 @@ def test_each_job_downloads_its_own_components(hub, pairs, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_next_session_edits_with_a_copy_that_has_only_the_table(hub, pairs, tmp_path):
+    "Training deleted the files with the modulation layers; the cache has what the text encoder would compute."
+    root, how = pairs(), dict(text_encoder_quantize="qint8", delete_downloaded_shards=True)
+    first = trainer(root, tmp_path, "hub", NAME, **how)
+    first.cache_embeddings(), first.fit()
+    lora, image = first.save_lora(tmp_path/"lora"), first.predict_cached(0, num_inference_steps=2)
+    shutil.rmtree(next(hub.root.glob("home/models/*/text_encoder-*")))
+    hub.got.clear()
+    again = trainer(root, tmp_path, "hub", NAME, **how).load_lora(str(lora))
+    assert again.modulation_table and abs(again.predict_cached(0, num_inference_steps=2).astype(int) - image).max() <= 1
+    assert not large(hub.got), "neither the transformer nor the text encoder is downloaded"
+
+
+def test_sizes_are_known_before_a_download(hub):
+    "They decide on batches and devices."
+    local, remote = (Components(n, quantize=dict(transformer="nf4")) for n in (str(hub.served), NAME))
+    for name in ("vae", "text_encoder", "transformer"): assert abs(remote.bytes_of(name) / local.bytes_of(name) - 1) < 0.01
+    assert not weights(hub.got)
+
+
+@pytest.mark.slow
 def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsys):
     root, quantized = pairs(), dict(text_encoder_quantize="qint8", delete_downloaded_shards=True)
     remote, local = (trainer(root, tmp_path, n, m, **quantized) for n, m in (("hub", NAME), ("local", hub.served)))
