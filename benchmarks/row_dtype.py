@@ -31,7 +31,7 @@ def checkpoint(folder, zero_cond_t):
     return folder
 
 
-def gradients(transformer, time, told): # {name: gradient}; the noise level is `time`, the model is told `told` (0 to 1)
+def gradients(transformer, time, told): # {name: gradient}; `time`: 0 to 1000, `told`: what the model gets, 0 to 1
     g = torch.Generator().manual_seed(1)
     x0, eps, control = (torch.randn(1, 16, 64, generator=g) for _ in range(3))
     text, s = torch.randn(1, 8, WIDTH["joint_attention_dim"], generator=g), time / 1000
