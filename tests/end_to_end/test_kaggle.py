@@ -1,23 +1,27 @@
 """The Kaggle and Colab notebooks in imitations of both: read-only inputs, a small working folder, no internet, batch runs.
 With the platforms' own library versions where QIE_NB_KAGGLE_PYTHON and QIE_NB_COLAB_PYTHON name such a Python and QIE_NB_WHEELS a folder of wheels (`make places` does)."""
-import ast, importlib, json, os, re, shutil, subprocess, sys
+import ast, importlib, itertools, json, os, re, shutil, subprocess, sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import nbformat, pytest
+import nbformat, pytest, torch
 from nbformat import v4
 from packaging.requirements import Requirement
 from packaging.version import Version
+from safetensors.torch import load_file
 
-from fake_kaggle import colab, kaggle, may_install, run_notebook, session
+import places as script
+from fake_kaggle import colab, files_of, kaggle, may_install, run_notebook, session
 from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.samples import find_samples
 from qie_nb.planning.doctor import TRIED
 from qie_nb.tiny.demo import answers, demo_config, errors, truths, write_pairs
+from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
+from helpers import write_pairs as random_pairs
 from test_project import settings
 
 ROOT = Path(__file__).parents[2]
@@ -319,7 +323,7 @@ def test_training_from_a_prequantized_copy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["end_to_end/test_main_job", "parity/test_pipelines", "parity/test_image_positions", "models/test_modulation", "lora/test_adapters", "test_cache"])
+@pytest.mark.parametrize("name", ["end_to_end/test_main_job", "parity/test_pipelines", "parity/test_image_positions", "encoding/test_prompts", "models/test_modulation", "lora/test_adapters", "test_cache"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_everyday_tests_with_the_platforms_versions(platform, name, all_wheels, tmp_path):
     "After the install cell, on the checkout. No session end is known there, because it would add checkpoints to every run."
@@ -329,3 +333,27 @@ def test_everyday_tests_with_the_platforms_versions(platform, name, all_wheels, 
         cd {ROOT} && PYTHONPATH={ROOT} {python} -m pytest -m 'not slow' --tb=short tests/{name}.py"""
     home, done, changed = session(colab(tmp_path, {"wheels": all_wheels}, quota=2048 * MB), ["bash", "-c", steps], python, library=False, timeout=3600)
     assert done.returncode == 0 and changed == [], done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_places_share_caches_and_compute_the_same_prompt_embeddings(tmp_path):
+    pythons = dict(here=sys.executable) | {p: python_of(p) for p in PLATFORMS}
+    for variant, n in script.CASES: shutil.copytree(tiny_folder(variant), tmp_path/variant, dirs_exist_ok=True)
+    for name, n in (("one", 1), ("three", 3)): random_pairs(tmp_path/name, [(50, 75), (180, 90)], n)
+    caches = {p: tmp_path/f"cache of {p}" for p in pythons}
+    def run(place, *args):
+        done = subprocess.run([pythons[place], script.__file__, tmp_path, *args], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+        assert done.returncode == 0, f"{place}: {done.stderr[-3000:]}"
+        return done.stdout
+    entries = lambda: {p: {f for f in files_of(c) if ".locks" not in f} for p, c in caches.items()}
+    for place in pythons: assert run(place, tmp_path/place, caches[place]).count("encoded") == 2
+    made, found = entries(), {p: load_file(tmp_path/p) for p in pythons}
+    assert all(made[p] == made["here"] and len(made[p]) > 30 for p in pythons)
+    for place in pythons:
+        said = run(place, "-", *(c for p, c in caches.items() if p != place))
+        assert said.count(" 0 encoded") == 4 and "preparing" not in said, said
+    assert entries() == made, "something was added to a cache"
+    for variant, n in script.CASES:
+        expected = found["here"][f"{variant} {n} pipeline"]
+        for place, name in itertools.product(pythons, ("ours, shared", "ours, whole", "pipeline")):
+            torch.testing.assert_close(found[place][f"{variant} {n} {name}"], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

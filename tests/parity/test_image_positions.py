@@ -88,6 +88,20 @@ def test_the_hook_corrects_each_pipeline_of_the_family_once(name):
     assert given[1].get("mm_token_type_ids") is None
 
 
+@affected
+@pytest.mark.parametrize("variant, step, image", [("v1", "QwenImageEditTextEncoderStep", "resized_image"), ("2511", "QwenImageEditPlusTextEncoderStep", "resized_cond_image")])
+def test_the_hook_corrects_modular_pipelines(variant, step, image):
+    from diffusers.modular_pipelines.qwenimage import encoders
+    parts = Components(str(folder(variant)))
+    seen = vl_images(images(2 if parts.variant.multi_image else 1), geometry(parts))
+    pipe = getattr(encoders, step)().init_pipeline()
+    pipe.update_components(text_encoder=parts.get("text_encoder"), processor=parts.get("processor"))
+    embeds = lambda: pipe(prompt="make the sky green", output="prompt_embeds", **{image: list(seen)})
+    wrong, ours = embeds(), encode_prompt(parts.get("text_encoder"), parts.get("processor"), parts.variant, "make the sky green", seen, True)[0]
+    close(ours, restore_image_positions(pipe) and embeds())
+    assert (ours - wrong).abs().max() > 1e-3
+
+
 def test_older_versions_need_no_hook(monkeypatch):
     class Older(torch.nn.Module):
         def forward(self, input_ids=None, image_grid_thw=None): return input_ids
