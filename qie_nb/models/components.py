@@ -363,7 +363,8 @@ def bytes_of(self:Components,
     "Bytes of a component in memory; nothing is downloaded to know them."
     from qie_nb.models.prequantize import quantized_bytes
     q = self.quantize.get(name)
-    if self.is_local(name): return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
+    if not self.hub or self.is_local(name):
+        return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
     folder = self.hub.fetch_configs([name])
     return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
 
