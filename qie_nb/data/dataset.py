@@ -260,7 +260,8 @@ def _scan(self:ImageDataset, there, bar=None): # yields (sample, entry ids, miss
     for i in range(len(self)):
         try:
             keys = self.keys(i)
-            wanted = {v.id for v in (*self.needed(i, keys).values(), keys[PREFIX])}
+            shared = [keys[PREFIX]] * bool(self.samples[i].controls)
+            wanted = {v.id for v in (*self.needed(i, keys).values(), *shared)}
             yield i, wanted, [] if there.keys() >= wanted else self.missing(i, there.__contains__), ""
         except ValueError as e: yield i, set(), None, str(e)
         if bar is None and time.monotonic() - began > 2:

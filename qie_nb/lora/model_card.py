@@ -68,7 +68,8 @@ def card_settings(config) -> dict: # {dotted key: value}
 
 # %% ../../nbs/lora/03_model_card.ipynb #bbca894f
 _WEIGHTS = dict(raw="those of the last step", ema="a running mean (EMA) over the steps")
-_DATA = dict(samples="pairs", held_out="validation pairs", controls="control images per pair",
+_DATA = dict(samples="pairs", without_control="of them text-to-image, without a control",
+             held_out="validation pairs", controls="control images per pair",
              control_area="control area, pixels", image_size="target size, pixels",
              vl_area="area the text encoder sees, pixels", image_positions="positions of image tokens")
 

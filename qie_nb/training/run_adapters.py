@@ -269,10 +269,12 @@ def metadata(self:RunAdapters) -> dict:
 def card_facts(self:RunAdapters) -> dict: # as for `model_card`
     samples, held = (self.data.samples or (), self.data.validation) if self.data is not None else ((), None)
     best = self.state.best[0] if self.state.best else None
+    edits = sorted(samples, key=lambda s: not s.controls) # their captions first: the card uses one
     return self.metadata() | dict(
         base_model=self.config.model.pretrained_model_name_or_path, samples=len(samples) or None,
-        captions=list(dict.fromkeys(s.prompt for s in samples))[:20], held_out=len(held) if held else None,
-        controls=max((len(s.controls) for s in samples), default=None), settings=card_settings(self.config),
+        captions=list(dict.fromkeys(s.prompt for s in edits))[:20], held_out=len(held) if held else None,
+        controls=max((len(s.controls) for s in samples), default=None),
+        without_control=sum(not s.controls for s in samples) or None, settings=card_settings(self.config),
         held_out_loss=self.state.metrics.get("held_out_loss") or best)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71104

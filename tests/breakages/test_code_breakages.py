@@ -27,16 +27,24 @@ POSITIONS = dict( # of image tokens
     positions_of_the_installed_pipeline=[("models/components", 'return "3d" if variant.image_positions == "3d" else ', "return ")],
 )
 
+TEXT = dict( # samples without a control image
+    text_encoded_with_the_edits_template=[("models/components", "if images else TEXT_TO_IMAGE)", "if images else variant.pipeline)")],
+    text_template_not_in_a_key=[("cache", 'identity["template"] if controls else identity.get("text_template")', 'identity["template"]')],
+    batches_with_and_without_controls_mixed=[("data/dataset", "(self.geometry.target(target), *(self.geometry.control(c) for c in controls))", "(self.geometry.target(target),)")],
+    a_misnamed_control_trained_on_as_text=[("data/folders", "lone = lone and not rest and not any", "lone = lone and not any")],
+    a_held_out_target_trained_on_alone=[("data/samples", "d or of.get(t, t)", "d or t")],
+)
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*BREAKAGES, *POSITIONS])
+@pytest.mark.parametrize("name", [*BREAKAGES, *POSITIONS, *TEXT])
 def test_a_breakage_is_noticed(name, tmp_path):
-    tests = ["tests/parity/test_image_positions.py"] if name in POSITIONS else TESTS
-    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *tests], **broken_copy(ROOT, (BREAKAGES | POSITIONS)[name], tmp_path))
+    tests = ["tests/parity/test_image_positions.py"] if name in POSITIONS else ["tests/parity/test_text_to_image.py"] if name in TEXT else TESTS
+    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *tests], **broken_copy(ROOT, (BREAKAGES | POSITIONS | TEXT)[name], tmp_path))
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", run.stdout, re.M)
     print(f"{name}: {failed}")
     assert run.returncode == 1 and failed and "ImportError" not in run.stdout
 
 
 def test_every_breakage_still_fits_the_code():
-    for changes in BREAKAGES.values(): broken(ROOT, changes)
+    for changes in (BREAKAGES | POSITIONS | TEXT).values(): broken(ROOT, changes)

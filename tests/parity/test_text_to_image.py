@@ -141,6 +141,8 @@ def test_a_mixed_run_trains_holds_out_and_resumes(variant, mixed, tmp_path, caps
     assert {len(row) for call in seen for row in call["img_shapes"]} == {1, 2} # with and without a control, never in one batch
     for call in seen: assert {sum(np.prod(s) for s in row) for row in call["img_shapes"]} == {call["hidden_states"].shape[1]}
     assert "2 without a control image ('0001', '0004')" in capsys.readouterr().out
+    lone = sum(not s.controls for s in whole.samples)
+    assert f"without a control | {lone} |" in (whole.save_lora(tmp_path/"lora").parent/"README.md").read_text()
     trainer("cut", max_train_steps=2).fit()
     again = trainer("cut", resume_checkpoint="latest").fit()
     assert again.global_step == whole.global_step and adapters_equal(whole, again)
