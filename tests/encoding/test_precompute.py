@@ -1,6 +1,7 @@
 """What precompute costs, counted, and what happens if something fails."""
 import collections, shutil, threading, time
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from tiny_rig import random_image
 
 # --- operations
 @pytest.mark.slow
+@pytest.mark.skipif(version("transformers").startswith("5.0."), reason="its vision tower does not run on the meta device")
 @pytest.mark.parametrize("variant, naive, ours, most", [("v1", 72.6, 33.2, 0.5), ("2511", 25.4, 10.8, 0.45)])
 def test_a_sample_needs_less_than_half_of_the_naive_operations(variant, naive, ours, most):
     o = bench.operations(variant)

@@ -223,7 +223,7 @@ def test_a_forgotten_control_is_never_trained_on_silently(mixed):
 
 
 def test_tables_and_data_sets(mixed):
-    import datasets
+    datasets = pytest.importorskip("datasets")
     row = lambda i, **more: dict(image=f"training_images/{i:04}.png", prompt="x") | more
     rows = [row(0, edit_image="control_images/0000.png"), row(1, edit_image=""), row(2, edit_image=None), row(3)]
     (mixed/"t.jsonl").write_text("\n".join(map(json.dumps, rows)))
