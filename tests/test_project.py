@@ -38,7 +38,7 @@ def test_version_is_the_same_everywhere():
 
 @pytest.mark.slow
 def test_clean_and_export_leave_the_tree_unchanged(tmp_path):
-    copy = shutil.copytree(ROOT, tmp_path/"repo", ignore=shutil.ignore_patterns(".venv", ".git", "demo_out", "*.egg-info", "__pycache__"))
+    copy = shutil.copytree(ROOT, tmp_path/"repo", ignore=shutil.ignore_patterns(".venv*", ".git", "demo_out", "rehearsal", "*.egg-info", "__pycache__"))
     bin = Path(sys.executable).parent
     for tool, *args in (["nbdev_clean"], ["nbdev_clean", "--fname", "kaggle"], ["nbdev_export"]): subprocess.run([bin/tool, *args], cwd=copy, check=True, capture_output=True)
     for p in [*NOTEBOOKS, *(ROOT/"qie_nb").rglob("*.py")]: assert (copy/p.relative_to(ROOT)).read_bytes() == p.read_bytes(), f"{p.relative_to(ROOT)} is not clean or not exported"
