@@ -1,7 +1,7 @@
 """The whole job at the published model's full size on a machine without a GPU: about an hour on two cores, 12 GB of memory, 45 GB of disk.
 
 `make rehearsal` runs it and writes results/rehearsal.json. The weights are random (benchmarks/synthetic_checkpoint.py), everything else is what a user runs: a hub (pretended, 20 GB of disk
-in each of two sessions, as on Kaggle), precompute, training at 256 x 256, SIGKILL, resume, LoRA, one sampling step. Each phase is a process of its own; after an interruption, run it again:
+in each of two sessions, as on Kaggle), precompute, training at 256 x 256, SIGKILL, resume, LoRA, one sampling step. Products are in float32, as on a T4: many CPUs compute bfloat16 far more slowly. Each phase is a process of its own; after an interruption, run it again:
 finished phases are not repeated, and the library continues the others.
     python benchmarks/rehearsal.py [--work FOLDER] [--small] [--again PHASE]
 `--small` takes tiny widths, to see that it runs.
@@ -15,16 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 OUT = Path(__file__).parent/"results"/"rehearsal.json"
-NAME, DISK, SIDE, STEPS = "someone/full-size", 20 * 10**9, 256, 3
+NAME, DISK, SIDE, STEPS = "someone/full-size", 20 * 10**9, 256, 2
 PHASES = dict(
     encoder="session 1: download the text encoder, quantize it to nf4, delete each file",
     precompute="session 1: encode three pairs",
     transformer="session 2: download the transformer, quantize it to nf4, delete each file, make the table",
     kill="session 2: train, killed (SIGKILL) in the second step",
-    resume="session 2: continue from the first checkpoint to step 3, save the LoRA",
+    resume="session 2: continue from the first checkpoint to the end, save the LoRA",
     sample="session 2: load the LoRA in a new process, one sampling step",
     table="without a hub: the modulation table from the layers of a folder",
-    whole="without a hub: quantize while loading, train 3 steps without interruption, save the LoRA")
+    whole="without a hub: quantize while loading, train without interruption, save the LoRA")
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes")
 
 
@@ -69,7 +69,7 @@ class Job:
         areas = dict(image_size=[SIDE, SIDE], control_area=SIDE * SIDE, vl_area=SIDE * SIDE) if not self.small else dict(image_size=[64, 64])
         return dict(model=dict(pretrained_model_name_or_path=NAME, quantize="nf4", text_encoder_quantize="qint8" if self.small else "nf4", delete_downloaded_shards=True), data=dict(dataset_path=str(self.pairs()), **areas),
                     cache=dict(cache_dir=str(self.work/"cache")), logging=dict(log_dir=str(self.work/out/"logs"), report_to="none"),
-                    train=dict(output_dir=str(self.work/out), max_train_steps=STEPS, save_steps=1, keep_checkpoints=3, mixed_precision="bf16", val_fraction=0., max_hours=None, device="cpu") | train)
+                    train=dict(output_dir=str(self.work/out), max_train_steps=STEPS, save_steps=1, keep_checkpoints=2, mixed_precision="no", val_fraction=0., max_hours=None, device="cpu") | train)
 
     def hub(self, n):
         from synthetic_checkpoint import PretendedHub
@@ -105,11 +105,7 @@ class Job:
 def encoder(job):
     trainer, hub = job.trainer("out", 1)
     with Peak(hub.used) as disk: folder = trainer.components.folder_of("text_encoder")
-    kept = size_of(folder)
-    from qie_nb.models.prequantize import quantized_bytes
-    from qie_nb.models.hub import component_class
-    planned = quantized_bytes(component_class(trainer.components.folder, "text_encoder")[1], job.served()/"text_encoder", trainer.components.quantize["text_encoder"], trainer.components.dtype)
-    return dict(disk=kept, disk_plan=planned, disk_peak=disk.bytes, downloaded=len([p for p in hub.got if p.endswith(".safetensors")]), left=len(list(hub.folder.glob("text_encoder/*.safetensors"))))
+    return dict(disk=size_of(folder), disk_plan=trainer.components.copy_bytes("text_encoder"), disk_peak=disk.bytes, downloaded=len([p for p in hub.got if p.endswith(".safetensors")]), left=len(list(hub.folder.glob("text_encoder/*.safetensors"))))
 
 
 def precompute(job):
@@ -132,18 +128,15 @@ def query(job):
     from qie_nb.planning.memory_query import memory_query, prompt_tokens
     from qie_nb.config import make_config
     t = json.loads((job.served()/"transformer"/"config.json").read_text())
-    return memory_query(make_config(job.config("out")), t, 2, text=prompt_tokens(True, 1, SIDE * SIDE), kernel="cpu", compiled=False)
+    return memory_query(make_config(job.config("out")), t, 4, text=prompt_tokens(True, 1, SIDE * SIDE), kernel="cpu", compiled=False)
 
 
 def transformer(job):
     trainer, hub = job.trainer("out", 2)
     with Peak(hub.used) as disk: folder = trainer.components.folder_of("transformer")
-    from qie_nb.models.hub import component_class
-    from qie_nb.models.prequantize import modulation_table_bytes, quantized_bytes
-    sets = trainer.modulation.table_sets()
-    t = json.loads((job.served()/"transformer"/"config.json").read_text())
-    planned = quantized_bytes(component_class(trainer.components.folder, "transformer")[1], job.served()/"transformer", "nf4", trainer.components.dtype, True)
-    return dict(disk=size_of(folder), disk_plan=planned + modulation_table_bytes(sets, t, trainer.components.dtype), disk_peak=disk.bytes, timesteps=sum(map(len, sets)),
+    parts = trainer.components
+    timesteps = sum(map(len, parts.modulation_sets(parts.row_dtype())))
+    return dict(disk=size_of(folder), disk_plan=parts.copy_bytes("transformer"), disk_peak=disk.bytes, timesteps=timesteps,
                 downloaded=len([p for p in hub.got if p.endswith(".safetensors")]), left=len(list(hub.folder.glob("transformer/*.safetensors"))))
 
 

@@ -1527,6 +1527,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'qie_nb/models/components.py'),
                                           'qie_nb.models.components.Components.check': ( 'models/components.html#components.check',
                                                                                          'qie_nb/models/components.py'),
+                                          'qie_nb.models.components.Components.copy_bytes': ( 'models/components.html#components.copy_bytes',
+                                                                                              'qie_nb/models/components.py'),
                                           'qie_nb.models.components.Components.deletes_shards': ( 'models/components.html#components.deletes_shards',
                                                                                                   'qie_nb/models/components.py'),
                                           'qie_nb.models.components.Components.drop': ( 'models/components.html#components.drop',

@@ -241,12 +241,14 @@ def shards(self:Components, name:str):
     return ShardDownloader(self.hub, name) if self.hub else LocalShards(self.folder/name)
 
 @patch
-def row_dtype(self:Components, folder=None) -> torch.dtype: # of a modulation table's rows
+def row_dtype(self:Components,
+    folder=None, name:str="transformer") -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
     "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
     if folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
     else:
-        empty = empty_model(component_class(self.folder, "transformer")[1], self.folder/"transformer")
-        size = sum(self.hub.weights("transformer").values()) / sum(p.numel() for p in empty.parameters())
+        configs = self.hub.fetch_configs([name])
+        empty = empty_model(component_class(configs, name)[1], configs/name)
+        size = sum(self.hub.weights(name).values()) / sum(p.numel() for p in empty.parameters())
         own = torch.bfloat16 if size < 3 else torch.float32
     return min(self.dtype, own, key=lambda d: d.itemsize)
 
@@ -268,20 +270,27 @@ def folder_with_table(self:Components) -> Path: # the transformer's, or None
     return out/"transformer" if used and self.modulation_sets(self.dtype) else None
 
 @patch
+def copy_bytes(self:Components, name:str, tables:int=1) -> int:
+    "Bytes on disk of a hub component's quantized copy, with its modulation table or several."
+    from qie_nb.models.prequantize import modulation_table_bytes, quantized_bytes
+    folder, dtype = self.hub.fetch_configs([name]), self.row_dtype(name=name)
+    sets = self.modulation_sets(dtype) if name == "transformer" else {}
+    config = json.loads((folder/name/"config.json").read_text())
+    size = quantized_bytes(component_class(folder, name)[1], folder/name, self.quantize[name], dtype, bool(sets))
+    return size + (tables * modulation_table_bytes(sets, config, dtype) if sets else 0)
+
+@patch
 def folder_of(self:Components, name:str) -> Path: # a model folder
     "The folder with a component, downloaded or quantized now if needed."
-    from qie_nb.models.prequantize import modulation_table_bytes, quantize_checkpoint, quantized_bytes
+    from qie_nb.models.prequantize import quantize_checkpoint
     if not self.hub: return self.folder
     out = self._quantized_folder(name)
     if not (out/name).is_dir():
         if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
         cls, shards, q = component_class(self.folder, name)[1], self.shards(name), self.quantize[name]
-        config, sets = json.loads((shards.folder/"config.json").read_text()), {}
         rows = self.row_dtype() if name == "transformer" else None
-        if rows: sets = self.modulation_sets(rows)
-        size = quantized_bytes(cls, shards.folder, q, self.dtype, bool(sets))
-        if sets: size += 2 * modulation_table_bytes(sets, config, rows) # twice while it is packed
-        self.hub.check_disk_space(name, size)
+        sets = self.modulation_sets(rows) if rows else {}
+        self.hub.check_disk_space(name, self.copy_bytes(name, 2)) # the table twice while it is packed
         quantize_checkpoint(cls, shards, out/name, q, self.dtype, self.devices.get(name, "cpu"), sets,
                             rows, hash_files=name != "transformer")
     shutil.copyfile(self.folder/"model_index.json", out/"model_index.json")

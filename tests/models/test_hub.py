@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.models.components import Components, resolve_model
@@ -166,6 +167,15 @@ def test_rows_have_the_dtype_of_the_files_before_they_are_downloaded(hub, narrow
     hub.served = narrow
     hubs._hub_model.cache_clear()
     assert nf4().row_dtype() == nf4(dtype=torch.bfloat16).row_dtype() == torch.bfloat16 and not large(hub.got)
+
+
+def test_the_planned_size_of_a_copy_in_float32_of_a_narrow_checkpoint(hub, narrow): # noqa: F811
+    hub.served = narrow
+    hubs._hub_model.cache_clear()
+    parts = nf4(release=True)
+    planned, made = parts.copy_bytes("transformer"), parts.folder_of("transformer")/"transformer"
+    kept = sum(t.nbytes for f in made.glob("part-*.safetensors") for t in load_file(f).values())
+    assert parts.dtype == torch.float32 and abs(kept / planned - 1) < 0.05, "plain weights are written in bfloat16"
 
 
 def test_other_variants_of_the_weights_are_not_downloaded(hub, tmp_path):
