@@ -19,7 +19,7 @@ BREAKAGES = { # what is broken: ([(module, old, new)], cases that must fail)
     "prompt not in a prompt's key": ([("cache", 'prompt=prompt if prompt.strip() else " "', 'prompt=" "')], ["edits_scripted"]),
     "the target's size in a prompt's key": ([("data/dataset", "who, g.aspect\n    parts[PREFIX]", "who, g.image_size\n    parts[PREFIX]")], ["edits_scripted"]),
     "the dtype not in a key": ([("cache", 'vae=identity["vae"], dtype=identity["dtype"])', 'vae=identity["vae"])')], ["edits_of_the_model"]),
-    "the template not in a key": ([("cache", 'template=identity["template"], ', "")], ["edits_of_the_model"]),
+    "the template not in a key": ([("cache", 'template=template, ', "")], ["edits_of_the_model"]),
     "files known by name, size and time": ([("core/files", 'f"{st.st_dev}|{st.st_ino}|{st.st_size}|{st.st_mtime_ns}|{st.st_ctime_ns}"', 'f"{st.st_size}|{st.st_mtime_ns}"')], ["edits_scripted", "flips"]),
     "a prefix is not missed": ([("data/dataset", "    if not has(keys[PREFIX].id):\n", "    if False:\n")], ["losses"]),
     "an image read is not compared with its digest": ([("data/samples", "if digest and source_digest(data) != digest:", "if False:")], ["edits_meanwhile"]),

@@ -175,7 +175,7 @@ def test_the_planned_size_of_a_copy_in_float32_of_a_narrow_checkpoint(hub, narro
     parts = nf4(release=True)
     planned, made = parts.copy_bytes("transformer"), parts.folder_of("transformer")/"transformer"
     kept = sum(t.nbytes for f in made.glob("part-*.safetensors") for t in load_file(f).values())
-    assert parts.dtype == torch.float32 and abs(kept / planned - 1) < 0.05, "plain weights are written in bfloat16"
+    assert parts.dtype == torch.float32 and abs(kept / planned - 1) < 0.15, "plain weights are written in bfloat16"
 
 
 def test_other_variants_of_the_weights_are_not_downloaded(hub, tmp_path):
