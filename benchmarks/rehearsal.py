@@ -113,7 +113,7 @@ def precompute(job):
     trainer, hub = job.trainer("out", 1)
     trainer.cache_embeddings()
     e = _encoders(query(job))
-    memory = None if job.small else e["nf4"] + e["vae"] + max(e["work"]["vae"], e["work"]["text_encoder"])
+    memory = None if job.small else e["quantized"] + e["vae"] + max(e["work"]["vae"], e["work"]["text_encoder"])
     return dict(disk=size_of(job.work/"cache"), disk_plan=cache_plan(job, "latents", "prompts"), memory_plan=memory)
 
 

@@ -192,6 +192,7 @@ def predict(self:Predictor,
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
     check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how)
+    if prompt_image is None: print("no image is given: text-to-image, from the prompt alone")
     watch = self._progress(edits, how[0], progress, preview, preview_every)
     with self.predicting():
         out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)

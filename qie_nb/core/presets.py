@@ -20,15 +20,15 @@ TINY = {
 # %% ../../nbs/core/09_presets.ipynb #253a4253
 _SELECTIVE, _ALL = ({"train.gradient_checkpointing": v} for v in ("selective", False))
 _OFFLOAD, _COMPILE = {"train.offload_activations": True}, _ALL | {"train.compile": True}
-_TEXT, _VAE_ON_CPU = {"model.text_encoder_quantize": "nf4"}, {"cache.vae_encoder_device": "cpu"}
+_TEXT = {"model.text_encoder_quantize": "nf4"}
 _NF4, _FP8 = _TEXT | {"model.quantize": "nf4"}, {"model.quantize": "qfloat8"}
 _TWO = _TEXT | {"model.quantize": "qint8", "train.model_parallel_devices": ["cuda:0", "cuda:1"]}
 
 GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
-    "t4": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD | _VAE_ON_CPU),
-    "t4x2": (_TWO | _SELECTIVE, _TWO | {"cache.vae_encoder_device": "cuda:1"}),
-    "l4": (_FP8 | _SELECTIVE, _FP8 | _TEXT),
-    "rtx3060": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD | _VAE_ON_CPU),
+    "t4": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
+    "t4x2": (_TWO | _SELECTIVE, _TWO),
+    "l4": (_FP8 | _SELECTIVE, _FP8),
+    "rtx3060": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
     "rtx4080": (_FP8 | _TEXT | _OFFLOAD, _NF4),
     "rtx3090": (_FP8 | _SELECTIVE, _FP8 | _SELECTIVE),
     "rtx4090": (_FP8 | _SELECTIVE, _FP8 | _SELECTIVE),

@@ -162,11 +162,12 @@ def load_component(
     if source_checkpoint(path).get("table") and not prepare:
         raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load it "
                          "through the trainer")
-    kw = {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
     try:
-        if quantization or prepare or placement or torch.device(device).type != "cpu":
+        if (library == "transformers" or quantization or prepare or placement
+            or torch.device(device).type != "cpu"):
             return load_quantized(cls, path, quantization, dtype, device, prepare, placement)
-        return cls.from_pretrained(folder, subfolder=name, **kw).requires_grad_(False).eval()
+        part = cls.from_pretrained(folder, subfolder=name, torch_dtype=dtype, use_safetensors=True)
+        return part.requires_grad_(False).eval()
     except SafetensorError as e:
         raise ValueError(f"the weights in {str(path)!r} cannot be read ({e}); copy them again") from e
 

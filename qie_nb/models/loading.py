@@ -98,14 +98,18 @@ def check_saved_quantization(folder, quantization:str, dtype, key:str="model.qua
                          "make the copy again here, or use nf4, which fits both")
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e90
+UNUSED = "lm_head" # of the text encoder
+
 def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on the meta device
     from accelerate import init_empty_weights
     before, diffusers = torch.get_default_dtype(), hasattr(cls, "load_config")
     config = cls.load_config(folder) if diffusers else cls.config_class.from_pretrained(folder)
     torch.set_default_dtype(dtype)
     try:
-        with init_empty_weights(include_buffers=False): return (cls.from_config if diffusers else cls)(config)
+        with init_empty_weights(include_buffers=False): model = (cls.from_config if diffusers else cls)(config)
     finally: torch.set_default_dtype(before)
+    if hasattr(model, UNUSED): setattr(model, UNUSED, nn.Identity())
+    return model
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e01
 def weight_names(names, path) -> list: # path: function of a name
@@ -211,9 +215,7 @@ def load_quantized(
 
 # %% ../../nbs/models/02_loading.ipynb #a3b4c5d6
 def _finish(model, folder, device_of):
-    missing = lambda: [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    if missing() and hasattr(model, "tie_weights"): model.tie_weights()
-    check_missing(folder, missing())
+    check_missing(folder, [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta])
     for name, m in model.named_modules():
         for n, b in m._buffers.items():
             if b is not None: m._buffers[n] = b.to(device_of(f"{name}.{n}"))
@@ -236,7 +238,7 @@ def component_bytes(
         with safe_open(file, "pt") as f:
             for n in f.keys():
                 shape = f.get_slice(n).get_shape()
-                if table and any(f".{s}." in n for s in STREAMS): continue
+                if n.startswith(UNUSED) or table and any(f".{s}." in n for s in STREAMS): continue
                 plain = len(shape) != 2 or not n.endswith(".weight") or any(k in n for k in NOT_QUANTIZED)
                 width = QUANTIZATIONS[kind].bits / 8 if kind and not plain else dtype.itemsize
                 total += math.prod(shape) * width

@@ -48,8 +48,7 @@ class ShardQuantizer:
             use_modulation_table(self.model, self.table)
         self.todo, self.known = set(quantizable_layers(self.model)), set(self.model.state_dict())
         self.ready = {} # what can be written
-        tied = {*(getattr(self.model, "_tied_weights_keys", None) or ())}
-        plain = {n for n in self.known if n.rpartition(".")[0] not in self.todo} - tied
+        plain = {n for n in self.known if n.rpartition(".")[0] not in self.todo}
         bias = lambda o: self.model.get_submodule(o).bias is not None
         self.expected = plain | {f"{o}.{p}" for o in self.todo for p in part_names(quantization, bias(o))}
 

@@ -159,6 +159,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
 
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
+LM_HEAD = 1.09e9 # of the text encoder's; never in memory
 
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
 

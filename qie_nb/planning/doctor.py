@@ -19,7 +19,7 @@ from ..core.environment import Environment, detect_environment, online, time_lim
 from ..core.files import free_bytes
 from ..models.components import Components
 from ..models.quantize import QUANTIZATIONS, parse_quantization
-from .disk_space import ENCODERS, cache_dirs, disk_plan, download_items, is_local
+from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local
 from .memory_query import block_bytes, memory_query, model_facts, parameters
 from .plan import GpuInfo, first_kind, installed_gpus, plan
 
@@ -153,7 +153,8 @@ LEAST = 12_000_000_000 # bytes of host memory
 # %% ../../nbs/planning/04_doctor.ipynb #a3873a01
 def memory_findings(m:MachineInfo, c:Config=None) -> list:
     value, large, kept = f"{m.memory / 1e9:.1f} GB", _is_large(c), {}
-    if large and c.model.text_encoder_offload: kept["`model.text_encoder_offload`"] = ENCODERS["text_encoder"]
+    if large and c.model.text_encoder_offload:
+        kept["`model.text_encoder_offload`"] = ENCODERS["text_encoder"] - LM_HEAD
     if large and c.train.blocks_to_swap:
         kept["`train.blocks_to_swap`"] = _query(c).layers * block_bytes(_query(c))
     for name, size in kept.items():

@@ -18,8 +18,8 @@ from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, NO_BF16, first_steps
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
-from ..models.quantize import parse_quantization
-from .disk_space import ENCODERS, model_areas
+from ..models.quantize import QUANTIZATIONS, parse_quantization
+from .disk_space import ENCODERS, LM_HEAD, model_areas
 from .memory_query import (
     MemoryQuery, memory_query, model_facts, parameters, prompt_tokens, stored_quantization)
 from .step_time import duration, step_seconds, step_work
@@ -215,14 +215,15 @@ def _repr_html_(self:Plan):
 
 # %% ../../nbs/planning/03_plan.ipynb #4387e3d2
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
-TEXT_NF4 = (3.36e9, 3.58e9) # text encoder: layers in nf4, the rest in bfloat16
+TEXT_NF4 = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in nf4, the rest in bfloat16
 
 _gb = lambda n: f"{n / 1e9:.1f} GB"
 
-def _encoders(q) -> dict: # bytes
-    scale = q.base_bytes / 2
-    return dict(text=PUBLISHED["text_encoder"] * scale, vae=PUBLISHED["vae"] * scale,
-                nf4=TEXT_NF4[0] + TEXT_NF4[1] * scale, work=work_bytes(256 * max(q.target, q.control)))
+def _encoders(q, kind:str="nf4") -> dict: # bytes; `kind`: text encoder's quantization
+    scale, narrow = q.base_bytes / 2, QUANTIZATIONS[kind].bits / QUANTIZATIONS["nf4"].bits
+    return dict(text=(PUBLISHED["text_encoder"] - LM_HEAD) * scale, vae=PUBLISHED["vae"] * scale,
+                quantized=TEXT_NF4[0] * narrow + TEXT_NF4[1] * scale,
+                work=work_bytes(256 * max(q.target, q.control)))
 
 def _is_tiny(q) -> bool: return parameters(replace(q, table=False)) < 1e9
 
@@ -235,12 +236,13 @@ def encoder_settings(
     "The settings that make precompute fit a GPU, for a model of the published size."
     m, out = config.model, {}
     if not gpu or _is_tiny(q): return out
-    e, limit = _encoders(q), (1 - FREE) * gpu.bytes
+    kind = parse_quantization(m.text_encoder_quantize)
+    e, limit = _encoders(q, kind or "nf4"), (1 - FREE) * gpu.bytes
     text, work = 0 if m.text_encoder_offload else e["text"], e["work"]
     total = lambda: text + e["vae"] + max(work["vae"], work["text_encoder"])
-    if parse_quantization(m.text_encoder_quantize): text = e["nf4"]
+    if kind: text = e["quantized"]
     elif (text + work["text_encoder"] if gpu.count > 1 else total()) > limit:
-        text, out["model"] = e["nf4"], dict(text_encoder_quantize="nf4")
+        text, out["model"] = e["quantized"], dict(text_encoder_quantize="nf4")
     if total() > limit and config.cache.vae_encoder_device == "auto":
         out["cache"] = dict(vae_encoder_device="cuda:1" if gpu.count > 1 else "cpu")
     return out
@@ -254,7 +256,7 @@ def _other(q, gpu) -> list: # (task, what it needs)
     if not gpu: return [("precompute", text)]
     limit = (1 - FREE) * gpu.bytes
     if total > limit:
-        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` nf4 ({_gb(e['nf4'])}), "
+        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` nf4 ({_gb(e['quantized'])}), "
                  "or `model.text_encoder_offload` true")
     whole = replace(q, table=False, block_swap=False, devices=1)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit

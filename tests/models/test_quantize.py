@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -15,7 +16,9 @@ from qie_nb.encoding.prompts import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
 from qie_nb.models import components, loading, quantize as quantization
 from qie_nb.models.components import VARIANTS, Components, device_of, load_component, offload
-from qie_nb.models.loading import load_quantized
+from qie_nb.models.hub import LocalShards
+from qie_nb.models.loading import component_bytes, load_quantized
+from qie_nb.models.prequantize import quantize_checkpoint
 from qie_nb.models.quantize import QUANTIZATIONS, check_quantization, held_bytes, plain_tensors, quantizable_layers, quantize, quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -58,7 +61,7 @@ def test_outputs_are_close_to_the_plain_model(q):
     with torch.no_grad(): plain, got = run(transformer()), run(transformer(q))
     assert 1e-4 < distance(got, plain) < TOLERANCE[q]
     te = load("text_encoder", q)
-    assert {type(m) for n, m in te.named_modules() if hasattr(m, "in_features") and (".visual." in n or "lm_head" in n)} == {torch.nn.Linear}
+    assert {type(m) for n, m in te.named_modules() if hasattr(m, "in_features") and ".visual." in n} == {torch.nn.Linear}
     assert 1e-4 < distance(embed(te), embed(load("text_encoder"))) < 2 * TOLERANCE[q]
     assert embed(load("text_encoder", q, torch.bfloat16)).dtype == torch.bfloat16, "an embedding has the dtype of training"
 
@@ -136,6 +139,11 @@ def same_tensors(a, b):
     return x.keys() == y.keys() and all(v.dtype == y[n].dtype and torch.equal(raw(v), raw(y[n])) for n, v in x.items())
 
 
+def without_head(model):
+    if hasattr(model, "lm_head"): model.lm_head = torch.nn.Identity()
+    return model
+
+
 LOADED = [(name, dtype, q) for name in CLASSES for dtype in (torch.bfloat16, torch.float32) for q in (None, *QUANTIZATIONS)]
 EVERYDAY = [("transformer", torch.bfloat16, None), ("transformer", torch.bfloat16, "qfloat8"), ("text_encoder", torch.float32, "nf4")]
 
@@ -144,7 +152,7 @@ EVERYDAY = [("transformer", torch.bfloat16, None), ("transformer", torch.bfloat1
 def test_load_quantized_gives_the_model_quantized_after_loading(name, dtype, q, narrow):
     folder = narrow/name
     after = CLASSES[name].from_pretrained(folder, **{"dtype" if name == "text_encoder" else "torch_dtype": dtype}).requires_grad_(False).eval()
-    after, during = quantize(after, q), load_quantized(CLASSES[name], folder, q, dtype)
+    after, during = quantize(without_head(after), q), load_quantized(CLASSES[name], folder, q, dtype)
     assert same_tensors(after, during) and not during.training and not any(p.requires_grad for p in during.parameters())
     assert [n for n, _ in after.named_modules()] == [n for n, _ in during.named_modules()]
     with torch.no_grad(): a, b = (run(m, dtype) if name == "transformer" else embed(m) for m in (after, during))
@@ -162,8 +170,24 @@ def test_newer_tensor_names_and_tied_weights_of_text_encoders(tmp_path):
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
     (folder/"config.json").write_text(json.dumps(config))
     save_file({n: t for n, t in plain.items() if n != "lm_head.weight"}, file)
-    te = load_quantized(cls, folder, "qint8")
-    assert te.lm_head.weight is te.model.language_model.embed_tokens.weight
+    assert same_tensors(load_quantized(cls, folder, "qint8"), quantize(model, "qint8"))
+
+
+def test_the_language_head_is_neither_read_nor_kept_nor_counted(tmp_path, monkeypatch):
+    "The logits' layer is 1.1 GB of the real text encoder; a pipeline can still call the encoder."
+    plain, read = Qwen2_5_VLForConditionalGeneration.from_pretrained(FOLDER/"text_encoder").eval(), []
+    head = sum(p.nbytes for p in plain.lm_head.parameters())
+    on_call(monkeypatch, loading, "place_tensor", lambda model, name, *a: read.append(name))
+    te = Components(str(FOLDER)).get("text_encoder")
+    assert len(read) > 20 and not any("lm_head" in n for n in read)
+    assert head > 1e5 and held_bytes(plain) - held_bytes(te) == head
+    assert component_bytes(FOLDER/"text_encoder", torch.float32) == sum(p.nbytes for p in te.parameters())
+    ids = torch.arange(5)[None]
+    with torch.no_grad(): a, b = (m(input_ids=ids, output_hidden_states=True).hidden_states[-1] for m in (plain, te))
+    assert_close(a, b, rtol=1e-5, atol=1e-6)
+    shards = LocalShards(FOLDER/"text_encoder")
+    out = quantize_checkpoint(type(te), shards, tmp_path/"text_encoder", "nf4", torch.float32)
+    with safe_open(next(out.glob("*.safetensors")), "pt") as f: assert not any("lm_head" in n for n in f.keys())
 
 
 def test_no_layer_waits_for_quantization(narrow, monkeypatch):

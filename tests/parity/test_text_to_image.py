@@ -148,7 +148,7 @@ def test_a_mixed_run_trains_holds_out_and_resumes(variant, mixed, tmp_path, caps
     assert again.global_step == whole.global_step and adapters_equal(whole, again)
 
 
-def test_held_out_samples_without_a_control_have_a_loss_and_images(mixed, tmp_path):
+def test_held_out_samples_without_a_control_have_a_loss_and_images(mixed, tmp_path, capsys):
     val = write_pairs(tmp_path/"val", [(48, 32), (32, 48)], seed=1)
     shutil.rmtree(val/"control_images")
     losses = []
@@ -160,7 +160,9 @@ def test_held_out_samples_without_a_control_have_a_loss_and_images(mixed, tmp_pa
         losses.append(result["held_out_loss"])
         assert result["held_out_pairs"] == 2 and len(result["pictures"]) == 2 and (t.modulation.table is not None) == table
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    capsys.readouterr()
     image = t.predict(None, "a boat", num_inference_steps=2, height=64, width=48)
+    assert "no image is given: text-to-image" in capsys.readouterr().out
     assert image.shape == (64, 48, 3) and t.predict_cached(1, num_inference_steps=2, true_cfg_scale=1).shape
 
 

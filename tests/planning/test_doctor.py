@@ -183,7 +183,7 @@ def test_the_plan_is_part_of_the_report(machine, real):
 
 # --- the configuration for this machine
 @pytest.mark.parametrize("gpus, side, area, expected", [
-    ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"), train=dict(offload_activations=True), cache=dict(vae_encoder_device="cpu"))),
+    ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"), train=dict(offload_activations=True))),
     ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="qint8", text_encoder_quantize="nf4"), train=dict(model_parallel_devices=["cuda:0", "cuda:1"], gradient_checkpointing="selective")))], ids=["T4", "2xT4"])
 def test_config_changes_only_what_the_plan_sets(gpus, side, area, expected, machine, real, capsys):
     real |= dict(model=real["model"] | dict(quantize="none"), data=dict(image_size=[side, side], control_area=area), optimizer=dict(lr=3e-4))

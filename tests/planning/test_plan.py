@@ -73,7 +73,7 @@ def test_changes_make_the_chosen_configuration(gpu):
 CPU, SECOND, NF4 = dict(cache=dict(vae_encoder_device="cpu")), dict(cache=dict(vae_encoder_device="cuda:1")), dict(model=dict(text_encoder_quantize="nf4"))
 
 @pytest.mark.parametrize("gpu, side, area, expected", [
-    ("T4", 512, 1024, NF4 | CPU), ("T4", 512, 512, NF4), ("2xT4", 1024, 1024, NF4 | SECOND), ("L4", 512, 1024, NF4), ("L4", 512, 512, {}), ("H100", 1024, 1024, {})])
+    ("T4", 512, 1280, NF4 | CPU), ("T4", 512, 1024, NF4), ("2xT4", 1280, 1280, NF4 | SECOND), ("2xT4", 1024, 1024, NF4), ("L4", 512, 1280, NF4), ("L4", 512, 1024, {}), ("H100", 1024, 1024, {})])
 def test_encoders_are_made_to_fit(gpu, side, area, expected):
     c = make_config(dict(data=dict(image_size=[side, side], control_area=area**2)))
     q = memory_query(c, model_facts("2511")[0], 2 if gpu in ("L4", "H100") else 4)
@@ -83,8 +83,10 @@ def test_encoders_are_made_to_fit(gpu, side, area, expected):
 def test_settings_for_the_encoders_are_kept():
     q, t4, c = memory_query(make_config(None), model_facts("2511")[0], 4), parse_gpu("T4"), make_config(None)
     new = lambda **sections: encoder_settings(q, t4, make_config(sections))
-    assert new() == NF4 | CPU and new(model=dict(text_encoder_quantize="qint8")) == CPU
-    assert new(cache=dict(vae_encoder_device="cuda:0")) == NF4 and new(model=dict(text_encoder_offload=True)).get("model") is None
+    large = dict(data=dict(control_area=1280**2))
+    assert new() == NF4 and new(model=dict(text_encoder_quantize="qint8")) == CPU, "eight bits leave less"
+    assert encoder_settings(memory_query(make_config(large), model_facts("2511")[0], 4), t4, make_config(large | dict(cache=dict(vae_encoder_device="cuda:0")))) == NF4
+    assert new(model=dict(text_encoder_offload=True)).get("model") is None
     assert encoder_settings(q, None, c) == {}, "no GPU"
     assert encoder_settings(memory_query(c, model_facts("tiny")[0], 4), t4, c) == {}, "a tiny model"
 

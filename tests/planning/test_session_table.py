@@ -42,4 +42,4 @@ def test_phases_sessions_and_disk():
 
 def test_a_copy_that_is_too_large_is_named():
     text = session_table.verdicts("kaggle")
-    assert "is 16.5 GB: it fits into 20.0 GB" in text and "is 23.1 GB: it does not fit into 20.0 GB" in text and "does not fit into one session of 9 h" in text
+    assert "is 15.4 GB: it fits into 20.0 GB" in text and "is 22.0 GB: it does not fit into 20.0 GB" in text and "does not fit into one session of 9 h" in text
