@@ -1,8 +1,8 @@
 """The whole job at the published model's full size on a machine without a GPU: about an hour on two cores, 12 GB of memory, 45 GB of disk.
 
-`make rehearsal` runs it and writes results/rehearsal.json. The weights are random (benchmarks/synthetic_checkpoint.py), everything else is what a user runs: a hub (pretended, 20 GB of disk
-in each of two sessions, as on Kaggle), precompute, training at 256 x 256, SIGKILL, resume, LoRA, one sampling step. Products are in float32, as on a T4: many CPUs compute bfloat16 far more slowly. Each phase is a process of its own; after an interruption, run it again:
-finished phases are not repeated, and the library continues the others.
+`make rehearsal` runs it and writes results/rehearsal.json. The weights are random (benchmarks/synthetic_checkpoint.py), everything else is what a user runs: a hub (pretended,
+20 GB of disk in each of two sessions, as on Kaggle), precompute, training at 256 x 256, SIGKILL, resume, LoRA, one sampling step. Products are in float32, as on a T4: many CPUs
+compute bfloat16 far more slowly. Each phase is a process of its own; after an interruption, run it again: finished phases are not repeated, and the library continues the others.
     python benchmarks/rehearsal.py [--work FOLDER] [--small] [--again PHASE]
 `--small` takes tiny widths, to see that it runs.
 """
@@ -178,7 +178,16 @@ def sample(job):
     trainer.load_lora(str(job.work/"out"/"lora"))
     steps = 2 if job.small else 1
     image = trainer.predict_cached(0, num_inference_steps=steps, true_cfg_scale=1.)
-    return dict(image=list(image.shape), finite=bool((image == image).all()))
+    return dict(image=list(image.shape), distinct_values=len(set(image.flat)), memory_plan=None if job.small else sampling_plan(job))
+
+
+def sampling_plan(job):
+    from qie_nb.planning.disk_space import _adapter_bytes
+    from qie_nb.planning.plan import _encoders
+    from qie_nb.planning.training_memory import weight_bytes
+    q = query(job)
+    e = _encoders(q)
+    return weight_bytes(q)[0] + _adapter_bytes(q) + e["vae"] + max(e["work"]["vae"], e["work"]["transformer"])
 
 
 def table(job):
@@ -244,13 +253,18 @@ def run_all(a):
 
 
 def text(result): # Markdown
-    gb = lambda n: "" if n is None else f"{n / 1e9:.2f}"
-    rows = [["phase", "time", "memory, GB", "planned", "on disk, GB", "planned"]]
+    size = lambda n: "" if n is None else f"{n / 1e9:.2f} GB" if n > 1e9 else f"{n / 1e6:.1f} MB"
+    rows = [["phase", "time", "memory", "planned", "", "on disk", "planned", ""]]
     for p, what in PHASES.items():
         r = result["phases"][p]
         seconds = r.get("seconds")
-        rows.append([what, seconds and f"{seconds // 60:.0f}:{seconds % 60:02.0f} min", gb(r.get("memory")), gb(r.get("memory_plan")), gb(r.get("disk")), gb(r.get("disk_plan"))])
-    return "\n".join("| " + " | ".join(str(c or "") for c in row) + " |" for row in [rows[0], ["---"] * 6, *rows[1:]])
+        cells = [what, seconds and f"{seconds // 60:.0f}:{seconds % 60:02.0f} min"]
+        for name in ("memory", "disk"):
+            measured, planned = r.get(name), r.get(f"{name}_plan")
+            if name == "memory" and measured: measured -= r["memory_before"]
+            cells += [size(measured), size(planned), f"{measured / planned - 1:+.1%}" if planned else ""]
+        rows.append(cells)
+    return "\n".join("| " + " | ".join(str(c or "") for c in row) + " |" for row in [rows[0], ["---"] * 8, *rows[1:]])
 
 
 def main():
