@@ -155,7 +155,7 @@ def prompt(self:Encoder,
 ) -> tuple: # ([L, D], [L] bool)
     "Embedding and mask of one prompt."
     seen = vl_images(images, geometry)
-    known_by = [hashlib.sha256(p.tobytes()).hexdigest() for p in seen]
+    known_by = [hashlib.sha256(repr(p.size).encode() + p.tobytes()).hexdigest() for p in seen]
     prefix, rest = self.prompts([prompt], lambda: [seen], [known_by])[0]
     e = rest if prefix is None else torch.cat([prefix, rest])
     return e, torch.ones(len(e), dtype=torch.bool, device=e.device)

@@ -1,5 +1,5 @@
 """What precompute costs, counted, and what happens if something fails."""
-import collections, shutil, threading, time
+import collections, random, shutil, threading, time
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +13,7 @@ import qie_nb.data.samples
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.core.files import DiskFull
 from qie_nb.data.dataset import ImageDataset
+from qie_nb.data.images import Geometry
 from qie_nb.encoding.encoder import Encoder, pick_batch
 from qie_nb.encoding.precompute import precompute
 from qie_nb.encoding.vae import pixels_of
@@ -50,6 +51,25 @@ def test_loaded_encoders_need_no_further_memory(): # other batch sizes: in the n
     for loaded, batch in ({}, 1), (devices, 2):
         parts = SimpleNamespace(areas=dict(control_area=1024*1024), loaded=loaded, bytes_of=dict(vae=0.25e9, text_encoder=33e9).get)
         assert pick_batch("auto", devices, parts, lambda d: 26e9)[0] == batch
+
+
+# --- prompts on their own
+@pytest.mark.parametrize("variant", slow_except(["2511"], ["2511", "2509", "v1"]))
+def test_one_encoder_gives_what_a_fresh_one_gives(variant):
+    "In any order of images and prompts: also white images with as many pixels in other shapes, and in other numbers."
+    white = [Image.new("RGB", size, "white") for size in ((128, 128), (256, 64), (64, 256))]
+    geometry, most = Geometry(vl_area=128 * 128, control_area=128 * 128), 1 if variant == "v1" else 2
+    parts, draw = Components(str(tiny_folder(variant))), random.Random(0)
+    sets = [white[:1], white[1:2], white[2:], white[:1], *([draw.choice([*white, random_image((96, 64), draw.randrange(2))]) for _ in range(draw.randint(1, most))] for _ in range(8))]
+    one = Encoder(parts)
+    for images in sets:
+        prompt = draw.choice(["", "make it red"])
+        (a, mask), (b, other) = (e.prompt(prompt, images, geometry) for e in (one, Encoder(parts)))
+        assert a.shape == b.shape and mask.equal(other)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    before = one.calls["prefix"]
+    one.prompt("make it blue", images, geometry)
+    assert one.calls["prefix"] == before, "equal images in a row share a prefix"
 
 
 # --- the job
