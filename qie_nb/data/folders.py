@@ -142,6 +142,11 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
     return {stem: [name for _, name in sorted(held)] for stem, held in found.items()}
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b01
+def _unread(ignored, images, names=()) -> list: # what may be an image, unless it is also in `images`
+    have = {p.with_suffix("") for p in images}
+    may = lambda p, why: why == UNREAD or "move" in why or why == "no image" and nfc(p.stem) in names
+    return [p.name for p, why in ignored if may(p, why) and p.with_suffix("") not in have]
+
 def _check_controls(after, folders, before, numbered, lone:bool=False, unread=()):
     "Raises ValueError for targets without a control; with `lone` only if one may be misnamed."
     names = lambda held: few(Path(stem).parent/p.name for stem, p in held) # with their inner folder
@@ -152,7 +157,7 @@ def _check_controls(after, folders, before, numbered, lone:bool=False, unread=()
         rest = [x for x in before[0].items() if x[0] not in used]
         inner = " and folder" * any("/" in stem for stem, _ in alone + rest)
         add = "add the controls or remove the targets" + f", {NO_CONTROL}" * (not lone)
-        lone = lone and not rest and not any(Path(stem).name in unread for stem, _ in alone)
+        lone = lone and not rest and not unread
         rest = (f"has {names(rest)} without a target; give both images of a pair the same name{inner}" if rest
                 else f"has no {'other ' * bool(before[0])}images that we can read "
                      f"({contents(folders[0], False)}); {add}")
@@ -247,7 +252,7 @@ def read_folders(
     ignored = [(p, why) for p, why in ignored if p not in (*controls, captions, masks)]
     lost = lost_images(ignored, after)
     if not controls:
-        if found := read_folders(targets) or read_pairs(targets): return found
+        if found := read_folders(targets) or read_pairs(targets, lone): return found
         several = len(image_folders(root, {captions, masks})) > 1
         if not lone or several:
             raise ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. " + (
@@ -268,7 +273,8 @@ def read_folders(
                 for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held] or [{}]
     numbered = _numbered(before[0], after)
-    unread = {nfc(p.stem) for p, why in ignored if p.parent in controls}
+    unread = _unread([x for x in ignored if {*controls} & {*x[0].parents}],
+                     [p for images in before for p in images.values()], {Path(stem).name for stem in after})
     if controls: _check_controls(after, controls, before, numbered, lone, unread)
     said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),
@@ -307,11 +313,12 @@ def _add_unmarked(after, before, neither) -> list: # notes; one side may be with
     return [f"pairs: {target!r} is the target of {control!r}, and so on (guessed from the names)"]
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf002
-def _check_pairs(after, before, lone:bool=False):
+def _check_pairs(after, before, lone:bool=False, unread=()):
     alone = [(name, p.name) for name, p in after.items() if name not in before]
     rest = [p.name for name, held in before.items() if name not in after for _, p in held]
-    if alone and (rest or not lone):
-        more = f"; without a target: {few(rest)}" if rest else f"; add them, {NO_CONTROL}"
+    if alone and (rest or unread or not lone):
+        more = (f"; without a target: {few(rest)}" if rest else f"; convert {few(unread)} to JPEG or PNG"
+                if unread else f"; add them, {NO_CONTROL}")
         raise ValueError(f"{len(alone)} of {len(after)} targets have no control image beside them: "
                          f"{few(f for _, f in alone)}; expected e.g. {alone[0][0] + '_control'!r}{more}")
 
@@ -333,7 +340,7 @@ def read_pairs(root:Path, lone:bool=False) -> Found: # or None; lone: as for `re
     after, before, neither = _sides(images)
     notes = (guessed := _add_unmarked(after, before, neither)) + lost_images(ignored, images)
     if not after or not before or not alone and len(after) < 2: return None
-    _check_pairs(after, before, lone)
+    _check_pairs(after, before, lone, _unread(ignored, images.values()))
     before = {name: before.get(name, []) for name in [*before, *after]}
     shared = _shared(root, beside, images)
     texts = [aligned(t, after) for t in (beside, read_folder(captions, ignored)[1] if captions else {})]

@@ -208,7 +208,9 @@ def _none_found(path, columns=None, optional=("mask",)): # raises the reason
         except ValueError: return None
     sets = [d for d in entries_of(path) if d.is_dir() and not is_hidden(d) and is_set(d)]
     readable = "" if _images_below(path) or contents(path) == "empty" else ", but no images that we can read"
-    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. {remedy(path, sets)}")
+    alone = "; put targets without a control into training_images/ too" * ("control" in optional)
+    raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. "
+                     f"{remedy(path, sets)}{alone}")
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
 def find_samples(

@@ -281,6 +281,10 @@ def _unique(found, table) -> list: # `Found.rows`
     return out
 
 # %% ../../nbs/data/01_tables.ipynb #3ce56102
+def _refuse_unused(column, where): # with images, where no column has controls
+    if column: raise ValueError(f"{where} has no column for the control, but {column!r} has images; rename "
+                                "it to control_image, or remove it")
+
 def read_table(path:Path, columns:dict=None, optional=("mask",)) -> Found:
     "The samples of a table. Raises the error of the first bad row."
     rows, root, shared = table_rows(path), path.parent, prompt_file(path.parent)
@@ -289,6 +293,9 @@ def read_table(path:Path, columns:dict=None, optional=("mask",)) -> Found:
     names = list(dict.fromkeys(c for _, r in rows for c in r if isinstance(c, str)))
     got = match_columns(names, repr(path.name), columns, [*optional, *["prompt"] * bool(shared)])
     (local, notes), lone = moved_paths(rows, got, root), "control" in optional
+    is_file = lambda n: isinstance(n, str) and _named_image(n) and _end_of(root/local(n))[1]
+    some = lambda c: any(is_file(n) for _, row in rows[:50] for n in _names_in(row.get(c), root))
+    if not got["control"]: _refuse_unused(next(filter(some, (c for c in names if c not in got.values())), None), repr(path.name))
     found, bad = [], []
     for n, row in rows:
         try: found.append((n, *_sample_of(row, got, root, f"row {n} of {path.name!r}", local, lone)))
@@ -362,6 +369,8 @@ def read_dataset(data, columns:dict=None, optional=("mask",)) -> Found:
     if not len(data): raise ValueError("the data set has no rows")
     got = match_columns(list(data.column_names), "the data set", columns, optional)
     kinds = _kinds(data.features, got)
+    unused = (c for c, f in data.features.items() if c not in kinds and _image_kind(f))
+    if not got["control"]: _refuse_unused(next(unused, None), "the data set")
     rows = data.with_format("arrow")
     indices = [_list_indices(rows, c, kinds[c]) for c in got["control"]]
     prompts = _column(rows, got["prompt"]).to_pylist() if "prompt" in got else [None] * len(rows)

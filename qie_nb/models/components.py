@@ -245,7 +245,8 @@ def shards(self:Components, name:str):
 def row_dtype(self:Components,
     folder=None, name:str="transformer") -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
     "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
-    if folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
+    if folder and (origin := source_checkpoint(folder)): own = getattr(torch, origin["table_dtype"])
+    elif folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
     else:
         configs = self.hub.fetch_configs([name])
         empty = empty_model(component_class(configs, name)[1], configs/name)

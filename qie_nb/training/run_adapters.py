@@ -82,6 +82,11 @@ def _other_positions(info, variant) -> str:
 
 # %% ../../nbs/training/07_run_adapters.ipynb #336fce02
 @patch
+def _warn_positions(self:RunAdapters, what, info):
+    if info.get("image_positions") not in (None, positions_of(self.components.variant)):
+        self.state.warn_once(f"{what} {_other_positions(info, self.components.variant)}")
+
+@patch
 def warn_differences(self:RunAdapters):
     "Print if adapters in use were trained at different sizes or on another variant."
     first, base = None, self.components.variant.name
@@ -94,8 +99,7 @@ def warn_differences(self:RunAdapters):
         if info.get("variant") not in (None, base):
             self.state.warn_once(f"adapter {n!r} was trained on {info['variant']}, and the base is {base}: images "
                                  f"may be wrong. Use a {info['variant']} model")
-        if info.get("image_positions") not in (None, positions_of(self.components.variant)):
-            self.state.warn_once(f"adapter {n!r} {_other_positions(info, self.components.variant)}")
+        self._warn_positions(f"adapter {n!r}", info)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d1d
 @patch
@@ -104,8 +108,9 @@ def start(self:RunAdapters):
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
-    try: self._set_origin(lora.start_lora(tr, c, self.config.train.seed) or self.origin)
+    try: self._set_origin(info := lora.start_lora(tr, c, self.config.train.seed) or self.origin)
     except KeyboardInterrupt: self.components.drop("transformer"); raise # some layers may lack it
+    if c.pretrained_weight: self._warn_positions("`model.lora.pretrained_weight`", info)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d01
 @patch

@@ -93,12 +93,20 @@ def _layers(self:RunModulation) -> list: # names of the linear layers
 
 # %% ../../nbs/training/08_run_modulation.ipynb #2670ab01
 @patch
+def _has_rows(self:RunModulation) -> bool: # or weights to compute them
+    local, origin = not self.components.hub, source_checkpoint(self.components.folder/"transformer")
+    if not (local and origin and not origin["table"]): return True
+    table = self._empty_table()
+    return all([table.find(times) for times in self._training_sets(table.dtype)])
+
+@patch
 def why_layers(self:RunModulation,
     training:bool=True, adapters=(), # layers of adapters to load
 ) -> str: # "" if a table is enough
     "Why the transformer needs its modulation layers."
     if self.transformer_config().get("use_additional_t_cond"):
         return "this transformer's modulation depends on more than the timestep"
+    if not self._has_rows(): return "the prequantized copy has none, but the layers, quantized"
     targets = self.config.model.lora.target_modules
     trained = [n for n in uses_modulation(self._layers()) if lora.is_target(targets, n)] if training else []
     if trained: return f"`model.lora.target_modules` names {trained[0]}, so its output will change"

@@ -172,6 +172,16 @@ def test_a_copy_without_encoders_trains_from_a_packed_cache(sharded, pairs, tmp_
     assert not source_checkpoint(layers/"transformer")["table"] and small.modulation_table is None
 
 
+def test_a_copy_with_its_layers_needs_no_table(sharded, tmp_path, capsys):
+    layers = trainer(tmp_path, tmp_path, "full", sharded, modulation_table=False).save_prequantized(tmp_path/"copy", encoders=False)
+    ready = lambda **model: trainer(tmp_path, tmp_path, "run", layers, **model).set_lora().modulation_table
+    assert ready() is None and ready(modulation_table=True) is None
+    assert "no modulation table: the prequantized copy has none, but the layers" in capsys.readouterr().out
+    whole = trainer(tmp_path, tmp_path, "run", sharded).modulation
+    rows = whole.make_table()
+    assert repr(ready()) == repr(rows), "that of the whole model, from the cache"
+
+
 @pytest.mark.parametrize("model, sentence", [ # others are in the notebook
     (dict(text_encoder_quantize="qint8"), "is prequantized as nf4, but `model.text_encoder_quantize` is qint8"),
     (dict(modulation_table=False), "`model.modulation_table` is false.*the prequantized copy "),

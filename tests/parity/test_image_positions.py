@@ -134,6 +134,9 @@ def test_a_lora_names_its_positions_and_the_other_mode_is_named_once(pairs, tmp_
     mine = QwenImageEditTrainer(settings(root, tmp_path/"c"))
     mine.load_lora(file), mine.predict(str(root/"control_images"/"0000.png"), "x", num_inference_steps=2, true_cfg_scale=1)
     assert "positions" not in capsys.readouterr().out
+    lora = dict(r=4, pretrained_weight=str(file))
+    for mode in ("installed", "3d"): QwenImageEditTrainer(settings(root, tmp_path/mode, model=dict(image_positions=mode, lora=lora))).set_lora()
+    assert capsys.readouterr().out.count("`model.lora.pretrained_weight` was trained with three-dimensional positions") == 1
 
 
 @affected

@@ -220,8 +220,23 @@ def test_a_forgotten_control_is_never_trained_on_silently(mixed):
     (controls/"0000.png").rename(controls/"o000.png") # another name
     with pytest.raises(ValueError, match="control_images/ has 'o000.png' without a target; give both images of a pair the same name$"): find_samples(mixed, allow_missing_control=True)
     (controls/"o000.png").rename(controls/"0000.png")
-    (controls/"0001.cr2").write_bytes(b"x") # cannot be read
-    with pytest.raises(ValueError, match="2 of 5 targets .*1 .cr2.*; add the controls or remove the targets$"): find_samples(mixed, allow_missing_control=True)
+    for name in ("0001.cr2", "ANOTHER.CR2", "0001.mp4"): # cannot be read
+        (controls/name).write_bytes(b"x")
+        with pytest.raises(ValueError, match="2 of 5 targets .*; add the controls or remove the targets$"): find_samples(mixed, allow_missing_control=True)
+        (controls/name).unlink()
+    (controls/"0000.psd").write_bytes(b"x") # beside 0000.png
+    assert len(find_samples(mixed, allow_missing_control=True)) == 5
+    pairs = mixed/"pairs"
+    pairs.mkdir()
+    for name in ("1_target", "1_control", "2_target"): shutil.copy(controls/"0000.png", pairs/f"{name}.png")
+    assert [len(s.controls) for s in find_samples(pairs, prompt="x", allow_missing_control=True)] == [1, 0]
+    (pairs/"2_control.nef").write_bytes(b"x")
+    with pytest.raises(ValueError, match="1 of 2 targets .*'2_target.png'.*; convert '2_control.nef' to JPEG or PNG$"): find_samples(pairs, prompt="x", allow_missing_control=True)
+    (pairs/"2_control.nef").unlink()
+    pairs.rename(mixed.parent/"target")
+    assert len(find_samples(mixed.parent/"target", prompt="x", allow_missing_control=True)) == 2
+    shutil.rmtree(mixed)
+    assert len(find_samples(mixed.parent, prompt="x", allow_missing_control=True)) == 2 # in the only folder, target/
 
 
 def test_tables_and_data_sets(mixed):
@@ -232,7 +247,11 @@ def test_tables_and_data_sets(mixed):
     with pytest.raises(ValueError, match="row 2 of 't.jsonl' has no control image .*allow_missing_control.* \\(3 of 4 rows are wrong"): find_samples(mixed/"t.jsonl")
     count = lambda samples: [len(s.controls) for s in samples]
     assert count(find_samples(mixed/"t.jsonl", allow_missing_control=True)) == [1, 0, 0, 0]
+    (mixed/"other.jsonl").write_text(json.dumps(row(0, befor="control_images/0000.png", source_name="1.png")))
+    with pytest.raises(ValueError, match="'other.jsonl' has no column for the control, but 'befor' has images; rename it to control_image"): find_samples(mixed/"other.jsonl", allow_missing_control=True)
     columns = {k: [str(mixed/r[k]) if r.get(k) else None for r in rows] for k in ("image", "edit_image")} | dict(prompt=["x"] * 4)
     data = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image()).cast_column("edit_image", datasets.Image())
     with pytest.raises(ValueError, match="row 1 of the data set has no control image .*allow_missing_control"): find_samples(data)
     assert count(find_samples(data, allow_missing_control=True)) == [1, 0, 0, 0]
+    with pytest.raises(ValueError, match="the data set has no column for the control, but 'befor' has images"): find_samples(data.rename_column("edit_image", "befor"), allow_missing_control=True)
+    assert count(find_samples(data.remove_columns("edit_image"), allow_missing_control=True)) == [0] * 4
