@@ -2,7 +2,8 @@
 
 `make rehearsal` runs it and writes results/rehearsal.json. The weights are random (benchmarks/synthetic_checkpoint.py), everything else is what a user runs: a hub (pretended,
 20 GB of disk in each of two sessions, as on Kaggle), precompute, training at 256 x 256, SIGKILL, resume, LoRA, sampling. Products are in float32, as on a T4: many CPUs
-compute bfloat16 far more slowly. glibc returns freed memory from 1 MB on to the system, so that what is measured is in use. Each phase is a process of its own; after an interruption, run it again: finished phases are not repeated, and the library continues the others.
+compute bfloat16 far more slowly. glibc returns freed memory from 1 MB on to the system, so that what is measured is in use. Each phase is a process of its own; after an
+interruption, run it again: finished phases are not repeated, and the library continues the others.
     python benchmarks/rehearsal.py [--work FOLDER] [--small] [--again PHASE]
 `--small` takes tiny widths, to see that it runs.
 """
