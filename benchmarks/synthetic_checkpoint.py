@@ -78,12 +78,13 @@ def made_up(
 def stand_in(folder, cls, config):
     "A component's folder with its configuration and a file that names its tensors."
     from safetensors.torch import save_file
-    from qie_nb.models.loading import empty_model
+    from accelerate import init_empty_weights
     shutil.rmtree(folder, ignore_errors=True)
     Path(folder).mkdir(parents=True)
     if hasattr(config, "save_pretrained"): config.save_pretrained(folder)
     else: (Path(folder)/"config.json").write_text(json.dumps(dict(_class_name=cls.__name__, **config)))
-    shapes = {n: list(t.shape) for n, t in empty_model(cls, folder, torch.bfloat16).named_parameters()}
+    with init_empty_weights(): model = cls(config) if hasattr(config, "save_pretrained") else cls(**config)
+    shapes = {n: list(t.shape) for n, t in model.named_parameters()}
     save_file({"nothing": torch.zeros(1)}, Path(folder)/"model.safetensors", {"format": "pt", MARK: json.dumps(shapes)})
 
 
