@@ -132,19 +132,22 @@ def cache_dirs(config) -> list:
     dirs = config.cache.cache_dir if isinstance(config.cache.cache_dir, list) else [config.cache.cache_dir]
     return [d for d in dirs if d] if config.cache.use_cache else []
 
-def _cached(dirs) -> tuple: # bytes in the cache: (entries, modulation table)
+def _cached(dirs, rows:int) -> tuple: # bytes in the cache: (entries, modulation table); rows: of a block
     from qie_nb.cache import EmbeddingCacheManager
     if not any(Path(d).is_dir() for d in dirs): return 0, 0
-    stats = EmbeddingCacheManager([d for d in dirs[:-1] if Path(d).is_dir()] + dirs[-1:]).get_cache_stats()
+    cache = EmbeddingCacheManager([d for d in dirs[:-1] if Path(d).is_dir()] + dirs[-1:])
+    stats = cache.get_cache_stats(listed := list(cache.entries()))
     on_disk = lambda s: s["bytes"] + s["count"] * BLOCK // 2 # half of a last block is unused on average
-    table = on_disk(stats[MODULATION])
-    return on_disk(stats["total"]) - table, table
+    table = [size for _, kind, _, size in listed if kind == MODULATION and size < 2 * rows] # no wider rows
+    return on_disk(stats["total"]) - on_disk(stats[MODULATION]), sum(table) + len(table) * BLOCK // 2
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe01
 def cache_items(config, q, samples:list) -> list: # of `Item`
     "What is missing in the cache."
     if not (dirs := cache_dirs(config)): return []
-    folder, (cached, cached_table) = Path(dirs[-1]), _cached(dirs)
+    from qie_nb.models.modulation import training_times
+    rows, folder = row_dtype(config, q), Path(dirs[-1])
+    cached, cached_table = _cached(dirs, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
     sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
     table = table_bytes(config, q, len({s.target for s in samples}) or 1)
@@ -152,7 +155,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     left = max(0, latents + prompts - cached) / max(1, latents + prompts)
     why = f"{len(samples)} samples, {dtype}" + f"; {cached / 1e6:.1f} MB exist" * bool(cached)
     stored = "in the prequantized copy" if q.table else "not used"
-    why_table = dtype_name(row_dtype(config, q)) + "; exists" * bool(cached_table) if table else stored
+    why_table = dtype_name(rows) + "; exists" * (cached_table > table / 2) if table else stored
     return [Item("latents", int(latents * left), folder, why),
             Item("prompts", int(prompts * left), folder, why),
             Item("modulation table", max(0, table - cached_table), folder, why_table)]

@@ -3,6 +3,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from qie_nb.config import make_config
 from qie_nb.core.environment import Environment, used_bytes
@@ -62,6 +63,10 @@ def test_existing_files_are_not_counted_again(trained_run, tmp_path):
     done, anew = planned(trained_run.output, trained_run.cache), planned(tmp_path, tmp_path/"cache")
     assert all(done[what] < 0.3 * anew[what] for what in ("latents", "prompts", "modulation table")) and done["checkpoints"] < anew["checkpoints"]
     assert planned(tmp_path, trained_run.cache, tmp_path/"cache")["modulation table"] == done["modulation table"]
+    with pytest.MonkeyPatch.context() as mp: # float32 rows of an older version
+        mp.setattr(disk, "row_dtype", lambda *_: torch.bfloat16)
+        bf16 = [planned(tmp_path, *c, tmp_path/"cache")["modulation table"] for c in ([], [trained_run.cache])]
+    assert 0.9 * bf16[0] < bf16[1] < 0.3 * anew["modulation table"]
 
 
 def test_cache_and_checkpoints_share_the_quota(tmp_path):
