@@ -180,6 +180,7 @@ def nearest_timestep(self:ModulationTable, time:float) -> float:
     if time in self.index: return time
     if not self.index: raise ValueError("the modulation table is empty; call `cache_embeddings()` first")
     near = min(self.index, key=lambda t: abs(t - time))
+    if abs(near - time) < 1e-6: return near # rounding
     if self.warn_nearest:
         print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "
               f"used, as for all others that are not among its {len(self.index)} timesteps")
