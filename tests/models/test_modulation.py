@@ -88,7 +88,7 @@ def test_every_timestep_of_training_has_a_row():
 
 def test_other_timesteps_get_the_nearest_row_with_one_message(capsys):
     table = table_for(FOLDER, TIMES)
-    assert torch.equal(table.rows([0.5 + 1e-8]), table.rows([0.5])) and "timestep" not in capsys.readouterr().out, "rounding is not reported"
+    assert torch.equal(table.rows([0.5 + 1e-8]), table.rows([0.5])) and "is not in the modulation table" not in capsys.readouterr().out, "rounding is not reported"
     assert torch.equal(table.rows([0.44]), table.rows([0.5])) and torch.equal(table.rows([0.2]), table.rows([0.1]))
     said, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("timestep "))
     assert said.startswith("timestep 440 is not in the modulation table; the nearest, 500, is used")
