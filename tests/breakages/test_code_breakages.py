@@ -15,7 +15,7 @@ BREAKAGES = dict(
     control_width_and_height_swapped=[("encoding/encoder", 'else self.geometry.control(size)', 'else self.geometry.control(size)[::-1]')],
     embeddings_keyed_by_prompt_only=[("cache", "controls=list(controls)", "controls=[]")],
     a_shard_opened_for_every_read=[("core/cache_layers", "if (os.getpid(), shard) not in self.open_files:", "if True:")],
-    zero_cond_t_lost=[("models/components", "return cls.from_pretrained(folder, subfolder=name, **kw)", "return cls.from_pretrained(folder, subfolder=name, **kw, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
+    zero_cond_t_lost=[("models/components", "use_safetensors=True)", "use_safetensors=True, **(dict(zero_cond_t=False) if name == 'transformer' else {}))")],
 )
 
 POSITIONS = dict( # of image tokens
@@ -31,7 +31,7 @@ TEXT = dict( # samples without a control image
     text_encoded_with_the_edits_template=[("models/components", "if images else TEXT_TO_IMAGE)", "if images else variant.pipeline)")],
     text_template_not_in_a_key=[("cache", 'identity["template"] if controls else identity.get("text_template")', 'identity["template"]')],
     batches_with_and_without_controls_mixed=[("data/dataset", "(self.geometry.target(target), *(self.geometry.control(c) for c in controls))", "(self.geometry.target(target),)")],
-    a_misnamed_control_trained_on_as_text=[("data/folders", "lone = lone and not rest and not any", "lone = lone and not any")],
+    a_misnamed_control_trained_on_as_text=[("data/folders", "lone = lone and not rest and not unread", "lone = lone and not unread")],
     a_held_out_target_trained_on_alone=[("data/samples", "d or of.get(t, t)", "d or t")],
 )
 
