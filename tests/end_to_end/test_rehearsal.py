@@ -8,6 +8,17 @@ SCRIPT = Path(__file__).parents[2]/"benchmarks"/"rehearsal.py"
 RESULT = SCRIPT.parent/"results"/"rehearsal.json"
 
 
+def test_the_committed_result_is_of_full_size_and_keeps_to_the_plan():
+    r = json.loads(RESULT.read_text())
+    rows, compared = r["phases"], 0
+    for row in rows.values():
+        for measured, planned in ((row.get("memory", 0) - row.get("memory_before", 0), row.get("memory_plan")), (row.get("disk"), row.get("disk_plan"))):
+            if planned: assert abs(measured / planned - 1) < 0.1; compared += 1
+    assert not r["small"] and compared == 10 and rows["whole"]["lora"] > 9e7 and rows["table"]["disk"] > 2e9
+    assert rows["whole"]["same_as_resumed"]["equal"] and rows["whole"]["same_as_resumed"]["tensors"] == 480
+    assert all(rows[n]["disk_peak"] < 20e9 and rows[n]["left"] == 0 for n in ("encoder", "transformer"))
+
+
 @pytest.mark.slow
 def test_the_whole_job_and_again(tmp_path):
     run = lambda *args: subprocess.run([sys.executable, SCRIPT, "--small", "--work", tmp_path/"work", "--out", tmp_path/"out.json", *args], text=True, capture_output=True, timeout=900)
