@@ -147,7 +147,7 @@ def test_a_copy_replaces_the_model_from_precompute_to_resume(sharded, copied, pa
     entries = lambda n: {(kind, key) for _, kind, key, _ in EmbeddingCacheManager(tmp_path/n/"cache").entries() if n == "small" or kind != "modulation"}
     assert entries("full") == entries("small") and len(entries("full")) > 6, "and no modulation: the table is read from the copy"
     a, b = (t.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2, seed=1) for t in (full, small))
-    assert a.std() > 0 and (abs(a.astype(int) - b) <= 2).mean() > 0.9 and "is not in the modulation table; the nearest" in capsys.readouterr().out
+    assert a.std() > 0 and (abs(a.astype(int) - b) <= 2).mean() > 0.9 and "is not in the modulation table" not in capsys.readouterr().out, "timesteps that differ by rounding"
     more = dict(max_train_steps=4, resume_checkpoint="latest")
     adapters_close(*(trainer(root, tmp_path, "full", m, more).fit() for m in (copied, sharded)))
     assert state() == before
