@@ -9,7 +9,6 @@ __all__ = []
 import io, re, textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -109,9 +108,6 @@ def style_cases(
                   for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
     return cases
 
-# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c701
-_encoded = WeakKeyDictionary() # {trainer: (key, cases)}
-
 # %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c702
 def eval_cases(
     trainer,
@@ -122,13 +118,13 @@ def eval_cases(
     n, own = trainer.config.train.eval_images, trainer.config.train.samples
     ids = [s.id for s in data.samples] if data else ()
     key = repr((n if data else 0, ids, styles, own, trainer.geometry()))
-    if _encoded.get(trainer, (None,))[0] != key:
+    if getattr(trainer, "_eval_cases", (None,))[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
             cases = pair_cases(trainer, data, n) if data else []
             if own: cases += pair_cases(trainer, trainer.data.eval_data(), len(own), own=True)
             if styles: cases += style_cases(trainer, styles)
-        _encoded[trainer] = key, cases
-    return _encoded[trainer][1]
+        trainer._eval_cases = key, cases
+    return trainer._eval_cases[1]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
 def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure
@@ -138,6 +134,7 @@ def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure
     else: Image.fromarray(image).save(out, format="JPEG", quality=95)
     write_atomic(path, out.getvalue())
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #e3351c01
 def overview(made): # list of (`EvalCase` with `shown`, uint8 [H, W, 3] edited)
     "Control, edit and, if known, target, each with its caption, as a matplotlib figure."
     rows = [(s.shown[0], edited, *s.shown[1:]) for s, edited in made]

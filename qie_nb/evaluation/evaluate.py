@@ -197,12 +197,8 @@ def _load_adapter(trainer, checkpoint) -> tuple: # (metadata, folder name for re
     steps = lora_info(file).get("steps")
     return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=steps), name
 
-# %% ../../nbs/evaluation/02_evaluate.ipynb #0351a448
-def evaluate(
-    trainer, # not inside a run, unless `checkpoint` is None
-    checkpoint=None, # folder, `latest`, LoRA file, `base` (no adapter), or None: the current adapter
-) -> dict: # checkpoint, weights, steps, the columns of `ValidationLoss.row`, losses, noises, pictures
-    "Held-out loss, images and style matrix of any checkpoint, without training."
+# %% ../../nbs/evaluation/02_evaluate.ipynb #0a7a9c95
+def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results, styles)
     c = trainer.config.train
     nothing = ValueError("there is nothing to evaluate on; set `train.val_fraction`, `train.val_path`, "
                          "`train.samples` or `train.test_image_dir`")
@@ -212,6 +208,15 @@ def evaluate(
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
     if not (trainer.held_out or styles or c.samples): raise nothing
     check_parts(trainer, styles)
+    return facts, name, styles
+
+# %% ../../nbs/evaluation/02_evaluate.ipynb #0351a448
+def evaluate(
+    trainer, # not inside a run, unless `checkpoint` is None
+    checkpoint=None, # folder, `latest`, LoRA file, `base` (no adapter), or None: the current adapter
+) -> dict: # checkpoint, weights, steps, the columns of `ValidationLoss.row`, losses, noises, pictures
+    "Held-out loss, images and style matrix of any checkpoint, without training."
+    facts, name, styles = _prepare(trainer, checkpoint)
     out = trainer.checkpoint_root()/"inference"/name
     with without_adapter(trainer._transformer()) if checkpoint == "base" else nullcontext():
         held, files = evaluate_now(trainer, out, styles)

@@ -170,22 +170,33 @@ class RunResume:
 
     def root(self) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
-    def make_fingerprint(self, loader) -> dict: # JSON-ready
-        "What the steps depend on; kept for the checkpoints."
-        parts, dataset = self.components, getattr(loader, "dataset", None)
-        encoders, samples = getattr(dataset, "identity", None) or {}, getattr(dataset, "samples", None)
-        dtype = str(parts.dtype).removeprefix("torch.")
-        if self.adapters.modulation.fp16: dtype += ", products in float16"
-        settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
-                                     getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
-        held = getattr(self.adapters.data, "validation", None)
-        if settings["train.val_fraction"] == "auto" and not held: settings["train.val_fraction"] = 0.0
-        named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
-        self.fingerprint = dict(
-            settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
-            data=None if samples is None else _digests(samples),
-            encoders=" ".join(named) or None)
-        return self.fingerprint
+# %% ../../nbs/training/05_resume.ipynb #d5611b02
+@patch
+def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
+    "What the steps depend on; kept for the checkpoints."
+    parts, dataset = self.components, getattr(loader, "dataset", None)
+    encoders, samples = getattr(dataset, "identity", None) or {}, getattr(dataset, "samples", None)
+    dtype = str(parts.dtype).removeprefix("torch.")
+    if self.adapters.modulation.fp16: dtype += ", products in float16"
+    settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
+                                 getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
+    held = getattr(self.adapters.data, "validation", None)
+    if settings["train.val_fraction"] == "auto" and not held: settings["train.val_fraction"] = 0.0
+    named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
+    self.fingerprint = dict(
+        settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
+        data=None if samples is None else _digests(samples),
+        encoders=" ".join(named) or None)
+    return self.fingerprint
+
+# %% ../../nbs/training/05_resume.ipynb #55e92c02
+@patch
+def facts(self:RunResume, epoch:int, global_step:int, skipped:int) -> dict: # of `state.json`
+    s, a = self.state, self.adapters
+    return dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
+                skipped=skipped, seconds=s.seconds, ema_updates=a.ema.n if a.ema else None,
+                pending=s.pending, best=s.best, metrics=dict(s.metrics),
+                config=self.config.model_dump(mode="json"), model=a.metadata(), run=self.fingerprint)
 
 # %% ../../nbs/training/05_resume.ipynb #55e92c0f
 @patch
@@ -200,14 +211,10 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
         with a.ema_weights(): weights.append(("ema.safetensors", "ema", lora.lora_state(tr)))
     folder = self.root()/ckpt.checkpoint_name(epoch, global_step, by_epoch)
     if s.is_main:
-        about = a.metadata()
-        facts = dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
-                     skipped=skipped, seconds=s.seconds, ema_updates=ema.n if ema else None, pending=s.pending, best=s.best,
-                     metrics=dict(s.metrics), config=self.config.model_dump(mode="json"), model=about,
-                     run=self.fingerprint)
+        facts = self.facts(epoch, global_step, skipped)
         def write(to):
             for file, kind, state in weights:
-                lora.save_lora(tr, to/file, about | dict(weights=kind), state=state)
+                lora.save_lora(tr, to/file, facts["model"] | dict(weights=kind), state=state)
         ckpt.write_checkpoint(folder, write, moments, facts, torch.get_rng_state())
     s.save_seconds = max(s.save_seconds or 0., time.time() - began)
     return folder
@@ -248,18 +255,10 @@ def last(self:RunResume): # name or folder, or None
     "This run's newest checkpoint, else the one it continues."
     return "latest" if ckpt.complete_checkpoints(self.root()) else self.resumed_from
 
-# %% ../../nbs/training/05_resume.ipynb #de719102
+# %% ../../nbs/training/05_resume.ipynb #de719103
 @patch
-def restore(self:RunResume, saved:SavedRun):
-    "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
-    from safetensors.torch import load_file
-    tr, s, was, ema = self.adapters.modulation.transformer(), self.state, saved.state, self.adapters.ema
-    if ema is not None and (file := saved.folder/"ema.safetensors").is_file():
-        put_back(tr, load_file(file))
-        ema.restart(was.get("ema_updates") or 0)
-    put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
-    s.optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
-    if saved.rng is not None: torch.set_rng_state(saved.rng)
+def restore_state(self:RunResume, saved:SavedRun):
+    s, was = self.state, saved.state
     s.global_step, s.epoch, s.position = was["global_step"], was["epoch"], was["position"]
     s.skipped, s.pending, s.metrics = was.get("skipped", 0), was.get("pending", ""), {}
     s.spent, s.ended = was.get("seconds", 0.), None
@@ -269,6 +268,20 @@ def restore(self:RunResume, saved:SavedRun):
         changed = changed_settings(was["config"], self.config.model_dump(mode="json"))
         print(f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
               + f"; {changed}" * bool(changed))
+
+# %% ../../nbs/training/05_resume.ipynb #de719102
+@patch
+def restore(self:RunResume, saved:SavedRun):
+    "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
+    from safetensors.torch import load_file
+    tr, ema = self.adapters.modulation.transformer(), self.adapters.ema
+    if ema is not None and (file := saved.folder/"ema.safetensors").is_file():
+        put_back(tr, load_file(file))
+        ema.restart(saved.state.get("ema_updates") or 0)
+    put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
+    self.state.optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
+    if saved.rng is not None: torch.set_rng_state(saved.rng)
+    self.restore_state(saved)
 
 # %% ../../nbs/training/05_resume.ipynb #5bd9d23a
 @patch
