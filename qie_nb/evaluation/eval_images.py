@@ -118,13 +118,13 @@ def eval_cases(
     n, own = trainer.config.train.eval_images, trainer.config.train.samples
     ids = [s.id for s in data.samples] if data else ()
     key = repr((n if data else 0, ids, styles, own, trainer.geometry()))
-    if getattr(trainer, "_eval_cases", (None,))[0] != key:
+    if trainer.data.eval_cases[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
             cases = pair_cases(trainer, data, n) if data else []
             if own: cases += pair_cases(trainer, trainer.data.eval_data(), len(own), own=True)
             if styles: cases += style_cases(trainer, styles)
-        trainer._eval_cases = key, cases
-    return trainer._eval_cases[1]
+        trainer.data.eval_cases = key, cases
+    return trainer.data.eval_cases[1]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
 def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure

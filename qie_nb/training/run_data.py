@@ -54,6 +54,7 @@ class RunData:
         self.samples = self.validation = self.filler = None
         self.said = "" # printed about the data set
         self.evaluated = None # the checkpoint's folder, if `evaluate` judges one
+        self.eval_cases = "", [] # what the evaluation images are made of, and their encoded inputs
 
     def open_cache(self): # `EmbeddingCacheManager`, or None
         return EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None
