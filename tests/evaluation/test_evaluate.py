@@ -353,9 +353,12 @@ def test_held_out_loss_ranks_checkpoints_as_their_images_do(tmp_path):
     "Good, overfitted and ruined adapters, ranked by loss and by the images' true error."
     runs = dict(good=dict(pairs=48, lr=5e-3, r=16, keep=(10, 40, 80)), overfitted=dict(pairs=2, lr=1e-2, r=64, keep=(20, 60)),
                 too_high=dict(pairs=48, lr=5e-2, r=16, keep=(20,)))
-    result = benchmark.judge_ranking(benchmark.measure(tmp_path, runs, edit="sepia", seeds=(0, 1, 2)))
+    rows = benchmark.measure(tmp_path, runs, edit="sepia", seeds=(0, 1, 2))
+    result = benchmark.judge_ranking(rows)
     assert {n.split()[0] for n in result["kept"]} == {"base", "good", "overfitted", "too_high"}
-    assert result["spearman"]["held_out_loss"] >= 0.8 and result["spearman_over_all"]["held_out_loss"] >= 0.9, result # 0.9 is one exchange of five
+    assert result["spearman_over_all"]["held_out_loss"] >= 0.9, result
+    clear = [(a, b) for a in rows for b in rows if b["pixel_error"] > 1.5 * a["pixel_error"]] # 17 of 21 pairs
+    assert len(clear) >= 15 and all(a["held_out_loss"] < b["held_out_loss"] for a, b in clear), rows
 
 
 # --- images of one's own, and the pair that is held out by default
