@@ -681,6 +681,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'qie_nb.data.tables._parts': ('data/tables.html#_parts', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._plain': ('data/tables.html#_plain', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._prompt': ('data/tables.html#_prompt', 'qie_nb/data/tables.py'),
+                                    'qie_nb.data.tables._refuse_gap': ('data/tables.html#_refuse_gap', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._refuse_unused': ('data/tables.html#_refuse_unused', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._row_sample': ('data/tables.html#_row_sample', 'qie_nb/data/tables.py'),
                                     'qie_nb.data.tables._sample_of': ('data/tables.html#_sample_of', 'qie_nb/data/tables.py'),

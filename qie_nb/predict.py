@@ -192,14 +192,16 @@ def predict(self:Predictor,
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
     check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how)
-    if prompt_image is None: print("no image is given: text-to-image, from the prompt alone")
+    lone = sum(not e.images for e in edits)
+    several = f" for {lone} of {len(edits)} edits" * (lone < len(edits))
+    if lone: print(f"no image is given{several}: text-to-image, from the prompt alone")
     watch = self._progress(edits, how[0], progress, preview, preview_every)
     with self.predicting():
         out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)
-    shape = "a square of" if prompt_image is None else "the first image's aspect at"
-    why = "as asked" if height and width else f"{shape} {geometry.control_area} pixels"
+    shape = lambda e: "the first image's aspect at" if e.images else "a square of"
+    why = lambda e: "as asked" if height and width else f"{shape(e)} {geometry.control_area} pixels"
     sizes = [[geometry.control(p.size) for p in e.images] for e in edits]
-    self.predicted = [dict(size=e.size, why=why, controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
+    self.predicted = [dict(size=e.size, why=why(e), controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
     return convert(out, isinstance(prompt, (list, tuple)))
 
 # %% ../nbs/02_predict.ipynb #1b1cc869

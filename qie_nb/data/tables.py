@@ -208,11 +208,20 @@ def _prompt(text, name, where): # None if it is empty
 # %% ../../nbs/data/01_tables.ipynb #f6399603
 NO_CONTROL = "or set `data.allow_missing_control` to true to train on such targets from their prompt alone"
 
+def _refuse_gap(filled, where): # {control column: has it an image?}
+    "A later control image must not take the number of an empty one."
+    empty = next((c for c, has in filled.items() if not has), None)
+    later = next((c for c in list(filled)[list(filled).index(empty):] if filled[c]), None) if empty else None
+    if later: raise ValueError(f"{where} has an image in {later!r} but none in {empty!r}; fill {empty!r}, or "
+                               "move the image there")
+
 def _sample_of(row, got, root, where, local=lambda name: name, lone:bool=False) -> tuple:
     "All but the id of `Found.rows`; `lone`: may the target lack a control?"
     path = lambda name: inside(root, local(name), where)
     target, mask = path(row.get(got["target"])), row.get(got.get("mask"))
-    names = [n for c in got["control"] for n in _names_in(row.get(c), root)]
+    named = {c: _names_in(row.get(c), root) for c in got["control"]}
+    _refuse_gap(named, where)
+    names = [n for several in named.values() for n in several]
     if not names and not lone:
         raise ValueError(f"{where} has no control image in {' or '.join(map(repr, got['control']))}; "
                          f"write its path there, {NO_CONTROL}")
@@ -351,6 +360,7 @@ def _kinds(features, got) -> dict: # {column: "one" or "many"}
 
 # %% ../../nbs/data/01_tables.ipynb #be86e3d1
 def _row_sample(rows, got, indices, lone, prompt, masked, i) -> tuple:
+    _refuse_gap({c: held[i] for c, held in zip(got["control"], indices)}, f"row {i} of the data set")
     controls = tuple(RowImage(rows, c, i, k) for c, held in zip(got["control"], indices) for k in held[i])
     if not controls and not lone:
         raise ValueError(f"row {i} of the data set has no control image in "

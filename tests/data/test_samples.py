@@ -173,6 +173,16 @@ def test_fewer_controls_and_commas_in_names(tmp_path):
     assert [len(s.controls) for s in samples] == [2, 1] and ", 1 to 2 controls each" in repr(samples)
 
 
+def test_a_later_control_does_not_take_the_place_of_an_empty_one(tmp_path):
+    rows = [dict(image="t.png", prompt="p", control_1=c, control_2="d.png") for c in ("c.png", "")]
+    for name in ("m.jsonl", "m.csv"):
+        with pytest.raises(ValueError, match=f"row 2 of '{name}' has an image in 'control_2' but none in 'control_1'; fill 'control_1'"):
+            find_samples(table(tree(tmp_path, "t.png c.png d.png"), rows, name)/name, allow_missing_control=True)
+    file = str(tmp_path/"t.png")
+    rows = hub(image=[file] * 2, edit_image=[file, None], edit_image_2=[file] * 2, prompt=["p"] * 2)
+    with pytest.raises(ValueError, match="row 1 of the data set has an image in 'edit_image_2' but none in 'edit_image'"): find_samples(rows)
+
+
 @pytest.mark.parametrize("held", [lambda r: r, lambda r: dict(data=r), lambda r: dict(version=1, samples=r, tags=["a"]), lambda r: {f"id{n}": x for n, x in enumerate(r)}])
 def test_json_layouts(held, tmp_path):
     rows = [GOOD | dict(image=f"{t}.png") for t in "ut"]

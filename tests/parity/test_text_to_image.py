@@ -163,6 +163,11 @@ def test_held_out_samples_without_a_control_have_a_loss_and_images(mixed, tmp_pa
     capsys.readouterr()
     image = t.predict(None, "a boat", num_inference_steps=2, height=64, width=48)
     assert "no image is given: text-to-image" in capsys.readouterr().out
+    photo = torch.zeros(32, 48, 3, dtype=torch.uint8).numpy()
+    both = t.predict([None, photo], ["a boat", "make it red"], num_inference_steps=2, height=64, width=48)
+    assert "no image is given for 1 of 2 edits: text-to-image" in capsys.readouterr().out and (both[0] == image).all()
+    t.predict(photo, "make it red", num_inference_steps=2)
+    assert "text-to-image" not in capsys.readouterr().out
     assert image.shape == (64, 48, 3) and t.predict_cached(1, num_inference_steps=2, true_cfg_scale=1).shape
 
 
