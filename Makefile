@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages faults kills bench-cache bench-cpu bench-gpu bench-modes rehearsal
+.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cpu bench-gpu bench-modes rehearsal
 
 install: $(VENV)/.ready
 
@@ -85,6 +85,9 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and expect a failing test
 	$(ONE) $(BIN)/python -m pytest -s tests/breakages
+
+mutations: $(VENV)/.ready ## put small mistakes into the library, one at a time: do the everyday tests notice them? Half an hour; ARGS="seed key" for some
+	$(ONE) $(BIN)/python tests/breakages/mutations.py $(ARGS)
 
 faults: $(VENV)/.ready ## all trials of the cache: kills, flipped bits, full disks, many processes; about 20 minutes; full disks need root
 	$(ONE) $(BIN)/python tests/cache_fault_trials.py --full --out benchmarks/results/faults.json

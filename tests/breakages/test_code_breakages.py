@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from helpers import broken, broken_copy
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/training/test_step.py", "tests/parity/test_pipelines.py", "tests/end_to_end/test_main_job.py", "tests/test_cache_costs.py"
@@ -47,4 +48,5 @@ def test_a_breakage_is_noticed(name, tmp_path):
 
 
 def test_every_breakage_still_fits_the_code():
-    for changes in (BREAKAGES | POSITIONS | TEXT).values(): broken(ROOT, changes)
+    for changes in (BREAKAGES | POSITIONS | TEXT | MUTATIONS).values():
+        for path, text in broken(ROOT, changes).items(): compile(text, path, "exec")

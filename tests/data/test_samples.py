@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers import on_call
 from qie_nb.data.images import Geometry, source_digest
-from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, usable
+from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
 
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
 
@@ -360,3 +360,18 @@ def test_a_changed_image_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ImageChanged, match="control_2/a.png' has changed"): load_images(sample, Geometry((32, 32)), digests)
     assert load_images(sample, Geometry((32, 32)))["control"][1].getpixel((0, 0))[0] == 200
     with pytest.raises(ValueError): load_images(sample, Geometry((32, 32)), digests[:1])
+
+
+def test_all_pairs_of_an_image_are_on_one_side_of_the_split(tmp_path):
+    "Three edits of each of twelve images, which are copies under names of their own."
+    samples = [Sample(f"{k}{n:02}", write_image(tmp_path/f"t{k}{n}.png", 99), (write_image(tmp_path/f"{k}{n}.png", n),), k) for n in range(12) for k in "abc"]
+    held_images = []
+    for seed in range(6):
+        for fraction in (0.1, 0.25, "auto"):
+            train, held = split_held_out(samples, fraction, seed)
+            image = lambda s: s.id[1:]
+            assert len(held) == 3 * (3 if fraction == 0.25 else 1) and {image(s) for s in train}.isdisjoint(map(image, held)) and len(train) + len(held) == 36
+            again = split_held_out(samples[::-1], fraction, seed)[1]
+            assert {s.id for s in again} == {s.id for s in held}, "the order does not matter"
+        held_images.append(frozenset(map(image, held)))
+    assert len(set(held_images)) > 2, "another seed holds out others"

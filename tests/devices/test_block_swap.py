@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from qie_nb.config import make_config
 from qie_nb.devices import model_parallel
-from qie_nb.devices.block_swap import BlockSwapLoader, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
+from qie_nb.devices.block_swap import BlockSwapLoader, OffloadedInputs, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
@@ -237,6 +237,27 @@ def test_the_previous_blocks_inputs_are_prefetched():
     with rig: gradients(ours)
     sent = 2 * (LAYERS - 1)
     assert order == [(n, sent + 2 * min(LAYERS - n + 1, LAYERS - 1)) for n in reversed(range(LAYERS))]
+
+
+class OnGpu(torch.Tensor):
+    "A CPU tensor that passes for one of a GPU and notes the streams that use its memory."
+    is_cuda, noted = property(lambda self: True), []
+    def record_stream(self, stream): self.noted.append((self.data_ptr(), stream))
+
+
+def test_memory_of_a_copy_is_not_reused_before_the_copy():
+    "Both directions: the allocator must know that the second stream uses the tensor."
+    class Side:
+        device, side = torch.device("cpu"), "side"
+        def copy(self, to, source): to.copy_(source)
+        def wait(self, event): pass
+    OnGpu.noted.clear()
+    t = torch.randn(3, 4).as_subclass(OnGpu)
+    kept = OffloadedInputs(Side(), lambda: None)
+    where = kept.put(t)
+    assert OnGpu.noted == [(t.data_ptr(), "side")]
+    back = kept.get(where[1])
+    assert torch.equal(back, t) and OnGpu.noted[1:] == [(back.data_ptr(), "side")]
 
 
 # --- runs

@@ -99,6 +99,23 @@ def test_loss_is_independent_of_batches_and_training_options(trainer):
     assert (row["held_out_loss"], row["held_out_loss_plain"]) == pytest.approx((means[0], means[1:].mean()))
 
 
+def test_held_out_loss_has_no_dropout_and_leaves_the_training_mode(made):
+    "Neither dropout nor the mode of training reaches the loss; an adapter in training goes on in it, with its dropout."
+    t = Trainer(made(model=dict(lora=dict(r=4, lora_alpha=8, lora_dropout=0.5))))
+    t.make_loader(), t.set_lora()
+    for p in t.transformer.parameters():
+        if p.requires_grad: p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    drops = [m for m in t.transformer.modules() if isinstance(m, torch.nn.Dropout)]
+    plain = held_out_loss(t, t.held_out).losses
+    for m in drops: m.p = 0.
+    losses_close(held_out_loss(t, t.held_out).losses, plain)
+    for training in (True, False):
+        for m in drops: m.p = 0.5
+        t.transformer.train(training)
+        losses_close(held_out_loss(t, t.held_out).losses, plain)
+        assert {m.training for m in t.transformer.modules()} == {training} and len(drops) > 4
+
+
 def test_levels_are_weighted_by_the_samplers_density(trainer, monkeypatch):
     "With a loss of 1 in one bin and 0 elsewhere the result is the weight of that bin."
     shares = []

@@ -1,0 +1,120 @@
+"""What is drawn at random in a run: new in every epoch and for every sample, the same again from the same seed, and taken up again by a resumed run."""
+import pytest
+import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift
+
+from qie_nb import trainer as trainer_module
+from qie_nb.models import flow_matching as flow
+from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.step import sample_noise_and_sigmas
+
+from helpers import OnStep, StopAt, merged, settings
+
+FIVE = ((48, 32),) * 4 + ((32, 48),)
+
+
+def drawn(root, tmp_path, epochs=3, loader=None, **sections) -> list:
+    "A run's draws: (epoch, sample, prompt, noise, level) of each sample, in the order of the steps."
+    out, real = [], trainer_module.sample_noise_and_sigmas
+    train = dict(num_epochs=epochs, continuous_timesteps=True, max_train_steps=None)
+    trainer = QwenImageEditTrainer(settings(root, tmp_path, **merged(dict(train=train, model=dict(modulation_table=False)), sections)))
+    def note(batch, *args):
+        got = real(batch, *args)
+        ids, prompts = batch.get("sample_id", range(len(got.eps))), batch.get("prompt", "?" * len(got.eps))
+        out.extend((trainer.state.epoch, i, p, e, s.item()) for i, p, e, s in zip(ids, prompts, got.eps, got.sigmas))
+        return got
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(trainer_module, "sample_noise_and_sigmas", note)
+        trainer.fit(loader)
+    return out
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    from helpers import write_pairs
+    root = write_pairs(tmp_path_factory.mktemp("random")/"set", FIVE, caption=[f"make it look {w}" for w in ("old", "new", "wet", "dry", "odd")])
+    return root, tmp_path_factory.mktemp("run")
+
+
+def distinct(tensors): return len({t.numpy().tobytes() for t in tensors}) == len(tensors)
+
+
+def test_every_epoch_and_sample_has_its_own_noise_and_level(world, tmp_path):
+    root, cache = world
+    cache = dict(cache_dir=str(cache/"cache"))
+    rows = drawn(root, tmp_path/"a", data=dict(batch_size=2), cache=cache)
+    assert len(rows) == 15 and distinct([e[:, :, :4, :4] for *_, e, _ in rows]) and len({s for *_, s in rows}) == 15
+    assert abs(sum(s for *_, s in rows) / 15 - 0.5) < 0.25 and abs(torch.cat([e.flatten() for *_, e, _ in rows]).std() - 1) < 0.02
+    assert abs(torch.corrcoef(torch.tensor([[e.mean(), s] for *_, e, s in rows]).T)[0, 1]) < 0.9, "noise and level come from different numbers"
+    alone = drawn(root, tmp_path/"b", data=dict(batch_size=1), cache=cache)
+    key = lambda rows: {(epoch, i): (e.numpy().tobytes(), s) for epoch, i, _, e, s in rows}
+    assert key(rows) == key(alone), "a sample's draws do not depend on its batch"
+    other = drawn(root, tmp_path/"c", 1, cache=cache, train=dict(seed=1))
+    assert not {s for *_, s in other} & {s for *_, s in rows}
+
+
+def test_captions_are_dropped_anew_in_every_epoch(world, tmp_path):
+    root, cache = world
+    rows = drawn(root, tmp_path, 12, data=dict(batch_size=1, caption_dropout_rate=0.5), cache=dict(cache_dir=str(cache/"cache")))
+    kept = {(epoch, i) for epoch, i, prompt, *_ in rows if prompt}
+    assert len(rows) == 60 and 15 <= len(kept) <= 45
+    patterns = {frozenset(i for e, i in kept if e == epoch) for epoch in range(12)}
+    assert len(patterns) > 6 and len({frozenset(e for e, i in kept if i == n) for n in {i for _, i, *_ in rows}}) == 5
+    orders = {tuple(i for e, i, *_ in rows if e == epoch) for epoch in range(12)}
+    assert len(orders) > 6, "the order is new in every epoch, too"
+
+
+def test_another_loaders_batches_get_new_noise_in_every_step(world, tmp_path):
+    root, cache = world
+    own = QwenImageEditTrainer(settings(root, tmp_path/"a", cache=dict(cache_dir=str(cache/"cache")), data=dict(batch_size=2))).make_loader()
+    batches = [{k: b[k] for k in ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask")} for b in own]
+    rows = drawn(root, tmp_path/"b", 2, batches, cache=dict(cache_dir=str(cache/"cache")))
+    assert len(rows) == 10 and distinct([e[:, :, :4, :4] for *_, e, _ in rows]) and len({s for *_, s in rows}) == 10
+
+
+def test_the_shift_is_the_samplers_for_the_packed_tokens(world, tmp_path):
+    "Levels as the scheduler would shift them for an image of this size, for small and large images."
+    trainer = QwenImageEditTrainer(settings(world[0], tmp_path, train=dict(timestep_sampling="shift", continuous_timesteps=True)))
+    scheduler = trainer.components.get("scheduler")
+    means = []
+    for h, w in ((16, 24), (64, 48), (128, 128)):
+        batch, seeds = dict(pixel_latent=torch.zeros(2, 16, 1, h, w)), [3, 4]
+        got = sample_noise_and_sigmas(batch, seeds, trainer.config.train, scheduler.config)
+        plain = flow.sample_sigmas(seeds, "uniform", steps=None)
+        c = scheduler.config
+        mu = calculate_shift((h // 2) * (w // 2), c["base_image_seq_len"], c["max_image_seq_len"], c["base_shift"], c["max_shift"])
+        torch.testing.assert_close(got.sigmas, scheduler._time_shift_exponential(mu, 1.0, plain))
+        means.append(got.sigmas.mean().item())
+    assert means == sorted(set(means)), "larger images, more noise"
+
+
+@pytest.mark.parametrize("limit", [0.01, 0])
+def test_gradients_are_clipped_at_their_norm(limit, world, tmp_path):
+    norms = []
+    def look(t):
+        params = [p for g in t.optimizer.param_groups for p in g["params"]]
+        norms.append((float(t.state.grad_norm), float(torch.nn.utils.get_total_norm([p.grad for p in params]))))
+    trainer = QwenImageEditTrainer(settings(world[0], tmp_path, train=dict(max_grad_norm=limit, max_train_steps=2), cache=dict(cache_dir=str(world[1]/"cache"))), callbacks=[OnStep(look)])
+    trainer.fit()
+    for before, after in norms:
+        assert before > 0.02 and after == pytest.approx(limit or before, rel=1e-3), "what is stepped with; the norm reported is that before"
+
+
+def test_a_resumed_run_continues_torchs_generator(world, tmp_path):
+    "A training step of one's own may draw from it."
+    root, cache = world
+    def run(out, stop=None, **train):
+        numbers = []
+        class Drawing(QwenImageEditTrainer):
+            def training_step(self, batch):
+                numbers.append(torch.rand(()).item())
+                return super().training_step(batch)
+        config = settings(root, out, train=dict(max_train_steps=4, save_steps=1) | train, cache=dict(cache_dir=str(cache/"cache")))
+        Drawing(config, callbacks=[StopAt(stop)]).fit()
+        return numbers
+    torch.manual_seed(5)
+    whole = run(tmp_path/"a")
+    torch.manual_seed(5)
+    first = run(tmp_path/"b", stop=2)
+    torch.manual_seed(99)
+    assert len(set(whole)) == 4 and [*first, *run(tmp_path/"b", resume_checkpoint="latest")] == whole
