@@ -10,6 +10,8 @@ import json, re, time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from typing import NamedTuple
+
 from fastcore.basics import patch
 
 from ..core.display import text_table
@@ -18,7 +20,7 @@ from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop
 from ..devices.placement import temporarily_load
 from .eval_images import eval_cases, file_name, find_styles, render_eval_images
-from .validation_loss import PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, process
+from .validation_loss import PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process
 from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
 from ..sampling.cached_edits import is_available
 from ..training.callbacks import Callback, EvalImage, EvalWork, due, eval_intervals
@@ -30,13 +32,16 @@ def evaluate_now(
     trainer,
     out, # folder for the images
     styles:dict=None, # from `find_styles`
-) -> tuple: # (`ValidationLoss` or None, list of image paths)
+    exchange:bool=False, # also with exchanged control images?
+) -> tuple: # (`ValidationLoss` or None, list of image paths, `ValidationLoss` with exchanged controls or None)
     "Evaluate the current adapter, or its EMA. Raises `StopRequested`."
     with trainer.ema_weights(), temporarily_load(trainer.components, "vae", "text_encoder"):
         held = held_out_loss(trainer, trainer.held_out) if trainer.held_out else None # may encode pairs
+        exchange = exchange and held and len(partners(trainer.held_out)) > 2
+        other = held_out_loss(trainer, trainer.held_out, exchange=True) if exchange else None
         cases = eval_cases(trainer, styles)
         files = render_eval_images(trainer, cases, out) if cases else []
-    return held, files
+    return held, files, other
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f12
 def write_result(trainer, out, result):
@@ -56,12 +61,44 @@ def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` 
     return newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"])
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
-def say_change(step, held, last) -> str: # one line about an evaluation
-    since = ""
-    if last:
-        try: since = f"; since step {last[0]} {compare_losses(last[1], held)}"
-        except ValueError: pass # other pairs or noise samples
-    return f"step {step}: {held}{since}"
+class History(NamedTuple):
+    "Earlier results of a run, (step, `ValidationLoss`) or None."
+    first: tuple = None # before the first step
+    last: tuple = None
+    name: str = "no adapter" # what was evaluated before the first step
+
+def change_since(earlier, held): # `LossChange`, or None
+    try: return compare_losses(earlier[1], held) if earlier else None
+    except ValueError: return None # other pairs or noise samples
+
+def say_change(step, held, history=History(), uses_controls:bool=True) -> str: # one line about an evaluation
+    line, (first, last, name) = f"step {step}: {held}", history
+    if change := change_since(first, held):
+        text = str(change)
+        if not uses_controls and change.verdict == "better":
+            text = text.replace("better", "lower, but not by means of the control images")
+        line += f"; compared with {name} {text}"
+    if last and (not first or last[0] != first[0]) and (change := change_since(last, held)):
+        line += f"; since step {last[0]} {change}"
+    return line
+
+# %% ../../nbs/evaluation/02_evaluate.ipynb #6c80ee05
+_LOOK = "look at them with sample_viewer"
+
+def bad_news(step, held, history, exchanged=None) -> tuple: # (sentence or "", are the control images used?)
+    change = compare_losses(held, exchanged) if exchanged else None # positive if they matter
+    if change and change.low is not None and change.low <= 0:
+        who = "the adapter" if step else "the model"
+        why = ("it learns the targets without them, and a lower loss does not show that it edits" if step else
+               "an adapter would learn the targets without them")
+        return (f"with the control images of other pairs {who} has no higher loss ({change.difference:+.4f}, "
+                f"{change.low:+.4f} to {change.high:+.4f}): {why}. Do controls and targets belong together? "
+                f"{_LOOK[0].upper()}{_LOOK[1:]}"), False
+    since = change_since(history.first, held)
+    if since and since.verdict == "worse":
+        return (f"on the held-out pairs the adapter is worse than {history.name}: check that controls and "
+                f"targets belong together ({_LOOK}), or set `optimizer.lr` lower"), True
+    return "", True
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
 def check_parts(trainer, styles=None):
@@ -83,7 +120,7 @@ class EvaluationCallback(Callback):
         c = config.train
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
         samples_of(config) # raises for a missing image
-        self.last, self.at, self.pace = None, 0, None # last (step, ValidationLoss), and the last evaluated step
+        self.history, self.at, self.pace = History(), 0, None # at: the last evaluated step
 
     def enabled(self, t):
         c = t.config.train
@@ -94,7 +131,9 @@ class EvaluationCallback(Callback):
 
     def on_train_begin(self, t):
         self.at = t.global_step
-        self.last = last_result(t.checkpoint_root(), self.at) if self.at else None
+        before = [last_result(t.checkpoint_root(), n) if self.at else None for n in (0, self.at)]
+        begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
+        self.history = History(*before, begun)
         self.prepare(t)
         if not self.enabled(t): return
         if t.state.pending: self.evaluate(t, t.state.pending)
@@ -123,7 +162,7 @@ def plan(self:EvaluationCallback, t) -> EvalWork:
     which = "final evaluation" if t.state.stop == "done" else "evaluation"
     if not t.global_step: which = "evaluation before the first step"
     batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
-    passes = -(-n // every) * steps * 2 + -(-batches // every) * len(PARTS)
+    passes = -(-n // every) * steps * 2 + -(-batches // every) * len(PARTS) * (1 + self.exchange(t))
     work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
     if left := work.seconds_left(): work.what += f", about {short_time(left)}"
     if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
@@ -141,11 +180,15 @@ def name(self:EvaluationCallback, t):
     return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
 
 @patch
+def exchange(self:EvaluationCallback, t) -> bool: # before the first step, and once after it
+    return not t.global_step or bool(self.history.last) and self.history.last[0] == 0
+
+@patch
 def evaluate(self:EvaluationCallback, t, name=None):
     name = name or self.name(t)
     out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
     work = t.state.work = self.plan(t)
-    try: held, files = evaluate_now(t, out, self.styles)
+    try: held, files, other = evaluate_now(t, out, self.styles, self.exchange(t))
     except StopRequested:
         return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
                      "repeated on resume")
@@ -156,9 +199,17 @@ def evaluate(self:EvaluationCallback, t, name=None):
     row = held.row()
     t.state.metrics |= row
     facts = dict(steps=t.global_step, weights=t.weights_name)
-    write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises))
-    if process(t)[0] == 0: print(say_change(t.global_step, held, self.last))
-    self.last = t.global_step, held
+    exchanged = dict(exchanged=other.losses) if other else {}
+    write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises) | exchanged)
+    self.say(t.global_step, held, other, process(t)[0] == 0)
+
+@patch
+def say(self:EvaluationCallback, step, held, other, aloud:bool):
+    news, uses_controls = bad_news(step, held, self.history, other)
+    if aloud: print(say_change(step, held, self.history, uses_controls))
+    if aloud and news: print(news)
+    first = self.history.first or (None if step else (step, held))
+    self.history = self.history._replace(first=first, last=(step, held))
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #f9aea948
 def adapter_of(
@@ -219,7 +270,7 @@ def evaluate(
     facts, name, styles = _prepare(trainer, checkpoint)
     out = trainer.checkpoint_root()/"inference"/name
     with without_adapter(trainer._transformer()) if checkpoint == "base" else nullcontext():
-        held, files = evaluate_now(trainer, out, styles)
+        held, files, _ = evaluate_now(trainer, out, styles)
     losses = held.row() | dict(losses=held.losses, noises=held.noises) if held else {}
     result = facts | losses | dict(pictures=[str(f) for f in files])
     write_result(trainer, out, result)

@@ -15,6 +15,7 @@ import torch
 from ..cache import stable_seed
 from ..core.progress import Progress
 from ..data.batches import BucketBatchSampler
+from ..data.images import source_digest
 from ..models import flow_matching as flow
 from ..sampling.cached_edits import eval_mode, load_batch
 
@@ -165,11 +166,29 @@ def shares(n:int, trainer) -> list: # (index of the unit, does it count?)
     me, every = process(trainer)
     return [(u % n, u < n) for u in range(me, -(-n // every) * every, every)]
 
+# %% ../../nbs/evaluation/00_validation_loss.ipynb #9dcaf902
+def partners(dataset) -> dict: # {pair: another pair of its sizes, with another first control image}
+    groups, out = {}, {}
+    for i, s in enumerate(dataset.samples):
+        if s.controls: groups.setdefault(dataset.bucket(i), []).append((i, source_digest(s.controls[0])))
+    for group in groups.values():
+        for k, (i, digest) in enumerate(group):
+            others = [j for j, d in group[k + 1:] + group[:k] if d != digest]
+            if others: out[i] = others[0]
+    return out
+
+def load_pairs(trainer, dataset, which, partner=None): # a batch; partner: whose control latents it gets
+    batch = load_batch(trainer, dataset, which)
+    if partner is None: return batch
+    others = load_batch(trainer, dataset, [partner.get(i, i) for i in which])
+    return {**batch, "control_latent": others["control_latent"]}
+
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #b7bf28b2
 def held_out_loss(
     trainer,
     dataset, # `ImageDataset` of held-out pairs
     noises:int=None, # per pair; default `train.eval_noise_samples`
+    exchange:bool=False, # with the control images of other pairs? Pairs without such a partner are left out
 ) -> ValidationLoss:
     "Loss of each pair at its fixed noise. Raises `StopRequested`."
     transformer, c = trainer._transformer(), trainer.config
@@ -177,11 +196,12 @@ def held_out_loss(
     batches = BucketBatchSampler(dataset, c.data.batch_size, shuffle=False).batches()
     work = shares(len(batches) * noises, trainer)
     sums, last = torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device), None
-    bar = Progress(len(work), "held-out loss") if process(trainer)[0] == 0 else None
+    partner, what = (partners(dataset), ", controls exchanged") if exchange else (None, "")
+    bar = Progress(len(work), f"held-out loss{what}") if process(trainer)[0] == 0 else None
     with eval_mode(transformer):
         for u, counts in work:
             which, draw = divmod(u, noises)
-            if which != last: batch, last = load_batch(trainer, dataset, batches[which]), which
+            if which != last: batch, last = load_pairs(trainer, dataset, batches[which], partner), which
             losses, w = losses_at_sigma(trainer, batch, draw), sigma_weights(trainer, batch, draw, noises)
             if counts:
                 total = (losses * w.to(losses)).sum(1, keepdim=True)
@@ -189,4 +209,5 @@ def held_out_loss(
             if bar: bar.update()
             check()
     if bar: bar.close()
-    return ValidationLoss({s.id: v for s, v in zip(dataset.samples, add_up(trainer, sums).tolist())}, noises)
+    rows = zip(dataset.samples, add_up(trainer, sums).tolist())
+    return ValidationLoss({s.id: v for i, (s, v) in enumerate(rows) if not exchange or i in partner}, noises)

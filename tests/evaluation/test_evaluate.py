@@ -251,7 +251,7 @@ def test_a_stop_in_one_process_stops_all():
 def test_evaluations_are_due_at_steps_epochs_and_the_end(made, monkeypatch):
     at = []
     on_call(monkeypatch, EvaluationCallback, "evaluate", lambda self, t: at.append((t.global_step, t.state.epoch_ended)))
-    monkeypatch.setattr(module, "evaluate_now", lambda *a: (ValidationLoss({"a": [0.5] * 6}), []))
+    monkeypatch.setattr(module, "evaluate_now", lambda *a: (ValidationLoss({"a": [0.5] * 6}), [], None))
     monkeypatch.setattr(module, "eval_cases", lambda *a: [])
     t = Trainer(made("a", train=dict(eval_steps=3))).fit()
     assert [s for s, _ in at] == [3, 4]
