@@ -121,6 +121,7 @@ class EvaluationCallback(Callback):
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
         samples_of(config) # raises for a missing image
         self.history, self.at, self.pace = History(), 0, None # at: the last evaluated step
+        self.checked, self.uses_controls = False, True # after a step of this session; by the last check
 
     def enabled(self, t):
         c = t.config.train
@@ -180,8 +181,9 @@ def name(self:EvaluationCallback, t):
     return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
 
 @patch
-def exchange(self:EvaluationCallback, t) -> bool: # before the first step, and once after it
-    return not t.global_step or bool(self.history.last) and self.history.last[0] == 0
+def exchange(self:EvaluationCallback, t) -> bool:
+    "Before the first step, once after it, and again while the control images make no difference."
+    return not t.global_step or not self.checked or not self.uses_controls
 
 @patch
 def evaluate(self:EvaluationCallback, t, name=None):
@@ -205,8 +207,9 @@ def evaluate(self:EvaluationCallback, t, name=None):
 
 @patch
 def say(self:EvaluationCallback, step, held, other, aloud:bool):
-    news, uses_controls = bad_news(step, held, self.history, other)
-    if aloud: print(say_change(step, held, self.history, uses_controls))
+    news, self.uses_controls = bad_news(step, held, self.history, other)
+    self.checked = self.checked or step > 0
+    if aloud: print(say_change(step, held, self.history, self.uses_controls))
     if aloud and news: print(news)
     first = self.history.first or (None if step else (step, held))
     self.history = self.history._replace(first=first, last=(step, held))

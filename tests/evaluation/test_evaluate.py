@@ -1,5 +1,6 @@
 """Evaluation: fixed noise, images from cached inputs, and the same adapter with and without it."""
 import csv, json, os, random, shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as NS
@@ -19,7 +20,7 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
-from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight
+from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu
 from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
@@ -195,6 +196,57 @@ def test_resumed_run_compares_with_the_last_evaluation(trained_run, tmp_path, ca
     Trainer(trained_run.settings(out, train=dict(resume_checkpoint=str(out/"checkpoints"/"step_00000006"), eval_images=0, num_epochs=2))).fit()
     line, = (l for l in capsys.readouterr().out.splitlines() if l.startswith("step 8: held-out loss"))
     assert "since step 4" in line and line.endswith("(too few pairs to judge)")
+
+
+def test_a_pair_gets_the_controls_of_another_of_its_sizes(trainer, monkeypatch):
+    "The exchanged loss is that of the pair's target, noise and prompt with another pair's control latents; a pair alone in its bucket, or with the same image, has no partner."
+    seen = []
+    monkeypatch.setattr(trainer, "loss", lambda batch, eps, sigmas: seen.append((batch, eps, sigmas)) or batch["control_latent"].mean((1, 2, 3, 4)))
+    trainer.config.data.batch_size = 1
+    given, other = (held_out_loss(trainer, trainer.held_out, 1, e) for e in (False, True))
+    assert partners(trainer.held_out) == {0: 1, 1: 0} and list(other.losses) == ["0000", "0001"]
+    losses_close([other.losses[i][1] for i in ("0000", "0001")], [given.losses[i][1] for i in ("0001", "0000")])
+    once, again = ({b["sample_id"][0]: (b["pixel_latent"], b["prompt_embed"][0], eps, s) for b, eps, s in part} for part in (seen[:25], seen[25:]))
+    for i in ("0000", "0001"): assert all(torch.equal(x, y) for x, y in zip(once[i], again[i]))
+    same = [replace(s, controls=trainer.held_out.samples[0].controls) for s in trainer.held_out.samples[:2]]
+    assert not partners(trainer.data.subset(trainer.held_out, same))
+
+
+def run_with_losses(made, monkeypatch, capsys, values, others, resume=False, **kw):
+    "A run of 3 steps, evaluated at each, in which four pairs have these mean losses: what it prints, and how often controls were exchanged."
+    left, calls = iter(values), []
+    spread = lambda v: ValidationLoss({str(i): [v + i / 100] * 6 for i in range(4)}, 1)
+    def loss(trainer, dataset, noises=None, exchange=False):
+        if not exchange: calls.append(next(left)); return spread(calls[-1])
+        return spread(calls[-1] + others)
+    monkeypatch.setattr(module, "held_out_loss", loss)
+    monkeypatch.setattr(module, "partners", lambda dataset: range(4))
+    Trainer(made(train=dict(eval_steps=1, eval_images=0, max_train_steps=3, save_steps=1, eval_at_start=True) | kw)).fit()
+    return [l for l in capsys.readouterr().out.splitlines() if l.startswith(("step ", "with the control", "on the held-out"))]
+
+
+def test_a_run_compares_with_no_adapter_and_says_when_it_is_worse(made, monkeypatch, capsys):
+    start, one, two, three = run_with_losses(made, monkeypatch, capsys, (1., 0.9, 0.9, 0.8), 0.5)
+    assert "compared" not in start and one.endswith("compared with no adapter -0.1000 (-0.1000 to -0.1000): better")
+    assert "no adapter -0.1000" in two and "since step 1 +0.0000" in two and "no adapter -0.2000" in three
+    result = json.loads(next(Path(made()["train"]["output_dir"]).rglob("step_00000001/held_out.json")).read_text())
+    assert len(result["losses"]) == len(result["exchanged"]) == 4
+    start, *lines = run_with_losses(made, monkeypatch, capsys, (1., 1.5, 0.9, 1.4), 0.5, output_dir=str(Path(made()["train"]["output_dir"])/"b"))
+    assert [l.startswith("on the held-out pairs the adapter is worse than no adapter: check") for l in lines] == [False, True, False, False, True]
+    assert lines[3].count("better") == 0 and "since step 2 +0.5000 (+0.5000 to +0.5000): worse" in lines[3]
+
+
+def test_a_run_says_that_the_control_images_make_no_difference(made, monkeypatch, capsys):
+    lines = run_with_losses(made, monkeypatch, capsys, (1., 0.5, 0.4, 0.3), 0.)
+    assert lines[1].startswith("with the control images of other pairs the model has no higher loss") and lines[3].startswith("with the control images of other pairs the adapter has no higher loss")
+    assert lines[2].endswith("no adapter -0.5000 (-0.5000 to -0.5000): lower, but not by means of the control images") and "sample_viewer" in lines[3]
+    assert not any("better" in l for l in lines[2:4])
+
+
+def test_a_resumed_run_still_compares_with_no_adapter(made, monkeypatch, capsys):
+    first = run_with_losses(made, monkeypatch, capsys, (1., 0.5), 0.5, max_train_steps=1)
+    then = run_with_losses(made, monkeypatch, capsys, (0.6, 0.7), 0.5, resume_checkpoint="latest")
+    assert len(first) == 2 and ["no adapter -0.4000" in then[0], "since step 1 +0.1000" in then[0], "no adapter -0.3000" in then[1]] == [True] * 3
 
 
 @pytest.mark.slow
