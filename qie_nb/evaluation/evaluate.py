@@ -49,16 +49,29 @@ def write_result(trainer, out, result):
         write_atomic(Path(out)/"held_out.json", json.dumps(result, indent=1).encode())
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f01
-def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` of the run, or None
+def results_of(root) -> dict: # {step: held_out.json} of the run's own evaluations
     found = {}
     for f in (Path(root)/"inference").glob("*/held_out.json"):
         try: r = json.loads(f.read_text())
         except (OSError, ValueError): continue # must not end a run
         own = re.fullmatch(r"(epoch|step)_\d+", f.parent.name) # not that of `evaluate`
         if own and r.get("losses"): found[r.get("steps") or 0] = r
+    return found
+
+def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` of the run, or None
+    found = results_of(root)
     newest = max((n for n in found if n <= step), default=None)
     if newest is None: return None
     return newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"])
+
+def control_use(held, exchanged): # `LossChange` by exchanged control images, or None; few pairs say nothing
+    change = compare_losses(held, exchanged) if exchanged else None
+    return change if change and change.low is not None else None
+
+def first_use(root) -> float: # of the control images, before the first step; or None
+    first = results_of(root).get(0) or {}
+    if not first.get("exchanged"): return None
+    return control_use(*(ValidationLoss(first[k], first["noises"]) for k in ("losses", "exchanged"))).difference
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 class History(NamedTuple):
@@ -66,38 +79,40 @@ class History(NamedTuple):
     first: tuple = None # before the first step
     last: tuple = None
     name: str = "no adapter" # what was evaluated before the first step
+    use: float = None # of the control images, before the first step
 
 def change_since(earlier, held): # `LossChange`, or None
     try: return compare_losses(earlier[1], held) if earlier else None
     except ValueError: return None # other pairs or noise samples
 
 def say_change(step, held, history=History(), uses_controls:bool=True) -> str: # one line about an evaluation
-    line, (first, last, name) = f"step {step}: {held}", history
-    if change := change_since(first, held):
-        text = str(change)
+    line, (first, last, name, _) = f"step {step}: {held}", history
+    earlier = {f"compared with {name}": first}
+    if last and (not first or last[0] != first[0]): earlier[f"since step {last[0]}"] = last
+    for words, other in earlier.items():
+        if not (change := change_since(other, held)): continue
+        line += f"; {words} {change}"
         if not uses_controls and change.verdict == "better":
-            text = text.replace("better", "lower, but not by means of the control images")
-        line += f"; compared with {name} {text}"
-    if last and (not first or last[0] != first[0]) and (change := change_since(last, held)):
-        line += f"; since step {last[0]} {change}"
+            line = line.removesuffix("better") + "lower, but not by means of the control images"
     return line
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #6c80ee05
-_LOOK = "look at them with sample_viewer"
+_LOOK = "Do controls and targets belong together? Look at them with sample_viewer"
 
 def bad_news(step, held, history, exchanged=None) -> tuple: # (sentence or "", are the control images used?)
-    change = compare_losses(held, exchanged) if exchanged else None # positive if they matter
-    if change and change.low is not None and change.low <= 0:
-        who = "the adapter" if step else "the model"
-        why = ("it learns the targets without them, and a lower loss does not show that it edits" if step else
-               "an adapter would learn the targets without them")
-        return (f"with the control images of other pairs {who} has no higher loss ({change.difference:+.4f}, "
-                f"{change.low:+.4f} to {change.high:+.4f}): {why}. Do controls and targets belong together? "
-                f"{_LOOK[0].upper()}{_LOOK[1:]}"), False
+    use, other = control_use(held, exchanged), "with the control images of other pairs"
+    if use and use.low <= 0:
+        by = f"({use.difference:+.4f}, {use.low:+.4f} to {use.high:+.4f})"
+        if not step: return f"{other} the model's loss is no higher {by}. {_LOOK}", False
+        return (f"the adapter is probably worse than {history.name}: {other} its loss is no higher {by}, so it "
+                f"does not edit them. {_LOOK}"), False
+    if use and step and history.use and use.difference < history.use / 2:
+        return (f"the adapter is probably worse than {history.name}: {other} its loss is higher by "
+                f"{use.difference:.4f}, at step 0 it was by {history.use:.4f}, so it uses them less. {_LOOK}"), False
     since = change_since(history.first, held)
     if since and since.verdict == "worse":
-        return (f"on the held-out pairs the adapter is worse than {history.name}: check that controls and "
-                f"targets belong together ({_LOOK}), or set `optimizer.lr` lower"), True
+        return (f"the adapter is worse than {history.name} on the held-out pairs. {_LOOK}; or set "
+                "`optimizer.lr` lower"), True
     return "", True
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
@@ -134,7 +149,7 @@ class EvaluationCallback(Callback):
         self.at = t.global_step
         before = [last_result(t.checkpoint_root(), n) if self.at else None for n in (0, self.at)]
         begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
-        self.history = History(*before, begun)
+        self.history = History(*before, begun, first_use(t.checkpoint_root()) if self.at else None)
         self.prepare(t)
         if not self.enabled(t): return
         if t.state.pending: self.evaluate(t, t.state.pending)
@@ -211,8 +226,10 @@ def say(self:EvaluationCallback, step, held, other, aloud:bool):
     self.checked = self.checked or step > 0
     if aloud: print(say_change(step, held, self.history, self.uses_controls))
     if aloud and news: print(news)
-    first = self.history.first or (None if step else (step, held))
-    self.history = self.history._replace(first=first, last=(step, held))
+    if not step:
+        use = control_use(held, other)
+        self.history = self.history._replace(first=(step, held), use=use and use.difference)
+    self.history = self.history._replace(last=(step, held))
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #f9aea948
 def adapter_of(

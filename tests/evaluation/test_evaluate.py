@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-import validation_loss as benchmark # of benchmarks/
+import shuffled_controls, validation_loss as benchmark # of benchmarks/
 from helpers import TRANSFORMER, VAE, OnStep, adapters_close, close_images, interrupted, merged, on_call, settings, slow, write_pairs
 from qie_nb.cli import main
 from qie_nb.config import make_config
@@ -218,11 +218,11 @@ def run_with_losses(made, monkeypatch, capsys, values, others, resume=False, **k
     spread = lambda v: ValidationLoss({str(i): [v + i / 100] * 6 for i in range(4)}, 1)
     def loss(trainer, dataset, noises=None, exchange=False):
         if not exchange: calls.append(next(left)); return spread(calls[-1])
-        return spread(calls[-1] + others)
+        return spread(calls[-1] + (others[len(calls) - 1] if isinstance(others, tuple) else others))
     monkeypatch.setattr(module, "held_out_loss", loss)
     monkeypatch.setattr(module, "partners", lambda dataset: range(4))
     Trainer(made(train=dict(eval_steps=1, eval_images=0, max_train_steps=3, save_steps=1, eval_at_start=True) | kw)).fit()
-    return [l for l in capsys.readouterr().out.splitlines() if l.startswith(("step ", "with the control", "on the held-out"))]
+    return [l for l in capsys.readouterr().out.splitlines() if l.startswith(("step ", "with the control", "the adapter is"))]
 
 
 def test_a_run_compares_with_no_adapter_and_says_when_it_is_worse(made, monkeypatch, capsys):
@@ -232,21 +232,24 @@ def test_a_run_compares_with_no_adapter_and_says_when_it_is_worse(made, monkeypa
     result = json.loads(next(Path(made()["train"]["output_dir"]).rglob("step_00000001/held_out.json")).read_text())
     assert len(result["losses"]) == len(result["exchanged"]) == 4
     start, *lines = run_with_losses(made, monkeypatch, capsys, (1., 1.5, 0.9, 1.4), 0.5, output_dir=str(Path(made()["train"]["output_dir"])/"b"))
-    assert [l.startswith("on the held-out pairs the adapter is worse than no adapter: check") for l in lines] == [False, True, False, False, True]
+    assert [l.startswith("the adapter is worse than no adapter on the held-out pairs.") for l in lines] == [False, True, False, False, True]
     assert lines[3].count("better") == 0 and "since step 2 +0.5000 (+0.5000 to +0.5000): worse" in lines[3]
 
 
 def test_a_run_says_that_the_control_images_make_no_difference(made, monkeypatch, capsys):
     lines = run_with_losses(made, monkeypatch, capsys, (1., 0.5, 0.4, 0.3), 0.)
-    assert lines[1].startswith("with the control images of other pairs the model has no higher loss") and lines[3].startswith("with the control images of other pairs the adapter has no higher loss")
+    assert lines[1].startswith("with the control images of other pairs the model's loss is no higher (+0.0000") and lines[3].startswith("the adapter is probably worse than no adapter: ")
     assert lines[2].endswith("no adapter -0.5000 (-0.5000 to -0.5000): lower, but not by means of the control images") and "sample_viewer" in lines[3]
-    assert not any("better" in l for l in lines[2:4])
+    assert not any("better" in l for l in lines) and len(lines) == 8, "the check is repeated while it fails"
+    lines = run_with_losses(made, monkeypatch, capsys, (1., 0.9, 0.8, 0.7), (0.5, 0.2, 0.3, 0.3), output_dir=str(Path(made()["train"]["output_dir"])/"b"))
+    assert "higher by 0.2000, at step 0 it was by 0.5000, so it uses them less" in lines[2] and lines[1].endswith("not by means of the control images") and len(lines) == 5 and lines[4].endswith("better")
 
 
 def test_a_resumed_run_still_compares_with_no_adapter(made, monkeypatch, capsys):
     first = run_with_losses(made, monkeypatch, capsys, (1., 0.5), 0.5, max_train_steps=1)
-    then = run_with_losses(made, monkeypatch, capsys, (0.6, 0.7), 0.5, resume_checkpoint="latest")
-    assert len(first) == 2 and ["no adapter -0.4000" in then[0], "since step 1 +0.1000" in then[0], "no adapter -0.3000" in then[1]] == [True] * 3
+    then = run_with_losses(made, monkeypatch, capsys, (0.6, 0.7), (0.2, 0.5), resume_checkpoint="latest")
+    assert len(first) == 2 and ["no adapter -0.4000" in then[0], "since step 1 +0.1000" in then[0], "no adapter -0.3000" in then[2]] == [True] * 3
+    assert "higher by 0.2000, at step 0 it was by 0.5000" in then[1], "and with the control images' use before the first step"
 
 
 @pytest.mark.slow
@@ -428,6 +431,16 @@ def test_held_out_loss_ranks_checkpoints_as_their_images_do(tmp_path):
     assert result["spearman_over_all"]["held_out_loss"] >= 0.9, result
     clear = [(a, b) for a in rows for b in rows if b["pixel_error"] > 1.5 * a["pixel_error"]] # 17 of 21 pairs
     assert len(clear) >= 15 and all(a["held_out_loss"] < b["held_out_loss"] for a, b in clear), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", shuffled_controls.MODES)
+def test_a_run_on_mixed_up_controls_is_not_called_better(mode, tmp_path):
+    "Of the learnt model: better with right pairs, worse than none or a warning with pairs in the wrong order, by the second evaluation."
+    rows = shuffled_controls.run(tmp_path, "sepia", mode, 3, steps=40)
+    found = shuffled_controls.verdicts(rows)
+    assert len(rows) == 3 and not shuffled_controls.wrong(mode, found), rows
+    if mode != "right": assert rows[0]["news" if mode == "all pairs" else "line"] and rows[1]["news"]
 
 
 # --- images of one's own, and the pair that is held out by default
