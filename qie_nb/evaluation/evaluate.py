@@ -64,6 +64,7 @@ def last_result(root, step:int) -> tuple: # (step, ValidationLoss) until `step` 
     if newest is None: return None
     return newest, ValidationLoss(found[newest]["losses"], found[newest]["noises"])
 
+# %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f03
 def control_use(held, exchanged): # `LossChange` by exchanged control images, or None; few pairs say nothing
     change = compare_losses(held, exchanged) if exchanged else None
     return change if change and change.low is not None else None
@@ -85,6 +86,7 @@ def change_since(earlier, held): # `LossChange`, or None
     try: return compare_losses(earlier[1], held) if earlier else None
     except ValueError: return None # other pairs or noise samples
 
+# %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f04
 def say_change(step, held, history=History(), uses_controls:bool=True) -> str: # one line about an evaluation
     line, (first, last, name, _) = f"step {step}: {held}", history
     earlier = {f"compared with {name}": first}
