@@ -1667,6 +1667,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'qie_nb.models.loading': { 'qie_nb.models.loading._finish': ('models/loading.html#_finish', 'qie_nb/models/loading.py'),
                                        'qie_nb.models.loading.check_missing': ( 'models/loading.html#check_missing',
                                                                                 'qie_nb/models/loading.py'),
+                                       'qie_nb.models.loading.check_names': ('models/loading.html#check_names', 'qie_nb/models/loading.py'),
                                        'qie_nb.models.loading.check_saved_quantization': ( 'models/loading.html#check_saved_quantization',
                                                                                            'qie_nb/models/loading.py'),
                                        'qie_nb.models.loading.check_serializable': ( 'models/loading.html#check_serializable',
