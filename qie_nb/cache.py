@@ -8,6 +8,7 @@ __all__ = ['EmbeddingCacheManager', 'check_cache_exists']
 # %% ../nbs/00_cache.ipynb #c58ef49e
 import hashlib, json, os, shutil
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,8 +275,11 @@ def gc(self:EmbeddingCacheManager,
     files = [mine.path(k, key) for k in kinds for key, _ in mine.entries(k) if (k, key) not in keep]
     found = dict(entries=files, stale_temp_files=stale_temp_files(self.temp_dir),
                  quarantine=sorted((self.cache_dir/"quarantine").glob("*")))
-    report = {}
+    report, own = {}, self.cache_dir.resolve()
+    # a folder inside may be a link to another one
+    inside = lru_cache(None)(lambda folder: folder.resolve().is_relative_to(own))
     for name, files in found.items():
+        files = [p for p in files if inside(p.parent)]
         report[name] = dict(count=len(files), bytes=sum(p.stat().st_size for p in files))
         for p in () if dry_run else files: p.unlink(missing_ok=True)
     return report

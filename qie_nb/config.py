@@ -339,7 +339,7 @@ def _error_text(error) -> str:
     if choices and others: # of a union
         other = plain_words(others[0]).replace(" or ", ", ")
         msg = msg.replace("must be", f"{other}," if " or " in msg else f"{other} or")
-    return f"`{name}`{'' if msg.startswith('must') else ':'} {msg}, got {e['input']!r}"
+    return f"`{name}`{'' if msg.startswith('must') else ':'} {msg}, got {e['input']!r:.500}"
 
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process

@@ -147,6 +147,7 @@ def disk_full(path, need:int) -> DiskFull:
 def stale_temp_files(folder) -> list: # paths
     "Temporary files of dead processes, or older than a day."
     import psutil
+    if Path(folder).is_symlink(): return [] # to a folder of other files
     found = []
     for p in Path(folder).glob(".*-*-*.tmp"):
         host, pid, _ = p.name[1:].rsplit("-", 2)

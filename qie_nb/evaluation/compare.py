@@ -29,6 +29,7 @@ from ..lora.formats import is_hub_id
 from ..lora.mixing import check_not_merged, keep_trainable
 from ..predict import grid
 from ..sampling.cached_edits import cached_data, cached_edits
+from ..training.checkpoint import named_checkpoint
 from ..sampling.denoising import pick_schedule
 from ..sampling.edits import as_image, check_sampling, denoise_encoded, encode_edits, factor_of, make_edits
 
@@ -69,7 +70,7 @@ def find_adapter(
             "no checkpoint yet; train first"
         raise FileNotFoundError(f"`checkpoints` {name!r}: {str(root)!r} has {why}, or give a LoRA file, its "
                                 "folder, or a hub id")
-    path = root/(root/"best").read_text().strip() if name == "best" else name
+    path = named_checkpoint(root, "best") if name == "best" else name
     p = Path(str(path))
     try:
         if p.suffix == ".safetensors" or is_hub_id(path) and not (root/p.name).is_dir():

@@ -12,7 +12,7 @@ import torch
 
 from .formats import (
     COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, convert_lora, find_lora, lora_info, lora_layers,
-    read_lora, write_lora)
+    rank_of, read_lora, write_lora)
 from .mixing import (
     active_loras, adapted_layers, belongs_to, check_name, check_not_merged, check_weights, is_merged,
     merge_lora, remove_loras, set_weight, unmerge_lora, use_loras)
@@ -161,8 +161,8 @@ def save_lora(
     return write_lora(path, tensors, adapter_config(transformer, name), info, format)
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f5ee
-def _check_fit(transformer, state, file):
-    modules = dict(transformer.named_modules())
+def _check_fit(transformer, read): # read: `LoraWeights`
+    (state, config, _, file), modules = read, dict(transformer.named_modules())
     for key, t in state.items():
         name, _, side = key.partition(".lora_")
         layer, is_a = getattr(modules.get(name), "base_layer", modules.get(name)), side.startswith("A")
@@ -175,14 +175,17 @@ def _check_fit(transformer, state, file):
         if is_a and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
             raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the "
                              "file as it was trained")
+        if is_a and t.shape[0] != (told := rank_of(config, name)): # peft would allocate it
+            raise ValueError(f"LoRA {str(file)!r} has rank {t.shape[0]} in {key}, but rank {told} "
+                             "in its header; give the file as it was trained")
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f501
 def read_fitting(transformer, path) -> LoraWeights:
     "`read_lora`, and ValueError if the LoRA does not fit this transformer."
-    from peft import LoraConfig
-    read, known = read_lora(path), LoraConfig().to_dict()
-    _check_fit(transformer, read.state, read.file)
-    return read._replace(config=dict(rank_pattern={}) | {k: v for k, v in read.config.items() if k in known})
+    read = read_lora(path)
+    _check_fit(transformer, read)
+    layers = sorted({key.partition(".lora_")[0] for key in read.state}) # the header may name others
+    return read._replace(config=dict(rank_pattern={}) | read.config | dict(target_modules=layers))
 
 # %% ../../nbs/lora/01_adapters.ipynb #a141850d
 def load_lora(

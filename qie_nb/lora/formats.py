@@ -113,9 +113,12 @@ def parse_key(key:str): # (dotted layer, part: A, B, alpha or lora_magnitude_vec
 def _by_pattern(patterns, layer, default): # a layer's own value, matched as peft matches it
     return next((v for k, v in (patterns or {}).items() if re.match(rf"(.*\.)?({k})$", layer)), default)
 
+def rank_of(config:dict, layer:str) -> int: # config: peft's settings
+    return _by_pattern(config.get("rank_pattern"), layer, config["r"])
+
 def kohya_alpha(config:dict, layer:str) -> float: # config: peft's settings
     "A layer's alpha for readers that always divide by the rank."
-    r = _by_pattern(config.get("rank_pattern"), layer, config["r"])
+    r = rank_of(config, layer)
     alpha = _by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"])
     return alpha * math.sqrt(r) if config.get("use_rslora") else alpha
 
@@ -135,6 +138,9 @@ def infer_config(layers:dict) -> dict: # layers: {layer: {part: tensor}}
                 use_dora=any("lora_magnitude_vector" in p for p in layers.values()))
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b5e
+_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_rslora",
+             "use_dora", "lora_dropout") # others of peft's could import modules or change the base
+
 def _open(file, load=True) -> tuple: # (peft's settings, our note, {key: tensor or None})
     from safetensors import safe_open
     try:
@@ -142,13 +148,16 @@ def _open(file, load=True) -> tuple: # (peft's settings, our note, {key: tensor 
             header = f.metadata() or {}
             read = lambda *names: dict(json.loads(next(filter(None, map(header.get, names)), "{}")))
             config = read("lora_adapter_metadata", "qie_nb_adapter")
-            return ({k.removeprefix("transformer."): v for k, v in config.items()}, read("qie_nb"),
+            config = {k.removeprefix("transformer."): v for k, v in config.items()}
+            return ({k: v for k, v in config.items() if k in _SETTINGS}, read("qie_nb"),
                     {k: f.get_tensor(k) if load else None for k in f.keys()})
     except Exception as e:
         raise ValueError(f"LoRA {str(file)!r} cannot be read ({type(e).__name__}: {e}); give a LoRA in "
                          "safetensors format") from e
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b01
+_LAYER = re.compile(r"[\w.]{1,200}")
+
 def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
     keys, layers = {k: parse_key(k) for k in tensors}, {}
     if any(k.endswith("dora_scale") for k in tensors):
@@ -159,12 +168,28 @@ def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
     if not layers:
         raise ValueError(f"LoRA {str(file)!r} has no adapter for a Qwen-Image transformer; its keys must "
                          "begin with transformer., diffusion_model. or lora_unet_")
-    odd = [k for k, found in keys.items() if not found]
+    odd = [k for k, found in keys.items() if not (found and _LAYER.fullmatch(found[0]))]
     odd += [n for n, p in layers.items() if not {"A", "B"} <= p.keys()]
     if odd:
-        raise ValueError(f"LoRA {str(file)!r} has {odd[0]!r}, which is not a pair of LoRA weights; give a "
-                         "complete, plain LoRA")
+        raise ValueError(f"LoRA {str(file)!r} has {odd[0]!r:.200}, which is not a pair of LoRA "
+                         "weights; give a complete, plain LoRA")
     return layers
+
+# %% ../../nbs/lora/00_formats.ipynb #8109f501
+_PLAIN = re.compile(r"\^?(?:\w|\\?\.)+\$?") # a layer's name or how it ends
+_is_number = lambda v: type(v) in (int, float) and math.isfinite(v)
+
+def _is_possible(key, value) -> bool: # one of peft's settings
+    if key in ("r", "lora_alpha", "lora_dropout"): return _is_number(value)
+    if not key.endswith("_pattern") or not value: return True
+    plain = isinstance(value, dict) and all(map(_PLAIN.fullmatch, value))
+    return plain and all(map(_is_number, value.values()))
+
+def check_settings(config:dict, file): # config: peft's settings
+    "Raises ValueError if a header's numbers are none, or its patterns are no layers' names."
+    if odd := [key for key, value in config.items() if not _is_possible(key, value)]:
+        raise ValueError(f"LoRA {str(file)!r} has an impossible `{odd[0]}` in its header, "
+                         f"{config[odd[0]]!r:.80}; give the file as it was trained")
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b02
 class LoraWeights(NamedTuple):
@@ -179,6 +204,7 @@ def read_lora(path) -> LoraWeights:
     file = find_lora(path)
     config, info, tensors = _open(file)
     layers = _by_layer(tensors, file)
+    check_settings(config, file)
     if not _agrees(config, layers): config = infer_config(layers)
     names = dict(A="lora_A.weight", B="lora_B.weight", lora_magnitude_vector="lora_magnitude_vector")
     state = {f"{n}.{names[part]}": t for n, p in layers.items() for part, t in p.items() if part in names}

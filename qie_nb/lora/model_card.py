@@ -89,7 +89,7 @@ def _parts(facts, images, where): # (heading, text or None)
     yield "Data", data and _table(("data", ""), *data)
     yield "Captions", captions and fenced("\n".join(captions[:5])) + more
     yield "Validation loss", loss and f"{loss:.4f} on pairs that were not trained on."
-    yield "Weights", weights and f"{weights}, after {facts.get('steps', '?')} steps."
+    yield "Weights", weights and f"{weights}, after {plain(facts.get('steps', '?'))} steps."
     settings = sorted((facts.get("settings") or {}).items())
     yield "Settings", settings and _table(("setting", "value"), *settings)
 

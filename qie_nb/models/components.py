@@ -147,6 +147,7 @@ def check_weights(folder, name:str, weights:bool=True): # weights: does this com
     if weights and not any((Path(folder)/name).glob("*.safetensors")):
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are "
                          "not read, save the model as safetensors")
+    if weights: weight_files(Path(folder)/name) # refuses names that leave the folder
 
 # %% ../../nbs/models/03_components.ipynb #25686101
 def load_component(
@@ -157,7 +158,9 @@ def load_component(
     quiet_bars()
     has_weights, path = issubclass(cls, torch.nn.Module), Path(folder)/name
     check_weights(folder, name, has_weights)
-    if not has_weights: return cls.from_pretrained(folder, subfolder=name)
+    if not has_weights: # transformers would ask whether to run the folder's code
+        never = dict(trust_remote_code=False) if library == "transformers" else {}
+        return cls.from_pretrained(folder, subfolder=name, **never)
     check_saved_quantization(path, quantization, dtype, _setting(name))
     if source_checkpoint(path).get("table") and not prepare:
         raise ValueError(f"{str(path)!r} has no modulation layers, only a table of their outputs; load it "

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fastcore.basics import patch
+from torch import nn
 
 from ..core.files import cached_file_property, free_bytes, write_atomic
 from .loading import source_checkpoint, weight_files, weight_names
@@ -29,15 +30,23 @@ def find_model_folder(folder) -> Path: # with model_index.json; `folder` if ther
     return found[0] if found else folder
 
 # %% ../../nbs/models/00_hub.ipynb #01f32301
+_BASES = dict(tokenizer="PreTrainedTokenizerBase", processor="ProcessorMixin",
+              scheduler="SchedulerMixin") # of all others: `Module`
+
 def component_class(folder, name:str) -> tuple: # (library's name, class)
-    index = json.loads((Path(folder)/INDEX).read_text())
-    if not index.get(name) or None in index[name]:
+    entry = json.loads((Path(folder)/INDEX).read_text()).get(name)
+    if not entry or entry == [None, None]:
         raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
-    library, cls = index[name]
+    library, cls = entry if isinstance(entry, list) and len(entry) == 2 else (entry, None)
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers and "
                          "transformers are imported")
-    return library, getattr(importlib.import_module(library), cls)
+    module = importlib.import_module(library)
+    found, base = getattr(module, str(cls), None), getattr(module, _BASES.get(name, ""), nn.Module)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"model folder {str(folder)!r} needs {cls!r:.80} of {library} for {name}, "
+                         f"which is no {base.__name__}; copy the model again, as it was published")
+    return library, found
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
 class HubClient:

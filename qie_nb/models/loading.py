@@ -104,6 +104,7 @@ def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on 
     from accelerate import init_empty_weights
     before, diffusers = torch.get_default_dtype(), hasattr(cls, "load_config")
     config = cls.load_config(folder) if diffusers else cls.config_class.from_pretrained(folder)
+    if not diffusers: config._attn_implementation = None # the file may name code on the hub
     torch.set_default_dtype(dtype)
     try:
         with init_empty_weights(include_buffers=False): model = (cls.from_config if diffusers else cls)(config)
@@ -112,17 +113,26 @@ def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on 
     return model
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e01
+def check_names(names, file): # the same
+    "Raises ValueError unless a file names only files beside it."
+    if odd := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+        raise ValueError(f"{str(file)!r} names {odd[0]!r:.200}, which is no file beside it; "
+                         "copy the model again")
+    return names
+
 def weight_names(names, path) -> list: # path: function of a name
     "The weight files among a component's, without variants such as fp16."
     shortest = lambda end: sorted((n for n in names if n.endswith(end)), key=lambda n: (len(n), n))[:1]
     if index := shortest(".safetensors.index.json"):
-        return sorted(set(json.loads(path(index[0]).read_text())["weight_map"].values()))
+        found = json.loads(path(index[0]).read_text())["weight_map"].values()
+        return sorted(set(check_names(found, path(index[0]))))
     return shortest(".safetensors")
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e02
 def weight_files(folder) -> list: # paths, sorted
     "Raises FileNotFoundError if one is missing."
     folder, names = Path(folder), source_checkpoint(folder).get("weights")
+    check_names(names or (), folder/ORIGIN)
     names = names or weight_names([p.name for p in folder.glob("*")], folder.joinpath)
     if missing := sorted(n for n in names if not (folder/n).is_file()):
         raise FileNotFoundError(f"{missing[0]} is missing in {str(folder)!r}, but its index names it; copy "

@@ -82,18 +82,28 @@ def is_complete(folder) -> bool:
     "Are all files there with the digests that `COMPLETE` lists?"
     folder = Path(folder)
     try: wanted = json.loads((folder/"COMPLETE").read_text())
-    except (OSError, ValueError): return False
+    except (OSError, ValueError, RecursionError): return False
+    if not isinstance(wanted, dict) or "state.json" not in wanted: return False
+    own = all(Path(n).name == n for n in wanted) # no other folder's files
     same = lambda name, digest: (folder/name).is_file() and file_digest(folder/name) == digest
-    return isinstance(wanted, dict) and all(same(*item) for item in wanted.items())
+    return own and all(same(*item) for item in wanted.items())
 
 def _folders(root) -> list: # complete or not; a kill can leave names with a dot
     name, root = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)"), Path(root)
     return [d for d in root.iterdir() if name.fullmatch(d.name) and d.is_dir()] if root.is_dir() else []
 
+def _written(folder) -> float: # seconds since 1970; 0 if `read_checkpoint` will refuse it
+    try: return float(json.loads((folder/"state.json").read_text()).get("written", 0))
+    except (ValueError, TypeError, AttributeError, RecursionError): return 0.
+
+def named_checkpoint(root, file:str) -> Path: # file: latest or best; None if it does not exist
+    "The checkpoint that a text file beside it names; never a path that leaves the folder."
+    file = Path(root)/file
+    return file.parent/Path(file.read_text().strip()).name if file.is_file() else None
+
 def complete_checkpoints(root) -> list: # of folders
     "Complete checkpoints, oldest first."
-    written = lambda folder: json.loads((folder/"state.json").read_text()).get("written", 0)
-    return sorted(filter(is_complete, _folders(root)), key=written)
+    return sorted(filter(is_complete, _folders(root)), key=_written)
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1b61dd93
 def find_checkpoint(
@@ -107,7 +117,7 @@ def find_checkpoint(
     names = lambda folder: ", ".join(d.name for d in complete_checkpoints(folder)) or "none"
     if path.name == "latest":
         root = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
-        named = root/(root/"latest").read_text().strip() if (root/"latest").is_file() else None
+        named = named_checkpoint(root, "latest")
         if named and is_complete(named): return named
         if found := complete_checkpoints(root): return found[-1]
         raise FileNotFoundError(f"{asked}: no complete checkpoint in {str(root)!r}; start without it")
@@ -144,7 +154,7 @@ def read_checkpoint(folder) -> SavedRun:
 def _remove(folder): # renamed first: a kill may leave half of it
     old = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.old")
     if old != folder: shutil.rmtree(old, ignore_errors=True); os.rename(folder, old)
-    shutil.rmtree(old)
+    old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 def keep_newest(
     root, n:int,
@@ -152,10 +162,10 @@ def keep_newest(
 ) -> list: # names of the removed
     "Remove checkpoints, except the last `n` complete ones and the best."
     root, found = Path(root), complete_checkpoints(root)
-    best = (root/"best").read_text().strip() if (root/"best").is_file() else None
+    best = named_checkpoint(root, "best")
     size = lambda d: sum(p.stat().st_size for p in d.iterdir())
-    kept = [d for d in found if d in found[-n:] or d.name == best]
-    for d in sorted(kept[:-1], key=lambda d: d.name == best): # the best is removed last
+    kept = [d for d in found if d in found[-n:] or d == best]
+    for d in sorted(kept[:-1], key=lambda d: d == best): # the best is removed last
         if budget_gb and sum(map(size, kept)) > budget_gb * 1e9: kept.remove(d)
     gone = [d for d in _folders(root) if d not in kept and (d in found or d.name.startswith("."))]
     for d in gone: _remove(d)
