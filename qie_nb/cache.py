@@ -44,7 +44,7 @@ def stable_seed(*parts) -> int: # anything with a stable `str`, e.g. an epoch; b
 
 # %% ../nbs/00_cache.ipynb #975c43c4
 class EmbeddingCacheManager:
-    "Saves and loads tensors. Every read is checked; corrupt entries move to `quarantine/`."
+    "Saves and loads tensors, checked (mapped ones once); corrupt entries move to `quarantine/`."
     def __init__(self,
         cache_dir, # folder, or several: read in order, the last is written
     ):

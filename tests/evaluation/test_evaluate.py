@@ -15,6 +15,7 @@ import shuffled_controls, validation_loss as benchmark # of benchmarks/
 from helpers import TRANSFORMER, VAE, OnStep, adapters_close, close_images, interrupted, merged, on_call, settings, slow, write_pairs
 from qie_nb.cli import main
 from qie_nb.config import make_config
+from qie_nb.core.files import file_digest
 from qie_nb.data.samples import samples_of
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
@@ -450,7 +451,7 @@ def test_one_pair_of_ten_is_held_out(n, changes, held, tmp_path):
     folder = tmp_path/"checkpoints"/"step_00000001"
     folder.mkdir(parents=True)
     (folder/"state.json").write_text(json.dumps(dict(config=dict(train=dict(val_fraction=0.0))))) # trained on all pairs
-    (folder/"COMPLETE").write_text("{}")
+    (folder/"COMPLETE").write_text(json.dumps({"state.json": file_digest(folder/"state.json")}))
     if changes.get("resume_checkpoint"): changes = dict(resume_checkpoint=str(folder))
     t = Trainer(settings(write_pairs(tmp_path/"set", ((48, 32),) * n), tmp_path, train=changes))
     dataset = t.make_loader().dataset
