@@ -377,7 +377,7 @@ class EmbeddingCacheHook:
     "Called with a batch of the data set's loader, encodes and stores the missing tensors."
     def __init__(self, dataset:ImageDataset, encoder): # an `Encoder` with the same cache
         self.dataset, self.encoder, self.computed = dataset, encoder, 0
-        encoder.cache.add_identity(encoder.identity)
+        encoder.add_identity()
         dataset.refresh(encoder.identity)
 
     def __call__(self, batch) -> int: # entries stored

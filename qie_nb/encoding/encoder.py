@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
-from ..cache import PREFIX, CacheEntry
+from ..cache import PREFIX, CacheEntry, identity_id
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry, open_image
 from ..models.loading import free_device_bytes, work_bytes
@@ -72,10 +72,36 @@ class Encoder:
     @cached_property
     def identity(self) -> dict: return self.components.identity()
 
+    @property
+    def switches(self) -> dict: # settings of `cache` that change results by rounding, and no key
+        return dict(vae_2d=self.vae_2d, share_prompt_prefix=self.share_prefix,
+                    batch_size=self.requested_batch_size)
+
     def unload(self):
         "Free the encoders and the last prompt prefix."
         self._last_prefix = None, None
         self.components.drop("vae", "text_encoder")
+
+# %% ../../nbs/encoding/02_encoder.ipynb #6b159971
+_reported = set() # folders: once in a process
+
+@patch
+def report_switches(self:Encoder):
+    "Print which settings differ from those that the cache was first filled with."
+    if self.cache is None or self.cache.cache_dir in _reported: return
+    _reported.add(self.cache.cache_dir)
+    first = self.cache.identities().get(identity_id(self.identity), {}).get("switches", {})
+    for setting, value in self.switches.items():
+        if first.get(setting, value) == value: continue
+        print(f"`cache.{setting}` is {value}, but cache {str(self.cache.cache_dir)!r} was first filled "
+              f"with {first[setting]}; its entries are kept (they differ by rounding), `qie-nb cache clear` "
+              "removes them")
+
+@patch
+def add_identity(self:Encoder):
+    "Note in the cache who fills it."
+    self.cache.add_identity(self.identity, self.switches)
+    self.report_switches()
 
 # %% ../../nbs/encoding/02_encoder.ipynb #52229325
 @patch

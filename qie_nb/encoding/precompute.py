@@ -326,7 +326,7 @@ def precompute(
     if work:
         encoder.load_encoders({n for names in mine.values() for n in names}) # a broken model skips no samples
         cache.clean()
-    if work or cache.writable: cache.add_identity(encoder.identity)
+    if work or cache.writable: encoder.add_identity()
     if work: _encode_all(dataset, encoder, work, report, prefetch)
     report.tensors, report.seconds = encoder.stored - stored, time.time() - t0
     return report

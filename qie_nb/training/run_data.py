@@ -81,6 +81,7 @@ def make_loader(self:RunData,
     self._say(dataset)
     self.skip_unreadable(dataset)
     self.filler = self.encoder(dataset.cache)
+    if self.components.has_encoders(): self.filler.report_switches()
     if self.modulation is not None: self.modulation.cache = dataset.cache
     fraction = self._fraction()
     self.samples, held = split_held_out(dataset.samples, fraction, c.train.seed)
@@ -257,7 +258,7 @@ def cache_step(self:RunData,
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
     enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), vae_device, text_device)
-    enc.cache.add_identity(enc.identity)
+    enc.add_identity()
     dataset = self._dataset_of(batch, enc)
     return [enc.encode_sample(dataset, i) for i in range(len(dataset))]
 
@@ -277,7 +278,7 @@ def encode_batch(self:RunData,
 ) -> dict: # the tensors of `CACHED`
     "Latents and embeddings of a batch of images, from the cache if it has them."
     enc = self.filler = self.filler or self.encoder(self.open_cache())
-    if enc.cache is not None: enc.cache.add_identity(enc.identity)
+    if enc.cache is not None: enc.add_identity()
     dataset = self._dataset_of(batch, enc) if "sample" in batch else None
     geometry, out = self.geometry(getattr(batch, "config", None)), []
     with self.encoding(enc):

@@ -1,5 +1,5 @@
 """What precompute costs, counted, and what happens if something fails."""
-import collections, random, shutil, threading, time
+import collections, json, random, shutil, threading, time
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -243,3 +243,27 @@ def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored, capsys):
     on_call(monkeypatch, EmbeddingCacheManager, "save_cache", full)
     with pytest.raises(DiskFull, match="is full. The job still has .* MB to write; run it again to continue"): run(root, tmp_path/"cache")
     assert len(stored) == len(files(tmp_path/"cache")) == 10 and " MB will be written, " in capsys.readouterr().out
+
+
+# --- settings that are in no key
+def test_settings_that_change_entries_by_rounding_are_reported_on_a_filled_cache(root, tmp_path, monkeypatch, capsys):
+    "By precompute and by training, once in a process; not for a cache that an older version filled."
+    from helpers import settings
+    from qie_nb.encoding import encoder
+    from qie_nb.trainer import QwenImageEditTrainer
+    def said(again=True, fit=False, folder="cache", **cache):
+        if again: encoder._reported.clear() # a new process
+        trainer = QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/folder)) | cache, train=dict(max_train_steps=1)))
+        trainer.fit() if fit else trainer.cache_embeddings()
+        return [l for l in capsys.readouterr().out.splitlines() if "was first filled with" in l]
+    assert said() == said() == []
+    line, = said(vae_2d=False)
+    assert line == (f"`cache.vae_2d` is False, but cache {str(tmp_path/'cache')!r} was first filled with True; its entries are kept (they differ by rounding), "
+                    "`qie-nb cache clear` removes them")
+    assert len(said(fit=True, share_prompt_prefix=False, batch_size=2)) == 2 and said(again=False, vae_2d=False) == [] and said() == []
+    assert said(fit=True, folder="lazy") == [] and len(said(folder="lazy", vae_2d=False)) == 1, "filled by training"
+    manifest = tmp_path/"cache"/"manifest.json"
+    known = json.loads(manifest.read_text())
+    for v in known["identities"].values(): del v["switches"]
+    manifest.write_text(json.dumps(known))
+    assert said(vae_2d=False) == said() == [] and "switches" not in manifest.read_text(), "an older version's"
