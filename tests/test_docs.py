@@ -115,3 +115,35 @@ def test_the_table_of_cards_is_current():
     from qie_nb.planning.plan import card_table
     table = card_table()
     assert table in read("speed") and table in read("../README"), "python benchmarks/table.py --write"
+
+
+# --- claims
+def claims() -> list: # (claim, [page], what supports it)
+    rows = [[c.strip() for c in r.strip("|").split("|")] for r in read("claims").splitlines() if r.startswith("| ") and "---" not in r][1:]
+    return [(claim, re.findall(r"\[(\w+)\]", pages), support) for claim, pages, support in rows]
+
+
+def page_text(name): return " ".join((ROOT/"README.md" if name == "README" else ROOT/"docs"/f"{name}.md").read_text().replace("\n> ", " ").replace("**", "").split())
+
+
+def test_each_claim_is_in_its_page_and_has_its_support():
+    found, named = claims(), 0
+    for claim, pages, support in found:
+        for page in pages: assert claim.replace("**", "") in page_text(page), (claim, page)
+        for path in re.findall(r"`((?:tests|benchmarks)/[^`]+)`", support):
+            file, _, test = path.partition("::")
+            assert (ROOT/file).is_file() and (not test or f"def {test}(" in (ROOT/file).read_text()), path
+            named += 1
+        assert "`" in support or support == "the same"
+    assert len(found) > 35 and named > 50
+
+
+def test_each_bold_sentence_is_a_claim_or_a_heading():
+    "Bold words of up to five words, or at the beginning of a paragraph, are names and headings."
+    known = " ".join(c for c, *_ in claims())
+    for page in ("README", *(p.stem for p in (ROOT/"docs").glob("*.md") if p.stem not in ("claims", "security", "options", "refusals"))):
+        text = (ROOT/"README.md" if page == "README" else ROOT/"docs"/f"{page}.md").read_text()
+        for m in re.finditer(r"\*\*([^*]+)\*\*", text):
+            words, before = " ".join(m[1].split()).strip("."), text[:m.start()].rpartition("\n")[2]
+            heading = not before.strip("-> 0123456789.") and page != "README"
+            assert heading or len(words.split()) < 6 or words in known or all(part.strip() in known for part in words.split(",", 1)), (page, words)
