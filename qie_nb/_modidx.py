@@ -1496,6 +1496,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'qie_nb.lora.adapters.lora_tensors': ('lora/adapters.html#lora_tensors', 'qie_nb/lora/adapters.py'),
                                       'qie_nb.lora.adapters.read_fitting': ('lora/adapters.html#read_fitting', 'qie_nb/lora/adapters.py'),
                                       'qie_nb.lora.adapters.save_lora': ('lora/adapters.html#save_lora', 'qie_nb/lora/adapters.py'),
+                                      'qie_nb.lora.adapters.selects': ('lora/adapters.html#selects', 'qie_nb/lora/adapters.py'),
                                       'qie_nb.lora.adapters.set_dropout': ('lora/adapters.html#set_dropout', 'qie_nb/lora/adapters.py'),
                                       'qie_nb.lora.adapters.start_lora': ('lora/adapters.html#start_lora', 'qie_nb/lora/adapters.py'),
                                       'qie_nb.lora.adapters.target_modules': ( 'lora/adapters.html#target_modules',

@@ -180,12 +180,21 @@ def _check_fit(transformer, read): # read: `LoraWeights`
                              "in its header; give the file as it was trained")
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f501
+def selects(targets, transformer, layers) -> bool: # targets: of a header
+    "Are these names, or ends of names, exactly of these layers?"
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets): return False
+    known, split = set(targets), lambda name: name.split(".")
+    fits = lambda parts: any(".".join(parts[k:]) in known for k in range(len(parts)))
+    return {name for name, _ in transformer.named_modules() if fits(split(name))} == layers
+
 def read_fitting(transformer, path) -> LoraWeights:
     "`read_lora`, and ValueError if the LoRA does not fit this transformer."
     read = read_lora(path)
     _check_fit(transformer, read)
-    layers = sorted({key.partition(".lora_")[0] for key in read.state}) # the header may name others
-    return read._replace(config=dict(rank_pattern={}) | read.config | dict(target_modules=layers))
+    layers = {key.partition(".lora_")[0] for key in read.state}
+    told = read.config.get("target_modules")
+    if not selects(told, transformer, layers): told = sorted(layers) # the header may name others
+    return read._replace(config=dict(rank_pattern={}) | read.config | dict(target_modules=told))
 
 # %% ../../nbs/lora/01_adapters.ipynb #a141850d
 def load_lora(
