@@ -86,7 +86,7 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and expect a failing test
 	$(ONE) $(BIN)/python -m pytest -s tests/breakages
 
-mutations: $(VENV)/.ready ## put small mistakes into the library, one at a time: do the everyday tests notice them? Half an hour; ARGS="seed key" for some
+mutations: $(VENV)/.ready ## put small mistakes into the library, one at a time: do the everyday tests notice them? A quarter of an hour; ARGS="seed key" for some
 	$(ONE) $(BIN)/python tests/breakages/mutations.py $(ARGS)
 
 faults: $(VENV)/.ready ## all trials of the cache: kills, flipped bits, full disks, many processes; about 20 minutes; full disks need root

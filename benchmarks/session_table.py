@@ -131,13 +131,26 @@ def recipe_times():
     rows = [[n, steps_for(n), *(duration(case("kaggle", SIDE, products, n)[2]["train"]) for products in PRODUCTS)] for n in (20, 50, 200)]
     return markdown(["pairs", "steps", "products in float32", "products in float16"], rows)
 
+KINDS = dict(duotone="colours", sepia="colours", rotate="colours", square="a place", mirror="the geometry") # what an edit of benchmarks/validation_loss.py changes
+
+def ranking():
+    "How each measure ranks the checkpoints of the embedded model, compared with their pixel errors."
+    results, head = json.loads((HERE/"results"/"held_out.json").read_text())["results"], ["edit", "changes", "checkpoints with gaps above seed noise"]
+    measures = dict(held_out_loss="validation loss", image_error_2="image error of two pairs", training_loss="mean training loss")
+    rows = []
+    for edit, kind in KINDS.items():
+        r = results[edit]
+        rows.append([edit, kind, len(r["kept"]), *(f"{r['spearman'][m]:.2f} ({r['spearman_over_all'][m]:.2f})" for m in measures)])
+    return markdown([*head, *measures.values()], rows)
+
 def validation():
     "Error of the model alone, then of each run's best and last checkpoint, on the embedded model."
     results = json.loads((HERE/"results"/"held_out.json").read_text())
     names = dict(good="48 pairs, rank 16, rate 5e-3", slow="48 pairs, rank 8, rate 1e-3", overfitted="2 pairs, rank 64, rate 1e-2", too_high="48 pairs, rank 16, rate 5e-2")
     show = lambda x: f"{x['pixel_error']:.1f} (step {x['step']})"
     rows = []
-    for edit, r in results["results"].items():
+    for edit in KINDS:
+        r = results["results"][edit]
         runs = {name: sorted((x for x in r["rows"] if x["run"] == name), key=lambda x: x["step"]) for name in ("base", *names)}
         best = {name: min(points, key=lambda x: x["pixel_error"]) for name, points in runs.items()}
         rows.append([edit, f"{runs['base'][0]['pixel_error']:.1f}", *(f"{show(best[n])}, {show(runs[n][-1])}" for n in names)])
@@ -147,7 +160,8 @@ def validation():
 PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
-         ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation}
+         ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
+         ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking}
 
 def filled(page, mark, text): # the page with its table replaced
     start, end = f"<!-- {mark} -->\n", "<!-- end -->"

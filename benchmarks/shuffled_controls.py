@@ -22,15 +22,16 @@ def mix_up(root, seed):
 
 
 def run(out, edit, mode, seed, steps=STEPS, every=EVERY) -> list: # of {step, line, news}
-    from qie_nb.tiny.photos import EDITS as KNOWN, Edit, make_pairs
+    from qie_nb.tiny.photos import make_pairs
     from qie_nb.trainer import QwenImageEditTrainer
-    edits = KNOWN | dict(rotate=Edit("let red become green, green blue and blue red", lambda a: a[..., [2, 0, 1]], known=False))
+    from validation_loss import new_edits
+    edits = new_edits()
     for name, n, s, split in (("data", 48, seed, "train"), ("held_out", 12, 100 + seed, "held_out")):
         make_pairs(out/name, edits[edit], n, seed=s, split=split)
         if mode == "all pairs" or mode == "training pairs" and name == "data": mix_up(out/name, seed)
     config = dict(
         model=dict(pretrained_model_name_or_path="tiny", lora=dict(r=16, lora_alpha=16)), data=dict(dataset_path=str(out/"data"), image_size=[96, 96], batch_size=4, caption_dropout_rate=0.),
-        train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False, max_train_steps=steps, save_interval=0, eval_interval=0, eval_steps=every, eval_images=0,
+        train=dict(output_dir=str(out), device="cpu", mixed_precision="no", gradient_checkpointing=False, max_train_steps=steps, save_interval=0, eval_interval=0, eval_steps=every,
                    val_path=str(out/"held_out"), seed=seed), cache=dict(cache_dir=str(out/"cache")), optimizer=dict(lr=5e-3, weight_decay=0.),
         lr_scheduler=dict(scheduler_type="cosine", warmup_steps=10), logging=dict(report_to="none", log_dir=str(out/"runs")))
     said = io.StringIO()
@@ -40,7 +41,7 @@ def run(out, edit, mode, seed, steps=STEPS, every=EVERY) -> list: # of {step, li
     lines, rows = said.getvalue().splitlines(), []
     for line in lines:
         if found := re.match(r"step (\d+): held-out loss", line): rows.append(dict(step=int(found[1]), line=line, news=""))
-        elif rows and re.match("with the control images of other pairs|the adapter is (probably )?worse", line): rows[-1]["news"] = line
+        elif rows and re.match("with the control images of other pairs|the adapter is (probably )?worse|the edited images", line): rows[-1]["news"] = line
     return rows
 
 

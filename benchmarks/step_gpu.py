@@ -2,10 +2,10 @@
 
 `make bench-gpu` writes results/step_gpu.json after each part. Weights are random normal numbers at the published model's full size, drawn on
 the GPU (benchmarks/synthetic_checkpoint.py); nothing is downloaded. A part fits into ten minutes, and what is in the file already is not measured again:
-    python benchmarks/step_gpu.py --part floor | bare | ours | small | infer | profile   [--modes a,b] [--again] [--minutes 9]
+    python benchmarks/step_gpu.py --part floor | bare | ours | small | infer | quantized | profile   [--modes a,b] [--again] [--minutes 9]
 `--tiny` runs the same code on a CPU with tiny widths, to see that it runs.
 """
-import argparse, gc, json, math, os, platform, sys, tempfile, time, traceback
+import argparse, copy, gc, json, math, os, platform, sys, tempfile, time, traceback
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timezone
 from functools import partial
@@ -189,9 +189,17 @@ def copies(b):
     return out
 
 
+def pinned_buffers(b):
+    "Small buffers of pinned memory, as a swapped tiny block has them; CUDA refuses two in one page."
+    from qie_nb.devices.block_swap import pinned
+    began, made = time.perf_counter(), [pinned(n, b.device) for n in (1000, 4096, 100_000) * 20]
+    return dict(buffers=len(made), pinned=all(t.is_pinned() for t in made) if b.device.type == "cuda" else None, seconds=time.perf_counter() - began)
+
+
 def floor(b):
     for size in b.sides: b.measure("floor", str(size), partial(floor_of, b, size))
     b.measure("floor", "copies from pinned memory", partial(copies, b))
+    b.measure("floor", "small pinned buffers", partial(pinned_buffers, b))
 
 
 # --- a batch that is cached
@@ -409,6 +417,30 @@ def profiles(b):
     for name in ("table, adapters in bf16, compiled", "no recompute, table, compiled", "full checkpointing, eager"): b.measure("profile", name, partial(profile_mode, b, *MODES[name]))
 
 
+# --- quantized layers: the tables in docs/options.md are measured on a CPU
+def quantized_layer(b, kind):
+    "A quantized layer on this device and on the CPU, against the plain product in float32, and compiled against not compiled; relative errors."
+    from qie_nb.models.quantize import quantize_linear
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(b.dim, 4 * b.dim).to(torch.bfloat16).requires_grad_(False)
+    x = torch.randn(1, 64 if b.tiny else 4096, b.dim, dtype=torch.bfloat16)
+    exact = torch.nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float())
+    layers = {d: quantize_linear(copy.deepcopy(plain).to(d), kind) for d in dict.fromkeys(("cpu", b.device.type))}
+    got = {d: layer(x.to(d)) for d, layer in layers.items()}
+    here, there = layers[b.device.type], x.to(b.device)
+    relative = lambda a, c: round(float((a.float().cpu() - c.float().cpu()).norm() / exact.norm()), 6)
+    out = dict(error_on_the_cpu=relative(got["cpu"], exact), error_here=relative(got[b.device.type], exact), difference=relative(got["cpu"], got[b.device.type]))
+    seconds = median(timed(b, lambda: here(there)))
+    try: out["compiled_difference"] = relative(torch.compile(here, fullgraph=True, backend="eager" if b.tiny else "inductor")(there), got[b.device.type])
+    except Exception as e: out["compiled_difference"] = f"failed: {type(e).__name__}: {str(e).strip()[:200]}"
+    return out | dict(seconds=seconds, plain_seconds=median(timed(b, lambda moved=plain.to(b.device): moved(there))))
+
+
+def quantized(b):
+    from qie_nb.models.quantize import QUANTIZATIONS
+    for kind in QUANTIZATIONS: b.measure("quantized", kind, partial(quantized_layer, b, kind))
+
+
 @contextmanager
 def as_on_a_gpu():
     "For `--tiny`: graphs are made without kernels, and block swap is allowed on the CPU."
@@ -416,7 +448,7 @@ def as_on_a_gpu():
     with patch.object(compiled, "BACKEND", "eager"), patch.object(placing, "check_offloading", lambda *a: None): yield
 
 
-PARTS = dict(floor=floor, bare=bare, ours=ours, small=small, infer=infer, profile=profiles)
+PARTS = dict(floor=floor, bare=bare, ours=ours, small=small, infer=infer, quantized=quantized, profile=profiles)
 
 
 def main(argv=None):

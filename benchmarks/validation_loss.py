@@ -22,11 +22,25 @@ import numpy as np
 import torch
 
 OUT = Path(__file__).parent/"results"/"held_out.json"
+EDITS = ("duotone", "sepia", "rotate", "square", "mirror")
 RUNS = dict( # name: training pairs, learning rate, rank, steps at which a checkpoint is kept
     good=dict(pairs=48, lr=5e-3, r=16, keep=(10, 20, 40, 80, 150)),
     slow=dict(pairs=48, lr=1e-3, r=8, keep=(20, 60, 150)),
     overfitted=dict(pairs=2, lr=1e-2, r=64, keep=(20, 60, 150, 400)),
     too_high=dict(pairs=48, lr=5e-2, r=16, keep=(20, 60, 120)))
+
+
+def new_edits() -> dict:
+    "Edits that the tiny model does not know: of colours, of a place, and of the geometry."
+    from qie_nb.tiny.photos import EDITS as known, Edit
+
+    def square(a):
+        (h, w), out = a.shape[:2], a.copy()
+        out[h // 3:2 * h // 3, w // 3:2 * w // 3] = (0.1, 0.8, 0.2)
+        return out
+    return known | dict(rotate=Edit("let red become green, green blue and blue red", lambda a: a[..., [2, 0, 1]], known=False),
+                        square=Edit("put a green square into the middle", square, known=False),
+                        mirror=Edit("mirror it from left to right", lambda a: a[:, ::-1], known=False))
 
 
 def config_of(out, run, edit):
@@ -93,17 +107,25 @@ def pixel_errors(judge, dataset, true, seeds, steps=8):
     return out
 
 
+def run_errors(judge, pairs=4) -> list:
+    "The image errors that a run reports: held-out pairs, one seed, guidance, and the evaluation's number of steps."
+    from qie_nb.evaluation.eval_images import edit_cached, image_error, pair_cases
+    steps = judge.config.train.eval_num_inference_steps
+    cases = pair_cases(judge, judge.held_out, pairs)
+    return [image_error(judge.decode_vae_latent(edit_cached(judge, c, steps))[0], c.shown[1]) for c in cases]
+
+
 def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noises=2) -> list:
     "One row a checkpoint, the model without an adapter first."
     from qie_nb.data.samples import find_samples
     from qie_nb.tiny.demo import truths
     from qie_nb.evaluation.validation_loss import held_out_loss
-    from qie_nb.tiny.photos import EDITS as known, Edit, make_pairs
+    from qie_nb.tiny.photos import make_pairs
     from qie_nb.trainer import QwenImageEditTrainer
-    EDITS = known | dict(rotate=Edit("let red become green, green blue and blue red", lambda a: a[..., [2, 0, 1]], known=False))
-    for n in sorted({r["pairs"] for r in runs.values()}): make_pairs(out/f"data_{edit}_{n}", EDITS[edit], n, seed=0, split="train")
-    make_pairs(out/f"held_out_{edit}", EDITS[edit], crops, seed=1, split="held_out")
-    make_pairs(out/f"judge_{edit}", EDITS[edit], crops, seed=2, split="held_out")
+    formula = new_edits()[edit]
+    for n in sorted({r["pairs"] for r in runs.values()}): make_pairs(out/f"data_{edit}_{n}", formula, n, seed=0, split="train")
+    make_pairs(out/f"held_out_{edit}", formula, crops, seed=1, split="held_out")
+    make_pairs(out/f"judge_{edit}", formula, crops, seed=2, split="held_out")
     rows = [dict(run="base", edit=edit, step=0)] + [row for name, run in runs.items() for row in train(out, name, run, edit)]
     first = next(iter(runs.values()))
     judge = QwenImageEditTrainer(config_of(out, first, edit))
@@ -117,6 +139,8 @@ def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noi
         if name not in pixels: pixels[name] = pixel_errors(judge, with_images, true, seeds)
         known.write_text(json.dumps(pixels))
         row["pixel_error_per_seed"] = pixels[name]
+        four = run_errors(judge)
+        row |= dict(image_error_4=float(np.mean(four)), image_error_2=(four[0] + four[-1]) / 2)
         row |= dict(pixel_error=float(np.mean(row["pixel_error_per_seed"]))) | held.row() | dict(losses=held.losses)
         print(name, {k: round(v, 4) for k, v in row.items() if isinstance(v, float)}, flush=True)
     return rows
@@ -125,7 +149,7 @@ def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noi
 def judge_ranking(rows) -> dict:
     "Spearman's coefficient between pixel error and each measure, over the checkpoints that can be told apart, and over all."
     errors, name = np.array([r["pixel_error_per_seed"] for r in rows]), lambda i: f"{rows[i]['run']} {rows[i]['step']}"
-    kept, measures = told_apart(errors), [k for k in rows[-1] if k.startswith("held_out_loss") and not k.endswith(("_low", "_high"))]
+    kept, measures = told_apart(errors), [k for k in rows[-1] if k.startswith(("held_out_loss", "image_error")) and not k.endswith(("_low", "_high"))]
 
     def of(what, among):
         among = [i for i in among if what in rows[i]] # the model alone has no training loss
@@ -143,7 +167,7 @@ def machine() -> dict:
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--edits", nargs="+", default=["duotone", "sepia", "rotate"])
+    p.add_argument("--edits", nargs="+", default=EDITS)
     p.add_argument("--work", help="folder for data and adapters, kept and taken up again; default a temporary one")
     a = p.parse_args()
     work, results = Path(a.work or tempfile.mkdtemp()), json.loads(OUT.read_text())["results"] if OUT.is_file() else {}

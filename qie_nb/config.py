@@ -125,7 +125,8 @@ class StepSection(Section):
         "recompute activations in the backward pass: less memory, a third more work; selective keeps the "
         "attention outputs")
     compile: AutoBool = setting("auto",
-        "compile a block of the transformer, about a minute; auto: on a GPU, for 500 steps or more")
+        "compile a block of the transformer, about a minute; auto: on a GPU, unquantized, for 500 steps or "
+        "more")
     adapter_dtype: Literal["auto", "base", "float32"] = setting("auto",
         "adapters compute in base (dtype of the frozen weights; auto) or float32, which keeps a float32 copy "
         "of each layer's input")

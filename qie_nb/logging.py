@@ -64,7 +64,7 @@ def row_of(t) -> dict: # the logged numbers of the last step; reading them waits
     return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm),
                 skipped=s.skipped, **{k: float(v) for k, v in s.metrics.items()})
 
-ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS)
+ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS, "held_out_image_error")
 
 def csv_line(cells:dict) -> str: # cells by column; missing ones stay empty
     out = io.StringIO(newline="")

@@ -75,12 +75,25 @@ def test_whole_and_shared_embeddings_have_the_same_keys(filled, tmp_path):
     assert make().cache_embeddings().tensors == 0 and len(shared) == 3
     min((tmp_path/"cache"/"prompt_prefix").rglob("*.safetensors")).unlink()
     assert len(cache.verify()) == 2 and "precompute again" in cache.verify()[0][1]
+    assert sum(cache.load_cache("prompt_embed", key) is None for key in shared) == 1, "not usable without its prefix"
     with pytest.raises(ValueError, match="prompt prefixes are missing"): cache.pack(tmp_path/"packed")
     assert make().cache_embeddings().tensors == 1 and not cache.verify(), "a lost prefix is encoded again, for the others' sake"
     for kind in {e.kind for e in cache.entries() if "prompt" in e.kind}: cache.clear_cache(kind)
     make().cache_embeddings()
     assert "prompt_prefix" not in {e.kind for e in cache.entries()}
     for key, tensor in shared.items(): torch.testing.assert_close(cache.load_cache("prompt_embed", key), tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_control_latents_come_from_the_cache_in_the_order_of_their_images(pairs, tmp_path):
+    job = trainer(pairs(THREE, controls=3), tmp_path)
+    job.cache_embeddings()
+    data, cache = (loading := job.make_loader()).dataset, EmbeddingCacheManager(tmp_path/"cache")
+    want = lambda i: [cache.load_cache(*data.keys(i)[f"control_latent.{n}"].id) for n in range(3)]
+    for i in range(3):
+        assert not torch.equal(want(i)[1], want(i)[2])
+        for got, z in zip(data[i]["control_latent"], want(i), strict=True): assert torch.equal(got, z)
+    batch = next(iter(loading))
+    for n, got in enumerate(batch["control_latent"]): assert torch.equal(got, torch.stack([want(i)[n] for i in batch["index"]]))
 
 
 def test_key_parts_are_in_the_header_without_paths(precomputed):
@@ -214,6 +227,9 @@ def test_training_from_a_packed_cache_without_encoders_needs_the_validation_pair
     built.clear()
     adapters_close(whole, make().fit())
     assert "AutoencoderKLQwenImage" not in built and {e.kind for e in EmbeddingCacheManager(tmp_path/"empty").entries()} <= {"modulation"}
+    trainer(filled, tmp_path, cache=[tmp_path/"both"], **train).cache_embeddings()
+    red = trainer(val, tmp_path, cache=[tmp_path/"both"], data=dict(caption_dropout_rate=0.))
+    assert red.cache_embeddings().tensors == 0, "precompute encoded the validation pairs too"
     (val/"training_images"/"0001.txt").write_text("another instruction")
     with pytest.raises(ValueError, match="prompt_embed of sample '0001' is missing"): make().fit()
 

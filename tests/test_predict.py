@@ -55,7 +55,7 @@ def piped(variant, images, prompt, seed, scale, steps=3):
     return np.asarray(out)
 
 
-@pytest.mark.parametrize("variant, n, scale", [("v1", 1, 1.), ("2511", 2, 4.), slow("2509", 3, 1.)])
+@pytest.mark.parametrize("variant, n, scale", [("v1", 1, 1.), ("2511", 2, 2.5), slow("2509", 3, 1.)])
 def test_a_list_of_edits_is_the_pipeline_called_for_each(variant, n, scale):
     given = images(n)
     ours = ready(variant).predict(given[0] if n == 1 else [given, given], PROMPTS, seed=SEEDS, **asked(scale))
@@ -63,10 +63,11 @@ def test_a_list_of_edits_is_the_pipeline_called_for_each(variant, n, scale):
     assert not close_images(*ours)
 
 
-def test_one_step_is_the_pipelines_with_that_scheduler(monkeypatch): # four: tests/lora/test_mixing.py
+@pytest.mark.parametrize("steps", [1, 3])
+def test_few_steps_are_the_pipelines_with_that_scheduler(steps, monkeypatch): # four: tests/lora/test_mixing.py
     own, pipe = dict(base_shift=math.log(3), max_shift=math.log(3), shift_terminal=None), pipeline("2511")
     monkeypatch.setattr(pipe, "scheduler", type(pipe.scheduler).from_config(pipe.scheduler.config, **own))
-    assert close_images(ready().predict(images(1), "x", seed=3, scheduler_overrides=own, **asked(1.0, 1)), piped("2511", images(1), "x", 3, 1.0, 1))
+    assert close_images(ready().predict(images(1), "x", seed=3, scheduler_overrides=own, **asked(1.0, steps)), piped("2511", images(1), "x", 3, 1.0, steps))
 
 
 @pytest.mark.parametrize("variant, n", [("v1", 1), ("2511", 2)])
@@ -103,6 +104,7 @@ def test_an_image_in_every_form_is_the_same(tmp_path):
 IM, IMAGE = Image.new("RGB", (60, 40)), "`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or [H, W, 4], got "
 REFUSED = [ # more in nbs/sampling/01_edits.ipynb
     ((IM, []), {}, "`prompt` is an empty list; give at least one instruction"),
+    ((IM, ["a", " "]), {}, "`prompt` is empty; say what to change"),
     ((IM, 3), {}, "`prompt` must be a string, or a list of strings for several edits, got 3"),
     ((IM, "a <|image_pad|>"), {}, "`prompt` must not contain the token <|image_pad|>"),
     ((IM, ["a", "b"]), dict(seed=[1]), "`seed` has 1 entries for 2 prompts"),
@@ -124,6 +126,27 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded(args, kw, sentence,
     t, kw = (trainer_of(kw), {}) if kw == "v1" else (trainer_of(), kw)
     with pytest.raises((ValueError, FileNotFoundError)) as e: t.predict(*args, **kw)
     assert str(e.value).startswith(sentence) and "\n" not in str(e.value) and not built and t.placement is None
+
+
+def test_an_image_is_never_cropped():
+    "`data.crop` is for training pairs."
+    t, (given,) = trainer_of(), images(1)
+    plain = t.predict(given, "x", **SMALL)
+    t.config.data.image_size, t.config.data.crop = [64, 64], True
+    assert t.predictor.geometry().crop and close_images(t.predict(given, "x", **SMALL), plain)
+
+
+def test_a_preview_is_where_the_velocity_leads(monkeypatch):
+    "With the velocity of a straight line from the noise to an image it is that image in each step."
+    from qie_nb.sampling import denoising
+    scheduler, seen = ready().components.get("scheduler"), []
+    noise, goal = (torch.randn(1, 4, 1, 4, 6, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    line = denoising.pack_latents(noise) - denoising.pack_latents(goal)
+    monkeypatch.setattr(denoising, "velocity", lambda *a: line)
+    own = denoising.sampling_schedule(scheduler, 5, 6)
+    denoising.denoise(None, own, noise, [], (None, None), None, 1.0, on_estimate=lambda n, steps, at: seen.append(at()))
+    assert len(seen) == 5
+    for z in seen: torch.testing.assert_close(z, goal, rtol=0, atol=1e-5)
 
 
 def test_a_preview_shows_the_image_and_changes_nothing(capsys):
@@ -155,10 +178,12 @@ def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
     assert "edits" not in capsys.readouterr().out
 
 
-def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **sections):
+def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **data):
     root = pairs(((48, 32), (32, 48)), controls=controls, caption=["red", "green"])
+    control = root/"control_images"/"0000.png"
+    Image.open(control).resize((40, 56)).save(control) # another shape than its target
     return lambda model=folder(variant): QwenImageEditTrainer(settings(
-        root, tmp_path, model=dict(pretrained_model_name_or_path=str(model)), cache=dict(share_prompt_prefix=False, vae_2d=False), **sections))
+        root, tmp_path, model=dict(pretrained_model_name_or_path=str(model)), cache=dict(share_prompt_prefix=False, vae_2d=False), data=dict(image_size=[96, 96]) | data))
 
 
 @pytest.mark.parametrize("variant, controls", [slow("v1", 1), ("2511", 2)])
@@ -180,7 +205,7 @@ def test_a_cached_sample_is_edited_as_its_images_would_be_and_no_text_encoder_is
 
 
 def test_a_cached_edit_needs_no_encoder_in_the_folder_and_names_what_it_lacks(pairs, tmp_path):
-    make = cached_trainer(pairs, tmp_path, data=dict(caption_dropout_rate=0))
+    make = cached_trainer(pairs, tmp_path, caption_dropout_rate=0)
     make().cache_embeddings()
     shutil.copytree(folder("2511"), tmp_path/"model", ignore=shutil.ignore_patterns("text_encoder"))
     t = make(tmp_path/"model")

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/11_startup.ipynb #cbdfed05
-import importlib, logging as _logging, opcode, sys, textwrap
+import importlib, logging as _logging, opcode, os, sys, textwrap
 
 # %% ../../nbs/core/11_startup.ipynb #2a2e2c3c
 NAMES = {name: f"qie_nb.{module}" for module, names in {
@@ -50,6 +50,14 @@ def quiet_warnings():
     for name, text in WARNINGS.items():
         _logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
+# %% ../../nbs/core/11_startup.ipynb #5e6a1c02
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") # torch reads the first on every version
+
+def set_allocator():
+    "Let the segments of torch's GPU memory grow, unless the environment has settings (Linux)."
+    if sys.platform == "linux" and not any(os.environ.get(n) for n in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
 # %% ../../nbs/core/11_startup.ipynb #e46081f0
 def raised_by_us(e:BaseException) -> bool:
     "Was the exception raised by a `raise` of this library?"
@@ -82,6 +90,7 @@ def errors_as_sentences(shell):
 def prepare():
     "What `import qie_nb` does in a session."
     quiet_warnings()
+    set_allocator()
     if "ipykernel" not in sys.modules: return
     from IPython import get_ipython
     if getattr(get_ipython(), "kernel", None) is not None: errors_as_sentences(get_ipython())

@@ -304,7 +304,9 @@ def read_table(path:Path, columns:dict=None, optional=("mask",)) -> Found:
     (local, notes), lone = moved_paths(rows, got, root), "control" in optional
     is_file = lambda n: isinstance(n, str) and _named_image(n) and _end_of(root/local(n))[1]
     some = lambda c: any(is_file(n) for _, row in rows[:50] for n in _names_in(row.get(c), root))
-    if not got["control"]: _refuse_unused(next(filter(some, (c for c in names if c not in got.values())), None), repr(path.name))
+    if not got["control"]:
+        unused = filter(some, (c for c in names if c not in got.values()))
+        _refuse_unused(next(unused, None), repr(path.name))
     found, bad = [], []
     for n, row in rows:
         try: found.append((n, *_sample_of(row, got, root, f"row {n} of {path.name!r}", local, lone)))

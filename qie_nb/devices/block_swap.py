@@ -6,7 +6,7 @@
 __all__ = ['pinned']
 
 # %% ../../nbs/devices/01_block_swap.ipynb #f1dbb420
-import weakref
+import mmap, weakref
 from math import prod
 
 import torch
@@ -40,18 +40,25 @@ class Streams:
     def wait(self, event):
         if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
 
+    def finish(self): # the CPU waits for all copies
+        if self.cuda is not None: self.side.synchronize()
+
 # %% ../../nbs/devices/01_block_swap.ipynb #f720cb49
+_LESS = {"train.blocks_to_swap": "quantize the base", "train.offload_activations": "use smaller images"}
+
 def pinned(
     size:int, # bytes
     device="cuda",
+    key="train.blocks_to_swap", # for the error message
 ) -> torch.Tensor: # uint8, in host memory
-    "Pinned host memory; plain memory for other devices than a GPU."
-    out = torch.empty(size, dtype=torch.uint8)
-    if torch.device(device).type != "cuda": return out
-    cudart = torch.cuda.cudart()
+    "Pinned host memory in pages of its own; plain memory for other devices than a GPU."
+    if torch.device(device).type != "cuda" or not size: return torch.empty(size, dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    out, cudart = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(out.data_ptr(), size, 1)): # 1: for all GPUs
-        raise ValueError(f"`train.blocks_to_swap` could not pin {size / 1e9:.2f} GB of host memory "
-                         f"(CUDA error {code}); quantize the base")
+        less = f"{_LESS[key]} or set it to false" if code == 2 else "set it to false" # 2: no memory
+        raise ValueError(f"`{key}` could not pin {size / 1e9:.2f} GB of host memory (CUDA error {code}, "
+                         f"{cudart.cudaGetErrorString(cudart.cudaError(code))}); {less}")
     weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
@@ -194,13 +201,28 @@ class BlockSwapLoader:
         return enable_block_swap(model, self.main, blocks)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #a604a054
+class PinnedPool:
+    "Pinned buffers that are used again. All copies are in one stream, so none begins before an older one ends."
+    def __init__(self, streams): self.streams, self.free = streams, []
+
+    def take(self, size:int) -> torch.Tensor: # uint8, at least so many bytes
+        self.free.sort(key=len)
+        fits = next((k for k, b in enumerate(self.free) if len(b) >= size), None)
+        if fits is not None: return self.free.pop(fits)
+        if self.free: self.streams.finish(), self.free.pop() # a larger buffer takes its place
+        return pinned(size, self.streams.device, "train.offload_activations")
+
 class OffloadedInputs:
     "The inputs of one checkpointed block."
-    def __init__(self, streams, previous): # weak reference to the block before
-        self.streams, self.previous, self.host, self.back = streams, previous, [], {}
+    def __init__(self, pool, previous): # weak reference to the block before
+        self.pool, self.streams, self.previous = pool, pool.streams, previous
+        self.buffers, self.host, self.back = [], [], {}
+
+    def __del__(self): self.pool.free += self.buffers
 
     def put(self, t:torch.Tensor) -> tuple:
-        host = torch.empty_like(t, device="cpu", pin_memory=self.streams.device.type == "cuda")
+        self.buffers.append(buffer := self.pool.take(t.nbytes))
+        host = buffer[:t.nbytes].view(t.dtype).view(t.shape)
         self.streams.copy(host, t.detach())
         self.host.append(host)
         if t.is_cuda: t.record_stream(self.streams.side) # its memory must not be reused before the copy
@@ -227,10 +249,11 @@ def offload_checkpoint_inputs(
     **kw, # of `Streams`
 ): # the same
     "Keep the inputs of checkpointed blocks in host memory."
-    checkpoint, streams, last = transformer._gradient_checkpointing_func, Streams(device, **kw), lambda: None
+    checkpoint, last = transformer._gradient_checkpointing_func, lambda: None
+    pool = PinnedPool(Streams(device, **kw))
     def run(block, hidden_states, encoder_hidden_states, *args, **kwargs):
         nonlocal last
-        kept = OffloadedInputs(streams, last)
+        kept = OffloadedInputs(pool, last)
         inputs = {t.data_ptr() for t in (hidden_states, encoder_hidden_states) if t.requires_grad}
         last = weakref.ref(kept)
         pack = lambda t: kept.put(t) if t.data_ptr() in inputs else t

@@ -75,11 +75,15 @@ def compile_choice(
     transformer,
     steps:int=None, # of the run, if known
     inputs_wait:bool=False, # `train.offload_activations`
+    quantized:str=None, # `model.quantize`
 ) -> tuple: # (yes?, reason)
     "Compile the blocks?"
     if setting is False: return False, "`train.compile` is false"
     if setting == "auto" and torch.device(device).type == "cpu":
         return False, "eager code is as fast on a CPU, and starts at once"
+    if setting == "auto" and quantized:
+        return False, (f"a compiled {quantized} base is not tried on GPUs yet; set `train.compile` to true "
+                       "for it")
     if setting == "auto" and steps and steps < ENOUGH:
         return False, f"compiling does not pay off in {steps} steps; set `train.compile` to true for it"
     if inputs_wait: return False, "`train.offload_activations` moves the kept tensors"

@@ -55,12 +55,14 @@ def shard_loader(loader, accelerator):
 
 # %% ../../nbs/devices/05_distributed.ipynb #55bb09b3
 def broadcast_stop(accelerator, stop:str) -> str:
-    "The first process's reason to stop, in all processes; empty if none has one."
-    if accelerator.num_processes == 1: return stop
-    from accelerate.utils import gather_object
-    if not accelerator.reduce(torch.tensor(float(bool(stop)), device=accelerator.device), "sum").item():
-        return ""
-    return next(s for s in gather_object([stop]) if s)
+    "The first process's reason to stop, in all processes; empty if none has one. Waits for no GPU."
+    if (n := accelerator.num_processes) == 1: return stop
+    import torch.distributed as dist
+    if not hasattr(accelerator, "cpu_group"): accelerator.cpu_group = dist.new_group(backend="gloo")
+    dist.all_reduce(stops := torch.tensor(float(bool(stop))), group=accelerator.cpu_group)
+    if not stops: return ""
+    dist.all_gather_object(reasons := [""] * n, stop, group=accelerator.cpu_group)
+    return next(filter(None, reasons))
 
 # %% ../../nbs/devices/05_distributed.ipynb #1b57aa1a
 def full_tensor(t:torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ def plan_components(
     if main != "cpu" and not running and alone:
         known |= {f"cuda:{i}" for i in range(torch.cuda.device_count())}
     free = {d: free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d) for d in known}
-    work = work_bytes(area)
+    work = work_bytes(area, components.dtype.itemsize)
     plan = plan_placement(sizes, free, main, wanted, predict.offload, work, fixed, tuple(quant), trained)
     if stream_encoder:
         why = "`model.text_encoder_offload` says so"

@@ -19,10 +19,11 @@ from ..core.progress import Progress
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.placement import temporarily_load
 from ..encoding.vae import decode_latents
-from .validation_loss import StopCheck, process, shares
+from .validation_loss import StopCheck, add_up, process, shares
 from ..predict import grid
 from ..sampling.cached_edits import is_available, edit_cached, encoded_sample
 from ..sampling.edits import encode_edits, make_edits
+from ..training.callbacks import EvalImage
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9ac4
 def _style(folder, prompts) -> tuple: # (first image, instruction)
@@ -135,7 +136,7 @@ def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure
     write_atomic(path, out.getvalue())
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351c01
-def overview(made): # list of (`EvalCase` with `shown`, uint8 [H, W, 3] edited)
+def overview(made): # list of (`EvalImage` with `shown`, uint8 [H, W, 3] edited)
     "Control, edit and, if known, target, each with its caption, as a matplotlib figure."
     rows = [(s.shown[0], edited, *s.shown[1:]) for s, edited in made]
     n = max(map(len, rows))
@@ -149,16 +150,20 @@ def overview(made): # list of (`EvalCase` with `shown`, uint8 [H, W, 3] edited)
     return fig
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #5779a363
+def image_error(a, b) -> float: # uint8 [H, W, 3]
+    "Root mean square difference in grey levels, 0 to 255."
+    return float(np.sqrt(np.mean((a.astype(float) - b.astype(float))**2)))
+
 def render_eval_images(
     trainer,
     cases, # list of `EvalCase`
     out, # folder for `<name>.jpg` of each case, and `grid.jpg` of the pairs
     steps:int=None, # default `train.eval_num_inference_steps`
-) -> list: # paths
+) -> list: # of `EvalImage`
     "Edit and write the images. Raises `StopRequested`."
     steps, out = steps or trainer.config.train.eval_num_inference_steps, Path(out)
     check = StopCheck(trainer, 2) # with guidance
-    todo, (me, every) = shares(len(cases), trainer), process(trainer)
+    todo, (me, every), errors = shares(len(cases), trainer), process(trainer), torch.zeros(len(cases))
     bar = Progress(len(todo) * steps, "images") if todo and me == 0 else None
     def on_step(*_):
         if bar: bar.update()
@@ -169,10 +174,13 @@ def render_eval_images(
             if not counts: continue
             device = trainer.predict_devices["vae"]
             vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart
-            save_image(out/f"{cases[i].name}.jpg", decode_latents(vae, latent)[0])
+            image = decode_latents(vae, latent)[0]
+            save_image(out/f"{cases[i].name}.jpg", image)
+            if cases[i].shown[1:]: errors[i] = image_error(image, cases[i].shown[1])
     if bar: bar.close()
-    if every > 1: trainer.accelerator.wait_for_everyone()
-    files = [out/f"{s.name}.jpg" for s in cases]
-    pairs = [(s, np.asarray(Image.open(f))) for s, f in zip(cases, files) if s.shown] if me == 0 else []
+    errors = add_up(trainer, errors).tolist() # also waits for the other processes' files
+    made = [EvalImage(s.name, s.caption, out/f"{s.name}.jpg", s.shown, e if s.shown[1:] else None)
+            for s, e in zip(cases, errors)]
+    pairs = [(s, np.asarray(Image.open(s.file))) for s in made if s.shown] if me == 0 else []
     if pairs: save_image(out/"grid.jpg", overview(pairs))
-    return files
+    return made

@@ -20,10 +20,11 @@ from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop
 from ..devices.placement import temporarily_load
 from .eval_images import eval_cases, file_name, find_styles, render_eval_images
-from .validation_loss import PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process
+from .validation_loss import (
+    PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
 from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
 from ..sampling.cached_edits import is_available
-from ..training.callbacks import Callback, EvalImage, EvalWork, due, eval_intervals
+from ..training.callbacks import Callback, EvalWork, due, eval_intervals
 from ..training.checkpoint import checkpoint_name, find_checkpoint
 from ..data.samples import samples_of
 
@@ -33,15 +34,21 @@ def evaluate_now(
     out, # folder for the images
     styles:dict=None, # from `find_styles`
     exchange:bool=False, # also with exchanged control images?
-) -> tuple: # (`ValidationLoss` or None, list of image paths, `ValidationLoss` with exchanged controls or None)
+) -> tuple: # (`ValidationLoss` or None, `EvalImage`s, the first with exchanged controls or None)
     "Evaluate the current adapter, or its EMA. Raises `StopRequested`."
     with trainer.ema_weights(), temporarily_load(trainer.components, "vae", "text_encoder"):
         held = held_out_loss(trainer, trainer.held_out) if trainer.held_out else None # may encode pairs
         exchange = exchange and held and len(partners(trainer.held_out)) > 2
         other = held_out_loss(trainer, trainer.held_out, exchange=True) if exchange else None
         cases = eval_cases(trainer, styles)
-        files = render_eval_images(trainer, cases, out) if cases else []
-    return held, files, other
+        images = render_eval_images(trainer, cases, out) if cases else []
+    return held, images, other
+
+def image_errors(images) -> dict: return {i.name: i.error for i in images if i.error is not None}
+
+def numbers(held, images) -> dict: # {logged column: number}
+    errors = image_errors(images).values()
+    return held.row() | (dict(held_out_image_error=sum(errors) / len(errors)) if errors else {})
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f12
 def write_result(trainer, out, result):
@@ -72,7 +79,11 @@ def control_use(held, exchanged): # `LossChange` by exchanged control images, or
 def first_use(root) -> float: # of the control images, before the first step; or None
     first = results_of(root).get(0) or {}
     if not first.get("exchanged"): return None
-    return control_use(*(ValidationLoss(first[k], first["noises"]) for k in ("losses", "exchanged"))).difference
+    held, exchanged = (ValidationLoss(first[k], first["noises"]) for k in ("losses", "exchanged"))
+    return control_use(held, exchanged).difference
+
+def first_errors(root) -> dict: # of the edited images, before the first step; or None
+    return (results_of(root).get(0) or {}).get("image_errors")
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 class History(NamedTuple):
@@ -81,41 +92,62 @@ class History(NamedTuple):
     last: tuple = None
     name: str = "no adapter" # what was evaluated before the first step
     use: float = None # of the control images, before the first step
+    errors: dict = None # {image: distance from its target}, before the first step
 
 def change_since(earlier, held): # `LossChange`, or None
     try: return compare_losses(earlier[1], held) if earlier else None
     except ValueError: return None # other pairs or noise samples
 
+def images_since(errors, history) -> tuple: # mean distance of the same images: (now, before the first step or None)
+    both = [(e, (history.errors or {}).get(name)) for name, e in errors.items()]
+    if any(before is None for _, before in both): both = [(e,) for e, _ in both]
+    return (*(sum(v) / len(v) for v in zip(*both)), None, None)[:2]
+
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f04
-def say_change(step, held, history=History(), uses_controls:bool=True) -> str: # one line about an evaluation
-    line, (first, last, name, _) = f"step {step}: {held}", history
+def say_images(errors, history) -> str:
+    now, before = images_since(errors, history)
+    line = f"{len(errors)} edited image{'s' * (len(errors) > 1)} {now:.1f} grey levels from the target"
+    return line + (f", with {history.name} {before:.1f}" if before is not None else "")
+
+def say_change(step, held, history=History(), errors=None, but="") -> str: # one line about an evaluation
+    line, (first, last, name, *_) = f"step {step}: {held}", history
     earlier = {f"compared with {name}": first}
     if last and (not first or last[0] != first[0]): earlier[f"since step {last[0]}"] = last
     for words, other in earlier.items():
         if not (change := change_since(other, held)): continue
         line += f"; {words} {change}"
-        if not uses_controls and change.verdict == "better":
-            line = line.removesuffix("better") + "lower, but not by means of the control images"
-    return line
+        if but and change.verdict == "better": line = line.removesuffix("better") + f"lower, but {but}"
+    return line + (f"; {say_images(errors, history)}" if errors else "")
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #6c80ee05
+_UNUSED = "not by means of the control images", False
+FURTHER = 1.05 # times the error of the images before the first step
 _LOOK = "Do controls and targets belong together? Look at them with sample_viewer"
 
-def bad_news(step, held, history, exchanged=None) -> tuple: # (sentence or "", are the control images used?)
+class News(NamedTuple):
+    text: str = ""
+    but: str = "" # what is to be said instead of "better"
+    uses_controls: bool = True
+
+def bad_news(step, held, history, exchanged=None, errors=None) -> News:
     use, other = control_use(held, exchanged), "with the control images of other pairs"
     if use and use.low <= 0:
         by = f"({use.difference:+.4f}, {use.low:+.4f} to {use.high:+.4f})"
-        if not step: return f"{other} the model's loss is no higher {by}. {_LOOK}", False
-        return (f"the adapter is probably worse than {history.name}: {other} its loss is no higher {by}, so it "
-                f"does not edit them. {_LOOK}"), False
+        if not step: return News(f"{other} the model's loss is no higher {by}. {_LOOK}", *_UNUSED)
+        return News(f"the adapter is probably worse than {history.name}: {other} its loss is no higher "
+                    f"{by}, so it does not edit them. {_LOOK}", *_UNUSED)
     if use and step and history.use and use.difference < history.use / 2:
-        return (f"the adapter is probably worse than {history.name}: {other} its loss is higher by "
-                f"{use.difference:.4f}, at step 0 it was by {history.use:.4f}, so it uses them less. {_LOOK}"), False
-    since = change_since(history.first, held)
+        return News(f"the adapter is probably worse than {history.name}: {other} its loss is higher by "
+                    f"{use.difference:.4f}, at step 0 it was by {history.use:.4f}, so it uses them less. "
+                    f"{_LOOK}", *_UNUSED)
+    since, (now, before) = change_since(history.first, held), images_since(errors or {}, history)
     if since and since.verdict == "worse":
-        return (f"the adapter is worse than {history.name} on the held-out pairs. {_LOOK}; or set "
-                "`optimizer.lr` lower"), True
-    return "", True
+        return News(f"the adapter is worse than {history.name} on the held-out pairs. {_LOOK}; or set "
+                    "`optimizer.lr` lower")
+    if step and before is not None and now > FURTHER * before:
+        return News(f"the edited images are further from their targets than with {history.name}: {now:.1f} "
+                    f"after {before:.1f} grey levels. Trust the images more than the loss", "the images are not")
+    return News()
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
 def check_parts(trainer, styles=None):
@@ -124,8 +156,8 @@ def check_parts(trainer, styles=None):
         raise ValueError("`train.test_image_dir` needs a VAE and a text encoder, which model folder "
                          f"{parts.name!r} lacks; give a whole model or remove the key")
     if trainer.config.train.samples and not is_available(parts, "vae"):
-        raise ValueError(f"`train.samples` needs a VAE to make images with, which model folder {parts.name!r} "
-                         "lacks; give a whole model or remove the key")
+        raise ValueError("`train.samples` needs a VAE to make images with, which model folder "
+                         f"{parts.name!r} lacks; give a whole model or remove the key")
     if trainer.config.train.eval_images and trainer.held_out and not is_available(parts, "vae"):
         print("held-out pairs are evaluated by their loss only: model folder "
               f"{parts.name!r} has no VAE to make images with")
@@ -151,7 +183,8 @@ class EvaluationCallback(Callback):
         self.at = t.global_step
         before = [last_result(t.checkpoint_root(), n) if self.at else None for n in (0, self.at)]
         begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
-        self.history = History(*before, begun, first_use(t.checkpoint_root()) if self.at else None)
+        found = (first_use(t.checkpoint_root()), first_errors(t.checkpoint_root())) if self.at else ()
+        self.history = History(*before, begun, *found)
         self.prepare(t)
         if not self.enabled(t): return
         if t.state.pending: self.evaluate(t, t.state.pending)
@@ -200,37 +233,37 @@ def name(self:EvaluationCallback, t):
 @patch
 def exchange(self:EvaluationCallback, t) -> bool:
     "Before the first step, once after it, and again while the control images make no difference."
-    return not t.global_step or not self.checked or not self.uses_controls
+    wanted = not t.global_step or not self.checked or not self.uses_controls
+    return bool(wanted and t.held_out) and len(partners(t.held_out)) > 2
 
 @patch
 def evaluate(self:EvaluationCallback, t, name=None):
     name = name or self.name(t)
     out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
     work = t.state.work = self.plan(t)
-    try: held, files, other = evaluate_now(t, out, self.styles, self.exchange(t))
+    try: held, images, other = evaluate_now(t, out, self.styles, self.exchange(t))
     except StopRequested:
         return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
                      "repeated on resume")
     finally: self.account(t, work)
-    t.state.pending, cases = "", eval_cases(t, self.styles)
-    t.state.eval_images = [EvalImage(s.name, s.caption, f, s.shown) for s, f in zip(cases, files)]
+    t.state.pending, t.state.eval_images = "", images
     if held is None: return
-    row = held.row()
+    row, errors = numbers(held, images), image_errors(images)
     t.state.metrics |= row
     facts = dict(steps=t.global_step, weights=t.weights_name)
-    exchanged = dict(exchanged=other.losses) if other else {}
-    write_result(t, out, facts | row | dict(losses=held.losses, noises=held.noises) | exchanged)
-    self.say(t.global_step, held, other, process(t)[0] == 0)
+    lists = dict(losses=held.losses, noises=held.noises, image_errors=errors)
+    write_result(t, out, facts | row | lists | (dict(exchanged=other.losses) if other else {}))
+    self.say(t.global_step, held, other, errors, process(t)[0] == 0)
 
 @patch
-def say(self:EvaluationCallback, step, held, other, aloud:bool):
-    news, self.uses_controls = bad_news(step, held, self.history, other)
-    self.checked = self.checked or step > 0
-    if aloud: print(say_change(step, held, self.history, self.uses_controls))
-    if aloud and news: print(news)
+def say(self:EvaluationCallback, step, held, other, errors, aloud:bool):
+    news = bad_news(step, held, self.history, other, errors)
+    self.checked, self.uses_controls = self.checked or step > 0, news.uses_controls
+    if aloud: print(say_change(step, held, self.history, errors, news.but))
+    if aloud and news.text: print(news.text)
     if not step:
         use = control_use(held, other)
-        self.history = self.history._replace(first=(step, held), use=use and use.difference)
+        self.history = self.history._replace(first=(step, held), use=use and use.difference, errors=errors)
     self.history = self.history._replace(last=(step, held))
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #f9aea948
@@ -277,6 +310,7 @@ def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results
                          "`train.samples` or `train.test_image_dir`")
     if not (c.val_fraction or c.val_path or c.test_image_dir or c.samples): raise nothing
     styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
+    trainer.modulation.pick(training=False, judged=True) # as in the run
     facts, name = _load_adapter(trainer, checkpoint)
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
     if not (trainer.held_out or styles or c.samples): raise nothing
@@ -287,14 +321,15 @@ def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results
 def evaluate(
     trainer, # not inside a run, unless `checkpoint` is None
     checkpoint=None, # folder, `latest`, LoRA file, `base` (no adapter), or None: the current adapter
-) -> dict: # checkpoint, weights, steps, the columns of `ValidationLoss.row`, losses, noises, pictures
+) -> dict: # checkpoint, weights, steps, the logged columns, losses, noises, image_errors, pictures
     "Held-out loss, images and style matrix of any checkpoint, without training."
     facts, name, styles = _prepare(trainer, checkpoint)
     out = trainer.checkpoint_root()/"inference"/name
     with without_adapter(trainer._transformer()) if checkpoint == "base" else nullcontext():
-        held, files, _ = evaluate_now(trainer, out, styles)
-    losses = held.row() | dict(losses=held.losses, noises=held.noises) if held else {}
-    result = facts | losses | dict(pictures=[str(f) for f in files])
+        held, images, _ = evaluate_now(trainer, out, styles)
+    losses = dict(losses=held.losses, noises=held.noises, image_errors=image_errors(images)) if held else {}
+    row = numbers(held, images) if held else {}
+    result = facts | row | losses | dict(pictures=[str(i.file) for i in images])
     write_result(trainer, out, result)
     return result
 
@@ -306,6 +341,8 @@ def table(results) -> str: # a list of results of `evaluate` with held-out losse
     rows = []
     for i, (r, h) in enumerate(zip(results, held)):
         against = "best" if i == best else str(compare_losses(held[best], h))
-        rows.append(("*" * (i == best), r["checkpoint"], r["weights"], f"{r['held_out_loss']:.4f}", against))
-    head = "", "checkpoint", "weights", "held-out loss", "more than the best, with 95 % interval"
+        image = f"{r['held_out_image_error']:.1f}" if "held_out_image_error" in r else ""
+        row = r["checkpoint"], r["weights"], f"{r['held_out_loss']:.4f}", image, against
+        rows.append(("*" * (i == best), *row))
+    head = "", "checkpoint", "weights", "held-out loss", "image error", "more than the best, with 95 % interval"
     return text_table(rows, head)

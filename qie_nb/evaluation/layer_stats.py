@@ -78,4 +78,5 @@ class PeakMemory:
         finally:
             stop.set(); thread.join()
             host = max(self.seen, _anonymous()) - self.base
-            self.peaks[name] = dict(host=host, gpu=[torch.cuda.max_memory_allocated(n) for n in gpus])
+            self.peaks[name] = dict(host=host, gpu=[torch.cuda.max_memory_allocated(n) for n in gpus],
+                                    reserved=[torch.cuda.max_memory_reserved(n) for n in gpus])

@@ -19,6 +19,7 @@ from fastcore.basics import patch
 
 from ..devices.placement import PARTS
 from ..encoding.vae import decode_latents
+from ..core.startup import ALLOCATOR
 from .layer_stats import FiniteCheck, PeakMemory
 from ..models.components import COMPONENTS, check_weights, device_of, restore_image_positions
 from ..models.flow_matching import pack_latents, sample_noise
@@ -334,7 +335,10 @@ def _memory(t, peaks, held, query) -> list: # of dict(part, found, planned, note
         plan = memory_of(query, gpu=False)
         for name, size, _ in plan.parts: row(f"training: {name}", None, size)
         row("peak, training", found["training"], plan.total, "GPU" if peaks.gpu else "host, including Python")
-    if peaks.gpu: row("peak, host", max(m["host"] for m in peaks.peaks.values()), None)
+    if peaks.gpu: # beyond what is allocated: gaps between tensors
+        settings = next(filter(None, map(os.environ.get, ALLOCATOR)), "")
+        row("peak, reserved by torch", max(max(m["reserved"]) for m in peaks.peaks.values()), None, settings)
+        row("peak, host", max(m["host"] for m in peaks.peaks.values()), None)
     return rows
 
 # %% ../../nbs/evaluation/05_selfcheck.ipynb #515915de

@@ -100,28 +100,30 @@ class ControlTest(NamedTuple):
     def __str__(self):
         mean, low, high = self.difference
         why = {"used": "the control images are used",
-               "not used": "the control images make no difference. Do they belong to their targets? Look at them with "
-                           "sample_viewer"}
-        return (f"loss {self.given.mean:.4f}, with the control images of other pairs {self.exchanged.mean:.4f} "
-                f"({mean:+.4f}, {low:+.4f} to {high:+.4f}; {self.pairs} pairs): {why[self.verdict]}")
+               "not used": "the control images make no difference. Do they belong to their targets? "
+                           "Look at them with sample_viewer"}
+        return (f"loss {self.given.mean:.4f}, with the control images of other pairs "
+                f"{self.exchanged.mean:.4f} ({mean:+.4f}, {low:+.4f} to {high:+.4f}; {self.pairs} pairs): "
+                f"{why[self.verdict]}")
 
 # %% ../../nbs/evaluation/06_swaps.ipynb #62eefc03
 def control_test(
     trainer, # its adapter, if it has one, is judged too
     n:int=8, # pairs, spread over the data set; at least 3
     noises:int=1, # per pair and part of the noise levels
-    data=None, # `ImageDataset` or configuration; default the held-out pairs, or the trainer's data if these are few
+    data=None, # `ImageDataset` or configuration; default the held-out pairs, if few the trainer's data
 ) -> ControlTest:
-    "Are the control images used? Compares the loss of pairs with that for the control images of other pairs."
+    "Are the control images used? Compares the loss of pairs with that for the controls of other pairs."
     held = trainer.held_out if data is None else None
     dataset = held if held and len(partners(held)) > 2 else _data_of(trainer, data)
-    found = partners(dataset)
-    if len(found) < 3:
-        raise ValueError("a control test needs at least 3 pairs of equal sizes with different control "
-                         f"images, got {len(found)}; add pairs")
-    samples = [dataset.samples[i] for i in found]
-    chosen = [samples[p["index"]] for p in pairs_to_show(samples, n)]
+    sizes = {} # pairs of one size, because controls are exchanged among them
+    for i in partners(dataset): sizes.setdefault(dataset.bucket(i), []).append(dataset.samples[i])
+    samples = max(sizes.values(), key=len, default=[])
+    chosen = [samples[p["index"]] for p in pairs_to_show(samples, n)] if samples else []
     part = trainer.data.subset(dataset, chosen, caption_dropout_rate=0.)
+    if (found := len(partners(part))) < 3:
+        raise ValueError("a control test needs at least 3 pairs of equal sizes with different control "
+                         f"images, got {found}; add pairs or raise `n`")
     with temporarily_load(trainer.components, "vae", "text_encoder"):
         given, other = (held_out_loss(trainer, part, noises, exchange) for exchange in (False, True))
     change = compare_losses(given, other)

@@ -246,7 +246,8 @@ def shards(self:Components, name:str):
 
 @patch
 def row_dtype(self:Components,
-    folder=None, name:str="transformer") -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
+    folder=None, name:str="transformer",
+) -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
     "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
     if folder and (origin := source_checkpoint(folder)): own = getattr(torch, origin["table_dtype"])
     elif folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
@@ -281,7 +282,8 @@ def copy_bytes(self:Components, name:str, tables:int=1) -> int:
     folder, dtype = self.hub.fetch_configs([name]), self.row_dtype(name=name)
     sets = self.modulation_sets(dtype) if name == "transformer" else {}
     config = json.loads((folder/name/"config.json").read_text())
-    size = quantized_bytes(component_class(folder, name)[1], folder/name, self.quantize[name], dtype, bool(sets))
+    cls = component_class(folder, name)[1]
+    size = quantized_bytes(cls, folder/name, self.quantize[name], dtype, bool(sets))
     return size + (tables * modulation_table_bytes(sets, config, dtype) if sets else 0)
 
 @patch

@@ -107,7 +107,8 @@ def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on 
     if not diffusers: config._attn_implementation = None # the file may name code on the hub
     torch.set_default_dtype(dtype)
     try:
-        with init_empty_weights(include_buffers=False): model = (cls.from_config if diffusers else cls)(config)
+        make = cls.from_config if diffusers else cls
+        with init_empty_weights(include_buffers=False): model = make(config)
     finally: torch.set_default_dtype(before)
     if hasattr(model, UNUSED): setattr(model, UNUSED, nn.Identity())
     return model
@@ -264,6 +265,10 @@ def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
     import psutil
     return psutil.virtual_memory().available
 
-def work_bytes(area:int=1024*1024) -> dict: # {component: bytes}; area: pixels of the result
-    "Estimated activations of the VAE's widest layer and of one block of the others."
-    return dict(text_encoder=1_000 * area, vae=5_000 * area, transformer=2_000 * area)
+def work_bytes(
+    area:int=1024*1024, # pixels of the result
+    decoded:int=2, # bytes of a number while the VAE decodes
+) -> dict: # {component: bytes}
+    "Activations of one block (estimated) and of the VAE: decoding needs 3.5 kB a pixel, in float32 6.9."
+    vae = 8_000 if decoded == 4 else 5_000 # encoding needs less, in float32 3.9 and attention
+    return dict(text_encoder=1_000 * area, vae=vae * area, transformer=2_000 * area)

@@ -109,7 +109,8 @@ def make_edits(
     sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * 2
     for p, q, s in zip(prompts, negatives, sets):
         prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
-    size = lambda s: output_size(s[0].size if s else (1, 1), area or geometry.control_area, height, width, multiple)
+    area = area or geometry.control_area
+    size = lambda s: output_size(s[0].size if s else (1, 1), area, height, width, multiple)
     each = zip(sets, prompts, negatives, seeds, generators)
     return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in each]
 

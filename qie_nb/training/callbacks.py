@@ -18,6 +18,7 @@ class EvalImage:
     caption: str
     file: object      # path
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
+    error: float = None # from the target, see `image_error`
 
 # %% ../../nbs/training/00_callbacks.ipynb #f2199801
 @dataclass

@@ -279,7 +279,10 @@ def restore(self:RunResume, saved:SavedRun):
         put_back(tr, load_file(file))
         ema.restart(saved.state.get("ema_updates") or 0)
     put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
-    self.state.optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
+    optimizer = self.state.optimizer
+    now = [{k: g[k] for k in ("weight_decay", "betas", "eps") if k in g} for g in optimizer.param_groups]
+    optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
+    for group, settings in zip(optimizer.param_groups, now): group.update(settings) # may have changed
     if saved.rng is not None: torch.set_rng_state(saved.rng)
     self.restore_state(saved)
 

@@ -119,9 +119,11 @@ def why_layers(self:RunModulation,
 @patch
 def pick(self:RunModulation,
     training:bool=True, adapters=(),
+    judged:bool=False, # is a run's adapter evaluated? Then `auto` means what it means in the run
 ) -> str: # why the loaded transformer must be replaced, or ""
     "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.config.model.modulation_table, self.components
+    if judged and setting == "auto" and "transformer" not in parts.loaded: setting = True
     if training: lora.check_targets(self.config.model.lora, self._layers())
     if folder := parts.folder_with_table():
         if why := self.why_layers(training, adapters) if setting else "`model.modulation_table` is false":
@@ -155,7 +157,8 @@ def prepare_training(self:RunModulation,
     wrapped = prepare_distributed(tr, accelerator)
     per_step = self.config.data.batch_size * t.gradient_accumulation_steps
     steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None
-    compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations)
+    compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations,
+                                   self.components.quantize.get("transformer"))
     if compiled:
         self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` "
                              "false avoids it")

@@ -14,6 +14,7 @@ import torch
 
 from ..core.environment import time_limit
 from ..devices.placement import is_out_of_memory
+from ..models.loading import work_bytes
 from .callbacks import Callback
 
 # %% ../../nbs/training/03_stopping.ipynb #9532bd55
@@ -32,7 +33,7 @@ class StopSignals:
     def hear(self, number, frame):
         self.asked, self.state.stop = self.asked + 1, _NAMES[number]
         if not self.stop_requested_only or self.asked > 1: raise KeyboardInterrupt(_NAMES[number])
-        try: print("stopping after this step, with a checkpoint; interrupt again to stop at once", flush=True)
+        try: print("stopping after this step, with a checkpoint; interrupt again to stop without one", flush=True)
         except RuntimeError: pass # within another print
 
 # %% ../../nbs/training/03_stopping.ipynb #d340ca5f
@@ -134,8 +135,7 @@ def encoder_advice(
     "Settings that make encoding smaller."
     c, text, vae = config, size("text_encoder") / 1e9, size("vae") / 1e9
     several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1
-    # GB: about 5 kB a pixel, estimated from the VAE's widest layer
-    side = 5e-6 * c.data.image_size[0] * c.data.image_size[1]
+    side = work_bytes(c.data.image_size[0] * c.data.image_size[1])["vae"] / 1e9
     return [(say, gb) for ok, say, gb in (
         (several > 1, "`cache.batch_size` 1", side * (several - 1)),
         (not c.model.text_encoder_offload, "`model.text_encoder_offload` true", text * 0.9),

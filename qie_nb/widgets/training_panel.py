@@ -297,6 +297,7 @@ def show_eval_images(self:TrainingPanel, s):
 def _row(p, step) -> str: # control, edit, target of an `EvalImage`
     from PIL import Image
     edit = "edit before the first step" if not step else f"edit after step {step}"
+    if p.error is not None: edit += f", error {p.error:.1f}"
     shown = [("control", p.shown[0])] if p.shown else []
     shown += [(edit, np.asarray(Image.open(p.file))), *(("target", a) for a in p.shown[1:])]
     return "".join(image_html(image_copy(a, 256), title, 150) for title, a in shown)

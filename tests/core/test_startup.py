@@ -1,5 +1,5 @@
 """`import qie_nb`: lazy names, nothing on stderr, errors as sentences in notebooks."""
-import copy, inspect, json, pickle, pydoc, subprocess, sys, textwrap
+import copy, inspect, json, os, pickle, pydoc, subprocess, sys, textwrap
 
 import pytest
 
@@ -82,3 +82,20 @@ def test_notebook_shows_the_sentence_and_no_stderr(pairs, tmp_path):
     mistake, full, bug = ("\n".join(out[-1].traceback) for out in outputs[2:])
     assert "stepz" in mistake and mistake.count("\n") < 4 and "Traceback" not in mistake
     assert "Traceback" in full and "Traceback" in bug
+
+
+ALLOCATED = """
+import os, torch
+import qie_nb
+print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), torch._C._cuda_memorySnapshot(None)["allocator_settings"]["expandable_segments"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(__import__("torch")._C, "_cuda_memorySnapshot"), reason="a build of torch without CUDA")
+@pytest.mark.parametrize("given, want", [({}, "expandable_segments:True True"), (dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"), "expandable_segments:False False"),
+                                         (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "None False")])
+def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_chose(given, want):
+    "torch itself says so, although it was imported before; no GPU is needed."
+    env = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | given
+    done = subprocess.run([sys.executable, "-c", ALLOCATED], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == want

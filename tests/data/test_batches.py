@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from qie_nb.data.batches import BucketBatchSampler
+from qie_nb.data.batches import BucketBatchSampler, collate, is_cached, prefetch
 
 
 class Made:
@@ -51,5 +51,33 @@ def test_order_depends_on_seed_and_epoch():
     assert wide != sorted(wide), "batches are not in the order of their lengths"
 
 
+def test_without_shuffling_samples_come_in_their_own_order():
+    for size in (1, 4):
+        for epoch in (0, 1):
+            sampler = BucketBatchSampler(Made(), size, seed=3, shuffle=False)
+            sampler.set_epoch(epoch)
+            for wide in (True, False): assert [i for b in sampler.batches() for i in b if (i % 3 == 0) == wide] == [i for i in range(101) if (i % 3 == 0) == wide]
+
+
+def test_a_batch_is_cached_only_if_all_its_samples_are():
+    "A sample whose entry was damaged after the last look brings its images; then the others' are read too."
+    def sample(cached): return dict(cached=cached, sample_id="a", prompt="x", dropped=False, sample=None, index=0) | ({} if cached else dict(image=1, control=[2]))
+    mixed = collate([sample(True), sample(False)])
+    assert mixed["cached"] is False and mixed["image"] == [None, 1] and mixed["control"] == [None, [2]] and not is_cached(mixed)
+
+
 def test_batch_size_one_is_not_sorted():
     assert BucketBatchSampler(Lengths(), 1, seed=3).batches() == BucketBatchSampler(Made(), 1, seed=3).batches()
+
+
+def test_the_counts_of_processes_begin_at_the_same_batch():
+    sampler = BucketBatchSampler(Made(), 4, seed=3)
+    sampler.start, sampler.rank, sampler.world = 6, 1, 3
+    assert sampler.counts() == [(len(b[1::3]), len(b)) for b in sampler.batches()[6:]] and len(set(sampler.counts())) > 1
+
+
+def test_what_a_loader_raises_in_advance_is_raised_in_its_place():
+    def batches(): yield 1; yield 2; raise KeyError("broken")
+    got = []
+    with pytest.raises(KeyError, match="broken"): got.extend(b for b in prefetch(batches()) if got.append(b))
+    assert got == [1, 2] and list(prefetch(iter("abc"))) == ["a", "b", "c"]

@@ -277,7 +277,7 @@ def test_variables_in_paths(tmp_path, monkeypatch):
     assert len(find_samples("$PAIRS", target_dir="${PAIRS}/A", control_dir="B")) == 1
 
 
-@pytest.mark.parametrize("word, prompt, expected", [("ohwx, ", "a photo", "ohwx, a photo"), ("  ", "a photo", "a photo"), ("ohwx", "a [TRIGGER] photo", "a ohwx photo"),
+@pytest.mark.parametrize("word, prompt, expected", [("ohwx, ", "a photo", "ohwx, a photo"), ("  ", "a photo", "a photo"), ("ohwx", "a [TRIGGER] photo", "a ohwx photo"), ("cat", "the Cat sleeps", "the Cat sleeps"), ("cat", "a concatenation", "cat, a concatenation"),
                                                     (None, "a [trigger] photo", "1 caption says [trigger], but `data.trigger_word` is not set; set it, or remove [trigger]")])
 def test_trigger_words(word, prompt, expected, tmp_path):
     found = find_samples(make(tmp_path, "after/a.png before/a.png"), prompt=prompt, trigger_word=word)

@@ -9,7 +9,7 @@ from PIL import Image
 from helpers import OnStep, settings
 from qie_nb.data import samples
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.data.samples import find_samples
+from qie_nb.data.samples import find_samples, load_mask
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.resume import sample_digest
 from qie_nb.training.step import flow_matching_loss, pad_batch
@@ -84,6 +84,11 @@ def test_a_mask_is_cut_turned_and_averaged_as_its_target(tmp_path):
         seen = dataset.images(0)["image"].mean(2).reshape(h // 8, 8, w // 8, 8).mean((1, 3))
         assert dataset.mask(0).shape == (h // 8, w // 8)
         assert np.abs(dataset.mask(0).astype(float) - seen).max() < 16, "the mask lies on the image it was painted on"
+
+
+def test_thin_lines_of_a_mask_are_averaged():
+    lines = np.zeros((64, 64), np.uint8); lines[:, ::4] = 255
+    assert load_mask(Image.fromarray(lines), (32, 32)).tolist() == [[64] * 4] * 4
 
 
 @pytest.mark.parametrize("write, sentence", [

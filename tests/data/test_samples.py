@@ -349,6 +349,17 @@ def test_broken_images_are_skipped(tmp_path):
     assert usable([]) == ([], [], [])
 
 
+def test_an_image_replaced_by_one_of_another_shape_changes_the_batch_of_its_sample(tmp_path):
+    from helpers import settings, write_pairs
+    from qie_nb.trainer import QwenImageEditTrainer
+    data = QwenImageEditTrainer(settings(write_pairs(tmp_path/"set", ((96, 32), (96, 32))), tmp_path)).make_loader().dataset
+    before = data.bucket(0), data.keys(0)["pixel_latent"]
+    file = tmp_path/"set"/"training_images"/"0000.png"
+    Image.open(file).resize((32, 96)).save(file)
+    after = data.keys(0)["pixel_latent"], data.bucket(0)
+    assert after[0] != before[1] and after[1][0] == before[0][0][::-1] and data.bucket(1) == before[0]
+
+
 def test_a_changed_image_is_refused(tmp_path, monkeypatch):
     sample = find_samples(tree(tmp_path, "images/a.png images/a.txt control/a.png control_2/a.png"))[0]
     digests = [source_digest(p) for p in (sample.target, *sample.controls)]
@@ -375,3 +386,10 @@ def test_all_pairs_of_an_image_are_on_one_side_of_the_split(tmp_path):
             assert {s.id for s in again} == {s.id for s in held}, "the order does not matter"
         held_images.append(frozenset(map(image, held)))
     assert len(set(held_images)) > 2, "another seed holds out others"
+
+
+@pytest.mark.parametrize("images, fraction, held", [(19, 0.1, 2), (14, 0.1, 1), (3, 0.1, 1), (4, 0.9, 3), (2, 1.0, 1)])
+def test_how_many_images_are_held_out(images, fraction, held, tmp_path):
+    "The nearest whole number; at least one, and never all."
+    samples = [Sample(str(n), write_image(tmp_path/f"t{n}.png", 99), (write_image(tmp_path/f"{n}.png", n),), "x") for n in range(images)]
+    assert list(map(len, split_held_out(samples, fraction, 0))) == [images - held, held]

@@ -1,6 +1,7 @@
 """Block swap and offloaded inputs against a transformer in memory, with streams that copy as late as possible."""
 import gc
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from qie_nb.config import make_config
-from qie_nb.devices import model_parallel
-from qie_nb.devices.block_swap import BlockSwapLoader, OffloadedInputs, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
+from qie_nb.devices import block_swap, model_parallel
+from qie_nb.devices.block_swap import BlockSwapLoader, OffloadedInputs, PinnedPool, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
@@ -37,6 +38,7 @@ class Rig(TorchDispatchMode):
             def wait_event(self, event): event.ahead.finish()
             def finish(self):
                 while self.queue: self.queue.pop(0)()
+            synchronize = finish
 
         class Event:
             def record(self, stream): self.ahead = stream
@@ -239,6 +241,53 @@ def test_the_previous_blocks_inputs_are_prefetched():
     assert order == [(n, sent + 2 * min(LAYERS - n + 1, LAYERS - 1)) for n in reversed(range(LAYERS))]
 
 
+def test_pinned_buffers_of_inputs_are_used_again_and_give_way_to_larger_ones(monkeypatch):
+    "One buffer for each input, of its exact size. Larger images later replace them, smaller ones use them."
+    made, rig = [], Rig()
+    monkeypatch.setattr(block_swap, "pinned", lambda size, *where: made.append((size, *where)) or torch.empty(size, dtype=torch.uint8))
+    ours, plain = offload_checkpoint_inputs(checkpointed(base()), "cpu", cuda=rig), checkpointed(base())
+    sizes, want = [], {}
+    for height in (4, 4, 9, 4):
+        loss = lambda tr: call(tr, 1, size=(height, 6)).square().mean()
+        want = gradients(plain, loss)
+        made.clear()
+        with rig: assert_same(gradients(ours, loss), want)
+        gc.collect()
+        sizes.append(sorted(size for size, *_ in made))
+    text, image = min(sizes[0]), max(sizes[0])
+    assert sizes[0] == [text] * (LAYERS - 1) + [image] * (LAYERS - 1) and sizes[1] == sizes[3] == []
+    assert sizes[2] == [image * (9 * 6 + 16) // (4 * 6 + 16)] * (LAYERS - 1)
+
+
+def cudart(monkeypatch, code=0):
+    "A CUDA runtime that notes what is registered."
+    held = {}
+    def register(at, size, flags): held[at] = size; return code
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop, cudaError=int, cudaGetErrorString=lambda c: f"text of {c}"))
+    return held
+
+
+def test_pinned_memory_has_pages_of_its_own(monkeypatch):
+    "CUDA refuses to register two buffers that share a page, with error 712."
+    held = cudart(monkeypatch)
+    buffers = [block_swap.pinned(n, "cuda:0") for n in (100, 5000, 1, 4096)]
+    pages = [set(range(at // 4096, (at + size - 1) // 4096 + 1)) for at, size in held.items()]
+    assert all(at % 4096 == 0 for at in held) and sum(map(len, pages)) == len(set.union(*pages)) == 5
+    for b in buffers: b.fill_(7)
+    assert [b.nbytes for b in buffers] == [100, 5000, 1, 4096] and all((b == 7).all() for b in buffers) and block_swap.pinned(0, "cuda:0").nbytes == 0
+    del buffers, b
+    gc.collect()
+    assert not held, "registered no longer than it lives"
+
+
+@pytest.mark.parametrize("code, key, remedy", [(2, "train.blocks_to_swap", "quantize the base or set it to false"), (2, "train.offload_activations", "use smaller images or set it to false"),
+                                               (712, "train.blocks_to_swap", "set it to false")])
+def test_memory_that_cannot_be_pinned(code, key, remedy, monkeypatch):
+    cudart(monkeypatch, code)
+    with pytest.raises(ValueError) as e: block_swap.pinned(2 * 10**7, "cuda:0", key)
+    assert str(e.value) == f"`{key}` could not pin 0.02 GB of host memory (CUDA error {code}, text of {code}); {remedy}"
+
+
 class OnGpu(torch.Tensor):
     "A CPU tensor that passes for one of a GPU and notes the streams that use its memory."
     is_cuda, noted = property(lambda self: True), []
@@ -253,8 +302,9 @@ def test_memory_of_a_copy_is_not_reused_before_the_copy():
         def wait(self, event): pass
     OnGpu.noted.clear()
     t = torch.randn(3, 4).as_subclass(OnGpu)
-    kept = OffloadedInputs(Side(), lambda: None)
+    kept = OffloadedInputs(PinnedPool(Side()), lambda: None)
     where = kept.put(t)
+    kept.host = [h.as_subclass(OnGpu) for h in kept.host] # so that its copy back passes for a GPU tensor too
     assert OnGpu.noted == [(t.data_ptr(), "side")]
     back = kept.get(where[1])
     assert torch.equal(back, t) and OnGpu.noted[1:] == [(back.data_ptr(), "side")]

@@ -77,6 +77,13 @@ def test_text_adapters_batches_and_masks_need_one_graph_each(traced):
     assert compiled_graphs() == 6 and not code.failed
 
 
+@pytest.mark.parametrize("kind", ["qfloat8", "nf4", slow("qint8"), slow("int8"), slow("float8"), slow("qint4")])
+def test_a_quantized_base_compiles_with_the_same_gradients(kind, traced):
+    tr = adapted(base(False, kind, 2))
+    want, code = gradients(tr), set_up(tr, "selective", True)
+    assert far(whole(gradients(tr)), whole(want)) <= 1e-5 and not code.failed and compiled_graphs() == 1
+
+
 def failing(tr, mode, error):
     "Makes the compiled code raise. Returns it and the sentences that it reports."
     said = []
@@ -119,6 +126,8 @@ def test_obstacles_to_compiling():
     assert compile_choice(False, "cuda", tr) == (False, "`train.compile` is false")
     yes, reason = compile_choice("auto", "cuda", tr, 100)
     assert not yes and "set `train.compile` to true" in reason
+    assert compile_choice("auto", "cuda", tr, quantized="nf4") == (False, "a compiled nf4 base is not tried on GPUs yet; set `train.compile` to true for it")
+    assert compile_choice(True, "cpu", tr, quantized="nf4")[0]
     assert compile_choice(True, "cpu", tr, None, True) == (False, "`train.offload_activations` moves the kept tensors")
     tr.transformer_blocks[1].attn.to_q.register_forward_pre_hook(lambda m, a: None)
     assert compile_choice(True, "cpu", tr) == (False, "hooks inside the blocks cast or move weights (Linear)")

@@ -98,3 +98,20 @@ def test_fsdp_that_became_something_else_raises(pairs, tmp_path, monkeypatch):
     check(distributed="fsdp")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     check()
+
+
+STOPS = """
+import sys, torch.distributed as dist
+from types import SimpleNamespace as NS
+from qie_nb.devices.distributed import broadcast_stop
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+accelerator = NS(num_processes=2, device="meta") # a tensor there has no value
+print([broadcast_stop(accelerator, s) for s in ("", ("interrupted", "")[rank], ("", "max_hours")[rank], ("first", "second")[rank], "")])
+dist.destroy_process_group()
+"""
+
+
+def test_all_processes_stop_for_the_first_ones_reason_without_waiting_for_a_device(tmp_path):
+    both = [subprocess.Popen([sys.executable, "-c", STOPS, str(rank), str(tmp_path/"store")], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    assert [p.communicate(timeout=120)[0].strip() for p in both] == [str(["", "interrupted", "max_hours", "first", ""])] * 2

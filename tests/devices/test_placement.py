@@ -9,7 +9,7 @@ from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placement
 from qie_nb.encoding import vae
 from qie_nb.models.components import Components, device_of
-from qie_nb.models.loading import component_bytes
+from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantize import held_bytes
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -59,7 +59,7 @@ def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
     t.predictor.device, real, seen = torch.device("cuda:0"), placement.place_component, []
     sizes = {n: component_bytes(t.components.folder/n, torch.float32) for n in PARTS}
     work = dict.fromkeys(PARTS, 1000)
-    monkeypatch.setattr(placement, "work_bytes", lambda area: work)
+    monkeypatch.setattr(placement, "work_bytes", lambda *_: work)
     free = (max(sizes.values()) + sizes["vae"] // 2) / 0.95
     monkeypatch.setattr(placement, "free_device_bytes", lambda d: free if d == "cuda:0" else 0 if d.startswith("cuda") else 80 * GB)
 
@@ -140,6 +140,24 @@ def test_the_plan(sizes, free, kw, expected):
     assert all(p.why for p in plan.values()) and plan.moves == ("model" in expected or "layers" in expected)
 
 
+def test_the_largest_components_make_room():
+    model = lambda gb: DeviceChoice("cuda:0", "model", "", gb * GB)
+    plan = Placement(dict(text_encoder=model(10), vae=model(1), transformer=model(5)), gpus(16), dict.fromkeys(PARTS, GB))
+    evicted = lambda name, *loaded, **free: placement.pick_evicted(plan, name, loaded)
+    assert evicted("transformer", "text_encoder", "vae") == ["text_encoder"] and evicted("transformer", "vae") == []
+    plan.free["cuda:0"] = 6.5 * GB
+    assert evicted("transformer", "text_encoder", "vae") == ["text_encoder", "vae"]
+
+
+def test_what_loaded_components_hold_counts_as_free(monkeypatch):
+    monkeypatch.setattr(placement, "free_device_bytes", lambda d: 10 * GB)
+    t = trainer_of()
+    assert t.predictor.plan().free == {"cpu": 10 * GB}
+    assert t.predictor.placement.work == work_bytes(t.predictor.geometry().control_area, 4), "the VAE decodes in float32"
+    parts = [t.components.get(n) for n in ("vae", "transformer")]
+    assert t.predictor.plan().free["cpu"] == 10 * GB + sum(map(held_bytes, parts))
+
+
 def test_the_plan_gives_reasons():
     plan = plan_placement(REAL, gpus(46), "cuda:0", dict(vae="cpu"), work=WORK)
     assert "<table" in plan._repr_html_() and plan["transformer"].why == "loaded to the GPU only while it works; not all fit in 46.0 GB"
@@ -166,7 +184,9 @@ def test_a_prediction_during_training_leaves_every_component_where_it_was(traine
     def predict(t):
         where = lambda: {n: {k: p.device for k, p in part.named_parameters()} for n, part in t.components.loaded.items() if n in PARTS}
         before, devices = where(), dict(t.components.devices)
-        edit(t)
+        modes = []
+        edit(t, on_step=lambda *_: modes.append(t.transformer.training))
+        assert modes and not any(modes), "no dropout in an image"
         assert t.running and str(t.placement["transformer"].device) == "cpu"
         assert where() == before and {k: d for k, d in t.components.devices.items() if k in devices} == devices
         assert t.transformer.training and t.vae is None and t.qwen_vl is None

@@ -20,7 +20,7 @@ CHANGES = dict( # what differs from the base: settings of `data`, `model` and `t
     words=dict(prompt="make it red"), space=dict(prompt="make it blue "), empty=dict(prompt=""),
     size=dict(data=dict(image_size=[48, 96])), crop=dict(data=dict(crop=True)), areas=dict(data=dict(control_area=96 * 96)), sight=dict(data=dict(vl_area=84 * 84)),
     order=dict(order=(1, 0)), one=dict(order=(0,)), dtype=dict(train=dict(mixed_precision="bf16")), template=dict(variant="v1", order=(0,)),
-    positions=dict(model=dict(image_positions="installed")), weights=dict(other="text_encoder"), vae=dict(other="vae"), filter=dict(touched=True))
+    positions=dict(model=dict(image_positions="installed")), weights=dict(other="text_encoder"), quantized=dict(model=dict(text_encoder_quantize="qint8")), vae=dict(other="vae"), filter=dict(touched=True))
 
 
 def data_with(changes, images, folder):
@@ -74,6 +74,6 @@ def test_most_changes_change_a_key_and_spare_the_others(entries):
     text, both = {"prompt_embed", "prompt_embeds_mask"}, {"pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask"}
     assert {name: kinds(name) for name in CHANGES if name not in ("base", "positions")} == dict( # positions: as installed, perhaps the same
         case=text, lower=text, slight=both, words=text, space=text, empty=text, size={"pixel_latent"}, crop=both, areas={"control_latent"}, sight=text, order=text,
-        one=text, dtype=both, template=text, weights=text, vae={"pixel_latent", "control_latent"}, filter=both - {"pixel_latent"})
+        one=text, dtype=both, template=text, weights=text, quantized=text, vae={"pixel_latent", "control_latent"}, filter=both - {"pixel_latent"})
     prompts = lambda name: {key for kind, key in entries[name] if "prompt" in kind}
     assert not prompts("one") & prompts("template")

@@ -1,13 +1,19 @@
 """2-D convolutions give the latents and images of the 3-D ones with fewer operations, and leave no trace in the VAE."""
-import copy
+import copy, weakref
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
+from diffusers.image_processor import VaeImageProcessor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from qie_nb.encoding.vae import decode_latents, encode_image, encode_images, vae_2d
 from qie_nb.models.components import load_component
+from qie_nb.models.loading import work_bytes
 from qie_nb.tiny.random_models import tiny_folder
 from tiny_rig import close, random_image, rms
 
@@ -17,6 +23,37 @@ both_depths = pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest
 
 @lru_cache
 def vae(stages, dtype=torch.float32): return load_component(tiny_folder("2511", vae_stages=stages), "vae", dtype)
+
+
+class Live(TorchDispatchMode):
+    "Bytes of all tensors that exist at the same time, at most."
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.held = 0, 0, set()
+
+    def free(self, key, size): self.now -= size; self.held.discard(key)
+
+    def __torch_dispatch__(self, fn, types, args=(), kwargs=None):
+        out = fn(*args, **kwargs or {})
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            if (key := storage._cdata) in self.held: continue
+            self.held.add(key)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self.free, key, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_plan_has_room_for_the_vae_at_full_size(dtype):
+    "On the meta device, by the pipeline's own operations; ours need less."
+    with torch.device("meta"): v, z = AutoencoderKLQwenImage().to(dtype), torch.empty(1, 16, 1, 96, 128, dtype=dtype)
+    with torch.no_grad(), Live() as live: v.decode(z)
+    planned = work_bytes(64 * 96 * 128, dtype.itemsize)["vae"]
+    assert 1.1 * live.peak < planned < 1.6 * live.peak, (live.peak, planned)
+    with torch.device("meta"): image = torch.empty(1, 3, 1, 768, 1024, dtype=dtype)
+    with torch.no_grad(), Live() as live: v.encode(image)
+    assert live.peak < work_bytes(768 * 1024)["vae"], "also with all scores of the VAE's attention"
 
 
 @both_depths
@@ -55,3 +92,12 @@ def test_the_vae_is_restored_after_an_error():
         assert sum("forward" in vars(m) for m in v.modules()) > 10 and not any("forward" in vars(m) for m in other.modules())
         1 / 0
     assert [m for m in v.modules() if "forward" in vars(m)] == [conv] and conv.forward is wrapper
+
+
+def test_pixels_are_rounded_as_by_the_pipelines():
+    v, z = vae(3), torch.randn(1, 16, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(getattr(v.config, f"latents_{k}")).view(1, -1, 1, 1, 1) for k in ("mean", "std"))
+    with torch.no_grad(): x = v.decode(z * std + mean, return_dict=False)[0][:, :, 0]
+    want, = VaeImageProcessor(vae_scale_factor=16).postprocess(x, output_type="pil")
+    got = decode_latents(v, z, use_2d=False)[0].astype(int)
+    assert np.abs(got - np.asarray(want)).max() <= 1 and abs((got - np.asarray(want)).mean()) < 0.01, "rounded, not cut"

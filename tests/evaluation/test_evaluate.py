@@ -22,11 +22,11 @@ from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
-from qie_nb.models.flow_matching import calculate_mu
+from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
 from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
-from qie_nb.training.callbacks import RunState
+from qie_nb.training.callbacks import EvalImage, RunState
 from qie_nb.training.optimizer import EMA
 from qie_nb.training.resume import checkpoint_misfit
 from tiny_rig import random_image
@@ -131,6 +131,21 @@ def test_levels_are_weighted_by_the_samplers_density(trainer, monkeypatch):
     np.testing.assert_allclose(shares, weights.sum(0) / weights.sum(), rtol=1e-4)
 
 
+def test_every_pair_and_draw_has_levels_of_its_own_one_in_each_bin():
+    levels = [fixed_sigmas(i, d) for i in ("a", "b", "c") for d in (0, 1)]
+    assert len(set(map(tuple, levels))) == 6
+    for found in levels: assert [int(np.ceil(s * 5)) for s in found] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("mu", [0., 0.7, 1.2])
+def test_the_weight_of_a_level_is_its_square_times_how_often_the_sampler_is_there(mu):
+    "By differences of the shift itself."
+    times = torch.linspace(0.001, 1, 2000, dtype=torch.float64)
+    sigmas = shift_sigmas(times, mu)
+    middle = (sigmas[1:] + sigmas[:-1]) / 2
+    torch.testing.assert_close(level_weight(middle, mu), middle**2 * times.diff() / sigmas.diff(), rtol=1e-3, atol=1e-6)
+
+
 def test_an_interval_needs_three_pairs_and_a_comparison_the_same_noise():
     pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
     assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 0.4457, 4.5543), abs=0.005)
@@ -173,7 +188,7 @@ def test_evaluation_and_prediction_change_nothing_of_the_run(run, world):
     (before, after), predicted, end = zip(run.states[::2], run.states[1::2]) # the first one in the middle of an epoch
     assert before == after and before["transformer"][0] and before["unloaded"] == (True, True)
     for a, b in (predicted, end): assert all(a[k] == b[k] for k in ("random", "scheduler", "transformer"))
-    assert sorted(p.name for p in (run.root/"inference").iterdir()) == ["step_00000002", "step_00000004"] and set(run.trainer.state.metrics) == set(COLUMNS)
+    assert sorted(p.name for p in (run.root/"inference").iterdir()) == ["step_00000002", "step_00000004"] and set(run.trainer.state.metrics) == {*COLUMNS, "held_out_image_error"}
 
 
 @pytest.mark.slow
@@ -213,6 +228,16 @@ def test_a_pair_gets_the_controls_of_another_of_its_sizes(trainer, monkeypatch):
     assert not partners(trainer.data.subset(trainer.held_out, same))
 
 
+def test_passes_with_exchanged_controls_are_announced_only_if_they_are_made(trainer, monkeypatch):
+    "The fixture's held-out pairs have two partners, which is too few to judge."
+    callback = EvaluationCallback(trainer.config)
+    trainer.state = RunState(max_steps=4)
+    assert not callback.exchange(trainer)
+    few = callback.plan(trainer).passes
+    monkeypatch.setattr(module, "partners", lambda dataset: range(3))
+    assert callback.exchange(trainer) and callback.plan(trainer).passes == few + 3 * 2 * 5, "three batches, two noises, five parts of the levels"
+
+
 def run_with_losses(made, monkeypatch, capsys, values, others, resume=False, **kw):
     "A run of 3 steps, evaluated at each, in which four pairs have these mean losses: what it prints, and how often controls were exchanged."
     left, calls = iter(values), []
@@ -244,6 +269,28 @@ def test_a_run_says_that_the_control_images_make_no_difference(made, monkeypatch
     assert not any("better" in l for l in lines) and len(lines) == 8, "the check is repeated while it fails"
     lines = run_with_losses(made, monkeypatch, capsys, (1., 0.9, 0.8, 0.7), (0.5, 0.2, 0.3, 0.3), output_dir=str(Path(made()["train"]["output_dir"])/"b"))
     assert "higher by 0.2000, at step 0 it was by 0.5000, so it uses them less" in lines[2] and lines[1].endswith("not by means of the control images") and len(lines) == 5 and lines[4].endswith("better")
+
+
+def test_a_run_says_how_far_its_images_are_from_their_targets(made, monkeypatch, capsys):
+    "Two edited pairs at 20 and 40 grey levels before the first step; then closer, then further although the loss is lower. A resumed run knows the first result."
+    errors = iter(((20., 40.), (18., 30.), (30., 40.), (40., 40.)))
+    monkeypatch.setattr(module, "render_eval_images", lambda t, cases, out: [EvalImage(n, "", Path(out)/n, (), e) for n, e in zip("ab", next(errors))] + [EvalImage("own", "", Path(out)/"own")])
+    monkeypatch.setattr(EvaluationCallback, "exchange", lambda *a: False)
+    quiet = dict(logging=dict(report_to="none"))
+    def lines(values, **kw):
+        left = iter(values)
+        monkeypatch.setattr(module, "held_out_loss", lambda *a, **kw: ValidationLoss({str(i): [v + i / 100] * 6 for i, v in enumerate([next(left)] * 4)}, 1))
+        Trainer(made(train=dict(eval_steps=1, max_train_steps=2, save_steps=1, eval_at_start=True) | kw, **quiet)).fit()
+        return [l for l in capsys.readouterr().out.splitlines() if l.startswith(("step ", "the edited images"))]
+    start, one, two, news = lines((1., 0.9, 0.8))
+    assert start.endswith("; 2 edited images 30.0 grey levels from the target") and one.endswith(": better; 2 edited images 24.0 grey levels from the target, with no adapter 30.0")
+    assert "no adapter -0.2000 (-0.2000 to -0.2000): lower, but the images are not; since step 1" in two and "better" not in two
+    assert news.startswith("the edited images are further from their targets than with no adapter: 35.0 after 30.0 grey levels.")
+    root = Path(made()["train"]["output_dir"])/"checkpoints"
+    assert json.loads((root/"inference"/"step_00000001"/"held_out.json").read_text())["image_errors"] == dict(a=18., b=30.)
+    with next(root.glob("logs/training_*.csv")).open() as f: assert [r["held_out_image_error"] for r in csv.DictReader(f)] == ["30.0", "24.0", "35.0"]
+    three, news = lines((0.7,), max_train_steps=3, resume_checkpoint="latest")
+    assert three.endswith("40.0 grey levels from the target, with no adapter 30.0") and "40.0 after 30.0" in news
 
 
 def test_a_resumed_run_still_compares_with_no_adapter(made, monkeypatch, capsys):
@@ -378,7 +425,10 @@ def test_processes_share_the_work(trainer, tmp_path, monkeypatch): # the noteboo
 def test_any_checkpoint_is_evaluated_without_training(trained_run, tmp_path):
     judge = Trainer(trained_run.settings(trained_run.copy(tmp_path/"out")))
     base = evaluate(judge, "base")
-    assert [Path(f).is_file() for f in base["pictures"]] == [True]
+    assert judge.modulation.table is not None, "as in the run"
+    made, = (np.asarray(Image.open(f), float) for f in base["pictures"])
+    want = (made - judge.held_out.images(0)["image"])**2
+    assert base["held_out_image_error"] == base["image_errors"]["00_" + judge.held_out.samples[0].id] == pytest.approx(want.mean()**0.5, abs=4), "JPEG"
     judge.config.train.eval_images = 0
     two, last, file = (evaluate(judge, c) for c in ("step_00000002", "latest", trained_run.lora))
     assert (base["weights"], two["weights"], two["steps"], last["steps"]) == ("none", "raw", 2, 8) and not two["pictures"]
@@ -388,7 +438,7 @@ def test_any_checkpoint_is_evaluated_without_training(trained_run, tmp_path):
     for got, want in ((file["losses"], last["losses"]), (of_run, last["losses"]), (after[0], base["losses"]), (after[1], last["losses"])): losses_close(got, want)
     assert judge.optimizer is None and json.loads(json.dumps(two)) == two, "plain data"
     shown = table([base, two, last])
-    assert shown.count("\n") == 3 and shown.count("*") == 1 and "base" in shown
+    assert f"{base['held_out_image_error']:.1f}" in shown.splitlines()[1] and shown.count("\n") == 3 and shown.count("*") == 1 and "base" in shown
 
 
 @pytest.mark.slow

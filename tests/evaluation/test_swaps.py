@@ -1,16 +1,26 @@
 """`swap_test`: what it loads and leaves, and pairs with masks. What it says of right and swapped pairs: nbs/evaluation/06_swaps.ipynb."""
 import numpy as np
+import pytest
 from PIL import Image
 
-from qie_nb.evaluation.swaps import swap_test
+from qie_nb.evaluation.swaps import control_test, swap_test
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import settings
+from helpers import random_lora, settings
 
 
 def test_the_encoders_do_not_stay_beside_the_transformer(pairs, tmp_path):
     trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
     assert swap_test(trainer, 3).pairs == 3
     assert {"vae", "text_encoder"}.isdisjoint(trainer.components.loaded) and "transformer" in trainer.components.loaded
+
+
+def test_the_adapter_is_off_unless_asked_for(pairs, tmp_path):
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
+    bare = swap_test(trainer, 3)
+    random_lora(trainer.set_lora().transformer, 0.5)
+    means = lambda test: (test.given.mean, test.exchanged.mean)
+    assert means(swap_test(trainer, 3)) == pytest.approx(means(bare), rel=1e-3, abs=1e-5)
+    assert means(swap_test(trainer, 3, use_lora=True)) != pytest.approx(means(bare), rel=1e-2, abs=1e-4)
 
 
 def test_masks_do_not_matter(pairs, tmp_path):
@@ -24,3 +34,11 @@ def test_masks_do_not_matter(pairs, tmp_path):
     Image.open(control).resize((64, 64)).save(control) # another shape than its target and mask
     masked = swap_test(QwenImageEditTrainer(settings(root, tmp_path/"masked")), 3)
     assert masked.pairs == 3 and masked.given.mean != plain.given.mean
+
+
+def test_a_control_test_takes_pairs_of_one_size(pairs, tmp_path):
+    "Of two landscape and three portrait pairs it takes the three; two of them are too few, which it says before it computes."
+    root = pairs([(48, 32), (32, 48)] * 2 + [(32, 48)])
+    trainer = QwenImageEditTrainer(settings(root, tmp_path))
+    assert control_test(trainer, 5).pairs == control_test(trainer, 3).pairs == 3
+    with pytest.raises(ValueError, match="at least 3 pairs of equal sizes with different control images, got 2"): control_test(trainer, 2)

@@ -48,6 +48,13 @@ def test_noise_does_not_depend_on_the_sampling_of_sigmas():
     assert len({tuple(s.tolist()) for _, s in drawn}) == len(options), "the settings change sigmas"
 
 
+def test_noise_and_level_of_a_sample_come_from_different_numbers():
+    "With the same ones the normal level would be the noise's first number."
+    levels = flow.sample_sigmas(SEEDS, "logit_normal", steps=None)
+    first = torch.sigmoid(flow.sample_noise(SEEDS, (1,))[:, 0]) # drawn as a level is
+    assert (levels - first).abs().mean() > 0.1 and abs(torch.corrcoef(torch.stack([levels, first]))[0, 1]) < 0.3
+
+
 # weights of noise levels
 
 def test_level_weights_are_those_of_diffusers_with_mean_one():

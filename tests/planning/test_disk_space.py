@@ -79,6 +79,30 @@ def test_cache_and_checkpoints_share_the_quota(tmp_path):
     assert not tight.fits() and "`train.keep_checkpoints` 1" in tight.problems()[0] and repr(tight).endswith(tight.problems()[0]) and "does not fit" in tight._repr_html_()
 
 
+def test_what_is_planned_for_checkpoints(tmp_path):
+    "One more than are kept, because the new one is complete before an old one is removed; one more if the best is kept."
+    def planned(**train):
+        c = make_config(settings(tmp_path, tmp_path, train=train) | REAL)
+        query = memory_query(c, model_facts("2511")[0])
+        return disk.run_items(c, query)[0].bytes / disk.checkpoint_bytes(query)
+    assert planned(keep_checkpoints=2, val_fraction=0) == 3 and planned(keep_checkpoints=5, val_fraction=0.1) == 7 and planned(keep_checkpoints=1, val_path="x", val_fraction=0) == 3
+
+
+def test_validation_pairs_need_room_too(trained_run, tmp_path):
+    def planned(**train):
+        c = make_config(trained_run.settings(tmp_path, cache=dict(cache_dir=str(tmp_path/"cache")), train=train))
+        return {i.what: i.bytes for i in disk.disk_plan(c, Environment("script", working=tmp_path)).items}
+    alone, both = planned(), planned(val_path=make_config(trained_run.settings(tmp_path)).data.dataset_path, val_fraction=0)
+    assert both["latents"] == 2 * alone["latents"] and both["prompts"] == 2 * alone["prompts"], "as many pairs again, counted without looking for equal ones"
+
+
+def test_a_quota_is_partly_used(tmp_path):
+    plan = disk.DiskPlan([disk.Item("a", 60_000, tmp_path/"a", "")], Environment("kaggle", working=tmp_path, quota=100_000), free=lambda folder: 10**9)
+    for name, size, fits in (("output.bin", 20_000, True), ("more.bin", 30_000, False)):
+        (tmp_path/name).write_bytes(bytes(size))
+        assert min(room for _, _, room, _ in plan.limits()) == 100_000 - used_bytes(tmp_path) and plan.fits() == fits
+
+
 def test_folders_on_one_disk_share_it(tmp_path):
     item = lambda what, size: disk.Item(what, size, tmp_path/what, "")
     plan = disk.DiskPlan([item("a", 60), item("b", 60)], Environment("script", working=tmp_path), free=lambda folder: 100)

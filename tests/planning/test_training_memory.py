@@ -92,9 +92,9 @@ def test_weight_bytes_of_each_quantization(kind, base_bytes):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adafactor", "prodigy"])
-@pytest.mark.parametrize("targets", [ALL, slow(ATTENTION), slow(("add_q_proj", "to_k"))])
-def test_adapter_gradient_and_optimizer_bytes(name, targets):
-    q = replace(TINY, targets=targets, optimizer=name, dim=192, r=24)
+@pytest.mark.parametrize("targets, more", [(ALL, {}), (ALL, dict(r=4)), (ALL, dict(dora=True)), slow(ATTENTION, {}), slow(("add_q_proj", "to_k"), {})])
+def test_adapter_gradient_and_optimizer_bytes(name, targets, more): # of rank 4: tensors that an 8-bit optimizer keeps in float32
+    q = replace(TINY, **dict(targets=targets, optimizer=name, dim=192, r=24) | more)
     tr = empty_transformer(q, "cpu")
     loss, _ = empty_step(q, tr, "cpu")
     loss().backward()
@@ -184,7 +184,13 @@ def test_block_swap_offloading_and_two_devices():
     inputs = 8442 * 3072 * 2
     assert base.part("saved activations") - part("saved activations", offload=True) == 58 * inputs and memory_of(replace(q, offload=True)).host == 60 * inputs
     assert part("weights", devices=2) == 30 * block_bytes(q) + other_bytes(q) and close(part("optimizer", devices=2), base.part("optimizer") / 2)
+    assert part("weights", devices=7) == 9 * block_bytes(q) + other_bytes(q), "60 blocks on 7 devices"
     assert part("working memory", devices=2) == base.part("working memory")
+
+
+def test_a_running_mean_takes_as_much_as_the_adapter():
+    q = MemoryQuery(text=250)
+    assert memory_of(replace(q, ema=True)).total - memory_of(q).total == memory_of(replace(q, ema=True)).part("EMA") == 4 * numbers(adapter_shapes(q))
 
 
 def test_query_follows_the_configuration():

@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from diffusers.optimization import get_scheduler
 
 from qie_nb.config import OptimizerSection, SchedulerSection
 from qie_nb.training import optimizer as optimize
@@ -100,6 +101,27 @@ def test_a_schedule_that_ignores_a_setting_is_refused(section, steps, message):
     _, opt = optimizer_of("adamw")
     with pytest.raises(ValueError, match=message): make_schedule(opt, SchedulerSection(**section), steps)
     make_schedule(opt, SchedulerSection(warmup_steps=10), 11), make_schedule(opt, SchedulerSection(warmup_steps=10), 0) # 0: length not known yet
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_setting_reaches_the_optimizer(name):
+    section = OptimizerSection(name=name, lr=0.5, betas=(0.5, 0.75), weight_decay=0.25, eps=1e-3)
+    group, = make_optimizer([torch.nn.Parameter(torch.ones(8))], section).param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    if name == "adafactor": assert not group["relative_step"] and not group["scale_parameter"]
+    else: assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.75), 1e-3)
+
+
+@pytest.mark.parametrize("section, more", [
+    (dict(scheduler_type="constant_with_warmup", warmup_steps=4), {}), (dict(scheduler_type="linear", warmup_steps=4), {}), (dict(scheduler_type="cosine", num_cycles=1.5), dict(num_cycles=1.5)),
+    (dict(scheduler_type="cosine_with_restarts", num_cycles=3), dict(num_cycles=3)), (dict(scheduler_type="polynomial", power=2.), dict(power=2.))])
+def test_a_schedule_is_that_of_diffusers_from_any_step_on(section, more):
+    settings, of = SchedulerSection(**section), lambda: optimizer_of("adamw")[1]
+    def rates(schedule, opt, n): return [(opt.param_groups[0]["lr"], opt.step(), schedule.step())[0] for _ in range(n)]
+    a, b, c = of(), of(), of()
+    want = rates(get_scheduler(settings.scheduler_type, a, num_warmup_steps=settings.warmup_steps, num_training_steps=20, **more), a, 20)
+    assert rates(make_schedule(b, settings, 20), b, 20) == pytest.approx(want) and len({round(r, 8) for r in want}) > 3
+    assert rates(make_schedule(c, settings, 20, done=7), c, 13) == pytest.approx(want[7:])
 
 
 # the running mean

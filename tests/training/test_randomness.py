@@ -4,6 +4,7 @@ import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift
 
 from qie_nb import trainer as trainer_module
+from qie_nb.lora.adapters import lora_parameters
 from qie_nb.models import flow_matching as flow
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.step import sample_noise_and_sigmas
@@ -86,6 +87,55 @@ def test_the_shift_is_the_samplers_for_the_packed_tokens(world, tmp_path):
         torch.testing.assert_close(got.sigmas, scheduler._time_shift_exponential(mu, 1.0, plain))
         means.append(got.sigmas.mean().item())
     assert means == sorted(set(means)), "larger images, more noise"
+
+
+def test_the_settings_of_the_noise_levels_reach_the_draws(world, tmp_path):
+    "Mean and deviation of logits, the fixed shift, and 1000 or continuous levels, each as configured."
+    def drawn(**train):
+        trainer = QwenImageEditTrainer(settings(world[0], tmp_path, train=train))
+        return sample_noise_and_sigmas(dict(pixel_latent=torch.zeros(400, 16, 1, 2, 2)), range(400), trainer.config.train, trainer.components.get("scheduler").config).sigmas.double()
+    logits = torch.logit(drawn(timestep_sampling="logit_normal", logit_mean=1.5, logit_std=0.3, continuous_timesteps=True))
+    assert logits.mean().item() == pytest.approx(1.5, abs=0.06) and logits.std().item() == pytest.approx(0.3, abs=0.04)
+    plain = drawn(timestep_sampling="uniform", continuous_timesteps=True)
+    for shift in (2., 6.): torch.testing.assert_close(drawn(timestep_sampling="fixed_shift", timestep_shift=shift, continuous_timesteps=True), shift * plain / (1 + (shift - 1) * plain), rtol=1e-5, atol=1e-6)
+    rounded = drawn(timestep_sampling="uniform")
+    assert torch.equal((rounded * 1000).round() / 1000, (rounded * 1e6).round() / 1e6) and 0 <= (rounded - plain).min() and (rounded - plain).max() <= 1e-3
+
+
+def test_a_step_does_not_depend_on_how_its_samples_are_divided(pairs, tmp_path):
+    "Three samples in one batch, in two batches of different sizes, and one by one."
+    root, found = pairs(((48, 32),) * 3, caption=["invert", "invert it all", "x"]), []
+    for size, n in ((3, 1), (2, 2), (1, 3)):
+        trainer = QwenImageEditTrainer(settings(root, tmp_path/str(n), data=dict(batch_size=size, caption_dropout_rate=0.), cache=dict(cache_dir=str(tmp_path/"cache")),
+                                                train=dict(max_train_steps=1, gradient_accumulation_steps=n)))
+        trainer.fit()
+        found.append([float(trainer.state.loss), float(trainer.state.grad_norm), *(float(p.grad.norm()) for p in lora_parameters(trainer.transformer))])
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-6) and found[2] == pytest.approx(found[0], rel=1e-3, abs=1e-6)
+
+
+def test_each_step_drops_other_units_and_a_resumed_run_the_same(world, tmp_path):
+    "The masks of the adapters' dropout."
+    root, cache = world
+    def masks(out, **train):
+        seen = []
+        def look(t):
+            found = []
+            def note(module, args, result): found.append(result.detach() == 0)
+            handle = next(m for m in t.transformer.modules() if isinstance(m, torch.nn.Dropout) and m.p).register_forward_hook(note)
+            seen.append((found, handle))
+        class Watching(QwenImageEditTrainer):
+            def training_step(self, batch):
+                look(self)
+                try: return super().training_step(batch)
+                finally: seen[-1][1].remove()
+        Watching(settings(root, out, data=dict(shuffle=False, batch_size=1), model=dict(lora=dict(r=4, lora_dropout=0.5)), cache=dict(cache_dir=str(cache/"cache")),
+                          train=dict(max_train_steps=4, save_steps=2, gradient_checkpointing=False) | train)).fit()
+        return [found[0] for found, _ in seen]
+    whole = masks(tmp_path/"whole")
+    masks(tmp_path/"half", max_train_steps=2)
+    assert distinct(whole) and all(0.3 < m.float().mean() < 0.7 for m in whole)
+    again = masks(tmp_path/"half", resume_checkpoint="latest")
+    assert len(again) == 2 and all(torch.equal(a, b) for a, b in zip(again, whole[2:]))
 
 
 @pytest.mark.parametrize("limit", [0.01, 0])

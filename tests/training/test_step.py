@@ -4,8 +4,11 @@ import torch
 from diffusers import QwenImageEditPlusPipeline
 
 from qie_nb.models import flow_matching as flow
+from qie_nb.data.batches import collate
 from qie_nb.data.dataset import loader
 from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.callbacks import RunState
+from qie_nb.training.step import BatchStream
 
 from helpers import settings
 
@@ -61,6 +64,16 @@ def test_samples_of_unequal_prompts_train_as_if_alone(variant, controls, pairs, 
     for a, b in zip(torch.autograd.grad(together, params), torch.autograd.grad(alone, params)): torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("weighting", ["sigma_sqrt", "cosmap"])
+def test_each_sample_is_weighted_by_its_own_level(weighting, pairs, tmp_path):
+    trainer, batch = batch_of(pairs, tmp_path, "2511", 1)
+    eps, sigmas = flow.sample_noise([1, 2], batch["pixel_latent"].shape[1:]), torch.tensor([0.2, 0.7])
+    with torch.no_grad(): plain, weighted = (trainer.loss(batch, eps, sigmas, how) for how in ("none", weighting))
+    weights = torch.cat([flow.level_weights(s[None], weighting) for s in sigmas])
+    torch.testing.assert_close(weighted, plain * weights, rtol=1e-4, atol=1e-6)
+    assert abs(weights[0] / weights[1] - 1) > 0.1
+
+
 @pytest.mark.parametrize("dropout", [0., slow(1.)])
 def test_a_caption_or_its_dropout_is_encoded_with_the_samples_own_images(dropout, pairs, tmp_path):
     trainer, batch = batch_of(pairs, tmp_path, "2511", 1, dropout)
@@ -69,3 +82,20 @@ def test_a_caption_or_its_dropout_is_encoded_with_the_samples_own_images(dropout
         want = encoder.prompt("" if dropout else "invert the colours", dataset.images(i)["control"], dataset.geometry)[0]
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     assert batch["cached"] and not torch.allclose(got, dataset[0]["prompt_embed"], rtol=0.1, atol=0.1), "the images count"
+
+
+def test_losses_of_a_split_batch_are_in_the_order_of_its_samples(pairs, tmp_path):
+    "Another loader's batch with prompts of lengths 1, 2, 1: the equal ones are computed together, the losses come back in the batch's order."
+    trainer = QwenImageEditTrainer(settings(pairs(((48, 32),) * 3, caption=["invert", "invert all of the colours, please", "invert"]), tmp_path)).set_lora()
+    trainer.cache_embeddings()
+    data = trainer.make_loader().dataset
+    batch = collate([data[i] for i in (0, 1, 2)])
+    assert [len(e) == len(batch["prompt_embed"][0]) for e in batch["prompt_embed"]] == [True, False, True]
+    eps, sigmas = torch.randn(batch["pixel_latent"].shape, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.5, 0.9])
+    alone = [trainer.loss(collate([data[i]]), eps[i:i + 1], sigmas[i:i + 1]).item() for i in range(3)]
+    assert trainer.loss(batch, eps, sigmas).tolist() == pytest.approx(alone, rel=1e-4) and len({round(x, 3) for x in alone}) == 3
+
+
+def test_another_loader_is_taken_up_where_the_run_stopped():
+    state = RunState(position=2)
+    assert [list(g) for g in BatchStream([dict(prompt=["x"], n=n) for n in range(5)], 2, []).groups(state)] == [[dict(prompt=["x"], n=2), dict(prompt=["x"], n=3)], [dict(prompt=["x"], n=4)]]

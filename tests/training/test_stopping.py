@@ -98,6 +98,26 @@ def test_the_last_step_leaves_time_for_another_step_and_a_slow_save(monkeypatch)
     assert now[0] == 3600 - 100 - 1.5 * 200
 
 
+def test_a_resume_brings_back_every_fact_of_the_run_and_takes_the_optimizers_new_settings(world, tmp_path):
+    facts = dict(epoch=1, position=3, global_step=7, skipped=2, pending="held-out loss", best=(0.25, "step_00000005"), spent=900.)
+    first = world.trainer(tmp_path, train=dict(max_train_steps=2))
+    first.fit()
+    for k, v in facts.items(): setattr(first.state, k, v)
+    first.state.began = first.state.ended = None
+    first.adapters.ema.n = 40
+    for m in first.adapters.ema.mean: m.add_(1.)
+    first.checkpoints.save(1, 7, by_epoch=False, skipped=2)
+    new = dict(weight_decay=0.3, betas=(0.5, 0.6), eps=1e-5)
+    again = world.trainer(tmp_path, optimizer=new | dict(lr=0.02)).resume("latest")
+    assert {k: getattr(again.state, k) for k in facts} == facts
+    assert again.adapters.ema.n == 40
+    torch.testing.assert_close(again.adapters.ema.mean, first.adapters.ema.mean)
+    for a, b in zip(again.adapters.ema.params, first.adapters.ema.params, strict=True): assert torch.equal(a, b)
+    (group,) = again.optimizer.param_groups
+    assert {k: group[k] for k in new} == new and group["initial_lr"] == 0.02, "settings that may change on a resume"
+    assert {int(v["step"]) for v in again.optimizer.state_dict()["state"].values()} == {2}, "the moments are the saved ones"
+
+
 def test_max_hours_counts_what_comes_before_the_first_step(world, tmp_path, monkeypatch):
     clock = Clock(monkeypatch, 300, 30)
     def slowly(t): clock.passed += 1200
@@ -224,6 +244,14 @@ def poison(t, steps, value=float("nan")):
     return t
 
 
+def test_only_skipped_steps_that_follow_each_other_make_a_row():
+    counter, rows = stopping.NonFiniteCounter(), []
+    for group in ((1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 1), (0, 1, 0, 0), (1,)): # between two readings; 0 is a skipped step
+        for ok in group: counter.note(torch.tensor(bool(ok)))
+        rows.append(counter.read()[:2])
+    assert rows == [(2, 1), (4, 2), (5, 1), (8, 2), (8, 2)], "a row goes on over a reading"
+
+
 @pytest.mark.parametrize("value", [float("nan"), slow(float("inf"))])
 def test_a_step_that_is_not_finite_changes_nothing(value, world, tmp_path):
     t = poison(world.trainer(tmp_path), {1, 4}, value).fit()
@@ -271,6 +299,14 @@ def test_the_last_two_and_the_best_are_kept(world, tmp_path):
     t.loss = loss
     t.fit()
     assert kept(tmp_path) == {3, 7, 8}
+
+
+@pytest.mark.parametrize("best, n, left", [(None, 2, {7, 8}), (3, 2, {3, 7, 8}), (8, 1, {8}), (1, 1, {1, 8})])
+def test_the_newest_and_the_best_are_kept(best, n, left, world, tmp_path):
+    root = shutil.copytree(world.whole/"checkpoints", tmp_path/"checkpoints")
+    if best: (root/"best").write_text(f"step_{best:08d}")
+    gone = keep_newest(root, n)
+    assert kept(tmp_path) == left and len(gone) == 8 - len(left)
 
 
 @pytest.mark.parametrize("best, budget, left", [(None, 3.5, {6, 7, 8}), (None, 0.5, {8}), (3, 2.5, {3, 8})])
