@@ -23,7 +23,7 @@ $(VENV)/.ready: settings.ini setup.py
 demo: $(VENV)/.ready ## precompute, train and predict with the embedded model and real photographs
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EVERYDAY := -m "not slow and not browser and not mounts"
 
 test: $(VENV)/.ready ## the everyday tests: notebooks, then pytest
@@ -37,10 +37,10 @@ test-perturbed: $(VENV)/.ready ## the everyday tests as on a CPU whose float32 r
 	$(ONE) PYTHONPATH=$(CURDIR)/tests/perturb:$(CURDIR) $(BIN)/nbdev_test --n_workers $(WORKERS)
 	$(ONE) PYTHONPATH=$(CURDIR)/tests/perturb:$(CURDIR) $(PYTEST) -m "not slow and not browser and not mounts and not bits"
 
-test-all: $(VENV)/.ready ## everything; needs Chromium, and root for the mounts
+test-all: $(VENV)/.ready ## everything but broken copies of the library (make breakages); needs Chromium, and root for the mounts
 	$(BIN)/python tests/end_to_end/browser/lab.py
 	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS) --flags slow
-	$(ONE) $(PYTEST) -m "not browser"
+	$(ONE) $(PYTEST) -m "not browser" --ignore=tests/breakages
 	$(MAKE) browser
 
 BROWSERS := w8 w7
@@ -83,8 +83,8 @@ check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, 
 	git diff --exit-code
 	$(MAKE) test
 
-breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and expect a failing test
-	$(ONE) $(BIN)/python -m pytest -s tests/breakages
+breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and expect a failing test; ten minutes
+	$(ONE) $(PYTEST) tests/breakages
 
 mutations: $(VENV)/.ready ## put small mistakes into the library, one at a time: do the everyday tests notice them? A quarter of an hour; ARGS="seed key" for some
 	$(ONE) $(BIN)/python tests/breakages/mutations.py $(ARGS)

@@ -12,6 +12,15 @@ import pytest
 from helpers import make_trained_run, write_pairs
 
 
+# files that take a minute or more in `make test-all`: first, so that no process is left with one at the end
+LONG = ("newcomer outputs evaluate kaggle quantize step_costs kaggle_faults crashes pipelines demo rehearsal readme distributed processes compile").split()
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": k for k, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+
 @pytest.fixture
 def pairs(tmp_path):
     return lambda sizes=((48, 32), (32, 48), (40, 40)), **kw: write_pairs(tmp_path/"set", sizes, **kw)
