@@ -64,7 +64,7 @@ def case(where, side, products, pairs=PAIRS):
     from qie_nb.config import make_config
     from qie_nb.core.environment import Environment
     from qie_nb.planning.disk_space import disk_plan, table_bytes
-    from qie_nb.planning.plan import PUBLISHED, plan, step_work
+    from qie_nb.planning.plan import PUBLISHED, plan, speedup, step_work
     site, steps = SITES[where], steps_for(pairs)
     config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[SIDE, SIDE], control_area=side * side),
                   train=PRODUCTS[products] | dict(output_dir="/nowhere"), cache=dict(cache_dir="/nowhere/cache"), logging=dict(log_dir="/nowhere/runs"))
@@ -75,10 +75,10 @@ def case(where, side, products, pairs=PAIRS):
     vae_rate = rate["cpu" if p.changes.get("cache", {}).get("vae_encoder_device") == "cpu" else "float32"]
     precompute = ((PUBLISHED["text_encoder"] + PUBLISHED["vae"] + whole / 3) / rate["read"] + disk.bytes("cache") / rate["write"]
                   + pairs * (vae / vae_rate + text / rate["float32"]) + table * q.dim / rate["cpu"]) # 2 bytes a number
-    train = steps * step_work(q) * 1e12 / rate[products] + unpacking(q, steps * (3 if q.checkpointing else 2)) / rate["memory"]
+    train = (steps * step_work(q) * 1e12 / rate[products] + unpacking(q, steps * (3 if q.checkpointing else 2)) / rate["memory"]) / speedup(q.processes)
     passes = 2 * 2 * SAMPLING_STEPS # one edit before and one after, each with guidance
     edits = passes * forward_work(q) / rate[products] + unpacking(q, passes) / rate["memory"]
-    return p, disk, dict(download=sum(PUBLISHED.values()) / rate["download"], quantize=whole / rate["read"], precompute=precompute, train=train, save=edits)
+    return p, disk, dict(download=sum(PUBLISHED.values()) / rate["download"], quantize=q.processes * whole / rate["read"], precompute=precompute, train=train, save=edits)
 
 
 def cases(where): return [(side, products, *case(where, side, products)) for side in AREAS for products in PRODUCTS]
@@ -95,7 +95,7 @@ def times(where):
     hours = SITES[where].hours
     rows = [[f"{side} x {side}", products, strategy_name(p.shown.query), *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours)]
             for side, products, p, _, phases in cases(where)]
-    head = ["control images", "products in", "strategy", "download", "quantize", "precompute", f"{steps_for(PAIRS)} steps", "before and after", "total", f"sessions of {hours:g} h"]
+    head = ["control images", "products in", "strategy", "download", "quantize", "precompute", f"{steps_for(PAIRS)} samples", "before and after", "total", f"sessions of {hours:g} h"]
     return markdown(head, rows)
 
 def sizes(where):

@@ -7,7 +7,7 @@ __all__ = ['precompute', 'prequantize', 'train', 'evaluate', 'predict', 'cache',
            'demo']
 
 # %% ../nbs/04_cli.ipynb #68a64ce5
-import difflib, json, os, re, sys
+import difflib, io, json, os, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -368,6 +368,36 @@ def main(
         if "Original Traceback" in text: text = text.strip().splitlines()[-1] # of a loader process
         print(f"qie-nb {a.command}: {' '.join(text.split())}", file=sys.stderr)
         return 2
+
+# %% ../nbs/04_cli.ipynb #a410f900
+def _train(job, notebook, commands):
+    from qie_nb.core.progress import Progress
+    from qie_nb.logging import Reporter
+    from qie_nb.trainer import QwenImageEditTrainer
+    trainer = QwenImageEditTrainer(job["config"])
+    trainer.report_to(Reporter(notebook, commands, job["panel"]) if notebook.rank == 0 else None)
+    trainer.data.said = job["said"] # printed by the notebook
+    if job["panel"]: Progress.tell = lambda *what: None
+    trainer.fit()
+    trainer.accelerator.wait_for_everyone() # one that ends early would look like a failure to the others
+    trainer.accelerator.end_training()
+
+def _precompute(job, notebook):
+    from qie_nb.core.progress import Progress
+    from qie_nb.trainer import QwenImageEditTrainer
+    Progress.tell = lambda what, n, total: notebook.send(progress=[what, n, total])
+    with redirect_stdout(io.StringIO()): report = QwenImageEditTrainer(job["config"]).cache_embeddings()
+    notebook.send(report=vars(report))
+
+def started_process():
+    "The main program of a process that `fit` or `cache_embeddings` starts."
+    from qie_nb.devices.processes import run_started
+    from qie_nb.training.run_processes import Commands
+    commands = Commands()
+    def work(job, notebook):
+        if job["task"] == "precompute": _precompute(job, notebook)
+        else: _train(job, notebook, commands)
+    run_started(work, commands.hear)
 
 # %% ../nbs/04_cli.ipynb #8ad99c90
 #| eval: false

@@ -104,7 +104,7 @@ class DataSection(Section):
         "pixels of images for the text encoder; default the model's (384*384 for Edit-Plus)", ge=1024)
     caption_dropout_rate: float = setting(0.1,
         "fraction of samples trained on the empty prompt", ge=0, le=1)
-    batch_size: int = setting(1, "samples per step and process", ge=1)
+    batch_size: int = setting(1, "samples per batch and process", ge=1)
     num_workers: int = setting(0, "loader processes", ge=0)
     shuffle: bool = setting(True, "new order each epoch, a function of (seed, epoch)")
     strict: bool = setting(False, "an unreadable image is an error, not skipped")
@@ -149,6 +149,8 @@ class StepSection(Section):
     logit_std: float = setting(1.0, "its standard deviation", gt=0)
     continuous_timesteps: bool = setting(False,
         "noise levels between the multiples of 1/1000")
+    stratified_timesteps: bool = setting(False,
+        "the samples of a step draw their noise levels from different, equally likely parts of the range")
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = setting("none",
         "none (as the model was trained), sigma_sqrt (low noise: fine detail), cosmap (more middle)")
     mask_min_weight: float = setting(0.1, "loss weight where a mask is black; 1 ignores masks", ge=0, le=1)
@@ -197,6 +199,9 @@ class TrainSection(StepSection):
     force_resume: bool = setting(False, "resume even if data, seed, model or adapter differ")
     max_hours: Annotated[None | float | Literal["auto"], BeforeValidator(_check_hours)] = setting("auto",
         "hours of `fit` until it saves and stops; auto: half an hour before Kaggle's limit; null: never")
+    num_processes: Annotated[int, Field(ge=1)] | Literal["auto"] = setting("auto",
+        "processes that train together, one per GPU, each on its own samples; auto: one for each GPU if the "
+        "model fits there")
     distributed: Literal["auto", "ddp", "fsdp"] = setting("auto",
         "ddp (each GPU has the whole base) or fsdp (the GPUs share it); auto: as `accelerate launch` says")
 

@@ -27,8 +27,9 @@ from qie_nb.data.batches import Batch
 from qie_nb.evaluation.validation_loss import COLUMNS
 from qie_nb.models.quantize import held_bytes
 from qie_nb.training.callbacks import Callback
+from qie_nb.training.run_processes import state_message, work_message
 from qie_nb.training.stopping import logged
-from qie_nb.widgets.training_panel import NEXT, TrainingPanel, memory_gauges, rows_up_to
+from qie_nb.widgets.training_panel import NEXT, TrainingPanel, memory_gauges, memory_text, rows_up_to
 from qie_nb.widgets.tensorboard import choose_view, plot_events, read_events, show_tensorboard
 
 # %% ../nbs/03_logging.ipynb #5bc8a603
@@ -376,6 +377,30 @@ def logging_callbacks(config) -> list:
 # %% ../nbs/03_logging.ipynb #228a2d02
 class OpenPanel(Callback):
     "Shows the panel before an evaluation that comes before the first step."
-    def __init__(self, logs): self.panels = [c for c in logs if isinstance(c, TrainingPanel)]
+    def __init__(self, logs): self.panels = [c for c in logs if c.opens_early]
     def on_train_begin(self, t):
         for p in self.panels: p.on_train_begin(t)
+
+# %% ../nbs/03_logging.ipynb #72188b8d
+class Reporter(Callback):
+    "Tells the notebook how far the run is."
+    opens_early = True # before an evaluation that comes before the first step
+    def __init__(self, notebook, commands, panel:bool): # panel: does the notebook show one?
+        self.notebook, self.commands, self.panel, self.told = notebook, commands, panel, 0.
+    def send(self, what, t):
+        memory = dict(memory=memory_text(t.device)) if self.panel else {}
+        self.notebook.send(event=what, state=state_message(t), **memory)
+    def on_train_begin(self, t): # may be called twice, before and after a first evaluation
+        self.commands.follow(t.state)
+        self.send("on_train_begin", t)
+        if self.panel: t.state.poll = lambda: self.evaluating(t.state)
+    def on_step_end(self, t): self.send("on_step_end", t)
+    def on_train_end(self, t): self.send("on_train_end", t)
+    def evaluating(self, s):
+        if time.time() - self.told < 0.5: return
+        self.told = time.time()
+        self.notebook.send(work=work_message(s), eval_seconds=s.eval_seconds)
+
+def panel_of(config): # `TrainingPanel`, or None: then the first of several processes prints
+    shown = progress_callback(config)
+    return shown if isinstance(shown, TrainingPanel) else None

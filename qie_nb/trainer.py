@@ -7,6 +7,7 @@ __all__ = ['QwenImageEditTrainer']
 
 # %% ../nbs/01_trainer.ipynb #59b72818
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from .training.resume import RunResume
 from .training.run_adapters import RunAdapters
 from .training.run_data import RunData
 from .training.run_modulation import RunModulation
+from .training.run_processes import (check_run, missing_samples, precompute_in_processes,
+                                           processes_to_start, train_in_processes)
 from .training.step import (BatchStream, StepBatches, batch_seeds, flow_matching_loss,
-                                  sample_noise_and_sigmas, split_by_prompt_length)
+                                  sample_noise_and_sigmas, split_by_prompt_length, step_strata)
 from .training.stopping import (NonFiniteCounter, NonFiniteStop, StopSignals, TimeLimitCallback,
                                       memory_advice, training_advice)
 
@@ -56,7 +59,10 @@ def _attribute(name, path): # `path`: the part, and the attribute's name there i
 
 def _component(name):
     def put(self, value): self.components.loaded[name] = value
-    return property(lambda self: self.components.loaded.get(name), put, doc="None if not loaded.")
+    def get(self):
+        if name == "transformer": self.modulation.load_trained()
+        return self.components.loaded.get(name)
+    return property(get, put, doc="None if not loaded.")
 
 # %% ../nbs/01_trainer.ipynb #0c1e9302
 class QwenImageEditTrainer:
@@ -90,6 +96,8 @@ class QwenImageEditTrainer:
         self.accelerator = self.lr_scheduler = None
         self.wrapped = self.finite = None # what the step calls with several processes; `NonFiniteCounter`
         self.started = False # or resumed?
+        self.launched = False # has `fit` started processes?
+        self.reporter, self.save_at_end = None, False # in a process that `fit` has started
 
     vae, qwen_vl, transformer, tokenizer, processor, scheduler = map(
         _component, ("vae", "text_encoder", "transformer", "tokenizer", "processor", "scheduler"))
@@ -135,17 +143,20 @@ def training_step(self:QwenImageEditTrainer,
 ) -> torch.Tensor: # scalar, with gradient
     "Mean loss of a batch."
     if not is_cached(batch): batch = {**batch, **self.encode_batch(batch)}
-    seeds = batch_seeds(batch, self.config.train.seed, self.state.epoch, self.global_step)
-    return self._compute_loss(batch, seeds).mean()
+    c, step, places = self.config.train, self.global_step, self.state.places
+    seeds = batch_seeds(batch, c.seed, self.state.epoch, step)
+    strata = step_strata(places, c.seed, step) if places and c.stratified_timesteps else None
+    return self._compute_loss(batch, seeds, strata).mean()
 
 # %% ../nbs/01_trainer.ipynb #be713101
 @patch
 def _compute_loss(self:QwenImageEditTrainer,
     batch, seeds, # one int per sample
+    strata=None, # as `step_strata`
 ) -> torch.Tensor: # [B] float32
     "Loss of each sample at noise and noise level from its seed."
     c = self.config.train
-    eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, self.components.get("scheduler").config)
+    eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, self.components.get("scheduler").config, strata)
     return self.loss(batch, eps, sigmas, c.loss_weighting, c.mask_min_weight)
 
 # %% ../nbs/01_trainer.ipynb #be713102
@@ -173,18 +184,43 @@ def fit(self:QwenImageEditTrainer,
 ):
     "Train until `max_train_steps` or `num_epochs`; a second call continues a stopped run."
     state, advice = self.state, lambda: training_advice(self.config)
+    n = processes_to_start(self, "" if train_dataloader is None else "a loader")
+    if n > 1: return self.fit_in_processes(n)
     with StopSignals(state) as signals, memory_advice("training", advice, self.free_step_memory):
         run = self.setup_run(train_dataloader)
         with self.run_context(run, signals):
-            while state.epoch < state.num_epochs and not state.stop:
+            stop = broadcast_stop(self.accelerator, state.stop) # a signal may set `state.stop` in one process
+            while state.epoch < state.num_epochs and not stop:
                 for group in run.groups(state):
                     self.optimizer_step(group)
-                    state.advance(len(group), run.batches)
+                    state.advance(group.batches, run.batches)
                     call(run.callbacks, "on_step_end", self)
                     if state.epoch_ended: call(run.callbacks, "on_epoch_end", self)
-                    state.stop = broadcast_stop(self.accelerator, state.stop)
-                    if state.stop: break
+                    if stop := broadcast_stop(self.accelerator, state.stop): break
+            state.stop = stop or state.stop
     return self
+
+# %% ../nbs/01_trainer.ipynb #1a5b9932
+@patch
+def fit_in_processes(self:QwenImageEditTrainer, n:int):
+    "`fit` with `n` processes that this one starts."
+    from qie_nb.evaluation.evaluate import EvaluationCallback
+    from qie_nb.logging import panel_of
+    s = self.state
+    if self.started and s.global_step: self.save_checkpoint(s.epoch, s.global_step, by_epoch=s.epoch_ended)
+    again, self.launched = self.launched or self.started, True
+    s.start()
+    check_run(self, again)
+    EvaluationCallback(self.config).prepare(self)
+    s.optimizer = self.adapters.ema = self.modulation.trained = self.lr_scheduler = self.wrapped = None
+    self.started = False
+    self.components.drop(*list(self.components.loaded)) # the processes need the memory
+    train_in_processes(self, n, panel_of(self.config), again)
+    return self
+
+@patch
+def report_to(self:QwenImageEditTrainer, reporter): # in a process that `fit` has started; None: not in this one
+    self.reporter, self.save_at_end = reporter, True
 
 # %% ../nbs/01_trainer.ipynb #5f5e2da2
 @patch
@@ -193,11 +229,12 @@ def optimizer_step(self:QwenImageEditTrainer, group:StepBatches):
     c, s, n, total = self.config, self.state, self.accelerator.num_processes, 0.
     self.optimizer.zero_grad(set_to_none=True) # an interrupted step leaves gradients
     s.metrics, self.batch = {}, group[-1]
-    if c.model.lora.lora_dropout:
-        torch.manual_seed(stable_seed(c.train.seed, "dropout", s.global_step, s.process))
     for k, (batch, count) in enumerate(zip(group, group.counts)):
         last = k == len(group) - 1 # torch averages over the processes once per step
+        if c.model.lora.lora_dropout: # the mask of a batch is the same with any number of processes
+            torch.manual_seed(stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process))
         with nullcontext() if last else self.accelerator.no_sync(self.wrapped or self.transformer):
+            s.places = group.places(k)
             loss = self.training_step(batch)
             if count * n != group.samples: loss = loss * (count * n / group.samples)
             loss.backward()
@@ -234,6 +271,7 @@ def setup_run(self:QwenImageEditTrainer, train_dataloader=None) -> BatchStream:
     run = BatchStream(data, c.gradient_accumulation_steps, callbacks)
     fingerprint = self.checkpoints.make_fingerprint(data)
     self.predictor.restore_training_placement()
+    self.modulation.load_trained()
     self.rollback_torn_step()
     if not self.started: self.start_run(callbacks, fingerprint)
     if self.finite is None: self.finite = NonFiniteCounter(self.device, s.skipped)
@@ -267,13 +305,16 @@ def start_run(self:QwenImageEditTrainer, callbacks, fingerprint):
 @contextmanager
 def run_context(self:QwenImageEditTrainer, run, signals):
     "Signals stop after the step; `on_train_end` is called in any case."
-    signals.stop_requested_only = self.state.running = True
+    signals.stop_requested_only, self.state.running, failed = True, True, False
     try:
         call(run.callbacks, "on_train_begin", self)
         yield
     except KeyboardInterrupt: self.state.stop = self.state.stop or "interrupted"
+    except Exception: # the other processes are elsewhere, so they cannot save a checkpoint together
+        failed = self.state.processes > 1
+        raise
     finally:
-        try: call(run.callbacks, "on_train_end", self)
+        try: failed or call(run.callbacks, "on_train_end", self)
         finally: self.state.running = False
 
 # %% ../nbs/01_trainer.ipynb #ab53ed03
@@ -287,6 +328,7 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
     from qie_nb.evaluation.evaluate import EvaluationCallback
     from qie_nb.logging import OpenPanel, logging_callbacks
     logs = logging_callbacks(self.config) if self.is_main else []
+    if self.reporter is not None: logs = [*logs[:-1 if self.reporter.panel else None], self.reporter]
     return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(),
             *logs, CheckpointCallback(), TimeLimitCallback()]
 
@@ -294,9 +336,11 @@ def default_callbacks(self:QwenImageEditTrainer) -> list:
 @patch
 def setup_accelerator(self:QwenImageEditTrainer):
     "Create the Accelerator, without autocast: the base computes in its own dtype."
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
     if self.accelerator is None:
-        self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
+        patience = InitProcessGroupKwargs(timeout=timedelta(hours=3)) # the others may load or evaluate
+        self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no",
+                                       kwargs_handlers=[patience])
     check_launch(self.accelerator, self.config.train.distributed)
     self.state.process, self.state.processes = self.accelerator.process_index, self.accelerator.num_processes
     return self.accelerator
@@ -349,6 +393,18 @@ def save_checkpoint(self:QwenImageEditTrainer,
 def prune_checkpoints(self:QwenImageEditTrainer): # not if the last steps were not finite
     if self.finite is None or not self.finite.row: self.checkpoints.prune()
 
+# %% ../nbs/01_trainer.ipynb #32f35d6b
+@patch
+def cache_embeddings(self:QwenImageEditTrainer,
+    train_dataloader=None, # over an `ImageDataset`; default the configuration's data
+    start_idx:int=0, end_idx:int=None, # samples, the last excluded
+): # `Report`
+    "Precompute latents, prompt embeddings and the modulation table into the cache."
+    part = "a loader or a range" if train_dataloader is not None or start_idx or end_idx is not None else ""
+    n = 1 if part else processes_to_start(self)
+    if n == 1 or missing_samples(self) < n: return self.data.cache_embeddings(train_dataloader, start_idx, end_idx)
+    return self.data.made(precompute_in_processes(self, n))
+
 # %% ../nbs/01_trainer.ipynb #49bb0502
 @patch
 def resume(self:QwenImageEditTrainer,
@@ -377,9 +433,8 @@ def rollback_torn_step(self:QwenImageEditTrainer):
     self.started = False
 
 # %% ../nbs/01_trainer.ipynb #9094cebc
-_add("data", RunData, "make_loader", "encoder", "encode_batch", "cache_embeddings", "cache_step",
-     "set_geometry_and_identity", "encode_image_embedding", "encode_prompt_image_embedding",
-     "decode_vae_latent", "_encode_empty_prompt")
+_add("data", RunData, "make_loader", "encoder", "encode_batch", "cache_step", "set_geometry_and_identity",
+     "encode_image_embedding", "encode_prompt_image_embedding", "decode_vae_latent", "_encode_empty_prompt")
 _add("adapters", RunAdapters, "geometry", "sampling", "ema_weights", "publish", "push_to_hub",
      save_lora="save", active_adapters="active", load_configured_loras="load_configured")
 _add("adapters", RunAdapters, chain=True, load_lora="load_one", load_loras="load", set_adapters="use",

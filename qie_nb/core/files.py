@@ -172,3 +172,12 @@ def file_lock(
     except (NotImplementedError, OSError): yield True; return # no locks on this file system
     try: yield True
     finally: lock.release()
+
+@contextmanager
+def take_turns():
+    "Within, a process that a notebook has started is alone among those (`devices.processes`)."
+    folder = os.environ.pop("QIE_NB_TURNS", None)
+    if not folder: yield; return
+    try:
+        with file_lock(folder, "turns", -1): yield
+    finally: os.environ["QIE_NB_TURNS"] = folder

@@ -22,11 +22,10 @@ _SELECTIVE, _ALL = ({"train.gradient_checkpointing": v} for v in ("selective", F
 _OFFLOAD, _COMPILE = {"train.offload_activations": True}, _ALL | {"train.compile": True}
 _TEXT = {"model.text_encoder_quantize": "nf4"}
 _NF4, _FP8 = _TEXT | {"model.quantize": "nf4"}, {"model.quantize": "qfloat8"}
-_TWO = _TEXT | {"model.quantize": "qint8", "train.model_parallel_devices": ["cuda:0", "cuda:1"]}
 
 GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
     "t4": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
-    "t4x2": (_TWO | _SELECTIVE, _TWO),
+    "t4x2": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
     "l4": (_FP8 | _SELECTIVE, _FP8),
     "rtx3060": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
     "rtx4080": (_FP8 | _TEXT | _OFFLOAD, _NF4),

@@ -53,6 +53,7 @@ class Progress:
     "Counts steps, with rate and time left, as a bar or as lines."
     began, bars = None, 0 # time of the first progress; open bars
     hush = None # a panel that shows the progress instead
+    tell = None # function of (what, n, total) that shows it instead, in a process without a user
     def __init__(self,
         total:int, what:str="", # steps, name of the work
         start:int=0, # steps done before
@@ -64,7 +65,7 @@ class Progress:
         self.n, self.t0, self.bar = start, time.time(), None
         self.due = self.t0 + min(1., every)
         Progress.began = Progress.began or self.t0
-        if Progress.hush is None and is_interactive(stream): self.bar = self.open_bar()
+        if Progress.hush is None and Progress.tell is None and is_interactive(stream): self.bar = self.open_bar()
 
     def open_bar(self):
         inner = Progress.bars > 0 # e.g. an evaluation: uses the same line and disappears
@@ -76,6 +77,7 @@ class Progress:
 
     def update(self, n:int=1, note:str=""):
         self.n += n
+        if Progress.tell is not None: return Progress.tell(self.what, self.n, self.total)
         if self.bar is None: return self.line(note)
         if isinstance(self.bar, NotebookBar): return self.bar.show(self.n, self.total, self.text(note))
         if note: self.bar.set_postfix_str(note, refresh=False)

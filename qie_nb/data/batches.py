@@ -49,7 +49,7 @@ class BucketBatchSampler:
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.shuffle, self.epoch = shuffle, 0
         self.start = 0 # batches of this epoch to skip
-        self.rank, self.world = 0, 1 # processes divide each batch
+        self.rank, self.world = 0, 1 # processes take turns
 
     def set_epoch(self, epoch:int):
         self.epoch = epoch
@@ -66,12 +66,14 @@ class BucketBatchSampler:
         if self.shuffle: rng.shuffle(out)
         return out
 
-    def share(self, batch): return batch[self.rank::self.world]
-    def __iter__(self): # without a share: one sample, which does not count
-        return iter([self.share(b) or b[:1] for b in self.batches()[self.start:]])
-    def counts(self) -> list: # per batch from `start` on: (samples of this process, of all processes)
-        return [(len(self.share(b)), len(b)) for b in self.batches()[self.start:]]
-    def __len__(self): return len(self.batches())
+    def rounds(self) -> list: # from `start` on, of up to `world` batches: one for each process
+        left = self.batches()[self.start:]
+        return [left[k:k + self.world] for k in range(0, len(left), self.world)]
+    def __iter__(self): # without a batch in the last round: one sample, which does not count
+        return iter([(r[self.rank:self.rank + 1] or [r[0][:1]])[0] for r in self.rounds()])
+    def sizes(self) -> list: # samples of each round's batches
+        return [[len(b) for b in r] for r in self.rounds()]
+    def __len__(self): return len(self.batches()) # of all processes
 
 # %% ../../nbs/data/05_batches.ipynb #2181258f
 def as_seen(control, geometry:Geometry=None) -> np.ndarray: # uint8 [H, W, 3]

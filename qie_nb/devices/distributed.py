@@ -43,26 +43,29 @@ def check_launch(
 
 # %% ../../nbs/devices/05_distributed.ipynb #b08cc680
 def shard_loader(loader, accelerator):
-    "A loader of batches for all processes that returns this process's share."
+    "A loader that returns this process's batches: processes take turns."
     n = accelerator.num_processes
     if n == 1: return loader
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, BucketBatchSampler):
         raise ValueError(f"`train_dataloader` must come from qie_nb.data.loader with {n} processes, got "
                          f"{type(loader).__name__}; create it with loader(config)")
-    sampler.batch_size, sampler.rank, sampler.world = sampler.batch_size * n, accelerator.process_index, n
+    sampler.rank, sampler.world = accelerator.process_index, n
     return loader
 
 # %% ../../nbs/devices/05_distributed.ipynb #55bb09b3
 def broadcast_stop(accelerator, stop:str) -> str:
     "The first process's reason to stop, in all processes; empty if none has one. Waits for no GPU."
-    if (n := accelerator.num_processes) == 1: return stop
+    return share(accelerator, stop) if accelerator.num_processes > 1 else stop
+
+def share(accelerator, text:str) -> str: # the first process's text that is not empty
+    n = accelerator.num_processes
     import torch.distributed as dist
     if not hasattr(accelerator, "cpu_group"): accelerator.cpu_group = dist.new_group(backend="gloo")
-    dist.all_reduce(stops := torch.tensor(float(bool(stop))), group=accelerator.cpu_group)
-    if not stops: return ""
-    dist.all_gather_object(reasons := [""] * n, stop, group=accelerator.cpu_group)
-    return next(filter(None, reasons))
+    dist.all_reduce(texts := torch.tensor(float(bool(text))), group=accelerator.cpu_group)
+    if not texts: return ""
+    dist.all_gather_object(texts := [""] * n, text, group=accelerator.cpu_group)
+    return next(filter(None, texts))
 
 # %% ../../nbs/devices/05_distributed.ipynb #1b57aa1a
 def full_tensor(t:torch.Tensor) -> torch.Tensor:

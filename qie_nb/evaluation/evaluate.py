@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..core.display import text_table
 from ..core.files import write_atomic
 from ..core.progress import short_time
-from ..devices.distributed import broadcast_stop
+from ..devices.distributed import broadcast_stop, share
 from ..devices.placement import temporarily_load
 from .eval_images import eval_cases, file_name, find_styles, render_eval_images
 from .validation_loss import (
@@ -163,6 +163,12 @@ def check_parts(trainer, styles=None):
               f"{parts.name!r} has no VAE to make images with")
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #6a27ed28
+def asked_for_images(t) -> bool: # by the panel, or by a file `checkpoints/sample_now`
+    s, file = t.state, t.checkpoint_root()/"sample_now"
+    asked, s.sample_now = s.sample_now or s.is_main and file.exists(), False
+    if asked: file.unlink(missing_ok=True)
+    return bool(asked if s.processes == 1 else share(t.accelerator, "images" * asked)) # the same in all processes
+
 class EvaluationCallback(Callback):
     "Held-out loss and images every `eval_interval` epochs or `eval_steps` steps, and at the end of a run."
     def __init__(self, config):
@@ -193,8 +199,9 @@ class EvaluationCallback(Callback):
     def on_step_end(self, t):
         t.state.eval_images = None
         c, over = t.config.train, t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
-        if not self.enabled(t): return
-        if not (over or due(t.state, *eval_intervals(c, t.state.max_steps))): return
+        now = asked_for_images(t)
+        if not self.enabled(t) or not (over or due(t.state, *eval_intervals(c, t.state.max_steps))):
+            return self.sample(t) if now else None
         # the same decision in all processes, because an evaluation synchronizes them
         if not over and broadcast_stop(t.accelerator, t.state.stop): t.state.pending = self.name(t)
         else: self.evaluate(t)
@@ -224,6 +231,20 @@ def account(self:EvaluationCallback, t, work):
     s, took = t.state, time.time() - work.began
     s.work, s.eval_seconds, s.eval_cost = None, s.eval_seconds + took, took
     if work.done: self.pace = took / work.done
+
+# %% ../../nbs/evaluation/02_evaluate.ipynb #648dd9bb
+@patch
+def sample(self:EvaluationCallback, t):
+    "Edit the evaluation images with the adapter so far, outside the planned evaluations."
+    if not (cases := eval_cases(t, self.styles)):
+        return print("there are no images to edit; name some in `train.samples`, or hold out pairs with `train.val_fraction`")
+    passes = -(-len(cases) // process(t)[1]) * t.config.train.eval_num_inference_steps * 2
+    work = t.state.work = EvalWork(f"images after step {t.global_step}", passes, self.pace)
+    try:
+        with t.ema_weights(), temporarily_load(t.components, "vae", "text_encoder"):
+            t.state.eval_images = render_eval_images(t, cases, t.checkpoint_root()/"inference"/f"{self.name(t)}_now")
+    except StopRequested: print(f"the images after step {t.global_step} were interrupted ({t.state.stop})")
+    finally: self.account(t, work)
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #fd976dd2
 @patch

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..core.files import file_digest, free_bytes
+from ..core.files import file_digest, free_bytes, take_turns
 from ..core.progress import quiet_bars
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
 from .loading import (check_saved_quantization, component_bytes, empty_model, load_quantized,
@@ -310,8 +310,9 @@ def get(self:Components, name:str):
     if name not in self.loaded:
         self.check(name)
         device, q, offloaded = self.devices.get(name, "cpu"), self.quantize.get(name), name in self.offload
-        part = load_component(self.folder_of(name), name, self.dtype, "cpu" if offloaded else device, q,
-                              self.prepare.get(name), self.placements.get(name))
+        with take_turns(): # host memory holds what one process loads
+            part = load_component(self.folder_of(name), name, self.dtype, "cpu" if offloaded else device, q,
+                                  self.prepare.get(name), self.placements.get(name))
         self.loaded[name], self.loaded_as[name] = offload(part, device) if offloaded else part, q
         self.built.append(name)
     return self.loaded[name]

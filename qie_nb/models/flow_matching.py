@@ -71,13 +71,18 @@ def sample_sigmas(
     steps:int=1000, # timesteps of the scheduler; None: continuous levels
     shift:float=3.0, # for `fixed_shift`
     mean:float=0.0, std:float=1.0, # for `logit_normal`; a mean above 0 means more noise
+    strata=None, # (part, number of equally likely parts) of each sample; None: all levels
 ) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
     "The noise level of each sample from its own seed."
     if how not in SAMPLINGS:
         raise ValueError(f"`timestep_sampling` must be one of {', '.join(SAMPLINGS)}, got {how!r}")
-    draw = torch.randn if how == "logit_normal" else torch.rand
+    normal = how == "logit_normal"
+    draw = torch.randn if normal and not strata else torch.rand
     s = torch.stack([_draw(seed, 0x7369676D61, lambda g: draw((), generator=g)) for seed in seeds])
-    s = torch.sigmoid(mean + std * s) if how == "logit_normal" else s.clamp_min(1e-6)
+    if strata:
+        s = torch.stack([(part + u) / parts for u, (part, parts) in zip(s, strata, strict=True)])
+        if normal: s = torch.special.ndtri(s.clamp(1e-6, 1 - 1e-6))
+    s = torch.sigmoid(mean + std * s) if normal else s.clamp_min(1e-6)
     if how.endswith("shift"): s = shift_sigmas(s, mu if how == "shift" else math.log(shift))
     if steps is None: return s.float()
     return (s.double() * steps).ceil().clamp(1, steps).div(steps).float()

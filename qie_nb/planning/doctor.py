@@ -365,7 +365,7 @@ def __repr__(self:DoctorReport):
 def _fit(self:DoctorReport) -> str: # the chosen strategy's memory, "" without a GPU
     if (p := self.plan) is None or p.gpu is None: return ""
     sizes = f"{p.shown.total / 1e9:.1f} of {p.gpu.bytes / 1e9:.1f} GB GPU memory"
-    time = f", about {p.time()} for {p.steps} steps" * bool(p.time())
+    time = f", about {p.time()} for {p.samples} samples" * bool(p.time())
     return f"fits: yes, {sizes}{time}" if p.chosen else f"fits: no, {sizes} at least"
 
 # %% ../../nbs/planning/04_doctor.ipynb #069fb102

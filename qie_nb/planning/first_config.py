@@ -92,7 +92,8 @@ def file_text(
     if gpus: why = f"{name}, {gib * 1.0737:.0f} GB" + f", {count} of them" * (count > 1)
     if gpus and not preset:
         why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
-    steps, mark = (first_steps(pairs), "") if preset else (150, "# ")
+    # with several GPUs, one process on each: a step has a sample of each
+    steps, mark = (-(-first_steps(pairs) // count), "") if preset else (150, "# ")
     return FILE.format(
         preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
         path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), steps=steps, save=steps // 5,

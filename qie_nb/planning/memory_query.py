@@ -48,7 +48,8 @@ class MemoryQuery:
     kernel: str = "flash"     # of attention: flash, cudnn, efficient or cpu
     block_swap: bool = False
     offload: bool = False     # checkpointed inputs in host memory?
-    devices: int = 1
+    devices: int = 1          # GPUs that share the blocks
+    processes: int = 1        # GPUs that each train on their own samples
     optimizer: str = "adamw"
     ema: bool = False
 

@@ -66,6 +66,8 @@ class RunState:
     optimizer: object = None # of the adapter
     process: int = 0
     processes: int = 1
+    places: list = None      # of the batch's samples in its step, see `StepBatches.places`
+    sample_now: bool = False # edit the evaluation images after the next step?
     poll: object = None      # called often in evaluations
     warned: set = field(default_factory=set) # printed messages
 
@@ -100,7 +102,7 @@ def advance(self:RunState, batches:int, per_epoch:int):
 @patch
 def set_lengths(self:RunState, train, batches:int):
     "Plan the remaining steps; a forced resume may have other epochs."
-    n = train.gradient_accumulation_steps
+    n = train.gradient_accumulation_steps * self.processes
     if self.position >= batches: self.epoch, self.position = self.epoch + 1, 0
     self.epoch_ended = self.global_step > 0 and self.position == 0
     per_epoch, done = -(-batches // n), -(-self.position // n) # steps
@@ -117,6 +119,7 @@ def reset(self:RunState):
 # %% ../../nbs/training/00_callbacks.ipynb #ff442fdd
 class Callback:
     "Override the methods you need; each receives the trainer."
+    opens_early = False # call `on_train_begin` also before an evaluation that comes before the first step?
     def prepare(self, trainer): pass # before the transformer is loaded
     def on_train_begin(self, trainer): pass
     def on_step_end(self, trainer): pass

@@ -36,7 +36,7 @@ def _names(**sections): return [f"{s}.{k}" for s, keys in sections.items() for k
 RUN_KEYS = _names(
     model="lora.r lora.lora_alpha lora.target_modules lora.use_rslora lora.use_dora lora.lora_dropout",
     data="image_size crop control_area vl_area caption_dropout_rate shuffle", optimizer="name",
-    train="seed gradient_accumulation_steps timestep_sampling continuous_timesteps loss_weighting "
+    train="seed timestep_sampling continuous_timesteps stratified_timesteps loss_weighting "
           "mask_min_weight ema_decay val_fraction")
 _ONLY_WITH = {"train.timestep_shift": "fixed_shift", "train.logit_mean": "logit_normal",
               "train.logit_std": "logit_normal"} # with this `train.timestep_sampling`
@@ -44,7 +44,9 @@ FREE_KEYS = _names( # may change on resume; changes are printed
     optimizer="lr weight_decay betas eps", lr_scheduler="scheduler_type warmup_steps",
     train="max_grad_norm max_train_steps num_epochs gradient_checkpointing compile adapter_dtype "
           "blocks_to_swap model_parallel_devices device", model="modulation_table")
-_OLD = {"train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
+STEP = "train.gradient_accumulation_steps x processes" # batches of a step
+_OLD = {STEP: "train.gradient_accumulation_steps", "data.batch_size": "data.batch_size x processes",
+        "train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
         "train.model_parallel_devices": "train.transformer_devices"} # names in version 1's checkpoints
 
 def value_of(config:dict, name:str):
@@ -57,7 +59,7 @@ def settings_metadata(
     config, # `Config`
     dtype:str, # of the base, e.g. bfloat16
     quantize, # or None
-    samples:int, # of a batch over all processes
+    batch_size:int, processes:int=1,
 ) -> dict: # {dotted name: value}
     keys = RUN_KEYS + [k for k, how in _ONLY_WITH.items() if config.train.timestep_sampling == how]
     plain, layers = config.model_dump(mode="json"), config.model.lora.target_modules
@@ -65,7 +67,7 @@ def settings_metadata(
     out["model.lora.lora_alpha"] = out["model.lora.lora_alpha"] or out["model.lora.r"]
     out["model.lora.target_modules"] = layers if isinstance(layers, str) else sorted(layers)
     return out | {"model.quantize": quantize or "none", "dtype of the base": dtype,
-                  "data.batch_size x processes": samples}
+                  "data.batch_size": batch_size, STEP: config.train.gradient_accumulation_steps * processes}
 
 def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
     "Changes of `FREE_KEYS`."
@@ -151,7 +153,7 @@ def checkpoint_misfit(
     except (ValueError, OSError): return "whose state.json is damaged"
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
-    several = ["data.batch_size x processes"] * ("WORLD_SIZE" in os.environ)
+    several = [STEP] * ("WORLD_SIZE" in os.environ or c.train.num_processes != 1)
     fraction = c.train.val_fraction
     if fraction == "auto": # the pairs decide; see `RunData`
         fraction = "auto" if used_fraction(state) == "auto" and not c.train.val_path else 0
@@ -179,7 +181,8 @@ def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
     dtype = str(parts.dtype).removeprefix("torch.")
     if self.adapters.modulation.fp16: dtype += ", products in float16"
     settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
-                                 getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
+                                 getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
+                                 self.state.processes)
     held = getattr(self.adapters.data, "validation", None)
     if settings["train.val_fraction"] == "auto" and not held: settings["train.val_fraction"] = 0.0
     named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]

@@ -17,6 +17,7 @@ from ..core.cache_report import size_text
 from ..core.progress import kernel
 from ..data.images import Geometry
 from ..lora import adapters as lora
+from ..lora.formats import lora_info, read_lora, write_lora
 from ..lora.mixing import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
 from ..models.components import installed_positions, positions_of
@@ -43,9 +44,11 @@ class RunAdapters:
 
     @property
     def in_memory(self) -> dict: # {adapter name: peft's configuration}
+        self.modulation.load_trained()
         return getattr(self.components.loaded.get("transformer"), "peft_config", {})
 
     def active(self) -> dict: # {name of an adapter in use: weight}
+        self.modulation.load_trained()
         tr = self.components.loaded.get("transformer")
         return lora.active_loras(tr) if tr is not None else {}
 
@@ -59,6 +62,7 @@ _SIZES = "control_area", "vl_area"
 @patch(as_prop=True)
 def origin(self:RunAdapters) -> dict:
     "Metadata of the adapter that gives the image sizes."
+    if trained := self._trained_file(): return lora_info(trained)
     infos = [a.info for a in self.in_use or self.loaded.values()]
     return next((i for i in infos if any(i.get(k) for k in _SIZES)), infos[0] if infos else {})
 
@@ -253,8 +257,16 @@ def unmerge(self:RunAdapters):
     lora.unmerge_lora(self.modulation.gathered())
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71101
+@patch
+def _trained_file(self:RunAdapters): # what other processes have trained, or None
+    if (trained := self.modulation.trained) is None: return None
+    mean = trained.folder/"ema.safetensors"
+    return mean if mean.is_file() else trained.folder/lora.WEIGHT_NAME
+
 @patch(as_prop=True)
-def weights_name(self:RunAdapters) -> str: return "raw" if self.ema is None else "ema"
+def weights_name(self:RunAdapters) -> str:
+    file = self._trained_file()
+    return "raw" if file is None and self.ema is None or file and file.name == lora.WEIGHT_NAME else "ema"
 
 @patch
 def ema_weights(self:RunAdapters):
@@ -293,6 +305,19 @@ NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md b
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71105
 @patch
+def _write(self:RunAdapters, path, info, format): # the file, None in processes that do not write it
+    if trained := self._trained_file(): # the base is not needed
+        read = read_lora(trained)
+        return SavedLora(write_lora(path, read.state, read.config, self.metadata() | info, format))
+    if "default" not in self.in_memory:
+        raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
+                         "or load_lora() first")
+    tr = self.modulation.gathered()
+    with self.ema_weights(): state = lora.lora_state(tr)
+    if not self.state.is_main: return
+    return SavedLora(lora.save_lora(tr, path, self.metadata() | info, format=format, state=state))
+
+@patch
 def save(self:RunAdapters,
     path, # folder, or .safetensors file
     format:str="diffusers", # or comfyui
@@ -300,16 +325,10 @@ def save(self:RunAdapters,
     card:bool=True, # write README.md into a folder?
 ) -> Path: # None in processes that do not write it
     "Write the adapter, or its running mean. All processes must call this."
-    if "default" not in self.in_memory:
-        raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
-                         "or load_lora() first")
-    info = self.metadata() | (dict(schedule=vars(as_schedule(schedule))) if schedule else {})
-    tr = self.modulation.gathered()
-    with self.ema_weights(): state = lora.lora_state(tr)
-    if not self.state.is_main: return
-    file = SavedLora(lora.save_lora(tr, path, info, format=format, state=state))
+    info = dict(schedule=vars(as_schedule(schedule))) if schedule else {}
+    if (file := self._write(path, info, format)) is None: return
     if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
-    which = "LoRA" if self.ema is None else "EMA of the LoRA"
+    which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"
     print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
     if kernel() is not None: print(NEXT[format])
     return file

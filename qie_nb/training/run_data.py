@@ -245,6 +245,10 @@ def cache_embeddings(self:RunData,
             report += precompute(self.eval_data(), enc, 0, None, c.cache.verify, c.cache.prefetch)
     enc.unload()
     if with_table: self.modulation.cache_table(dataset.cache, dataset)
+    return self.made(report, whole)
+
+@patch
+def made(self:RunData, report, whole=True):
     self.cache_exist = True
     print(report)
     if kernel() is not None and whole: print(NEXT_SKIPPED if report.skipped else "next: trainer.fit()")

@@ -6,6 +6,7 @@
 __all__ = ['to_device', 'flow_matching_loss']
 
 # %% ../../nbs/training/01_step.ipynb #b7d6c4e5
+import random
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import islice
@@ -61,6 +62,15 @@ def batch_seeds(
     return [stable_seed(seed, epoch, i) for i in ids]
 
 # %% ../../nbs/training/01_step.ipynb #89b0e704
+def step_strata(
+    places, # of a batch's samples, from `StepBatches.places`
+    seed:int, step:int,
+) -> list: # (part, number of parts) of each sample
+    "Each sample of a step draws its level from another of equally likely parts of the range."
+    order = list(range(places[0][1]))
+    random.Random(stable_seed(seed, "strata", step)).shuffle(order)
+    return [(order[i], n) for i, n in places]
+
 class NoiseAndSigmas(NamedTuple):
     eps:torch.Tensor    # [B, C, 1, h, w] float32
     sigmas:torch.Tensor # [B]
@@ -69,13 +79,14 @@ def sample_noise_and_sigmas(
     batch, seeds,
     train, # `TrainSection`
     scheduler_config, # for `shift`
+    strata=None, # part of the levels of each sample, see `step_strata`; None: all levels
 ) -> NoiseAndSigmas: # on the CPU
     "Noise and noise level of each sample."
     shape = batch["pixel_latent"].shape[1:]
     mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
     steps = None if train.continuous_timesteps else 1000
     sigmas = flow.sample_sigmas(seeds, train.timestep_sampling, mu, steps, train.timestep_shift,
-                                train.logit_mean, train.logit_std)
+                                train.logit_mean, train.logit_std, strata)
     return NoiseAndSigmas(flow.sample_noise(seeds, shape), sigmas)
 
 # %% ../../nbs/training/01_step.ipynb #234daa2c
@@ -118,11 +129,16 @@ def split_by_prompt_length(
 # %% ../../nbs/training/01_step.ipynb #cdfb7f53
 class StepBatches(list):
     "This process's batches of a step."
-    def __init__(self, batches, counts):
+    def __init__(self, batches, sizes, rank=0): # sizes: samples of each round's batches, by process
         super().__init__(batches)
-        # of each batch; 0 if this process repeats another's batch
-        self.counts = [mine for mine, _ in counts]
-        self.samples = sum(n for _, n in counts) # over all batches and processes
+        every = sum(sizes, [])
+        self.samples, self.batches = sum(every), len(every) # of all processes
+        # samples of each batch; 0 if this process has no batch of its own in the last round
+        self.counts = [sum(s[rank:rank + 1]) for s in sizes]
+        self.first = [sum(map(sum, sizes[:k])) + sum(s[:rank]) for k, s in enumerate(sizes)] # samples before it
+
+    def places(self, k) -> list: # of batch k's samples among the step's: (position, number of samples)
+        return [((self.first[k] + i) % self.samples, self.samples) for i in range(batch_size(self[k]))]
 
 # %% ../../nbs/training/01_step.ipynb #cdfb7f01
 class BatchStream:
@@ -136,14 +152,14 @@ class BatchStream:
 
     def groups(self, state):
         "Yield `StepBatches` from the state's position on."
-        sampler, counts = getattr(self.loader, "batch_sampler", None), None
+        sampler, sizes, rank = getattr(self.loader, "batch_sampler", None), None, 0
         if isinstance(sampler, BucketBatchSampler):
             sampler.set_epoch(state.epoch)
             sampler.start = state.position # read when the iterator is made
-            counts = iter(sampler.counts())
+            sizes, rank = iter(sampler.sizes()), sampler.rank
             batches = iter(self.loader) if self.loader.num_workers else prefetch(self.loader)
         else: batches = islice(iter(self.loader), state.position, None)
         with closing(batches) if hasattr(batches, "close") else nullcontext():
             while group := list(islice(batches, self.accumulate)):
-                yield StepBatches(group, list(islice(counts, len(group))) if counts
-                                  else [(batch_size(b),) * 2 for b in group])
+                own = [[batch_size(b)] for b in group] if sizes is None else list(islice(sizes, len(group)))
+                yield StepBatches(group, own, rank)

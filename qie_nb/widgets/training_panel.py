@@ -112,7 +112,9 @@ def rows_up_to(path, step:int) -> list: # of {column: text}
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0017
 class TrainingPanel(Display, Callback):
-    "Shows a run while it trains, with a button that stops it."
+    "Shows a run while it trains, with buttons that stop it and edit the evaluation images now."
+    opens_early = True
+    memory = None # text; default that of this process
     def __init__(self,
         every:float=1.0, # minimum seconds between updates, which use at most 2 % of the time
         still_every:float=30.0, # the same for the static form
@@ -146,10 +148,15 @@ def data(self:TrainingPanel) -> dict:
     return dict(step=s.global_step, epoch=s.shown_epoch, **{k: getattr(s, k) for k in same}, loss=last(smooth(curve)),
                 held_out_loss=last(held), rate=rate, curve=curve, held_out=held, ended=self.ended is not None,
                 seconds_left=rate and max(s.max_steps - s.global_step, 0) / rate + self.evaluating_left(),
-                memory=memory_text(self.device) if self.device else "", images=[c for c, _ in self.images],
+                memory=self.memory_now(), images=[c for c, _ in self.images],
                 doing=s.work.what if s.work else "", seconds=seconds)
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0012
+@patch
+def memory_now(self:TrainingPanel) -> str:
+    if self.memory is not None: return self.memory
+    return memory_text(self.device) if self.device else ""
+
 @patch
 def evaluating_left(self:TrainingPanel) -> float: # seconds in this evaluation and in later ones
     s, now = self.state, (self.state.work and self.state.work.seconds_left()) or 0.
@@ -224,8 +231,11 @@ def build(self:TrainingPanel):
                            tooltip="finish this step, write a checkpoint and return from fit()")
     self.top, self.bottom = w.HTML(self.body()), w.HTML(self.gallery())
     self.button.on_click(lambda _: self.stop())
-    self.poller = ButtonPoller(self.button)
-    return w.VBox([self.top, self.button, self.bottom])
+    self.sample = w.Button(description="sample now", icon="image",
+                           tooltip="edit the evaluation images after this step, with the adapter so far")
+    self.sample.on_click(lambda _: self.sample_now())
+    self.poller = ButtonPoller(self.button, self.sample)
+    return w.VBox([self.top, w.HBox([self.button, self.sample]), self.bottom])
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0032
 @patch
@@ -237,11 +247,16 @@ def stop(self:TrainingPanel):
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0021
 @patch
+def sample_now(self:TrainingPanel):
+    "Edit the evaluation images after this step."
+    if self.state is not None and not self.ended: self.state.sample_now = True
+
+@patch
 def draw(self:TrainingPanel):
     began = time.time()
     if self._box is not None:
         self.top.value, self.bottom.value = self.body(), self.gallery()
-        if self.ended: self.button.layout.display = "none"
+        if self.ended: self.button.layout.display = self.sample.layout.display = "none"
     if self.ended or began - self.still_drawn > self.still_every: self.refresh(); self.still_drawn = began
     self.drawn, self.cost = time.time(), time.time() - began
 

@@ -8,8 +8,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from qie_nb.data.batches import batch_size
 from qie_nb.data.dataset import loader
 from qie_nb.devices.distributed import shard_loader
+from qie_nb.training.callbacks import RunState
+from qie_nb.training.step import BatchStream
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings
@@ -44,11 +47,11 @@ def agrees(folder, trainer):
 
 
 @pytest.mark.slow
-def test_two_processes_with_batch_2_equal_one_with_batch_4(run, tmp_path):
-    "Buckets of 7 and 2: batches of 4, 3 and 2, so once the shares differ in size."
-    more = dict(gradient_accumulation_steps=2, ema_decay=0.9, gradient_checkpointing=False) # no dropout: each process draws its own masks
-    one = QwenImageEditTrainer(run("one", 4, **more)).fit()
-    launch(run("two", 2, **more), tmp_path/"lora")
+def test_two_processes_equal_one_that_accumulates_twice_the_batches(run, tmp_path):
+    "Buckets of 7 and 2: batches of 2 and one of 1, in an odd number, so one process has none in the last step of an epoch."
+    more = dict(ema_decay=0.9, gradient_checkpointing=False, stratified_timesteps=True)
+    one = QwenImageEditTrainer(run("one", 2, gradient_accumulation_steps=4, **more)).fit()
+    launch(run("two", 2, gradient_accumulation_steps=2, **more), tmp_path/"lora")
     step, loss, n = json.loads((tmp_path/"lora"/"loss.json").read_text())
     assert (step, n) == (one.global_step, 2) and loss == pytest.approx(float(one.state.loss), rel=1e-5)
     agrees(tmp_path, one)
@@ -58,16 +61,16 @@ def test_two_processes_with_batch_2_equal_one_with_batch_4(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_resumes_in_one_and_back(run, tmp_path):
-    uncut = QwenImageEditTrainer(run("uncut", 4)).fit()
+    uncut = QwenImageEditTrainer(run("uncut", 2, gradient_accumulation_steps=2)).fit()
     launch(run("cut", 2, max_train_steps=2), tmp_path/"first")
-    QwenImageEditTrainer(run("cut", 4, max_train_steps=4, resume_checkpoint="latest")).fit()
+    QwenImageEditTrainer(run("cut", 2, max_train_steps=4, gradient_accumulation_steps=2, resume_checkpoint="latest")).fit()
     launch(run("cut", 2, resume_checkpoint="latest"), tmp_path/"lora")
     agrees(tmp_path, uncut)
 
 
 @pytest.mark.slow
 def test_fsdp2_trains_and_saves_the_same(run, tmp_path):
-    one = QwenImageEditTrainer(run("one", 4, ema_decay=0.9)).fit()
+    one = QwenImageEditTrainer(run("one", 2, gradient_accumulation_steps=2, ema_decay=0.9)).fit()
     launch(run("two", 2, ema_decay=0.9), tmp_path/"lora", "fsdp")
     agrees(tmp_path, one)
     ours, theirs = (tmp_path/d/"checkpoints/epoch_0002" for d in ("one", "two"))
@@ -77,18 +80,25 @@ def test_fsdp2_trains_and_saves_the_same(run, tmp_path):
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
-def test_shares_cover_each_batch_once(pairs):
-    data = loader(pairs(((48, 32),) * 5 + ((32, 48),) * 2), batch_size=2, image_size=[64, 64], seed=3)
-    sampler = shard_loader(data, NS(num_processes=2, process_index=0)).batch_sampler
-    assert sampler.batch_size == 4
-    batches, shares = sampler.batches(), []
-    for rank in range(2):
-        sampler.rank = rank
-        shares.append(list(zip(sampler, sampler.counts())))
-    assert sorted(map(len, batches)) == [1, 2, 4]
-    for batch, *parts in zip(batches, *shares, strict=True): # of each process: what it computes, how much of that counts, the batch's size
-        assert sorted(i for share, (mine, _) in parts for i in share[:mine]) == sorted(batch) and {n for _, (_, n) in parts} == {len(batch)}
-        assert all(share for share, _ in parts), "every process has something to compute, because the others wait for its gradient"
+def test_a_step_of_two_processes_is_one_of_a_single_process_with_twice_the_accumulation(pairs):
+    "The same batches in each step, each sample counted once, and its place among the step's samples the same."
+    def steps(processes, accumulate):
+        out = []
+        for rank in range(processes):
+            data = shard_loader(loader(root, batch_size=2, image_size=[64, 64], seed=3), NS(num_processes=processes, process_index=rank))
+            made = []
+            for group in BatchStream(data, accumulate, []).groups(RunState()):
+                counted = [(b["sample_id"][:n], group.places(k)[:n]) for k, (b, n) in enumerate(zip(group, group.counts))]
+                made.append(({i: place for ids, places in counted for i, place in zip(ids, places)}, group.samples, group.batches))
+                assert all(batch_size(b) for b in group), "every process has something to compute, because the others wait for its gradient"
+            out.append(made)
+        return out
+    root = pairs(((48, 32),) * 5 + ((32, 48),) * 2)
+    [one], two = steps(1, 4), steps(2, 2)
+    for (ids, *sizes), *parts in zip(one, *two, strict=True):
+        assert ids == {k: v for mine, *_ in parts for k, v in mine.items()} and len(ids) == sizes[0]
+        assert sum(len(mine) for mine, *_ in parts) == len(ids) and all(rest == sizes for _, *rest in parts)
+    assert [batches for *_, batches in one] == [4] and [s for _, s, _ in one] == [7]
 
 
 def test_fsdp_that_became_something_else_raises(pairs, tmp_path, monkeypatch):

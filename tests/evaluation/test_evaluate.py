@@ -341,7 +341,7 @@ def test_no_process_evaluates_after_a_stop(stop, heard, made, monkeypatch):
     monkeypatch.setattr(module, "evaluate_now", lambda *a: pytest.fail("evaluated"))
     monkeypatch.setattr(module, "broadcast_stop", lambda accelerator, own: heard if own == stop else "")
     callback = EvaluationCallback(config := Trainer(made(train=dict(eval_steps=2))).config)
-    t = NS(config=config, held_out=[1], global_step=2, accelerator=None, state=RunState(max_steps=9, global_step=2, stop=stop))
+    t = NS(config=config, held_out=[1], global_step=2, accelerator=None, state=RunState(max_steps=9, global_step=2, stop=stop), checkpoint_root=Path)
     callback.on_step_end(t), callback.on_train_end(t)
     assert t.state.pending == "step_00000002"
 

@@ -7,7 +7,7 @@ from helpers import Scaled, made_batch
 from qie_nb.config import TrainSection
 from qie_nb.models import flow_matching as flow
 from qie_nb.tiny.random_models import tiny_pipeline
-from qie_nb.training.step import flow_matching_loss, sample_noise_and_sigmas
+from qie_nb.training.step import flow_matching_loss, sample_noise_and_sigmas, step_strata
 
 QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
 SEEDS = range(3000)
@@ -98,3 +98,22 @@ def test_a_mask_in_pixels_is_averaged_over_latent_pixels():
     blocks = big.view(1, 1, 4, 8, 6, 8).mean((3, 5))
     like = torch.zeros(1, 16, 1, 4, 6)
     assert_close(flow.mask_weights(big, like, 0.), flow.mask_weights(blocks, like, 0.))
+
+
+@pytest.mark.parametrize("how", flow.SAMPLINGS)
+def test_strata_divide_a_step_and_leave_each_samples_distribution_as_it_is(how):
+    "The samples of a step draw from as many equally likely parts; over many steps a sample has all levels."
+    plain = flow.sample_sigmas(range(8000), how, 0.5, None)
+    edges = plain.quantile(torch.tensor([0., 0.25, 0.5, 0.75, 1.]))
+    first = []
+    for step in range(1500):
+        strata = step_strata([(i, 4) for i in range(4)], 3, step)
+        assert sorted(strata) == [(k, 4) for k in range(4)]
+        s = flow.sample_sigmas([4 * step + i for i in range(4)], how, 0.5, None, strata=strata)
+        for (k, _), level in zip(strata, s): assert edges[k] - 0.03 <= level <= edges[k + 1] + 0.03
+        first.append(s[0])
+    wanted = torch.tensor([0.1, 0.5, 0.9])
+    assert_close(torch.stack(first).quantile(wanted), plain.quantile(wanted), atol=0.04, rtol=0)
+    orders = {tuple(k for k, _ in step_strata([(i, 4) for i in range(4)], 3, step)) for step in range(200)}
+    assert len(orders) == 24, "each step has another order"
+    if how != "logit_normal": assert_close(flow.sample_sigmas([5], how, 0.5, None, strata=[(0, 1)]), flow.sample_sigmas([5], how, 0.5, None))

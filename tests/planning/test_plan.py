@@ -138,9 +138,9 @@ def test_the_time_is_that_of_the_session_table():
     import session_table
     for products in ("float32", "float16"):
         p, _, phases = session_table.case("kaggle", 512, products)
-        assert step_seconds(p.shown.query, "Tesla T4") * session_table.steps_for(50) == pytest.approx(phases["train"])
+        assert step_seconds(p.shown.query, "Tesla T4") * session_table.steps_for(50) == pytest.approx(phases["train"] * 1.84) and p.shown.query.processes == 2
     known = plan("2511", "RTX 4090", 1024, config=dict(train=dict(max_train_steps=100)))
-    assert "for 100 steps" in repr(known) and known.data()["strategies"][0]["time"].endswith(" min") and "TFLOP" not in repr(known)
+    assert "for 100 samples" in repr(known) and known.data()["strategies"][0]["time"].endswith(" min") and "TFLOP" not in repr(known)
     assert not plan("2511", 48, 1024).time() and "TFLOP a step" in repr(plan("2511", 48, 1024)), "of unknown speed"
 
 
@@ -152,4 +152,4 @@ def test_the_tiny_model_has_its_own_control_size():
 def test_the_table_of_cards(capsys):
     assert main(["plan", "--table"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 6 and all(r.count("|") == 6 for r in rows) and "8-bit weights, 10 GB on each | 69 min" in rows[2]
+    assert len(rows) == 6 and all(r.count("|") == 6 for r in rows) and "4-bit weights, both GPUs at once, 12 GB on each | 37 min" in rows[2]

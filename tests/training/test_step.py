@@ -99,3 +99,18 @@ def test_losses_of_a_split_batch_are_in_the_order_of_its_samples(pairs, tmp_path
 def test_another_loader_is_taken_up_where_the_run_stopped():
     state = RunState(position=2)
     assert [list(g) for g in BatchStream([dict(prompt=["x"], n=n) for n in range(5)], 2, []).groups(state)] == [[dict(prompt=["x"], n=2), dict(prompt=["x"], n=3)], [dict(prompt=["x"], n=4)]]
+
+
+def test_the_batches_of_a_step_draw_from_different_parts_of_the_levels(pairs, tmp_path, monkeypatch):
+    "With `train.stratified_timesteps`; without it the parts are not made."
+    def drawn(**train):
+        seen = []
+        class Watching(QwenImageEditTrainer):
+            def loss(self, batch, eps, sigmas, *a):
+                seen.append((self.global_step, sigmas.tolist()))
+                return super().loss(batch, eps, sigmas, *a)
+        Watching(settings(pairs(((48, 32),) * 8), tmp_path/str(len(train)), data=dict(batch_size=2), cache=dict(cache_dir=str(tmp_path/"cache")),
+                          train=dict(output_dir=str(tmp_path/str(len(train))), gradient_accumulation_steps=2, val_fraction=0) | train)).fit()
+        return [sorted(level for at, levels in seen for level in levels if at == step) for step in range(4)]
+    for levels in drawn(stratified_timesteps=True): assert [min(3, int(level * 4 - 1e-4)) for level in levels] == [0, 1, 2, 3]
+    assert any([min(3, int(level * 4 - 1e-4)) for level in levels] != [0, 1, 2, 3] for levels in drawn())

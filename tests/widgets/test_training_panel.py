@@ -242,3 +242,18 @@ def test_the_curve_goes_on_in_another_folder_and_not_from_another_run(pairs, tmp
     assert points("b", max_train_steps=6, resume_checkpoint=str(tmp_path/"a"/"checkpoints"/"latest")) == ([1, 2, 3, 4, 5, 6], [2, 4, 6])
     shutil.rmtree(tmp_path/"a"/"checkpoints"/"step_00000002"), shutil.rmtree(tmp_path/"a"/"checkpoints"/"step_00000004")
     assert points("a", max_train_steps=2) == ([1, 2], [2]), "the log there is an earlier run's"
+
+
+def test_sample_now_edits_the_images_after_the_step_by_button_or_file(pairs, tmp_path, is_interactive, monkeypatch):
+    root, panels, begin = pairs(((48, 32),) * 4), [], TrainingPanel.on_train_begin
+    monkeypatch.setattr(TrainingPanel, "on_train_begin", lambda panel, t: (panels.append(panel), begin(panel, t)))
+    def ask(t):
+        if t.global_step == 2: panels[0].sample.click()
+        if t.global_step == 4: (t.checkpoint_root()/"sample_now").touch()
+    more = dict(samples=[dict(image=str(root/"control_images"/"0000.png"), prompt="make it dark")], eval_num_inference_steps=2, val_fraction=0, num_epochs=3)
+    seen = trainer(root, tmp_path/"b", callbacks=[OnStep(ask)], **more).fit()
+    made = sorted(p.name for p in (tmp_path/"b"/"checkpoints"/"inference").iterdir())
+    assert made == ["step_00000003_now", "step_00000005_now"] and seen.global_step == 6
+    assert "edit after step 5" in panels[0].gallery() and panels[0].sample.layout.display == "none"
+    assert not (tmp_path/"b"/"checkpoints"/"sample_now").exists()
+    adapters_close(seen, trainer(root, tmp_path/"a", panel=False, **more).fit())
