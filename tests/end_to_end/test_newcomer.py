@@ -27,15 +27,12 @@ def photos(tmp_path_factory):
     return root
 
 
-def own(pairs, preset, model="tiny", size=96, steps=12) -> dict:
+def changed(path, pairs, where, preset="t4x2", model="tiny", size=96, steps=12) -> dict:
     "The lines that a user changes, here to a small model, few steps and small images."
-    return {"TRIAL = True": "TRIAL = False", f'preset="{preset}",': 'preset="tiny",', '"Qwen/Qwen-Image-Edit-2511"': repr(model), pairs: "PAIRS", "prompt=None": f"prompt={PROMPT!r}",
-            "image_size=512": f"image_size={size}", "max_train_steps=800": f"max_train_steps={steps}", "eval_steps=100": f"eval_steps={steps}"}
-
-
-def changed(path, pairs, where, preset="t4x2", **what) -> dict:
     text = "".join(nbformat.read(path, 4)["cells"][4]["source"])
-    return {old: where if new == "PAIRS" else new for old, new in own(pairs, preset, **what).items() if old in text}
+    own = {"TRIAL = True": "TRIAL = False", f'preset="{preset}",': 'preset="tiny",', '"Qwen/Qwen-Image-Edit-2511"': repr(model), re.escape(pairs): where, "prompt=None": f"prompt={PROMPT!r}",
+           "image_size=512": f"image_size={size}", r"max_train_steps=\d+": f"max_train_steps={steps}", r"eval_steps=\d+": f"eval_steps={steps}"}
+    return {found[0]: new for old, new in own.items() if (found := re.search(old, text))}
 
 
 def played(name, path, platform, **what):

@@ -42,7 +42,7 @@ def watched(tmp_path, monkeypatch):
 
 
 def started(): # by rank
-    all_ = [p for p in psutil.Process().children(recursive=True) if "run_processes" in " ".join(p.cmdline())]
+    all_ = [p for p in psutil.Process().children(recursive=True) if "started_process" in " ".join(p.cmdline())]
     return {int(p.environ()["RANK"]): p for p in all_ if p.is_running() and p.status() != "zombie"}
 
 
