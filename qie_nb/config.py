@@ -185,6 +185,10 @@ class TrainSection(StepSection):
     eval_steps: int | None = setting(None, "optimizer steps between further evaluations", ge=1)
     eval_at_start: bool = setting(True, "evaluate also before the first step, to compare with")
     eval_num_inference_steps: int = setting(12, "sampling steps of evaluation images", ge=2)
+    eval_schedule: PathStr = setting("none",
+        "how evaluation images are sampled: none (`eval_num_inference_steps`, with guidance), lightning (4 steps "
+        "without guidance, for a distilled base), or a LoRA for few steps (file, folder or hub id) that is added "
+        "to the adapter in evaluations only", min_length=1)
     eval_noise_samples: int = setting(2, "noises per held-out pair and part of the noise levels", ge=1)
     eval_images: int = setting(2, "held-out pairs to edit at each evaluation", ge=0)
     samples: list[TrainSample] = setting([], "images of yours to edit at each evaluation: [{image, prompt}]")

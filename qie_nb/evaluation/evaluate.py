@@ -19,10 +19,11 @@ from ..core.files import write_atomic
 from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop, share
 from ..devices.placement import temporarily_load
-from .eval_images import eval_cases, file_name, find_styles, render_eval_images
+from .eval_images import eval_cases, eval_sampling, file_name, find_styles, render_eval_images
 from .validation_loss import (
     PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
-from ..lora.adapters import WEIGHT_NAME, find_lora, lora_info
+from ..lora.adapters import WEIGHT_NAME, active_loras, find_lora, lora_info, use_loras
+from ..lora.mixing import keep_trainable
 from ..sampling.cached_edits import is_available
 from ..training.callbacks import Callback, EvalWork, due, eval_intervals
 from ..training.checkpoint import checkpoint_name, find_checkpoint
@@ -82,8 +83,9 @@ def first_use(root) -> float: # of the control images, before the first step; or
     held, exchanged = (ValidationLoss(first[k], first["noises"]) for k in ("losses", "exchanged"))
     return control_use(held, exchanged).difference
 
-def first_errors(root) -> dict: # of the edited images, before the first step; or None
-    return (results_of(root).get(0) or {}).get("image_errors")
+def first_errors(root, sampling) -> dict: # of the edited images, before the first step, if sampled equally; or None
+    first = results_of(root).get(0) or {}
+    return first.get("image_errors") if first.get("image_sampling", sampling.note) == sampling.note else None
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 class History(NamedTuple):
@@ -174,7 +176,7 @@ class EvaluationCallback(Callback):
     def __init__(self, config):
         c = config.train
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
-        samples_of(config) # raises for a missing image
+        samples_of(config), eval_sampling(config) # raise for a missing file
         self.history, self.at, self.pace = History(), 0, None # at: the last evaluated step
         self.checked, self.uses_controls = False, True # after a step of this session; by the last check
 
@@ -189,7 +191,7 @@ class EvaluationCallback(Callback):
         self.at = t.global_step
         before = [last_result(t.checkpoint_root(), n) if self.at else None for n in (0, self.at)]
         begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
-        found = (first_use(t.checkpoint_root()), first_errors(t.checkpoint_root())) if self.at else ()
+        found = (first_use(t.checkpoint_root()), first_errors(t.checkpoint_root(), eval_sampling(t.config))) if self.at else ()
         self.history = History(*before, begun, *found)
         self.prepare(t)
         if not self.enabled(t): return
@@ -214,13 +216,13 @@ class EvaluationCallback(Callback):
 def plan(self:EvaluationCallback, t) -> EvalWork:
     "What an evaluation computes; the last one, and long ones in a batch run, are announced."
     c, cases, pairs = t.config.train, eval_cases(t, self.styles), len(t.held_out or ())
-    n, steps, every = len(cases), c.eval_num_inference_steps, process(t)[1]
-    parts = [f"{n} image{'s' * (n > 1)} x {steps} steps"] * bool(n)
+    n, sampled, every = len(cases), eval_sampling(t.config), process(t)[1]
+    parts = [f"{n} image{'s' * (n > 1)} x {sampled.steps} steps"] * bool(n)
     parts += [f"loss of {pairs} pair{'s' * (pairs > 1)}"] * bool(pairs)
     which = "final evaluation" if t.state.stop == "done" else "evaluation"
     if not t.global_step: which = "evaluation before the first step"
     batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
-    passes = -(-n // every) * steps * 2 + -(-batches // every) * len(PARTS) * (1 + self.exchange(t))
+    passes = -(-n // every) * sampled.steps * sampled.passes + -(-batches // every) * len(PARTS) * (1 + self.exchange(t))
     work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
     if left := work.seconds_left(): work.what += f", about {short_time(left)}"
     if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
@@ -238,7 +240,8 @@ def sample(self:EvaluationCallback, t):
     "Edit the evaluation images with the adapter so far, outside the planned evaluations."
     if not (cases := eval_cases(t, self.styles)):
         return print("there are no images to edit; name some in `train.samples`, or hold out pairs with `train.val_fraction`")
-    passes = -(-len(cases) // process(t)[1]) * t.config.train.eval_num_inference_steps * 2
+    sampled = eval_sampling(t.config)
+    passes = -(-len(cases) // process(t)[1]) * sampled.steps * sampled.passes
     work = t.state.work = EvalWork(f"images after step {t.global_step}", passes, self.pace)
     try:
         with t.ema_weights(), temporarily_load(t.components, "vae", "text_encoder"):
@@ -272,7 +275,8 @@ def evaluate(self:EvaluationCallback, t, name=None):
     row, errors = numbers(held, images), image_errors(images)
     t.state.metrics |= row
     facts = dict(steps=t.global_step, weights=t.weights_name)
-    lists = dict(losses=held.losses, noises=held.noises, image_errors=errors)
+    lists = dict(losses=held.losses, noises=held.noises, image_errors=errors,
+                 image_sampling=eval_sampling(t.config).note)
     write_result(t, out, facts | row | lists | (dict(exchanged=other.losses) if other else {}))
     self.say(t.global_step, held, other, errors, process(t)[0] == 0)
 
@@ -305,11 +309,12 @@ def adapter_of(
 # %% ../../nbs/evaluation/02_evaluate.ipynb #0a7a9c94
 @contextmanager
 def without_adapter(transformer):
-    on = getattr(transformer, "_hf_peft_config_loaded", False)
-    if on: transformer.disable_adapters()
-    try: yield
-    finally:
-        if on: transformer.enable_adapters()
+    on, before = getattr(transformer, "_hf_peft_config_loaded", False), active_loras(transformer)
+    with keep_trainable(transformer):
+        if on: transformer.disable_adapters()
+        try: yield
+        finally:
+            if on: use_loras(transformer, before)
 
 def _load_adapter(trainer, checkpoint) -> tuple: # (metadata, folder name for results)
     if checkpoint is None:
@@ -348,7 +353,8 @@ def evaluate(
     out = trainer.checkpoint_root()/"inference"/name
     with without_adapter(trainer._transformer()) if checkpoint == "base" else nullcontext():
         held, images, _ = evaluate_now(trainer, out, styles)
-    losses = dict(losses=held.losses, noises=held.noises, image_errors=image_errors(images)) if held else {}
+    losses = dict(losses=held.losses, noises=held.noises, image_errors=image_errors(images),
+                  image_sampling=eval_sampling(trainer.config).note) if held else {}
     row = numbers(held, images) if held else {}
     result = facts | row | losses | dict(pictures=[str(i.file) for i in images])
     write_result(trainer, out, result)

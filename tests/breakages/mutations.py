@@ -87,6 +87,9 @@ MUTATIONS = { # name: [(module, old, new), ...]
     # --- evaluation
     "held-out loss in training mode": [("sampling/cached_edits", "    transformer.eval()\n", "    pass\n")],
     "the transformer stays in evaluation mode": [("sampling/cached_edits", "finally: transformer.train(was)", "finally: pass")],
+    "the LoRA for few steps stays": [("evaluation/eval_images", "finally: remove_loras(transformer, [name])", "finally: pass")],
+    "few steps without the trained adapter": [("evaluation/eval_images", "before | {name: 1.0}", "{name: 1.0}")],
+    "few steps with the model's schedule": [("evaluation/eval_images", "overrides=sampling.overrides", "overrides={}")],
     "held-out noise of one draw": [("evaluation/validation_loss", 'stable_seed("held out noise", i, draw)', 'stable_seed("held out noise", i)')],
     "held-out levels of one pair": [("evaluation/validation_loss", 'stable_seed("held out level", sample_id, draw, k)', 'stable_seed("held out level", draw, k)')],
     "levels weighed alike": [("evaluation/validation_loss", "    return sigma**2 * s /", "    return 0 * sigma + s /")],
