@@ -2,7 +2,7 @@
 
 `python benchmarks/session_table.py` prints the tables and `--write` puts them into the pages. Nothing here is measured:
 memory and disk come from the planner, work from counted operations, and time from the rates assumed below."""
-import argparse, json, math, re, sys
+import argparse, statistics, json, math, re, sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -156,11 +156,32 @@ def validation():
         rows.append([edit, f"{runs['base'][0]['pixel_error']:.1f}", *(f"{show(best[n])}, {show(runs[n][-1])}" for n in names)])
     return markdown(["edit", "model alone", *(f"{n}: best, last" for n in names.values())], rows)
 
+def few_steps():
+    "Checkpoints judged by images of four forward passes and of forty."
+    rows = [[edit, len(r["rows"]), f"{r['passes']['four']:.0f} and {r['passes']['twenty']:.0f}", f"{r['spearman']:.2f}"]
+            for edit, r in json.loads((HERE/"results"/"few_steps.json").read_text())["results"].items()]
+    return markdown(["edit", "checkpoints", "forward passes an image", "Spearman's coefficient of the two errors"], rows)
+
+def stratified():
+    "Gradient variance and results after training, with and without `train.stratified_timesteps`."
+    results = json.loads((HERE/"results"/"step_variance.json").read_text())["results"]
+    kinds, rows = ("independent", "stratified"), []
+    spread = lambda values, digits: f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    for size, r in results.items():
+        for when, g in r["gradient"].items():
+            rows.append([f"{size} a step: variance of the gradient, {when} the first step" if when == "before" else f"{size} a step: variance of the gradient, {when}",
+                         *(f"{g[k]['relative_variance']:.3f} ± {g[k]['standard_error']:.3f}" for k in kinds)])
+        for name, what, digits in (("held_out_loss", "held-out loss", 4), ("image_error", "error of edited held-out images, grey levels", 1)):
+            rows.append([f"{size} a step: {what} after 60 steps", *(spread([x[name] for x in r["after_60_steps"][k]], digits) for k in kinds)])
+    return markdown(["", "independent levels", "stratified levels"], rows)
+
 
 PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
          ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
+         ("recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
+         ("evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
          ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking}
 
 def filled(page, mark, text): # the page with its table replaced

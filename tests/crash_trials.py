@@ -288,6 +288,55 @@ def kills_of_processes(course, trials) -> dict:
     return t.result()
 
 
+# --- processes that `fit` starts
+class Started(Course):
+    "Runs in which the notebook's process starts two others."
+    def job(self, out, *_):
+        from qie_nb.trainer import QwenImageEditTrainer
+        QwenImageEditTrainer(self.config(out, "auto")).fit()
+
+    def listen(self, out): return self.finish(out)
+
+    def kill(self, out, who, after) -> str: # what was killed, or "": the run had ended
+        "A rank or the notebook is killed after some seconds, and all processes end."
+        import psutil
+        (pid,) = self.start(out)
+        time.sleep(after)
+        ranks, victim = psutil.Process(pid).children(recursive=True), pid
+        for p in ranks:
+            with contextlib.suppress(psutil.Error): # it may end now
+                if "started_process" in " ".join(p.cmdline()) and p.environ().get("RANK") == who[-1]: victim = p.pid
+        if victim == pid: who = "the notebook"
+        with contextlib.suppress(ProcessLookupError): os.kill(victim, signal.SIGKILL)
+        states = wait([pid], 120)
+        assert pid in states, f"the notebook did not end: {self.log()}"
+        left = psutil.wait_procs(ranks, timeout=120)[1]
+        assert not left, f"{len(left)} processes are left"
+        return who if states[pid] else ""
+
+
+def kills_of_started(course, trials) -> dict:
+    "Each run is killed up to ten times, wherever it is, and then finished."
+    t, rng, killed, began = Tally("fit() with two started processes: one of them or the notebook killed", trials), random.Random(0), collections.Counter(), time.time()
+    course.finish(course.folder())
+    whole = time.time() - began
+    while t.trials < trials and len(t.failed) < 9:
+        out = course.folder()
+        with whole_run(t, "a run"):
+            for _ in range(min(10, trials - t.trials)):
+                before, who, hit = complete(out), rng.choice(("rank 0", "rank 1", "the notebook")), None
+                with t.trial(who):
+                    hit = course.kill(out, who, rng.uniform(0.1, 1.0) * whole)
+                    assert max(map(step_of, complete(out)), default=0) >= max(map(step_of, before), default=0), "a checkpoint is gone"
+                    if complete(out): newest_is_named(out)
+                if hit: killed[hit] += 1
+                if hit == "": t.trials, t.passed = t.trials - 1, t.passed - 1; break # the run had ended
+            course.finish(out)
+            course.compare(out, same_names=False, samples=False)
+        shutil.rmtree(out)
+    return t.result(", ".join(f"{who} {n}" for who, n in sorted(killed.items())))
+
+
 # --- signals
 def by_command(course, out, shared, resume=False, slow_at=None):
     "In a child: `qie-nb train`; its micro-batches, steps and whether a slow one was ended are seen from outside."
@@ -438,13 +487,14 @@ def interrupts(course, trials) -> dict:
 
 # --- all of them
 def cases(full): # {name: function of a folder}
-    def course(**sections): return functools.lru_cache(lambda: Course(tempfile.mkdtemp(prefix="kills-"), **sections))
+    def course(kind=Course, **sections): return functools.lru_cache(lambda: kind(tempfile.mkdtemp(prefix="kills-"), **sections))
     one, two = course(), course(world=2, data=dict(batch_size=1), train=dict(num_epochs=3))
+    three = course(Started, data=dict(batch_size=1), train=dict(num_processes=2, num_epochs=15))
     n = lambda much, little: much if full else little
     on = lambda f, *a, of=one: lambda tmp: f(of(), *a)
     return dict(files=on(kills_in_files, n(2, None)), steps=on(kills_in_steps, n(2, None)), resume=on(kills_in_resume, n(None, 2)),
                 signals=on(signals, n(40, 3)), odd_signals=on(signals_in_odd_places), interrupts=on(interrupts, n(100, 8)),
-                processes=on(kills_of_processes, n(18, 1), of=two))
+                processes=on(kills_of_processes, n(18, 1), of=two), started=on(kills_of_started, n(40, 2), of=three))
 
 
 if __name__ == "__main__": main("Interrupted runs", cases)

@@ -97,11 +97,11 @@ def test_table_rows_have_equal_length(page):
         assert len(counts) == 1, table[:200]
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_tables_are_current(number):
+def test_tables_are_current():
     import session_table
-    (page, mark), make = list(session_table.PARTS.items())[number]
-    assert session_table.filled(page, mark, make()) == read(page), "python benchmarks/session_table.py --write"
+    assert len(session_table.PARTS) >= 7
+    stale = [mark for (page, mark), make in session_table.PARTS.items() if session_table.filled(page, mark, make()) != read(page)]
+    assert not stale, "python benchmarks/session_table.py --write"
 
 
 def test_the_list_of_options_is_current():

@@ -25,9 +25,9 @@ class Tally:
 
     def fail(self, name, e):
         self.failed.append(f"{name}: {type(e).__name__}: {e} ({traceback.extract_tb(e.__traceback__)[-1].line})")
+        print(f"  failed: {self.failed[-1]}"[:600], flush=True)
 
     def result(self, worst="") -> dict:
-        for why in self.failed[:20]: print(f"  failed: {why}"[:600], flush=True)
         return dict(case=self.case, trials=self.trials, passed=self.passed, worst=self.failed[0][:600] if self.failed else worst,
                     seconds=round(time.time() - self.began, 1))
 
