@@ -42,16 +42,17 @@ def load(job, notebook):
     import torch
     from synthetic_checkpoint import made_up
     from qie_nb.models import components
-    parts, placement = components.Components(job["folder"], quantize=dict(transformer="nf4")), LeavesHost()
-    def without_modulation(model):
+    times, placement = [], LeavesHost()
+    parts = components.Components(job["folder"], quantize=dict(transformer="nf4"))
+    def without_modulation(model): # called when loading begins
+        times.append(time.time())
         for block in model.transformer_blocks: block.img_mod = block.txt_mod = torch.nn.Identity()
     parts.prepare["transformer"], parts.placements["transformer"] = without_modulation, placement
     if job["together"]: components.take_turns = nullcontext
     imported = anonymous(os.getpid())
     with made_up("cpu"):
-        began = time.time()
         parts.get("transformer")
-    notebook.send(done=dict(began=began, ended=time.time(), imported=imported, placed=placement.bytes))
+    notebook.send(done=dict(began=times[0], ended=time.time(), imported=imported, placed=placement.bytes))
     time.sleep(2)
 
 
