@@ -312,6 +312,23 @@ def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name,places", [("kaggle", False), ("kaggle", True), ("colab", True)], ids=["this Python", "kaggle's versions", "colab's versions"])
+def test_notebooks_start_two_processes_and_continue(name, places, tmp_path, request):
+    what, wheels = own_versions(places, name, request)
+    (tmp_path/"drive").mkdir()
+    for folder in wheels.values() if name == "colab" else (): shutil.copytree(folder, tmp_path/"drive"/"wheels")
+    platform = kaggle(tmp_path, wheels, quota=64 * MB) if name == "kaggle" else colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB)
+    path = TRAIN if name == "kaggle" else COLAB
+    few = {'"duotone", 48)': '"duotone", 12)'}
+    first = ran(path, platform, changes=few | trial_with("num_processes=2, max_train_steps=4"), **what)
+    text = first.text()
+    assert "precomputing in 2 processes" in text and "training in 2 processes, 8 samples a step" in text and "4 in total: done" in text, text[-3000:]
+    if name == "kaggle": platform.inputs["/kaggle/input/notebooks/user/qie-nb-train"] = first.output
+    text = ran(path, platform, changes=few | trial_with("num_processes=2, max_train_steps=6"), **what).text()
+    assert "training in 2 processes" in text and "trained 2 steps" in text and "6 in total: done" in text, text[-3000:]
+
+
+@pytest.mark.slow
 def test_training_from_a_prequantized_copy(tmp_path):
     "The copy is attached instead of the model and contains its modulation table."
     platform = kaggle(tmp_path, quota=64 * MB)
