@@ -324,10 +324,11 @@ def kills_of_started(course, trials) -> dict:
         out = course.folder()
         with whole_run(t, "a run"):
             for _ in range(min(10, trials - t.trials)):
-                before, who, hit = complete(out), rng.choice(("rank 0", "rank 1", "the notebook")), None
+                newest = lambda: max(map(step_of, complete(out)), default=0)
+                before, who, hit = newest(), rng.choice(("rank 0", "rank 1", "the notebook")), None
                 with t.trial(who):
                     hit = course.kill(out, who, rng.uniform(0.1, 1.0) * whole)
-                    assert max(map(step_of, complete(out)), default=0) >= max(map(step_of, before), default=0), "a checkpoint is gone"
+                    assert newest() >= before, "a checkpoint is gone"
                     if complete(out): newest_is_named(out)
                 if hit: killed[hit] += 1
                 if hit == "": t.trials, t.passed = t.trials - 1, t.passed - 1; break # the run had ended
