@@ -192,7 +192,7 @@ def _matches(control, target, level, t) -> _Matches: # t: None on the first leve
 
 # %% ../../nbs/data/04b_alignment.ipynb #125ea21f
 LEAST_BLOCKS, LEAST_SHARE = 8, 0.3 # that must agree
-_ERRORS = (0.08, 0.08, 0.0006, 0.0006, 0.0008) # largest standard errors of t
+_ERRORS = (0.06, 0.06, 0.0006, 0.0006, 0.0008) # largest standard errors of t
 
 def _errors(t, m) -> np.ndarray: # standard errors of t
     slopes, weight = _slopes(t, m.p), m.weight * m.trust(t)[:, None, None]
