@@ -421,6 +421,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'qie_nb.data.alignment._Matches': ('data/alignment.html#_matches', 'qie_nb/data/alignment.py'),
                                        'qie_nb.data.alignment._Matches.only': ( 'data/alignment.html#_matches.only',
                                                                                 'qie_nb/data/alignment.py'),
+                                       'qie_nb.data.alignment._Matches.span': ( 'data/alignment.html#_matches.span',
+                                                                                'qie_nb/data/alignment.py'),
                                        'qie_nb.data.alignment._Matches.trust': ( 'data/alignment.html#_matches.trust',
                                                                                  'qie_nb/data/alignment.py'),
                                        'qie_nb.data.alignment._agree': ('data/alignment.html#_agree', 'qie_nb/data/alignment.py'),
