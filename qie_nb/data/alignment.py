@@ -205,7 +205,8 @@ def _matches(control, target, level, t) -> _Matches: # t: None on the first leve
 
 # %% ../../nbs/data/04b_alignment.ipynb #9f63d876
 LEAST_BLOCKS, LEAST_SHARE = 8, 0.35 # that must agree
-_ERRORS = (0.08, 0.08, 0.0008, 0.0008, 0.001) # largest standard errors of t
+_ERRORS = (0.07, 0.07, 0.0007, 0.0007, 0.001) # largest standard errors of t
+_SHAKY = 2.5 # times as large: the other numbers are not told either
 LEAST_SPREAD = 0.2 # standard deviation of the agreeing blocks' places, half sides of the image
 
 def _errors(t, m) -> np.ndarray: # standard errors of t: the jackknife over 6 x 6 parts of the image
@@ -275,5 +276,6 @@ def measure_alignment(
     if t is None: return Alignment(changed=_changed(control, target))
     large = max(1, math.sqrt(math.prod(target.size)) / 1024) # then pixels are smaller
     most = np.array(_ERRORS) * [large, large, 1, 1, 1]
+    if max(errors[np.isfinite(errors)] / most[np.isfinite(errors)]) > _SHAKY: errors[:] = np.inf
     numbers = zip(_alignment(t), errors, most)
     return Alignment(*(v if e <= limit else None for v, e, limit in numbers), _changed(control, target, t))
