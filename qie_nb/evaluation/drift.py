@@ -45,11 +45,12 @@ COLUMNS = ("drift_shift_px", "drift_scale_percent", "outside_psnr", "inside_erro
            "outside_contrast", "detail_ratio")
 FIELDS = (*COLUMNS, "dx", "dy", "sx", "sy", "target_shift_px", "target_scale_percent") # of one image
 
-def shift_and_scale(found) -> dict: # `Alignment`, or None: cannot tell
-    "`drift_shift_px`: sqrt(dx**2 + dy**2); `drift_scale_percent`: 100 (s - 1)."
-    if found is None: return {}
-    scale = max(found.sx - 1, found.sy - 1, key=abs)
-    return dict(drift_shift_px=math.hypot(found.dx, found.dy), drift_scale_percent=100 * scale)
+def shift_and_scale(found) -> dict: # `Alignment`, or None; what it cannot tell is left out
+    "`drift_shift_px`: sqrt(dx**2 + dy**2); `drift_scale_percent`: 100 (s - 1), s being sx or sy."
+    dx, dy, sx, sy = found[:4] if found else [None] * 4
+    row = {} if None in (dx, dy) else dict(drift_shift_px=math.hypot(dx, dy))
+    if None in (sx, sy): return row
+    return row | dict(drift_scale_percent=100 * max(sx - 1, sy - 1, key=abs))
 
 # %% ../../nbs/evaluation/01b_drift.ipynb #c3d1000b
 def luma(a) -> np.ndarray: # uint8 [H, W, 3]; float64 [H, W], 0 to 255
@@ -89,7 +90,7 @@ def drift_of(
     "The measures of an edited image, without those that cannot be told."
     found = None if control is None else measure_alignment(control, edited)
     row = shift_and_scale(found)
-    if found: row |= {k: float(getattr(found, k)) for k in ("dx", "dy", "sx", "sy")}
+    row |= {k: v for k, v in zip(("dx", "dy", "sx", "sy"), found or ()) if v is not None}
     if target is None: return row
     if control is not None:
         row |= inside_and_outside(edited, target, changed_region(at_size(control, target), target))
