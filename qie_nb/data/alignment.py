@@ -27,6 +27,9 @@ class Alignment(NamedTuple):
     @property
     def known(self) -> bool: # are shift, scale and rotation all known?
         return None not in self[:5]
+    @property
+    def t(self) -> tuple: # (dx, dy, sx, sy, angle in radians)
+        return (*self[:4], math.radians(self.rotation))
 
 # %% ../../nbs/data/04b_alignment.ipynb #9421a470
 _SAME = (0., 0., 1., 1., 0.) # t of an aligned pair
@@ -46,7 +49,13 @@ def _slopes(t, p): # [n, 2, 5], derivatives of `_mapped` by t
     out[:, 0, 4], out[:, 1, 4] = t[2] * turned[:, 1], -t[3] * turned[:, 0]
     return out
 
-# %% ../../nbs/data/04b_alignment.ipynb #c950fd79
+# %% ../../nbs/data/04b_alignment.ipynb #5b9196ec
+def displacement(a:Alignment, size:tuple, b:Alignment=Alignment(*_SAME)) -> float:
+    "The largest distance between the places of a corner under two alignments, pixels."
+    corners = np.array([(x, y) for x in (-1, 1) for y in (-1, 1)]) * size / 2
+    return float(np.hypot(*(_mapped(a.t, corners) - _mapped(b.t, corners)).T).max())
+
+# %% ../../nbs/data/04b_alignment.ipynb #c82ca147
 def _structure(im) -> np.ndarray: # complex64 [h, w], absolute values below 1
     from scipy.ndimage import gaussian_filter
     smooth = lambda a, s, truncate: gaussian_filter(a, s, mode="nearest", truncate=truncate)
@@ -57,7 +66,7 @@ def _structure(im) -> np.ndarray: # complex64 [h, w], absolute values below 1
     size = np.sqrt(np.abs(z))
     return (z / (size + 1e-6) / (size + smooth(size, 8, 2) + 2)).astype(np.complex64) # 2 levels: noise
 
-# %% ../../nbs/data/04b_alignment.ipynb #04162001
+# %% ../../nbs/data/04b_alignment.ipynb #431889c2
 def _correlate(a, b, n:int) -> np.ndarray: # [blocks, n, n]: sum of conj(a[x]) b[x + shift], real part
     from scipy.fft import fft2, ifft2, irfft2, next_fast_len, rfft2
     if a.dtype.kind == "c":
@@ -87,7 +96,7 @@ def _scores(a, b, valid, block, reach, step) -> tuple: # centres [n, 2], scores 
     theirs = np.maximum(theirs, np.median(theirs, (1, 2))[:, None, None] / 4 + 1e-3)
     return np.array(at)[:, ::-1] + (block - 1) / 2, score / np.sqrt(mine * theirs), total / window.sum()
 
-# %% ../../nbs/data/04b_alignment.ipynb #431889c2
+# %% ../../nbs/data/04b_alignment.ipynb #8409b8f8
 def _peaks(scores) -> tuple: # shifts [n, 2] in pixels, heights [n], curvatures [n, 2, 2]
     n = scores.shape[1]
     at = scores[:, 1:-1, 1:-1].reshape(len(scores), -1).argmax(1)
@@ -104,7 +113,7 @@ def _peaks(scores) -> tuple: # shifts [n, 2] in pixels, heights [n], curvatures 
     shift = np.stack([j - n // 2 + dx.clip(-1, 1), i - n // 2 + dy.clip(-1, 1)], 1)
     return shift, top, np.stack([np.stack([hx, hxy], 1), np.stack([hxy, hy], 1)], 1)
 
-# %% ../../nbs/data/04b_alignment.ipynb #7c4a2508
+# %% ../../nbs/data/04b_alignment.ipynb #390edba4
 class _Matches(NamedTuple):
     p: np.ndarray # [n, 2] in the control, target pixels from the centre
     q: np.ndarray # [n, 2] in the target
@@ -148,7 +157,7 @@ def _fitted(t, m, steps:int=8) -> np.ndarray: # t
         t = _improved(t, m, m.weight * trust[:, None, None])
     return t
 
-# %% ../../nbs/data/04b_alignment.ipynb #390edba4
+# %% ../../nbs/data/04b_alignment.ipynb #47f7b934
 def resampled(
     target, # PIL image
     t, # (dx, dy, sx, sy, angle), in pixels of an image of `size`
@@ -167,11 +176,13 @@ class _Level(NamedTuple):
     block: int; reach: int; step: int # pixels
     limit: float # pixels
 
-def _levels(side):
-    fine = _Level(min(640, side), 96, 4, 48, 1.5) if side > 450 else _Level(320, 64, 3, 32, 1.5)
-    return _Level(160, 48, 18, 19, 2.5), _Level(320, 64, 5, 32, 2.), fine
+def _levels(side): # of a square of the target's area
+    middle = min(320, max(192, round(1.25 * side)))
+    block = min(64, middle // 4)
+    fine = _Level(min(640, side), 96, 4, 48, 1.5) if side > 450 else _Level(middle, block, 3, block // 2, 1.5)
+    return _Level(160, 48, 18, 19, 2.5), _Level(middle, block, 5, block // 2, 2.), fine
 
-# %% ../../nbs/data/04b_alignment.ipynb #ce00626a
+# %% ../../nbs/data/04b_alignment.ipynb #125ea21f
 def _matches(control, target, level, t) -> _Matches: # t: None on the first level
     from scipy.ndimage import binary_erosion
     size, side = np.array(target.size), math.sqrt(math.prod(target.size))
@@ -190,9 +201,9 @@ def _matches(control, target, level, t) -> _Matches: # t: None on the first leve
     m = _Matches(p, q if t is None else _mapped(t, q), weight, level.limit * side / level.side, side / 2, len(p))
     return m.only((contrast > 0.004) & (height > 0.05))
 
-# %% ../../nbs/data/04b_alignment.ipynb #125ea21f
-LEAST_BLOCKS, LEAST_SHARE = 8, 0.3 # that must agree
-_ERRORS = (0.08, 0.08, 0.0006, 0.0006, 0.0008) # largest standard errors of t
+# %% ../../nbs/data/04b_alignment.ipynb #9f63d876
+LEAST_BLOCKS, LEAST_SHARE = 8, 0.35 # that must agree
+_ERRORS = (0.06, 0.06, 0.0006, 0.0006, 0.0008) # largest standard errors of t
 
 def _errors(t, m) -> np.ndarray: # standard errors of t
     slopes, weight = _slopes(t, m.p), m.weight * m.trust(t)[:, None, None]
@@ -201,20 +212,24 @@ def _errors(t, m) -> np.ndarray: # standard errors of t
     spread = np.linalg.inv(np.einsum("njk,nkl->jl", by, slopes) + 1e-6 * np.diag([1, 1, *[m.span ** 2] * 3]))
     return np.sqrt(np.diag(spread @ (each.T @ each) @ spread))
 
+def _alignment(t) -> Alignment: return Alignment(*map(float, t[:4]), math.degrees(t[4]))
+
 def _agree(t, m) -> bool: # more blocks than could by chance?
     n = (m.trust(t) > 0).sum()
     return n >= LEAST_BLOCKS and n >= LEAST_SHARE * len(m.p)
 
 def _located(control, target) -> tuple: # t or None, standard errors
-    t = None
-    for level in _levels(math.sqrt(math.prod(target.size))):
+    t, side = None, math.sqrt(math.prod(target.size))
+    first, middle, fine = _levels(side)
+    for level in (first, middle, fine):
+        if level is middle and displacement(_alignment(t), target.size) * first.side < side: continue
         m = _matches(control, target, level, t)
         if len(m.p) < LEAST_BLOCKS: return None, None
         t = _fitted(_search(m) if t is None else t, m)
         if not _agree(t, m): return None, None
     return t, _errors(t, m)
 
-# %% ../../nbs/data/04b_alignment.ipynb #9f63d876
+# %% ../../nbs/data/04b_alignment.ipynb #58f1fc22
 _CHANGED, _SIDE = 16, 384 # levels, longest side at which pixels are compared
 
 def _changed(control, target, t=None) -> float: # share, or None
@@ -233,7 +248,7 @@ def _changed(control, target, t=None) -> float: # share, or None
     if t is not None or share is None or share < 0.75: return share
     return share if max(np.ptp(im, (0, 1)).max() for im in (a, b)) < 2 * _CHANGED else None
 
-# %% ../../nbs/data/04b_alignment.ipynb #5f94b100
+# %% ../../nbs/data/04b_alignment.ipynb #318d5b2f
 def measure_alignment(
     control, target, # PIL images or uint8 [H, W, 3]; the control may have another size
 ) -> Alignment:
@@ -243,6 +258,5 @@ def measure_alignment(
     if t is None: return Alignment(changed=_changed(control, target))
     large = max(1, math.sqrt(math.prod(target.size)) / 1024) # then pixels are smaller
     most = np.array(_ERRORS) * [large, large, 1, 1, 1]
-    numbers = [*t[:4], math.degrees(t[4])]
-    return Alignment(*(float(v) if e <= limit else None for v, e, limit in zip(numbers, errors, most)),
-                     _changed(control, target, t))
+    numbers = zip(_alignment(t), errors, most)
+    return Alignment(*(v if e <= limit else None for v, e, limit in numbers), _changed(control, target, t))
