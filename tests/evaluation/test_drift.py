@@ -7,7 +7,7 @@ from PIL import Image, ImageFilter
 
 from qie_nb.data.alignment import Alignment
 from qie_nb.evaluation import compare as comparison, drift, eval_images, evaluate as module
-from qie_nb.evaluation.drift import COLUMNS, box_mean, changed_region, drift_of, medians, notable, pack, say_drift, short_text, unpack
+from qie_nb.evaluation.drift import COLUMNS, at_size, box_mean, changed_region, drift_of, medians, notable, pack, say_drift, short_text, unpack
 from qie_nb.evaluation.evaluate import evaluate, table
 from qie_nb.logging import ROW, csv_line
 from qie_nb.tiny.photos import crops
@@ -127,7 +127,7 @@ def test_an_evaluation_writes_its_drift(config, tmp_path, monkeypatch, capsys):
     t = Trainer(config(), [panel]).fit()
     (edited, control, target, _), own = asked
     pair = t.held_out.images(0)
-    assert np.array_equal(target, pair["image"]) and control.shape == edited.shape == target.shape and own[2] is None and own[1].shape == own[0].shape
+    assert np.array_equal(target, pair["image"]) and edited.shape == target.shape and np.array_equal(control, at_size(pair["control"][0], target)) and own[2] is None and own[1].shape == own[0].shape
     assert {k: t.state.metrics[k] for k in COLUMNS} == {k: MADE[k] for k in COLUMNS}
     root = tmp_path/"out"/"checkpoints"
     with next(root.glob("logs/*.csv")).open() as f: row = list(csv.DictReader(f))[-1]
