@@ -119,8 +119,10 @@ class _Matches(NamedTuple):
     q: np.ndarray # [n, 2] in the target
     weight: np.ndarray # [n, 2, 2]
     limit: float # target pixels
-    span: float # half a side of the image, target pixels
-    blocks: int # also those without structure
+    half: np.ndarray # half the width and height of the image, target pixels
+
+    @property
+    def span(self): return math.sqrt(math.prod(self.half))
 
     def trust(self, t): # [n], 1: agrees, 0: differs by `limit` or more
         far = ((self.q - _mapped(t, self.p)) ** 2).sum(1)
@@ -198,19 +200,30 @@ def _matches(control, target, level, t) -> _Matches: # t: None on the first leve
     height, pixel = height.clip(0, 0.98), size / (w, h)
     weight = curve * (contrast * height / (1.02 - height))[:, None, None]
     p, q = (at - (w / 2 - 0.5, h / 2 - 0.5)) * pixel, (at + shift - (w / 2 - 0.5, h / 2 - 0.5)) * pixel
-    m = _Matches(p, q if t is None else _mapped(t, q), weight, level.limit * side / level.side, side / 2, len(p))
+    m = _Matches(p, q if t is None else _mapped(t, q), weight, level.limit * side / level.side, size / 2)
     return m.only((contrast > 0.004) & (height > 0.05))
 
 # %% ../../nbs/data/04b_alignment.ipynb #9f63d876
 LEAST_BLOCKS, LEAST_SHARE = 8, 0.35 # that must agree
-_ERRORS = (0.06, 0.06, 0.0006, 0.0006, 0.0008) # largest standard errors of t
+_ERRORS = (0.08, 0.08, 0.0008, 0.0008, 0.001) # largest standard errors of t
+LEAST_SPREAD = 0.2 # standard deviation of the agreeing blocks' places, half sides of the image
 
-def _errors(t, m) -> np.ndarray: # standard errors of t
+def _errors(t, m) -> np.ndarray: # standard errors of t: the jackknife over 6 x 6 parts of the image
     slopes, weight = _slopes(t, m.p), m.weight * m.trust(t)[:, None, None]
     by = np.einsum("nij,nik->njk", slopes, weight)
-    each = np.einsum("njk,nk->nj", by, m.q - _mapped(t, m.p))
-    spread = np.linalg.inv(np.einsum("njk,nkl->jl", by, slopes) + 1e-6 * np.diag([1, 1, *[m.span ** 2] * 3]))
-    return np.sqrt(np.diag(spread @ (each.T @ each) @ spread))
+    normal = np.einsum("njk,nkl->njl", by, slopes)
+    pull = np.einsum("njk,nk->nj", by, m.q - _mapped(t, m.p))
+    part = ((m.p / m.half + 1) * 3).astype(int) @ (6, 1)
+    all_, change = normal.sum(0) + 1e-6 * np.diag([1, 1, *[m.span ** 2] * 3]), []
+    for k in np.unique(part):
+        rest = all_ - normal[part == k].sum(0)
+        change.append(np.linalg.solve(rest, pull[part == k].sum(0)))
+    return np.sqrt((np.array(change) ** 2).sum(0))
+
+def _spread(t, m, axis) -> float: # of the evidence along x or y, half sides
+    weight, place = m.weight[:, axis, axis] * m.trust(t), m.p[:, axis] / m.half[axis]
+    mean = np.average(place, weights=weight)
+    return math.sqrt(np.average((place - mean) ** 2, weights=weight))
 
 def _alignment(t) -> Alignment: return Alignment(*map(float, t[:4]), math.degrees(t[4]))
 
@@ -227,7 +240,10 @@ def _located(control, target) -> tuple: # t or None, standard errors
         if len(m.p) < LEAST_BLOCKS: return None, None
         t = _fitted(_search(m) if t is None else t, m)
         if not _agree(t, m): return None, None
-    return t, _errors(t, m)
+    errors = _errors(t, m)
+    for axis in (0, 1):
+        if _spread(t, m, axis) < LEAST_SPREAD: errors[[axis, 2 + axis]] = np.inf
+    return t, errors
 
 # %% ../../nbs/data/04b_alignment.ipynb #58f1fc22
 _CHANGED, _SIDE = 16, 384 # levels, longest side at which pixels are compared
@@ -242,7 +258,8 @@ def _changed(control, target, t=None) -> float: # share, or None
         images[1], valid = resampled(images[1], t, target.size)
         valid = binary_erosion(valid, iterations=2, border_value=1)
     a, b = (gaussian_filter(np.asarray(im, np.float32), (1, 1, 0)) for im in images)
-    low, high = minimum_filter(a, (3, 3, 1)), maximum_filter(a, (3, 3, 1))
+    near = (1, 1, 1) if t is None else (3, 3, 1) # a fraction of a pixel may be left
+    low, high = minimum_filter(a, near), maximum_filter(a, near)
     differs = ((b < low - _CHANGED) | (b > high + _CHANGED)).any(-1)
     share = float(differs[valid].mean()) if valid.any() else None
     if t is not None or share is None or share < 0.75: return share

@@ -7,7 +7,7 @@ __all__ = ['SHIFTED', 'ZOOMED', 'TURNED', 'CheckedPair', 'AlignmentReport', 'che
            'aligned_summary']
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #8a55f318
-import io, math, os, re
+import io, math, os, re, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,10 @@ class CheckedPair:
     def moved(self) -> float: # largest displacement of a corner, pixels
         return displacement(self.alignment, self.size) if self.alignment.known else self.shift or 0.
 
-    def data(self) -> dict: return dict(id=self.id, **self.alignment._asdict())
+    def data(self) -> dict: # rounded to less than the errors
+        digits = dict(dx=3, dy=3, sx=5, sy=5, rotation=3, changed=4)
+        return dict(id=self.id) | {k: None if (v := getattr(self.alignment, k)) is None else round(v, n)
+                                   for k, n in digits.items()}
     def __str__(self):
         dx, dy, sx, sy, turn, _ = self.alignment
         parts = [f"{dx:+.1f} px right, {dy:+.1f} px down"] * ("shifted" in self.misfits)
@@ -175,8 +178,26 @@ def check_alignment(
     return AlignmentReport(found.values(), len(samples) - len(pairs), name)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #f7fe5b05
-def _correction(a:Alignment, size): # t to apply, or None if the pair fits
-    if not a.known or displacement(a, size) < 0.75: return None
+MISALIGNED = "does not fit its control"
+
+def alignment_mark(sample, measure:bool=False) -> list: # (mark, reason), at most one
+    "For the viewer; only from kept results, unless told to measure."
+    pair = check_pair(sample, not measure) if sample.controls else None
+    return [(MISALIGNED, f"target against control: {pair}")] if pair and pair.misfits else []
+
+def sampled_alignment(samples, most:int=8, seconds:float=1.5) -> AlignmentReport:
+    "Checks a few pairs, evenly spread, until the time is over."
+    pairs, began, found = [s for s in samples if s.controls], time.monotonic(), []
+    for k in range(n := min(most, len(pairs))):
+        if found and time.monotonic() - began > seconds: break
+        found.append(check_pair(pairs[round(k * (len(pairs) - 1) / max(1, n - 1))]))
+    return AlignmentReport(found)
+
+# %% ../../nbs/data/04c_alignment_check.ipynb #faae72fc
+def _correction(a:Alignment, size): # t to apply, or None if the pair fits or the shift is not known
+    if None in a[:2]: return None
+    a = Alignment(*(same if v is None else v for v, same in zip(a, (0., 0., 1., 1., 0.))))
+    if displacement(a, size) < 0.75: return None
     whole = Alignment(round(a.dx), round(a.dy), 1., 1., 0.)
     if displacement(a, size, whole) < 0.5: a = whole # no resampling
     return None if a[:2] == (0, 0) and a == whole else a.t
@@ -191,7 +212,7 @@ def _common(valid) -> tuple: # (left, top, right, bottom) of a rectangle without
         x0, y0, x1, y1 = x0 + (side == 0), y0 + (side == 1), x1 - (side == 2), y1 - (side == 3)
     raise ValueError("the images have no area in common; drop this pair")
 
-# %% ../../nbs/data/04c_alignment_check.ipynb #89b74b74
+# %% ../../nbs/data/04c_alignment_check.ipynb #ab992e5e
 def aligned_images(
     control, target, # as for `open_image`
     alignment:Alignment=None, # default measured
@@ -213,8 +234,9 @@ def aligned_images(
     size = tuple(max(1, round(n)) for n in (box_of[2] - box_of[0], box_of[3] - box_of[1]))
     return control.resize(size, Image.Resampling.BICUBIC, box=box_of), moved.crop(box), *more
 
-# %% ../../nbs/data/04c_alignment_check.ipynb #ab992e5e
-def _empty_folder(out) -> Path:
+# %% ../../nbs/data/04c_alignment_check.ipynb #b63ab470
+def new_folder(out) -> Path:
+    "Creates a folder. Raises ValueError if it exists and is not empty."
     out = Path(os.path.expanduser(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"`out` {str(out)!r} already exists and is not empty; name a new folder, so that "
@@ -239,7 +261,7 @@ def _save(folder, name, image): # a source is copied as it is, a PIL image is wr
     suffix = Path(getattr(image, "name", "")).suffix or f".{kind.lower()}"
     write_atomic(folder/f"{name}{suffix}", data)
 
-# %% ../../nbs/data/04c_alignment_check.ipynb #9026fc03
+# %% ../../nbs/data/04c_alignment_check.ipynb #8cc6ab83
 def _write_pair(out, name, sample, captions:bool) -> bool: # aligned?
     found = pair_alignment(sample) if sample.controls else None
     images, masks = [sample.target, *sample.controls], [sample.mask] * (sample.mask is not None)
@@ -251,22 +273,23 @@ def _write_pair(out, name, sample, captions:bool) -> bool: # aligned?
     if captions: write_atomic(out/folders[0]/f"{name}.txt", f"{sample.prompt}\n".encode())
     return bool(new)
 
-# %% ../../nbs/data/04c_alignment_check.ipynb #63719371
+# %% ../../nbs/data/04c_alignment_check.ipynb #51901d4c
 def align_pairs(
     where, # as for `check_alignment`
     out, # new folder, which gets training_images/, control_images/, captions and masks
+    report:AlignmentReport=None, # of the same samples, default measured
 ) -> dict: # ids: aligned, copied, untold (copied as well), left_out (unreadable)
     "Writes a copy of a data set in which targets fit their controls."
-    samples, taken = samples_to_check(where), set()
-    pairs = {p.id: p for p in check_alignment(samples).pairs}
-    out, done = _empty_folder(out), dict(aligned=[], copied=[], untold=[], left_out=[])
+    out, samples, taken = new_folder(out), samples_to_check(where), set()
+    pairs = {p.id: p for p in (report or check_alignment(samples)).pairs}
+    done = dict(aligned=[], copied=[], untold=[], left_out=[])
     progress = Progress(len(samples), "write pairs")
     for s in samples:
         pair = pairs.get(s.id, CheckedPair(s.id, Alignment(0, 0, 1, 1, 0)))
         if pair.problem: done["left_out"].append(s.id)
         else:
             new = _write_pair(out, _name(s.id, taken), s, s.prompt != NO_CAPTION)
-            done["aligned" if new else "copied" if pair.alignment.known else "untold"].append(s.id)
+            done["aligned" if new else "copied" if pair.told else "untold"].append(s.id)
         progress.update()
     progress.close()
     return done
