@@ -2,7 +2,7 @@
 
 `python benchmarks/session_table.py` prints the tables and `--write` puts them into the pages. Nothing here is measured:
 memory and disk come from the planner, work from counted operations, and time from the rates assumed below."""
-import argparse, statistics, json, math, re, sys
+import argparse, json, math, re, statistics, sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -175,6 +175,30 @@ def stratified():
             rows.append([f"{size} a step: {what} after 60 steps", *(spread([x[name] for x in r["after_60_steps"][k]], digits) for k in kinds)])
     return markdown(["", "independent levels", "stratified levels"], rows)
 
+def drift_columns():
+    "What an evaluation's measures report for results whose change is known."
+    r, head = json.loads((HERE/"results"/"drift.json").read_text())["columns"], ["result", "what was done"]
+    done = dict(good="JPEG", shifted="2.5 px right, 1.5 px up", zoomed="1.5 % larger", faded="0.8 x + 30 grey levels", blurred="Gaussian, 1.2 px")
+    shown = dict(drift_shift_px=2, drift_scale_percent=2, outside_psnr=1, inside_error=1, outside_colour=1, outside_contrast=1, detail_ratio=2)
+    cell = lambda v, n: f"{v['median'] + 0.:.{n}f} ({v['min']:.{n}f} to {v['max']:.{n}f})".replace("-0.00 ", "0.00 ").replace("-0.0 ", "0.0 ")
+    return markdown([*head, *(f"`{c}`" for c in shown)], [[kind, done[kind], *(cell(r[kind][c], n) for c, n in shown.items())] for kind in done])
+
+def drift_training():
+    "Drift of the embedded model after training on pairs as they are, shifted, and aligned again; the median of each seed, then mean and range over the seeds."
+    runs, names = json.loads((HERE/"results"/"drift.json").read_text())["runs"], dict(shifted="targets 3 px to the right", aligned="the same after `align_pairs`", right="as they are")
+    def over_seeds(arm, of): # of: function of a run's rows
+        v = [statistics.median(x) for r in runs if r["arm"] == arm and (x := list(of(r["rows"])))]
+        return f"{statistics.mean(v):.2f} ({min(v):.2f} to {max(v):.2f})"
+    rows = []
+    for arm, name in names.items():
+        every = [x for r in runs if r["arm"] == arm for x in r["rows"]]
+        if not every: continue
+        told = [x for x in every if "dx" in x]
+        gap = statistics.mean(abs(x["dx"] - x["true_shift"]) for x in told)
+        rows.append([name, sum(r["arm"] == arm for r in runs), over_seeds(arm, lambda v: (x["drift_shift_px"] for x in v if "drift_shift_px" in x)),
+                     over_seeds(arm, lambda v: (abs(x["true_shift"]) for x in v)), f"{gap:.2f}", f"{len(told)} of {len(every)}"])
+    return markdown(["training pairs", "seeds", "`drift_shift_px`", "true shift, px", "measured minus true, mean size", "images with a figure"], rows)
+
 
 PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
@@ -182,7 +206,9 @@ PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): 
          ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
          ("recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
          ("evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
-         ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking}
+         ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,
+         ("evaluation", "drift: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_columns,
+         ("evaluation", "drift training: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_training}
 
 def filled(page, mark, text): # the page with its table replaced
     start, end = f"<!-- {mark} -->\n", "<!-- end -->"

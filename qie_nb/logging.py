@@ -24,6 +24,7 @@ from PIL import Image
 from qie_nb.core.files import write_atomic
 from qie_nb.core.progress import Progress, is_interactive, kernel, short_time
 from qie_nb.data.batches import Batch
+from qie_nb.evaluation.drift import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS
 from qie_nb.models.quantize import held_bytes
 from qie_nb.training.callbacks import Callback
@@ -65,7 +66,7 @@ def row_of(t) -> dict: # the logged numbers of the last step; reading them waits
     return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm),
                 skipped=s.skipped, **{k: float(v) for k, v in s.metrics.items()})
 
-ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS, "held_out_image_error")
+ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS, "held_out_image_error", *DRIFT)
 
 def csv_line(cells:dict) -> str: # cells by column; missing ones stay empty
     out = io.StringIO(newline="")

@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from ..core.display import Display, image_html
 from ..core.progress import Progress
 from ..encoding.vae import decode_latents
+from .drift import PLACE, at_size, drift_of, short_text
 from .eval_images import printable, side_by_side
 from .evaluate import adapter_of
 from ..lora import adapters as lora
@@ -143,10 +144,6 @@ def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, tr
 def mean_difference(a, b) -> float: # 0 to 255; of uint8 [H, W, 3] of one size
     return float(np.abs(np.asarray(a, dtype=np.int16) - np.asarray(b, dtype=np.int16)).mean())
 
-def _fitted(image, like) -> np.ndarray: # at the size of another one
-    h, w = like.shape[:2]
-    return np.asarray(image if image.size == (w, h) else image.resize((w, h), Image.LANCZOS))
-
 # %% ../../nbs/evaluation/03_compare.ipynb #e0724001
 class Comparison(Display):
     "Edits in rows, checkpoints, weights or seeds in columns."
@@ -158,9 +155,12 @@ class Comparison(Display):
     ):
         self.columns, self.edits, self.images = columns, edits, images
         self.controls = [side_by_side(e.images, row[0].shape[0]) for e, row in zip(edits, images)]
-        self.targets = [_fitted(t, row[0]) for t, row in zip(targets, images)] if targets else None
+        self.targets = [at_size(t, row[0]) for t, row in zip(targets, images)] if targets else None
         against = self.targets or [row[0] for row in images]
         self.distances = [[mean_difference(p, a) for p in row] for row, a in zip(images, against)]
+        controls = [at_size(e.images[0], row[0]) if e.images else None for e, row in zip(edits, images)]
+        inputs = zip(images, controls, self.targets or [None] * len(edits))
+        self.drift = [[drift_of(p, control, t) for p in row] for row, control, t in inputs]
 
     def __repr__(self):
         n = len(self.edits)
@@ -173,14 +173,16 @@ class Comparison(Display):
         columns = [vars(c) | dict(file=c.file and str(c.file), scheduler=dict(c.scheduler))
                    for c in self.columns]
         what = "error" if self.targets else "change"
-        return {"columns": columns, "rows": rows, "images": self.images, what: self.distances}
+        return {"columns": columns, "rows": rows, "images": self.images, what: self.distances,
+                "drift": self.drift}
 
 # %% ../../nbs/evaluation/03_compare.ipynb #8c810ab0
 @patch
 def shown_rows(self:Comparison) -> tuple: # (titles, rows of (image, note)); control first, target last
     word, last = ("error", ["target"]) if self.targets else ("change", [])
-    rows = [[(c, ""), *((p, f"{word} {d:.1f}") for p, d in zip(row, ds))]
-            for c, row, ds in zip(self.controls, self.images, self.distances)]
+    rows = [[(c, ""), *((p, ", ".join(filter(None, (f"{word} {d:.1f}", short_text(m, PLACE)))))
+                       for p, d, m in zip(row, ds, drift))]
+            for c, row, ds, drift in zip(self.controls, self.images, self.distances, self.drift)]
     if self.targets: rows = [row + [(t, "")] for row, t in zip(rows, self.targets)]
     return ["control", *(c.title for c in self.columns), *last], rows
 
@@ -212,7 +214,7 @@ def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inch
         axes = fig.axes[k * len(titles):(k + 1) * len(titles)]
         for a, t, (_, note) in zip(axes, titles, row):
             if k == 0: a.set_title(plain(t, 40), fontsize=8, parse_math=False)
-            a.text(0, -0.02, note, transform=a.transAxes, **below)
+            a.text(0, -0.02, note.replace(", ", "\n", 1), transform=a.transAxes, **below)
         axes[0].text(0, -0.1, plain(e.prompt, 150), transform=axes[0].transAxes, **below)
     return fig
 

@@ -18,10 +18,12 @@ from PIL import Image
 
 from ..core.files import write_atomic
 from ..core.progress import Progress
+from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.distributed import wants_fsdp
 from ..devices.placement import temporarily_load
 from ..encoding.vae import decode_latents
+from .drift import FIELDS, at_size, drift_of, medians, pack, unpack
 from .validation_loss import StopCheck, add_up, process, shares
 from ..lora.adapters import active_loras, load_lora, read_fitting, remove_loras, use_loras
 from ..lora.formats import check_lora, lora_layers
@@ -128,6 +130,8 @@ class EvalCase:
     cond: object      # [1, L, D] embedding of the prompt
     uncond: object    # of the empty prompt, or None: no guidance
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
+    control: object = None # the first control image at the edit's size, uint8 [H, W, 3], or None
+    pair: object = None # `Alignment` of target and control, or None
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787201
 def file_name(text:str) -> str:
@@ -155,8 +159,10 @@ def pair_cases(
         s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i, guidance)
         shown = side_by_side(images["control"], len(images["image"])), images["image"]
         name = file_name(s.id) if own else f"{k:02}_{file_name(s.id)}"
+        control = at_size(images["control"][0], images["image"]) if images["control"] else None
+        pair = None if own or control is None else measure_alignment(control, images["image"])
         cases.append(EvalCase(name, s.prompt, got.shape, got.controls, got.cond, got.uncond,
-                              shown[:1] if own else shown))
+                              shown[:1] if own else shown, control, pair))
     return cases
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c788
@@ -171,7 +177,8 @@ def style_cases(
         prompts = {b: prompt for b, (_, prompt) in styles.items() if b != a}
         edits = make_edits(trainer.components, geometry, styles[a][0], list(prompts.values()))
         shown = side_by_side(edits[0].images, edits[0].size[1]),
-        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond, shown)
+        control = np.asarray(edits[0].images[0].resize(edits[0].size, Image.Resampling.LANCZOS))
+        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond, shown, control)
                   for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
     return cases
 
@@ -221,6 +228,11 @@ def image_error(a, b) -> float: # uint8 [H, W, 3]
     "Root mean square difference in grey levels, 0 to 255."
     return float(np.sqrt(np.mean((a.astype(float) - b.astype(float))**2)))
 
+def measured(image, case) -> list: # uint8 [H, W, 3], `EvalCase`; distance from the target, `pack`ed drift
+    target = case.shown[1] if case.shown[1:] else None
+    error = 0. if target is None else image_error(image, target)
+    return [error, *pack(drift_of(image, case.control, target, case.pair))]
+
 def render_eval_images(
     trainer,
     cases, # list of `EvalCase`
@@ -231,7 +243,8 @@ def render_eval_images(
     sampling, out = eval_sampling(trainer.config), Path(out)
     if steps: sampling = sampling._replace(steps=steps)
     check = StopCheck(trainer, sampling.passes)
-    todo, (me, every), errors = shares(len(cases), trainer), process(trainer), torch.zeros(len(cases))
+    todo, (me, every) = shares(len(cases), trainer), process(trainer)
+    numbers = torch.zeros(len(cases), 1 + 2 * len(FIELDS)) # error and drift
     bar = Progress(len(todo) * sampling.steps, "images") if todo and me == 0 else None
     def on_step(*_):
         if bar: bar.update()
@@ -244,11 +257,23 @@ def render_eval_images(
             vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart
             image = decode_latents(vae, latent)[0]
             save_image(out/f"{cases[i].name}.jpg", image)
-            if cases[i].shown[1:]: errors[i] = image_error(image, cases[i].shown[1])
+            numbers[i] = torch.tensor(measured(image, cases[i]))
     if bar: bar.close()
-    errors = add_up(trainer, errors).tolist() # also waits for the other processes' files
-    made = [EvalImage(s.name, s.caption, out/f"{s.name}.jpg", s.shown, e if s.shown[1:] else None)
-            for s, e in zip(cases, errors)]
+    numbers = add_up(trainer, numbers).tolist() # also waits for the other processes' files
+    made = [EvalImage(s.name, s.caption, out/f"{s.name}.jpg", s.shown, e if s.shown[1:] else None, unpack(d))
+            for s, (e, *d) in zip(cases, numbers)]
     pairs = [(s, np.asarray(Image.open(s.file))) for s in made if s.shown] if me == 0 else []
     if pairs: save_image(out/"grid.jpg", overview(pairs))
     return made
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #5779a3d1
+def image_errors(images) -> dict: # of `EvalImage`s of pairs: {name: error}
+    return {i.name: i.error for i in images if i.error is not None}
+
+def drifts(images) -> dict: # {name: {measure: number}}
+    return {i.name: i.drift for i in images if i.drift is not None}
+
+def numbers(held, images) -> dict: # {logged column: number}; held: `ValidationLoss` or None
+    errors, row = image_errors(images).values(), held.row() if held else {}
+    if errors: row["held_out_image_error"] = sum(errors) / len(errors)
+    return row | medians(drifts(images).values())

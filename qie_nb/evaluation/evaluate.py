@@ -19,7 +19,9 @@ from ..core.files import write_atomic
 from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop, share
 from ..devices.placement import temporarily_load
-from .eval_images import eval_cases, eval_sampling, file_name, find_styles, render_eval_images
+from .drift import COLUMNS as DRIFT, say_drift, short_text
+from .eval_images import (
+    drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, numbers, render_eval_images)
 from .validation_loss import (
     PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
 from ..lora.adapters import WEIGHT_NAME, active_loras, find_lora, lora_info, use_loras
@@ -44,12 +46,6 @@ def evaluate_now(
         cases = eval_cases(trainer, styles)
         images = render_eval_images(trainer, cases, out) if cases else []
     return held, images, other
-
-def image_errors(images) -> dict: return {i.name: i.error for i in images if i.error is not None}
-
-def numbers(held, images) -> dict: # {logged column: number}
-    errors = image_errors(images).values()
-    return held.row() | (dict(held_out_image_error=sum(errors) / len(errors)) if errors else {})
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f12
 def write_result(trainer, out, result):
@@ -271,11 +267,15 @@ def evaluate(self:EvaluationCallback, t, name=None):
                      "repeated on resume")
     finally: self.account(t, work)
     t.state.pending, t.state.eval_images = "", images
-    if held is None: return
-    row, errors = numbers(held, images), image_errors(images)
+    row, errors, drift = numbers(held, images), image_errors(images), drifts(images)
     t.state.metrics |= row
+    if held: self.report(t, out, held, other, row, errors, drift)
+    if (line := say_drift(list(drift.values()))) and process(t)[0] == 0: print(line)
+
+@patch
+def report(self:EvaluationCallback, t, out, held, other, row, errors, drift):
     facts = dict(steps=t.global_step, weights=t.weights_name)
-    lists = dict(losses=held.losses, noises=held.noises, image_errors=errors,
+    lists = dict(losses=held.losses, noises=held.noises, image_errors=errors, drift=drift,
                  image_sampling=eval_sampling(t.config).note)
     write_result(t, out, facts | row | lists | (dict(exchanged=other.losses) if other else {}))
     self.say(t.global_step, held, other, errors, process(t)[0] == 0)
@@ -347,7 +347,7 @@ def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results
 def evaluate(
     trainer, # not inside a run, unless `checkpoint` is None
     checkpoint=None, # folder, `latest`, LoRA file, `base` (no adapter), or None: the current adapter
-) -> dict: # checkpoint, weights, steps, the logged columns, losses, noises, image_errors, pictures
+) -> dict: # checkpoint, weights, steps, the logged columns, losses, noises, image_errors, drift, pictures
     "Held-out loss, images and style matrix of any checkpoint, without training."
     facts, name, styles = _prepare(trainer, checkpoint)
     out = trainer.checkpoint_root()/"inference"/name
@@ -355,12 +355,14 @@ def evaluate(
         held, images, _ = evaluate_now(trainer, out, styles)
     losses = dict(losses=held.losses, noises=held.noises, image_errors=image_errors(images),
                   image_sampling=eval_sampling(trainer.config).note) if held else {}
-    row = numbers(held, images) if held else {}
-    result = facts | row | losses | dict(pictures=[str(i.file) for i in images])
+    row = numbers(held, images)
+    result = facts | row | losses | dict(drift=drifts(images), pictures=[str(i.file) for i in images])
     write_result(trainer, out, result)
     return result
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #db8ba169
+_TABLE = DRIFT[:3] + DRIFT[-1:] # measures of drift in the table
+
 def table(results) -> str: # a list of results of `evaluate` with held-out losses
     "Checkpoints with their losses and their difference from the best one, which is marked."
     held = [ValidationLoss(r["losses"], r["noises"]) for r in results]
@@ -369,7 +371,8 @@ def table(results) -> str: # a list of results of `evaluate` with held-out losse
     for i, (r, h) in enumerate(zip(results, held)):
         against = "best" if i == best else str(compare_losses(held[best], h))
         image = f"{r['held_out_image_error']:.1f}" if "held_out_image_error" in r else ""
-        row = r["checkpoint"], r["weights"], f"{r['held_out_loss']:.4f}", image, against
-        rows.append(("*" * (i == best), *row))
-    head = "", "checkpoint", "weights", "held-out loss", "image error", "more than the best, with 95 % interval"
+        row = r["checkpoint"], r["weights"], f"{r['held_out_loss']:.4f}", image, short_text(r, _TABLE)
+        rows.append(("*" * (i == best), *row, against))
+    head = ("", "checkpoint", "weights", "held-out loss", "image error", "drift",
+            "more than the best, with 95 % interval")
     return text_table(rows, head)

@@ -19,6 +19,7 @@ class EvalImage:
     file: object      # path
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
     error: float = None # from the target, see `image_error`
+    drift: dict = None # {name: number}, see `qie_nb.evaluation.drift`
 
 # %% ../../nbs/training/00_callbacks.ipynb #f2199801
 @dataclass

@@ -74,7 +74,8 @@ def state_message(t) -> dict: # JSON-ready
     out = {k: getattr(s, k) for k in FIELDS} | dict(stop=s.stop, metrics={k: float(v) for k, v in s.metrics.items()}, work=work_message(s))
     if s.loss is not None and logged(t): out |= dict(loss=float(s.loss), grad_norm=float(s.grad_norm))
     out["images"] = s.eval_images and [
-        dict(name=i.name, caption=i.caption, file=str(Path(i.file).absolute()), error=i.error, shown=[a.tolist() for a in map(small, i.shown)])
+        dict(name=i.name, caption=i.caption, file=str(Path(i.file).absolute()), error=i.error, drift=i.drift,
+             shown=[a.tolist() for a in map(small, i.shown)])
         for i in s.eval_images]
     return out
 
@@ -94,7 +95,8 @@ def take_state(s:RunState, m:dict):
     s.best, s.metrics, s.work = m["best"] and tuple(m["best"]), m["metrics"], m["work"] and EvalWork(**m["work"])
     if "loss" in m: s.loss, s.grad_norm = m["loss"], m["grad_norm"]
     s.eval_images = m["images"] and [
-        EvalImage(i["name"], i["caption"], i["file"], tuple(np.array(a, np.uint8) for a in i["shown"]), i["error"])
+        EvalImage(i["name"], i["caption"], i["file"], tuple(np.array(a, np.uint8) for a in i["shown"]), i["error"],
+                  i["drift"])
         for i in m["images"]]
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d0000e

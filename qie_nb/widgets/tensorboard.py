@@ -76,7 +76,9 @@ def running_mean(values, share:float=0.05) -> np.ndarray: # float64, same length
     return np.array(out)
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0011
-CURVES = dict(loss="loss", held_out_loss="held-out loss", lr="learning rate", grad_norm="gradient norm")
+CURVES = dict(loss="loss", held_out_loss="held-out loss", lr="learning rate", grad_norm="gradient norm",
+              drift_shift_px="shift of edited images (px)", drift_scale_percent="their scale (% off)",
+              outside_psnr="PSNR outside the changed region (dB)")
 SHOWN = 6 # most runs in a figure
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0025

@@ -16,6 +16,7 @@ from fastcore.basics import patch
 
 from ..core.display import ButtonPoller, Display, image_html, table_html
 from ..core.progress import Progress, short_time
+from ..evaluation.drift import COLUMNS as DRIFT, PLACE, medians, short_text
 from ..training.callbacks import Callback, RunState, eval_intervals
 from ..training.stopping import logged
 from .tensorboard import running_mean
@@ -121,6 +122,7 @@ class TrainingPanel(Display, Callback):
     ):
         self.every, self.still_every = every, still_every
         self.loss, self.held_out, self.images = Curve(), Curve(64), [] # images: (caption, HTML of a row)
+        self.drift = {} # of the last evaluation, see `qie_nb.evaluation.drift`
         self.state = self.device = self.poller = self.text = self.train = None
         self.drawn = self.still_drawn = self.cost = 0.
         self.ended = None # time of the run's end
@@ -148,7 +150,7 @@ def data(self:TrainingPanel) -> dict:
     return dict(step=s.global_step, epoch=s.shown_epoch, **{k: getattr(s, k) for k in same}, loss=last(smooth(curve)),
                 held_out_loss=last(held), rate=rate, curve=curve, held_out=held, ended=self.ended is not None,
                 seconds_left=rate and max(s.max_steps - s.global_step, 0) / rate + self.evaluating_left(),
-                memory=self.memory_now(), images=[c for c, _ in self.images],
+                memory=self.memory_now(), images=[c for c, _ in self.images], drift=dict(self.drift),
                 doing=s.work.what if s.work else "", seconds=seconds)
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0012
@@ -201,6 +203,7 @@ def numbers(self:TrainingPanel, d) -> str:
     rows = (("loss, mean", four(d["loss"])), ("loss of held-out pairs", four(d["held_out_loss"]) + first),
             ("rate", _rate_text(d["rate"])), ("time so far", short_time(d["seconds"])),
             ("time left", "" if left is None else "about " + short_time(left)), ("learning rate", f"{d['lr']:.3g}"),
+            ("edited images", short_text(d["drift"], (*PLACE, "outside_psnr", "detail_ratio"))),
             ("memory", d["memory"]), ("skipped steps", skipped))
     return table_html([r for r in rows if r[1]])
 
@@ -307,12 +310,15 @@ def add_losses(self:TrainingPanel, step, loss, held_out):
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0035
 @patch
 def show_eval_images(self:TrainingPanel, s):
-    if s.eval_images: self.images = [(p.caption, _row(p, s.global_step)) for p in s.eval_images[:4]]
+    if not s.eval_images: return
+    self.drift = medians([p.drift or {} for p in s.eval_images])
+    self.images = [(p.caption, _row(p, s.global_step)) for p in s.eval_images[:4]]
 
 def _row(p, step) -> str: # control, edit, target of an `EvalImage`
     from PIL import Image
     edit = "edit before the first step" if not step else f"edit after step {step}"
     if p.error is not None: edit += f", error {p.error:.1f}"
+    if place := short_text(p.drift or {}, PLACE): edit += f", {place}"
     shown = [("control", p.shown[0])] if p.shown else []
     shown += [(edit, np.asarray(Image.open(p.file))), *(("target", a) for a in p.shown[1:])]
     return "".join(image_html(image_copy(a, 256), title, 150) for title, a in shown)

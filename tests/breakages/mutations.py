@@ -95,7 +95,9 @@ MUTATIONS = { # name: [(module, old, new), ...]
     "levels weighed alike": [("evaluation/validation_loss", "    return sigma**2 * s /", "    return 0 * sigma + s /")],
     "interval of a normal distribution": [("evaluation/validation_loss", "margin = t_quantile(n - 1) *", "margin = 1.96 *")],
     "evaluation trains the raw weights": [("evaluation/evaluate", "with trainer.ema_weights(), temporarily_load", "with temporarily_load")],
-    "distance of an image from its control": [("evaluation/eval_images", "image_error(image, cases[i].shown[1])", "image_error(image, cases[i].shown[0])")],
+    "distance of an image from its control": [("evaluation/eval_images", "image_error(image, target)", "image_error(image, case.shown[0])")],
+    "drift of the target": [("evaluation/eval_images", "drift_of(image, case.control, target, case.pair)", "drift_of(image, case.shown[-1], target, case.pair)")],
+    "drift outside and inside exchanged": [("evaluation/drift", "changed_region(at_size(control, target), target))", "~changed_region(at_size(control, target), target))")],
     "swap test with the adapter": [("evaluation/swaps", "off = nullcontext if use_lora else", "off = nullcontext if not use_lora else")],
     "exchanged with the same control": [("evaluation/validation_loss", "for j, d in group[k + 1:] + group[:k] if d != digest]", "for j, d in group[k + 1:] + group[:k]]")],
     # --- sampling
