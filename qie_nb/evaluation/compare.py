@@ -159,7 +159,7 @@ class Comparison(Display):
         self.columns, self.edits, self.images = columns, edits, images
         self.controls = [side_by_side(e.images, row[0].shape[0]) for e, row in zip(edits, images)]
         self.targets = [_fitted(t, row[0]) for t, row in zip(targets, images)] if targets else None
-        base = next((k for k, c in enumerate(columns) if c.bare), 0) # a change is one of the model's own image
+        base = next((k for k, c in enumerate(columns) if c.bare), 0) # the model's own images
         against = self.targets or [row[base] for row in images]
         self.distances = [[mean_difference(p, a) for p in row] for row, a in zip(images, against)]
 

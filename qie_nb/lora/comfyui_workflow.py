@@ -254,8 +254,9 @@ def workflow(f:WorkflowFacts) -> Graph:
                          "TextEncodeQwenImageEditPlus takes three; save without `workflow`")
     for area in (f.geometry.control_area, f.target_area) if f.controls else ():
         if not 0.01 <= area / 1024**2 <= 16:
-            raise ValueError(f"`workflow` needs images of 10486 pixels to 16 megapixels, got {area} pixels: ComfyUI's "
-                             "ImageScaleToTotalPixels takes no other areas; save without `workflow`")
+            raise ValueError(f"`workflow` needs images of 10486 pixels to 16 megapixels, got {area} "
+                             "pixels: ComfyUI's ImageScaleToTotalPixels takes no other areas; save "
+                             "without `workflow`")
     g = Graph()
     model, clip, vae = _load_models(g, f)
     images = _load_images(g, f)
@@ -302,7 +303,7 @@ def note(f:WorkflowFacts) -> str: # Markdown
         f"1. Copy `{f.lora}`{few} to `models/loras`.",
         "2. The other files have the names that Comfy-Org publishes. If yours are other copies of the same "
         "models, choose them in the nodes.",
-        *(["3. Choose your image and write the instruction."] if f.controls else ["3. Write the prompt."]), "",
+        "3. Choose your image and write the instruction." if f.controls else "3. Write the prompt.", "",
         "As in the training:", "", *sizes, steps, "",
         *(["The group *Sizes of the training* works for images of every shape. It needs a ComfyUI from March "
            "2026 or later (*Math Expression*).", ""] if f.controls else []),

@@ -290,7 +290,8 @@ def grid_findings(c:Config) -> list: # do the pairs' token grids have the same p
         g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"], d.match_grids)
         found = grid_summary(usable(config_samples(d), d.strict)[1], g)
     except (ValueError, OSError): return [] # reported with the pairs or the model
-    return [Finding("token grids", *found.split("; ")[:1], "warning", found.partition("; ")[2])] if found else []
+    what, _, remedy = found.partition("; ")
+    return [Finding("token grids", what, "warning", remedy)] if found else []
 
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
     from qie_nb.data.samples import Samples, config_samples, samples_of
