@@ -102,6 +102,8 @@ class DataSection(Section):
     control_area: int | None = setting(None, "pixels of controls; default the model's: 1024*1024", ge=1024)
     vl_area: int | None = setting(None,
         "pixels of images for the text encoder; default the model's (384*384 for Edit-Plus)", ge=1024)
+    match_grids: bool = setting(False,
+        "without `crop`: give a target's token grid the proportions of its control's, also at another area")
     caption_dropout_rate: float = setting(0.1,
         "fraction of samples trained on the empty prompt", ge=0, le=1)
     batch_size: int = setting(1, "samples per batch and process", ge=1)

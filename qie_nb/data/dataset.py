@@ -21,7 +21,7 @@ from ..core.cache_report import status_html
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered, source_digest
-from .pair_checks import size_warnings
+from .pair_checks import GRIDS, size_warnings
 from .samples import Samples, cached_size, config_samples, find_samples, load_images, load_mask
 from .samples import open_unchanged, usable
 from .tables import few
@@ -76,7 +76,8 @@ def refresh(self:ImageDataset, identity:dict=None):
         except ValueError as e: self.ambiguous_identity = e # raised when entries are looked up
     c, who = self.config, self.areas or self.identity or {}
     area = c.control_area or who.get("control_area") or 1024*1024
-    self.geometry = Geometry(tuple(c.image_size), c.crop, area, c.vl_area or who.get("vl_area"))
+    self.geometry = Geometry(tuple(c.image_size), c.crop, area, c.vl_area or who.get("vl_area"),
+                             c.match_grids)
 
 # %% ../../nbs/data/06_dataset.ipynb #74583c01
 @patch
@@ -114,8 +115,10 @@ def size_marks(self:ImageDataset) -> str: # "" if no pair has one
     "Pairs whose sizes look wrong, by mark; the sample viewer shows the reasons."
     marks = {}
     for s, sizes in zip(self.samples, self.sizes):
-        for mark, _ in size_warnings(sizes, self.geometry): marks.setdefault(mark, {})[s.id] = None
-    return "; ".join(f"{mark}: {len(ids)} of {len(self)} pairs ({few(ids)})" for mark, ids in marks.items())
+        for mark, why in size_warnings(sizes, self.geometry): marks.setdefault(mark, {})[s.id] = why
+    first = {GRIDS: f", e.g. {next(iter(marks[GRIDS].values()))}"} if GRIDS in marks else {}
+    return "; ".join(f"{mark}: {len(ids)} of {len(self)} pairs ({few(ids)}){first.get(mark, '')}"
+                     for mark, ids in marks.items())
 
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
 @patch

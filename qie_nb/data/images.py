@@ -8,7 +8,7 @@ __all__ = ['figure']
 # %% ../../nbs/data/00_images.ipynb #75751bb3
 import hashlib, io, math, os, re, warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -214,10 +214,14 @@ class Geometry:
     crop: bool = False # crop to the aspect of `image_size`?
     control_area: int = 1024*1024 # for the VAE
     vl_area: int = None # for the text encoder; None: as for the VAE (v1)
+    match_grids: bool = False # without `crop`: sides of targets in proportion to their controls'?
 
     def target(self, size):
         if self.crop: return tuple(self.image_size)
-        return calculate_dimensions(math.prod(self.image_size), size[0]/size[1])
+        area = math.prod(self.image_size)
+        if not self.match_grids: return calculate_dimensions(area, size[0]/size[1])
+        scale = math.sqrt(area / self.control_area)
+        return tuple(max(16, round(side * scale / 16) * 16) for side in self.control(size))
     def control(self, size, area=None):
         width, height = self.image_size if self.crop else size
         return calculate_dimensions(area or self.control_area, width/height)
@@ -234,6 +238,42 @@ def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any uni
     cw, ch = (round(h * r), h) if w / h > r else (w, round(w / r))
     x, y = (w - cw) // 2, (h - ch) // 2
     return im.crop((x, y, x + cw, y + ch))
+
+# %% ../../nbs/data/00_images.ipynb #9b1d0002
+def grid_difference(target, control) -> float: # of two sizes; 0.014: the control's grid is 1.4 % wider
+    "How much the proportions of two token grids differ."
+    return control[0] * target[1] / (control[1] * target[0]) - 1
+
+SAME_GRID = 0.005 # proportions that differ less are not reported
+
+def agreeing_size(g:Geometry, reach:int=8): # (width, height), or None within `reach` tokens
+    "With `crop`: the nearest `image_size` of this shape whose control has a grid of the same proportions."
+    w, h, near = *g.image_size, range(-16 * reach, 16 * reach + 1, 16)
+    sizes = [(w + x, h + y) for x in near for y in near if min(w + x, h + y) >= 16]
+    alike = [s for s in sizes if abs(grid_difference((w, h), s)) < 0.02]
+    same = [s for s in alike if not grid_difference(s, replace(g, image_size=s).control(s))]
+    far = lambda s: abs(math.log(s[0] / w)) + abs(math.log(s[1] / h))
+    return min(same, key=far, default=None)
+
+# %% ../../nbs/data/00_images.ipynb #9b1d0004
+def grid_remedies(g:Geometry, target, control) -> list: # settings as text; of two images' sizes
+    "Settings with which the grids of a target and its control have the same proportions."
+    agree = lambda other: abs(grid_difference(other.target(target), other.control(control))) < SAME_GRID
+    area, given = math.prod(g.image_size), {}
+    if g.crop and (size := agreeing_size(g)): given[f"`data.image_size` {list(size)}"] = dict(image_size=size)
+    given[f"`data.control_area` {area}"] = dict(control_area=area)
+    given["`data.match_grids` true"] = dict(match_grids=True)
+    return [text for text, change in given.items() if agree(replace(g, **change))]
+
+def grid_warning(g:Geometry, target, control) -> str: # of two images' sizes; "" if the grids agree
+    "How the token grids of a target and its control differ in training, and what makes them agree."
+    t, c = g.target(target), g.control(control)
+    if abs(off := grid_difference(t, c)) < SAME_GRID: return ""
+    (tw, th), (cw, ch) = ([side // 16 for side in size] for size in (t, c))
+    remedies = " or ".join(grid_remedies(g, target, control))
+    remedy = f"with {remedies} they agree" if remedies else "crop both images to one shape"
+    return (f"the control has {cw} x {ch} tokens beside a target of {tw} x {th}: {100 * abs(off):.1f} % "
+            f"{'wider' if off > 0 else 'narrower'}; {remedy}")
 
 # %% ../../nbs/data/00_images.ipynb #4c4770f9
 def figure(**kw): # of matplotlib's `Figure`

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from .images import open_image, read_bytes, remembered, source_name
+from .images import Geometry, grid_warning, open_image, read_bytes, remembered, source_name
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0006
 _SIDE, _STEP = 16, 2 # positions along a side; smallest difference in grey levels
@@ -152,7 +152,7 @@ def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sam
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3ad0
 TINY, LARGE, STRETCHED = "very small", "very large", "stretched"
-TURNED, SHAPES = "may be turned", "other shape"
+TURNED, SHAPES, GRIDS = "may be turned", "other shape", "token grids differ"
 
 def _differ(a, b) -> float: # 0.5: one aspect is 1.5 times the other
     return math.exp(abs(math.log(a[0] * b[1] / (a[1] * b[0])))) - 1
@@ -167,6 +167,11 @@ def _size_marks(name, size, bucket): # bucket: its size in training, or None
     if bucket and (by := _differ(size, bucket)) > 0.1:
         yield STRETCHED, f"{said} and is trained at {bucket[0]}x{bucket[1]}: stretched by {by:.0%}"
 
+# %% ../../nbs/data/04_pair_checks.ipynb #11ae3a05
+def _grid_marks(target, controls, g): # of sizes; only for controls that show the target's whole image
+    fitting = [c for c in controls if g.crop or _differ(target, c) < 0.05]
+    if reason := next((r for c in fitting if (r := grid_warning(g, target, c))), ""): yield GRIDS, reason
+
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3a02
 def size_warnings(
     sizes, # (width, height) of the target and of each control, upright
@@ -178,11 +183,23 @@ def size_warnings(
     plain = g and not g.crop # otherwise the images are cropped to one shape
     out = [*_size_marks("target", target, plain and g.target(target))]
     for c in controls: out += _size_marks("control", c, plain and g.control(c))
+    if isinstance(g, Geometry) and STRETCHED not in dict(out): out += _grid_marks(target, controls, g)
     if not controls or min(_differ(target, c) for c in controls) < 0.05: return out
     c, (w, h), exif = controls[0], target, "; EXIF turns one of them" * (len(set(turned)) > 1)
     both = f"the target is {w}x{h} and the control {c[0]}x{c[1]}"
     if _differ((h, w), c) < 0.05: return [*out, (TURNED, f"{both}{exif}: one of them may lie on its side")]
     return out + [(SHAPES, f"{both}: parts of the image cannot stay where they are")] * (not g or bool(plain))
+
+# %% ../../nbs/data/04_pair_checks.ipynb #11ae3a06
+def grid_summary(
+    sizes, # per sample (width, height) of the target and of each control
+    geometry,
+) -> str: # "" if all agree
+    "How many pairs have other token grids, and the pair with the largest difference."
+    found = [why for s in sizes if (why := dict(size_warnings(s, geometry)).get(GRIDS))]
+    if not found: return ""
+    percent = lambda why: float(re.search(r"([0-9.]+) %", why)[1])
+    return f"{len(found)} of {len(sizes)} pairs differ, e.g. {max(found, key=percent)}"
 
 # %% ../../nbs/data/04_pair_checks.ipynb #793886cd
 SWAPPED, UNCHANGED = "looks swapped", "nothing changes"

@@ -156,7 +156,8 @@ class Comparison(Display):
         self.columns, self.edits, self.images = columns, edits, images
         self.controls = [side_by_side(e.images, row[0].shape[0]) for e, row in zip(edits, images)]
         self.targets = [at_size(t, row[0]) for t, row in zip(targets, images)] if targets else None
-        against = self.targets or [row[0] for row in images]
+        base = next((k for k, c in enumerate(columns) if c.bare), 0) # the model's own images
+        against = self.targets or [row[base] for row in images]
         self.distances = [[mean_difference(p, a) for p in row] for row, a in zip(images, against)]
         controls = [at_size(e.images[0], row[0]) if e.images else None for e, row in zip(edits, images)]
         inputs = zip(images, controls, self.targets or [None] * len(edits))

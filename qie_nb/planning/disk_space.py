@@ -77,7 +77,7 @@ def read_samples(
     from qie_nb.data.images import Geometry
     from qie_nb.data.samples import config_samples, usable
     d, out = config.data, []
-    g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"])
+    g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"], d.match_grids)
     tokens = lambda size, side: (size[0] // side) * (size[1] // side)
     for path in filter(None, (d.dataset_path, config.train.val_path)):
         samples, sizes, _ = usable(config_samples(d, path if path != d.dataset_path else None))

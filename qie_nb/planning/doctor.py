@@ -17,9 +17,10 @@ from ..config import Config, make_config
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online, time_limit
 from ..core.files import free_bytes
+from ..data.images import Geometry
 from ..models.components import Components
 from ..models.quantize import QUANTIZATIONS, parse_quantization
-from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local
+from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
 from .plan import GpuInfo, first_kind, installed_gpus, plan
 
@@ -290,6 +291,19 @@ def alignment_findings(samples) -> list:
               "the pairs if the edit is meant to move or enlarge what they show")
     return [Finding("alignment", value, *(("warning", remedy) if report.misfits else ()))]
 
+def grid_findings(c:Config) -> list: # do the pairs' token grids have the same proportions?
+    from qie_nb.data.pair_checks import grid_summary
+    from qie_nb.data.samples import config_samples, usable
+    d, name = c.data, c.model.pretrained_model_name_or_path
+    if not (d.dataset_path or d.target_dir): return []
+    try:
+        areas = model_areas(name, model_facts(name)[1], d)
+        g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"], d.match_grids)
+        found = grid_summary(usable(config_samples(d), d.strict)[1], g)
+    except (ValueError, OSError): return [] # reported with the pairs or the model
+    what, _, remedy = found.partition("; ")
+    return [Finding("token grids", what, "warning", remedy)] if found else []
+
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
@@ -314,7 +328,7 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
         out.append(Finding("session", "no guaranteed length, nothing is kept", "note",
                            "mount Drive, set `train.output_dir` and `cache.cache_dir` to folders there, "
                            "and set `train.save_steps`"))
-    return out + (data_findings(c) if c else [])
+    return out + (data_findings(c) + grid_findings(c) if c else [])
 
 # %% ../../nbs/planning/04_doctor.ipynb #ed733898
 @dataclass

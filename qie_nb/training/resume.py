@@ -35,7 +35,7 @@ def _names(**sections): return [f"{s}.{k}" for s, keys in sections.items() for k
 
 RUN_KEYS = _names(
     model="lora.r lora.lora_alpha lora.target_modules lora.use_rslora lora.use_dora lora.lora_dropout",
-    data="image_size crop control_area vl_area caption_dropout_rate shuffle", optimizer="name",
+    data="image_size crop control_area vl_area match_grids caption_dropout_rate shuffle", optimizer="name",
     train="seed timestep_sampling continuous_timesteps stratified_timesteps loss_weighting "
           "mask_min_weight ema_decay val_fraction")
 _ONLY_WITH = {"train.timestep_shift": "fixed_shift", "train.logit_mean": "logit_normal",

@@ -6,6 +6,7 @@
 __all__ = ['NEXT', 'LoadedLora', 'RunAdapters', 'SavedLora']
 
 # %% ../../nbs/training/07_run_adapters.ipynb #de820905
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +18,13 @@ from ..core.cache_report import size_text
 from ..core.progress import kernel
 from ..data.images import Geometry
 from ..lora import adapters as lora
-from ..lora.formats import lora_info, read_lora, write_lora
+from ..lora.comfyui_workflow import WorkflowFacts, workflow as comfyui_workflow, write_workflow
+from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
 from ..lora.mixing import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
 from ..models.components import installed_positions, positions_of
-from ..sampling.denoising import as_schedule, pick_schedule
+from ..models.flow_matching import calculate_mu
+from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
 from .callbacks import RunState
 from .run_data import geometry_of
 from .run_modulation import RunModulation
@@ -294,6 +297,33 @@ def card_facts(self:RunAdapters) -> dict: # as for `model_card`
         without_control=sum(not s.controls for s in samples) or None, settings=card_settings(self.config),
         held_out_loss=self.state.metrics.get("held_out_loss") or best)
 
+# %% ../../nbs/training/07_run_adapters.ipynb #c0f2a002
+@patch
+def few_steps(self:RunAdapters, schedule=None) -> tuple: # (path of another LoRA or "", `SamplingSchedule`)
+    "The schedule for which the adapter was made, and the LoRA for few steps beside it."
+    c, here = self.config, self.in_use if self.components.loaded.get("transformer") is not None else []
+    paths = [*(a.file for a in here if a.name != "default"), *(l.path for l in c.predict.loras)]
+    if schedule is not None: return "", as_schedule(schedule)
+    for path in [*paths, c.train.eval_schedule]:
+        if path in ("", *SCHEDULES): continue
+        try: path, info = lora.check_lora(path)
+        except (OSError, ValueError): info = {} # the name still tells
+        found, _ = pick_schedule("auto", [(path, info)])
+        if found.name != "none": return path, found
+    asked = [s for s in (c.predict.schedule, c.train.eval_schedule) if s in SCHEDULES and s != "none"]
+    return "", SCHEDULES[asked[0] if asked else "none"]
+
+@patch
+def workflow_facts(self:RunAdapters, name, schedule=None) -> WorkflowFacts: # name of the LoRA's file
+    facts, g, (path, s) = self.card_facts(), self.geometry(), self.few_steps(schedule)
+    config = {**self.components.get("scheduler").config, **s.scheduler}
+    shift = config.get("shift", 1.0)
+    if config.get("use_dynamic_shifting"):
+        shift = math.exp(calculate_mu(math.prod(g.image_size) // 256, config))
+    controls = 1 if facts["controls"] is None else facts["controls"]
+    return WorkflowFacts(self.components.variant.name, name, g, controls, s.steps, s.true_cfg_scale,
+                         round(shift, 4), Path(path).name, next(iter(facts["captions"]), ""))
+
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71104
 class SavedLora(type(Path())):
     "A path that shows itself as text."
@@ -323,13 +353,24 @@ def save(self:RunAdapters,
     format:str="diffusers", # or comfyui
     schedule=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
     card:bool=True, # write README.md into a folder?
+    workflow:bool=False, # write a ComfyUI workflow beside a file for ComfyUI?
 ) -> Path: # None in processes that do not write it
     "Write the adapter, or its running mean. All processes must call this."
+    if workflow and format != "comfyui":
+        raise ValueError(f"`workflow` needs `format` comfyui, got {format!r}; call "
+                         "save_lora(path, format='comfyui', workflow=True)")
     info = dict(schedule=vars(as_schedule(schedule))) if schedule else {}
+    name = Path(path).name if Path(path).suffix == ".safetensors" else COMFY_NAME
+    facts = self.workflow_facts(name, schedule) if workflow and self.state.is_main else None
+    if facts: comfyui_workflow(facts) # raises before anything is written
     if (file := self._write(path, info, format)) is None: return
     if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
     which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"
     print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
+    if facts:
+        files = write_workflow(facts, file)
+        print(f"workflow for ComfyUI: {files.ui}, and for its HTTP interface {files.api.name}; the model files "
+              "in it have their published names, choose yours")
     if kernel() is not None: print(NEXT[format])
     return file
 

@@ -32,7 +32,7 @@ from .stopping import encoder_advice, memory_advice
 def geometry_of(data, areas:dict) -> Geometry:
     "Image sizes of a `DataSection`, with the model's areas by default."
     return Geometry(tuple(data.image_size), data.crop, data.control_area or areas["control_area"],
-                    data.vl_area or areas["vl_area"])
+                    data.vl_area or areas["vl_area"], data.match_grids)
 
 # %% ../../nbs/training/06_run_data.ipynb #7b8a6f02
 class RunData:

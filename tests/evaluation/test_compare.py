@@ -55,6 +55,17 @@ def test_scales(files):
     assert same(compare_edits(t, IMAGE, "make it blue", [files["dora"]], scales=[0], seeds=[3], **SMALL).images[0][0], zero), "a DoRA at 0 would not be the base"
 
 
+def test_a_slider_from_the_opposite_to_more_than_trained(files, encoded):
+    t, scales = trainer().load_loras({files["style"]: 1.0}), [-1, -0.5, 0, 0.5, 1, 1.5]
+    c = compare_edits(t, IMAGE, "make it blue", scales=scales, seeds=[3], **SMALL)
+    assert len(encoded["image"]) == 1 and sorted(encoded["prompt"]) == [" ", "make it blue"], "one encode for all columns"
+    assert [k.title for k in c.columns] == ["style, -1 x strength", "style, -0.5 x strength", "without LoRA", "style, half strength", "style, full strength", "style, 1.5 x strength"]
+    assert [k.weight for k in c.columns] == scales and t.active_adapters() == dict(style=1.0)
+    for at in (0, 5): assert same(c.images[0][at], alone(files, "style", weight=scales[at], seed=3))
+    assert not same(c.images[0][0], c.images[0][4]) and not same(c.images[0][0], c.images[0][2])
+    assert c.distances[0][2] == 0 < min(c.distances[0][:2] + c.distances[0][3:]), "changes are those of the model's own image, which is not the first column"
+
+
 def test_default_columns_and_progress(files, capsys):
     c = compare_edits(trainer().load_lora(files["style"], weight=0.7), IMAGE, "make it blue", seed=9, **SMALL)
     assert [k.checkpoint for k in c.columns] == ["base", "now"] and c.distances[0][0] == 0 < c.distances[0][1]
