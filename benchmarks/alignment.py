@@ -136,6 +136,7 @@ def summary(rows, aligned=False) -> dict:
     out = dict(pairs=len(rows), told=len(told), told_share=round(len(told) / len(rows), 4), untold_by_edit={e: n for e, n in untold.items() if n}, false_alarms=len(wrong) if aligned else None, wrong=len(wrong))
     for key in ("px", "scale", "degrees"): out[key] = dict(median=high(key, 0.5), p95=high(key, 0.95), largest=high(key, 1))
     out["cpu_seconds"] = dict(median=high("seconds", 0.5), largest=high("seconds", 1))
+    if aligned: out["listed_as_misfit"] = sum(r["px"] >= 2 or r["scale"] >= 0.005 or r["degrees"] >= 0.3 for r in rows) # by `qie-nb check`
     out["wrong_cases"] = [{k: r[k] for k in ("photo", "edit", "size", "border", "truth", "px", "scale", "degrees")} for r in wrong]
     return {k: v for k, v in out.items() if v is not None}
 
