@@ -1,8 +1,8 @@
 """How well `measure_alignment` finds a known shift, zoom and rotation under eight edits, and whether it stays silent about aligned pairs.
 
 `python benchmarks/alignment.py` writes results/alignment.json; about 5 minutes on one core. Limits were chosen on the `tuned` photographs only. `--photos FOLDER` adds a group of your own.
-200 more pairs of the other photographs are aligned: a wrong figure there is a false alarm.
-A result is wrong if a figure is off by more than 0.5 px or 0.3 %. Each pair's control is a photograph of 256 to 1024 pixels or a crop of one; its target shows the
+200 more pairs of the other photographs are aligned: a wrong number there is a false alarm.
+A result is wrong if one of its numbers is off by more than 0.5 px or 0.3 %. Each pair's control is a photograph of 256 to 1024 pixels or a crop of one; its target shows the
 same scene through `PIL.Image.transform` or `skimage.transform.warp` and is then edited. Pixels from outside are real (`crop`), black (`fill`), or the border's own (`edge`, `reflect`).
 """
 import argparse, json, math, platform, time

@@ -1,4 +1,4 @@
-"""Shift, zoom and rotation are found under any edit, and no figure is given where the images do not tell; aligned copies agree, and every result is kept."""
+"""Shift, zoom and rotation are found under any edit, and None where the images do not tell; aligned copies agree, and every result is kept."""
 import json, math
 
 import numpy as np
