@@ -97,7 +97,7 @@ def test_table_rows_have_equal_length(page):
         assert len(counts) == 1, table[:200]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(6))
 def test_tables_are_current(number):
     import session_table
     (page, mark), make = list(session_table.PARTS.items())[number]
