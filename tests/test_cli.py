@@ -14,6 +14,7 @@ MISTAKES = { # arguments, sentence
     "precompute model.pretrained_model_name_or_path=/no/such": "'/no/such' does not exist; give a diffusers folder",
     "predict --image a.jpg --prompt x --lora lora/x.safetensors:0.5": "LoRA 'lora/x.safetensors' does not exist", "predict --image nope.jpg --prompt x": "image 'nope.jpg' does not exist",
     "predict --image a.jpg --prompt x --model x a.yaml": "give a configuration or `--model`, not both", "predict --image a.jpg --prompt x --model x --config a.yaml": "give a configuration or `--model`, not both", "train data.dataset_path=meta.json": "`data.dataset_path` 'meta.json' does not exist",
+    "check": "give the folder of your pairs, or --config run.yaml", "check a b": "give one data set, got a, b", "check /no/such": "'/no/such' does not exist", "check a run.yaml": "`config` 'run.yaml' does not exist",
     "cache stats": "give the folder of a cache, or --config", "cache clear /no/such": "`cache_dir` '/no/such' does not exist", "cache clear --yes /no/such": "`cache_dir` '/no/such' does not exist",
     "train --steps 100": "`--steps` is not an option; use `train.max_train_steps=100`", "train --learning_rate=1e-4": "use `optimizer.lr=1e-4`", "plan --gpuu T4": "did you mean `--gpu`?",
     "trian": "'trian' is no command; did you mean `train`?", "cache clear x --kind prompt_embeds": "did you mean `prompt_embed`?", "predict --image a.jpg": "missing: --prompt", "predict --seed x": "--seed must be of type int, got 'x'"}
@@ -65,3 +66,22 @@ def test_clear_asks(tmp_path, monkeypatch, capsys):
         assert main(["cache", "clear", folder]) == 0 and count() == left
     fill()
     assert main(["cache", "clear", folder, "--kind", "prompt_embed", "--yes"]) == 0 and count() == 1
+
+
+def test_check_prints_json_alone_and_aligns(tmp_path, capsys, monkeypatch):
+    from PIL import Image
+    from qie_nb.tiny.photos import photos
+    monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home"))
+    im = photos("held_out")[0].resize((200, 160))
+    for side, x in (("training_images", 0), ("control_images", 4)): # the target's content is 4 px to the right
+        (tmp_path/"my pairs"/side).mkdir(parents=True)
+        im.crop((x, 0, x + 180, 160)).save(tmp_path/"my pairs"/side/"a.png")
+    folder = str(tmp_path/"my pairs") # without captions
+    assert main(["check", folder, "--json"]) == 0
+    row, = json.loads(capsys.readouterr().out)["pairs"]
+    assert list(row) == ["id", "dx", "dy", "sx", "sy", "rotation", "changed"] and row["id"] == "a" and abs(row["dx"] - 4) < 0.2 and abs(row["sx"] - 1) < 0.003
+    assert main(["check", f"data.dataset_path={folder}", "--align", str(tmp_path/"out")]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 pairs is shifted by more than 2 px" in said and "1 pairs aligned, 0 copied as they are" in said
+    assert main(["check", str(tmp_path/"out")]) == 0 and "1 of 1 pairs fit" in capsys.readouterr().out
+    assert main(["check", folder, "--align", folder]) == 2 and "already exists and is not empty" in capsys.readouterr().err

@@ -82,6 +82,19 @@ def file_digest(path) -> str: # sha256 of its bytes, 64 hex digits
     "Digest of a file's content; an unchanged file is not read again."
     return cached_file_property(path, "sha256", _sha256)
 
+# %% ../../nbs/core/00_files.ipynb #2281c612
+def kept(
+    kind:str, # of result; a new version needs a new name
+    key:str, # digests of everything that the result depends on
+    compute=None, # function that returns JSON-serialisable data; None: only look
+):
+    "`compute()`, kept by content, whatever the files are called."
+    if known := _recall(kind, key, ""): return json.loads(known[1])
+    if compute is None: return None
+    value = compute()
+    _remember(kind, key, "", "", json.dumps(value))
+    return value
+
 # %% ../../nbs/core/00_files.ipynb #427bb0ba
 def _sync_folder(folder):
     if os.name != "posix": return

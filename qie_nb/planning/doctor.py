@@ -269,22 +269,33 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
                     "`cache.cache_dir`, which will be filled again, or attach this model's cache")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
-def _pairs_findings(name, where, read, strict) -> list:
+def _pairs_findings(name, where, read, strict, fit=False) -> list: # fit: also look at a few pairs?
     from qie_nb.data.samples import usable
     try:
         found = read()
-        skipped = usable(found, strict)[2]
+        good, _, skipped = usable(found, strict)
     except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
     bad = f"{len(skipped)} of {len(found)} cannot be used"
     out = [Finding(name, bad, "warning", f"the first: {skipped[0][1]}")] if skipped else []
-    return [Finding(name, str(found)), *out, *(Finding(name, n, "note") for n in getattr(found, "notes", ()))]
+    out += [Finding(name, n, "note") for n in getattr(found, "notes", ())]
+    return [Finding(name, str(found)), *out, *(alignment_findings(good) if fit else ())]
+
+def alignment_findings(samples) -> list:
+    "Do targets lie where their controls are? From a few pairs."
+    from qie_nb.data.alignment_check import sampled_alignment
+    report = sampled_alignment(samples)
+    if not report.pairs: return []
+    value = f"{report.summary()}; {len(report.pairs)} of {len(samples)} looked at"
+    remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; keep "
+              "the pairs if the edit is meant to move or enlarge what they show")
+    return [Finding("alignment", value, *(("warning", remedy) if report.misfits else ()))]
 
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
-    of = lambda name, where, read: _pairs_findings(name, where, read, data.strict) if where else []
+    of = lambda name, where, read, *fit: _pairs_findings(name, where, read, data.strict, *fit) if where else []
     named = data.dataset_path or data.target_dir or data.control_dir
-    return [*of("data set", named, lambda: config_samples(data)),
+    return [*of("data set", named, lambda: config_samples(data), True),
             *of("validation pairs", path, lambda: config_samples(data, path)),
             *of("samples", own and f"{len(own)} in train.samples",
                 lambda: Samples(samples_of(c), "train.samples"))]

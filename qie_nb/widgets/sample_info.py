@@ -14,6 +14,7 @@ from PIL.Image import Resampling
 
 from ..core.cache_entries import unpack_entry
 from ..core.cache_layers import verify_entry
+from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import look, pair_warnings
 from ..encoding.prompts import whole_ids
@@ -138,7 +139,8 @@ def sample_info(
     f["bad"] = _try(problems, lambda: bad_entries(dataset, i), []) if check else []
     looks = _try(problems, lambda: [look(p) for p in (s.target, *s.controls)])
     g = known_geometry(dataset)
-    return f | dict(marks=pair_warnings(s, looks, shared, g), problems=problems, areas_known=g is dataset.geometry)
+    marks = pair_warnings(s, looks, shared, g) + alignment_mark(s)
+    return f | dict(marks=marks, problems=problems, areas_known=g is dataset.geometry)
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0017
 def _db(a, b) -> float: # of two uint8 images

@@ -16,6 +16,7 @@ from fastcore.basics import patch
 
 from ..core.display import Display, StatusText, note, report_errors
 from ..core.files import write_atomic
+from ..data.alignment_check import MISALIGNED, alignment_mark
 from ..data.images import source_digest
 from ..data.pair_checks import (SWAPPED, UNCHANGED, look, near_duplicates, pair_warnings, shared_targets,
                                      swap_summary)
@@ -28,7 +29,7 @@ from .sample_page import (PairGrid, _figure, _opened, _size, masked_image, pair_
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0011
 SIZES = "of unusual size or shape"
 _FILTERS = dict(all="all", missing="not encoded yet", bad="bad images or entries", near="near duplicates",
-                swapped=SWAPPED, unchanged=UNCHANGED, sizes=SIZES)
+                swapped=SWAPPED, unchanged=UNCHANGED, misaligned=MISALIGNED, sizes=SIZES)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0006
 class SampleViewer(Display):
@@ -109,9 +110,18 @@ def select(self:SampleViewer,
     status = StatusText(len(self.dataset), "check the cache", tell)
     if name == "missing": self.sets["missing"] = list(self.dataset.incomplete(status))
     if name == "bad": self.sets["bad"] = self._bad(status)
+    if name == "misaligned": self.sets[name] = self._misaligned(tell)
     self.filter, self.place = name, 0
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0007
+@patch
+def _misaligned(self:SampleViewer, tell) -> list:
+    status, found = StatusText(len(self.dataset), "measure the alignment", tell), []
+    for i, s in enumerate(self.dataset.samples):
+        found += [i] * bool(alignment_mark(s, measure=True))
+        status.update()
+    return found
+
 @patch
 def _bad(self:SampleViewer, status) -> list:
     bad = []
