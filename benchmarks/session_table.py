@@ -166,7 +166,7 @@ def edit_masks():
         def cell(mode, what):
             if what not in s[mode]: return "-"
             x = s[mode][what]
-            lower = f", lower in {x['lower']} of {x['seeds']}" * (mode != "none")
+            lower = f", lower in {x['lower']} of {x['seeds']}" if mode != "none" else ""
             return f"{x['mean']:.1f} ({x['low']:.1f} to {x['high']:.1f}{lower})"
         rows.append([edit, r["kind"], s["none"]["whole"]["seeds"], f"{r['mask_mean']:.2f}", *(cell(m, w) for w in ("inside", "outside", "whole") for m in ("none", "auto"))])
     head = [f"{w}, {m}" for w in ("inside", "outside", "whole image") for m in ("none", "auto")]
