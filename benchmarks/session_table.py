@@ -1,4 +1,4 @@
-"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for docs/kaggle.md, docs/colab.md and docs/recipes.md.
+"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for docs/kaggle.md, docs/colab.md, docs/data.md and docs/recipes.md.
 
 `python benchmarks/session_table.py` prints the tables and `--write` puts them into the pages. Nothing here is measured:
 memory and disk come from the planner, work from counted operations, and time from the rates assumed below."""
@@ -199,11 +199,28 @@ def drift_training():
                      over_seeds(arm, lambda v: (abs(x["true_shift"]) for x in v)), f"{gap:.2f}", f"{len(told)} of {len(every)}"])
     return markdown(["training pairs", "seeds", "`drift_shift_px`", "true shift, px", "measured minus true, mean size", "images with a figure"], rows)
 
+def edit_masks():
+    "Error inside and outside the region that an edit changes, with equal weights and with those of `data.edit_mask: auto`."
+    path = HERE/"results"/"edit_masks.json"
+    if not path.is_file(): return "not yet measured: `python benchmarks/edit_masks.py`"
+    rows = []
+    for edit, r in json.loads(path.read_text())["results"].items():
+        s = r["summary"]
+        def cell(mode, what):
+            if what not in s[mode]: return "-"
+            x = s[mode][what]
+            lower = f", lower in {x['lower']} of {x['seeds']}" if mode != "none" else ""
+            return f"{x['mean']:.1f} ({x['low']:.1f} to {x['high']:.1f}{lower})"
+        rows.append([edit, r["kind"], s["none"]["whole"]["seeds"], f"{r['mask_mean']:.2f}", *(cell(m, w) for w in ("inside", "outside", "whole") for m in ("none", "auto"))])
+    head = [f"{w}, {m}" for w in ("inside", "outside", "whole image") for m in ("none", "auto")]
+    return markdown(["edit", "changes", "seeds", "mean mask", *head], rows)
+
 
 PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
          ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
+         ("data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,
          ("recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
          ("evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
          ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,

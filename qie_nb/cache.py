@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-from .core.cache_entries import (ALL_KINDS, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError,
+from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError,
                                        is_key, pack_entry, unpack_entry)
 from .core.cache_layers import check_kind, empty_output_dir, mapped, open_layer, verify_entry, write_packed
 from .core.cache_report import quarantined_entries, status_html
@@ -276,7 +276,7 @@ def gc(self:EmbeddingCacheManager,
     dry_run:bool=False, # only report?
 ) -> dict: # {group: {"count", "bytes"}} of unneeded files in the last layer, which are removed
     self._require_writable(", so nothing is removed")
-    mine, kinds = self.layers[-1], (PREFIX, *KINDS)
+    mine, kinds = self.layers[-1], (PREFIX, *KINDS, EDIT_MASK)
     if keep is None:
         keep, kinds = {(PREFIX, self.prefix_of(e.kind, e.key)) for e in self.entries(KINDS)}, [PREFIX]
     files = [mine.path(k, key) for k in kinds for key, _ in mine.entries(k) if (k, key) not in keep]

@@ -229,7 +229,13 @@ def _to_check(a): # `Config`, folder or table
     if not (folders or config): raise ValueError("give the folder of your pairs, or --config run.yaml")
     return config or folders[0]
 
+def _overfit(a):
+    from qie_nb.evaluation.overfit import overfit_check
+    a.settings = a.where
+    return 0 if overfit_check(_trainer(a), a.steps).ok else 1
+
 def check(a):
+    if a.overfit: return _overfit(a)
     from qie_nb.data.alignment_check import align_pairs, aligned_summary, check_alignment, new_folder
     where = _to_check(a)
     if a.align: new_folder(a.align) # raises before the work
@@ -318,7 +324,9 @@ def parser() -> CommandParser:
     add(check, "find pairs whose target is shifted, zoomed or turned against its control", "check my_pairs",
         ("where", dict(nargs="*", metavar="FOLDER", help="data set, or a YAML file and KEY=VALUE settings")),
         *config, ("--json", flag("JSON: shift in pixels, scale, degrees and changed share of each pair")),
-        ("--align", dict(metavar="OUT", help="new folder for a copy with aligned targets")))
+        ("--align", dict(metavar="OUT", help="new folder for a copy with aligned targets")),
+        ("--overfit", flag("does this setup learn? Trains on two of its pairs in a temporary folder")),
+        ("--steps", number("with --overfit: training steps; default 60", default=60)))
     add(doctor, "check this machine and a configuration", "doctor run.yaml", *yaml)
     add(plan, "memory and time of a run, and the fastest settings that fit a GPU",
         'plan --gpu "RTX 4090" --resolution 1024', *yaml,

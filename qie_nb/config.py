@@ -106,6 +106,8 @@ class DataSection(Section):
         "without `crop`: give a target's token grid the proportions of its control's, also at another area")
     caption_dropout_rate: float = setting(0.1,
         "fraction of samples trained on the empty prompt", ge=0, le=1)
+    edit_mask: Literal["none", "auto"] = setting("none",
+        "loss weights of pairs without a mask image: auto takes them from what changes in the pair")
     batch_size: int = setting(1, "samples per batch and process", ge=1)
     num_workers: int = setting(0, "loader processes", ge=0)
     shuffle: bool = setting(True, "new order each epoch, a function of (seed, epoch)")

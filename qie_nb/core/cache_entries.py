@@ -13,8 +13,9 @@ KINDS = ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask",
          "empty_prompt_embed", "empty_prompt_embeds_mask")
 PREFIX = "prompt_prefix"
 ALL_KINDS = (*KINDS, PREFIX) # of samples
+EDIT_MASK = "edit_mask" # of samples, with `data.edit_mask: auto`
 MODULATION = "modulation" # of the transformer
-EVERY_KIND = (*ALL_KINDS, MODULATION)
+EVERY_KIND = (*ALL_KINDS, EDIT_MASK, MODULATION)
 FORMAT = "qie_nb-2"
 
 class CacheEntryError(ValueError):
@@ -64,11 +65,11 @@ def pack_entry(
     return b"".join((_header(kind, meta, record), payload))
 
 # %% ../../nbs/core/04_cache_entries.ipynb #77ef4a94
-_NAMES = dict(float32=("F32", 4), bfloat16=("BF16", 2), float16=("F16", 2), bool=("BOOL", 1))
+_NAMES = dict(float32=("F32", 4), bfloat16=("BF16", 2), float16=("F16", 2), bool=("BOOL", 1), uint8=("U8", 1))
 
 def entry_bytes(
     kind:str, key:str, parts:dict, # as for `pack_entry`
-    dtype:str, # float32, bfloat16, float16 or bool
+    dtype:str, # float32, bfloat16, float16, bool or uint8
     shape, prefix:str=None,
 ) -> int:
     "Size of the file that `pack_entry` would make."

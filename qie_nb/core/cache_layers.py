@@ -66,7 +66,7 @@ def verify_entry(
     return ""
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ec50801
-_DTYPES = dict(F32="float32", BF16="bfloat16", F16="float16", BOOL="bool")
+_DTYPES = dict(F32="float32", BF16="bfloat16", F16="float16", BOOL="bool", U8="uint8")
 
 def mapped(layer, kind:str, key:str): # tensor; writing to it does not change the file
     "A memory-mapped entry, not checked: call `verify_entry` first."

@@ -14,12 +14,13 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset
 
-from ..cache import ALL_KINDS, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager, image_parts, key_of
+from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager, image_parts, key_of
 from ..cache import prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
 from ..core.cache_report import status_html
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
+from .edit_masks import edit_mask_parts
 from .images import Geometry, open_image, remembered, source_digest
 from .pair_checks import GRIDS, size_warnings
 from .samples import Samples, cached_size, config_samples, find_samples, load_images, load_mask
@@ -142,6 +143,9 @@ def _keys_of(self:ImageDataset, i, image, *controls):
     parts = {"pixel_latent": image_parts(image, g.target(target), who, g.aspect)}
     for n, (d, c) in enumerate(zip(controls, sizes)):
         parts[f"control_latent.{n}"] = image_parts(d, g.control(c), who, g.aspect)
+    if self.wants_edit_mask(i):
+        first = image_parts(controls[0], g.target(target), who, g.aspect)
+        parts[EDIT_MASK] = edit_mask_parts(parts["pixel_latent"], first)
     seen = controls, [g.vl(c) for c in sizes], who, g.aspect
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
@@ -149,6 +153,13 @@ def _keys_of(self:ImageDataset, i, image, *controls):
                                prompt_parts(prompt, *seen))
     return {name: CacheEntry(kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p)
             for name, p in parts.items()}
+
+# %% ../../nbs/data/06_dataset.ipynb #51cbc2e5
+@patch
+def wants_edit_mask(self:ImageDataset, i:int) -> bool:
+    "Are its loss weights computed from the pair?"
+    s = self.samples[i]
+    return self.config.edit_mask == "auto" and s.mask is None and bool(s.controls)
 
 # %% ../../nbs/data/06_dataset.ipynb #e0ba058d
 @patch
@@ -191,7 +202,8 @@ def _cached(self:ImageDataset, i) -> dict:
     if self.cache is None or self.identity is None: return None
     keys, p = self.keys(i), "empty_" if self.dropped(i) else ""
     if i not in self._whole and not self.missing(i): self._whole.add(i)
-    wanted = [n for n in keys if "latent" in n] + [f"{p}prompt_embed", f"{p}prompt_embeds_mask"]
+    wanted = [n for n in keys if "latent" in n or n == EDIT_MASK]
+    wanted += [f"{p}prompt_embed", f"{p}prompt_embeds_mask"]
     out = {n: self.cache.load_cache(*keys[n].id) for n in wanted} if i in self._whole else {}
     if out and all(t is not None for t in out.values()): return out
     self._whole.discard(i)
@@ -236,9 +248,12 @@ def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
 # %% ../../nbs/data/06_dataset.ipynb #572def01
 @patch
 def mask(self:ImageDataset, i:int): # uint8 [h / 8, w / 8], or None
-    "Weights of its loss: 255 is full weight, 0 is `train.mask_min_weight`."
+    "Weights of its loss: 255 is full weight, 0 is `train.mask_min_weight`; an edit mask only if cached."
     s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
-    if s.mask is None: return None
+    if s.mask is None:
+        found = self.identity and self.cache and self.wants_edit_mask(i)
+        cached = self.cache.load_cache(*self.keys(i)[EDIT_MASK].id) if found else None
+        return None if cached is None else cached.numpy()
     if (s.id, size) not in self._masks:
         self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
     return self._masks[s.id, size]
@@ -250,6 +265,7 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
     out = dict(cached=tensors is not None, sample_id=s.id, prompt="" if drop else s.prompt, dropped=drop,
                sample=s, index=int(i))
     if s.mask is not None: out["mask"] = self.mask(i)
+    elif tensors and EDIT_MASK in tensors: out["mask"] = tensors[EDIT_MASK].numpy()
     if tensors is None: return out | self.images(i)
     controls, p = controls_of(tensors), "empty_" if drop else ""
     out |= {name: tensors[p + name] for name in ("prompt_embed", "prompt_embeds_mask")}
@@ -285,7 +301,8 @@ def incomplete(self:ImageDataset,
 @patch
 def status(self:ImageDataset, bar=None) -> dict: # bar: as for `incomplete`
     "Samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad, why (unknown)."
-    kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in ALL_KINDS}
+    own = [EDIT_MASK] * (self.config.edit_mask == "auto")
+    kinds = {k: dict(needed=0, present=0, missing=0, bytes=0) for k in (*ALL_KINDS, *own)}
     out = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
                aside=[], skipped=list(self.skipped), unreadable=[], why="")
     if self.cache is None: return out | dict(why="no cache is set; set `cache_dir` to a folder")

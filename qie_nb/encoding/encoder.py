@@ -15,8 +15,9 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
-from ..cache import PREFIX, CacheEntry, identity_id
+from ..cache import EDIT_MASK, PREFIX, CacheEntry, identity_id, key_of
 from ..data.dataset import ImageDataset
+from ..data.edit_masks import edit_mask
 from ..data.images import Geometry, open_image
 from ..models.loading import free_device_bytes, work_bytes
 from .prompts import (Prefix, PrefixNotSharable, encode_prefix, encode_prompt,
@@ -217,7 +218,21 @@ class SampleInputs:
     def prepare(self, name, components):
         "Compute the input for the tensor of this name, if its processor is loaded."
         if "prompt" in name: self.vl.process(components.get("processor"))
-        elif "vae" in components.loaded: self.pixels(name, components.loaded["vae"])
+        elif "latent" in name and "vae" in components.loaded: self.pixels(name, components.loaded["vae"])
+
+# %% ../../nbs/encoding/02_encoder.ipynb #92a6f7c8
+@patch
+def edit_mask(self:Encoder,
+    inputs, # `SampleInputs`, or a function that returns them if the images are needed
+    target=None, control=None, # latents, if known
+) -> torch.Tensor: # [h, w] uint8
+    "Loss weights from what changes between the first control and the target."
+    read = lambda: inputs() if callable(inputs) else inputs
+    size = lambda: read().size("pixel_latent")
+    if target is None: target = self.image(read().image("pixel_latent"), size())
+    if control is None or control.shape != target.shape:
+        control = self.image(read().image("control_latent.0"), size())
+    return edit_mask(target.cpu(), control.cpu())
 
 # %% ../../nbs/encoding/02_encoder.ipynb #e3e6b010
 @patch
@@ -225,11 +240,13 @@ def encode_uncached(self:Encoder,
     images:dict, # `image` (target) and `control` (list): paths, PIL images or arrays
     prompt:str,
     geometry:Geometry,
+    masked:bool=False, # an edit mask too, if there is a control?
 ) -> dict: # {name: CPU tensor}
     "All tensors of one sample."
     inputs = SampleInputs(dict(image=open_image(images["image"]),
                                control=[open_image(c) for c in images["control"]]), geometry)
     out = {n: self.image(inputs.image(n), inputs.size(n)) for n in inputs.names()}
+    if masked and inputs.control: out[EDIT_MASK] = self.edit_mask(inputs, out["pixel_latent"], out["control_latent.0"])
     out["prompt_embed"], out["prompt_embeds_mask"] = self.prompt(prompt, inputs.control, geometry)
     return {n: t.cpu() for n, t in out.items()}
 
@@ -244,7 +261,7 @@ class Missing(NamedTuple):
 @dataclass
 class EncodeJob:
     "Tensors that are encoded together."
-    kind: str   # "latent" or "prompt"
+    kind: str   # "latent", "mask" or "prompt"
     units: list # a list of `Missing` per image, or per image set
 
 # %% ../../nbs/encoding/02_encoder.ipynb #0b20c601
@@ -252,9 +269,9 @@ def plan_encoding(
     dataset:ImageDataset, # refreshed with the encoder's identity
     missing:dict, # {sample: names of tensors}
     batch_size:int=1, # units per job
-) -> list: # of `EncodeJob`s, latents first
+) -> list: # of `EncodeJob`s, latents first, then what is made of them
     "Group missing tensors into jobs, each distinct cache entry once."
-    seen, groups = set(), dict(latent={}, prompt={})
+    seen, groups = set(), dict(latent={}, mask={}, prompt={})
     for i, names in missing.items():
         keys, (target, *controls) = dataset.keys(i), dataset.bucket(i)
         vl = tuple(map(dataset.geometry.vl, dataset.sizes[i][1:]))
@@ -263,6 +280,7 @@ def plan_encoding(
             seen.add(entry.id)
             prompt = dataset.samples[i].prompt if name.startswith("prompt_embed") else ""
             if "prompt" in name: kind, size, unit = "prompt", vl, keys[PREFIX].key
+            elif name == EDIT_MASK: kind, size, unit = "mask", target, entry.key
             else: kind, unit = "latent", entry.key
             if name == "pixel_latent": size = target
             elif kind == "latent": size = controls[int(name.split(".")[1])]
@@ -289,6 +307,7 @@ def encode(self:Encoder,
 ) -> list: # of `Encoded`
     "Compute the tensors of one job."
     if job.kind == "prompt": return self._encode_prompts(dataset, job, inputs)
+    if job.kind == "mask": return [self._encode_mask(dataset, unit[0], inputs) for unit in job.units]
     return self._encode_latents(job, inputs)
 
 # %% ../../nbs/encoding/02_encoder.ipynb #c71ae302
@@ -298,6 +317,13 @@ def _encode_latents(self:Encoder, job, inputs):
     pixels = [inputs(m.sample).pixels(m.name, self._vae()) for m in first]
     latents = self.images(pixels, inputs(first[0].sample).size(first[0].name))
     return [Encoded(m.entry, z.cpu()) for m, z in zip(first, latents)]
+
+# %% ../../nbs/encoding/02_encoder.ipynb #33589775
+@patch
+def _encode_mask(self:Encoder, dataset, m, inputs):
+    parts, load = m.entry.parts, lambda kind, p: self.cache and self.cache.load_cache(kind, key_of(kind, **p))
+    target, control = load("pixel_latent", parts["target"]), load("control_latent", parts["control"])
+    return Encoded(m.entry, self.edit_mask(lambda: inputs(m.sample), target, control))
 
 # %% ../../nbs/encoding/02_encoder.ipynb #c71ae303
 @patch

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from ..cache import PREFIX, file_lock
+from ..cache import EDIT_MASK, PREFIX, file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
 from ..core.cache_report import size_text
@@ -93,6 +93,8 @@ def bytes_needed(
     lengths = cache(sizes.prompt)
     def add(entry, shape, dtype=dtype, prefix=None): out[entry.id] = entry_bytes(*entry, dtype, shape, prefix)
     for m in (m for job in plan_encoding(dataset, missing) for unit in job.units for m in unit):
+        if m.name == EDIT_MASK:
+            add(m.entry, sizes.latent(dataset.bucket(m.sample)[0])[-2:], "uint8"); continue
         if "latent" in m.name:
             n = 0 if m.name == "pixel_latent" else 1 + int(m.name.split(".")[1])
             add(m.entry, sizes.latent(dataset.bucket(m.sample)[n])); continue
@@ -191,7 +193,7 @@ class Prefetch:
 
     def read(self, jobs) -> dict:
         out = {}
-        for m in (unit[0] for job in jobs for unit in job.units):
+        for m in (unit[0] for job in jobs for unit in job.units if job.kind != "mask"): # made of latents
             try:
                 if m.sample not in out: out[m.sample] = self.inputs(m.sample)
                 out[m.sample].prepare(m.name, self.encoder.components)

@@ -54,7 +54,7 @@ image.save("output.png")'''
 
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
 _SHOWN = ("model.lora", "model.quantize", "optimizer", "lr_scheduler", *(f"data.{k}" for k in (
-    "image_size", "crop", "caption_dropout_rate", "batch_size")), *(f"train.{k}" for k in (
+    "image_size", "crop", "caption_dropout_rate", "edit_mask", "batch_size")), *(f"train.{k}" for k in (
     "seed", "num_epochs", "max_train_steps", "gradient_accumulation_steps", "mixed_precision",
     "max_grad_norm", "timestep_sampling", "loss_weighting", "mask_min_weight", "ema_decay")))
 

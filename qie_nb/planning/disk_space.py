@@ -99,12 +99,14 @@ def sample_bytes(
     s:SampleTokens,
     q, # `MemoryQuery`
     share_prefix:bool=True,
+    masks:bool=False, # an edit mask, too?
 ) -> tuple: # (bytes of latents, bytes of prompts), in whole blocks
     ends = (s.text + TEMPLATE, 1 + TEMPLATE) # prompt, empty prompt
     whole = [s.images + n for n in ends]
     entries = lambda sizes: sum(-(-(n + HEADER) // BLOCK) * BLOCK for n in sizes)
     prompts = [n * q.text_dim * q.base_bytes for n in ((s.images, *ends) if share_prefix and s.images else whole)]
     latents = [n * q.channels * q.base_bytes for n in (s.target, *s.controls)]
+    latents += [4 * s.target] * (masks and bool(s.controls)) # a byte a latent pixel
     return entries(latents), entries(prompts + whole) # a mask has a byte a token
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
@@ -148,7 +150,8 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     from qie_nb.models.modulation import training_times
     rows, folder = row_dtype(config, q), Path(dirs[-1])
     cached, cached_table = _cached(dirs, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
-    sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix) for s in samples]
+    masks = config.data.edit_mask == "auto"
+    sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix, masks) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
     table = table_bytes(config, q, len({s.target for s in samples}) or 1)
     dtype = "float32" if q.base_bytes == 4 else "bfloat16"

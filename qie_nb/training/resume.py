@@ -35,7 +35,8 @@ def _names(**sections): return [f"{s}.{k}" for s, keys in sections.items() for k
 
 RUN_KEYS = _names(
     model="lora.r lora.lora_alpha lora.target_modules lora.use_rslora lora.use_dora lora.lora_dropout",
-    data="image_size crop control_area vl_area match_grids caption_dropout_rate shuffle", optimizer="name",
+    data="image_size crop control_area vl_area match_grids caption_dropout_rate edit_mask shuffle",
+    optimizer="name",
     train="seed timestep_sampling continuous_timesteps stratified_timesteps loss_weighting "
           "mask_min_weight ema_decay val_fraction")
 _ONLY_WITH = {"train.timestep_shift": "fixed_shift", "train.logit_mean": "logit_normal",
@@ -48,6 +49,7 @@ STEP = "train.gradient_accumulation_steps x processes" # batches of a step
 _OLD = {STEP: "train.gradient_accumulation_steps", "data.batch_size": "data.batch_size x processes",
         "train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
         "train.model_parallel_devices": "train.transformer_devices"} # names in version 1's checkpoints
+_BEFORE = {"data.edit_mask": "none"} # in checkpoints that lack the setting
 
 def value_of(config:dict, name:str):
     "A setting by its dotted name, or None."
@@ -93,8 +95,8 @@ def _data_difference(was, now) -> str:
 # %% ../../nbs/training/05_resume.ipynb #87b9cd01
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
     "Differences between two fingerprints, in facts that both have."
-    new_name, settings = {old: new for new, old in _OLD.items()}, now["settings"]
-    facts = [(f"`{k}`", v, settings[k]) for old, v in was.get("settings", {}).items()
+    new_name, settings, earlier = {old: new for new, old in _OLD.items()}, now["settings"], was.get("settings")
+    facts = [(f"`{k}`", v, settings[k]) for old, v in (_BEFORE | earlier if earlier else {}).items()
              if (k := new_name.get(old, old)) in settings]
     facts += [(k, was[k], now[k]) for k in ("base", "encoders") if was.get(k) and now.get(k)]
     kind = {"-1d": "running", "-3d": "3d"} # how an identity of the encoders ends

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..cache import CacheEntryError, EmbeddingCacheManager, check_cache_exists
+from ..cache import EDIT_MASK, CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import make_config
 from ..core.progress import kernel
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
@@ -68,6 +68,8 @@ def _say(self:RunData, dataset): # once, in `cache_embeddings` or in `fit`
     self.said = said
 
 # %% ../../nbs/training/06_run_data.ipynb #bd00031e
+_JUDGED = dict(caption_dropout_rate=0., edit_mask="none") # the validation loss has equal weights everywhere
+
 @patch
 def make_loader(self:RunData,
     train_dataloader=None, # as in `fit`
@@ -89,7 +91,7 @@ def make_loader(self:RunData,
         print(f"held out of training, for evaluation: {', '.join(repr(s.id) for s in held[:3])}"
               f"{', ...' * (len(held) > 3)} (`train.val_fraction: 0` trains on all pairs)")
     held = held or self._val_samples()
-    self.validation = self.subset(dataset, held, caption_dropout_rate=0.) if held else None
+    self.validation = self.subset(dataset, held, **_JUDGED) if held else None
     if held and c.train.val_path: self.skip_unreadable(self.validation)
     if len(self.samples) < len(dataset): dataset = self.subset(dataset, self.samples)
     sampler, size = getattr(given, "batch_sampler", None), getattr(given, "batch_size", None)
@@ -170,7 +172,7 @@ def eval_data(self:RunData) -> ImageDataset: # or None
     "The images and prompts of `train.samples`; the first image stands for the target."
     if not (samples := samples_of(self.config)): return None
     # above 0, so that the empty prompt is cached, too; no caption is dropped
-    data = self.config.data.model_copy(update=dict(caption_dropout_rate=1e-15, strict=True))
+    data = self.config.data.model_copy(update=_JUDGED | dict(caption_dropout_rate=1e-15, strict=True))
     out = ImageDataset(self.config.model_copy(update=dict(data=data)), samples=samples)
     out.cache = self.open_cache()
     self.set_geometry_and_identity(out)
@@ -238,7 +240,7 @@ def cache_embeddings(self:RunData,
     with self.encoding(enc):
         report = precompute(dataset, enc, start_idx, end_idx, c.cache.verify, c.cache.prefetch, table)
         if c.train.val_path and whole:
-            validation = self.subset(dataset, self._val_samples(), caption_dropout_rate=0.)
+            validation = self.subset(dataset, self._val_samples(), **_JUDGED)
             self.skip_bad_prompts(validation)
             report += precompute(validation, enc, 0, None, c.cache.verify, c.cache.prefetch)
         if extra and whole:
@@ -274,29 +276,48 @@ def _dataset_of(self:RunData, batch, enc): # of just this batch's samples
     dataset.refresh(enc.identity)
     return dataset
 
+# %% ../../nbs/training/06_run_data.ipynb #33112b10
+@patch
+def _edit_masked(self:RunData, batch) -> list: # of each sample: does it get a mask from its pair?
+    data, n = getattr(batch, "config", None) or self.config.data, len(batch["prompt"])
+    if data.edit_mask == "none": return [False] * n
+    if "sample" in batch: return [s.mask is None and bool(s.controls) for s in batch["sample"]]
+    return [batch.get("mask") is None] * n
+
+def _with_edit_masks(given, made): # [B, 1, h, w] or None; list of uint8 [h, w], None: as given, else ones
+    known = next((m for m in made if m is not None), None)
+    if known is None: return given
+    out = torch.ones(len(made), 1, *known.shape) if given is None else given.clone()
+    for n, m in enumerate(made):
+        if m is not None: out[n, 0] = m.float() / 255
+    return out
+
 # %% ../../nbs/training/06_run_data.ipynb #8f07ff02
 @patch
 @torch.no_grad()
 def encode_batch(self:RunData,
     batch, # mapping with `prompt`, and lists `image` and `control`, or `sample`
 ) -> dict: # the tensors of `CACHED`
-    "Latents and embeddings of a batch of images, from the cache if it has them."
+    "Latents, embeddings and edit masks of a batch of images, from the cache if it has them."
     enc = self.filler = self.filler or self.encoder(self.open_cache())
     if enc.cache is not None: enc.add_identity()
     dataset = self._dataset_of(batch, enc) if "sample" in batch else None
     geometry, out = self.geometry(getattr(batch, "config", None)), []
+    auto, masks = self._edit_masked(batch), [] # from the pair, by sample
     with self.encoding(enc):
         for n, prompt in enumerate(batch["prompt"]):
             prefix = ""
             if dataset is not None and enc.cache is not None:
                 tensors, prefix = enc.encode_sample(dataset, n), "empty_" if batch["dropped"][n] else ""
-            elif batch["image"][n] is None: tensors = enc.encode_uncached(dataset.images(n), prompt, geometry)
             else:
-                images = dict(image=batch["image"][n], control=as_list(batch["control"][n]))
-                tensors = enc.encode_uncached(images, prompt, geometry)
+                images = dataset.images(n) if batch["image"][n] is None else \
+                    dict(image=batch["image"][n], control=as_list(batch["control"][n]))
+                tensors = enc.encode_uncached(images, prompt, geometry, auto[n])
+            masks.append(tensors.get(EDIT_MASK))
             out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
                             **{k: tensors[prefix + k] for k in ("prompt_embed", "prompt_embeds_mask")}))
-    return stack_tensors(out)
+    made = stack_tensors(out)
+    return made | dict(mask=_with_edit_masks(batch.get("mask"), masks)) if any(auto) else made
 
 # %% ../../nbs/training/06_run_data.ipynb #697d5bf7
 @patch

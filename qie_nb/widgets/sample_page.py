@@ -63,7 +63,7 @@ def _figures(dataset, i, f, tensors, height) -> str:
         if name in tensors:
             image, db = tensors[name]
             out.append(_figure(image, f"{what}, its latent decoded: {db} dB", height))
-    if s.mask is not None: out.append(_mask_figure(dataset, i, im, height))
+    if s.mask is not None or f["edit_mask"]: out.append(_mask_figure(dataset, i, im, height))
     return f"<div>{''.join(out)}</div>"
 
 # %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e0002
@@ -71,7 +71,9 @@ def _mask_figure(dataset, i, target, height) -> str:
     try: mask = dataset.mask(i)
     except (ValueError, OSError) as e: return note(f"mask: {e}")
     if isinstance(target, str): return ""
-    title = f"mask: {mask.mean() / 2.55:.0f} % counts, red does not"
+    if mask is None: return "" # an edit mask that is not encoded yet
+    what = "mask" if dataset.samples[i].mask is not None else "edit mask"
+    title = f"{what}: {mask.mean() / 2.55:.0f} % counts, red does not"
     return image_html(masked_image(target, mask), title, height)
 
 # %% ../../nbs/widgets/00b_sample_page.ipynb #ab1e000a

@@ -71,6 +71,7 @@ RESUME = { # the checkpoint is of another run
     "timestep sampling": {"train.timestep_sampling": "shift"},
     "loss weighting": {"train.loss_weighting": "cosmap"},
     "mask weight": {"train.mask_min_weight": 0.5},
+    "edit masks": {"data.edit_mask": "auto"},
     "held-out share": {"train.val_fraction": 0.3},
     "EMA switched on": {"train.ema_decay": 0.9},
     "optimizer": {"optimizer.name": "adafactor"},
