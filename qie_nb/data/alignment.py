@@ -205,8 +205,8 @@ def _matches(control, target, level, t) -> _Matches: # t: None on the first leve
 
 # %% ../../nbs/data/04b_alignment.ipynb #9f63d876
 LEAST_BLOCKS, LEAST_SHARE = 8, 0.35 # that must agree
-_ERRORS = (0.07, 0.07, 0.0007, 0.0007, 0.001) # largest standard errors of t
-_SHAKY = 2.5 # times as large: the other numbers are not told either
+_ERRORS = (0.07, 0.07, 0.0006, 0.0006, 0.001) # largest standard errors of t
+_SHAKY = 1 # times as large: the other numbers are not given either
 LEAST_SPREAD = 0.15 # standard deviation of the agreeing blocks' places, half sides of the image
 
 def _errors(t, m) -> np.ndarray: # standard errors of t: the jackknife over 6 x 6 parts of the image

@@ -24,7 +24,7 @@ from .samples import Samples, cached_size, config_samples, find_samples
 from .tables import few
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #09668d85
-_KIND = "alignment 1" # a new number for new results of the same images
+_KIND = "alignment 2" # a new number for new results of the same images
 
 def _kept(target, control, known_only): # `Alignment`, or None
     compute = None if known_only else lambda: list(measure_alignment(open_image(control), open_image(target)))
@@ -64,7 +64,9 @@ class CheckedPair:
     def turn(self): return self.alignment.rotation
     @property
     def misfits(self) -> list: # of shifted, zoomed, turned
-        found = zip(("shifted", "zoomed", "turned"), (self.shift, self.zoom, self.turn), (SHIFTED, ZOOMED, TURNED))
+        side = min(self.size) if min(self.size) > 1 else math.inf
+        limits = SHIFTED, max(ZOOMED, 1 / side), max(TURNED, math.degrees(1 / side)) # half a pixel at the edge
+        found = zip(("shifted", "zoomed", "turned"), (self.shift, self.zoom, self.turn), limits)
         return [name for name, v, limit in found if v is not None and abs(v) >= limit]
     @property
     def told(self) -> bool: return self.alignment.known or bool(self.misfits)
