@@ -122,6 +122,20 @@ MUTATIONS = { # name: [(module, old, new), ...]
     "the checkpoint being written left out": [("planning/disk_space", "(c.keep_checkpoints + best + 1) * one", "(c.keep_checkpoints + best) * one")],
     "held memory counted as taken": [("devices/placement", "free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d)", "free_device_bytes(d)")],
     "placed in training mode": [("devices/placement", "torch.device(choice.device)).eval()", "torch.device(choice.device))")],
+    # --- pairs and drift
+    "shift measured from the target to the control": [("data/alignment", "return p @ _matrix(t).T + t[:2]", "return p @ _matrix(t).T - t[:2]")],
+    "rotation with the other sign": [("data/alignment", "return Alignment(*map(float, t[:4]), math.degrees(t[4]))", "return Alignment(*map(float, t[:4]), -math.degrees(t[4]))")],
+    "scales of both directions exchanged": [("data/alignment", "return Alignment(*map(float, t[:4]), math.degrees(t[4]))", "return Alignment(*map(float, (t[0], t[1], t[3], t[2])), math.degrees(t[4]))")],
+    "zoom is no misfit": [("data/alignment_check", "max(ZOOMED, 1 / side)", "1.")],
+    "kept alignments known by the target alone": [("data/alignment_check", 'f"{source_digest(control)} {source_digest(target)}"', 'f"{source_digest(target)}"')],
+    "inside and outside of the edit exchanged": [("evaluation/drift", "out, row = ~region, {}", "out, row, region = region, {}, ~region")],
+    "detail of the target over that of the result": [("evaluation/drift", "detail(edited) / energy", "energy / detail(edited)")],
+    "drift said of the targets' own": [("evaluation/drift", 'px, percent = notable(rows)\n', 'px, percent = notable(rows, "target")\n')],
+    "edit masks inverted": [("data/edit_masks", ".clamp(max=1)).round()", ".clamp(max=1).neg() + 255).round()")],
+    "edit masks keyed without the control": [("data/edit_masks", "return dict(target=target, control=control, **RULE)", "return dict(target=target, **RULE)")],
+    "edit masks for samples with a mask image": [("data/dataset", 'self.config.edit_mask == "auto" and s.mask is None and', 'self.config.edit_mask == "auto" and')],
+    "a diverging setup learns": [("evaluation/overfit", 'if loss > 2 - _LEARNS: return "too high"', 'if loss > 2 - _LEARNS: return "learns"')],
+    "matched grids ignore the setting": [("data/images", "if not self.match_grids: return", "if True: return")],
 }
 
 
