@@ -7,7 +7,7 @@ __all__ = ['SHIFTED', 'ZOOMED', 'TURNED', 'CheckedPair', 'AlignmentReport', 'che
            'aligned_summary']
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #8a55f318
-import io, math, os, re, time
+import io, math, os, re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,12 +187,13 @@ def alignment_mark(sample, measure:bool=False) -> list: # (mark, reason), at mos
     pair = check_pair(sample, not measure) if sample.controls else None
     return [(MISALIGNED, f"target against control: {pair}")] if pair and pair.misfits else []
 
-def sampled_alignment(samples, most:int=8, seconds:float=1.5) -> AlignmentReport:
-    "Checks a few pairs, evenly spread, until the time is over."
-    pairs, began, found = [s for s in samples if s.controls], time.monotonic(), []
+def sampled_alignment(samples, most:int=8, megapixels:float=24) -> AlignmentReport:
+    "Checks a few pairs, evenly spread; fewer if their targets are large."
+    pairs, left, found = [s for s in samples if s.controls], megapixels * 1e6, []
     for k in range(n := min(most, len(pairs))):
-        if found and time.monotonic() - began > seconds: break
+        if left <= 0: break
         found.append(check_pair(pairs[round(k * (len(pairs) - 1) / max(1, n - 1))]))
+        left -= math.prod(found[-1].size)
     return AlignmentReport(found)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #faae72fc

@@ -286,7 +286,8 @@ def alignment_findings(samples) -> list:
     from qie_nb.data.alignment_check import sampled_alignment
     report = sampled_alignment(samples)
     if not report.pairs: return []
-    value = f"{report.summary()}; {len(report.pairs)} of {len(samples)} looked at"
+    what = report.summary() if report.misfits else "no misfit found"
+    value = f"{what}; {len(report.pairs)} of {len(samples)} pairs looked at"
     remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; keep "
               "the pairs if the edit is meant to move or enlarge what they show")
     return [Finding("alignment", value, *(("warning", remedy) if report.misfits else ()))]

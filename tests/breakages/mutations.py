@@ -172,7 +172,8 @@ def run_in_child(changes, log, known="") -> int: # process id; `known`: the test
     read_changed(changed_files(changes))
     import pytest
     code = 0
-    for tests in ([known] if known and (ROOT/known.partition("::")[0]).is_file() else [], in_order(changes)):
+    own = [p for p in in_order(changes) if any(Path(p).stem == f"test_{Path(m).name}" for m, _, _ in changes)]
+    for tests in ([known] if known and (ROOT/known.partition("::")[0]).is_file() else [], own, in_order(changes)):
         if tests and code in (0, 4, 5): # 4, 5: the known test has another name now
             code = int(pytest.main(["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", f"{log}.tmp", "-m", EVERYDAY, *tests]))
     for module in {m for m, _, _ in changes} if not code else ():
