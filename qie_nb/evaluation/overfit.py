@@ -176,9 +176,10 @@ def _check(trainer, steps, pairs):
             raise ValueError(f"`{name}` must be a whole number from 1 to {most}, got {v!r}")
 
 # %% ../../nbs/evaluation/07_overfit.ipynb #1916fa0d
-def _fit(t, data, folder, steps) -> tuple: # (`_Measure`, why the run ended early)
-    c, watch = t.config, _Measure(data, folder, steps)
-    t.default_callbacks = lambda: [UnloadEncodersCallback(), watch, NonFiniteStop()]
+def _fit(kind, c, data, folder, steps) -> tuple: # (`_Measure`, why the run ended early)
+    watch = _Measure(data, folder, steps)
+    few = [UnloadEncodersCallback(), watch, NonFiniteStop()] # nothing is logged, saved or evaluated
+    t = type("Trial", (kind,), dict(default_callbacks=lambda self: few))(c)
     d, gpus = c.data, range(torch.cuda.device_count())
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -213,7 +214,7 @@ def overfit_check(
         ids = [s.id for s in data.samples]
         out = OverfitReport(ids, equal=equal, lr=c.optimizer.lr, optimizer=c.optimizer.name)
         if len(equal) < len(ids):
-            watch, out.stop = _fit(type(trainer)(c), data, Path(tmp), steps)
+            watch, out.stop = _fit(type(trainer), c, data, Path(tmp), steps)
             _fill(out, watch)
         out.seconds = time.time() - began
     print(out)

@@ -244,4 +244,4 @@ def test_the_doctor_looks_at_a_few_pairs(folder):
     assert found.level == "warning" and found.value.startswith("1 of ") and "qie-nb check FOLDER" in found.remedy
     (folder/"control_images"/"0001.png").write_bytes((folder/"training_images"/"0001.png").read_bytes())
     found, = [f for f in data_findings(config) if f.what == "alignment"]
-    assert found.level == "ok" and "pairs fit" in found.value
+    assert found.level == "ok" and "no misfit found" in found.value
