@@ -195,3 +195,18 @@ REFUSALS = {
 def test_refusals(act, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence) as e: act(tmp_path)
     assert "\n" not in str(e.value)
+
+
+def test_peft_shards_nothing_while_a_lora_is_loaded(monkeypatch, tmp_path):
+    "In any process group, peft 0.19 imports names for it that transformers 5.0 lacks."
+    from peft.utils import save_and_load
+    def fails(*_): raise ImportError("EmbeddingParallel")
+    real, name = save_and_load.set_peft_model_state_dict, "_maybe_shard_state_dict_for_tp"
+    monkeypatch.setattr(save_and_load, name, fails, raising=False)
+    def loads(*a, **kw):
+        getattr(save_and_load, name)()
+        return real(*a, **kw)
+    monkeypatch.setattr("peft.set_peft_model_state_dict", loads)
+    monkeypatch.setattr("peft.utils.set_peft_model_state_dict", loads)
+    assert lora.load_lora(bare(), lora.save_lora(trained(), tmp_path/"lora")) is not None
+    assert getattr(save_and_load, name) is fails
