@@ -78,7 +78,7 @@ class ModelSection(Section):
     text_encoder_offload: bool = setting(False, "keep it in host memory, move layer by layer")
     modulation_table: AutoBool = setting("auto",
         "replace the modulation layers by a table of their outputs: a third less memory; auto: in training, "
-        "if no adapter changes those layers")
+        "if no adapter changes those layers and the table is not larger than they are")
     modulation_table_steps: list[Annotated[int, Field(ge=1)]] = setting([],
         "numbers of sampling steps to add to the table, to predict without the modulation layers")
     lora: LoraSection = LoraSection()

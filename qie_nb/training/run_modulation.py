@@ -26,7 +26,7 @@ from ..models.components import COMPONENTS, check_weights
 from ..models.hub import transformer_digest
 from ..models.loading import empty_model, source_checkpoint
 from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, table_of,
-                                      training_times, use_modulation_table, uses_modulation)
+                                      table_pays, training_times, use_modulation_table, uses_modulation)
 from ..sampling.denoising import sampling_schedule
 from ..sampling.edits import factor_of
 from .callbacks import RunState
@@ -129,6 +129,12 @@ def why_layers(self:RunModulation,
     found = uses_modulation([*adapters, *loaded])
     return f"the adapter has {found[0]}" if found else ""
 
+@patch
+def table_setting(self:RunModulation): # `model.modulation_table`; auto is false where the table is larger
+    setting = self.config.model.modulation_table
+    if setting != "auto" or table_pays(self.transformer_config(), self.components.dtype): return setting
+    return False
+
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
 @patch
 def pick(self:RunModulation,
@@ -136,11 +142,12 @@ def pick(self:RunModulation,
     judged:bool=False, # is a run's adapter evaluated? Then `auto` means what it means in the run
 ) -> str: # why the loaded transformer must be replaced, or ""
     "Give the transformer a table, now or when it is loaded, or print why not."
-    setting, parts = self.config.model.modulation_table, self.components
+    setting, parts = self.table_setting(), self.components
     if judged and setting == "auto" and "transformer" not in parts.loaded: setting = True
     if training: lora.check_targets(self.config.model.lora, self._layers())
     if folder := parts.folder_with_table():
-        if why := self.why_layers(training, adapters) if setting else "`model.modulation_table` is false":
+        wanted = self.config.model.modulation_table
+        if why := self.why_layers(training, adapters) if wanted else "`model.modulation_table` is false":
             raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
                              "modulation layers; use the whole model")
         setting = True
@@ -243,7 +250,9 @@ def save_prequantized(self:RunModulation,
     part_bytes:int=10**9, # of a file, at most
 ): # `folder`
     "Write a prequantized copy, with a table if the modulation layers are not trained."
-    why = self.why_layers() if self.config.model.modulation_table else "`model.modulation_table` is false"
+    wanted = self.config.model.modulation_table
+    off = "it would be larger than they are" if wanted else "`model.modulation_table` is false"
+    why = self.why_layers() if self.table_setting() else off
     self.state.warn_once(why and f"the modulation layers are kept, quantized, and no table is made: {why}")
     return prequantize.save_prequantized(self.components, folder, None if why else self.table_sets, encoders,
                                          table_dtype, part_bytes)
@@ -251,7 +260,7 @@ def save_prequantized(self:RunModulation,
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd701
 @patch
 def _hub_sets(self:RunModulation, dtype) -> dict: # {times: label}, {} without a table
-    return self.table_sets(dtype) if self.config.model.modulation_table and not self.why_layers() else {}
+    return self.table_sets(dtype) if self.table_setting() and not self.why_layers() else {}
 
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd702
 @patch
@@ -271,7 +280,7 @@ def _table_is_needed(self:RunModulation, cache=None) -> bool:
     c = self.config
     here = any((self.components.folder/"transformer").glob("*.safetensors")) # precompute downloads none
     cached = cache is not None or c.cache.use_cache and c.cache.cache_dir
-    if not (c.model.modulation_table and here and cached): return False
+    if not (here and cached and self.table_setting()): return False
     why = self.why_layers()
     self.state.warn_once(why and f"no modulation table: {why}")
     return not why

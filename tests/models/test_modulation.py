@@ -1,5 +1,5 @@
 """The modulation table compared with the layers that it replaces."""
-import itertools
+import itertools, shutil
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from qie_nb.lora.adapters import add_lora
 from qie_nb.models import loading, modulation
 from qie_nb.models.flow_matching import sample_sigmas
 from qie_nb.models.modulation import ModulationTable, model_timesteps, training_times, use_modulation_table
+from qie_nb.planning.memory_query import memory_query, model_facts
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -199,6 +200,24 @@ def test_an_adapter_on_the_modulation_needs_the_layers(pairs, tmp_path, capsys):
     assert set(on.transformer.peft_config) == {"first", "second"} and list(on.active_adapters()) == ["second"]
     assert close_images(predicted(on), predicted(without))
     assert make("start", lora=dict(r=2, pretrained_weight=str(lora))).set_lora().modulation_table is None
+
+
+def wider(tmp_path): # 256 channels and 4 blocks: a float32 table takes 37 MB more than the layers
+    shutil.copytree(tiny_folder("2511"), tmp_path/"wider")
+    shutil.rmtree(tmp_path/"wider/transformer")
+    QwenImageTransformer2DModel(num_layers=4, attention_head_dim=64, num_attention_heads=4, joint_attention_dim=64, axes_dims_rope=(4, 30, 30),
+                                zero_cond_t=True).save_pretrained(tmp_path/"wider/transformer")
+    return str(tmp_path/"wider")
+
+
+@pytest.mark.parametrize("setting, precision, table", [("auto", "no", False), (True, "no", True), ("auto", "bf16", True)])
+def test_auto_keeps_the_layers_where_a_table_is_larger(pairs, tmp_path, setting, precision, table):
+    t = trainer(pairs(), tmp_path, "run", model=dict(pretrained_model_name_or_path=wider(tmp_path), modulation_table=setting), train=dict(mixed_precision=precision))
+    query = memory_query(t.config, model_facts(t.config.model.pretrained_model_name_or_path)[0])
+    t.cache_embeddings()
+    cached = any((tmp_path/"cache"/"modulation").rglob("*.safetensors"))
+    t.set_lora()
+    assert (query.table, cached, t.modulation_table is not None) == (table,) * 3
 
 
 def test_predict_computes_the_rows_of_its_schedule(pairs, tmp_path, capsys, computed):
