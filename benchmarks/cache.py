@@ -252,9 +252,8 @@ def sizes(root, a):
         front, tokens = whole - 30, dict(prompt=30, empty=6)
         asked = {k: prompt_parts("make the sky a little darker" if k == "prompt" else "", *seen) for k in tokens}
         held = lambda k, n, prefix=None: entry_bytes("prompt_embed", key, asked[k], "bfloat16", (n, 3584), prefix)
-        masks = {k: entry_bytes("prompt_embeds_mask", key, asked[k], "bool", (front + n,)) for k, n in tokens.items()}
-        naive = {k: held(k, front + n) + masks[k] for k, n in tokens.items()}
-        ours = {k: held(k, n, key) + masks[k] for k, n in tokens.items()}
+        naive = {k: held(k, front + n) for k, n in tokens.items()}
+        ours = {k: held(k, n, key) for k, n in tokens.items()}
         prefix = entry_bytes(PREFIX, key, prefix_parts(*seen), "bfloat16", (front, 3584))
         row = lambda n: dict(naive=latents + naive["prompt"] * n + naive["empty"], ours=latents + prefix + ours["prompt"] * n + ours["empty"])
         out[name] = dict(tokens=whole, front=front, latents=latents, prefix=prefix, rest=ours["prompt"], whole_prompt=naive["prompt"],

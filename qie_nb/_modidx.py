@@ -3258,6 +3258,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'qie_nb/widgets/sample_info.py'),
                                             'qie_nb.widgets.sample_info.bad_entries': ( 'widgets/sample_info.html#bad_entries',
                                                                                         'qie_nb/widgets/sample_info.py'),
+                                            'qie_nb.widgets.sample_info.cached_tokens': ( 'widgets/sample_info.html#cached_tokens',
+                                                                                          'qie_nb/widgets/sample_info.py'),
                                             'qie_nb.widgets.sample_info.check_vae': ( 'widgets/sample_info.html#check_vae',
                                                                                       'qie_nb/widgets/sample_info.py'),
                                             'qie_nb.widgets.sample_info.components_of': ( 'widgets/sample_info.html#components_of',

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError,
-                                       is_key, pack_entry, unpack_entry)
+from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MASKS, MODULATION, PREFIX,
+                                       CacheEntryError, is_key, pack_entry, unpack_entry)
 from .core.cache_layers import check_kind, empty_output_dir, mapped, open_layer, verify_entry, write_packed
 from .core.cache_report import quarantined_entries, status_html
 from .core.files import file_lock, stale_temp_files, write_atomic
@@ -276,7 +276,7 @@ def gc(self:EmbeddingCacheManager,
     dry_run:bool=False, # only report?
 ) -> dict: # {group: {"count", "bytes"}} of unneeded files in the last layer, which are removed
     self._require_writable(", so nothing is removed")
-    mine, kinds = self.layers[-1], (PREFIX, *KINDS, EDIT_MASK)
+    mine, kinds = self.layers[-1], (PREFIX, *KINDS, *MASKS, EDIT_MASK)
     if keep is None:
         keep, kinds = {(PREFIX, self.prefix_of(e.kind, e.key)) for e in self.entries(KINDS)}, [PREFIX]
     files = [mine.path(k, key) for k in kinds for key, _ in mine.entries(k) if (k, key) not in keep]
@@ -332,7 +332,7 @@ def prompt_parts(
     identity:dict,
     crop=None,
 ) -> dict:
-    "The key parts of `prompt_embed` and `prompt_embeds_mask`."
+    "The key parts of `prompt_embed`."
     template = identity["template"] if controls else identity.get("text_template")
     return dict(prompt=prompt if prompt.strip() else " ", controls=list(controls),
                 vl_sizes=[list(s) for s in vl_sizes], crop=list(crop) if crop and controls else None,

@@ -81,7 +81,7 @@ class World:
         self.entries = [(Path(p).parts[0], Path(p).stem, data) for p, data in self.files.items() if "/" in p]
         assert len(self.entries) == report.tensors and {k for k, *_ in self.entries} == set(ALL_KINDS)
         tokens = lambda kind: [read_header(data)[kind]["shape"][0] for k, _, data in self.entries if k == kind]
-        assert max(tokens("prompt_embed")) < min(tokens("prompt_embeds_mask")), "prompts are stored with their prefix"
+        assert max(tokens("prompt_embed")) < min(tokens("prompt_prefix")), "prompts are stored with their prefix"
 
     def first(self, kind): return next(e for e in self.entries if e[0] == kind)
 
@@ -330,9 +330,8 @@ class Studio:
             for c in controls: out.add((("control_latent", sha(c), by_area(control, shape(c)), aspect), vae))
             on = tuple(map(sha, controls)), tuple(by_area(control if self.variant == "v1" else vl, shape(c)) for c in controls), aspect
             out.add((("prompt_prefix", None, *on), text))
-            for kind in ("prompt_embed", "prompt_embeds_mask"):
-                out.add(((kind, caption, *on), text))
-                if d["caption_dropout_rate"]: out.add((("empty_" + kind, " ", *on), text))
+            out.add((("prompt_embed", caption, *on), text))
+            if d["caption_dropout_rate"]: out.add((("empty_prompt_embed", " ", *on), text))
         return out
 
     # what the library does
@@ -656,7 +655,7 @@ def read_only(world, packed) -> dict:
         caption.write_text("make it new")
         with trial("a new caption goes to the folder behind it"):
             report = world.run([ro, rw := world.folder("rw")])
-            assert report.tensors == 2 and {p.split("/")[0] for p in snapshot(rw)} == {"prompt_embed", "prompt_embeds_mask"}, str(report)
+            assert report.tensors == 1 and {p.split("/")[0] for p in snapshot(rw)} == {"prompt_embed"}, str(report)
             world.train([ro, rw])
         with trial("without one, precompute and training refuse in a sentence"):
             refused(lambda: world.run(ro), str(ro), "cannot be written")
@@ -830,7 +829,7 @@ def bits(tmp) -> dict:
     rand = functools.partial(torch.rand, generator=g)
     tensors = [*finite, rand(77) > 0.5, *((rand(77) * 2).to(d) for d in (torch.int64, torch.int32, torch.uint8, torch.float64)), torch.zeros(0, 64),
                torch.tensor(1.5), rand(6, 4).T.bfloat16(), rand(9, 8)[:, ::2], rand(16, 1, 3, 5, 2).bfloat16()]
-    wanted = {(kind, key_of(kind, name=n)): x for n, x in enumerate(tensors) for kind in ("pixel_latent", "prompt_embed", "prompt_embeds_mask")}
+    wanted = {(kind, key_of(kind, name=n)): x for n, x in enumerate(tensors) for kind in ("pixel_latent", "prompt_embed", "edit_mask")}
     for k, x in wanted.items(): cache.save_cache(*k, x)
     cache.pack(Path(tmp)/"packed")
     for where, m in (("loose", cache), ("packed", EmbeddingCacheManager(Path(tmp)/"packed"))):

@@ -98,7 +98,7 @@ def test_control_latents_come_from_the_cache_in_the_order_of_their_images(pairs,
 
 def test_key_parts_are_in_the_header_without_paths(precomputed):
     said = [read_header(p.read_bytes())["__metadata__"]["parts"] for p in (precomputed/"cache").rglob("*.safetensors")]
-    assert sum('"prompt"' in p for p in said) == 12 and not any(str(precomputed) in p for p in said) # all parts: cache_fault_trials.py
+    assert sum('"prompt"' in p for p in said) == 6 and not any(str(precomputed) in p for p in said) # all parts: cache_fault_trials.py
 
 
 def test_moved_data_and_renamed_model_reuse_the_cache(filled, tmp_path, built):
@@ -244,6 +244,17 @@ def test_gc_and_pack_keep_what_the_samples_need(filled, tmp_path):
     assert main(["cache", "pack", "--config", str(config), "--out", str(tmp_path/"packed")]) == 0
     packed, whole = ({(e.kind, e.key) for e in EmbeddingCacheManager(tmp_path/name).entries()} for name in ("packed", "cache"))
     assert packed == whole
+
+
+def test_masks_of_an_older_cache_are_listed_and_removed(filled, tmp_path):
+    cache, before = EmbeddingCacheManager(tmp_path/"cache"), files(tmp_path/"cache")
+    prompt = next(e for e in cache.entries(["prompt_embed"]))
+    cache.save_cache("prompt_embeds_mask", prompt.key, torch.ones(9, dtype=torch.bool))
+    assert cache.status()["kinds"]["prompt_embeds_mask"]["present"] == 1 and cache.get_cache_stats()["total"]["count"] == len(before) + 1
+    assert trainer(filled, tmp_path).cache_embeddings().tensors == 0
+    config = tmp_path/"c.yaml"
+    config.write_text(yaml.safe_dump(settings(filled, tmp_path)))
+    assert main(["cache", "gc", "--config", str(config)]) == 0 and files(tmp_path/"cache") == before
 
 
 @pytest.mark.slow

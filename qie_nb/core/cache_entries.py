@@ -9,13 +9,13 @@ __all__ = []
 import hashlib, json, math, re
 
 # %% ../../nbs/core/04_cache_entries.ipynb #0548764b
-KINDS = ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask",
-         "empty_prompt_embed", "empty_prompt_embeds_mask")
+KINDS = ("pixel_latent", "control_latent", "prompt_embed", "empty_prompt_embed")
+MASKS = ("prompt_embeds_mask", "empty_prompt_embeds_mask") # all true: caches of version 0.1 may have them
 PREFIX = "prompt_prefix"
 ALL_KINDS = (*KINDS, PREFIX) # of samples
 EDIT_MASK = "edit_mask" # of samples, with `data.edit_mask: auto`
 MODULATION = "modulation" # of the transformer
-EVERY_KIND = (*ALL_KINDS, EDIT_MASK, MODULATION)
+EVERY_KIND = (*ALL_KINDS, *MASKS, EDIT_MASK, MODULATION)
 FORMAT = "qie_nb-2"
 
 class CacheEntryError(ValueError):

@@ -140,8 +140,7 @@ def stack_tensors(samples:list) -> dict:
     out = dict(pixel_latent=torch.stack([s["pixel_latent"] for s in samples]))
     stacked = [torch.stack(c) for c in zip(*(as_list(s["control_latent"]) for s in samples))]
     out["control_latent"] = stacked[0] if len(stacked) == 1 else stacked
-    out["prompt_embed"] = [s["prompt_embed"][s["prompt_embeds_mask"].bool()] for s in samples]
-    return out | dict(prompt_embeds_mask=None)
+    return out | dict(prompt_embed=[s["prompt_embed"] for s in samples], prompt_embeds_mask=None)
 
 # %% ../../nbs/data/05_batches.ipynb #2b1bff0e
 def prefetch(batches, n:int=2): # yields the same

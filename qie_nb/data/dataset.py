@@ -149,8 +149,7 @@ def _keys_of(self:ImageDataset, i, image, *controls):
     seen = controls, [g.vl(c) for c in sizes], who, g.aspect
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
-        parts |= dict.fromkeys((f"{prefix}prompt_embed", f"{prefix}prompt_embeds_mask"),
-                               prompt_parts(prompt, *seen))
+        parts[f"{prefix}prompt_embed"] = prompt_parts(prompt, *seen)
     return {name: CacheEntry(kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p)
             for name, p in parts.items()}
 
@@ -202,8 +201,7 @@ def _cached(self:ImageDataset, i) -> dict:
     if self.cache is None or self.identity is None: return None
     keys, p = self.keys(i), "empty_" if self.dropped(i) else ""
     if i not in self._whole and not self.missing(i): self._whole.add(i)
-    wanted = [n for n in keys if "latent" in n or n == EDIT_MASK]
-    wanted += [f"{p}prompt_embed", f"{p}prompt_embeds_mask"]
+    wanted = [n for n in keys if "latent" in n or n in (EDIT_MASK, f"{p}prompt_embed")]
     out = {n: self.cache.load_cache(*keys[n].id) for n in wanted} if i in self._whole else {}
     if out and all(t is not None for t in out.values()): return out
     self._whole.discard(i)
@@ -268,8 +266,7 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
     elif tensors and EDIT_MASK in tensors: out["mask"] = tensors[EDIT_MASK].numpy()
     if tensors is None: return out | self.images(i)
     controls, p = controls_of(tensors), "empty_" if drop else ""
-    out |= {name: tensors[p + name] for name in ("prompt_embed", "prompt_embeds_mask")}
-    return out | dict(pixel_latent=tensors["pixel_latent"],
+    return out | dict(pixel_latent=tensors["pixel_latent"], prompt_embed=tensors[p + "prompt_embed"],
                       control_latent=controls[0] if len(controls) == 1 else controls)
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef

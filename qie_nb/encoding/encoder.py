@@ -247,7 +247,7 @@ def encode_uncached(self:Encoder,
                                control=[open_image(c) for c in images["control"]]), geometry)
     out = {n: self.image(inputs.image(n), inputs.size(n)) for n in inputs.names()}
     if masked and inputs.control: out[EDIT_MASK] = self.edit_mask(inputs, out["pixel_latent"], out["control_latent.0"])
-    out["prompt_embed"], out["prompt_embeds_mask"] = self.prompt(prompt, inputs.control, geometry)
+    out["prompt_embed"], _ = self.prompt(prompt, inputs.control, geometry)
     return {n: t.cpu() for n, t in out.items()}
 
 # %% ../../nbs/encoding/02_encoder.ipynb #0b20c688
@@ -341,10 +341,7 @@ def _encode_prompts(self:Encoder, dataset, job, inputs):
             if shared and n == 0: out.append(Encoded(prefix_entry, prefix.cpu()))
             for m in unit if n < len(r) else ():
                 if m.prompt != r[n] or m.name == PREFIX: continue
-                if not m.name.endswith("mask"):
-                    out.append(Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None)); continue
-                tokens = len(rest) + (len(prefix) if shared else 0)
-                out.append(Encoded(m.entry, torch.ones(tokens, dtype=torch.bool)))
+                out.append(Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None))
     return out
 
 # %% ../../nbs/encoding/02_encoder.ipynb #f7016ce6

@@ -101,8 +101,7 @@ def bytes_needed(
         prefix, rest = lengths(m.prompt, tuple(map(dataset.geometry.vl, dataset.sizes[m.sample][1:])))
         front = dataset.keys(m.sample)[PREFIX]
         if prefix and encoder.cache.find(*front.id) is None: add(front, (prefix, sizes.width))
-        if m.name.endswith("mask"): add(m.entry, (prefix + rest,), "bool")
-        elif m.name != PREFIX: add(m.entry, (rest, sizes.width), prefix=front.key if prefix else None)
+        if m.name != PREFIX: add(m.entry, (rest, sizes.width), prefix=front.key if prefix else None)
     return list(out.values())
 
 # %% ../../nbs/encoding/03_precompute.ipynb #1fda5d71

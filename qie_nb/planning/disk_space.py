@@ -107,7 +107,7 @@ def sample_bytes(
     prompts = [n * q.text_dim * q.base_bytes for n in ((s.images, *ends) if share_prefix and s.images else whole)]
     latents = [n * q.channels * q.base_bytes for n in (s.target, *s.controls)]
     latents += [4 * s.target] * (masks and bool(s.controls)) # a byte a latent pixel
-    return entries(latents), entries(prompts + whole) # a mask has a byte a token
+    return entries(latents), entries(prompts)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
 def row_dtype(config, q) -> torch.dtype: # of a modulation table, as `Components.row_dtype`

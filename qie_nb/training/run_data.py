@@ -315,7 +315,7 @@ def encode_batch(self:RunData,
                 tensors = enc.encode_uncached(images, prompt, geometry, auto[n])
             masks.append(tensors.get(EDIT_MASK))
             out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
-                            **{k: tensors[prefix + k] for k in ("prompt_embed", "prompt_embeds_mask")}))
+                            prompt_embed=tensors[prefix + "prompt_embed"]))
     made = stack_tensors(out)
     return made | dict(mask=_with_edit_masks(batch.get("mask"), masks)) if any(auto) else made
 

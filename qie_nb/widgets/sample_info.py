@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 from PIL.Image import Resampling
 
-from ..core.cache_entries import unpack_entry
+from ..core.cache_entries import PREFIX, unpack_entry
 from ..core.cache_layers import verify_entry
 from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
@@ -58,6 +58,13 @@ def entry_shape(dataset:ImageDataset, i:int, name:str) -> tuple: # of a cached t
         return layer and tuple(json.loads(layer.payload(kind, key)[2])[kind]["shape"])
     except (ValueError, OSError, KeyError, TypeError): return None # a corrupt entry, or a missing image
 
+def cached_tokens(dataset:ImageDataset, i:int, name:str) -> int: # of a cached prompt embedding, or None
+    shape = entry_shape(dataset, i, name)
+    front = shape and dataset.cache.prefix_of(*dataset.keys(i)[name].id)
+    if not front: return shape and shape[0]
+    whole = entry_shape(dataset, i, PREFIX)
+    return whole and whole[0] + shape[0]
+
 def _side(dataset, i, components, width) -> int: # pixels per token side
     if latent := entry_shape(dataset, i, "pixel_latent"): return max(1, 2 * width // latent[-1])
     file = components.folder/"vae"/"config.json" if components else None
@@ -87,8 +94,8 @@ def _tokens(dataset, i, components, whole, f) -> dict:
     side = _side(dataset, i, components, f["bucket"][0])
     target, controls = latent_tokens(f["bucket"], side), [latent_tokens(c, side) for c in f["control_bucket"]]
     images = [image_tokens(dataset.geometry.vl(c)) for c in f["control_sizes"]]
-    shape = entry_shape(dataset, i, "empty_" * f["dropped"] + "prompt_embeds_mask")
-    n, by = (shape[0], "cache") if shape else (None, None)
+    n = cached_tokens(dataset, i, "empty_" * f["dropped"] + "prompt_embed")
+    by = None if n is None else "cache"
     if whole and components and n is None:
         n, by = text_length(components, "" if f["dropped"] else f["prompt"], images), "tokenizer"
     return dict(target=target, controls=controls, vision=images, embedding=n, counted_by=by,

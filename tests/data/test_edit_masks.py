@@ -96,7 +96,7 @@ def test_weights_are_entries_of_their_own(local, tmp_path, monkeypatch, built):
     t = trainer_of(local, tmp_path, mask="none")
     t.cache_embeddings()
     before = cached_kinds(t)
-    assert EDIT_MASK not in before and all("mask" not in n for i in range(3) for n in t.make_loader().dataset.needed(i) if n != "prompt_embeds_mask")
+    assert EDIT_MASK not in before and all("mask" not in n for i in range(3) for n in t.make_loader().dataset.needed(i))
     built.clear()
     t = trainer_of(local, tmp_path)
     report = t.cache_embeddings()

@@ -181,7 +181,7 @@ def test_only_the_resulting_prompt_is_in_the_key(tmp_path):
         return {name: e.key for name, e in d.keys(0).items()}
     first, other = keys(prompt="ohwx, blue"), keys(prompt="red")
     assert first == keys(prompt="blue", trigger_word="ohwx") == keys(prompt="[trigger], blue", trigger_word="ohwx")
-    assert {name for name in first if first[name] != other[name]} == {"prompt_embed", "prompt_embeds_mask"}
+    assert {name for name in first if first[name] != other[name]} == {"prompt_embed"}
     (tmp_path/"prompt.txt").write_text("ohwx, blue\n")
     assert keys(prompt="red") == first
 

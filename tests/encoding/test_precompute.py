@@ -179,7 +179,7 @@ def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
     on_call(monkeypatch, qie_nb.data.samples, "open_image", broken)
     report = run(root, tmp_path/"cache")
     assert report.encoded == 5 and [i for i, _ in report.skipped] == ["0003"] and "0003.png" in report.skipped[0][1]
-    assert len(files(tmp_path/"cache")) == 5 * 7
+    assert len(files(tmp_path/"cache")) == 5 * 5
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -232,9 +232,9 @@ def test_an_interrupt_leaves_whole_entries_and_no_threads(root, tmp_path):
     with interrupted(Encoder, "images", 6): run(root, tmp_path/"cache")
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("prefetch")]
     there = files(tmp_path/"cache")
-    assert 2 * 7 <= len(there) < 6 * 7 and not EmbeddingCacheManager(tmp_path/"cache").verify()
+    assert 2 * 5 <= len(there) < 6 * 5 and not EmbeddingCacheManager(tmp_path/"cache").verify()
     report, now = run(root, tmp_path/"cache"), files(tmp_path/"cache")
-    assert report.tensors == 6 * 7 - len(there) and len(now) == 6 * 7 and all(now[k] == v for k, v in there.items())
+    assert report.tensors == 6 * 5 - len(there) and len(now) == 6 * 5 and all(now[k] == v for k, v in there.items())
 
 
 def test_a_second_caption_of_a_known_image_costs_its_own_tokens_only(root, tmp_path):

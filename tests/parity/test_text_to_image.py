@@ -98,7 +98,7 @@ def test_keys_with_and_without_an_image_differ(variant, mixed, tmp_path):
     data.refresh(Components(str(tiny_folder(variant))).identity())
     pair, lone = data.keys(0), data.keys(1)
     assert data.samples[0].prompt == data.samples[1].prompt and not [n for n in lone if n.startswith("control")]
-    for name in ("prompt_embed", "prompt_embeds_mask", "empty_prompt_embed", "empty_prompt_embeds_mask"): assert pair[name].key != lone[name].key
+    for name in ("prompt_embed", "empty_prompt_embed"): assert pair[name].key != lone[name].key
     assert lone["empty_prompt_embed"] == data.keys(4)["empty_prompt_embed"] and lone["prompt_embed"].key != lone["empty_prompt_embed"].key
     other = Components(str(tiny_folder(variant))).identity() | dict(text_template="another")
     data.refresh(other)
@@ -177,7 +177,7 @@ def test_a_control_costs_no_work_that_is_not_needed(mixed, tmp_path):
     data.refresh(encoder.identity)
     encoder.encode_missing(data, {i: data.missing(i) for i in (1, 4)})
     assert encoder.calls == dict(vae=2, prefix=0, text_encoder=3) # two prompts and one empty one
-    assert Counter(k for _, k, _, _ in data.cache.entries()) == dict(pixel_latent=2, prompt_embed=2, prompt_embeds_mask=2, empty_prompt_embed=1, empty_prompt_embeds_mask=1)
+    assert Counter(k for _, k, _, _ in data.cache.entries()) == dict(pixel_latent=2, prompt_embed=2, empty_prompt_embed=1)
     assert not data.missing(1) and data[1]["control_latent"] == []
 
 

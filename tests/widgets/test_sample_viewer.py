@@ -470,7 +470,7 @@ def test_status_of_several_layers(layered, tmp_path):
     s = status.data()
     assert (s["samples"], s["complete"], s["quarantined"], s["problem"]) == (4, 3, 0, "")
     assert [(Path(d["folder"]).name, d["exists"], d["packed"], d["writable"], d["count"]) for d in s["layers"]] == \
-        [("packed", True, True, False, 14), ("two", True, False, False, 7), ("three", False, False, True, 0)]
+        [("packed", True, True, False, 10), ("two", True, False, False, 5), ("three", False, False, True, 0)]
     assert all((k["needed"], k["present"], k["missing"]) == (4, 3, 1) and k["bytes"] > 0 for k in s["kinds"].values())
     assert [v["variant"] for v in s["models"].values()] == ["2511"] and "three does not exist yet" in s["why"] and not (tmp_path/"three").exists()
     plain = cache_status([d["folder"] for d in s["layers"]]).data()
@@ -482,18 +482,18 @@ def test_verify_finds_corrupt_entries_of_every_layer(layered, tmp_path):
     (status, c), seen = opened(cache_status(layered)), []
     c.message.observe(lambda ch: seen.append(ch["new"]), "value")
     with patch.object(StatusText.__init__, "__defaults__", (0,)): c.verify.click()
-    assert status.data()["verified"] | dict(seconds=0) == dict(entries=21, bad=[], seconds=0) and "all 21 entries are intact" in c.table.value
-    assert sum("verify" in t and "of 21" in t for t in seen) == 21 and c.message.value == "" and not c.verify.disabled
+    assert status.data()["verified"] | dict(seconds=0) == dict(entries=15, bad=[], seconds=0) and "all 15 entries are intact" in c.table.value
+    assert sum("verify" in t and "of 15" in t for t in seen) == 15 and c.message.value == "" and not c.verify.disabled
     shard, loose = next((tmp_path/"packed").glob("*.safetensors")), sorted((tmp_path/"two").rglob("pixel_latent/*/*.safetensors"))[0]
     spoil(shard)
     loose.write_bytes(loose.read_bytes()[:-9])
     c.verify.click()
     bad = status.data()["verified"]["bad"]
     assert sorted(Path(p.split(": ")[0]).name for p, _ in bad) == sorted([shard.name, loose.name])
-    assert "2 of 21 entries are bad" in c.table.value and "checksum differs" in c.table.value and loose.exists(), "nothing is moved"
+    assert "2 of 15 entries are bad" in c.table.value and "checksum differs" in c.table.value and loose.exists(), "nothing is moved"
     loose.unlink()
     c.again.click()
-    assert ">6</td>" in c.table.value
+    assert ">4</td>" in c.table.value
 
 
 def test_status_of_missing_and_empty_caches(pairs, tmp_path):
