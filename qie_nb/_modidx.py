@@ -496,6 +496,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'qie_nb/data/alignment_check.py'),
                                              'qie_nb.data.alignment_check._counts': ( 'data/alignment_check.html#_counts',
                                                                                       'qie_nb/data/alignment_check.py'),
+                                             'qie_nb.data.alignment_check._inside': ( 'data/alignment_check.html#_inside',
+                                                                                      'qie_nb/data/alignment_check.py'),
                                              'qie_nb.data.alignment_check._kept': ( 'data/alignment_check.html#_kept',
                                                                                     'qie_nb/data/alignment_check.py'),
                                              'qie_nb.data.alignment_check._name': ( 'data/alignment_check.html#_name',

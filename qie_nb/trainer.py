@@ -219,7 +219,7 @@ def fit_in_processes(self:QwenImageEditTrainer, n:int):
     return self
 
 @patch
-def report_to(self:QwenImageEditTrainer, reporter): # in a process that `fit` has started; None: not in this one
+def report_to(self:QwenImageEditTrainer, reporter): # None, except in a process that `fit` has started
     self.reporter, self.save_at_end = reporter, True
 
 # %% ../nbs/01_trainer.ipynb #5f5e2da2
@@ -402,7 +402,8 @@ def cache_embeddings(self:QwenImageEditTrainer,
     "Precompute latents, prompt embeddings and the modulation table into the cache."
     part = "a loader or a range" if train_dataloader is not None or start_idx or end_idx is not None else ""
     n = 1 if part else processes_to_start(self)
-    if n == 1 or missing_samples(self) < n: return self.data.cache_embeddings(train_dataloader, start_idx, end_idx)
+    if n == 1 or missing_samples(self) < n:
+        return self.data.cache_embeddings(train_dataloader, start_idx, end_idx)
     return self.data.made(precompute_in_processes(self, n))
 
 # %% ../nbs/01_trainer.ipynb #49bb0502

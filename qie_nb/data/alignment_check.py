@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from fastcore.basics import patch
 from PIL import Image
 
 from ..core.display import table_html
@@ -31,6 +32,7 @@ def _kept(target, control, known_only): # `Alignment`, or None
     found = kept(_KIND, f"{source_digest(control)} {source_digest(target)}", compute)
     return found and Alignment(*found)
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #5cfa8d6f
 def pair_alignment(
     sample, # `Sample` with a control
     known_only:bool=False, # measure nothing
@@ -63,27 +65,34 @@ class CheckedPair:
     @property
     def turn(self): return self.alignment.rotation
     @property
-    def misfits(self) -> list: # of shifted, zoomed, turned
-        side = min(self.size) if min(self.size) > 1 else math.inf
-        limits = SHIFTED, max(ZOOMED, 1 / side), max(TURNED, math.degrees(1 / side)) # half a pixel at the edge
-        found = zip(("shifted", "zoomed", "turned"), (self.shift, self.zoom, self.turn), limits)
-        return [name for name, v, limit in found if v is not None and abs(v) >= limit]
-    @property
     def told(self) -> bool: return self.alignment.known or bool(self.misfits)
     @property
     def moved(self) -> float: # largest displacement of a corner, pixels
         return displacement(self.alignment, self.size) if self.alignment.known else self.shift or 0.
 
-    def data(self) -> dict: # rounded to less than the errors
-        digits = dict(dx=3, dy=3, sx=5, sy=5, rotation=3, changed=4)
-        return dict(id=self.id) | {k: None if (v := getattr(self.alignment, k)) is None else round(v, n)
-                                   for k, n in digits.items()}
-    def __str__(self):
-        dx, dy, sx, sy, turn, _ = self.alignment
-        parts = [f"{dx:+.1f} px right, {dy:+.1f} px down"] * ("shifted" in self.misfits)
-        if "zoomed" in self.misfits:
-            parts.append("zoom " + " x ".join("?" if s is None else f"{s - 1:+.1%}" for s in (sx, sy)))
-        return ", ".join(parts + [f"turned by {turn:+.1f} degrees"] * ("turned" in self.misfits))
+# %% ../../nbs/data/04c_alignment_check.ipynb #2ad9ea01
+@patch(as_prop=True)
+def misfits(self:CheckedPair) -> list: # of shifted, zoomed, turned
+    side = min(self.size) if min(self.size) > 1 else math.inf
+    # a zoom or a turn by half a pixel at the edge
+    limits = SHIFTED, max(ZOOMED, 1 / side), max(TURNED, math.degrees(1 / side))
+    found = zip(("shifted", "zoomed", "turned"), (self.shift, self.zoom, self.turn), limits)
+    return [name for name, v, limit in found if v is not None and abs(v) >= limit]
+
+# %% ../../nbs/data/04c_alignment_check.ipynb #2ad9ea02
+@patch
+def data(self:CheckedPair) -> dict: # rounded to less than the errors
+    digits = dict(dx=3, dy=3, sx=5, sy=5, rotation=3, changed=4)
+    return dict(id=self.id) | {k: None if (v := getattr(self.alignment, k)) is None else round(v, n)
+                               for k, n in digits.items()}
+
+@patch
+def __str__(self:CheckedPair):
+    dx, dy, sx, sy, turn, _ = self.alignment
+    parts = [f"{dx:+.1f} px right, {dy:+.1f} px down"] * ("shifted" in self.misfits)
+    if "zoomed" in self.misfits:
+        parts.append("zoom " + " x ".join("?" if s is None else f"{s - 1:+.1%}" for s in (sx, sy)))
+    return ", ".join(parts + [f"turned by {turn:+.1f} degrees"] * ("turned" in self.misfits))
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #3646927c
 def _counts(pairs) -> str: # "3 of 50 pairs are shifted by more than 2 px, 1 is zoomed by about 1.5 %"
@@ -113,37 +122,42 @@ class AlignmentReport:
     @property
     def broken(self) -> list: return [p for p in self.pairs if p.problem]
 
-    def summary(self) -> str: # one sentence
-        n, few_of = len(self.pairs), lambda pairs: few(p.id for p in pairs)
-        if not n: return "no pairs: no sample has a control" if self.alone else "no pairs"
-        fit = n - len(self.misfits) - len(self.untold) - len(self.broken)
-        parts = [_counts(self.pairs) or f"{fit} of {n} pairs fit"]
-        if self.untold: parts.append(f"{len(self.untold)} cannot be told ({few_of(self.untold)})")
-        if self.broken: parts.append(f"{len(self.broken)} cannot be read ({few_of(self.broken)})")
-        if self.alone: parts.append(f"{self.alone} without a control")
-        return ", ".join(parts)
-
-    def lines(self, most:int=5) -> list:
-        worst = [f"{p.id}: {p}" for p in self.misfits[:most]]
-        more = [f"... and {len(self.misfits) - most} more"] * (len(self.misfits) > most)
-        return [self.summary(), *("  " + line for line in worst + more), *map("  {}".format, self.remedies())]
-
-    def remedies(self) -> list:
-        if not self.misfits: return [p.problem for p in self.broken[:1]]
-        return [f"align: qie-nb check {self.where} --align aligned writes corrected copies into a new folder",
-                "drop: remove these pairs, if there are enough others",
-                "keep: if the edit is meant to move or enlarge what the image shows"]
-
     def __repr__(self): return "\n".join(self.lines())
     def _repr_html_(self):
         rows = [(p.id, p) for p in self.misfits[:10]]
         table = table_html(rows, ("pair", "the target against the control")) if rows else ""
         return table_html([(self.summary(),), *((r,) for r in self.remedies())]) + table
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #1167e001
+@patch
+def summary(self:AlignmentReport) -> str: # one sentence
+    n, few_of = len(self.pairs), lambda pairs: few(p.id for p in pairs)
+    if not n: return "no pairs: no sample has a control" if self.alone else "no pairs"
+    fit = n - len(self.misfits) - len(self.untold) - len(self.broken)
+    parts = [_counts(self.pairs) or f"{fit} of {n} pairs fit"]
+    if self.untold: parts.append(f"{len(self.untold)} cannot be told ({few_of(self.untold)})")
+    if self.broken: parts.append(f"{len(self.broken)} cannot be read ({few_of(self.broken)})")
+    if self.alone: parts.append(f"{self.alone} without a control")
+    return ", ".join(parts)
+
+# %% ../../nbs/data/04c_alignment_check.ipynb #1167e002
+@patch
+def lines(self:AlignmentReport, most:int=5) -> list:
+    worst = [f"{p.id}: {p}" for p in self.misfits[:most]]
+    more = [f"... and {len(self.misfits) - most} more"] * (len(self.misfits) > most)
+    return [self.summary(), *("  " + line for line in worst + more), *map("  {}".format, self.remedies())]
+
+@patch
+def remedies(self:AlignmentReport) -> list:
+    if not self.misfits: return [p.problem for p in self.broken[:1]]
+    return [f"align: qie-nb check {self.where} --align aligned writes corrected copies into a new folder",
+            "drop: remove these pairs, if there are enough others",
+            "keep: if the edit is meant to move or enlarge what the image shows"]
+
 # %% ../../nbs/data/04c_alignment_check.ipynb #77db92b0
 NO_CAPTION = "unknown" # the check needs no captions
 
-def samples_to_check(where) -> Samples: # a folder, table, `Samples`, `ImageDataset`, `Config` or its section `data`
+def samples_to_check(where) -> Samples: # a folder, table, `Samples`, `ImageDataset`, `Config` or its `data`
     if hasattr(where, "samples"): where = where.samples
     if isinstance(where, list) and where and hasattr(where[0], "controls"): return where
     data = getattr(where, "data", where)
@@ -152,6 +166,7 @@ def samples_to_check(where) -> Samples: # a folder, table, `Samples`, `ImageData
         return config_samples(data.model_copy(update=free))
     return find_samples(where, prompt=NO_CAPTION, allow_missing_control=True)
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #f34ec788
 def check_pair(sample, known_only:bool=False) -> CheckedPair: # or None if not known
     try:
         found = pair_alignment(sample, known_only)
@@ -176,7 +191,8 @@ def check_alignment(
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         finally: progress.close()
-    name = where if isinstance(where, (str, os.PathLike)) else "run.yaml" if hasattr(where, "data") else "FOLDER"
+    name = "run.yaml" if hasattr(where, "data") else "FOLDER"
+    if isinstance(where, (str, os.PathLike)): name = where
     return AlignmentReport(found.values(), len(samples) - len(pairs), name)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #f7fe5b05
@@ -187,6 +203,7 @@ def alignment_mark(sample, measure:bool=False) -> list: # (mark, reason), at mos
     pair = check_pair(sample, not measure) if sample.controls else None
     return [(MISALIGNED, f"target against control: {pair}")] if pair and pair.misfits else []
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #3b0a3c36
 def sampled_alignment(samples, most:int=8, megapixels:float=24) -> AlignmentReport:
     "Checks a few pairs, evenly spread; fewer if their targets are large."
     pairs, left, found = [s for s in samples if s.controls], megapixels * 1e6, []
@@ -205,6 +222,7 @@ def _correction(a:Alignment, size): # t to apply, or None if the pair fits or th
     if displacement(a, size, whole) < 0.5: a = whole # no resampling
     return None if a[:2] == (0, 0) and a == whole else a.t
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #cd4a9459
 def _common(valid) -> tuple: # (left, top, right, bottom) of a rectangle without False
     x0, y0, x1, y1 = 0, 0, valid.shape[1], valid.shape[0]
     while x0 < x1 and y0 < y1:
@@ -214,6 +232,12 @@ def _common(valid) -> tuple: # (left, top, right, bottom) of a rectangle without
         if not missing[side]: return x0, y0, x1, y1
         x0, y0, x1, y1 = x0 + (side == 0), y0 + (side == 1), x1 - (side == 2), y1 - (side == 3)
     raise ValueError("the images have no area in common; drop this pair")
+
+# %% ../../nbs/data/04c_alignment_check.ipynb #ab992e01
+def _inside(valid): # bicubic pixels at the border would need pixels outside
+    padded = np.pad(valid, 1)
+    around = [np.roll(padded, s, (0, 1)) for s in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
+    return np.minimum.reduce(around)[1:-1, 1:-1]
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #ab992e5e
 def aligned_images(
@@ -226,10 +250,8 @@ def aligned_images(
     a = measure_alignment(control, target) if alignment is None else alignment
     if (t := _correction(a, target.size)) is None: return None
     moved, valid = resampled(target, t, target.size)
-    if float(t[0]).is_integer() and t[2:] == (1, 1, 0): box = _common(valid)
-    else: # bicubic pixels at the border would need pixels outside
-        inner = np.pad(valid, 1)
-        box = _common(np.minimum.reduce([np.roll(inner, s, (0, 1)) for s in ((1, 1), (1, -1), (-1, 1), (-1, -1))])[1:-1, 1:-1])
+    whole = float(t[0]).is_integer() and t[2:] == (1, 1, 0)
+    box = _common(valid if whole else _inside(valid))
     more = [resampled(im.resize(target.size), t, target.size)[0].crop(box) for im in more]
     if control.size == target.size: return control.crop(box), moved.crop(box), *more
     scale = np.divide(control.size, target.size)
@@ -247,6 +269,7 @@ def new_folder(out) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     return out
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #1f5c63e8
 def _name(id, taken) -> str: # of a file
     name = first = re.sub(r"[^\w.-]+", "_", id).strip(".") or "pair"
     n = 1
@@ -254,6 +277,7 @@ def _name(id, taken) -> str: # of a file
     taken.add(name.casefold())
     return name
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #df5c14fa
 def _save(folder, name, image): # a source is copied as it is, a PIL image is written as PNG
     if isinstance(image, Image.Image):
         out = io.BytesIO()
@@ -297,8 +321,9 @@ def align_pairs(
     progress.close()
     return done
 
+# %% ../../nbs/data/04c_alignment_check.ipynb #0cfc4534
 def aligned_summary(done, out) -> str: # of the result of `align_pairs`
     text = f"{len(done['aligned'])} pairs aligned, {len(done['copied'])} copied as they are"
     if done["untold"]: text += f", {len(done['untold'])} copied that cannot be told ({few(done['untold'])})"
-    if done["left_out"]: text += f", {len(done['left_out'])} left out that cannot be read ({few(done['left_out'])})"
+    if left := done["left_out"]: text += f", {len(left)} left out that cannot be read ({few(left)})"
     return f"{text}; the data set is in {str(out)!r}"

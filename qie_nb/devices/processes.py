@@ -61,7 +61,8 @@ def run_started(
         traceback.print_exc()
         ours = raised_by_us(e)
         last = "".join(traceback.format_exception(e)[-3:]) if not ours else ""
-        notebook.send(error=dict(kind=type(e).__name__, text=str(e) or type(e).__name__, ours=ours, last=last))
+        kind = type(e).__name__
+        notebook.send(error=dict(kind=kind, text=str(e) or kind, ours=ours, last=last))
         os._exit(1) # without waiting for the other processes
 
 # %% ../../nbs/devices/06_processes.ipynb #a9c0000a
@@ -77,8 +78,9 @@ def environment_of(rank:int, n:int, port:int) -> dict: # as torchrun sets it
                 MASTER_PORT=port, MPLBACKEND="agg", PYTHONUNBUFFERED=1)
     package = str(Path(__file__).parents[2]) if "__file__" in globals() else os.getcwd()
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    threads = dict(OMP_NUM_THREADS=max(1, (os.cpu_count() or 1) // n)) if "OMP_NUM_THREADS" not in os.environ else {}
-    return os.environ | {k: str(v) for k, v in (mine | threads | dict(PYTHONPATH=os.pathsep.join(paths))).items()}
+    mine |= dict(PYTHONPATH=os.pathsep.join(paths))
+    if "OMP_NUM_THREADS" not in os.environ: mine |= dict(OMP_NUM_THREADS=max(1, (os.cpu_count() or 1) // n))
+    return os.environ | {k: str(v) for k, v in mine.items()}
 
 # %% ../../nbs/devices/06_processes.ipynb #a9c0000c
 class Processes:

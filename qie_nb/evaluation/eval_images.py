@@ -82,10 +82,12 @@ class EvalSampling(NamedTuple):
 def _few_steps(config, path) -> tuple: # (file, `SamplingSchedule`)
     about = f"`train.eval_schedule` {path!r}"
     if wants_fsdp(config.train.distributed):
-        raise ValueError(f"{about} cannot be added to a sharded model; set it to none, or `train.distributed` to ddp")
+        raise ValueError(f"{about} cannot be added to a sharded model; set it to none, or "
+                         "`train.distributed` to ddp")
     try: file, info = check_lora(path)
     except (OSError, ValueError) as e:
-        raise type(e)(f"`train.eval_schedule` must be none, lightning, or a LoRA for few steps: {e}") from None
+        want = "`train.eval_schedule` must be none, lightning, or a LoRA for few steps"
+        raise type(e)(f"{want}: {e}") from None
     schedule, _ = pick_schedule("auto", [(file, info)])
     if schedule.name == "none":
         raise ValueError(f"{about} does not say for how many steps it was made; name the file like "
@@ -95,6 +97,7 @@ def _few_steps(config, path) -> tuple: # (file, `SamplingSchedule`)
                          "it, or set `model.modulation_table` to false")
     return file, schedule
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #bdd8ec1c
 def eval_sampling(config) -> EvalSampling:
     "By `train.eval_schedule`. Raises FileNotFoundError or ValueError."
     wanted, file = config.train.eval_schedule, None
@@ -228,11 +231,13 @@ def image_error(a, b) -> float: # uint8 [H, W, 3]
     "Root mean square difference in grey levels, 0 to 255."
     return float(np.sqrt(np.mean((a.astype(float) - b.astype(float))**2)))
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #2c6addd6
 def measured(image, case) -> list: # uint8 [H, W, 3], `EvalCase`; distance from the target, `pack`ed drift
     target = case.shown[1] if case.shown[1:] else None
     error = 0. if target is None else image_error(image, target)
     return [error, *pack(drift_of(image, case.control, target, case.pair))]
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #299dce66
 def render_eval_images(
     trainer,
     cases, # list of `EvalCase`

@@ -79,7 +79,7 @@ def first_use(root) -> float: # of the control images, before the first step; or
     held, exchanged = (ValidationLoss(first[k], first["noises"]) for k in ("losses", "exchanged"))
     return control_use(held, exchanged).difference
 
-def first_errors(root, sampling) -> dict: # of the edited images, before the first step, if sampled equally; or None
+def first_errors(root, sampling) -> dict: # of the images before the first step, if sampled equally; or None
     first = results_of(root).get(0) or {}
     return first.get("image_errors") if first.get("image_sampling", sampling.note) == sampling.note else None
 
@@ -96,7 +96,7 @@ def change_since(earlier, held): # `LossChange`, or None
     try: return compare_losses(earlier[1], held) if earlier else None
     except ValueError: return None # other pairs or noise samples
 
-def images_since(errors, history) -> tuple: # mean distance of the same images: (now, before the first step or None)
+def images_since(errors, history) -> tuple: # mean distance of the same images: (now, at step 0 or None)
     both = [(e, (history.errors or {}).get(name)) for name, e in errors.items()]
     if any(before is None for _, before in both): both = [(e,) for e, _ in both]
     return (*(sum(v) / len(v) for v in zip(*both)), None, None)[:2]
@@ -144,7 +144,8 @@ def bad_news(step, held, history, exchanged=None, errors=None) -> News:
                     "`optimizer.lr` lower")
     if step and before is not None and now > FURTHER * before:
         return News(f"the edited images are further from their targets than with {history.name}: {now:.1f} "
-                    f"after {before:.1f} grey levels. Trust the images more than the loss", "the images are not")
+                    f"after {before:.1f} grey levels. Trust the images more than the loss",
+                    "the images are not")
     return News()
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
@@ -165,7 +166,8 @@ def asked_for_images(t) -> bool: # by the panel, or by a file `checkpoints/sampl
     s, file = t.state, t.checkpoint_root()/"sample_now"
     asked, s.sample_now = s.sample_now or s.is_main and file.exists(), False
     if asked: file.unlink(missing_ok=True)
-    return bool(asked if s.processes == 1 else share(t.accelerator, "images" * asked)) # the same in all processes
+    if s.processes > 1: asked = share(t.accelerator, "images" * asked) # the same in all
+    return bool(asked)
 
 class EvaluationCallback(Callback):
     "Held-out loss and images every `eval_interval` epochs or `eval_steps` steps, and at the end of a run."
@@ -187,7 +189,8 @@ class EvaluationCallback(Callback):
         self.at = t.global_step
         before = [last_result(t.checkpoint_root(), n) if self.at else None for n in (0, self.at)]
         begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
-        found = (first_use(t.checkpoint_root()), first_errors(t.checkpoint_root(), eval_sampling(t.config))) if self.at else ()
+        root, sampling = t.checkpoint_root(), eval_sampling(t.config)
+        found = (first_use(root), first_errors(root, sampling)) if self.at else ()
         self.history = History(*before, begun, *found)
         self.prepare(t)
         if not self.enabled(t): return
@@ -218,7 +221,8 @@ def plan(self:EvaluationCallback, t) -> EvalWork:
     which = "final evaluation" if t.state.stop == "done" else "evaluation"
     if not t.global_step: which = "evaluation before the first step"
     batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
-    passes = -(-n // every) * sampled.steps * sampled.passes + -(-batches // every) * len(PARTS) * (1 + self.exchange(t))
+    passes = -(-n // every) * sampled.steps * sampled.passes
+    passes += -(-batches // every) * len(PARTS) * (1 + self.exchange(t))
     work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
     if left := work.seconds_left(): work.what += f", about {short_time(left)}"
     if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
@@ -235,13 +239,15 @@ def account(self:EvaluationCallback, t, work):
 def sample(self:EvaluationCallback, t):
     "Edit the evaluation images with the adapter so far, outside the planned evaluations."
     if not (cases := eval_cases(t, self.styles)):
-        return print("there are no images to edit; name some in `train.samples`, or hold out pairs with `train.val_fraction`")
+        return print("there are no images to edit; name some in `train.samples`, or hold out pairs with "
+                     "`train.val_fraction`")
     sampled = eval_sampling(t.config)
     passes = -(-len(cases) // process(t)[1]) * sampled.steps * sampled.passes
     work = t.state.work = EvalWork(f"images after step {t.global_step}", passes, self.pace)
     try:
         with t.ema_weights(), temporarily_load(t.components, "vae", "text_encoder"):
-            t.state.eval_images = render_eval_images(t, cases, t.checkpoint_root()/"inference"/f"{self.name(t)}_now")
+            folder = t.checkpoint_root()/"inference"/f"{self.name(t)}_now"
+            t.state.eval_images = render_eval_images(t, cases, folder)
     except StopRequested: print(f"the images after step {t.global_step} were interrupted ({t.state.stop})")
     finally: self.account(t, work)
 

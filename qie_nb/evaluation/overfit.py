@@ -66,22 +66,25 @@ def _figures(r) -> str:
     n = f"{len(r.pairs)} pair{'s' * (len(r.pairs) > 1)}"
     about = f"in grey levels, before and after {r.steps} steps on {n}"
     change = lambda v, form: f"{v[0]:{form}} -> {v[1]:{form}}"
-    if r.images is None: return f"loss at fixed noise {change(r.loss, '.3f')}, before and after {r.steps} steps on {n}"
-    return (f"{change(r.images, '.0f')} (distance of the edited images from their targets {about}; loss at fixed "
-            f"noise {change(r.loss, '.3f')})")
+    if r.images is None:
+        return f"loss at fixed noise {change(r.loss, '.3f')}, before and after {r.steps} steps on {n}"
+    return (f"{change(r.images, '.0f')} (distance of the edited images from their targets {about}; loss at "
+            f"fixed noise {change(r.loss, '.3f')})")
 
 _WHY = {
     "equal": "target and control are the same image, so there is nothing to learn. Look at the pairs with "
              "sample_viewer; is the control folder a copy of the targets?",
-    "not finite": "the loss was not finite. Lower `optimizer.lr` ({lr:g} now), or set `train.mixed_precision` to no",
+    "not finite": "the loss was not finite. Lower `optimizer.lr` ({lr:g} now), or set "
+                  "`train.mixed_precision` to no",
     "too high": "the loss rises, so the learning rate is too high: {down}",
-    "images worse": "the loss does not rise, but the edited images get worse, so the learning rate is probably "
-                    "too high: {down}",
-    "too low": "nothing falls, so the learning rate is probably too low: {up}. If that changes nothing, look at the "
-               "pairs with sample_viewer: their captions may not say what changes"}
+    "images worse": "the loss does not rise, but the edited images get worse, so the learning rate is "
+                    "probably too high: {down}",
+    "too low": "nothing falls, so the learning rate is probably too low: {up}. If that changes nothing, look "
+               "at the pairs with sample_viewer: their captions may not say what changes"}
 
 def _rates(r) -> dict: # remedies; 1e-4 to 1e-3 is usual for LoRA with AdamW
-    if r.optimizer == "prodigy": return dict.fromkeys(("up", "down"), "prodigy adapts it, so try `optimizer.name` adamw")
+    if r.optimizer == "prodigy":
+        return dict.fromkeys(("up", "down"), "prodigy adapts it, so try `optimizer.name` adamw")
     other = lambda v: f"try `optimizer.lr` {v:g} instead of {r.lr:g}"
     return dict(up=other(max(10 * r.lr, 1e-4)), down=other(min(r.lr / 10, 1e-3)))
 
@@ -91,15 +94,16 @@ def _sentence(r) -> str:
     if r.ok:
         slow = f"; slowly: `optimizer.lr` {3 * r.lr:.2g} may be better than {r.lr:g}"
         slow *= v == "slowly" and r.optimizer != "prodigy"
-        later = "; the images are not better yet, more steps may show it" * (r.images is not None and _ratio(r.images) > 1)
+        worse = r.images is not None and _ratio(r.images) > 1
+        later = "; the images are not better yet, more steps may show it" * worse
         return f"this setup learns: {_figures(r)}{slow or later}"
     why = _WHY[v].format(lr=r.lr, **_rates(r))
     measured = f" {_figures(r)}." if r.loss and v != "not finite" else ""
     return f"this setup does not learn:{measured} {why[0].upper() if measured else why[0]}{why[1:]}"
 
 def _page(r) -> str:
-    rows = "".join(f"<div><b>{escape(name)}</b></div><div>" + "".join(image_html(im, title) for title, im in images.items())
-                   + "</div>" for name, images in r.shown)
+    shown = lambda images: "".join(image_html(im, title) for title, im in images.items())
+    rows = "".join(f"<div><b>{escape(name)}</b></div><div>{shown(images)}</div>" for name, images in r.shown)
     return f"<div><p>{escape(str(r))}</p>{rows}</div>"
 
 # %% ../../nbs/evaluation/07_overfit.ipynb #97d274d4
@@ -109,9 +113,10 @@ OverfitReport._repr_html_ = _page
 # %% ../../nbs/evaluation/07_overfit.ipynb #5dabed55
 def _trial(config, folder, steps) -> Config:
     c = config.model_copy(deep=True)
-    free = dict(output_dir=str(folder), max_train_steps=steps, save_interval=0, save_steps=None, eval_interval=0,
-                eval_steps=None, eval_at_start=False, eval_images=0, samples=[], test_image_dir=None, val_path=None,
-                val_fraction=0, resume_checkpoint=None, force_resume=False, max_hours=None, num_processes=1, ema_decay=None)
+    free = dict(output_dir=str(folder), max_train_steps=steps, save_interval=0, save_steps=None,
+                eval_interval=0, eval_steps=None, eval_at_start=False, eval_images=0, samples=[],
+                test_image_dir=None, val_path=None, val_fraction=0, resume_checkpoint=None,
+                force_resume=False, max_hours=None, num_processes=1, ema_decay=None)
     for k, v in free.items(): setattr(c.train, k, v)
     own = c.cache.cache_dir if isinstance(c.cache.cache_dir, list) else [c.cache.cache_dir]
     there = [str(d) for d in own if c.cache.use_cache and d and Path(d).expanduser().is_dir()]
@@ -128,7 +133,8 @@ def _chosen(config, n) -> tuple: # (`ImageDataset` of n samples, ids of pairs wi
     data = ImageDataset(config, samples=some)
     def equal(s):
         target, *controls = [open_image(p) for p in (s.target, *s.controls[:1])]
-        return any(c.size == target.size and image_error(np.asarray(c), np.asarray(target)) < 1 for c in controls)
+        same = lambda c: c.size == target.size and image_error(np.asarray(c), np.asarray(target)) < 1
+        return any(map(same, controls))
     return data, [s.id for s in some if equal(s)]
 
 # %% ../../nbs/evaluation/07_overfit.ipynb #087cf32f
@@ -146,7 +152,8 @@ class _Measure(Callback):
         self.bar = Progress(self.steps, "overfit")
     def on_step_end(self, t): self.bar.update()
     def measure(self, t):
-        made = render_eval_images(t, self.cases, self.folder/f"images_{len(self.taken)}") if self.cases else []
+        folder = self.folder/f"images_{len(self.taken)}"
+        made = render_eval_images(t, self.cases, folder) if self.cases else []
         edited = [np.asarray(open_image(m.file)) for m in made]
         self.taken.append((fixed_loss(t, self.judged), [m.error for m in made], edited))
 
@@ -161,8 +168,8 @@ def fixed_loss(
     with eval_mode(trainer._transformer()):
         for i in range(len(dataset)):
             batch = load_batch(trainer, dataset, [i])
-            parts = [(losses_at_sigma(trainer, batch, k).cpu() * sigma_weights(trainer, batch, k, noises)).sum()
-                     for k in range(noises)]
+            weights = lambda k: sigma_weights(trainer, batch, k, noises)
+            parts = [(losses_at_sigma(trainer, batch, k).cpu() * weights(k)).sum() for k in range(noises)]
             total.append(float(sum(parts)))
     return sum(total) / len(total)
 

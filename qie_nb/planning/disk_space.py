@@ -104,7 +104,8 @@ def sample_bytes(
     ends = (s.text + TEMPLATE, 1 + TEMPLATE) # prompt, empty prompt
     whole = [s.images + n for n in ends]
     entries = lambda sizes: sum(-(-(n + HEADER) // BLOCK) * BLOCK for n in sizes)
-    prompts = [n * q.text_dim * q.base_bytes for n in ((s.images, *ends) if share_prefix and s.images else whole)]
+    tokens = (s.images, *ends) if share_prefix and s.images else whole
+    prompts = [n * q.text_dim * q.base_bytes for n in tokens]
     latents = [n * q.channels * q.base_bytes for n in (s.target, *s.controls)]
     latents += [4 * s.target] * (masks and bool(s.controls)) # a byte a latent pixel
     return entries(latents), entries(prompts)

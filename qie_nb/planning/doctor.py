@@ -192,13 +192,15 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
     if m.online is False:
         how = "connect to the network, or give the folder of a copy"
         if m.environment.name in ("kaggle", "colab"):
-            how = "switch Internet on in the notebook's settings, or attach the model as an input and give its folder"
+            how = ("switch Internet on in the notebook's settings, or attach the model as an input and give "
+                   "its folder")
         bad = "error", f"{name} cannot be downloaded: {how}"
         out.append(Finding("internet", "no", *(bad if missing else ("note", "nothing to download"))))
     elif m.online: out.append(Finding("internet", "yes"))
     if missing and not m.token:
-        remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; Colab: "
-                  'key at the left), then os.environ["HF_TOKEN"] = detect_environment().secret("HF_TOKEN", ask=True)')
+        remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; Colab: key "
+                  'at the left), then os.environ["HF_TOKEN"] = '
+                  'detect_environment().secret("HF_TOKEN", ask=True)')
         out.append(Finding("secret HF_TOKEN", "missing", "warning", remedy))
     return out
 
@@ -288,8 +290,8 @@ def alignment_findings(samples) -> list:
     if not report.pairs: return []
     what = report.summary() if report.misfits else "no misfit found"
     value = f"{what}; {len(report.pairs)} of {len(samples)} pairs looked at"
-    remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; keep "
-              "the pairs if the edit is meant to move or enlarge what they show")
+    remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; "
+              "keep the pairs if the edit is meant to move or enlarge what they show")
     return [Finding("alignment", value, *(("warning", remedy) if report.misfits else ()))]
 
 def grid_findings(c:Config) -> list: # do the pairs' token grids have the same proportions?

@@ -88,12 +88,13 @@ def parse_gpu(
 # %% ../../nbs/planning/03_plan.ipynb #716047f5
 _FACTORS = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, block_swap=2., offload=1.1, devices=1.02)
 
-def speedup(processes:int) -> float: # assumed: 8 % of a step for the gradients' exchange and the wait for the slower one
+def speedup(processes:int) -> float: # assumed: 8 % of a step is the gradients' exchange and waiting
     return 1 if processes == 1 else 0.92 * processes
 
 def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
     used = {q.quantization: True, "block_swap": q.block_swap, "offload": q.offload, "devices": q.devices > 1}
-    return step_work(q) * math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on) / speedup(q.processes)
+    slower = math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on)
+    return step_work(q) * slower / speedup(q.processes)
 
 # %% ../../nbs/planning/03_plan.ipynb #71604701
 def strategies(
@@ -116,7 +117,8 @@ def strategies(
 # %% ../../nbs/planning/03_plan.ipynb #5f20d241
 def strategy_name(q:MemoryQuery) -> str:
     again = {False: "no ", "selective": "selective ", True: ""}[q.checkpointing] + "gradient checkpointing"
-    bits = {None: "float32" if q.base_bytes == 4 else "bfloat16", "nf4": "4-bit (nf4)", "qint4": "4-bit (qint4)"}
+    plain = "float32" if q.base_bytes == 4 else "bfloat16"
+    bits = {None: plain, "nf4": "4-bit (nf4)", "qint4": "4-bit (qint4)"}
     base = bits.get(q.quantization, f"8-bit ({q.quantization})")
     parts = {f"{base} weights": True, "scaled float16": q.fp16, again: True, "block swap": q.block_swap,
              "activations offloaded to host memory": q.offload, f"split over {q.devices} GPUs": q.devices > 1,
@@ -158,7 +160,8 @@ class Plan:
 
     def fits(self, m:Memory) -> bool:
         host = self.host if m.query.processes > 1 else math.inf # each process pins its own
-        return self.gpu is None or m.total <= (1 - FREE) * self.gpu.bytes and m.host * m.query.processes <= host
+        if self.gpu is None: return True
+        return m.total <= (1 - FREE) * self.gpu.bytes and m.host * m.query.processes <= host
     @property
     def shown(self) -> Memory: # of the chosen strategy, the smallest, or the configuration
         return self.chosen or min(self.tried, key=lambda m: m.total, default=self.asked)
@@ -205,7 +208,8 @@ def _head(self:Plan) -> str:
     m, g = self.shown, self.gpu
     name = f"{g.count} x {g.name}" if g.count > 1 else g.name
     if not self.chosen: return f"{name}: too small, {m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB at least"
-    size = f"{m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB" + " each" * (m.query.devices * m.query.processes > 1)
+    each = " each" * (m.query.devices * m.query.processes > 1)
+    size = f"{m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB{each}"
     time = f"; about {self.time()} for {self.samples} samples" * bool(self.time())
     if time and self.controls == 1 and (q := m.query).control > q.target:
         a, b = (f"{n} x {n}" for n in (round((t * 256) ** 0.5) for t in (q.control, q.target)))
@@ -278,8 +282,8 @@ def _other(q, gpu) -> list: # (task, what it needs)
     if not gpu: return [("precompute", text)]
     limit = (1 - FREE) * gpu.bytes
     if total > limit:
-        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` nf4 ({_gb(e['quantized'])}), "
-                 "or `model.text_encoder_offload` true")
+        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` nf4 "
+                 f"({_gb(e['quantized'])}), or `model.text_encoder_offload` true")
     whole = replace(q, table=False, block_swap=False, devices=1)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit
     transformer = weight_bytes(replace(whole, table=small))[0]
@@ -350,8 +354,8 @@ def _notes(p:Plan) -> list: # sentences
         out.append(f"{gpu.name} is too small (the table shows the smallest strategy); use smaller images, "
                    "`data.image_size` and `data.control_area`, or another GPU")
     if p.chosen and q.compiled and not p.fits(plain := memory_of(replace(q, compiled=False))):
-        out.append(f"this needs torch.compile, which saves {(plain.total - m.total) / 1e9:.1f} GB; if compiling "
-                   "fails, set `train.gradient_checkpointing` selective")
+        out.append(f"this needs torch.compile, which saves {(plain.total - m.total) / 1e9:.1f} GB; if "
+                   "compiling fails, set `train.gradient_checkpointing` selective")
     if q.control > q.target:
         less = m.total - memory_of(replace(q, control=q.target)).total
         out.append(f"control images are larger than targets ({q.control} and {q.target} tokens); "
@@ -382,7 +386,8 @@ def card_table(
             q = p.shown.query
             weights = re.sub(r" \(.*?\)", "", strategy_name(p.shown.query).split(",")[0])
             weights += ", both GPUs at once" * (q.processes > 1)
-            size = f"{weights}, {p.shown.total / 1e9:.0f} GB" + " on each" * (p.shown.query.devices * p.shown.query.processes > 1)
+            each = " on each" * (p.shown.query.devices * p.shown.query.processes > 1)
+            size = f"{weights}, {p.shown.total / 1e9:.0f} GB{each}"
             cells += [size, p.time()] if p.chosen else ["too large", ""]
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

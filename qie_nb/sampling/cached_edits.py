@@ -59,7 +59,8 @@ def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> Encoded:
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9fef
 def edit_cached(
-    trainer, encoded, steps:int=20, true_cfg_scale:float=4.0, seed:int=0, overrides:dict=None, on_step=None) -> torch.Tensor:
+    trainer, encoded, steps:int=20, true_cfg_scale:float=4.0, seed:int=0, overrides:dict=None, on_step=None,
+) -> torch.Tensor:
     "`denoise_encoded` with a trainer's transformer, where it is."
     tr, scheduler = trainer._transformer(), trainer.components.get("scheduler")
     with eval_mode(tr):

@@ -193,7 +193,8 @@ class CheckpointCallback(Callback):
         c, t.state.ended = t.config.train, time.time()
         # a signal may set `stop` in one process alone
         short = t.global_step < t.state.max_steps
-        wanted = short or getattr(t, "save_at_end", False) or c.save_interval or c.save_steps or time_limit(c.max_hours, t.state.began)[0]
+        limited = time_limit(c.max_hours, t.state.began)[0]
+        wanted = short or getattr(t, "save_at_end", False) or c.save_interval or c.save_steps or limited
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.prune_checkpoints()
 

@@ -329,8 +329,8 @@ class SavedLora(type(Path())):
     "A path that shows itself as text."
     def __repr__(self): return str(self)
 
-NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md beside it shows it in diffusers, and "
-                      "trainer.save_lora('comfyui', format='comfyui') writes it for ComfyUI",
+NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md beside it shows it in diffusers, "
+                      "and trainer.save_lora('comfyui', format='comfyui') writes it for ComfyUI",
             comfyui="next: copy the file into ComfyUI's folder models/loras")
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71105
@@ -369,8 +369,8 @@ def save(self:RunAdapters,
     print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
     if facts:
         files = write_workflow(facts, file)
-        print(f"workflow for ComfyUI: {files.ui}, and for its HTTP interface {files.api.name}; the model files "
-              "in it have their published names, choose yours")
+        print(f"workflow for ComfyUI: {files.ui}, and for its HTTP interface {files.api.name}; the model "
+              "files in it have their published names, choose yours")
     if kernel() is not None: print(NEXT[format])
     return file
 

@@ -32,16 +32,17 @@ def check_processes(
     t, n = config.train, config.train.num_processes
     if "WORLD_SIZE" in os.environ: return 1 # started by `accelerate launch`, or by `fit`
     cuda = t.device == "auto" and gpus > 0
-    if n == "auto": return 1 if given or t.model_parallel_devices or t.distributed == "fsdp" or not cuda else gpus
+    if n == "auto":
+        return 1 if given or t.model_parallel_devices or t.distributed == "fsdp" or not cuda else gpus
     if n == 1: return 1
     no = f"`train.num_processes` {n}"
     if given: raise ValueError(f"{no} cannot hand {given} to other processes; set it to 1, or leave that out")
     if t.model_parallel_devices:
-        raise ValueError(f"{no} and `train.model_parallel_devices` cannot be combined: each process has the whole base; "
-                         "set one of them")
+        raise ValueError(f"{no} and `train.model_parallel_devices` cannot be combined: each process has the "
+                         "whole base; set one of them")
     if t.distributed == "fsdp":
-        raise ValueError(f"{no} starts processes that each have the whole base; for FSDP use `accelerate launch "
-                         "--use_fsdp --fsdp_version 2 -m qie_nb.cli train`")
+        raise ValueError(f"{no} starts processes that each have the whole base; for FSDP use "
+                         "`accelerate launch --use_fsdp --fsdp_version 2 -m qie_nb.cli train`")
     if t.device.startswith("cuda") or t.device == "mps":
         raise ValueError(f"{no} needs `train.device` auto (or cpu), got {t.device}")
     if cuda and n > gpus: raise ValueError(f"{no}, but there are {gpus} GPUs; use {gpus}, or auto")
@@ -71,7 +72,8 @@ FIELDS = ("epoch position global_step num_epochs max_steps lr epoch_ended skippe
 
 def state_message(t) -> dict: # JSON-ready
     s = t.state
-    out = {k: getattr(s, k) for k in FIELDS} | dict(stop=s.stop, metrics={k: float(v) for k, v in s.metrics.items()}, work=work_message(s))
+    metrics = {k: float(v) for k, v in s.metrics.items()}
+    out = {k: getattr(s, k) for k in FIELDS} | dict(stop=s.stop, metrics=metrics, work=work_message(s))
     if s.loss is not None and logged(t): out |= dict(loss=float(s.loss), grad_norm=float(s.grad_norm))
     out["images"] = s.eval_images and [
         dict(name=i.name, caption=i.caption, file=str(Path(i.file).absolute()), error=i.error, drift=i.drift,
@@ -95,8 +97,8 @@ def take_state(s:RunState, m:dict):
     s.best, s.metrics, s.work = m["best"] and tuple(m["best"]), m["metrics"], m["work"] and EvalWork(**m["work"])
     if "loss" in m: s.loss, s.grad_norm = m["loss"], m["grad_norm"]
     s.eval_images = m["images"] and [
-        EvalImage(i["name"], i["caption"], i["file"], tuple(np.array(a, np.uint8) for a in i["shown"]), i["error"],
-                  i["drift"])
+        EvalImage(i["name"], i["caption"], i["file"], tuple(np.array(a, np.uint8) for a in i["shown"]),
+                  i["error"], i["drift"])
         for i in m["images"]]
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d0000e
@@ -137,7 +139,8 @@ class Watched:
     "The started run, seen from the notebook."
     def __init__(self, trainer, processes, panel):
         self.trainer, self.processes, self.panel = trainer, processes, panel
-        self.callbacks, self.asked, self.begun, self.ended = [*filter(None, [panel]), *trainer.callbacks], "", False, False
+        self.callbacks = [*filter(None, [panel]), *trainer.callbacks]
+        self.asked, self.begun, self.ended = "", False, False
 
     def take(self, m):
         s = self.trainer.state
@@ -185,7 +188,8 @@ def train_in_processes(trainer, n:int, panel, again:bool): # panel: `TrainingPan
     resume = dict(resume_checkpoint="latest") if again and complete_checkpoints(root) else {}
     job = dict(task="fit", panel=panel is not None, said=trainer.data.said, config=job_config(trainer, **resume))
     try:
-        with StopSignals(trainer.state) as signals, Processes(MAIN, job, n) as processes: watch(Watched(trainer, processes, panel), signals)
+        with StopSignals(trainer.state) as signals, Processes(MAIN, job, n) as processes:
+            watch(Watched(trainer, processes, panel), signals)
     except ProcessEnded as e: raise ProcessEnded(f"{e}. {after_failure(root)}") from None
     finally: keep_trained(trainer)
 
@@ -209,10 +213,11 @@ def load_trained(trainer):
 def sum_reports(reports) -> Report: # of processes that shared the work on the same samples
     "What all processes did together."
     first, add = reports[0], lambda k: sum(r[k] for r in reports)
-    skipped, bad = ([tuple(x) for x in dict.fromkeys(map(tuple, sum((r[k] for r in reports), [])))] for k in ("skipped", "bad"))
+    each = lambda k: [*dict.fromkeys(tuple(x) for r in reports for x in r[k])]
+    skipped, bad = each("skipped"), each("bad")
     encoded = add("encoded")
-    return Report(first["samples"], encoded, first["samples"] - encoded - len(skipped), 0, add("tensors"), add("bytes"),
-                  max(r["seconds"] for r in reports), skipped, bad)
+    return Report(first["samples"], encoded, first["samples"] - encoded - len(skipped), 0, add("tensors"),
+                  add("bytes"), max(r["seconds"] for r in reports), skipped, bad)
 
 def precompute_in_processes(trainer, n:int) -> Report:
     "`cache_embeddings` with `n` processes that this one starts."

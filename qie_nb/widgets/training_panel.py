@@ -202,7 +202,8 @@ def numbers(self:TrainingPanel, d) -> str:
     skipped = f"{d['skipped']}: the loss was not finite" if d["skipped"] else ""
     rows = (("loss, mean", four(d["loss"])), ("loss of held-out pairs", four(d["held_out_loss"]) + first),
             ("rate", _rate_text(d["rate"])), ("time so far", short_time(d["seconds"])),
-            ("time left", "" if left is None else "about " + short_time(left)), ("learning rate", f"{d['lr']:.3g}"),
+            ("time left", "" if left is None else "about " + short_time(left)),
+            ("learning rate", f"{d['lr']:.3g}"),
             ("edited images", short_text(d["drift"], (*PLACE, "outside_psnr", "detail_ratio"))),
             ("memory", d["memory"]), ("skipped steps", skipped))
     return table_html([r for r in rows if r[1]])
