@@ -66,7 +66,7 @@ def open_url(url:str) -> tuple: # (fsspec's file system, path there); cached by 
                          "hf://datasets/me/packs, s3://bucket/packs or gs://bucket/packs") from None
 
 # %% ../../nbs/core/05b_remote_shards.ipynb #5b00000b
-TRIES, PAUSE = 5, 1. # of a request; seconds after the first
+TRIES, PAUSE = 4, 1. # of a request; seconds after the first
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, NotImplementedError)
 _CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "HttpError", "GatedRepoError")
 
@@ -99,7 +99,9 @@ class LocalCopy:
     "Files from elsewhere, below a limit in bytes; the least recently used ones are deleted first."
     def __init__(self, limit:int): self.root, self.limit = copy_folder(), limit
     def touch(self, path):
-        with suppress(OSError): _used(path).touch()
+        with suppress(OSError):
+            if not (mark := _used(path)).exists(): mark.touch()
+            os.utime(mark, ns=(now := time.time_ns(), now)) # finer than the file system's own clock
 
     def files(self) -> list: # (time of last use, bytes, path), the least recently used first
         found = []
@@ -170,9 +172,12 @@ def _listing(url:str, name:str) -> dict: # {file name: fsspec's facts}
 # %% ../../nbs/core/05b_remote_shards.ipynb #5b000013
 def _chunks(url, name, file, size, digest=""): # yields the bytes of a file, checked at the end
     fs, root = open_url(url)
+    from fsspec import AbstractFileSystem
+    opens = type(fs).cat_file is AbstractFileSystem.cat_file # e.g. the Hub: no reading ahead
+    how = dict(cache_type="none") if opens else {}
     def get(begin):
         end = min(size, begin + CHUNK)
-        block = fs.cat_file(f"{root}/{file}", start=begin, end=end)
+        block = fs.cat_file(f"{root}/{file}", start=begin, end=end, **how)
         if not 0 < len(block) <= end - begin:
             raise ConnectionError(f"{len(block)} bytes arrived instead of {end - begin}")
         return block
