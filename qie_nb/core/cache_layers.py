@@ -142,11 +142,12 @@ def _read_index(
     path,
     sizes:dict=None, # of remote shards by name; default those beside the index
     name:str=None, # for messages, default the path
+    data:bytes=None, # default the file's
 ) -> dict:
     def check(ok, message):
         if not ok: raise ValueError(message)
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = json.loads((path.read_bytes() if data is None else data).decode())
         shards, entries = index["shards"], index["entries"]
         check(_index_checksum(index) == index["checksum"], "its checksum differs")
         named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)

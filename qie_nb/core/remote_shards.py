@@ -67,7 +67,7 @@ def open_url(url:str) -> tuple: # (fsspec's file system, path there); cached by 
 
 # %% ../../nbs/core/05b_remote_shards.ipynb #5b00000b
 TRIES, PAUSE = 4, 1. # of a request; seconds after the first
-_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, NotImplementedError)
+_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, NotImplementedError, TypeError)
 _CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "HttpError", "GatedRepoError")
 
 def _why(e) -> str: return f"{type(e).__name__}: {without_secrets(' '.join(str(e).split()))[:300]}"
@@ -173,8 +173,8 @@ def _listing(url:str, name:str) -> dict: # {file name: fsspec's facts}
 def _chunks(url, name, file, size, digest=""): # yields the bytes of a file, checked at the end
     fs, root = open_url(url)
     from fsspec import AbstractFileSystem
-    opens = type(fs).cat_file is AbstractFileSystem.cat_file # e.g. the Hub: no reading ahead
-    how = dict(cache_type="none") if opens else {}
+    opens = not fs.async_impl and type(fs).cat_file is AbstractFileSystem.cat_file # e.g. the Hub's
+    how = dict(cache_type="none") if opens else {} # no reading ahead
     def get(begin):
         end = min(size, begin + CHUNK)
         block = fs.cat_file(f"{root}/{file}", start=begin, end=end, **how)
@@ -235,8 +235,8 @@ class RemoteStore(ShardStore):
         sizes = {k: f["size"] for k, f in found.items() if f.get("type", "file") == "file"}
         check_limit(self.name, [size], self.copy.limit)
         for known in (path.is_file(), False):
-            self._fetch(INDEX, path, size).close()
-            try: index = _read_index(path, sizes, f"{self.name}/{INDEX}")
+            with self._fetch(INDEX, path, size) as f: data = f.read()
+            try: index = _read_index(path, sizes, f"{self.name}/{INDEX}", data)
             except CacheEntryError:
                 path.unlink(missing_ok=True)
                 if not known: raise
