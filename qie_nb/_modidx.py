@@ -454,6 +454,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'qie_nb/core/remote_shards.py'),
                                            'qie_nb.core.remote_shards.may_hold_cache': ( 'core/remote_shards.html#may_hold_cache',
                                                                                          'qie_nb/core/remote_shards.py'),
+                                           'qie_nb.core.remote_shards.open_place': ( 'core/remote_shards.html#open_place',
+                                                                                     'qie_nb/core/remote_shards.py'),
                                            'qie_nb.core.remote_shards.open_url': ( 'core/remote_shards.html#open_url',
                                                                                    'qie_nb/core/remote_shards.py'),
                                            'qie_nb.core.remote_shards.patiently': ( 'core/remote_shards.html#patiently',

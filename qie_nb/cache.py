@@ -16,11 +16,10 @@ from fastcore.basics import patch
 
 from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MODULATION, PREFIX, CacheEntryError,
                                        is_key, pack_entry)
-from .core.cache_layers import (check_kind, empty_output_dir, mapped, open_layer, read_entry,
-                                      verify_entry, write_packed)
+from .core.cache_layers import check_kind, empty_output_dir, mapped, read_entry, verify_entry, write_packed
 from .core.cache_report import quarantined_entries, status_html
 from .core.files import file_lock, stale_temp_files, write_atomic
-from .core.remote_shards import layer_place
+from .core.remote_shards import layer_place, open_place
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
@@ -59,7 +58,7 @@ class EmbeddingCacheManager:
             if d is not dirs[-1] and not d.exists():
                 raise FileNotFoundError(f"`cache_dir` has {str(d)!r}, which does not exist; fix the path, or "
                                         "put it last: only the last folder is created")
-        self.layers = [open_layer(d, remote_copy_gb) for d in dirs]
+        self.layers = [open_place(d, remote_copy_gb) for d in dirs]
         self.cache_dir, self.name = self.layers[-1].folder, self.layers[-1].name # name: for messages
         self.quarantined = [] # (location, reason) of each bad entry that was read
         self.unusable = set() # (folder, kind, key) of bad entries that could not be moved

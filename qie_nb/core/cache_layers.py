@@ -175,13 +175,8 @@ def _index_checksum(index) -> str:
     signed = {k: v for k, v in index.items() if k != "checksum"}
     return hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
 
-def open_layer(
-    folder, # or a URL
-    copy_gb:float=None, # limit of the local copies of remote shards
-): # `RemoteStore` of a URL, `ShardStore` if there is an index, else `FolderStore`
-    "A folder or URL as a layer of a cache."
-    from qie_nb.core.remote_shards import RemoteStore, is_url
-    if is_url(folder): return RemoteStore(folder, copy_gb)
+def open_layer(folder): # `ShardStore` if there is an index, else `FolderStore`
+    "A folder as a layer of a cache."
     return ShardStore(folder) if (Path(folder)/INDEX).is_file() else FolderStore(folder)
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ad03ed8

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .cache_entries import CacheEntryError
-from .cache_layers import INDEX, ShardStore, _read_index
+from .cache_layers import INDEX, ShardStore, _read_index, open_layer
 from .files import disk_full, file_lock, free_bytes, stale_temp_files, write_atomic
 from .progress import Progress
 
@@ -291,3 +291,11 @@ def renew(self, kind, key) -> bool:
 
 RemoteStore._fetch, RemoteStore._file = _fetch, _file
 RemoteStore._local, RemoteStore.renew = _local, renew
+
+# %% ../../nbs/core/05b_remote_shards.ipynb #5b00001e
+def open_place(
+    place, # of `layer_place`
+    copy_gb:float=None, # limit of the local copies of remote shards
+): # `RemoteStore` of a URL, else as `open_layer`
+    "A folder or URL as a layer of a cache."
+    return RemoteStore(place, copy_gb) if is_url(place) else open_layer(place)

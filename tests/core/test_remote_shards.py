@@ -9,7 +9,7 @@ from qie_nb.cli import main
 from qie_nb.config import make_config
 from qie_nb.core import remote_shards
 from qie_nb.core.cache_entries import CacheEntryError
-from qie_nb.core.cache_layers import INDEX, _index_checksum, open_layer
+from qie_nb.core.cache_layers import INDEX, _index_checksum
 from qie_nb.core.remote_shards import LocalCopy, RemoteCacheError, is_url, layer_place, url_text, without_secrets
 from qie_nb.core.environment import Environment
 from qie_nb.planning.disk_space import disk_plan
