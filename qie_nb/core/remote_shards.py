@@ -68,7 +68,7 @@ def open_url(url:str) -> tuple: # (fsspec's file system, path there); cached by 
 # %% ../../nbs/core/05b_remote_shards.ipynb #5b00000b
 TRIES, PAUSE = 4, 1. # of a request; seconds after the first
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, NotImplementedError, TypeError)
-_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "HttpError", "GatedRepoError")
+_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "GatedRepoError")
 
 def _why(e) -> str: return f"{type(e).__name__}: {without_secrets(' '.join(str(e).split()))[:300]}"
 
@@ -165,7 +165,8 @@ def _listing(url:str, name:str) -> dict: # {file name: fsspec's facts}
         raise FileNotFoundError(f"`cache_dir` {name!r} does not exist: there is no such folder, repository "
                                 "or bucket, or you have no access; fix the URL") from None
     except PermissionError as e: raise _no_access(name, e) from None
-    if INDEX in found: return found
+    if INDEX in found and found[INDEX]["size"] is not None: return found
+    if INDEX in found: raise ValueError(f"`cache_dir` {name!r} lists no sizes of files; use another storage")
     raise FileNotFoundError(f"`cache_dir` {name!r} holds no {INDEX}; give the folder that "
                             "`qie-nb cache pack` wrote, uploaded whole")
 
@@ -209,8 +210,8 @@ def check_limit(name:str, sizes:list, limit:float):
                          f"of {name}, got {limit / 1e9:g}; raise it, or pack with a smaller `--shard_gb`")
     if sum(sizes) > limit and name not in _noted:
         _noted.add(name)
-        print(f"{name} has {gb(sum(sizes))} GB, more than `cache.remote_copy_gb` {limit / 1e9:g}: every epoch "
-              "fetches shards again; raise it if the disk allows")
+        print(f"{name} has {gb(sum(sizes))} GB, more than `cache.remote_copy_gb` {limit / 1e9:g}: every "
+              "epoch fetches shards again; raise it if the disk allows")
 
 # %% ../../nbs/core/05b_remote_shards.ipynb #5b000015
 class RemoteStore(ShardStore):

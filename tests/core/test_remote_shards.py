@@ -132,6 +132,9 @@ def test_an_answer_that_is_cut_short_is_asked_for_again(storage, monkeypatch):
     monkeypatch.setattr(cls, "cat_file", cat_file)
     read_all()
     assert not short[0]
+    monkeypatch.setattr(cls, "cat_file", lambda self, path, **kw: real(self, path, **kw) + b"more")
+    for p in remote_shards.copy_folder().rglob(storage.shards[0]): p.unlink()
+    with pytest.raises(RemoteCacheError, match=r"the last with ConnectionError: \d+ bytes arrived instead of"): read_all()
 
 
 def test_one_wrong_byte_of_a_shard_is_visible_at_once_and_nothing_of_it_is_kept(storage):
