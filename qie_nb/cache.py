@@ -15,10 +15,11 @@ from typing import NamedTuple
 from fastcore.basics import patch
 
 from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MASKS, MODULATION, PREFIX,
-                                       CacheEntryError, is_key, pack_entry, unpack_entry)
-from .core.cache_layers import check_kind, empty_output_dir, mapped, open_layer, verify_entry, write_packed
+                                       CacheEntryError, is_key, pack_entry)
+from .core.cache_layers import check_kind, empty_output_dir, mapped, read_entry, verify_entry, write_packed
 from .core.cache_report import quarantined_entries, status_html
 from .core.files import file_lock, stale_temp_files, write_atomic
+from .core.remote_shards import layer_place, open_place
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
@@ -46,18 +47,19 @@ def stable_seed(*parts) -> int: # anything with a stable `str`, e.g. an epoch; b
 class EmbeddingCacheManager:
     "Saves and loads tensors, checked (mapped ones once); corrupt entries move to `quarantine/`."
     def __init__(self,
-        cache_dir, # folder, or several: read in order, the last is written
+        cache_dir, # folder or several, or URLs of packed caches: read in order, the last is written
+        remote_copy_gb:float=None, # limit of the local copies of remote shards; default 50
     ):
         many = isinstance(cache_dir, (list, tuple))
-        dirs = [Path(d).expanduser() for d in (cache_dir if many else [cache_dir])]
+        dirs = [layer_place(d) for d in (cache_dir if many else [cache_dir])]
         if not dirs: raise ValueError("`cache_dir` is an empty list; give at least one folder")
-        for d in dirs:
+        for d in (d for d in dirs if isinstance(d, Path)):
             if d.is_file(): raise NotADirectoryError(f"`cache_dir` {str(d)!r} is a file; give a folder")
             if d is not dirs[-1] and not d.exists():
                 raise FileNotFoundError(f"`cache_dir` has {str(d)!r}, which does not exist; fix the path, or "
                                         "put it last: only the last folder is created")
-        self.layers = [open_layer(d) for d in dirs]
-        self.cache_dir = self.layers[-1].folder
+        self.layers = [open_place(d, remote_copy_gb) for d in dirs]
+        self.cache_dir, self.name = self.layers[-1].folder, self.layers[-1].name # name: for messages
         self.quarantined = [] # (location, reason) of each bad entry that was read
         self.unusable = set() # (folder, kind, key) of bad entries that could not be moved
 
@@ -114,7 +116,7 @@ def prefix_of(self:EmbeddingCacheManager, kind:str, file_hash:str) -> str: # Non
     layer = self.find(kind, file_hash)
     if not layer: return None
     if not kind.endswith("prompt_embed"): return ""
-    try: prefix = json.loads(layer.payload(kind, file_hash)[2])["__metadata__"].get("prefix", "")
+    try: prefix = json.loads(layer.header(kind, file_hash))["__metadata__"].get("prefix", "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError): return "" # a bad entry
     return prefix if is_key(prefix) else ""
 
@@ -124,7 +126,7 @@ def load_cache(self:EmbeddingCacheManager, kind:str, file_hash:str): # tensor on
     "Load a tensor, a prompt embedding with its prefix. A bad entry moves to `quarantine/`."
     import torch
     for layer in (d for d in self.layers if d.has(kind, file_hash)):
-        try: tensor, meta = unpack_entry(layer.read(kind, file_hash), kind, file_hash)
+        try: tensor, meta = read_entry(layer, kind, file_hash)
         except FileNotFoundError: continue # another process moved it
         except (CacheEntryError, OSError) as e: self.quarantine(layer, kind, file_hash, str(e)); continue
         if not meta.get("prefix"): return tensor
@@ -205,10 +207,10 @@ def identity(self:EmbeddingCacheManager,
     if which in known: return known[which]
     if which is not None:
         names = ", ".join(known) or "none"
-        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.cache_dir}; it holds {names}")
+        raise ValueError(f"`cache.encoder_id` {which!r} is not in {self.name}; it holds {names}")
     if len(known) > 1:
         names = ", ".join(f"{k} ({v.get('model')}, {v.get('dtype')})" for k, v in known.items())
-        raise ValueError(f"{self.cache_dir} was filled by {len(known)} encoders: {names}; "
+        raise ValueError(f"{self.name} was filled by {len(known)} encoders: {names}; "
                          "set `cache.encoder_id` to one of them or use another `cache_dir`")
     return next(iter(known.values()), None)
 
@@ -233,7 +235,7 @@ def entries(self:EmbeddingCacheManager, kinds=EVERY_KIND): # yields `StoredEntry
 def get_cache_stats(self:EmbeddingCacheManager, entries=None) -> dict: # result of `entries()`, if known
     "{kind: {count, bytes}}, total, quarantined, layers [{folder, exists, ...}] and models."
     stats = {kind: dict(count=0, bytes=0) for kind in (*EVERY_KIND, "total")}
-    layers = {d: dict(folder=str(d.folder), exists=d.folder.is_dir(), packed=d.packed,
+    layers = {d: dict(folder=d.name, exists=d.packed or d.folder.is_dir(), packed=d.packed,
                       writable=d is self.layers[-1] and self.writable, count=0, bytes=0) for d in self.layers}
     for layer, kind, _, size in self.entries() if entries is None else entries:
         for s in (stats[kind], stats["total"], layers[layer]):
@@ -304,7 +306,7 @@ def pack(self:EmbeddingCacheManager,
         id = e.kind, e.key
         return next((d for d in self._layers_with(*id) if not verify_entry(d, *id, reread=False)), e.layer)
     chosen = [e for e in self.entries() if keep is None or e.kind == MODULATION or (e.kind, e.key) in keep]
-    if not chosen: raise ValueError(f"cache {self.cache_dir} holds nothing to pack; precompute first")
+    if not chosen: raise ValueError(f"cache {self.name} holds nothing to pack; precompute first")
     needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
     if missing := [p for p in needed if self.find(PREFIX, p) is None]:
         raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute "
@@ -346,9 +348,10 @@ def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict:
     return {k: v for k, v in parts.items() if k != "prompt"}
 
 # %% ../nbs/00_cache.ipynb #bd93102e
-def check_cache_exists(cache_dir) -> bool: # folder, list of folders, or None
+def check_cache_exists(cache_dir, copy_gb:float=None) -> bool: # as for `EmbeddingCacheManager`, or None
     "Does the cache hold at least one entry?"
-    return bool(cache_dir) and any(True for _ in EmbeddingCacheManager(cache_dir).entries(ALL_KINDS))
+    if not cache_dir: return False
+    return any(True for _ in EmbeddingCacheManager(cache_dir, copy_gb).entries(ALL_KINDS))
 
 @patch
 def status(self:EmbeddingCacheManager) -> dict:

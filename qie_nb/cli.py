@@ -127,15 +127,17 @@ def predict(a):
 # %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     from qie_nb.cache import EmbeddingCacheManager
+    from qie_nb.core.remote_shards import may_hold_cache
     a.settings, others = _split_settings(a.cache_dir)
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
     folders = [t for t in others if t not in a.settings]
-    if not folders and (c := _config(a)): folders = list(map(str, _listed(c.cache.cache_dir)))
+    c = _config(a)
+    if not folders and c: folders = list(map(str, _listed(c.cache.cache_dir)))
     if not folders: raise ValueError("give the folder of a cache, or --config run.yaml")
     for folder in folders:
-        if not Path(folder).is_dir():
+        if not may_hold_cache(folder):
             raise FileNotFoundError(f"`cache_dir` {folder!r} does not exist; give the folder of a cache")
-    m = EmbeddingCacheManager(folders)
+    m = EmbeddingCacheManager(folders, c and c.cache.remote_copy_gb)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
 # %% ../nbs/04_cli.ipynb #788a1601
@@ -179,7 +181,7 @@ def _dataset(m, a):
     dataset.cache, dataset.areas = m, t.components.areas
     dataset.refresh(t.components.identity() if t.components.has_encoders() else None)
     if dataset.ambiguous_identity: raise dataset.ambiguous_identity
-    if dataset.identity is None: raise ValueError(f"cache {m.cache_dir} is empty; precompute first")
+    if dataset.identity is None: raise ValueError(f"cache {m.name} is empty; precompute first")
     return dataset
 
 # %% ../nbs/04_cli.ipynb #4ed51701

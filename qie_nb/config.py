@@ -17,11 +17,15 @@ from pydantic import (
 from .core.older_settings import translate
 from .core.options import SYNONYMS, Options, plain_words
 from .core.presets import PRESETS, with_preset
+from .core.remote_shards import is_url, url_text
 from .core.settings_text import merge_settings, parse_settings, read_settings
 
 # %% ../nbs/core/07_config.ipynb #f55ddc45
 AutoBool = bool | Literal["auto"]
-PathStr = Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)]
+def _path_text(v): # `Path("s3://bucket/a")` is a URL
+    return v if not isinstance(v, Path) else url_text(v) if is_url(v) else str(v)
+
+PathStr = Annotated[str, BeforeValidator(_path_text)]
 Folder = None | PathStr | list[PathStr] # one folder or several
 
 def setting(default, description, **limits): return Field(default, description=description, **limits)
@@ -217,7 +221,11 @@ class TrainSection(StepSection):
 class CacheSection(Section):
     "The embedding cache and the devices of the encoders."
     use_cache: bool = setting(True, "cache latents and prompt embeddings on disk")
-    cache_dir: Folder = setting("cache", "folder, or a list: all are read, the last is written")
+    cache_dir: Folder = setting("cache",
+        "folder, or a list: all are read, the last is written; packed caches also as URLs: hf://, s3://, gs://")
+    remote_copy_gb: float = setting(50.,
+        "GB (1e9 bytes) on this machine for copies of all remote shards; the least recently used are deleted",
+        gt=0)
     vae_encoder_device: str = setting("auto", "device of the VAE while encoding")
     text_encoder_device: str = setting("auto", "device of the text encoder while encoding")
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = setting("auto",

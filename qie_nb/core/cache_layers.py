@@ -25,7 +25,7 @@ def check_kind(kind:str, key:str="00"):
 class FolderStore:
     "One file per entry: `<kind>/<ab>/<key>.safetensors`."
     packed = False
-    def __init__(self, folder): self.folder = Path(folder)
+    def __init__(self, folder): self.folder, self.name = Path(folder), str(folder)
     def __repr__(self): return str(self.folder)
     def path(self, kind, key):
         check_kind(kind, key)
@@ -35,6 +35,8 @@ class FolderStore:
     def has(self, kind, key) -> bool: return os.path.isfile(self.path(kind, key))
     def read(self, kind, key) -> bytes: return self.path(kind, key).read_bytes()
     def where(self, kind, key) -> str: return str(self.path(kind, key))
+    def header(self, kind, key): return self.payload(kind, key)[2]
+    def renew(self, kind, key) -> bool: return False # is there another copy to read?
     def payload(self, kind, key) -> tuple: # (file, offset of the tensor, header)
         with open(path := self.path(kind, key), "rb") as f:
             n = int.from_bytes(f.read(8), "little")
@@ -51,6 +53,13 @@ class FolderStore:
                 if is_key(key) and key[:2] == ab: yield key, size
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ec5081e
+def read_entry(layer, kind:str, key:str): # as `unpack_entry`
+    "Read an entry and check it; a bad local copy of a remote one is fetched again."
+    try: return unpack_entry(layer.read(kind, key), kind, key)
+    except CacheEntryError:
+        if not layer.renew(kind, key): raise
+    return unpack_entry(layer.read(kind, key), kind, key)
+
 def verify_entry(
     layer, # `FolderStore` or `ShardStore`
     kind:str, key:str,
@@ -58,22 +67,31 @@ def verify_entry(
 ) -> str: # what is wrong with the entry, or ""
     "Read an entry and check it."
     def check(_=None):
-        unpack_entry(layer.read(kind, key), kind, key)
+        read_entry(layer, kind, key)
         return True
-    try: check() if reread else cached_file_property(layer.file(kind, key), f"good {kind} {key}", check)
-    except FileNotFoundError: return "is gone"
-    except (CacheEntryError, OSError) as e: return str(e)
-    return ""
+    for _ in range(2): # another process may have deleted a remote shard's local copy
+        try: check() if reread else cached_file_property(layer.file(kind, key), f"good {kind} {key}", check)
+        except FileNotFoundError: continue
+        except (CacheEntryError, OSError) as e: return str(e)
+        return ""
+    return "is gone"
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ec50801
 _DTYPES = dict(F32="float32", BF16="bfloat16", F16="float16", BOOL="bool", U8="uint8")
 
+def _opened(layer, kind, key, tries=3):
+    path, offset, header = layer.payload(kind, key)
+    try: return open(path, "rb"), offset, header
+    except FileNotFoundError: # another process deleted a remote shard's local copy
+        if not layer.packed or tries == 1: raise
+    return _opened(layer, kind, key, tries - 1)
+
 def mapped(layer, kind:str, key:str): # tensor; writing to it does not change the file
     "A memory-mapped entry, not checked: call `verify_entry` first."
     import torch
-    path, offset, header = layer.payload(kind, key)
+    f, offset, header = _opened(layer, kind, key)
     dtype, shape = (json.loads(header)[kind][k] for k in ("dtype", "shape"))
-    with open(path, "rb") as f: data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+    with f: data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
     t = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[dtype]), count=math.prod(shape), offset=offset)
     return t.view(shape)
 
@@ -85,11 +103,16 @@ class ShardStore:
     "A few shards and an index, read-only."
     packed = True
     def __init__(self, folder):
-        self.folder, self.open_files = Path(folder), {}
-        index = _read_index(self.folder/INDEX)
-        self.index, self.shards, self.identities = index["entries"], index["shards"], index["identities"]
+        self.folder, self.name = Path(folder), str(folder)
+        self._take(_read_index(self.folder/INDEX))
 
-    def __repr__(self): return f"{self.folder} (packed)"
+    def _take(self, index):
+        self.index, self.shards, self.identities = index["entries"], index["shards"], index["identities"]
+        self.open_files = {}
+
+    def __repr__(self): return f"{self.name} (packed)"
+    def renew(self, kind, key) -> bool: return False
+    def header(self, kind, key): return ShardStore.payload(self, kind, key)[2]
     def __getstate__(self): return self.__dict__ | {"open_files": {}} # loader processes open their own
     def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind][key][0]]
     def where(self, kind, key) -> str: return f"{self.file(kind, key)}: {kind} {key}"
@@ -115,27 +138,36 @@ class ShardStore:
         return self.open_files[os.getpid(), shard]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c893901d
-def _read_index(path) -> dict:
+def _read_index(
+    path,
+    sizes:dict=None, # of remote shards by name; default those beside the index
+    name:str=None, # for messages, default the path
+    data:bytes=None, # default the file's
+) -> dict:
     def check(ok, message):
         if not ok: raise ValueError(message)
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = json.loads((path.read_bytes() if data is None else data).decode())
         shards, entries = index["shards"], index["entries"]
         check(_index_checksum(index) == index["checksum"], "its checksum differs")
         named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
         check(named, "it names other files than shards")
-        missing = [s for s in shards if not (path.parent/s).is_file()]
+        if sizes is None:
+            sizes = {s: (path.parent/s).stat().st_size for s in shards if (path.parent/s).is_file()}
+        missing = [s for s in shards if s not in sizes]
         check(not missing, f"{', '.join(missing)} beside it is missing")
         tables = index["identities"], *index["identities"].values(), *entries.values()
         check(all(isinstance(v, dict) for v in tables), "it was not written by qie_nb")
-        sizes = [(path.parent/s).stat().st_size for s in shards]
+        sizes = [sizes[s] for s in shards]
+        digests = index.get("sha256", [""] * len(shards)) # older packs have none
+        check(len(digests) == len(shards), "it was not written by qie_nb")
         for kind, table in entries.items():
             for key, (n, begin, size, header) in table.items():
                 inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
                 check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
         return index
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        text = f"packed cache {str(path)!r} cannot be used: {e}; upload it again, whole"
+        text = f"packed cache {name or str(path)!r} cannot be used: {e}; upload it again, whole"
         raise CacheEntryError(text) from None
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c8939001
@@ -188,15 +220,15 @@ def write_packed(
     if bad:
         raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again: {'; '.join(bad)}")
     names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
-    for n, (name, shard) in enumerate(zip(names, shards)): _write_shard(out/name, n, shard, index)
-    full = dict(format="qie_nb-pack-1", shards=names, identities=identities, entries=index)
+    digests = [_write_shard(out/name, n, shard, index) for n, (name, shard) in enumerate(zip(names, shards))]
+    full = dict(format="qie_nb-pack-1", shards=names, sha256=digests, identities=identities, entries=index)
     full["checksum"] = _index_checksum(full)
     write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
     return [out/name for name in (*names, INDEX)]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6d244f01
-def _write_shard(path, number, shard, index): # reads one entry at a time
-    records, offset = {}, 0
+def _write_shard(path, number, shard, index) -> str: # sha256; reads one entry at a time
+    records, offset, digest = {}, 0, hashlib.sha256()
     for _, kind, key, header, size in shard:
         records[f"{kind}/{key}"] = json.loads(header)[kind] | dict(data_offsets=[offset, offset + size])
         index.setdefault(kind, {})[key] = [number, offset, size, header.decode()]
@@ -205,4 +237,7 @@ def _write_shard(path, number, shard, index): # reads one entry at a time
     text += b" " * (-len(text) % 8)
     for _, kind, key, *_ in shard: index[kind][key][1] += 8 + len(text)
     blocks = (layer.read(kind, key)[8 + len(header):] for layer, kind, key, header, _ in shard)
-    write_atomic(path, chain([len(text).to_bytes(8, "little") + text], blocks), size=8 + len(text) + offset)
+    def hashed(block): digest.update(block); return block
+    blocks = map(hashed, chain([len(text).to_bytes(8, "little") + text], blocks))
+    write_atomic(path, blocks, size=8 + len(text) + offset)
+    return digest.hexdigest()

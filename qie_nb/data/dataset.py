@@ -39,10 +39,10 @@ class ImageDataset(Dataset):
         if hasattr(path, "column_names"): # a `datasets.Dataset`
             names = {k: config.get(k) for k in ("prompt", "trigger_word", "allow_missing_control")}
             config, samples = config | dict(dataset_path=None), find_samples(path, **names)
-        self.config, cache_dir, self.seed, self.cache_identity = _dataset_config(config)
+        self.config, cache, self.seed, self.cache_identity = _dataset_config(config)
         self.found = config_samples(self.config) if samples is None else samples
         self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
-        self.cache = EmbeddingCacheManager(cache_dir) if cache_dir else None
+        self.cache = EmbeddingCacheManager(*cache) if cache else None
         self.epoch, self.areas, self.cached_only, self._masks = 0, {}, False, {}
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
@@ -57,15 +57,17 @@ class ImageDataset(Dataset):
         return "\n".join(rows + [f"  and {len(self.skipped) - 5} more"] * (len(self.skipped) > 5))
 
 # %% ../../nbs/data/06_dataset.ipynb #57455901
-def _dataset_config(config) -> tuple: # (DataSection, cache_dir or None, seed, identity)
+def _dataset_config(config) -> tuple: # (DataSection, (cache_dir, remote_copy_gb) or None, seed, identity)
     if isinstance(config, DataSection): return config, None, 0, None
     if not isinstance(config, Config) and not {"data", "cache", "model"} & set(config):
         data = dict(config)
-        cache = {k: data.pop(k) for k in ("cache_dir", "use_cache", "encoder_id", "identity") if k in data}
+        names = "cache_dir", "use_cache", "remote_copy_gb", "encoder_id", "identity"
+        cache = {k: data.pop(k) for k in names if k in data}
         if "cache_dir" not in cache: cache["use_cache"] = False
         config = dict(train=dict(seed=data.pop("seed", 0)), cache=cache, data=data)
     c = make_config(config)
-    return c.data, c.cache.cache_dir if c.cache.use_cache else None, c.train.seed, c.cache.encoder_id
+    used = c.cache.use_cache and c.cache.cache_dir
+    return c.data, (used, c.cache.remote_copy_gb) if used else None, c.train.seed, c.cache.encoder_id
 
 # %% ../../nbs/data/06_dataset.ipynb #74583c0a
 @patch

@@ -17,6 +17,7 @@ import torch
 from ..config import Config
 from ..core.display import image_html
 from ..core.progress import Progress
+from ..core.remote_shards import may_hold_cache
 from ..data.dataset import ImageDataset, loader
 from ..data.images import open_image
 from ..data.pair_checks import pairs_to_show
@@ -119,7 +120,7 @@ def _trial(config, folder, steps) -> Config:
                 force_resume=False, max_hours=None, num_processes=1, ema_decay=None)
     for k, v in free.items(): setattr(c.train, k, v)
     own = c.cache.cache_dir if isinstance(c.cache.cache_dir, list) else [c.cache.cache_dir]
-    there = [str(d) for d in own if c.cache.use_cache and d and Path(d).expanduser().is_dir()]
+    there = [str(d) for d in own if c.cache.use_cache and d and may_hold_cache(d)]
     c.cache.use_cache, c.cache.cache_dir = True, [*there, str(folder/"cache")]
     c.logging.report_to, c.logging.log_dir = "none", str(folder/"runs")
     c.lr_scheduler.warmup_steps = min(c.lr_scheduler.warmup_steps, steps // 6)

@@ -18,6 +18,7 @@ from ..core.cache_entries import MODULATION
 from ..core.display import note, table_html, text_table
 from ..core.environment import Environment, detect_environment, used_bytes
 from ..core.files import DiskFull, free_bytes
+from ..core.remote_shards import RemoteStore, may_hold_cache
 from ..models.components import find_variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint, stored_dtype
 from ..models.quantize import dtype_name
@@ -33,7 +34,7 @@ class Item:
     bytes: int   # still to be written
     folder: Path
     why: str
-    group: str = "cache" # cache, checkpoints, logs or downloads
+    group: str = "cache" # cache, checkpoints, logs, downloads or remote shards
 
 def _adapter_bytes(q) -> int: return 4 * numbers(adapter_shapes(q, trained=False))
 
@@ -135,22 +136,32 @@ def cache_dirs(config) -> list:
     dirs = config.cache.cache_dir if isinstance(config.cache.cache_dir, list) else [config.cache.cache_dir]
     return [d for d in dirs if d] if config.cache.use_cache else []
 
-def _cached(dirs, rows:int) -> tuple: # bytes in the cache: (entries, modulation table); rows: of a block
+def _open_cache(config, dirs): # `EmbeddingCacheManager`, or None if nothing is there yet
     from qie_nb.cache import EmbeddingCacheManager
-    if not any(Path(d).is_dir() for d in dirs): return 0, 0
-    cache = EmbeddingCacheManager([d for d in dirs[:-1] if Path(d).is_dir()] + dirs[-1:])
+    if not any(map(may_hold_cache, dirs)): return None
+    layers = [d for d in dirs[:-1] if may_hold_cache(d)] + dirs[-1:]
+    return EmbeddingCacheManager(layers, config.cache.remote_copy_gb)
+
+def _cached(cache, rows:int) -> tuple: # bytes in the cache: (entries, modulation table); rows: of a block
+    if cache is None: return 0, 0
     stats = cache.get_cache_stats(listed := list(cache.entries()))
     on_disk = lambda s: s["bytes"] + s["count"] * BLOCK // 2 # half of a last block is unused on average
     table = [size for _, kind, _, size in listed if kind == MODULATION and size < 2 * rows] # no wider rows
     return on_disk(stats["total"]) - on_disk(stats[MODULATION]), sum(table) + len(table) * BLOCK // 2
+
+def _copy_item(layer) -> Item: # of a `RemoteStore`, at most
+    limit = layer.copy.limit
+    why = f"`cache.remote_copy_gb` {limit / 1e9:g}"
+    return Item(f"copy of {layer.name}", layer.bytes_to_fetch(), layer.copy.root, why, "remote shards")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe01
 def cache_items(config, q, samples:list) -> list: # of `Item`
     "What is missing in the cache."
     if not (dirs := cache_dirs(config)): return []
     from qie_nb.models.modulation import training_times
-    rows, folder = row_dtype(config, q), Path(dirs[-1])
-    cached, cached_table = _cached(dirs, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
+    rows, cache = row_dtype(config, q), _open_cache(config, dirs)
+    folder = cache.cache_dir if cache else Path(dirs[-1])
+    cached, cached_table = _cached(cache, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
     masks = config.data.edit_mask == "auto"
     sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix, masks) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
@@ -162,7 +173,8 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     why_table = dtype_name(rows) + "; exists" * (cached_table > table / 2) if table else stored
     return [Item("latents", int(latents * left), folder, why),
             Item("prompts", int(prompts * left), folder, why),
-            Item("modulation table", max(0, table - cached_table), folder, why_table)]
+            Item("modulation table", max(0, table - cached_table), folder, why_table),
+            *(_copy_item(d) for d in (cache.layers if cache else ()) if isinstance(d, RemoteStore))]
 
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
@@ -219,6 +231,7 @@ _gb = lambda n: f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 _REMEDIES = dict(downloads="attach the model as an input and give its folder",
                  checkpoints="set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`",
                  cache="attach a filled cache (`cache.cache_dir: [attached, own]`)",
+                 **{"remote shards": "set `cache.remote_copy_gb` lower, or QIE_NB_REMOTE_COPY to another disk"},
                  logs="set `logging.log_images_every` higher")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9855801

@@ -17,6 +17,7 @@ from ..config import Config, make_config
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online, time_limit
 from ..core.files import free_bytes
+from ..core.remote_shards import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
 from ..models.quantize import QUANTIZATIONS, parse_quantization
@@ -172,7 +173,7 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
 def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planned`: `DiskPlan`
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
-    if c and cache_dirs(c): folders["cache"] = Path(cache_dirs(c)[-1])
+    if c and cache_dirs(c) and not is_url(cache_dirs(c)[-1]): folders["cache"] = Path(cache_dirs(c)[-1])
     bad = ("warning", "too little for the real model; remove files, or attach a filled cache")
     for name, folder in folders.items():
         room = e.free_space(folder, m.free)
@@ -253,9 +254,10 @@ def cache_misfit(
 # %% ../../nbs/planning/04_doctor.ipynb #f58fd203
 def cache_findings(m:MachineInfo, c:Config=None) -> list:
     from qie_nb.cache import EmbeddingCacheManager
-    dirs = [d for d in (cache_dirs(c) if c else ()) if Path(d).is_dir()]
-    try: known = EmbeddingCacheManager(dirs).identities() if dirs else {}
-    except (ValueError, OSError) as e: return [Finding("cache", ", ".join(dirs), "error", str(e))]
+    dirs = [d for d in (cache_dirs(c) if c else ()) if may_hold_cache(d)]
+    try: known = EmbeddingCacheManager(dirs, c.cache.remote_copy_gb).identities() if dirs else {}
+    except (ValueError, OSError) as e:
+        return [Finding("cache", without_secrets(", ".join(dirs)), "error", str(e))]
     if not known: return []
     mine, name = _identity(c, m), lambda v: f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})"
     value = "of " + ", ".join(map(name, known.values()))

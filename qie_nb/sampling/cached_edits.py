@@ -82,7 +82,7 @@ def cached_data(
         if not (trainer.use_cache and trainer.cache_dir):
             raise ValueError("`data` has no cache to predict from; set `cache.cache_dir` and "
                              "`cache.use_cache`, or use predict")
-        found.cache = EmbeddingCacheManager(trainer.cache_dir)
+        found.cache = EmbeddingCacheManager(trainer.cache_dir, c.cache.remote_copy_gb)
     trainer.set_geometry_and_identity(found)
     return found
 

@@ -49,7 +49,7 @@ class RunData:
         self.vae_device, self.text_device = (check_device(str(d)) if d != "auto" else device
                                              for d in (c.vae_encoder_device, c.text_encoder_device))
         self.use_cache, self.cache_dir = c.use_cache, c.cache_dir
-        self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir)
+        self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir, c.remote_copy_gb)
         # set by `make_loader`: training samples, `ImageDataset` of held-out pairs, `Encoder` of the cache
         self.samples = self.validation = self.filler = None
         self.said = "" # printed about the data set
@@ -57,7 +57,8 @@ class RunData:
         self.eval_cases = "", [] # what the evaluation images are made of, and their encoded inputs
 
     def open_cache(self): # `EmbeddingCacheManager`, or None
-        return EmbeddingCacheManager(self.cache_dir) if self.use_cache and self.cache_dir else None
+        if not (self.use_cache and self.cache_dir): return None
+        return EmbeddingCacheManager(self.cache_dir, self.config.cache.remote_copy_gb)
 
 # %% ../../nbs/training/06_run_data.ipynb #5a1d5e01
 @patch
@@ -263,7 +264,8 @@ def cache_step(self:RunData,
     vae_device=None, text_device=None,
 ) -> list: # the samples' tensors by name, on the CPU
     "Encode one batch into the cache and return its tensors."
-    enc = self.encoder(EmbeddingCacheManager(self.cache_dir or "cache"), vae_device, text_device)
+    cache = EmbeddingCacheManager(self.cache_dir or "cache", self.config.cache.remote_copy_gb)
+    enc = self.encoder(cache, vae_device, text_device)
     enc.add_identity()
     dataset = self._dataset_of(batch, enc)
     return [enc.encode_sample(dataset, i) for i in range(len(dataset))]

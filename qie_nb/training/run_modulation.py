@@ -195,11 +195,13 @@ def prepare_training(self:RunModulation,
 def _empty_table(self:RunModulation, cache=None) -> ModulationTable:
     folder = self.components.folder_of("transformer")/"transformer"
     c, cache, origin = self.config.cache, cache or self.cache, source_checkpoint(folder)
-    if cache is None and c.use_cache and c.cache_dir: cache = EmbeddingCacheManager(c.cache_dir)
+    if cache is None and c.use_cache and c.cache_dir:
+        cache = EmbeddingCacheManager(c.cache_dir, c.remote_copy_gb)
     dtype = self.components.row_dtype(folder)
     if origin.get("table"):
         dtype, layers = getattr(torch, origin["table_dtype"]), cache.layers if cache else []
-        cache = EmbeddingCacheManager([folder/"modulation", *(d.folder for d in layers)])
+        places = [folder/"modulation", *(getattr(d, "url", d.folder) for d in layers)]
+        cache = EmbeddingCacheManager(places, c.remote_copy_gb)
     return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"],
                            None if origin else folder, cache)
 

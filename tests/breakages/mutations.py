@@ -135,6 +135,15 @@ MUTATIONS = { # name: [(module, old, new), ...]
     "edit masks keyed without the control": [("data/edit_masks", "return dict(target=target, control=control, **RULE)", "return dict(target=target, **RULE)")],
     "edit masks for samples with a mask image": [("data/dataset", 'self.config.edit_mask == "auto" and s.mask is None and', 'self.config.edit_mask == "auto" and')],
     "a diverging setup learns": [("evaluation/overfit", 'if loss > 2 - _LEARNS: return "too high"', 'if loss > 2 - _LEARNS: return "learns"')],
+    # --- remote shards
+    "a shard's digest is not checked": [("core/remote_shards", "if digest and h.hexdigest() != digest: raise _Damaged", "pass")],
+    "the most recently used shard is deleted": [("core/remote_shards", "        return sorted(found)", "        return sorted(found, reverse=True)")],
+    "local copies without a limit": [("core/remote_shards", "if total + size <= self.limit and", "if")],
+    "deleted shards stay open": [("core/remote_shards", "if not os.fstat(f.fileno()).st_nlink: self.open_files.pop(k).close()", "pass")],
+    "a bad local copy is not fetched again": [("core/cache_layers", "        if not layer.renew(kind, key): raise", "        raise")],
+    "an index is known by its URL alone": [("core/remote_shards", 'facts = {k: v for k, v in found[INDEX].items() if k != "name"}', "facts = {}")],
+    "a look fetches shards": [("core/cache_layers", "return ShardStore.payload(self, kind, key)[2]", "return self.payload(kind, key)[2]")],
+    "passwords in messages": [("core/remote_shards", "    text = re.sub(", "    re.sub(")],
     "matched grids ignore the setting": [("data/images", "if not self.match_grids: return", "if True: return")],
 }
 
