@@ -88,11 +88,13 @@ def _trainer(a):
 
 # %% ../nbs/04_cli.ipynb #cf370451
 def precompute(a):
-    cluster = None
+    if a.ray is None and (a.workers, a.gpus) != (None, None):
+        raise ValueError("`--workers` and `--gpus` are for a Ray cluster; add `--ray`")
+    trainer, cluster = _trainer(a), None
     if a.ray is not None:
         from qie_nb.encoding.cluster import RayCluster
-        cluster = RayCluster(a.ray, a.workers, a.gpus) # raises before a model is looked at
-    report = _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx, cluster)
+        cluster = RayCluster(a.ray, a.workers, a.gpus)
+    report = trainer.cache_embeddings(None, a.start_idx, a.end_idx, cluster)
     return 0 if report.samples > len(report.skipped) else 1 # skipped samples are in the report
 
 def prequantize(a): _trainer(a).save_prequantized(a.out, not a.no_encoders)
