@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cpu bench-gpu bench-modes rehearsal
+.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes rehearsal
 
 install: $(VENV)/.ready
 
@@ -97,6 +97,9 @@ kills: $(VENV)/.ready ## all trials of killed and interrupted runs, also with tw
 
 bench-cache: $(VENV)/.ready ## measure the cache: benchmarks/results/cache.json and a table
 	$(BIN)/python benchmarks/cache.py
+
+bench-cluster: $(VENV)/.ready ## precompute 2,000 samples on a Ray cluster while workers and the job are killed: benchmarks/results/cluster.json
+	$(BIN)/python benchmarks/cluster.py $(ARGS)
 
 bench-cpu: $(VENV)/.ready ## compare a training step and precompute with a bare loop: operation counts and paired times
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cpu.py

@@ -9,6 +9,7 @@ parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
 requirements, dev = (cfg[k].split() for k in ("requirements", "dev_requirements"))
+extras = {k.removeprefix("extra_"): v.split() for k, v in cfg.items() if k.startswith("extra_")}
 
 setup(
     name=cfg["lib_name"],
@@ -26,7 +27,7 @@ setup(
     package_data={"qie_nb": ["assets/**/*"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=requirements,
-    extras_require={"dev": dev},
+    extras_require={"dev": dev, **extras},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
     zip_safe=False,
 )

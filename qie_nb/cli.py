@@ -88,7 +88,13 @@ def _trainer(a):
 
 # %% ../nbs/04_cli.ipynb #cf370451
 def precompute(a):
-    report = _trainer(a).cache_embeddings(None, a.start_idx, a.end_idx)
+    if a.ray is None and (a.workers, a.gpus) != (None, None):
+        raise ValueError("`--workers` and `--gpus` are for a Ray cluster; add `--ray`")
+    trainer, cluster = _trainer(a), None
+    if a.ray is not None:
+        from qie_nb.encoding.cluster import RayCluster
+        cluster = RayCluster(a.ray, a.workers, a.gpus)
+    report = trainer.cache_embeddings(None, a.start_idx, a.end_idx, cluster)
     return 0 if report.samples > len(report.skipped) else 1 # skipped samples are in the report
 
 def prequantize(a): _trainer(a).save_prequantized(a.out, not a.no_encoders)
@@ -340,7 +346,11 @@ def parser() -> CommandParser:
         ("--table", flag("what some GPUs take for 50 pairs, as a table")))
     add(precompute, "encode a data set into the cache; train does this too", "precompute run.yaml", *yaml,
         ("--start-idx", number("first sample, from 0; default 0", default=0)),
-        ("--end-idx", number("sample to stop before; default all. Several machines can share the work")))
+        ("--end-idx", number("sample to stop before; default all. Several machines can share the work")),
+        ("--ray", dict(nargs="?", const="", metavar="ADDRESS",
+            help="on a Ray cluster: host:port, auto for this machine's; default: one that ends with the job")),
+        ("--workers", number("with --ray: default one per GPU, without GPUs one per machine")),
+        ("--gpus", number("with --ray: GPUs of a worker, e.g. 0.5; default 1, without GPUs 0", float)))
     add(train, "train a LoRA", "train run.yaml train.max_train_steps=800", *yaml,
         ("--resume", dict(metavar="CHECKPOINT", help="checkpoint folder, or latest")),
         ("--force", flag("resume even if data, seed, model or adapter differ")))

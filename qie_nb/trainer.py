@@ -398,12 +398,13 @@ def prune_checkpoints(self:QwenImageEditTrainer): # not if the last steps were n
 def cache_embeddings(self:QwenImageEditTrainer,
     train_dataloader=None, # over an `ImageDataset`; default the configuration's data
     start_idx:int=0, end_idx:int=None, # samples, the last excluded
+    cluster=None, # `RayCluster` whose machines encode; default: this machine
 ): # `Report`
     "Precompute latents, prompt embeddings and the modulation table into the cache."
     part = "a loader or a range" if train_dataloader is not None or start_idx or end_idx is not None else ""
-    n = 1 if part else processes_to_start(self)
+    n = 1 if part or cluster is not None else processes_to_start(self)
     if n == 1 or missing_samples(self) < n:
-        return self.data.cache_embeddings(train_dataloader, start_idx, end_idx)
+        return self.data.cache_embeddings(train_dataloader, start_idx, end_idx, cluster)
     return self.data.made(precompute_in_processes(self, n))
 
 # %% ../nbs/01_trainer.ipynb #49bb0502

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 from PIL import Image
@@ -153,6 +154,22 @@ def shard(work:list, rank:int=None, world:int=None) -> list:
     world = int(os.environ.get("WORLD_SIZE", 1)) if world is None else world
     return work[rank::world]
 
+# %% ../../nbs/encoding/03_precompute.ipynb #ab798366
+def _count(groups) -> int: return sum(len(item.samples) for group in groups for item in group)
+
+_TASK = 16 # samples at most, unless a group has more
+
+def tasks_of(work, workers:int) -> list: # of lists of samples
+    "Groups of work items as tasks, several for each worker if possible."
+    most, tasks = max(1, min(_TASK, _count(work) // (4 * workers))), [[]]
+    for _, same in groupby(work, lambda group: group[0].lock):
+        groups = [[i for item in group for i in item.samples] for group in same]
+        if len(tasks[-1]) + sum(map(len, groups)) > most: tasks.append([])
+        for samples in groups:
+            if len(tasks[-1]) >= most: tasks.append([])
+            tasks[-1] += samples
+    return [t for t in tasks if t]
+
 # %% ../../nbs/encoding/03_precompute.ipynb #ca0a07b9
 class RecentImages:
     "Decodes image files; keeps the last `n` by digest."
@@ -205,8 +222,6 @@ class Prefetch:
         return SampleInputs(self.dataset.images(i, self.open_file), self.dataset.geometry, digests)
 
 # %% ../../nbs/encoding/03_precompute.ipynb #1fd939e5
-def _count(groups) -> int: return sum(len(item.samples) for group in groups for item in group)
-
 def _missing(dataset, group) -> dict: # {sample: names of tensors}
     return {i: names for item in group for i in item.samples if (names := dataset.missing(i))}
 
@@ -304,6 +319,7 @@ def precompute(
     verify:bool=True, # check entries before reusing them?
     prefetch:int=4, # samples whose images are read in advance
     table=(), # bytes of the modulation table's entries, written later
+    share=None, # function that does the work elsewhere, as `RayCluster.encode_all`; default: here
 ) -> Report:
     "Fill the cache with everything that training on these samples reads."
     cache, t0, stored = encoder.cache, time.time(), encoder.stored
@@ -325,9 +341,10 @@ def precompute(
         report.bytes = sum(entries) + sum(table)
         check_space(entries, table, cache.cache_dir)
     if work:
-        encoder.load_encoders({n for names in mine.values() for n in names}) # a broken model skips no samples
+        needed = {n for names in mine.values() for n in names}
+        if share is None: encoder.load_encoders(needed) # a broken model skips no samples
         cache.clean()
     if work or cache.writable: encoder.add_identity()
-    if work: _encode_all(dataset, encoder, work, report, prefetch)
+    if work: (share or _encode_all)(dataset, encoder, work, report, prefetch)
     report.tensors, report.seconds = encoder.stored - stored, time.time() - t0
     return report

@@ -8,6 +8,7 @@ __all__ = ['NEXT_SKIPPED', 'geometry_of', 'RunData', 'drop_bad_prompts']
 # %% ../../nbs/training/06_run_data.ipynb #4bd5c92d
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -224,6 +225,7 @@ NEXT_SKIPPED = ("next: correct the skipped samples and run cache_embeddings() ag
 def cache_embeddings(self:RunData,
     train_dataloader=None, # over an `ImageDataset`; default the configuration's data
     start_idx:int=0, end_idx:int=None, # samples, the last excluded
+    cluster=None, # `RayCluster` whose machines encode
 ): # `Report`
     "Precompute latents, prompt embeddings and the modulation table into the cache."
     c, extra = self.config, samples_of(self.config)
@@ -238,14 +240,19 @@ def cache_embeddings(self:RunData,
     self._say(dataset)
     with_table = whole and self.modulation is not None
     table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if with_table else ()
+    fill = partial(precompute, verify=c.cache.verify, prefetch=c.cache.prefetch)
+    if cluster is not None: # `auto` is the worker's device, not the one here
+        named = dict(vae_device=c.cache.vae_encoder_device, text_device=c.cache.text_encoder_device)
+        devices = {k: c.train.device if d == "auto" else d for k, d in named.items()}
+        fill = partial(fill, share=partial(cluster.encode_all, devices=devices))
     with self.encoding(enc):
-        report = precompute(dataset, enc, start_idx, end_idx, c.cache.verify, c.cache.prefetch, table)
+        report = fill(dataset, enc, start_idx, end_idx, table=table)
         if c.train.val_path and whole:
             validation = self.subset(dataset, self._val_samples(), **_JUDGED)
             self.skip_bad_prompts(validation)
-            report += precompute(validation, enc, 0, None, c.cache.verify, c.cache.prefetch)
+            report += fill(validation, enc)
         if extra and whole:
-            report += precompute(self.eval_data(), enc, 0, None, c.cache.verify, c.cache.prefetch)
+            report += fill(self.eval_data(), enc)
     enc.unload()
     if with_table: self.modulation.cache_table(dataset.cache, dataset)
     return self.made(report, whole)
