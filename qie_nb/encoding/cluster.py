@@ -33,10 +33,9 @@ def import_ray(own=False): # for a cluster that this process starts?
         raise ValueError(f"a cluster needs Ray and its data library; pip install 'qie_nb[ray]' ({e})") from None
     return ray
 
-# %% ../../nbs/encoding/04_cluster.ipynb #65beef16
+# %% ../../nbs/encoding/04_cluster.ipynb #13b6cc4d
 def share_machines(
-    machines, # {"CPU": n, "GPU": n} of each
-    workers:int=None, gpus:float=None, # as in `RayCluster`
+    machines, workers:int=None, gpus:float=None, # {"CPU": n, "GPU": n} of each; as in `RayCluster`
 ) -> tuple: # (workers, CPUs of each, GPUs of each)
     "Raises ValueError if no machine has what a worker needs."
     machines = [m for m in machines if m.get("CPU", 0) >= 1]
