@@ -280,6 +280,7 @@ def test_commands_accept_a_url_and_hide_its_credentials(storage, capsys, tmp_pat
     out = "".join(capsys.readouterr())
     assert f"cache {URL} (packed) cannot be written, so nothing is cleared" in out and "secret" not in out
     with pytest.raises(PermissionError, match=rf"cache {URL} \(packed\) cannot be written; add a writable folder behind it"): EmbeddingCacheManager(url).save_cache("pixel_latent", "cc", torch.ones(1))
+    assert EmbeddingCacheManager(url).layers[0].where("pixel_latent", "0a").startswith(f"{URL}/cache-00001")
     with pytest.raises(ValueError, match=f"is not in {URL}; it holds"): EmbeddingCacheManager(url).identity("nothing")
     c = settings(pairs(), tmp_path, cache=dict(cache_dir=[url, str(tmp_path/"cache")]))
     machine, c = MachineInfo(Environment("script", working=tmp_path), {}), make_config(c)
