@@ -6,13 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c5000d3e
-import hashlib, json, math, mmap, os, re, shutil
+import json, math, mmap, os, re, shutil
 from contextlib import contextmanager
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from .cache_entries import EVERY_KIND, CacheEntryError, is_key, unpack_entry
 from .files import cached_file_property, write_atomic
+from .packed_index import EntryDict, OtherText, index_blocks, index_checksum, scan_index
 
 # %% ../../nbs/core/05_cache_layers.ipynb #10ca2abd
 def check_kind(kind:str, key:str="00"):
@@ -91,14 +93,14 @@ class ShardStore:
 
     def __repr__(self): return f"{self.folder} (packed)"
     def __getstate__(self): return self.__dict__ | {"open_files": {}} # loader processes open their own
-    def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind][key][0]]
+    def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind].shard_of(key)]
     def where(self, kind, key) -> str: return f"{self.file(kind, key)}: {kind} {key}"
     def has(self, kind, key) -> bool:
         check_kind(kind, key)
         return key in self.index.get(kind, ())
 
-    def entries(self, kind):
-        return ((k, len(v[3].encode()) + 8 + v[2]) for k, v in sorted(self.index.get(kind, {}).items()))
+    def entries(self, kind): # (key, bytes) of each entry, sorted
+        return self.index[kind].sizes() if kind in self.index else iter(())
 
     def payload(self, kind, key) -> tuple:
         shard, begin, _, header = self.index[kind][key]
@@ -115,33 +117,39 @@ class ShardStore:
         return self.open_files[os.getpid(), shard]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c893901d
-def _read_index(path) -> dict:
-    def check(ok, message):
-        if not ok: raise ValueError(message)
+def _check(ok, message):
+    if not ok: raise ValueError(message)
+
+def _read_index(path) -> dict: # entries {kind: `EntryTable` or `EntryDict`}, shards, identities
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        shards, entries = index["shards"], index["entries"]
-        check(_index_checksum(index) == index["checksum"], "its checksum differs")
-        named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
-        check(named, "it names other files than shards")
-        missing = [s for s in shards if not (path.parent/s).is_file()]
-        check(not missing, f"{', '.join(missing)} beside it is missing")
-        tables = index["identities"], *index["identities"].values(), *entries.values()
-        check(all(isinstance(v, dict) for v in tables), "it was not written by qie_nb")
-        sizes = [(path.parent/s).stat().st_size for s in shards]
-        for kind, table in entries.items():
-            for key, (n, begin, size, header) in table.items():
-                inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
-                check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
-        return index
+        try: return _checked(scan_index(path), path)
+        except (OtherText, ValueError, KeyError, TypeError, AttributeError):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            _check(index_checksum(index) == index["checksum"], "its checksum differs")
+            return _checked(index, path)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         text = f"packed cache {str(path)!r} cannot be used: {e}; upload it again, whole"
         raise CacheEntryError(text) from None
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c8939001
-def _index_checksum(index) -> str:
-    signed = {k: v for k, v in index.items() if k != "checksum"}
-    return hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
+def _checked(index, path) -> dict:
+    shards, entries, most = index["shards"], index["entries"], index.pop("most", None)
+    named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
+    _check(named, "it names other files than shards")
+    missing = [s for s in shards if not (path.parent/s).is_file()]
+    _check(not missing, f"{', '.join(missing)} beside it is missing")
+    tables = index["identities"], *index["identities"].values(), *(entries.values() if most is None else ())
+    _check(all(isinstance(v, dict) for v in tables), "it was not written by qie_nb")
+    sizes = [(path.parent/s).stat().st_size for s in shards]
+    if most is not None:
+        _check(all(size <= sizes[n] for n, size in most.items() if n < len(sizes)), "an entry is not in its shard")
+        _check(max(most, default=0) < len(shards), "an entry is not in a shard")
+        return index
+    for kind, table in entries.items():
+        for key, (n, begin, size, header) in table.items():
+            inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
+            _check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
+    return index | dict(entries={kind: EntryDict(table) for kind, table in entries.items()})
 
 def open_layer(folder): # `ShardStore` if there is an index, else `FolderStore`
     "A folder as a layer of a cache."
@@ -175,34 +183,44 @@ def write_packed(
     shard_bytes:int=2_000_000_000, # limit of shards with several entries
 ) -> list: # files written
     "Pack entries into shards and an index. Raises a `CacheEntryError` with all bad entries."
-    index, shards, bad, free = {}, [[]], [], shard_bytes
+    shards, bad, free = [[]], [], shard_bytes
     for layer, kind, key in entries:
         try: unpack_entry(data := layer.read(kind, key), kind, key)
         except (CacheEntryError, OSError) as e: bad.append(f"{layer.where(kind, key)} {e}"); continue
-        header = data[8:8 + int.from_bytes(data[:8], "little")]
         if shards[-1] and len(data) > free:
             shards.append([])
             free = shard_bytes
         free -= len(data)
-        shards[-1].append((layer, kind, key, header, len(data) - 8 - len(header)))
+        shards[-1].append((layer, kind, key, len(data) - 8 - int.from_bytes(data[:8], "little")))
     if bad:
         raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again: {'; '.join(bad)}")
-    names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
-    for n, (name, shard) in enumerate(zip(names, shards)): _write_shard(out/name, n, shard, index)
-    full = dict(format="qie_nb-pack-1", shards=names, identities=identities, entries=index)
-    full["checksum"] = _index_checksum(full)
-    write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
+    names, kinds = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))], {}
+    for n, (name, shard) in enumerate(zip(names, shards)):
+        begins = _write_shard(out/name, shard)
+        for (layer, kind, key, size), begin in zip(shard, begins):
+            kinds.setdefault(kind, []).append((key, layer, n, begin, size))
+        shard.clear()
+    rows = {kind: _index_rows(kind, sorted(found, key=itemgetter(0))) for kind, found in kinds.items()}
+    write_atomic(out/INDEX, index_blocks(rows, names, identities))
     return [out/name for name in (*names, INDEX)]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6d244f01
-def _write_shard(path, number, shard, index): # reads one entry at a time
-    records, offset = {}, 0
-    for _, kind, key, header, size in shard:
-        records[f"{kind}/{key}"] = json.loads(header)[kind] | dict(data_offsets=[offset, offset + size])
-        index.setdefault(kind, {})[key] = [number, offset, size, header.decode()]
+def _header_of(layer, kind, key) -> str:
+    header = layer.payload(kind, key)[2]
+    return header if isinstance(header, str) else header.decode()
+
+def _index_rows(kind, found): # yields a key and its row; found: (key, layer, shard, begin, size) of each, sorted
+    for key, layer, shard, begin, size in found: yield key, [shard, begin, size, _header_of(layer, kind, key)]
+
+def _write_shard(path, shard) -> list: # of tensors' positions; reads one entry at a time
+    records, begins, offset = [], [], 0
+    for layer, kind, key, size in shard:
+        record = json.loads(_header_of(layer, kind, key))[kind] | dict(data_offsets=[offset, offset + size])
+        records.append(f"{json.dumps(f'{kind}/{key}')}:{json.dumps(record, separators=(',', ':'))}")
+        begins.append(offset)
         offset += size
-    text = json.dumps(records, separators=(",", ":")).encode()
+    text = f"{{{','.join(records)}}}".encode()
     text += b" " * (-len(text) % 8)
-    for _, kind, key, *_ in shard: index[kind][key][1] += 8 + len(text)
-    blocks = (layer.read(kind, key)[8 + len(header):] for layer, kind, key, header, _ in shard)
+    blocks = (layer.read(kind, key)[-size:] if size else b"" for layer, kind, key, size in shard)
     write_atomic(path, chain([len(text).to_bytes(8, "little") + text], blocks), size=8 + len(text) + offset)
+    return [8 + len(text) + begin for begin in begins]
