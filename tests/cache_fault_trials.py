@@ -12,7 +12,8 @@ from helpers import settings
 from qie_nb.cache import CacheEntryError, EmbeddingCacheManager, key_of
 from qie_nb.core import cache_entries, files
 from qie_nb.core.cache_entries import ALL_KINDS, read_header
-from qie_nb.core.cache_layers import FolderStore, _index_checksum, verify_entry
+from qie_nb.core.cache_layers import FolderStore, verify_entry
+from qie_nb.core.packed_index import index_checksum as _index_checksum
 from qie_nb.core.files import file_digest
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.encoding.encoder import Encoder

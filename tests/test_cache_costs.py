@@ -83,6 +83,7 @@ def test_a_look_at_the_status_opens_nothing_and_asks_about_each_image_twice(fill
 
 def test_a_new_process_fetches_what_is_known_with_one_question_a_folder(filled, monkeypatch):
     filled("loose").status()
+    files._flush() # as at the end of a process
     monkeypatch.setattr(files, "_facts", {}), monkeypatch.setattr(files, "_folders", set()) # what this process knows
     said, real = [], files._execute
     monkeypatch.setattr(files, "_execute", lambda *query: (said.append(query[0]), real(*query))[1])

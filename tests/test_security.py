@@ -12,7 +12,7 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import load_config_from_yaml, make_config
 from qie_nb.core import display
 from qie_nb.core.cache_entries import CacheEntryError, pack_entry, unpack_entry
-from qie_nb.core.cache_layers import _index_checksum
+from qie_nb.core.packed_index import index_checksum as _index_checksum
 from qie_nb.core.files import file_digest
 from qie_nb.lora import adapters as lora
 from qie_nb.lora.formats import read_lora

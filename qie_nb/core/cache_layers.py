@@ -9,10 +9,12 @@ __all__ = []
 import hashlib, json, math, mmap, os, re, shutil
 from contextlib import contextmanager
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from .cache_entries import EVERY_KIND, CacheEntryError, is_key, unpack_entry
 from .files import cached_file_property, write_atomic
+from .packed_index import EntryDict, OtherText, index_blocks, index_checksum, scan_index
 
 # %% ../../nbs/core/05_cache_layers.ipynb #10ca2abd
 def check_kind(kind:str, key:str="00"):
@@ -114,14 +116,14 @@ class ShardStore:
     def renew(self, kind, key) -> bool: return False
     def header(self, kind, key): return ShardStore.payload(self, kind, key)[2]
     def __getstate__(self): return self.__dict__ | {"open_files": {}} # loader processes open their own
-    def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind][key][0]]
+    def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind].shard_of(key)]
     def where(self, kind, key) -> str: return f"{self.file(kind, key)}: {kind} {key}"
     def has(self, kind, key) -> bool:
         check_kind(kind, key)
         return key in self.index.get(kind, ())
 
-    def entries(self, kind):
-        return ((k, len(v[3].encode()) + 8 + v[2]) for k, v in sorted(self.index.get(kind, {}).items()))
+    def entries(self, kind): # (key, bytes) of each entry, sorted
+        return self.index[kind].sizes() if kind in self.index else iter(())
 
     def payload(self, kind, key) -> tuple:
         shard, begin, _, header = self.index[kind][key]
@@ -138,42 +140,49 @@ class ShardStore:
         return self.open_files[os.getpid(), shard]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c893901d
+def _check(ok, message):
+    if not ok: raise ValueError(message)
+
 def _read_index(
     path,
     sizes:dict=None, # of remote shards by name; default those beside the index
     name:str=None, # for messages, default the path
     data:bytes=None, # default the file's
-) -> dict:
-    def check(ok, message):
-        if not ok: raise ValueError(message)
+) -> dict: # entries {kind: `EntryTable` or `EntryDict`}, shards, identities, sha256, checksum
     try:
-        index = json.loads((path.read_bytes() if data is None else data).decode())
-        shards, entries = index["shards"], index["entries"]
-        check(_index_checksum(index) == index["checksum"], "its checksum differs")
-        named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
-        check(named, "it names other files than shards")
-        if sizes is None:
-            sizes = {s: (path.parent/s).stat().st_size for s in shards if (path.parent/s).is_file()}
-        missing = [s for s in shards if s not in sizes]
-        check(not missing, f"{', '.join(missing)} beside it is missing")
-        tables = index["identities"], *index["identities"].values(), *entries.values()
-        check(all(isinstance(v, dict) for v in tables), "it was not written by qie_nb")
-        sizes = [sizes[s] for s in shards]
-        digests = index.get("sha256", [""] * len(shards)) # older packs have none
-        check(len(digests) == len(shards), "it was not written by qie_nb")
-        for kind, table in entries.items():
-            for key, (n, begin, size, header) in table.items():
-                inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
-                check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
-        return index
+        try: return _checked(scan_index(path, data), path, sizes)
+        except (OtherText, ValueError, KeyError, TypeError, AttributeError):
+            index = json.loads((path.read_bytes() if data is None else data).decode())
+            _check(index_checksum(index) == index["checksum"], "its checksum differs")
+            return _checked(index, path, sizes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         text = f"packed cache {name or str(path)!r} cannot be used: {e}; upload it again, whole"
         raise CacheEntryError(text) from None
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c8939001
-def _index_checksum(index) -> str:
-    signed = {k: v for k, v in index.items() if k != "checksum"}
-    return hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
+def _checked(index, path, known) -> dict: # known: sizes of remote shards, or None
+    shards, entries, most = index["shards"], index["entries"], index.pop("most", None)
+    named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
+    _check(named, "it names other files than shards")
+    here = lambda: {s: (path.parent/s).stat().st_size for s in shards if (path.parent/s).is_file()}
+    known = here() if known is None else known
+    missing = [s for s in shards if s not in known]
+    _check(not missing, f"{', '.join(missing)} beside it is missing")
+    tables = index["identities"], *index["identities"].values(), *(entries.values() if most is None else ())
+    _check(all(isinstance(v, dict) for v in tables), "it was not written by qie_nb")
+    sizes = [known[s] for s in shards]
+    digests = index.get("sha256", [""] * len(shards)) # older packs have none
+    _check(len(digests) == len(shards), "it was not written by qie_nb")
+    if most is not None:
+        inside = all(size <= sizes[n] for n, size in most.items() if n < len(sizes))
+        _check(inside, "an entry is not in its shard")
+        _check(max(most, default=0) < len(shards), "an entry is not in a shard")
+        return index
+    for kind, table in entries.items():
+        for key, (n, begin, size, header) in table.items():
+            inside = 0 <= n < len(sizes) and 0 <= begin < 1 << 62 and 0 <= size <= sizes[n]
+            _check(inside and isinstance(header, str), f"{kind} {key} is not inside its shard")
+    return index | dict(entries={kind: EntryDict(table) for kind, table in entries.items()})
 
 def open_layer(folder): # `ShardStore` if there is an index, else `FolderStore`
     "A folder as a layer of a cache."
@@ -207,37 +216,48 @@ def write_packed(
     shard_bytes:int=2_000_000_000, # limit of shards with several entries
 ) -> list: # files written
     "Pack entries into shards and an index. Raises a `CacheEntryError` with all bad entries."
-    index, shards, bad, free = {}, [[]], [], shard_bytes
+    shards, bad, free = [[]], [], shard_bytes
     for layer, kind, key in entries:
         try: unpack_entry(data := layer.read(kind, key), kind, key)
         except (CacheEntryError, OSError) as e: bad.append(f"{layer.where(kind, key)} {e}"); continue
-        header = data[8:8 + int.from_bytes(data[:8], "little")]
         if shards[-1] and len(data) > free:
             shards.append([])
             free = shard_bytes
         free -= len(data)
-        shards[-1].append((layer, kind, key, header, len(data) - 8 - len(header)))
+        shards[-1].append((layer, kind, key, len(data) - 8 - int.from_bytes(data[:8], "little")))
     if bad:
         raise CacheEntryError(f"{len(bad)} bad entries are not packed; precompute again: {'; '.join(bad)}")
-    names = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))]
-    digests = [_write_shard(out/name, n, shard, index) for n, (name, shard) in enumerate(zip(names, shards))]
-    full = dict(format="qie_nb-pack-1", shards=names, sha256=digests, identities=identities, entries=index)
-    full["checksum"] = _index_checksum(full)
-    write_atomic(out/INDEX, json.dumps(full, ensure_ascii=False).encode())
+    names, kinds = [f"cache-{n + 1:05}-{len(shards):05}.safetensors" for n in range(len(shards))], {}
+    digests = []
+    for n, (name, shard) in enumerate(zip(names, shards)):
+        begins, digest = _write_shard(out/name, shard)
+        digests.append(digest)
+        for (layer, kind, key, size), begin in zip(shard, begins):
+            kinds.setdefault(kind, []).append((key, layer, n, begin, size))
+        shard.clear()
+    rows = {kind: _index_rows(kind, sorted(found, key=itemgetter(0))) for kind, found in kinds.items()}
+    write_atomic(out/INDEX, index_blocks(rows, dict(shards=names, sha256=digests, identities=identities)))
     return [out/name for name in (*names, INDEX)]
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6d244f01
-def _write_shard(path, number, shard, index) -> str: # sha256; reads one entry at a time
-    records, offset, digest = {}, 0, hashlib.sha256()
-    for _, kind, key, header, size in shard:
-        records[f"{kind}/{key}"] = json.loads(header)[kind] | dict(data_offsets=[offset, offset + size])
-        index.setdefault(kind, {})[key] = [number, offset, size, header.decode()]
+def _header_of(layer, kind, key) -> str:
+    header = layer.payload(kind, key)[2]
+    return header if isinstance(header, str) else header.decode()
+
+def _index_rows(kind, found): # yields a key and its row; found: (key, layer, shard, begin, size) of each, sorted
+    for key, layer, shard, begin, size in found: yield key, [shard, begin, size, _header_of(layer, kind, key)]
+
+def _write_shard(path, shard) -> tuple: # (tensors' positions, sha256); reads one entry at a time
+    records, begins, offset, digest = [], [], 0, hashlib.sha256()
+    for layer, kind, key, size in shard:
+        record = json.loads(_header_of(layer, kind, key))[kind] | dict(data_offsets=[offset, offset + size])
+        records.append(f"{json.dumps(f'{kind}/{key}')}:{json.dumps(record, separators=(',', ':'))}")
+        begins.append(offset)
         offset += size
-    text = json.dumps(records, separators=(",", ":")).encode()
+    text = f"{{{','.join(records)}}}".encode()
     text += b" " * (-len(text) % 8)
-    for _, kind, key, *_ in shard: index[kind][key][1] += 8 + len(text)
-    blocks = (layer.read(kind, key)[8 + len(header):] for layer, kind, key, header, _ in shard)
+    blocks = (layer.read(kind, key)[-size:] if size else b"" for layer, kind, key, size in shard)
     def hashed(block): digest.update(block); return block
     blocks = map(hashed, chain([len(text).to_bytes(8, "little") + text], blocks))
     write_atomic(path, blocks, size=8 + len(text) + offset)
-    return digest.hexdigest()
+    return [8 + len(text) + begin for begin in begins], digest.hexdigest()

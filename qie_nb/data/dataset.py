@@ -18,6 +18,7 @@ from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, E
 from ..cache import prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
 from ..core.cache_report import status_html
+from ..core.files import collector_paused
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .edit_masks import edit_mask_parts
@@ -40,8 +41,9 @@ class ImageDataset(Dataset):
             names = {k: config.get(k) for k in ("prompt", "trigger_word", "allow_missing_control")}
             config, samples = config | dict(dataset_path=None), find_samples(path, **names)
         self.config, cache, self.seed, self.cache_identity = _dataset_config(config)
-        self.found = config_samples(self.config) if samples is None else samples
-        self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
+        with collector_paused():
+            self.found = config_samples(self.config) if samples is None else samples
+            self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
         self.cache = EmbeddingCacheManager(*cache) if cache else None
         self.epoch, self.areas, self.cached_only, self._masks = 0, {}, False, {}
         self.refresh()
@@ -124,23 +126,29 @@ def size_marks(self:ImageDataset) -> str: # "" if no pair has one
                      for mark, ids in marks.items())
 
 # %% ../../nbs/data/06_dataset.ipynb #913f1e6d
+def _hex(data, n) -> list: return [data[k:k + n].hex() for k in range(0, len(data), n)]
+
 @patch
 def keys(self:ImageDataset, i:int) -> dict: # {name: `CacheEntry`}; control_latent.0, .1, ...
     "The cache entries that sample `i` may need."
-    s = self.samples[i]
-    try: digests = tuple(source_digest(p) for p in (s.target, *s.controls))
+    s, known = self.samples[i], self._keys.get(i)
+    try: digests = bytes.fromhex("".join([source_digest(p) for p in (s.target, *s.controls)]))
     except ValueError: # the file is gone
-        if i not in self._keys: raise
-        return self._keys[i][1]
-    if i not in self._keys or self._keys[i][0] != digests:
+        if known is None: raise
+        digests = known[0]
+    if known is None or known[0] != digests:
         self.sizes[i] = tuple(cached_size(p) for p in (s.target, *s.controls))
-        self._keys[i] = digests, self._keys_of(i, *digests)
+        parts = self._parts_of(i, *_hex(digests, 32))
         self._whole.discard(i)
-    return self._keys[i][1]
+        made = [key_of(name.split(".")[0].removeprefix("empty_"), **p) for name, p in parts.items()]
+        self._keys[i] = known = digests, bytes.fromhex("".join(made)) # parts take ten times as much memory
+    else: parts = self._parts_of(i, *_hex(digests, 32))
+    pairs = zip(parts.items(), _hex(known[1], 20))
+    return {name: CacheEntry(name.split(".")[0], key, p) for (name, p), key in pairs}
 
 # %% ../../nbs/data/06_dataset.ipynb #913f1e01
 @patch
-def _keys_of(self:ImageDataset, i, image, *controls):
+def _parts_of(self:ImageDataset, i, image, *controls) -> dict: # {name: parts of its key}; of digests
     who, g, (target, *sizes) = self.identity, self.geometry, self.sizes[i]
     parts = {"pixel_latent": image_parts(image, g.target(target), who, g.aspect)}
     for n, (d, c) in enumerate(zip(controls, sizes)):
@@ -152,8 +160,7 @@ def _keys_of(self:ImageDataset, i, image, *controls):
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
         parts[f"{prefix}prompt_embed"] = prompt_parts(prompt, *seen)
-    return {name: CacheEntry(kind := name.split(".")[0], key_of(kind.removeprefix("empty_"), **p), p)
-            for name, p in parts.items()}
+    return parts
 
 # %% ../../nbs/data/06_dataset.ipynb #51cbc2e5
 @patch
@@ -238,7 +245,7 @@ def problems_text(self:ImageDataset, found=None) -> str:
 # %% ../../nbs/data/06_dataset.ipynb #572defaf
 @patch
 def digests(self:ImageDataset, i:int) -> tuple: # None before `keys(i)`
-    return self._keys[i][0] if i in self._keys else None
+    return tuple(_hex(self._keys[i][0], 32)) if i in self._keys else None
 
 @patch
 def images(self:ImageDataset, i:int, open_file=open_unchanged) -> dict:
@@ -274,13 +281,13 @@ def __getitem__(self:ImageDataset, i:int) -> dict:
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 @patch
 def _scan(self:ImageDataset, there, bar=None): # yields (sample, entry ids, missing names or None, error)
-    began = time.monotonic()
+    began, has = time.monotonic(), lambda entry: entry[1] in there.get(entry[0], ())
     for i in range(len(self)):
         try:
             keys = self.keys(i)
             shared = [keys[PREFIX]] * bool(self.samples[i].controls)
             wanted = {v.id for v in (*self.needed(i, keys).values(), *shared)}
-            yield i, wanted, [] if there.keys() >= wanted else self.missing(i, there.__contains__), ""
+            yield i, wanted, [] if all(map(has, wanted)) else self.missing(i, has), ""
         except ValueError as e: yield i, set(), None, str(e)
         if bar is None and time.monotonic() - began > 2:
             bar = Progress(len(self), "look through the cache", start=i)
@@ -293,7 +300,8 @@ def incomplete(self:ImageDataset,
 ) -> dict: # {sample: `missing(i)`, or None if an image cannot be read}
     "The incomplete samples."
     if self.cache is None or self.identity is None: return {i: ["everything"] for i in range(len(self))}
-    there = {(kind, key): size for _, kind, key, size in self.cache.entries()}
+    there = {}
+    for _, kind, key, size in self.cache.entries(): there.setdefault(kind, {})[key] = size
     return {i: names for i, _, names, _ in self._scan(there, bar) if names != []}
 
 # %% ../../nbs/data/06_dataset.ipynb #2bce3116
@@ -305,11 +313,15 @@ def status(self:ImageDataset, bar=None) -> dict: # bar: as for `incomplete`
     out = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
                aside=[], skipped=list(self.skipped), unreadable=[], why="")
     if self.cache is None: return out | dict(why="no cache is set; set `cache_dir` to a folder")
-    listed = list(self.cache.entries())
-    stats = self.cache.get_cache_stats(listed)
+    there = {}
+    def listed(): # no list of all entries
+        for e in self.cache.entries():
+            there.setdefault(e.kind, {})[e.key] = e.bytes
+            yield e
+    stats = self.cache.get_cache_stats(listed())
     out |= {k: stats[k] for k in ("layers", "models", "quarantined")}
     out |= dict(bad=list(self.cache.quarantined), aside=self.cache.aside())
-    if self.identity is not None: self._count(out, {(kind, key): size for _, kind, key, size in listed}, bar)
+    if self.identity is not None: self._count(out, there, bar)
     else:
         out["why"] = str(self.ambiguous_identity
                          or "the cache is empty, so no entry can be looked up; run precompute to fill it")
@@ -323,13 +335,15 @@ def _count(self:ImageDataset, out, there, bar):
     for i, wanted, missing, why in self._scan(there, bar):
         if missing is None: out["unreadable"].append((self.samples[i].id, why)); continue
         out["complete"] += not missing
-        for kind, key in wanted - seen:
-            k, has = out["kinds"][kind], (kind, key) in there
+        for kind, key in wanted:
+            short = int(key[:15], 16) # the same key in two kinds is no digest
+            if short in seen: continue
+            seen.add(short)
+            k, has = out["kinds"][kind], key in there.get(kind, ())
             if kind == PREFIX and not has and not any("prompt" in name for name in missing):
                 continue # its prompts are stored whole
-            more = dict(needed=1, present=has, missing=not has, bytes=there.get((kind, key), 0))
+            more = dict(needed=1, present=has, missing=not has, bytes=there[kind][key] if has else 0)
             k |= {name: k[name] + n for name, n in more.items()}
-        seen |= wanted
 
 # %% ../../nbs/data/06_dataset.ipynb #2bce3102
 @patch

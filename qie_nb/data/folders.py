@@ -143,6 +143,7 @@ def _numbered(names, after) -> dict: # {target's stem: its numbered controls' st
 
 # %% ../../nbs/data/02_folders.ipynb #44ec1b01
 def _unread(ignored, images, names=()) -> list: # what may be an image, unless it is also in `images`
+    if not ignored: return []
     have = {p.with_suffix("") for p in images}
     may = lambda p, why: why == UNREAD or "move" in why or why == "no image" and nfc(p.stem) in names
     return [p.name for p, why in ignored if may(p, why) and p.with_suffix("") not in have]
@@ -218,8 +219,10 @@ def _used(tables, broken, rows) -> list: # raises for a broken table, if a capti
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1602
 def _left_over(rows, controls, captions, masks) -> list:
-    used, kinds = {p for r in rows for p in (*r[2], r[4], r[5])}, dict(mask=masks, control=controls)
-    unused = lambda why, held: [(p, why) for files in held for p in files.values() if p not in used]
+    used = {str(p) for r in rows for p in (*r[2], r[4], r[5]) if isinstance(p, Path)}
+    kinds = dict(mask=masks, control=controls)
+    unused = lambda why, held: [(p, why) for files in held for p in files.values()
+                                if isinstance(p, Path) and str(p) not in used]
     return ([x for what, held in kinds.items() for x in unused(f"a {what} without a target", held)]
             + unused("a caption without an image", captions))
 
@@ -230,6 +233,12 @@ def _beside_folders(root, used) -> list:
     return [(p, why(p)) for p in entries_of(root) if p not in used and not is_hidden(p) and why(p)]
 
 # %% ../../nbs/data/02_folders.ipynb #1a3a1603
+def _parents(paths) -> list: # folders, each once
+    return [Path(d) for d in dict.fromkeys(map(os.path.dirname, paths))]
+
+def _inside(path, folders) -> bool: # by their names
+    return any(str(path).startswith(os.path.join(d, "")) for d in folders)
+
 def _by_name(ignored, root) -> list: # (printable name, reason), each file once
     reasons = {}
     for p, why in ignored: reasons.setdefault(printable(os.path.relpath(p, root)), str(why))
@@ -273,7 +282,7 @@ def read_folders(
                 for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held] or [{}]
     numbered = _numbered(before[0], after)
-    unread = _unread([x for x in ignored if {*controls} & {*x[0].parents}],
+    unread = _unread([x for x in ignored if _inside(x[0], controls)],
                      [p for images in before for p in images.values()], {Path(stem).name for stem in after})
     if controls: _check_controls(after, controls, before, numbered, lone, unread)
     said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
@@ -284,12 +293,12 @@ def read_folders(
     ignored += _beside_folders(root, {targets, *controls, captions, masks, shared, *tables})
     ignored += _left_over(rows, before, texts, painted)
     files = [[p for r in rows if isinstance(p := r[column], Path)] for column in (5, 4)]
-    more = dict.fromkeys(p.parent for held in files for p in held)
+    more = _parents(files[0] + files[1])
     more = "".join([f", {d.name}/" for d in more if not {targets, *controls} & {d, *d.parents}]
                    + [f", {p.name}" for p in tables])
     layout = f"folders {targets.name}/ + {', '.join(f'{d.name}/' for d in controls) or 'no controls'}{more}"
     odd = ["captions: beside the controls, because no target has one (are the two sides exchanged?)"]
-    above = [{*p.parents} for p in files[0]]
+    above = [{d, *d.parents} for d in _parents(files[0])]
     notes = [note] * bool(note) + lost + odd * any({*controls} & a and targets not in a for a in above)
     return Found(rows, layout, _by_name(ignored, root), notes, shared)
 

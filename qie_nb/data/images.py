@@ -6,7 +6,7 @@
 __all__ = ['figure']
 
 # %% ../../nbs/data/00_images.ipynb #75751bb3
-import hashlib, io, math, os, re, warnings
+import hashlib, io, math, os, re, stat, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,14 +71,20 @@ def read_bytes(source) -> bytes:
 # %% ../../nbs/data/00_images.ipynb #a7931602
 def source_digest(source) -> str: # sha256 of its bytes, 64 hex digits
     "Digest of an encoded image, remembered for a file."
-    if not _is_file(source): return hashlib.sha256(read_bytes(source)).hexdigest()
-    with _named(source_name(source)): return file_digest(source)
+    if not (st := _stat_of_file(source)): return hashlib.sha256(read_bytes(source)).hexdigest()
+    try: return file_digest(source, st)
+    except Exception:
+        with _named(source_name(source)): raise
 
-def _is_file(source) -> bool: return isinstance(source, (str, os.PathLike)) and os.path.isfile(source)
+def _stat_of_file(source): # None: it is no regular file
+    try: st = os.stat(source) if isinstance(source, (str, os.PathLike)) else None
+    except (OSError, ValueError): return None
+    return st if st and stat.S_ISREG(st.st_mode) else None
 
 def remembered(source, name:str, compute):
     "`compute(source)`, remembered as property `name` of an unchanged file."
-    return cached_file_property(source, name, compute) if _is_file(source) else compute(source)
+    st = _stat_of_file(source)
+    return cached_file_property(source, name, compute, st) if st else compute(source)
 
 # %% ../../nbs/data/00_images.ipynb #aa63f816
 def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey

@@ -7,6 +7,9 @@ __all__ = []
 
 # %% ../../nbs/data/01b_listing.ipynb #a8f31b37
 import os, re
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import attrgetter
 from pathlib import Path
 
 from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES, UNREAD_SUFFIXES
@@ -15,26 +18,61 @@ from .tables import TABLE_SUFFIXES, few, nfc, printable
 # %% ../../nbs/data/01b_listing.ipynb #e947d6d1
 CAPTION_SUFFIXES = (".txt", ".caption")
 UNREAD = "format not read; convert to JPEG or PNG"
+_known = ContextVar("listings", default=None) # {folder: (entries, names of folders)} within `listed_once`
+
+@contextmanager
+def listed_once():
+    "Within, each folder is listed once."
+    if _known.get() is not None: yield; return
+    token = _known.set({})
+    try: yield
+    finally: _known.reset(token)
+
+def _folders_in(folder) -> set: # names; without asking about each file
+    def is_folder(e):
+        try: return e.is_dir()
+        except OSError: return False # a link to itself
+    with os.scandir(folder) as found: return {e.name for e in found if is_folder(e)}
+
+def _listed(folder) -> tuple: # (paths, sorted by name; names of folders)
+    known, name = _known.get(), os.fspath(folder)
+    if known is not None and name in known: return known[name]
+    try:
+        made = sorted(Path(folder).iterdir(), key=attrgetter("name")), _folders_in(name)
+    except OSError as e:
+        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
+    if known is not None: known[name] = made
+    return made
 
 def entries_of(folder:Path) -> list: # paths, sorted by name
     "The entries of a folder."
-    try: return sorted(Path(folder).iterdir(), key=lambda p: p.name)
-    except OSError as e:
-        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
+    return list(_listed(folder)[0])
 
 def is_hidden(p) -> bool:
-    return p.name.startswith(".") or p.name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
+    name = p.name
+    return name.startswith(".") or name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d601
-def why_unused(path) -> str: # the reason; "" if usable; None: not reported
-    kind = path.suffix.lower()
-    if any("\udc80" <= c <= "\udcff" for c in path.name): return "its name is not UTF-8"
-    if is_hidden(path): return "hidden" if kind in IMAGE_SUFFIXES else None
-    if path.is_dir(): return "a folder"
-    if kind in UNREAD_SUFFIXES: return UNREAD
-    return "" if kind in IMAGE_SUFFIXES + CAPTION_SUFFIXES else "no image"
+_ALL_SUFFIXES, _UNDECODED = IMAGE_SUFFIXES + CAPTION_SUFFIXES, re.compile("[\udc80-\udcff]")
 
-def is_image(p) -> bool: return why_unused(p) == "" and p.suffix.lower() in IMAGE_SUFFIXES
+def why_unused(path) -> str: # the reason; "" if usable; None: not reported
+    name = path.name
+    kind = os.path.splitext(name)[1].lower()
+    if not name.isascii() and _UNDECODED.search(name): return "its name is not UTF-8"
+    if is_hidden(path): return "hidden" if kind in IMAGE_SUFFIXES else None
+    if name in _folders_beside(path): return "a folder"
+    if kind in UNREAD_SUFFIXES: return UNREAD
+    return "" if kind in _ALL_SUFFIXES else "no image"
+
+def _folders_beside(path): # names
+    if _known.get() is None: return [path.name] * path.is_dir()
+    try: return _listed(folder_of(path))[1]
+    except ValueError: return ()
+
+def folder_of(path) -> str: # as `os.path.dirname`, in a third of the time
+    return str(path)[:-len(path.name) - 1] or os.path.dirname(path)
+
+def is_image(p) -> bool: return p.suffix.lower() in IMAGE_SUFFIXES and why_unused(p) == ""
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d602
 def raise_twice(what, stem, a, b):
@@ -47,7 +85,7 @@ def folder_files(folder, deep:int=4) -> tuple: # (folder, files)
     "The files of a folder, or of the folders in it if it holds no images."
     found = entries_of(folder)
     if any(map(is_image, found)): return folder, found
-    dirs = [d for d in found if d.is_dir() and not is_hidden(d)]
+    dirs = [d for d in found if d.name in _folders_beside(d) and not is_hidden(d)]
     if len(dirs) == 1 and deep: return folder_files(dirs[0], deep - 1)
     return folder, [p for p in found if p not in dirs] + [p for d in dirs for p in entries_of(d)]
 
@@ -62,15 +100,20 @@ def image_folders(root, leave=()) -> list: # the folders in it that hold images
 # %% ../../nbs/data/01b_listing.ipynb #e947d603
 def read_folder(folder, ignored) -> tuple: # (images, captions) by NFC stem, with that of an inner folder
     images, captions, (folder, files) = {}, {}, folder_files(folder)
-    for p in sorted(files, key=lambda p: p.suffix.lower() in HEIC_SUFFIXES):
-        why = why_unused(p)
+    here, late = os.fspath(folder), [p for p in files if p.name.lower().endswith(HEIC_SUFFIXES)]
+    for p in [*(p for p in files if p not in late), *late] if late else files:
+        name = p.name
+        kind = os.path.splitext(name)[1].lower()
+        usual = kind in _ALL_SUFFIXES and name.isascii() and name[0] != "." and name not in _folders_beside(p)
+        why = "" if usual else why_unused(p)
         if why == "a folder" and _holds_images(p): why += f" ({contents(p, False)}); move its images up"
         if why: ignored.append((p, why))
         if why != "": continue
-        held = images if p.suffix.lower() in IMAGE_SUFFIXES else captions
-        stem = nfc(p.stem if p.parent == folder else p.relative_to(folder).with_suffix("").as_posix())
+        held = images if kind in IMAGE_SUFFIXES else captions
+        own = folder_of(p) == here
+        stem = nfc(name[:-len(kind)] if own else p.relative_to(folder).with_suffix("").as_posix())
         if stem not in held: held[stem] = p
-        elif p.suffix.lower() in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
+        elif kind in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
         else: raise_twice("samples" if held is images else "captions", stem, held[stem], p)
     return images, captions
 

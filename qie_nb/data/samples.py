@@ -19,7 +19,8 @@ from ..core.display import table_html
 from .folders import named_folder, read_folders, read_pairs
 from .images import IMAGE_SUFFIXES, crop_to, open_image, read_bytes, read_image_size, remembered
 from .images import source_digest, source_name
-from .listing import contents, entries_of, is_hidden, it_contains, no_folder, not_named, remedy
+from .listing import contents, entries_of, is_hidden, it_contains, listed_once
+from .listing import no_folder, not_named, remedy
 from .tables import TABLE_SUFFIXES, NoTable, few, home_path, instruction, match_columns
 from .tables import printable, prompt_file, read_dataset, read_table, table_captions, table_rows, text_of
 
@@ -213,6 +214,13 @@ def _none_found(path, columns=None, optional=("mask",)): # raises the reason
                      f"{remedy(path, sets)}{alone}")
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
+def _read(path, root, columns, sides, optional): # `Found`
+    if root.is_dir(): found = _found(root, columns, sides, optional)
+    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES:
+        found = _read_table(root, columns, optional)
+    else: no_folder(path, root)
+    return found or _none_found(root, columns, optional)
+
 def find_samples(
     path, # folder, table (.jsonl, .json, .csv, .tsv), `datasets.Dataset`, or a list of them
     columns:dict=None, # `dict(target=..., control=... or [...], prompt=..., mask=...)`
@@ -238,11 +246,8 @@ def find_samples(
         raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
                          "table or a datasets.Dataset")
     root = home_path(path)
-    if root.is_dir(): found = _found(root, columns, (target_dir, dirs), optional)
-    elif root.is_file() and root.suffix.lower() in TABLE_SUFFIXES:
-        found = _read_table(root, columns, optional)
-    else: no_folder(path, root)
-    return _samples(found or _none_found(root, columns, optional), prompt, trigger_word)
+    with listed_once(): found = _read(path, root, columns, (target_dir, dirs), optional)
+    return _samples(found, prompt, trigger_word)
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a01
 def config_samples(

@@ -9,7 +9,8 @@ from qie_nb.cli import main
 from qie_nb.config import make_config
 from qie_nb.core import remote_shards
 from qie_nb.core.cache_entries import CacheEntryError
-from qie_nb.core.cache_layers import INDEX, _index_checksum
+from qie_nb.core.cache_layers import INDEX
+from qie_nb.core.packed_index import index_checksum
 from qie_nb.core.remote_shards import LocalCopy, RemoteCacheError, is_url, layer_place, url_text, without_secrets
 from qie_nb.core.environment import Environment
 from qie_nb.planning.disk_space import disk_plan
@@ -156,7 +157,7 @@ def test_a_pack_without_digests_is_checked_entry_by_entry(storage):
     path = storage.files[-1]
     index = json.loads(path.read_text())
     del index["sha256"]
-    index["checksum"] = _index_checksum(index)
+    index["checksum"] = index_checksum(index)
     path.write_text(json.dumps(index))
     storage.upload()
     read_all()

@@ -1,0 +1,225 @@
+"""What grows with the number of samples: files, bytes, start-up, memory, the look through the cache, an epoch's order, a step, packing.
+
+`python benchmarks/growth.py` measures 100 to 100,000 samples, extrapolates to a million and writes results/growth.json; `python
+benchmarks/session_table.py --write` puts the table into docs/data.md. Samples are made up: pairs of 16 x 16 PNG files, a caption file each,
+and entries with tiny tensors and full headers, as `precompute` lays them out. Every figure is from a process of its own. Name numbers of
+samples to measure only those; the others stay in the file.
+"""
+import argparse, json, os, platform, resource, shutil, struct, subprocess, sys, tempfile, time, zlib
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+OUT = Path(__file__).parent/"results"/"growth.json"
+SIZES, RUNS, STEPS = (100, 1000, 10_000, 100_000), 3, 200
+WHO = dict(model="made up", variant="2511", vae="0" * 64, text_encoder="1" * 64, template="edit-plus-1", dtype="bfloat16",
+           control_area=64*64, vl_area=64*64)
+
+
+# --- samples and entries, made up
+def png(number, side=16): # a grey image whose first pixels are a number, as no other image's
+    rows = bytearray(side * (side + 1))
+    rows[1:9] = struct.pack(">Q", number)
+    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(rows), 1)) + chunk(b"IEND", b"")
+
+
+def make_pairs(root, n):
+    for d in ("training_images", "control_images"): (root/"set"/d).mkdir(parents=True)
+    for i in range(n):
+        (root/"set/training_images"/f"{i:07}.png").write_bytes(png(2 * i))
+        (root/"set/control_images"/f"{i:07}.png").write_bytes(png(2 * i + 1))
+        (root/"set/training_images"/f"{i:07}.txt").write_text(f"make number {i} blue, and leave everything else in the image as it is")
+
+
+def data_set(root, layer):
+    from qie_nb.data.dataset import ImageDataset
+    data = dict(image_size=[64, 64], caption_dropout_rate=0.1)
+    return ImageDataset(dict(dataset_path=str(root/"set"), cache_dir=str(root/layer), use_cache=True, encoder_id=None) | data)
+
+
+def fill(root, make=None): # one file per entry, written without waiting for the disk
+    import torch
+    from qie_nb.cache import PREFIX
+    from qie_nb.core.cache_entries import pack_entry
+    dataset = data_set(root, "cache")
+    dataset.cache.add_identity(WHO)
+    dataset.refresh()
+    g, folders = torch.Generator().manual_seed(0), set()
+    random = lambda *shape: torch.randn(shape, generator=g).bfloat16()
+    for i in range(len(dataset)):
+        keys = dataset.keys(i)
+        for name in (*dataset.needed(i), PREFIX):
+            kind, key, parts = keys[name]
+            t = (random(16, 1, 2, 2) if "latent" in name else torch.ones(6, dtype=torch.bool) if name.endswith("mask") else
+                 random(4 if name == PREFIX else 2, 8))
+            path = dataset.cache.layers[-1].path(kind, key)
+            if path.parent not in folders: path.parent.mkdir(parents=True, exist_ok=True)
+            folders.add(path.parent)
+            path.write_bytes(pack_entry(kind, key, t, parts, keys[PREFIX].key if name.endswith("prompt_embed") else None))
+
+
+# --- counted and measured in a process of its own
+class Counted:
+    "Within: files opened, and questions about files."
+    on = None
+    def __enter__(self):
+        self.opened = self.asked = 0
+        Counted.on, self.real = self, os.stat
+        def stat(*a, **kw):
+            self.asked += 1
+            return self.real(*a, **kw)
+        os.stat = stat
+        return self
+    def __exit__(self, *_): Counted.on, os.stat = None, self.real
+    @staticmethod
+    def hook(event, args):
+        if Counted.on and event == "open" and isinstance(args[0], (str, bytes, os.PathLike)): Counted.on.opened += 1
+
+
+def memory(): # resident bytes: (now, at most so far)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return tuple(int(status[k].split()[0]) * 1024 for k in ("VmRSS", "VmHWM"))
+
+
+def took(f):
+    t = time.perf_counter()
+    out = f()
+    return time.perf_counter() - t, out
+
+
+def part_open(root, layer): # open, then what `precompute` and `fit` do before the first step, then steps
+    import torch # noqa: not a cost of the data set
+    from qie_nb.data.dataset import ImageDataset, loader # noqa
+    before, out = memory()[0], {}
+    with Counted() as c: out["open_s"], ds = took(lambda: data_set(root, layer))
+    out |= dict(open_opened=c.opened, open_asked=c.asked, open_peak=memory()[1] - before, open_bytes=memory()[0] - before)
+    from types import SimpleNamespace as NS
+    from qie_nb.encoding.precompute import Report, scan_cache
+    with Counted() as c: out["first_keys_s"], _ = took(lambda: [ds.keys(i) for i in range(len(ds))])
+    out |= dict(keys_opened=c.opened, keys_asked=c.asked)
+    with Counted() as c: out["scan_s"], missing = took(lambda: scan_cache(ds, NS(cache=ds.cache), range(len(ds)), False, Report()))
+    out |= dict(scan_opened=c.opened, scan_asked=c.asked, complete=sum(not m for m in missing.values()))
+    with Counted() as c: out["status_s"], status = took(ds.status)
+    assert status["complete"] == out["complete"]
+    out |= dict(status_opened=c.opened, status_asked=c.asked)
+    with Counted() as c: out["drop_unreadable_s"], _ = took(ds.drop_unreadable)
+    out |= dict(drop_opened=c.opened, drop_asked=c.asked, scanned_peak=memory()[1] - before)
+    ready = loader(ds, batch_size=1)
+    out["length_s"], n = took(lambda: len(ready))
+    def order():
+        ready.batch_sampler.set_epoch(ready.batch_sampler.epoch + 1)
+        return ready.batch_sampler.sizes(), list(ready.batch_sampler)
+    out["epoch_order_s"], (_, batches) = took(order)
+    chosen = batches[:STEPS] # the order is random
+    sample = lambda: [ready.collate_fn([ds[i] for i in b]) for b in chosen]
+    sample()
+    with Counted() as c: seconds, made = took(sample)
+    assert all(b["cached"] for b in made)
+    out |= dict(step_s=seconds / len(chosen), step_opened=c.opened / len(chosen), step_asked=c.asked / len(chosen), calls=calls(sample) / len(chosen))
+    return out | dict(peak=memory()[1] - before, samples=n)
+
+
+def calls(f) -> int: # Python and C functions called
+    n = 0
+    def count(frame, event, arg):
+        nonlocal n
+        n += event in ("call", "c_call")
+    sys.setprofile(count)
+    try: f()
+    finally: sys.setprofile(None)
+    return n
+
+
+def part_pack(root, layer):
+    import torch # noqa
+    from qie_nb.cache import EmbeddingCacheManager
+    before = memory()[0]
+    seconds, files = took(lambda: EmbeddingCacheManager(root/"cache").pack(root/"packed", replace=True))
+    return dict(pack_s=seconds, pack_peak=memory()[1] - before, shards=len(files) - 1, index_bytes=files[-1].stat().st_size,
+                packed_bytes=sum(f.stat().st_size for f in files))
+
+
+def part_packed(root, layer):
+    import torch # noqa
+    from qie_nb.cache import EmbeddingCacheManager
+    before = memory()[0]
+    seconds, cache = took(lambda: EmbeddingCacheManager(root/"packed"))
+    now, most = memory()
+    return dict(packed_open_s=seconds, packed_open_bytes=now - before, packed_open_peak=most - before)
+
+
+def part_fill(root, layer):
+    fill(root)
+    return {}
+
+
+def child(part, root, layer, home):
+    "A part in a fresh process; what is known of files is in `home`."
+    run = subprocess.run([sys.executable, __file__, "--part", part, "--root", str(root), "--layer", layer], capture_output=True, text=True,
+                         env=os.environ | dict(QIE_NB_HOME=str(home), OMP_NUM_THREADS="1"))
+    if run.returncode: raise SystemExit(run.stderr[-3000:])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def spread(rows):
+    out = {}
+    for k in rows[0]:
+        v = [r[k] for r in rows]
+        out[k] = dict(median=round(median(v), 6), min=round(min(v), 6), max=round(max(v), 6), runs=len(v)) if k.endswith("_s") else max(v)
+    return out
+
+
+def tree(folder): # (files, bytes)
+    sizes = [os.stat(os.path.join(d, f)).st_size for d, _, files in os.walk(folder) for f in files]
+    return len(sizes), sum(sizes)
+
+
+def measure(n, scratch, runs=RUNS):
+    root = Path(tempfile.mkdtemp(dir=scratch, prefix=f"growth_{n}_"))
+    say = lambda text: print(f"{n}: {text}", file=sys.stderr, flush=True)
+    try:
+        seconds, _ = took(lambda: make_pairs(root, n))
+        say(f"pairs made in {seconds:.0f} s")
+        child("fill", root, "cache", root/"filled")
+        files, size = tree(root/"cache")
+        out = dict(samples=n, entries=files - 1, entry_bytes=size, image_files=tree(root/"set")[0])
+        time.sleep(3) # facts of files that are younger than two seconds are not kept
+        run = lambda layer, home: child("open", root, layer, home)
+        out["cold"] = spread([run("cache", root/f"home_{k}") for k in range(runs)])
+        say(f"cold {out['cold']['open_s']}")
+        out["warm"] = spread([run("cache", root/"home_0") for _ in range(runs)])
+        say(f"warm {out['warm']['open_s']}, peak {out['warm']['peak'] / 1e6:.0f} MB")
+        out["known_bytes"] = tree(root/"home_0")[1]
+        out["pack"] = spread([child("pack", root, "cache", root/"home_0")])
+        out["packed"] = spread([child("packed", root, "packed", root/"home_0") for _ in range(runs)])
+        out["packed_scan"] = spread([run("packed", root/"home_0")])
+        say(f"packed {out['packed']}")
+        return out
+    finally: shutil.rmtree(root, ignore_errors=True)
+
+
+def about():
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.machine())
+    return dict(device=f"{cpu}, {os.cpu_count()} cores", python=platform.python_version(), load_average=os.getloadavg()[0],
+                versions={p: version(p) for p in ("torch", "diffusers", "safetensors", "pillow")}, date=datetime.now(timezone.utc).isoformat()[:19])
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("samples", nargs="*", type=int, default=SIZES)
+    p.add_argument("--scratch", help="folder for 4 GB of made-up files")
+    p.add_argument("--out", default=OUT, type=Path)
+    p.add_argument("--runs", default=RUNS, type=int)
+    p.add_argument("--part"), p.add_argument("--root", type=Path), p.add_argument("--layer")
+    a = p.parse_args()
+    if a.part:
+        sys.addaudithook(Counted.hook)
+        print("\n" + json.dumps(globals()[f"part_{a.part}"](a.root, a.layer)))
+    else:
+        for n in a.samples:
+            held = json.loads(a.out.read_text()) if a.out.is_file() else {}
+            held["results"] = held.get("results", {}) | {str(n): measure(n, a.scratch, a.runs)}
+            a.out.write_text(json.dumps(about() | dict(results=held["results"]), indent=1) + "\n")
