@@ -117,7 +117,7 @@ def encode(self:Worker, samples) -> Report:
     report.tensors = encoder.stored - stored
     return report
 
-# %% ../../nbs/encoding/04_cluster.ipynb #9fefb862
+# %% ../../nbs/encoding/04_cluster.ipynb #6dcf1ab3
 def describe_job(dataset, encoder, prefetch=4, devices=None) -> dict: # devices: arguments of `Encoder`
     "What a worker needs to know."
     c, light = encoder.components, copy(dataset)
@@ -127,7 +127,6 @@ def describe_job(dataset, encoder, prefetch=4, devices=None) -> dict: # devices:
                  image_positions=c.variant.image_positions)
     settings = dict(share_prefix=encoder.share_prefix, vae_2d=encoder.vae_2d,
                     batch_size=encoder.requested_batch_size)
-    # the name of a temporary file of this process, so that `clean` removes it
     mark = encoder.cache.temp_dir/f".{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
     return dict(dataset=light, model=model, encoder=settings, identity=encoder.identity, prefetch=prefetch,
                 devices=devices or dict.fromkeys(["vae_device", "text_device"], "auto"), mark=str(mark),

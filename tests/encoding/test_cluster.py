@@ -1,9 +1,10 @@
 """Precompute on a Ray cluster: the bytes of one process, each entry once, also if processes are killed. Only the slow tests need Ray."""
-import os, subprocess, sys, time
+import io, json, os, subprocess, sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import cluster as bench # benchmarks/cluster.py
 from helpers import write_pairs
@@ -152,7 +153,7 @@ def here(monkeypatch):
         pool = [Worker(job) for _ in range(workers)]
         for n, task in enumerate(tasks):
             turns.append(n % workers)
-            yield ray.change(__import__("json").loads(pool[n % workers](dict(task=[task]))["done"][0]))
+            yield ray.change(json.loads(pool[n % workers](dict(task=[task]))["done"][0]))
     @contextmanager
     def connected(address): yield ray
     monkeypatch.setattr(cluster, "import_ray", lambda own=False: None)
@@ -165,7 +166,8 @@ def here(monkeypatch):
 def test_the_report_is_that_of_precompute(pairs, tmp_path, here, capsys):
     root = pairs(((48, 32), (32, 48), (40, 40), (48, 32)))
     broken = root/"training_images"/"0002.png"
-    broken.write_bytes(broken.read_bytes()[:-2000]) # its size is readable
+    Image.open(broken).save(jpeg := io.BytesIO(), "JPEG")
+    broken.write_bytes(jpeg.getvalue()[:-300]) # its size can be read, so a worker meets it
     reports, encoders = [], []
     for cache, share in ("alone", None), ("shared", RayCluster(workers=2).encode_all):
         dataset = data_set(root, tmp_path/cache, allow_missing_control=False)
@@ -212,7 +214,8 @@ def test_killed_workers_and_drivers_lose_and_repeat_nothing(tmp_path):
     run = out["with_kills"]
     assert out["files_that_differ"] == 0 and out["packed_files_that_differ"] == 0 and out["files"] == out["entries"] > 300 and out["packed_files"] > 1
     assert run["stored_twice"] == 0 and run["begun_again_but_not_in_flight"] == 0 and run["begun_again"] <= run["in_flight_at_the_kills"] <= 20
-    assert run["entries"] == out["entries"] and run["processes_that_encoded"] >= 5, "two, one instead of the killed one, two of the second driver"
+    assert 0 <= out["entries"] - run["entries"] <= 4, "a process may be killed after it has stored an entry and before it notes that"
+    assert run["processes_that_encoded"] >= 5, "two, one instead of the killed one, two of the second driver"
     said = "\n".join(out["log"])
     assert "a worker died on " in said and " 0 skipped" in said and "Traceback" not in said, said
 
