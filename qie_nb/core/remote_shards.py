@@ -47,6 +47,8 @@ def without_secrets(text:str) -> str: # a URL, or a message with URLs
 # %% ../../nbs/core/05b_remote_shards.ipynb #5b00000a
 class RemoteCacheError(ValueError):
     "A remote packed cache that cannot be read now."
+    def __init__(self, text): # torch puts a loader process's traceback in front of it
+        super().__init__(text.rstrip().rsplit("RemoteCacheError: ", 1)[-1])
 
 _PACKAGES = dict(s3="s3fs", s3a="s3fs", gs="gcsfs", gcs="gcsfs", hf="huggingface_hub", http="aiohttp",
                  https="aiohttp", abfs="adlfs", abfss="adlfs", az="adlfs", oci="ocifs", oss="ossfs")
@@ -93,6 +95,10 @@ def copy_folder() -> Path:
     home = os.environ.get("QIE_NB_HOME") or os.path.expanduser("~/.cache/qie_nb")
     return Path(os.environ.get("QIE_NB_REMOTE_COPY") or Path(home, "remote"))
 
+def _listed(folder) -> list: # paths; another process may delete the folder
+    try: return [folder/name for name in os.listdir(folder) if name[0] != "."]
+    except (FileNotFoundError, NotADirectoryError): return []
+
 def _used(path) -> Path: return path.with_name(f".{path.name}.used")
 
 class LocalCopy:
@@ -105,7 +111,7 @@ class LocalCopy:
 
     def files(self) -> list: # (time of last use, bytes, path), the least recently used first
         found = []
-        for p in (p for p in self.root.glob("*/*") if p.name[0] != "." and p.parent.name[0] != "."):
+        for p in (p for folder in _listed(self.root) for p in _listed(folder)):
             with suppress(FileNotFoundError):
                 last = _used(p) if _used(p).exists() else p
                 found.append((last.stat().st_mtime_ns, p.stat().st_size, p))
