@@ -304,16 +304,17 @@ def pack(self:EmbeddingCacheManager,
     "A few large shards and an index."
     def layer(e): # the first with a good copy
         id = e.kind, e.key
+        if len(self.layers) == 1: return e.layer # it is checked when it is packed
         return next((d for d in self._layers_with(*id) if not verify_entry(d, *id, reread=False)), e.layer)
-    chosen = [e for e in self.entries() if keep is None or e.kind == MODULATION or (e.kind, e.key) in keep]
+    chosen = [(layer(e), e.kind, e.key) for e in self.entries()
+              if keep is None or e.kind == MODULATION or (e.kind, e.key) in keep]
     if not chosen: raise ValueError(f"cache {self.name} holds nothing to pack; precompute first")
-    needed = {self.prefix_of(e.kind, e.key) for e in chosen} - {"", None}
+    needed = {self.prefix_of(kind, key) for _, kind, key in chosen} - {"", None}
     if missing := [p for p in needed if self.find(PREFIX, p) is None]:
         raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute "
                               "again first")
-    packed = [(layer(e), e.kind, e.key) for e in chosen]
     with empty_output_dir(out, replace) as folder:
-        return [Path(out)/f.name for f in write_packed(folder, packed, self.identities(), shard_bytes)]
+        return [Path(out)/f.name for f in write_packed(folder, chosen, self.identities(), shard_bytes)]
 
 # %% ../nbs/00_cache.ipynb #c8e189e5
 def image_parts(

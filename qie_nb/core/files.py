@@ -49,10 +49,11 @@ def _note(facts, file, name, signature, value): # tuples of a few strings take h
 def _recall(folder, file, name) -> tuple: # (signature, value), or None
     if (at := (_database(), folder)) not in _folders:
         _folders.add(at)
-        _flush()
         try: rows = _execute("select file, name, signature, value from facts where folder=?", (folder,))
         except (sqlite3.Error, OSError): rows = []
-        for row in rows: _note(_facts.setdefault(at, {}), *row)
+        newer = {*_facts.get(at, ())} # files that this process has looked at
+        for row in rows:
+            if row[0] not in newer: _note(_facts.setdefault(at, {}), *row)
     held = _facts[at].get(file, ()) if at in _facts else ()
     return next((held[k + 1:k + 3] for k in range(0, len(held), 3) if held[k] == name), None)
 

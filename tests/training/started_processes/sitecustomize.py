@@ -23,3 +23,12 @@ if (rank := os.environ.get("RANK")) is not None and (out := os.environ.get("QIE_
         return real_loss(model, *a, **kw)
 
     components.load_component, step.flow_matching_loss = load_component, flow_matching_loss
+
+    from qie_nb.training.step import StepBatches
+    real_init = StepBatches.__init__
+
+    def init(self, batches, *a, **kw): # the samples that count in this process's part of a step
+        real_init(self, batches, *a, **kw)
+        tell(step=[i for b, n in zip(self, self.counts) for i in b["sample_id"][:n]])
+
+    StepBatches.__init__ = init
