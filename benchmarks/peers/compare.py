@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUT, DOCS = HERE.parent/"results"/"peers.json", ROOT/"docs"/"peers.md"
 PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi"
-INTERFACE = "TITLE FOLDER URL COMMIT PRESENT MADE_FOR STATE REQUIREMENTS patches cache train lora embedding latent".split()
+INTERFACE = "TITLE FOLDER URL COMMIT PRESENT MADE_FOR STATE DTYPES REQUIREMENTS patches cache train lora embedding latent".split()
 MARK = "peers: made by benchmarks/peers/compare.py from benchmarks/results/peers.json"
 QUIET = dict(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1",
              MKL_NUM_THREADS="1", MKL_CBWR="AUTO,STRICT", WANDB_MODE="disabled", SWANLAB_MODE="disabled", QFLUX_DOTENV_LOADED="1", PYTHONDONTWRITEBYTECODE="1")
@@ -108,7 +108,7 @@ class Bench:
 def attempt(fn, *args, **kw):
     "A measurement's result, or {error}; one that fails leaves the others alone."
     try: return fn(*args, **kw)
-    except (Failed, OSError, LookupError, StopIteration, ValueError) as e:
+    except Exception as e:
         print(f"  {e}", flush=True)
         return dict(error=f"{type(e).__name__}: {e}" if not isinstance(e, Failed) else str(e))
 
@@ -164,11 +164,14 @@ class Turns:
         self.file.close(), os.close(self.orders)
 
 
-def steps(benches, dtype, rounds, count, warm=3):
-    "CPU seconds of a step, the peers by turns in each round; peak memory within these steps; the first step's tensors."
+def steps(ways, dtype, rounds, count, warm=3):
+    """CPU seconds of a step, the trainers by turns in each round; peak memory within these steps; the first step's tensors.
+
+    ways: {name: (bench, what differs in its job)}; ratios are to the first."""
     alive, out = {}, {}
-    for b in benches:
-        if dtype in b.peer.DTYPES: alive[b.name] = Turns(b, f"steps-{dtype}", dtype=dtype, warm=warm, case=str(b.root/f"case-2511-{dtype}.safetensors"))
+    for name, (b, kw) in ways.items():
+        if dtype in b.peer.DTYPES:
+            alive[name] = Turns(b, f"steps-{dtype}-{name.replace(' ', '-')}", dtype=dtype, warm=warm, case=str(b.root/f"case-2511-{dtype}.safetensors"), **kw)
     for name, t in list(alive.items()):
         try: t.wait()
         except Failed as e:
@@ -177,14 +180,20 @@ def steps(benches, dtype, rounds, count, warm=3):
             alive.pop(name).stop()
     took = {name: [] for name in alive}
     for k in range(rounds):
-        for name in sorted(alive, key=lambda n: (list(alive).index(n) + k) % len(alive)): # each is first once
-            took[name].append(alive[name].do(count))
+        order = list(alive)
+        for name in order[k % len(order):] + order[:k % len(order)]: took[name].append(alive[name].do(count)) # each is first once
     for t in alive.values(): t.stop()
+    first = took.get(next(iter(ways)))
     for name, rows in took.items():
         cpu = [r["cpu"] / count for r in rows]
         out[name] = dict(cpu_seconds=spread(cpu), wall_seconds=spread([r["wall"] / count for r in rows]), peak_mb=round(max(r["peak"] for r in rows) / 1e6),
-                         of_ours=spread([c / (o["cpu"] / count) for c, o in zip(cpu, took["qie_nb"])], 3) if took.get("qie_nb") else None)
+                         of_ours=spread([c / (o["cpu"] / count) for c, o in zip(cpu, first)], 3) if first else None)
     return out
+
+
+# parts of our step, each switched off; "bare loop": our transformer and batch in a loop of ten lines, with the same clipping (benchmarks/step_cpu.py)
+OWN = {"as it is": {}, "no clipping": dict(train_settings=dict(max_grad_norm=0)), "no table": dict(model_settings=dict(modulation_table=False)),
+       "bare loop": dict(bare=True), "bare loop, no clipping": dict(bare=True, train_settings=dict(max_grad_norm=0))}
 
 
 def checkpointed(bench, dtype):
@@ -274,9 +283,11 @@ def damaged(bench):
     "Train with two flipped bytes in a cached latent."
     folder, where = copied(bench, "damaged")
     file = bench.run("flip", "damage", **where)["file"]
+    path = Path(where["cache"])/file
+    flipped = path.read_bytes()
     r = bench.run("damaged", "train", **where, steps=8, stop_at=8, may_fail=True)
     if r["failed"]: return dict(train=outcome(r, ""), file=file)
-    return dict(train="found, encoded again" if r["encoded"] else "found" if "checksum" in (bench.root/"damaged.log").read_text(errors="replace").lower() else "trained on", file=file)
+    return dict(train="trained on" if path.is_file() and path.read_bytes() == flipped else "found, encoded again", file=file)
 
 
 def weights_difference(bench, a, b):
@@ -339,12 +350,16 @@ def measure(args):
         if not wanted(name): return
         began = time.perf_counter()
         print(name, flush=True)
-        result[name] = fn()
+        result[name] = attempt(fn)
         print(f"  {time.perf_counter() - began:.0f} s", flush=True)
-        OUT.write_text(json.dumps(result, indent=1) + "\n")
+        text = json.dumps(result, indent=1)
+        for folder, shown in ((args.folder, "PEERS"), (root, "WORK"), (ROOT, "."), (Path(sysconfig.get_path("purelib")), "SITE")):
+            if folder: text = text.replace(str(Path(folder).resolve()), shown).replace(str(folder), shown)
+        OUT.write_text(text + "\n")
     part("precompute", lambda: {b.name: attempt(precompute, b, args.repeats) for b in benches})
     shapes = [(1, m.SIZE[1] // 16, m.SIZE[0] // 16)] * 2
-    part("steps", lambda: {d: steps(benches, d, args.rounds, args.steps) for d in dtypes})
+    part("steps", lambda: {d: steps({b.name: (b, {}) for b in benches}, d, args.rounds, args.steps) for d in dtypes})
+    if args.parts and "own" in args.parts: part("own", lambda: steps({k: (benches[0], kw) for k, kw in OWN.items()}, "float32", args.rounds, args.steps))
     part("checkpointed", lambda: {d: in_pairs([b for b in benches if d in b.peer.DTYPES], lambda b: checkpointed(b, d)) for d in dtypes})
     part("conditioning", lambda: conditioning(benches, model))
     def losses():
@@ -391,7 +406,7 @@ def rows_of(result):
             return cell(v) if v is None or isinstance(v, dict) and "error" in v else form.format(then(v))
         return each(of)
     rows = []
-    for d in result.get("steps", {}):
+    for d in [d for d in result.get("steps", {}) if d != "error"]:
         def step(n):
             r = got(result, "steps", d, n)
             if not r or "error" in r: return cell(r)
@@ -437,8 +452,9 @@ def details(result):
 
 def page(result=None):
     "docs/peers.md with its tables made from the results."
-    result = result or json.loads(OUT.read_text())
     text = DOCS.read_text()
+    if result is None and not OUT.is_file(): return text # not yet measured
+    result = result or json.loads(OUT.read_text())
     for mark, new in ((MARK, table(result)), (f"versions: {MARK}", details(result))):
         start = f"<!-- {mark} -->\n"
         assert text.count(start) == 1, f"docs/peers.md needs the mark {mark!r} once"
@@ -450,7 +466,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--folder", default=os.environ.get("PEERS"), help="with one checkout a peer; default: the variable PEERS")
     p.add_argument("--peers", nargs="+", default=PEERS, help="some of them")
-    p.add_argument("--parts", nargs="+", help="precompute steps checkpointed conditioning losses stale_caption stale_control damaged resumed; the others stay in the file as they were")
+    p.add_argument("--parts", nargs="+", help="precompute steps checkpointed conditioning losses stale_caption stale_control damaged resumed, and own (parts of our step switched off); the others stay in the file as they were")
     p.add_argument("--rounds", type=int, default=8)
     p.add_argument("--steps", type=int, default=4, help="of each peer in a round")
     p.add_argument("--repeats", type=int, default=3, help="of precompute")

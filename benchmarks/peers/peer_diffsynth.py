@@ -19,7 +19,9 @@ def patches(job):
              Patch(dit, "num_attention_heads=24", f"num_attention_heads={job['heads']}", small),
              Patch("diffsynth.models.qwen_image_text_encoder", "self.model = Qwen2_5_VLModel(config)",
                    f"config = Qwen2_5_VLConfig.from_pretrained('{job['model']}/text_encoder'); self.model = Qwen2_5_VLModel(config)", small),
-             Patch(pipe, "self.calculate_dimensions(1024 * 1024,", f"self.calculate_dimensions({job['area']},", "controls of 1024x1024 pixels are fixed in the code: too slow for a CPU")]
+             Patch(pipe, "resized_edit_image.append(image)\n                image = pipe.preprocess_image(image)",
+                   f"resized_edit_image.append(image)\n                image = pipe.preprocess_image(image.resize({tuple(job['size'])}))",
+                   "controls of 1024x1024 pixels are fixed in the code, too many for a CPU: the VAE alone gets smaller ones")]
     if job["dtype"] == "float32":
         found.append(Patch("train.py", "torch_dtype=torch.bfloat16", "torch_dtype=torch.float32", "bfloat16 is fixed in the script; float32 runs only"))
     return found

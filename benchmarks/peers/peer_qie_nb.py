@@ -20,7 +20,7 @@ def config(job):
         data=dict(dataset_path=job["pairs"], image_size=[w, h], control_area=job["area"], batch_size=1, caption_dropout_rate=0.),
         train=dict(output_dir=job["out"], device="cpu", mixed_precision="bf16" if job["dtype"] == "bfloat16" else "no", gradient_checkpointing=job.get("checkpointing", False),
                    max_train_steps=max(1, job.get("total") or job.get("steps", 1)), save_interval=0, eval_interval=0, seed=job.get("seed", 0),
-                   resume_checkpoint=job.get("resume") and str(Path(job["resume"])/"checkpoints"/"latest")),
+                   resume_checkpoint=job.get("resume") and str(Path(job["resume"])/"checkpoints"/"latest")) | job.get("train_settings", {}),
         cache=dict(cache_dir=job["cache"] + ("-bfloat16" if job["dtype"] == "bfloat16" else "")), optimizer=dict(lr=1e-4), lr_scheduler=dict(scheduler_type="constant", warmup_steps=0),
         logging=dict(log_dir=str(Path(job["out"])/"runs"), report_to="none", log_images=False, panel=False))
 
@@ -41,8 +41,32 @@ def train(job, meter):
         meter.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
         return real(model, *a, **kw)
     QwenImageTransformer2DModel.forward = forward
+    from qie_nb.models import flow_matching
+    real_loss = flow_matching.flow_loss
+    def flow_loss(pred, target, *a, **kw):
+        meter.predicted(pred[:, :target.shape[1]], target)
+        return real_loss(pred, target, *a, **kw)
+    flow_matching.flow_loss = flow_loss
     if not job.get("resume") and job.get("stop_at", 10**9) < job.get("total", 0): job["interrupt_after"] = job["stop_at"] # Ctrl-C: it finishes the step and saves
+    if job.get("bare"): return bare(t)
     t.fit()
+
+
+def bare(t):
+    "The trainer's transformer and batch in the loop of benchmarks/step_cpu.py."
+    import sys
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import torch
+    from step_cpu import bare_of, bare_step
+    from qie_nb.training.callbacks import call
+    run = t.setup_run()
+    call(run.callbacks, "on_train_begin", t)
+    group = next(iter(run.groups(t.state)))
+    t.optimizer_step(group)
+    norm = t.config.train.max_grad_norm
+    step = bare_of(t)
+    if not norm: torch.nn.utils.clip_grad_norm_ = lambda *a, **kw: None
+    while True: step()
 
 
 def lora(out): return sorted(Path(out).glob("checkpoints/step_*"))[-1]/"pytorch_lora_weights.safetensors"

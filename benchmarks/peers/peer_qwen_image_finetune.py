@@ -67,6 +67,12 @@ def train(job, meter):
         meter.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
         return real(model, *a, **kw)
     QwenImageTransformer2DModel.forward = forward
+    from qflux.losses import MseLoss
+    real_loss = MseLoss.forward
+    def loss(module, model_pred, target, *a, **kw):
+        meter.predicted(model_pred, target)
+        return real_loss(module, model_pred, target, *a, **kw)
+    MseLoss.forward = loss
     job["interrupt_after"] = job.get("stop_at") # Ctrl-C: it finishes the step and saves
     resume = ["--resume", state(job["resume"])] if job.get("resume") else []
     run_module("qflux.main", ["--config", config(job), *resume])

@@ -92,12 +92,16 @@ class Meter:
                 return out
             return inner
         torch.randn, torch.randn_like = watched(torch.randn), watched(torch.randn_like)
+        self.kept = kept
         def mse_loss(pred, target, *a, **kw):
-            if self.n == 0 and "pred" not in self.case:
-                noise = next(x for x in reversed(kept) if x.numel() == target.numel())
-                self.case |= dict(pred=pack(pred), target=pack(target), noise=pack(noise))
+            self.predicted(pred, target)
             return real_loss(pred, target, *a, **kw)
         torch.nn.functional.mse_loss = mse_loss
+    def predicted(self, pred, target):
+        "What the loss compares; torch's `mse_loss` tells it by itself."
+        if self.n or "pred" in self.case or not self.job.get("case"): return
+        noise = next(x for x in reversed(self.kept) if x.numel() == target.numel())
+        self.case |= dict(pred=pack(pred), target=pack(target), noise=pack(noise))
     def seen(self, tokens, sigma, embeds):
         "What the transformer got: target and control tokens, timestep / 1000, prompt embedding."
         if self.n == 0 and self.job.get("case"): self.case |= dict(tokens=tokens, sigma=sigma.reshape(-1)[:1], embeds=embeds)
@@ -178,7 +182,7 @@ def action_damage(peer, job):
     assert at >= 0, "the latent's bytes were not found in its file"
     for k in (at + len(data) // 2 + 1, at + len(data) // 2 + 3): whole[k] ^= 0x40
     Path(path).write_bytes(whole)
-    return dict(file=Path(path).name)
+    return dict(file=str(Path(path).relative_to(job["cache"])))
 
 
 def main(name, action, job):
