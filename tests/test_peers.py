@@ -136,7 +136,7 @@ RESULT = dict(
 
 def test_the_table_shows_each_kind_of_result():
     rows = {r[0]: r[1:] for r in compare.rows_of(RESULT)[1]}
-    assert rows["CPU time of a step, float32 (others: of ours)"] == ["1.000 s (0.900 to 1.100)", "2.00 (1.90 to 2.10)"]
+    assert rows["CPU time of a step, float32 (others: ratio to qie_nb)"] == ["1.000 s (0.900 to 1.100)", "2.00 (1.90 to 2.10)"]
     assert rows["peak memory in steps, float32, MB"] == ["900", "800"]
     assert rows["prompt embedding against the pipeline"] == ["equal", "5 tokens, the pipeline 7"]
     assert rows["two flipped bytes in a cached latent"] == ["found, encoded again", "failed"]

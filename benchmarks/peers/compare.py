@@ -139,7 +139,7 @@ def one_caption(bench, cache):
 
 
 class Turns:
-    "A training process that does steps when it is told to."
+    "A training process that waits for each order to do some steps."
     def __init__(self, bench, label, **kw):
         self.bench, self.label = bench, label
         orders, self.orders = os.pipe()
@@ -412,7 +412,7 @@ def rows_of(result):
             if not r or "error" in r: return cell(r)
             c = r["cpu_seconds"]
             return f"{c['median']:.3f} s ({c['min']:.3f} to {c['max']:.3f})" if n == "qie_nb" or not r["of_ours"] else f"{r['of_ours']['median']:.2f} ({r['of_ours']['min']:.2f} to {r['of_ours']['max']:.2f})"
-        rows.append([f"CPU time of a step, {d} (others: of ours)", *each(step)])
+        rows.append([f"CPU time of a step, {d} (others: ratio to qie_nb)", *each(step)])
         rows.append([f"peak memory in steps, {d}, MB", *value("steps", d, "*", "peak_mb")])
         rows.append(["the same, with gradient checkpointing", *value("checkpointed", d, "*", "peak_mb")])
     rows.append(["precompute, CPU s a sample, float32", *value("precompute", "*", "seconds_a_sample", then=lambda s: f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})")])

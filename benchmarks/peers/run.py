@@ -145,7 +145,7 @@ def action_cache(peer, job):
             began = time.process_time()
             peer.cache(trial)
             took.append(time.process_time() - began)
-            if k or pairs == job["pairs"]: shutil.rmtree(trial["cache"]) # the first with one caption for two images is looked at
+            if k or pairs == job["pairs"]: shutil.rmtree(trial["cache"]) # the first folder with one caption for two images is read later
         rows.append((took[1] - took[0]) / job["difference"])
     peer.cache(job)
     files = [p for p in Path(job["cache"]).rglob("*") if p.is_file()]
