@@ -86,7 +86,7 @@ class Bench:
         return made
     def start(self, label, action, **kw):
         self.job(label, **kw)
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | QUIET
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | QUIET | getattr(self.peer, "ENVIRONMENT", {})
         if self.peer.FOLDER == ".": env["PYTHONPATH"] = str(ROOT)
         fds = kw.get("turns", ())
         return subprocess.Popen([self.python, HERE/"run.py", self.name, action, self.root/f"{label}.job.json"], env=env, cwd=self.root, pass_fds=fds, stdin=subprocess.DEVNULL,

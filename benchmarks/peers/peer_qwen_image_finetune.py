@@ -9,6 +9,7 @@ PRESENT = "src/qflux/main.py"
 MADE_FOR = "full-size models on one or several large GPUs; two trainers for Qwen-Image-Edit and 2509, not for 2511"
 DTYPES = "bfloat16", "float32"
 STATE = "interrupted by Ctrl-C, it saves adapter and optimizer; `--resume` reads the adapter and the epoch"
+ENVIRONMENT = dict(HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="0") # offline, diffusers refuses to resume from its file; nothing is downloaded
 # what its requirements.txt pins, and what its Qwen-Image-Edit path imports; torch comes from the main environment
 REQUIREMENTS = ["diffusers==0.37.0", "transformers==4.52.4", "huggingface-hub<1.0", "datasets==3.6.0", "oyaml", "tensorboardX", "einops", "omegaconf", "opencv-python-headless", "matplotlib==3.10.1", "tabulate", "optimum-quanto",
                 "prodigyopt", "swanlab", "wandb", "pydantic==2.11.7", "blake3", "rich", "python-dotenv", "ImageHash"]
