@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes rehearsal
+.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers rehearsal
 
 install: $(VENV)/.ready
 
@@ -109,6 +109,11 @@ bench-cpu: $(VENV)/.ready ## compare a training step and precompute with a bare 
 bench-modes: $(VENV)/.ready ## uncached, lazy and precomputed training side by side; ARGS=--full on a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/modes.py $(ARGS)
 	$(BIN)/python benchmarks/table.py --write
+
+PEERS ?=
+bench-peers: $(VENV)/.ready ## compare with other trainers of Qwen-Image-Edit; PEERS=/path has their checkouts; ARGS="--parts steps" for one part
+	PEERS="$(PEERS)" OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers/compare.py $(ARGS)
+	$(BIN)/python benchmarks/peers/compare.py --write
 
 rehearsal: $(VENV)/.ready ## the whole job at full size with random weights: about an hour on two cores, 12 GB of memory, 35 GB of disk in rehearsal/; continues where it stopped
 	$(BIN)/python benchmarks/rehearsal.py $(ARGS)

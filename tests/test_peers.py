@@ -1,0 +1,158 @@
+"""The comparison with other trainers (benchmarks/peers): its interface, patches, environment-free parts and table, with a made-up trainer."""
+import json, os, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT/"benchmarks"/"peers"))
+import compare, run
+
+MADE_UP = '''
+from pathlib import Path
+from run import Patch, run_module
+TITLE, FOLDER, URL, COMMIT, PRESENT = "made-up", "made-up", "https://example.org/made-up", "abc1234", "made_up.py"
+MADE_FOR, STATE, REQUIREMENTS, DTYPES = "this test", "none", [], ("float32",)
+def patches(job): return [Patch("made_up", "STEPS = 1000", f"STEPS = {job['steps']}", "too many for a test")]
+def source(job):
+    import sys
+    sys.path.insert(0, job["source"])
+def cache(job):
+    Path(job["cache"]).mkdir(parents=True)
+    for p in Path(job["pairs"]).iterdir(): (Path(job["cache"])/p.name).write_bytes(bytes(1000))
+def train(job, meter):
+    source(job)
+    run_module("made_up", [])
+def lora(out): return Path(out)/"lora.safetensors"
+def embedding(job, sample): ...
+def latent(job, sample):
+    import torch
+    return job["cache"] + "/a", torch.zeros(900, dtype=torch.uint8)
+'''
+TRAINER = '''
+import torch
+STEPS = 1000
+def main():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([p], lr=0.1)
+    for _ in range(STEPS):
+        noise = torch.randn_like(torch.zeros(1, 16, 1, 4, 4))
+        torch.nn.functional.mse_loss(noise * p[0], noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+'''
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    "A peer's file, its checkout and two folders of pairs."
+    (tmp_path/"peers").mkdir()
+    (tmp_path/"peers"/"peer_made_up.py").write_text(MADE_UP)
+    (tmp_path/"made-up").mkdir()
+    (tmp_path/"made-up"/"made_up.py").write_text(TRAINER)
+    for n, names in ((2, "ab"), (8, "abcdefgh")):
+        (tmp_path/f"pairs-{n}").mkdir()
+        for c in names: (tmp_path/f"pairs-{n}"/c).touch()
+    monkeypatch.syspath_prepend(str(tmp_path/"peers"))
+    yield tmp_path
+    for name in ("peer_made_up", "made_up"): sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", compare.PEERS)
+def test_each_peer_has_the_interface(name):
+    peer = compare.load(name)
+    assert peer.URL.startswith("https://github.com/") and "float32" in peer.DTYPES
+    job = dict(model="MODEL", variant="2511", dim=512, text=64, heads=4, size=(64, 48), dtype="float32")
+    assert all(p.old != p.new and len(p.why) > 5 for p in peer.patches(job))
+
+
+def test_a_peer_without_a_function_is_refused(made_up):
+    (made_up/"peers"/"peer_made_up.py").write_text(MADE_UP.replace("def latent", "def other"))
+    with pytest.raises(TypeError, match="peer_made_up.py lacks latent"): compare.load("made_up")
+
+
+def test_a_missing_checkout_is_named_with_its_address(made_up):
+    peer = compare.load("made_up")
+    assert compare.source_of(peer, made_up) == made_up/"made-up"
+    assert compare.source_of(peer, made_up/"elsewhere") is None and compare.source_of(peer, None) is None
+    assert compare.not_found(peer) == "made-up: not found; clone it from https://example.org/made-up at commit abc1234 into PEERS/made-up"
+
+
+def test_patches_replace_text_and_say_when_it_has_changed():
+    patch = run.Patch("module", "size = 1024", "size = 256", "slow")
+    assert run.apply("size = 1024\nsize = 1024", "module", [patch]) == "size = 256\nsize = 256"
+    assert run.apply("size = 1024", "another", [patch]) == "size = 1024"
+    with pytest.raises(LookupError, match="module has changed: it has no 'size = 1024'"): run.apply("size = 2048", "module", [patch])
+
+
+def test_modules_are_loaded_with_their_patches_and_files_stay(made_up, monkeypatch):
+    monkeypatch.syspath_prepend(str(made_up/"made-up"))
+    monkeypatch.setattr(sys, "meta_path", [run.Patches([run.Patch("made_up", "STEPS = 1000", "STEPS = 2", "")]), *sys.meta_path])
+    import made_up as module
+    assert module.STEPS == 2 and "STEPS = 1000" in (made_up/"made-up"/"made_up.py").read_text()
+
+
+def test_two_bytes_of_a_latent_are_flipped(made_up):
+    peer, job = compare.load("made_up"), dict(cache=str(made_up/"cache"), pairs=str(made_up/"pairs-8"))
+    peer.cache(job)
+    assert run.action_damage(peer, job) == dict(file="a")
+    assert sum(b != 0 for b in (made_up/"cache"/"a").read_bytes()) == 2 and not any((made_up/"cache"/"b").read_bytes())
+
+
+def test_precompute_is_measured_without_what_does_not_grow(made_up):
+    peer = compare.load("made_up")
+    job = dict(cache=str(made_up/"cache"), pairs=str(made_up/"pairs-8"), few=str(made_up/"pairs-2"), difference=6, repeats=2)
+    r = run.action_cache(peer, job)
+    assert r["files"] == 8 and r["bytes"] == 8000 and len(r["seconds_a_sample"]) == 2
+    assert [p.name for p in made_up.glob("cache*")] != ["cache"] and (made_up/"cache-0-pairs-2").is_dir()
+
+
+@pytest.mark.slow
+def test_steps_are_done_by_turns(made_up, monkeypatch):
+    bench = compare.Bench("made_up", made_up/"made-up", Path(sys.executable), made_up/"work", made_up)
+    monkeypatch.setitem(os.environ, "PYTHONPATH", "")
+    (made_up/"work"/"made_up"/"cache"/"2511").mkdir(parents=True)
+    job = dict(path=[str(made_up/"peers")])
+    start = bench.start
+    monkeypatch.setattr(bench, "start", lambda *a, **kw: start(*a, **(job | kw)))
+    r = compare.steps({"made_up": (bench, {}), "again": (bench, {})}, "float32", rounds=2, count=3, warm=2)["again"]
+    assert r["cpu_seconds"]["runs"] == 2 and r["peak_mb"] > 50 and r["of_ours"]["runs"] == 2
+    from safetensors.torch import load_file
+    case = load_file(made_up/"work"/"made_up"/"case-2511-float32.safetensors")
+    assert case["noise"].shape == (1, 4, 64) and case["noise"].equal(case["target"]) and case["pred"].equal(case["noise"])
+
+
+RESULT = dict(
+    about=dict(date="2026-11-24T10:00:00+00:00", device="a CPU", capability="AVX2", bfloat16=False, load_average=0.1,
+               peers={n: dict(title=n, url="https://x", commit="abc", made_for="this", state="", versions=dict(torch="2"), patches=p)
+                      for n, p in (("qie_nb", []), ("other", [dict(where="a.b", old="1", new="2", why="no GPU")]))}),
+    missing=["third: not found; clone it"],
+    steps=dict(float32=dict(qie_nb=dict(cpu_seconds=dict(median=1., min=.9, max=1.1, runs=3), of_ours=dict(median=1., min=1., max=1., runs=3), peak_mb=900),
+                            other=dict(cpu_seconds=dict(median=2., min=2., max=2., runs=3), of_ours=dict(median=2., min=1.9, max=2.1, runs=3), peak_mb=800))),
+    conditioning=dict(qie_nb=dict(difference=0.), other=dict(tokens=5, pipeline_tokens=7)),
+    damaged=dict(qie_nb=dict(train="found, encoded again"), other=dict(error="KeyError: x")),
+    stale_caption=dict(qie_nb=dict(train="encoded again"), other=dict(train="error: FileNotFoundError: a | b")))
+
+
+def test_the_table_shows_each_kind_of_result():
+    rows = {r[0]: r[1:] for r in compare.rows_of(RESULT)[1]}
+    assert rows["CPU time of a step, float32 (others: ratio to qie_nb)"] == ["1.000 s (0.900 to 1.100)", "2.00 (1.90 to 2.10)"]
+    assert rows["peak memory in steps, float32, MB"] == ["900", "800"]
+    assert rows["prompt embedding against the pipeline"] == ["equal", "5 tokens, the pipeline 7"]
+    assert rows["two flipped bytes in a cached latent"] == ["found, encoded again", "failed"]
+    assert rows["caption changed after caching, then training"] == ["encoded again", "error"]
+    assert rows["10 steps, twice"] == ["-", "-"]
+    text = compare.table(RESULT)
+    assert "AVX2, no bfloat16 arithmetic: float32 only" in text and text.endswith("- third: not found; clone it")
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+    assert "| abc | torch 2 | no GPU (`b`) |" in compare.details(RESULT) and "| none |" in compare.details(RESULT)
+
+
+def test_the_page_has_the_table_of_the_results():
+    assert compare.page() == compare.DOCS.read_text(), "python benchmarks/peers/compare.py --write"
+    page = compare.page(RESULT)
+    assert "2.00 (1.90 to 2.10)" in page and "no GPU (`b`)" in page and page.count("<!-- end -->") == 2
+
+
+def test_results_name_no_folder_of_the_machine():
+    if compare.OUT.is_file(): assert "/tmp/" not in compare.OUT.read_text() and str(ROOT) not in compare.OUT.read_text()
