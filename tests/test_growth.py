@@ -1,0 +1,136 @@
+"""What grows with the number of samples, counted and not timed: questions about files, files opened, calls of a step, bytes of memory."""
+import gc, json, os, sys, tracemalloc
+from pathlib import Path
+
+import pytest
+
+from qie_nb.cache import EmbeddingCacheManager, key_of
+from qie_nb.core import files
+from qie_nb.core.cache_layers import FolderStore, open_layer, write_packed
+from qie_nb.core.packed_index import EntryDict, EntryTable, index_blocks, index_checksum, scan_index
+from qie_nb.data.dataset import loader
+
+sys.path.insert(0, str(Path(__file__).parents[1]/"benchmarks"))
+import growth
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    "A function that makes a data set with its cache; facts of files are kept at once."
+    monkeypatch.setenv("QIE_NB_HOME", str(tmp_path/"home"))
+    monkeypatch.setattr(files, "_MIN_AGE", -10.)
+    def make(n, cached=True):
+        growth.make_pairs(root := tmp_path/str(n), n)
+        if cached: growth.fill(root)
+        return root
+    return make
+
+
+@pytest.fixture(scope="module")
+def hooked(): sys.addaudithook(growth.Counted.hook)
+
+
+def test_opening_asks_about_each_image_once_and_opens_each_caption(made, hooked):
+    for n in (50, 200):
+        root = made(n, cached=False)
+        growth.data_set(root, "cache")
+        with growth.Counted() as c: growth.data_set(root, "cache")
+        assert c.opened <= n + 20 and c.asked <= 2 * n + 30, (n, c.opened, c.asked)
+
+
+def test_a_changed_image_is_noticed_when_the_set_is_opened_again(made):
+    root = made(3)
+    before = growth.data_set(root, "cache")
+    path = root/"set"/"control_images"/"0000001.png"
+    stat = path.stat()
+    path.write_bytes(growth.png(200)) # as many bytes
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    after = growth.data_set(root, "cache")
+    assert path.stat().st_size == stat.st_size
+    for ds in (before, after): assert [bool(ds.missing(i)) for i in range(3)] == [False, True, False]
+
+
+def test_a_step_does_the_same_with_more_samples(made, hooked):
+    counted = []
+    for n in (50, 500):
+        ready = loader(growth.data_set(made(n), "cache"))
+        ds, chosen = ready.dataset, list(ready.batch_sampler)[:20]
+        sample = lambda: [ready.collate_fn([ds[i] for i in b]) for b in chosen]
+        sample()
+        with growth.Counted() as c: assert all(b["cached"] for b in sample())
+        counted.append((c.opened / 20, c.asked / 20, growth.calls(sample) / 20))
+    (few_opened, few_asked, few_calls), (opened, asked, calls) = counted
+    assert (opened, asked) == (few_opened, few_asked) and opened <= 6 and asked <= 12 and calls <= 1.1 * few_calls
+
+
+def test_memory_of_a_sample(made):
+    root = made(1000)
+    growth.data_set(root, "cache").status() # imports, and facts of files
+    gc.collect()
+    tracemalloc.start()
+    try:
+        ds = growth.data_set(root, "cache")
+        opened = tracemalloc.get_traced_memory()[0] / len(ds)
+        for i in range(len(ds)): assert not ds.missing(i)
+        known = tracemalloc.get_traced_memory()[0] / len(ds) - opened
+    finally: tracemalloc.stop()
+    assert opened < 3000 and known < 800, (opened, known)
+
+
+def test_facts_are_written_in_groups_and_all_before_the_process_ends(made, monkeypatch):
+    said, real = [], files._execute
+    monkeypatch.setattr(files, "_execute", lambda *query: (said.append(query[0]), real(*query))[1])
+    ds = growth.data_set(made(100, cached=False), "cache")
+    ds.refresh(growth.WHO)
+    for i in range(100): ds.keys(i)
+    assert said.count("begin immediate") < 100
+    files._flush()
+    assert real("select count(*) from facts where name in ('size', 'sha256')") == [(400,)]
+
+
+# --- a packed cache
+def test_memory_of_an_entry_of_a_packed_cache(made):
+    root = made(300)
+    EmbeddingCacheManager(root/"cache").pack(root/"packed")
+    open_layer(root/"packed")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        layer = open_layer(root/"packed")
+        held, most = tracemalloc.get_traced_memory()
+    finally: tracemalloc.stop()
+    n = sum(1 for kind in layer.index for _ in layer.entries(kind))
+    assert n == 2100 and all(type(t) is EntryTable for t in layer.index.values()) and held / n < 80 and most / n < 250, (held / n, most / n)
+
+
+def test_released_versions_read_the_index_and_theirs_is_still_read(tmp_path):
+    loose = FolderStore(tmp_path/"loose")
+    for i in range(40):
+        for kind in ("pixel_latent", "prompt_embed"):
+            parts = dict(prompt=f'é "x"]}}, \\ \u4e2d {i}')
+            path = loose.path(kind, key := key_of(kind, **parts))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(growth.entry_file(kind, key, parts, None))
+    entries = [(loose, kind, key) for kind in ("pixel_latent", "prompt_embed") for key, _ in loose.entries(kind)]
+    *_, index = write_packed(tmp_path/"packed", entries, {"a": dict(model="é")}, shard_bytes=5000)
+    whole = json.loads(index.read_text())
+    signed = {k: v for k, v in whole.items() if k != "checksum"}
+    assert whole["checksum"] == index_checksum(signed) and sorted(whole) == ["checksum", "entries", "format", "identities", "shards"]
+    new = open_layer(tmp_path/"packed")
+    index.write_text(json.dumps(whole, ensure_ascii=False)) # as versions up to 1 wrote it
+    old = open_layer(tmp_path/"packed")
+    assert type(new.index["pixel_latent"]) is EntryTable and type(old.index["pixel_latent"]) is EntryDict
+    for kind in ("pixel_latent", "prompt_embed"): assert list(old.entries(kind)) == list(loose.entries(kind))
+    assert all(old.read(kind, key) == loose.read(kind, key) for _, kind, key in entries) and new.shards == old.shards
+
+
+def test_an_index_line_that_was_changed_is_noticed(tmp_path):
+    rows = {"pixel_latent": [(f"{i:040x}", [0, 16 * i, 16, "{}"]) for i in range(3)]}
+    text = b"".join(index_blocks(rows, ["cache-1.safetensors"], {}))
+    (tmp_path/"cache-index.json").write_bytes(text)
+    (tmp_path/"cache-1.safetensors").write_bytes(bytes(64))
+    assert len(scan_index(tmp_path/"cache-index.json")["entries"]["pixel_latent"]) == 3 and open_layer(tmp_path).has("pixel_latent", f"{2:040x}")
+    for old, new in ((b"[0, 32, 16", b"[0, 33, 16"), (b"[0, 32, 16", b"[7, 32, 16"), (b'"{}"', b'"{ }"'), (b'"shards"', b'"shardz"'), (b"\n", b" ")):
+        (tmp_path/"cache-index.json").write_bytes(text.replace(old, new, 1))
+        if new == b" ": assert type(open_layer(tmp_path).index["pixel_latent"]) in (EntryDict, EntryTable); continue
+        with pytest.raises(ValueError, match="its checksum differs"): open_layer(tmp_path)
