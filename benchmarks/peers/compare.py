@@ -448,7 +448,7 @@ def details(result):
     lines = ["| | commit | versions | patches while loading |", "|---|---|---|---|"]
     for p in result["about"]["peers"].values():
         v = ", ".join(f"{k} {x}" for k, x in p["versions"].items())
-        why = "; ".join(dict.fromkeys(f"{q['why']} (`{q['where'].rpartition('.')[2] if not q['where'].endswith('.py') else q['where']}`)" for q in p["patches"])) or "none"
+        why = "; ".join(dict.fromkeys(f"{q['why']} ({'its script' if q['where'].endswith('.py') else '`' + q['where'].rpartition('.')[2] + '`'})" for q in p["patches"])) or "none"
         lines.append(f"| [{p['title']}]({p['url']}): {p['made_for']} | {p['commit']} | {v} | {why} |")
     return "\n".join(lines)
 

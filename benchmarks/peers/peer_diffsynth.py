@@ -32,6 +32,7 @@ def register(job):
     from diffsynth.configs import MODEL_CONFIGS
     from diffsynth.core.loader.file import hash_model_file
     for name, file in files(job).items():
+        if any(c["model_hash"] == hash_model_file(file) for c in MODEL_CONFIGS): continue # registered before
         known = next(c for c in MODEL_CONFIGS if c["model_name"] == f"qwen_image_{name}" and not c.get("extra_kwargs"))
         extra = dict(dit=dict(num_layers=job["blocks"]), vae=dict(base_dim=16)).get(name)
         MODEL_CONFIGS.insert(0, known | dict(model_hash=hash_model_file(file)) | (dict(extra_kwargs=extra) if extra else {}))

@@ -19,8 +19,8 @@ def config(job):
         model=dict(pretrained_model_name_or_path=job["model"], lora=dict(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])) | job.get("model_settings", {}),
         data=dict(dataset_path=job["pairs"], image_size=[w, h], control_area=job["area"], batch_size=1, caption_dropout_rate=0.),
         train=dict(output_dir=job["out"], device="cpu", mixed_precision="bf16" if job["dtype"] == "bfloat16" else "no", gradient_checkpointing=job.get("checkpointing", False),
-                   max_train_steps=max(1, job.get("total") or job.get("steps", 1)), save_interval=0, eval_interval=0, seed=job.get("seed", 0),
-                   resume_checkpoint=job.get("resume") and str(Path(job["resume"])/"checkpoints"/"latest")) | job.get("train_settings", {}),
+                   max_train_steps=max(1, job.get("total") or job.get("steps", 1)), save_interval=0, save_steps=job.get("total"), eval_interval=0, seed=job.get("seed", 0),
+                   resume_checkpoint=job.get("resume") and str(last(job["resume"]))) | job.get("train_settings", {}),
         cache=dict(cache_dir=job["cache"] + ("-bfloat16" if job["dtype"] == "bfloat16" else "")), optimizer=dict(lr=1e-4), lr_scheduler=dict(scheduler_type="constant", warmup_steps=0),
         logging=dict(log_dir=str(Path(job["out"])/"runs"), report_to="none", log_images=False, panel=False))
 
@@ -69,7 +69,8 @@ def bare(t):
     while True: step()
 
 
-def lora(out): return sorted(Path(out).glob("checkpoints/step_*"))[-1]/"pytorch_lora_weights.safetensors"
+def last(out): return sorted(Path(out).glob("checkpoints/step_*"))[-1]
+def lora(out): return last(out)/"pytorch_lora_weights.safetensors"
 
 
 def data_set(job):
