@@ -211,7 +211,7 @@ def test_killed_workers_and_drivers_lose_and_repeat_nothing(tmp_path):
     needs_ray()
     out = bench.measure(tmp_path, 60, seconds_per_job=0.05)
     run = out["with_kills"]
-    assert out["files_that_differ"] == 0 and out["packed_files_that_differ"] == 0 and out["files"] == out["entries"] > 300 and out["packed_files"] > 1
+    assert out["files_that_differ"] == 0 and out["packed_files_that_differ"] == 0 and out["files"] == out["entries"] > 200 and out["packed_files"] > 1
     assert run["stored_twice"] == 0 and run["begun_again_but_not_in_flight"] == 0 and run["begun_again"] <= run["in_flight_at_the_kills"] <= 20
     assert 0 <= out["entries"] - run["entries"] <= 4, "a process may be killed after it has stored an entry and before it notes that"
     assert run["processes_that_encoded"] >= 5, "two, one instead of the killed one, two of the second driver"
