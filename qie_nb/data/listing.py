@@ -101,17 +101,18 @@ def image_folders(root, leave=()) -> list: # the folders in it that hold images
 def read_folder(folder, ignored) -> tuple: # (images, captions) by NFC stem, with that of an inner folder
     images, captions, (folder, files) = {}, {}, folder_files(folder)
     here, late = os.fspath(folder), [p for p in files if p.name.lower().endswith(HEIC_SUFFIXES)]
+    beside = {} # the names of folders in each folder
     for p in [*(p for p in files if p not in late), *late] if late else files:
         name = p.name
         kind = os.path.splitext(name)[1].lower()
-        usual = kind in _ALL_SUFFIXES and name.isascii() and name[0] != "." and name not in _folders_beside(p)
+        if (where := folder_of(p)) not in beside or _known.get() is None: beside[where] = _folders_beside(p)
+        usual = kind in _ALL_SUFFIXES and name.isascii() and name[0] != "." and name not in beside[where]
         why = "" if usual else why_unused(p)
         if why == "a folder" and _holds_images(p): why += f" ({contents(p, False)}); move its images up"
         if why: ignored.append((p, why))
         if why != "": continue
         held = images if kind in IMAGE_SUFFIXES else captions
-        own = folder_of(p) == here
-        stem = nfc(name[:-len(kind)] if own else p.relative_to(folder).with_suffix("").as_posix())
+        stem = nfc(name[:-len(kind)] if where == here else p.relative_to(folder).with_suffix("").as_posix())
         if stem not in held: held[stem] = p
         elif kind in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
         else: raise_twice("samples" if held is images else "captions", stem, held[stem], p)
