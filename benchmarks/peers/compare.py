@@ -319,11 +319,11 @@ def about(benches):
 
 
 def patches_of(bench):
-    "Each patch and its reason, for both dtypes, with the paths of this machine left out."
+    "Where each patch is and why, for both dtypes; the text that it replaces is the trainer's own, and is not kept."
     seen, found = set(), []
     for dtype in ("bfloat16", "float32"):
         for p in bench.peer.patches(bench.common | dict(model="MODEL", variant="2511", dtype=dtype)):
-            if p not in seen: found.append(dict(where=p.where, old=p.old, new=p.new, why=p.why))
+            if p not in seen: found.append(dict(where=p.where, why=p.why))
             seen.add(p)
     return found
 
