@@ -116,6 +116,10 @@ def prefix_tokens(processor, variant, images) -> PrefixTokens:
     return _prefix_inputs(processor, variant, [list(images)])[0]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #a8e9f001
+def cache_name(text_encoder) -> str: # of the keys and values, as transformers calls them: since 5.24 `cache`
+    known = inspect.signature(type(text_encoder.model).forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
 @torch.no_grad()
 def encode_prefix(
     text_encoder, # Qwen2_5_VLForConditionalGeneration
@@ -134,7 +138,8 @@ def encode_prefix(
     out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at,
                              pixel_values=pixels, image_grid_thw=grid, use_cache=True)
     hidden = out.last_hidden_state[:, tokens.dropped:].to(text_encoder.dtype)
-    return Prefix(**vars(tokens), hidden=hidden, cache=out.past_key_values, next=int(positions.max()) + 1)
+    kept = getattr(out, cache_name(text_encoder))
+    return Prefix(**vars(tokens), hidden=hidden, cache=kept, next=int(positions.max()) + 1)
 
 # %% ../../nbs/encoding/01_prompts.ipynb #dc0b1f62
 def suffix_ids(
@@ -173,7 +178,7 @@ def encode_suffixes(
     positions = torch.arange(prefix.next, prefix.next + n, device=ids.device).expand(3, *ids.shape)
     mask = ids.new_ones(len(ids), prefix.count + n)
     out = text_encoder.model(input_ids=ids, attention_mask=mask, position_ids=positions,
-                             past_key_values=_copy_cache(prefix.cache), use_cache=True)
+                             use_cache=True, **{cache_name(text_encoder): _copy_cache(prefix.cache)})
     return [h[:len(r)].to(text_encoder.dtype) for h, r in zip(out.last_hidden_state, rows)]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #61bc8d79

@@ -41,11 +41,12 @@ def extra_timesteps(times, dtype) -> tuple: # those that training does not draw
 # %% ../../nbs/models/05_modulation.ipynb #7b1e0a32
 def table_pays(
     transformer:dict, # its config.json
-    dtype, # of the rows and of the layers
+    rows, dtype, # of the table and of the layers
 ) -> bool: # is the table smaller than the layers, or at most 16 MB larger?
     dim = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    more = len(training_times(dtype)) + bool(transformer.get("zero_cond_t")) - (dim + 1) # rows of 12 * dim
-    return more * 12 * dim * transformer["num_layers"] * dtype.itemsize <= 16e6
+    times = len(training_times(rows)) + bool(transformer.get("zero_cond_t"))
+    more = times * rows.itemsize - (dim + 1) * dtype.itemsize # for each of 12 * dim outputs
+    return more * 12 * dim * transformer["num_layers"] <= 16e6
 
 # %% ../../nbs/models/05_modulation.ipynb #c42681ef
 def open_checkpoint(folder) -> dict: # {name: slice of a file, read when it is indexed}

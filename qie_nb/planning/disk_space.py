@@ -20,10 +20,10 @@ from ..core.environment import Environment, detect_environment, used_bytes
 from ..core.files import DiskFull, free_bytes
 from ..core.remote_shards import RemoteStore, may_hold_cache
 from ..models.components import find_variant, native_areas, resolve_model
-from ..models.loading import source_checkpoint, stored_dtype
+from ..models.loading import source_checkpoint
 from ..models.quantize import dtype_name
 from .memory_query import (
-    adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters)
+    adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters, row_dtype)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19cb1
 LOGS = 50_000_000 # event files, CSV and evaluation images: an estimate
@@ -112,13 +112,6 @@ def sample_bytes(
     return entries(latents), entries(prompts)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
-def row_dtype(config, q) -> torch.dtype: # of a modulation table, as `Components.row_dtype`
-    folder = model_folder(config.model.pretrained_model_name_or_path)/"transformer"
-    files = sorted(folder.glob("*.safetensors"))
-    run = torch.float32 if q.base_bytes == 4 else torch.bfloat16
-    own = stored_dtype(files[0]) if files else torch.bfloat16 # Qwen's
-    return min(run, own or run, key=lambda d: d.itemsize)
-
 def table_bytes(
     config, q, # `Config`, `MemoryQuery`
     sizes:int=1, # number of target sizes, each with its own sampling schedule
@@ -126,7 +119,7 @@ def table_bytes(
     from qie_nb.models.modulation import training_times
     folder = model_folder(config.model.pretrained_model_name_or_path)
     if not q.table or source_checkpoint(folder/"transformer").get("table"): return 0
-    dtype = row_dtype(config, q)
+    dtype = row_dtype(config, q.base_bytes)
     times = len(training_times(dtype)) + q.zero_cond
     rows = times + sizes * sum(config.model.modulation_table_steps)
     return rows * q.layers * 12 * q.dim * dtype.itemsize + q.layers * BLOCK
@@ -159,7 +152,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     "What is missing in the cache."
     if not (dirs := cache_dirs(config)): return []
     from qie_nb.models.modulation import training_times
-    rows, cache = row_dtype(config, q), _open_cache(config, dirs)
+    rows, cache = row_dtype(config, q.base_bytes), _open_cache(config, dirs)
     folder = cache.cache_dir if cache else Path(dirs[-1])
     cached, cached_table = _cached(cache, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
     masks = config.data.edit_mask == "auto"

@@ -83,7 +83,7 @@ class Finding:
         return f"No {self.what} found. {self.remedy[:1].upper()}{self.remedy[1:]}"
 
 # oldest version of constraints/*.txt, newest tested one
-TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("5.0", "5.23"),
+TRIED = dict(torch=("2.10", "2.15"), diffusers=("0.37", "0.42"), transformers=("5.0", "5.24"),
              accelerate=("1.13", "1.15"), peft=("0.19", "0.21"), safetensors=("0.7", "0.8"),
              ipywidgets=("7.7", "8.1"))
 

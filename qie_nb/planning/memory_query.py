@@ -14,7 +14,7 @@ import torch
 
 from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import resolve_model
-from ..models.loading import saved_quantization
+from ..models.loading import saved_quantization, stored_dtype
 from ..models.modulation import STREAMS, table_pays
 from ..models.quantize import QUANTIZATIONS, parse_quantization
 
@@ -63,12 +63,20 @@ def stream_tokens(q:MemoryQuery) -> dict: # of a batch
     return dict(img=q.batch * (q.target + q.control), txt=q.batch * q.text)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #5afca680
-def _table(config, t, dtype) -> bool: # the decision of `qie_nb.training.run_modulation`
+def row_dtype(config, base_bytes:int) -> torch.dtype: # of a modulation table, as `Components.row_dtype`
+    folder = model_folder(config.model.pretrained_model_name_or_path)/"transformer"
+    files = sorted(folder.glob("*.safetensors"))
+    run = torch.float32 if base_bytes == 4 else torch.bfloat16
+    own = stored_dtype(files[0]) if files else torch.bfloat16 # Qwen's
+    return min(run, own or run, key=lambda d: d.itemsize)
+
+def _table(config, t, base_bytes) -> bool: # the decision of `qie_nb.training.run_modulation`
     time = "time_text_embed.timestep_embedder.linear_"
     layers = [*(f"transformer_blocks.0.{s}.1" for s in STREAMS), time + "1", time + "2"]
     trained = any(is_target(config.model.lora.target_modules, n) for n in layers)
     setting = config.model.modulation_table
-    wanted = table_pays(t, dtype) if setting == "auto" else setting
+    run = torch.float32 if base_bytes == 4 else torch.bfloat16
+    wanted = table_pays(t, row_dtype(config, base_bytes), run) if setting == "auto" else setting
     return bool(wanted) and not trained and not t.get("use_additional_t_cond")
 
 # %% ../../nbs/planning/00_memory_query.ipynb #5afca601
@@ -105,7 +113,7 @@ def memory_query(
                   zero_cond=bool(t.get("zero_cond_t")), batch=d.batch_size, quantization=kind,
                   target=d.image_size[0] * d.image_size[1] // 256, control=(d.control_area or 2**20) // 256,
                   base_bytes=base_bytes, fp16=precision == "fp16",
-                  table=_table(config, t, torch.float32 if base_bytes == 4 else torch.bfloat16),
+                  table=_table(config, t, base_bytes),
                   kernel="flash" if base_bytes == 2 else "efficient")
     return MemoryQuery(**fields | _settings(config, base_bytes) | changes)
 

@@ -131,9 +131,11 @@ def why_layers(self:RunModulation,
 
 @patch
 def table_setting(self:RunModulation): # `model.modulation_table`; auto is false where the table is larger
-    setting = self.config.model.modulation_table
-    if setting != "auto" or table_pays(self.transformer_config(), self.components.dtype): return setting
-    return False
+    setting, parts = self.config.model.modulation_table, self.components
+    if setting != "auto": return setting
+    facts = self.transformer_config()
+    rows = parts.row_dtype() if parts.hub else parts.row_dtype(parts.folder/"transformer")
+    return setting if table_pays(facts, rows, parts.dtype) else False
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
 @patch
