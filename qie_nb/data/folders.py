@@ -186,6 +186,7 @@ def _masks_beside(images, names) -> dict: # {name: mask}, removed from `images`
     return {name: images.pop(stem) for stem, name in named.items()}
 
 def _mask(stem, target, *folders): # path or None
+    if not any(folders): return None
     names = [form for name in (stem, nfc(target.stem)) for form in (name, f"{name}_mask")]
     return next((held[name] for held in folders for name in names if name in held), None)
 
@@ -282,8 +283,9 @@ def read_folders(
                 for files in theirs for p in files.values()]
     texts, before = [aligned(t, after) for t in texts], [aligned(images, after) for images, _ in held] or [{}]
     numbered = _numbered(before[0], after)
-    unread = _unread([x for x in ignored if _inside(x[0], controls)],
-                     [p for images in before for p in images.values()], {Path(stem).name for stem in after})
+    unused = [x for x in ignored if _inside(x[0], controls)]
+    unread = unused and _unread(unused, [p for images in before for p in images.values()],
+                                {Path(stem).name for stem in after})
     if controls: _check_controls(after, controls, before, numbered, lone, unread)
     said = {stem: _caption(names, *texts, *said) for stem, names in forms.items()}
     rows = [(stem, p, _controls_of(stem, before, numbered), said[stem][0], _mask(stem, p, *painted),

@@ -142,6 +142,7 @@ def it_contains(folder) -> str:
 # %% ../../nbs/data/01b_listing.ipynb #1021b745
 def lost_images(ignored, images) -> list: # notes; images: {stem: path}, which are used
     "Unused images for which there is no other image of the same name."
+    if not ignored: return []
     have, lost = {nfc(p.stem) for p in images.values()}, {}
     for p, why in ignored:
         if nfc(p.stem) not in have and (why == UNREAD or "move" in why):
