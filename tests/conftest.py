@@ -13,7 +13,7 @@ from helpers import make_trained_run, write_pairs
 
 
 # files that take a minute or more in `make test-all`: first, so that no process is left with one at the end
-LONG = ("newcomer outputs evaluate kaggle quantize step_costs kaggle_faults crashes pipelines demo rehearsal readme distributed processes compile cluster").split()
+LONG = ("newcomer outputs evaluate kaggle quantize step_costs kaggle_faults crashes pipelines demo rehearsal readme distributed processes compile cluster two_nodes remote_training").split()
 
 
 def pytest_collection_modifyitems(items):
