@@ -163,7 +163,8 @@ def _clear(m, a):
     if a.dry_run: return print(f"would remove {what}")
     if sizes and not a.yes:
         if not sys.stdin.isatty():
-            raise ValueError(f"this would remove {what} and cannot ask here; add --yes, or --dry-run to count")
+            raise ValueError(f"this would remove {what} and cannot ask here; add --yes, or --dry-run to "
+                             "count")
         answer = input(f"Remove {what}? [y/N] ").strip().lower()
         if answer not in ("y", "yes"): return print("nothing removed")
     m.clear_cache(a.kind)
@@ -233,7 +234,8 @@ def _to_check(a): # `Config`, folder or table
     if len(folders) > 1: raise ValueError(f"give one data set, got {', '.join(folders)}")
     config = _config(a)
     if folders and config:
-        raise ValueError(f"give a folder or a configuration, not both, got {folders[0]!r} and a configuration")
+        raise ValueError(f"give a folder or a configuration, not both, got {folders[0]!r} and a "
+                         "configuration")
     if not (folders or config): raise ValueError("give the folder of your pairs, or --config run.yaml")
     return config or folders[0]
 
@@ -341,7 +343,8 @@ def parser() -> CommandParser:
         ("--model", dict(help="folder, hub id, v1, 2509 or 2511; default the configuration's, else 2511")),
         ("--gpu", dict(help="e.g. T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB', or GB; default this machine's")),
         ("--resolution", dict(help="of targets: side or width x height; default the configuration's")),
-        ("--quantize", dict(help="only this one: none, qfloat8, qint8, qint4, nf4, int8, float8, fp8_storage")),
+        ("--quantize", dict(help="only this one: none, qfloat8, qint8, qint4, nf4, int8, float8, "
+                                 "fp8_storage")),
         ("--controls", number("control images per pair, 1 or more; default 1", default=1)),
         ("--table", flag("what some GPUs take for 50 pairs, as a table")))
     add(precompute, "encode a data set into the cache; train does this too", "precompute run.yaml", *yaml,
@@ -371,7 +374,8 @@ def parser() -> CommandParser:
         ("--height", number("pixels, a multiple of 16; default from the image")),
         ("--width", number("the same")), ("--seed", number("of the noise; default 0", default=0)))
     add(cache, "inspect, check, clear or pack a cache", "cache clear cache --kind prompt_embed --dry-run",
-        ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"], help="gc removes what no run needs")),
+        ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"],
+                        help="gc removes what no run needs")),
         ("cache_dir", dict(nargs="*", help="folders, the last one is written; default the configuration's")),
         *config, ("--kind", dict(choices=EVERY_KIND, metavar="KIND",
             help=f"with clear: {', '.join(EVERY_KIND)}; default all")),

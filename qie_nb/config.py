@@ -207,7 +207,8 @@ class TrainSection(StepSection):
         "fraction of control images held out of training; auto: one of ten or more, none with `val_path`")
     val_path: PathStr | None = setting(None, "data set for evaluation only")
     resume_checkpoint: PathStr | None = setting(None,
-        "checkpoint folder; latest: the newest in output_dir; auto: the newest, or a new run if there is none")
+        "checkpoint folder; latest: the newest in output_dir; auto: the newest, or a new run if there is "
+        "none")
     force_resume: bool = setting(False, "resume even if data, seed, model or adapter differ")
     max_hours: Annotated[None | float | Literal["auto"], BeforeValidator(_check_hours)] = setting("auto",
         "hours of `fit` until it saves and stops; auto: half an hour before Kaggle's limit; null: never")
@@ -222,7 +223,8 @@ class CacheSection(Section):
     "The embedding cache and the devices of the encoders."
     use_cache: bool = setting(True, "cache latents and prompt embeddings on disk")
     cache_dir: Folder = setting("cache",
-        "folder, or a list: all are read, the last is written; packed caches also as URLs: hf://, s3://, gs://")
+        "folder, or a list: all are read, the last is written; packed caches also as URLs: hf://, s3://, "
+        "gs://")
     remote_copy_gb: float = setting(50.,
         "GB (1e9 bytes) on this machine for copies of all remote shards; the least recently used are deleted",
         gt=0)
@@ -371,7 +373,8 @@ def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, a 
     if isinstance(raw, Config): return raw
     if isinstance(raw, (str, Path)): return load_config_from_yaml(raw)
     if raw is not None and not isinstance(raw, dict):
-        raise ValueError(f"a configuration must have sections like `train:` with settings below, got {raw!r:.60}")
+        raise ValueError("a configuration must have sections like `train:` with settings below, got "
+                         f"{raw!r:.60}")
     if odd := [k for k in raw or {} if not isinstance(k, str)]:
         raise ValueError(f"`{odd[0]}` is not a known key; use {', '.join(Config.model_fields)}")
     raw, notes = translate(raw or {})

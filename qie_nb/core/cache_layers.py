@@ -244,7 +244,7 @@ def _header_of(layer, kind, key) -> str:
     header = layer.payload(kind, key)[2]
     return header if isinstance(header, str) else header.decode()
 
-def _index_rows(kind, found): # yields a key and its row; found: (key, layer, shard, begin, size) of each, sorted
+def _index_rows(kind, found): # yields a key and its row; found: (key, layer, shard, begin, size), sorted
     for key, layer, shard, begin, size in found: yield key, [shard, begin, size, _header_of(layer, kind, key)]
 
 def _write_shard(path, shard) -> tuple: # (tensors' positions, sha256); reads one entry at a time

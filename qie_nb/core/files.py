@@ -60,7 +60,8 @@ def _recall(folder, file, name) -> tuple: # (signature, value), or None
     return next((held[k + 1:k + 3] for k in range(0, len(held), 3) if held[k] == name), None)
 
 # %% ../../nbs/core/00_files.ipynb #b9eefce4
-_unwritten, _written, _EVERY = [], [-1.], 0.2 # (database, process, row); time of the last write, seconds between two
+_unwritten = [] # (database, process, row)
+_written, _EVERY = [-1.], 0.2 # time of the last write, seconds between two
 
 def _remember(*row): # folder, file, name, signature, value
     db = _database()

@@ -128,7 +128,8 @@ class _Matches(NamedTuple):
         far = ((self.q - _mapped(t, self.p)) ** 2).sum(1)
         return np.maximum(0, 1 - far / self.limit ** 2) ** 2
 
-    def only(self, chosen): return self._replace(p=self.p[chosen], q=self.q[chosen], weight=self.weight[chosen])
+    def only(self, chosen):
+        return self._replace(p=self.p[chosen], q=self.q[chosen], weight=self.weight[chosen])
 
 def _improved(t, m, weight) -> np.ndarray: # one Gauss-Newton step
     slopes = _slopes(t, m.p)

@@ -14,8 +14,8 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset
 
-from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager, image_parts, key_of
-from ..cache import prefix_parts, prompt_parts, stable_seed, verify_entry
+from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager
+from ..cache import image_parts, key_of, prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
 from ..core.cache_report import status_html
 from ..core.files import collector_paused

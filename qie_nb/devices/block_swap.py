@@ -82,7 +82,8 @@ class PinnedBlock:
     ):
         self.params = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items()
                        if p is not None and not p.requires_grad and "lora_" not in n]
-        tensors, self.layout, size = [t for m, k in self.params for t in plain_tensors(m._parameters[k])], [], 0
+        tensors = [t for m, k in self.params for t in plain_tensors(m._parameters[k])]
+        self.layout, size = [], 0
         for t in tensors:
             self.layout.append((size, t.dtype, t.shape, t.stride()))
             size += -(-t.nbytes // 256) * 256 # kernels need aligned weights

@@ -246,7 +246,8 @@ def encode_uncached(self:Encoder,
     inputs = SampleInputs(dict(image=open_image(images["image"]),
                                control=[open_image(c) for c in images["control"]]), geometry)
     out = {n: self.image(inputs.image(n), inputs.size(n)) for n in inputs.names()}
-    if masked and inputs.control: out[EDIT_MASK] = self.edit_mask(inputs, out["pixel_latent"], out["control_latent.0"])
+    if masked and inputs.control:
+        out[EDIT_MASK] = self.edit_mask(inputs, out["pixel_latent"], out["control_latent.0"])
     out["prompt_embed"], _ = self.prompt(prompt, inputs.control, geometry)
     return {n: t.cpu() for n, t in out.items()}
 

@@ -256,7 +256,8 @@ def render_eval_images(
         check()
     with temporarily_load(trainer.components, "vae"), added_lora(trainer._transformer(), sampling.file):
         for i, counts in todo:
-            latent = edit_cached(trainer, cases[i], *sampling[:2], overrides=sampling.overrides, on_step=on_step)
+            latent = edit_cached(trainer, cases[i], *sampling[:2], overrides=sampling.overrides,
+                                 on_step=on_step)
             if not counts: continue
             device = trainer.predict_devices["vae"]
             vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart

@@ -50,7 +50,8 @@ def _ratio(values): return values[1] / max(values[0], 1e-9) if values else None
 
 def _verdict(r) -> str: # learns, slowly, equal, not finite, too high, images worse, too low
     if r.equal and len(r.equal) == len(r.pairs): return "equal"
-    if r.stop or r.loss is None or not all(map(math.isfinite, (*r.loss, *(r.images or ())))): return "not finite"
+    if r.stop or r.loss is None: return "not finite"
+    if not all(map(math.isfinite, (*r.loss, *(r.images or ())))): return "not finite"
     loss, images = _ratio(r.loss), _ratio(r.images)
     if loss > 2 - _LEARNS: return "too high"
     if loss <= _CLEARLY: return "learns" # the images may follow later

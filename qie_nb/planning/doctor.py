@@ -312,7 +312,8 @@ def grid_findings(c:Config) -> list: # do the pairs' token grids have the same p
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
-    of = lambda name, where, read, *fit: _pairs_findings(name, where, read, data.strict, *fit) if where else []
+    def of(name, where, read, *fit):
+        return _pairs_findings(name, where, read, data.strict, *fit) if where else []
     named = data.dataset_path or data.target_dir or data.control_dir
     return [*of("data set", named, lambda: config_samples(data), True),
             *of("validation pairs", path, lambda: config_samples(data, path)),

@@ -175,7 +175,8 @@ class Plan:
         g = self.gpu
         row = lambda m: dict(
             strategy=strategy_name(m.query), gb=round(m.total / 1e9, 2), host_gb=round(m.host / 1e9, 1),
-            work_tf=round(step_work(m.query), 1), time=self.time(m), fits=self.fits(m), chosen=m is self.chosen)
+            work_tf=round(step_work(m.query), 1), time=self.time(m), fits=self.fits(m),
+            chosen=m is self.chosen)
         return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), strategies=list(map(row, self.tried)),
                     changes=self.changes, parts=self.shown.data(), notes=self.notes, other=self.other)
 

@@ -95,7 +95,8 @@ def _data_difference(was, now) -> str:
 # %% ../../nbs/training/05_resume.ipynb #87b9cd01
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
     "Differences between two fingerprints, in facts that both have."
-    new_name, settings, earlier = {old: new for new, old in _OLD.items()}, now["settings"], was.get("settings")
+    new_name = {old: new for new, old in _OLD.items()}
+    settings, earlier = now["settings"], was.get("settings")
     facts = [(f"`{k}`", v, settings[k]) for old, v in (_BEFORE | earlier if earlier else {}).items()
              if (k := new_name.get(old, old)) in settings]
     facts += [(k, was[k], now[k]) for k in ("base", "encoders") if was.get(k) and now.get(k)]

@@ -224,7 +224,8 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}
         for steps in self.config.model.modulation_table_steps:
             schedule = sampling_schedule(scheduler, steps, tokens).timesteps
             if times := extra_timesteps(model_timesteps(schedule, dtype), dtype):
-                out.setdefault(times, f"preparing the timestep table for {steps} sampling steps, {tokens} tokens")
+                what = f"preparing the timestep table for {steps} sampling steps, {tokens} tokens"
+                out.setdefault(times, what)
     return out
 
 # %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf03

@@ -63,7 +63,8 @@ def processes_to_start(trainer, given:str="") -> int: # 1: none
     if n == 1 or c.train.num_processes != "auto": return n
     if trainer.started and not trainer.launched: return 1 # it continues here what it began here
     if fits_one_gpu(c, trainer.modulation.transformer_config()): return n
-    trainer.state.warn_once(f"one process: the run does not fit each of the {n} GPUs (`train.num_processes` auto)")
+    trainer.state.warn_once(f"one process: the run does not fit each of the {n} GPUs (`train.num_processes` "
+                            "auto)")
     return 1
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00009
@@ -94,7 +95,8 @@ def take_state(s:RunState, m:dict):
     "Bring a state up to date."
     for k in FIELDS: setattr(s, k, m[k])
     if m["stop"]: s.stop = m["stop"] # else keep what was asked for here, and is not yet heard there
-    s.best, s.metrics, s.work = m["best"] and tuple(m["best"]), m["metrics"], m["work"] and EvalWork(**m["work"])
+    s.best, s.metrics = m["best"] and tuple(m["best"]), m["metrics"]
+    s.work = m["work"] and EvalWork(**m["work"])
     if "loss" in m: s.loss, s.grad_norm = m["loss"], m["grad_norm"]
     s.eval_images = m["images"] and [
         EvalImage(i["name"], i["caption"], i["file"], tuple(np.array(a, np.uint8) for a in i["shown"]),
@@ -186,7 +188,8 @@ def train_in_processes(trainer, n:int, panel, again:bool): # panel: `TrainingPan
     samples = n * c.data.batch_size * c.train.gradient_accumulation_steps
     print(f"training in {n} processes, {samples} samples a step (`train.num_processes` 1: one process)")
     resume = dict(resume_checkpoint="latest") if again and complete_checkpoints(root) else {}
-    job = dict(task="fit", panel=panel is not None, said=trainer.data.said, config=job_config(trainer, **resume))
+    config = job_config(trainer, **resume)
+    job = dict(task="fit", panel=panel is not None, said=trainer.data.said, config=config)
     try:
         with StopSignals(trainer.state) as signals, Processes(MAIN, job, n) as processes:
             watch(Watched(trainer, processes, panel), signals)

@@ -137,7 +137,8 @@ def sample_info(
     s, sizes, bucket = dataset.samples[i], dataset.sizes[i], dataset.bucket(i)
     missing = None if dataset.cache is None else _try(problems, lambda: dataset.missing(i))
     f = dict(id=s.id, index=i, prompt=s.prompt, dropped=drop, epoch=dataset.epoch, controls=len(s.controls),
-             mask=s.mask is not None, edit_mask=dataset.wants_edit_mask(i), target_size=sizes[0], control_sizes=list(sizes[1:]), bucket=bucket[0],
+             mask=s.mask is not None, edit_mask=dataset.wants_edit_mask(i), target_size=sizes[0],
+             control_sizes=list(sizes[1:]), bucket=bucket[0],
              control_bucket=list(bucket[1:]), cached=missing == [], missing=missing or [],
              variant=variant and variant.name)
     f["text"] = _try(problems, lambda: model_text(variant, "" if drop else s.prompt, len(s.controls), whole))

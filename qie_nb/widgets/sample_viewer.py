@@ -46,7 +46,8 @@ class SampleViewer(Display):
         free = self.components is not None and "diffusers" in sys.modules
         self.whole = free if whole is None else whole
         self.filter, self.place, self.sets, self.near, self.shared = "all", 0, {}, None, {}
-        self.message, self.busy, self.shown_pairs, self.undone = "", False, False, [] # `undone`: earlier captions
+        self.message, self.busy, self.shown_pairs = "", False, False
+        self.undone = [] # earlier captions
         self.drafts, self.drawn = {}, (None, "") # {file: unsaved text}; file and text as it was read
 
     def __repr__(self): return f"SampleViewer of {len(self.dataset)} samples"
