@@ -41,10 +41,13 @@ def step_table(r):
     if k := r.get("kept"):
         for x in k["rows"]: rows.append([f"saved for the backward pass, bfloat16, {WAYS.get(x['way'], x['way'])}", f"{x['bytes'] / 1e6:.2f} MB (planned {x['planned'] / 1e6:.2f})"])
         rows.append([f"compiled graphs after two steps, and after {k['codes']['steps'] - 2} more with {k['codes']['sizes']} sizes and {k['codes']['prompts']} prompt lengths", f"{k['codes']['after_two_steps']}, {k['codes']['later']}"])
-    for name, t in ((k, v) for k, v in r.get("times", {}).items() if isinstance(v, dict) and "trainer_over_bare" in v):
-        rows.append([f"time relative to the bare loop, {t['blocks']} blocks of {t['width']}, {t['tokens']} tokens", of(t["trainer_over_bare"])])
-        rows.append([f"time with the modulation table relative to without, {t['blocks']} blocks of {t['width']}", of(t["table_over_layers"])])
-    return markdown(["a training step", "figure"], rows) + f"\n\n{about(c)}; paired times, median and range of {next(iter([t['trainer_over_bare']['runs'] for t in r.get('times', {}).values() if isinstance(t, dict) and 'trainer_over_bare' in t]), 0)} rounds."
+    times = r.get("times", {})
+    paired = [t for t in times.values() if isinstance(t, dict) and "trainer_over_bare" in t]
+    for t in paired:
+        rows.append([f"processor time relative to the bare loop, {t['blocks']} blocks of {t['width']}, {t['tokens']} tokens", of(t["trainer_over_bare"])])
+        rows.append([f"processor time with the modulation table relative to without, {t['blocks']} blocks of {t['width']}", of(t["table_over_layers"])])
+    timed = f" Processor time: {about(times)}; median and range of {paired[0]['trainer_over_bare']['runs']} paired rounds." if paired else ""
+    return markdown(["a training step", "figure"], rows) + f"\n\nCounts: {about(c)}.{timed}"
 
 
 def precompute_table(r):
