@@ -188,7 +188,7 @@ def add_identity(self:EmbeddingCacheManager,
 ) -> str: # its id
     name = identity_id(identity)
     # an older version's identity may lack what a newer one adds
-    if self.identities().get(name, {}).keys() >= identity.keys(): return name
+    if self.identities().get(name, {}).keys() >= identity.keys() or not self.writable: return name
     with file_lock(self.cache_dir/".locks", "manifest", wait=30): # another process may add its own
         known = EmbeddingCacheManager(self.cache_dir).identities()
         first = dict(switches=switches) if switches and name not in known else {}

@@ -130,6 +130,13 @@ def test_pack_replaces_only_a_packed_cache(tmp_path, monkeypatch):
     assert (out/"notes.txt").read_text() == "mine"
 
 
+def test_another_encoder_writes_nothing_into_a_packed_cache(filled, tmp_path):
+    EmbeddingCacheManager(tmp_path/"cache").pack(packed := tmp_path/"packed")
+    before, cache = sorted(packed.rglob("*")), EmbeddingCacheManager(packed)
+    cache.add_identity(cache.identity() | dict(vae="another"))
+    assert sorted(packed.rglob("*")) == before
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_bad_entries_are_all_named_without_encoders(packed, filled, bare, tmp_path):
     folder, bad, kinds = tmp_path/"cache", [], ("pixel_latent", "prompt_prefix")
