@@ -282,28 +282,10 @@ def vision_flops(v, patches):
     return int(2 * patches * (linear + attention + embed + merge))
 
 
-def text_flops(model, passes, head):
-    "Counted on the meta device: passes of (tokens, tokens before them in the cache)."
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    lm, total = model.model.language_model, 0
-    empty = lambda *shape, **kw: torch.empty(shape, device="meta", **kw)
-    make = lambda n: dict(inputs_embeds=empty(1, n, 3584), position_ids=empty(3, 1, n, dtype=torch.long))
-    for n, before in passes:
-        with torch.no_grad():
-            held = lm(**make(before), use_cache=True).past_key_values if before else None
-            with FlopCounterMode(display=False) as count:
-                mask = empty(1, before + n, dtype=torch.long) if before else None
-                hidden = lm(**make(n), past_key_values=held, use_cache=True, attention_mask=mask).last_hidden_state
-                if head: model.lm_head(hidden)
-        total += count.get_total_flops()
-    return total
-
-
 def operations(root, a):
     import torch
     from diffusers import AutoencoderKLQwenImage
-    from precompute import vae_flops
+    from precompute import text_flops, vae_flops
     with torch.device("meta"): vae = AutoencoderKLQwenImage()
     plain, flat = (vae_flops(vae, use_2d=f) for f in (False, True))
     out = dict(vae_1024=dict(plain=plain, flat=flat, ratio={k: round(plain[k] / flat[k], 3) for k in plain}), note="two operations for a "
@@ -311,8 +293,8 @@ def operations(root, a):
     model = qwen_vl()
     for name, whole, patches in (("v1", 1420, 4 * 36 * 37), ("plus", 250, 4 * 14 * 14)): # the prompt and the empty one on one image
         front, vision = whole - 30, vision_flops(model.config.vision_config, patches)
-        apart = 2 * vision + text_flops(model, [(whole, 0), (front + 6, 0)], head=True)
-        shared = vision + text_flops(model, [(front, 0), (30, front), (6, front)], head=False)
+        apart = 2 * vision + text_flops(model, whole, head=True) + text_flops(model, front + 6, head=True)
+        shared = vision + text_flops(model, front) + text_flops(model, 30, front) + text_flops(model, 6, front)
         out[f"text_encoder_{name}"] = dict(tokens=whole, front=front, patches=patches, vision_once=vision, ratio=round(apart / shared, 3),
                                            two_whole_passes=apart, prefix_and_two_suffixes=shared)
     return out

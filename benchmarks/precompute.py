@@ -54,11 +54,13 @@ def vision_flops(model, grid):
 def text_flops(model, tokens, before=0, head=False):
     "A pass of the language model, on top of the tokens before it."
     import torch
+    from qie_nb.encoding.prompts import cache_name
+    name = cache_name(model)
     make = lambda n: dict(inputs_embeds=torch.empty(1, n, 3584, device="meta"), position_ids=torch.empty(3, 1, n, dtype=torch.long, device="meta"))
-    with torch.no_grad(): held = model.model.language_model(**make(before), use_cache=True).past_key_values if before else None
+    with torch.no_grad(): held = getattr(model.model.language_model(**make(before), use_cache=True), name) if before else None
     mask = torch.empty(1, before + tokens, dtype=torch.long, device="meta") if before else None
     def run():
-        hidden = model.model.language_model(**make(tokens), past_key_values=held, use_cache=True, attention_mask=mask).last_hidden_state
+        hidden = model.model.language_model(**make(tokens), **{name: held}, use_cache=True, attention_mask=mask).last_hidden_state
         if head: model.lm_head(hidden)
     return counted(run)
 
