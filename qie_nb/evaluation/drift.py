@@ -135,8 +135,10 @@ def notable(rows, what="drift") -> tuple: # (pixels, per cent); None where most 
             float(np.median(scales)) if most([sign * v for v in scales], SCALE) else None)
 
 # %% ../../nbs/evaluation/01b_drift.ipynb #c3d10016
-def say_drift(rows) -> str: # of `drift_of`; "" if there is nothing to say
-    "One sentence about shift and scale."
+def say_drift(
+    rows, before=(), # of `drift_of`; the same images before the first step
+) -> str: # "" if there is nothing to say
+    "One sentence about shift and scale, and where they come from."
     px, percent = notable(rows)
     if px is None and percent is None: return ""
     one, than = len(rows) == 1, "against" if percent is None else "than"
@@ -146,7 +148,11 @@ def say_drift(rows) -> str: # of `drift_of`; "" if there is nothing to say
     who = "the edited image is" if one else "the edited images are"
     line = f"{who} {' and '.join(parts)} {than} {'its control' if one else 'their controls'}"
     if not one: line += f" (median of {len(rows)})"
-    px, percent = notable([r for r in rows if "target_shift_px" in r], "target")
-    learned = short_text({k: v for k, v in zip(PLACE, (px, percent)) if v is not None})
-    targets = "is its target" if one else "are their targets"
-    return line + (f"; so {targets} ({learned})" if learned else "")
+    if learned := _place_text(notable([r for r in rows if "target_shift_px" in r], "target")):
+        targets = "is its target" if one else "are their targets"
+        line += f"; so {targets} ({learned}): `qie-nb check FOLDER --align OUT` writes aligned pairs"
+    if 2 * sum("drift_shift_px" in r for r in before) <= len(before): return line
+    return f"{line}; before the first step: {_place_text(notable(before)) or 'not'}"
+
+def _place_text(found) -> str: # of `notable`
+    return short_text({k: v for k, v in zip(PLACE, found) if v is not None})

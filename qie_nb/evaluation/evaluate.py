@@ -79,9 +79,10 @@ def first_use(root) -> float: # of the control images, before the first step; or
     held, exchanged = (ValidationLoss(first[k], first["noises"]) for k in ("losses", "exchanged"))
     return control_use(held, exchanged).difference
 
-def first_errors(root, sampling) -> dict: # of the images before the first step, if sampled equally; or None
+def first_images(root, sampling) -> tuple: # (errors, drift) before the first step; None if sampled otherwise
     first = results_of(root).get(0) or {}
-    return first.get("image_errors") if first.get("image_sampling", sampling.note) == sampling.note else None
+    same = first.get("image_sampling", sampling.note) == sampling.note
+    return tuple(first.get(k) if same else None for k in ("image_errors", "drift"))
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 class History(NamedTuple):
@@ -91,6 +92,7 @@ class History(NamedTuple):
     name: str = "no adapter" # what was evaluated before the first step
     use: float = None # of the control images, before the first step
     errors: dict = None # {image: distance from its target}, before the first step
+    drift: dict = None # {image: measures}, before the first step
 
 def change_since(earlier, held): # `LossChange`, or None
     try: return compare_losses(earlier[1], held) if earlier else None
@@ -190,7 +192,7 @@ class EvaluationCallback(Callback):
         before = [last_result(t.checkpoint_root(), n) if self.at else None for n in (0, self.at)]
         begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
         root, sampling = t.checkpoint_root(), eval_sampling(t.config)
-        found = (first_use(root), first_errors(root, sampling)) if self.at else ()
+        found = (first_use(root), *first_images(root, sampling)) if self.at else ()
         self.history = History(*before, begun, *found)
         self.prepare(t)
         if not self.enabled(t): return
@@ -276,7 +278,9 @@ def evaluate(self:EvaluationCallback, t, name=None):
     row, errors, drift = numbers(held, images), image_errors(images), drifts(images)
     t.state.metrics |= row
     if held: self.report(t, out, held, other, row, errors, drift)
-    if (line := say_drift(list(drift.values()))) and process(t)[0] == 0: print(line)
+    before = [v for k, v in (self.history.drift or {}).items() if k in drift]
+    if (line := say_drift(list(drift.values()), before)) and process(t)[0] == 0: print(line)
+    if not t.global_step: self.history = self.history._replace(drift=drift)
 
 @patch
 def report(self:EvaluationCallback, t, out, held, other, row, errors, drift):

@@ -105,7 +105,10 @@ def test_words_come_with_large_and_certain_drift_only():
     assert say_drift([of(3.)]) == "the edited image is shifted by 3.0 px against its control"
     assert say_drift([of(0., -1.5)] * 3) == "the edited images are 1.5 % smaller than their controls (median of 3)"
     learned = of(3., target_shift_px=2.9, target_scale_percent=0.)
-    assert say_drift([learned, learned, of(3.)]) == "the edited images are shifted by 3.0 px against their controls (median of 3); so are their targets (shift 2.9 px)"
+    assert say_drift([learned, learned, of(3.)]) == "the edited images are shifted by 3.0 px against their controls (median of 3); so are their targets (shift 2.9 px): `qie-nb check FOLDER --align OUT` writes aligned pairs"
+    assert say_drift([of(3.)], [of(0.5)]) == "the edited image is shifted by 3.0 px against its control; before the first step: not"
+    assert say_drift([of(3.)], [of(2.5)]) == "the edited image is shifted by 3.0 px against its control; before the first step: shift 2.5 px"
+    assert say_drift([of(3.)] * 2, [of(9.), {}]) == say_drift([of(3.)] * 2), "half of the images tell nothing"
     assert notable([of(5., 5.)]) == (5, 5) and short_text(of(1.25, -0.4)) in ("shift 1.2 px, scale -0.4 %", "shift 1.3 px, scale -0.4 %") and short_text({}) == ""
 
 
@@ -140,6 +143,17 @@ def test_an_evaluation_writes_its_drift(config, tmp_path, monkeypatch, capsys):
     assert panel.data()["drift"]["outside_psnr"] == 30.5 and "shift 3.2 px, scale +1.5 %, outside 30.5 dB, detail 0.75" in panel.body() and panel.gallery().count("scale +1.5 %") == 2
     base = evaluate(t)
     assert base["drift"] == result["drift"] and "shift 3.2 px, scale +1.5 %, outside 30.5 dB, detail 0.75" in table([base, base])
+
+
+def test_drift_is_compared_with_that_before_the_first_step(config, monkeypatch, capsys):
+    "Also by a run that continues in another process."
+    measured = iter([4., 4.] + [3.25] * 9) # of two images before the first step, then of later ones
+    monkeypatch.setattr(eval_images, "drift_of", lambda *a: dict(MADE, drift_shift_px=next(measured)))
+    said = lambda: [l.partition("; ")[2] for l in capsys.readouterr().out.splitlines() if "shifted" in l]
+    Trainer(config(eval_at_start=True)).fit()
+    assert said() == ["", "before the first step: shift 4.0 px, scale +1.5 %"]
+    Trainer(config(eval_at_start=True, max_train_steps=2, resume_checkpoint="latest")).fit()
+    assert said() == ["before the first step: shift 4.0 px, scale +1.5 %"]
 
 
 def test_unknown_drift_has_no_column(config, monkeypatch, capsys):
