@@ -69,7 +69,7 @@ class Meter:
 
     `warm` steps come first. With `turns`, a pair of file descriptors, the process then waits at each step's end for the number of steps to do next."""
     def __init__(self, job):
-        self.job, self.n, self.quota, self.case, self.encoded = job, 0, 0, {}, 0
+        self.job, self.n, self.quota, self.case, self.encoded, self.fresh = job, 0, 0, {}, 0, 0
         self.cpu = self.wall = 0.
     def start(self):
         import torch
