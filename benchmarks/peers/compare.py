@@ -6,6 +6,7 @@
 import argparse, importlib, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -225,7 +226,9 @@ def loss_difference(case, transformer, shapes):
 
 
 def conditioning(benches, model):
-    "Largest difference between a cached prompt embedding and the pipeline's, for a photograph that has to be resized."
+    """Largest difference between a cached prompt embedding and the pipeline's, for a photograph that has to be resized.
+
+    A trainer that changes the caption has a function `caption` that does the same: the pipeline gets that caption."""
     import torch
     from PIL import Image
     from diffusers import QwenImageEditPlusPipeline
@@ -236,24 +239,28 @@ def conditioning(benches, model):
     sample = m.PAIRS - 1
     folder = model/f"pairs-{m.PAIRS}"
     image, prompt = Image.open(folder/"control_images"/f"{sample:04}.png"), (folder/"training_images"/f"{sample:04}.txt").read_text()
-    found = {}
-    for kind in ("3d", "installed"):
-        pipe = QwenImageEditPlusPipeline.from_pretrained(model/"2511")
-        if kind == "3d": restore_image_positions(pipe)
-        small = pipe.image_processor.resize(image, *plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)[1::-1])
-        with torch.no_grad(): found[kind] = pipe.encode_prompt(prompt, image=[small], device="cpu")[0][0]
+    @cache
+    def expected(prompt):
+        found = {}
+        for kind in ("3d", "installed"):
+            pipe = QwenImageEditPlusPipeline.from_pretrained(model/"2511")
+            if kind == "3d": restore_image_positions(pipe)
+            small = pipe.image_processor.resize(image, *plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)[1::-1])
+            with torch.no_grad(): found[kind] = pipe.encode_prompt(prompt, image=[small], device="cpu")[0][0]
+        return found
     rows = {}
     for b in benches:
         def compare(bench):
             out = bench.root/"embedding.safetensors"
             bench.run("embedding", "embeddings", samples=[sample], out=str(out))
-            e = load_file(out)[str(sample)]
-            if any(len(e) != len(p) for p in found.values()): return dict(tokens=len(e), pipeline_tokens=len(found["3d"]))
+            e, found = load_file(out)[str(sample)], expected(bench.peer.caption(prompt) if hasattr(bench.peer, "caption") else prompt)
+            r = dict(tokens=len(e), pipeline_tokens=len(expected(prompt)["3d"]))
+            if any(len(e) != len(p) for p in found.values()): return r
             kind = min(found, key=lambda k: (e - found[k]).abs().max())
-            return dict(difference=(e - found[kind]).abs().max().item(), positions=kind, tokens=len(e), largest=found[kind].abs().max().item())
+            return r | dict(difference=(e - found[kind]).abs().max().item(), positions=kind, largest=found[kind].abs().max().item())
         rows[b.name] = attempt(compare, b)
-    half = found["3d"].bfloat16().float()
-    return rows | dict(rounding=dict(difference=(half - found["3d"]).abs().max().item()))
+    exact = expected(prompt)["3d"]
+    return rows | dict(rounding=dict(difference=(exact.bfloat16().float() - exact).abs().max().item()))
 
 
 def copied(bench, label):
@@ -267,7 +274,8 @@ def copied(bench, label):
 
 def outcome(r, good):
     if r["failed"]: return "error: " + r["failed"].splitlines()[0][:160]
-    return good if r["cache_changed"] or r["encoded"] else "trained on the old entry"
+    if r["cache_changed"] or r["encoded"]: return good
+    return "new control latent, old embedding" if r["fresh"] else "trained on the old entry"
 
 
 def stale(bench, what):
@@ -424,7 +432,10 @@ def rows_of(result):
     def conditioned(n):
         r = got(result, "conditioning", n)
         if not r or "error" in r: return cell(r)
-        return small(r["difference"]) if "difference" in r else f"{r['tokens']} tokens, the pipeline {r['pipeline_tokens']}"
+        tokens = f"{r['tokens']} tokens, the pipeline {r['pipeline_tokens']}"
+        if "difference" not in r: return tokens
+        same = r["tokens"] == r.get("pipeline_tokens", r["tokens"])
+        return small(r["difference"]) if same else f"{small(r['difference'])} on its caption; {tokens}"
     rows.append(["prompt embedding against the pipeline", *each(conditioned)])
     for v in ("2511", "2509"): rows.append([f"loss for {v} against the pipeline's transformer", *value("losses", v, "*", "difference", then=small)])
     for w, name in (("caption", "caption"), ("control", "control image")):

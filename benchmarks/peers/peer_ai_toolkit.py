@@ -115,5 +115,6 @@ def entry(job, sample, kind, name):
     return path, load_file(path)[name]
 
 
+def caption(text): return ", ".join(text.split(",")) # with a second space after each comma, from its `get_caption`
 def embedding(job, sample): return entry(job, sample, "_t_e_cache", "text_embed")[1]
 def latent(job, sample): return entry(job, sample, "_latent_cache", "latent")

@@ -67,7 +67,8 @@ def pack(x):
 class Meter:
     """Counts a process's optimizer steps by torch's own hook: CPU seconds, peak memory, one recorded step.
 
-    `warm` steps come first. With `turns`, a pair of file descriptors, the process then waits at each step's end for the number of steps to do next."""
+    `warm` steps come first. With `turns`, a pair of file descriptors, the process then waits at each step's end for the number of steps to do next.
+    `fresh` is for a trainer that encodes control images in its steps: how often."""
     def __init__(self, job):
         self.job, self.n, self.quota, self.case, self.encoded, self.fresh = job, 0, 0, {}, 0, 0
         self.cpu = self.wall = 0.
@@ -162,7 +163,7 @@ def action_train(peer, job):
     except (Exception, SystemExit) as e:
         if job.get("may_fail"): failed = f"{type(e).__name__}: {e}"
         else: raise
-    return dict(steps=meter.n, peak=memory("VmHWM"), failed=failed, encoded=meter.encoded, cache_changed=cache_files(job["cache"]) != before)
+    return dict(steps=meter.n, peak=memory("VmHWM"), failed=failed, encoded=meter.encoded, fresh=meter.fresh, cache_changed=cache_files(job["cache"]) != before)
 
 
 def action_embeddings(peer, job):
