@@ -189,6 +189,7 @@ def steps(ways, dtype, rounds, count, warm=3):
         cpu = [r["cpu"] / count for r in rows]
         out[name] = dict(cpu_seconds=spread(cpu), wall_seconds=spread([r["wall"] / count for r in rows]), peak_mb=round(max(r["peak"] for r in rows) / 1e6),
                          of_ours=spread([c / (o["cpu"] / count) for c, o in zip(cpu, first)], 3) if first else None)
+        if any(r["fresh"] for r in rows): out[name]["encoding"] = spread([r["fresh"] / count for r in rows])
     return out
 
 
@@ -424,6 +425,8 @@ def rows_of(result):
             c = r["cpu_seconds"]
             return f"{c['median']:.3f} s ({c['min']:.3f} to {c['max']:.3f})" if n == "qie_nb" or not r["of_ours"] else f"{r['of_ours']['median']:.2f} ({r['of_ours']['min']:.2f} to {r['of_ours']['max']:.2f})"
         rows.append([f"CPU time of a step, {d} (others: ratio to qie_nb)", *each(step)])
+        if any(got(result, "steps", d, n, "encoding") for n in names):
+            rows.append(["in it, encoding the control image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
         rows.append([f"peak memory in steps, {d}, MB", *value("steps", d, "*", "peak_mb")])
         rows.append(["the same, with gradient checkpointing", *value("checkpointed", d, "*", "peak_mb")])
     rows.append(["precompute, CPU s a sample, float32", *value("precompute", "*", "seconds_a_sample", then=lambda s: f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})")])
@@ -432,10 +435,9 @@ def rows_of(result):
     def conditioned(n):
         r = got(result, "conditioning", n)
         if not r or "error" in r: return cell(r)
-        tokens = f"{r['tokens']} tokens, the pipeline {r['pipeline_tokens']}"
-        if "difference" not in r: return tokens
-        same = r["tokens"] == r.get("pipeline_tokens", r["tokens"])
-        return small(r["difference"]) if same else f"{small(r['difference'])} on its caption; {tokens}"
+        differs, ours = small(r["difference"]) if "difference" in r else None, r.get("pipeline_tokens", r.get("tokens"))
+        if r.get("tokens") == ours: return differs
+        return (f"{differs} on its caption; " if differs else "") + f"{r['tokens']} tokens, the pipeline {ours}"
     rows.append(["prompt embedding against the pipeline", *each(conditioned)])
     for v in ("2511", "2509"): rows.append([f"loss for {v} against the pipeline's transformer", *value("losses", v, "*", "difference", then=small)])
     for w, name in (("caption", "caption"), ("control", "control image")):

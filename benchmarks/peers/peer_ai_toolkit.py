@@ -1,5 +1,5 @@
 """ostris/ai-toolkit."""
-import math, os, shutil, sys
+import math, os, shutil, sys, time
 from pathlib import Path
 from run import Patch, run_script
 
@@ -8,7 +8,7 @@ URL, COMMIT = "https://github.com/ostris/ai-toolkit", "27a03a9"
 PRESENT = "extensions_built_in/diffusion_models/qwen_image/qwen_image_edit_plus.py"
 MADE_FOR = "many image, video and audio models on consumer GPUs, from a web page or a YAML file"
 DTYPES = "bfloat16", "float32"
-STATE = "each save holds adapter, optimizer and step number; a job of the same name goes on from the last, with new random states and a new epoch"
+STATE = "each save holds adapter, optimizer and step number; a job of the same name goes on from the last and begins random numbers and epoch anew"
 # what its requirements_base.txt pins, and what its models import; instead of its commit of diffusers the release that followed it
 REQUIREMENTS = ["diffusers==0.39.0", "transformers==5.5.3", "huggingface_hub==1.23.0", "peft==0.18.1", "lycoris-lora==1.8.3", "optimum-quanto==0.2.4", "albumentations==1.4.15", "albucore==0.0.16",
                 "opencv-python-headless", "torchaudio==2.11.0", "av==16.0.1", "mutagen==1.47.0", "timm==1.0.22", "controlnet_aux==0.0.10",
@@ -93,10 +93,10 @@ def watch(meter):
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
     real_images, real_static = QwenImageModel.encode_images, SDTrainer.encode_static_prompt
     def encode_images(*a, **kw): # it encodes the control image in each step; the VAE's random numbers are not the step's noise
-        kept = len(getattr(meter, "kept", ()))
+        kept, began = len(getattr(meter, "kept", ())), time.process_time()
         out = real_images(*a, **kw)
         if kept: del meter.kept[kept:]
-        meter.fresh += 1
+        meter.fresh += time.process_time() - began
         return out
     def encode_static_prompt(*a, **kw): # it encodes an empty prompt at each start
         before = meter.encoded
