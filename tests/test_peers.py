@@ -107,6 +107,43 @@ def test_precompute_is_measured_without_what_does_not_grow(made_up):
     assert [p.name for p in made_up.glob("cache*")] != ["cache"] and (made_up/"cache-0-pairs-2").is_dir()
 
 
+def test_the_meter_reports_what_control_images_cost_in_each_turn():
+    orders, reports = os.pipe(), os.pipe()
+    os.write(orders[1], b"1")
+    meter = run.Meter(dict(turns=[orders[0], reports[1]], warm=1))
+    meter.fresh = 5. # before the steps, when the cache is filled
+    meter.after_step()
+    os.write(orders[1], b"1")
+    meter.fresh += .5
+    meter.after_step()
+    first, second = map(json.loads, os.read(reports[0], 4000).splitlines())
+    assert (first["fresh"], second["fresh"], meter.fresh) == (0, .5, 0)
+    for fd in orders + reports: os.close(fd)
+
+
+def test_what_training_after_a_change_is_called():
+    old = dict(failed=None, cache_changed=False, encoded=0, fresh=0.)
+    names = [compare.outcome(old | changed, "encoded again") for changed in ({}, dict(encoded=1), dict(cache_changed=True), dict(fresh=.5), dict(fresh=.5, encoded=1), dict(failed="KeyError: x\ny"))]
+    assert names == ["trained on the old entry", "encoded again", "encoded again", "new control latent, old embedding", "encoded again", "error: KeyError: x"]
+
+
+def test_ai_toolkit_caches_into_the_cache_folder_and_reads_the_pairs(tmp_path):
+    peer = compare.load("ai_toolkit")
+    for part in ("training_images", "control_images"):
+        (tmp_path/"pairs"/part).mkdir(parents=True)
+        (tmp_path/"pairs"/part/"0000.png").write_text(part)
+    job = dict(cache=str(tmp_path/"cache"/"a"), pairs=str(tmp_path/"pairs"), out="OUT", model="MODEL", dtype="float32", area=256 * 192, result="RESULT.json")
+    for _ in range(2): # its folder of links is made anew for each job, the cache stays
+        folder = peer.dataset(job)
+        assert [(folder/part/"0000.png").read_text() for part in ("training_images", "control_images")] == ["training_images", "control_images"]
+        (folder/"training_images"/"_t_e_cache"/"x").touch()
+    assert [p.name for p in (tmp_path/"cache"/"a").rglob("x")] == ["x"]
+    import yaml
+    process = yaml.safe_load(peer.config(job, 5).read_text())["config"]["process"][0]
+    assert process["train"]["steps"] == 5 and process["datasets"][0]["resolution"] == 222
+    assert peer.caption("a, b") == "a,  b"
+
+
 @pytest.mark.slow
 def test_steps_are_done_by_turns(made_up, monkeypatch):
     bench = compare.Bench("made_up", made_up/"made-up", Path(sys.executable), made_up/"work", made_up)
@@ -146,6 +183,15 @@ def test_the_table_shows_each_kind_of_result():
     assert "AVX2, no bfloat16 arithmetic: float32 only" in text and text.endswith("- third: not found; clone it")
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
     assert "| abc | torch 2 | no GPU (`b`) |" in compare.details(RESULT) and "| none |" in compare.details(RESULT)
+
+
+def test_the_table_shows_a_caption_changed_by_the_trainer_and_control_images_encoded_in_steps():
+    steps = dict(RESULT["steps"]["float32"], other=dict(RESULT["steps"]["float32"]["other"], encoding=dict(median=.5, min=.4, max=.6, runs=3)))
+    changed = RESULT | dict(steps=dict(float32=steps), conditioning=dict(qie_nb=dict(difference=0., tokens=7, pipeline_tokens=7), other=dict(difference=3.5, tokens=8, pipeline_tokens=7)))
+    rows = {r[0]: r[1:] for r in compare.rows_of(changed)[1]}
+    assert rows["prompt embedding against the pipeline"] == ["equal", "3.5e+00 on its caption; 8 tokens, the pipeline 7"]
+    assert rows["in it, encoding the control image"] == ["-", "0.50 s (0.40 to 0.60)"]
+    assert "in it, encoding the control image" not in {r[0] for r in compare.rows_of(RESULT)[1]}
 
 
 def test_the_page_has_the_table_of_the_results():

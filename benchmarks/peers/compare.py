@@ -6,6 +6,7 @@
 import argparse, importlib, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUT, DOCS = HERE.parent/"results"/"peers.json", ROOT/"docs"/"peers.md"
-PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi"
+PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi", "ai_toolkit"
 INTERFACE = "TITLE FOLDER URL COMMIT PRESENT MADE_FOR STATE DTYPES REQUIREMENTS patches cache train lora embedding latent".split()
 MARK = "peers: made by benchmarks/peers/compare.py from benchmarks/results/peers.json"
 QUIET = dict(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1",
@@ -188,6 +189,7 @@ def steps(ways, dtype, rounds, count, warm=3):
         cpu = [r["cpu"] / count for r in rows]
         out[name] = dict(cpu_seconds=spread(cpu), wall_seconds=spread([r["wall"] / count for r in rows]), peak_mb=round(max(r["peak"] for r in rows) / 1e6),
                          of_ours=spread([c / (o["cpu"] / count) for c, o in zip(cpu, first)], 3) if first else None)
+        if any(r["fresh"] for r in rows): out[name]["encoding"] = spread([r["fresh"] / count for r in rows])
     return out
 
 
@@ -225,7 +227,9 @@ def loss_difference(case, transformer, shapes):
 
 
 def conditioning(benches, model):
-    "Largest difference between a cached prompt embedding and the pipeline's, for a photograph that has to be resized."
+    """Largest difference between a cached prompt embedding and the pipeline's, for a photograph that has to be resized.
+
+    A trainer that changes the caption has a function `caption` that does the same: the pipeline gets that caption."""
     import torch
     from PIL import Image
     from diffusers import QwenImageEditPlusPipeline
@@ -236,24 +240,28 @@ def conditioning(benches, model):
     sample = m.PAIRS - 1
     folder = model/f"pairs-{m.PAIRS}"
     image, prompt = Image.open(folder/"control_images"/f"{sample:04}.png"), (folder/"training_images"/f"{sample:04}.txt").read_text()
-    found = {}
-    for kind in ("3d", "installed"):
-        pipe = QwenImageEditPlusPipeline.from_pretrained(model/"2511")
-        if kind == "3d": restore_image_positions(pipe)
-        small = pipe.image_processor.resize(image, *plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)[1::-1])
-        with torch.no_grad(): found[kind] = pipe.encode_prompt(prompt, image=[small], device="cpu")[0][0]
+    @cache
+    def expected(prompt):
+        found = {}
+        for kind in ("3d", "installed"):
+            pipe = QwenImageEditPlusPipeline.from_pretrained(model/"2511")
+            if kind == "3d": restore_image_positions(pipe)
+            small = pipe.image_processor.resize(image, *plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)[1::-1])
+            with torch.no_grad(): found[kind] = pipe.encode_prompt(prompt, image=[small], device="cpu")[0][0]
+        return found
     rows = {}
     for b in benches:
         def compare(bench):
             out = bench.root/"embedding.safetensors"
             bench.run("embedding", "embeddings", samples=[sample], out=str(out))
-            e = load_file(out)[str(sample)]
-            if any(len(e) != len(p) for p in found.values()): return dict(tokens=len(e), pipeline_tokens=len(found["3d"]))
+            e, found = load_file(out)[str(sample)], expected(bench.peer.caption(prompt) if hasattr(bench.peer, "caption") else prompt)
+            r = dict(tokens=len(e), pipeline_tokens=len(expected(prompt)["3d"]))
+            if any(len(e) != len(p) for p in found.values()): return r
             kind = min(found, key=lambda k: (e - found[k]).abs().max())
-            return dict(difference=(e - found[kind]).abs().max().item(), positions=kind, tokens=len(e), largest=found[kind].abs().max().item())
+            return r | dict(difference=(e - found[kind]).abs().max().item(), positions=kind, largest=found[kind].abs().max().item())
         rows[b.name] = attempt(compare, b)
-    half = found["3d"].bfloat16().float()
-    return rows | dict(rounding=dict(difference=(half - found["3d"]).abs().max().item()))
+    exact = expected(prompt)["3d"]
+    return rows | dict(rounding=dict(difference=(exact.bfloat16().float() - exact).abs().max().item()))
 
 
 def copied(bench, label):
@@ -267,7 +275,8 @@ def copied(bench, label):
 
 def outcome(r, good):
     if r["failed"]: return "error: " + r["failed"].splitlines()[0][:160]
-    return good if r["cache_changed"] or r["encoded"] else "trained on the old entry"
+    if r["cache_changed"] or r["encoded"]: return good
+    return "new control latent, old embedding" if r["fresh"] else "trained on the old entry"
 
 
 def stale(bench, what):
@@ -416,6 +425,8 @@ def rows_of(result):
             c = r["cpu_seconds"]
             return f"{c['median']:.3f} s ({c['min']:.3f} to {c['max']:.3f})" if n == "qie_nb" or not r["of_ours"] else f"{r['of_ours']['median']:.2f} ({r['of_ours']['min']:.2f} to {r['of_ours']['max']:.2f})"
         rows.append([f"CPU time of a step, {d} (others: ratio to qie_nb)", *each(step)])
+        if any(got(result, "steps", d, n, "encoding") for n in names):
+            rows.append(["in it, encoding the control image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
         rows.append([f"peak memory in steps, {d}, MB", *value("steps", d, "*", "peak_mb")])
         rows.append(["the same, with gradient checkpointing", *value("checkpointed", d, "*", "peak_mb")])
     rows.append(["precompute, CPU s a sample, float32", *value("precompute", "*", "seconds_a_sample", then=lambda s: f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})")])
@@ -424,7 +435,9 @@ def rows_of(result):
     def conditioned(n):
         r = got(result, "conditioning", n)
         if not r or "error" in r: return cell(r)
-        return small(r["difference"]) if "difference" in r else f"{r['tokens']} tokens, the pipeline {r['pipeline_tokens']}"
+        differs, ours = small(r["difference"]) if "difference" in r else None, r.get("pipeline_tokens", r.get("tokens"))
+        if r.get("tokens") == ours: return differs
+        return (f"{differs} on its caption; " if differs else "") + f"{r['tokens']} tokens, the pipeline {ours}"
     rows.append(["prompt embedding against the pipeline", *each(conditioned)])
     for v in ("2511", "2509"): rows.append([f"loss for {v} against the pipeline's transformer", *value("losses", v, "*", "difference", then=small)])
     for w, name in (("caption", "caption"), ("control", "control image")):

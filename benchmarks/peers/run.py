@@ -67,10 +67,11 @@ def pack(x):
 class Meter:
     """Counts a process's optimizer steps by torch's own hook: CPU seconds, peak memory, one recorded step.
 
-    `warm` steps come first. With `turns`, a pair of file descriptors, the process then waits at each step's end for the number of steps to do next."""
+    `warm` steps come first. With `turns`, a pair of file descriptors, the process then waits at each step's end for the number of steps to do next.
+    `fresh` is for a trainer that encodes control images in its steps: the CPU seconds of that."""
     def __init__(self, job):
         self.job, self.n, self.quota, self.case, self.encoded = job, 0, 0, {}, 0
-        self.cpu = self.wall = 0.
+        self.cpu = self.wall = self.fresh = 0.
     def start(self):
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -114,7 +115,7 @@ class Meter:
             self.case = {}
         if self.n == warm:
             Path("/proc/self/clear_refs").write_text("5") # VmHWM begins anew
-            self.cpu, self.wall = time.process_time(), time.perf_counter()
+            self.cpu, self.wall, self.fresh = time.process_time(), time.perf_counter(), 0.
         if self.n == self.job.get("interrupt_after"): os.kill(os.getpid(), signal.SIGINT)
         if self.job.get("turns") and self.n >= warm: self.take_turns()
     def take_turns(self):
@@ -122,8 +123,8 @@ class Meter:
         if self.quota: self.quota -= 1
         if self.quota: return
         cpu, wall = time.process_time(), time.perf_counter() # work of other threads while we wait counts in the next turn
-        os.write(write, (json.dumps(dict(cpu=cpu - self.cpu, wall=wall - self.wall, peak=memory("VmHWM"))) + "\n").encode())
-        self.cpu = cpu
+        os.write(write, (json.dumps(dict(cpu=cpu - self.cpu, wall=wall - self.wall, fresh=self.fresh, peak=memory("VmHWM"))) + "\n").encode())
+        self.cpu, self.fresh = cpu, 0.
         order = os.read(read, 64).strip()
         if not order or order == b"stop": os._exit(0)
         self.quota, self.wall = int(order), time.perf_counter()
@@ -162,7 +163,7 @@ def action_train(peer, job):
     except (Exception, SystemExit) as e:
         if job.get("may_fail"): failed = f"{type(e).__name__}: {e}"
         else: raise
-    return dict(steps=meter.n, peak=memory("VmHWM"), failed=failed, encoded=meter.encoded, cache_changed=cache_files(job["cache"]) != before)
+    return dict(steps=meter.n, peak=memory("VmHWM"), failed=failed, encoded=meter.encoded, fresh=meter.fresh, cache_changed=cache_files(job["cache"]) != before)
 
 
 def action_embeddings(peer, job):
