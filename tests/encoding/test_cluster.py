@@ -89,6 +89,7 @@ def test_ray_reports_nothing_and_a_cluster_of_our_own_has_a_secret(monkeypatch):
 
 
 # --- a worker, in this process
+@pytest.mark.bits
 def test_a_worker_writes_the_files_of_precompute(pairs, tmp_path):
     root = pairs(((48, 32), (32, 48), (40, 40)))
     other = data_set(root, tmp_path/"alone")
@@ -162,6 +163,7 @@ def here(monkeypatch):
     return ray
 
 
+@pytest.mark.bits
 def test_the_report_is_that_of_precompute(pairs, tmp_path, here, capsys):
     root = pairs(((48, 32), (32, 48), (40, 40), (48, 32)))
     broken = root/"training_images"/"0002.png"

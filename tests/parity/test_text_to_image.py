@@ -122,6 +122,7 @@ def test_a_cache_of_an_older_version_is_read_whole(mixed, tmp_path, monkeypatch)
 
 
 # --- runs
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", ["2511", *(pytest.param(v, marks=pytest.mark.slow) for v in ("v1", "2509"))])
 def test_a_mixed_run_trains_holds_out_and_resumes(variant, mixed, tmp_path, capsys, monkeypatch):
     def trainer(out, **train):
