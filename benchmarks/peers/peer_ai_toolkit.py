@@ -74,11 +74,7 @@ def cache(job):
 def train(job, meter):
     source(job)
     from diffusers import QwenImageTransformer2DModel
-    real = QwenImageTransformer2DModel.forward
-    def forward(model, *a, **kw):
-        meter.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
-        return real(model, *a, **kw)
-    QwenImageTransformer2DModel.forward = forward
+    meter.watch(QwenImageTransformer2DModel)
     watch(meter)
     steps = job.get("stop_at") or job["steps"]
     if job.get("resume"):

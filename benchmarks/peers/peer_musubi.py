@@ -62,11 +62,7 @@ def cache(job):
 def train(job, meter):
     source(job)
     from musubi_tuner.qwen_image.qwen_image_model import QwenImageTransformer2DModel
-    real = QwenImageTransformer2DModel.forward
-    def forward(model, *a, **kw):
-        meter.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
-        return real(model, *a, **kw)
-    QwenImageTransformer2DModel.forward = forward
+    meter.watch(QwenImageTransformer2DModel)
     extra = ["--gradient_checkpointing"] if job.get("checkpointing") else []
     if job.get("stop_at"): extra += ["--save_state", "--save_last_n_steps_state", 10**6]
     if job.get("resume"): extra += ["--resume", next(Path(job["resume"]).glob("run-state"))]

@@ -36,11 +36,7 @@ def cache(job): trainer(job).cache_embeddings()
 def train(job, meter):
     t = trainer(job)
     from diffusers import QwenImageTransformer2DModel
-    real = QwenImageTransformer2DModel.forward
-    def forward(model, *a, **kw):
-        meter.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
-        return real(model, *a, **kw)
-    QwenImageTransformer2DModel.forward = forward
+    meter.watch(QwenImageTransformer2DModel)
     from qie_nb.models import flow_matching
     real_loss = flow_matching.flow_loss
     def flow_loss(pred, target, *a, **kw):

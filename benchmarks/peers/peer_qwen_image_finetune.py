@@ -63,11 +63,7 @@ def cache(job):
 def train(job, meter):
     source(job)
     from qflux.models.transformer_qwenimage import QwenImageTransformer2DModel
-    real = QwenImageTransformer2DModel.forward
-    def forward(model, *a, **kw):
-        meter.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
-        return real(model, *a, **kw)
-    QwenImageTransformer2DModel.forward = forward
+    meter.watch(QwenImageTransformer2DModel)
     from qflux.losses import MseLoss
     real_loss = MseLoss.forward
     def loss(module, model_pred, target, *a, **kw):

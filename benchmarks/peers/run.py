@@ -103,6 +103,13 @@ class Meter:
         if self.n or "pred" in self.case or not self.job.get("case"): return
         noise = next(x for x in reversed(self.kept) if x.numel() == target.numel())
         self.case |= dict(pred=pack(pred), target=pack(target), noise=pack(noise))
+    def watch(self, transformer):
+        "Look at the arguments of each call of a class with the arguments of diffusers' transformer."
+        real = transformer.forward
+        def forward(model, *a, **kw):
+            self.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
+            return real(model, *a, **kw)
+        transformer.forward = forward
     def seen(self, tokens, sigma, embeds):
         "What the transformer got: target and control tokens, timestep / 1000, prompt embedding."
         if self.n == 0 and self.job.get("case"): self.case |= dict(tokens=tokens, sigma=sigma.reshape(-1)[:1], embeds=embeds)
