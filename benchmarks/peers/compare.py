@@ -13,7 +13,7 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUT, DOCS = HERE.parent/"results"/"peers.json", ROOT/"docs"/"peers.md"
-PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi"
+PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi", "simpletuner"
 INTERFACE = "TITLE FOLDER URL COMMIT PRESENT MADE_FOR STATE DTYPES REQUIREMENTS patches cache train lora embedding latent".split()
 MARK = "peers: made by benchmarks/peers/compare.py from benchmarks/results/peers.json"
 QUIET = dict(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1",
