@@ -13,7 +13,7 @@ STATE = "checkpoints hold adapter, optimizer, random states and the position in 
 # of what its setup.py asks for, that which its start imports, without CUDA; transformers 5.24 lacks a class that it imports; torch comes from the main environment
 REQUIREMENTS = ["transformers==5.16.1", "trainingsample==0.3.2", "wandb==0.31.0", "einops==0.8.2", "toml==0.10.2", "colorama==0.4.6", "loguru==0.7.3", "atomicwrites==1.4.1",
                 "fastapi==0.165.0", "python-multipart==0.0.34", "httpx==0.28.1", "ftfy==6.3.1", "sentencepiece==0.2.3", "torchaudio==2.11.0", "librosa==0.11.0",
-                "spacy==3.8.18", "num2words==0.5.14", "hangul-romanize==0.1.0", "py3langid==0.4.0", "pypinyin==0.55.0"]
+                "spacy==3.8.18", "num2words==0.5.14", "hangul-romanize==0.1.0", "py3langid==0.4.0", "pypinyin==0.55.0", "skrample==0.5.3; python_version >= '3.12'"]
 
 
 def patches(job):
