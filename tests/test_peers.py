@@ -66,6 +66,20 @@ def test_each_peer_has_the_interface(name):
     assert all(p.old != p.new and len(p.why) > 5 for p in peer.patches(job))
 
 
+def test_simpletuner_gets_links_to_the_pairs(tmp_path):
+    peer, pairs = compare.load("simpletuner"), tmp_path/"pairs"
+    for sub in ("training_images", "control_images"):
+        (pairs/sub).mkdir(parents=True)
+        (pairs/sub/"0000.png").write_bytes(b"old")
+    job = dict(pairs=str(pairs), cache=str(tmp_path/"cache"), size=(64, 48))
+    for _ in range(2): targets, controls, text = json.loads(peer.data_config(job, tmp_path/"data").read_text())
+    (pairs/"control_images"/"0000.png").write_bytes(b"new")
+    seen = [Path(d["instance_data_dir"]) for d in (targets, controls)]
+    assert [(p/"0000.png").read_bytes() for p in seen] == [b"old", b"new"] and pairs not in (p.parent for p in seen)
+    assert targets["conditioning_data"] == [controls["id"]] and controls["caption_strategy"] is None and text["default"]
+    assert targets["resolution"] == 48 and targets["resolution_type"] == "pixel"
+
+
 def test_a_peer_without_a_function_is_refused(made_up):
     (made_up/"peers"/"peer_made_up.py").write_text(MADE_UP.replace("def latent", "def other"))
     with pytest.raises(TypeError, match="peer_made_up.py lacks latent"): compare.load("made_up")

@@ -14,7 +14,7 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUT, DOCS = HERE.parent/"results"/"peers.json", ROOT/"docs"/"peers.md"
-PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi", "ai_toolkit"
+PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi", "ai_toolkit", "simpletuner"
 INTERFACE = "TITLE FOLDER URL COMMIT PRESENT MADE_FOR STATE DTYPES REQUIREMENTS patches cache train lora embedding latent".split()
 MARK = "peers: made by benchmarks/peers/compare.py from benchmarks/results/peers.json"
 QUIET = dict(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1",
@@ -102,7 +102,8 @@ class Bench:
         return json.loads(result.read_text())
     def run(self, label, action, **kw): return self.finish(label, self.start(label, action, **kw))
     def last_words(self, label):
-        lines = [r.strip() for r in (self.root/f"{label}.log").read_text(errors="replace").splitlines() if r.strip()]
+        text = re.sub(r"\x1b\[[0-9;]*m", "", (self.root/f"{label}.log").read_text(errors="replace")) # without colours
+        lines = [r.strip() for r in text.splitlines() if r.strip()]
         return next((r for r in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", r)), lines[-1] if lines else "no output")[:300]
 
 

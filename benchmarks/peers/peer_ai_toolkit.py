@@ -84,7 +84,7 @@ def train(job, meter):
 
 
 def watch(meter):
-    "Keep two of its habits apart from what is measured."
+    "Count what it does besides the step apart from the step."
     from extensions_built_in.diffusion_models.qwen_image.qwen_image import QwenImageModel
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
     real_images, real_static = QwenImageModel.encode_images, SDTrainer.encode_static_prompt

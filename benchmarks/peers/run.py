@@ -2,7 +2,7 @@
 
 `python run.py PEER ACTION job.json` calls a function of `PEER.py` and writes what was measured into the job's `result`.
 """
-import hashlib, importlib, importlib.abc, importlib.machinery, json, os, random, shutil, signal, sys, time
+import functools, hashlib, importlib, importlib.abc, importlib.machinery, json, os, random, shutil, signal, sys, time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,8 +106,10 @@ class Meter:
     def watch(self, transformer):
         "Look at the arguments of each call of a class with the arguments of diffusers' transformer."
         real = transformer.forward
+        @functools.wraps(real)
         def forward(model, *a, **kw):
-            self.seen(kw["hidden_states"], kw["timestep"], kw["encoder_hidden_states"])
+            embeds, mask = kw["encoder_hidden_states"], kw.get("encoder_hidden_states_mask")
+            self.seen(kw["hidden_states"], kw["timestep"], embeds if mask is None else embeds[mask.bool()][None])
             return real(model, *a, **kw)
         transformer.forward = forward
     def seen(self, tokens, sigma, embeds):
