@@ -57,7 +57,7 @@ def environment(peer):
         if not python.is_file(): subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         purelib = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True).stdout.strip()
         (Path(purelib)/"main.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-cache-dir", *peer.REQUIREMENTS], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-cache-dir", "--no-warn-conflicts", *peer.REQUIREMENTS], check=True)
         ready.write_text(wanted)
     return python
 
