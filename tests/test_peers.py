@@ -121,6 +121,19 @@ def test_precompute_is_measured_without_what_does_not_grow(made_up):
     assert [p.name for p in made_up.glob("cache*")] != ["cache"] and (made_up/"cache-0-pairs-2").is_dir()
 
 
+def test_the_meter_sees_what_a_transformer_gets_without_filling_tokens(monkeypatch):
+    import torch
+    class Transformer:
+        def forward(self, **kw): return len(kw)
+    meter, seen = run.Meter({}), []
+    monkeypatch.setattr(meter, "seen", lambda *what: seen.append(what))
+    meter.watch(Transformer)
+    embeds = torch.arange(6.).view(1, 3, 2)
+    got = dict(hidden_states="tokens", timestep="sigma", encoder_hidden_states=embeds)
+    assert [Transformer().forward(**got, **kw) for kw in ({}, dict(encoder_hidden_states_mask=torch.tensor([[1, 1, 0]])))] == [3, 4]
+    assert [s[:2] for s in seen] == [("tokens", "sigma")] * 2 and seen[0][2].equal(embeds) and seen[1][2].equal(embeds[:, :2])
+
+
 def test_the_meter_reports_what_control_images_cost_in_each_turn():
     orders, reports = os.pipe(), os.pipe()
     os.write(orders[1], b"1")
