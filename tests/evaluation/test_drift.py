@@ -146,7 +146,7 @@ def test_an_evaluation_writes_its_drift(config, tmp_path, monkeypatch, capsys):
 
 
 def test_drift_is_compared_with_that_before_the_first_step(config, monkeypatch, capsys):
-    "Also by a run that continues in another process."
+    "Also by a run that is resumed, from the result file."
     measured = iter([4., 4.] + [3.25] * 9) # of two images before the first step, then of later ones
     monkeypatch.setattr(eval_images, "drift_of", lambda *a: dict(MADE, drift_shift_px=next(measured)))
     said = lambda: [l.partition("; ")[2] for l in capsys.readouterr().out.splitlines() if "shifted" in l]
