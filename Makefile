@@ -11,7 +11,9 @@ export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-perturbed test-all browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers rehearsal
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo lint refresh test test-perturbed test-all test-weekly browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers rehearsal
 
 install: $(VENV)/.ready
 
@@ -23,29 +25,35 @@ $(VENV)/.ready: settings.ini setup.py
 demo: $(VENV)/.ready ## precompute, train and predict with the embedded model and real photographs
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-EVERYDAY := -m "not slow and not browser and not mounts"
+RUN := $(ONE) WORKERS=$(WORKERS) $(BIN)/python tools/run_tests.py
+
+lint: $(VENV)/.ready ## is everything that is made from other files in step, do pages and code keep the rules? Under a minute
+	$(RUN) lint
+
+refresh: $(VENV)/.ready ## write every file that is made from others: run it before a commit
+	$(ONE) $(BIN)/python tools/refresh.py $(ARGS)
 
 test: $(VENV)/.ready ## the everyday tests: notebooks, then pytest
-	@date +%s > $(VENV)/.started
-	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS)
-	$(ONE) $(PYTEST) $(EVERYDAY)
-	@echo "make test: passed in $$(( $$(date +%s) - $$(cat $(VENV)/.started) )) s. Not included: tests that start processes, kernels, mounts or a browser, and full matrices (make test-all)"
+	$(RUN) test
+
+test-all: $(VENV)/.ready ## the lane of every change; needs Chromium, and root for the mounts
+	$(BIN)/python tests/end_to_end/browser/lab.py
+	$(RUN) all
+
+test-weekly: $(VENV)/.ready ## all tests: full matrices, trials of kills and faults, broken copies of the library, both versions of ipywidgets, all outputs
+	$(BIN)/python tests/end_to_end/browser/lab.py
+	$(RUN) weekly
+	$(MAKE) outputs
 
 # each float32 result of a linear layer, convolution or attention moves by at most one unit in the last place
 test-perturbed: $(VENV)/.ready ## the everyday tests as on a CPU whose float32 results depend on memory addresses
 	$(ONE) PYTHONPATH=$(CURDIR)/tests/perturb:$(CURDIR) $(BIN)/nbdev_test --n_workers $(WORKERS)
-	$(ONE) PYTHONPATH=$(CURDIR)/tests/perturb:$(CURDIR) $(PYTEST) -m "not slow and not browser and not mounts and not bits"
-
-test-all: $(VENV)/.ready ## everything but broken copies of the library (make breakages); needs Chromium, and root for the mounts
-	$(BIN)/python tests/end_to_end/browser/lab.py
-	$(ONE) $(BIN)/nbdev_test --n_workers $(WORKERS) --flags slow
-	$(ONE) $(PYTEST) -m "not browser" --ignore=tests/breakages
-	$(MAKE) browser
+	$(ONE) PYTHONPATH=$(CURDIR)/tests/perturb:$(CURDIR) $(PYTEST) --ignore=tests/lint -m "not slow and not browser and not mounts and not weekly and not bits"
 
 BROWSERS := w8 w7
+LANE := browser
 browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
-	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest tests/end_to_end/test_browser.py tests/end_to_end/test_browser_newcomer.py || exit 1; done
+	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest -m "$(LANE)" --junitxml $(VENV)/reports/browser.xml tests/end_to_end/test_browser.py tests/end_to_end/test_browser_newcomer.py || exit 1; done
 
 # an environment with one JupyterLab and its ipywidgets, which come before what is installed in $(VENV)
 $(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
@@ -76,12 +84,7 @@ screenshots: $(VENV)-w8/.ready ## take the widget images of README again
 outputs: $(VENV)/.ready ## run the notebooks that are committed with outputs and write the outputs into them; ARGS="nbs/index" for one
 	$(ONE) $(BIN)/python tools/outputs.py $(ARGS)
 
-check: $(VENV)/.ready ## before a commit: export and clean leave git unchanged, then the everyday tests
-	$(BIN)/nbdev_export
-	$(BIN)/nbdev_clean
-	$(BIN)/nbdev_clean --fname kaggle
-	git diff --exit-code
-	$(MAKE) test
+check: lint test ## lint, then the everyday tests
 
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and expect a failing test; ten minutes
 	$(ONE) $(PYTEST) tests/breakages

@@ -1,9 +1,10 @@
-"""Makes the tables of docs/speed.md from benchmarks/results/*.json and the planner: `python benchmarks/table.py` prints them, `--write` puts them into the page."""
+"""Makes the tables of docs/speed.md from benchmarks/results/*.json and the planner: `python benchmarks/table.py` prints them, `--write` puts them into the page, and the table of GPUs into README, too."""
 import argparse, json, re
 from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent/"docs"/"speed.md"
+README = HERE.parent/"README.md"
 
 
 def markdown(head, rows):
@@ -81,6 +82,14 @@ def short_table():
     from qie_nb.planning.plan import card_table
     return card_table()
 
+
+def with_table(text:str, table:str) -> str:
+    "A page whose table that begins with `| GPU |` is this one. Raises SystemExit if it has none, or two."
+    new, n = re.subn(r"(?:^\| GPU \|.*\n)(?:^\|.*\n)+", lambda m: table + "\n", text, flags=re.M)
+    if n != 1:
+        raise SystemExit(f"README.md needs one table that begins with `| GPU |`, it has {n}")
+    return new
+
 def modes_table(r):
     "Uncached, lazy, precomputed."
     out = []
@@ -121,7 +130,9 @@ def main():
         if not a.write: print(f"{name}\n\n{made}\n"); continue
         text, n = re.subn(f"(<!-- {name}: .*? -->\n).*?(\n<!-- end -->)", lambda m: m[1] + made + m[2], text, flags=re.S)
         if n != 1: raise SystemExit(f"{PAGE} needs the mark of the table {name} once, it has {n}")
-    if a.write: PAGE.write_text(text)
+    if a.write:
+        PAGE.write_text(text)
+        README.write_text(with_table(README.read_text(), short_table()))
 
 
 if __name__ == "__main__": main()

@@ -1,5 +1,5 @@
-"""Data sets made on the spot, and a count of the components that are built from disk."""
-import collections, os, sys
+"""Data sets made on the spot, runs that several tests read, and a count of the components that are built from disk."""
+import collections, json, os, sys
 from pathlib import Path
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT") # equal bits on every CPU: before torch loads
@@ -7,9 +7,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(p) for p in sorted(HERE.iterdir()) if p.is_dir() and p.name[0] not in "._" and p.name != "perturb"] # tests may import from each other
 sys.path.append(str(HERE.parent/"benchmarks"))
 
-import pytest
+sys.path.append(str(HERE.parent/"tools"))
 
-from helpers import make_trained_run, write_pairs
+import pytest
 
 
 # files that take a minute or more in `make test-all`: first, so that no process is left with one at the end
@@ -23,13 +23,35 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def pairs(tmp_path):
+    from helpers import write_pairs
     return lambda sizes=((48, 32), (32, 48), (40, 40)), **kw: write_pairs(tmp_path/"set", sizes, **kw)
 
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     "A finished run of the tiny 2511 model (`helpers.TrainedRun`): read it, change only copies made by `copy`."
+    from helpers import make_trained_run
     return make_trained_run(tmp_path_factory.mktemp("trained_run"))
+
+
+@pytest.fixture(scope="session")
+def executed(tmp_path_factory):
+    """A function of a chapter's name (`nbs/index`) that returns the notebook as JSON, with the outputs of a run in a kernel of its own.
+
+    Each chapter is run once for all tests and all processes of pytest. Raises nbclient's CellExecutionError in each test if a cell fails."""
+    import outputs
+    from filelock import FileLock
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own)/"executed"
+    shared.mkdir(exist_ok=True)
+
+    def run(name):
+        file = shared/f"{name.replace('/', '_')}.ipynb"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_text(json.dumps(outputs.run(name)))
+        return json.loads(file.read_text())
+    return run
 
 
 @pytest.fixture

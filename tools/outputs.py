@@ -1,30 +1,76 @@
 """Run the notebooks that are committed with outputs, and write the outputs into them: `make outputs`.
 
+A notebook's metadata keeps a key of its code (`key_of`), so that `make refresh` runs those again whose code changed; `make outputs` runs all.
 Widgets keep their static form, images become JPEG, and temporary folders get one name. Cells with `#| cuda` or `#| eval: false` are not run.
 The place notebooks run in the tests' imitations of Kaggle and Colab, which need Linux and `unshare`.
 """
-import base64, io, json, os, re, sys, tempfile
+import ast, base64, hashlib, io, json, os, re, sys, tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = ["nbs/index", "nbs/00_cache", "nbs/01_trainer", "nbs/02_predict", "nbs/03_logging", "nbs/04_cli"]
 PLACES = ["kaggle/precompute/precompute", "kaggle/train/train", "kaggle/prequantize/prequantize", "kaggle/colab"]
 LIMIT = 400_000 # bytes of a notebook
+KEY = "outputs_of" # in a notebook's metadata; `allowed_metadata_keys` of settings.ini lets nbdev_clean keep it
 SKIPPED = re.compile(r"^#\| *(cuda|eval: *false)", re.M)
 
 
 def path_of(name) -> Path: return ROOT/f"{name}.ipynb"
 
 
-def execute(name) -> dict: # the notebook as JSON, with new outputs
-    "Raises RuntimeError with the error of the first cell that fails."
+def module_of(nb:dict) -> str: # its text, "" without one
+    "The module that a notebook exports."
+    for cell in nb["cells"]:
+        found = re.match(r"#\| *default_exp +(\S+)", "".join(cell["source"]))
+        if found:
+            return (ROOT/"qie_nb"/(found[1].replace(".", "/") + ".py")).read_text()
+    return ""
+
+
+def key_of(nb:dict) -> str:
+    "A digest of what a notebook's outputs are made from: its code cells, and the module that it exports."
+    cells = ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == "code"]
+    return hashlib.sha256(json.dumps([*cells, module_of(nb)]).encode()).hexdigest()[:16]
+
+
+def stale() -> list: # names
+    "The notebooks whose code changed since their outputs were written."
+    return [name for name in CHAPTERS + PLACES if is_stale(notebook(name))]
+
+
+def is_stale(nb:dict) -> bool:
+    "Was its code changed since its outputs were written?"
+    return nb["metadata"].get(KEY) != key_of(nb)
+
+
+def notebook(name:str) -> dict:
+    "A committed notebook as JSON."
+    return json.loads(path_of(name).read_text())
+
+
+def has_value(source:str) -> bool:
+    "Does a cell end in an expression that is no call (calls may return None)? It has an output, then."
+    if re.search(r"^#\| *(export|hide)", source, re.M) or SKIPPED.search(source):
+        return False
+    body = ast.parse(re.sub(r"^[%!].*", "", source, flags=re.M)).body
+    return bool(body) and isinstance(body[-1], ast.Expr) and not isinstance(body[-1].value, ast.Call)
+
+
+def run(name:str) -> dict:
+    "Runs a notebook. Returns it as JSON with its new outputs; raises the error of the first cell that fails."
     import nbformat
-    nb = json.loads(path_of(name).read_text())
-    with tempfile.TemporaryDirectory() as tmp:
-        if name in PLACES: ran = in_its_place(name, Path(tmp))
-        else: ran = in_a_kernel(nbformat.read(path_of(name), 4), Path(tmp))
-    for cell, other in zip(nb["cells"], ran["cells"], strict=True):
-        if cell["cell_type"] == "code": cell["outputs"] = [tidy(o) for o in joined(other["outputs"])]
+    with tempfile.TemporaryDirectory() as folder:
+        if name in PLACES:
+            return in_its_place(name, Path(folder))
+        return in_a_kernel(nbformat.read(path_of(name), 4), Path(folder))
+
+
+def execute(name:str) -> dict:
+    "A committed notebook as JSON, with the new outputs of a run."
+    nb = notebook(name)
+    for cell, other in zip(nb["cells"], run(name)["cells"], strict=True):
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [tidy(o) for o in joined(other["outputs"])]
     return nb
 
 
@@ -85,24 +131,12 @@ def lines(text) -> list:
     return text.splitlines(keepends=True)
 
 
-def comparable(cell) -> list:
-    "What a cell shows, without what differs between machines and runs: numbers, digests, progress, announcements of long work, column widths."
-    out = []
-    for o in cell.get("outputs", []):
-        kinds = sorted(o.get("data", {})) or [o.get("name", o["output_type"])]
-        text = text_of(o.get("text") or o.get("data", {}).get("text/plain", ""))
-        text = "\n".join(line for line in text.splitlines() if not re.search(r"\d+/\d+, [\d.]+/s|\d+%\||^(final )?evaluation.*about \d", line))
-        text = re.sub(r"\b[0-9a-f]{6,}\b", "#", text)
-        text = re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?( (s|min|h|kB|MB|GB)\b)?", "#", text)).strip()
-        if text or "data" in o: out.append((kinds, text))
-    return out
-
-
 def main(names):
     unknown = [n for n in names if n not in CHAPTERS + PLACES]
     if unknown: sys.exit(f"no outputs are committed for {unknown[0]!r}; choose from: {', '.join(CHAPTERS + PLACES)}")
     for name in names or CHAPTERS + PLACES:
         nb = execute(name)
+        nb["metadata"][KEY] = key_of(nb)
         text = json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
         if len(text.encode()) > LIMIT: sys.exit(f"{name}: {len(text.encode()):,} bytes with outputs; at most {LIMIT:,} are committed, so show smaller images")
         path_of(name).write_text(text)

@@ -1,4 +1,4 @@
-"""Settings, commands, messages and files that README and docs/ name exist, and their tables are current."""
+"""Settings, commands, messages and files that README and docs/ name exist."""
 import re, shlex, sys
 from functools import cache
 from pathlib import Path
@@ -9,19 +9,15 @@ import yaml
 from qie_nb.cli import parser
 from qie_nb.config import describe, make_config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT/"tools"))
+import quotes
+
 PAGES = sorted(p.stem for p in (ROOT/"docs").glob("*.md"))
 WRITTEN = ["../README", *(p for p in PAGES if p != "refusals")] # refusals.md is generated
 SECTIONS = "model|data|train|cache|predict|optimizer|lr_scheduler|logging"
 read = lambda page: (ROOT/"docs"/f"{page}.md").read_text()
 each_page = pytest.mark.parametrize("page", WRITTEN)
-sys.path.insert(0, str(ROOT/"benchmarks"))
-
-
-@cache
-def source() -> str:
-    "The package's text with adjacent string literals joined."
-    return re.sub(r'"\s*\n?\s*f?"', "", "\n".join(p.read_text() for p in (ROOT/"qie_nb").rglob("*.py")))
 
 
 @cache
@@ -56,17 +52,11 @@ def test_commands_exist(page):
     with pytest.raises(SystemExit): parser().parse_args(shlex.split("qie-nb plan --gpuu T4")[1:])
 
 
-def messages(text) -> list: # quoted pieces in the first column of the tables of messages
-    rows = [r.split("|")[1] for table in re.findall(r"\| message \|.*?\n\n?(?=\Z|\n|#)", text + "\n\n", re.S) for r in table.splitlines()[2:] if r.startswith("|")]
-    spans = [m[2] for r in rows for m in re.finditer(r"(`+)(.+?)\1(?!`)", r)]
-    return [p.strip() for s in spans for p in s.split("…") if len(p.strip()) > 7]
-
-
-@pytest.mark.parametrize("page", ["kaggle", "colab"])
+@pytest.mark.parametrize("page", quotes.PAGES)
 def test_messages_are_quoted_exactly(page):
-    found = messages(read(page))
+    found = quotes.quoted(read(page))
     assert len(found) >= (12 if page == "kaggle" else 3)
-    assert not [m for m in found if m not in source()]
+    assert not [m for m in found if not quotes.in_code(m)]
 
 
 @each_page
@@ -95,26 +85,6 @@ def test_table_rows_have_equal_length(page):
     for table in re.findall(r"(?:^\|.*\n)+", read(page), re.M):
         counts = {len(re.sub(r"`+[^`]*`+", "", row).split("|")) for row in table.splitlines()}
         assert len(counts) == 1, table[:200]
-
-
-def test_tables_are_current():
-    import session_table
-    assert len(session_table.PARTS) >= 7
-    stale = [mark for (page, mark), make in session_table.PARTS.items() if session_table.filled(page, mark, make()) != read(page)]
-    assert not stale, "python benchmarks/session_table.py --write"
-
-
-def test_the_list_of_options_is_current():
-    sys.path.insert(0, str(ROOT/"tools"))
-    import options_page
-    assert options_page.filled(read("options")) == read("options"), "python tools/options_page.py"
-    assert "| `train.max_train_steps` | `null` |" in read("options") and "### `lr_scheduler`" in read("options")
-
-
-def test_the_table_of_cards_is_current():
-    from qie_nb.planning.plan import card_table
-    table = card_table()
-    assert table in read("speed") and table in read("../README"), "python benchmarks/table.py --write"
 
 
 # --- claims
@@ -147,3 +117,14 @@ def test_each_bold_sentence_is_a_claim_or_a_heading():
             words, before = " ".join(m[1].split()).strip("."), text[:m.start()].rpartition("\n")[2]
             heading = not before.strip("-> 0123456789.") and page != "README"
             assert heading or len(words.split()) < 6 or words in known or all(part.strip() in known for part in words.split(",", 1)), (page, words)
+
+
+# --- the security page
+def test_the_security_page_names_tests_that_exist():
+    page = read("security")
+    named = {(file, name) for file, names in re.findall(r"(tests/[\w/]+\.py):\s+([\w,\s]+)", page) for name in re.split(r",\s+", names)}
+    assert len(named) > 20
+    missing = [f"{file}: {name}" for file, name in named if not re.search(rf"^def (test_)?{name}\(", (ROOT/file).read_text(), re.M)]
+    assert not missing, missing
+    own = set(re.findall(r"^def test_(\w+)\(", (ROOT/"tests"/"test_security.py").read_text(), re.M))
+    assert own <= {name for file, name in named if file == "tests/test_security.py"}, "the page names every test of that file"

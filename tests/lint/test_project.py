@@ -1,5 +1,5 @@
-"""The project is consistent: one source of settings, notebooks exported and clean, no circles, light imports, no pickle."""
-import ast, json, re, shutil, subprocess, sys
+"""The project is consistent: one source of settings, no circles, light imports, no pickle, plain words."""
+import ast, json, re, subprocess, sys
 from collections import Counter
 from configparser import ConfigParser
 from graphlib import TopologicalSorter
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT/"nbs").rglob("*.ipynb")) + sorted((ROOT/"kaggle").rglob("*.ipynb"))
 MODULES = {".".join(p.relative_to(ROOT/"qie_nb").with_suffix("").parts).removesuffix(".__init__"): p
            for p in sorted((ROOT/"qie_nb").rglob("*.py")) if p.name != "_modidx.py" and p.parent != ROOT/"qie_nb" or p.stem[0] != "_"}
@@ -34,14 +34,6 @@ def test_pyproject_says_what_settings_say():
 def test_version_is_the_same_everywhere():
     assert f'__version__ = "{settings()["version"]}"' in (ROOT/"qie_nb"/"__init__.py").read_text()
     assert settings()["version"] in (ROOT/"CHANGELOG.md").read_text()
-
-
-@pytest.mark.slow
-def test_clean_and_export_leave_the_tree_unchanged(tmp_path):
-    copy = shutil.copytree(ROOT, tmp_path/"repo", ignore=shutil.ignore_patterns(".venv*", ".git", "demo_out", "rehearsal", "*.egg-info", "__pycache__"))
-    bin = Path(sys.executable).parent
-    for tool, *args in (["nbdev_clean"], ["nbdev_clean", "--fname", "kaggle"], ["nbdev_export"]): subprocess.run([bin/tool, *args], cwd=copy, check=True, capture_output=True)
-    for p in [*NOTEBOOKS, *(ROOT/"qie_nb").rglob("*.py")]: assert (copy/p.relative_to(ROOT)).read_bytes() == p.read_bytes(), f"{p.relative_to(ROOT)} is not clean or not exported"
 
 
 def imports_of(name):
@@ -106,8 +98,7 @@ def imported(statements):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-@pytest.mark.parametrize("of", [slice(3), pytest.param(slice(3, None), marks=pytest.mark.slow)])
-def test_imports_are_light(of): assert not imported(LIGHT[of])
+def test_imports_are_light(): assert not imported(LIGHT)
 
 
 def test_no_pickle():
