@@ -64,10 +64,15 @@ def tokens_of(text) -> list[Token]:
     for raw in raw_tokens(text):
         start = begins[raw.start[0]] + raw.start[1]
         end = begins[raw.end[0]] + raw.end[1]
-        key = text[start:end]
-        is_plain = raw.type == tokenize.STRING and "f" not in key[:key.index(key[-1])].lower()
-        tokens.append(Token(repr(ast.literal_eval(key)) if is_plain else key, start, end, raw.start[0]))
+        tokens.append(Token(key_of(raw, text[start:end]), start, end, raw.start[0]))
     return tokens
+
+
+def key_of(raw, text) -> str:
+    """What is compared: the token, or for a string without f its value."""
+    if raw.type == tokenize.STRING and "f" not in text[:text.index(text[-1])].lower():
+        return repr(ast.literal_eval(text))
+    return text
 
 
 def keys_of(fragment) -> list[str]:
@@ -77,6 +82,14 @@ def keys_of(fragment) -> list[str]:
         keys = [token.key for token in tokens_of(f"({fragment}\n)")]
     except (tokenize.TokenError, SyntaxError) as e:
         raise Misfit(f"`{fragment}` cannot be read as Python: {e}") from None
+    open_brackets = 0
+    for key in keys[:-1]:
+        if key in ("(", "[", "{"):
+            open_brackets += 1
+        elif key in (")", "]", "}"):
+            open_brackets -= 1
+        if not open_brackets:
+            raise Misfit(f"`{fragment}` cannot be read as Python: a bracket was not opened")
     return keys[1:-1]
 
 
