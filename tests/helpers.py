@@ -132,25 +132,6 @@ def few_trials(script, request, tmp_path_factory):
     return {r["name"]: r for r in json.loads(out.read_text())["cases"]}
 
 
-def broken(root, changes) -> dict: # {path: text}
-    "Files of library code with each `old` of [(module, old, new)], which must be there once, replaced."
-    texts = {}
-    for module, old, new in changes:
-        path = root/"qie_nb"/f"{module}.py"
-        text = texts.get(path) or path.read_text()
-        assert text.count(old) == 1, f"{old!r} is no longer in {module}; update the breakage"
-        texts[path] = text.replace(old, new)
-    return texts
-
-
-def broken_copy(root, changes, to):
-    "A copy of library and tests, with broken code."
-    for folder in ("qie_nb", "tests"): shutil.copytree(root/folder, to/folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(root/"pyproject.toml", to)
-    for path, text in broken(to, changes).items(): path.write_text(text)
-    return dict(cwd=to, env=os.environ | dict(PYTHONPATH=str(to), OMP_NUM_THREADS="1"), capture_output=True, text=True) # how to run there
-
-
 @dataclass
 class TrainedRun:
     "A finished run: 5 pairs, one of them for validation, 2 epochs of 4 steps, checkpoints after every second step, TensorBoard log, evaluations."
