@@ -5,7 +5,7 @@ benchmarks/session_table.py --write` puts the table into docs/data.md. Samples a
 and entries with tiny tensors and full headers, as `precompute` lays them out. Every figure is from a process of its own. Name numbers of
 samples to measure only those; the others stay in the file.
 """
-import argparse, json, math, os, platform, shutil, struct, subprocess, sys, tempfile, time, zlib
+import argparse, gc, json, math, os, platform, shutil, struct, subprocess, sys, tempfile, threading, time, tracemalloc, zlib
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -68,20 +68,28 @@ def fill(root): # one file per entry, written without waiting for the disk
 
 # --- counted and measured in a process of its own
 class Counted:
-    "Within: files opened, and questions about files."
+    "Within: files opened, and questions about files, by the thread that counts; libraries may have others."
     on = None
+
     def __enter__(self):
         self.opened = self.asked = 0
+        self.thread = threading.get_ident()
         Counted.on, self.real = self, os.stat
+
         def stat(*a, **kw):
-            self.asked += 1
+            self.asked += threading.get_ident() == self.thread
             return self.real(*a, **kw)
         os.stat = stat
         return self
+
     def __exit__(self, *_): Counted.on, os.stat = None, self.real
+
     @staticmethod
     def hook(event, args):
-        if Counted.on and event == "open" and isinstance(args[0], (str, bytes, os.PathLike)): Counted.on.opened += 1
+        "For `sys.addaudithook`."
+        counting = Counted.on and Counted.on.thread == threading.get_ident()
+        if counting and event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+            Counted.on.opened += 1
 
 
 def memory(): # resident bytes: (now, at most so far)
@@ -138,15 +146,46 @@ def part_work(root, layer): # open, then what `precompute` and `fit` do before t
     return out | dict(peak=memory()[1] - before, samples=n)
 
 
-def calls(f) -> int: # Python and C functions called
+def calls(f) -> int:
+    "How many Python and C functions a function calls. Nothing is collected meanwhile, because that calls functions of others."
     n = 0
     def count(frame, event, arg):
         nonlocal n
         n += event in ("call", "c_call")
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
-    try: f()
-    finally: sys.setprofile(None)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return n
+
+
+def part_allocated(root, layer):
+    "Bytes of Python objects a sample: of an open data set, and added by looking at each sample."
+    data_set(root, layer).status() # imports, and facts of files
+    gc.collect()
+    tracemalloc.start()
+    ds = data_set(root, layer)
+    opened = tracemalloc.get_traced_memory()[0]
+    for i in range(len(ds)):
+        assert not ds.missing(i)
+    known = tracemalloc.get_traced_memory()[0] - opened
+    return dict(opened=opened / len(ds), known=known / len(ds))
+
+
+def part_allocated_packed(root, layer):
+    "Bytes of Python objects an entry of a packed cache: kept, and at most while it is opened."
+    from qie_nb.core.cache_layers import open_layer
+    open_layer(root/layer)
+    gc.collect()
+    tracemalloc.start()
+    opened = open_layer(root/layer)
+    held, most = tracemalloc.get_traced_memory()
+    n = sum(1 for kind in opened.index for _ in opened.entries(kind))
+    return dict(entries=n, kept=held / n, most=most / n, tables=sorted({type(t).__name__ for t in opened.index.values()}))
 
 
 def part_pack(root, layer):

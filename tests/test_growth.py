@@ -1,5 +1,5 @@
 """What grows with the number of samples, counted and not timed: questions about files, files opened, calls of a step, bytes of memory."""
-import gc, json, os, sys, tracemalloc
+import json, os, sys
 from pathlib import Path
 
 import pytest
@@ -63,18 +63,10 @@ def test_a_step_does_the_same_with_more_samples(made, hooked):
     assert (opened, asked) == (few_opened, few_asked) and opened <= 6 and asked <= 12 and calls <= 1.1 * few_calls
 
 
-def test_memory_of_a_sample(made):
-    root = made(1000)
-    growth.data_set(root, "cache").status() # imports, and facts of files
-    gc.collect()
-    tracemalloc.start()
-    try:
-        ds = growth.data_set(root, "cache")
-        opened = tracemalloc.get_traced_memory()[0] / len(ds)
-        for i in range(len(ds)): assert not ds.missing(i)
-        known = tracemalloc.get_traced_memory()[0] / len(ds) - opened
-    finally: tracemalloc.stop()
-    assert opened < 3000 and known < 800, (opened, known)
+def test_memory_of_a_sample(made, tmp_path):
+    "In a process of its own: threads and caches of other tests allocate, too."
+    got = growth.child("allocated", made(1000), "cache", tmp_path/"home")
+    assert got["opened"] < 3000 and got["known"] < 800, got
 
 
 def test_facts_are_written_in_groups_and_all_before_the_process_ends(made, monkeypatch):
@@ -89,18 +81,11 @@ def test_facts_are_written_in_groups_and_all_before_the_process_ends(made, monke
 
 
 # --- a packed cache
-def test_memory_of_an_entry_of_a_packed_cache(made):
+def test_memory_of_an_entry_of_a_packed_cache(made, tmp_path):
     root = made(300)
     EmbeddingCacheManager(root/"cache").pack(root/"packed")
-    open_layer(root/"packed")
-    gc.collect()
-    tracemalloc.start()
-    try:
-        layer = open_layer(root/"packed")
-        held, most = tracemalloc.get_traced_memory()
-    finally: tracemalloc.stop()
-    n = sum(1 for kind in layer.index for _ in layer.entries(kind))
-    assert n == 1500 and all(type(t) is EntryTable for t in layer.index.values()) and held / n < 80 and most / n < 250, (held / n, most / n)
+    got = growth.child("allocated_packed", root, "packed", tmp_path/"home")
+    assert got["entries"] == 1500 and got["tables"] == ["EntryTable"] and got["kept"] < 80 and got["most"] < 250, got
 
 
 def test_released_versions_read_the_index_and_theirs_is_still_read(tmp_path):
