@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := passive
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo lint refresh test test-perturbed test-all test-weekly browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers rehearsal
+.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers rehearsal
 
 install: $(VENV)/.ready
 
@@ -32,6 +32,9 @@ lint: $(VENV)/.ready ## is everything that is made from other files in step, do 
 
 refresh: $(VENV)/.ready ## write every file that is made from others: run it before a commit
 	$(ONE) $(BIN)/python tools/refresh.py $(ARGS)
+
+hook: ## let git run `make refresh` before each commit
+	git config core.hooksPath tools/hooks
 
 test: $(VENV)/.ready ## the everyday tests: notebooks, then pytest
 	$(RUN) test

@@ -101,9 +101,34 @@ def interrupted(owner, name, at, counts=lambda *a: True):
 def slow(*row): return pytest.param(*row, marks=pytest.mark.slow)
 
 
-def slow_except(everyday, cases):
-    "Values for `parametrize`: those of `cases` that are not in `everyday` are slow."
-    return [c if c in everyday else slow(*(c if isinstance(c, tuple) else [c])) for c in cases]
+def weekly(*row):
+    "A row of `parametrize` that only `make test-weekly` runs."
+    return pytest.param(*row, marks=pytest.mark.weekly)
+
+
+def slow_except(everyday, cases, expensive=()):
+    """Rows for `parametrize`, of which each change runs one for each value of each parameter.
+
+    Those in `everyday` are not marked. Of the others, in their order, a row with a value that no earlier one had is `slow`,
+    and the rest is `weekly`, as are all rows with a value of `expensive`."""
+    everyday = [row_of(case) for case in everyday]
+    seen = {(place, value) for row in everyday for place, value in enumerate(row)}
+    rows = []
+    for row in map(row_of, cases):
+        values = set(enumerate(row))
+        if row in everyday:
+            rows.append(pytest.param(*row))
+        elif values <= seen or any(value in expensive for value in row):
+            rows.append(weekly(*row))
+        else:
+            rows.append(slow(*row))
+            seen |= values
+    return rows
+
+
+def row_of(case) -> tuple:
+    "The values of a case: those of a tuple, or itself."
+    return case if isinstance(case, tuple) else (case,)
 
 
 def close_images(a, b, levels=1):

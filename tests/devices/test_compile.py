@@ -210,7 +210,7 @@ def test_compiled_graphs_have_no_complex_numbers_and_the_same_gradients(mode, tr
     assert [sum("scaled_dot_product" in str(n.target) and "_backward" not in str(n.target) for n in of) for of in ops] == [1, mode is True]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_real_compiler_gives_the_same_gradients(monkeypatch):
     torch.compiler.reset()
     tr = small(1, torch.bfloat16)

@@ -19,7 +19,7 @@ def test_the_committed_result_is_of_full_size_and_keeps_to_the_plan():
     assert all(rows[n]["disk_peak"] < 20e9 and rows[n]["left"] == 0 for n in ("encoder", "transformer"))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_whole_job_and_again(tmp_path):
     run = lambda *args: subprocess.run([sys.executable, SCRIPT, "--small", "--work", tmp_path/"work", "--out", tmp_path/"out.json", *args], text=True, capture_output=True, timeout=900)
     done = run()

@@ -472,7 +472,7 @@ def test_the_command_prints_numbers_and_a_table(run, made, world, tmp_path, caps
     assert main(["evaluate", "--config", str(file), "--checkpoint", "nowhere"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_held_out_loss_ranks_checkpoints_as_their_images_do(tmp_path):
     "Good, overfitted and ruined adapters, ranked by loss and by the images' true error."
     runs = dict(good=dict(pairs=48, lr=5e-3, r=16, keep=(10, 40, 80)), overfitted=dict(pairs=2, lr=1e-2, r=64, keep=(20, 60)),
@@ -485,7 +485,7 @@ def test_held_out_loss_ranks_checkpoints_as_their_images_do(tmp_path):
     assert len(clear) >= 15 and all(a["held_out_loss"] < b["held_out_loss"] for a, b in clear), rows
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("mode", shuffled_controls.MODES)
 def test_a_run_on_mixed_up_controls_is_not_called_better(mode, tmp_path):
     "Of the learnt model: better with right pairs, worse than none or a warning with pairs in the wrong order, by the second evaluation."

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import settings
+from helpers import settings, slow, weekly
 from qie_nb.cli import main
 from qie_nb.config import make_config, save_config
 from qie_nb.encoding.encoder import Encoder
@@ -88,8 +88,10 @@ def test_a_trainer_its_checkpoints_and_its_cache_stay_as_they_are(tmp_path, temp
     assert t.global_step == 6, "the run continues"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lr, status, said", [(5e-3, 0, "this setup learns: "), (1e-12, 1, "the learning rate is probably too low: try `optimizer.lr` 0.0001 instead of 1e-12"), (5., 1, "too high: try `optimizer.lr` 0.001 instead of 5")])
+@pytest.mark.parametrize("lr, status, said", [
+    slow(5e-3, 0, "this setup learns: "),
+    weekly(1e-12, 1, "the learning rate is probably too low: try `optimizer.lr` 0.0001 instead of 1e-12"),
+    weekly(5., 1, "too high: try `optimizer.lr` 0.001 instead of 5")])
 def test_the_command(lr, status, said, tmp_path, temporary, capsys):
     save_config(make_config(photos(tmp_path, lr)), tmp_path/"run.yaml")
     assert main(["check", "--overfit", str(tmp_path/"run.yaml")]) == status

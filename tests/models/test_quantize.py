@@ -26,10 +26,11 @@ from helpers import on_call, random_lora, settings, slow_except
 
 ROOT, FOLDER = Path(__file__).parents[2], tiny_folder("2511")
 CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
+COMPILES = ["qint4"] # C++ at its first use, for a minute
 TOLERANCE = dict(qfloat8=0.03, qint8=0.005, qint4=0.08, nf4=0.1, int8=0.005, float8=0.03, fp8_storage=0.03) # of the plain output's norm
 
 
-each = pytest.mark.parametrize("q", slow_except(["qfloat8", "nf4", "int8", "fp8_storage"], QUANTIZATIONS)) # one of each library; qint4 compiles
+each = pytest.mark.parametrize("q", slow_except(["qfloat8", "nf4", "int8", "fp8_storage"], QUANTIZATIONS, COMPILES)) # one of each library
 
 
 def load(name, q=None, dtype=torch.float32, folder=FOLDER): return quantize(load_component(folder, name, dtype), q)
@@ -95,8 +96,7 @@ def test_a_loaded_adapter_has_the_same_values_as_on_the_plain_model(q, tmp_path)
         assert_close(lora_state(tr), load_file(file) if dtype == torch.float32 else lora_state(plain), rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("q", QUANTIZATIONS)
+@pytest.mark.parametrize("q", slow_except([], QUANTIZATIONS, COMPILES))
 def test_a_run_and_its_lora_on_the_plain_model(q, trained_run, tmp_path):
     trainer = QwenImageEditTrainer(trained_run.settings(tmp_path, model=dict(quantize=q), train=dict(max_train_steps=4, eval_images=0))).fit()
     assert trainer.global_step == 4 and trainer.state.loss.isfinite() and trainer.modulation_table is not None
@@ -148,7 +148,7 @@ LOADED = [(name, dtype, q) for name in CLASSES for dtype in (torch.bfloat16, tor
 EVERYDAY = [("transformer", torch.bfloat16, None), ("transformer", torch.bfloat16, "qfloat8"), ("text_encoder", torch.float32, "nf4")]
 
 
-@pytest.mark.parametrize("name, dtype, q", slow_except(EVERYDAY, LOADED))
+@pytest.mark.parametrize("name, dtype, q", slow_except(EVERYDAY, LOADED, COMPILES))
 def test_load_quantized_gives_the_model_quantized_after_loading(name, dtype, q, narrow):
     folder = narrow/name
     after = CLASSES[name].from_pretrained(folder, **{"dtype" if name == "text_encoder" else "torch_dtype": dtype}).requires_grad_(False).eval()

@@ -49,6 +49,17 @@ each = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: "-"
 both_ways = pytest.mark.parametrize("on", [slow(False), True], ids=["plain", "fast"])
 
 
+def each_way(cases, rare=()):
+    "Each case in the fast way; in the plain way the last of `cases` with each change, and all of them weekly. The `rare` ones are slow."
+    def marks(case, on):
+        if on:
+            return [pytest.mark.slow] if case in rare else []
+        return [pytest.mark.slow if case is cases[-1] else pytest.mark.weekly]
+    rows = [pytest.param(case, on, marks=marks(case, on), id="-".join(map(str, [*case, "fast" if on else "plain"])))
+            for case in (*cases, *rare) for on in (False, True)]
+    return pytest.mark.parametrize("case, on", rows)
+
+
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.no_grad(): yield
@@ -177,8 +188,7 @@ def test_the_order_of_control_images_matters():
 
 
 # --- latents, shapes, schedule, velocity
-@each([*CASES, *map(slow, MEGAPIXEL)])
-@both_ways
+@each_way(CASES, MEGAPIXEL)
 def test_conditioning_and_velocity(case, on):
     r, run, images = rig_of(case), piped(case, steps=2, output="latent") if case.native else piped(case), control_images(case.n)
     noise, controls, embeds, mask, shapes = our_arguments(r, images, on)
@@ -205,9 +215,8 @@ def test_schedule(variant, width, height, steps, monkeypatch):
 
 
 # --- whole runs
-@each(CASES)
+@each_way(CASES)
 @pytest.mark.parametrize("scale", [1.0, 4.0], ids=["no-cfg", "cfg"])
-@both_ways
 def test_every_transformer_call_and_the_image(case, scale, on):
     run, (ours, calls) = piped(case, scale), edited(case, scale, on=on)
     theirs = np.asarray(run.image)
@@ -221,8 +230,7 @@ def test_every_transformer_call_and_the_image(case, scale, on):
     looks(ours, theirs)
 
 
-@each([c for c in CASES if c.n == 1])
-@both_ways
+@each_way([c for c in CASES if c.n == 1])
 def test_image_at_the_default_size(case, on):
     theirs = np.asarray(piped(case, 4.0, (None, None)).image)
     assert theirs.shape == (RESIZED[0][1], RESIZED[0][0], 3)
@@ -269,8 +277,7 @@ def filled(root, r, n=1, count=1, on=True):
     return data, [{name: data.cache.load_cache(kind, key) for name, (kind, key, _) in data.keys(i).items()} for i in range(count)]
 
 
-@each(CASES)
-@both_ways
+@each_way(CASES)
 def test_training_conditioning_and_target(case, tmp_path, on):
     r, run = rig_of(case), piped(case, 4.0)
     data, [got] = filled(tmp_path, r, case.n, on=on)

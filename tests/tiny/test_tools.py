@@ -28,7 +28,7 @@ def test_planted_vae_computes_the_linear_code():
     assert ((a - b).square().mean() / b.var()).item() < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_script_writes_a_model(tmp_path):
     short = ["--minutes-vae", "0.05", "--minutes-transformer", "0.05", "--crops", "1"]
     done = subprocess.run([sys.executable, "train_tiny_model.py", "--out", tmp_path/"model", *short], cwd=TOOLS, capture_output=True, text=True)
