@@ -170,9 +170,11 @@ def test_the_wheel_has_the_modules_and_the_assets(archives):
 @pytest.mark.weekly
 def test_the_wheel_runs_the_demo_in_an_environment_of_its_own(archives, tmp_path):
     "About 6 GB, and some minutes on two cores."
-    python = new_environment(tmp_path/"environment", str(archives["wheel"]))
-    listed = run([python, "-m", "pip", "list", "--format=freeze"])
-    installed = {normal(line.partition("==")[0]) for line in listed.splitlines()}
-    assert "qie-nb" in installed and not installed & {"nbdev", "pytest", "scikit-image"}
-    printed = run([python.parent/"qie-nb", "demo", "--out", "demo"], cwd=tmp_path)
+    try:
+        python = new_environment(tmp_path/"environment", str(archives["wheel"]))
+        listed = run([python, "-m", "pip", "list", "--format=freeze"])
+        installed = {normal(line.partition("==")[0]) for line in listed.splitlines()}
+        assert "qie-nb" in installed and not installed & {"nbdev", "pytest", "scikit-image"}
+        printed = run([python.parent/"qie-nb", "demo", "--out", "demo"], cwd=tmp_path)
+    finally: shutil.rmtree(tmp_path/"environment", ignore_errors=True)
     assert "error against the true edit" in printed and (tmp_path/"demo"/"before_after.png").is_file()
