@@ -22,7 +22,7 @@ def group(names) -> list:
     import matplotlib
     from qie_nb.tiny.photos import photo_folder
     other = Path(matplotlib.get_data_path())/"sample_data"
-    return [next(f for f in (photo_folder()/n, other/n) if f.exists()) for n in names]
+    return [next(f for f in (photo_folder("more")/n, other/n) if f.exists()) for n in names]
 
 
 def colour(im, rng):

@@ -22,11 +22,11 @@ from ..data.dataset import ImageDataset, loader
 from ..data.images import open_image
 from ..data.pair_checks import pairs_to_show
 from .eval_images import eval_sampling, image_error, pair_cases, render_eval_images
-from .validation_loss import losses_at_sigma, sigma_weights
+from .validation_loss import StopRequested, losses_at_sigma, sigma_weights
 from ..sampling.cached_edits import eval_mode, is_available, load_batch
 from ..devices.placement import temporarily_load
 from ..training.callbacks import Callback, UnloadEncodersCallback
-from ..training.stopping import NonFiniteStop
+from ..training.stopping import NonFiniteStop, raise_if_stopped
 
 # %% ../../nbs/evaluation/07_overfit.ipynb #2700210b
 @dataclass
@@ -150,7 +150,8 @@ class _Measure(Callback):
             vae = is_available(t.components, "vae")
             self.cases = pair_cases(t, self.judged, len(self.judged), guided) if vae else []
     def on_train_begin(self, t):
-        self.measure(t)
+        try: self.measure(t)
+        except StopRequested: raise KeyboardInterrupt(t.state.stop) from None
         self.bar = Progress(self.steps, "overfit")
     def on_step_end(self, t): self.bar.update()
     def measure(self, t):
@@ -193,8 +194,8 @@ def _fit(kind, c, data, folder, steps) -> tuple: # (`_Measure`, why the run ende
     try:
         with torch.random.fork_rng(devices=gpus):
             t.fit(loader(data, batch_size=d.batch_size, seed=c.train.seed, shuffle=d.shuffle))
+            raise_if_stopped(t, "nothing is kept of the check; run it again")
             watch.bar.close()
-            if t.state.stop in ("interrupted", "SIGTERM"): raise KeyboardInterrupt(t.state.stop)
             watch.steps = t.global_step
             watch.measure(t)
     finally: t.components.drop(*list(t.components.loaded))

@@ -67,6 +67,7 @@ def demo(
     "Precomputes, trains, predicts and measures. Writes figures, metrics.json and lora/ to `out`."
     from qie_nb.config import make_config, save_config
     from qie_nb.trainer import QwenImageEditTrainer
+    from qie_nb.training.stopping import raise_if_stopped
     out, t0, config = Path(out), time.time(), make_config(demo_config(Path(out), steps))
     for d in ("data", "held_out", "lora", "checkpoints", "runs"): # keeps the cache
         shutil.rmtree(out/d, ignore_errors=True)
@@ -76,6 +77,8 @@ def demo(
     print(trainer)
     report, t1 = trainer.cache_embeddings(), time.time()
     trained, t2 = QwenImageEditTrainer(config).fit(), time.time()
+    raise_if_stopped(trained, f"{trained.global_step} of {steps} steps were trained and nothing was judged; "
+                              "run it again: it begins anew and reuses the encoded images")
     trained.save_lora(out/"lora")
     return _judge(out, config, trained, report, seeds, dict(precompute=t1 - t0, train=t2 - t1), t2)
 

@@ -1,14 +1,17 @@
 """The embedded model and what `make demo` promises of it."""
-import json
+import json, signal, subprocess, sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from qie_nb.cli import main
+from qie_nb.tiny import demo as demo_module
 from qie_nb.tiny.demo import demo
 from qie_nb.encoding.vae import decode_latents, encode_image
 from qie_nb.models.components import Components
 from qie_nb.tiny.photos import PHOTOS, crops
+from qie_nb.trainer import QwenImageEditTrainer
 
 
 def test_the_embedded_model_is_small_and_holds_no_pickle():
@@ -34,3 +37,34 @@ def test_the_demo_learns_an_edit_that_the_model_does_not_know(tmp_path):
     assert all((tmp_path/name).stat().st_size for name in ("before_after.png", "loss.png", "lora/pytorch_lora_weights.safetensors"))
     assert Image.open(tmp_path/"before_after.png").size[0] > 500
     assert demo(tmp_path, steps=2, held_out=2, seeds=(0,))["precompute"]["encoded"] == 0
+
+
+@pytest.mark.parametrize("reason, code", [("SIGTERM", 143), ("interrupted", 130), ("`train.max_hours` 1 is nearly over", 130)])
+def test_a_stopped_demo_judges_nothing(reason, code, tmp_path, monkeypatch, capsys):
+    "`fit` returns after a signal, because the run is saved; five minutes of judging used to follow."
+    def stopped_fit(trainer):
+        trainer.state.stop, trainer.state.global_step = reason, 12
+        return trainer
+    monkeypatch.setattr(QwenImageEditTrainer, "cache_embeddings", nothing)
+    monkeypatch.setattr(QwenImageEditTrainer, "fit", stopped_fit)
+    monkeypatch.setattr(QwenImageEditTrainer, "save_lora", nothing)
+    monkeypatch.setattr(demo_module, "_judge", nothing)
+    assert main(["demo", "--out", str(tmp_path/"demo")]) == code
+    said = capsys.readouterr().err.strip()
+    assert said == "qie-nb demo: stopped; 12 of 150 steps were trained and nothing was judged; run it again: it begins anew and reuses the encoded images"
+
+
+def nothing(*args): "Does nothing."
+
+
+@pytest.mark.slow
+def test_sigterm_during_training_ends_the_demo(tmp_path):
+    command = [sys.executable, "-u", "-m", "qie_nb.cli", "demo", "--out", str(tmp_path/"demo")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("train 1/150"): break
+        process.send_signal(signal.SIGTERM)
+        printed, said = process.communicate()
+    assert process.returncode == 143 and "stopping after this step" in printed
+    assert "qie-nb demo: stopped; " in said and "Traceback" not in said
+    assert not (tmp_path/"demo"/"metrics.json").exists() and not (tmp_path/"demo"/"before_after.png").exists()

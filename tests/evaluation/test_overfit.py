@@ -106,6 +106,22 @@ def test_losses_that_are_not_finite_are_told(tmp_path, temporary, monkeypatch):
     assert r.verdict == "not finite" and r.stop and r.steps < 20 and not r.ok
 
 
+@pytest.mark.parametrize("at", ["before the first step", "after a step"])
+def test_a_stopped_check_measures_nothing_more(at, tmp_path, temporary, monkeypatch, capsys):
+    save_config(make_config(photos(tmp_path, train=dict(eval_num_inference_steps=2))), tmp_path/"run.yaml")
+    measured, real = [], overfit.render_eval_images
+    def render(trainer, *args):
+        measured.append(trainer.global_step)
+        if at == "before the first step": trainer.state.stop = "SIGTERM" # as the signal's handler does
+        if trainer.state.stop: raise overfit.StopRequested # as the check between two denoising steps does
+        return real(trainer, *args)
+    def on_step_end(watch, trainer): trainer.state.stop = "SIGTERM"
+    monkeypatch.setattr(overfit, "render_eval_images", render)
+    monkeypatch.setattr(overfit._Measure, "on_step_end", on_step_end)
+    assert main(["check", "--overfit", str(tmp_path/"run.yaml")]) == 143 and measured == [0]
+    assert "qie-nb check: stopped; nothing is kept of the check; run it again" in capsys.readouterr().err
+
+
 def test_equal_images_are_told_before_a_model_is_loaded(pairs, tmp_path, temporary, monkeypatch):
     root = pairs()
     for p in (root/"training_images").glob("*.png"): shutil.copy(p, root/"control_images"/p.name)
