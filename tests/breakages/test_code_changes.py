@@ -193,7 +193,8 @@ def test_what_the_runner_tries():
     every = in_order(change)
     assert every[0] == own[0] and len(every) > 50 and not any("breakages" in p for p in every)
     assert attempts(Mutation(file, change)) == [[file], own, every]
-    assert attempts(Mutation(f"{file}::test_x", change)) == [[f"{file}::test_x"], [file], own, every]
+    test = f"{file}::test_x"
+    assert attempts(Mutation(test, change)) == [[test], [file], own, every]
     assert attempts(Mutation("tests/gone.py::test_x", change)) == [own, every]
 
 
