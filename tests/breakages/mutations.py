@@ -75,7 +75,8 @@ MUTATIONS = {
         Change("trainer", "optimizer_step", "loss * (count * n / group.samples)",
                "loss * (count * n / group.samples) / len(group)")]),
     "dropout repeats in every step": Mutation(
-        "tests/training/test_randomness.py::test_each_step_drops_other_units_and_a_resumed_run_the_same", [
+        "tests/training/test_randomness.py::"
+        "test_each_step_drops_other_units_and_a_resumed_run_the_same", [
         Change("trainer", "optimizer_step",
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
@@ -219,7 +220,8 @@ MUTATIONS = {
         "tests/encoding/test_precompute.py::test_each_process_encodes_its_share", [
         Change("encoding/precompute", "shard", "work[rank::world]", "work")]),
     "entries reused without a look": Mutation(
-        "tests/encoding/test_precompute.py::test_a_damaged_entry_is_noticed_and_a_sample_that_cannot_be_used_is_named", [
+        "tests/encoding/test_precompute.py::"
+        "test_a_damaged_entry_is_noticed_and_a_sample_that_cannot_be_used_is_named", [
         Change("encoding/precompute", "scan_cache",
                "dataset.keys(i).values() if verify else ()", "()")]),
     "space counted without the table": Mutation(
@@ -229,7 +231,8 @@ MUTATIONS = {
         "tests/encoding/test_precompute.py::test_a_nan_skips_its_own_sample", [
         Change("encoding/precompute", "_encode", "if dataset.config.strict: raise", "")]),
     "validation pairs not precomputed": Mutation(
-        "tests/test_cache.py::test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [
+        "tests/test_cache.py::"
+        "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [
         Change("training/run_data", "cache_embeddings", "c.train.val_path and whole", "False")]),
     # --- evaluation
     "held-out loss in training mode": Mutation("tests/evaluation/test_evaluate.py", [
@@ -269,7 +272,8 @@ MUTATIONS = {
         Change("evaluation/swaps", "swap_test",
                "nullcontext if use_lora", "nullcontext if not use_lora")]),
     "exchanged with the same control": Mutation(
-        "tests/evaluation/test_evaluate.py::test_a_pair_gets_the_controls_of_another_of_its_sizes", [
+        "tests/evaluation/test_evaluate.py::"
+        "test_a_pair_gets_the_controls_of_another_of_its_sizes", [
         Change("evaluation/validation_loss", "partners", "if d != digest", "")]),
     # --- sampling
     "guidance without the norm": Mutation("tests/models/test_flow_matching.py", [
@@ -318,7 +322,8 @@ MUTATIONS = {
         Change("devices/block_swap", "prepare_block",
                "self.streams.wait(self.events[n % len(self.slots)])", "pass")]),
     "EMA left out of the plan": Mutation(
-        "tests/planning/test_training_memory.py::test_a_running_mean_takes_as_much_as_the_adapter", [
+        "tests/planning/test_training_memory.py::"
+        "test_a_running_mean_takes_as_much_as_the_adapter", [
         Change("planning/training_memory", "memory_of", "if q.ema", "if False")]),
     "the checkpoint being written left out": Mutation("tests/planning/test_disk_space.py", [
         Change("planning/disk_space", "run_items",
@@ -329,7 +334,8 @@ MUTATIONS = {
                "free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d)",
                "free_device_bytes(d)")]),
     "placed in training mode": Mutation(
-        "tests/devices/test_placement.py::test_a_prediction_during_training_leaves_every_component_where_it_was", [
+        "tests/devices/test_placement.py::"
+        "test_a_prediction_during_training_leaves_every_component_where_it_was", [
         Change("devices/placement", "place_component",
                "components.move(name, torch.device(choice.device)).eval()",
                "components.move(name, torch.device(choice.device))")]),
@@ -368,7 +374,8 @@ MUTATIONS = {
         Change("evaluation/overfit", "_verdict", 'return "too high"', 'return "learns"')]),
     # --- remote shards
     "a shard's digest is not checked": Mutation(
-        "tests/core/test_remote_shards.py::test_one_wrong_byte_of_a_shard_is_visible_at_once_and_nothing_of_it_is_kept", [
+        "tests/core/test_remote_shards.py::"
+        "test_one_wrong_byte_of_a_shard_is_visible_at_once_and_nothing_of_it_is_kept", [
         Change("core/remote_shards", "_chunks",
                "if digest and h.hexdigest() != digest: raise _Damaged", "pass")]),
     "the most recently used shard is deleted": Mutation(

@@ -156,6 +156,9 @@ def test_cells_of_a_notebook():
         2: "#| export\ndef f(a): return 0\n", 5: "#| export\ndef g(a): return a + 2\nX = 3"}
     with pytest.raises(Misfit, match="`1` is not in `f` of m.ipynb"):
         changed_cells(cells, [Change("m", "f", "1", "2")], "m.ipynb")
+    cells[7] = cells[2]
+    with pytest.raises(Misfit, match="`return a` is twice in `f` of m.ipynb"):
+        changed_cells(cells, [Change("m", "f", "return a", "0")], "m.ipynb")
 
 
 def test_a_change_that_no_longer_fits_is_a_warning(monkeypatch, capsys):
