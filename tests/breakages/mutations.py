@@ -512,17 +512,21 @@ def judge(log, code) -> str:
     return ""
 
 
-def chosen(words) -> dict[str, Mutation]:
-    """The mutations whose name contains one of the words, or all; those that fit the code."""
+def chosen(words) -> list[str]:
+    """The mutations whose name contains one of the words, or all."""
+    return [name for name in MUTATIONS if not words or any(word in name for word in words)]
+
+
+def that_fit(names) -> dict[str, Mutation]:
+    """Those mutations that fit the code. Prints the others."""
     fitting = {}
-    for name, mutation in MUTATIONS.items():
-        if words and not any(word in name for word in words): continue
+    for name in names:
         try:
-            changed_files(mutation.changes)
+            changed_files(MUTATIONS[name].changes)
         except Misfit as e:
             print(f"not run: {name}: {e}", flush=True)
         else:
-            fitting[name] = mutation
+            fitting[name] = MUTATIONS[name]
     return fitting
 
 
@@ -555,21 +559,23 @@ def noticed_elsewhere(results) -> list[str]:
 
 
 def main() -> int:
-    """Run the mutations; 1 if one survived."""
+    """Run the mutations; 1 if one survived or could not be run."""
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
     p.add_argument("--workers", type=int, default=2)
     a = p.parse_args()
-    todo = chosen(a.words)
+    names = chosen(a.words)
+    todo = that_fit(names)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT/"tests")]
     import diffusers, peft, pytest, torch, transformers # noqa: F401
     results = run(todo, a.workers)
-    print("\n".join(noticed_elsewhere(results)))
-    survived = [name for name, test in results.items() if not test]
+    for sentence in noticed_elsewhere(results):
+        print(sentence)
+    survived = [name for name in names if not results.get(name)]
     rest = f"; not: {'; '.join(survived)}" if survived else ""
-    print(f"{len(results) - len(survived)} of {len(results)} mutations are noticed{rest}")
+    print(f"{len(names) - len(survived)} of {len(names)} mutations are noticed{rest}")
     return int(bool(survived))
 
 
