@@ -307,8 +307,10 @@ def run_context(self:QwenImageEditTrainer, run, signals):
     "Signals stop after the step; `on_train_end` is called in any case."
     signals.stop_requested_only, self.state.running, failed = True, True, False
     try:
-        try: call(run.callbacks, "on_train_begin", self)
-        except KeyboardInterrupt: self.state.stop = self.state.stop or "interrupted" # no step follows
+        try:
+            call(run.callbacks, "on_train_begin", self)
+        except KeyboardInterrupt: # no step follows
+            self.state.stop = self.state.stop or "interrupted"
         yield
     except KeyboardInterrupt: self.state.stop = self.state.stop or "interrupted"
     except Exception: # the other processes are elsewhere, so they cannot save a checkpoint together

@@ -219,8 +219,6 @@ def _(source):
 
 def may_be_on_one_line(node, statements) -> bool:
     """An `if` before a jump, and a small function: `def folder_of(name): return root/name`."""
-    if len(statements) > 1:
-        return False
     if isinstance(node, ast.If):
         return statements is node.body and isinstance(statements[0], JUMP)
     if isinstance(node, FUNCTION):
@@ -404,7 +402,7 @@ SNIPPETS = {  # name: (each counted once, none of them counted)
     "one-line compound statements": (
         ["if a: f()", "for x in a: f(x)", "while a: f()", "with a: f()", "class A: pass",
          "def f(self): self.a = 1", "if (a and\n    b): f()", "if a:\n    f()\nelse: g()",
-         "if a: f(); return_()", "try: f()\nfinally:\n    g()", "try:\n    f()\nfinally: g()",
+         "if a: f(); g()", "try: f()\nfinally:\n    g()", "try:\n    f()\nfinally: g()",
          "try:\n    f()\nexcept E: g()", "if a:\n    f()\nelif b: g()",
          "def f():\n    if a:\n        return 1\n    else: return 2", "def f(): yield 1",
          "match a:\n    case 1: f()"],

@@ -150,8 +150,10 @@ class _Measure(Callback):
             vae = is_available(t.components, "vae")
             self.cases = pair_cases(t, self.judged, len(self.judged), guided) if vae else []
     def on_train_begin(self, t):
-        try: self.measure(t)
-        except StopRequested: raise KeyboardInterrupt(t.state.stop) from None
+        try:
+            self.measure(t)
+        except StopRequested:
+            raise KeyboardInterrupt(t.state.stop) from None
         self.bar = Progress(self.steps, "overfit")
     def on_step_end(self, t): self.bar.update()
     def measure(self, t):

@@ -38,7 +38,7 @@ class StopSignals:
 
 # %% ../../nbs/training/03_stopping.ipynb #81bd34b1
 def raise_if_stopped(
-    trainer,
+    trainer:"QwenImageEditTrainer",
     advice:str="finished work is kept", # for the user: what to do next
 ):
     "Raises `KeyboardInterrupt(reason, advice)` if `fit` ended early because of a request or a time limit."

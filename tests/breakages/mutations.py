@@ -65,7 +65,8 @@ MUTATIONS = {
     "parts of a batch joined in their own order": Mutation("tests/training/test_step.py", [
         Change("trainer", "loss",
                "[losses[i] for i in range(len(eps))]", "list(losses.values())")]),
-    "gradients never clipped": Mutation("tests/training/test_randomness.py", [
+    "gradients never clipped": Mutation(
+        "tests/training/test_randomness.py::test_gradients_are_clipped_at_their_norm", [
         Change("trainer", "optimizer_step",
                'c.train.max_grad_norm or float("inf")', 'float("inf")')]),
     "gradients of accumulated batches averaged twice": Mutation(
@@ -73,14 +74,17 @@ MUTATIONS = {
         Change("trainer", "optimizer_step", "count * n != group.samples", "True"),
         Change("trainer", "optimizer_step", "loss * (count * n / group.samples)",
                "loss * (count * n / group.samples) / len(group)")]),
-    "dropout repeats in every step": Mutation("tests/training/test_randomness.py", [
+    "dropout repeats in every step": Mutation(
+        "tests/training/test_randomness.py::"
+        "test_each_step_drops_other_units_and_a_resumed_run_the_same", [
         Change("trainer", "optimizer_step",
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
     "a step with an infinite gradient is made": Mutation("tests/training/test_optimizer.py", [
         Change("training/optimizer", "guarded_step",
                "torch.logical_not(ok).float()", "torch.logical_not(ok).float() * 0")]),
-    "the mean follows from the start at full decay": Mutation("tests/training/test_optimizer.py", [
+    "the mean follows from the start at full decay": Mutation(
+        "tests/training/test_optimizer.py::test_the_mean_follows_the_formula", [
         Change("training/optimizer", "EMA.decay_at",
                "min(self.decay, (1 + n) / (10 + n))", "self.decay")]),
     "mean and deviation of the levels exchanged": Mutation("tests/training/test_randomness.py", [
@@ -91,7 +95,8 @@ MUTATIONS = {
     "accumulated batches weighed alike": Mutation("tests/training/test_randomness.py", [
         Change("trainer", "optimizer_step",
                "loss * (count * n / group.samples)", "loss / len(group)")]),
-    "weight decay not passed": Mutation("tests/training/test_optimizer.py", [
+    "weight decay not passed": Mutation(
+        "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
         Change("training/optimizer", "make_optimizer",
                "dict(lr=settings.lr, weight_decay=settings.weight_decay)",
                "dict(lr=settings.lr)")]),
@@ -105,7 +110,8 @@ MUTATIONS = {
     "the position in an epoch is ignored": Mutation("tests/data/test_batches.py", [
         Change("data/batches", "BucketBatchSampler.rounds",
                "self.batches()[self.start:]", "self.batches()")]),
-    "mask of a sample without one is black": Mutation("tests/data/test_masks.py", [
+    "mask of a sample without one is black": Mutation(
+        "tests/data/test_masks.py::test_cached_and_uncached_batches_have_the_same_masks", [
         Change("data/batches", "stack_masks",
                "np.full_like(known, 255)", "np.full_like(known, 0)")]),
     "controls stacked in reverse order": Mutation("tests/test_cache.py", [
@@ -149,12 +155,14 @@ MUTATIONS = {
     "a changed file goes unnoticed": Mutation("tests/encoding/test_precompute.py", [
         Change("data/samples", "open_unchanged",
                "digest and source_digest(data) != digest", "False")]),
-    "mask resized without averaging": Mutation("tests/data/test_masks.py", [
+    "mask resized without averaging": Mutation(
+        "tests/data/test_masks.py::test_thin_lines_of_a_mask_are_averaged", [
         Change("data/samples", "load_mask", "Image.Resampling.BOX", "Image.Resampling.NEAREST")]),
     "held-out share rounded down": Mutation("tests/data/test_samples.py", [
         Change("data/samples", "split_held_out",
                "round(len(groups) * fraction)", "int(len(groups) * fraction)")]),
-    "tall images cropped at the top": Mutation("tests/data/test_images.py", [
+    "tall images cropped at the top": Mutation(
+        "tests/data/test_images.py::test_a_crop_keeps_the_centre", [
         Change("data/images", "crop_to", "(h - ch) // 2", "0")]),
     # --- cache keys
     "prompts keyed in lower case": Mutation("tests/encoding/test_keys.py", [
@@ -199,23 +207,32 @@ MUTATIONS = {
     "the control's size for the target": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "plan_encoding",
                "size = target", "size = controls[0] if controls else target")]),
-    "decoded pixels not rounded": Mutation("tests/encoding/test_vae.py", [
+    "decoded pixels not rounded": Mutation(
+        "tests/encoding/test_vae.py::test_pixels_are_rounded_as_by_the_pipelines", [
         Change("encoding/vae", "decode_latents", ".round()", "")]),
     "all controls in the group of the first": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "plan_encoding", 'int(name.split(".")[1])', "0")]),
     # --- precompute
-    "an error in one sample skips its group": Mutation("tests/encoding/test_precompute.py", [
+    "an error in one sample skips its group": Mutation(
+        "tests/encoding/test_precompute.py::test_a_nan_skips_its_own_sample", [
         Change("encoding/precompute", "_encode", "len(missing) > 1", "False")]),
-    "processes encode the same samples": Mutation("tests/encoding/test_precompute.py", [
+    "processes encode the same samples": Mutation(
+        "tests/encoding/test_precompute.py::test_each_process_encodes_its_share", [
         Change("encoding/precompute", "shard", "work[rank::world]", "work")]),
-    "entries reused without a look": Mutation("tests/encoding/test_precompute.py", [
+    "entries reused without a look": Mutation(
+        "tests/encoding/test_precompute.py::"
+        "test_a_damaged_entry_is_noticed_and_a_sample_that_cannot_be_used_is_named", [
         Change("encoding/precompute", "scan_cache",
                "dataset.keys(i).values() if verify else ()", "()")]),
-    "space counted without the table": Mutation("tests/encoding/test_precompute.py", [
+    "space counted without the table": Mutation(
+        "tests/encoding/test_precompute.py::test_the_disk_is_filled_in_whole_blocks", [
         Change("encoding/precompute", "check_space", "[*entries, *table]", "[*entries]")]),
-    "strict ignored in precompute": Mutation("tests/encoding/test_precompute.py", [
+    "strict ignored in precompute": Mutation(
+        "tests/encoding/test_precompute.py::test_a_nan_skips_its_own_sample", [
         Change("encoding/precompute", "_encode", "if dataset.config.strict: raise", "")]),
-    "validation pairs not precomputed": Mutation("tests/test_cache.py", [
+    "validation pairs not precomputed": Mutation(
+        "tests/test_cache.py::"
+        "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [
         Change("training/run_data", "cache_embeddings", "c.train.val_path and whole", "False")]),
     # --- evaluation
     "held-out loss in training mode": Mutation("tests/evaluation/test_evaluate.py", [
@@ -247,13 +264,16 @@ MUTATIONS = {
                "image_error(image, target)", "image_error(image, case.shown[0])")]),
     "drift of the target": Mutation("tests/evaluation/test_drift.py", [
         Change("evaluation/eval_images", "measured", "case.control", "case.shown[-1]")]),
-    "drift outside and inside exchanged": Mutation("tests/evaluation/test_drift.py", [
+    "drift outside and inside exchanged": Mutation(
+        "tests/evaluation/test_drift.py::test_the_error_inside_is_that_of_the_edit", [
         Change("evaluation/drift", "drift_of", "changed_region(at_size(control, target), target)",
                "~changed_region(at_size(control, target), target)")]),
     "swap test with the adapter": Mutation("tests/evaluation/test_swaps.py", [
         Change("evaluation/swaps", "swap_test",
                "nullcontext if use_lora", "nullcontext if not use_lora")]),
-    "exchanged with the same control": Mutation("tests/evaluation/test_evaluate.py", [
+    "exchanged with the same control": Mutation(
+        "tests/evaluation/test_evaluate.py::"
+        "test_a_pair_gets_the_controls_of_another_of_its_sizes", [
         Change("evaluation/validation_loss", "partners", "if d != digest", "")]),
     # --- sampling
     "guidance without the norm": Mutation("tests/models/test_flow_matching.py", [
@@ -269,10 +289,11 @@ MUTATIONS = {
     "shift without the overrides": Mutation("tests/test_predict.py", [
         Change("sampling/denoising", "sampling_schedule",
                "calculate_mu(tokens, own.config)", "calculate_mu(tokens, config)")]),
-    "predict crops": Mutation("tests/test_predict.py", [
+    "predict crops": Mutation("tests/test_predict.py::test_an_image_is_never_cropped", [
         Change("predict", "predict", "replace(self.geometry(), crop=False)", "self.geometry()")]),
     # --- checkpoints
-    "generator not restored": Mutation("tests/training/test_randomness.py", [
+    "generator not restored": Mutation(
+        "tests/training/test_randomness.py::test_a_resumed_run_continues_torchs_generator", [
         Change("training/resume", "restore",
                "if saved.rng is not None: torch.set_rng_state(saved.rng)", "")]),
     "settings of the optimizer stay the old ones": Mutation("tests/training/test_stopping.py", [
@@ -300,16 +321,21 @@ MUTATIONS = {
     "a block computes before its copy": Mutation("tests/devices/test_block_swap.py", [
         Change("devices/block_swap", "prepare_block",
                "self.streams.wait(self.events[n % len(self.slots)])", "pass")]),
-    "EMA left out of the plan": Mutation("tests/planning/test_training_memory.py", [
+    "EMA left out of the plan": Mutation(
+        "tests/planning/test_training_memory.py::"
+        "test_a_running_mean_takes_as_much_as_the_adapter", [
         Change("planning/training_memory", "memory_of", "if q.ema", "if False")]),
     "the checkpoint being written left out": Mutation("tests/planning/test_disk_space.py", [
         Change("planning/disk_space", "run_items",
                "c.keep_checkpoints + best + 1", "c.keep_checkpoints + best")]),
-    "held memory counted as taken": Mutation("tests/devices/test_placement.py", [
+    "held memory counted as taken": Mutation(
+        "tests/devices/test_placement.py::test_what_loaded_components_hold_counts_as_free", [
         Change("devices/placement", "plan_components",
                "free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d)",
                "free_device_bytes(d)")]),
-    "placed in training mode": Mutation("tests/devices/test_placement.py", [
+    "placed in training mode": Mutation(
+        "tests/devices/test_placement.py::"
+        "test_a_prediction_during_training_leaves_every_component_where_it_was", [
         Change("devices/placement", "place_component",
                "components.move(name, torch.device(choice.device)).eval()",
                "components.move(name, torch.device(choice.device))")]),
@@ -321,9 +347,10 @@ MUTATIONS = {
         Change("data/alignment", "_alignment", "math.degrees(t[4])", "-math.degrees(t[4])")]),
     "scales of both directions exchanged": Mutation("tests/data/test_alignment.py", [
         Change("data/alignment", "_alignment", "t[:4]", "(t[0], t[1], t[3], t[2])")]),
-    "zoom is no misfit": Mutation("tests/data/test_alignment.py", [
+    "zoom is no misfit": Mutation("tests/data/test_alignment.py::test_words_of_the_report", [
         Change("data/alignment_check", "misfits", "max(ZOOMED, 1 / side)", "1.")]),
-    "kept alignments known by the target alone": Mutation("tests/data/test_alignment.py", [
+    "kept alignments known by the target alone": Mutation(
+        "tests/data/test_alignment.py::test_the_control_that_fits_counts", [
         Change("data/alignment_check", "_kept",
                'f"{source_digest(control)} {source_digest(target)}"',
                'f"{source_digest(target)}"')]),
@@ -333,7 +360,8 @@ MUTATIONS = {
     "detail of the target over that of the result": Mutation("tests/evaluation/test_drift.py", [
         Change("evaluation/drift", "drift_of",
                "detail(edited) / energy", "energy / detail(edited)")]),
-    "drift said of the targets' own": Mutation("tests/evaluation/test_drift.py", [
+    "drift said of the targets' own": Mutation(
+        "tests/evaluation/test_drift.py::test_words_come_with_large_and_certain_drift_only", [
         Change("evaluation/drift", "say_drift", "notable(rows)", 'notable(rows, "target")')]),
     "edit masks inverted": Mutation("tests/data/test_edit_masks.py", [
         Change("data/edit_masks", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
@@ -345,27 +373,35 @@ MUTATIONS = {
     "a diverging setup learns": Mutation("tests/evaluation/test_overfit.py", [
         Change("evaluation/overfit", "_verdict", 'return "too high"', 'return "learns"')]),
     # --- remote shards
-    "a shard's digest is not checked": Mutation("tests/core/test_remote_shards.py", [
+    "a shard's digest is not checked": Mutation(
+        "tests/core/test_remote_shards.py::"
+        "test_one_wrong_byte_of_a_shard_is_visible_at_once_and_nothing_of_it_is_kept", [
         Change("core/remote_shards", "_chunks",
                "if digest and h.hexdigest() != digest: raise _Damaged", "pass")]),
-    "the most recently used shard is deleted": Mutation("tests/core/test_remote_shards.py", [
+    "the most recently used shard is deleted": Mutation(
+        "tests/core/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
         Change("core/remote_shards", "LocalCopy.files",
                "sorted(found)", "sorted(found, reverse=True)")]),
-    "local copies without a limit": Mutation("tests/core/test_remote_shards.py", [
+    "local copies without a limit": Mutation(
+        "tests/core/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
         Change("core/remote_shards", "_make_room", "total + size <= self.limit and", "")]),
-    "deleted shards stay open": Mutation("tests/core/test_remote_shards.py", [
+    "deleted shards stay open": Mutation(
+        "tests/core/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
         Change("core/remote_shards", "_file",
                "if not os.fstat(f.fileno()).st_nlink: self.open_files.pop(k).close()", "pass")]),
-    "a bad local copy is not fetched again": Mutation("tests/core/test_remote_shards.py", [
+    "a bad local copy is not fetched again": Mutation(
+        "tests/core/test_remote_shards.py::test_a_local_copy_that_changed_is_fetched_again", [
         Change("core/cache_layers", "read_entry",
                "if not layer.renew(kind, key): raise", "raise")]),
-    "an index is known by its URL alone": Mutation("tests/core/test_remote_shards.py", [
+    "an index is known by its URL alone": Mutation(
+        "tests/core/test_remote_shards.py::test_a_new_version_at_the_same_url_is_read", [
         Change("core/remote_shards", "RemoteStore._index",
                '{k: v for k, v in found[INDEX].items() if k != "name"}', "{}")]),
     "a look fetches shards": Mutation("tests/core/test_remote_shards.py", [
         Change("core/cache_layers", "ShardStore.header",
                "ShardStore.payload(self, kind, key)", "self.payload(kind, key)")]),
-    "passwords in messages": Mutation("tests/core/test_remote_shards.py", [
+    "passwords in messages": Mutation(
+        "tests/core/test_remote_shards.py::test_commands_accept_a_url_and_hide_its_credentials", [
         Change("core/remote_shards", "without_secrets", "text = re.sub", "re.sub")]),
     "matched grids ignore the setting": Mutation("tests/data/test_grids.py", [
         Change("data/images", "Geometry.target", "not self.match_grids", "True")]),
@@ -476,17 +512,21 @@ def judge(log, code) -> str:
     return ""
 
 
-def chosen(words) -> dict[str, Mutation]:
-    """The mutations whose name contains one of the words, or all; those that fit the code."""
+def chosen(words) -> list[str]:
+    """The mutations whose name contains one of the words, or all."""
+    return [name for name in MUTATIONS if not words or any(word in name for word in words)]
+
+
+def that_fit(names) -> dict[str, Mutation]:
+    """Those mutations that fit the code. Prints the others."""
     fitting = {}
-    for name, mutation in MUTATIONS.items():
-        if words and not any(word in name for word in words): continue
+    for name in names:
         try:
-            changed_files(mutation.changes)
+            changed_files(MUTATIONS[name].changes)
         except Misfit as e:
             print(f"not run: {name}: {e}", flush=True)
         else:
-            fitting[name] = mutation
+            fitting[name] = MUTATIONS[name]
     return fitting
 
 
@@ -519,21 +559,23 @@ def noticed_elsewhere(results) -> list[str]:
 
 
 def main() -> int:
-    """Run the mutations; 1 if one survived."""
+    """Run the mutations; 1 if one survived or could not be run."""
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
     p.add_argument("--workers", type=int, default=2)
     a = p.parse_args()
-    todo = chosen(a.words)
+    names = chosen(a.words)
+    todo = that_fit(names)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT/"tests")]
     import diffusers, peft, pytest, torch, transformers # noqa: F401
     results = run(todo, a.workers)
-    print("\n".join(noticed_elsewhere(results)))
-    survived = [name for name, test in results.items() if not test]
+    for sentence in noticed_elsewhere(results):
+        print(sentence)
+    survived = [name for name in names if not results.get(name)]
     rest = f"; not: {'; '.join(survived)}" if survived else ""
-    print(f"{len(results) - len(survived)} of {len(results)} mutations are noticed{rest}")
+    print(f"{len(names) - len(survived)} of {len(names)} mutations are noticed{rest}")
     return int(bool(survived))
 
 

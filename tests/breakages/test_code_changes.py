@@ -156,6 +156,9 @@ def test_cells_of_a_notebook():
         2: "#| export\ndef f(a): return 0\n", 5: "#| export\ndef g(a): return a + 2\nX = 3"}
     with pytest.raises(Misfit, match="`1` is not in `f` of m.ipynb"):
         changed_cells(cells, [Change("m", "f", "1", "2")], "m.ipynb")
+    cells[7] = cells[2]
+    with pytest.raises(Misfit, match="`return a` is twice in `f` of m.ipynb"):
+        changed_cells(cells, [Change("m", "f", "return a", "0")], "m.ipynb")
 
 
 def test_a_change_that_no_longer_fits_is_a_warning(monkeypatch, capsys):
@@ -193,7 +196,8 @@ def test_what_the_runner_tries():
     every = in_order(change)
     assert every[0] == own[0] and len(every) > 50 and not any("breakages" in p for p in every)
     assert attempts(Mutation(file, change)) == [[file], own, every]
-    assert attempts(Mutation(f"{file}::test_x", change)) == [[f"{file}::test_x"], [file], own, every]
+    test = f"{file}::test_x"
+    assert attempts(Mutation(test, change)) == [[test], [file], own, every]
     assert attempts(Mutation("tests/gone.py::test_x", change)) == [own, every]
 
 
