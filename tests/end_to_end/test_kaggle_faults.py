@@ -150,12 +150,15 @@ def only_error(run, what, pattern, levels=("error", "warning")): only(stopped(ru
 TORCHAO = r"^peft 0\.\d+\.\d+ raises .* torchao < 0.16.*pip uninstall -y torchao"
 
 
-@pytest.mark.parametrize("fault, what, pattern", [
+STOPS = [
     ("a GPU without kernels", "GPU", r"no kernels for sm 6\.0 .*sm_75.*GPU T4 x2"),
     ("no internet", "internet", "Qwen/Qwen-Image-Edit-2511 cannot be downloaded.*[Ii]nternet.*attach the model"),
     ("2 GB of disk", "disk", r"/kaggle/working: .*[\d.]+ GB .* 2\.00 GB .*attach a .*cache"),
     ("8 GB of host memory", "host memory", "`model.text_encoder_offload` .*15.5 GB.*; set it to false and quantize"),
-    ("an old torchao", "torchao", TORCHAO)])
+    ("an old torchao", "torchao", TORCHAO)]
+
+
+@pytest.mark.parametrize("fault, what, pattern", STOPS, ids=[fault for fault, *_ in STOPS])
 def test_it_stops(fault, what, pattern, checked):
     only_error(checked[fault], what, pattern, ["error"] if fault in ("2 GB of disk", "an old torchao") else ("error", "warning"))
 
@@ -183,9 +186,12 @@ SECRET = ("warning", r'hub limits downloads without .*Kaggle: Add-ons > Secrets.
 RUNS_OUT = ("warning", r"set .*`model.text_encoder_quantize` nf4.*config\(\)")
 
 
-@pytest.mark.parametrize("fault, wanted", [
+WARNINGS = [
     ("no fault", {}), ("sm 7.5", {"GPU bfloat16": ("warning", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}),
-    ("several together", {"GPU bfloat16": EMULATED, "host memory": FEW, "secret HF_TOKEN": SECRET})])
+    ("several together", {"GPU bfloat16": EMULATED, "host memory": FEW, "secret HF_TOKEN": SECRET})]
+
+
+@pytest.mark.parametrize("fault, wanted", WARNINGS, ids=[fault for fault, _ in WARNINGS])
 def test_exactly_these_warnings_are_given(fault, wanted, checked): only(continued(checked[fault]), wanted)
 
 

@@ -114,7 +114,7 @@ def test_nbclient_runs_the_notebook(tmp_path):
         cells = [f"from qie_nb.trainer import QwenImageEditTrainer\nt = QwenImageEditTrainer({config!r})", "t.fit();", f"t.save_lora({str(tmp_path/'lora')!r})",
                  "print('at', t.global_step, t.state.stop, t.optimizer is None, sorted(t.transformer.peft_config))"]
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-        NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3", resources=dict(metadata=dict(path=str(ROOT)))).execute()
+        NotebookClient(notebook, timeout=PATIENCE, startup_timeout=PATIENCE, kernel_name="python3", resources=dict(metadata=dict(path=str(ROOT)))).execute()
         return "\n".join(words("".join(o["text"] if "text" in o else o["data"].get("text/html", ""))) for c in notebook.cells for o in c.outputs)
     text = shown(4)
     assert "training in 2 processes, 2 samples a step" in text and "train 4/4" in text and "at 4 done True ['default']" in text, text[-2000:]
