@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from helpers import settings
+from helpers import PATIENCE, settings
 from qie_nb.cache import CacheEntryError, EmbeddingCacheManager, key_of
 from qie_nb.core import cache_entries, files
 from qie_nb.core.cache_entries import ALL_KINDS, read_header
@@ -543,7 +543,7 @@ def crowd(world, processes, repetitions, kill=True) -> dict:
         if kill and not locked:
             time.sleep(rng.uniform(0, alone * 0.9))
             os.kill(pids[victim], signal.SIGKILL)
-        done = wait(pids, 30 + 20 * alone)
+        done = wait(pids, PATIENCE)
         if kill and not os.WIFSIGNALED(done.get(pids[victim], 0)): continue # it was done already
         with t.trial(f"repetition {t.trials}"):
             assert len(done) == processes

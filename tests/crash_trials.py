@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from helpers import settings, write_pairs
+from helpers import PATIENCE, settings, write_pairs
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.callbacks import Callback
 from trials import Shared, Tally, around, child_value, fork, main, quiet, wait, watch_operations
@@ -126,7 +126,7 @@ class Course:
             self.job(out, tell(rank), rank)
         return [fork(lambda: ranked(rank), self.tmp/f"log_{rank}") for rank in range(self.world)]
 
-    def wait(self, pids): return wait(pids, 180, grace=1) # as torchrun does
+    def wait(self, pids): return wait(pids, PATIENCE, grace=1) # as torchrun does
     def log(self): return "".join(f.read_text(errors="replace")[-1500:] for f in sorted(self.tmp.glob("log*")))
 
     def listen(self, out) -> list: # labels, in order
@@ -308,9 +308,9 @@ class Started(Course):
                 if "started_process" in " ".join(p.cmdline()) and p.environ().get("RANK") == who[-1]: victim = p.pid
         if victim == pid: who = "the notebook"
         with contextlib.suppress(ProcessLookupError): os.kill(victim, signal.SIGKILL)
-        states = wait([pid], 120)
+        states = wait([pid], PATIENCE)
         assert pid in states, f"the notebook did not end: {self.log()}"
-        left = psutil.wait_procs(ranks, timeout=120)[1]
+        left = psutil.wait_procs(ranks, timeout=PATIENCE)[1]
         assert not left, f"{len(left)} processes are left"
         return who if states[pid] else ""
 
@@ -350,7 +350,7 @@ def by_command(course, out, shared, resume=False, slow_at=None):
         shared[BATCHES] += 1
         if shared[BATCHES] != slow_at: return
         shared[SLOW] = 1
-        for _ in range(3000): time.sleep(0.01)
+        for _ in range(100 * PATIENCE): time.sleep(0.01)
         shared[SLOW] = 2
     def put(place, value): shared[place] = value
     around(T, "training_step", begin_batch)
@@ -362,7 +362,7 @@ def by_command(course, out, shared, resume=False, slow_at=None):
     os._exit(code or 0)
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=PATIENCE):
     end = time.time() + seconds
     while not condition():
         assert time.time() < end, "never came"
@@ -395,7 +395,7 @@ def signals(course, trials) -> dict:
                 time.sleep(rng.uniform(0, 0.05))
                 steps = shared[STEPS]
                 os.kill(pid, kind)
-                states = wait([pid], 60)
+                states = wait([pid], PATIENCE)
                 if shared[BATCHES] < at or states.get(pid) == 0: # done before it was asked
                     assert states.get(pid) == 0, course.log()
                     break
@@ -418,7 +418,7 @@ def signals_in_odd_places(course) -> dict:
             pid = fork(lambda: by_command(course, out, shared, slow_at=slow_at), course.tmp/"log")
             until(lambda: shared[SLOW if slow_at else SETUP])
             for n, kind in enumerate(kinds): time.sleep(0.5 * n), os.kill(pid, kind)
-            ends_with(course, wait([pid], 20), pid, kinds[0])
+            ends_with(course, wait([pid], PATIENCE), pid, kinds[0])
             assert shared[SLOW] == 1 if slow_at else shared[STEPS] <= 1, f"it waited for the step; {shared[STEPS]} steps were made"
             course.finish(out)
             course.compare(out, same_names=False, samples=False)
@@ -431,8 +431,8 @@ def kernel(cwd):
     "A real Jupyter kernel: its manager, and run(code, seconds) -> (content of the reply, {name: value})."
     from jupyter_client.manager import start_new_kernel
     paths = os.pathsep.join([str(ROOT), str(ROOT/"tests")])
-    manager, client = start_new_kernel(120, "python3", cwd=str(cwd), env=os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
-    def run(code, seconds=180, may_fail=False, **expressions):
+    manager, client = start_new_kernel(PATIENCE, "python3", cwd=str(cwd), env=os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
+    def run(code, seconds=PATIENCE, may_fail=False, **expressions):
         # the next cell may be on its way while one fails: it is not to be aborted for that
         got = client.execute_interactive(code, user_expressions=expressions, stop_on_error=False, timeout=seconds, output_hook=lambda m: None)["content"]
         assert got["status"] == "ok" or may_fail and got["ename"] == "KeyboardInterrupt", f"{code}: {got.get('ename')}: {got.get('evalue')}"
@@ -466,7 +466,7 @@ def interrupts(course, trials) -> dict:
                     def stop(): at.append(begun(out)), manager.interrupt_kernel()
                     press = threading.Timer(rng.uniform(0, whole * rng.choice((0.1, 0.3, 0.6))), stop)
                     if t.trials < trials: press.start()
-                    ok, _ = run("trainer.fit()", 300, may_fail=True)
+                    ok, _ = run("trainer.fit()", may_fail=True)
                     press.cancel()
                     if press.ident: press.join()
                     now = run("pass", step="trainer.global_step", end="trainer.state.max_steps")[1]

@@ -98,7 +98,7 @@ def session(
     library=None, # is qie_nb importable? default: only with this Python
     files={},     # file in that folder: text
     before="",    # Python code to run first
-    timeout=600,  # seconds for the whole session
+    timeout=3600, # seconds for the whole session
 ) -> tuple: # the folder, CompletedProcess, changed files of inputs
     "Run a command in a platform's working folder. Skips the test if isolation is not permitted here."
     import pytest
@@ -147,7 +147,7 @@ import nbformat
 from nbclient import NotebookClient
 home, working = sys.argv[1:]
 nb = nbformat.read(f"{home}/notebook.ipynb", as_version=4)
-try: NotebookClient(nb, timeout=None, kernel_name="python3", resources=dict(metadata=dict(path=working))).execute()
+try: NotebookClient(nb, timeout=None, startup_timeout=900, kernel_name="python3", resources=dict(metadata=dict(path=working))).execute()
 except Exception as e: open(f"{home}/error.txt", "w").write(str(e) or traceback.format_exc())
 nbformat.write(nb, f"{home}/executed.ipynb")
 """

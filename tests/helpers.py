@@ -1,5 +1,5 @@
 """Data sets, configurations and comparisons that several tests share."""
-import json, os, shutil, subprocess, sys
+import json, os, shutil, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,3 +214,29 @@ def modulation_reads(monkeypatch):
         def __getitem__(self, at): reads.append((self.name, str(at))); return self.part[at]
     monkeypatch.setattr(modulation, "open_checkpoint", lambda folder: {k: Counted(k, v) if "_mod." in k else v for k, v in opened(folder).items()})
     return reads
+
+
+PATIENCE = 900 # seconds to wait for a process: at load 30 one needed 300 s for 20 tiny steps
+
+
+def wait_for(condition, what, seconds=PATIENCE, process=None):
+    "Waits until `condition()` is true and returns its value; fails early if this process (`Popen`) ends before."
+    end = time.monotonic() + seconds
+    while True:
+        ended = process is not None and process.poll() is not None
+        value = condition()
+        if value: return value
+        if ended: raise RuntimeError(f"the process ended with {process.returncode} before {what}")
+        if time.monotonic() > end: raise TimeoutError(f"waited {seconds} s for {what}")
+        time.sleep(0.05)
+
+
+def finish(process, code=0, seconds=PATIENCE) -> str: # what it printed, "" without a pipe
+    "Waits for the end of a process (`Popen`), which must have this exit code."
+    try: said, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, errors = process.communicate()
+        raise TimeoutError(f"waited {seconds} s for {process.args}: {(said or '')[-3000:]}{(errors or '')[-3000:]}") from None
+    assert process.returncode == code, f"exit code {process.returncode}: {(said or '')[-3000:]}{(errors or '')[-3000:]}"
+    return said or ""

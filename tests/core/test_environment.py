@@ -256,7 +256,7 @@ def test_free_space_is_the_smaller_of_disk_and_quota(tmp_path):
 # --- network and secrets
 def test_online():
     connect, forever = MagicMock(), threading.Event()
-    assert online(connect=connect, env={}) and connect.call_args.args == (("huggingface.co", 443),)
+    assert online(seconds=600, connect=connect, env={}) and connect.call_args.args == (("huggingface.co", 443),)
     assert not online(connect=connect, env=dict(HF_HUB_OFFLINE="1")) and connect.call_count == 1
     assert online(seconds=0.05, connect=lambda *a, **kw: forever.wait() and MagicMock(), env={}) is False
     forever.set()

@@ -1,4 +1,4 @@
-"""Run by each process of test_distributed.py: train by a configuration, with DDP or FSDP2, and save the LoRA."""
+"""Run by each process of test_distributed.py: one training after the other, with DDP or FSDP2, each from its configuration; save the LoRAs."""
 import json, sys
 from pathlib import Path
 
@@ -17,12 +17,18 @@ def shard(trainer):
     assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in trainer.transformer.parameters())
 
 
-if __name__ == "__main__":
-    config, out, kind = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+def train(config, out, kind):
+    "One training, as its own process would do it."
     trainer = QwenImageEditTrainer(config)
     if kind == "fsdp": shard(trainer)
     trainer.fit()
     trainer.save_lora(out)
-    if trainer.is_main: (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))
+    if trainer.is_main:
+        (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))
     trainer.accelerator.wait_for_everyone() # a process that ends too early can crash the others
+    return trainer
+
+
+if __name__ == "__main__":
+    for config, out, kind in json.loads(sys.argv[1]): trainer = train(config, Path(out), kind)
     trainer.accelerator.end_training()

@@ -15,69 +15,84 @@ from qie_nb.training.callbacks import RunState
 from qie_nb.training.step import BatchStream
 from qie_nb.trainer import QwenImageEditTrainer
 
-from helpers import settings
+from helpers import finish, settings, write_pairs
 
 JOB = Path(__file__).parent/"distributed_job.py"
 
 
-def launch(config, out, kind="ddp"):
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", JOB, json.dumps(config), out, kind],
-                         env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
+def launch(*runs):
+    "Two processes that do these runs, (configuration, folder of the LoRA, ddp or fsdp), one after the other."
+    jobs = json.dumps([(config, str(out), kind) for config, out, kind in runs])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", JOB, jobs]
+    finish(subprocess.Popen(command, env=os.environ | dict(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
-@pytest.fixture # eps: with the usual 1e-8 Adam turns the rounding of a tiny gradient into a step
-def run(pairs, tmp_path):
-    root = pairs(((48, 32),) * 7 + ((32, 48),) * 2, caption=[f"make it {'very ' * i}dark" for i in range(9)])
+def maker(folder):
+    "Makes configurations of runs that share a filled cache. eps: with the usual 1e-8 Adam turns the rounding of a tiny gradient into a step."
+    root = write_pairs(folder/"set", ((48, 32),) * 7 + ((32, 48),) * 2, caption=[f"make it {'very ' * i}dark" for i in range(9)])
 
-    def config(out, batch_size, **train):
-        return settings(root, tmp_path, data=dict(batch_size=batch_size), optimizer=dict(eps=1e-5), train=dict(output_dir=str(tmp_path/out), save_steps=2) | train)
+    def config(out, batch_size=2, **train):
+        return settings(root, folder, data=dict(batch_size=batch_size), optimizer=dict(eps=1e-5), train=dict(output_dir=str(folder/out), save_steps=2) | train)
     QwenImageEditTrainer(config("cache", 1)).cache_embeddings()
     return config
 
 
-def agrees(folder, trainer):
+def agrees(lora, trainer):
     "The saved LoRA file is, to rounding, the one that this trainer saves."
-    trainer.save_lora(folder/"one")
-    one, two = (folder/f/"pytorch_lora_weights.safetensors" for f in ("one", "lora"))
+    own = lora.with_name(f"{lora.name}_of_one")
+    trainer.save_lora(own)
+    one, two = (folder/"pytorch_lora_weights.safetensors" for folder in (own, lora))
     a, b = load_file(one), load_file(two)
     assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max().item() for k in a) < 1e-6
     assert max(v.abs().max().item() for k, v in b.items() if "lora_B" in k) > 1e-3, "training must change the adapter"
     with safe_open(one, "pt") as f, safe_open(two, "pt") as g: assert f.metadata() == g.metadata()
 
 
+DDP = dict(ema_decay=0.9, gradient_checkpointing=False, stratified_timesteps=True)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    "A folder in which two processes have trained, first with DDP, then with FSDP2, and the configurations."
+    folder = tmp_path_factory.mktemp("launched")
+    config = maker(folder)
+    launch((config("ddp", gradient_accumulation_steps=2, **DDP), folder/"lora_ddp", "ddp"), (config("fsdp", ema_decay=0.9), folder/"lora_fsdp", "fsdp"))
+    return folder, config
+
+
 @pytest.mark.slow
-def test_two_processes_equal_one_that_accumulates_twice_the_batches(run, tmp_path):
+def test_two_processes_equal_one_that_accumulates_twice_the_batches(launched):
     "Buckets of 7 and 2: batches of 2 and one of 1, in an odd number, so one process has none in the last step of an epoch."
-    more = dict(ema_decay=0.9, gradient_checkpointing=False, stratified_timesteps=True)
-    one = QwenImageEditTrainer(run("one", 2, gradient_accumulation_steps=4, **more)).fit()
-    launch(run("two", 2, gradient_accumulation_steps=2, **more), tmp_path/"lora")
-    step, loss, n = json.loads((tmp_path/"lora"/"loss.json").read_text())
+    folder, config = launched
+    one = QwenImageEditTrainer(config("one_ddp", gradient_accumulation_steps=4, **DDP)).fit()
+    step, loss, n = json.loads((folder/"lora_ddp"/"loss.json").read_text())
     assert (step, n) == (one.global_step, 2) and loss == pytest.approx(float(one.state.loss), rel=1e-5)
-    agrees(tmp_path, one)
-    one, two = (sorted((tmp_path/d/"checkpoints"/"logs").glob("*.csv")) for d in ("one", "two"))
+    agrees(folder/"lora_ddp", one)
+    one, two = (sorted((folder/name/"checkpoints"/"logs").glob("*.csv")) for name in ("one_ddp", "ddp"))
     assert len(two) == 1 and len(two[0].read_text().splitlines()) == len(one[0].read_text().splitlines())
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_resumes_in_one_and_back(run, tmp_path):
-    uncut = QwenImageEditTrainer(run("uncut", 2, gradient_accumulation_steps=2)).fit()
-    launch(run("cut", 2, max_train_steps=2), tmp_path/"first")
-    QwenImageEditTrainer(run("cut", 2, max_train_steps=4, gradient_accumulation_steps=2, resume_checkpoint="latest")).fit()
-    launch(run("cut", 2, resume_checkpoint="latest"), tmp_path/"lora")
-    agrees(tmp_path, uncut)
-
-
-@pytest.mark.slow
-def test_fsdp2_trains_and_saves_the_same(run, tmp_path):
-    one = QwenImageEditTrainer(run("one", 2, gradient_accumulation_steps=2, ema_decay=0.9)).fit()
-    launch(run("two", 2, ema_decay=0.9), tmp_path/"lora", "fsdp")
-    agrees(tmp_path, one)
-    ours, theirs = (tmp_path/d/"checkpoints/epoch_0002" for d in ("one", "two"))
+def test_fsdp2_trains_and_saves_the_same(launched):
+    folder, config = launched
+    one = QwenImageEditTrainer(config("one_fsdp", gradient_accumulation_steps=2, ema_decay=0.9)).fit()
+    agrees(folder/"lora_fsdp", one)
+    ours, theirs = (folder/name/"checkpoints/epoch_0002" for name in ("one_fsdp", "fsdp"))
     assert {p.name for p in ours.iterdir()} == {p.name for p in theirs.iterdir()}
-    a, b = (load_file(d/"optimizer.safetensors") for d in (ours, theirs))
+    a, b = (load_file(checkpoint/"optimizer.safetensors") for checkpoint in (ours, theirs))
     assert a.pop("rng").shape == b.pop("rng").shape
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path):
+    config = maker(tmp_path)
+    uncut = QwenImageEditTrainer(config("uncut", gradient_accumulation_steps=2)).fit()
+    launch((config("cut", max_train_steps=2), tmp_path/"first", "ddp"))
+    QwenImageEditTrainer(config("cut", max_train_steps=4, gradient_accumulation_steps=2, resume_checkpoint="latest")).fit()
+    launch((config("cut", resume_checkpoint="latest"), tmp_path/"lora", "ddp"))
+    agrees(tmp_path/"lora", uncut)
 
 
 def test_a_step_of_two_processes_is_one_of_a_single_process_with_twice_the_accumulation(pairs):
@@ -124,4 +139,4 @@ dist.destroy_process_group()
 
 def test_all_processes_stop_for_the_first_ones_reason_without_waiting_for_a_device(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", STOPS, str(rank), str(tmp_path/"store")], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
-    assert [p.communicate(timeout=120)[0].strip() for p in both] == [str(["", "interrupted", "max_hours", "first", ""])] * 2
+    assert [finish(p).strip() for p in both] == [str(["", "interrupted", "max_hours", "first", ""])] * 2

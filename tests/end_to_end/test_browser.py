@@ -122,7 +122,8 @@ def test_the_tour(opened, lab, tmp_path):
     p.wait_for_timeout(1000)
     p.reload(wait_until="domcontentloaded")
     page.kernel()
-    p.wait_for_timeout(3000)
+    page.until(lambda: visible(page, STILL) == 5 and not visible(page, LEFT), "widgets without a kernel are hidden")
+    p.wait_for_timeout(3000) # and stay so
     page.keep("restarted")
     assert visible(page, STILL) == 5 and not visible(page, LEFT), "widgets without a kernel are hidden"
 
@@ -152,7 +153,7 @@ show_tensorboard(runs)"""
 def test_tensorboard_is_served_inline(opened):
     page = opened("tensorboard", [EVENTS]).kernel().run_all()
     assert not page.errors()
-    page.page.frame_locator("iframe").first.locator("text=loss").first.wait_for(timeout=60_000)
+    page.page.frame_locator("iframe").first.locator("text=loss").first.wait_for()
 
 
 WIDGETS = """
@@ -219,8 +220,8 @@ def steps_shown(page): return int(re.search(r"step (\d+) of", page.page.inner_te
 def test_stop_button_saves_and_fit_continues(opened, browser, lab, tmp_path):
     page = opened("panel", [TRAIN.format(hostile=HOSTILE), FIT, ON]).kernel().run_all(wait=False)
     button = page.page.locator(STOPS)
-    button.wait_for(timeout=120_000)
-    page.page.locator("figure:has-text('edit after step')").first.wait_for(timeout=120_000) # an evaluation's images
+    button.wait_for()
+    page.page.locator("figure:has-text('edit after step')").first.wait_for() # an evaluation's images
     curve, at = page.page.locator("svg polyline").first.get_attribute("points"), steps_shown(page)
     page.page.wait_for_function("was => document.querySelector('svg polyline').getAttribute('points') !== was", arg=curve)
     assert steps_shown(page) > at
@@ -246,6 +247,6 @@ def reopened(page, opened, lab, tmp_path, *texts):
         again = opened(page.name.removesuffix(".ipynb"), server=fresh).kernel()
         for text in texts: again.page.get_by_text(text).first.wait_for()
         again.page.wait_for_timeout(1500) # time for the widget manager to look for the models
+        again.until(lambda: not visible(again, LEFT), "widgets without their kernel are hidden")
         again.keep("reopened")
-        assert not visible(again, LEFT)
         assert not pwned(again)

@@ -34,12 +34,12 @@ def browser():
     with chrome() as b: yield b
 
 
-def played(browser, lab, name, cells, what, seconds=900):
+def played(browser, lab, name, cells, what):
     "Run the cells as a notebook, expect no error and nothing red, and keep a screen of every output."
     (lab.folder/f"{name}.ipynb").write_text(json.dumps(cells if isinstance(cells, dict) else notebook(cells)))
     page = Page(browser, lab, f"{name}.ipynb", Path(os.environ.get("QIE_NB_SCREENS") or lab.home/"screens")).kernel()
     try:
-        page.run_all(seconds=seconds)
+        page.run_all()
         for n, area in enumerate(page.page.locator(".jp-Cell-outputArea").all()):
             if not area.inner_text().strip() and not area.locator("img, canvas, svg, iframe").count(): continue
             area.scroll_into_view_if_needed()

@@ -6,7 +6,17 @@ from helpers import few_trials
 
 FAST = ["flips", "swaps", "losses", "bits", "edits_of_the_model"] # `losses` compares the bytes of entries that were encoded twice
 MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]
-SLOW = [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.mounts] * (c in MOUNTS)]) for c in cases(False) if c not in FAST]
+WEEKLY = ["crowd_of_4", "edits_random"] # crowd_of_2 and edits_scripted run at every change
+
+
+def marks(case):
+    found = [pytest.mark.slow]
+    if case in MOUNTS: found.append(pytest.mark.mounts)
+    if case in WEEKLY: found.append(pytest.mark.weekly)
+    return found
+
+
+SLOW = [pytest.param(c, marks=marks(c)) for c in cases(False) if c not in FAST]
 
 
 def check(result):

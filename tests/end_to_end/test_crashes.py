@@ -1,4 +1,6 @@
-"""Few trials of the cases in crash_trials.py, in a process that forks; `make kills` runs the full counts."""
+"""Few trials of the cases in crash_trials.py, in a process that forks; `make kills` runs the full counts.
+
+The stop button and started processes are weekly: test_kernel_processes and test_run_processes interrupt and kill them at every change."""
 import pytest
 
 from helpers import few_trials
@@ -11,7 +13,11 @@ pytestmark = pytest.mark.slow
 def results(request, tmp_path_factory): return few_trials("crash_trials", request, tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", cases(False))
+WEEKLY = "interrupts", "started"
+CASES = [pytest.param(case, marks=[pytest.mark.weekly] if case in WEEKLY else []) for case in cases(False)]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_trial_goes_as_it_must(case, results):
     r = results[case]
     assert r["trials"] and r["passed"] == r["trials"], r["worst"]

@@ -127,6 +127,7 @@ def test_platforms_have_all_requirements_but_attached_wheels():
         assert not missing, f"{platform} has no {missing}"
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_the_python_has_the_platforms_versions(platform):
@@ -269,7 +270,7 @@ def own_versions(places, platform, request):
     return dict(python=python_of(platform), library=False), {"datasets/user/wheels": request.getfixturevalue("all_wheels")}
 
 
-each_python = pytest.mark.parametrize("places", [False, True], ids=["this Python", "the platform's versions"])
+each_python = pytest.mark.parametrize("places", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["this Python", "the platform's versions"])
 
 
 @pytest.mark.slow
@@ -304,6 +305,7 @@ def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
     assert "0 encoded" in text and "training panel: step 152 of 152" in text and not re.search("step 50: (held-out|validation)", text), text[-3000:]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("name,places", [("kaggle", False), ("kaggle", True), ("colab", True)], ids=["this Python", "kaggle's versions", "colab's versions"])
 def test_notebooks_start_two_processes_and_continue(name, places, tmp_path, request):
@@ -321,6 +323,7 @@ def test_notebooks_start_two_processes_and_continue(name, places, tmp_path, requ
     assert "training in 2 processes" in text and re.search("trained 2 steps in .*, 6 in total: done|step 6 of 6", text), text[-3000:]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_training_from_a_prequantized_copy(tmp_path):
     "The copy is attached instead of the model and contains its modulation table."
@@ -332,6 +335,7 @@ def test_training_from_a_prequantized_copy(tmp_path):
     assert "6 in total: done" in run.text() and not list(run.output.rglob("cache/modulation/*")), "the copy's own table was not used"
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["end_to_end/test_main_job", "parity/test_pipelines", "parity/test_image_positions", "encoding/test_prompts", "models/test_modulation", "lora/test_adapters", "test_cache"])
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -345,6 +349,7 @@ def test_everyday_tests_with_the_platforms_versions(platform, name, all_wheels, 
     assert done.returncode == 0 and changed == [], done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_places_share_caches_and_compute_the_same_prompt_embeddings(tmp_path):
     pythons = dict(here=sys.executable) | {p: python_of(p) for p in PLATFORMS}

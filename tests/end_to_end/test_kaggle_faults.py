@@ -1,13 +1,15 @@
-"""The notebook kaggle/train in an imitation of Kaggle with one fault each: the doctor names the fault and its remedy, and errors stop the notebook."""
+"""The notebook kaggle/train in an imitation of Kaggle with one fault each: the doctor names the fault and its remedy, and errors stop the notebook.
+
+All faults are set in one kernel: its notebook has the second cell once for each fault, after a cell that fakes the machine. Only what needs another installation has a session of its own."""
 import json, re
 
 import pytest
 from safetensors.torch import load_file
 
 from helpers import settings, write_pairs
-from fake_kaggle import kaggle, run_notebook
+from fake_kaggle import Run, kaggle, run_notebook
 from qie_nb.trainer import QwenImageEditTrainer
-from test_kaggle import OLD_TORCHAO as TORCHAO_INFO, TRAIN, needs_root, notebook, trial_with, wheels
+from test_kaggle import OLD_TORCHAO as TORCHAO_INFO, TRAIN, cells_of, needs_root, notebook, trial_with, wheels
 
 pytestmark = pytest.mark.slow
 # the published model with generated pairs, without a preset
@@ -15,34 +17,42 @@ OURS = {"TRIAL = True": "TRIAL = False", 'preset="t4x2",': "", '2511")': '2511",
         "image_size=512": "image_size=[512, 512], control_area=512 * 512, batch_size=4"}
 WAITS = OURS | {'2511")': '2511", text_encoder_offload=True)', "train=dict(max": "train=dict(blocks_to_swap=True, max"}
 
-# run in the kernel before the first cell: a fake GPU, a reachable server, a large disk for downloads
-KERNEL = """
-import sys
-if any("ipykernel" in a for a in sys.orig_argv):
-    import collections, contextlib, os, shutil, socket, types
-    import torch, torchvision # torchvision compares CUDA versions when it is imported
-    gpu, online = {gpu!r}, {online!r}
-    if gpu:
-        if {plans!r}: from diffusers import QwenImageTransformer2DModel # imported before torch.cuda is faked
-        name, size, sm, own = gpu
-        fake = dict(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, device=contextlib.nullcontext, get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
-                    get_device_properties=lambda i: types.SimpleNamespace(name=name, total_memory=size, major=sm[0], minor=sm[1]),
-                    is_bf16_supported=lambda including_emulation=True: own or including_emulation)
-        for n, fn in fake.items(): setattr(torch.cuda, n, fn)
-        torch.version.cuda = "12.8"
-    if online:
-        server = socket.create_server(("127.0.0.1", 0)) # a proxy
-        os.environ["https_proxy"] = "http://127.0.0.1:%d" % server.getsockname()[1]
-    usage, large = shutil.disk_usage, collections.namedtuple("usage", "total used free")(300 * 10**9, 10**11, 200 * 10**9)
-    shutil.disk_usage = lambda path: usage(path) if "/kaggle/working" in str(path) else large
-"""
+# fakes.py in the kernel: `machine` sets everything, so it also takes back what the fault before had set
+FAKES = r'''
+import collections, contextlib, os, shutil, socket, subprocess, sys, types
+from pathlib import Path
+import kaggle_secrets, torch, torchvision # torchvision compares CUDA versions when it is imported
+from diffusers import QwenImageTransformer2DModel # before torch.cuda is faked
 
-# host memory: 31 GB, limited by the session's control group
+usage, large = shutil.disk_usage, collections.namedtuple("usage", "total used free")(300 * 10**9, 10**11, 200 * 10**9)
+shutil.disk_usage = lambda path: usage(path) if "/kaggle/working" in str(path) else large # a large disk for downloads
+server = socket.create_server(("127.0.0.1", 0)) # a proxy
+old_torchao = Path("/tmp/old_torchao")
+(old_torchao/"torchao-0.10.0.dist-info").mkdir(parents=True)
+(old_torchao/"torchao-0.10.0.dist-info"/"METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.10.0\n")
+L4 = ("NVIDIA L4", 23_600_000_000, (8, 9), True)
+
+def machine(gpu=L4, online=True, memory=31 * 10**9, quota=20 * 10**9, token="hf_given", secrets={}, torchao=False):
+    name, size, sm, own = gpu
+    fake = dict(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, device=contextlib.nullcontext, get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
+                get_device_properties=lambda i: types.SimpleNamespace(name=name, total_memory=size, major=sm[0], minor=sm[1]),
+                is_bf16_supported=lambda including_emulation=True: own or including_emulation)
+    for n, fn in fake.items(): setattr(torch.cuda, n, fn)
+    torch.version.cuda = "12.8"
+    for key, value in dict(https_proxy=online and "http://127.0.0.1:%d" % server.getsockname()[1], HF_TOKEN=token).items():
+        if value: os.environ[key] = value
+        else: os.environ.pop(key, None)
+    open("/sys/fs/cgroup/memory.max", "w").write(str(memory))
+    subprocess.run(["mount", "-o", f"remount,size={quota}", "/kaggle/working"], check=True)
+    kaggle_secrets.SECRETS = secrets
+    sys.path[:] = [str(old_torchao)] * torchao + [p for p in sys.path if p != str(old_torchao)]
+'''
+
+# before the session: host memory as the control group and /proc say
 MEMORY = """
 import subprocess
 open("/tmp/meminfo", "w").write("MemTotal: 31000000 kB\\nMemFree: 31000000 kB\\n")
 subprocess.run(["mount", "--bind", "/tmp/meminfo", "/proc/meminfo"], check=True), subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup"], check=True)
-open("/sys/fs/cgroup/memory.max", "w").write("{memory}")
 """
 
 # with the package itself, which peft imports
@@ -53,22 +63,60 @@ open(f"{package}/__init__.py", "w").write('__version__ = "0.10.0"')
 open(f"{old}/RECORD", "a").write("torchao/__init__.py,,\\n")
 """
 
-L4, T4, P100 = ("NVIDIA L4", 23_600_000_000, (8, 9), True), ("Tesla T4", 15_800_000_000, (7, 5), False), ("Tesla P100-PCIE-16GB", 17_000_000_000, (6, 0), False)
+T4, P100 = ("Tesla T4", 15_800_000_000, (7, 5), False), ("Tesla P100-PCIE-16GB", 17_000_000_000, (6, 0), False)
+IN_BF16 = OURS | {"train=dict(max": 'train=dict(mixed_precision="bf16", max'}
+REMEDY = OURS | {"env = detect_environment()": "import os\nexec(line)\nenv = detect_environment()"}
+
+# name: (changes of the second cell, what `machine` sets)
+FAULTS = {
+    "as it is": ({}, {}),
+    "a GPU without kernels": ({}, dict(gpu=P100)),
+    "an old torchao": ({}, dict(torchao=True)),
+    "no internet": (OURS, dict(online=False)),
+    "2 GB of disk": (OURS, dict(quota=2 * 10**9)),
+    "8 GB of host memory": (WAITS, dict(memory=8 * 10**9)),
+    "no fault": (OURS, {}),
+    "sm 7.5": (OURS, dict(gpu=T4)),
+    "several together": (IN_BF16, dict(gpu=T4, memory=8 * 10**9, token=None)),
+    "no secret": (OURS, dict(token=None)),
+    "the secret's remedy": (REMEDY, dict(token=None, secrets=dict(HF_TOKEN="hf_added")))}
+LINE = """
+import re
+line = re.search(r'os.environ\\["HF_TOKEN"\\] = .*', "\\n".join(f["remedy"] for f in report.data()["findings"]) if report else "")
+line = line and line[0]"""
+REPORT = 'import json\nif report: print("report", json.dumps(report.data()["findings"]))'
 
 
 def platform_of(tmp_path, token="hf_given", quota=20 * 10**9, **options): return kaggle(tmp_path, env=dict(HF_TOKEN=token) if token else {}, quota=quota, **options)
 
 
-def first_cells(folder, of=slice(2)):
-    "The notebook's cells up to the doctor's report, and one that prints it as JSON."
-    cells = [c for c in json.loads(TRAIN.read_text())["cells"] if c["cell_type"] == "code"][of]
-    return notebook(folder, *("".join(c["source"]) for c in cells), 'import json\nprint("report", json.dumps(report.data()["findings"]))')
+def changed(text, changes):
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{old} occurs {text.count(old)} times in\n{text}"
+        text = text.replace(old, new)
+    return text
 
 
-def run_with(platform, path=None, gpu=L4, online=True, memory=31 * 10**9, before="", plans=False, **options):
-    "A session on a machine with these properties."
-    kernel = KERNEL.format(gpu=gpu, online=online, plans=plans)
-    return run_notebook(path or first_cells(platform.root), platform, files={"modules/sitecustomize.py": kernel}, before=before or MEMORY.format(memory=memory), **options)
+def error_of(cells) -> str: # "" without one
+    return "\n".join(line for c in cells for o in c["outputs"] if o["output_type"] == "error" for line in o["traceback"])
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    "The second cell with each fault, {name: Run}: what it and a cell that prints the report as JSON have shown."
+    folder, (install, check, *_) = tmp_path_factory.mktemp("checked"), cells_of(TRAIN)
+    other = folder/"other"
+    QwenImageEditTrainer(settings(write_pairs(folder/"set", ((48, 32),) * 2), other, "v1")).cache_embeddings()
+    cells = ["import fakes\nreport = None", install]
+    for changes, fault in FAULTS.values(): cells += [f"{LINE}\nreport = None\nfakes.machine(**{fault!r})", changed(check, changes), REPORT]
+    path = notebook(folder, *cells)
+    book = json.loads(path.read_text())
+    for cell in book["cells"][3::3]: cell["metadata"]["tags"] = ["raises-exception"] # the notebook goes on
+    path.write_text(json.dumps(book))
+    run = run_notebook(path, platform_of(folder, inputs={"notebooks/user/other": other}), files={"modules/fakes.py": FAKES}, before=MEMORY)
+    assert not run.error, run.error
+    shown = [run.notebook["cells"][at:at + 2] for at in range(3, len(cells), 3)]
+    return {name: Run(dict(cells=two), error_of(two), run.output, run.written, run.inputs_written) for name, two in zip(FAULTS, shown, strict=True)}
 
 
 def continued(run) -> dict:
@@ -80,7 +128,7 @@ def continued(run) -> dict:
 
 def stopped(run) -> dict:
     "The same when it stops, with one message that contains every reason."
-    sentence = re.sub(r"\x1b\[[\d;]*m", "", run.error).rpartition("------------------")[2] # without colours
+    sentence = re.sub(r"\x1b\[[\d;]*m", "", run.error).rpartition("------------------")[2] # without colours and, in a session of its own, the cell
     last = " ".join(sentence.split())
     assert last.endswith("(%tb shows the traceback)"), run.error
     assert "another exception occurred" not in run.error and not re.search(r"^report", run.text(), re.M)
@@ -99,26 +147,32 @@ def only_error(run, what, pattern, levels=("error", "warning")): only(stopped(ru
 
 # ---- errors ----
 
+TORCHAO = r"^peft 0\.\d+\.\d+ raises .* torchao < 0.16.*pip uninstall -y torchao"
+
+
+STOPS = [
+    ("a GPU without kernels", "GPU", r"no kernels for sm 6\.0 .*sm_75.*GPU T4 x2"),
+    ("no internet", "internet", "Qwen/Qwen-Image-Edit-2511 cannot be downloaded.*[Ii]nternet.*attach the model"),
+    ("2 GB of disk", "disk", r"/kaggle/working: .*[\d.]+ GB .* 2\.00 GB .*attach a .*cache"),
+    ("8 GB of host memory", "host memory", "`model.text_encoder_offload` .*15.5 GB.*; set it to false and quantize"),
+    ("an old torchao", "torchao", TORCHAO)]
+
+
+@pytest.mark.parametrize("fault, what, pattern", STOPS, ids=[fault for fault, *_ in STOPS])
+def test_it_stops(fault, what, pattern, checked):
+    only_error(checked[fault], what, pattern, ["error"] if fault in ("2 GB of disk", "an old torchao") else ("error", "warning"))
+
+
+@pytest.mark.weekly
 def test_an_old_torchao_stops(tmp_path):
+    "The installed package; the shared kernel has only its metadata."
     needs_root()
-    run = run_with(platform_of(tmp_path), first_cells(tmp_path, slice(1, 2)), gpu=None, before=OLD_TORCHAO)
-    only_error(run, "torchao", r"^peft 0\.\d+\.\d+ raises .* torchao < 0.16.*pip uninstall -y torchao", ["error"])
+    check = cells_of(TRAIN)[1]
+    only_error(run_notebook(notebook(tmp_path, check, REPORT), platform_of(tmp_path), before=OLD_TORCHAO), "torchao", TORCHAO, ["error"])
 
 
-@pytest.mark.parametrize("quota, fault, what, pattern", [
-    (20, dict(gpu=P100), "GPU", r"no kernels for sm 6\.0 .*sm_75.*GPU T4 x2"),
-    (20, dict(online=False, changes=OURS), "internet", "Qwen/Qwen-Image-Edit-2511 cannot be downloaded.*[Ii]nternet.*attach the model"),
-    (2, dict(changes=OURS), "disk", r"/kaggle/working: .*[\d.]+ GB .* 2\.00 GB .*attach a .*cache"),
-    (20, dict(memory=8 * 10**9, changes=WAITS), "host memory", "`model.text_encoder_offload` .*15.5 GB.*; set it to false and quantize")],
-    ids=["a GPU without kernels", "no internet", "2 GB of disk", "8 GB of host memory"])
-def test_it_stops(quota, fault, what, pattern, tmp_path):
-    only_error(run_with(platform_of(tmp_path, quota=quota * 10**9), **fault), what, pattern, ["error"] if quota == 2 else ("error", "warning"))
-
-
-def test_a_cache_of_another_model_is_not_used(tmp_path):
-    out = tmp_path/"other"
-    QwenImageEditTrainer(settings(write_pairs(tmp_path/"set", ((48, 32),) * 2), out, "v1")).cache_embeddings()
-    run = run_with(platform_of(tmp_path, inputs={"notebooks/user/other": out}))
+def test_a_cache_of_another_model_is_not_used(checked):
+    run = checked["as it is"]
     assert not run.error and run.inputs_written == [], run.error
     assert re.search(r"^not used: cache in /kaggle/input/notebooks/user/other/cache, which was made with another model \(tiny-v1, float32\)$", run.text(), re.M), run.text()
 
@@ -130,24 +184,20 @@ FEW = ("warning", "12 GB.*`data.num_workers` 0 and `cache.prefetch` 0")
 SECRET = ("warning", r'hub limits downloads without .*Kaggle: Add-ons > Secrets.*os.environ\["HF_TOKEN"\] = \w+\(\).secret\("HF_TOKEN", ask=True\)')
 
 RUNS_OUT = ("warning", r"set .*`model.text_encoder_quantize` nf4.*config\(\)")
-IN_BF16 = OURS | {"train=dict(max": 'train=dict(mixed_precision="bf16", max'}
 
 
-@pytest.mark.parametrize("fault, wanted", [
-    ({}, {}), (dict(gpu=T4), {"GPU bfloat16": ("warning", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}),
-    (dict(gpu=T4, changes=IN_BF16, memory=8 * 10**9, token=None), {"GPU bfloat16": EMULATED, "host memory": FEW, "secret HF_TOKEN": SECRET})],
-    ids=["no fault", "sm 7.5", "several together"])
-def test_exactly_these_warnings_are_given(fault, wanted, tmp_path):
-    options = dict(changes=OURS, plans=True, token="hf_given") | fault
-    only(continued(run_with(platform_of(tmp_path, options.pop("token")), **options)), wanted)
+WARNINGS = [
+    ("no fault", {}), ("sm 7.5", {"GPU bfloat16": ("warning", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}),
+    ("several together", {"GPU bfloat16": EMULATED, "host memory": FEW, "secret HF_TOKEN": SECRET})]
 
 
-def test_the_remedy_for_a_missing_secret_works(tmp_path):
-    missing = continued(run_with(platform_of(tmp_path, token=None), plans=True, changes=OURS))
-    only(missing, {"secret HF_TOKEN": SECRET})
-    line = re.search(r'os.environ\["HF_TOKEN"\] = .*', missing["secret HF_TOKEN"][1])[0]
-    platform = platform_of(tmp_path, token=None, secrets=dict(HF_TOKEN="hf_added"))
-    only(continued(run_with(platform, plans=True, changes=OURS | {"env = detect_environment()": f"import os\n{line}\nenv = detect_environment()"})), {})
+@pytest.mark.parametrize("fault, wanted", WARNINGS, ids=[fault for fault, _ in WARNINGS])
+def test_exactly_these_warnings_are_given(fault, wanted, checked): only(continued(checked[fault]), wanted)
+
+
+def test_the_remedy_for_a_missing_secret_works(checked):
+    only(continued(checked["no secret"]), {"secret HF_TOKEN": SECRET})
+    only(continued(checked["the secret's remedy"]), {})
 
 
 # ---- faults that the notebook removes ----
@@ -155,6 +205,7 @@ def test_the_remedy_for_a_missing_secret_works(tmp_path):
 SHORT = trial_with("max_train_steps=4, eval_steps=4") | {"compare_validation(trainer, 3)": "compare_validation(trainer, 1, num_inference_steps=2)"}
 
 
+@pytest.mark.weekly
 def test_the_install_cell_removes_an_old_torchao(wheels, tmp_path):
     "Training needs no internet, GPU or secret, and less than 2 GB of disk."
     needs_root()
@@ -165,6 +216,7 @@ def test_the_install_cell_removes_an_old_torchao(wheels, tmp_path):
     assert "Successfully uninstalled torchao-0.10.0" in run.text() and any(t.any() for name, t in lora.items() if "lora_B" in name)
 
 
+@pytest.mark.weekly
 def test_peft_raises_beside_the_old_torchao(tmp_path):
     needs_root()
     asks = notebook(tmp_path, "from peft.import_utils import is_torchao_available\nis_torchao_available()")

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from helpers import settings, write_pairs
+from helpers import PATIENCE, settings, write_pairs
 
 pytestmark = pytest.mark.slow
 SITE, ROOT = Path(__file__).parents[1]/"training"/"started_processes", Path(__file__).parents[2]
@@ -19,9 +19,9 @@ def words(html): return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html)) # ima
 class Notebook:
     "A kernel; `run` executes a cell and returns what it printed or displayed, and its error."
     def __init__(self, **env):
-        self.manager, self.client = start_new_kernel(cwd=str(ROOT), env=os.environ | dict(PYTHONPATH=os.pathsep.join([str(SITE), str(ROOT)])) | env)
+        self.manager, self.client = start_new_kernel(PATIENCE, cwd=str(ROOT), env=os.environ | dict(PYTHONPATH=os.pathsep.join([str(SITE), str(ROOT)])) | env)
 
-    def run(self, code, until=None, timeout=240):
+    def run(self, code, until=None, timeout=PATIENCE):
         "Interrupts the kernel, as the notebook's stop button does, when `until` has been printed."
         asked, text, error, end = self.client.execute(code), "", None, time.time() + timeout
         while time.time() < end:
@@ -49,7 +49,8 @@ def notebook(tmp_path):
     made.close()
 
 
-def test_interrupt_error_resume_and_the_adapter_afterwards(notebook, tmp_path):
+def begun(notebook, tmp_path) -> dict:
+    "Makes a trainer `t` for two processes in the notebook; returns its configuration."
     write_pairs(tmp_path/"set", ((48, 32),) * 6)
     config = settings(tmp_path/"set", tmp_path, data=dict(batch_size=1), train=dict(num_processes=2, num_epochs=1000, max_train_steps=3000, save_steps=2, resume_checkpoint="auto"))
     (tmp_path/"config.json").write_text(json.dumps(config))
@@ -60,23 +61,48 @@ config = json.load(open({str(tmp_path/'config.json')!r}))
 t = QwenImageEditTrainer(config)
 """
     assert notebook.run(begin)[1] is None
+    return config
+
+
+def interrupted(notebook) -> int: # the step at which it ended
+    "Runs `fit` and interrupts the kernel after the first steps."
     text, error = notebook.run("t.fit()", until=r"step [1-9]\d* of 3000")
     assert error is None and "training in 2 processes" in text and "training panel: step" in text and not notebook.started(), words(text)[-2000:]
-    text, error = notebook.run("print('at', t.global_step, t.state.running, t.state.processes); t.config.train.max_train_steps = t.global_step + 6; os.environ['QIE_NB_FAULT'] = '1 3'")
+    text, error = notebook.run("print('at', t.global_step, t.state.running, t.state.processes)")
     at = int(re.search(r"at (\d+) False", text)[1])
     assert error is None and at > 0
+    return at
 
+
+def saves_its_adapter(notebook, lora):
+    "The notebook's trainer has the adapter of the run and writes its file."
+    text, error = notebook.run(f"print(sorted(t.transformer.peft_config), t.save_lora({str(lora)!r}))")
+    assert error is None and "['default']" in text and (lora/"pytorch_lora_weights.safetensors").is_file()
+
+
+def test_interrupt_saves_and_the_adapter_is_there_afterwards(notebook, tmp_path):
+    begun(notebook, tmp_path)
+    interrupted(notebook)
+    saves_its_adapter(notebook, tmp_path/"lora")
+
+
+@pytest.mark.weekly
+def test_interrupt_error_resume_and_the_adapter_afterwards(notebook, tmp_path):
+    begun(notebook, tmp_path)
+    at = interrupted(notebook)
+    text, error = notebook.run("t.config.train.max_train_steps = t.global_step + 6; os.environ['QIE_NB_FAULT'] = '1 3'")
+    assert error is None
     text, error = notebook.run("t.fit()")
     assert "process 2 of 2 stopped with ZeroDivisionError: a fault of the test. The checkpoints are intact; fit() continues from step_" in error and not notebook.started()
     text, error = notebook.run("del os.environ['QIE_NB_FAULT']; t.fit(); print('at', t.global_step, t.state.stop)")
     assert error is None and f"at {at + 6} done" in text, (at, error, words(text)[-2000:])
-    text, error = notebook.run("print(sorted(t.transformer.peft_config), t.save_lora('%s'))" % (tmp_path/"lora"))
-    assert error is None and "['default']" in text and (tmp_path/"lora"/"pytorch_lora_weights.safetensors").is_file()
+    saves_its_adapter(notebook, tmp_path/"lora")
 
     text, error = notebook.run("t = QwenImageEditTrainer(config); t.config.train.max_train_steps = %d; t.fit(); print('at', t.global_step, t.state.stop)" % (at + 8))
     assert error is None and f"at {at + 8} done" in text and not notebook.started(), (error, words(text)[-2000:])
 
 
+@pytest.mark.weekly
 def test_nbclient_runs_the_notebook(tmp_path):
     "As Kaggle's batch runs and `jupyter nbconvert --execute` do; the second notebook continues."
     import nbformat
@@ -88,7 +114,7 @@ def test_nbclient_runs_the_notebook(tmp_path):
         cells = [f"from qie_nb.trainer import QwenImageEditTrainer\nt = QwenImageEditTrainer({config!r})", "t.fit();", f"t.save_lora({str(tmp_path/'lora')!r})",
                  "print('at', t.global_step, t.state.stop, t.optimizer is None, sorted(t.transformer.peft_config))"]
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=dict(metadata=dict(path=str(ROOT)))).execute()
+        NotebookClient(notebook, timeout=PATIENCE, startup_timeout=PATIENCE, kernel_name="python3", resources=dict(metadata=dict(path=str(ROOT)))).execute()
         return "\n".join(words("".join(o["text"] if "text" in o else o["data"].get("text/html", ""))) for c in notebook.cells for o in c.outputs)
     text = shown(4)
     assert "training in 2 processes, 2 samples a step" in text and "train 4/4" in text and "at 4 done True ['default']" in text, text[-2000:]

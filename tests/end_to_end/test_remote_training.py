@@ -11,7 +11,7 @@ from qie_nb.core.cache_layers import INDEX
 from qie_nb.core.remote_shards import RemoteCacheError
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import settings, slow, write_pairs
+from helpers import PATIENCE, settings, slow, write_pairs
 
 SIZES, STEPS = ((48, 32), (32, 48), (48, 32), (40, 40)), 4
 
@@ -241,7 +241,7 @@ def test_processes_share_a_copy_that_holds_less_than_they_read(known, copies):
     workers = [context.Process(target=read, args=(n,)) for n in range(4)]
     for w in workers: w.start()
     found = []
-    while found.count(None) < 4: found.append(bad.get(timeout=300))
+    while found.count(None) < 4: found.append(bad.get(timeout=PATIENCE))
     for w in workers: w.join()
     assert found == [None] * 4 and max(sizes) <= most.value <= limit and not parts(copies)
 

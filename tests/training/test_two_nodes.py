@@ -7,7 +7,7 @@ import yaml
 
 from qie_nb.trainer import QwenImageEditTrainer
 
-from helpers import settings
+from helpers import finish, settings
 from test_run_processes import same_lora
 
 SITE, ROOT = Path(__file__).parent/"started_processes", Path(__file__).parents[2]
@@ -37,12 +37,6 @@ def environment(watched):
     return os.environ | dict(QIE_NB_WATCHED=str(watched), OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def finish(runs):
-    for r in runs:
-        said = r.communicate(timeout=600)[0]
-        assert r.returncode == 0, said[-3000:]
-
-
 def on_two_nodes(configs, tmp_path, name):
     "Run the line of the docs on each node; a node has its own configuration file."
     with socket.socket() as s:
@@ -57,18 +51,19 @@ def on_two_nodes(configs, tmp_path, name):
         assert words[:2] == ["accelerate", "launch"] and words[words.index("--num_processes") + 1] == "2"
         runs.append(subprocess.Popen([sys.executable, "-m", "accelerate.commands.launch", *words[2:]], env=env, cwd=tmp_path, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    finish(runs)
+    for r in runs: finish(r)
     return order(tmp_path/name)
 
 
 def on_one_node(c, tmp_path, name, processes):
     (tmp_path/f"{name}.yaml").write_text(yaml.safe_dump(c))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    finish([subprocess.Popen([sys.executable, *torchrun, "-m", "qie_nb.cli", "train", "--config", str(tmp_path/f"{name}.yaml")], text=True,
-                             env=environment(tmp_path/name), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)])
+    finish(subprocess.Popen([sys.executable, *torchrun, "-m", "qie_nb.cli", "train", "--config", str(tmp_path/f"{name}.yaml")], text=True,
+                            env=environment(tmp_path/name), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     return order(tmp_path/name)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_two_nodes_train_what_one_process_trains_in_the_same_order(config, tmp_path):
     "Only the first node writes, and a run of two nodes continues on one."

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+PATIENCE = 600 # seconds for a process or a cell: on a busy machine they take ten times as long
 SETTINGS = {
     "apputils-extension/notification": dict(fetchNews="false", checkForUpdates=False),
     "notebook-extension/tracker": dict(windowingMode="none"),
@@ -46,9 +47,9 @@ class Lab:
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0", "--allow-root",
              f"--ServerApp.token={self.token}", f"--ServerApp.root_dir={self.folder}", "--LabApp.expose_app_in_browser=True"],
             env=env, cwd=self.folder, stdout=self.log, stderr=self.log, start_new_session=True)
-        end = time.time() + 90
+        end = time.time() + PATIENCE
         while True:
-            try: urllib.request.urlopen(f"{self.url}api?token={self.token}", timeout=5).close(); return self
+            try: urllib.request.urlopen(f"{self.url}api?token={self.token}", timeout=60).close(); return self
             except OSError:
                 if self.server.poll() is None and time.time() < end: time.sleep(0.2); continue
                 self.__exit__()
@@ -56,7 +57,7 @@ class Lab:
 
     def __exit__(self, *exc):
         self.server.terminate() # and its kernels
-        try: self.server.wait(20)
+        try: self.server.wait(200)
         except subprocess.TimeoutExpired: self.server.kill(); self.server.wait()
         self.log.close()
 
@@ -75,26 +76,34 @@ class Page:
     def __init__(self, browser, lab, name, out, scale=1):
         self.lab, self.name, self.out, self.console = lab, name, Path(out), []
         self.page = browser.new_page(viewport=dict(width=1280, height=1600), device_scale_factor=scale)
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(300_000)
         self.page.on("console", lambda m: self.console.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.console.append(f"uncaught: {e}"))
         self.page.goto(f"{lab.url}lab/tree/{name}?reset&token={lab.token}", wait_until="domcontentloaded")
 
     def kernel(self):
         "Wait for the notebook and its kernel."
-        self.page.wait_for_function(f"() => ({STATE})()?.status === 'idle'", timeout=90_000)
+        self.page.wait_for_function(f"() => ({STATE})()?.status === 'idle'", timeout=PATIENCE * 1000)
         return self
 
     def save(self): self.page.evaluate(f"async () => {{ await {APP}.commands.execute('docmanager:save'); }}")
 
-    def run_all(self, wait=True, seconds=300):
+    def run_all(self, wait=True, seconds=2 * PATIENCE):
         self.page.evaluate(f"() => {{ {APP}.commands.execute('notebook:run-all-cells'); }}")
         return self.finished(seconds) if wait else self
 
-    def finished(self, seconds=300):
+    def finished(self, seconds=2 * PATIENCE):
         "Wait until no cell is waiting."
         self.page.wait_for_timeout(300)
         self.page.wait_for_function(f"() => {{ const s = ({STATE})(); return s && s.status === 'idle' && !s.waiting; }}", timeout=seconds * 1000, polling=200)
+        return self
+
+    def until(self, condition, what, seconds=300):
+        "Wait for a condition that is not of the page alone."
+        end = time.time() + seconds
+        while not condition():
+            if time.time() > end: raise TimeoutError(f"waited {seconds} s until {what}")
+            self.page.wait_for_timeout(200)
         return self
 
     def notebook(self) -> dict: return self.page.evaluate(f"() => {APP}.shell.currentWidget.content.model.toJSON()")
@@ -113,7 +122,7 @@ class Page:
     def close(self):
         "Close the page and end its kernel."
         self.page.close()
-        ask = lambda path, method="GET": urllib.request.urlopen(urllib.request.Request(f"{self.lab.url}api/{path}?token={self.lab.token}", method=method), timeout=30)
+        ask = lambda path, method="GET": urllib.request.urlopen(urllib.request.Request(f"{self.lab.url}api/{path}?token={self.lab.token}", method=method), timeout=PATIENCE)
         if self.lab.server.poll() is not None: return
         for s in json.load(ask("sessions")):
             if s["path"] == self.name: ask(f"sessions/{s['id']}", "DELETE").close()
