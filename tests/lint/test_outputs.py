@@ -34,7 +34,8 @@ def test_values_are_recognized():
 @each_notebook
 def test_outputs_are_those_of_the_code(name):
     "Fails also where only the module that the notebook exports has changed."
-    assert not is_stale(json.loads(path_of(name).read_text())), f"the code of {name} has changed; run `make refresh`"
+    stale = is_stale(json.loads(path_of(name).read_text()))
+    assert not stale, f"the code of {name} has changed; run `make refresh`"
 
 
 def test_a_key_covers_the_code_and_nothing_else():
