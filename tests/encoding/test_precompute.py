@@ -1,6 +1,6 @@
 """What precompute costs, counted, and what happens if something fails."""
 import collections, json, random, shutil, threading, time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from qie_nb.encoding.vae import pixels_of
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
 import precompute as bench # benchmarks/precompute.py
-from helpers import interrupted, on_call, slow_except, write_pairs
+from helpers import interrupted, on_call, slow_except, wait_for, write_pairs
 from test_cache_costs import Counted
 from tiny_rig import random_image
 
@@ -87,8 +87,9 @@ def assert_same_entries(*folders):
     a, b = ({(kind, key): cache.load_cache(kind, key) for _, kind, key, _ in cache.entries()} for cache in caches)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 def wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end: time.sleep(0.001)
+    "Waits, and goes on after a quarter of an hour: the test then sees what is missing."
+    with suppress(TimeoutError):
+        wait_for(condition, "another thread")
 
 
 def six_pairs(folder, controls=1): # of three sizes

@@ -323,7 +323,6 @@ def test_notebooks_start_two_processes_and_continue(name, places, tmp_path, requ
     assert "training in 2 processes" in text and re.search("trained 2 steps in .*, 6 in total: done|step 6 of 6", text), text[-3000:]
 
 
-@pytest.mark.weekly
 @pytest.mark.slow
 def test_training_from_a_prequantized_copy(tmp_path):
     "The copy is attached instead of the model and contains its modulation table."

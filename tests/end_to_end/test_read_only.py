@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from helpers import StopAt, adapters_equal, settings
+from helpers import PATIENCE, StopAt, adapters_equal, settings
 from qie_nb.trainer import QwenImageEditTrainer
 from trials import NotRun, mount_read_only, own_mounts
 
@@ -17,7 +17,7 @@ def job(name, folder, *args):
     "Run a function of this file in another process, in which `folder` is read-only."
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run([sys.executable, __file__, name, str(folder), json.dumps(args)], env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths),
-                         capture_output=True, text=True, timeout=300)
+                         capture_output=True, text=True, timeout=PATIENCE)
     if run.returncode == REFUSED: pytest.skip(f"mounting is not permitted here ({run.stderr.strip()[-200:]})")
     assert run.returncode == 0, run.stderr[-2000:]
 
