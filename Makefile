@@ -43,10 +43,13 @@ test-all: $(VENV)/.ready ## the lane of every change; needs Chromium, and root f
 	$(BIN)/python tests/end_to_end/browser/lab.py
 	$(RUN) all
 
-test-weekly: $(VENV)/.ready ## all tests: full matrices, trials of kills and faults, broken copies of the library, both versions of ipywidgets, all outputs
+# the Pythons and wheels of `make places`
+PLACES := kaggle colab
+IN_PLACES := $(foreach p,KAGGLE COLAB,QIE_NB_$(p)_PYTHON=$(abspath $(VENV))-$(shell echo $(p) | tr A-Z a-z)/bin/python) QIE_NB_WHEELS=$(abspath $(VENV))-wheels
+
+test-weekly: $(VENV)/.ready $(PLACES:%=$(VENV)-%/.ready) $(VENV)-wheels/.ready ## all tests: full matrices, kills and faults, mutations and breakages, both versions of ipywidgets, Kaggle's and Colab's versions, all outputs; hours and 20 GB
 	$(BIN)/python tests/end_to_end/browser/lab.py
-	$(RUN) weekly
-	$(MAKE) outputs
+	$(IN_PLACES) $(RUN) weekly
 
 # each float32 result of a linear layer, convolution or attention moves by at most one unit in the last place
 test-perturbed: $(VENV)/.ready ## the everyday tests as on a CPU whose float32 results depend on memory addresses
@@ -66,10 +69,9 @@ $(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
 	touch $@
 
 # environments with Kaggle's and Colab's library versions, and the wheels that the install cells need; PLACE_PYTHON=python3.12 uses Kaggle's Python
-PLACES := kaggle colab
 PLACE_PYTHON ?= $(PYTHON)
 places: $(PLACES:%=$(VENV)-%/.ready) $(VENV)-wheels/.ready ## the Kaggle notebooks and many tests with Kaggle's and Colab's library versions; 13 GB
-	$(ONE) QIE_NB_KAGGLE_PYTHON=$(abspath $(VENV))-kaggle/bin/python QIE_NB_COLAB_PYTHON=$(abspath $(VENV))-colab/bin/python QIE_NB_WHEELS=$(abspath $(VENV))-wheels $(BIN)/python -m pytest tests/end_to_end/test_kaggle.py
+	$(ONE) $(IN_PLACES) $(BIN)/python -m pytest tests/end_to_end/test_kaggle.py
 
 $(VENV)-%/.ready: constraints/%.txt $(VENV)/.ready
 	$(PLACE_PYTHON) -m venv $(VENV)-$*

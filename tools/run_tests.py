@@ -47,19 +47,25 @@ def pytest(name:str, *arguments, workers:str=WORKERS) -> Part:
     return part
 
 
+def make(target:str, *variables) -> Part:
+    "A target of the Makefile, in this environment."
+    return Part(target, ["make", "-s", target, f"VENV={sys.prefix}", *variables])
+
+
 def lanes() -> dict: # {name: rows of parts}
     "What `make` calls by these names."
     everyday = "not slow and not browser and not mounts and not weekly"
     tests = ["--ignore=tests/lint", "--ignore=tests/test_style.py"]
-    browser = Part("browser", ["make", "-s", "browser", "BROWSERS=w8", f"VENV={sys.prefix}", "LANE=not weekly"])
     return dict(
         lint=[[Part("derived files", [sys.executable, "tools/refresh.py", "--check"])],
               [pytest("pages and style", "tests/lint", "tests/test_style.py", workers=""),
                Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])]],
         test=[[notebooks(), pytest("tests", *tests, "-m", everyday)]],
-        all=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")], [browser]],
-        weekly=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser")],
-                [Part("browser", ["make", "-s", "browser", f"VENV={sys.prefix}"])]])
+        all=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
+             [make("browser", "BROWSERS=w8", "LANE=browser and not weekly")]],
+        weekly=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser"),
+                 make("mutations"), make("faults"), make("kills"), make("outputs")],
+                [make("browser")]])
 
 
 def run(part:Part, live:bool):
