@@ -12,8 +12,10 @@ sys.path.append(str(HERE.parent/"tools"))
 import pytest
 
 
-# files that take a minute or more in `make test-all`: first, so that no process is left with one at the end
-LONG = ("newcomer outputs evaluate kaggle quantize step_costs kaggle_faults crashes pipelines demo rehearsal readme distributed processes compile cluster two_nodes remote_training").split()
+# files that take longest, the longest first, so that no process is left with one at the end
+LONG = """kaggle newcomer demo readme notebooks evaluate run_processes kaggle_faults distributed cluster kernel_processes
+remote_training quantize eval_schedule cache block_swap main_job precompute training_memory text_to_image logging crashes
+placement step_costs pipelines compile growth""".split()
 
 
 def pytest_collection_modifyitems(items):

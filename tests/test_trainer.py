@@ -33,7 +33,7 @@ def changes_a_trainer(tree):
         for target in (n for t in targets for n in ast.walk(t)):
             if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and is_trainer(target.value): yield ast.unparse(target)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_trainer(node.args[0]): yield ast.unparse(node)
-        if isinstance(node, ast.arg) and node.annotation is not None and "QwenImageEditTrainer" in ast.unparse(node.annotation): yield ast.unparse(node)
+        if isinstance(node, ast.arg) and node.arg == "self" and node.annotation is not None and "QwenImageEditTrainer" in ast.unparse(node.annotation): yield ast.unparse(node)
         if isinstance(node, ast.ClassDef) and node.name != "QwenImageEditTrainer" and "QwenImageEditTrainer" in map(ast.unparse, node.bases): yield node.name
 
 
