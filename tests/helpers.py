@@ -220,7 +220,7 @@ PATIENCE = 900 # seconds to wait for a process: at load 30 one needed 300 s for 
 
 
 def wait_for(condition, what, seconds=PATIENCE, process=None):
-    "Waits until `condition()` is true and returns its value; fails early if this process (`Popen`) ends before."
+    "Waits until `condition()` is true and returns its value; fails if this `Popen` ends before."
     end = time.monotonic() + seconds
     while True:
         ended = process is not None and process.poll() is not None
@@ -233,10 +233,14 @@ def wait_for(condition, what, seconds=PATIENCE, process=None):
 
 def finish(process, code=0, seconds=PATIENCE) -> str: # what it printed, "" without a pipe
     "Waits for the end of a process (`Popen`), which must have this exit code."
-    try: said, errors = process.communicate(timeout=seconds)
+    late = False
+    try:
+        said, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        late = True
         process.kill()
         said, errors = process.communicate()
-        raise TimeoutError(f"waited {seconds} s for {process.args}: {(said or '')[-3000:]}{(errors or '')[-3000:]}") from None
-    assert process.returncode == code, f"exit code {process.returncode}: {(said or '')[-3000:]}{(errors or '')[-3000:]}"
+    last = (said or "")[-3000:] + (errors or "")[-3000:]
+    if late: raise TimeoutError(f"waited {seconds} s for {process.args}: {last}")
+    assert process.returncode == code, f"exit code {process.returncode}: {last}"
     return said or ""

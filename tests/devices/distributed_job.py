@@ -1,4 +1,4 @@
-"""Run by each process of test_distributed.py: one training after the other, with DDP or FSDP2, each from its configuration; save the LoRAs."""
+"""Run by each process of test_distributed.py: trains with DDP or FSDP2 and saves the LoRA, one run after the other."""
 import json, sys
 from pathlib import Path
 
@@ -24,7 +24,8 @@ def train(config, out, kind):
     trainer.fit()
     trainer.save_lora(out)
     if trainer.is_main:
-        (out/"loss.json").write_text(json.dumps([trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]))
+        last = [trainer.global_step, float(trainer.state.loss), trainer.accelerator.num_processes]
+        (out/"loss.json").write_text(json.dumps(last))
     trainer.accelerator.wait_for_everyone() # a process that ends too early can crash the others
     return trainer
 

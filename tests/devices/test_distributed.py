@@ -21,18 +21,22 @@ JOB = Path(__file__).parent/"distributed_job.py"
 
 
 def launch(*runs):
-    "Two processes that do these runs, (configuration, folder of the LoRA, ddp or fsdp), one after the other."
+    "Two processes do these runs, (configuration, folder of the LoRA, ddp or fsdp), in turn."
     jobs = json.dumps([(config, str(out), kind) for config, out, kind in runs])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", JOB, jobs]
-    finish(subprocess.Popen(command, env=os.environ | dict(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finish(subprocess.Popen([*torchrun, JOB, jobs], env=os.environ | dict(OMP_NUM_THREADS="1"),
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
 def maker(folder):
-    "Makes configurations of runs that share a filled cache. eps: with the usual 1e-8 Adam turns the rounding of a tiny gradient into a step."
-    root = write_pairs(folder/"set", ((48, 32),) * 7 + ((32, 48),) * 2, caption=[f"make it {'very ' * i}dark" for i in range(9)])
+    "Makes configurations of runs that share a filled cache."
+    captions = [f"make it {'very ' * i}dark" for i in range(9)]
+    root = write_pairs(folder/"set", ((48, 32),) * 7 + ((32, 48),) * 2, caption=captions)
 
     def config(out, batch_size=2, **train):
-        return settings(root, folder, data=dict(batch_size=batch_size), optimizer=dict(eps=1e-5), train=dict(output_dir=str(folder/out), save_steps=2) | train)
+        # with Adam's usual eps of 1e-8 the rounding of a tiny gradient becomes a step
+        return settings(root, folder, data=dict(batch_size=batch_size), optimizer=dict(eps=1e-5),
+                        train=dict(output_dir=str(folder/out), save_steps=2) | train)
     QwenImageEditTrainer(config("cache", 1)).cache_embeddings()
     return config
 
@@ -53,10 +57,11 @@ DDP = dict(ema_decay=0.9, gradient_checkpointing=False, stratified_timesteps=Tru
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    "A folder in which two processes have trained, first with DDP, then with FSDP2, and the configurations."
+    "A folder in which two processes have trained, with DDP and with FSDP2; the configurations."
     folder = tmp_path_factory.mktemp("launched")
     config = maker(folder)
-    launch((config("ddp", gradient_accumulation_steps=2, **DDP), folder/"lora_ddp", "ddp"), (config("fsdp", ema_decay=0.9), folder/"lora_fsdp", "fsdp"))
+    ddp = config("ddp", gradient_accumulation_steps=2, **DDP)
+    launch((ddp, folder/"lora_ddp", "ddp"), (config("fsdp", ema_decay=0.9), folder/"lora_fsdp", "fsdp"))
     return folder, config
 
 
@@ -68,14 +73,16 @@ def test_two_processes_equal_one_that_accumulates_twice_the_batches(launched):
     step, loss, n = json.loads((folder/"lora_ddp"/"loss.json").read_text())
     assert (step, n) == (one.global_step, 2) and loss == pytest.approx(float(one.state.loss), rel=1e-5)
     agrees(folder/"lora_ddp", one)
-    one, two = (sorted((folder/name/"checkpoints"/"logs").glob("*.csv")) for name in ("one_ddp", "ddp"))
-    assert len(two) == 1 and len(two[0].read_text().splitlines()) == len(one[0].read_text().splitlines())
+    logs = [sorted((folder/name/"checkpoints"/"logs").glob("*.csv")) for name in ("one_ddp", "ddp")]
+    rows = [len(files[0].read_text().splitlines()) for files in logs]
+    assert len(logs[1]) == 1 and rows[0] == rows[1]
 
 
 @pytest.mark.slow
 def test_fsdp2_trains_and_saves_the_same(launched):
     folder, config = launched
-    one = QwenImageEditTrainer(config("one_fsdp", gradient_accumulation_steps=2, ema_decay=0.9)).fit()
+    alone = config("one_fsdp", gradient_accumulation_steps=2, ema_decay=0.9)
+    one = QwenImageEditTrainer(alone).fit()
     agrees(folder/"lora_fsdp", one)
     ours, theirs = (folder/name/"checkpoints/epoch_0002" for name in ("one_fsdp", "fsdp"))
     assert {p.name for p in ours.iterdir()} == {p.name for p in theirs.iterdir()}
@@ -90,7 +97,8 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path):
     config = maker(tmp_path)
     uncut = QwenImageEditTrainer(config("uncut", gradient_accumulation_steps=2)).fit()
     launch((config("cut", max_train_steps=2), tmp_path/"first", "ddp"))
-    QwenImageEditTrainer(config("cut", max_train_steps=4, gradient_accumulation_steps=2, resume_checkpoint="latest")).fit()
+    alone = dict(gradient_accumulation_steps=2, resume_checkpoint="latest")
+    QwenImageEditTrainer(config("cut", max_train_steps=4, **alone)).fit()
     launch((config("cut", resume_checkpoint="latest"), tmp_path/"lora", "ddp"))
     agrees(tmp_path/"lora", uncut)
 

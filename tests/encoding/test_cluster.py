@@ -1,4 +1,6 @@
-"""Precompute on a Ray cluster: the bytes of one process, each entry once, also if processes are killed. Only the slow tests need Ray: one runs at every change, two every week."""
+"""Precompute on a Ray cluster: the bytes of one process, each entry once, also if processes are killed.
+
+Only the slow tests need Ray: one runs at every change, two every week."""
 import json, os, subprocess, sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -243,7 +245,9 @@ def test_a_running_cluster_of_two_machines_is_used_and_left_running(tmp_path):
     script = tmp_path/"two_nodes.py"
     script.write_text(TWO_NODES)
     job = bench.Job(tmp_path, 60, seconds_per_job=0.02)
-    said = finish(subprocess.Popen([sys.executable, script, str(job.set), str(tmp_path/"cache"), str(PATIENCE)], env=job.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), seconds=2 * PATIENCE)
+    command = [sys.executable, script, str(job.set), str(tmp_path/"cache"), str(PATIENCE)]
+    run = subprocess.Popen(command, env=job.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = finish(run, seconds=2 * PATIENCE)
     assert "all is well" in said and "Ray: 2 workers on 2 machines" in said, said[-3000:]
 
 

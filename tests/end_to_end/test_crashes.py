@@ -1,6 +1,7 @@
-"""Few trials of the cases in crash_trials.py, in a process that forks; `make kills` runs the full counts.
+"""Few trials of the cases in crash_trials.py, in a process that forks; `make kills` runs all.
 
-The stop button and started processes are weekly: test_kernel_processes and test_run_processes interrupt and kill them at every change."""
+The stop button and started processes are weekly: test_kernel_processes and test_run_processes
+interrupt and kill them at every change."""
 import pytest
 
 from helpers import few_trials
@@ -14,7 +15,7 @@ def results(request, tmp_path_factory): return few_trials("crash_trials", reques
 
 
 WEEKLY = "interrupts", "started"
-CASES = [pytest.param(case, marks=[pytest.mark.weekly] if case in WEEKLY else []) for case in cases(False)]
+CASES = [pytest.param(c, marks=[pytest.mark.weekly] if c in WEEKLY else []) for c in cases(False)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,6 +1,8 @@
-"""The notebook kaggle/train in an imitation of Kaggle with one fault each: the doctor names the fault and its remedy, and errors stop the notebook.
+"""The notebook kaggle/train in an imitation of Kaggle with one fault each.
 
-All faults are set in one kernel: its notebook has the second cell once for each fault, after a cell that fakes the machine. Only what needs another installation has a session of its own."""
+The doctor names the fault and its remedy, and errors stop the notebook. All faults are set in one
+kernel: its notebook has the second cell once for each fault, after a cell that fakes the machine.
+Only what needs another installation has a session of its own."""
 import json, re
 
 import pytest
@@ -9,7 +11,8 @@ from safetensors.torch import load_file
 from helpers import settings, write_pairs
 from fake_kaggle import Run, kaggle, run_notebook
 from qie_nb.trainer import QwenImageEditTrainer
-from test_kaggle import OLD_TORCHAO as TORCHAO_INFO, TRAIN, cells_of, needs_root, notebook, trial_with, wheels
+from test_kaggle import OLD_TORCHAO as TORCHAO_INFO
+from test_kaggle import TRAIN, cells_of, needs_root, notebook, trial_with, wheels
 
 pytestmark = pytest.mark.slow
 # the published model with generated pairs, without a preset
@@ -17,31 +20,42 @@ OURS = {"TRIAL = True": "TRIAL = False", 'preset="t4x2",': "", '2511")': '2511",
         "image_size=512": "image_size=[512, 512], control_area=512 * 512, batch_size=4"}
 WAITS = OURS | {'2511")': '2511", text_encoder_offload=True)', "train=dict(max": "train=dict(blocks_to_swap=True, max"}
 
-# fakes.py in the kernel: `machine` sets everything, so it also takes back what the fault before had set
+# fakes.py in the kernel: `machine` sets everything, so it takes back what the last fault had set
 FAKES = r'''
 import collections, contextlib, os, shutil, socket, subprocess, sys, types
 from pathlib import Path
 import kaggle_secrets, torch, torchvision # torchvision compares CUDA versions when it is imported
 from diffusers import QwenImageTransformer2DModel # before torch.cuda is faked
 
-usage, large = shutil.disk_usage, collections.namedtuple("usage", "total used free")(300 * 10**9, 10**11, 200 * 10**9)
-shutil.disk_usage = lambda path: usage(path) if "/kaggle/working" in str(path) else large # a large disk for downloads
+real_usage = shutil.disk_usage
+large = collections.namedtuple("usage", "total used free")(300 * 10**9, 10**11, 200 * 10**9)
+def disk_usage(path): # a large disk for downloads
+    return real_usage(path) if "/kaggle/working" in str(path) else large
+shutil.disk_usage = disk_usage
 server = socket.create_server(("127.0.0.1", 0)) # a proxy
 old_torchao = Path("/tmp/old_torchao")
-(old_torchao/"torchao-0.10.0.dist-info").mkdir(parents=True)
-(old_torchao/"torchao-0.10.0.dist-info"/"METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.10.0\n")
+info = old_torchao/"torchao-0.10.0.dist-info"
+info.mkdir(parents=True)
+(info/"METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.10.0\n")
 L4 = ("NVIDIA L4", 23_600_000_000, (8, 9), True)
+
+proxy = "http://127.0.0.1:%d" % server.getsockname()[1]
+
+def set_variable(name, value): # None removes it
+    os.environ.pop(name, None)
+    if value: os.environ[name] = value
 
 def machine(gpu=L4, online=True, memory=31 * 10**9, quota=20 * 10**9, token="hf_given", secrets={}, torchao=False):
     name, size, sm, own = gpu
-    fake = dict(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, device=contextlib.nullcontext, get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
-                get_device_properties=lambda i: types.SimpleNamespace(name=name, total_memory=size, major=sm[0], minor=sm[1]),
+    properties = types.SimpleNamespace(name=name, total_memory=size, major=sm[0], minor=sm[1])
+    fake = dict(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
+                device=contextlib.nullcontext, get_device_properties=lambda i: properties,
+                get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
                 is_bf16_supported=lambda including_emulation=True: own or including_emulation)
     for n, fn in fake.items(): setattr(torch.cuda, n, fn)
     torch.version.cuda = "12.8"
-    for key, value in dict(https_proxy=online and "http://127.0.0.1:%d" % server.getsockname()[1], HF_TOKEN=token).items():
-        if value: os.environ[key] = value
-        else: os.environ.pop(key, None)
+    set_variable("https_proxy", proxy if online else None)
+    set_variable("HF_TOKEN", token)
     open("/sys/fs/cgroup/memory.max", "w").write(str(memory))
     subprocess.run(["mount", "-o", f"remount,size={quota}", "/kaggle/working"], check=True)
     kaggle_secrets.SECRETS = secrets
@@ -63,7 +77,8 @@ open(f"{package}/__init__.py", "w").write('__version__ = "0.10.0"')
 open(f"{old}/RECORD", "a").write("torchao/__init__.py,,\\n")
 """
 
-T4, P100 = ("Tesla T4", 15_800_000_000, (7, 5), False), ("Tesla P100-PCIE-16GB", 17_000_000_000, (6, 0), False)
+T4 = ("Tesla T4", 15_800_000_000, (7, 5), False) # name, bytes, sm, has it bfloat16?
+P100 = ("Tesla P100-PCIE-16GB", 17_000_000_000, (6, 0), False)
 IN_BF16 = OURS | {"train=dict(max": 'train=dict(mixed_precision="bf16", max'}
 REMEDY = OURS | {"env = detect_environment()": "import os\nexec(line)\nenv = detect_environment()"}
 
@@ -82,7 +97,8 @@ FAULTS = {
     "the secret's remedy": (REMEDY, dict(token=None, secrets=dict(HF_TOKEN="hf_added")))}
 LINE = """
 import re
-line = re.search(r'os.environ\\["HF_TOKEN"\\] = .*', "\\n".join(f["remedy"] for f in report.data()["findings"]) if report else "")
+remedies = [f["remedy"] for f in report.data()["findings"]] if report else []
+line = re.search(r'os.environ\\["HF_TOKEN"\\] = .*', "\\n".join(remedies))
 line = line and line[0]"""
 REPORT = 'import json\nif report: print("report", json.dumps(report.data()["findings"]))'
 
@@ -98,25 +114,33 @@ def changed(text, changes):
 
 
 def error_of(cells) -> str: # "" without one
-    return "\n".join(line for c in cells for o in c["outputs"] if o["output_type"] == "error" for line in o["traceback"])
+    errors = [o for c in cells for o in c["outputs"] if o["output_type"] == "error"]
+    return "\n".join(line for o in errors for line in o["traceback"])
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    "The second cell with each fault, {name: Run}: what it and a cell that prints the report as JSON have shown."
-    folder, (install, check, *_) = tmp_path_factory.mktemp("checked"), cells_of(TRAIN)
-    other = folder/"other"
-    QwenImageEditTrainer(settings(write_pairs(folder/"set", ((48, 32),) * 2), other, "v1")).cache_embeddings()
+    "{fault: Run}, what the second cell and one that prints the report as JSON have shown."
+    folder = tmp_path_factory.mktemp("checked")
+    install, check, *_ = cells_of(TRAIN)
+    other, root = folder/"other", write_pairs(folder/"set", ((48, 32),) * 2)
+    QwenImageEditTrainer(settings(root, other, "v1")).cache_embeddings()
     cells = ["import fakes\nreport = None", install]
-    for changes, fault in FAULTS.values(): cells += [f"{LINE}\nreport = None\nfakes.machine(**{fault!r})", changed(check, changes), REPORT]
+    for changes, fault in FAULTS.values():
+        fake = f"{LINE}\nreport = None\nfakes.machine(**{fault!r})"
+        cells += [fake, changed(check, changes), REPORT]
     path = notebook(folder, *cells)
     book = json.loads(path.read_text())
-    for cell in book["cells"][3::3]: cell["metadata"]["tags"] = ["raises-exception"] # the notebook goes on
+    for cell in book["cells"][3::3]: cell["metadata"]["tags"] = ["raises-exception"] # then it goes on
     path.write_text(json.dumps(book))
-    run = run_notebook(path, platform_of(folder, inputs={"notebooks/user/other": other}), files={"modules/fakes.py": FAKES}, before=MEMORY)
+    platform = platform_of(folder, inputs={"notebooks/user/other": other})
+    run = run_notebook(path, platform, files={"modules/fakes.py": FAKES}, before=MEMORY)
     assert not run.error, run.error
-    shown = [run.notebook["cells"][at:at + 2] for at in range(3, len(cells), 3)]
-    return {name: Run(dict(cells=two), error_of(two), run.output, run.written, run.inputs_written) for name, two in zip(FAULTS, shown, strict=True)}
+    runs = {}
+    for name, at in zip(FAULTS, range(3, len(cells), 3), strict=True):
+        shown = run.notebook["cells"][at:at + 2]
+        runs[name] = Run(dict(cells=shown), error_of(shown), run.output, run.written, run.inputs_written)
+    return runs
 
 
 def continued(run) -> dict:
@@ -128,7 +152,8 @@ def continued(run) -> dict:
 
 def stopped(run) -> dict:
     "The same when it stops, with one message that contains every reason."
-    sentence = re.sub(r"\x1b\[[\d;]*m", "", run.error).rpartition("------------------")[2] # without colours and, in a session of its own, the cell
+    # without colours and, in a session of its own, without the cell
+    sentence = re.sub(r"\x1b\[[\d;]*m", "", run.error).rpartition("------------------")[2]
     last = " ".join(sentence.split())
     assert last.endswith("(%tb shows the traceback)"), run.error
     assert "another exception occurred" not in run.error and not re.search(r"^report", run.text(), re.M)
@@ -160,15 +185,17 @@ STOPS = [
 
 @pytest.mark.parametrize("fault, what, pattern", STOPS, ids=[fault for fault, *_ in STOPS])
 def test_it_stops(fault, what, pattern, checked):
-    only_error(checked[fault], what, pattern, ["error"] if fault in ("2 GB of disk", "an old torchao") else ("error", "warning"))
+    also_warned = fault in ("2 GB of disk", "an old torchao")
+    only_error(checked[fault], what, pattern, ["error"] if also_warned else ["error", "warning"])
 
 
 @pytest.mark.weekly
 def test_an_old_torchao_stops(tmp_path):
     "The installed package; the shared kernel has only its metadata."
     needs_root()
-    check = cells_of(TRAIN)[1]
-    only_error(run_notebook(notebook(tmp_path, check, REPORT), platform_of(tmp_path), before=OLD_TORCHAO), "torchao", TORCHAO, ["error"])
+    path = notebook(tmp_path, cells_of(TRAIN)[1], REPORT)
+    run = run_notebook(path, platform_of(tmp_path), before=OLD_TORCHAO)
+    only_error(run, "torchao", TORCHAO, ["error"])
 
 
 def test_a_cache_of_another_model_is_not_used(checked):
@@ -187,12 +214,14 @@ RUNS_OUT = ("warning", r"set .*`model.text_encoder_quantize` nf4.*config\(\)")
 
 
 WARNINGS = [
-    ("no fault", {}), ("sm 7.5", {"GPU bfloat16": ("warning", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}),
+    ("no fault", {}),
+    ("sm 7.5", {"GPU bfloat16": ("warning", "^leave `train.mixed_precision` auto"), "GPU memory": RUNS_OUT}),
     ("several together", {"GPU bfloat16": EMULATED, "host memory": FEW, "secret HF_TOKEN": SECRET})]
 
 
 @pytest.mark.parametrize("fault, wanted", WARNINGS, ids=[fault for fault, _ in WARNINGS])
-def test_exactly_these_warnings_are_given(fault, wanted, checked): only(continued(checked[fault]), wanted)
+def test_exactly_these_warnings_are_given(fault, wanted, checked):
+    only(continued(checked[fault]), wanted)
 
 
 def test_the_remedy_for_a_missing_secret_works(checked):

@@ -49,8 +49,8 @@ def notebook(tmp_path):
     made.close()
 
 
-def begun(notebook, tmp_path) -> dict:
-    "Makes a trainer `t` for two processes in the notebook; returns its configuration."
+def begun(notebook, tmp_path):
+    "Makes a trainer `t` for two processes in the notebook, and its `config`."
     write_pairs(tmp_path/"set", ((48, 32),) * 6)
     config = settings(tmp_path/"set", tmp_path, data=dict(batch_size=1), train=dict(num_processes=2, num_epochs=1000, max_train_steps=3000, save_steps=2, resume_checkpoint="auto"))
     (tmp_path/"config.json").write_text(json.dumps(config))
@@ -61,7 +61,6 @@ config = json.load(open({str(tmp_path/'config.json')!r}))
 t = QwenImageEditTrainer(config)
 """
     assert notebook.run(begin)[1] is None
-    return config
 
 
 def interrupted(notebook) -> int: # the step at which it ended
@@ -76,21 +75,28 @@ def interrupted(notebook) -> int: # the step at which it ended
 
 def saves_its_adapter(notebook, lora):
     "The notebook's trainer has the adapter of the run and writes its file."
-    text, error = notebook.run(f"print(sorted(t.transformer.peft_config), t.save_lora({str(lora)!r}))")
-    assert error is None and "['default']" in text and (lora/"pytorch_lora_weights.safetensors").is_file()
+    code = f"print(sorted(t.transformer.peft_config), t.save_lora({str(lora)!r}))"
+    text, error = notebook.run(code)
+    assert error is None and "['default']" in text
+    assert (lora/"pytorch_lora_weights.safetensors").is_file()
 
 
 def test_interrupt_saves_and_the_adapter_is_there_afterwards(notebook, tmp_path):
     begun(notebook, tmp_path)
+    alone = 'QwenImageEditTrainer(config | dict(train=config["train"] | dict(num_processes=1)))'
+    text, error = notebook.run(f"{alone}.cache_embeddings()") # else `fit` starts processes for it
+    assert error is None, error
     interrupted(notebook)
     saves_its_adapter(notebook, tmp_path/"lora")
 
 
 @pytest.mark.weekly
 def test_interrupt_error_resume_and_the_adapter_afterwards(notebook, tmp_path):
+    "The first `fit` also fills the cache, with processes of its own."
     begun(notebook, tmp_path)
     at = interrupted(notebook)
-    text, error = notebook.run("t.config.train.max_train_steps = t.global_step + 6; os.environ['QIE_NB_FAULT'] = '1 3'")
+    text, error = notebook.run("t.config.train.max_train_steps = t.global_step + 6\n"
+                               "os.environ['QIE_NB_FAULT'] = '1 3'")
     assert error is None
     text, error = notebook.run("t.fit()")
     assert "process 2 of 2 stopped with ZeroDivisionError: a fault of the test. The checkpoints are intact; fit() continues from step_" in error and not notebook.started()

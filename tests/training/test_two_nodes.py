@@ -58,8 +58,9 @@ def on_two_nodes(configs, tmp_path, name):
 def on_one_node(c, tmp_path, name, processes):
     (tmp_path/f"{name}.yaml").write_text(yaml.safe_dump(c))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    finish(subprocess.Popen([sys.executable, *torchrun, "-m", "qie_nb.cli", "train", "--config", str(tmp_path/f"{name}.yaml")], text=True,
-                            env=environment(tmp_path/name), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    command = [sys.executable, *torchrun, "-m", "qie_nb.cli", "train", "--config", str(tmp_path/f"{name}.yaml")]
+    finish(subprocess.Popen(command, text=True, env=environment(tmp_path/name), cwd=tmp_path,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     return order(tmp_path/name)
 
 
