@@ -11,7 +11,7 @@ from qie_nb.tiny.photos import EDITS, crops
 from qie_nb.tiny.random_models import tiny_folder
 from test_kaggle import COLAB, PRECOMPUTE, PREQUANTIZE, TRAIN, images, ran
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly # test_kaggle.py runs each of the notebooks once with each change
 PROMPT = "age it like an old photograph"
 
 
@@ -53,7 +53,7 @@ def trained(lora):
 KAGGLE_PAIRS, COLAB_PAIRS = '"/kaggle/input/my-pairs"', '"/content/drive/MyDrive/my_pairs"'
 
 
-@pytest.mark.parametrize("model", ["tiny", pytest.param("another model", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("model", ["tiny", "another model"])
 def test_trial_then_own_pairs_on_kaggle(model, photos, tmp_path):
     "An interactive session, with one working folder; then batch runs with attached outputs."
     inputs = {"datasets/me/my-pairs": photos}
@@ -74,7 +74,6 @@ def test_trial_then_own_pairs_on_kaggle(model, photos, tmp_path):
     assert "0 encoded" in text and re.search("16 in total", text) and trained(run.output/"lora"), text[-3000:]
 
 
-@pytest.mark.weekly
 def test_trial_then_own_pairs_on_colab(photos, tmp_path):
     "Also beside a trial that was run before trials had a folder of their own."
     drive = tmp_path/"drive"
@@ -89,7 +88,6 @@ def test_trial_then_own_pairs_on_colab(photos, tmp_path):
     assert "0 encoded" in text and "step 16 of 16" in text and sorted(p.name for p in (drive/"qie_nb").glob("run*")) == ["run"], text[-3000:]
 
 
-@pytest.mark.weekly
 def test_trial_then_own_copy_of_the_model(tmp_path):
     kept = {"/kaggle/working": tmp_path/"working"}
     (tmp_path/"working").mkdir()
