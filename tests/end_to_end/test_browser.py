@@ -134,6 +134,7 @@ def slide(box, key, times):
     for _ in range(times): handle.press(key)
 
 
+@pytest.mark.weekly # with each change test_notebooks.py runs them, without a browser
 @pytest.mark.parametrize("name, text", [("00_cache", "pixel_latent"), ("03_logging", "finished, step 10 of 10")])
 def test_notebook_runs(name, text, opened):
     page = opened(name).kernel().run_all()

@@ -11,7 +11,7 @@ from qie_nb.tiny.photos import EDITS, make_pairs
 from test_browser import WHICH, notebook
 from test_browser import pytestmark as browser_marks
 
-pytestmark = [*browser_marks, pytest.mark.skipif(WHICH != "w8", reason="runs with one version of ipywidgets; test_browser.py runs with both")]
+pytestmark = [*browser_marks, pytest.mark.weekly, pytest.mark.skipif(WHICH != "w8", reason="runs with one version of ipywidgets; test_browser.py runs with both")]
 
 INSTRUCTION = EDITS["duotone"].instruction
 readme_cells = lambda: re.findall(r"```python\n(.*?)```", (ROOT/"README.md").read_text().split("## Five cells")[1].split("\n## ")[0], re.S)
