@@ -118,6 +118,15 @@ def test_each_photograph_has_its_source_and_a_licence():
     assert sum(f.stat().st_size for f in photo_folder().iterdir()) < 600_000
 
 
+def test_each_asset_is_packed(setup_arguments):
+    "The archives themselves are built weekly."
+    patterns = setup_arguments["package_data"]["qie_nb"]
+    packed = {path for pattern in patterns for path in (ROOT/"qie_nb").glob(pattern) if path.is_file()}
+    assets = {path for path in (ROOT/"qie_nb"/"assets").rglob("*") if path.is_file()}
+    assert assets and packed == assets
+    assert {photo_folder(split)/name for split in ("train", "held_out") for name in PHOTOS[split]} <= assets
+
+
 # ---- the archives (weekly) ----
 
 @pytest.fixture(scope="module")

@@ -148,3 +148,11 @@ dist.destroy_process_group()
 def test_all_processes_stop_for_the_first_ones_reason_without_waiting_for_a_device(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", STOPS, str(rank), str(tmp_path/"store")], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
     assert [finish(p).strip() for p in both] == [str(["", "interrupted", "max_hours", "first", ""])] * 2
+
+
+def test_only_the_first_process_of_all_nodes_is_the_main_one(tmp_path, pairs):
+    "Each node has a process with local index 0; a state that took that index would let every node write."
+    trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
+    trainer.accelerator = NS(process_index=1, local_process_index=0, num_processes=2, distributed_type=NS(value="NO"))
+    trainer.setup_accelerator()
+    assert trainer.state.process == 1 and trainer.state.processes == 2 and not trainer.is_main

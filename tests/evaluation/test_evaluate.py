@@ -272,6 +272,15 @@ def test_a_run_says_that_the_control_images_make_no_difference(made, monkeypatch
     assert "higher by 0.2000, at step 0 it was by 0.5000, so it uses them less" in lines[2] and lines[1].endswith("not by means of the control images") and len(lines) == 5 and lines[4].endswith("better")
 
 
+def test_an_uncertain_use_of_the_control_images_is_news():
+    "The four pairs differ, so the interval of their mean contains zero although the mean does not."
+    own = ValidationLoss({str(i): [1. + i / 100] * 6 for i in range(4)}, 1)
+    exchanged = ValidationLoss({str(i): [1. + i / 100 + extra] * 6 for i, extra in enumerate((-0.2, 0.1, 0.3, 0.4))}, 1)
+    use = module.control_use(own, exchanged)
+    assert use.low < 0 < use.difference < use.high
+    assert "no higher" in module.bad_news(0, own, None, exchanged).text
+
+
 def test_a_run_says_how_far_its_images_are_from_their_targets(made, monkeypatch, capsys):
     "Two edited pairs at 20 and 40 grey levels before the first step; then closer, then further although the loss is lower. A resumed run knows the first result."
     errors = iter(((20., 40.), (18., 30.), (30., 40.), (40., 40.)))

@@ -4,13 +4,14 @@ One run of two processes serves most tests; each kind of fault has one run, and 
 import contextlib, io, json, os, signal, subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
 from qie_nb.config import make_config
-from qie_nb.devices.processes import ProcessEnded
+from qie_nb.devices.processes import Processes, ProcessEnded
 from qie_nb.lora.formats import lora_info
 from qie_nb.models import components
 from qie_nb.trainer import QwenImageEditTrainer
@@ -330,3 +331,19 @@ def test_what_cannot_be_started_is_said_before_anything_is(config, tmp_path, mon
         assert check_processes(c(**dict(num_processes="auto", device="auto") | train), gpus, given) == n
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert check_processes(c(num_processes=2), 2) == 1, "a started process starts none"
+
+
+@pytest.mark.parametrize("codes, said", [
+    ((-9, 1), "process 1 of 2 was killed by SIGKILL"),
+    ((1, -9), "process 2 of 2 was killed by SIGKILL"),
+    ((3, 0), "process 1 of 2 ended with 3: the last line")], ids=str)
+def test_the_process_that_died_is_named_whichever_it_is(codes, said, monkeypatch):
+    "The other process fails, too, because it waits for the one that died: its error is not the cause."
+    group = Processes.__new__(Processes)
+    group.all = [SimpleNamespace(returncode=code) for code in codes]
+    group.killed = set()
+    waiting = dict(kind="RuntimeError", text="connection closed by peer", ours=False, last="")
+    group.errors = [(codes.index(1), waiting)] if 1 in codes else []
+    monkeypatch.setattr(Processes, "log", lambda self, rank: "the last line")
+    with pytest.raises(ProcessEnded, match=said):
+        group.check()
