@@ -15,7 +15,7 @@ from qie_nb.lora.adapters import CastLinear, adapters_in_base_dtype, assert_floa
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training import step
 
-from helpers import adapters_close, close_images, settings
+from helpers import adapters_close, close_images, settings, weekly
 from small_transformer import OnOperation, adapted, assert_same, base, call, far, gradients, slow, whole
 
 
@@ -77,7 +77,7 @@ def test_text_adapters_batches_and_masks_need_one_graph_each(traced):
     assert compiled_graphs() == 6 and not code.failed
 
 
-@pytest.mark.parametrize("kind", ["qfloat8", "nf4", slow("qint8"), slow("int8"), slow("float8"), slow("qint4")])
+@pytest.mark.parametrize("kind", ["qfloat8", "nf4", slow("qint8"), slow("int8"), slow("float8"), weekly("qint4")])
 def test_a_quantized_base_compiles_with_the_same_gradients(kind, traced):
     tr = adapted(base(False, kind, 2))
     want, code = gradients(tr), set_up(tr, "selective", True)

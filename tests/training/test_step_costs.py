@@ -100,7 +100,7 @@ def test_the_account_notices_what_waits(why, act):
     assert len(device.waits) == 1 and why in next(iter(device.waits))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     out = tmp_path/"gpu.json"
     got = gpu.main(["--tiny", "--steps", "2", "--warm", "2", "--minutes", "999", "--out", str(out)])
