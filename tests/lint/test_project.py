@@ -134,3 +134,9 @@ def test_each_notebook_opens_with_a_title_and_a_promise():
     for p in sorted((ROOT/"nbs").rglob("*.ipynb")):
         first = next("".join(c["source"]) for c in json.loads(p.read_text())["cells"] if c["cell_type"] == "markdown")
         assert re.match(r"# \S.*\n\n> [A-Z][\w-]*[ ,]", first), f"{p.relative_to(ROOT)} opens with {first[:80]!r}"
+
+
+def test_each_test_file_has_a_name_of_its_own():
+    "Without packages pytest imports them by their names alone, and refuses a second one of the same name."
+    names = Counter(p.name for p in (ROOT/"tests").rglob("test_*.py"))
+    assert max(names.values()) == 1, names.most_common(1)
