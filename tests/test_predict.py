@@ -10,9 +10,11 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.data.images import calculate_dimensions
-from qie_nb.models.components import restore_image_positions
+from qie_nb.data.images import Geometry, calculate_dimensions
+from qie_nb.models.components import Components, restore_image_positions
 from qie_nb.sampling import edits, preview
+from qie_nb.sampling.denoising import start_noise
+from qie_nb.sampling.edits import Edit, encode_edits
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import TRANSFORMER, VAE, close_images, on_call, settings, slow, small_areas
@@ -222,3 +224,28 @@ def test_a_result_is_shown_as_an_image(several):
     one = out[0] if several else out
     assert isinstance(one, np.ndarray) and one.dtype == np.uint8 and len(shown["text/plain"]) < 99
     assert shown["text/html"].count("<img") == 2 if several else shown["image/jpeg"]
+
+
+def test_a_generator_of_the_caller_draws_the_noise():
+    def noise(seed, generator=None):
+        return start_noise((1, 1, 16, 4, 4), seed, generator, "cpu", torch.float32)
+    given = noise(0, torch.Generator().manual_seed(5))
+    assert torch.equal(given, noise(5)) and not torch.equal(given, noise(0))
+
+
+class PromptLengths:
+    "An encoder whose embedding of a prompt is the prompt's length."
+    components = Components("tiny")
+
+    def prompt(self, text, images, geometry):
+        return [torch.tensor([[float(len(text))]])]
+
+    def image(self, image, size):
+        return torch.zeros(16, 1, 2, 2)
+
+
+def test_each_edit_of_a_list_has_its_own_negative_prompt():
+    image = Image.new("RGB", (32, 32))
+    given = [Edit([image], "make it blue", negative, (32, 32)) for negative in ("x", "xx", "xxx")]
+    encoded = encode_edits(PromptLengths(), given, Geometry())
+    assert [float(e.uncond) for e in encoded] == [1, 2, 3] and {float(e.cond) for e in encoded} == {12}

@@ -142,9 +142,9 @@ MUTATIONS = {
     "the same pairs held out for every seed": Mutation("tests/data/test_samples.py", [
         Change("data/samples", "split_held_out",
                'stable_seed(seed, d, "held out")', 'stable_seed(0, d, "held out")')]),
-    "trigger word put before prompts that have it": Mutation("tests/data/test_samples.py", [
+    "trigger word put before prompts that have it": Mutation("tests/evaluation/test_evaluate.py::test_own_prompts_get_the_trigger_word", [
         Change("data/samples", "add_trigger", "if re.search", "if False and re.search")]),
-    "captions dropped with the empty image set": Mutation("tests/end_to_end/test_main_job.py", [
+    "captions dropped with the empty image set": Mutation("tests/data/test_batches.py::test_a_dropped_caption_is_the_empty_prompt", [
         Change("data/dataset", "__getitem__", '"" if drop else s.prompt', "s.prompt")]),
     "controls resized before encoding": Mutation("tests/parity/test_pipelines.py", [
         Change("data/samples", "load_images", "crop_to(c, geometry.aspect)",
@@ -186,7 +186,7 @@ MUTATIONS = {
     # --- encoding and packing
     "latents sampled instead of their mode": Mutation("tests/encoding/test_vae.py", [
         Change("encoding/vae", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
-    "latents not normalised by the deviation": Mutation("tests/encoding/test_vae.py", [
+    "latents not normalised by the deviation": Mutation("tests/parity/test_pipelines.py", [
         Change("encoding/vae", "encode_images", "(z - mean) / std", "z - mean")]),
     "latent pixels packed by columns": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "pack_latents",
@@ -276,15 +276,15 @@ MUTATIONS = {
         "test_a_pair_gets_the_controls_of_another_of_its_sizes", [
         Change("evaluation/validation_loss", "partners", "if d != digest", "")]),
     # --- sampling
-    "guidance without the norm": Mutation("tests/models/test_flow_matching.py", [
+    "guidance without the norm": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "true_cfg",
                "* (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(comb, dim=-1, "
                "keepdim=True))",
                "")]),
-    "negative prompt of the first edit": Mutation("tests/test_predict.py", [
+    "negative prompt of the first edit": Mutation("tests/test_predict.py::test_each_edit_of_a_list_has_its_own_negative_prompt", [
         Change("sampling/edits", "encode_edits",
                "text(k, e.negative)", "text(k, edits[0].negative)")]),
-    "generator of the caller not used": Mutation("tests/test_predict.py", [
+    "generator of the caller not used": Mutation("tests/test_predict.py::test_a_generator_of_the_caller_draws_the_noise", [
         Change("sampling/denoising", "start_noise", "generator or", "")]),
     "shift without the overrides": Mutation("tests/test_predict.py", [
         Change("sampling/denoising", "sampling_schedule",

@@ -4,6 +4,7 @@ import random
 import pytest
 
 from qie_nb.data.batches import BucketBatchSampler, collate, is_cached, prefetch
+from qie_nb.data.dataset import ImageDataset
 
 
 class Made:
@@ -85,3 +86,15 @@ def test_what_a_loader_raises_in_advance_is_raised_in_its_place():
     got = []
     with pytest.raises(KeyError, match="broken"): got.extend(b for b in prefetch(batches()) if got.append(b))
     assert got == [1, 2] and list(prefetch(iter("abc"))) == ["a", "b", "c"]
+
+
+def test_a_dropped_caption_is_the_empty_prompt(pairs):
+    dataset = ImageDataset(dict(dataset_path=str(pairs()), image_size=[64, 64], caption_dropout_rate=0.5, use_cache=False))
+    seen = set()
+    for epoch in range(8):
+        dataset.set_epoch(epoch)
+        for i, sample in enumerate(dataset.samples):
+            got = dataset[i]
+            seen.add(got["dropped"])
+            assert got["prompt"] == ("" if got["dropped"] else sample.prompt)
+    assert seen == {True, False}
