@@ -257,7 +257,7 @@ MUTATIONS = {
         Change("evaluation/validation_loss", "level_weight", "sigma**2 * s", "0 * sigma + s")]),
     "interval of a normal distribution": Mutation("tests/evaluation/test_evaluate.py", [
         Change("evaluation/validation_loss", "confidence_interval", "t_quantile(n - 1)", "1.96")]),
-    "evaluation trains the raw weights": Mutation("tests/evaluation/test_evaluate.py", [
+    "evaluation trains the raw weights": Mutation("tests/evaluation/test_evaluate.py::test_the_ema_is_what_is_evaluated", [
         Change("evaluation/evaluate", "evaluate_now", "trainer.ema_weights(),", "")]),
     "distance of an image from its control": Mutation("tests/evaluation/test_evaluate.py", [
         Change("evaluation/eval_images", "measured",
@@ -304,7 +304,7 @@ MUTATIONS = {
     "the mean restored from the raw weights": Mutation("tests/training/test_stopping.py", [
         Change("training/resume", "restore", "put_back(tr, load_file(file))", "")]),
     # --- planning and placement
-    "gradients left out of the plan": Mutation("tests/planning/test_training_memory.py", [
+    "gradients left out of the plan": Mutation("tests/planning/test_training_memory.py::test_adapter_gradient_and_optimizer_bytes", [
         Change("planning/training_memory", "memory_of",
                '"gradients", share * trained * 4', '"gradients", share * trained * 0')]),
     "checkpointing ignores the batch": Mutation("tests/planning/test_training_memory.py", [

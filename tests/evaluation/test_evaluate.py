@@ -451,7 +451,6 @@ def test_any_checkpoint_is_evaluated_without_training(trained_run, tmp_path):
     assert f"{base['held_out_image_error']:.1f}" in shown.splitlines()[1] and shown.count("\n") == 3 and shown.count("*") == 1 and "base" in shown
 
 
-@pytest.mark.slow
 def test_the_ema_is_what_is_evaluated(trainer): # the one in a folder: test_names_of_checkpoints in test_compare.py
     before = held_out_loss(trainer, trainer.held_out).losses
     trainer.adapters.ema = EMA([p for p in trainer.transformer.parameters() if p.requires_grad], 0.9)

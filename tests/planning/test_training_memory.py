@@ -100,7 +100,12 @@ def test_adapter_gradient_and_optimizer_bytes(name, targets, more): # of rank 4:
     loss().backward()
     params = lora_parameters(tr)
     assert numbers(adapter_shapes(q, trained=False)) == sum(p.numel() for n, p in tr.named_parameters() if "lora_" in n)
-    assert 4 * numbers(adapter_shapes(q)) == sum(p.grad.nbytes for p in params)
+    gradients = sum(p.grad.nbytes for p in params)
+    assert 4 * numbers(adapter_shapes(q)) == gradients
+    planned = memory_of(q, gpu=False)
+    assert planned.part("gradients") == gradients
+    assert planned.part("adapter") == 4 * numbers(adapter_shapes(q, trained=False))
+    assert planned.part("optimizer") == int(optimizer_bytes(q))
     optimizer = make_optimizer(params, make_config(dict(optimizer=dict(name=name, lr=1.))).optimizer)
     optimizer.step()
     state = {t.untyped_storage().data_ptr(): t.nbytes for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)}
