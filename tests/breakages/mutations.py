@@ -310,7 +310,7 @@ MUTATIONS = {
     "checkpointing ignores the batch": Mutation("tests/planning/test_training_memory.py", [
         Change("planning/training_memory", "_saved_by_checkpoints",
                "(img + txt) * q.dim", "(img + txt) // q.batch * q.dim")]),
-    "the runtime left out of the plan": Mutation("tests/planning/test_training_memory.py", [
+    "the runtime left out of the plan": Mutation("tests/planning/test_training_memory.py::test_a_gpu_needs_memory_for_its_runtime_too", [
         Change("planning/training_memory", "memory_of", "if gpu", "if False")]),
     "evaluation leaves the VAE on the GPU": Mutation("tests/devices/test_placement.py", [
         Change("devices/placement", "temporarily_load",

@@ -18,6 +18,7 @@ from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import PRESETS, lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
 from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes, parameters, prompt_tokens
+from qie_nb.planning import training_memory
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.optimizer import make_optimizer
@@ -118,6 +119,11 @@ FP16 = dict(base_bytes=4, fp16=True, kernel="efficient")
 PEAK = dict(recomputed={}, fp16=FP16, fp16_nothing_recomputed=FP16 | dict(checkpointing=False), nf4=dict(quantization="nf4"))
 RARE_PEAK = dict(adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, kernel="efficient"), zero_cond=dict(zero_cond=True), small=dict(target=1024, control=1024), all_layers=dict(targets=ALL),
                  fp16_nf4=FP16 | dict(quantization="nf4"), batch=dict(batch=2), dora=dict(dora=True), dropout=dict(dropout=0.1, kernel="cpu"), edit_nf4=dict(text=1420, quantization="nf4"), layers=dict(table=False))
+
+
+def test_a_gpu_needs_memory_for_its_runtime_too():
+    assert memory_of(STEP).part("runtime") == training_memory.RUNTIME > 1e8 and memory_of(STEP, gpu=False).part("runtime") == 0
+    assert memory_of(STEP).total == memory_of(STEP, gpu=False).total + training_memory.RUNTIME
 
 
 @pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
