@@ -25,11 +25,12 @@ def photo_folder(
     split:str="train", # a key of `PHOTOS`
 ) -> Path:
     "The folder of a split's photographs: the package's, or scikit-image's for `more`."
-    package, inside = ("skimage", "data") if split == "more" else ("qie_nb", "assets/photos")
-    spec = importlib.util.find_spec(package) # importing scikit-image would take a second
+    if split != "more":
+        return Path(importlib.util.find_spec("qie_nb").origin).parent/"assets"/"photos"
+    spec = importlib.util.find_spec("skimage") # importing it would take a second
     if spec is None:
         raise ImportError("the photographs of the split `more` need `scikit-image`; pip install scikit-image")
-    return Path(spec.origin).parent/inside
+    return Path(spec.origin).parent/"data"
 
 # %% ../../nbs/tiny/01_photos.ipynb #9836db01
 @lru_cache
