@@ -168,13 +168,8 @@ def layer_bytes(
     quantization:str=None,
 ) -> float:
     "Bytes of a linear layer with its bias."
-    n, bias, group = i * o, o * base_bytes, 64 if i % 64 == 0 else 32
-    rows = n + o * base_bytes + bias                                     # a scale a row, in the base dtype
-    return {None: n * base_bytes + bias, "qfloat8": rows, "qint8": rows,
-            "qint4": n / 2 + 2 * n / group * base_bytes + bias,          # a scale and a shift a group
-            "nf4": n / 2 + n / 64 + math.ceil(n / 64 / 256) * 4 + 64 + bias, # a byte of scale a group
-            "int8": n + 5 * o + bias, "float8": n + 4 * o + bias,        # float32 scales
-            "fp8_storage": n + o}[quantization]
+    if quantization: return QUANTIZATIONS[quantization].bytes(i, o, base_bytes)
+    return i * o * base_bytes + o * base_bytes
 
 def block_bytes(q:MemoryQuery) -> int:
     layers = sum(layer_bytes(i, o, q.base_bytes, q.quantization) for i, o in block_layers(q).values())
