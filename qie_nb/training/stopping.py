@@ -17,6 +17,7 @@ from ..devices.placement import is_out_of_memory
 from ..models.loading import work_bytes
 from ..models.quantize import advised
 from .callbacks import Callback
+from .optimizers.known import advised_optimizer
 
 # %% ../../nbs/training/03_stopping.ipynb #9532bd55
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
@@ -121,7 +122,8 @@ def _changes(c) -> list: # (key, value, note), in the order to try
         ((d.control_area or 2**20) > 2**18, "data.control_area", 2**18, " (512 x 512; precompute anew)"),
         (True, "data.image_size", half, " (precompute anew)"),
         (m.lora.r > 8, "model.lora.r", m.lora.r // 2, " (a new run)"),
-        (c.optimizer.name == "adamw", "optimizer.name", "adafactor", " (a new run)")) if ok]
+        (c.optimizer.name == advised_optimizer("default"), "optimizer.name",
+         advised_optimizer("little memory"), " (a new run)")) if ok]
 
 # %% ../../nbs/training/03_stopping.ipynb #a72e7301
 def training_advice(config) -> list: # three (setting, GB saved)
