@@ -18,7 +18,7 @@ from pydantic import (
 from .core.older_settings import translate
 from .core.options import SYNONYMS, Options, plain_words
 from .core.presets import PRESETS, with_preset
-from .core.registry import accept_registered
+from .core.registry import AcceptRegistered, outside_names
 from .core.remote_shards import is_url, url_text
 from .core.settings_text import merge_settings, parse_settings, read_settings
 
@@ -67,10 +67,10 @@ def _as_it_is(value): return value # pydantic's own serializer warns of a name t
 
 Quantized = Annotated[
     bool | Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"],
-    WrapValidator(accept_registered("quantization")), PlainSerializer(_as_it_is)]
+    WrapValidator(AcceptRegistered("quantization")), PlainSerializer(_as_it_is)]
 OptimizerName = Annotated[
     Literal["adamw", "adamw8bit", "adafactor", "prodigy"],
-    WrapValidator(accept_registered("optimizer")), PlainSerializer(_as_it_is)]
+    WrapValidator(AcceptRegistered("optimizer")), PlainSerializer(_as_it_is)]
 
 # %% ../nbs/core/07_config.ipynb #04bb7701
 class ModelSection(Section):
@@ -341,7 +341,11 @@ def describe(
     for k, f in section.model_fields.items():
         if isinstance(f.annotation, type) and issubclass(f.annotation, BaseModel):
             rows += describe(f.annotation, f"{prefix}{k}.")
-        else: rows.append((prefix + k, f.get_default(), f.description or ""))
+        else:
+            own = outside_names(f.metadata, f.annotation) # defined outside of the library
+            about = [f.description or ""]
+            if own: about.append(f"also {', '.join(own)}")
+            rows.append((prefix + k, f.get_default(), "; ".join(about)))
     return rows
 
 # %% ../nbs/core/07_config.ipynb #37d0d022

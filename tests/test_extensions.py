@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from qie_nb.config import make_config
+from qie_nb.config import describe, make_config
 from qie_nb.core.registry import registered
 from qie_nb.models.quantizations.base import QUANTIZATIONS, Quantization, frozen, quantization_of
 from qie_nb.models.quantize import held_bytes, quantize_linear
@@ -80,6 +80,8 @@ def test_names_are_registered_and_valid():
     assert "six" in registered("quantization") and "momentum" in registered("optimizer")
     c = make_config(SETTINGS)
     assert (c.model.quantize, c.optimizer.name) == ("six", "momentum")
+    about = {name: text for name, _, text in describe()}
+    assert about["model.quantize"].endswith("also six") and about["optimizer.name"].endswith("also momentum") # as `qie-nb options`
     with pytest.raises(ValueError, match="`model.quantize` must be true, false, 'none'"): make_config(dict(model=dict(quantize="seven")))
     with pytest.raises(ValueError, match="`optimizer.name` must be 'adamw'"): make_config(dict(optimizer=dict(name="moment")))
 
