@@ -106,7 +106,7 @@ def sizes(where):
 
 def verdicts(where):
     from qie_nb.planning.disk_space import table_bytes
-    from qie_nb.planning.plan import PUBLISHED, TEXT_NF4
+    from qie_nb.planning.plan import PUBLISHED, TEXT_4BIT
     from qie_nb.config import make_config
     site, out = SITES[where], [f"- Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."]
     for side, products, p, disk, phases in cases(where):
@@ -116,7 +116,7 @@ def verdicts(where):
     q = case(where, AREAS[0], "float32")[0].shown.query
     table = table_bytes(make_config(None), q)
     for kind, encoders in (("nf4", True), ("qint8", True), ("qint8", False)):
-        size = copy_bytes(replace(q, quantization=kind)) + table + (sum(TEXT_NF4) + PUBLISHED["vae"]) * encoders
+        size = copy_bytes(replace(q, quantization=kind)) + table + (sum(TEXT_4BIT) + PUBLISHED["vae"]) * encoders
         what = "the text encoder in nf4 and the VAE" if encoders else "no encoders"
         out.append(f"- A prequantized {kind} copy with its modulation table and {what} is {gb(size)} GB: it {'fits' if size <= site.output else 'does not fit'} into {gb(site.output)} GB.")
     return "\n".join([*out, f"- The modulation table is {gb(table)} GB, in such a copy and made by precompute."])

@@ -345,8 +345,7 @@ def parser() -> CommandParser:
         ("--model", dict(help="folder, hub id, v1, 2509 or 2511; default the configuration's, else 2511")),
         ("--gpu", dict(help="e.g. T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB', or GB; default this machine's")),
         ("--resolution", dict(help="of targets: side or width x height; default the configuration's")),
-        ("--quantize", dict(help="only this one: none, qfloat8, qint8, qint4, nf4, int8, float8, "
-                                 "fp8_storage")),
+        ("--quantize", dict(help="only this one: none, or a value of `model.quantize`")),
         ("--controls", number("control images per pair, 1 or more; default 1", default=1)),
         ("--table", flag("what some GPUs take for 50 pairs, as a table")))
     add(precompute, "encode a data set into the cache; train does this too", "precompute run.yaml", *yaml,

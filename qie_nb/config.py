@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator)
+    BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WrapValidator,
+    field_validator, model_validator)
 
 from .core.older_settings import translate
 from .core.options import SYNONYMS, Options, plain_words
 from .core.presets import PRESETS, with_preset
+from .core.registry import AcceptRegistered, outside_names
 from .core.remote_shards import is_url, url_text
 from .core.settings_text import merge_settings, parse_settings, read_settings
 
@@ -61,7 +63,14 @@ class LoraSection(Section):
     pretrained_weight: PathStr | None = setting(None, "LoRA to start a new run from: file, folder or hub id")
 
 # %% ../nbs/core/07_config.ipynb #04bb776e
-Quantized = bool | Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"]
+def _as_it_is(value): return value # pydantic's own serializer warns of a name that it does not know
+
+Quantized = Annotated[
+    bool | Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"],
+    WrapValidator(AcceptRegistered("quantization")), PlainSerializer(_as_it_is)]
+OptimizerName = Annotated[
+    Literal["adamw", "adamw8bit", "adafactor", "prodigy"],
+    WrapValidator(AcceptRegistered("optimizer")), PlainSerializer(_as_it_is)]
 
 # %% ../nbs/core/07_config.ipynb #04bb7701
 class ModelSection(Section):
@@ -270,7 +279,7 @@ class PredictSection(Section):
 # %% ../nbs/core/07_config.ipynb #4de984d9
 class OptimizerSection(Section):
     "The optimizer of the adapter."
-    name: Literal["adamw", "adamw8bit", "adafactor", "prodigy"] = setting("adamw",
+    name: OptimizerName = setting("adamw",
         "adamw8bit needs bitsandbytes; adafactor little memory; prodigy (adapts its rate) prodigyopt, lr 1")
     lr: float = setting(1e-4, "learning rate; 1 for prodigy", gt=0)
     betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments")
@@ -332,7 +341,11 @@ def describe(
     for k, f in section.model_fields.items():
         if isinstance(f.annotation, type) and issubclass(f.annotation, BaseModel):
             rows += describe(f.annotation, f"{prefix}{k}.")
-        else: rows.append((prefix + k, f.get_default(), f.description or ""))
+        else:
+            own = outside_names(f.metadata, f.annotation) # defined outside of the library
+            about = [f.description or ""]
+            if own: about.append(f"also {', '.join(own)}")
+            rows.append((prefix + k, f.get_default(), "; ".join(about)))
     return rows
 
 # %% ../nbs/core/07_config.ipynb #37d0d022

@@ -47,12 +47,12 @@ def edit(
 
 # %% ../nbs/02_predict.ipynb #4db80912
 def quantize_loaded(model, quantization, device): # the model
-    "Quantize a model in memory as `model.quantize` says (qfloat8 if none), and move it to a device."
+    "Quantize a model in memory as `model.quantize` says (eight bits if none), and move it to a device."
     why = getattr(model, "fixed", "") or ("that computes in float16" if hasattr(model, "fp16_stats") else "")
     if why:
         raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it "
                          "is loaded")
-    return quantize(model, parse_quantization(quantization) or "qfloat8").to(device)
+    return quantize(model, parse_quantization(quantization) or True).to(device)
 
 # %% ../nbs/02_predict.ipynb #4db80901
 class Predictor:

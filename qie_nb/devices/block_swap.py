@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .distributed import wants_fsdp
-from ..models.quantize import plain_tensors
+from ..models.quantize import QUANTIZATIONS, plain_tensors, rebuild_weight
 
 # %% ../../nbs/devices/01_block_swap.ipynb #039a1145
 class Streams:
@@ -62,17 +62,6 @@ def pinned(
     weakref.finalize(out, cudart.cudaHostUnregister, out.data_ptr()).atexit = False
     return out
 
-# %% ../../nbs/devices/01_block_swap.ipynb #b73d42cc
-def _rebuild(w, new): # a weight like w from an iterator of plain tensors
-    if hasattr(w, "__tensor_flatten__"):
-        names, meta = w.__tensor_flatten__()
-        parts = {n: _rebuild(getattr(w, n), new) for n in names}
-        return type(w).__tensor_unflatten__(parts, meta, w.size(), w.stride())
-    if getattr(w, "quant_state", None) is None: return next(new)
-    w.data = next(new)
-    for q in filter(None, (w.quant_state, w.quant_state.state2)): q.absmax, q.code = next(new), next(new)
-    return w
-
 # %% ../../nbs/devices/01_block_swap.ipynb #b73d4201
 class PinnedBlock:
     "A block's frozen weights in one buffer of host memory."
@@ -99,7 +88,7 @@ class PinnedBlock:
     def point_to(self, flat): # the block's weights become views of this buffer
         views = iter(self.views(flat))
         for m, k in self.params:
-            w = _rebuild(m._parameters[k], views)
+            w = rebuild_weight(m._parameters[k], views)
             m._parameters[k] = w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False)
 
 # %% ../../nbs/devices/01_block_swap.ipynb #a94f7f73
@@ -264,10 +253,6 @@ def offload_checkpoint_inputs(
     transformer._gradient_checkpointing_func = run
     return transformer
 
-# %% ../../nbs/devices/01_block_swap.ipynb #fd87add6
-_REFUSED = dict(fp8_storage="which gives its layers new memory; use qfloat8",
-                qint4="which is packed for each kind of GPU; use nf4")
-
 # %% ../../nbs/devices/01_block_swap.ipynb #fd87ad01
 def check_offloading(
     train, # `TrainSection`
@@ -289,5 +274,6 @@ def check_offloading(
     check(train.compile is True, f"{no} `train.compile` true; set it to auto")
     names.remove("offload_activations")
     check(wants_fsdp(train.distributed), f"{no} fsdp, which shards the same weights; use one of them")
-    check(kind in _REFUSED, f"{no} `model.quantize` {kind}, {_REFUSED.get(kind)}")
+    why = QUANTIZATIONS[kind].no_block_swap if kind else ""
+    check(why, f"{no} `model.quantize` {kind}, {why}")
     check(dora, f"{no} `model.lora.use_dora`, which needs the weights' norms; use one of them")

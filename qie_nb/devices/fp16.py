@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from .compile import change_processor, processor_class
 from .distributed import wants_fsdp
-from ..models.quantize import has_bf16
+from ..models.quantize import QUANTIZATIONS, has_bf16
+from ..models.quantizations.base import quantization_of
 from ..models.modulation import STREAMS
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0006
@@ -41,37 +42,20 @@ def scale_to_fp16(
     s = power_of_two(length * (max(longest, 1.) / LIMIT))
     return _to_fp16(x, 1 / s), s, length
 
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f000a
-def _is_8bit(w): # of quanto
-    if not (hasattr(w, "_data") and hasattr(w, "_scale")): return False
-    return w._data.element_size() == 1 and w._data.shape == w.shape
-
-def _dequantized(w, dtype=torch.float32):
-    if _is_8bit(w): return w._data.to(dtype)
-    if getattr(w, "quant_state", None) is None:
-        return (w.dequantize() if hasattr(w, "__tensor_flatten__") else w.detach()).to(dtype)
-    from bitsandbytes.functional import dequantize_4bit
-    state = copy.copy(w.quant_state)
-    state.dtype = dtype # to unpack into directly
-    return dequantize_4bit(w.data, state)
-
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0011
 def fp16_weight(
     layer, # linear, plain or quantized
     power:float=1., # divides the weight
 ) -> tuple: # (float16 [o, i], factor of its products: float32 [o] or a number)
     "A layer's weight for one product."
-    w = layer.weight
-    if _is_8bit(w): return w._data.to(torch.float16).mul_(1 / power), w._scale.flatten().float() * power
-    if power == 1: return _dequantized(w, torch.float16), power
-    return _dequantized(w).mul(1 / power).to(torch.float16), power
+    return quantization_of(layer.weight).fp16_product(layer.weight, power)
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0018
 def weight_norms(layer) -> tuple: # (power of two, longest row, longest column)
     "The power that scales a weight into float16, and its longest vectors; waits for the device."
     if layer.weight.device.type == "meta": return 1., 1., 1.
     with torch.no_grad():
-        w = _dequantized(layer.weight)
+        w = quantization_of(layer.weight).dequantized(layer.weight)
         largest = w.abs().amax()
         power = torch.where((largest > 2.**-8) & (largest <= 2.), 1., power_of_two(largest) * 16)
         rows, columns = (torch.linalg.vector_norm(w, dim=d).amax() / power for d in (1, 0))
@@ -251,8 +235,8 @@ def pick_fp16(
 ) -> tuple: # (yes?, reason)
     "Compute in float16? Raises ValueError if that is configured and impossible."
     how, device = "products and attention in scaled float16, all else in float32", torch.device(device)
-    against = [(kind == "fp8_storage",
-                "`model.quantize` fp8_storage, whose layers are cast by hooks; use qint8 or nf4"),
+    no_fp16 = QUANTIZATIONS[kind].no_fp16 if kind else ""
+    against = [(no_fp16, f"`model.quantize` {kind}, {no_fp16}"),
                (wants_fsdp(train.distributed), "`train.distributed` fsdp; set it to ddp"),
                (train.compile is True, "`train.compile` true; set it to auto")]
     why = next((say for found, say in against if found), "")

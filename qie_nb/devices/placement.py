@@ -14,7 +14,7 @@ import torch
 from qie_nb.core.display import table_html
 from qie_nb.models.components import device_of
 from qie_nb.models.loading import free_device_bytes, work_bytes
-from qie_nb.models.quantize import held_bytes, parse_quantization
+from qie_nb.models.quantize import QUANTIZATIONS, held_bytes, parse_quantization
 
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
 
@@ -139,9 +139,6 @@ def _loaded(components) -> dict: # {component: device}
     return {n: device_name(device_of(components.loaded[n])) for n in PARTS
             if n in components.loaded and n not in components.offload}
 
-# %% ../../nbs/devices/00_placement.ipynb #35be8a6a
-_PACKED = ("nf4", "qint4") # for the device they were made on
-
 # %% ../../nbs/devices/00_placement.ipynb #35be8a01
 def plan_components(
     components, # nothing is built or moved
@@ -159,7 +156,8 @@ def plan_components(
     parts, main, loaded = components.loaded, device_name(device), _loaded(components)
     quant = {n: q for n in PARTS if (q := parse_quantization(components.quantize.get(n)))}
     wanted = {n: device_name(devices[n]) for n in PARTS if getattr(predict.devices, n) != "auto"}
-    fixed = {n: f"{q} weights are packed for their device" for n, q in quant.items() if q in _PACKED}
+    fixed = {n: f"{q} weights are packed for their device" for n, q in quant.items()
+             if QUANTIZATIONS[q].packed}
     if own := components.placements.get("transformer"): fixed["transformer"] = own.why
     if running and wanted.setdefault("transformer", loaded["transformer"]) == loaded["transformer"]:
         fixed["transformer"] = "it is trained there"

@@ -26,6 +26,7 @@ from .validation_loss import StopRequested, losses_at_sigma, sigma_weights
 from ..sampling.cached_edits import eval_mode, is_available, load_batch
 from ..devices.placement import temporarily_load
 from ..training.callbacks import Callback, UnloadEncodersCallback
+from ..training.optimizers.known import OPTIMIZERS, advised_optimizer
 from ..training.stopping import NonFiniteStop, raise_if_stopped
 
 # %% ../../nbs/evaluation/07_overfit.ipynb #2700210b
@@ -85,8 +86,9 @@ _WHY = {
                "at the pairs with sample_viewer: their captions may not say what changes"}
 
 def _rates(r) -> dict: # remedies; 1e-4 to 1e-3 is usual for LoRA with AdamW
-    if r.optimizer == "prodigy":
-        return dict.fromkeys(("up", "down"), "prodigy adapts it, so try `optimizer.name` adamw")
+    if OPTIMIZERS[r.optimizer].adapts_rate:
+        other = f"try `optimizer.name` {advised_optimizer('default')}"
+        return dict.fromkeys(("up", "down"), f"{r.optimizer} adapts it, so {other}")
     other = lambda v: f"try `optimizer.lr` {v:g} instead of {r.lr:g}"
     return dict(up=other(max(10 * r.lr, 1e-4)), down=other(min(r.lr / 10, 1e-3)))
 
@@ -95,7 +97,7 @@ def _sentence(r) -> str:
     v = r.verdict
     if r.ok:
         slow = f"; slowly: `optimizer.lr` {3 * r.lr:.2g} may be better than {r.lr:g}"
-        slow *= v == "slowly" and r.optimizer != "prodigy"
+        slow *= v == "slowly" and not OPTIMIZERS[r.optimizer].adapts_rate
         worse = r.images is not None and _ratio(r.images) > 1
         later = "; the images are not better yet, more steps may show it" * worse
         return f"this setup learns: {_figures(r)}{slow or later}"

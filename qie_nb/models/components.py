@@ -19,7 +19,7 @@ from ..core.progress import quiet_bars
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
 from .loading import (check_saved_quantization, component_bytes, empty_model, load_quantized,
                                    saved_quantization, source_checkpoint, stored_dtype, weight_files)
-from .quantize import check_quantization, dtype_name, parse_quantization
+from .quantize import QUANTIZATIONS, check_quantization, dtype_name, parse_quantization
 
 # %% ../../nbs/models/03_components.ipynb #44abf60d
 @dataclass(frozen=True)
@@ -236,8 +236,9 @@ def check(self:Components, *names): # default all
 @patch
 def deletes_shards(self:Components, name:str) -> bool:
     hub = self.hub
-    if not hub or self.quantize.get(name) in (None, "qint4") or not (self.release and hub.weights(name)):
-        return False
+    kind = self.quantize.get(name)
+    if not hub or kind is None or QUANTIZATIONS[kind].unsaved(): return False
+    if not (self.release and hub.weights(name)): return False
     return self.release is True or sum(hub.missing(name).values()) > free_bytes(hub.hub.folder)
 
 @patch

@@ -13,60 +13,45 @@ import torch
 from torch import nn
 
 from ..core.progress import Progress
-from .quantize import (NOT_QUANTIZED, QUANTIZATIONS, dtype_name, linear4bit, quantizable_layers,
-                                    quantize_linear)
+from .quantize import (
+    NOT_QUANTIZED, QUANTIZATIONS, advised, dtype_name, quantizable_layers, quantize_linear)
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c006
-def check_serializable(quantization:str, key:str="model.quantize") -> str: # the same
-    if quantization == "qint4":
-        raise ValueError(f"`{key}` qint4 is packed for one kind of device and cannot be saved; use nf4")
+def check_serializable(
+    quantization:str, # a key of `QUANTIZATIONS`, or None
+    key:str="model.quantize", # setting, for the message
+) -> str: # the same
+    "Raises ValueError if quantized layers cannot be saved."
+    why = quantization and QUANTIZATIONS[quantization].unsaved()
+    if why: raise ValueError(f"`{key}` {quantization} {why}")
     return quantization
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c001
-def serialize_linear(linear:nn.Module) -> dict: # {name within the layer: plain tensor on the CPU}
-    w = linear.weight
-    names = w.__tensor_flatten__()[0] if hasattr(w, "__tensor_flatten__") else []
-    out = {f"weight.{n}": getattr(w, n) for n in names} or {"weight": w.data}
-    if state := getattr(w, "quant_state", None):
-        out |= {f"weight.{n}": t for n, t in state.as_dict(packed=True).items()}
-    if linear.bias is not None: out["bias"] = linear.bias
-    return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in out.items()}
+def serialize_linear(
+    linear:nn.Module, # as of `quantize_linear`
+    quantization:str, # a key of `QUANTIZATIONS`
+) -> dict: # {name within the layer: plain tensor on the CPU}
+    "A quantized layer as it is written to a file."
+    tensors = QUANTIZATIONS[quantization].to_tensors(linear)
+    return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c003
-_PARTS = dict(nf4=("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
-                   ".quant_state.bitsandbytes__nf4"),
-              qfloat8=("._data", "._scale"), qint8=("._data", "._scale"),
-              int8=(".qdata", ".scale", ".zero_point"), float8=(".qdata", ".scale"), fp8_storage=("",))
-
-def part_names(quantization:str, bias:bool) -> set: # as in `serialize_linear`
-    return {f"weight{p}" for p in _PARTS[quantization]} | ({"bias"} if bias else set())
+def part_names(
+    quantization:str, # a key of `QUANTIZATIONS`
+    bias:bool, # has the layer one?
+) -> set: # as in `serialize_linear`
+    "Names of a written layer's tensors."
+    return QUANTIZATIONS[quantization].part_names(bias)
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c008
 def deserialize_linear(
-    linear:nn.Linear, quantization:str, parts:dict, dtype) -> nn.Module: # computes in `dtype`
-    "A layer as `quantize_linear` gave it, from the tensors of `serialize_linear` on its device."
-    weight, bias = {n.removeprefix("weight").removeprefix("."): t for n, t in parts.items()}, None
-    narrow = quantization == "fp8_storage" # its bias has eight bits too
-    if "bias" in weight:
-        bias = weight.pop("bias")
-        bias = nn.Parameter(bias if narrow else bias.to(dtype), requires_grad=False)
-    if quantization == "nf4":
-        from bitsandbytes.functional import QuantState
-        packed = weight.pop("")
-        state = QuantState.from_dict(weight, packed.device)
-        state.dtype = dtype
-        return linear4bit(packed, state, bias)
-    template = nn.Linear(linear.in_features, 64, bias is not None, "cpu", dtype).requires_grad_(False)
-    nn.init.ones_(template.weight)
-    out, shape, stride = quantize_linear(template, quantization), linear.weight.shape, (linear.in_features, 1)
-    out.out_features, out.bias = linear.out_features, bias
-    if narrow: weight = weight[""]
-    else:
-        names, about = out.weight.__tensor_flatten__()
-        if "size" in about: about = about | dict(size=str(list(shape)), stride=str(list(stride)))
-        weight = type(out.weight.data).__tensor_unflatten__(weight, about, shape, stride)
-    out.weight = nn.Parameter(weight, requires_grad=False)
-    return out.requires_grad_(False)
+    linear:nn.Linear, # with the layer's shape
+    quantization:str, # a key of `QUANTIZATIONS`
+    parts:dict, # of `serialize_linear`, on the layer's device
+    dtype:torch.dtype, # to compute in
+) -> nn.Module: # frozen
+    "A layer as `quantize_linear` gave it."
+    return QUANTIZATIONS[quantization].from_tensors(linear, parts, dtype).requires_grad_(False)
 
 # %% ../../nbs/models/02_loading.ipynb #a33e1c00
 ORIGIN = "origin.json"
@@ -78,7 +63,8 @@ def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes
     if not file.is_file(): return {}
     try:
         origin = json.loads(file.read_text())
-        if origin["format"] == "qie_nb-stored-1" and origin["kind"] in _PARTS: return origin
+        known = origin["kind"] in QUANTIZATIONS and not QUANTIZATIONS[origin["kind"]].unsaved()
+        if origin["format"] == "qie_nb-stored-1" and known: return origin
         raise ValueError("unknown format")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, or upgrade "
@@ -93,9 +79,9 @@ def check_saved_quantization(folder, quantization:str, dtype, key:str="model.qua
     saved, told = origin["kind"], f"{str(folder)!r} is prequantized as {origin['kind']}"
     if saved != quantization:
         raise ValueError(f"{told}, but `{key}` is {quantization or 'none'}; set it to {saved} or none")
-    if origin["dtype"] != dtype_name(dtype) and saved != "nf4":
+    if origin["dtype"] != dtype_name(dtype) and not QUANTIZATIONS[saved].any_dtype:
         raise ValueError(f"{told} for {origin['dtype']}, but this run computes in {dtype_name(dtype)}; "
-                         "make the copy again here, or use nf4, which fits both")
+                         f"make the copy again here, or use {advised('4 bits')}, which fits both")
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e90
 UNUSED = "lm_head" # of the text encoder

@@ -24,7 +24,8 @@ from .loading import (ORIGIN, check_missing, check_serializable, empty_model, pa
                                    stored_dtype, trim_malloc)
 from .modulation import (ModulationTable, block_rows, time_embeddings, use_modulation_table,
                                       uses_modulation)
-from .quantize import QUANTIZATIONS, dtype_name, quantizable_layers, quantize_linear
+from .quantize import (
+    QUANTIZATIONS, advised, dtype_name, quantizable_layers, quantize_linear)
 
 # %% ../../nbs/models/06_prequantize.ipynb #7b0df9a7
 def _shard_order(shards) -> list: # names
@@ -64,7 +65,7 @@ def add(self:ShardQuantizer, key:str, tensor):
         self.ready[name] = tensor.clone() if tensor.element_size() < value.element_size() else value
         set_tensor(module, leaf, value.to("meta"))
     elif not any(p.is_meta for p in module.parameters()):
-        parts = serialize_linear(quantize_linear(module, self.quantization))
+        parts = serialize_linear(quantize_linear(module, self.quantization), self.quantization)
         self.ready |= {f"{owner}.{n}": t for n, t in parts.items()}
         self.todo.remove(owner)
         self.model.set_submodule(owner, nn.Identity())
@@ -148,7 +149,7 @@ def quantize_checkpoint(
     cls, # a diffusers or transformers model class
     shards, # `LocalShards` or the like
     out, # new folder; it appears when it is complete
-    quantization:str, # a key of `QUANTIZATIONS`, but not qint4
+    quantization:str, # a key of `QUANTIZATIONS` that can be saved
     dtype, # of the other weights, and of computation
     device="cpu",
     sets=None, table_dtype=None, # of times whose rows replace the modulation layers; default `dtype`
@@ -227,7 +228,7 @@ def _copied_components(components, encoders:bool) -> dict: # {component: quantiz
         out[n] = check_serializable(components.quantize.get(n), key)
         if not out[n]:
             raise ValueError(f"`{key}` is none, but a prequantized copy needs eight or four bits; set it, "
-                             f"e.g. to nf4{leave * (n == 'text_encoder')}")
+                             f"e.g. to {advised('4 bits')}{leave * (n == 'text_encoder')}")
     components.check(*out)
     return out | dict.fromkeys(["scheduler", *["vae", "tokenizer", "processor"] * encoders])
 

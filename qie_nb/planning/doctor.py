@@ -20,7 +20,7 @@ from ..core.files import free_bytes
 from ..core.remote_shards import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
-from ..models.quantize import QUANTIZATIONS, parse_quantization
+from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
 from .plan import GpuInfo, first_kind, installed_gpus, plan
@@ -121,7 +121,7 @@ def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
     if not v.get("ipywidgets"):
         add("ipywidgets", "note", "live panels become text and still images: pip install ipywidgets")
     kind = c and parse_quantization(c.model.quantize)
-    if kind and not v.get(package := QUANTIZATIONS[kind].library):
+    if kind and not v.get(package := QUANTIZATIONS[kind].package):
         add(package, "error", f"`model.quantize` {kind} needs it: pip install {package}")
     return [Finding("python", platform.python_version()), *out.values()]
 
@@ -152,7 +152,7 @@ def _gpu(name, g, m, c) -> list:
     verb = "set" if c and c.train.mixed_precision == "bf16" else "leave"
     remedy = f"{verb} `train.mixed_precision` auto"
     if not c or not parse_quantization(c.model.quantize):
-        remedy += ", and quantize the base (`model.quantize` nf4)"
+        remedy += f", and quantize the base (`model.quantize` {advised('4 bits')})"
     return [Finding(name, value),
             Finding(f"{name} bfloat16", "emulated, so slow" if g.emulated else "none", "warning", remedy)]
 
@@ -169,7 +169,7 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
     for name, size in kept.items():
         if size > 0.9 * m.memory:
             remedy = (f"{name} keeps {size / 1e9:.1f} GB there; set it to false and quantize "
-                      "(`model.text_encoder_quantize`, `model.quantize` nf4)")
+                      f"(`model.text_encoder_quantize`, `model.quantize` {advised('4 bits')})")
             return [Finding("host memory", value, "error", remedy)]
     if m.memory >= LEAST: return [Finding("host memory", value)]
     remedy = ("loading the real model needs 12 GB; keep `data.num_workers` 0 and `cache.prefetch` 0, and "

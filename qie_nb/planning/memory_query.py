@@ -17,6 +17,7 @@ from ..models.components import resolve_model
 from ..models.loading import saved_quantization, stored_dtype
 from ..models.modulation import STREAMS, table_pays
 from ..models.quantize import QUANTIZATIONS, parse_quantization
+from ..training.optimizers.known import OPTIMIZERS
 
 # %% ../../nbs/planning/00_memory_query.ipynb #bf1af59a
 REAL = dict(in_channels=64, num_layers=60, attention_head_dim=128, num_attention_heads=24,
@@ -168,13 +169,8 @@ def layer_bytes(
     quantization:str=None,
 ) -> float:
     "Bytes of a linear layer with its bias."
-    n, bias, group = i * o, o * base_bytes, 64 if i % 64 == 0 else 32
-    rows = n + o * base_bytes + bias                                     # a scale a row, in the base dtype
-    return {None: n * base_bytes + bias, "qfloat8": rows, "qint8": rows,
-            "qint4": n / 2 + 2 * n / group * base_bytes + bias,          # a scale and a shift a group
-            "nf4": n / 2 + n / 64 + math.ceil(n / 64 / 256) * 4 + 64 + bias, # a byte of scale a group
-            "int8": n + 5 * o + bias, "float8": n + 4 * o + bias,        # float32 scales
-            "fp8_storage": n + o}[quantization]
+    if quantization: return QUANTIZATIONS[quantization].bytes(i, o, base_bytes)
+    return i * o * base_bytes + o * base_bytes
 
 def block_bytes(q:MemoryQuery) -> int:
     layers = sum(layer_bytes(i, o, q.base_bytes, q.quantization) for i, o in block_layers(q).values())
@@ -197,14 +193,7 @@ def adapter_shapes(
 def numbers(shapes) -> int: return sum(math.prod(s) for s in shapes)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #6c43502e
-def _state(name, shape, zero) -> int: # bytes after the first step; `zero`: does the tensor start as zeros?
-    n = math.prod(shape)
-    if name == "adamw": return 8 * n + 4
-    if name == "adamw8bit": return 2 * n + 8 * math.ceil(n / 256) if n >= 4096 else 8 * n # small: float32
-    if name == "adafactor": return 4 * (sum(shape) if len(shape) > 1 else n) + 4 # means of rows and columns
-    return (12 if zero else 16) * n + 4 * zero # prodigy: two moments, the path from the start, and the start
-
 def optimizer_bytes(q:MemoryQuery) -> int:
     "Bytes of the optimizer's state after a step."
     zero = lambda s: s[-1] == q.r and len(s) == 2 # B starts as zeros
-    return sum(_state(q.optimizer, s, zero(s)) for s in adapter_shapes(q))
+    return sum(OPTIMIZERS[q.optimizer].state_bytes(s, zero(s)) for s in adapter_shapes(q))

@@ -18,7 +18,7 @@ from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, NO_BF16, first_steps
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
-from ..models.quantize import QUANTIZATIONS, parse_quantization
+from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, model_areas
 from .memory_query import (
     MemoryQuery, memory_query, model_facts, parameters, prompt_tokens, stored_quantization)
@@ -86,14 +86,15 @@ def parse_gpu(
                      "or give its memory, e.g. 'L40S 48GB' or 48")
 
 # %% ../../nbs/planning/03_plan.ipynb #716047f5
-_FACTORS = dict(qfloat8=1.25, qint8=1.25, nf4=1.8, block_swap=2., offload=1.1, devices=1.02)
+_FACTORS = dict(block_swap=2., offload=1.1, devices=1.02)
 
 def speedup(processes:int) -> float: # assumed: 8 % of a step is the gradients' exchange and waiting
     return 1 if processes == 1 else 0.92 * processes
 
 def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
-    used = {q.quantization: True, "block_swap": q.block_swap, "offload": q.offload, "devices": q.devices > 1}
-    slower = math.prod(_FACTORS.get(n, 1.) for n, on in used.items() if on)
+    used = dict(block_swap=q.block_swap, offload=q.offload, devices=q.devices > 1)
+    weights = QUANTIZATIONS[q.quantization].slowdown if q.quantization else 1.
+    slower = math.prod((_FACTORS[n] for n, on in used.items() if on), start=weights)
     return step_work(q) * slower / speedup(q.processes)
 
 # %% ../../nbs/planning/03_plan.ipynb #71604701
@@ -104,7 +105,8 @@ def strategies(
 ) -> list: # of `MemoryQuery`
     "All ways to run a configuration, the preferred one first."
     plain = replace(q, block_swap=False, offload=False, devices=1, processes=1)
-    kinds = kinds or (None, "qfloat8" if gpu.bf16 else "qint8", "nf4")
+    eight = advised("8 bits" if gpu.bf16 else "8 bits without float8")
+    kinds = kinds or (None, eight, advised("4 bits"))
     out = [replace(plain, quantization=k, checkpointing=c, compiled=q.compiled and not k)
            for k in kinds for c in (False, "selective", True)]
     single = [replace(j, compiled=False) for j in out if j.checkpointing is True]
@@ -118,8 +120,7 @@ def strategies(
 def strategy_name(q:MemoryQuery) -> str:
     again = {False: "no ", "selective": "selective ", True: ""}[q.checkpointing] + "gradient checkpointing"
     plain = "float32" if q.base_bytes == 4 else "bfloat16"
-    bits = {None: plain, "nf4": "4-bit (nf4)", "qint4": "4-bit (qint4)"}
-    base = bits.get(q.quantization, f"8-bit ({q.quantization})")
+    base = QUANTIZATIONS[q.quantization].label if q.quantization else plain
     parts = {f"{base} weights": True, "scaled float16": q.fp16, again: True, "block swap": q.block_swap,
              "activations offloaded to host memory": q.offload, f"split over {q.devices} GPUs": q.devices > 1,
              f"a process on each of {q.processes} GPUs": q.processes > 1}
@@ -242,14 +243,15 @@ def _repr_html_(self:Plan):
 
 # %% ../../nbs/planning/03_plan.ipynb #4387e3d2
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
-TEXT_NF4 = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in nf4, the rest in bfloat16
+TEXT_4BIT = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in four bits, the rest in bfloat16
 
 _gb = lambda n: f"{n / 1e9:.1f} GB"
 
-def _encoders(q, kind:str="nf4") -> dict: # bytes; `kind`: text encoder's quantization
-    scale, narrow = q.base_bytes / 2, QUANTIZATIONS[kind].bits / QUANTIZATIONS["nf4"].bits
+def _encoders(q, kind:str=None) -> dict: # bytes; `kind`: text encoder's quantization, default four bits
+    four = advised("4 bits")
+    scale, narrow = q.base_bytes / 2, QUANTIZATIONS[kind or four].bits / QUANTIZATIONS[four].bits
     return dict(text=(PUBLISHED["text_encoder"] - LM_HEAD) * scale, vae=PUBLISHED["vae"] * scale,
-                quantized=TEXT_NF4[0] * narrow + TEXT_NF4[1] * scale,
+                quantized=TEXT_4BIT[0] * narrow + TEXT_4BIT[1] * scale,
                 work=work_bytes(256 * max(q.target, q.control)))
 
 def _is_tiny(q) -> bool: return parameters(replace(q, table=False)) < 1e9
@@ -264,12 +266,12 @@ def encoder_settings(
     m, out = config.model, {}
     if not gpu or _is_tiny(q): return out
     kind = parse_quantization(m.text_encoder_quantize)
-    e, limit = _encoders(q, kind or "nf4"), (1 - FREE) * gpu.bytes
+    e, limit = _encoders(q, kind), (1 - FREE) * gpu.bytes
     text, work = 0 if m.text_encoder_offload else e["text"], e["work"]
     total = lambda: text + e["vae"] + max(work["vae"], work["text_encoder"])
     if kind: text = e["quantized"]
     elif (text + work["text_encoder"] if gpu.count > 1 else total()) > limit:
-        text, out["model"] = e["quantized"], dict(text_encoder_quantize="nf4")
+        text, out["model"] = e["quantized"], dict(text_encoder_quantize=advised("4 bits"))
     if total() > limit and config.cache.vae_encoder_device == "auto":
         out["cache"] = dict(vae_encoder_device="cuda:1" if gpu.count > 1 else "cpu")
     return out
@@ -283,8 +285,8 @@ def _other(q, gpu) -> list: # (task, what it needs)
     if not gpu: return [("precompute", text)]
     limit = (1 - FREE) * gpu.bytes
     if total > limit:
-        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` nf4 "
-                 f"({_gb(e['quantized'])}), or `model.text_encoder_offload` true")
+        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` "
+                 f"{advised('4 bits')} ({_gb(e['quantized'])}), or `model.text_encoder_offload` true")
     whole = replace(q, table=False, block_swap=False, devices=1)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit
     transformer = weight_bytes(replace(whole, table=small))[0]

@@ -34,11 +34,11 @@ class BlockActivations(Saved):
         q, (i, o) = self.q, block_layers(self.q)[layer]
         adapter = q.has_adapter(f"transformer_blocks.{self.number}.{layer}")
         kind = None if q.fp16 else q.quantization # products in float16 save nothing
-        quanto = kind and QUANTIZATIONS[kind].library == "optimum-quanto"
+        keeps = kind and QUANTIZATIONS[kind].keeps_inputs
         size = max(q.adapter_bytes, q.base_bytes)
         if adapter and (q.adapter_bytes > q.base_bytes or q.dropout):
             self.add(f"{x if q.compiled and not q.dropout else layer + ' input'}, cast", tokens * i * size)
-        elif (adapter or quanto and grad) and not saved: self.add(x, tokens * i * q.base_bytes)
+        elif (adapter or keeps and grad) and not saved: self.add(x, tokens * i * q.base_bytes)
         if adapter: self.adapter(layer, tokens, i, o, grad, size)
         if grad and kind and QUANTIZATIONS[kind].copies: self.add(f"{layer} weight", i * o * q.base_bytes)
         return adapter or grad

@@ -6,53 +6,32 @@
 __all__ = ['EMA']
 
 # %% ../../nbs/training/02_optimizer.ipynb #77230ca9
-import io
-from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
+from collections.abc import Iterable
+from contextlib import contextmanager
 
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/training/02_optimizer.ipynb #84b5c15c
-_PACKAGES = dict(adamw8bit="bitsandbytes", prodigy="prodigyopt", adafactor="transformers")
+from ..config import OptimizerSection
+from .optimizers.known import OPTIMIZERS
 
-def check_optimizer(settings, device="cpu"):
-    "Raise ValueError if the optimizer of an `OptimizerSection` is not available."
-    name, package = f"`optimizer.name` {settings.name}", _PACKAGES.get(settings.name)
-    if package and find_spec(package) is None:
-        raise ValueError(f"{name} needs {package}, which is not installed; "
-                         f"`pip install {package}` or use adamw")
-    if settings.name == "prodigy" and not 0.1 <= settings.lr <= 10:
-        raise ValueError("`optimizer.lr` is a factor on the rate that prodigy finds and must be about 1, got "
-                         f"{settings.lr:g}; set it to 1")
-    if settings.name != "adamw8bit": return
-    try: # older versions fail on some devices
-        p = torch.nn.Parameter(torch.zeros(4096, device=device))
-        p.grad = torch.zeros_like(p)
-        _adamw8bit([p], {}).step()
-    except Exception as e:
-        raise ValueError(f"{name} does not run on {device} ({type(e).__name__}: {str(e)[:200]}); "
-                         "`pip install -U bitsandbytes` or use adamw") from e
+# %% ../../nbs/training/02_optimizer.ipynb #84b5c15c
+def check_optimizer(
+    settings:OptimizerSection,
+    device:torch.device|str="cpu", # of the parameters
+):
+    "Raises ValueError if the optimizer is not available."
+    OPTIMIZERS[settings.name].check(settings, device)
 
 # %% ../../nbs/training/02_optimizer.ipynb #f0724e2b
-def _adamw8bit(params, kw): return __import__("bitsandbytes").optim.AdamW8bit(params, **kw)
-
-def make_optimizer(params, settings) -> torch.optim.Optimizer:
-    "The optimizer of an `OptimizerSection`."
-    params, name = list(params), settings.name
+def make_optimizer(
+    params:Iterable, # of `torch.nn.Parameter`
+    settings:OptimizerSection,
+) -> torch.optim.Optimizer:
+    "The optimizer of these parameters."
+    params = list(params)
     check_optimizer(settings, params[0].device)
-    kw = dict(lr=settings.lr, weight_decay=settings.weight_decay)
-    if name == "adafactor":
-        from transformers.optimization import Adafactor
-        return Adafactor(params, **kw, scale_parameter=False, relative_step=False)
-    kw |= dict(betas=tuple(settings.betas), eps=settings.eps)
-    if name == "adamw8bit": return _adamw8bit(params, kw)
-    if name == "prodigy":
-        from prodigyopt import Prodigy
-        with redirect_stdout(io.StringIO()): # it prints its weight decay
-            return Prodigy(params, **kw, safeguard_warmup=True, use_bias_correction=True)
-    try: return torch.optim.AdamW(params, **kw, fused=True)
-    except RuntimeError: return torch.optim.AdamW(params, **kw) # a device without fused kernels
+    return OPTIMIZERS[settings.name].make(params, settings)
 
 # %% ../../nbs/training/02_optimizer.ipynb #fb8ae6f6
 def guarded_step(optimizer,

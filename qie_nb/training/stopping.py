@@ -15,7 +15,9 @@ import torch
 from ..core.environment import time_limit
 from ..devices.placement import is_out_of_memory
 from ..models.loading import work_bytes
+from ..models.quantize import advised
 from .callbacks import Callback
+from .optimizers.known import advised_optimizer
 
 # %% ../../nbs/training/03_stopping.ipynb #9532bd55
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
@@ -106,20 +108,22 @@ class NonFiniteStop(Callback):
 # %% ../../nbs/training/03_stopping.ipynb #a72e7392
 def _changes(c) -> list: # (key, value, note), in the order to try
     d, m, t = c.data, c.model, c.train
+    small = advised("4 bits")
     full, half = t.gradient_checkpointing is True, [max(16, s // 2 // 16 * 16) for s in d.image_size]
     return [change for ok, *change in (
         (not t.gradient_checkpointing, "train.gradient_checkpointing", "selective", ""),
         (not full, "train.gradient_checkpointing", True, ""),
         (d.batch_size > 1, "data.batch_size", 1,
          f" with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}"),
-        (m.quantize in (False, "none"), "model.quantize", "qint8", ""),
-        (m.quantize != "nf4", "model.quantize", "nf4", ""),
+        (m.quantize in (False, "none"), "model.quantize", advised("8 bits without float8"), ""),
+        (m.quantize != small, "model.quantize", small, ""),
         (full and not t.offload_activations, "train.offload_activations", True, ""),
         (full and not t.blocks_to_swap, "train.blocks_to_swap", True, ""),
         ((d.control_area or 2**20) > 2**18, "data.control_area", 2**18, " (512 x 512; precompute anew)"),
         (True, "data.image_size", half, " (precompute anew)"),
         (m.lora.r > 8, "model.lora.r", m.lora.r // 2, " (a new run)"),
-        (c.optimizer.name == "adamw", "optimizer.name", "adafactor", " (a new run)")) if ok]
+        (c.optimizer.name == advised_optimizer("default"), "optimizer.name",
+         advised_optimizer("little memory"), " (a new run)")) if ok]
 
 # %% ../../nbs/training/03_stopping.ipynb #a72e7301
 def training_advice(config) -> list: # three (setting, GB saved)
@@ -148,7 +152,8 @@ def encoder_advice(
     return [(say, gb) for ok, say, gb in (
         (several > 1, "`cache.batch_size` 1", side * (several - 1)),
         (not c.model.text_encoder_offload, "`model.text_encoder_offload` true", text * 0.9),
-        (c.model.text_encoder_quantize in (False, "none"), "`model.text_encoder_quantize` nf4", text * 0.65),
+        (c.model.text_encoder_quantize in (False, "none"),
+         f"`model.text_encoder_quantize` {advised('4 bits')}", text * 0.65),
         (c.cache.text_encoder_device != "cpu", "`cache.text_encoder_device` cpu", text),
         (True, f"`data.image_size` {[s // 2 // 16 * 16 for s in c.data.image_size]}", side * 0.75),
         (c.cache.vae_encoder_device != "cpu", "`cache.vae_encoder_device` cpu", side + vae)) if ok][:3]

@@ -97,7 +97,7 @@ MUTATIONS = {
                "loss * (count * n / group.samples)", "loss / len(group)")]),
     "weight decay not passed": Mutation(
         "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
-        Change("training/optimizer", "make_optimizer",
+        Change("training/optimizers/base", "rates",
                "dict(lr=settings.lr, weight_decay=settings.weight_decay)",
                "dict(lr=settings.lr)")]),
     # --- batches

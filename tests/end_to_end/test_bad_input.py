@@ -146,7 +146,7 @@ CHECKPOINTS = {
 # --- configurations that cannot run
 def without_packages(settings):
     def hide(c, here, patch):
-        for finds in ("training.optimizer.find_spec", "models.quantize.library_version"): patch.setattr(f"qie_nb.{finds}", lambda name: None)
+        for finds in ("training.optimizers.base.find_spec", "models.quantizations.base.library_version"): patch.setattr(f"qie_nb.{finds}", lambda name: None)
     return all_of(hide, settings)
 
 

@@ -17,7 +17,8 @@ def cells_of(name): return [c for c in json.loads(path_of(name).read_text())["ce
 def test_outputs_are_static_and_small(name):
     assert path_of(name).stat().st_size <= LIMIT
     cells = cells_of(name)
-    assert sum(bool(c["outputs"]) for c in cells) >= 2
+    least = 1 if name.count("/") > 1 else 2 # a page of one small class shows one value
+    assert sum(bool(c["outputs"]) for c in cells) >= least
     for c in cells:
         source = "".join(c["source"])
         assert c["outputs"] or not has_value(source), f"{name}: no output of {source[-80:]!r}; run `make refresh`"

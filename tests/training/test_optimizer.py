@@ -6,8 +6,9 @@ import torch
 from diffusers.optimization import get_scheduler
 
 from qie_nb.config import OptimizerSection, SchedulerSection
-from qie_nb.training import optimizer as optimize
 from qie_nb.training.checkpoint import join_state, split_state
+from qie_nb.training.optimizers import base
+from qie_nb.training.optimizers.adamw8bit import AdamW8bit
 from qie_nb.training.optimizer import EMA, check_optimizer, guarded_step, make_optimizer, make_schedule
 
 NAMES = ("adamw", "adamw8bit", "adafactor", "prodigy")
@@ -75,10 +76,10 @@ def test_an_optimizer_wrapped_by_accelerate_is_guarded_too(name):
 
 def test_unavailable_optimizers_are_refused(monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(optimize, "find_spec", lambda name: None)
+        m.setattr(base, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match="prodigy needs prodigyopt.*pip install prodigyopt"): check_optimizer(OptimizerSection(name="prodigy", lr=1.))
-    def broken(*a): raise NotImplementedError("no kernel for this device")
-    monkeypatch.setattr(optimize, "_adamw8bit", broken)
+    def broken(*a, **kw): raise NotImplementedError("no kernel for this device")
+    monkeypatch.setattr(AdamW8bit, "build", broken)
     with pytest.raises(ValueError, match="adamw8bit does not run on cpu .*no kernel.*or use adamw"): check_optimizer(OptimizerSection(name="adamw8bit"))
 
 
