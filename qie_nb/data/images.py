@@ -106,6 +106,7 @@ def to_rgb(im:Image.Image) -> Image.Image:
 
 # %% ../../nbs/data/00_images.ipynb #22265ab7
 _T = Image.Transpose
+# not `ImageOps.exif_transpose`: it writes the EXIF data again and fails where it cannot
 _TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE,
           6: _T.ROTATE_270, 7: _T.TRANSVERSE, 8: _T.ROTATE_90}
 

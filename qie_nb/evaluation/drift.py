@@ -21,9 +21,8 @@ def box_mean(
     r:int, # pixels
 ) -> np.ndarray: # float64 [H, W]
     "Mean over (2 r + 1)**2 pixels; the edges are repeated."
-    n = 2 * r + 1
-    s = np.pad(np.pad(a.astype(float), r, "edge").cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-    return (s[n:, n:] - s[:-n, n:] - s[n:, :-n] + s[:-n, :-n]) / n**2
+    from scipy.ndimage import uniform_filter
+    return uniform_filter(a.astype(float), 2 * r + 1, mode="nearest")
 
 def at_size(image, like) -> np.ndarray: # PIL image or uint8 [H, W, 3]; uint8 at the other's size
     im, size = image if isinstance(image, Image.Image) else Image.fromarray(image), like.shape[1::-1]
@@ -37,8 +36,10 @@ def changed_region(
     control, target, # uint8 [H, W, 3] of one size
 ) -> np.ndarray: # bool [H, W]
     "Where the 3 x 3 means of a colour differ by more than `LEVELS`, with a margin on each side."
+    from scipy.ndimage import maximum_filter
     difference = np.abs(control.astype(float) - target).max(2)
-    return box_mean(box_mean(difference, 1) > LEVELS, round(MARGIN * max(difference.shape))) > 1e-9
+    changed = box_mean(difference, 1) > LEVELS + 1e-9 # a mean of exactly `LEVELS` may be rounded up
+    return maximum_filter(changed, 2 * round(MARGIN * max(difference.shape)) + 1, mode="nearest")
 
 # %% ../../nbs/evaluation/01b_drift.ipynb #c3d1000a
 COLUMNS = ("drift_shift_px", "drift_scale_percent", "outside_psnr", "inside_error", "outside_colour",

@@ -7,16 +7,19 @@ __all__ = []
 
 # %% ../../nbs/models/04_flow_matching.ipynb #48f12cfa
 import math
+from functools import cache
+
 import torch
 
 # %% ../../nbs/models/04_flow_matching.ipynb #511b23f6
 def pack_latents(
     latents:torch.Tensor, # [B, C, 1, h, w] or [B, C, h, w], h and w even, in latent pixels
 ) -> torch.Tensor: # [B, (h/2)*(w/2), 4*C]
-    "Latents to tokens, as `QwenImagePipeline._pack_latents`."
+    "Latents to tokens, by diffusers' `QwenImageEditPipeline._pack_latents`."
+    from diffusers import QwenImageEditPipeline
     if latents.ndim == 5: latents = latents.squeeze(2)
     B, C, h, w = latents.shape
-    return latents.view(B, C, h//2, 2, w//2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h//2)*(w//2), C*4)
+    return QwenImageEditPipeline._pack_latents(latents, B, C, h, w)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #511b2301
 def unpack_latents(
@@ -24,12 +27,12 @@ def unpack_latents(
     h:int, w:int, # latent pixels, even
 ) -> torch.Tensor: # [B, C, 1, h, w]
     "The inverse of `pack_latents`."
-    B, n, c = tokens.shape
-    rows, columns = h//2, w//2
-    if n != rows * columns:
-        raise ValueError(f"`tokens` must be {rows * columns} for a latent of height {h} and width {w}, "
-                         f"got {n}")
-    return tokens.view(B, rows, columns, c//4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, c//4, 1, h, w)
+    from diffusers import QwenImageEditPipeline
+    n = tokens.shape[1]
+    wanted = (h//2) * (w//2)
+    if n != wanted:
+        raise ValueError(f"`tokens` must be {wanted} for a latent of height {h} and width {w}, got {n}")
+    return QwenImageEditPipeline._unpack_latents(tokens, h, w, vae_scale_factor=1) # h, w: latent pixels
 
 # %% ../../nbs/models/04_flow_matching.ipynb #511b2302
 def img_shapes(
@@ -51,15 +54,21 @@ def calculate_mu(
     tokens:int, # packed tokens of the target alone
     config, # of the scheduler, a mapping
 ) -> float:
-    "Logarithm of the shift, linear in the tokens (diffusers' `calculate_shift`)."
-    n0, n1 = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    s0, s1 = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    m = (s1 - s0) / (n1 - n0)
-    return tokens * m + (s0 - m * n0)
+    "Logarithm of the shift, linear in the tokens, by diffusers' `calculate_shift`."
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift
+    return calculate_shift( # the defaults are those of the pipelines
+        tokens, config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5), config.get("max_shift", 1.15))
+
+@cache
+def _exponential_scheduler():
+    "A scheduler for its `time_shift` alone, which reads nothing but the type."
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    return FlowMatchEulerDiscreteScheduler(time_shift_type="exponential")
 
 def shift_sigmas(sigmas:torch.Tensor, mu:float) -> torch.Tensor: # sigmas in (0, 1]
     "The exponential time shift, `e^mu / (e^mu + 1/sigma - 1)` (Esser et al. 2024, section 5.3.2)."
-    return math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1))
+    return _exponential_scheduler().time_shift(mu, 1.0, sigmas)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #8dd29754
 SAMPLINGS = ("uniform", "logit_normal", "shift", "fixed_shift")

@@ -190,9 +190,11 @@ MUTATIONS = {
         Change("encoding/vae", "encode_images", "(z - mean) / std", "z - mean")]),
     "latent pixels packed by columns": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "pack_latents",
-               ".permute(0, 2, 4, 1, 3, 5)", ".permute(0, 2, 4, 1, 5, 3)"),
+               "QwenImageEditPipeline._pack_latents(latents, B, C, h, w)",
+               "QwenImageEditPipeline._pack_latents(latents.mT, B, C, w, h)"),
         Change("models/flow_matching", "unpack_latents",
-               ".permute(0, 3, 1, 4, 2, 5)", ".permute(0, 3, 1, 5, 2, 4)")]),
+               "QwenImageEditPipeline._unpack_latents(tokens, h, w, vae_scale_factor=1)",
+               "QwenImageEditPipeline._unpack_latents(tokens, w, h, vae_scale_factor=1).mT")]),
     "a prefix kept after its images changed": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "prefix",
                "self._last_prefix[0] != known_by", "self._last_prefix[1] is None")]),

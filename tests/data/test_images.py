@@ -54,6 +54,14 @@ def test_unreadable_exif_is_ignored(exif, tmp_path):
     assert open_image(path).size == read_image_size(path) == (30, 20)
 
 
+def test_a_photograph_is_turned_although_pillow_cannot_write_its_exif_data(tmp_path):
+    "The resolution is text. `ImageOps.exif_transpose` writes the rest of the data again and fails, so `open_image` only reads the orientation."
+    entries = bytes.fromhex("1201 0300 01000000 06000000" "1a01 0200 04000000 61626300") # orientation 6, resolution "abc"
+    path = saved(tmp_path/"a.jpg", PLAIN, exif=b"Exif\0\0II*\0\x08\0\0\0\x02\0" + entries + bytes(4))
+    with Image.open(path) as im, pytest.raises(TypeError): ImageOps.exif_transpose(im)
+    assert open_image(path).size == read_image_size(path) == (20, 30)
+
+
 # --- depth
 @pytest.mark.parametrize("name, mode", [("a.png", "I;16"), ("a.tiff", "I;16"), ("b.tiff", "I;16B"), ("i.tiff", "I")])
 def test_16_bit_grey(name, mode, tmp_path):

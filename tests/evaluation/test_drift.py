@@ -77,6 +77,7 @@ def test_the_region_is_where_control_and_target_differ(scene):
     assert not changed_region(control, np.clip(control + noise, 0, 255).astype(np.uint8)).any(), "noise, as of JPEG, is no edit"
     a = np.random.default_rng(1).random((9, 7))
     assert box_mean(a, 1)[4, 3] == pytest.approx(a[3:6, 2:5].mean()) and box_mean(a, 0) == pytest.approx(a)
+    assert not changed_region(np.minimum(control, 243), np.minimum(control, 243) + np.uint8(12)).any(), "exactly `LEVELS`, however it is rounded"
 
 
 def test_what_cannot_be_told_is_left_out(scene, monkeypatch):

@@ -149,7 +149,7 @@ def test_the_weight_of_a_level_is_its_square_times_how_often_the_sampler_is_ther
 
 def test_an_interval_needs_three_pairs_and_a_comparison_the_same_noise():
     pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
-    assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 0.4457, 4.5543), abs=0.005)
+    assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 0.4457, 4.5543), abs=0.0001)
     assert compare_losses(pair(1.), pair(0.5)).verdict == "no clear change" and "interval" not in str(pair(1.))
     several = lambda n, v: ValidationLoss({str(i): [v + i] * 6 for i in range(n)})
     said = {n: f"{several(n, 1.)} {compare_losses(several(n, 1.), several(n, 0.5))}" for n in (2, 3)}
