@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from qie_nb.config import describe, make_config
+from qie_nb.core import registry
 from qie_nb.core.registry import registered
 from qie_nb.models.quantizations.base import QUANTIZATIONS, Quantization, frozen, quantization_of
 from qie_nb.models.quantize import held_bytes, quantize_linear
@@ -73,6 +74,24 @@ class Momentum(Optimizer):
 
 
 SETTINGS = dict(model=dict(quantize="six"), optimizer=dict(name="momentum", lr=0.1))
+TABLES = [("quantization", Six, QUANTIZATIONS), ("optimizer", Momentum, OPTIMIZERS)]
+
+
+def withdraw():
+    "Take the names back: other files compare the library's own list."
+    for kind, cls, table in TABLES:
+        table.pop(cls.name)
+        registry._NAMES[kind].remove(cls.name)
+
+
+withdraw() # this file is read by every process that collects tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered_again():
+    for cls in (Six, Momentum): cls.__init_subclass__()
+    yield
+    withdraw()
 
 
 def test_names_are_registered_and_valid():

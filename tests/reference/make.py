@@ -152,8 +152,8 @@ def machine(name):
     # its import looks at the real torch.cuda
     from diffusers import QwenImageTransformer2DModel # noqa: F401
     from qie_nb.devices import compile as compiling
-    from qie_nb.models import quantize
-    from qie_nb.training import optimizer
+    from qie_nb.models.quantizations import base as quantizations, torchao
+    from qie_nb.training.optimizers import base as optimizer
     known = MACHINES[name]
     gpu, size, capability, bf16, count = known or ("", 0, (0, 0), False, 0)
 
@@ -175,8 +175,9 @@ def machine(name):
                 (torch.backends.mps, "is_available", no), (shutil, "which", always("/usr/bin/cc")),
                 (compiling, "find_spec", always(object())),
                 (optimizer, "find_spec", always(object())),
-                (quantize, "library_version", always((9, 9))),
-                (quantize, "check_torchao", nothing)):
+                (quantizations, "library_version", always((9, 9))),
+                (torchao, "library_version", always((9, 9))),
+                (torchao, "check_torchao", nothing)):
             stack.enter_context(mock.patch.object(owner, key, fake))
         stack.enter_context(mock.patch.dict(os.environ, clear=False))
         for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_USE_FSDP", "CC"):
