@@ -284,11 +284,10 @@ def demo(a):
 
 # %% ../nbs/04_cli.ipynb #669c0ecf
 def _near_setting(flag) -> str: # "" if no setting is close
-    from qie_nb.config import nearest_key
-    from qie_nb.core.options import SYNONYMS
+    from qie_nb.config import nearest_key, other_names
     key = nearest_key(flag)
     alike = difflib.SequenceMatcher(None, flag.rpartition(".")[2], key.rpartition(".")[2]).ratio()
-    return key if alike >= 0.75 or SYNONYMS.get(flag.rpartition(".")[2]) == key else ""
+    return key if alike >= 0.75 or other_names().get(flag.rpartition(".")[2]) == key else ""
 
 # %% ../nbs/04_cli.ipynb #669c0e01
 class CommandParser(Parser):

@@ -6,23 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/08_older_settings.ipynb #8bcd550d
-ALIASES = {
-    "model.release_shards": "model.delete_downloaded_shards",
-    "model.table_steps": "model.modulation_table_steps",
-    "train.block_streaming": "train.blocks_to_swap",
-    "train.transformer_devices": "train.model_parallel_devices",
-    "train.eval_noises": "train.eval_noise_samples", "train.eval_pictures": "train.eval_images",
-    "train.mask_background": "train.mask_min_weight",
-    "train.stop_after_nonfinite": "train.max_nonfinite_steps",
-    "train.ode_integration_steps": "train.eval_num_inference_steps",
-    "training.learning_rate": "optimizer.lr", "training.lr": "optimizer.lr",
-    "training.batch_size": "data.batch_size", "training.image_size": "data.image_size",
-    "training.dataset_path": "data.dataset_path", "training.cache_dir": "cache.cache_dir",
-    "data.folder_path": "data.dataset_path", "data.cache_latents_to_disk": "cache.use_cache",
-    "data.cache_dir": "cache.cache_dir", "data.use_cache": "cache.use_cache",
-    "cache.decode_ahead": "cache.prefetch", "cache.prompt_prefix": "cache.share_prompt_prefix",
-    "cache.identity": "cache.encoder_id", "cache.vision_windows": None,
-}
+WITHOUT_EFFECT = ("cache.vision_windows",)
 
 # %% ../../nbs/core/08_older_settings.ipynb #20aebe92
 def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., init_args: {...}}`
@@ -39,26 +23,31 @@ def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., in
     return notes
 
 # %% ../../nbs/core/08_older_settings.ipynb #1128a49e
-def _old_settings(out): # yields (old name, today's or None, value), removed from `out`
+def _old_settings(out, todays): # yields (old name, today's or None, value), removed from `out`
     datasets, training = out.pop("datasets", None) or [], out.pop("training", None)
     datasets = [datasets] if isinstance(datasets, dict) else datasets
     folders = [d["folder_path"] for d in datasets if "folder_path" in d]
     if folders: yield "datasets[].folder_path", "data.dataset_path", folders if folders[1:] else folders[0]
     for k, v in [item for d in datasets for item in d.items() if item[0] != "folder_path"]:
-        yield f"datasets[].{k}", ALIASES.get(f"data.{k}", f"data.{k}"), v
+        yield f"datasets[].{k}", todays.get(f"data.{k}", f"data.{k}"), v
     for k, v in training.items() if isinstance(training, dict) else ():
         name = f"train.{k}"
-        yield f"training.{k}", ALIASES.get(f"training.{k}", ALIASES.get(name, name)), v
+        yield f"training.{k}", todays.get(f"training.{k}", todays.get(name, name)), v
     for section, values in out.items():
         for k in list(values) if isinstance(values, dict) else ():
-            if (name := f"{section}.{k}") in ALIASES: yield name, ALIASES[name], values.pop(k)
+            if (name := f"{section}.{k}") in todays: yield name, todays[name], values.pop(k)
 
 # %% ../../nbs/core/08_older_settings.ipynb #1128a401
-def translate(raw:dict) -> tuple: # (dict with today's names, list of notes "old -> new")
+def translate(
+    raw:dict, # nested
+    todays:dict, # {older dotted name: today's}
+) -> tuple: # (dict with today's names, list of notes "old -> new")
+    "A configuration with today's names of settings."
+    names = todays | dict.fromkeys(WITHOUT_EFFECT)
     out, notes = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}, []
     for name in ("data", "optimizer"):
         if isinstance(out.get(name), dict): notes += _unwrap_class(out[name], name)
-    for old, new, value in list(_old_settings(out)):
+    for old, new, value in list(_old_settings(out, names)):
         notes.append(f"{old} -> {new}" if new else f"{old} has no effect any more")
         section, _, key = (new or "").partition(".")
         if new and out.get(section) is None: out[section] = {}

@@ -9,7 +9,9 @@ __all__ = ['plain', 'fenced', 'published', 'push_to_hub']
 import html, json, re, shutil
 from pathlib import Path
 
+from ..config import all_settings
 from ..core.files import write_atomic
+from ..core.settings import value_of
 from .formats import COMFY_NAME, WEIGHT_NAME, hub_error, is_hub_id
 
 # %% ../../nbs/lora/03_model_card.ipynb #897de3c7
@@ -53,18 +55,13 @@ image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_sca
 image.save("output.png")'''
 
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
-_SHOWN = ("model.lora", "model.quantize", "optimizer", "lr_scheduler", *(f"data.{k}" for k in (
-    "image_size", "crop", "caption_dropout_rate", "edit_mask", "batch_size")), *(f"train.{k}" for k in (
-    "seed", "num_epochs", "max_train_steps", "gradient_accumulation_steps", "mixed_precision",
-    "max_grad_norm", "timestep_sampling", "loss_weighting", "mask_min_weight", "ema_decay")))
-
-def card_settings(config) -> dict: # {dotted key: value}
+def card_settings(
+    config, # `Config`
+) -> dict: # {dotted key: value}
     "The settings that the card shows."
-    def walk(value, name):
-        if isinstance(value, dict):
-            for k, v in value.items(): yield from walk(v, f"{name}.{k}")
-        elif value is not None and name.startswith(_SHOWN) and "pretrained" not in name: yield name, value
-    return {n: v for s, values in json.loads(config.model_dump_json()).items() for n, v in walk(values, s)}
+    values = json.loads(config.model_dump_json())
+    shown = {s.name: value_of(values, s.name) for s in all_settings() if s.role.on_card}
+    return {name: value for name, value in shown.items() if value is not None}
 
 # %% ../../nbs/lora/03_model_card.ipynb #bbca894f
 _WEIGHTS = dict(raw="those of the last step", ema="a running mean (EMA) over the steps")

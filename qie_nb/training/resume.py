@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..config import make_config
+from ..config import BATCHES_PER_STEP, all_settings, make_config
 from ..core.environment import detect_environment
+from ..core.settings import value_of
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
 from ..data.samples import split_held_out
@@ -31,30 +32,30 @@ from .run_adapters import RunAdapters
 from .run_data import drop_bad_prompts, used_fraction
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
-def _names(**sections): return [f"{s}.{k}" for s, keys in sections.items() for k in keys.split()]
+_VERSION_1 = {"data.batch_size x processes": "data.batch_size"} # facts in version 1's checkpoints
 
-RUN_KEYS = _names(
-    model="lora.r lora.lora_alpha lora.target_modules lora.use_rslora lora.use_dora lora.lora_dropout",
-    data="image_size crop control_area vl_area match_grids caption_dropout_rate edit_mask shuffle",
-    optimizer="name",
-    train="seed timestep_sampling continuous_timesteps stratified_timesteps loss_weighting "
-          "mask_min_weight ema_decay val_fraction")
-_ONLY_WITH = {"train.timestep_shift": "fixed_shift", "train.logit_mean": "logit_normal",
-              "train.logit_std": "logit_normal"} # with this `train.timestep_sampling`
-FREE_KEYS = _names( # may change on resume; changes are printed
-    optimizer="lr weight_decay betas eps", lr_scheduler="scheduler_type warmup_steps",
-    train="max_grad_norm max_train_steps num_epochs gradient_checkpointing compile adapter_dtype "
-          "blocks_to_swap model_parallel_devices device", model="modulation_table")
-STEP = "train.gradient_accumulation_steps x processes" # batches of a step
-_OLD = {STEP: "train.gradient_accumulation_steps", "data.batch_size": "data.batch_size x processes",
-        "train.mask_min_weight": "train.mask_background", "train.blocks_to_swap": "train.block_streaming",
-        "train.model_parallel_devices": "train.transformer_devices"} # names in version 1's checkpoints
-_BEFORE = {"data.edit_mask": "none"} # in checkpoints that lack the setting
+def with_role(
+    on_resume:str, # one of `ON_RESUME`
+) -> list: # of `Setting`
+    "The settings that a resume treats in this way."
+    return [s for s in all_settings() if s.role.on_resume == on_resume]
 
-def value_of(config:dict, name:str):
-    "A setting by its dotted name, or None."
-    for part in name.split("."): config = (config or {}).get(part)
-    return config
+def plain_default(
+    setting, # `Setting`
+): # JSON-ready
+    "A setting's default, as it is written in a checkpoint."
+    return json.loads(json.dumps(setting.default))
+
+def recorded(
+    config:dict, # nested, of a checkpoint
+    setting, # `Setting`
+): # JSON-ready
+    "The value of a setting in a checkpoint, by today's or an older name; its default if it has none."
+    missing = object()
+    for name in (setting.name, *setting.role.older):
+        value = value_of(config, name, missing)
+        if value is not missing: return value
+    return plain_default(setting)
 
 # %% ../../nbs/training/05_resume.ipynb #7ac2e5f8
 def settings_metadata(
@@ -63,18 +64,25 @@ def settings_metadata(
     quantize, # or None
     batch_size:int, processes:int=1,
 ) -> dict: # {dotted name: value}
-    keys = RUN_KEYS + [k for k, how in _ONLY_WITH.items() if config.train.timestep_sampling == how]
+    "The settings that must match in a resumed run, and the facts that stand for some of them."
     plain, layers = config.model_dump(mode="json"), config.model.lora.target_modules
-    out = {k: value_of(plain, k) for k in keys}
+    out = {}
+    for s in with_role("must match"):
+        used = all(value_of(plain, k) == v for k, v in s.role.only_with.items())
+        if used and not s.role.compared_as: out[s.name] = value_of(plain, s.name)
     out["model.lora.lora_alpha"] = out["model.lora.lora_alpha"] or out["model.lora.r"]
     out["model.lora.target_modules"] = layers if isinstance(layers, str) else sorted(layers)
-    return out | {"model.quantize": quantize or "none", "dtype of the base": dtype,
-                  "data.batch_size": batch_size, STEP: config.train.gradient_accumulation_steps * processes}
+    return out | {
+        "model.quantize": quantize or "none", "dtype of the base": dtype, "data.batch_size": batch_size,
+        BATCHES_PER_STEP: config.train.gradient_accumulation_steps * processes}
 
 def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
-    "Changes of `FREE_KEYS`."
-    values = [(k, value_of(was, _OLD.get(k, k)) or value_of(was, k), value_of(now, k)) for k in FREE_KEYS]
-    return "; ".join(f"`{k}` {old} -> {new}" for k, old, new in values if old != new)
+    "Changes of the settings that may change."
+    changes = []
+    for s in with_role("may change"):
+        before, after = recorded(was, s), value_of(now, s.name)
+        if before != after: changes.append(f"`{s.name}` {before} -> {after}")
+    return "; ".join(changes)
 
 # %% ../../nbs/training/05_resume.ipynb #10eb5dd0
 def sample_digest(sample) -> str: # 16 hex digits
@@ -93,12 +101,27 @@ def _data_difference(was, now) -> str:
     return f"pairs: {len(was)} in the checkpoint, {len(now)} now ({listed})"
 
 # %% ../../nbs/training/05_resume.ipynb #87b9cd01
+def todays_facts(
+    settings:dict, # of a fingerprint
+) -> dict: # with today's names
+    "The settings of an older checkpoint's fingerprint by today's names."
+    names = dict(_VERSION_1)
+    for s in with_role("must match"):
+        for name in (s.name, *s.role.older): names[name] = s.role.compared_as or s.name
+    return {names.get(k, k): v for k, v in settings.items()}
+
+def unset_then() -> dict: # {dotted name: default}
+    "What a run did whose checkpoint lacks a setting that must match."
+    return {s.name: plain_default(s) for s in with_role("must match")
+            if not s.role.compared_as and not s.role.only_with}
+
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
     "Differences between two fingerprints, in facts that both have."
-    new_name = {old: new for new, old in _OLD.items()}
     settings, earlier = now["settings"], was.get("settings")
-    facts = [(f"`{k}`", v, settings[k]) for old, v in (_BEFORE | earlier if earlier else {}).items()
-             if (k := new_name.get(old, old)) in settings]
+    facts = []
+    if earlier:
+        earlier = unset_then() | todays_facts(earlier)
+        facts = [(f"`{k}`", earlier[k], v) for k, v in settings.items() if k in earlier]
     facts += [(k, was[k], now[k]) for k in ("base", "encoders") if was.get(k) and now.get(k)]
     kind = {"-1d": "running", "-3d": "3d"} # how an identity of the encoders ends
     at = [kind.get((fp.get("encoders") or "")[-3:]) for fp in (was, now)]
@@ -156,7 +179,7 @@ def checkpoint_misfit(
     except (ValueError, OSError): return "whose state.json is damaged"
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
-    several = [STEP] * ("WORLD_SIZE" in os.environ or c.train.num_processes != 1)
+    several = [BATCHES_PER_STEP] * ("WORLD_SIZE" in os.environ or c.train.num_processes != 1)
     fraction = c.train.val_fraction
     if fraction == "auto": # the pairs decide; see `RunData`
         fraction = "auto" if used_fraction(state) == "auto" and not c.train.val_path else 0

@@ -4,8 +4,7 @@ import json, re
 import pytest, yaml
 
 from qie_nb import config
-from qie_nb.core.older_settings import ALIASES
-from qie_nb.config import describe, load_config_from_yaml, make_config
+from qie_nb.config import describe, load_config_from_yaml, make_config, older_names
 
 V1 = dict(model=dict(release_shards=False, table_steps=[8]), cache=dict(decode_ahead=2, prompt_prefix=False, identity="ab12", vision_windows=False),
           train=dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"], eval_noises=3, eval_pictures=1, mask_background=0.5, stop_after_nonfinite=7))
@@ -19,12 +18,12 @@ def test_version_1_yaml_gives_the_same_configuration(tmp_path):
     today = make_config(TODAY)
     assert load_config_from_yaml(tmp_path/"v1.yaml") == load_config_from_yaml(tmp_path/"v1.json") == make_config(V1) == today != make_config()
     renamed = {f"{s}.{k}" for s, keys in V1.items() for k in keys}
-    assert {k for k in ALIASES if k.split(".")[0] not in ("data", "training")} - renamed == {"train.ode_integration_steps"}
+    assert {k for k in [*older_names(), "cache.vision_windows"] if k.split(".")[0] not in ("data", "training")} - renamed == {"train.ode_integration_steps"}
 
 
 def test_aliases_lead_to_known_settings():
     known = {name for name, *_ in describe()}
-    assert not ALIASES.keys() & known and all(new in known for new in ALIASES.values() if new)
+    assert older_names() and not older_names().keys() & known and all(new in known for new in older_names().values())
 
 
 def test_todays_spelling_wins_over_an_older_one():
