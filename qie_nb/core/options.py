@@ -17,7 +17,7 @@ GROUPS = {"everybody": "Every run", "many": "Many runs"}
 class Options(list):
     "Rows of (dotted name, default, description); displays as tables, the settings that all need first."
     def __init__(self,
-        rows=(),
+        rows:list=(), # of (dotted name, default, description)
         needed_by:dict=None, # {dotted name: one of `NEEDED_BY`}; default: few need it
         introductions:dict=None, # {section: sentence}
     ):
@@ -28,7 +28,9 @@ class Options(list):
     def sections(self) -> dict: # {section, or "" for the top level: rows}
         "The rows by section."
         out = {}
-        for row in self: out.setdefault(row[0].partition(".")[0] if "." in row[0] else "", []).append(row)
+        for row in self:
+            section = row[0].partition(".")[0] if "." in row[0] else ""
+            out.setdefault(section, []).append(row)
         return out
 
     def groups(self) -> dict: # {heading: rows}
@@ -36,17 +38,21 @@ class Options(list):
         out = {}
         for level, heading in GROUPS.items():
             rows = [row for row in self if self.needed_by.get(row[0]) == level]
-            if rows: out[heading] = rows
+            if rows:
+                out[heading] = rows
         for section, rows in self.sections().items():
             rest = [row for row in rows if self.needed_by.get(row[0]) not in GROUPS]
-            if rest: out[section] = rest
+            if rest:
+                out[section] = rest
         return out
 
     def __repr__(self):
         parts = []
         for heading, rows in self.groups().items():
-            if heading in GROUPS.values(): parts.append(f"# {heading}")
-            elif parts and heading: parts.append(f"# Others: {heading}")
+            if heading in GROUPS.values():
+                parts.append(f"# {heading}")
+            elif parts and heading:
+                parts.append(f"# Others: {heading}")
             parts += [f"{n} ({_written(d)})\n    {about}" for n, d, about in rows]
         return "\n".join(parts)
 
@@ -56,19 +62,24 @@ class Options(list):
         pages = []
         for heading, rows in self.groups().items():
             page = table_html([(n, _written(d), about) for n, d, about in rows], head)
-            if heading == GROUPS["everybody"]: page = f"<b>{heading}</b>{page}"
-            elif heading: page = fold.format(escape(heading), len(rows), page)
+            if heading == GROUPS["everybody"]:
+                page = f"<b>{heading}</b>{page}"
+            elif heading:
+                page = fold.format(escape(heading), len(rows), page)
             pages.append(page)
         return "".join(pages)
 
     def markdown(self) -> str:
         "Tables of all groups, as in docs/options.md."
-        def cell(text): return str(text).replace("|", "\\|")
+        def cell(text:str): return str(text).replace("|", "\\|")
         out = []
         for heading, rows in self.groups().items():
-            if heading in GROUPS.values(): out.append(f"### {heading}\n")
-            elif heading: out.append(f"### Others: `{heading}`\n")
-            if heading in self.introductions: out.append(f"{self.introductions[heading]}\n")
+            if heading in GROUPS.values():
+                out.append(f"### {heading}\n")
+            elif heading:
+                out.append(f"### Others: `{heading}`\n")
+            if heading in self.introductions:
+                out.append(f"{self.introductions[heading]}\n")
             out += ["| setting | default | use |", "|---|---|---|"]
             out += [f"| `{n}` | `{_written(d)}` | {cell(about)} |" for n, d, about in rows]
             out.append("")

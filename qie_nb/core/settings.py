@@ -9,6 +9,7 @@ __all__ = ['ON_RESUME', 'NEEDED_BY', 'Role', 'setting', 'role_of', 'value_of']
 from typing import NamedTuple
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 # %% ../../nbs/core/06_settings.ipynb #5e770006
 ON_RESUME = ("must match", "may change", "recomputed")
@@ -19,7 +20,7 @@ class Role(NamedTuple):
     on_resume:str # one of `ON_RESUME`
     needed_by:str = "few" # one of `NEEDED_BY`: the order of the list of settings
     on_card:bool = False # does the model card show it?
-    compared_as:str = "" # fact of the run that is compared in its place; with "must match"
+    compared_as:str = "" # fact of the run that is compared instead; with "must match"
     only_with:dict = {} # {dotted name: value}: compared only if that setting has that value
     older:tuple = () # its dotted names in older files
     also_called:tuple = () # by other trainers
@@ -37,7 +38,7 @@ def setting(
     older:tuple=(),
     also_called:tuple=(),
     **limits, # as for pydantic's `Field`
-): # `FieldInfo`
+) -> FieldInfo:
     "Declare a setting. Leaving `on_resume` out is a TypeError at import."
     if on_resume not in ON_RESUME:
         raise ValueError(f"`on_resume` must be one of {', '.join(ON_RESUME)}, got {on_resume!r}")
@@ -47,7 +48,7 @@ def setting(
     return Field(default, description=help, json_schema_extra=role._asdict(), **limits)
 
 def role_of(
-    field, # `FieldInfo`
+    field:FieldInfo,
 ) -> Role:
     "The role of a declared setting. Raises TypeError for a field without one."
     if not field.json_schema_extra:
@@ -58,7 +59,7 @@ def value_of(
     config:dict, # nested
     name:str, # dotted
     default:object=None,
-): # the value
+) -> object: # the value
     "A setting by its dotted name, or `default`."
     for part in name.split("."):
         if not isinstance(config, dict) or part not in config: return default

@@ -9,8 +9,9 @@ __all__ = ['plain', 'fenced', 'published', 'push_to_hub']
 import html, json, re, shutil
 from pathlib import Path
 
-from ..config import all_settings
+from ..config import Config
 from ..core.files import write_atomic
+from ..core.section import all_settings
 from ..core.settings import value_of
 from .formats import COMFY_NAME, WEIGHT_NAME, hub_error, is_hub_id
 
@@ -56,7 +57,7 @@ image.save("output.png")'''
 
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
 def card_settings(
-    config, # `Config`
+    config:Config,
 ) -> dict: # {dotted key: value}
     "The settings that the card shows."
     values = json.loads(config.model_dump_json())

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..config import BATCHES_PER_STEP, all_settings, make_config
+from ..config import BATCHES_PER_STEP, make_config
 from ..core.environment import detect_environment
+from ..core.section import Setting, all_settings
 from ..core.settings import value_of
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
@@ -36,20 +37,20 @@ _VERSION_1 = {"data.batch_size x processes": "data.batch_size"} # facts in versi
 
 def with_role(
     on_resume:str, # one of `ON_RESUME`
-) -> list: # of `Setting`
+) -> list[Setting]:
     "The settings that a resume treats in this way."
     return [s for s in all_settings() if s.role.on_resume == on_resume]
 
 def plain_default(
-    setting, # `Setting`
-): # JSON-ready
+    setting:Setting,
+) -> object: # JSON-ready
     "A setting's default, as it is written in a checkpoint."
     return json.loads(json.dumps(setting.default))
 
 def recorded(
     config:dict, # nested, of a checkpoint
-    setting, # `Setting`
-): # JSON-ready
+    setting:Setting,
+) -> object: # JSON-ready
     "The value of a setting in a checkpoint, by today's or an older name; its default if it has none."
     missing = object()
     for name in (setting.name, *setting.role.older):
@@ -69,7 +70,8 @@ def settings_metadata(
     out = {}
     for s in with_role("must match"):
         used = all(value_of(plain, k) == v for k, v in s.role.only_with.items())
-        if used and not s.role.compared_as: out[s.name] = value_of(plain, s.name)
+        if used and not s.role.compared_as:
+            out[s.name] = value_of(plain, s.name)
     out["model.lora.lora_alpha"] = out["model.lora.lora_alpha"] or out["model.lora.r"]
     out["model.lora.target_modules"] = layers if isinstance(layers, str) else sorted(layers)
     return out | {
@@ -81,7 +83,8 @@ def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
     changes = []
     for s in with_role("may change"):
         before, after = recorded(was, s), value_of(now, s.name)
-        if before != after: changes.append(f"`{s.name}` {before} -> {after}")
+        if before != after:
+            changes.append(f"`{s.name}` {before} -> {after}")
     return "; ".join(changes)
 
 # %% ../../nbs/training/05_resume.ipynb #10eb5dd0
@@ -107,7 +110,8 @@ def todays_facts(
     "The settings of an older checkpoint's fingerprint by today's names."
     names = dict(_VERSION_1)
     for s in with_role("must match"):
-        for name in (s.name, *s.role.older): names[name] = s.role.compared_as or s.name
+        for name in (s.name, *s.role.older):
+            names[name] = s.role.compared_as or s.name
     return {names.get(k, k): v for k, v in settings.items()}
 
 def unset_then() -> dict: # {dotted name: default}
