@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..config import Config
+from ..config import Config, OptimizerSection
 from ..core.display import image_html
 from ..core.progress import Progress
 from ..core.remote_shards import may_hold_cache
@@ -40,7 +40,7 @@ class OverfitReport:
     stop: str = "" # why training ended early
     equal: list = field(default_factory=list) # ids of pairs whose target is their control
     lr: float = 0.
-    optimizer: str = "adamw"
+    optimizer: str = OptimizerSection().name
     seconds: float = 0.
     shown: list = field(default_factory=list, repr=False) # (id, {title: uint8 [H, W, 3]}) of each pair
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..config import OptimizerSection
 from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import resolve_model
 from ..models.loading import saved_quantization, stored_dtype
@@ -53,7 +54,7 @@ class MemoryQuery:
     offload: bool = False     # checkpointed inputs in host memory?
     devices: int = 1          # GPUs that share the blocks
     processes: int = 1        # GPUs that each train on their own samples
-    optimizer: str = "adamw"
+    optimizer: str = OptimizerSection().name
     ema: bool = False
 
     def has_adapter(self, layer:str) -> bool:

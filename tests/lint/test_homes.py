@@ -1,0 +1,43 @@
+"""One home for one idea: the name of a quantization or an optimizer is written in its own file and in the settings."""
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from qie_nb.models.quantize import QUANTIZATIONS
+from qie_nb.training.optimizers.known import OPTIMIZERS
+
+PACKAGE = Path(__file__).parents[2]/"qie_nb"
+SETTINGS = {"core/sections.py", "core/presets.py"}
+OLDER = {"adamw": "core/older_settings.py", "adamw8bit": "core/older_settings.py"} # names of classes in older files
+NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS) for name, one in table.items()}
+FORMATS = {"float8", "int8"} # also the names of number formats
+
+
+def strings(text:str) -> list:
+    "The string constants of a module, without its docstrings."
+    tree = ast.parse(text)
+    documented = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    docstrings = {id(n.body[0].value) for n in documented if n.body and isinstance(n.body[0], ast.Expr)}
+    return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings]
+
+
+def names_it(text:str, name:str) -> bool:
+    "Does a string of a module hold a name as a word of its own?"
+    if name in FORMATS: return name in strings(text)
+    return any(re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", s) for s in strings(text))
+
+
+def test_names_in_strings_are_found():
+    assert names_it('x = f"use {y} or nf4"', "nf4") and names_it('x = ["int8"]', "int8")
+    assert not names_it('"""nf4"""\nx = "nf4_model"', "nf4") and not names_it('x = "8 bits without float8"', "float8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_written_in_its_own_file_and_in_the_settings(name):
+    own = "/".join(NAMES[name].split(".")[1:]) + ".py"
+    allowed = SETTINGS | {own, OLDER.get(name)}
+    texts = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
+    found = {where for where, text in texts.items() if where not in allowed and names_it(text, name)}
+    assert names_it(texts[own], name) and not found, f"{name}: ask the class instead of naming it"
