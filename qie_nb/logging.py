@@ -29,6 +29,9 @@ from qie_nb.evaluation.validation_loss import COLUMNS
 from qie_nb.models.quantize import held_bytes
 from qie_nb.training.callbacks import Callback
 from qie_nb.training.run_processes import state_message, work_message
+from qie_nb.training.sinks.base import SINKS
+from qie_nb.training.sinks.event_files import EventFiles, escape_markdown
+from qie_nb.training.sinks.tracker import Tracker, check_tracker
 from qie_nb.training.stopping import logged
 from qie_nb.widgets.training_panel import NEXT, TrainingPanel, memory_gauges, memory_text, rows_up_to
 from qie_nb.widgets.tensorboard import choose_view, plot_events, read_events, show_tensorboard
@@ -200,66 +203,6 @@ def images_of(batch, most:int) -> dict: # of any loader; samples; like `get_imag
         raise ValueError(f"this loader's images must be uint8 [H, W, 3]; convert them, or {OWN}")
     return got
 
-# %% ../nbs/03_logging.ipynb #3d000006
-def escape_markdown(text:str) -> str: # Markdown that renders as this text
-    text = " ".join(text.split())
-    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
-
-def move_old_events(logdir): # of an earlier run, into the sub-folder `earlier_<time>`
-    files = sorted(Path(logdir).glob("events.out.tfevents.*"))
-    if not files: return
-    when = time.strftime("earlier_%Y%m%d_%H%M%S", time.localtime(files[-1].stat().st_mtime))
-    below = Path(logdir)/when
-    while below.exists(): below = below.with_name(f"{below.name}_1")
-    below.mkdir()
-    for f in files: f.rename(below/f.name)
-
-# %% ../nbs/03_logging.ipynb #3d000004
-def next_second(logdir): # waits if an event file of the current second exists
-    now = time.time()
-    if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")): time.sleep(1.01 - now % 1)
-
-# %% ../nbs/03_logging.ipynb #3d000009
-class EventFiles:
-    "Event files under `logging.log_dir`."
-    name = "TensorBoard's event files"
-    def open(self, t):
-        from torch.utils.tensorboard import SummaryWriter
-        folder, n = t.config.logging.log_dir, t.global_step
-        (next_second if n else move_old_events)(folder)
-        self.writer = SummaryWriter(folder, purge_step=n + 1 if n else None, flush_secs=30)
-    def scalars(self, values, step):
-        for k, v in values.items(): self.writer.add_scalar(k, v, step)
-    def image(self, tag, image, step):
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        raw, (h, w, _) = io.BytesIO(), image.shape
-        # a quarter of the default level's time, 12 % more bytes
-        Image.fromarray(image).save(raw, "PNG", compress_level=1)
-        held = Summary.Image(height=h, width=w, colorspace=3, encoded_image_string=raw.getvalue())
-        self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=held)]), step)
-    def text(self, tag, text, step): self.writer.add_text(tag, escape_markdown(text), step)
-    def close(self): self.writer.close()
-
-# %% ../nbs/03_logging.ipynb #3d000011
-class Tracker:
-    "One of accelerate's trackers."
-    def __init__(self, tracker): # name, or a `GeneralTracker` object
-        self.given, self.name = tracker, getattr(tracker, "name", tracker)
-    def open(self, t):
-        a, c = t.accelerator, t.config.logging
-        others, a.trackers, a.log_with = a.trackers, [], [self.given]
-        a.project_configuration.logging_dir = a.project_configuration.logging_dir or c.log_dir
-        plain = lambda v: v if isinstance(v, (int, float)) else str(v)
-        values = {f"{s}.{k}": plain(v) for s, part in t.config.model_dump().items() for k, v in part.items()}
-        try: a.init_trackers(c.project, values, {self.name: c.tracker_options.get(self.name, {})})
-        finally: a.trackers = [*others, *a.trackers]
-        self.tracker = a.trackers[-1]
-    def scalars(self, values, step): self.tracker.log(values, step=step)
-    def image(self, tag, image, step):
-        if hasattr(self.tracker, "log_images"): self.tracker.log_images({tag: [image]}, step=step)
-    def text(self, tag, text, step): self.tracker.log({f"{tag}/prompt": text}, step=step)
-    def close(self): self.tracker.finish()
-
 # %% ../nbs/03_logging.ipynb #3d00000d
 class LogCallback(Callback):
     "Rows, gauges and images of a run, to every sink."
@@ -344,23 +287,15 @@ def samples(self:LogCallback, t):
         self.captions[tag] = text
 
 # %% ../nbs/03_logging.ipynb #228a2d36
-def check_log(name:str, log_dir):
+def check_log(
+    name:str, # one of `logging.report_to`
+    log_dir:str,
+):
     "Raise ValueError if this log cannot work; writes nothing."
-    if name == "tensorboard":
-        path = Path(log_dir).absolute()
-        there = next(p for p in (path, *path.parents) if p.exists())
-        if there.is_dir() and os.access(there, os.W_OK): return
-        why = "read-only" if there.is_dir() else "a file"
-        raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is {why}); give "
-                         "another folder, or set `logging.report_to` none")
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
-    known = sorted(str(k) for k in LOGGER_TYPE_TO_CLASS if str(k) != "tensorboard")
-    if name not in known:
-        raise ValueError(f"`logging.report_to` {name!r} is not supported; use tensorboard or none, or one of "
-                         f"accelerate's trackers: {', '.join(known)}")
-    if not filter_trackers([name], "runs"):
-        raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install "
-                         f"{name}, or use tensorboard or none")
+    if name in SINKS:
+        SINKS[name].check(log_dir)
+    else:
+        check_tracker(name)
 
 # %% ../nbs/03_logging.ipynb #228a2d01
 def progress_callback(config) -> Callback:
@@ -371,9 +306,11 @@ def progress_callback(config) -> Callback:
 def logging_callbacks(config) -> list:
     to = config.logging.report_to
     names = [n for n in dict.fromkeys([to] if isinstance(to, str) else to or ()) if n != "none"]
-    for n in names: check_log(n, config.logging.log_dir)
-    sinks = [EventFiles() if n == "tensorboard" else Tracker(n) for n in names]
-    return [CSVCallback(), *[LogCallback(sinks)] * bool(sinks), progress_callback(config)]
+    for n in names:
+        check_log(n, config.logging.log_dir)
+    sinks = [SINKS[n]() if n in SINKS else Tracker(n) for n in names]
+    logs = [LogCallback(sinks)] if sinks else []
+    return [CSVCallback(), *logs, progress_callback(config)]
 
 # %% ../nbs/03_logging.ipynb #228a2d02
 class OpenPanel(Callback):

@@ -21,6 +21,7 @@ from .devices.distributed import broadcast_stop, check_launch, full_tensor, loca
 from .devices.fp16 import pick_fp16
 from .lora import adapters as lora
 from .models.components import Components
+from .models.flow_matching import loss_weighting
 from .models.loading import saved_quantization
 from .models.quantize import check_torchao, parse_quantization, pick_dtype
 from .predict import Predictor
@@ -157,7 +158,7 @@ def _compute_loss(self:QwenImageEditTrainer,
     "Loss of each sample at noise and noise level from its seed."
     c = self.config.train
     eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, self.components.get("scheduler").config, strata)
-    return self.loss(batch, eps, sigmas, c.loss_weighting, c.mask_min_weight)
+    return self.loss(batch, eps, sigmas, loss_weighting(c), c.mask_min_weight)
 
 # %% ../nbs/01_trainer.ipynb #be713102
 @patch

@@ -1,17 +1,20 @@
-"""A quantization and an optimizer that are defined here, outside of the library, work like its own."""
+"""What is defined here, outside of the library, works like its own: a quantization, an optimizer, a setting with a loss weighting, a sink."""
 import pytest
 import torch
 from torch import nn
 
-from qie_nb.config import describe, make_config
+from qie_nb.config import add_setting, describe, make_config, remove_setting
 from qie_nb.core import registry
 from qie_nb.core.registry import registered
+from qie_nb.core.settings import setting
+from qie_nb.models.flow_matching import LOSS_WEIGHTINGS, add_loss_weighting
 from qie_nb.models.quantizations.base import QUANTIZATIONS, Quantization, frozen, quantization_of
 from qie_nb.models.quantize import held_bytes, quantize_linear
 from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, layer_bytes, numbers, optimizer_bytes
 from qie_nb.planning.plan import plan
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.optimizers.base import OPTIMIZERS, Optimizer, rates
+from qie_nb.training.sinks.base import SINKS, Sink
 from helpers import adapters_equal
 
 
@@ -73,15 +76,31 @@ class Momentum(Optimizer):
         return 4 * torch.Size(shape).numel()
 
 
+class Lines(Sink):
+    "Keeps what it was told."
+    key, name = "lines", "the list of lines"
+    got = []
+
+    def open(self, t): self.got.append(("open", t.global_step))
+    def scalars(self, values, step): self.got.append(("loss", step, values["loss"]))
+    def image(self, tag, image, step): self.got.append(("image", step, tag, image.shape[-1]))
+    def close(self): self.got.append(("close",))
+
+
+def focused(sigmas, settings):
+    "More weight on high noise; the mean over all levels is 1."
+    return (settings.focus + 1) * sigmas ** settings.focus
+
+
 SETTINGS = dict(model=dict(quantize="six"), optimizer=dict(name="momentum", lr=0.1))
-TABLES = [("quantization", Six, QUANTIZATIONS), ("optimizer", Momentum, OPTIMIZERS)]
+TABLES = [("quantization", "six", QUANTIZATIONS), ("optimizer", "momentum", OPTIMIZERS), ("sink", "lines", SINKS)]
 
 
 def withdraw():
     "Take the names back: other files compare the library's own list."
-    for kind, cls, table in TABLES:
-        table.pop(cls.name)
-        registry._NAMES[kind].remove(cls.name)
+    for kind, name, table in TABLES:
+        table.pop(name)
+        registry._NAMES[kind].remove(name)
 
 
 withdraw() # this file is read by every process that collects tests
@@ -89,9 +108,20 @@ withdraw() # this file is read by every process that collects tests
 
 @pytest.fixture(scope="module", autouse=True)
 def registered_again():
-    for cls in (Six, Momentum): cls.__init_subclass__()
+    for cls in (Six, Momentum, Lines): cls.__init_subclass__()
     yield
     withdraw()
+
+
+@pytest.fixture
+def focus():
+    "A setting of `train` and a loss weighting that reads it."
+    add_setting("train", "focus", setting(2., "exponent of the weight of noise", on_resume="must match", on_card=True))
+    add_loss_weighting("focused", focused)
+    yield dict(loss_weighting="focused")
+    remove_setting("train", "focus")
+    del LOSS_WEIGHTINGS["focused"]
+    registry._NAMES["loss_weighting"].remove("focused")
 
 
 def test_names_are_registered_and_valid():
@@ -155,3 +185,50 @@ def test_a_checkpoint_and_its_card_name_them(trained_run, tmp_path):
     trainer.save_lora(tmp_path/"lora")
     text = (tmp_path/"lora"/"README.md").read_text()
     assert "| model.quantize | six |" in text and "| optimizer.name | momentum |" in text
+
+
+@pytest.mark.bits
+def test_a_loss_weighting_with_its_setting_trains_and_resumes_exactly(focus, trained_run, tmp_path):
+    def run(name, steps, **train):
+        values = dict(train=focus | dict(max_train_steps=steps, save_steps=2, eval_images=0, **train))
+        return QwenImageEditTrainer(trained_run.settings(tmp_path/name, **values)).fit()
+    whole = run("whole", 4)
+    run("parts", 2)
+    assert adapters_equal(whole, run("parts", 4, resume_checkpoint="latest"))
+    assert not adapters_equal(whole, run("flat", 4, focus=0.)), "focus 0 weights all levels alike"
+    with pytest.raises(ValueError, match="`train.focus`: 2.0 in the checkpoint, 3.0 now"):
+        run("parts", 6, focus=3., resume_checkpoint="latest")
+    with pytest.raises(ValueError, match="`train.loss_weighting`: focused in the checkpoint, none now"):
+        run("parts", 6, loss_weighting="none", resume_checkpoint="latest")
+    whole.save_lora(tmp_path/"lora")
+    text = (tmp_path/"lora"/"README.md").read_text()
+    assert "| train.focus | 2.0 |" in text and r"| train.loss\_weighting | focused |" in text
+    about = {name: help for name, _, help in describe("train")}
+    assert about["train.loss_weighting"].endswith("also focused") and "train.focus" in about
+
+
+def test_the_weight_is_that_of_the_function(focus, trained_run, tmp_path):
+    def losses(**train):
+        t = QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(max_train_steps=1, eval_images=0, eval_at_start=False, **train)))
+        seen = []
+        own = t.loss
+        t.loss = lambda batch, eps, sigmas, *a: seen.append((sigmas, own(batch, eps, sigmas, *a))) or seen[-1][1]
+        t.config.train.output_dir = str(tmp_path/str(train))
+        t.fit()
+        return seen[0]
+    sigmas, plain = losses()
+    _, weighted = losses(**focus)
+    torch.testing.assert_close(weighted, plain * 3 * sigmas ** 2)
+
+
+def test_a_sink_gets_rows_and_images(trained_run, tmp_path):
+    assert {name: help for name, _, help in describe("logging")}["logging.report_to"].endswith("also lines")
+    values = dict(train=dict(max_train_steps=2, eval_images=0, eval_at_start=False),
+                  logging=dict(report_to=["lines", "tensorboard"], log_images_every=2, log_dir=str(tmp_path/"runs")))
+    Lines.got.clear()
+    QwenImageEditTrainer(trained_run.settings(tmp_path, **values)).fit()
+    assert Lines.got[0] == ("open", 0) and Lines.got[-1] == ("close",)
+    assert [g[1] for g in Lines.got if g[0] == "loss"] == [1, 2] and any(g[0] == "image" for g in Lines.got)
+    assert list((tmp_path/"runs").glob("events*")), "the other sink works beside it"
+    with pytest.raises(ValueError, match="`logging.report_to` 'linse' is not supported; use .*lines.* or none, or one of accelerate's trackers"):
+        QwenImageEditTrainer(trained_run.settings(tmp_path/"b", logging=dict(report_to="linse"))).fit()

@@ -14,6 +14,7 @@ import qie_nb.logging as logs
 from qie_nb.training.callbacks import Callback, RunState
 from qie_nb.widgets.tensorboard import read_run, run_folders
 from qie_nb.logging import LogCallback, Tracker, image_grid
+from qie_nb.training.sinks import event_files
 from qie_nb.core.progress import Progress, quiet_bars
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -227,8 +228,8 @@ def test_rows_are_complete_and_equal_in_both_files(pairs, tmp_path):
 
 
 def test_logs_of_resumed_and_new_runs(pairs, tmp_path, monkeypatch):
-    waited, real, root = [], logs.next_second, pairs(((96, 64),) * 6)
-    monkeypatch.setattr(logs, "next_second", lambda d: (waited.append(Path(d)), real(d)))
+    waited, real, root = [], event_files.next_second, pairs(((96, 64),) * 6)
+    monkeypatch.setattr(event_files, "next_second", lambda d: (waited.append(Path(d)), real(d)))
     def run(folder, *callbacks, runs="runs", **train):
         train = dict(save_steps=2, num_epochs=3, eval_interval=0, val_fraction=0., output_dir=str(tmp_path/folder)) | train
         return logged(root, tmp_path, *callbacks, train=train, logging=dict(log_images_every=1, log_dir=str(tmp_path/runs))).fit()
@@ -258,9 +259,9 @@ def test_event_files_of_one_second_keep_their_order(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(time, "time", lambda: now + sum(slept))
     (tmp_path/f"events.out.tfevents.{int(now):010}.host.1.9").touch()
-    logs.next_second(tmp_path)
+    event_files.next_second(tmp_path)
     assert len(slept) == 1 and int(now + slept[0]) == int(now) + 1
-    logs.next_second(tmp_path)
+    event_files.next_second(tmp_path)
     assert len(slept) == 1
 
 

@@ -67,6 +67,9 @@ Quantized = Annotated[
 OptimizerName = Annotated[
     Literal["adamw", "adamw8bit", "adafactor", "prodigy"],
     WrapValidator(AcceptRegistered("optimizer")), PlainSerializer(_as_it_is)]
+LossWeighting = Annotated[
+    Literal["none", "sigma_sqrt", "cosmap"],
+    WrapValidator(AcceptRegistered("loss_weighting")), PlainSerializer(_as_it_is)]
 
 # %% ../../nbs/core/06c_sections.ipynb #04bb7701
 class ModelSection(Section):
@@ -225,7 +228,7 @@ class StepSection(Section):
         "the samples of a step draw their noise levels from different, equally likely parts of "
         "the range",
         on_resume="must match")
-    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = setting("none",
+    loss_weighting: LossWeighting = setting("none",
         "none (as the model was trained), sigma_sqrt (low noise: fine detail), cosmap (more "
         "middle)",
         on_resume="must match", on_card=True)
@@ -438,7 +441,8 @@ class LoggingSection(Section):
     log_dir: PathStr = setting(
         "runs", "TensorBoard event files; earlier runs move to a folder inside",
         on_resume="recomputed", needed_by="many")
-    report_to: str | list[str] | None = setting("tensorboard",
+    report_to: Annotated[str | list[str] | None,
+        WrapValidator(AcceptRegistered("sink", known=("tensorboard",)))] = setting("tensorboard",
         "tensorboard, none, or a list with accelerate's trackers, e.g. wandb; CSV and JSONL "
         "always too",
         on_resume="recomputed", needed_by="many")
