@@ -15,11 +15,17 @@ from PIL import Image
 from .base import Sink
 
 # %% ../../../nbs/training/sinks/event_files.ipynb #51c51005
-def escape_markdown(text:str) -> str: # Markdown that renders as this text
+def escape_markdown(
+    text:str, # from the data
+) -> str:
+    "Markdown that renders as this text."
     text = " ".join(text.split())
     return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
 
-def move_old_events(logdir): # of an earlier run, into the sub-folder `earlier_<time>`
+def move_old_events(
+    logdir:str,
+):
+    "Move event files of an earlier run into the sub-folder `earlier_<time>`."
     files = sorted(Path(logdir).glob("events.out.tfevents.*"))
     if not files: return
     when = time.strftime("earlier_%Y%m%d_%H%M%S", time.localtime(files[-1].stat().st_mtime))
@@ -29,7 +35,10 @@ def move_old_events(logdir): # of an earlier run, into the sub-folder `earlier_<
     for f in files: f.rename(below/f.name)
 
 # %% ../../../nbs/training/sinks/event_files.ipynb #51c51006
-def next_second(logdir): # waits if an event file of the current second exists
+def next_second(
+    logdir:str,
+):
+    "Wait for the next second if an event file of the current one exists."
     now = time.time()
     if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")): time.sleep(1.01 - now % 1)
 
