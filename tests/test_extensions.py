@@ -68,6 +68,7 @@ class Six(Quantization):
 class Momentum(Optimizer):
     "SGD with momentum."
     name = "momentum"
+    from_settings = ("weight_decay", "momentum")
 
     def make(self, params, settings):
         return torch.optim.SGD(params, **rates(settings), momentum=settings.betas[0])
@@ -172,6 +173,13 @@ def test_a_run_resumes_exactly(trained_run, tmp_path):
     assert resumed.global_step == 4 and adapters_equal(whole, resumed)
     momenta = [s["momentum_buffer"] for s in resumed.optimizer.state_dict()["state"].values()]
     assert momenta and any(m.abs().sum() > 0 for m in momenta)
+
+
+def test_a_resume_takes_the_settings_of_its_group_from_the_configuration(trained_run, tmp_path):
+    def run(steps, momentum, **train):
+        values = dict(optimizer=dict(name="momentum", lr=0.1, betas=(momentum, 0.9)), train=dict(max_train_steps=steps, save_steps=2, eval_images=0, **train))
+        return QwenImageEditTrainer(trained_run.settings(tmp_path, **values)).fit().optimizer.param_groups[0]["momentum"]
+    assert run(2, 0.5) == 0.5 and run(4, 0.75, resume_checkpoint="latest") == 0.75
 
 
 def test_a_checkpoint_and_its_card_name_them(trained_run, tmp_path):

@@ -29,6 +29,7 @@ from ..planning.memory_query import memory_query, model_folder
 from . import checkpoint as ckpt
 from .callbacks import RunState
 from .checkpoint import SavedRun
+from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
 from .run_data import drop_bad_prompts, used_fraction
 
@@ -312,10 +313,8 @@ def restore(self:RunResume, saved:SavedRun):
         put_back(tr, load_file(file))
         ema.restart(saved.state.get("ema_updates") or 0)
     put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
-    optimizer = self.state.optimizer
-    now = [{k: g[k] for k in ("weight_decay", "betas", "eps") if k in g} for g in optimizer.param_groups]
-    optimizer.load_state_dict(sharded_state(saved.optimizer, lora.lora_parameters(tr)))
-    for group, settings in zip(optimizer.param_groups, now): group.update(settings) # may have changed
+    known = OPTIMIZERS[self.config.optimizer.name]
+    known.load(self.state.optimizer, sharded_state(saved.optimizer, lora.lora_parameters(tr)))
     if saved.rng is not None: torch.set_rng_state(saved.rng)
     self.restore_state(saved)
 

@@ -31,6 +31,7 @@ class Optimizer:
     package = ""         # that it needs, as it is imported
     purposes = ()        # for which messages advise it, see `advised_optimizer`
     adapts_rate = False  # does it find the learning rate itself?
+    from_settings = ("weight_decay", "betas", "eps") # of a parameter group; the rest of it is state
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
@@ -60,6 +61,18 @@ class Optimizer:
     ) -> int: # after the first step
         "Bytes of the state of one parameter."
         raise NotImplementedError(f"{type(self).__name__}.state_bytes")
+
+    def load(self,
+        optimizer:torch.optim.Optimizer, # of `make`, with today's settings
+        state:dict, # of a checkpoint
+    ):
+        "Continue from a checkpoint with today's settings, which may have changed."
+        today = []
+        for group in optimizer.param_groups:
+            today.append({name: group[name] for name in self.from_settings if name in group})
+        optimizer.load_state_dict(state)
+        for group, settings in zip(optimizer.param_groups, today):
+            group.update(settings)
 
 def rates(
     settings:OptimizerSection,
