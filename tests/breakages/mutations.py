@@ -299,7 +299,7 @@ MUTATIONS = {
         Change("training/resume", "restore",
                "if saved.rng is not None: torch.set_rng_state(saved.rng)", "")]),
     "settings of the optimizer stay the old ones": Mutation("tests/training/test_stopping.py", [
-        Change("training/optimizers/base", "load", "group.update(settings)", "pass")]),
+        Change("training/optimizers/base", "Optimizer.load", "group.update(settings)", "pass")]),
     "the best loss forgotten": Mutation("tests/training/test_stopping.py", [
         Change("training/resume", "restore_state",
                'was.get("best") and tuple(was["best"])', "None")]),
