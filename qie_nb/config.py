@@ -96,7 +96,8 @@ def remove_setting(
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process
 
-def _report(notes:list[str]): # of older names
+def _report(notes:list[str]):
+    "Print notes on older settings, each once in a process."
     new = [n for n in dict.fromkeys(notes) if n not in _reported]
     _reported.update(new)
     if new: print("older names of settings were translated: " + "; ".join(new))

@@ -82,13 +82,15 @@ REMOVED = { # {dotted name: what it was}
 
 # %% ../../nbs/core/06a_removed_settings.ipynb #6a90e009
 def _pop(config:dict, name:str) -> tuple: # (was it there?, its value)
+    "Take a setting out of a nested configuration by its dotted name."
     *sections, key = name.split(".")
     for section in sections:
         config = config.get(section)
         if not isinstance(config, dict): return False, None
     return key in config, config.pop(key, None)
 
-def _copied(config:dict) -> dict: # without its values
+def _copied(config:dict) -> dict:
+    "The same settings in new sections."
     return {k: _copied(v) if isinstance(v, dict) else v for k, v in config.items()}
 
 # %% ../../nbs/core/06a_removed_settings.ipynb #6a90e00a
