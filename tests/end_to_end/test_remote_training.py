@@ -37,7 +37,8 @@ def copies(tmp_path, monkeypatch):
 def run(known, out, cache, workers=0):
     c = settings(known/"set", out, train=dict(max_train_steps=STEPS), cache=dict(cache_dir=[str(d) for d in cache]))
     t = QwenImageEditTrainer(c)
-    given = loader(ImageDataset(t.config), num_workers=workers) if workers else None
+    d, given = t.config.data, None
+    if workers: given = loader(ImageDataset(t.config), batch_size=d.batch_size, seed=t.config.train.seed, shuffle=d.shuffle, num_workers=workers)
     return lora_state(t.fit(given).transformer)
 
 
