@@ -300,6 +300,26 @@ SMALLER = {f"{name}, {size}": (c, "full", size) for size in (1024, 512) for name
 OFF = dict(compile=False, adapter_dtype="float32", blocks_to_swap=False, offload_activations=False, gradient_checkpointing=True)
 
 
+def always_in_base():
+    "Has this version no setting for the dtype in which adapters compute?"
+    from qie_nb.config import TrainSection
+    from qie_nb.lora import adapters
+    return "adapter_dtype" not in TrainSection.model_fields and hasattr(adapters, "adapters_in_base_dtype")
+
+
+@contextmanager
+def adapters_as(mode):
+    "Adapters compute in float32 where a mode says so, also in a version that has no setting for it."
+    from qie_nb.lora import adapters
+    if not (mode["train"].get("adapter_dtype") == "float32" and always_in_base()):
+        yield
+        return
+    real = adapters.adapters_in_base_dtype
+    adapters.adapters_in_base_dtype = lambda transformer, on=True: real(transformer, False)
+    try: yield
+    finally: adapters.adapters_in_base_dtype = real
+
+
 def configuration(b, mode, size, steps):
     "A configuration of a mode, without settings that this version does not know; raises `NotThere` where they matter."
     from qie_nb.config import Config
@@ -308,6 +328,7 @@ def configuration(b, mode, size, steps):
         known = Config.model_fields[section].annotation.model_fields
         for k, v in values.items():
             if k in known: out.setdefault(section, {})[k] = v
+            elif k == "adapter_dtype" and always_in_base(): continue # see `adapters_as`
             elif v != OFF.get(k): raise NotThere(f"`{section}.{k}` {v}")
     if mode["train"]["gradient_checkpointing"] == "selective" and known["gradient_checkpointing"].annotation is bool: raise NotThere("`train.gradient_checkpointing` selective")
     out["model"] |= dict(pretrained_model_name_or_path=str(b.folder), lora=dict(r=16, lora_alpha=16, target_modules="attention"))
@@ -335,7 +356,7 @@ def trained(b, mode, size, steps, then=None, tell=None):
     with made_up(b.device):
         t = QwenImageEditTrainer(config, callbacks=[watch])
         if t.config.model.modulation_table is False: t.components.prepare["transformer"] = lambda model: None # read tensor by tensor all the same
-        t.fit([batch_of(b, size)] * steps)
+        with adapters_as(mode): t.fit([batch_of(b, size)] * steps)
     return t, watch
 
 
@@ -343,7 +364,8 @@ def mode_of(b, mode, how, size):
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
     counted = {}
     t, watch = trained(b, mode, size, b.a.warm + b.a.steps, lambda n: counted.__setitem__(n, graphs()))
-    row = row_of(b, size, how, watch.marks.seconds(), [float(x) for x in watch.losses], planned(t, b))
+    unplanned = mode["train"].get("adapter_dtype") == "float32" and always_in_base() # the plan knows adapters in the base's dtype
+    row = row_of(b, size, how, watch.marks.seconds(), [float(x) for x in watch.losses], None if unplanned else planned(t, b))
     row |= dict(table=t.modulation_table is not None, graphs=counted[b.a.warm], graphs_made_later=counted[max(counted)] - counted[b.a.warm])
     del t
     return row

@@ -14,8 +14,10 @@ from pydantic.fields import FieldInfo
 from .core.older_settings import translate
 from .core.options import Options
 from .core.presets import PRESETS, with_preset
-from .core.section import (
-    Section, all_settings, error_text, is_section, nearest_key, older_names, other_names)
+from .core.removed_settings import without_removed
+from qie_nb.core.section import (
+    Section, all_settings, error_text, is_section, nearest_key, older_names, other_names,
+    unknown_key_text)
 from .core.sections import (
     BATCHES_PER_STEP, AutoBool, CacheSection, DataSection, Folder, LoggingSection, LoraSection, ModelSection,
     OptimizerSection, PathStr, PredictLora, PredictSection, SchedulerSection, TrainSample, TrainSection)
@@ -50,7 +52,7 @@ def describe(
     "(dotted name, default, description) of every setting of a section."
     found = [s for s in all_settings() if not section or f"{s.name}.".startswith(f"{section}.")]
     if not found:
-        raise ValueError(f"`{section}` is not a known key; did you mean `{nearest_key(section)}`?")
+        raise ValueError(unknown_key_text(section))
     introductions = {name: field.annotation.__doc__ for name, field in Config.model_fields.items()
                      if is_section(field)}
     return Options([s[:3] for s in found], {s.name: s.role.needed_by for s in found}, introductions)
@@ -94,6 +96,12 @@ def remove_setting(
 # %% ../nbs/core/07_config.ipynb #bae5be45
 _reported = set() # notes already printed by this process
 
+def _report(notes:list[str]):
+    "Print notes on older settings, each once in a process."
+    new = [n for n in dict.fromkeys(notes) if n not in _reported]
+    _reported.update(new)
+    if new: print("older names of settings were translated: " + "; ".join(new))
+
 def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, a `Config`, or a file
     "A checked `Config`. Raises ValueError with name, value and remedy."
     if isinstance(raw, Config): return raw
@@ -103,10 +111,9 @@ def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, a 
                          f"{raw!r:.60}")
     if odd := [k for k in raw or {} if not isinstance(k, str)]:
         raise ValueError(f"`{odd[0]}` is not a known key; use {', '.join(Config.model_fields)}")
-    raw, notes = translate(raw or {}, older_names())
-    new = [n for n in dict.fromkeys(notes) if n not in _reported]
-    _reported.update(new)
-    if new: print("older names of settings were translated: " + "; ".join(new))
+    raw, renamed = translate(raw or {}, older_names())
+    raw, dropped = without_removed(raw)
+    _report(renamed + dropped)
     try: return Config(**raw)
     except ValidationError as e: raise ValueError(error_text(e)) from None
 
@@ -119,7 +126,10 @@ def load_config_from_yaml(
     raw = {} if path is None else read_settings(path)
     if settings and isinstance(raw, dict | None):
         names = older_names()
-        raw = merge_settings(translate(raw or {}, names)[0], translate(parse_settings(settings), names)[0])
+        in_file, renamed = translate(raw or {}, names)
+        given, also_renamed = translate(parse_settings(settings), names)
+        _report(renamed + also_renamed)
+        raw = merge_settings(in_file, given)
     return make_config(raw)
 
 # %% ../nbs/core/07_config.ipynb #8d705301

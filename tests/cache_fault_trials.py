@@ -96,8 +96,8 @@ class World:
         packed = self.folder(name)
         return packed, EmbeddingCacheManager(self.reference).pack(packed, **kw)
 
-    def dataset(self, cache, **data):
-        with quiet(): return ImageDataset(dict(dataset_path=str(self.root), cache_dir=names(cache)) | self.data | data)
+    def dataset(self, cache, strict=False, **data):
+        with quiet(): return ImageDataset(dict(dataset_path=str(self.root), cache_dir=names(cache)) | self.data | data, strict=strict)
 
     def run(self, cache, *part, ahead=4):
         dataset = self.dataset(cache)

@@ -57,6 +57,21 @@ def executed(tmp_path_factory):
 
 
 @pytest.fixture
+def encoders_with(monkeypatch):
+    "A function of `share_prefix` and `vae_2d`, which trainers' encoders then have."
+    from qie_nb.training.run_data import RunData
+    real = RunData.encoder
+
+    def use(**switches):
+        def encoder(self, *a, **kw):
+            out = real(self, *a, **kw)
+            vars(out).update(switches)
+            return out
+        monkeypatch.setattr(RunData, "encoder", encoder)
+    return use
+
+
+@pytest.fixture
 def built(monkeypatch):
     "How often each real class was built from disk, counted at `from_pretrained` and at our own streamed loading."
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel

@@ -84,7 +84,7 @@ class Course:
         self.tmp, self.world, self.n = Path(tmp), world, 0
         captions = [" ".join(["invert the colours"] * (1 + i % 3)) + f" {i}" for i in range(len(SIZES))]
         train = dict(num_epochs=5, gradient_accumulation_steps=3, gradient_checkpointing=False, ema_decay=0.9, val_fraction=0.15,
-                     save_steps=2, save_interval=2, keep_checkpoints=2, eval_steps=3, eval_noise_samples=1, eval_images=0)
+                     save_steps=2, save_interval=2, keep_checkpoints=2, eval_steps=3, eval_images=0)
         root = write_pairs(self.tmp/"set", SIZES, caption=captions)
         self.base = settings(root, self.tmp, train=train | sections.get("train", {}), data=sections.get("data", {}), optimizer=dict(lr=0.01),
                              lr_scheduler=dict(scheduler_type="cosine", warmup_steps=2),

@@ -179,7 +179,7 @@ class TrainedRun:
         return to
 
 
-RUN = dict(data=dict(batch_size=1), train=dict(save_steps=2, keep_checkpoints=9, val_fraction=0.2, eval_steps=4, eval_noise_samples=1, eval_images=1),
+RUN = dict(data=dict(batch_size=1), train=dict(save_steps=2, keep_checkpoints=9, val_fraction=0.2, eval_steps=4, eval_images=1),
            logging=dict(report_to="tensorboard", log_every=1))
 
 

@@ -6,7 +6,7 @@ from PIL import Image
 
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.cli import main
-from qie_nb.data.dataset import loader
+from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_entries import read_header
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -19,9 +19,9 @@ def files(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in s
 def spoil(path): path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
 
 
-def trainer(root, tmp_path, variant="2511", model=None, cache=(), share=True, data={}, **train):
+def trainer(root, tmp_path, variant="2511", model=None, cache=(), data={}, **train):
     "A trainer for one step; `cache`: folders, default `tmp_path/cache`."
-    sections = dict(cache=dict(share_prompt_prefix=share) | (dict(cache_dir=[str(c) for c in cache]) if cache else {}))
+    sections = dict(cache=dict(cache_dir=[str(c) for c in cache])) if cache else {}
     if model: sections["model"] = dict(pretrained_model_name_or_path=str(model))
     return QwenImageEditTrainer(settings(root, tmp_path, variant, train=dict(max_train_steps=1) | train, data=data, **sections))
 
@@ -55,9 +55,10 @@ slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 
 @pytest.mark.bits
 @pytest.mark.parametrize("shared, variant, controls", [(True, "v1", 1), slow(True, "2511", 2), slow(False, "v1", 1)])
-def test_lazy_filling_writes_the_files_of_precompute(variant, controls, shared, pairs, tmp_path):
+def test_lazy_filling_writes_the_files_of_precompute(variant, controls, shared, pairs, tmp_path, encoders_with):
+    encoders_with(share_prefix=shared)
     root = two_captions_per_image(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))
-    make = lambda name: trainer(root, tmp_path, variant, cache=[tmp_path/name], share=shared, num_epochs=1, max_train_steps=None)
+    make = lambda name: trainer(root, tmp_path, variant, cache=[tmp_path/name], num_epochs=1, max_train_steps=None)
     make("pre").cache_embeddings()
     make("lazy").fit()
     half = make("half")
@@ -68,10 +69,11 @@ def test_lazy_filling_writes_the_files_of_precompute(variant, controls, shared, 
     assert any(n.startswith("prompt_prefix") for n in files(tmp_path/"pre")) == shared
 
 
-def test_whole_and_shared_embeddings_have_the_same_keys(filled, tmp_path):
+def test_whole_and_shared_embeddings_have_the_same_keys(filled, tmp_path, encoders_with):
+    encoders_with(share_prefix=False, vae_2d=False)
     cache = EmbeddingCacheManager(tmp_path/"cache")
     shared = {e.key: cache.load_cache("prompt_embed", e.key) for e in cache.entries(["prompt_embed"])}
-    make = lambda: QwenImageEditTrainer(settings(filled, tmp_path, cache=dict(share_prompt_prefix=False, vae_2d=False)))
+    make = lambda: QwenImageEditTrainer(settings(filled, tmp_path, ))
     assert make().cache_embeddings().tensors == 0 and len(shared) == 3
     min((tmp_path/"cache"/"prompt_prefix").rglob("*.safetensors")).unlink()
     assert len(cache.verify()) == 2 and "precompute again" in cache.verify()[0][1]
@@ -216,7 +218,8 @@ def test_an_undecodable_image_is_skipped_without_encoders(filled, bare, tmp_path
     image = filled/"training_images"/"0001.png"
     image.write_bytes(image.read_bytes()[:2000])
     assert trainer(filled, tmp_path, model=bare).fit().global_step == 1
-    with pytest.raises(ValueError, match="0001.png' cannot be read"): trainer(filled, tmp_path, data=dict(strict=True)).cache_embeddings()
+    t = trainer(filled, tmp_path)
+    with pytest.raises(ValueError, match="0001.png' cannot be read"): t.cache_embeddings(loader(ImageDataset(t.config, strict=True)))
 
 
 def test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs(filled, bare, tmp_path, built):

@@ -26,7 +26,7 @@ SIZES = ((96, 64), (64, 64), (64, 96)) * 2 # with an area of 96x64 each is its o
 def logged(root, tmp_path, *callbacks, **sections):
     "A trainer that logs to TensorBoard, with held-out pairs."
     base = dict(data=dict(image_size=[96, 64]), logging=dict(report_to="tensorboard", log_images_every=2),
-                train=dict(num_epochs=2, val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2, eval_noise_samples=1))
+                train=dict(num_epochs=2, val_fraction=0.4, eval_interval=1, eval_num_inference_steps=2))
     return QwenImageEditTrainer(settings(root, tmp_path, **merged(base, sections)), callbacks)
 
 

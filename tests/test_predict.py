@@ -180,17 +180,18 @@ def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
     assert "edits" not in capsys.readouterr().out
 
 
-def cached_trainer(pairs, tmp_path, variant="2511", controls=1, **data):
+def cached_trainer(pairs, tmp_path, encoders_with, variant="2511", controls=1, **data):
+    encoders_with(share_prefix=False, vae_2d=False) # the pipelines' bits
     root = pairs(((48, 32), (32, 48)), controls=controls, caption=["red", "green"])
     control = root/"control_images"/"0000.png"
     Image.open(control).resize((40, 56)).save(control) # another shape than its target
     return lambda model=folder(variant): QwenImageEditTrainer(settings(
-        root, tmp_path, model=dict(pretrained_model_name_or_path=str(model)), cache=dict(share_prompt_prefix=False, vae_2d=False), data=dict(image_size=[96, 96]) | data))
+        root, tmp_path, model=dict(pretrained_model_name_or_path=str(model)), data=dict(image_size=[96, 96]) | data))
 
 
 @pytest.mark.parametrize("variant, controls", [slow("v1", 1), ("2511", 2)])
-def test_a_cached_sample_is_edited_as_its_images_would_be_and_no_text_encoder_is_built(variant, controls, pairs, tmp_path, built):
-    make, steps = cached_trainer(pairs, tmp_path, variant, controls), dict(num_inference_steps=2)
+def test_a_cached_sample_is_edited_as_its_images_would_be_and_no_text_encoder_is_built(variant, controls, pairs, tmp_path, encoders_with, built):
+    make, steps = cached_trainer(pairs, tmp_path, encoders_with, variant, controls), dict(num_inference_steps=2)
     make().cache_embeddings()
     built.clear()
     t = make()
@@ -206,8 +207,8 @@ def test_a_cached_sample_is_edited_as_its_images_would_be_and_no_text_encoder_is
     assert not close_images(t.predict_cached(1, seed=4, true_cfg_scale=1, **steps), outs[1]), "guidance by the cached empty prompt"
 
 
-def test_a_cached_edit_needs_no_encoder_in_the_folder_and_names_what_it_lacks(pairs, tmp_path):
-    make = cached_trainer(pairs, tmp_path, caption_dropout_rate=0)
+def test_a_cached_edit_needs_no_encoder_in_the_folder_and_names_what_it_lacks(pairs, tmp_path, encoders_with):
+    make = cached_trainer(pairs, tmp_path, encoders_with, caption_dropout_rate=0)
     make().cache_embeddings()
     shutil.copytree(folder("2511"), tmp_path/"model", ignore=shutil.ignore_patterns("text_encoder"))
     t = make(tmp_path/"model")

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/08_older_settings.ipynb #8bcd550d
-WITHOUT_EFFECT = ("cache.vision_windows",)
+from qie_nb.core.removed_settings import removed_names
 
 # %% ../../nbs/core/08_older_settings.ipynb #20aebe92
 def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., init_args: {...}}`
@@ -23,7 +23,7 @@ def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., in
     return notes
 
 # %% ../../nbs/core/08_older_settings.ipynb #1128a49e
-def _old_settings(out, todays): # yields (old name, today's or None, value), removed from `out`
+def _old_settings(out, todays): # yields (old name, today's, value), taken out of `out`
     datasets, training = out.pop("datasets", None) or [], out.pop("training", None)
     datasets = [datasets] if isinstance(datasets, dict) else datasets
     folders = [d["folder_path"] for d in datasets if "folder_path" in d]
@@ -43,13 +43,13 @@ def translate(
     todays:dict, # {older dotted name: today's}
 ) -> tuple: # (dict with today's names, list of notes "old -> new")
     "A configuration with today's names of settings."
-    names = todays | dict.fromkeys(WITHOUT_EFFECT)
     out, notes = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}, []
     for name in ("data", "optimizer"):
         if isinstance(out.get(name), dict): notes += _unwrap_class(out[name], name)
-    for old, new, value in list(_old_settings(out, names)):
-        notes.append(f"{old} -> {new}" if new else f"{old} has no effect any more")
-        section, _, key = (new or "").partition(".")
-        if new and out.get(section) is None: out[section] = {}
-        if new and isinstance(out[section], dict): out[section].setdefault(key, value)
+    for old, new, value in list(_old_settings(out, todays)):
+        if new not in removed_names():
+            notes.append(f"{old} -> {new}")
+        section, _, key = new.partition(".")
+        if out.get(section) is None: out[section] = {}
+        if isinstance(out[section], dict): out[section].setdefault(key, value)
     return out, notes

@@ -51,9 +51,6 @@ class LoraSection(Section):
         on_resume="must match", on_card=True)
     lora_dropout: float = setting(0.0, "dropout of the input; 0.05 to 0.1 for very few pairs",
         on_resume="must match", on_card=True, ge=0, lt=1)
-    init_lora_weights: bool | Literal["gaussian"] = setting(
-        "gaussian", "as in peft; B is always zero",
-        on_resume="recomputed", on_card=True)
     pretrained_weight: PathStr | None = setting(
         None, "LoRA to start a new run from: file, folder or hub id",
         on_resume="recomputed", needed_by="many")
@@ -156,11 +153,8 @@ class DataSection(Section):
     batch_size: int = setting(1, "samples per batch and process",
         on_resume="must match", needed_by="many", on_card=True, compared_as="data.batch_size",
         older=("training.batch_size",), also_called=("batch", "train_batch_size"), ge=1)
-    num_workers: int = setting(0, "loader processes", on_resume="recomputed", ge=0)
     shuffle: bool = setting(True, "new order each epoch, a function of (seed, epoch)",
         on_resume="must match")
-    strict: bool = setting(False, "an unreadable image is an error, not skipped",
-        on_resume="recomputed")
 
     @field_validator("image_size")
     @classmethod
@@ -183,10 +177,6 @@ class StepSection(Section):
     compile: AutoBool = setting("auto",
         "compile a block of the transformer, about a minute; auto: on a GPU, unquantized, for 500 "
         "steps or more",
-        on_resume="may change")
-    adapter_dtype: Literal["auto", "base", "float32"] = setting("auto",
-        "adapters compute in base (dtype of the frozen weights; auto) or float32, which keeps a "
-        "float32 copy of each layer's input",
         on_resume="may change")
     blocks_to_swap: bool = setting(False,
         "keep blocks in host memory, copy each while another computes; needs "
@@ -236,9 +226,6 @@ class StepSection(Section):
         on_resume="must match", on_card=True, older=("train.mask_background",), ge=0, le=1)
     ema_decay: float | None = setting(None, "decay of the mean to evaluate and export, e.g. 0.99",
         on_resume="must match", on_card=True, gt=0, lt=1)
-    max_nonfinite_steps: int = setting(
-        5, "stop after this many steps in a row without a finite loss",
-        on_resume="recomputed", older=("train.stop_after_nonfinite",), ge=1)
 
 # %% ../../nbs/core/06c_sections.ipynb #e56c15ea
 def _check_hours(v):
@@ -271,9 +258,6 @@ class TrainSection(StepSection):
         on_resume="recomputed", needed_by="many", also_called=("save_every",), ge=1)
     keep_checkpoints: int = setting(2, "complete checkpoints to keep, in addition to the best",
         on_resume="recomputed", needed_by="many", ge=1)
-    checkpoint_budget_gb: float | None = setting(
-        None, "GB (1e9 bytes) for checkpoints; the newest complete one is always kept",
-        on_resume="recomputed", gt=0)
     eval_interval: Annotated[int, Field(ge=0)] | Literal["auto"] = setting("auto",
         "epochs between evaluations; 0: never; auto: four in a run, at least 20 steps apart, or "
         "`eval_steps`",
@@ -289,8 +273,6 @@ class TrainSection(StepSection):
         "lightning (4 steps without guidance, for a distilled base), or a LoRA for few steps "
         "(file, folder or hub id) that is added to the adapter in evaluations only",
         on_resume="may change", min_length=1)
-    eval_noise_samples: int = setting(2, "noises per held-out pair and part of the noise levels",
-        on_resume="may change", older=("train.eval_noises",), ge=1)
     eval_images: int = setting(2, "held-out pairs to edit at each evaluation",
         on_resume="may change", older=("train.eval_pictures",), ge=0)
     samples: list[TrainSample] = setting(
@@ -352,16 +334,6 @@ class CacheSection(Section):
         "images or image sets per encoder batch; changes the last bits; auto: 1 on a CPU, up to 4 "
         "on a GPU",
         on_resume="may change")
-    prefetch: int = setting(4, "samples whose images precompute reads ahead",
-        on_resume="recomputed", older=("cache.decode_ahead",), ge=0)
-    share_prompt_prefix: bool = setting(
-        True, "encode system prompt and images once for all prompts on them",
-        on_resume="may change", older=("cache.prompt_prefix",))
-    vae_2d: bool = setting(
-        True, "run the VAE as 2-D convolutions: equal to rounding, 2.6 times less work",
-        on_resume="may change")
-    verify: bool = setting(True, "precompute checks each cached entry once before it reuses it",
-        on_resume="recomputed")
     encoder_id: str | None = setting(
         None, "id of the encoders to read entries of, if there are several",
         on_resume="must match", compared_as="encoders", older=("cache.identity",))

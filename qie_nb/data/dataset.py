@@ -34,7 +34,9 @@ class ImageDataset(Dataset):
     def __init__(self,
         config, # folder, `Config`, its `data` section, or a flat dict (`dataset_path`, `cache_dir`, ...)
         samples=None, # `Sample`s, instead of searching `dataset_path`
+        strict:bool=False, # is an unreadable image an error? Its sample is skipped otherwise
     ):
+        self.strict = strict
         if isinstance(config, (str, Path)): config = dict(dataset_path=str(config))
         path = config.get("dataset_path") if isinstance(config, dict) else None
         if hasattr(path, "column_names"): # a `datasets.Dataset`
@@ -43,7 +45,7 @@ class ImageDataset(Dataset):
         self.config, cache, self.seed, self.cache_identity = _dataset_config(config)
         with collector_paused():
             self.found = config_samples(self.config) if samples is None else samples
-            self.samples, self.sizes, self.skipped = usable(self.found, self.config.strict)
+            self.samples, self.sizes, self.skipped = usable(self.found, strict)
         self.cache = EmbeddingCacheManager(*cache) if cache else None
         self.epoch, self.areas, self.cached_only, self._masks = 0, {}, False, {}
         self.refresh()
@@ -377,9 +379,9 @@ def drop_unreadable(self:ImageDataset):
 # %% ../../nbs/data/06_dataset.ipynb #d450cd02
 @patch
 def drop(self:ImageDataset, bad:dict): # {i: reason}
-    "Skip samples and print why. Raises ValueError if none is left, or with `data.strict`."
+    "Skip samples and print why. Raises ValueError if none is left, or with `strict`."
     if not bad: return
-    if self.config.strict or len(bad) == len(self): raise ValueError(next(iter(bad.values())))
+    if self.strict or len(bad) == len(self): raise ValueError(next(iter(bad.values())))
     self.skipped += [(self.samples[i].id, why) for i, why in bad.items()]
     self.samples, self.sizes = ([x for i, x in enumerate(held) if i not in bad]
                                 for held in (self.samples, self.sizes))

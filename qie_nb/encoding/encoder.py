@@ -74,7 +74,7 @@ class Encoder:
     def identity(self) -> dict: return self.components.identity()
 
     @property
-    def switches(self) -> dict: # settings of `cache` that change results by rounding, and no key
+    def switches(self) -> dict: # what changes results by rounding, and no key
         return dict(vae_2d=self.vae_2d, share_prompt_prefix=self.share_prefix,
                     batch_size=self.requested_batch_size)
 
@@ -85,17 +85,19 @@ class Encoder:
 
 # %% ../../nbs/encoding/02_encoder.ipynb #6b159971
 _reported = set() # folders: once in a process
+_SWITCHES = dict(vae_2d="`vae_2d` of the encoder", share_prompt_prefix="`share_prefix` of the encoder",
+                 batch_size="`cache.batch_size`")
 
 @patch
 def report_switches(self:Encoder):
-    "Print which settings differ from those that the cache was first filled with."
+    "Print which switches differ from those that the cache was first filled with."
     if self.cache is None or self.cache.cache_dir in _reported: return
     _reported.add(self.cache.cache_dir)
     first = self.cache.identities().get(identity_id(self.identity), {}).get("switches", {})
-    for setting, value in self.switches.items():
-        if first.get(setting, value) == value: continue
-        print(f"`cache.{setting}` is {value}, but cache {str(self.cache.cache_dir)!r} was first filled "
-              f"with {first[setting]}; its entries are kept (they differ by rounding), `qie-nb cache clear` "
+    for name, value in self.switches.items():
+        if first.get(name, value) == value: continue
+        print(f"{_SWITCHES[name]} is {value}, but cache {str(self.cache.cache_dir)!r} was first filled "
+              f"with {first[name]}; its entries are kept (they differ by rounding), `qie-nb cache clear` "
               "removes them")
 
 @patch

@@ -231,7 +231,7 @@ def _encode(dataset, encoder, missing, read, report) -> int: # samples completed
         try: encoder.encode_missing(dataset, missing, read); return len(missing)
         except ImageChanged as e: reason = str(e) # replaced just now: its keys are new, so try again
         except ValueError as e:
-            if dataset.config.strict: raise
+            if dataset.strict: raise
             if len(missing) > 1:
                 return sum(_encode(dataset, encoder, {i: dataset.missing(i)}, read, report) for i in missing)
             reason = str(e); break

@@ -23,7 +23,7 @@ from .drift import COLUMNS as DRIFT, say_drift, short_text
 from .eval_images import (
     drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, numbers, render_eval_images)
 from .validation_loss import (
-    PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
+    NOISES, PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
 from ..lora.adapters import WEIGHT_NAME, active_loras, find_lora, lora_info, use_loras
 from ..lora.mixing import keep_trainable
 from ..sampling.cached_edits import is_available
@@ -222,7 +222,7 @@ def plan(self:EvaluationCallback, t) -> EvalWork:
     parts += [f"loss of {pairs} pair{'s' * (pairs > 1)}"] * bool(pairs)
     which = "final evaluation" if t.state.stop == "done" else "evaluation"
     if not t.global_step: which = "evaluation before the first step"
-    batches = -(-pairs // t.config.data.batch_size) * c.eval_noise_samples
+    batches = -(-pairs // t.config.data.batch_size) * NOISES
     passes = -(-n // every) * sampled.steps * sampled.passes
     passes += -(-batches // every) * len(PARTS) * (1 + self.exchange(t))
     work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)

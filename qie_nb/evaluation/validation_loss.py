@@ -87,11 +87,13 @@ COLUMNS = ("held_out_loss", "held_out_loss_low", "held_out_loss_high", "held_out
            *(f"held_out_loss/{p}" for p in PARTS), "held_out_pairs")
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #e5c37201
+NOISES = 2 # per pair and part of the noise levels: each costs a pass per part, and pairs vary more
+
 @dataclass(frozen=True)
 class ValidationLoss:
     "Losses of held-out pairs at fixed noise."
     losses: dict # {sample id: [loss, then that of each bin in `PARTS`]}
-    noises: int = 2 # per pair
+    noises: int = NOISES # per pair
 
     @property
     def interval(self) -> Interval: return confidence_interval([v[0] for v in self.losses.values()])
@@ -132,7 +134,7 @@ def compare_losses(
     both = [i for i in a.losses if i in b.losses]
     if a.noises != b.noises or not both:
         raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise "
-                         "samples per pair; use the same pairs and the same `train.eval_noise_samples`")
+                         "samples per pair; use the same pairs and the same `noises`")
     return LossChange(*confidence_interval([b.losses[i][0] - a.losses[i][0] for i in both]), len(both))
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #046a59a8
@@ -184,12 +186,12 @@ def load_pairs(trainer, dataset, which, partner=None): # a batch; partner: whose
 def held_out_loss(
     trainer,
     dataset, # `ImageDataset` of held-out pairs
-    noises:int=None, # per pair; default `train.eval_noise_samples`
+    noises:int=NOISES, # per pair
     exchange:bool=False, # with the control images of other pairs? Pairs without such a partner are left out
 ) -> ValidationLoss:
     "Loss of each pair at its fixed noise. Raises `StopRequested`."
     transformer, c = trainer._transformer(), trainer.config
-    noises, check = noises or c.train.eval_noise_samples, StopCheck(trainer, len(PARTS))
+    check = StopCheck(trainer, len(PARTS))
     batches = BucketBatchSampler(dataset, c.data.batch_size, shuffle=False).batches()
     work = shares(len(batches) * noises, trainer)
     sums, last = torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device), None

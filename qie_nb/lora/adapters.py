@@ -68,7 +68,8 @@ def add_lora(
     transformer.requires_grad_(False)
     config = LoraConfig(
         r=settings.r, lora_alpha=settings.lora_alpha or settings.r, lora_dropout=settings.lora_dropout,
-        target_modules=target_modules(settings.target_modules), init_lora_weights=settings.init_lora_weights,
+        target_modules=target_modules(settings.target_modules),
+        init_lora_weights="gaussian", # as diffusers' scripts; B is zero
         use_rslora=settings.use_rslora, use_dora=settings.use_dora)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

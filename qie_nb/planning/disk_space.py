@@ -49,8 +49,6 @@ def run_items(config, q) -> list: # of `Item`
     best = bool(c.val_fraction or c.val_path)
     size = (c.keep_checkpoints + best + 1) * one
     why = f"`train.keep_checkpoints` {c.keep_checkpoints}" + ", the best" * best
-    if c.checkpoint_budget_gb and (most := int(c.checkpoint_budget_gb * 1e9) + one) < size:
-        size, why = most, f"`train.checkpoint_budget_gb` {c.checkpoint_budget_gb:g}"
     why += f" and one being written, {one / 1e6:.0f} MB each"
     return [Item("checkpoints", max(0, size - used_bytes(root)), root, why, "checkpoints"),
             Item("adapter", _adapter_bytes(q), Path(c.output_dir), "float32", "checkpoints"),
@@ -156,7 +154,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     folder = cache.cache_dir if cache else Path(dirs[-1])
     cached, cached_table = _cached(cache, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
     masks = config.data.edit_mask == "auto"
-    sizes = [sample_bytes(s, q, config.cache.share_prompt_prefix, masks) for s in samples]
+    sizes = [sample_bytes(s, q, masks=masks) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
     table = table_bytes(config, q, len({s.target for s in samples}) or 1)
     dtype = "float32" if q.base_bytes == 4 else "bfloat16"
@@ -222,7 +220,7 @@ class DiskPlan:
 _gb = lambda n: f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 _REMEDIES = dict(downloads="attach the model as an input and give its folder",
-                 checkpoints="set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`",
+                 checkpoints="set `train.keep_checkpoints` 1",
                  cache="attach a filled cache (`cache.cache_dir: [attached, own]`)",
                  **{"remote shards": "set `cache.remote_copy_gb` lower, or QIE_NB_REMOTE_COPY to another disk"},
                  logs="set `logging.log_images_every` higher")

@@ -172,8 +172,7 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
                       f"(`model.text_encoder_quantize`, `model.quantize` {advised('4 bits')})")
             return [Finding("host memory", value, "error", remedy)]
     if m.memory >= LEAST: return [Finding("host memory", value)]
-    remedy = ("loading the real model needs 12 GB; keep `data.num_workers` 0 and `cache.prefetch` 0, and "
-              "offload nothing")
+    remedy = "loading the real model needs 12 GB; offload nothing"
     return [Finding("host memory", value, "warning" if large or not c else "note", remedy)]
 
 # %% ../../nbs/planning/04_doctor.ipynb #a3873a02
@@ -281,11 +280,11 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
                     "`cache.cache_dir`, which will be filled again, or attach this model's cache")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
-def _pairs_findings(name, where, read, strict, fit=False) -> list: # fit: also look at a few pairs?
+def _pairs_findings(name, where, read, fit=False) -> list: # fit: also look at a few pairs?
     from qie_nb.data.samples import usable
     try:
         found = read()
-        good, _, skipped = usable(found, strict)
+        good, _, skipped = usable(found)
     except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
     bad = f"{len(skipped)} of {len(found)} cannot be used"
     out = [Finding(name, bad, "warning", f"the first: {skipped[0][1]}")] if skipped else []
@@ -311,7 +310,7 @@ def grid_findings(c:Config) -> list: # do the pairs' token grids have the same p
     try:
         areas = model_areas(name, model_facts(name)[1], d)
         g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"], d.match_grids)
-        found = grid_summary(usable(config_samples(d), d.strict)[1], g)
+        found = grid_summary(usable(config_samples(d))[1], g)
     except (ValueError, OSError): return [] # reported with the pairs or the model
     what, _, remedy = found.partition("; ")
     return [Finding("token grids", what, "warning", remedy)] if found else []
@@ -320,7 +319,7 @@ def data_findings(c:Config) -> list: # the pairs, the validation pairs and the u
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
     def of(name, where, read, *fit):
-        return _pairs_findings(name, where, read, data.strict, *fit) if where else []
+        return _pairs_findings(name, where, read, *fit) if where else []
     named = data.dataset_path or data.target_dir or data.control_dir
     return [*of("data set", named, lambda: config_samples(data), True),
             *of("validation pairs", path, lambda: config_samples(data, path)),

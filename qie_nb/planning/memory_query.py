@@ -86,7 +86,7 @@ def _settings(c, base_bytes) -> dict:
     t, s, names = c.train, c.model.lora, target_modules(c.model.lora.target_modules)
     return dict(targets=names if isinstance(names, str) else tuple(names), r=s.r, dora=s.use_dora,
                 dropout=s.lora_dropout, checkpointing=t.gradient_checkpointing,
-                adapter_bytes=4 if t.adapter_dtype == "float32" else base_bytes,
+                adapter_bytes=base_bytes,
                 compiled=bool(t.compile) and t.mixed_precision != "fp16", block_swap=t.blocks_to_swap,
                 offload=t.offload_activations, devices=max(1, len(t.model_parallel_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay))

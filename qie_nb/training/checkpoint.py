@@ -156,17 +156,11 @@ def _remove(folder): # renamed first: a kill may leave half of it
     if old != folder: shutil.rmtree(old, ignore_errors=True); os.rename(folder, old)
     old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
-def keep_newest(
-    root, n:int,
-    budget_gb:float=None, # 1e9 bytes that they may take together; the newest always stays
-) -> list: # names of the removed
+def keep_newest(root, n:int) -> list: # names of the removed
     "Remove checkpoints, except the last `n` complete ones and the best."
     root, found = Path(root), complete_checkpoints(root)
     best = named_checkpoint(root, "best")
-    size = lambda d: sum(p.stat().st_size for p in d.iterdir())
     kept = [d for d in found if d in found[-n:] or d == best]
-    for d in sorted(kept[:-1], key=lambda d: d == best): # the best is removed last
-        if budget_gb and sum(map(size, kept)) > budget_gb * 1e9: kept.remove(d)
     gone = [d for d in _folders(root) if d not in kept and (d in found or d.name.startswith("."))]
     for d in gone: _remove(d)
     for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a killed save

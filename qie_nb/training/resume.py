@@ -15,8 +15,9 @@ from fastcore.basics import patch
 
 from ..config import BATCHES_PER_STEP, make_config
 from ..core.environment import detect_environment
+from ..core.removed_settings import REMOVED
 from ..core.section import Setting, all_settings
-from ..core.settings import value_of
+from ..core.settings import Role, value_of
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
 from ..data.samples import split_held_out
@@ -41,6 +42,11 @@ def with_role(
 ) -> list[Setting]:
     "The settings that a resume treats in this way."
     return [s for s in all_settings() if s.role.on_resume == on_resume]
+
+def removed_but_compared() -> list[Setting]:
+    "The removed settings that must match: today's value is their default."
+    return [Setting(name, gone.default, gone.instead, Role("must match", older=gone.older))
+            for name, gone in REMOVED.items() if gone.on_resume == "must match"]
 
 def plain_default(
     setting:Setting,
@@ -73,6 +79,8 @@ def settings_metadata(
         used = all(value_of(plain, k) == v for k, v in s.role.only_with.items())
         if used and not s.role.compared_as:
             out[s.name] = value_of(plain, s.name)
+    for s in removed_but_compared():
+        out[s.name] = plain_default(s)
     out["model.lora.lora_alpha"] = out["model.lora.lora_alpha"] or out["model.lora.r"]
     out["model.lora.target_modules"] = layers if isinstance(layers, str) else sorted(layers)
     return out | {
@@ -110,14 +118,14 @@ def todays_facts(
 ) -> dict: # with today's names
     "The settings of an older checkpoint's fingerprint by today's names."
     names = dict(_VERSION_1)
-    for s in with_role("must match"):
+    for s in with_role("must match") + removed_but_compared():
         for name in (s.name, *s.role.older):
             names[name] = s.role.compared_as or s.name
     return {names.get(k, k): v for k, v in settings.items()}
 
 def unset_then() -> dict: # {dotted name: default}
     "What a run did whose checkpoint lacks a setting that must match."
-    return {s.name: plain_default(s) for s in with_role("must match")
+    return {s.name: plain_default(s) for s in with_role("must match") + removed_but_compared()
             if not s.role.compared_as and not s.role.only_with}
 
 def diff_runs(was:dict, now:dict) -> list: # one sentence each
@@ -256,8 +264,7 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
 # %% ../../nbs/training/05_resume.ipynb #55e92c01
 @patch
 def prune(self:RunResume):
-    c = self.config.train
-    if self.state.is_main: ckpt.keep_newest(self.root(), c.keep_checkpoints, c.checkpoint_budget_gb)
+    if self.state.is_main: ckpt.keep_newest(self.root(), self.config.train.keep_checkpoints)
 
 # %% ../../nbs/training/05_resume.ipynb #87e559f7
 @torch.no_grad()

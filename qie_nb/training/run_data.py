@@ -99,7 +99,7 @@ def make_loader(self:RunData,
     sampler, size = getattr(given, "batch_sampler", None), getattr(given, "batch_size", None)
     order = dict(batch_size=size or c.data.batch_size, seed=c.train.seed, shuffle=c.data.shuffle)
     if isinstance(sampler, BucketBatchSampler): order = {k: getattr(sampler, k) for k in order}
-    return loader(dataset, num_workers=getattr(given, "num_workers", c.data.num_workers), **order)
+    return loader(dataset, num_workers=getattr(given, "num_workers", 0), **order)
 
 # %% ../../nbs/training/06_run_data.ipynb #bd0003aa
 def used_fraction(state:dict): # of a checkpoint's state.json
@@ -174,8 +174,8 @@ def eval_data(self:RunData) -> ImageDataset: # or None
     "The images and prompts of `train.samples`; the first image stands for the target."
     if not (samples := samples_of(self.config)): return None
     # above 0, so that the empty prompt is cached, too; no caption is dropped
-    data = self.config.data.model_copy(update=_JUDGED | dict(caption_dropout_rate=1e-15, strict=True))
-    out = ImageDataset(self.config.model_copy(update=dict(data=data)), samples=samples)
+    data = self.config.data.model_copy(update=_JUDGED | dict(caption_dropout_rate=1e-15))
+    out = ImageDataset(self.config.model_copy(update=dict(data=data)), samples=samples, strict=True)
     out.cache = self.open_cache()
     self.set_geometry_and_identity(out)
     self.skip_bad_prompts(out)
@@ -185,7 +185,8 @@ def eval_data(self:RunData) -> ImageDataset: # or None
 @patch
 def subset(self:RunData, dataset, samples, **changes) -> ImageDataset:
     "Some samples of a data set, with the same cache entries."
-    out = ImageDataset(dataset.config.model_copy(update=changes), samples=samples)
+    config = dataset.config.model_copy(update=changes)
+    out = ImageDataset(config, samples=samples, strict=dataset.strict)
     for name in ("cache", "seed", "cache_identity", "areas", "cached_only", "_masks"):
         setattr(out, name, getattr(dataset, name))
     out.refresh(dataset.identity)
@@ -199,8 +200,8 @@ def encoder(self:RunData,
 ) -> Encoder:
     c, checked = self.config.cache, lambda d, own: check_device(str(d)) if d else own
     return Encoder(self.components, cache, checked(vae_device, self.vae_device),
-                   checked(text_device, self.text_device), c.share_prompt_prefix and not exact,
-                   c.vae_2d and not exact, c.batch_size)
+                   checked(text_device, self.text_device), share_prefix=not exact, vae_2d=not exact,
+                   batch_size=c.batch_size)
 
 # %% ../../nbs/training/06_run_data.ipynb #f99d6e01
 @patch
@@ -240,7 +241,7 @@ def cache_embeddings(self:RunData,
     self._say(dataset)
     with_table = whole and self.modulation is not None
     table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if with_table else ()
-    fill = partial(precompute, verify=c.cache.verify, prefetch=c.cache.prefetch)
+    fill = precompute
     if cluster is not None: # `auto` is the worker's device, not the one here
         named = dict(vae_device=c.cache.vae_encoder_device, text_device=c.cache.text_encoder_device)
         devices = {k: c.train.device if d == "auto" else d for k, d in named.items()}

@@ -176,7 +176,7 @@ def prepare_training(self:RunModulation,
     "Set up dtypes, checkpointing, compilation and several processes."
     tr, t, d = self.transformer(), self.config.train, self.device
     lora.assert_float32(tr)
-    lora.adapters_in_base_dtype(tr, t.adapter_dtype != "float32" and self.components.dtype != torch.float32)
+    lora.adapters_in_base_dtype(tr, self.components.dtype != torch.float32)
     wrapped = prepare_distributed(tr, accelerator)
     per_step = self.config.data.batch_size * t.gradient_accumulation_steps
     steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None

@@ -231,7 +231,7 @@ MUTATIONS = {
         Change("encoding/precompute", "check_space", "[*entries, *table]", "[*entries]")]),
     "strict ignored in precompute": Mutation(
         "tests/encoding/test_precompute.py::test_a_nan_skips_its_own_sample", [
-        Change("encoding/precompute", "_encode", "if dataset.config.strict: raise", "")]),
+        Change("encoding/precompute", "_encode", "if dataset.strict: raise", "")]),
     "validation pairs not precomputed": Mutation(
         "tests/test_cache.py::"
         "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [

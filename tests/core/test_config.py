@@ -8,8 +8,8 @@ from qie_nb.config import describe, load_config_from_yaml, make_config, older_na
 
 V1 = dict(model=dict(release_shards=False, table_steps=[8]), cache=dict(decode_ahead=2, prompt_prefix=False, identity="ab12", vision_windows=False),
           train=dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"], eval_noises=3, eval_pictures=1, mask_background=0.5, stop_after_nonfinite=7))
-TODAY = dict(model=dict(delete_downloaded_shards=False, modulation_table_steps=[8]), cache=dict(prefetch=2, share_prompt_prefix=False, encoder_id="ab12"),
-             train=dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"], eval_noise_samples=3, eval_images=1, mask_min_weight=0.5, max_nonfinite_steps=7))
+TODAY = dict(model=dict(delete_downloaded_shards=False, modulation_table_steps=[8]), cache=dict(encoder_id="ab12"),
+             train=dict(blocks_to_swap=True, model_parallel_devices=["cuda:0", "cuda:1"], eval_images=1, mask_min_weight=0.5))
 
 
 def test_version_1_yaml_gives_the_same_configuration(tmp_path):
@@ -18,7 +18,7 @@ def test_version_1_yaml_gives_the_same_configuration(tmp_path):
     today = make_config(TODAY)
     assert load_config_from_yaml(tmp_path/"v1.yaml") == load_config_from_yaml(tmp_path/"v1.json") == make_config(V1) == today != make_config()
     renamed = {f"{s}.{k}" for s, keys in V1.items() for k in keys}
-    assert {k for k in [*older_names(), "cache.vision_windows"] if k.split(".")[0] not in ("data", "training")} - renamed == {"train.ode_integration_steps"}
+    assert {k for k in older_names() if k.split(".")[0] not in ("data", "training")} - renamed == {"train.ode_integration_steps"}
 
 
 def test_aliases_lead_to_known_settings():
@@ -27,8 +27,8 @@ def test_aliases_lead_to_known_settings():
 
 
 def test_todays_spelling_wins_over_an_older_one():
-    c = make_config(dict(train=dict(eval_pictures=1, eval_images=2), training=dict(eval_noises=5, batch_size=3), data=dict(batch_size=2)))
-    assert (c.train.eval_images, c.train.eval_noise_samples, c.data.batch_size) == (2, 5, 2)
+    c = make_config(dict(train=dict(eval_pictures=1, eval_images=2), training=dict(mask_background=0.5, batch_size=3), data=dict(batch_size=2)))
+    assert (c.train.eval_images, c.train.mask_min_weight, c.data.batch_size) == (2, 0.5, 2)
 
 
 def test_translations_are_reported_once(capsys, monkeypatch):

@@ -18,6 +18,7 @@ from qie_nb.lora.mixing import merge_lora, unmerge_lora
 from qie_nb.models.quantize import quantize
 from qie_nb.planning.memory_query import MemoryQuery
 from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training import stopping
 
 from helpers import OnStep, close_images, settings
 from small_transformer import OnOperation, adapted, base, call, far, slow
@@ -210,8 +211,9 @@ def test_training_gives_float32s_losses(pairs, tmp_path):
     with pytest.raises(ValueError, match="products in float16"): again.fit()
 
 
-def test_a_run_with_nan_names_the_block(pairs, tmp_path, capsys):
-    trainer = run(pairs(), tmp_path, "fp16", train=dict(max_nonfinite_steps=2))
+def test_a_run_with_nan_names_the_block(pairs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(stopping, "MAX_NONFINITE_STEPS", 2)
+    trainer = run(pairs(), tmp_path, "fp16")
     trainer.set_lora()
     trainer.transformer.transformer_blocks[0].attn.to_add_out.bias.data[3] = float("nan")
     trainer.fit()

@@ -76,7 +76,8 @@ def test_one_encoder_gives_what_a_fresh_one_gives(variant):
 
 # --- the job
 def data_set(root, cache, **kw):
-    return ImageDataset(dict(dataset_path=str(root), cache_dir=str(cache), image_size=[64, 64], use_cache=True, caption_dropout_rate=0.1) | kw)
+    strict = kw.pop("strict", False)
+    return ImageDataset(dict(dataset_path=str(root), cache_dir=str(cache), image_size=[64, 64], use_cache=True, caption_dropout_rate=0.1) | kw, strict=strict)
 def encoder_of(dataset, variant="2511", **kw): return Encoder(Components(str(tiny_folder(variant))), dataset.cache, **kw)
 def run(root, cache, prefetch=4, strict=False, **kw):
     dataset = data_set(root, cache, strict=strict)
@@ -307,21 +308,22 @@ def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored, capsys):
 
 
 # --- settings that are in no key
-def test_settings_that_change_entries_by_rounding_are_reported_on_a_filled_cache(root, tmp_path, monkeypatch, capsys):
+def test_settings_that_change_entries_by_rounding_are_reported_on_a_filled_cache(root, tmp_path, monkeypatch, capsys, encoders_with):
     "By precompute and by training, once in a process; not for a cache that an older version filled."
     from helpers import settings
     from qie_nb.encoding import encoder
     from qie_nb.trainer import QwenImageEditTrainer
-    def said(again=True, fit=False, folder="cache", **cache):
+    def said(again=True, fit=False, folder="cache", vae_2d=True, share_prefix=True, **cache):
+        encoders_with(vae_2d=vae_2d, share_prefix=share_prefix)
         if again: encoder._reported.clear() # a new process
         trainer = QwenImageEditTrainer(settings(root, tmp_path, cache=dict(cache_dir=str(tmp_path/folder)) | cache, train=dict(max_train_steps=1)))
         trainer.fit() if fit else trainer.cache_embeddings()
         return [l for l in capsys.readouterr().out.splitlines() if "was first filled with" in l]
     assert said() == said() == []
     line, = said(vae_2d=False)
-    assert line == (f"`cache.vae_2d` is False, but cache {str(tmp_path/'cache')!r} was first filled with True; its entries are kept (they differ by rounding), "
+    assert line == (f"`vae_2d` of the encoder is False, but cache {str(tmp_path/'cache')!r} was first filled with True; its entries are kept (they differ by rounding), "
                     "`qie-nb cache clear` removes them")
-    assert len(said(fit=True, share_prompt_prefix=False, batch_size=2)) == 2 and said(again=False, vae_2d=False) == [] and said() == []
+    assert len(said(fit=True, share_prefix=False, batch_size=2)) == 2 and said(again=False, vae_2d=False) == [] and said() == []
     assert said(fit=True, folder="lazy") == [] and len(said(folder="lazy", vae_2d=False)) == 1, "filled by training"
     manifest = tmp_path/"cache"/"manifest.json"
     known = json.loads(manifest.read_text())

@@ -207,7 +207,7 @@ def test_a_cache_of_another_model_is_not_used(checked):
 # ---- warnings ----
 
 EMULATED = ("warning", "^set `train.mixed_precision` auto")
-FEW = ("warning", "12 GB.*`data.num_workers` 0 and `cache.prefetch` 0")
+FEW = ("warning", "12 GB; offload nothing")
 SECRET = ("warning", r'hub limits downloads without .*Kaggle: Add-ons > Secrets.*os.environ\["HF_TOKEN"\] = \w+\(\).secret\("HF_TOKEN", ask=True\)')
 
 RUNS_OUT = ("warning", r"set .*`model.text_encoder_quantize` nf4.*config\(\)")

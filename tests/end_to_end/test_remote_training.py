@@ -9,6 +9,7 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.core import remote_shards
 from qie_nb.core.cache_layers import INDEX
 from qie_nb.core.remote_shards import RemoteCacheError
+from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import PATIENCE, settings, slow, write_pairs
@@ -34,8 +35,11 @@ def copies(tmp_path, monkeypatch):
 
 
 def run(known, out, cache, workers=0):
-    c = settings(known/"set", out, train=dict(max_train_steps=STEPS), data=dict(num_workers=workers), cache=dict(cache_dir=[str(d) for d in cache]))
-    return lora_state(QwenImageEditTrainer(c).fit().transformer)
+    c = settings(known/"set", out, train=dict(max_train_steps=STEPS), cache=dict(cache_dir=[str(d) for d in cache]))
+    t = QwenImageEditTrainer(c)
+    d, given = t.config.data, None
+    if workers: given = loader(ImageDataset(t.config), batch_size=d.batch_size, seed=t.config.train.seed, shuffle=d.shuffle, num_workers=workers)
+    return lora_state(t.fit(given).transformer)
 
 
 def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -38,10 +38,11 @@ def test_old_keys_give_todays_configuration(run, capsys, monkeypatch):
     c = load_config_from_yaml("run.yaml")
     assert (c.model.modulation_table_steps, c.model.delete_downloaded_shards) == ([6], True)
     t = c.train
-    assert (t.blocks_to_swap, t.model_parallel_devices, t.eval_noise_samples, t.eval_images, t.mask_min_weight, t.max_nonfinite_steps) == (False, [], 3, 0, 0.25, 7)
-    assert (c.cache.prefetch, c.cache.share_prompt_prefix) == (1, True)
+    assert (t.blocks_to_swap, t.model_parallel_devices, t.eval_images, t.mask_min_weight) == (False, [], 0, 0.25)
     printed = capsys.readouterr().out
-    for key in ("model.table_steps", "train.eval_noises", "train.mask_background", "cache.decode_ahead"): assert key in printed
+    for key in ("model.table_steps", "train.mask_background"): assert f"{key} -> " in printed
+    for key in ("train.eval_noises", "train.stop_after_nonfinite", "cache.decode_ahead"): assert f"{key} has no effect any more (" in printed
+    for key in ("cache.prompt_prefix", "cache.vision_windows"): assert key not in printed, "removed, with its default"
 
 
 def old_config():

@@ -18,7 +18,7 @@ from qie_nb.trainer import QwenImageEditTrainer as Trainer
 from test_mixing import LIGHTNING_NAME, write
 
 NAME = LIGHTNING_NAME
-EVERY = dict(eval_steps=1, eval_noise_samples=1, eval_images=1, eval_at_start=True, max_train_steps=2, val_fraction=0.3)
+EVERY = dict(eval_steps=1, eval_images=1, eval_at_start=True, max_train_steps=2, val_fraction=0.3)
 
 
 @pytest.fixture(scope="module")

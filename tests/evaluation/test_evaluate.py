@@ -52,7 +52,7 @@ def world(tmp_path_factory):
 
 
 def config_in(world, out, styles=False, **sections):
-    train = dict(output_dir=str(out), val_path=str(world/"val"), eval_num_inference_steps=2, eval_images=2, eval_noise_samples=1, max_train_steps=4)
+    train = dict(output_dir=str(out), val_path=str(world/"val"), eval_num_inference_steps=2, eval_images=2, max_train_steps=4)
     if styles: train["test_image_dir"] = str(world/"test")
     return settings(world/"set", Path(out), **merged(dict(train=train, cache=dict(cache_dir=str(world/"cache"))), sections))
 
@@ -71,7 +71,7 @@ def pristine(world, tmp_path):
 @pytest.fixture
 def trainer(made):
     "With an adapter, an encoded cache and held-out pairs."
-    t = Trainer(made(train=dict(eval_noise_samples=2)))
+    t = Trainer(made())
     t.make_loader()
     t.set_lora()
     torch.manual_seed(5)
@@ -155,7 +155,7 @@ def test_an_interval_needs_three_pairs_and_a_comparison_the_same_noise():
     said = {n: f"{several(n, 1.)} {compare_losses(several(n, 1.), several(n, 0.5))}" for n in (2, 3)}
     assert "interval" not in said[2] and said[2].endswith("-0.5000 (too few pairs to judge)")
     assert "interval" in said[3] and said[3].endswith("better")
-    with pytest.raises(ValueError, match="same `train.eval_noise_samples`"): compare_losses(pair(1.), pair(1., 3))
+    with pytest.raises(ValueError, match="the same `noises`"): compare_losses(pair(1.), pair(1., 3))
 
 
 def state_of(t):

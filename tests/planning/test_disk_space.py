@@ -29,7 +29,7 @@ def quota(monkeypatch, tmp_path):
 def test_fit_refuses_checkpoints_that_do_not_fit(trained_run, tmp_path, quota, built):
     quota(100_000_000)
     make = lambda keep: QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(keep_checkpoints=keep, num_epochs=keep, eval_steps=None, val_fraction=0)))
-    with pytest.raises(DiskFull, match=r"quota 0\.1 GB: .*set `train.keep_checkpoints` 1, or `train.checkpoint_budget_gb`.*Nothing was written"):
+    with pytest.raises(DiskFull, match=r"quota 0\.1 GB: .*set `train.keep_checkpoints` 1 .*Nothing was written"):
         make(100).fit()
     assert not (tmp_path/"checkpoints/latest").exists() and "QwenImageTransformer2DModel" not in built
     assert make(1).fit().global_step == 5

@@ -64,7 +64,7 @@ def test_a_good_machine_has_no_findings(check):
     (dict(gpus=()), "GPU", "error", "Accelerator > GPU T4 x2"),
     (dict(gpus=(), cuda=None), "GPU", "error", "built without CUDA"),
     (dict(free=lambda folder: 2 * GB), "disk: working folder", "warning", "remove files, or attach a filled cache"),
-    (dict(memory=8 * GB), "host memory", "warning", "keep `data.num_workers` 0 .* and offload nothing"),
+    (dict(memory=8 * GB), "host memory", "warning", "needs 12 GB; offload nothing"),
     (dict(online=False), "internet", "error", "switch Internet on .*or attach the model as an input"),
     (dict(token=False), "secret HF_TOKEN", "warning", r'Add-ons > Secrets.*os.environ\["HF_TOKEN"\]'),
     (having(torchvision=None), "torchvision", "error", "pip install torchvision"),

@@ -540,13 +540,13 @@ ONE_SETTING = dict(
     data=dict(batch_size=[2, 7], control_area=[2**18, 2**21], vl_area=[2**16, 2**20],
               edit_mask=["auto"]),
     train=dict(gradient_checkpointing=[False, "selective"], compile=[True, False],
-               adapter_dtype=["base", "float32"], blocks_to_swap=[True], offload_activations=[True],
+               blocks_to_swap=[True], offload_activations=[True],
                model_parallel_devices=[["cuda:0", "cuda:1"]],
                mixed_precision=["bf16", "fp16", "no"],
                ema_decay=[0.99], num_processes=[1, 2], gradient_accumulation_steps=[4],
-               max_train_steps=[2000], keep_checkpoints=[5], checkpoint_budget_gb=[0.5],
+               max_train_steps=[2000], keep_checkpoints=[5],
                val_fraction=[0.1]),
-    cache=dict(vae_encoder_device=["cpu"], share_prompt_prefix=[False], use_cache=[False]))
+    cache=dict(vae_encoder_device=["cpu"], use_cache=[False]))
 
 
 def setting_plans() -> dict:
@@ -626,9 +626,7 @@ RUNS = { # what a case adds to the defaults
     "dropout": dict(model=dict(lora=dict(lora_dropout=0.1)), train=dict(max_train_steps=900)),
     "fp16": dict(train=dict(mixed_precision="fp16")),
     "fp16, compiled": dict(train=dict(mixed_precision="fp16", compile=True)),
-    "fp16, adapter float32": dict(train=dict(mixed_precision="fp16", adapter_dtype="float32")),
     "bf16": dict(train=dict(mixed_precision="bf16")),
-    "bf16, adapter float32": dict(train=dict(mixed_precision="bf16", adapter_dtype="float32")),
     "float32": dict(train=dict(mixed_precision="no")),
     "two devices": dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"])),
     "two devices, block swap": dict(

@@ -14,7 +14,7 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
-EVALUATED = dict(val_fraction=0.2, eval_noise_samples=1, eval_images=0)
+EVALUATED = dict(val_fraction=0.2, eval_images=0)
 
 
 @pytest.fixture(scope="module")
@@ -279,8 +279,9 @@ def test_a_skipped_step_survives_a_resume(world, tmp_path):
 
 
 @pytest.mark.parametrize("every, ends", [(1, 5), slow(4, 8)])
-def test_it_stops_after_several_in_a_row_with_the_last_good_state(every, ends, world, tmp_path):
-    train = dict(max_train_steps=40, max_nonfinite_steps=3, save_steps=None)
+def test_it_stops_after_several_in_a_row_with_the_last_good_state(every, ends, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "MAX_NONFINITE_STEPS", 3)
+    train = dict(max_train_steps=40, save_steps=None)
     t = poison(world.trainer(tmp_path, StopAt(2), train=train, logging=dict(log_every=every)), set(range(3, 99))).fit()
     good = of_step(tmp_path, 2)
     t.fit()
@@ -307,14 +308,6 @@ def test_the_newest_and_the_best_are_kept(best, n, left, world, tmp_path):
     if best: (root/"best").write_text(f"step_{best:08d}")
     gone = keep_newest(root, n)
     assert kept(tmp_path) == left and len(gone) == 8 - len(left)
-
-
-@pytest.mark.parametrize("best, budget, left", [(None, 3.5, {6, 7, 8}), (None, 0.5, {8}), (3, 2.5, {3, 8})])
-def test_a_budget_of_bytes_is_kept_and_the_newest_stays(best, budget, left, world, tmp_path):
-    root = shutil.copytree(world.whole/"checkpoints", tmp_path/"checkpoints")
-    if best: (root/"best").write_text(f"step_{best:08d}")
-    keep_newest(root, 100, budget * sum(p.stat().st_size for p in latest(tmp_path).iterdir()) / 1e9)
-    assert kept(tmp_path) == left
 
 
 def test_nothing_is_removed_before_the_newer_one_is_complete(world, tmp_path, monkeypatch):

@@ -233,7 +233,7 @@ def test_time_continues_after_a_stop(trained_run, tmp_path):
 
 
 def test_the_curve_goes_on_in_another_folder_and_not_from_another_run(pairs, tmp_path):
-    root, held = pairs(((48, 32),) * 10), dict(eval_steps=2, eval_noise_samples=1, eval_images=0, save_steps=2)
+    root, held = pairs(((48, 32),) * 10), dict(eval_steps=2, eval_images=0, save_steps=2)
     def points(folder, **train):
         panel = TrainingPanel()
         QwenImageEditTrainer(settings(root, tmp_path/folder, train=held | train, cache=dict(cache_dir=str(tmp_path/"cache"))), [panel]).fit()
