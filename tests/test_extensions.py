@@ -1,18 +1,27 @@
-"""A quantization and an optimizer that are defined here, outside of the library, work like its own."""
+"""A quantization, an optimizer and a variant that are defined here, outside of the library, work like its own."""
+import json
+
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from qie_nb.config import describe, make_config
 from qie_nb.core import registry
 from qie_nb.core.registry import registered
+from qie_nb.models.components import Components
 from qie_nb.models.quantizations.base import QUANTIZATIONS, Quantization, frozen, quantization_of
 from qie_nb.models.quantize import held_bytes, quantize_linear
+from qie_nb.models.variants.base import VARIANTS, PromptTemplate
+from qie_nb.models.variants.v2509 import V2509
 from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, layer_bytes, numbers, optimizer_bytes
 from qie_nb.planning.plan import plan
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.optimizers.base import OPTIMIZERS, Optimizer, rates
+from qie_nb.tiny.random_models import tiny_folder
 from helpers import adapters_equal
+
+IMAGE = Image.effect_noise((48, 40), 80).convert("RGB")
 
 
 class SixLinear(nn.Linear):
@@ -73,8 +82,22 @@ class Momentum(Optimizer):
         return 4 * torch.Size(shape).numel()
 
 
+class Other(V2509):
+    "2509 with another template, of which fewer tokens are dropped."
+    name = "other"
+    image_words = 9
+
+    def edit_template(self):
+        theirs = super().edit_template()
+        text = theirs.text.replace("Describe the key features", "Describe key the features")
+        assert text != theirs.text
+        return PromptTemplate(text, theirs.dropped - 3)
+
+    def prompt_tokens(self, controls=1, area=None): return super().prompt_tokens(controls, area) + 1000
+
+
 SETTINGS = dict(model=dict(quantize="six"), optimizer=dict(name="momentum", lr=0.1))
-TABLES = [("quantization", Six, QUANTIZATIONS), ("optimizer", Momentum, OPTIMIZERS)]
+TABLES = [("quantization", Six, QUANTIZATIONS), ("optimizer", Momentum, OPTIMIZERS), ("variant", Other, VARIANTS)]
 
 
 def withdraw():
@@ -89,7 +112,7 @@ withdraw() # this file is read by every process that collects tests
 
 @pytest.fixture(scope="module", autouse=True)
 def registered_again():
-    for cls in (Six, Momentum): cls.__init_subclass__()
+    for _, cls, _ in TABLES: cls.__init_subclass__()
     yield
     withdraw()
 
@@ -155,3 +178,66 @@ def test_a_checkpoint_and_its_card_name_them(trained_run, tmp_path):
     trainer.save_lora(tmp_path/"lora")
     text = (tmp_path/"lora"/"README.md").read_text()
     assert "| model.quantize | six |" in text and "| optimizer.name | momentum |" in text
+
+
+# --- a variant
+@pytest.fixture(scope="module")
+def other(trained_run, registered_again):
+    "Settings of a run with the variant, whose model folder is the library's 2509."
+    def settings(folder, **train):
+        model = dict(pretrained_model_name_or_path=str(tiny_folder("2509")), variant="other")
+        cache = dict(cache_dir=str(folder.parent/"cache")) # the fixture's belongs to another model
+        return trained_run.settings(folder, model=model, cache=cache, train=dict(max_train_steps=2, save_steps=2, eval_images=0) | train)
+    return settings
+
+
+def test_a_variant_is_named_in_the_settings_and_not_found_by_itself(tmp_path):
+    assert make_config(dict(model=dict(variant="other"))).model.variant == "other"
+    assert {n: text for n, _, text in describe()}["model.variant"].endswith("also other")
+    with pytest.raises(ValueError, match="`model.variant` must be 'auto'"): make_config(dict(model=dict(variant="another")))
+    assert Components(str(tiny_folder("2509"))).variant.name == "2509"
+    assert Components(str(tiny_folder("2509")), variant="other").variant.name == "other"
+    with pytest.raises(ValueError, match="`model.variant` is other, but .* is v1"): Components(str(tiny_folder("v1")), variant="other")
+
+
+def test_a_template_changes_embeddings_and_their_keys_only():
+    own, plus = (Components(str(tiny_folder("2509")), variant=v).identity() for v in ("other", "2509"))
+    assert {k for k in own if own[k] != plus[k]} == {"variant", "template"}
+
+
+def test_the_plan_counts_its_prompts():
+    shown = [plan("Qwen/Qwen-Image-Edit-2509", "RTX 4090", 512, dict(model=dict(variant=v))) for v in ("other", "auto")]
+    assert shown[0].asked.query.text == shown[1].asked.query.text + 1000 and shown[0].asked.total > shown[1].asked.total
+
+
+@pytest.mark.bits
+def test_a_variant_trains_resumes_and_predicts(other, tmp_path):
+    whole = QwenImageEditTrainer(other(tmp_path/"whole", max_train_steps=4))
+    report = whole.cache_embeddings()
+    assert report.encoded and not report.skipped
+    whole.fit()
+    QwenImageEditTrainer(other(tmp_path/"parts")).fit()
+    resumed = QwenImageEditTrainer(other(tmp_path/"parts", max_train_steps=4, resume_checkpoint="latest")).fit()
+    assert resumed.global_step == 4 and adapters_equal(whole, resumed)
+    state = json.loads(next(tmp_path.rglob("parts/**/state.json")).read_text())
+    assert state["run"]["base"].startswith("other ") and state["model"]["variant"] == "other"
+    resumed.save_lora(tmp_path/"lora")
+    assert "(other), made with qie_nb" in (tmp_path/"lora"/"README.md").read_text()
+    kw = dict(num_inference_steps=2, height=32, width=32, seed=0)
+    image, theirs = (t.predict(IMAGE, "make it blue", **kw) for t in (resumed, reloaded(other, tmp_path)))
+    assert (image == theirs).all()
+    embed = resumed.encode_prompt_image_embedding("make it blue", IMAGE)[0]
+    plus = QwenImageEditTrainer(trained_like(other, tmp_path)).encode_prompt_image_embedding("make it blue", IMAGE)[0]
+    assert embed.shape[1] == plus.shape[1] + 3
+
+
+def reloaded(other, folder):
+    "A new trainer that loads the saved LoRA."
+    return QwenImageEditTrainer(other(folder/"again")).load_lora(folder/"lora")
+
+
+def trained_like(other, folder):
+    "The same settings with the library's variant."
+    config = make_config(other(folder/"plus"))
+    config.model.variant = "2509"
+    return config

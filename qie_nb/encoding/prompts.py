@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from ..data.images import Geometry
-from ..models.components import device_of, positions_of, prompt_text, template_for
+from ..models.components import device_of
 
 # %% ../../nbs/encoding/01_prompts.ipynb #48fb80f6
 class PrefixNotSharable(ValueError):
@@ -30,8 +30,8 @@ def whole_ids(
     "Tokens of a whole text, without reading the images."
     tok, counts = processor.tokenizer, list(counts)
     pad = tok.convert_tokens_to_ids("<|image_pad|>")
-    limit = {} if counts else dict(truncation=True, max_length=_TEXT + template_for(variant, 0)[1])
-    ids = tok(prompt_text(variant, prompt, len(counts)), **limit)["input_ids"]
+    limit = {} if counts else dict(truncation=True, max_length=_TEXT + variant.template_for(0).dropped)
+    ids = tok(variant.prompt_text(prompt, len(counts)), **limit)["input_ids"]
     if ids.count(pad) != len(counts):
         raise PrefixNotSharable(f"`processor` has {ids.count(pad)} image tokens for {len(counts)} images")
     left = iter(counts)
@@ -44,8 +44,8 @@ def prefix_positions(
     ids:torch.Tensor, # [B, L]
     grid:torch.Tensor, # [images, 3] patches, from the processor
 ) -> torch.Tensor: # [3, B, L]
-    "Positions of a text with images; `positions_of` says which."
-    if positions_of(variant) == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
+    "Positions of a text with images; `variant.positions` says which."
+    if variant.positions == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
     index, options = text_encoder.model.get_rope_index, {}
     if "mm_token_type_ids" in inspect.signature(index).parameters: # transformers 5.3 and newer
         options["mm_token_type_ids"] = (ids == text_encoder.config.image_token_id).long()
@@ -107,12 +107,12 @@ def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`,
     end = processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
     if end not in row: raise PrefixNotSharable("`processor` has no token for <|vision_end|>")
     tokens = PrefixTokens(tuple(row[:len(row) - row[::-1].index(end)]), tuple(counts),
-                          template_for(variant, len(counts))[1])
+                          variant.template_for(len(counts)).dropped)
     return tokens, torch.cat(pixels), torch.cat(grid)
 
 def prefix_tokens(processor, variant, images) -> PrefixTokens:
     "Tokens before a prompt; of the images only the sizes matter."
-    if not images: return PrefixTokens((), (), template_for(variant, 0)[1])
+    if not images: return PrefixTokens((), (), variant.template_for(0).dropped)
     return _prefix_inputs(processor, variant, [list(images)])[0]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #a8e9f001
@@ -186,14 +186,14 @@ def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L,
     if not images: # as QwenImagePipeline: a text has running positions
         ids = torch.tensor([whole_ids(processor, variant, prompt, ())], device=device_of(text_encoder))
         out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        return out.last_hidden_state[:, template_for(variant, 0)[1]:]
-    text = prompt_text(variant, prompt, len(images))
+        return out.last_hidden_state[:, variant.template_for(0).dropped:]
+    text = variant.prompt_text(prompt, len(images))
     names = "input_ids", "attention_mask", "pixel_values", "image_grid_thw"
     inputs = processor(text=[text], images=list(images), padding=True, return_tensors="pt")
     positions = prefix_positions(text_encoder, variant, inputs["input_ids"], inputs["image_grid_thw"])
     inputs = dict(position_ids=positions, **{k: inputs[k] for k in names})
     out = text_encoder.model(**{k: t.to(device_of(text_encoder)) for k, t in inputs.items()})
-    return out.last_hidden_state[:, template_for(variant, len(images))[1]:]
+    return out.last_hidden_state[:, variant.template_for(len(images)).dropped:]
 
 # %% ../../nbs/encoding/01_prompts.ipynb #61bc8d01
 @torch.no_grad()

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ..data.images import open_image
 from ..encoding.vae import decode_latents, vae_factor
-from ..models.components import check_weights, device_of, prompt_text
+from ..models.components import check_weights, device_of
 from ..models.modulation import model_timesteps, table_of
 from .denoising import denoise, output_size, sampling_schedule, start_noise
 
@@ -108,7 +108,8 @@ def make_edits(
     seeds, generators = seeds_of(seed, n), _each("generator", generator, n, (torch.Generator, type(None)))
     sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * 2
     for p, q, s in zip(prompts, negatives, sets):
-        prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
+        components.variant.prompt_text(p, len(s)) # raises for vision tokens
+        components.variant.prompt_text(q, len(s))
     area = area or geometry.control_area
     size = lambda s: output_size(s[0].size if s else (1, 1), area, height, width, multiple)
     each = zip(sets, prompts, negatives, seeds, generators)

@@ -18,7 +18,7 @@ from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import look, pair_warnings
 from ..encoding.prompts import whole_ids
-from ..models.components import VARIANTS, Components, component_digest, prompt_text, template_for
+from ..models.components import VARIANTS, Components, component_digest
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0006
 def dataset_of(
@@ -79,7 +79,7 @@ def model_text(
 ) -> str:
     "The processor's text. Raises ValueError for a prompt that the model cannot take."
     if variant is None: return prompt or " "
-    if whole: return prompt_text(variant, prompt, images)
+    if whole: return variant.prompt_text(prompt, images)
     names = [variant.image_prefix.format(n + 1) for n in range(images)]
     return "".join(names) + (prompt if prompt.strip() else " ")
 
@@ -87,7 +87,7 @@ def text_length(components:Components, prompt:str, counts) -> int: # counts: tok
     "Length of an embedding: tokens, images included, without the template's first ones."
     tokenizer = SimpleNamespace(tokenizer=components.get("tokenizer"))
     ids = whole_ids(tokenizer, components.variant, prompt, counts)
-    return len(ids) - template_for(components.variant, len(counts))[1]
+    return len(ids) - components.variant.template_for(len(counts)).dropped
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0012
 def _tokens(dataset, i, components, whole, f) -> dict:

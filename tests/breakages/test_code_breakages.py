@@ -42,19 +42,20 @@ POSITIONS = dict( # of image tokens
         Change("encoding/prompts", "prefix_positions",
                "image_grid_thw=grid", "image_grid_thw=grid[:1].repeat(len(grid), 1)")],
     positions_not_in_a_key=[
-        Change("models/components", "identity",
-               'f"{digest(template)}-{positions_of(self.variant)}"', 'f"{digest(template)}"')],
+        Change("models/variants/text_to_image", "QwenImage.prompt_identity",
+               'f"{_digest(edit)}-{self.positions}"', 'f"{_digest(edit)}"')],
     positions_hook_registered_twice=[
         Change("models/components", "restore_image_positions",
                'or getattr(encoder, "has_image_positions", False)', "")],
     positions_of_the_installed_pipeline=[
-        Change("models/components", "positions_of",
-               '"3d" if variant.image_positions == "3d" else', "")],
+        Change("models/variants/text_to_image", "QwenImage.positions",
+               '"3d" if self.image_positions == "3d" else', "")],
 )
 
 TEXT = dict( # samples without a control image
     text_encoded_with_the_edits_template=[
-        Change("models/components", "template_for", "TEXT_TO_IMAGE", "variant.pipeline")],
+        Change("models/variants/text_to_image", "QwenImage.text_template",
+               "TEXT_TO_IMAGE", "self.pipeline")],
     text_template_not_in_a_key=[
         Change("cache", "prompt_parts",
                'identity["template"] if controls else identity.get("text_template")',
