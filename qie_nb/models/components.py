@@ -16,7 +16,7 @@ from ..core.files import file_digest, free_bytes, take_turns
 from ..core.progress import quiet_bars
 from ..core.registry import either
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
-from .loading import (check_saved_quantization, component_bytes, empty_model, load_quantized,
+from .loading import (check_saved_quantization, component_bytes, device_of, empty_model, load_quantized,
                                    saved_quantization, source_checkpoint, stored_dtype, weight_files)
 from .quantize import QUANTIZATIONS, check_quantization, dtype_name, parse_quantization
 from .variants import v1, v2509, v2511 # each registers its class
@@ -141,8 +141,7 @@ class Components:
 
     def __repr__(self):
         v, area = self.variant, self.areas["control_area"]
-        return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), controls"
-                f" {area} px, for the text encoder {self.areas['vl_area'] or area} px; loaded: "
+        return (f"{self.name}: {v}, controls {area} px, for the text encoder {self.areas['vl_area'] or area} px; loaded: "
                 f"{', '.join(self.loaded) or 'nothing yet'}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
@@ -151,12 +150,6 @@ def offload(part:torch.nn.Module, device) -> torch.nn.Module: # on the meta devi
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_module
     return cpu_offload(remove_hook_from_module(part, recurse=True), torch.device(device))
-
-def device_of(part:torch.nn.Module) -> torch.device:
-    "Where a model computes, also if it is offloaded."
-    devices = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in part.modules())
-    execution = next((d for d in devices if d is not None), None)
-    return next(part.parameters()).device if execution is None else torch.device(execution)
 
 # %% ../../nbs/models/03_components.ipynb #0d79f801
 @patch
@@ -288,7 +281,6 @@ def move(self:Components, name:str, device):
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype",
              "architectures", "processor_class")
 _UNUSED = ("generation_config.json", "video_preprocessor_config.json")
-_ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 
 # %% ../../nbs/models/03_components.ipynb #de56b401
 def component_digest(folder, name:str) -> str: # 16 hex digits
@@ -324,18 +316,18 @@ def bytes_of(self:Components,
     return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
 
 @patch
-def has_encoders(self:Components) -> bool: return all(map(self.is_local, _ENCODERS))
+def has_encoders(self:Components) -> bool: return all(map(self.is_local, self.variant.encoders))
 
 # %% ../../nbs/models/03_components.ipynb #de56b403
 @patch
 def identity(self:Components) -> dict:
     "The encoders in the cache's keys and manifest."
-    at = {c: self.folder_of(c) for c in _ENCODERS}
+    at = {c: self.folder_of(c) for c in self.variant.encoders}
     large = at["text_encoder"]/"text_encoder"
     size = sum(p.stat().st_size for p in large.glob("*.safetensors"))
     if size > 2e9 and not saved_quantization(large):
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
-    text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
+    text = "-".join(component_digest(at[c], c) for c in self.variant.encoders if c != "vae")
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",

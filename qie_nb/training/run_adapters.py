@@ -114,7 +114,7 @@ def start(self:RunAdapters):
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
-    try: self._set_origin(info := lora.start_lora(tr, c, self.config.train.seed) or self.origin)
+    try: self._set_origin(info := lora.start_lora(tr, c, self.config.train.seed, unused=self.components.variant.unused_layers) or self.origin)
     except KeyboardInterrupt: self.components.drop("transformer"); raise # some layers may lack it
     if c.pretrained_weight: self._warn_positions("`model.lora.pretrained_weight`", info)
 
@@ -124,7 +124,7 @@ def load_trained(self:RunAdapters, file):
     "Load a checkpoint's adapter to train it further."
     self.pick_modulation(adapters=lora.lora_layers(file))
     tr = self.modulation.transformer()
-    self._set_origin(lora.load_lora(tr, file, trainable=True))
+    self._set_origin(lora.load_lora(tr, file, trainable=True, unused=self.components.variant.unused_layers))
     lora.set_dropout(tr, self.config.model.lora.lora_dropout)
 
 @patch

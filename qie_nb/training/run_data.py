@@ -23,7 +23,6 @@ from ..data.images import Geometry, crop_to, open_image
 from ..data.samples import Samples, config_samples, samples_of, split_held_out
 from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
-from ..encoding.vae import decode_latents
 from ..models.quantize import check_device
 from ..models.variants.base import variants_for_several
 from .checkpoint import find_checkpoint
@@ -145,7 +144,7 @@ def drop_bad_prompts(variant, dataset):
     "Skip samples whose prompts do not fit the template."
     bad = {}
     for i, s in enumerate(dataset.samples):
-        try: variant.prompt_text(s.prompt, len(s.controls))
+        try: variant.check_prompt(s.prompt, len(s.controls))
         except ValueError as e: bad[i] = str(e)
     dataset.drop(bad)
 
@@ -356,4 +355,4 @@ def _encode_empty_prompt(self:RunData, image, device=None) -> tuple:
 @patch
 def decode_vae_latent(self:RunData, latents): # uint8 [B, H, W, 3]
     "Images of normalized latents [B, C, 1, h, w]."
-    return decode_latents(self.components.get("vae"), latents)
+    return self.components.variant.decode_latents(self.components.get("vae"), latents)

@@ -12,7 +12,7 @@ BREAKAGES = dict(
         Change("models/flow_matching", "flow_target",
                "eps.float() - x0.float()", "x0.float() - eps.float()")],
     loss_on_control_tokens_too=[
-        Change("models/flow_matching", "velocity", "[:, :x_t.shape[1]]", ""),
+        Change("models/variants/base", "Variant.velocity", "[:, :x_t.shape[1]]", ""),
         Change("models/flow_matching", "flow_loss", "pred = pred[:, :target.shape[1]].float()",
                "target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)")],
     control_width_and_height_swapped=[
@@ -32,14 +32,14 @@ BREAKAGES = dict(
 
 POSITIONS = dict( # of image tokens
     height_and_width_of_positions_swapped=[
-        Change("encoding/prompts", "prefix_positions",
+        Change("models/prompts", "prefix_positions",
                "index(ids, image_grid_thw=grid, **options)[0]",
                "index(ids, image_grid_thw=grid, **options)[0][[0, 2, 1]]")],
     words_after_an_image_count_tokens=[
-        Change("encoding/prompts", "encode_prefix",
+        Change("models/prompts", "encode_prefix",
                "int(positions.max()) + 1", "positions.shape[-1]")],
     the_second_image_numbered_like_the_first=[
-        Change("encoding/prompts", "prefix_positions",
+        Change("models/prompts", "prefix_positions",
                "image_grid_thw=grid", "image_grid_thw=grid[:1].repeat(len(grid), 1)")],
     positions_not_in_a_key=[
         Change("models/variants/text_to_image", "QwenImage.prompt_identity",
