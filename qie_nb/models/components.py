@@ -328,7 +328,8 @@ def identity(self:Components) -> dict:
     if size > 2e9 and not saved_quantization(large):
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
     text = "-".join(component_digest(at[c], c) for c in self.variant.encoders if c != "vae")
+    blind = {} if self.variant.sees_images else dict(prompts_see_images=False)
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
-                **self.variant.prompt_identity(), dtype=dtype_name(self.dtype), **self.areas)
+                **self.variant.prompt_identity(), dtype=dtype_name(self.dtype), **self.areas, **blind)

@@ -86,7 +86,8 @@ def model_text(
 def text_length(components:Components, prompt:str, counts) -> int: # counts: tokens of each image
     "Length of an embedding: tokens, images included, without the template's first ones."
     variant, tokenizer = components.variant, components.get("tokenizer")
-    if variant.processor != "tokenizer": tokenizer = SimpleNamespace(tokenizer=tokenizer) # as in a processor
+    if variant.processor != "tokenizer":
+        tokenizer = SimpleNamespace(tokenizer=tokenizer) # as in a processor
     prefix = PrefixTokens((), tuple(counts), variant.template_for(len(counts)).dropped)
     return variant.prompt_lengths(tokenizer, prefix, prompt, share=False)[1]
 
