@@ -269,7 +269,7 @@ def other(trained_run, registered_again):
 
 def test_a_variant_is_named_in_the_settings_and_not_found_by_itself(tmp_path):
     assert make_config(dict(model=dict(variant="other"))).model.variant == "other"
-    assert {n: text for n, _, text in describe()}["model.variant"].endswith("also other")
+    assert {n: text for n, _, text in describe()}["model.variant"].endswith("also other, klein")
     with pytest.raises(ValueError, match="`model.variant` must be 'auto'"): make_config(dict(model=dict(variant="another")))
     assert Components(str(tiny_folder("2509"))).variant.name == "2509"
     assert Components(str(tiny_folder("2509")), variant="other").variant.name == "other"
