@@ -22,14 +22,15 @@ from PIL import Image
 
 from comfyui_nodes import load_nodes
 from qie_nb.data.images import Geometry, calculate_dimensions
-from qie_nb.lora.comfyui_workflow import (BASE_FILES, ENCODE_AREA, TEXT_ENCODER_FILE, VAE_FILE, WorkflowFacts, differences, encoded_squares,
+from qie_nb.lora.comfyui_workflow import (WorkflowFacts, differences, encoded_squares,
                                           squares, vl_size, workflow)
-from qie_nb.models.components import VARIANTS, prompt_text
+from qie_nb.models.components import VARIANTS
 from qie_nb.models.flow_matching import calculate_mu, true_cfg
 from qie_nb.sampling.denoising import SCHEDULES, sampling_schedule
 
 SIZES = [(1024, 1024), (1600, 1200), (1200, 1600), (1536, 1024), (1024, 1536), (1920, 1080), (1080, 1920), (1250, 1000), (1280, 720), (640, 427),
          (1184, 880), (900, 1350)]
+MODELS = [v.comfyui for v in VARIANTS.values()]
 CASES = { # (image_size, crop, control_area)
     "pipelines' sizes": ((1024, 1024), False, 1024**2), "small": ((512, 512), False, 512**2), "result smaller than controls": ((512, 512), False, 1024**2),
     "cropped": ((1024, 768), True, 768**2)}
@@ -40,7 +41,7 @@ LORAS = ["dusk.safetensors", "Qwen-Image-Edit-Lightning-4steps-V1.0.safetensors"
 def facts_of(variant, case, controls=1, **changes):
     image_size, crop, area = CASES[case]
     geometry = Geometry(image_size, crop, area, VARIANTS[variant].vl_area)
-    return WorkflowFacts(variant, LORAS[0], geometry, controls, prompt=PROMPT, **changes)
+    return WorkflowFacts(VARIANTS[variant].comfyui, LORAS[0], geometry, controls, prompt=PROMPT, **changes)
 
 
 # stand-ins: what they get is kept in `seen`
@@ -87,7 +88,7 @@ def with_stand_ins(mappings):
 
 def prepare(folder, nodes):
     import folder_paths
-    files = dict(diffusion_models=list(BASE_FILES.values()), text_encoders=[TEXT_ENCODER_FILE], vae=[VAE_FILE], loras=LORAS)
+    files = dict(diffusion_models=[m.unet for m in MODELS], text_encoders=[MODELS[0].text_encoder], vae=[MODELS[0].vae], loras=LORAS)
     real = folder_paths.get_filename_list
     folder_paths.get_filename_list = lambda kind: files.get(kind) or real(kind)
     (folder/"input").mkdir(), (folder/"output").mkdir()
@@ -121,8 +122,8 @@ def compared(f, size, got) -> dict: # {what: (ours, ComfyUI's)}
             "the negative's controls": ([g.control(size)] * f.controls, [pixels(z) for z in got["negative"].get("reference_latents", [])]),
             "text encoder": ([squares(calculate_dimensions(f.vl_area, shown[0] / shown[1]))] * f.controls, got["positive"]["squares"])}
     for name, prompt in (("positive", PROMPT), ("negative", " ")):
-        rows[f"{name} text"] = prompt_text(VARIANTS[f.variant], prompt, f.controls), got[name]["text"]
-    rows["timestep of the controls"] = "index_timestep_zero" if f.variant == "2511" and f.controls else None, got["positive"].get("reference_latents_method")
+        rows[f"{name} text"] = VARIANTS[f.model.name].prompt_text(prompt, f.controls), got[name]["text"]
+    rows["timestep of the controls"] = "index_timestep_zero" if f.model.controls_at_zero and f.controls else None, got["positive"].get("reference_latents_method")
     return rows
 
 
@@ -179,7 +180,7 @@ def shares(n=4000) -> dict: # of random image sizes whose squares are the pipeli
     rng, out = random.Random(0), {}
     sizes = [(rng.randint(300, 4000), rng.randint(300, 4000)) for _ in range(n)]
     sizes = [s for s in sizes if max(s) <= 4 * min(s)]
-    for name, area in (("v1", ENCODE_AREA["v1"]), ("2509, 2511", ENCODE_AREA["2511"])):
+    for name, area in (("v1", VARIANTS["v1"].comfyui.node_area), ("2509, 2511", VARIANTS["2511"].comfyui.node_area)):
         ours = [squares(calculate_dimensions(area, w / h)) for w, h in sizes]
         share = lambda given: round(float(np.mean([encoded_squares(given(s), area) == o for s, o in zip(sizes, ours)])), 3)
         most = max(max(abs(a - b) for a, b in zip(encoded_squares(vl_size(s, area, area), area), o)) for s, o in zip(sizes, ours))
@@ -197,9 +198,9 @@ def main():
     import execution, nodes
     prepare(folder, mappings)
     image_of(folder, (64, 64))
-    graphs = {(v, c, n): facts_of(v, c, n) for v in BASE_FILES for c in CASES for n in ([1] if v == "v1" else [1, 2, 3])}
-    graphs |= {(v, "text to image", 0): facts_of(v, "small", 0) for v in BASE_FILES}
-    graphs |= {(v, "for few steps", 1): facts_of(v, "small", 1, few_steps=LORAS[1], steps=4, true_cfg_scale=1.0, shift=3.0) for v in BASE_FILES}
+    graphs = {(v, c, n): facts_of(v, c, n) for v in VARIANTS for c in CASES for n in ([1] if v == "v1" else [1, 2, 3])}
+    graphs |= {(v, "text to image", 0): facts_of(v, "small", 0) for v in VARIANTS}
+    graphs |= {(v, "for few steps", 1): facts_of(v, "small", 1, few_steps=LORAS[1], steps=4, true_cfg_scale=1.0, shift=3.0) for v in VARIANTS}
     checked = {", ".join(map(str, k)): validate(execution, workflow(f).api()) for k, f in graphs.items()}
     refused = {k: validate(execution, api) for k, api in breakages(workflow(graphs["2511", "small", 1]).api()).items()}
     print(sum(ok for ok, _ in checked.values()), "of", len(checked), "workflows pass validate_prompt;", sum(not ok for ok, _ in refused.values()), "of", len(refused), "broken ones are refused")

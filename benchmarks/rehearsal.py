@@ -127,10 +127,10 @@ def cache_plan(job, *names):
 
 
 def query(job):
-    from qie_nb.planning.memory_query import memory_query, prompt_tokens
+    from qie_nb.planning.memory_query import memory_query, model_facts
     from qie_nb.config import make_config
     t = json.loads((job.served()/"transformer"/"config.json").read_text())
-    return memory_query(make_config(job.config("out")), t, 4, text=prompt_tokens(True, 1, SIDE * SIDE), kernel="cpu", compiled=False)
+    return memory_query(make_config(job.config("out")), t, 4, text=model_facts(str(job.served())).variant.prompt_tokens(1, SIDE * SIDE), kernel="cpu", compiled=False)
 
 
 def transformer(job):

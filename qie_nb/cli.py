@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .core.arguments import Parser
 from .core.cache_report import size_text
+from .core.presets import MODEL, VARIANT_NAMES
+from .core.registry import either
 
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")
@@ -57,7 +59,7 @@ def _must_exist(names, what, remedy):
 def check_paths(c, a): # `Config`, arguments
     "Raises for missing files and folders, without torch."
     _must_exist([c.model.pretrained_model_name_or_path], "`model.pretrained_model_name_or_path`",
-                "give a diffusers folder, a hub id like Qwen/Qwen-Image-Edit-2511, or tiny")
+                f"give a diffusers folder, a hub id like {MODEL}, or tiny")
     loras = [*getattr(a, "lora", []), *(s.path for s in c.predict.loras if a.command == "predict")]
     if a.command == "train": loras.append(c.model.lora.pretrained_weight)
     loras += [n for n in getattr(a, "checkpoint", None) or [] if n.endswith(".safetensors")]
@@ -341,7 +343,8 @@ def parser() -> CommandParser:
     add(doctor, "check this machine and a configuration", "doctor run.yaml", *yaml)
     add(plan, "memory and time of a run, and the fastest settings that fit a GPU",
         'plan --gpu "RTX 4090" --resolution 1024', *yaml,
-        ("--model", dict(help="folder, hub id, v1, 2509 or 2511; default the configuration's, else 2511")),
+        ("--model", dict(help=f"folder, hub id, {either(VARIANT_NAMES)}; "
+                               f"default the configuration's, else {VARIANT_NAMES[-1]}")),
         ("--gpu", dict(help="e.g. T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB', or GB; default this machine's")),
         ("--resolution", dict(help="of targets: side or width x height; default the configuration's")),
         ("--quantize", dict(help="only this one: none, or a value of `model.quantize`")),

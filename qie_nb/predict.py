@@ -88,7 +88,7 @@ class Predictor:
         print(self.plan())
         for name in PARTS:
             if self.placement[name].how == "stay": self.at(name)
-        for name in ("processor", "scheduler"): self.components.get(name)
+        for name in (self.components.variant.processor, "scheduler"): self.components.get(name)
 
 # %% ../nbs/02_predict.ipynb #6d1d18d3
 @patch
@@ -165,7 +165,7 @@ def _progress(self:Predictor, edits, steps, show, preview, every):
     sizes = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(e.size for e in edits))
     what = f"{len(edits)} edits at {sizes}" if len(edits) > 1 else f"edit at {sizes}"
     return EditProgress(steps * len(edits), what, show, preview, every,
-                        lambda: self.components.loaded.get("vae"))
+                        lambda: self.components.loaded.get("vae"), self.components.variant)
 
 # %% ../nbs/02_predict.ipynb #b32b5402
 @patch
@@ -191,7 +191,8 @@ def predict(self:Predictor,
     convert, geometry = _converter(output_type), replace(self.geometry(), crop=False)
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
-    check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how)
+    check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how,
+                   self.components.variant)
     lone = sum(not e.images for e in edits)
     several = f" for {lone} of {len(edits)} edits" * (lone < len(edits))
     if lone: print(f"no image is given{several}: text-to-image, from the prompt alone")
@@ -220,10 +221,10 @@ def predict_cached(self:Predictor,
     dataset, seeds = cached_data(self.data, data), seeds_of(seed, len(indices))
     with self.predicting():
         edits, encoded = zip(*cached_edits(self.data, dataset, indices, how[1], seeds))
-        check_sampling(scheduler, edits, factor_of(self.components), *how)
+        check_sampling(scheduler, edits, factor_of(self.components), *how, self.components.variant)
         watch = self._progress(edits, how[0], progress, preview, preview_every)
         out = run_encoded(self.at, scheduler, encoded, edits, *how, self.components.dtype, on_step, watch,
-                          self.encoder.vae_2d)
+                          self.encoder.vae_2d, self.components.variant)
     self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed)
                       for e, k in zip(edits, indices)]
     return convert(out, several)

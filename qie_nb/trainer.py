@@ -157,7 +157,8 @@ def _compute_loss(self:QwenImageEditTrainer,
 ) -> torch.Tensor: # [B] float32
     "Loss of each sample at noise and noise level from its seed."
     c = self.config.train
-    eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, self.components.get("scheduler").config, strata)
+    parts = self.components
+    eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, parts.get("scheduler").config, strata, parts.variant)
     return self.loss(batch, eps, sigmas, loss_weighting(c), c.mask_min_weight)
 
 # %% ../nbs/01_trainer.ipynb #be713102
@@ -165,7 +166,7 @@ def _compute_loss(self:QwenImageEditTrainer,
 def loss(self:QwenImageEditTrainer, batch, eps, sigmas, weighting="none", mask_min_weight=1.): # [B] float32
     "`flow_matching_loss` of each sample; evaluation uses the defaults."
     model, losses = self.modulation.transformer(), {}
-    options = self.device, self.weight_dtype, weighting, mask_min_weight
+    options = self.device, self.weight_dtype, weighting, mask_min_weight, self.components.variant
     parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
     if self.wrapped is not None and torch.is_grad_enabled(): model = self.wrapped
     for rows, part in parts:

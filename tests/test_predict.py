@@ -13,6 +13,8 @@ from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import Geometry, calculate_dimensions
 from qie_nb.models.components import Components, restore_image_positions
 from qie_nb.sampling import edits, preview
+from qie_nb.models.flow_matching import pack_latents
+from qie_nb.models.variants.text_to_image import QwenImage
 from qie_nb.sampling.denoising import start_noise
 from qie_nb.sampling.edits import Edit, encode_edits
 from qie_nb.tiny.random_models import tiny_folder
@@ -85,7 +87,7 @@ def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
     t, order = trainer_of().setup_predict(), []
     p = t.predictor
-    for owner, name in ((edits, "decode_latents"), (edits, "denoise_encoded"), (p.encoder, "prompt"), (p.encoder, "image")):
+    for owner, name in ((QwenImage, "decode_latents"), (edits, "denoise_encoded"), (p.encoder, "prompt"), (p.encoder, "image")):
         on_call(monkeypatch, owner, name, lambda *a, name=name, **kw: order.append(name))
     on_call(monkeypatch, p, "at", lambda component: order.append(f"at {component}"))
     t.predict(images(1)[0], PROMPTS, **SMALL | dict(true_cfg_scale=4))
@@ -143,8 +145,8 @@ def test_a_preview_is_where_the_velocity_leads(monkeypatch):
     from qie_nb.sampling import denoising
     scheduler, seen = ready().components.get("scheduler"), []
     noise, goal = (torch.randn(1, 4, 1, 4, 6, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
-    line = denoising.pack_latents(noise) - denoising.pack_latents(goal)
-    monkeypatch.setattr(denoising, "velocity", lambda *a: line)
+    line = pack_latents(noise) - pack_latents(goal)
+    monkeypatch.setattr(QwenImage, "velocity", lambda *a: line)
     own = denoising.sampling_schedule(scheduler, 5, 6)
     denoising.denoise(None, own, noise, [], (None, None), None, 1.0, on_estimate=lambda n, steps, at: seen.append(at()))
     assert len(seen) == 5

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 CHAPTERS = ["nbs/index", "nbs/00_cache", "nbs/01_trainer", "nbs/02_predict", "nbs/03_logging", "nbs/04_cli"]
 CHAPTERS += ["nbs/core/13_registry"]
 CHAPTERS += [f"nbs/models/quantizations/{n}" for n in ("00_base", "01_quanto", "02_nf4", "03_torchao", "04_fp8_storage")]
+CHAPTERS += [f"nbs/models/variants/{n}" for n in ("00_base", "01_text_to_image", "02_v1", "03_v2509", "04_v2511")]
 CHAPTERS += [f"nbs/training/optimizers/{n}" for n in ("00_base", "01_adamw", "02_adamw8bit", "03_adafactor", "04_prodigy", "05_known")]
 PLACES = ["kaggle/precompute/precompute", "kaggle/train/train", "kaggle/prequantize/prequantize", "kaggle/colab"]
 LIMIT = 400_000 # bytes of a notebook

@@ -18,6 +18,9 @@ TINY = {
 }
 
 # %% ../../nbs/core/09_presets.ipynb #253a4253
+MODEL = "Qwen/Qwen-Image-Edit-2511" # on the hub
+VARIANT_NAMES = ("v1", "2509", "2511") # of the library, the newest last
+
 _SELECTIVE, _ALL = ({"train.gradient_checkpointing": v} for v in ("selective", False))
 _OFFLOAD, _COMPILE = {"train.offload_activations": True}, _ALL | {"train.compile": True}
 _TEXT = {"model.text_encoder_quantize": "nf4"}
@@ -81,7 +84,7 @@ def preset_settings(
     if [type(v) for v in sides] != [int, int]: sides = [512, 512] # `data.image_size` will be refused
     area = control_area if isinstance(control_area, int) else sides[0] * sides[1]
     row = GPU_PRESETS[check_preset(name)][max(area, sides[0] * sides[1]) > 512 * 512]
-    return {"model.pretrained_model_name_or_path": "Qwen/Qwen-Image-Edit-2511", "data.image_size": sides,
+    return {"model.pretrained_model_name_or_path": MODEL, "data.image_size": sides,
             "data.control_area": area} | row
 
 # %% ../../nbs/core/09_presets.ipynb #867dddd6

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WrapValidator, field_validator
 
+from .presets import VARIANT_NAMES
 from .registry import AcceptRegistered
 from .remote_shards import is_url, url_text
 from .section import Section
@@ -61,6 +62,9 @@ def _as_it_is(value): return value # pydantic's own serializer warns of a name t
 Quantized = Annotated[
     bool | Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"],
     WrapValidator(AcceptRegistered("quantization")), PlainSerializer(_as_it_is)]
+VariantName = Annotated[
+    Literal[("auto", *VARIANT_NAMES)],
+    WrapValidator(AcceptRegistered("variant")), PlainSerializer(_as_it_is)]
 OptimizerName = Annotated[
     Literal["adamw", "adamw8bit", "adafactor", "prodigy"],
     WrapValidator(AcceptRegistered("optimizer")), PlainSerializer(_as_it_is)]
@@ -80,7 +84,7 @@ class ModelSection(Section):
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too "
         "small",
         on_resume="recomputed", older=("model.release_shards",))
-    variant: Literal["auto", "v1", "2509", "2511"] = setting(
+    variant: VariantName = setting(
         "auto", "auto: read from the model's files",
         on_resume="must match", needed_by="many", compared_as="base")
     image_positions: Literal["3d", "installed"] = setting("3d",

@@ -159,6 +159,8 @@ def _parts_of(self:ImageDataset, i, image, *controls) -> dict: # {name: parts of
         first = image_parts(controls[0], g.target(target), who, g.aspect)
         parts[EDIT_MASK] = edit_mask_parts(parts["pixel_latent"], first)
     seen = controls, [g.vl(c) for c in sizes], who, g.aspect
+    if not who.get("prompts_see_images", True): # one embedding for all images
+        seen = [], [], who
     parts[PREFIX] = prefix_parts(*seen)
     for prefix, prompt in (("", self.samples[i].prompt), ("empty_", "")):
         parts[f"{prefix}prompt_embed"] = prompt_parts(prompt, *seen)

@@ -20,9 +20,7 @@ from ..data.dataset import ImageDataset
 from ..data.edit_masks import edit_mask
 from ..data.images import Geometry, open_image
 from ..models.loading import free_device_bytes, work_bytes
-from .prompts import (Prefix, PrefixNotSharable, encode_prefix, encode_prompt,
-                                     encode_suffixes, vl_images)
-from .vae import encode_images, pixels_of
+from ..models.prompts import Prefix, PrefixNotSharable, vl_images
 from ..models.components import Components
 
 # %% ../../nbs/encoding/02_encoder.ipynb #6abff766
@@ -120,14 +118,14 @@ def place(self:Encoder, name): return self.components.move(name, self.devices[na
 
 @patch
 def _text(self:Encoder):
-    return self.place("text_encoder"), self.components.get("processor"), self.components.variant
+    return self.place("text_encoder"), self.components.get(self.components.variant.processor)
 
 @patch
 def _vae(self:Encoder): # only the part that encodes moves to the device
     c = self.components
     if "vae" not in c.loaded: c.devices["vae"] = "cpu"
     vae = c.get("vae")
-    for part in (vae.encoder, vae.quant_conv): part.to(self.devices["vae"])
+    for part in c.variant.encoding_parts(vae): part.to(self.devices["vae"])
     return vae
 
 # %% ../../nbs/encoding/02_encoder.ipynb #5b78d8cb
@@ -135,7 +133,7 @@ def _vae(self:Encoder): # only the part that encodes moves to the device
 def images(self:Encoder, images, size) -> torch.Tensor: # [B, C, 1, h, w]
     "Latents of images, each resized to (width, height)."
     self.calls["vae"] += len(images)
-    return encode_images(self._vae(), images, size, use_2d=self.vae_2d)
+    return self.components.variant.encode_images(self._vae(), images, size, self.vae_2d)
 
 @patch
 def image(self:Encoder, image, size) -> torch.Tensor: # [C, 1, h, w]
@@ -152,7 +150,7 @@ def prefix(self:Encoder,
     if self._last_prefix[0] != known_by:
         self._last_prefix = None, None # free it before the next one is computed
         sets = images()
-        self._last_prefix = known_by, encode_prefix(*self._text(), sets)
+        self._last_prefix = known_by, self.components.variant.encode_prefix(*self._text(), sets)
         self.calls["prefix"] += len(sets)
     return self._last_prefix[1]
 
@@ -166,13 +164,14 @@ def prompts(self:Encoder,
 ) -> list: # B pairs (prefix [P, D] or None, suffix or whole embedding [S, D])
     "Embeddings of prompts."
     self.calls["text_encoder"] += len(prompts)
+    variant = self.components.variant
     try:
         if not (self.share_prefix if share_prefix is None else share_prefix):
             raise PrefixNotSharable("`share_prefix` is off")
         prefix = self.prefix(known_by, images)
-        return list(zip(prefix.hidden, encode_suffixes(*self._text(), prefix, prompts)))
+        return list(zip(prefix.hidden, variant.encode_suffixes(*self._text(), prefix, prompts)))
     except PrefixNotSharable:
-        return [(None, encode_prompt(*self._text(), p, seen, share_prefix=False)[0][0])
+        return [(None, variant.encode_whole(*self._text(), p, seen))
                 for p, seen in zip(prompts, images())]
 
 # %% ../../nbs/encoding/02_encoder.ipynb #12a9b801
@@ -210,8 +209,8 @@ class SampleInputs:
         size = self.image(name).size
         return size if name == "pixel_latent" else self.geometry.control(size)
 
-    def pixels(self, name, vae) -> torch.Tensor:
-        if name not in self._pixels: self._pixels[name] = pixels_of(vae, self.image(name), self.size(name))
+    def pixels(self, name, vae, variant) -> torch.Tensor:
+        if name not in self._pixels: self._pixels[name] = variant.pixels(vae, self.image(name), self.size(name))
         return self._pixels[name]
 
     @cached_property
@@ -219,8 +218,8 @@ class SampleInputs:
 
     def prepare(self, name, components):
         "Compute the input for the tensor of this name, if its processor is loaded."
-        if "prompt" in name: self.vl.process(components.get("processor"))
-        elif "latent" in name and "vae" in components.loaded: self.pixels(name, components.loaded["vae"])
+        if "prompt" in name: components.variant.prepare_images(components, self.vl)
+        elif "latent" in name and "vae" in components.loaded: self.pixels(name, components.loaded["vae"], components.variant)
 
 # %% ../../nbs/encoding/02_encoder.ipynb #92a6f7c8
 @patch
@@ -317,7 +316,7 @@ def encode(self:Encoder,
 @patch
 def _encode_latents(self:Encoder, job, inputs):
     first = [unit[0] for unit in job.units]
-    pixels = [inputs(m.sample).pixels(m.name, self._vae()) for m in first]
+    pixels = [inputs(m.sample).pixels(m.name, self._vae(), self.components.variant) for m in first]
     latents = self.images(pixels, inputs(first[0].sample).size(first[0].name))
     return [Encoded(m.entry, z.cpu()) for m, z in zip(first, latents)]
 

@@ -27,7 +27,6 @@ from ..core.progress import Progress, short_time
 from ..data.dataset import ImageDataset
 from ..data.samples import ImageChanged, open_unchanged
 from .encoder import Encoder, SampleInputs, plan_encoding
-from .prompts import PrefixNotSharable, prefix_tokens, suffix_ids, whole_ids
 
 # %% ../../nbs/encoding/03_precompute.ipynb #eb185211
 @dataclass
@@ -63,25 +62,21 @@ class EntrySizes:
     def __init__(self, encoder:Encoder):
         folder, self.encoder = encoder.components.folder, encoder
         vae, text = (json.loads((folder/c/"config.json").read_text()) for c in ("vae", "text_encoder"))
-        # the class's defaults
-        self.channels, self.factor = vae.get("z_dim", 16), 2 ** len(vae.get("temperal_downsample", "123"))
-        self.width = text.get("text_config", text).get("hidden_size")
+        variant = self.variant = encoder.components.variant
+        self.vae, self.width = variant.vae_shape(vae), variant.embedding_width(text)
         if not self.width:
             raise ValueError(f"{str(folder/'text_encoder'/'config.json')!r} has no hidden_size; "
                              "it is no Qwen2.5-VL model")
-        self.args = encoder.components.get("processor"), encoder.components.variant
+        self.processor = encoder.components.get(variant.processor)
         # the tokens depend on the images' sizes only
-        self.prefix = cache(lambda sizes: prefix_tokens(*self.args, [Image.new("RGB", s) for s in sizes]))
+        self.prefix = cache(
+            lambda sizes: variant.prefix_tokens(self.processor, [Image.new("RGB", s) for s in sizes]))
 
     def latent(self, size) -> tuple: # of an image of (width, height) pixels
-        return self.channels, 1, size[1] // self.factor, size[0] // self.factor
+        return self.vae.channels, 1, size[1] // self.vae.factor, size[0] // self.vae.factor
 
     def prompt(self, prompt, sizes) -> tuple: # (tokens of the shared prefix or 0, other tokens)
-        prefix = self.prefix(sizes)
-        try:
-            if not (sizes and self.encoder.share_prefix): raise PrefixNotSharable
-            return prefix.kept, len(suffix_ids(*self.args, prefix, prompt))
-        except PrefixNotSharable: return 0, len(whole_ids(*self.args, prompt, prefix.counts)) - prefix.dropped
+        return self.variant.prompt_lengths(self.processor, self.prefix(sizes), prompt, self.encoder.share_prefix)
 
 # %% ../../nbs/encoding/03_precompute.ipynb #a43ad74a
 def bytes_needed(

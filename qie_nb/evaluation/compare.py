@@ -21,7 +21,6 @@ from fastcore.basics import patch
 
 from ..core.display import Display, image_html
 from ..core.progress import Progress
-from ..encoding.vae import decode_latents
 from .drift import PLACE, at_size, drift_of, short_text
 from .eval_images import printable, side_by_side
 from .evaluate import adapter_of
@@ -253,6 +252,7 @@ def denoise_columns(
 ) -> list: # per row a list of uint8 [H, W, 3], one per column
     bar = Progress(sum(c.steps for c in columns) * len(edits), "compare") if progress else None
     latents, loaded, scheduler = [], None, trainer.components.get("scheduler")
+    variant = trainer.components.variant
     try:
         with adapters_kept(trainer) as tr:
             before = lora.active_loras(tr)
@@ -260,11 +260,12 @@ def denoise_columns(
                 loaded = _activate(tr, c, before, loaded)
                 tr, step = trainer.predictor.at("transformer"), lambda *_: bar and bar.update(note=c.title)
                 sampled = c.steps, c.true_cfg_scale, c.seed, None, dict(c.scheduler), trainer.weight_dtype
-                latents.append([denoise_encoded(tr, scheduler, e, *sampled, step).cpu() for e in encoded])
+                latents.append([denoise_encoded(tr, scheduler, e, *sampled, step, None, variant).cpu()
+                                for e in encoded])
     finally:
         if bar: bar.close()
     vae, flat = trainer.predictor.at("vae"), trainer.predictor.encoder.vae_2d
-    return [[decode_latents(vae, z, flat)[0] for z in row] for row in zip(*latents)]
+    return [[variant.decode_latents(vae, z, flat)[0] for z in row] for row in zip(*latents)]
 
 # %% ../../nbs/evaluation/03_compare.ipynb #c535ff54
 def _geometry(trainer, columns):
@@ -285,7 +286,7 @@ def _geometry(trainer, columns):
 def _check_sampling(parts, columns, edits):
     for c in columns:
         check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale,
-                       dict(c.scheduler))
+                       dict(c.scheduler), parts.variant)
 
 # %% ../../nbs/evaluation/03_compare.ipynb #528376c2
 def compare_edits(

@@ -22,7 +22,6 @@ from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.distributed import wants_fsdp
 from ..devices.placement import temporarily_load
-from ..encoding.vae import decode_latents
 from .drift import FIELDS, at_size, drift_of, medians, pack, unpack
 from .validation_loss import StopCheck, add_up, process, shares
 from ..lora.adapters import active_loras, load_lora, read_fitting, remove_loras, use_loras
@@ -261,7 +260,7 @@ def render_eval_images(
             if not counts: continue
             device = trainer.predict_devices["vae"]
             vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart
-            image = decode_latents(vae, latent)[0]
+            image = trainer.components.variant.decode_latents(vae, latent)[0]
             save_image(out/f"{cases[i].name}.jpg", image)
             numbers[i] = torch.tensor(measured(image, cases[i]))
     if bar: bar.close()

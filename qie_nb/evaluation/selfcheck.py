@@ -18,11 +18,10 @@ from PIL import Image
 from fastcore.basics import patch
 
 from ..devices.placement import PARTS
-from ..encoding.vae import decode_latents
 from ..core.startup import ALLOCATOR
 from .layer_stats import FiniteCheck, PeakMemory
 from ..models.components import COMPONENTS, check_weights, device_of, restore_image_positions
-from ..models.flow_matching import pack_latents, sample_noise
+from ..models.flow_matching import sample_noise
 from ..models.quantize import check_device, held_bytes
 from ..planning.doctor import this_machine
 from ..planning.memory_query import memory_query
@@ -151,13 +150,13 @@ def our_run(t, image, size, steps, finite) -> OurEdit:
     ready, = encode_edits(encoder, [edit], geometry, True, at)
     target = encoder.image(Image.fromarray(255 - np.asarray(image)), size)[None].cpu()
     out.keep("prompt embedding", ready.cond)
-    out.keep("control latents", torch.cat([pack_latents(c) for c in ready.controls], 1))
-    def step(n, of, z): finite.stop(); out.keep(f"latents, step {n}", pack_latents(z)); out.tick(device)
+    out.keep("control latents", torch.cat([t.components.variant.pack(c) for c in ready.controls], 1))
+    def step(n, of, z): finite.stop(); out.keep(f"latents, step {n}", t.components.variant.pack(z)); out.tick(device)
     transformer = at("transformer")
     out.tick(device)
     z = denoise_encoded(transformer, t.components.get("scheduler"), ready, steps, 4., dtype=t.weight_dtype,
-                        on_step=step)
-    out.image = decode_latents(at("vae"), z.cpu(), encoder.vae_2d)[0]
+                        on_step=step, variant=t.components.variant)
+    out.image = t.components.variant.decode_latents(at("vae"), z.cpu(), encoder.vae_2d)[0]
     finite.stop()
     return OurEdit(out, ready, target)
 

@@ -55,7 +55,8 @@ def level_weight(
 def sigma_weights(trainer, batch, draw:int, noises:int) -> torch.Tensor: # [B, bins] float32
     "Weight of each level in its pair's loss; the weights of a pair sum to 1."
     *_, h, w = batch["pixel_latent"].shape
-    mu = flow.calculate_mu(h * w // 4, trainer.components.get("scheduler").config)
+    variant = trainer.components.variant
+    mu = variant.shift_mu(variant.token_count(h, w), trainer.components.get("scheduler").config)
     levels = [[fixed_sigmas(i, d) for d in range(noises)] for i in batch["sample_id"]]
     weights = level_weight(torch.tensor(levels), mu) # [B, noises, bins]
     return weights[:, draw] / weights.sum((1, 2)).unsqueeze(1)

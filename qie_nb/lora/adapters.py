@@ -53,10 +53,13 @@ def check_targets(settings, layers):
                          f"transformer; try {', '.join(PRESETS)}, or to_q, to_k, to_v, to_out.0")
 
 # %% ../../nbs/lora/01_adapters.ipynb #6a40e501
+UNUSED = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of the last block
+
 def add_lora(
     transformer,
     settings, # `LoraSection`
     name:str="default", seed:int=0, # of A's initialisation; B starts at zero
+    unused:tuple=UNUSED, # as for `train_only`
 ): # the transformer
     "Add a trainable adapter and freeze everything else. Raises ValueError if no layer matches."
     from peft import LoraConfig
@@ -74,23 +77,24 @@ def add_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer.add_adapter(config, adapter_name=name)
-    train_only(transformer, name)
+    train_only(transformer, name, unused)
     return transformer
 
 # %% ../../nbs/lora/01_adapters.ipynb #416fc044
-UNUSED = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of the last block
-
-def train_only(transformer, name): # None trains nothing
+def train_only(
+    transformer, name, # None trains nothing
+    unused:tuple=UNUSED, # layers of the last block that do not influence the image
+):
     "Make only this adapter active and trainable."
     if name is not None:
         check_not_merged(transformer)
         transformer.enable_adapters(), transformer.set_adapter(name)
         set_weight(transformer, name, 1.0) # its file does not store a weight set by `use_loras`
     last = len(transformer.transformer_blocks) - 1
-    unused = tuple(f"transformer_blocks.{last}.{n}." for n in UNUSED)
+    frozen = tuple(f"transformer_blocks.{last}.{n}." for n in unused)
     for n, p in transformer.named_parameters():
         own = name is not None and belongs_to(n, name)
-        p.requires_grad_(own and not n.startswith(unused))
+        p.requires_grad_(own and not n.startswith(frozen))
         if own: p.data = p.data.float()
 
 def set_dropout(transformer, rate:float, name:str="default"):
@@ -216,6 +220,7 @@ def load_lora(
     name:str="default", # replaces an adapter of this name
     trainable:bool=False,
     weight:float=1.0, # factor on its scale
+    unused:tuple=UNUSED, # as for `train_only`
 ) -> dict: # the file's note
     "Load an adapter and make it the only active one. Raises FileNotFoundError or ValueError."
     check_name(name), check_weights({name: weight})
@@ -236,7 +241,7 @@ def load_lora(
         raise
     finally: log.disabled = was
     use_loras(transformer, {name: weight})
-    train_only(transformer, name if trainable else None)
+    train_only(transformer, name if trainable else None, unused)
     if computes_in_base(transformer): adapters_in_base_dtype(transformer)
     if trainable: # diffusers has cast them to the base's dtype
         for k, p in lora_tensors(transformer, name).items():
@@ -244,16 +249,19 @@ def load_lora(
     return read.info
 
 # %% ../../nbs/lora/01_adapters.ipynb #c984b6cf
-def start_lora(transformer, settings, seed:int=0, name:str="default") -> dict: # the file's note, or {}
+def start_lora(
+    transformer, settings, seed:int=0, name:str="default",
+    unused:tuple=UNUSED, # as for `train_only`
+) -> dict: # the file's note, or {}
     "Prepare the adapter to train: from `settings.pretrained_weight`, the loaded one, or a new one."
     check_not_merged(transformer)
     if others := [n for n in active_loras(transformer) if n != name]:
         print(f"training uses only adapter {name!r}; deactivated: {', '.join(others)}")
     if not settings.pretrained_weight:
-        if name in getattr(transformer, "peft_config", {}): train_only(transformer, name)
-        else: add_lora(transformer, settings, name, seed)
+        if name in getattr(transformer, "peft_config", {}): train_only(transformer, name, unused)
+        else: add_lora(transformer, settings, name, seed, unused)
         return {}
-    info = load_lora(transformer, settings.pretrained_weight, name, trainable=True)
+    info = load_lora(transformer, settings.pretrained_weight, name, trainable=True, unused=unused)
     set_dropout(transformer, settings.lora_dropout, name)
     c, n = transformer.peft_config[name], sum(name in m.lora_A for m in adapted_layers(transformer).values())
     print(f"training starts from {settings.pretrained_weight}: rank {c.r}, alpha {c.lora_alpha:g}, {n} "

@@ -40,8 +40,9 @@ if "mm_token_type_ids" in inspect.signature(type(pipe.text_encoder).forward).par
 # %% ../../nbs/lora/03_model_card.ipynb #5d1691d2
 def usage(facts:dict, where:str) -> str: # as in `model_card`
     "Python code that uses the LoRA in diffusers."
-    v1, base = facts.get("variant") == "v1", str(facts.get("base_model") or "path/to/the/base/model")
-    name, image = ("QwenImageEditPipeline", "image") if v1 else ("QwenImageEditPlusPipeline", "[image]")
+    base = str(facts.get("base_model") or "path/to/the/base/model")
+    name = facts.get("pipeline") or "QwenImageEditPlusPipeline"
+    image = "[image]" if facts.get("several_images", True) else "image"
     prompt = " ".join(next((c for c in facts.get("captions") or () if c.strip()), "what to change").split())
     positions = _RESTORE if facts.get("image_positions") == "3d" else ""
     return ('import inspect\n' * bool(positions)) + f'''import torch

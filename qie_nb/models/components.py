@@ -7,8 +7,6 @@ __all__ = ['restore_image_positions']
 
 # %% ../../nbs/models/03_components.ipynb #e7f003db
 import gc, hashlib, inspect, json, shutil
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,71 +14,13 @@ from fastcore.basics import patch
 
 from ..core.files import file_digest, free_bytes, take_turns
 from ..core.progress import quiet_bars
+from ..core.registry import either
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
-from .loading import (check_saved_quantization, component_bytes, empty_model, load_quantized,
+from .loading import (check_saved_quantization, component_bytes, device_of, empty_model, load_quantized,
                                    saved_quantization, source_checkpoint, stored_dtype, weight_files)
 from .quantize import QUANTIZATIONS, check_quantization, dtype_name, parse_quantization
-
-# %% ../../nbs/models/03_components.ipynb #44abf60d
-@dataclass(frozen=True)
-class Variant:
-    name: str          # v1, 2509 or 2511
-    pipeline: str      # the diffusers class named in model_index.json
-    image_prefix: str  # inserted before the prompt for each control image
-    vl_area: int       # pixels for the text encoder; None: as for the VAE
-    zero_cond_t: bool  # are control tokens modulated at timestep 0?
-    multi_image: bool  # several control images?
-    control_area: int = 1024 * 1024 # pixels for the VAE
-    image_positions: str = "3d" # of image tokens in the text encoder: `model.image_positions`
-
-# %% ../../nbs/models/03_components.ipynb #44abf601
-_IMAGE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
-VARIANTS = {v.name: v for v in (
-    Variant("v1",   "QwenImageEditPipeline",     "",     None,      False, False),
-    Variant("2509", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, False, True),
-    Variant("2511", "QwenImageEditPlusPipeline", _IMAGE, 384 * 384, True,  True))}
-
-# %% ../../nbs/models/03_components.ipynb #44abf602
-@lru_cache
-def template_of(pipeline:str) -> tuple: # (template with one {} for images and prompt, tokens dropped first)
-    "Chat template and drop index of the installed diffusers pipeline."
-    import diffusers
-    cls = getattr(diffusers, pipeline)
-    empty = cls(**dict.fromkeys(inspect.signature(cls).parameters))
-    return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
-
-TEXT_TO_IMAGE = "QwenImagePipeline" # the same components, no images
-
-def template_for(variant:Variant, images:int) -> tuple: # as `template_of`
-    "The variant's template; of a prompt without control images, that of text-to-image."
-    return template_of(variant.pipeline if images else TEXT_TO_IMAGE)
-
-# %% ../../nbs/models/03_components.ipynb #3cceb8a0
-_VISION = [f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
-
-def prompt_text(variant:Variant, prompt:str, images:int=1) -> str:
-    "The processor's text for a prompt and a number of control images."
-    if found := next((t for t in _VISION if t in prompt), None):
-        raise ValueError(f"`prompt` must not contain the token {found}, got {prompt!r}; remove it, the "
-                         "template adds the images")
-    if images > 1 and not variant.multi_image:
-        raise ValueError(f"variant v1 takes one control image, got {images}; use a 2509 or 2511 model")
-    prefix = "".join(variant.image_prefix.format(i + 1) for i in range(images))
-    return template_for(variant, images)[0].format(prefix + (prompt if prompt.strip() else " "))
-
-# %% ../../nbs/models/03_components.ipynb #6b2330c6
-@lru_cache
-def installed_positions(pipeline:str) -> str: # "3d", or "1d" for running positions
-    "Positions of image tokens in the installed diffusers pipeline."
-    import diffusers
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
-    needs = "mm_token_type_ids" in inspect.signature(Qwen2_5_VLModel.forward).parameters
-    passes = "mm_token_type_ids" in inspect.getsource(getattr(diffusers, pipeline))
-    return "1d" if needs and not passes else "3d"
-
-def positions_of(variant:Variant) -> str: # "3d" or "1d"
-    "Positions of image tokens in the prompt embeddings that this library computes."
-    return "3d" if variant.image_positions == "3d" else installed_positions(variant.pipeline)
+from .variants import v1, v2509, v2511 # each registers its class
+from .variants.base import VARIANTS, Variant, transformer_config, variant_of_folder
 
 # %% ../../nbs/models/03_components.ipynb #cda2f9fa
 def restore_image_positions(pipe): # the same pipeline
@@ -98,23 +38,20 @@ def restore_image_positions(pipe): # the same pipeline
     return pipe
 
 # %% ../../nbs/models/03_components.ipynb #26ddae71
-def find_variant(folder, expected:str="auto") -> Variant: # expected: auto, v1, 2509 or 2511
+def find_variant(folder, expected:str="auto") -> Variant: # expected: as `model.variant`
     "The variant of a model folder."
     folder = Path(folder)
     if not (folder/"model_index.json").is_file():
         raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder in diffusers' "
                          "layout")
-    name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
-    config = folder/"transformer"/"config.json"
-    flag = config.is_file() and bool(json.loads(config.read_text()).get("zero_cond_t", False))
-    found = next((v for v in VARIANTS.values() if v.pipeline == name
-                  and v.zero_cond_t == (flag and v.multi_image)), None)
+    found = variant_of_folder(folder, expected)
     if not found:
-        raise ValueError(f"model folder {str(folder)!r} contains a {name}; this library needs "
-                         "QwenImageEditPipeline or QwenImageEditPlusPipeline")
+        name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
+        known = either(dict.fromkeys(v.pipeline for v in VARIANTS.values()))
+        raise ValueError(f"model folder {str(folder)!r} contains a {name}; this library needs {known}")
     if expected not in ("auto", found.name):
-        raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} ({name}, "
-                         f"zero_cond_t={str(flag).lower()}); set it to auto or correct the config")
+        raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} "
+                         f"({found.marks(transformer_config(folder))}); set it to auto or correct the config")
     return found
 
 # %% ../../nbs/models/03_components.ipynb #26ddae01
@@ -180,7 +117,7 @@ class Components:
     def __init__(self,
         name:str="tiny", # folder, hub id, or tiny
         dtype=torch.float32, # of VAE, text encoder and transformer
-        variant:str="auto", # auto, v1, 2509 or 2511
+        variant:str="auto", # as `model.variant`
         devices:dict=None, # {component: device}, default cpu
         quantize:dict=None, # {component: key of `QUANTIZATIONS`, or a bool}
         revision:str=None, # of the hub
@@ -192,7 +129,7 @@ class Components:
         self.devices, self.offload = dict(devices or {}), tuple(offload)
         self.quantize = {k: parse_quantization(v) for k, v in (quantize or {}).items()}
         self.folder, self.release = resolve_model(name, revision=revision), release
-        self.variant = replace(find_variant(self.folder, variant), image_positions=image_positions)
+        self.variant = find_variant(self.folder, variant).with_positions(image_positions)
         self.areas = native_areas(self.folder, self.variant)
         self.loaded, self.built = {}, []
         self.loaded_as = {} # {component: quantization}
@@ -204,8 +141,7 @@ class Components:
 
     def __repr__(self):
         v, area = self.variant, self.areas["control_area"]
-        return (f"{self.name}: Qwen-Image-Edit {v.name} ({v.pipeline}, zero_cond_t={v.zero_cond_t}), controls"
-                f" {area} px, for the text encoder {self.areas['vl_area'] or area} px; loaded: "
+        return (f"{self.name}: {v}, controls {area} px, for the text encoder {self.areas['vl_area'] or area} px; loaded: "
                 f"{', '.join(self.loaded) or 'nothing yet'}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
@@ -214,12 +150,6 @@ def offload(part:torch.nn.Module, device) -> torch.nn.Module: # on the meta devi
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_module
     return cpu_offload(remove_hook_from_module(part, recurse=True), torch.device(device))
-
-def device_of(part:torch.nn.Module) -> torch.device:
-    "Where a model computes, also if it is offloaded."
-    devices = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in part.modules())
-    execution = next((d for d in devices if d is not None), None)
-    return next(part.parameters()).device if execution is None else torch.device(execution)
 
 # %% ../../nbs/models/03_components.ipynb #0d79f801
 @patch
@@ -351,7 +281,6 @@ def move(self:Components, name:str, device):
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype",
              "architectures", "processor_class")
 _UNUSED = ("generation_config.json", "video_preprocessor_config.json")
-_ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 
 # %% ../../nbs/models/03_components.ipynb #de56b401
 def component_digest(folder, name:str) -> str: # 16 hex digits
@@ -387,23 +316,20 @@ def bytes_of(self:Components,
     return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
 
 @patch
-def has_encoders(self:Components) -> bool: return all(map(self.is_local, _ENCODERS))
+def has_encoders(self:Components) -> bool: return all(map(self.is_local, self.variant.encoders))
 
 # %% ../../nbs/models/03_components.ipynb #de56b403
 @patch
 def identity(self:Components) -> dict:
     "The encoders in the cache's keys and manifest."
-    at = {c: self.folder_of(c) for c in _ENCODERS}
+    at = {c: self.folder_of(c) for c in self.variant.encoders}
     large = at["text_encoder"]/"text_encoder"
     size = sum(p.stat().st_size for p in large.glob("*.safetensors"))
     if size > 2e9 and not saved_quantization(large):
         print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
-    text = "-".join(component_digest(at[c], c) for c in ("text_encoder", "tokenizer", "processor"))
-    template = repr((template_of(self.variant.pipeline), self.variant.image_prefix)).encode()
-    digest = lambda text: hashlib.sha256(text).hexdigest()[:12]
+    text = "-".join(component_digest(at[c], c) for c in self.variant.encoders if c != "vae")
+    blind = {} if self.variant.sees_images else dict(prompts_see_images=False)
     return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
                 vae=component_digest(at["vae"], "vae"),
                 text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
-                template=f"{digest(template)}-{positions_of(self.variant)}",
-                text_template=digest(repr(template_of(TEXT_TO_IMAGE)).encode()),
-                dtype=dtype_name(self.dtype), **self.areas)
+                **self.variant.prompt_identity(), dtype=dtype_name(self.dtype), **self.areas, **blind)

@@ -132,12 +132,13 @@ def mask_weights(
     mask:torch.Tensor, # [B, 1, h, w] in 0..1, at the latent's size or larger
     like:torch.Tensor, # [B, C, 1, h, w] latents
     background:float=0.1, # weight where the mask is 0
+    pack=pack_latents, # latents to tokens
 ) -> torch.Tensor: # [B, tokens, 4*C] float32, for `flow_loss`
     "The loss weights of a mask."
     if mask.shape[-2:] != like.shape[-2:]:
         mask = torch.nn.functional.interpolate(mask, like.shape[-2:], mode="area")
     w = 1 - (1 - background) * (1 - mask.float()) # exactly 1 where the mask is 1
-    return pack_latents(w.expand(-1, like.shape[1], -1, -1))
+    return pack(w.expand(-1, like.shape[1], -1, -1)[:, :, None])
 
 # %% ../../nbs/models/04_flow_matching.ipynb #7a956b42
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
@@ -192,11 +193,6 @@ def transformer_inputs(
                 timestep=times.to(x_t.device, non_blocking=True), guidance=None,
                 encoder_hidden_states=embeds, encoder_hidden_states_mask=mask,
                 img_shapes=shapes, return_dict=False)
-
-# %% ../../nbs/models/04_flow_matching.ipynb #80cb9601
-def velocity(transformer, x_t, controls, timesteps, embeds, mask, shapes) -> torch.Tensor:
-    return transformer(**transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask,
-                                            shapes))[0][:, :x_t.shape[1]]
 
 # %% ../../nbs/models/04_flow_matching.ipynb #814864c3
 def true_cfg(

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..core.files import cached_file_property, free_bytes, write_atomic
+from ..core.presets import MODEL
 from .loading import source_checkpoint, weight_files, weight_names
 
 # %% ../../nbs/models/00_hub.ipynb #01f32332
@@ -176,7 +177,7 @@ def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local fo
     if name == "tiny" or Path(name).expanduser().is_dir(): return None
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"{setting} is not a folder; give a diffusers folder, a hub id like "
-                                "Qwen/Qwen-Image-Edit-2511, or tiny")
+                                f"{MODEL}, or tiny")
     try: return _hub_model(name, revision, HUB)
     except Exception as e:
         raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "

@@ -19,7 +19,7 @@ from ..core.display import note, table_html, text_table
 from ..core.environment import Environment, detect_environment, used_bytes
 from ..core.files import DiskFull, free_bytes
 from ..core.remote_shards import RemoteStore, may_hold_cache
-from ..models.components import find_variant, native_areas, resolve_model
+from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
 from ..models.quantize import dtype_name
 from .memory_query import (
@@ -70,7 +70,7 @@ class SampleTokens:
 def read_samples(
     config,
     areas:dict, # control_area, vl_area in pixels
-    plus:bool, # 2509 or 2511?
+    variant:Variant,
 ) -> list: # of `SampleTokens`
     "Samples and validation pairs, from the headers of their images."
     from qie_nb.data.images import Geometry
@@ -81,7 +81,7 @@ def read_samples(
     for path in filter(None, (d.dataset_path, config.train.val_path)):
         samples, sizes, _ = usable(config_samples(d, path if path != d.dataset_path else None))
         for s, (target, *controls) in zip(samples, sizes):
-            images = sum(tokens(g.vl(c), 28) + 8 * plus for c in controls)
+            images = sum(tokens(g.vl(c), 28) + variant.image_words for c in controls)
             out.append(SampleTokens(
                 tokens(g.target(target), 16), tuple(tokens(g.control(c), 16) for c in controls), images,
                 len(s.prompt.encode()) // 3 + 1))
@@ -275,11 +275,11 @@ def __repr__(self:DiskPlan): return "\n".join([text_table(*self._table()), *self
 def _repr_html_(self:DiskPlan): return "".join(map(note, self.problems())) + table_html(*self._table())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a2a3
-def model_areas(name:str, plus:bool, data) -> dict: # control_area, vl_area in pixels
+def model_areas(name:str, variant:Variant, data) -> dict: # control_area, vl_area in pixels
     "The configured image areas, or those of the model."
-    areas = dict(control_area=2**20, vl_area=384 * 384 if plus else None)
+    areas = dict(control_area=variant.control_area, vl_area=variant.vl_area)
     if is_local(name) and (resolve_model(name)/"model_index.json").is_file():
-        areas = native_areas(resolve_model(name), find_variant(resolve_model(name)))
+        areas = native_areas(resolve_model(name), variant)
     return areas | {k: v for k in areas if (v := getattr(data, k))}
 
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a201
@@ -292,9 +292,9 @@ def disk_plan(
     "What a configuration writes, from precompute to the saved adapter, and whether it fits."
     c, environment = make_config(config), environment or detect_environment()
     name = c.model.pretrained_model_name_or_path
-    t, plus = model_facts(name)
-    areas = model_areas(name, plus, c.data)
+    t, variant = model_facts(name, c.model.variant)
+    areas = model_areas(name, variant, c.data)
     q = memory_query(c, t, base_bytes, control=areas["control_area"] // 256)
-    samples = read_samples(c, areas, plus) if pairs is None else typical_samples(pairs, q, areas)
+    samples = read_samples(c, areas, variant) if pairs is None else typical_samples(pairs, q, areas)
     items = [*cache_items(c, q, samples), *run_items(c, q), *download_items(c, q, environment.env)]
     return DiskPlan(items, environment)

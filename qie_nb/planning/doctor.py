@@ -20,6 +20,7 @@ from ..core.files import free_bytes
 from ..core.remote_shards import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
+from ..models.variants.base import variant_marked
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
@@ -214,9 +215,9 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
 # %% ../../nbs/planning/04_doctor.ipynb #3d1d0020
 def position_findings(m:MachineInfo, c:Config=None) -> list:
     "A warning if we follow installed pipelines that number image tokens otherwise than in training."
-    from qie_nb.models.components import VARIANTS, installed_positions
+    from qie_nb.models.components import VARIANTS
     if not c or c.model.image_positions == "3d": return []
-    if all(installed_positions(v.pipeline) == "3d" for v in VARIANTS.values()): return []
+    if all(v.installed_positions() in ("3d", None) for v in VARIANTS.values()): return []
     return [Finding("positions of image tokens", "running", "warning",
                     f"diffusers {m.versions.get('diffusers')} with transformers {m.versions.get('transformers')} "
                     "drops the positions that the model was trained with (diffusers issue 14194); set "
@@ -228,7 +229,8 @@ def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a 
     if precision == "auto": precision = "bf16" if all(g.bf16 for g in m.gpus) else "fp16"
     out = dict(dtype="bfloat16" if precision == "bf16" else "float32")
     if not is_local(name):
-        return out | dict(model=Path(name).name) | {"variant": v for v in ("2509", "2511") if v in name}
+        marked = variant_marked(name)
+        return out | dict(model=Path(name).name) | (dict(variant=marked.name) if marked else {})
     parts = Components(name, variant=c.model.variant)
     out |= dict(variant=parts.variant.name) | {k: getattr(c.data, k) or v for k, v in parts.areas.items()}
     files = [f for p in ("vae", "text_encoder") for f in (parts.folder/p).glob("*.safetensors")]
@@ -308,7 +310,7 @@ def grid_findings(c:Config) -> list: # do the pairs' token grids have the same p
     d, name = c.data, c.model.pretrained_model_name_or_path
     if not (d.dataset_path or d.target_dir): return []
     try:
-        areas = model_areas(name, model_facts(name)[1], d)
+        areas = model_areas(name, model_facts(name, c.model.variant).variant, d)
         g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"], d.match_grids)
         found = grid_summary(usable(config_samples(d))[1], g)
     except (ValueError, OSError): return [] # reported with the pairs or the model

@@ -9,7 +9,7 @@ __all__ = ['init']
 import json, subprocess
 from pathlib import Path
 
-from ..core.presets import first_steps, preset_of
+from ..core.presets import MODEL, first_steps, preset_of
 from ..data.samples import find_samples
 from ..data.tables import home_path
 
@@ -55,7 +55,7 @@ FILE = """\
 preset: {preset} # {why}
 
 model:
-  {model_mark}pretrained_model_name_or_path: Qwen/Qwen-Image-Edit-2511 # or a folder; 58 GB to download
+  {model_mark}pretrained_model_name_or_path: {model} # or a folder; 58 GB to download
   lora: {{r: 16}} # rank; 8 for 20 pairs, 32 for a hard edit
 
 data:
@@ -95,7 +95,7 @@ def file_text(
     # with several GPUs, one process on each: a step has a sample of each
     steps, mark = (-(-first_steps(pairs) // count), "") if preset else (150, "# ")
     return FILE.format(
-        preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
+        model=MODEL, preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
         path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), steps=steps, save=steps // 5,
         val=0.1 if pairs > 9 or not pairs else 0,
         pairs=f"{pairs} pairs" if pairs else "training_images/ with results and captions, control_images/")

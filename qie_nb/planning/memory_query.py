@@ -6,23 +6,25 @@
 __all__ = ['QKV', 'block_layers', 'other_layers', 'parameters', 'adapter_shapes', 'numbers']
 
 # %% ../../nbs/planning/00_memory_query.ipynb #a2e58ca2
-import json, math
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..config import OptimizerSection
+from ..core.presets import VARIANT_NAMES
 from ..lora.adapters import UNUSED, is_target, target_modules
-from ..models.components import resolve_model
+from ..models.components import VARIANTS, Variant, resolve_model
 from ..models.loading import saved_quantization, stored_dtype
 from ..models.modulation import STREAMS, table_pays
 from ..models.quantize import QUANTIZATIONS, parse_quantization
+from ..models.variants.base import transformer_config, variant_named, variant_of_folder
 from ..training.optimizers.known import OPTIMIZERS
 
 # %% ../../nbs/planning/00_memory_query.ipynb #bf1af59a
-REAL = dict(in_channels=64, num_layers=60, attention_head_dim=128, num_attention_heads=24,
-            joint_attention_dim=3584)
+REAL = VARIANTS[VARIANT_NAMES[-1]].published
 
 # %% ../../nbs/planning/00_memory_query.ipynb #bf1af501
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class MemoryQuery:
     heads: int = 24
     text_dim: int = 3584
     channels: int = 64        # of a latent token
-    zero_cond: bool = False   # control tokens modulated at time 0 (2511)?
+    zero_cond: bool = False   # control tokens modulated at time 0?
     target: int = 4096        # tokens of a sample's target
     control: int = 4096       # of all its control images
     text: int = 250           # of its prompt with image tokens
@@ -120,23 +122,21 @@ def memory_query(
     return MemoryQuery(**fields | _settings(config, base_bytes) | changes)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #33a2d610
+class ModelFacts(NamedTuple):
+    "What a plan knows of a model."
+    transformer: dict # its configuration
+    variant: Variant
+
 def model_facts(
     name:str, # folder, hub id, variant or tiny
-) -> tuple: # (transformer configuration, does the text encoder get small images?)
+    variant:str="auto", # as `model.variant`
+) -> ModelFacts:
     "The transformer's shapes, from the model's files or as published."
     folder = model_folder(name)
-    file, index = folder/"transformer"/"config.json", folder/"model_index.json"
-    t = json.loads(file.read_text()) if file.is_file() else REAL | dict(zero_cond_t="2511" in str(name))
-    if index.is_file(): return t, json.loads(index.read_text())["_class_name"].endswith("PlusPipeline")
-    return t, any(s in str(name) for s in ("2509", "2511"))
-
-def prompt_tokens(
-    plus:bool=True, # 2509 or 2511?
-    controls:int=1, # images
-    area:int=None, # pixels of each for the text encoder; default the variant's
-) -> int:
-    "Tokens of a prompt: one for 28 x 28 pixels, and 62 for template and text."
-    return controls * ((area or (384 * 384 if plus else 1024 * 1024)) // 784) + 62
+    named = VARIANTS[variant] if variant in VARIANTS else variant_named(name)
+    shapes = transformer_config(folder) or named.published_config()
+    found = variant_of_folder(folder, variant) if (folder/"model_index.json").is_file() else named
+    return ModelFacts(shapes, found or named)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #e056548a
 QKV = dict(img=("to_q", "to_k", "to_v", "to_out.0"),

@@ -15,13 +15,13 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.display import note, table_html, text_table
-from ..core.presets import GPU_GIB, NO_BF16, first_steps
+from ..core.presets import GPU_GIB, MODEL, NO_BF16, first_steps
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, model_areas
 from .memory_query import (
-    MemoryQuery, memory_query, model_facts, parameters, prompt_tokens, stored_quantization)
+    MemoryQuery, memory_query, model_facts, parameters, stored_quantization)
 from .step_time import duration, step_seconds, step_work
 from .training_memory import Memory, memory_of, weight_bytes
 
@@ -322,16 +322,16 @@ def plan(
     "Memory and time of a run, and the fastest settings that fit a GPU. Computed, not measured."
     if isinstance(model, (dict, Config)): model, config = None, model
     model, c = model and str(model), make_config(config)
-    name = model or (c.model.pretrained_model_name_or_path if config is not None else "2511")
-    t, plus = model_facts(name)
-    areas = model_areas(name, plus, c.data)
+    name = model or (c.model.pretrained_model_name_or_path if config is not None else MODEL)
+    t, variant = model_facts(name, c.model.variant)
+    areas = model_areas(name, variant, c.data)
     size, gpu = _size(resolution, c.data), parse_gpu(gpu)
     if gpu is None and c.preset not in (None, "tiny"): gpu = parse_gpu(c.preset)
     float32 = c.train.mixed_precision == "auto" and gpu and not gpu.bf16
     q = memory_query(c, transformer or t, 4 if float32 else None)
     if float32 and gpu.tensor_cores: q = replace(q, fp16=True, compiled=False)
     q = replace(q, target=size[0] * size[1] // 256, control=controls * areas["control_area"] // 256,
-                text=prompt or prompt_tokens(plus, controls, areas["vl_area"]))
+                text=prompt or variant.prompt_tokens(controls, areas["vl_area"]))
     quantize = stored_quantization(model or c.model.pretrained_model_name_or_path) or quantize
     samples = (c.train.max_train_steps or 800) * c.data.batch_size * c.train.gradient_accumulation_steps
     if type(c.train.num_processes) is int: samples *= c.train.num_processes
@@ -385,7 +385,7 @@ def card_table(
         cells = [name]
         for side in (512, 1024):
             data, train = dict(control_area=side * side), dict(max_train_steps=steps)
-            p = plan("2511", gpu, side, dict(data=data, train=train))
+            p = plan(MODEL, gpu, side, dict(data=data, train=train))
             q = p.shown.query
             weights = re.sub(r" \(.*?\)", "", strategy_name(p.shown.query).split(",")[0])
             weights += ", both GPUs at once" * (q.processes > 1)

@@ -43,7 +43,7 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
     cache = dataset.cache if dataset.identity is not None else None
     if cache is not None and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None:
         return e
-    if not is_available(trainer.components, "text_encoder", "processor"): return None
+    if not is_available(trainer.components, "text_encoder", trainer.components.variant.processor): return None
     own = cache if cache is not None and cache.writable else None
     encoder = trainer.encoder(own, trainer.vae_device, trainer.text_device)
     if own is not None:
@@ -65,7 +65,7 @@ def edit_cached(
     tr, scheduler = trainer._transformer(), trainer.components.get("scheduler")
     with eval_mode(tr):
         return denoise_encoded(tr, scheduler, encoded, steps, true_cfg_scale, seed, None, overrides,
-                               dtype=trainer.weight_dtype, on_step=on_step)
+                               dtype=trainer.weight_dtype, on_step=on_step, variant=trainer.components.variant)
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #0dfa9f01
 def cached_data(

@@ -17,7 +17,8 @@ from pydantic import Field, FiniteFloat, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..data.images import calculate_dimensions
-from ..models.flow_matching import calculate_mu, img_shapes, pack_latents, true_cfg, unpack_latents, velocity
+from ..models.variants.base import Variant
+from ..models.variants.text_to_image import QWEN_IMAGE
 
 # %% ../../nbs/sampling/00_denoising.ipynb #09ea36c5
 def sampling_schedule(
@@ -26,6 +27,7 @@ def sampling_schedule(
     tokens:int, # of the target, packed
     device="cpu",
     overrides:dict=None, # changes of the scheduler's config
+    variant:Variant=QWEN_IMAGE,
 ): # a new scheduler with its timesteps set
     "Noise levels from 1 to 1/steps, shifted for the image's size as in the pipelines."
     config = scheduler.config
@@ -37,7 +39,7 @@ def sampling_schedule(
     if type(steps) is not int or steps < least:
         raise ValueError(f"`num_inference_steps` must be at least {least} with this scheduler, got "
                          f"{steps!r}; 20 is usual")
-    own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_mu(tokens, own.config),
+    own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=variant.shift_mu(tokens, own.config, steps),
                       device=device)
     own.set_begin_index(0)
     return own
@@ -61,20 +63,22 @@ def denoise(
     true_cfg_scale:float=4.0, # 1 means no guidance
     on_step=None, # called with (step, steps, latents)
     on_estimate=None, # called with (step, steps, function that returns the expected final latents)
+    variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [B, C, 1, h, w]
     "The sampling loop of the edit pipelines."
     B, _, _, h, w = noise.shape
-    x, ctrl, steps = pack_latents(noise), [pack_latents(c) for c in controls], len(scheduler.timesteps)
-    shapes, times = img_shapes((h, w), [c.shape[-2:] for c in controls], B), scheduler.timesteps.cpu()
+    x, ctrl, steps = variant.pack(noise), [variant.pack(c) for c in controls], len(scheduler.timesteps)
+    places = variant.token_positions((h, w), [c.shape[-2:] for c in controls], B)
+    times = scheduler.timesteps.cpu()
     for n, t in enumerate(scheduler.timesteps):
-        predict = lambda text: velocity(transformer, x, ctrl, times[n].expand(B), text[0], text[1], shapes)
+        predict = lambda text: variant.velocity(transformer, x, ctrl, times[n].expand(B), *text, places)
         v = predict(cond)
-        if uncond is not None and true_cfg_scale > 1: v = true_cfg(v, predict(uncond), true_cfg_scale)
+        if uncond is not None and true_cfg_scale > 1: v = variant.guided(v, predict(uncond), true_cfg_scale)
         x = scheduler.step(v, t, x, return_dict=False)[0]
-        if on_step: on_step(n + 1, steps, unpack_latents(x, h, w))
+        if on_step: on_step(n + 1, steps, variant.unpack(x, h, w))
         if on_estimate:
-            on_estimate(n + 1, steps, lambda: unpack_latents(x - scheduler.sigmas[n + 1] * v, h, w))
-    return unpack_latents(x, h, w)
+            on_estimate(n + 1, steps, lambda: variant.unpack(x - scheduler.sigmas[n + 1] * v, h, w))
+    return variant.unpack(x, h, w)
 
 # %% ../../nbs/sampling/00_denoising.ipynb #00de9ed0
 def output_size(

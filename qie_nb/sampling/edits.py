@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 
 from ..data.images import open_image
-from ..encoding.vae import decode_latents, vae_factor
-from ..models.components import check_weights, device_of, prompt_text
+from ..models.components import check_weights, device_of
 from ..models.modulation import model_timesteps, table_of
+from ..models.variants.base import Variant
+from ..models.variants.text_to_image import QWEN_IMAGE
 from .denoising import denoise, output_size, sampling_schedule, start_noise
 
 # %% ../../nbs/sampling/01_edits.ipynb #e2d97fea
@@ -86,9 +87,11 @@ def _image_sets(prompt_image, n, several) -> list: # n lists of images
 # %% ../../nbs/sampling/01_edits.ipynb #9dede750
 def factor_of(components) -> int: # image pixels per latent pixel
     "The VAE's factor, without loading the VAE. Raises FileNotFoundError if the model has none."
-    if "vae" in components.loaded: return vae_factor(components.loaded["vae"])
-    check_weights(folder := components.folder_of("vae"), "vae")
-    return 2 ** len(json.loads((folder/"vae"/"config.json").read_text())["temperal_downsample"])
+    shape = components.variant.vae_shape
+    if "vae" in components.loaded: return shape(components.loaded["vae"].config).factor
+    folder = components.folder_of("vae")
+    check_weights(folder, "vae")
+    return shape(json.loads((folder/"vae"/"config.json").read_text())).factor
 
 # %% ../../nbs/sampling/01_edits.ipynb #9dede701
 def make_edits(
@@ -106,9 +109,10 @@ def make_edits(
     prompts, negatives = _each("prompt", prompt, n, str), _each("negative_prompt", negative_prompt, n, str)
     if any(not p.strip() for p in prompts): raise ValueError("`prompt` is empty; say what to change")
     seeds, generators = seeds_of(seed, n), _each("generator", generator, n, (torch.Generator, type(None)))
-    sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * 2
+    sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * components.variant.patch
     for p, q, s in zip(prompts, negatives, sets):
-        prompt_text(components.variant, p, len(s)), prompt_text(components.variant, q, len(s))
+        components.variant.check_prompt(p, len(s))
+        components.variant.check_prompt(q, len(s))
     area = area or geometry.control_area
     size = lambda s: output_size(s[0].size if s else (1, 1), area, height, width, multiple)
     each = zip(sets, prompts, negatives, seeds, generators)
@@ -144,8 +148,8 @@ def encode_edits(
     at("vae")
     images = {pixels[id(p)]: p for e in edits for p in e.images}
     latents = {k: encoder.image(p, geometry.control(p.size))[None].cpu() for k, p in images.items()}
-    vae = encoder.components.get("vae")
-    C, f, text = vae.config.z_dim, vae_factor(vae), lambda k, p: groups[k][1][_encoded_as(p)]
+    C, f = encoder.components.variant.vae_shape(encoder.components.get("vae").config)
+    def text(k, p): return groups[k][1][_encoded_as(p)]
     return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[p] for p in k], text(k, e.prompt),
                     text(k, e.negative) if guidance else None) for e, k in zip(edits, keys)]
 
@@ -158,30 +162,33 @@ def denoise_encoded(
     overrides:dict=None, # changes of the scheduler's config
     dtype=None, # of the computation; default the transformer's
     on_step=None, on_estimate=None, # as in `denoise`
+    variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [1, C, 1, h, w]
     "The latent of an encoded edit."
     device, dtype = device_of(transformer), dtype or transformer.dtype
     put = lambda t: t.to(device, dtype)
     text = lambda e: None if e is None else (put(e), None) # a single prompt needs no mask
     C, _, h, w = edit.shape
-    schedule = sampling_schedule(scheduler, steps, h * w // 4, device, overrides)
+    schedule = sampling_schedule(scheduler, steps, variant.token_count(h, w), device, overrides, variant)
     if table := table_of(transformer):
         times = model_timesteps(schedule.timesteps, table.dtype)
         table.ensure(times, f"preparing the timestep table for {steps} steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
     uncond = edit.uncond if true_cfg_scale > 1 else None
     return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond),
-                   text(uncond), true_cfg_scale, on_step, on_estimate)
+                   text(uncond), true_cfg_scale, on_step, on_estimate, variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee75c
-def check_sampling(scheduler, edits, factor:int, steps, true_cfg_scale, overrides=None):
+def check_sampling(scheduler, edits, factor:int, steps, true_cfg_scale, overrides=None,
+                   variant:Variant=QWEN_IMAGE):
     "Raises ValueError for sampling settings that cannot work; `factor` is the VAE's."
     scale = true_cfg_scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(
             f"`true_cfg_scale` must be a finite number, got {scale!r}; 4 is usual, 1 means no guidance")
     for w, h in {e.size for e in edits}:
-        sampling_schedule(scheduler, steps, (h // factor // 2) * (w // factor // 2), "cpu", overrides)
+        sampling_schedule(scheduler, steps, variant.token_count(h // factor, w // factor), "cpu", overrides,
+                          variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee701
 def run_edits(
@@ -192,15 +199,15 @@ def run_edits(
     watch=None, # `EditProgress`
 ) -> list: # uint8 [H, W, 3] each
     "Edit as the diffusers pipelines do, stage by stage."
-    scheduler = encoder.components.get("scheduler")
-    check_sampling(scheduler, edits, factor_of(encoder.components), steps, true_cfg_scale, overrides)
+    scheduler, variant = encoder.components.get("scheduler"), encoder.components.variant
+    check_sampling(scheduler, edits, factor_of(encoder.components), steps, true_cfg_scale, overrides, variant)
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
     return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
-                       encoder.vae_2d)
+                       encoder.vae_2d, variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee702
 def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
-                vae_2d) -> list:
+                vae_2d, variant:Variant=QWEN_IMAGE) -> list:
     "The stages after encoding."
     transformer, latents = at("transformer"), []
     def step(*args):
@@ -209,9 +216,9 @@ def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides,
     try:
         for inputs, e in zip(encoded, edits):
             z = denoise_encoded(transformer, scheduler, inputs, steps, true_cfg_scale, e.seed, e.generator,
-                                overrides, dtype, step, watch and watch.estimate)
+                                overrides, dtype, step, watch and watch.estimate, variant)
             latents.append(z.cpu())
     finally:
         if watch: watch.close()
     vae = at("vae")
-    return [decode_latents(vae, z, vae_2d)[0] for z in latents]
+    return [variant.decode_latents(vae, z, vae_2d)[0] for z in latents]

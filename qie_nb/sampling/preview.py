@@ -14,7 +14,8 @@ from PIL import Image
 
 from ..core.display import image_bytes, image_html
 from ..core.progress import Progress, kernel, is_interactive
-from ..encoding.vae import decode_latents
+from ..models.variants.base import Variant
+from ..models.variants.text_to_image import QWEN_IMAGE
 
 # %% ../../nbs/sampling/02_preview.ipynb #098d199b
 def small_latents(z:torch.Tensor, most:int=64) -> torch.Tensor:
@@ -42,6 +43,7 @@ class EditProgress:
         what:str="predict", # name of the work
         progress:bool=True, preview=None, every:int=4, # as in `Predictor.predict`
         vae=lambda: None, # returns the VAE, or None if it is not loaded
+        variant:Variant=QWEN_IMAGE,
         after:float=5., # seconds before the first line of a batch run
     ):
         if preview is not None and not callable(preview) and (not isinstance(preview, int) or preview < 0):
@@ -50,6 +52,7 @@ class EditProgress:
         if type(every) is not int or every < 1:
             raise ValueError(f"`preview_every` must be a whole number of 1 or more, got {every!r}")
         self.total, self.what, self.progress, self.vae, self.after = total, what, progress, vae, after
+        self.variant = variant
         self.n, self.start, self.bar = 0, time.time(), None
         self.show = preview if callable(preview) else preview_display() if preview else None
         self.every = preview if type(preview) is int and preview else every
@@ -64,7 +67,7 @@ class EditProgress:
 
     def estimate(self, n, steps, get): # `on_estimate` of `denoise`
         if self.show is None or n % self.every and n < steps or (vae := self.vae()) is None: return
-        self.show(n, steps, decode_latents(vae, small_latents(get()))[0])
+        self.show(n, steps, self.variant.decode_latents(vae, small_latents(get()))[0])
 
     def close(self):
         if self.bar is not None: self.bar.close()

@@ -12,15 +12,18 @@ from pathlib import Path
 
 import torch
 
+from ..core.presets import VARIANT_NAMES
+from ..core.progress import quiet_bars
+from ..models.components import VARIANTS
+
 # %% ../../nbs/tiny/00_random_models.ipynb #16e3d48f
 _SPECIAL = [f"<|{n}|>" for n in (
     "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start",
     "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")]
 
 def _templates() -> list:
-    from qie_nb.models.components import VARIANTS, template_of
-    texts = [template_of("QwenImagePipeline")[0]]
-    texts += [template_of(v.pipeline)[0] + v.image_prefix for v in VARIANTS.values()]
+    own = [VARIANTS[name] for name in VARIANT_NAMES]
+    texts = [own[0].template_for(0).text] + [v.template_for(1).text + v.image_prefix for v in own]
     for s in _SPECIAL: texts = [t.replace(s, "\n") for t in texts]
     return texts
 
@@ -95,14 +98,13 @@ def _scheduler():
 
 # %% ../../nbs/tiny/00_random_models.ipynb #6ae97e38
 def tiny_pipeline(
-    variant:str="2511", # v1, 2509 or 2511
+    variant:str=VARIANT_NAMES[-1],
     seed:int=0, # of the random weights
     vae_stages:int=3, # VAE factor 2**stages, 3 or 2
     words:tuple=(), # more texts for the tokenizer
 ): # QwenImageEditPipeline (v1) or QwenImageEditPlusPipeline, float32 on the CPU
     "An edit pipeline of the real classes with random weights."
     import diffusers
-    from qie_nb.models.components import VARIANTS
     v, tok = VARIANTS[variant], tiny_tokenizer(words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -116,18 +118,17 @@ def tiny_pipeline(
 
 # %% ../../nbs/tiny/00_random_models.ipynb #77c51680
 def save_tiny(
-    variant:str, # v1, 2509 or 2511
+    variant:str, # its name
     folder, # written in diffusers' layout
     areas:tuple=(96*96, 112*112), # (control_area, vl_area) in pixels; None keeps the real ones
     **kw, # of `tiny_pipeline`
 ) -> Path:
     "Saves a tiny pipeline as a model folder."
-    from qie_nb.core.progress import quiet_bars
     folder, pipe = Path(folder), tiny_pipeline(variant, **kw)
     quiet_bars() # of transformers
     pipe.save_pretrained(folder)
     if areas:
-        own = dict(control_area=areas[0], vl_area=None if variant == "v1" else areas[1])
+        own = dict(control_area=areas[0], vl_area=areas[1] if VARIANTS[variant].vl_area else None)
         (folder/"qie_nb.json").write_text(json.dumps(own))
     return folder
 
@@ -136,7 +137,7 @@ _kept = []
 
 @lru_cache
 def tiny_folder(
-    variant:str="2511", areas:tuple=(96*96, 112*112), seed:int=0, vae_stages:int=3) -> Path:
+    variant:str=VARIANT_NAMES[-1], areas:tuple=(96*96, 112*112), seed:int=0, vae_stages:int=3) -> Path:
     "A saved tiny pipeline, made once per process and deleted at its end."
     keep = tempfile.TemporaryDirectory(prefix=f"tiny-{variant}-")
     _kept.append(keep)

@@ -179,7 +179,7 @@ def _data_misfit(config, was, fraction) -> list: # of sentences
             drop_bad_prompts(VARIANTS[was["base"].split()[0]], dataset)
             dataset.drop_unreadable() # decodes every image
             return [_data_difference(was["data"], now())] if now() != was["data"] else []
-    except (ValueError, OSError): return [] # the doctor reports what is wrong with the data
+    except (ValueError, OSError, KeyError): return [] # the doctor reports what is wrong with the data
 
 # %% ../../nbs/training/05_resume.ipynb #c6417e02
 def checkpoint_misfit(

@@ -22,7 +22,6 @@ from ..lora.comfyui_workflow import WorkflowFacts, workflow as comfyui_workflow,
 from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
 from ..lora.mixing import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
-from ..models.components import installed_positions, positions_of
 from ..models.flow_matching import calculate_mu
 from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
 from .callbacks import RunState
@@ -80,8 +79,8 @@ def geometry(self:RunAdapters, data=None) -> Geometry:
 _POSITIONS = {"3d": "three-dimensional", "1d": "running"}
 
 def _other_positions(info, variant) -> str:
-    was, now = info["image_positions"], positions_of(variant)
-    can = "3d" if was == "3d" else "installed" if installed_positions(variant.pipeline) == was else None
+    was, now = info["image_positions"], variant.positions
+    can = "3d" if was == "3d" else "installed" if variant.installed_positions() == was else None
     remedy = "train it again, or use it where they are running"
     if can: remedy = f"set `model.image_positions` to {can}"
     return (f"was trained with {_POSITIONS[was]} positions of image tokens, and here they are "
@@ -90,7 +89,7 @@ def _other_positions(info, variant) -> str:
 # %% ../../nbs/training/07_run_adapters.ipynb #336fce02
 @patch
 def _warn_positions(self:RunAdapters, what, info):
-    if info.get("image_positions") not in (None, positions_of(self.components.variant)):
+    if info.get("image_positions") not in (None, self.components.variant.positions):
         self.state.warn_once(f"{what} {_other_positions(info, self.components.variant)}")
 
 @patch
@@ -115,7 +114,7 @@ def start(self:RunAdapters):
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
-    try: self._set_origin(info := lora.start_lora(tr, c, self.config.train.seed) or self.origin)
+    try: self._set_origin(info := lora.start_lora(tr, c, self.config.train.seed, unused=self.components.variant.unused_layers) or self.origin)
     except KeyboardInterrupt: self.components.drop("transformer"); raise # some layers may lack it
     if c.pretrained_weight: self._warn_positions("`model.lora.pretrained_weight`", info)
 
@@ -125,7 +124,7 @@ def load_trained(self:RunAdapters, file):
     "Load a checkpoint's adapter to train it further."
     self.pick_modulation(adapters=lora.lora_layers(file))
     tr = self.modulation.transformer()
-    self._set_origin(lora.load_lora(tr, file, trainable=True))
+    self._set_origin(lora.load_lora(tr, file, trainable=True, unused=self.components.variant.unused_layers))
     lora.set_dropout(tr, self.config.model.lora.lora_dropout)
 
 @patch
@@ -280,8 +279,7 @@ def ema_weights(self:RunAdapters):
 @patch
 def metadata(self:RunAdapters) -> dict:
     g, v, name = self.geometry(), self.components.variant, self.components.name
-    return dict(base=Path(name).name, variant=v.name, zero_cond_t=v.zero_cond_t,
-                image_positions=positions_of(v), control_area=g.control_area, vl_area=g.vl_area,
+    return dict(base=Path(name).name, **v.note(), control_area=g.control_area, vl_area=g.vl_area,
                 image_size=list(g.image_size), steps=self.state.global_step, weights=self.weights_name)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71103
@@ -291,7 +289,8 @@ def card_facts(self:RunAdapters) -> dict: # as for `model_card`
     best = self.state.best[0] if self.state.best else None
     edits = sorted(samples, key=lambda s: not s.controls) # their captions first: the card uses one
     return self.metadata() | dict(
-        base_model=self.config.model.pretrained_model_name_or_path, samples=len(samples) or None,
+        base_model=self.config.model.pretrained_model_name_or_path,
+        pipeline=self.components.variant.pipeline, several_images=self.components.variant.multi_image, samples=len(samples) or None,
         captions=list(dict.fromkeys(s.prompt for s in edits))[:20], held_out=len(held) if held else None,
         controls=max((len(s.controls) for s in samples), default=None),
         without_control=sum(not s.controls for s in samples) or None, settings=card_settings(self.config),
@@ -315,13 +314,17 @@ def few_steps(self:RunAdapters, schedule=None) -> tuple: # (path of another LoRA
 
 @patch
 def workflow_facts(self:RunAdapters, name, schedule=None) -> WorkflowFacts: # name of the LoRA's file
+    model = self.components.variant.comfyui
+    if model is None:
+        raise ValueError(f"`workflow` knows no nodes of ComfyUI for variant {self.components.variant.name}; save "
+                         "without `workflow`")
     facts, g, (path, s) = self.card_facts(), self.geometry(), self.few_steps(schedule)
     config = {**self.components.get("scheduler").config, **s.scheduler}
     shift = config.get("shift", 1.0)
     if config.get("use_dynamic_shifting"):
         shift = math.exp(calculate_mu(math.prod(g.image_size) // 256, config))
     controls = 1 if facts["controls"] is None else facts["controls"]
-    return WorkflowFacts(self.components.variant.name, name, g, controls, s.steps, s.true_cfg_scale,
+    return WorkflowFacts(model, name, g, controls, s.steps, s.true_cfg_scale,
                          round(shift, 4), Path(path).name, next(iter(facts["captions"]), ""))
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71104

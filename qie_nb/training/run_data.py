@@ -23,9 +23,8 @@ from ..data.images import Geometry, crop_to, open_image
 from ..data.samples import Samples, config_samples, samples_of, split_held_out
 from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
-from ..encoding.vae import decode_latents
-from ..models.components import prompt_text
 from ..models.quantize import check_device
+from ..models.variants.base import variants_for_several
 from .checkpoint import find_checkpoint
 from .stopping import encoder_advice, memory_advice
 
@@ -133,8 +132,8 @@ def set_geometry_and_identity(self:RunData, dataset):
     parts = self.components
     several = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
     if several is not None and not parts.variant.multi_image:
-        raise ValueError(f"sample {several!r} has several control images, but variant v1 takes one; use a "
-                         "2509 or 2511 model")
+        raise ValueError(f"sample {several!r} has several control images, but variant {parts.variant.name} "
+                         f"takes one; use a {variants_for_several()} model")
     dataset.areas = parts.areas
     if dataset.cache is None: dataset.refresh()
     elif parts.has_encoders(): dataset.refresh(parts.identity())
@@ -145,7 +144,7 @@ def drop_bad_prompts(variant, dataset):
     "Skip samples whose prompts do not fit the template."
     bad = {}
     for i, s in enumerate(dataset.samples):
-        try: prompt_text(variant, s.prompt, len(s.controls))
+        try: variant.check_prompt(s.prompt, len(s.controls))
         except ValueError as e: bad[i] = str(e)
     dataset.drop(bad)
 
@@ -357,4 +356,4 @@ def _encode_empty_prompt(self:RunData, image, device=None) -> tuple:
 @patch
 def decode_vae_latent(self:RunData, latents): # uint8 [B, H, W, 3]
     "Images of normalized latents [B, C, 1, h, w]."
-    return decode_latents(self.components.get("vae"), latents)
+    return self.components.variant.decode_latents(self.components.get("vae"), latents)

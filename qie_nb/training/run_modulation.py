@@ -22,8 +22,8 @@ from ..devices.fp16 import enable_fp16
 from ..devices.model_parallel import weight_placement
 from ..lora import adapters as lora
 from ..models import prequantize
-from ..models.components import COMPONENTS, check_weights
-from ..models.hub import transformer_digest
+from ..models.components import check_weights
+from ..models.hub import component_class, transformer_digest
 from ..models.loading import empty_model, source_checkpoint
 from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, table_of,
                                       table_pays, training_times, use_modulation_table, uses_modulation)
@@ -83,7 +83,7 @@ def load_model(self:RunModulation,
     *names, # components; default all
 ):
     "Load components now instead of at first use, and print them."
-    for n in names or COMPONENTS: self.transformer() if n == "transformer" else self.components.get(n)
+    for n in names or self.components.variant.components: self.transformer() if n == "transformer" else self.components.get(n)
     print(self.components)
 
 @patch
@@ -101,8 +101,8 @@ def transformer_config(self:RunModulation) -> dict: # config.json
 # %% ../../nbs/training/08_run_modulation.ipynb #2670ab83
 @patch
 def _layers(self:RunModulation) -> list: # names of the linear layers
-    from diffusers import QwenImageTransformer2DModel
-    empty = empty_model(QwenImageTransformer2DModel, self.components.folder/"transformer")
+    folder = self.components.folder
+    empty = empty_model(component_class(folder, "transformer")[1], folder/"transformer")
     return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
 # %% ../../nbs/training/08_run_modulation.ipynb #2670ab01
@@ -132,6 +132,7 @@ def why_layers(self:RunModulation,
 @patch
 def table_setting(self:RunModulation): # `model.modulation_table`; auto is false where the table is larger
     setting, parts = self.config.model.modulation_table, self.components
+    if not parts.variant.modulation_table: return False
     if setting != "auto": return setting
     facts = self.transformer_config()
     rows = parts.row_dtype() if parts.hub else parts.row_dtype(parts.folder/"transformer")
@@ -222,7 +223,7 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}
     scheduler = self.components.get("scheduler")
     for tokens in sorted(self._target_tokens(dataset)):
         for steps in self.config.model.modulation_table_steps:
-            schedule = sampling_schedule(scheduler, steps, tokens).timesteps
+            schedule = sampling_schedule(scheduler, steps, tokens, variant=self.components.variant).timesteps
             if times := extra_timesteps(model_timesteps(schedule, dtype), dtype):
                 what = f"preparing the timestep table for {steps} sampling steps, {tokens} tokens"
                 out.setdefault(times, what)
@@ -231,7 +232,7 @@ def _schedule_sets(self:RunModulation, dataset, dtype) -> dict: # {times: label}
 # %% ../../nbs/training/08_run_modulation.ipynb #5fe2cf03
 @patch
 def _target_tokens(self:RunModulation, dataset=None) -> set: # packed; of `data.image_size` without data
-    d, side = self.config.data, 2 * factor_of(self.components)
+    d, side = self.config.data, self.components.variant.patch * factor_of(self.components)
     if dataset is None and d.dataset_path is None:
         return {d.image_size[0] // side * (d.image_size[1] // side)}
     dataset = dataset or ImageDataset(self.config)

@@ -17,6 +17,8 @@ import torch
 from ..cache import stable_seed
 from ..data.batches import BucketBatchSampler, as_list, batch_size, pad_prompts, prefetch
 from ..models import flow_matching as flow
+from ..models.variants.base import Variant
+from ..models.variants.text_to_image import QWEN_IMAGE
 
 # %% ../../nbs/training/01_step.ipynb #e0d531b7
 def to_device(t:torch.Tensor, dtype=None, device="cpu") -> torch.Tensor:
@@ -34,21 +36,22 @@ def flow_matching_loss(
     dtype=torch.float32, # of the frozen weights
     weighting:str="none", # `train.loss_weighting`
     mask_min_weight:float=1., # where the batch's `mask` is black; 1 ignores masks
+    variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [B] float32
     "mean |v(x_t) - (eps - x0)|^2 of each sample, with x_t = (1 - sigma) x0 + sigma eps."
     put, mask, painted = partial(to_device, device=device), batch["prompt_embeds_mask"], batch.get("mask")
     x0, eps, sigma = put(batch["pixel_latent"], torch.float32), put(eps), put(sigmas)
     controls = [put(c, dtype) for c in as_list(batch["control_latent"])]
     x_t, target = flow.add_noise(x0, eps, sigma), flow.flow_target(x0, eps)
-    shapes = flow.img_shapes(x0.shape[-2:], [c.shape[-2:] for c in controls], len(x0))
-    inputs = flow.transformer_inputs(transformer, flow.pack_latents(x_t).to(dtype),
-                                     [flow.pack_latents(c) for c in controls],
-                                     sigmas * 1000, put(batch["prompt_embed"], dtype),
-                                     None if mask is None else put(mask.bool()), shapes)
+    places = variant.token_positions(x0.shape[-2:], [c.shape[-2:] for c in controls], len(x0))
+    inputs = variant.transformer_inputs(transformer, variant.pack(x_t).to(dtype),
+                                        [variant.pack(c) for c in controls],
+                                        sigmas * 1000, put(batch["prompt_embed"], dtype),
+                                        None if mask is None else put(mask.bool()), places)
     weights = None
     if painted is not None and mask_min_weight < 1:
-        weights = flow.mask_weights(put(painted, torch.float32), x0, mask_min_weight)
-    loss = flow.flow_loss(transformer(**inputs)[0], flow.pack_latents(target), weights)
+        weights = flow.mask_weights(put(painted, torch.float32), x0, mask_min_weight, variant.pack)
+    loss = flow.flow_loss(transformer(**inputs)[0], variant.pack(target), weights)
     return loss if weighting == "none" else loss * flow.level_weights(sigma, weighting)
 
 # %% ../../nbs/training/01_step.ipynb #ddc2e709
@@ -80,10 +83,11 @@ def sample_noise_and_sigmas(
     train, # `TrainSection`
     scheduler_config, # for `shift`
     strata=None, # part of the levels of each sample, see `step_strata`; None: all levels
+    variant:Variant=QWEN_IMAGE,
 ) -> NoiseAndSigmas: # on the CPU
     "Noise and noise level of each sample."
     shape = batch["pixel_latent"].shape[1:]
-    mu = flow.calculate_mu(shape[-2] * shape[-1] // 4, scheduler_config)
+    mu = variant.shift_mu(variant.token_count(*shape[-2:]), scheduler_config)
     steps = None if train.continuous_timesteps else 1000
     sigmas = flow.sample_sigmas(seeds, train.timestep_sampling, mu, steps, train.timestep_shift,
                                 train.logit_mean, train.logit_std, strata)

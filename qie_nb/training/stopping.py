@@ -130,10 +130,10 @@ def _changes(c) -> list: # (key, value, note), in the order to try
 # %% ../../nbs/training/03_stopping.ipynb #a72e7301
 def training_advice(config) -> list: # three (setting, GB saved)
     "Settings that make a step smaller, in the order to try them."
-    from qie_nb.planning.memory_query import memory_query, model_facts, prompt_tokens
+    from qie_nb.planning.memory_query import memory_query, model_facts
     from qie_nb.planning.training_memory import memory_of
-    t, plus = model_facts(config.model.pretrained_model_name_or_path)
-    text, out = prompt_tokens(plus, 1, config.data.vl_area), {}
+    t, variant = model_facts(config.model.pretrained_model_name_or_path, config.model.variant)
+    text, out = variant.prompt_tokens(1, config.data.vl_area), {}
     gb = lambda c: memory_of(memory_query(c, t, text=text)).total / 1e9
     for key, value, note in _changes(config):
         (*path, name), changed = key.split("."), config.model_copy(deep=True)

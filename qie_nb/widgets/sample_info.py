@@ -17,8 +17,8 @@ from ..core.cache_layers import verify_entry
 from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
 from ..data.pair_checks import look, pair_warnings
-from ..encoding.prompts import whole_ids
-from ..models.components import VARIANTS, Components, component_digest, prompt_text, template_for
+from ..models.prompts import PrefixTokens
+from ..models.components import VARIANTS, Components, component_digest
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0006
 def dataset_of(
@@ -69,7 +69,7 @@ def _side(dataset, i, components, width) -> int: # pixels per token side
     if latent := entry_shape(dataset, i, "pixel_latent"): return max(1, 2 * width // latent[-1])
     file = components.folder/"vae"/"config.json" if components else None
     if not file or not file.is_file(): return 16
-    return 2 * 2 ** len(json.loads(file.read_text()).get("temperal_downsample", "123"))
+    return components.variant.patch * components.variant.vae_shape(json.loads(file.read_text())).factor
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e000f
 def model_text(
@@ -79,15 +79,17 @@ def model_text(
 ) -> str:
     "The processor's text. Raises ValueError for a prompt that the model cannot take."
     if variant is None: return prompt or " "
-    if whole: return prompt_text(variant, prompt, images)
+    if whole: return variant.prompt_text(prompt, images)
     names = [variant.image_prefix.format(n + 1) for n in range(images)]
     return "".join(names) + (prompt if prompt.strip() else " ")
 
 def text_length(components:Components, prompt:str, counts) -> int: # counts: tokens of each image
     "Length of an embedding: tokens, images included, without the template's first ones."
-    tokenizer = SimpleNamespace(tokenizer=components.get("tokenizer"))
-    ids = whole_ids(tokenizer, components.variant, prompt, counts)
-    return len(ids) - template_for(components.variant, len(counts))[1]
+    variant, tokenizer = components.variant, components.get("tokenizer")
+    if variant.processor != "tokenizer":
+        tokenizer = SimpleNamespace(tokenizer=tokenizer) # as in a processor
+    prefix = PrefixTokens((), tuple(counts), variant.template_for(len(counts)).dropped)
+    return variant.prompt_lengths(tokenizer, prefix, prompt, share=False)[1]
 
 # %% ../../nbs/widgets/00_sample_info.ipynb #fa1e0012
 def _tokens(dataset, i, components, whole, f) -> dict:
@@ -171,7 +173,6 @@ def decoded(
     dataset:ImageDataset, i:int,
     model, # as for `components_of`; its VAE is loaded
 ) -> dict: # {pixel_latent, control_latent.0, ...: (uint8 [H, W, 3], PSNR in dB)}, if cached
-    from qie_nb.encoding.vae import decode_latents
     check_vae(dataset, components := components_of(model))
     keys, images, g, out = dataset.keys(i), dataset.images(i), dataset.geometry, {}
     originals = dict(pixel_latent=images["image"])
@@ -180,6 +181,7 @@ def decoded(
     for name, original in originals.items():
         entry = keys[name].id
         if (layer := dataset.cache.find(*entry)) is None: continue
-        image = decode_latents(components.get("vae"), unpack_entry(layer.read(*entry), *entry)[0][None])[0]
+        image = components.variant.decode_latents(
+            components.get("vae"), unpack_entry(layer.read(*entry), *entry)[0][None])[0]
         out[name] = image, _db(image, original)
     return out

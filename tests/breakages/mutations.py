@@ -47,9 +47,10 @@ MUTATIONS = {
         Change("models/flow_matching", "sample_sigmas", "0x7369676D61", "0x6E6F697365")]),
     "shift by the unpacked tokens": Mutation("tests/training/test_randomness.py", [
         Change("training/step", "sample_noise_and_sigmas",
-               "shape[-2] * shape[-1] // 4", "shape[-2] * shape[-1]")]),
+               "variant.token_count(*shape[-2:])", "shape[-2] * shape[-1]")]),
     "shift ignores the size": Mutation("tests/training/test_randomness.py", [
-        Change("training/step", "sample_noise_and_sigmas", "shape[-2] * shape[-1] // 4", "256")]),
+        Change("training/step", "sample_noise_and_sigmas",
+               "variant.token_count(*shape[-2:])", "256")]),
     "timestep not divided by 1000": Mutation("tests/training/test_step.py", [
         Change("models/flow_matching", "transformer_inputs",
                "timesteps.to(x_t.dtype) / 1000", "timesteps.to(x_t.dtype)")]),
@@ -185,9 +186,9 @@ MUTATIONS = {
                "f\"{text}-{self.quantize.get('text_encoder') or 'plain'}\"", "text")]),
     # --- encoding and packing
     "latents sampled instead of their mode": Mutation("tests/encoding/test_vae.py", [
-        Change("encoding/vae", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
+        Change("models/vae", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
     "latents not normalised by the deviation": Mutation("tests/parity/test_pipelines.py", [
-        Change("encoding/vae", "encode_images", "(z - mean) / std", "z - mean")]),
+        Change("models/vae", "encode_images", "(z - mean) / std", "z - mean")]),
     "latent pixels packed by columns": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "pack_latents",
                "QwenImageEditPipeline._pack_latents(latents, B, C, h, w)",
@@ -202,16 +203,16 @@ MUTATIONS = {
         Change("encoding/encoder", "prompt",
                "repr(p.size).encode() + p.tobytes()", "p.tobytes()")]),
     "prompts after a prefix at its length": Mutation("tests/encoding/test_prompts.py", [
-        Change("encoding/prompts", "encode_suffixes",
+        Change("models/prompts", "encode_suffixes",
                "prefix.next, prefix.next + n", "prefix.count, prefix.count + n")]),
     "a suffix with its padding": Mutation("tests/encoding/test_prompts.py", [
-        Change("encoding/prompts", "encode_suffixes", "h[:len(r)]", "h")]),
+        Change("models/prompts", "encode_suffixes", "h[:len(r)]", "h")]),
     "the control's size for the target": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "plan_encoding",
                "size = target", "size = controls[0] if controls else target")]),
     "decoded pixels not rounded": Mutation(
         "tests/encoding/test_vae.py::test_pixels_are_rounded_as_by_the_pipelines", [
-        Change("encoding/vae", "decode_latents", ".round()", "")]),
+        Change("models/vae", "decode_latents", ".round()", "")]),
     "all controls in the group of the first": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "plan_encoding", 'int(name.split(".")[1])', "0")]),
     # --- precompute
@@ -290,7 +291,7 @@ MUTATIONS = {
         Change("sampling/denoising", "start_noise", "generator or", "")]),
     "shift without the overrides": Mutation("tests/test_predict.py", [
         Change("sampling/denoising", "sampling_schedule",
-               "calculate_mu(tokens, own.config)", "calculate_mu(tokens, config)")]),
+               "shift_mu(tokens, own.config, steps)", "shift_mu(tokens, config, steps)")]),
     "predict crops": Mutation("tests/test_predict.py::test_an_image_is_never_cropped", [
         Change("predict", "predict", "replace(self.geometry(), crop=False)", "self.geometry()")]),
     # --- checkpoints

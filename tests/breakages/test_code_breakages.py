@@ -12,7 +12,7 @@ BREAKAGES = dict(
         Change("models/flow_matching", "flow_target",
                "eps.float() - x0.float()", "x0.float() - eps.float()")],
     loss_on_control_tokens_too=[
-        Change("models/flow_matching", "velocity", "[:, :x_t.shape[1]]", ""),
+        Change("models/variants/base", "Variant.velocity", "[:, :x_t.shape[1]]", ""),
         Change("models/flow_matching", "flow_loss", "pred = pred[:, :target.shape[1]].float()",
                "target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)")],
     control_width_and_height_swapped=[
@@ -32,29 +32,30 @@ BREAKAGES = dict(
 
 POSITIONS = dict( # of image tokens
     height_and_width_of_positions_swapped=[
-        Change("encoding/prompts", "prefix_positions",
+        Change("models/prompts", "prefix_positions",
                "index(ids, image_grid_thw=grid, **options)[0]",
                "index(ids, image_grid_thw=grid, **options)[0][[0, 2, 1]]")],
     words_after_an_image_count_tokens=[
-        Change("encoding/prompts", "encode_prefix",
+        Change("models/prompts", "encode_prefix",
                "int(positions.max()) + 1", "positions.shape[-1]")],
     the_second_image_numbered_like_the_first=[
-        Change("encoding/prompts", "prefix_positions",
+        Change("models/prompts", "prefix_positions",
                "image_grid_thw=grid", "image_grid_thw=grid[:1].repeat(len(grid), 1)")],
     positions_not_in_a_key=[
-        Change("models/components", "identity",
-               'f"{digest(template)}-{positions_of(self.variant)}"', 'f"{digest(template)}"')],
+        Change("models/variants/text_to_image", "QwenImage.prompt_identity",
+               'f"{_digest(edit)}-{self.positions}"', 'f"{_digest(edit)}"')],
     positions_hook_registered_twice=[
         Change("models/components", "restore_image_positions",
                'or getattr(encoder, "has_image_positions", False)', "")],
     positions_of_the_installed_pipeline=[
-        Change("models/components", "positions_of",
-               '"3d" if variant.image_positions == "3d" else', "")],
+        Change("models/variants/text_to_image", "QwenImage.positions",
+               '"3d" if self.image_positions == "3d" else', "")],
 )
 
 TEXT = dict( # samples without a control image
     text_encoded_with_the_edits_template=[
-        Change("models/components", "template_for", "TEXT_TO_IMAGE", "variant.pipeline")],
+        Change("models/variants/text_to_image", "QwenImage.text_template",
+               "TEXT_TO_IMAGE", "self.pipeline")],
     text_template_not_in_a_key=[
         Change("cache", "prompt_parts",
                'identity["template"] if controls else identity.get("text_template")',

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placement
-from qie_nb.encoding import vae
+from qie_nb.models import vae
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantize import held_bytes

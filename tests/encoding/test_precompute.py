@@ -18,7 +18,7 @@ from qie_nb.data.images import Geometry
 from qie_nb.data.samples import ImageChanged
 from qie_nb.encoding.encoder import Encoder, pick_batch
 from qie_nb.encoding.precompute import check_space, precompute
-from qie_nb.encoding.vae import pixels_of
+from qie_nb.models.vae import pixels_of
 from qie_nb.models.components import Components
 from qie_nb.tiny.random_models import tiny_folder
 import precompute as bench # benchmarks/precompute.py

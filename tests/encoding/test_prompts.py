@@ -5,9 +5,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import qie_nb.encoding.prompts
-from qie_nb.encoding.prompts import PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, suffix_ids
-from qie_nb.models.components import load_component, prompt_text
+from qie_nb.models.prompts import PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, suffix_ids
+from qie_nb.models.components import load_component
+from qie_nb.models.variants.text_to_image import QwenImage
 from tiny_rig import close, random_images, rig, rms
 
 PROMPTS = ["make the sky green", "", "remove the second boat from the left, keep its shadow", "x"]
@@ -22,7 +22,7 @@ def no_grad():
 @pytest.fixture(params=["1d", "3d"])
 def positions(request, monkeypatch):
     "Both numberings of image tokens, whichever the installed libraries use."
-    monkeypatch.setattr(qie_nb.encoding.prompts, "positions_of", lambda variant: request.param)
+    monkeypatch.setattr(QwenImage, "positions", request.param)
 
 
 @contextmanager
@@ -44,9 +44,9 @@ def whole(r, prompt, images, te=None): return encode_prompt(te or r.te, r.proc, 
 def test_3d_positions_are_the_models_own(monkeypatch):
     r, images = rig("2511"), random_images(3)
     with monkeypatch.context() as m:
-        m.setattr(qie_nb.encoding.prompts, "positions_of", lambda variant: "1d")
+        m.setattr(QwenImage, "positions", "1d")
         flat = joined(r, PROMPTS[0], images)
-    inputs = r.proc(text=[prompt_text(r.variant, PROMPTS[0], 3)], images=images, return_tensors="pt")
+    inputs = r.proc(text=[r.variant.prompt_text(PROMPTS[0], 3)], images=images, return_tensors="pt")
     expected = r.te.model(**inputs).last_hidden_state[:, 64:]
     close(joined(r, PROMPTS[0], images), expected)
     assert (flat - expected).abs().max() > 1e-3 # the two numberings differ
@@ -81,7 +81,7 @@ def test_tokens_are_the_processors(variant, n):
     r = rig(variant)
     prefix = prefix_of(r, random_images(n))
     for prompt in ODD + PROMPTS:
-        theirs = r.proc(text=[prompt_text(r.variant, prompt, n)], images=random_images(n))["input_ids"][0]
+        theirs = r.proc(text=[r.variant.prompt_text(prompt, n)], images=random_images(n))["input_ids"][0]
         assert [*prefix.ids, *suffix_ids(r.proc, r.variant, prefix, prompt)] == list(theirs), prompt
     assert r.proc.tokenizer.decode(prefix.ids[-1:]) == "<|vision_end|>" and len(prefix.counts) == n
     assert prefix.hidden.shape[1] == prefix.count - 64
@@ -134,12 +134,11 @@ def test_each_pass_computes_only_its_own_tokens():
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_positions_with_transformers_before_and_since_5_3(newer, monkeypatch):
+def test_positions_with_transformers_before_and_since_5_3(newer):
     from types import SimpleNamespace
-    from qie_nb.encoding import prompts
-    monkeypatch.setattr(prompts, "positions_of", lambda variant: "3d")
+    from qie_nb.models import prompts
     older = lambda input_ids, image_grid_thw=None: (input_ids, None)
     since = lambda input_ids, image_grid_thw=None, mm_token_type_ids=None: (mm_token_type_ids, None)
     encoder = SimpleNamespace(model=SimpleNamespace(get_rope_index=since if newer else older), config=SimpleNamespace(image_token_id=7))
-    found = prompts.prefix_positions(encoder, SimpleNamespace(pipeline=""), torch.tensor([[1, 7, 7]]), None)
+    found = prompts.prefix_positions(encoder, SimpleNamespace(positions="3d"), torch.tensor([[1, 7, 7]]), None)
     assert found.tolist() == ([[0, 1, 1]] if newer else [[1, 7, 7]])

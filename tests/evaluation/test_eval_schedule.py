@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from qie_nb.models.variants.text_to_image import QwenImage
 from helpers import OnStep, adapters_close, close_images, on_call, settings, slow, write_pairs
 from qie_nb.config import make_config
 from qie_nb.devices import compile as compiled
@@ -130,9 +131,9 @@ def test_modulation_layers_of_the_file_count_without_a_table(made, files):
 
 
 def test_a_failed_evaluation_leaves_the_trained_adapter_alone(made, files, monkeypatch):
-    t, real = Trainer(made("out", files["fast"])), eval_images.decode_latents
+    t, real = Trainer(made("out", files["fast"])), QwenImage.decode_latents
     with monkeypatch.context() as m, pytest.raises(ZeroDivisionError):
-        m.setattr(eval_images, "decode_latents", lambda *a: real(*a) if t.global_step == 0 else 1 / 0)
+        m.setattr(QwenImage, "decode_latents", lambda *a: real(*a) if t.global_step == 0 else 1 / 0)
         t.fit()
     assert adapters_in(t)[1] == {"default": 1.0} and all(adapters_in(t)[0]["default"]) and set(t.transformer.peft_config) == {"default"}
     with pytest.raises(ZeroDivisionError), added_lora(t.transformer, files["fast"]): 1 / 0

@@ -24,6 +24,7 @@ from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, fil
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
+from qie_nb.models.variants.text_to_image import QwenImage
 from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
@@ -334,7 +335,7 @@ def test_encoders_stay_loaded_without_a_cache(made):
     assert "held_out_loss" in t.state.metrics and t.vae is not None and t.qwen_vl is not None
 
 
-@pytest.mark.parametrize("owner, name, steps, calls", [(validation_loss, "losses_at_sigma", 9, 3), slow(denoising, "velocity", 1, 4)], ids=["loss", "sampling"])
+@pytest.mark.parametrize("owner, name, steps, calls", [(validation_loss, "losses_at_sigma", 9, 3), slow(QwenImage, "velocity", 1, 4)], ids=["loss", "sampling"])
 def test_a_stop_interrupts_an_evaluation(owner, name, steps, calls, made, monkeypatch, capsys):
     t = Trainer(made(train=dict(eval_steps=1, max_train_steps=steps, eval_num_inference_steps=9)))
     stop = mock.Mock(side_effect=lambda *a: stop.call_count == 3 and setattr(t.state, "stop", "SIGTERM"))

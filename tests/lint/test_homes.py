@@ -1,17 +1,18 @@
-"""One home for one idea: the name of a quantization or an optimizer is written in its own file and in the settings."""
+"""One home for one idea: the name of a quantization, an optimizer or a variant is written in its own file and in the settings."""
 import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from qie_nb.models.components import VARIANTS
 from qie_nb.models.quantize import QUANTIZATIONS
 from qie_nb.training.optimizers.known import OPTIMIZERS
 
 PACKAGE = Path(__file__).parents[2]/"qie_nb"
 SETTINGS = {"core/sections.py", "core/presets.py"}
 OLDER = {"adamw": "core/older_settings.py", "adamw8bit": "core/older_settings.py"} # names of classes in older files
-NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS) for name, one in table.items()}
+NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS, VARIANTS) for name, one in table.items()}
 FORMATS = {"float8", "int8"} # also the names of number formats
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from qie_nb.data.images import Geometry
 from qie_nb.lora import comfyui_workflow
-from qie_nb.lora.comfyui_workflow import (BASE_FILES, ENCODE_AREA, NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, squares, vl_expressions,
+from qie_nb.lora.comfyui_workflow import (NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, squares, vl_expressions,
                                           vl_size, workflow, write_workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.trainer import QwenImageEditTrainer
@@ -20,11 +20,11 @@ NASTY = 'say "dusk"\n</script> {a|b} \\ ü'
 
 
 def facts(variant="2511", controls=1, image_size=(512, 512), crop=False, area=512**2, **changes):
-    return WorkflowFacts(variant, "dusk.safetensors", Geometry(image_size, crop, area, VARIANTS[variant].vl_area), controls, **dict(prompt=NASTY) | changes)
+    return WorkflowFacts(VARIANTS[variant].comfyui, "dusk.safetensors", Geometry(image_size, crop, area, VARIANTS[variant].vl_area), controls, **dict(prompt=NASTY) | changes)
 
 
 CASES = {
-    **{v: facts(v) for v in BASE_FILES}, "three images": facts(controls=3), "cropped": facts(image_size=(1024, 768), crop=True), "text to image": facts(controls=0),
+    **{v: facts(v) for v in VARIANTS}, "three images": facts(controls=3), "cropped": facts(image_size=(1024, 768), crop=True), "text to image": facts(controls=0),
     "smaller result": facts("2509", 2, area=1024**2), "few steps": facts(steps=4, true_cfg_scale=1.0, shift=3.0, few_steps="Lightning-4steps.safetensors")}
 
 
@@ -96,7 +96,7 @@ def scaled(node, size): # as ComfyUI's node computes it
     return tuple(round(side * scale / node["resolution_steps"]) * node["resolution_steps"] for side in size)
 
 
-@pytest.mark.parametrize("variant", BASE_FILES)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("target, area", [(1024**2, 1024**2), (512**2, 512**2), (512**2, 1024**2)])
 def test_sizes_are_those_of_the_training(variant, target, area):
     side = math.isqrt(target)
@@ -120,7 +120,7 @@ def test_a_cropped_training_is_cropped_the_same_way():
 
 
 def test_expressions_for_comfyui_are_our_formula():
-    for area in set(ENCODE_AREA.values()):
+    for area in {v.comfyui.node_area for v in VARIANTS.values()}:
         for w, h in [*SIZES, (2000, 1000), (333, 1000)]:
             known = dict(sqrt=math.sqrt, round=round, max=max, min=min, a=w, b=h)
             assert tuple(eval(text, known) for text in vl_expressions(area, area)) == vl_size((w, h), area, area)

@@ -13,6 +13,7 @@ from qie_nb.config import make_config
 from qie_nb.lora import adapters as lora
 from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME
 from qie_nb.lora.model_card import card_settings, model_card, published, push_to_hub, write_model_card
+from qie_nb.models.components import VARIANTS
 from qie_nb.tiny.random_models import tiny_folder
 from helpers import slow, small_areas
 from loras import http_error, trained, written
@@ -45,7 +46,7 @@ def test_usage_code_runs(variant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lora.save_lora(trained(variant), "lora")
     Image.new("RGB", (64, 64), "red").save("input.png")
-    facts = FACTS | dict(variant=variant, base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"])
+    facts = FACTS | dict(variant=variant, pipeline=VARIANTS[variant].pipeline, several_images=VARIANTS[variant].multi_image, base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"])
     code = re.search(r"```python\n(.*?)\n```", write_model_card("lora", facts, where=str(tmp_path/"lora")).read_text(), re.S)[1]
     for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), ("num_inference_steps=20", "num_inference_steps=2, height=32, width=32")):
         assert old in code

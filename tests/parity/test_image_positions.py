@@ -4,10 +4,11 @@ import torch
 from diffusers import DiffusionPipeline
 
 from qie_nb.data.images import Geometry
-from qie_nb.encoding.prompts import encode_prompt, prefix_positions, vl_images
+from qie_nb.models.prompts import encode_prompt, prefix_positions, vl_images
 from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
 from qie_nb.lora.adapters import lora_info
-from qie_nb.models.components import Components, installed_positions, positions_of, restore_image_positions
+from qie_nb.models.components import Components, restore_image_positions
+from qie_nb.models.variants.text_to_image import installed_positions
 from qie_nb.planning.doctor import doctor
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -63,7 +64,7 @@ def test_embeddings_equal_a_corrected_pipelines(variant, n, share):
     right = restore_image_positions(pipe) and theirs()
     ours = encode_prompt(parts.get("text_encoder"), parts.get("processor"), parts.variant, "make the sky green", seen, share)[0]
     close(ours, right)
-    if installed_positions(parts.variant.pipeline) == "1d": assert (ours - wrong).abs().max() > 1e-3
+    if parts.variant.installed_positions() == "1d": assert (ours - wrong).abs().max() > 1e-3
     same = Components(str(folder(variant)), image_positions="installed").variant
     close(encode_prompt(parts.get("text_encoder"), parts.get("processor"), same, "make the sky green", seen, share)[0], wrong)
 
@@ -112,7 +113,7 @@ def test_older_versions_need_no_hook(monkeypatch):
 @affected
 def test_each_mode_has_its_own_cache_entries():
     a, b = (Components(str(folder("2511")), image_positions=mode) for mode in ("3d", "installed"))
-    assert (positions_of(a.variant), positions_of(b.variant)) == ("3d", "1d")
+    assert (a.variant.positions, b.variant.positions) == ("3d", "1d")
     assert {k for k, v in a.identity().items() if b.identity()[k] != v} == {"template"}
 
 

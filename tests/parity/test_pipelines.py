@@ -21,11 +21,12 @@ from qie_nb.data.batches import pad_prompts
 from qie_nb.data.dataset import Geometry, ImageDataset
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
-from qie_nb.encoding.prompts import encode_prompt, vl_images
-from qie_nb.encoding.vae import encode_image, vae_factor
+from qie_nb.models.prompts import encode_prompt, vl_images
+from qie_nb.models.vae import encode_image, vae_factor
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
 from qie_nb.models.components import VARIANTS, Components, find_variant, load_component, restore_image_positions
-from qie_nb.models.flow_matching import img_shapes, pack_latents, velocity
+from qie_nb.models.flow_matching import img_shapes, pack_latents
+from qie_nb.models.variants.text_to_image import QWEN_IMAGE
 from qie_nb.predict import edit, sampling_schedule, start_noise
 from qie_nb.tiny.random_models import tiny_folder
 from helpers import random_lora, small_areas
@@ -175,7 +176,7 @@ def test_padding_needs_its_mask(variant):
     noise, controls, *_, shapes = our_arguments(r, images)
     alone = [our_prompt(r, p, images)[0] for p in (PROMPT, OTHER)]
     padded, mask = pad_prompts([e[0] for e in alone])
-    call = lambda n, e, m: velocity(r.transformer, noise.expand(n, -1, -1), [c.expand(n, -1, -1) for c in controls], torch.full((n,), 700.), e, m, shapes * n)
+    call = lambda n, e, m: QWEN_IMAGE.velocity(r.transformer, noise.expand(n, -1, -1), [c.expand(n, -1, -1) for c in controls], torch.full((n,), 700.), e, m, shapes * n)
     expected = torch.cat([call(1, e, None) for e in alone])
     assert mask.sum(1).tolist() == [e.shape[1] for e in alone]
     assert apart(call(2, padded, mask), expected) < 1e-5
@@ -200,7 +201,7 @@ def test_conditioning_and_velocity(case, on):
     assert rows(shapes) == rows(run.calls[0][0]["img_shapes"])
     own = sampling_schedule(r.parts.get("scheduler"), len(run.timesteps), noise.shape[1])
     close(own.timesteps, run.timesteps, 1e-6), close(own.sigmas, run.sigmas, 1e-6)
-    close(velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes), run.calls[0][1][:, :noise.shape[1]])
+    close(QWEN_IMAGE.velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes), run.calls[0][1][:, :noise.shape[1]])
 
 
 @pytest.mark.parametrize("variant", ["v1", "2509"])
@@ -308,7 +309,7 @@ def test_zero_cond_t_changes_the_output_of_the_same_weights():
     assert (old.config.zero_cond_t, new.config.zero_cond_t) == (False, True)
     new.load_state_dict(old.state_dict()) # strict: no weight differs
     noise, controls, *text = our_arguments(rig("2509"), control_images(2))
-    assert apart(*(velocity(t, noise, controls, torch.tensor([700.]), *text) for t in (old, new))) > 1e-3
+    assert apart(*(QWEN_IMAGE.velocity(t, noise, controls, torch.tensor([700.]), *text) for t in (old, new))) > 1e-3
 
 
 def test_a_2511_without_its_flag_is_refused(tmp_path):

@@ -17,7 +17,8 @@ from qie_nb.evaluation.evaluate import evaluate
 from qie_nb.evaluation.swaps import swap_test
 from qie_nb.models import flow_matching
 from qie_nb.models.components import VARIANTS, Components
-from qie_nb.models.flow_matching import img_shapes, pack_latents, velocity
+from qie_nb.models.flow_matching import img_shapes, pack_latents
+from qie_nb.models.variants.text_to_image import QWEN_IMAGE
 from qie_nb.planning.doctor import doctor
 from qie_nb.predict import edit
 from qie_nb.tiny.random_models import tiny_folder
@@ -69,7 +70,7 @@ def test_embeddings_latents_and_prediction(variant):
     shapes = img_shapes((SIZE[1] // 8, SIZE[0] // 8), [], 3)
     assert shapes == [[(1, SIZE[1] // 16, SIZE[0] // 16)]] * 3
     right = pipe.transformer(noise, theirs, mask, torch.full((3,), 0.7), shapes, return_dict=False)[0]
-    close(velocity(parts.get("transformer"), noise, [], torch.full((3,), 700.), padded, own_mask, shapes), right)
+    close(QWEN_IMAGE.velocity(parts.get("transformer"), noise, [], torch.full((3,), 700.), padded, own_mask, shapes), right)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import PRESETS, lora_parameters
 from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
-from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes, parameters, prompt_tokens
+from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes, parameters
 from qie_nb.planning import training_memory
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
@@ -222,9 +222,9 @@ def test_component_bytes_with_and_without_the_table():
 
 def test_out_of_memory_advice_names_real_savings():
     c = make_config(dict(model=dict(pretrained_model_name_or_path="2511", quantize=False), train=dict(gradient_checkpointing=False)))
-    t, plus = model_facts("2511")
+    t, variant = model_facts("2511")
     (setting, saved), (_, second), _ = training_advice(c)
     size = lambda q: memory_of(q).total / 1e9
-    q = memory_query(c, t, text=prompt_tokens(plus))
+    q = memory_query(c, t, text=variant.prompt_tokens())
     assert setting.startswith("`train.gradient_checkpointing`") and second > 13 # 8 bits instead of 16 save 13.6 GB
     if "true" in setting: assert close(saved, size(q) - size(replace(q, checkpointing=True)), 0.01) and saved > 70

@@ -19,7 +19,7 @@ from qie_nb.data.pair_checks import AGAIN, SWAPPED, UNCHANGED, alike, distance, 
 from qie_nb.data.samples import Sample
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
-from qie_nb.models.components import VARIANTS, Components, prompt_text
+from qie_nb.models.components import VARIANTS, Components
 from qie_nb.tiny.photos import crops, EDITS, make_pairs, photo_folder, PHOTOS
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.widgets.cache_status import StatusText, cache_status
@@ -125,7 +125,7 @@ def test_tokens_agree_with_encoded_tensors(variant, controls, pairs, tmp_path):
         want = dict(target=tokens[0], embedding=text, sequence=sum(tokens) + text, counted_by="cache")
         assert want.items() <= (f["tokens"] | dict(controls=0)).items() and list(f["tokens"]["controls"]) == tokens[1:]
         assert b["tokens"] == f["tokens"] | dict(counted_by="tokenizer") and b["missing"] == ["everything"] and f["cached"] and not f["missing"]
-        assert b["text"] == prompt_text(VARIANTS[variant], "" if ds.dropped(i) else "invert the colours", controls)
+        assert b["text"] == VARIANTS[variant].prompt_text("" if ds.dropped(i) else "invert the colours", controls)
         assert f["text"] in b["text"] and f["variant"] == variant and f["dropped"] == ds.dropped(i)
 
 
