@@ -18,6 +18,7 @@ class Removed(NamedTuple):
     changes_results:bool # would a run with another value train something else? Then it is refused
     instead:str # what the library does now, and what to do
     older:tuple = () # its dotted names in older files
+    same:tuple = () # other values that trained the same
 
 def removed(
     default:object,
@@ -26,11 +27,12 @@ def removed(
     changes_results:bool,
     instead:str,
     older:tuple=(),
+    same:tuple=(),
 ) -> Removed:
     "Declare a setting as removed."
     if on_resume not in ON_RESUME:
         raise ValueError(f"`on_resume` must be one of {', '.join(ON_RESUME)}, got {on_resume!r}")
-    return Removed(default, on_resume, changes_results, instead, older)
+    return Removed(default, on_resume, changes_results, instead, older, same)
 
 # %% ../../nbs/core/06a_removed_settings.ipynb #6a90e007
 REMOVED = { # {dotted name: what it was}
@@ -48,7 +50,8 @@ REMOVED = { # {dotted name: what it was}
     "train.adapter_dtype": removed("auto",
         on_resume="may change", changes_results=True,
         instead="adapters compute in the dtype of the frozen weights: remove the line, or set "
-                "`train.mixed_precision` to no, which computes everything in float32"),
+                "`train.mixed_precision` to no, which computes everything in float32",
+        same=("base",)),
     "train.max_nonfinite_steps": removed(5,
         on_resume="recomputed", changes_results=False,
         instead="a run stops after 5 steps in a row without a finite loss",
@@ -115,7 +118,7 @@ def without_removed(
                 found.append((written, value))
         if not found or found[0][1] == gone.default: continue
         written, value = found[0]
-        if gone.changes_results:
+        if gone.changes_results and value not in gone.same:
             raise ValueError(removed_text(written, name, f", got {value!r:.500}"))
         notes.append(f"{written} has no effect any more ({gone.instead})")
     return out, notes

@@ -71,6 +71,11 @@ def test_a_default_is_silent_and_another_value_is_reported_or_refused(written, r
     assert capsys.readouterr().out == f"older names of settings were translated: {written} has no effect any more ({gone.instead})\n"
 
 
+def test_a_value_that_trained_the_same_is_not_refused(capsys):
+    assert make_config(nested("train.adapter_dtype", "base")) == make_config()
+    assert "train.adapter_dtype has no effect any more" in capsys.readouterr().out
+
+
 def test_a_saved_configuration_with_all_keys_loads_without_a_word(tmp_path, capsys):
     keys = set(re.findall(r"^ *(\w+):", SAVED.read_text(), re.M))
     assert {n.rsplit(".", 1)[1] for n in REMOVED} - keys == {"vision_windows"}, "which had gone before"
