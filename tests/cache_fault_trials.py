@@ -1,5 +1,5 @@
 """Fault injection for the cache: kills, damage, many processes, full disks, malformed files. Each case counts its trials."""
-import collections, contextlib, dataclasses, fractions, functools, hashlib, io, itertools, json, math
+import collections, contextlib, copy, fractions, functools, hashlib, io, itertools, json, math
 import os, pickle, random, re, shutil, signal, sys, tempfile, time
 from pathlib import Path
 from unittest.mock import patch
@@ -347,7 +347,8 @@ class Studio:
                 config.write_text(config.read_text().replace('"zero_cond_t": true', '"zero_cond_t": false'))
             for part, seed in zip(("vae", "text_encoder"), self.weights): shutil.copytree(tiny(int(seed))/part, folder/part, dirs_exist_ok=True)
             c = self.models[name] = Components(str(folder), self.dtype, quantize=dict(text_encoder=self.quantized))
-        c.variant = dataclasses.replace(c.variant, image_prefix=self.template + c.variant.image_prefix)
+        c.variant = copy.copy(c.variant)
+        c.variant.image_prefix = self.template + c.variant.image_prefix
         return c
 
     def precompute(self) -> tuple: # (Counter of what was stored, Report, encoder's calls)

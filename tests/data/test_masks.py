@@ -98,8 +98,8 @@ def test_thin_lines_of_a_mask_are_averaged():
 def test_an_unusable_mask_skips_its_sample(write, sentence, pairs, capsys):
     root = paint(pairs(((48, 32),) * 2), {"0000": halves(48, 32)})
     write(root/"mask_images"/"0001.png")
-    def usable(**kw):
-        dataset = ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], **kw))
+    def usable(strict=False):
+        dataset = ImageDataset(dict(dataset_path=str(root), image_size=[64, 64]), strict=strict)
         dataset.drop_unreadable()
         return [s.id for s in dataset.samples]
     assert usable() == ["0000"] and sentence in capsys.readouterr().out
