@@ -1,6 +1,6 @@
 """Fault injection for the cache: kills, damage, many processes, full disks, malformed files. Each case counts its trials."""
 import collections, contextlib, copy, fractions, functools, hashlib, io, itertools, json, math
-import os, pickle, random, re, shutil, signal, sys, tempfile, time
+import os, pickle, random, re, shutil, signal, sqlite3, sys, tempfile, time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from helpers import PATIENCE, settings
+from helpers import PATIENCE, entries_of, make_older, settings, signed_again
 from qie_nb.cache import CacheEntryError, EmbeddingCacheManager, key_of
 from qie_nb.core import cache_entries, files
 from qie_nb.core.cache_entries import ALL_KINDS, read_header
 from qie_nb.core.cache_layers import FolderStore, verify_entry
-from qie_nb.core.packed_index import index_checksum as _index_checksum
+from qie_nb.core.cache_layers import INDEX, open_layer
+from qie_nb.core.packed_index import DATABASE, index_checksum as _index_checksum
 from qie_nb.core.files import file_digest
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.encoding.encoder import Encoder
@@ -237,7 +238,7 @@ def damaged_packed(world, t, damage, trials, rng) -> int: # damages in a table o
         overwrite(path, bad)
         with t.trial(f"{path.name} {n}"):
             try: m = EmbeddingCacheManager(packed)
-            except CacheEntryError as e: sentence(e, str(packed/"cache-index.json"))
+            except CacheEntryError as e: sentence(e, str(packed/INDEX))
             else:
                 got = load_all(m)
                 none = sum(x is None for x in got.values())
@@ -630,7 +631,13 @@ def full_disk(world, every=1) -> dict:
             fresh()
             fill(disk, 20_000)
             refused(lambda: EmbeddingCacheManager(world.reference).pack(disk/"packed"), str(disk/"packed"), " MB more")
-            assert not (disk/"packed"/"cache-index.json").exists()
+            assert not (disk/"packed"/INDEX).exists() and not (disk/"packed"/DATABASE).exists()
+        with trial("packing to a disk without space for the index"):
+            shards = sum(f.stat().st_size for f in world.pack()[1] if f.name not in (INDEX, DATABASE))
+            fresh()
+            fill(disk, shards + 30_000)
+            refused(lambda: EmbeddingCacheManager(world.reference).pack(disk/"packed"), str(disk/"packed"), " MB more")
+            assert {p.suffix for p in (disk/"packed").iterdir()} == {".safetensors"}
         return f"{len(written)} writes"
     return in_own_mounts(world, Tally("full disk at every write"), job)
 
@@ -711,7 +718,7 @@ def pickles(world) -> dict:
     uses = { # path: use
         **{place(cache, *world.first(kind)): entry for kind in ("prompt_embed", "pixel_latent", "prompt_prefix")},
         cache/"manifest.json": lambda p: EmbeddingCacheManager(cache).identities(),
-        packed/"cache-index.json": lambda p: EmbeddingCacheManager(packed), min(packed.glob("cache-0*")): shard,
+        packed/INDEX: lambda p: EmbeddingCacheManager(packed), packed/DATABASE: lambda p: EmbeddingCacheManager(packed), min(packed.glob("cache-0*")): shard,
         **{world.root/name: lambda p: world.dataset(cache, strict=True)
            for name in ("training_images/0000.png", "control_images/0001.png", "metadata.jsonl", "metadata.csv")},
         lora: lambda p: load_lora(whole.transformer, p),
@@ -800,9 +807,11 @@ def headers(world) -> dict:
 
 
 def indexes(world, t):
-    "Indexes of a packed layer that lie, with a right checksum."
+    "Indexes of a packed layer that lie, with a right checksum: older ones, and those of a database."
     (packed, _), (kind, key, _) = world.pack(), world.first("pixel_latent")
-    index = packed/"cache-index.json"
+    databases(packed, kind, key, t)
+    world.pack()
+    index = make_older(packed)
     whole = json.loads(index.read_text())
     shard, start, size, head = whole["entries"][kind][key]
     rows = ([7, start, size, head], [shard, -8, size, head], [shard, 1 << 40, size, head], [shard, start, 1 << 50, head], [shard, start, -1, head],
@@ -819,6 +828,30 @@ def indexes(world, t):
                 assert m.load_cache(kind, key) is None
                 m.verify()
             except Exception as e: sentence(e)
+
+
+def databases(packed, kind, key, t):
+    "Values of a database that lie: the entry or the packed layer is refused, and the others stay as they are."
+    index, database = (packed/INDEX).read_bytes(), (packed/DATABASE).read_bytes()
+    rows = {k: table for k, table in entries_of(open_layer(packed)).items()}
+    shard, start, size, _ = rows[kind][key]
+    right = {(k, x): EmbeddingCacheManager(packed).load_cache(k, x) for k in rows for x in rows[k]}
+    values = ("7", "-8", "1 << 40", "1 << 62", "'a'", "x'ff'", "0.5", f"{start + 8}", f"{size - 8}")
+    lies = [f"UPDATE entries SET {c}={v} WHERE kind='{kind}' AND key='{key}'" for c in ("shard", "begin", "size", "header", "header_bytes") for v in values]
+    lies += ["DELETE FROM headers", "DELETE FROM entries", "UPDATE headers SET header='{}'", "UPDATE headers SET header=x'00'", "UPDATE entries SET header=0",
+             "UPDATE entries SET key='../' || key", "DROP TABLE headers", "CREATE TABLE more (x)", "CREATE VIEW more AS SELECT 1"]
+    for lie in lies:
+        (packed/INDEX).write_bytes(index), (packed/DATABASE).write_bytes(database)
+        with contextlib.closing(sqlite3.connect(packed/DATABASE, isolation_level=None)) as db: db.execute(lie)
+        signed_again(packed)
+        with t.trial(f"database: {lie}"):
+            try:
+                m = EmbeddingCacheManager(packed)
+                got = {id: m.load_cache(*id) for id in right}
+                assert all(x is None or torch.equal(x, right[id]) for id, x in got.items())
+                m.identities(), m.get_cache_stats(), m.verify()
+            except Exception as e: sentence(e)
+    (packed/INDEX).write_bytes(index), (packed/DATABASE).write_bytes(database)
 
 
 # --- what is kept

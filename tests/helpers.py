@@ -1,5 +1,5 @@
 """Data sets, configurations and comparisons that several tests share."""
-import json, os, shutil, subprocess, sys, time
+import hashlib, json, os, shutil, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from qie_nb.core.cache_layers import INDEX, open_layer
+from qie_nb.core.packed_index import DATABASE, index_checksum
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models import modulation
 from qie_nb.tiny.random_models import tiny_folder
@@ -42,6 +44,56 @@ def small_areas(variant, control, vl):
             mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", vl)
             mp.setattr(edit_plus, "VAE_IMAGE_SIZE", control)
         yield
+
+
+def entries_of(layer) -> dict:
+    "{kind: {key: [shard, begin, size, header]}} of a packed layer, sorted."
+    found = {}
+    for kind, table in sorted(layer.index.items()):
+        found[kind] = {key: list(table[key]) for key, _ in layer.entries(kind)}
+    return found
+
+
+def older_index(
+    kinds:dict, # of `entries_of`
+    rest:dict, # shards, identities, perhaps sha256 of the shards
+) -> bytes:
+    "The index of a packed cache as versions before the database wrote it."
+    lines = ['{"entries": {']
+    for kind, rows in sorted(kinds.items()):
+        lines.append(f"{json.dumps(kind)}: {{")
+        lines += [f"{json.dumps(key)}: {json.dumps(row)}, " for key, row in sorted(rows.items())]
+        lines[-1] = lines[-1][:-2] + "}, "
+    lines[-1] = lines[-1][:-2] + "}, "
+    lines.append(json.dumps(dict(format="qie_nb-pack-1") | rest, sort_keys=True)[1:-1])
+    checksum = hashlib.sha256("".join([*lines, "}"]).encode()).hexdigest()
+    return "\n".join([*lines, f', "checksum": "{checksum}"}}']).encode()
+
+
+def make_older(
+    folder:Path, # of a packed cache, which gets an older index
+    digests=True, # has it the sha256 of the shards?
+) -> Path: # the index
+    "Turn a packed cache into one of a version before the database."
+    layer, index = open_layer(folder), folder/INDEX
+    rest = dict(shards=layer.shards, identities=layer.identities)
+    if digests: rest["sha256"] = json.loads(index.read_text())["sha256"]
+    text = older_index(entries_of(layer), rest)
+    (folder/DATABASE).unlink()
+    index.write_bytes(text)
+    return index
+
+
+def signed_again(
+    folder:Path, # of a packed cache
+    **changes, # of the index
+):
+    "Make the index of a packed cache right for its database, as a hostile author would."
+    index = json.loads((folder/INDEX).read_text())
+    data = (folder/DATABASE).read_bytes()
+    index["database"] |= dict(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    index |= changes
+    (folder/INDEX).write_text(json.dumps(index | dict(checksum=index_checksum(index))))
 
 
 def merged(base, changes):

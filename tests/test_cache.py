@@ -8,9 +8,10 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.cli import main
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.core.cache_entries import read_header
+from qie_nb.core.cache_layers import open_layer
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import adapters_close, settings, write_pairs
+from helpers import adapters_close, entries_of, settings, write_pairs
 
 THREE = ((48, 32), (32, 48), (48, 32))
 
@@ -143,10 +144,10 @@ def test_another_encoder_writes_nothing_into_a_packed_cache(filled, tmp_path):
 def test_bad_entries_are_all_named_without_encoders(packed, filled, bare, tmp_path):
     folder, bad, kinds = tmp_path/"cache", [], ("pixel_latent", "prompt_prefix")
     if packed:
-        shard, toc = EmbeddingCacheManager(folder).pack(folder := tmp_path/"packed")
+        shard, *_ = EmbeddingCacheManager(folder).pack(folder := tmp_path/"packed")
         data = bytearray(shard.read_bytes())
         for kind in kinds:
-            key, (_, begin, *_) = min(json.loads(toc.read_text())["entries"][kind].items())
+            key, (_, begin, *_) = min(entries_of(open_layer(folder))[kind].items())
             data[begin] ^= 1
             bad.append(f"{kind} {key}")
         shard.write_bytes(data)

@@ -12,7 +12,8 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import load_config_from_yaml, make_config
 from qie_nb.core import display
 from qie_nb.core.cache_entries import CacheEntryError, pack_entry, unpack_entry
-from qie_nb.core.packed_index import index_checksum as _index_checksum
+from qie_nb.core.cache_layers import INDEX
+from qie_nb.core.packed_index import DATABASE, index_checksum as _index_checksum, index_text, write_database
 from qie_nb.core.files import file_digest
 from qie_nb.lora import adapters as lora
 from qie_nb.lora.formats import read_lora
@@ -92,11 +93,18 @@ def resumed(file):
     return read_checkpoint(file.parent)
 
 
+def packed_with(database): # its author can compute digests
+    facts = dict(name=DATABASE, size=database.stat().st_size, sha256=file_digest(database))
+    (database.parent/INDEX).write_bytes(index_text(facts, [], [], [], {}))
+    return EmbeddingCacheManager(database.parent)
+
+
 READERS = {
     "lora.safetensors": read_lora, "lora.bin": read_lora, "lora.pt": read_lora, "entry.safetensors": read_entry,
     "checkpoints/step_00000002/optimizer.safetensors": resumed, "checkpoints/step_00000002/state.json": resumed,
     "model/vae/diffusion_pytorch_model.safetensors": part("vae"), "model/text_encoder/model.safetensors": part("text_encoder"),
-    "model/transformer/diffusion_pytorch_model.safetensors": part("transformer"), "cache/cache-index.json": lambda file: EmbeddingCacheManager(file.parent)}
+    "model/transformer/diffusion_pytorch_model.safetensors": part("transformer"), "cache/cache-index.json": lambda file: EmbeddingCacheManager(file.parent),
+    "cache/cache-index.sqlite": lambda file: packed_with(file)}
 
 
 @pytest.mark.parametrize("with_torch", [False, True])
@@ -335,8 +343,11 @@ def test_cache_with_linked_folders(tmp_path):
 def test_packed_cache_names_outside(shard, tmp_path):
     save_file({"x": torch.ones(2)}, tmp_path/"cache-1.safetensors")
     (tmp_path/"cache").mkdir()
-    index = dict(shards=[shard], entries={}, identities={})
-    (tmp_path/"cache"/"cache-index.json").write_text(json.dumps(index | dict(checksum=_index_checksum(index))))
+    index = dict(shards=[shard], entries={}, identities={}) # an older one
+    (tmp_path/"cache"/INDEX).write_text(json.dumps(index | dict(checksum=_index_checksum(index))))
+    refused(lambda: EmbeddingCacheManager(tmp_path/"cache"), "names other files than shards", CacheEntryError)
+    facts = write_database(tmp_path/"cache"/DATABASE, [], [])
+    (tmp_path/"cache"/INDEX).write_bytes(index_text(facts, [shard], [72], ["0" * 64], {}))
     refused(lambda: EmbeddingCacheManager(tmp_path/"cache"), "names other files than shards", CacheEntryError)
 
 

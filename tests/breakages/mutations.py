@@ -406,6 +406,116 @@ MUTATIONS = {
     "passwords in messages": Mutation(
         "tests/core/test_remote_shards.py::test_commands_accept_a_url_and_hide_its_credentials", [
         Change("core/remote_shards", "without_secrets", "text = re.sub", "re.sub")]),
+    # --- the index of a packed cache
+    "a database is opened without its digest": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_damaged_database_never_reaches_sqlite", [
+        Change("core/packed_index", "EntryDatabase._check_file",
+               'file_digest(self.path) != self.facts["sha256"]', "False")]),
+    "a database is not checked when it is opened": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_missing_or_exchanged_database_never_reaches_sqlite", [
+        Change("core/packed_index", "EntryDatabase._open", "self._check_file()", "pass")]),
+    "a write-ahead log is read": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_files_beside_the_database_are_not_read", [
+        Change("core/packed_index", "_open_read_only", '"?mode=ro&immutable=1"', '"?mode=ro"')]),
+    "a path is not quoted": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_paths_with_odd_characters", [
+        Change("core/packed_index", "_open_read_only",
+               "path.absolute().as_uri()", "f'file:{path.absolute()}'")]),
+    "a database can be written": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_connection_refuses_to_write", [
+        Change("core/packed_index", "_open_read_only", '"?mode=ro&immutable=1"', '""'),
+        Change("core/packed_index", "_open_read_only", '"query_only=ON", ', "")]),
+    "any tables will do": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_database_with_other_tables", [
+        Change("core/packed_index", "EntryDatabase._open",
+               "_has_our_tables(opened.connection)", "True")]),
+    "messages of SQLite as they are": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_malformed_schema_is_one_line", [
+        Change("core/packed_index", "_in_one_line",
+               're.sub(r"[^ -~]+", " ", str(error))', "str(error)")]),
+    "places are not checked": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_value_that_is_no_place_in_a_shard", [
+        Change("core/packed_index", "EntryTable._one", "if not inside", "if False")]),
+    "numbers may be of any type": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_value_that_is_no_place_in_a_shard", [
+        Change("core/packed_index", "_is_count", "type(value) is int and value >= 0", "True")]),
+    "headers may be of any type": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_header_that_is_no_text_or_gone", [
+        Change("core/packed_index", "EntryTable.__getitem__",
+               "not isinstance(row[3], str)", "False")]),
+    "listed keys need not grow": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_pages_that_lead_in_a_circle_end", [
+        Change("core/packed_index", "EntryTable.sizes", "and key > last", "")]),
+    "listed keys may be anything": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_key_that_is_no_key", [
+        Change("core/packed_index", "EntryTable.sizes", "is_key(key) and", "")]),
+    "a connection is used after a fork": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_each_process_has_its_own_connection", [
+        Change("core/packed_index", "EntryDatabase._opened",
+               "if os.getpid() not in held: held[os.getpid()] = self._open()",
+               "if 0 not in held: held[0] = self._open()"),
+        Change("core/packed_index", "EntryDatabase._opened",
+               "return held[os.getpid()]", "return held[0]")]),
+    "one connection for all threads": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_each_thread_has_its_own_connection", [
+        Change("core/packed_index", "EntryDatabase.__init__",
+               "threading.local()", "type('Shared', (), {})()")]),
+    "connections stay open": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_connection_is_closed_with_its_layer", [
+        Change("core/packed_index", "_close", "current() == process", "False")]),
+    "a full disk in the words of SQLite": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_a_full_disk_is_one_sentence_and_leaves_nothing", [
+        Change("core/packed_index", "write_database", 'if "full" not in str(e): raise', "raise")]),
+    "too few bytes for a database": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_what_is_needed_is_never_less_than_what_is_written", [
+        Change("core/packed_index", "_most_bytes", "else 2 * row", "else row * 5 // 4")]),
+    "older indexes are always parsed whole": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_an_older_packed_cache_is_read", [
+        Change("core/cache_layers", "_read_index",
+               "return _checked(scan_older_index(path, data), path, sizes)", "raise OtherText")]),
+    "an index may name another database": Mutation(
+        "tests/core/test_packed_index.py::"
+        "test_an_index_that_lies_about_its_database", [
+        Change("core/cache_layers", "_checked_database", 'facts["name"] == DATABASE and', "")]),
+    "shards at a URL may have other sizes": Mutation(
+        "tests/core/test_remote_shards.py::"
+        "test_what_is_missing_is_named_before_work_begins", [
+        Change("core/cache_layers", "_checked_database",
+               'dict(zip(shards, index["sizes"])) if remote else {}', "{}")]),
+    "a damaged local copy of a database stays": Mutation(
+        "tests/core/test_remote_shards.py::"
+        "test_a_local_copy_that_changed_is_fetched_again", [
+        Change("core/remote_shards", "_fetch_database",
+               'file_digest(path) == facts["sha256"]', "True")]),
+    "a database is deleted before its shards": Mutation(
+        "tests/core/test_remote_shards.py::"
+        "test_the_local_copy_stays_below_its_limit", [
+        Change("core/remote_shards", "_use_database",
+               "if self.database.path.is_file(): self.copy.touch(self.database.path)", "pass")]),
+    "a deleted database stays open": Mutation(
+        "tests/core/test_remote_shards.py::"
+        "test_a_database_that_was_deleted_here_is_closed_and_fetched_again", [
+        Change("core/remote_shards", "_use_database",
+               "self.database.close_if_deleted()", "pass")]),
+    # --- grids
     "matched grids ignore the setting": Mutation("tests/data/test_grids.py", [
         Change("data/images", "Geometry.target", "not self.match_grids", "True")]),
 }

@@ -18,11 +18,11 @@ class Breakage(NamedTuple):
 BREAKAGES = {
     "written in place": Breakage(["kills_at_operations", "full_disk"], [
         Change("core/files", "write_atomic", 'open(tmp, "xb")', 'open(path, "wb")'),
-        Change("core/files", "write_atomic", "os.replace(tmp, path)", "")]),
+        Change("core/files", "atomic_path", "os.replace(tmp, path)", "")]),
     "no sync before the rename": Breakage(["order_of_writes"], [
         Change("core/files", "write_atomic", "os.fsync(f.fileno())", "")]),
     "no sync of the folder": Breakage(["order_of_writes"], [
-        Change("core/files", "write_atomic", "_sync_folder(path.parent)", "")]),
+        Change("core/files", "atomic_path", "_sync_folder(path.parent)", "")]),
     "checksum not compared": Breakage(["flips", "zeroed_tails"], [
         Change("core/cache_entries", "unpack_entry",
                '_checksum(meta, record, memoryview(data)[start:]) == meta["checksum"]', "True")]),
@@ -63,7 +63,7 @@ BREAKAGES = {
         Change("core/files", "file_lock",
                "lock.release()", "os.unlink(lock.lock_file + '.held')")]),
     "a full disk is not reported": Breakage(["full_disk"], [
-        Change("core/files", "write_atomic", "if full", "if False")]),
+        Change("core/files", "atomic_path", "if full", "if False")]),
     "what is missing rounded off": Breakage(["full_disk"], [
         Change("core/files", "megabytes",
                'f"{(math.ceil if up else math.floor)(n/1e5)/10:.1f} MB"', 'f"{n/1e6:.1f} MB"')]),

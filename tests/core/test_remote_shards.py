@@ -10,12 +10,12 @@ from qie_nb.config import make_config
 from qie_nb.core import remote_shards
 from qie_nb.core.cache_entries import CacheEntryError
 from qie_nb.core.cache_layers import INDEX
-from qie_nb.core.packed_index import index_checksum
+from qie_nb.core.packed_index import DATABASE
 from qie_nb.core.remote_shards import LocalCopy, RemoteCacheError, is_url, layer_place, url_text, without_secrets
 from qie_nb.core.environment import Environment
 from qie_nb.planning.disk_space import disk_plan
 from qie_nb.planning.doctor import MachineInfo, cache_findings, disk_findings
-from helpers import settings
+from helpers import make_older, settings
 
 URL, N = "memory://packs/a", 8
 KEYS = [f"{i}a" for i in range(N)]
@@ -40,7 +40,7 @@ class Storage:
         for f in self.files: self.fs.pipe(f"/packs/a/{f.name}", f.read_bytes())
 
     @property
-    def shards(self): return [f.name for f in self.files[:-1]]
+    def shards(self): return [f.name for f in self.files if f.name not in (INDEX, DATABASE)]
     def fetched(self): return [name for name, start in self.requests if start == 0]
     def flip(self, name, at=-3):
         data = bytearray(self.fs.cat_file(f"/packs/a/{name}"))
@@ -72,17 +72,20 @@ def read_all(url=URL, **kw):
 
 def copies(): # of shards, and unfinished files
     found = [p.name for p in remote_shards.copy_folder().rglob("*") if p.is_file() and not p.name.endswith((".used", ".lock"))]
-    return sorted(p for p in found if not p.endswith(".json"))
+    return sorted(p for p in found if not p.endswith((".json", DATABASE)))
+
+
+def database_copy(): return next(remote_shards.copy_folder().rglob(DATABASE))
 
 
 def test_each_file_is_fetched_once_and_a_second_run_fetches_nothing(storage):
     assert len(storage.shards) == 4
     m = EmbeddingCacheManager(URL)
     assert m.cache_exists("prompt_embed", "bb") and m.get_cache_stats()["total"]["count"] == N + 2 and not m.writable
-    assert storage.fetched() == [INDEX], "a look fetches no shard"
+    assert storage.fetched() == [INDEX, DATABASE], "a look fetches no shard"
     read_all()
     assert torch.equal(m.load_cache("prompt_embed", "bb"), torch.ones(6))
-    assert sorted(storage.fetched()) == sorted([INDEX, *storage.shards]) == sorted([INDEX, *copies()])
+    assert sorted(storage.fetched()) == sorted([INDEX, DATABASE, *storage.shards]) == sorted([INDEX, DATABASE, *copies()])
     storage.requests.clear()
     assert not read_all().verify() and torch.equal(m.map_cache("pixel_latent", "3a"), torch.full((1000,), 3.))
     assert not storage.requests
@@ -116,7 +119,7 @@ def test_a_connection_that_stays_cut_is_one_sentence_and_leaves_what_was_fetched
         if path.endswith(storage.shards[1]): raise TimeoutError("https://me:secret@host?key=12 timed out")
     storage.fail = fail
     with pytest.raises(RemoteCacheError, match=rf"^{URL}/{storage.shards[1]} cannot be fetched: 4 attempts failed, the last with TimeoutError: https://host timed out; check"): read_all()
-    assert copies() == storage.shards[:1] and len(storage.requests) == 2 + remote_shards.TRIES
+    assert copies() == storage.shards[:1] and len(storage.requests) == 3 + remote_shards.TRIES
     storage.fail = lambda *a: None
     storage.requests.clear()
     read_all()
@@ -154,13 +157,11 @@ def test_one_wrong_byte_of_a_shard_is_visible_at_once_and_nothing_of_it_is_kept(
 
 
 def test_a_pack_without_digests_is_checked_entry_by_entry(storage):
-    path = storage.files[-1]
-    index = json.loads(path.read_text())
-    del index["sha256"]
-    index["checksum"] = index_checksum(index)
-    path.write_text(json.dumps(index))
+    storage.files = [*storage.files[:-2], make_older(storage.folder/"packed", digests=False)]
+    storage.fs.rm(f"/packs/a/{DATABASE}")
     storage.upload()
     read_all()
+    assert DATABASE not in storage.fetched()
     assert len(EmbeddingCacheManager(storage.folder/"packed").verify()) == 0
     for p in remote_shards.copy_folder().rglob("cache-0*"): p.unlink()
     storage.flip(storage.shards[0])
@@ -168,6 +169,25 @@ def test_a_pack_without_digests_is_checked_entry_by_entry(storage):
     bad = [k for k in KEYS if m.load_cache("pixel_latent", k) is None]
     assert len(bad) == 1 and m.quarantined == [(f"{URL}/{storage.shards[0]}: pixel_latent {bad[0]}", "checksum differs")]
     assert storage.fetched().count(storage.shards[0]) == 3, "fetched again once"
+
+
+def test_a_database_that_was_damaged_there_is_never_opened(storage, monkeypatch):
+    storage.flip(DATABASE)
+    opened = []
+    monkeypatch.setattr("qie_nb.core.packed_index._Opened", opened.append)
+    with pytest.raises(RemoteCacheError, match=f"{URL}/{DATABASE} is damaged there: .*; upload it again"): EmbeddingCacheManager(URL)
+    assert storage.fetched() == [INDEX, DATABASE, DATABASE] and not opened and not list(remote_shards.copy_folder().rglob(DATABASE))
+
+
+def test_a_database_that_was_deleted_here_is_closed_and_fetched_again(storage):
+    "Another run may need the space; while it is open, a deleted file still uses it."
+    m = EmbeddingCacheManager(URL)
+    database_copy().unlink()
+    assert m.cache_exists("pixel_latent", "3a") and storage.fetched().count(DATABASE) == 1, "it is still open"
+    assert m.load_cache("pixel_latent", "3a")[0] == 3
+    if os.path.isdir("/proc/self/fd"):
+        assert not [fd for fd in os.listdir("/proc/self/fd") if f"{DATABASE} (deleted)" in os.path.realpath(f"/proc/self/fd/{fd}")]
+    assert m.load_cache("pixel_latent", "4a")[0] == 4 and storage.fetched().count(DATABASE) == 2 and database_copy().is_file()
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "deleted"])
@@ -184,6 +204,13 @@ def test_a_local_copy_that_changed_is_fetched_again(storage, damage):
     for p in remote_shards.copy_folder().glob("indexes/*.json"): p.write_bytes(p.read_bytes()[:-5] + b"12345")
     read_all()
     assert storage.fetched() == [storage.shards[0], INDEX]
+    copy, good = database_copy(), database_copy().read_bytes()
+    for bad in (good[:-1] + b"x", good[:5000], None):
+        if bad is None: copy.unlink()
+        else: copy.write_bytes(bad)
+        storage.requests.clear()
+        read_all()
+        assert storage.fetched() == [DATABASE] and copy.read_bytes() == good
 
 
 def test_what_is_missing_is_named_before_work_begins(storage):
@@ -195,7 +222,10 @@ def test_what_is_missing_is_named_before_work_begins(storage):
         for k in KEYS: opened.load_cache("pixel_latent", k)
     storage.upload()
     storage.fs.pipe(f"/packs/a/{name}", b"short")
-    with pytest.raises(CacheEntryError, match="is not inside its shard"): EmbeddingCacheManager(URL)
+    with pytest.raises(CacheEntryError, match=f"{name} beside it has 5 bytes, not [0-9]+; upload it again, whole"): EmbeddingCacheManager(URL)
+    storage.upload()
+    rm(DATABASE)
+    with pytest.raises(CacheEntryError, match=f"{DATABASE} beside it is missing; upload it again, whole"): EmbeddingCacheManager(URL)
     rm(INDEX)
     with pytest.raises(FileNotFoundError, match=rf"`cache_dir` '{URL}' holds no {INDEX}; give the folder that `qie-nb cache pack` wrote"): EmbeddingCacheManager(URL)
     with pytest.raises(FileNotFoundError, match="`cache_dir` 'memory://nowhere' does not exist: there is no such folder, repository or bucket"): EmbeddingCacheManager("memory://nowhere")
@@ -221,7 +251,7 @@ def test_credentials_are_asked_for_at_once(storage, monkeypatch):
 
 def test_the_local_copy_stays_below_its_limit(storage, monkeypatch):
     sizes = {f.name: f.stat().st_size for f in storage.files}
-    limit = (sizes[INDEX] + 2 * max(sizes[s] for s in storage.shards)) / 1e9
+    limit = (sizes[INDEX] + sizes[DATABASE] + 2 * max(sizes[s] for s in storage.shards)) / 1e9
     most, real = [0], LocalCopy.make_room
     def make_room(self, size):
         real(self, size)
@@ -234,13 +264,16 @@ def test_the_local_copy_stays_below_its_limit(storage, monkeypatch):
     first, second, third = ([k for k in KEYS if m.layers[0].index["pixel_latent"][k][0] == n][0] for n in range(3))
     for k in (first, second, first, third): m.load_cache("pixel_latent", k)
     assert copies() == [storage.shards[0], storage.shards[2]], "the least recently used is deleted"
+    assert storage.fetched().count(DATABASE) == 1, "every shard needs the database"
 
 
 def test_a_limit_below_a_shard_or_a_whole_cache(storage, capsys):
-    with pytest.raises(ValueError, match=r"^`cache.remote_copy_gb` must be at least 0.01, the size of the largest file of memory://packs/a, got 1e-06; raise it, or pack with a smaller `--shard_gb`"): EmbeddingCacheManager(URL, 1e-6)
-    assert not storage.requests and not copies()
-    read_all(remote_copy_gb=3e-5), read_all(remote_copy_gb=3e-5)
-    assert capsys.readouterr().out.count("more than `cache.remote_copy_gb` 3e-05: every epoch fetches shards again; raise it if the disk allows") == 1
+    with pytest.raises(ValueError, match=r"^`cache.remote_copy_gb` must be at least 0.01, the size of the index and the largest shard of memory://packs/a, got 1e-06; raise it, or pack with a smaller `--shard_gb`"): EmbeddingCacheManager(URL, 1e-6)
+    assert storage.fetched() in ([], [INDEX]) and not copies()
+    with pytest.raises(ValueError, match="must be at least 0.01, the size of the index and the largest shard.*got 2.5e-05"): EmbeddingCacheManager(URL, 25e-6)
+    assert not copies() and DATABASE not in storage.fetched()
+    read_all(remote_copy_gb=45e-6), read_all(remote_copy_gb=45e-6)
+    assert capsys.readouterr().out.count("more than `cache.remote_copy_gb` 4.5e-05: every epoch fetches shards again; raise it if the disk allows") == 1
 
 
 def test_a_full_or_unwritable_disk_is_one_sentence(storage, monkeypatch):
