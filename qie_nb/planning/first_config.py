@@ -61,11 +61,13 @@ model:
 data:
   dataset_path: {path} # {pairs}
   # prompt: turn it into a pencil sketch # one instruction for all pairs without a caption
+  # trigger_word: mystyle # a word to put before each prompt
   {size_mark}image_size: [512, 512] # an area in pixels: each image keeps its aspect ratio; then 1024 x 1024
 
 train:
   output_dir: output # checkpoints and LoRA
   max_train_steps: {steps}
+  # resume_checkpoint: auto # continues the newest checkpoint in output_dir
   val_fraction: {val} # of the pairs: not trained on, to judge the result
   save_interval: 0 # epochs
   save_steps: {save}
