@@ -37,7 +37,7 @@ class Report:
     reused: int = 0         # samples
     elsewhere: int = 0      # samples that another process completed meanwhile
     tensors: int = 0        # entries computed
-    bytes: int = 0          # their expected size
+    bytes: int = 0          # their expected size, without the modulation table
     seconds: float = 0.
     skipped: list = field(default_factory=list) # (sample id, reason)
     bad: list = field(default_factory=list)     # (file, reason) of damaged entries
@@ -333,7 +333,7 @@ def precompute(
                               f"`cache.cache_dir: [this one, cache]`{bad}")
     if work or table:
         entries = bytes_needed(dataset, encoder, mine)
-        report.bytes = sum(entries) + sum(table)
+        report.bytes = sum(entries)
         check_space(entries, table, cache.cache_dir)
     if work:
         needed = {n for names in mine.values() for n in names}
