@@ -94,7 +94,7 @@ def precompute(a):
         raise ValueError("`--workers` and `--gpus` are for a Ray cluster; add `--ray`")
     trainer, cluster = _trainer(a), None
     if a.ray is not None:
-        from qie_nb.encoding.cluster import RayCluster
+        from qie_nb.extras.ray_cluster import RayCluster
         cluster = RayCluster(a.ray, a.workers, a.gpus)
     report = trainer.cache_embeddings(None, a.start_idx, a.end_idx, cluster)
     return 0 if report.samples > len(report.skipped) else 1 # skipped samples are in the report

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT/"nbs").rglob("*.ipynb")) + sorted((ROOT/"kaggle").rglob("*.ipynb"))
 MODULES = {".".join(p.relative_to(ROOT/"qie_nb").with_suffix("").parts).removesuffix(".__init__"): p
            for p in sorted((ROOT/"qie_nb").rglob("*.py")) if p.name != "_modidx.py" and p.parent != ROOT/"qie_nb" or p.stem[0] != "_"}
-ORDER = "core config cache data lora models devices encoding sampling planning predict training evaluation widgets logging trainer tiny cli".split()
+ORDER = "core config cache data lora models devices encoding sampling planning predict training evaluation widgets logging trainer tiny cli extras".split()
+# what users ask for by name, in these functions alone: a core module imports no extra at its top level
+ASKED_FOR = {
+    "cli": {"precompute": "ray_cluster"}}
+OLDER_PLACES = {"encoding.cluster"} # of names that are now in extras; nothing imports them
 
 
 def settings():
@@ -36,11 +40,22 @@ def test_version_is_the_same_everywhere():
     assert settings()["version"] in (ROOT/"CHANGELOG.md").read_text()
 
 
-def imports_of(name):
-    "Modules of qie_nb that a module imports, also inside functions, but not under `if __name__ == ...`."
-    found, tree, package = set(), ast.parse(MODULES[name].read_text()), ".".join(MODULES[name].parent.relative_to(ROOT).parts)
+def tree_of(name):
+    "A module without `if __name__ == ...`."
+    tree = ast.parse(MODULES[name].read_text())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
-    for node in ast.walk(tree):
+    return tree
+
+
+def is_extra(module):
+    "Extras, and the older places of their names, are to the right of all."
+    return module.startswith("extras.") or module in OLDER_PLACES
+
+
+def imports_of(name, tree=None):
+    "Modules of qie_nb that a module (or a part of it) imports, also inside functions."
+    found, package = set(), ".".join(MODULES[name].parent.relative_to(ROOT).parts)
+    for node in ast.walk(tree or tree_of(name)):
         if isinstance(node, ast.ImportFrom):
             module = resolve_name("." * node.level + (node.module or ""), package) # nbdev writes `from ..core.files`
             found |= {module, *(f"{module}.{a.name}" for a in node.names)}
@@ -48,7 +63,21 @@ def imports_of(name):
     return {m.removeprefix("qie_nb.") for m in found if m.startswith("qie_nb.")} & MODULES.keys() - {name}
 
 
+def functions_with_extras(name):
+    "{function: the extra that it imports} of a core module."
+    found = {}
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef):
+            extras = [m.removeprefix("extras.") for m in imports_of(name, node) if is_extra(m)]
+            if extras:
+                found[node.name.strip("_")] = ", ".join(sorted(extras))
+    return found
+
+
+CORE = [name for name in MODULES if not is_extra(name)]
 GRAPH = {name: imports_of(name) for name in MODULES}
+for name in CORE: # else the functions of `ASKED_FOR` would make circles
+    GRAPH[name] = {m for m in GRAPH[name] if not is_extra(m)}
 FACES = {m for m, p in MODULES.items() if p.name == "__init__.py" and p.stat().st_size}
 
 
@@ -59,6 +88,7 @@ def test_imports_make_no_circle():
 
 def room(module):
     "Place in the order. Planning asks each optimizer for its memory, so their files, which import nothing of training, are left of it."
+    if is_extra(module): return ORDER.index("extras")
     if module.startswith("training.optimizers"): return ORDER.index("planning") - 0.5
     return ORDER.index(module.split(".")[0])
 
@@ -67,6 +97,21 @@ def test_rooms_import_only_from_rooms_to_their_left():
     wrong = [f"{name} imports {other}" for name, imports in GRAPH.items() for other in imports if room(other) > room(name)]
     assert not wrong, wrong
     assert not [f"{n} imports the face {m}" for n, found in GRAPH.items() for m in found & FACES]
+
+
+def test_extras_are_imported_only_where_the_user_asks_for_them():
+    found = {name: functions_with_extras(name) for name in CORE}
+    assert {name: functions for name, functions in found.items() if functions} == ASKED_FOR
+    for name in CORE:
+        outside = [n for n in tree_of(name).body if not isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        assert not [m for node in outside for m in imports_of(name, node) if is_extra(m)], f"{name} imports an extra at its top level"
+
+
+def test_older_places_only_import_and_are_not_imported():
+    for name in OLDER_PLACES:
+        body = tree_of(name).body[1:] # after the docstring
+        assert all(isinstance(n, (ast.ImportFrom, ast.Assign)) for n in body), name
+    assert not [name for name in MODULES if imports_of(name) & OLDER_PLACES]
 
 
 def test_the_top_level_holds_the_public_modules_and_nothing_else():
