@@ -137,7 +137,7 @@ def predict(a):
 # %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.remote_shards import may_hold_cache
+    from qie_nb.core.cache_layers import may_hold_cache
     a.settings, others = _split_settings(a.cache_dir)
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
     folders = [t for t in others if t not in a.settings]
@@ -244,7 +244,7 @@ def _to_check(a): # `Config`, folder or table
     return config or folders[0]
 
 def _overfit(a):
-    from qie_nb.evaluation.overfit import overfit_check
+    from qie_nb.extras.diagnostics import overfit_check
     a.settings = a.where
     return 0 if overfit_check(_trainer(a), a.steps).ok else 1
 
@@ -272,7 +272,7 @@ def options(a):
 
 # %% ../nbs/04_cli.ipynb #51a22402
 def selfcheck(a):
-    from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
+    from qie_nb.extras.selfcheck import selfcheck, selfcheck_config
     from qie_nb.trainer import QwenImageEditTrainer
     config = selfcheck_config(a.model, a.device, a.offload, a.quantize, a.text_encoder_quantize)
     with redirect_stdout(sys.stderr):

@@ -15,8 +15,10 @@ MODULES = {".".join(p.relative_to(ROOT/"qie_nb").with_suffix("").parts).removesu
 ORDER = "core config cache data lora models devices encoding sampling planning predict training evaluation widgets logging trainer tiny cli extras".split()
 # what users ask for by name, in these functions alone: a core module imports no extra at its top level
 ASKED_FOR = {
-    "cli": {"precompute": "ray_cluster"}}
-OLDER_PLACES = {"encoding.cluster"} # of names that are now in extras; nothing imports them
+    "core.cache_layers": {"open_place": "remote_shards"},
+    "training.run_adapters": {"workflow_facts": "comfyui_workflow", "save": "comfyui_workflow"},
+    "cli": {"precompute": "ray_cluster", "overfit": "diagnostics", "selfcheck": "selfcheck"}}
+OLDER_PLACES = {"encoding.cluster", "evaluation.swaps", "evaluation.overfit"} # of names that are now in extras; nothing imports them
 
 
 def settings():

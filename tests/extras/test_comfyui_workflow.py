@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from qie_nb.data.images import Geometry
-from qie_nb.lora import comfyui_workflow
-from qie_nb.lora.comfyui_workflow import (NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, squares, vl_expressions,
+from qie_nb.extras import comfyui_workflow
+from qie_nb.extras.comfyui_workflow import (NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, squares, vl_expressions,
                                           vl_size, workflow, write_workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.trainer import QwenImageEditTrainer
