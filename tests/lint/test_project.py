@@ -116,6 +116,24 @@ def test_older_places_only_import_and_are_not_imported():
     assert not [name for name in MODULES if imports_of(name) & OLDER_PLACES]
 
 
+def modules_in_strings(tree):
+    "Modules of this library that a string constant names and nothing else, e.g. for a loader; `f\"qie_nb.{name}\"` counts too."
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) and ast.unparse(node)[2:].startswith("qie_nb.{"): found.append("qie_nb.{")
+        named = isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"qie_nb((\.\w+)+)(:\w+)?", node.value)
+        if named: found += [m for m in MODULES if f"{named[1]}.".startswith(f".{m}.")]
+    return found
+
+
+def test_no_module_is_named_by_a_string():
+    "It would hide an import from a room to the right. Only qie_nb/__init__.py, which is above all rooms, hands out stand-ins by names."
+    assert {*modules_in_strings(ast.parse('load("qie_nb.planning.doctor:x"), "qie_nb.cli.main", f"qie_nb.{x}"'))} >= {"planning.doctor", "cli", "qie_nb.{"}
+    assert not modules_in_strings(ast.parse('"qie_nb.json", "qie_nb.", "use `python -m qie_nb.cli`"'))
+    found = {name: modules_in_strings(tree_of(name)) for name in MODULES}
+    assert not {name: strings for name, strings in found.items() if strings}
+
+
 def test_the_top_level_holds_the_public_modules_and_nothing_else():
     top = {m for m, p in MODULES.items() if "." not in m and p.name != "__init__.py"}
     assert top == {"config", "cache", "trainer", "predict", "logging", "cli"}
