@@ -375,6 +375,11 @@ MUTATIONS = {
         Change("data/dataset", "wants_edit_mask", "s.mask is None and", "")]),
     "a diverging setup learns": Mutation("tests/extras/test_overfit.py", [
         Change("extras/diagnostics", "_verdict", 'return "too high"', 'return "learns"')]),
+    # --- the ComfyUI workflow
+    "an unguided workflow scales as a guided one": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "unused_nodes", "f.true_cfg_scale <= 1", "f.true_cfg_scale < 1")]),
+    "links to a node that was taken out end": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "passed_on", "return value", "return None")]),
     # --- remote shards
     "a shard's digest is not checked": Mutation(
         "tests/extras/test_remote_shards.py::"
