@@ -11,7 +11,7 @@ import difflib, io, json, os, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from .core.arguments import Parser
+from .core.settings_text import Parser
 from .core.cache_report import size_text
 from .core.presets import MODEL, VARIANT_NAMES
 from .core.registry import either
