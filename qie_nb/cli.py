@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from .core.settings_text import Parser
-from .core.cache_report import size_text
+from .core.display import size_text
 from .core.presets import MODEL, VARIANT_NAMES
 from .core.registry import either
 

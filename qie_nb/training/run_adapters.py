@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastcore.basics import patch
 
 from ..config import make_config
-from ..core.cache_report import size_text
+from ..core.display import size_text
 from ..core.progress import kernel
 from ..data.images import Geometry
 from ..lora import adapters as lora
