@@ -29,9 +29,9 @@ from ..lora.formats import check_lora, lora_layers
 from ..lora.mixing import keep_trainable
 from ..models.modulation import uses_modulation
 from ..predict import grid
-from ..sampling.cached_edits import is_available, edit_cached, encoded_sample
+from ..sampling.edits import (
+    is_available, edit_cached, encoded_sample, encode_edits, make_edits)
 from ..sampling.denoising import SCHEDULES, pick_schedule
-from ..sampling.edits import encode_edits, make_edits
 from ..training.callbacks import EvalImage
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9ac4

@@ -29,7 +29,7 @@ from ..evaluation.evaluate import without_adapter
 from qie_nb.evaluation.validation_loss import (
     PARTS, Interval, StopRequested, compare_losses, confidence_interval, held_out_loss, losses_at_sigma,
     partners, sigma_weights)
-from ..sampling.cached_edits import eval_mode, is_available, load_batch
+from ..sampling.edits import eval_mode, is_available, load_batch
 from ..devices.placement import temporarily_load
 from ..training.callbacks import Callback, UnloadEncodersCallback
 from ..training.optimizers.known import OPTIMIZERS, advised_optimizer

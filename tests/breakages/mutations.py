@@ -239,9 +239,9 @@ MUTATIONS = {
         Change("training/run_data", "cache_embeddings", "c.train.val_path and whole", "False")]),
     # --- evaluation
     "held-out loss in training mode": Mutation("tests/evaluation/test_evaluate.py", [
-        Change("sampling/cached_edits", "eval_mode", "transformer.eval()", "pass")]),
+        Change("sampling/edits", "eval_mode", "transformer.eval()", "pass")]),
     "the transformer stays in evaluation mode": Mutation("tests/evaluation/test_evaluate.py", [
-        Change("sampling/cached_edits", "eval_mode", "transformer.train(was)", "pass")]),
+        Change("sampling/edits", "eval_mode", "transformer.train(was)", "pass")]),
     "the LoRA for few steps stays": Mutation("tests/evaluation/test_eval_schedule.py", [
         Change("evaluation/eval_images", "added_lora",
                "remove_loras(transformer, [name])", "pass")]),
