@@ -124,7 +124,7 @@ def evaluate(a):
 def predict(a):
     t = _trainer(a)
     from PIL import Image
-    from qie_nb.lora.mixing import split_weight
+    from qie_nb.lora.adapters import split_weight
     if len(a.lora) == 1: spec = split_weight(a.lora[0]); t.load_lora(spec.path, weight=spec.weight)
     elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
     image = a.image if len(a.image) > 1 else a.image[0]

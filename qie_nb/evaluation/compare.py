@@ -26,7 +26,7 @@ from .eval_images import printable, side_by_side
 from .evaluate import adapter_of
 from ..lora import adapters as lora
 from ..lora.formats import is_hub_id
-from ..lora.mixing import check_not_merged, keep_trainable
+from ..lora.adapters import check_not_merged, keep_trainable
 from ..predict import grid
 from qie_nb.sampling.edits import (
     cached_data, cached_edits, as_image, check_sampling, denoise_encoded, encode_edits, factor_of,

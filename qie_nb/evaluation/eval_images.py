@@ -24,9 +24,9 @@ from ..devices.distributed import wants_fsdp
 from ..devices.placement import temporarily_load
 from .drift import FIELDS, at_size, drift_of, medians, pack, unpack
 from .validation_loss import StopCheck, add_up, process, shares
-from ..lora.adapters import active_loras, load_lora, read_fitting, remove_loras, use_loras
+from ..lora.adapters import (
+    active_loras, load_lora, read_fitting, remove_loras, use_loras, keep_trainable)
 from ..lora.formats import check_lora, lora_layers
-from ..lora.mixing import keep_trainable
 from ..models.modulation import uses_modulation
 from ..predict import grid
 from ..sampling.edits import (

@@ -19,7 +19,7 @@ from ..core.progress import kernel
 from ..data.images import Geometry
 from ..lora import adapters as lora
 from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
-from ..lora.mixing import keep_trainable, parse_loras
+from ..lora.adapters import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
 from ..models.flow_matching import calculate_mu
 from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
