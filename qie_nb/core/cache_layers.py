@@ -15,9 +15,9 @@ from typing import Callable
 
 from .cache_entries import EVERY_KIND, CacheEntryError, is_key, unpack_entry
 from .files import cached_file_property, write_atomic
-from .older_packed_index import EntryDict, OtherText, scan_older_index
-from .packed_index import (DATABASE, FORMAT, EntryDatabase, PackedEntry, index_checksum, index_text,
-                                      unusable, write_database)
+from .packed_index import (
+    DATABASE, FORMAT, EntryDatabase, EntryDict, OtherText, PackedEntry, index_checksum, index_text,
+    scan_older_index, unusable, write_database)
 
 # %% ../../nbs/core/05_cache_layers.ipynb #10ca2abd
 def check_kind(kind:str, key:str="00"):

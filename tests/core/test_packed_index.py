@@ -25,8 +25,7 @@ from qie_nb.core.cache_entries import CacheEntryError
 from qie_nb.core.cache_layers import INDEX, open_layer, open_place
 from qie_nb.core.environment import Environment
 from qie_nb.core.files import DiskFull
-from qie_nb.core.older_packed_index import EntryDict, TextTable
-from qie_nb.core.packed_index import DATABASE, EntryTable, PackedEntry
+from qie_nb.core.packed_index import DATABASE, EntryDict, EntryTable, PackedEntry, TextTable
 
 OLDER = Path(__file__).parents[1]/"reference"/"packed_before_sqlite.zip"
 NAMES = ("packed", "packed_in_one_line")
