@@ -147,6 +147,18 @@ def test_each_module_names_a_notebook_that_exists_and_has_a_name_of_its_own():
     assert max(Counter(p.stem for p in MODULES.values() if p.stem not in ("__init__", "base")).values()) == 1
 
 
+ONE_CLASS = re.compile(r"(models\.(variants|quantizations)|training\.(optimizers|sinks)|devices\.strategies)\.") # folders with a file for each variation
+MOST_MODULES = 86 # outside `extras` and these, today; only to be lowered, at last to 80
+MOST_LINES = 500
+
+
+def test_there_are_few_modules_and_none_is_long():
+    counted = [name for name in CORE if MODULES[name].stat().st_size and name not in FACES and not ONE_CLASS.match(name)]
+    assert len(counted) <= MOST_MODULES, f"{len(counted)} modules: write it into the one where a reader looks for it, or merge others"
+    long = {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long, f"split by subject, never by length: {long}"
+
+
 def test_git_holds_no_run_time_files():
     if not (ROOT/".git").exists(): pytest.skip("not a git checkout")
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
