@@ -22,7 +22,7 @@ from PIL import Image
 
 from comfyui_nodes import load_nodes
 from qie_nb.data.images import Geometry, calculate_dimensions
-from qie_nb.lora.comfyui_workflow import (WorkflowFacts, differences, encoded_squares,
+from qie_nb.extras.comfyui_workflow import (WorkflowFacts, differences, encoded_squares,
                                           squares, vl_size, workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.models.flow_matching import calculate_mu, true_cfg
@@ -218,7 +218,7 @@ def main():
         print(size, sum(not r["differs"] for r in rows if r["size"] == size), "of", sum(r["size"] == size for r in rows), "equal", flush=True)
     equal = lambda what: sum(what not in r["differs"] for r in rows)
     expected = [r for r in rows if r["differs"].keys() <= {"text encoder"} and (not r["differs"] or any("text encoder" in s for s in r["said"]))]
-    source = dict(version=re.search(r'"(.+)"', (checkout/"comfyui_version.py").read_text())[1], **{k: v for k, v in json.loads((ROOT/"tests/lora/comfyui_nodes.json").read_text())["source"].items() if k == "commit"})
+    source = dict(version=re.search(r'"(.+)"', (checkout/"comfyui_version.py").read_text())[1], **{k: v for k, v in json.loads((ROOT/"tests/extras/comfyui_nodes.json").read_text())["source"].items() if k == "commit"})
     result = dict(
         made=datetime.now(timezone.utc).isoformat(timespec="seconds"), comfyui=source,
         machine=dict(device="cpu", cores=os.cpu_count(), machine=platform.machine()) | {n: version(n) for n in ("torch", "diffusers", "transformers")},

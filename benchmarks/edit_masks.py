@@ -71,7 +71,7 @@ def errors(trainer, dataset, true, regions, sampling_steps) -> dict:
     from qie_nb.data.batches import pad_prompts
     from qie_nb.models.flow_matching import sample_noise
     from qie_nb.predict import denoise, sampling_schedule
-    from qie_nb.sampling.cached_edits import eval_mode, load_batch
+    from qie_nb.sampling.edits import eval_mode, load_batch
     batch = load_batch(trainer, dataset, range(len(dataset)))
     shape = batch["pixel_latent"].shape[1:]
     schedule = sampling_schedule(trainer.components.get("scheduler"), sampling_steps, shape[-2] * shape[-1] // 4)

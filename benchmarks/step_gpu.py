@@ -390,7 +390,7 @@ def small(b):
 
 # --- inference
 def infer_mode(b, table, compiled, scale, steps=8):
-    from qie_nb.sampling.cached_edits import edit_cached
+    from qie_nb.sampling.edits import edit_cached
     from qie_nb.sampling.edits import Encoded
     from qie_nb.trainer import QwenImageEditTrainer
     with made_up(b.device):

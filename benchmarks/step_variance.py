@@ -21,7 +21,7 @@ RUN = dict(pairs=48, lr=5e-3, r=16, keep=(60,))
 
 def gradients(t, n, draws, stratified) -> torch.Tensor:
     "[draws, numbers of the adapter] of one step's samples."
-    from qie_nb.sampling.cached_edits import load_batch
+    from qie_nb.sampling.edits import load_batch
     from qie_nb.training.step import sample_noise_and_sigmas, step_strata
     data, out = t.make_loader().dataset, []
     batch = load_batch(t, data, range(n))

@@ -92,7 +92,7 @@ def train(out, name, run, edit):
 def pixel_errors(judge, dataset, true, seeds, steps=8):
     "Mean error in grey levels over the crops, one for each seed of the sampler's noise."
     from qie_nb.tiny.demo import rms
-    from qie_nb.sampling.cached_edits import eval_mode, load_batch
+    from qie_nb.sampling.edits import eval_mode, load_batch
     from qie_nb.predict import denoise, sampling_schedule
     from qie_nb.data.batches import pad_prompts
     from qie_nb.models.flow_matching import sample_noise

@@ -16,10 +16,10 @@ from fastcore.basics import patch
 
 from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MASKS, MODULATION, PREFIX,
                                        CacheEntryError, is_key, pack_entry)
-from .core.cache_layers import check_kind, empty_output_dir, mapped, read_entry, verify_entry, write_packed
-from .core.cache_report import quarantined_entries, status_html
+from .core.cache_layers import (
+    check_kind, empty_output_dir, layer_place, mapped, open_place, read_entry, verify_entry, write_packed)
+from .core.display import quarantined_entries, status_html
 from .core.files import file_lock, stale_temp_files, write_atomic
-from .core.remote_shards import layer_place, open_place
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode

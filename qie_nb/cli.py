@@ -11,8 +11,8 @@ import difflib, io, json, os, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from .core.arguments import Parser
-from .core.cache_report import size_text
+from .core.settings_text import Parser
+from .core.display import size_text
 from .core.presets import MODEL, VARIANT_NAMES
 from .core.registry import either
 
@@ -94,7 +94,7 @@ def precompute(a):
         raise ValueError("`--workers` and `--gpus` are for a Ray cluster; add `--ray`")
     trainer, cluster = _trainer(a), None
     if a.ray is not None:
-        from qie_nb.encoding.cluster import RayCluster
+        from qie_nb.extras.ray_cluster import RayCluster
         cluster = RayCluster(a.ray, a.workers, a.gpus)
     report = trainer.cache_embeddings(None, a.start_idx, a.end_idx, cluster)
     return 0 if report.samples > len(report.skipped) else 1 # skipped samples are in the report
@@ -124,7 +124,7 @@ def evaluate(a):
 def predict(a):
     t = _trainer(a)
     from PIL import Image
-    from qie_nb.lora.mixing import split_weight
+    from qie_nb.lora.adapters import split_weight
     if len(a.lora) == 1: spec = split_weight(a.lora[0]); t.load_lora(spec.path, weight=spec.weight)
     elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
     image = a.image if len(a.image) > 1 else a.image[0]
@@ -137,7 +137,7 @@ def predict(a):
 # %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     from qie_nb.cache import EmbeddingCacheManager
-    from qie_nb.core.remote_shards import may_hold_cache
+    from qie_nb.core.cache_layers import may_hold_cache
     a.settings, others = _split_settings(a.cache_dir)
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
     folders = [t for t in others if t not in a.settings]
@@ -244,7 +244,7 @@ def _to_check(a): # `Config`, folder or table
     return config or folders[0]
 
 def _overfit(a):
-    from qie_nb.evaluation.overfit import overfit_check
+    from qie_nb.extras.diagnostics import overfit_check
     a.settings = a.where
     return 0 if overfit_check(_trainer(a), a.steps).ok else 1
 
@@ -272,7 +272,7 @@ def options(a):
 
 # %% ../nbs/04_cli.ipynb #51a22402
 def selfcheck(a):
-    from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
+    from qie_nb.extras.selfcheck import selfcheck, selfcheck_config
     from qie_nb.trainer import QwenImageEditTrainer
     config = selfcheck_config(a.model, a.device, a.offload, a.quantize, a.text_encoder_quantize)
     with redirect_stdout(sys.stderr):

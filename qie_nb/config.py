@@ -11,18 +11,15 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from .core.older_settings import translate
-from .core.options import Options
-from .core.presets import PRESETS, with_preset
-from .core.removed_settings import without_removed
+from .core.settings_text import merge_settings, parse_settings, read_settings, translate
 from qie_nb.core.section import (
-    Section, all_settings, error_text, is_section, nearest_key, older_names, other_names,
+    Options, Section, all_settings, error_text, is_section, nearest_key, older_names, other_names,
     unknown_key_text)
+from .core.presets import PRESETS, with_preset
+from .core.settings import role_of, setting, without_removed
 from .core.sections import (
     BATCHES_PER_STEP, AutoBool, CacheSection, DataSection, Folder, LoggingSection, LoraSection, ModelSection,
     OptimizerSection, PathStr, PredictLora, PredictSection, SchedulerSection, TrainSample, TrainSection)
-from .core.settings import role_of, setting
-from .core.settings_text import merge_settings, parse_settings, read_settings
 
 # %% ../nbs/core/07_config.ipynb #2bc1746d
 class Config(Section):

@@ -21,9 +21,10 @@ from .devices.placement import (
     PARTS, place_component, plan_components, restore_training_placement, temporarily_load)
 from .encoding.encoder import Encoder
 from .models.quantize import check_device, parse_quantization, quantize
-from .sampling.cached_edits import cached_data, cached_edits
+from qie_nb.sampling.edits import (
+    cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
+    seeds_of)
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
-from .sampling.edits import check_sampling, factor_of, make_edits, run_edits, run_encoded, seeds_of
 from .sampling.preview import EditProgress, EditedImages, _as_image
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e

@@ -13,7 +13,7 @@ import pytest
 
 
 # files that take longest, the longest first, so that no process is left with one at the end
-LONG = """kaggle newcomer demo readme notebooks evaluate run_processes kaggle_faults distributed cluster kernel_processes
+LONG = """kaggle newcomer demo readme notebooks evaluate run_processes kaggle_faults distributed ray_cluster kernel_processes
 remote_training quantize eval_schedule cache block_swap main_job precompute training_memory text_to_image logging crashes
 placement step_costs pipelines compile growth""".split()
 

@@ -7,7 +7,7 @@ import pytest
 from qie_nb.cache import EmbeddingCacheManager, key_of
 from qie_nb.core import files
 from qie_nb.core.cache_layers import INDEX, FolderStore, open_layer, write_packed
-from qie_nb.core.older_packed_index import EntryDict, TextTable, scan_older_index
+from qie_nb.core.packed_index import EntryDict, TextTable, scan_older_index
 from qie_nb.core.packed_index import DATABASE, EntryTable, PackedEntry, index_checksum, index_text, write_database
 from qie_nb.data.dataset import loader
 from helpers import entries_of, make_older, older_index

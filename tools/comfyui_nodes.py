@@ -1,4 +1,4 @@
-"""Writes what ComfyUI says about the nodes of our workflows into tests/lora/comfyui_nodes.json.
+"""Writes what ComfyUI says about the nodes of our workflows into tests/extras/comfyui_nodes.json.
 
 `python tools/comfyui_nodes.py CHECKOUT --commit SHA` with a Python that has ComfyUI's requirements (`pip install -r CHECKOUT/requirements.txt` in a virtual
 environment of its own; torchaudio and its frontend packages may be missing). Only facts are kept: names and types of inputs and outputs, limits, and the
@@ -10,10 +10,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import MagicMock
 
-from qie_nb.lora.comfyui_workflow import NODES, inputs_of
+from qie_nb.extras.comfyui_workflow import NODES, inputs_of
 
 ROOT = Path(__file__).parent.parent
-OUT = ROOT/"tests"/"lora"/"comfyui_nodes.json"
+OUT = ROOT/"tests"/"extras"/"comfyui_nodes.json"
 
 
 class Absent(types.ModuleType):

@@ -8,6 +8,7 @@ __all__ = ['image_bytes', 'image_html', 'table_html', 'text_table', 'badge', 'no
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, io, threading, time
 from html import escape
+from pathlib import Path
 from uuid import uuid4
 
 from fastcore.basics import patch
@@ -178,3 +179,48 @@ class ButtonPoller:
         except Exception: msg = None # the kernel reports what is wrong with it
         if msg is None: return self.forward(frames)
         self.kernel.comm_manager.comm_msg(None, ident, msg)
+
+# %% ../../nbs/core/02_display.ipynb #5a1e0005
+def size_text(n:int) -> str:
+    "Bytes as text: 1.50 GB, 2.10 MB, 3.0 kB."
+    return f"{n/1e9:.2f} GB" if n >= 1e9 else f"{n/1e6:.2f} MB" if n >= 1e5 else f"{n/1e3:.1f} kB"
+
+def mode_text(layer:dict) -> str: # one of `get_cache_stats()["layers"]`
+    "How a layer is used."
+    if not layer.get("exists", True): return "not there yet"
+    return "packed, " * layer["packed"] + ("written" if layer["writable"] else "only read")
+
+# %% ../../nbs/core/02_display.ipynb #5a1e0007
+def quarantined_entries(folders, most:int=20) -> list: # of a cache's layers; (file name, reason)
+    "Entries in quarantine."
+    found = [p for f in folders for p in sorted((Path(f)/"quarantine").glob("*.reason.txt"))[:most]]
+    text = lambda p: p.read_text(encoding="utf-8", errors="replace").strip()
+    return [(p.name.removesuffix(".reason.txt"), text(p)) for p in found[:most]]
+
+def _kinds_table(s) -> str:
+    names = ("needed", "present", "missing") if "samples" in s else ("present",)
+    rows = [(kind, *(v[n] for n in names), size_text(v["bytes"])) for kind, v in s["kinds"].items()]
+    return table_html(rows, ("kind", *(names if len(names) > 1 else ("entries",)), "size"))
+
+# %% ../../nbs/core/02_display.ipynb #5a1e0008
+def _badges(s) -> str:
+    n, complete = s.get("samples"), s.get("complete", 0)
+    if n is None: out = [badge(f"{sum(v['present'] for v in s['kinds'].values())} entries")]
+    else: out = [badge(f"{n} samples"), badge(f"{complete} complete in the cache", complete < n)]
+    counts = {"skipped": len(s.get("skipped", ())), "without a readable image": len(s.get("unreadable", ())),
+              "bad entries met": len(s["bad"]), "in quarantine": s["quarantined"]}
+    return "".join(out + [badge(f"{n} {what}", bad=True) for what, n in counts.items() if n])
+
+# %% ../../nbs/core/02_display.ipynb #5a1e0009
+def status_html(s:dict) -> str: # from `status()` of a cache or a data set
+    "The state of a cache as HTML, escaped."
+    name = lambda v: f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})"
+    models = "; ".join(map(name, s["models"].values()))
+    layers = [(d["folder"], mode_text(d), d["count"], size_text(d["bytes"])) for d in s["layers"]]
+    folders = table_html(layers, ("folder", "", "entries", "size")) if layers else ""
+    why = note(s["why"]) if s.get("why") else ""
+    pairs = [*s.get("skipped", ()), *s.get("unreadable", ()), *s["bad"], *s.get("aside", ())]
+    rows = [f"{a}: {b}" for a, b in pairs[:5]] + [f"and {len(pairs) - 5} more"] * (len(pairs) > 5)
+    errors = f"<ul style='margin:4px 0'><li>{'</li><li>'.join(map(escape, rows))}</li></ul>" if rows else ""
+    encoders = f"<div style='margin:4px 0'>encoders: {escape(models or 'none yet')}</div>"
+    return f"<div>{_badges(s)}{encoders}{why}{folders}{_kinds_table(s)}{errors}</div>"

@@ -10,7 +10,6 @@ import itertools, json, math, os, socket, sys, tempfile, threading, time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from pkgutil import resolve_name
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -18,6 +17,7 @@ from fastcore.basics import patch
 
 from .files import free_bytes
 from .progress import kernel, is_interactive
+from .startup import PROVIDED
 from .display import table_html
 
 # %% ../../nbs/core/03_environment.ipynb #485d02bf
@@ -187,13 +187,15 @@ def found(self:Environment, kind:str=None) -> list: # of `Artifact`, the newest 
     return sorted((f for f in out if kind in (None, f.kind)), key=lambda f: (-f.written, str(f.path)))
 
 # %% ../../nbs/core/03_environment.ipynb #713f7c9f
-_MISFITS = dict(cache="qie_nb.planning.doctor:cache_misfit",
-                checkpoint="qie_nb.training.resume:checkpoint_misfit")
-
-def misfit(kind:str, folder, config=None) -> str:
+def misfit(
+    kind:str, # of an artifact
+    folder:Path|str,
+    config:object=None, # `Config` or dict; None: everything fits
+) -> str:
     "Why a cache or checkpoint does not fit a configuration, or an empty string."
-    if config is None or kind not in _MISFITS: return ""
-    return resolve_name(_MISFITS[kind])(folder, config)
+    why = PROVIDED.get(f"misfit of a {kind}")
+    if config is None or why is None: return ""
+    return why(folder, config)
 
 # %% ../../nbs/core/03_environment.ipynb #713f7c01
 @patch

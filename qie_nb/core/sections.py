@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WrapValidator, fie
 
 from .presets import VARIANT_NAMES
 from .registry import AcceptRegistered
-from .remote_shards import is_url, url_text
+from .cache_layers import is_url, url_text
 from .section import Section
 from .settings import setting
 

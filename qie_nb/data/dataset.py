@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager
 from ..cache import image_parts, key_of, prefix_parts, prompt_parts, stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
-from ..core.cache_report import status_html
+from ..core.display import status_html
 from ..core.files import collector_paused
 from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of

@@ -20,7 +20,7 @@ from PIL import Image
 from ..cache import EDIT_MASK, PREFIX, file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
-from ..core.cache_report import size_text
+from ..core.display import size_text
 from ..core.environment import detect_environment
 from ..core.files import DiskFull, block_size, megabytes
 from ..core.progress import Progress, short_time

@@ -26,12 +26,13 @@ from .eval_images import printable, side_by_side
 from .evaluate import adapter_of
 from ..lora import adapters as lora
 from ..lora.formats import is_hub_id
-from ..lora.mixing import check_not_merged, keep_trainable
+from ..lora.adapters import check_not_merged, keep_trainable
 from ..predict import grid
-from ..sampling.cached_edits import cached_data, cached_edits
+from qie_nb.sampling.edits import (
+    cached_data, cached_edits, as_image, check_sampling, denoise_encoded, encode_edits, factor_of,
+    make_edits)
 from ..training.checkpoint import named_checkpoint
 from ..sampling.denoising import pick_schedule
-from ..sampling.edits import as_image, check_sampling, denoise_encoded, encode_edits, factor_of, make_edits
 
 # %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b3a
 BASE, NOW = "base", "now" # values of `checkpoints` beside files: the base model, and the active adapters

@@ -24,14 +24,14 @@ from ..devices.distributed import wants_fsdp
 from ..devices.placement import temporarily_load
 from .drift import FIELDS, at_size, drift_of, medians, pack, unpack
 from .validation_loss import StopCheck, add_up, process, shares
-from ..lora.adapters import active_loras, load_lora, read_fitting, remove_loras, use_loras
+from ..lora.adapters import (
+    active_loras, load_lora, read_fitting, remove_loras, use_loras, keep_trainable)
 from ..lora.formats import check_lora, lora_layers
-from ..lora.mixing import keep_trainable
 from ..models.modulation import uses_modulation
 from ..predict import grid
-from ..sampling.cached_edits import is_available, edit_cached, encoded_sample
+from ..sampling.edits import (
+    is_available, edit_cached, encoded_sample, encode_edits, make_edits)
 from ..sampling.denoising import SCHEDULES, pick_schedule
-from ..sampling.edits import encode_edits, make_edits
 from ..training.callbacks import EvalImage
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9ac4

@@ -24,9 +24,9 @@ from .eval_images import (
     drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, numbers, render_eval_images)
 from .validation_loss import (
     NOISES, PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
-from ..lora.adapters import WEIGHT_NAME, active_loras, find_lora, lora_info, use_loras
-from ..lora.mixing import keep_trainable
-from ..sampling.cached_edits import is_available
+from ..lora.adapters import (
+    WEIGHT_NAME, active_loras, find_lora, lora_info, use_loras, keep_trainable)
+from ..sampling.edits import is_available
 from ..training.callbacks import Callback, EvalWork, due, eval_intervals
 from ..training.checkpoint import checkpoint_name, find_checkpoint
 from ..data.samples import samples_of

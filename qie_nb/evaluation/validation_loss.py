@@ -17,7 +17,7 @@ from ..core.progress import Progress
 from ..data.batches import BucketBatchSampler
 from ..data.images import source_digest
 from ..models import flow_matching as flow
-from ..sampling.cached_edits import eval_mode, load_batch
+from ..sampling.edits import eval_mode, load_batch
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #d8e4f4d2
 PARTS = ("0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0") # bins of noise levels

@@ -18,7 +18,7 @@ from ..core.cache_entries import MODULATION
 from ..core.display import note, table_html, text_table
 from ..core.environment import Environment, detect_environment, used_bytes
 from ..core.files import DiskFull, free_bytes
-from ..core.remote_shards import RemoteStore, may_hold_cache
+from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
 from ..models.quantize import dtype_name
@@ -165,7 +165,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     return [Item("latents", int(latents * left), folder, why),
             Item("prompts", int(prompts * left), folder, why),
             Item("modulation table", max(0, table - cached_table), folder, why_table),
-            *(_copy_item(d) for d in (cache.layers if cache else ()) if isinstance(d, RemoteStore))]
+            *(_copy_item(d) for d in (cache.layers if cache else ()) if d.copy is not None)]
 
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16

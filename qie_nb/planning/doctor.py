@@ -17,7 +17,7 @@ from ..config import Config, make_config
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online, time_limit
 from ..core.files import free_bytes
-from ..core.remote_shards import is_url, may_hold_cache, without_secrets
+from ..core.cache_layers import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
 from ..models.variants.base import variant_marked

@@ -15,9 +15,8 @@ from fastcore.basics import patch
 
 from ..config import BATCHES_PER_STEP, make_config
 from ..core.environment import detect_environment
-from ..core.removed_settings import REMOVED
+from ..core.settings import REMOVED, Role, value_of
 from ..core.section import Setting, all_settings
-from ..core.settings import Role, value_of
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
 from ..data.samples import split_held_out

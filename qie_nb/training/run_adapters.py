@@ -14,13 +14,12 @@ from typing import NamedTuple
 from fastcore.basics import patch
 
 from ..config import make_config
-from ..core.cache_report import size_text
+from ..core.display import size_text
 from ..core.progress import kernel
 from ..data.images import Geometry
 from ..lora import adapters as lora
-from ..lora.comfyui_workflow import WorkflowFacts, workflow as comfyui_workflow, write_workflow
 from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
-from ..lora.mixing import keep_trainable, parse_loras
+from ..lora.adapters import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
 from ..models.flow_matching import calculate_mu
 from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
@@ -313,7 +312,8 @@ def few_steps(self:RunAdapters, schedule=None) -> tuple: # (path of another LoRA
     return "", SCHEDULES[asked[0] if asked else "none"]
 
 @patch
-def workflow_facts(self:RunAdapters, name, schedule=None) -> WorkflowFacts: # name of the LoRA's file
+def workflow_facts(self:RunAdapters, name, schedule=None) -> "WorkflowFacts": # name of the LoRA's file
+    from qie_nb.extras.comfyui_workflow import WorkflowFacts
     model = self.components.variant.comfyui
     if model is None:
         raise ValueError(f"`workflow` knows no nodes of ComfyUI for variant {self.components.variant.name}; save "
@@ -365,7 +365,9 @@ def save(self:RunAdapters,
     info = dict(schedule=vars(as_schedule(schedule))) if schedule else {}
     name = Path(path).name if Path(path).suffix == ".safetensors" else COMFY_NAME
     facts = self.workflow_facts(name, schedule) if workflow and self.state.is_main else None
-    if facts: comfyui_workflow(facts) # raises before anything is written
+    if facts:
+        from qie_nb.extras.comfyui_workflow import workflow as comfyui_workflow, write_workflow
+        comfyui_workflow(facts) # raises before anything is written
     if (file := self._write(path, info, format)) is None: return
     if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
     which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..core.progress import Progress
+from ..core.startup import PROVIDED
 from ..devices.processes import Processes, ProcessEnded
 from ..data.dataset import ImageDataset
 from ..encoding.precompute import Report
@@ -118,7 +119,12 @@ class Commands:
             else: state.stop = state.stop or ("the notebook has ended" if text == "gone" else text)
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00012
-MAIN = "qie_nb.cli.started_process"
+def start_processes(
+    job:dict, # JSON-ready
+    n:int,
+) -> Processes:
+    "Start processes that do a job of `fit` or `cache_embeddings`."
+    return Processes(str(PROVIDED["started process"]), job, n)
 
 def job_config(trainer, **train) -> dict:
     "The configuration of the started processes, with what was set on the trainer."
@@ -191,7 +197,7 @@ def train_in_processes(trainer, n:int, panel, again:bool): # panel: `TrainingPan
     config = job_config(trainer, **resume)
     job = dict(task="fit", panel=panel is not None, said=trainer.data.said, config=config)
     try:
-        with StopSignals(trainer.state) as signals, Processes(MAIN, job, n) as processes:
+        with StopSignals(trainer.state) as signals, start_processes(job, n) as processes:
             watch(Watched(trainer, processes, panel), signals)
     except ProcessEnded as e: raise ProcessEnded(f"{e}. {after_failure(root)}") from None
     finally: keep_trained(trainer)
@@ -227,7 +233,7 @@ def precompute_in_processes(trainer, n:int) -> Report:
     began = time.time()
     print(f"precomputing in {n} processes (`train.num_processes` 1: one process)")
     job, reports, bars, counts = dict(task="precompute", config=job_config(trainer)), [], {}, {}
-    with Processes(MAIN, job, n) as processes:
+    with start_processes(job, n) as processes:
         for heard in processes.events():
             rank, m = heard or (0, {})
             if "report" in m: reports.append(m["report"])

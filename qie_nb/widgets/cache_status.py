@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from fastcore.basics import patch
 
 from ..cache import EVERY_KIND, EmbeddingCacheManager
-from ..core.cache_report import status_html
-from ..core.display import Display, StatusText, note, report_errors
+from ..core.display import Display, StatusText, note, report_errors, status_html
 from ..data.dataset import ImageDataset
 
 # %% ../../nbs/widgets/02_cache_status.ipynb #56f03572

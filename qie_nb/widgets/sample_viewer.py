@@ -22,9 +22,9 @@ from ..data.pair_checks import (SWAPPED, UNCHANGED, look, near_duplicates, pair_
                                      swap_summary)
 from ..data.samples import add_trigger
 from ..data.tables import text_of
-from .sample_info import bad_entries, components_of, dataset_of, decoded, known_geometry, sample_info
-from .sample_page import (PairGrid, _figure, _opened, _size, masked_image, pair_grid,
-                                        pairs_html, sample_html)
+from .sample_page import (
+    PairGrid, _figure, _opened, _size, bad_entries, components_of, dataset_of, decoded,
+    known_geometry, masked_image, pair_grid, pairs_html, sample_html, sample_info)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0011
 SIZES = "of unusual size or shape"

@@ -239,9 +239,9 @@ MUTATIONS = {
         Change("training/run_data", "cache_embeddings", "c.train.val_path and whole", "False")]),
     # --- evaluation
     "held-out loss in training mode": Mutation("tests/evaluation/test_evaluate.py", [
-        Change("sampling/cached_edits", "eval_mode", "transformer.eval()", "pass")]),
+        Change("sampling/edits", "eval_mode", "transformer.eval()", "pass")]),
     "the transformer stays in evaluation mode": Mutation("tests/evaluation/test_evaluate.py", [
-        Change("sampling/cached_edits", "eval_mode", "transformer.train(was)", "pass")]),
+        Change("sampling/edits", "eval_mode", "transformer.train(was)", "pass")]),
     "the LoRA for few steps stays": Mutation("tests/evaluation/test_eval_schedule.py", [
         Change("evaluation/eval_images", "added_lora",
                "remove_loras(transformer, [name])", "pass")]),
@@ -271,8 +271,8 @@ MUTATIONS = {
         "tests/evaluation/test_drift.py::test_the_error_inside_is_that_of_the_edit", [
         Change("evaluation/drift", "drift_of", "changed_region(at_size(control, target), target)",
                "~changed_region(at_size(control, target), target)")]),
-    "swap test with the adapter": Mutation("tests/evaluation/test_swaps.py", [
-        Change("evaluation/swaps", "swap_test",
+    "swap test with the adapter": Mutation("tests/extras/test_swaps.py", [
+        Change("extras/diagnostics", "swap_test",
                "nullcontext if use_lora", "nullcontext if not use_lora")]),
     "exchanged with the same control": Mutation(
         "tests/evaluation/test_evaluate.py::"
@@ -373,39 +373,44 @@ MUTATIONS = {
                "dict(target=target, control=control, **RULE)", "dict(target=target, **RULE)")]),
     "edit masks for samples with a mask image": Mutation("tests/data/test_edit_masks.py", [
         Change("data/dataset", "wants_edit_mask", "s.mask is None and", "")]),
-    "a diverging setup learns": Mutation("tests/evaluation/test_overfit.py", [
-        Change("evaluation/overfit", "_verdict", 'return "too high"', 'return "learns"')]),
+    "a diverging setup learns": Mutation("tests/extras/test_overfit.py", [
+        Change("extras/diagnostics", "_verdict", 'return "too high"', 'return "learns"')]),
+    # --- the ComfyUI workflow
+    "an unguided workflow scales as a guided one": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "unused_nodes", "f.true_cfg_scale <= 1", "f.true_cfg_scale < 1")]),
+    "links to a node that was taken out end": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "passed_on", "return value", "return None")]),
     # --- remote shards
     "a shard's digest is not checked": Mutation(
-        "tests/core/test_remote_shards.py::"
+        "tests/extras/test_remote_shards.py::"
         "test_one_wrong_byte_of_a_shard_is_visible_at_once_and_nothing_of_it_is_kept", [
-        Change("core/remote_shards", "_chunks",
+        Change("extras/remote_shards", "_chunks",
                "if digest and h.hexdigest() != digest: raise _Damaged", "pass")]),
     "the most recently used shard is deleted": Mutation(
-        "tests/core/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
-        Change("core/remote_shards", "LocalCopy.files",
+        "tests/extras/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
+        Change("extras/remote_shards", "LocalCopy.files",
                "sorted(found)", "sorted(found, reverse=True)")]),
     "local copies without a limit": Mutation(
-        "tests/core/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
-        Change("core/remote_shards", "_make_room", "total + size <= self.limit and", "")]),
+        "tests/extras/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
+        Change("extras/remote_shards", "_make_room", "total + size <= self.limit and", "")]),
     "deleted shards stay open": Mutation(
-        "tests/core/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
-        Change("core/remote_shards", "_file",
+        "tests/extras/test_remote_shards.py::test_the_local_copy_stays_below_its_limit", [
+        Change("extras/remote_shards", "_file",
                "if not os.fstat(f.fileno()).st_nlink: self.open_files.pop(k).close()", "pass")]),
     "a bad local copy is not fetched again": Mutation(
-        "tests/core/test_remote_shards.py::test_a_local_copy_that_changed_is_fetched_again", [
+        "tests/extras/test_remote_shards.py::test_a_local_copy_that_changed_is_fetched_again", [
         Change("core/cache_layers", "read_entry",
                "if not layer.renew(kind, key): raise", "raise")]),
     "an index is known by its URL alone": Mutation(
-        "tests/core/test_remote_shards.py::test_a_new_version_at_the_same_url_is_read", [
-        Change("core/remote_shards", "RemoteStore._index",
+        "tests/extras/test_remote_shards.py::test_a_new_version_at_the_same_url_is_read", [
+        Change("extras/remote_shards", "RemoteStore._index",
                '{k: v for k, v in found[INDEX].items() if k != "name"}', "{}")]),
-    "a look fetches shards": Mutation("tests/core/test_remote_shards.py", [
+    "a look fetches shards": Mutation("tests/extras/test_remote_shards.py", [
         Change("core/cache_layers", "ShardStore.header",
                "ShardStore.payload(self, kind, key)", "self.payload(kind, key)")]),
     "passwords in messages": Mutation(
-        "tests/core/test_remote_shards.py::test_commands_accept_a_url_and_hide_its_credentials", [
-        Change("core/remote_shards", "without_secrets", "text = re.sub", "re.sub")]),
+        "tests/extras/test_remote_shards.py::test_commands_accept_a_url_and_hide_its_credentials", [
+        Change("core/cache_layers", "without_secrets", "text = re.sub", "re.sub")]),
     # --- the index of a packed cache
     "a database is opened without its digest": Mutation(
         "tests/core/test_packed_index.py::"
@@ -496,24 +501,24 @@ MUTATIONS = {
         "test_an_index_that_lies_about_its_database", [
         Change("core/cache_layers", "_checked_database", 'facts["name"] == DATABASE and', "")]),
     "shards at a URL may have other sizes": Mutation(
-        "tests/core/test_remote_shards.py::"
+        "tests/extras/test_remote_shards.py::"
         "test_what_is_missing_is_named_before_work_begins", [
         Change("core/cache_layers", "_checked_database",
                'dict(zip(shards, index["sizes"])) if remote else {}', "{}")]),
     "a damaged local copy of a database stays": Mutation(
-        "tests/core/test_remote_shards.py::"
+        "tests/extras/test_remote_shards.py::"
         "test_a_local_copy_that_changed_is_fetched_again", [
-        Change("core/remote_shards", "_fetch_database",
+        Change("extras/remote_shards", "_fetch_database",
                'file_digest(path) == facts["sha256"]', "True")]),
     "a database is deleted before its shards": Mutation(
-        "tests/core/test_remote_shards.py::"
+        "tests/extras/test_remote_shards.py::"
         "test_the_local_copy_stays_below_its_limit", [
-        Change("core/remote_shards", "_use_database",
+        Change("extras/remote_shards", "_use_database",
                "if self.database.path.is_file(): self.copy.touch(self.database.path)", "pass")]),
     "a deleted database stays open": Mutation(
-        "tests/core/test_remote_shards.py::"
+        "tests/extras/test_remote_shards.py::"
         "test_a_database_that_was_deleted_here_is_closed_and_fetched_again", [
-        Change("core/remote_shards", "_use_database",
+        Change("extras/remote_shards", "_use_database",
                "self.database.close_if_deleted()", "pass")]),
     # --- grids
     "matched grids ignore the setting": Mutation("tests/data/test_grids.py", [

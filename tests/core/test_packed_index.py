@@ -20,13 +20,12 @@ import torch
 
 from helpers import entries_of, make_older, signed_again, slow
 from qie_nb.cache import EmbeddingCacheManager, key_of
-from qie_nb.core import packed_index, remote_shards
+from qie_nb.core import packed_index
 from qie_nb.core.cache_entries import CacheEntryError
-from qie_nb.core.cache_layers import INDEX, open_layer
+from qie_nb.core.cache_layers import INDEX, open_layer, open_place
 from qie_nb.core.environment import Environment
 from qie_nb.core.files import DiskFull
-from qie_nb.core.older_packed_index import EntryDict, TextTable
-from qie_nb.core.packed_index import DATABASE, EntryTable, PackedEntry
+from qie_nb.core.packed_index import DATABASE, EntryDict, EntryTable, PackedEntry, TextTable
 
 OLDER = Path(__file__).parents[1]/"reference"/"packed_before_sqlite.zip"
 NAMES = ("packed", "packed_in_one_line")
@@ -607,7 +606,7 @@ def test_a_reader_at_a_url_fetches_again_what_was_deleted(packed, tmp_path, monk
     fs = fsspec.filesystem("memory")
     for path in packed.iterdir():
         fs.pipe(f"/index/{path.name}", path.read_bytes())
-    layer = remote_shards.open_place("memory://index")
+    layer = open_place("memory://index")
     data = pickle.dumps(layer)
     copy, = (tmp_path/"copies").rglob(DATABASE)
     copy.unlink()

@@ -7,10 +7,10 @@ import pytest, yaml
 from helpers import OnStep
 from qie_nb import config
 from qie_nb.config import all_settings, describe, load_config_from_yaml, make_config, save_config
-from qie_nb.core import removed_settings
+from qie_nb.core import settings as removed_settings
 from qie_nb.core.files import _sha256
-from qie_nb.core.removed_settings import REMOVED, Removed, removed, removed_names, without_removed
-from qie_nb.core.settings import ON_RESUME
+from qie_nb.core.settings import (
+    ON_RESUME, REMOVED, Removed, removed, removed_names, without_removed)
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
 from qie_nb.training.resume import changed_settings, checkpoint_misfit, diff_runs, settings_metadata

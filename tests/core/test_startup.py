@@ -5,7 +5,7 @@ import pytest
 
 import qie_nb
 from helpers import settings
-from qie_nb.core.startup import NAMES, errors_as_sentences
+from qie_nb.core.startup import PROVIDED, errors_as_sentences
 
 STAR = "from qie_nb import *; import sys; print(sorted(n for n in globals() if n[0] != '_'), {'torch', 'numpy'} & {*sys.modules})"
 
@@ -17,13 +17,18 @@ def test_star_import_gives_ten_names_without_torch():
     assert isinstance(qie_nb.__version__, str)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", qie_nb.__all__)
 def test_lazy_name_is_like_its_object(name):
     lazy = getattr(qie_nb, name)
     real = lazy.__wrapped__
     from IPython.core.oinspect import getdoc
     assert inspect.signature(lazy) == inspect.signature(real) and pydoc.render_doc(lazy).split("\n", 1)[1] == pydoc.render_doc(real).split("\n", 1)[1]
     assert getdoc(lazy) == getdoc(real) == real.__doc__
+
+
+@pytest.mark.parametrize("what", PROVIDED)
+def test_what_rooms_to_the_right_provide_is_there(what):
+    assert callable(PROVIDED[what].__wrapped__) and str(PROVIDED[what]) == f"{PROVIDED[what].__wrapped__.__module__}.{PROVIDED[what].__name__}"
 
 
 def test_lazy_class(pairs, tmp_path):

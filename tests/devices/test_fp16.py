@@ -14,7 +14,7 @@ from qie_nb.devices.block_swap import enable_block_swap
 from qie_nb.devices.compile import attention_kernel, compile_choice, set_up, watch_attention
 from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, pick_fp16, power_of_two, scale_to_fp16, weight_norms
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
-from qie_nb.lora.mixing import merge_lora, unmerge_lora
+from qie_nb.lora.adapters import merge_lora, unmerge_lora
 from qie_nb.models.quantize import quantize
 from qie_nb.planning.memory_query import MemoryQuery
 from qie_nb.trainer import QwenImageEditTrainer

@@ -6,9 +6,9 @@ from pathlib import Path
 import fsspec, pytest, torch
 
 from qie_nb.cache import EmbeddingCacheManager
-from qie_nb.core import remote_shards
+from qie_nb.extras import remote_shards
 from qie_nb.core.cache_layers import INDEX
-from qie_nb.core.remote_shards import RemoteCacheError
+from qie_nb.extras.remote_shards import RemoteCacheError
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
@@ -254,7 +254,7 @@ def test_processes_share_a_copy_that_holds_less_than_they_read(known, copies):
 def test_a_process_killed_while_it_fetches_leaves_nothing_that_counts(known, copies):
     script = f"""
 import os, signal
-from qie_nb.core import remote_shards
+from qie_nb.extras import remote_shards
 from qie_nb.cache import EmbeddingCacheManager
 remote_shards.CHUNK = 50_000
 m, real = EmbeddingCacheManager({str(known[0]/"packed")!r}.join(("file://", ""))), remote_shards.patiently

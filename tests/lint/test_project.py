@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT/"nbs").rglob("*.ipynb")) + sorted((ROOT/"kaggle").rglob("*.ipynb"))
 MODULES = {".".join(p.relative_to(ROOT/"qie_nb").with_suffix("").parts).removesuffix(".__init__"): p
            for p in sorted((ROOT/"qie_nb").rglob("*.py")) if p.name != "_modidx.py" and p.parent != ROOT/"qie_nb" or p.stem[0] != "_"}
-ORDER = "core config cache data lora models devices encoding sampling planning predict training evaluation widgets logging trainer tiny cli".split()
+ORDER = "core config cache data lora models devices encoding sampling planning predict training evaluation widgets logging trainer tiny cli extras".split()
+# what users ask for by name, in these functions alone: a core module imports no extra at its top level
+ASKED_FOR = {
+    "core.cache_layers": {"open_place": "remote_shards"},
+    "training.run_adapters": {"workflow_facts": "comfyui_workflow", "save": "comfyui_workflow"},
+    "cli": {"precompute": "ray_cluster", "overfit": "diagnostics", "selfcheck": "selfcheck"}}
+OLDER_PLACES = {"encoding.cluster", "evaluation.swaps", "evaluation.overfit"} # of names that are now in extras; nothing imports them
 
 
 def settings():
@@ -36,11 +42,22 @@ def test_version_is_the_same_everywhere():
     assert settings()["version"] in (ROOT/"CHANGELOG.md").read_text()
 
 
-def imports_of(name):
-    "Modules of qie_nb that a module imports, also inside functions, but not under `if __name__ == ...`."
-    found, tree, package = set(), ast.parse(MODULES[name].read_text()), ".".join(MODULES[name].parent.relative_to(ROOT).parts)
+def tree_of(name):
+    "A module without `if __name__ == ...`."
+    tree = ast.parse(MODULES[name].read_text())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
-    for node in ast.walk(tree):
+    return tree
+
+
+def is_extra(module):
+    "Extras, and the older places of their names, are to the right of all."
+    return module.startswith("extras.") or module in OLDER_PLACES
+
+
+def imports_of(name, tree=None):
+    "Modules of qie_nb that a module (or a part of it) imports, also inside functions."
+    found, package = set(), ".".join(MODULES[name].parent.relative_to(ROOT).parts)
+    for node in ast.walk(tree or tree_of(name)):
         if isinstance(node, ast.ImportFrom):
             module = resolve_name("." * node.level + (node.module or ""), package) # nbdev writes `from ..core.files`
             found |= {module, *(f"{module}.{a.name}" for a in node.names)}
@@ -48,7 +65,21 @@ def imports_of(name):
     return {m.removeprefix("qie_nb.") for m in found if m.startswith("qie_nb.")} & MODULES.keys() - {name}
 
 
+def functions_with_extras(name):
+    "{function: the extra that it imports} of a core module."
+    found = {}
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef):
+            extras = [m.removeprefix("extras.") for m in imports_of(name, node) if is_extra(m)]
+            if extras:
+                found[node.name.strip("_")] = ", ".join(sorted(extras))
+    return found
+
+
+CORE = [name for name in MODULES if not is_extra(name)]
 GRAPH = {name: imports_of(name) for name in MODULES}
+for name in CORE: # else the functions of `ASKED_FOR` would make circles
+    GRAPH[name] = {m for m in GRAPH[name] if not is_extra(m)}
 FACES = {m for m, p in MODULES.items() if p.name == "__init__.py" and p.stat().st_size}
 
 
@@ -59,6 +90,7 @@ def test_imports_make_no_circle():
 
 def room(module):
     "Place in the order. Planning asks each optimizer for its memory, so their files, which import nothing of training, are left of it."
+    if is_extra(module): return ORDER.index("extras")
     if module.startswith("training.optimizers"): return ORDER.index("planning") - 0.5
     return ORDER.index(module.split(".")[0])
 
@@ -67,6 +99,39 @@ def test_rooms_import_only_from_rooms_to_their_left():
     wrong = [f"{name} imports {other}" for name, imports in GRAPH.items() for other in imports if room(other) > room(name)]
     assert not wrong, wrong
     assert not [f"{n} imports the face {m}" for n, found in GRAPH.items() for m in found & FACES]
+
+
+def test_extras_are_imported_only_where_the_user_asks_for_them():
+    found = {name: functions_with_extras(name) for name in CORE}
+    assert {name: functions for name, functions in found.items() if functions} == ASKED_FOR
+    for name in CORE:
+        outside = [n for n in tree_of(name).body if not isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        assert not [m for node in outside for m in imports_of(name, node) if is_extra(m)], f"{name} imports an extra at its top level"
+
+
+def test_older_places_only_import_and_are_not_imported():
+    for name in OLDER_PLACES:
+        body = tree_of(name).body[1:] # after the docstring
+        assert all(isinstance(n, (ast.ImportFrom, ast.Assign)) for n in body), name
+    assert not [name for name in MODULES if imports_of(name) & OLDER_PLACES]
+
+
+def modules_in_strings(tree):
+    "Modules of this library that a string constant names and nothing else, e.g. for a loader; `f\"qie_nb.{name}\"` counts too."
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) and ast.unparse(node)[2:].startswith("qie_nb.{"): found.append("qie_nb.{")
+        named = isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"qie_nb((\.\w+)+)(:\w+)?", node.value)
+        if named: found += [m for m in MODULES if f"{named[1]}.".startswith(f".{m}.")]
+    return found
+
+
+def test_no_module_is_named_by_a_string():
+    "It would hide an import from a room to the right. Only qie_nb/__init__.py, which is above all rooms, hands out stand-ins by names."
+    assert {*modules_in_strings(ast.parse('load("qie_nb.planning.doctor:x"), "qie_nb.cli.main", f"qie_nb.{x}"'))} >= {"planning.doctor", "cli", "qie_nb.{"}
+    assert not modules_in_strings(ast.parse('"qie_nb.json", "qie_nb.", "use `python -m qie_nb.cli`"'))
+    found = {name: modules_in_strings(tree_of(name)) for name in MODULES}
+    assert not {name: strings for name, strings in found.items() if strings}
 
 
 def test_the_top_level_holds_the_public_modules_and_nothing_else():
@@ -80,6 +145,18 @@ def test_each_module_names_a_notebook_that_exists_and_has_a_name_of_its_own():
         edited = re.search(r"File to edit: (\S+\.ipynb)|^\s*$", path.read_text())
         assert edited and (path.parent/(edited[1] or "")).resolve().exists(), f"{path} is stale: delete it"
     assert max(Counter(p.stem for p in MODULES.values() if p.stem not in ("__init__", "base")).values()) == 1
+
+
+ONE_CLASS = re.compile(r"(models\.(variants|quantizations)|training\.(optimizers|sinks)|devices\.strategies)\.") # folders with a file for each variation
+MOST_MODULES = 86 # outside `extras` and these, today; only to be lowered, at last to 80
+MOST_LINES = 500
+
+
+def test_there_are_few_modules_and_none_is_long():
+    counted = [name for name in CORE if MODULES[name].stat().st_size and name not in FACES and not ONE_CLASS.match(name)]
+    assert len(counted) <= MOST_MODULES, f"{len(counted)} modules: write it into the one where a reader looks for it, or merge others"
+    long = {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long, f"split by subject, never by length: {long}"
 
 
 def test_git_holds_no_run_time_files():

@@ -5,7 +5,7 @@ from diffusers import DiffusionPipeline
 
 from qie_nb.data.images import Geometry
 from qie_nb.models.prompts import encode_prompt, prefix_positions, vl_images
-from qie_nb.evaluation.selfcheck import selfcheck, selfcheck_config
+from qie_nb.extras.selfcheck import selfcheck, selfcheck_config
 from qie_nb.lora.adapters import lora_info
 from qie_nb.models.components import Components, restore_image_positions
 from qie_nb.models.variants.text_to_image import installed_positions

@@ -14,7 +14,7 @@ from qie_nb.data.pair_checks import near_duplicates, look, shared_targets
 from qie_nb.data.samples import find_samples, split_held_out
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation.evaluate import evaluate
-from qie_nb.evaluation.swaps import swap_test
+from qie_nb.extras.diagnostics import swap_test
 from qie_nb.models import flow_matching
 from qie_nb.models.components import VARIANTS, Components
 from qie_nb.models.flow_matching import img_shapes, pack_latents

@@ -23,7 +23,7 @@ from qie_nb.models.components import VARIANTS, Components
 from qie_nb.tiny.photos import crops, EDITS, make_pairs, photo_folder, PHOTOS
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.widgets.cache_status import StatusText, cache_status
-from qie_nb.widgets.sample_info import sample_info
+from qie_nb.widgets.sample_page import sample_info
 from qie_nb.widgets.sample_viewer import SampleViewer, pair_grid, sample_html, sample_viewer
 from test_masks import halves, paint
 

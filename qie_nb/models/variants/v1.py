@@ -6,7 +6,7 @@
 __all__ = ['V1']
 
 # %% ../../../nbs/models/variants/02_v1.ipynb #659053d2
-from ...lora.comfyui_workflow import ComfyModel
+from .base import ComfyModel
 from .text_to_image import QwenImage
 
 # %% ../../../nbs/models/variants/02_v1.ipynb #1b76b5ab

@@ -6,7 +6,7 @@
 __all__ = ['V2509']
 
 # %% ../../../nbs/models/variants/03_v2509.ipynb #1176a93b
-from ...lora.comfyui_workflow import ComfyModel
+from .base import ComfyModel
 from .text_to_image import QwenImage
 
 # %% ../../../nbs/models/variants/03_v2509.ipynb #98b6f081

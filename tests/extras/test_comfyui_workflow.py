@@ -1,13 +1,13 @@
 """ComfyUI workflows: only nodes and inputs that ComfyUI has, both formats agree, sizes as in the training. benchmarks/comfyui.py runs ComfyUI itself."""
-import json, math
+import hashlib, itertools, json, math
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from qie_nb.data.images import Geometry
-from qie_nb.lora import comfyui_workflow
-from qie_nb.lora.comfyui_workflow import (NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, squares, vl_expressions,
+from qie_nb.extras import comfyui_workflow
+from qie_nb.extras.comfyui_workflow import (NODES, WorkflowFacts, differences, passed_on, template, unused_nodes, without, encoded_squares, inputs_of, note, squares, vl_expressions,
                                           vl_size, workflow, write_workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.trainer import QwenImageEditTrainer
@@ -180,3 +180,44 @@ def test_the_lora_for_few_steps_is_in_the_workflow(section, pairs, tmp_path):
     t = QwenImageEditTrainer(settings(pairs(), tmp_path, data=dict(image_size=[128, 128], control_area=128**2), **given)).set_lora()
     t.save_lora(tmp_path/"a"/"dusk.safetensors", format="comfyui", workflow=True)
     assert sampler_and_loras(tmp_path/"a") == (8, 1.0, 3.0, ["Lightning-8steps.safetensors", "dusk.safetensors"])
+
+
+# --- the templates
+SCHEDULES = [(20, 4.0, ""), (4, 1.0, "Lightning-4steps.safetensors"), (8, 1.0, ""), (20, 2.5, "x.safetensors")]
+GRID = list(itertools.product(VARIANTS, range(4), [(512, 512), (1024, 768), (384, 640)], [False, True], [512**2, 1024**2, 700 * 500], SCHEDULES, ["", NASTY], [0, 384**2]))
+WRITTEN = "f6db64a7a1f01fc845757f38ef34899924930399f84c59057e8257b14a2cfc56" # by the code that made each node, before there were templates
+
+
+def test_all_workflows_are_the_same_as_without_templates():
+    digest = hashlib.sha256()
+    for variant, controls, size, crop, area, (steps, scale, few), prompt, vl_area in GRID:
+        f = WorkflowFacts(VARIANTS[variant].comfyui, "dusk.safetensors", Geometry(size, crop, area, vl_area), controls, steps, scale, 2.1234, few, prompt)
+        graph = workflow(f)
+        digest.update(json.dumps([graph.ui(note(f)), graph.ui(), graph.api()], ensure_ascii=False).encode())
+    assert len(GRID) == 3456 and digest.hexdigest() == WRITTEN
+
+
+@pytest.mark.parametrize("name", ["edit", "text_to_image"])
+def test_a_template_has_only_inputs_that_the_nodes_take_and_links_backwards(name):
+    seen = {}
+    for key, node in template(name).items():
+        types = {n: of for n, of, _ in inputs_of(node["class_type"])}
+        for n, value in node["inputs"].items():
+            if isinstance(value, list): assert NODES[seen[value[0]]][1][value[1]] in types[n].split(","), (key, n)
+        assert node["inputs"].keys() <= types.keys() and "group" in node["_meta"]
+        seen[key] = node["class_type"]
+
+
+def test_each_node_is_used_by_some_run_and_only_named_ones_are_taken_out():
+    cases = [WorkflowFacts(VARIANTS[v].comfyui, "a.safetensors", Geometry(size, crop, 512**2, 0), n, 4, scale, 2., few)
+             for v in VARIANTS for n in range(4) for size in ((512, 512), (384, 640)) for crop in (False, True) for scale, few in ((1., ""), (4., "b.safetensors"))]
+    edits = [set(unused_nodes(f)) for f in cases if f.controls]
+    assert set.union(*edits) <= template("edit").keys() and not set.intersection(*edits)
+    assert all(set(unused_nodes(f)) <= template("text_to_image").keys() for f in cases if not f.controls)
+
+
+def test_a_node_is_taken_out_as_comfyui_bypasses_it():
+    nodes = template("edit")
+    assert passed_on(nodes["cfg_norm"]) == ["sampling", 0] and passed_on(nodes["latent_1"]) is None and passed_on(nodes["load_1"]) is None
+    left = without(nodes, ["lora", "few_steps", "crop_1", "load_1"])
+    assert left["sampling"]["inputs"]["model"] == ["unet", 0] and "image" not in left["scaled_1"]["inputs"] and nodes["sampling"]["inputs"]["model"] == ["lora", 0]

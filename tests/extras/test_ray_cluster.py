@@ -13,8 +13,8 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.cli import main
 from qie_nb.core.progress import Progress
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.encoding import cluster
-from qie_nb.encoding.cluster import RayCluster, Worker, describe_job, share_machines
+from qie_nb.extras import ray_cluster as cluster
+from qie_nb.extras.ray_cluster import RayCluster, Worker, describe_job, share_machines
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import WorkItem, precompute, tasks_of
 from qie_nb.models.components import Components
@@ -256,7 +256,7 @@ import os, sys, threading, time
 import ray
 from ray.cluster_utils import Cluster
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.encoding.cluster import RayCluster
+from qie_nb.extras.ray_cluster import RayCluster
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.models.components import Components

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qie_nb.evaluation.swaps import control_test, swap_test
+from qie_nb.extras.diagnostics import control_test, swap_test
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import random_lora, settings
 

@@ -7,11 +7,11 @@ import fsspec, pytest, torch
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.cli import main
 from qie_nb.config import make_config
-from qie_nb.core import remote_shards
+from qie_nb.extras import remote_shards
 from qie_nb.core.cache_entries import CacheEntryError
-from qie_nb.core.cache_layers import INDEX
+from qie_nb.core.cache_layers import INDEX, is_url, layer_place, url_text, without_secrets
 from qie_nb.core.packed_index import DATABASE
-from qie_nb.core.remote_shards import LocalCopy, RemoteCacheError, is_url, layer_place, url_text, without_secrets
+from qie_nb.extras.remote_shards import LocalCopy, RemoteCacheError
 from qie_nb.core.environment import Environment
 from qie_nb.planning.disk_space import disk_plan
 from qie_nb.planning.doctor import MachineInfo, cache_findings, disk_findings

@@ -9,8 +9,8 @@ from helpers import settings, slow, weekly
 from qie_nb.cli import main
 from qie_nb.config import make_config, save_config
 from qie_nb.encoding.encoder import Encoder
-from qie_nb.evaluation import overfit
-from qie_nb.evaluation.overfit import OverfitReport, overfit_check
+from qie_nb.extras import diagnostics as overfit
+from qie_nb.extras.diagnostics import OverfitReport, overfit_check
 from qie_nb.tiny.photos import make_pairs
 from qie_nb.trainer import QwenImageEditTrainer
 

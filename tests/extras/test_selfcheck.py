@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from helpers import TEXT, TRANSFORMER, VAE, close_images, on_call, slow
 from qie_nb.cli import main
-from qie_nb.evaluation import selfcheck as module
-from qie_nb.evaluation.layer_stats import PeakMemory, blocks_of
-from qie_nb.evaluation.selfcheck import EditTrace, SelfCheck, compare_traces, pipeline_run, selfcheck, selfcheck_config, test_image as make_image
+from qie_nb.extras import selfcheck as module
+from qie_nb.extras.selfcheck import EditTrace, PeakMemory, SelfCheck, blocks_of, compare_traces, pipeline_run, selfcheck, selfcheck_config, test_image as make_image
 from qie_nb.models.components import Components, device_of
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
