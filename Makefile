@@ -86,7 +86,7 @@ $(VENV)-wheels/.ready: settings.ini
 screenshots: $(VENV)-w8/.ready ## take the widget images of README again
 	$(VENV)-w8/bin/python tools/screenshots.py docs
 
-outputs: $(VENV)/.ready ## run the notebooks that are committed with outputs and write the outputs into them; ARGS="nbs/index" for one
+outputs: $(VENV)/.ready ## run all notebooks and write their outputs into them; ARGS="nbs/index" for one
 	$(ONE) $(BIN)/python tools/outputs.py $(ARGS)
 
 check: lint test ## lint, then the everyday tests

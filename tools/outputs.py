@@ -9,10 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = ["nbs/index", "nbs/00_cache", "nbs/01_trainer", "nbs/02_predict", "nbs/03_logging", "nbs/04_cli"]
-CHAPTERS += ["nbs/core/13_registry"]
-CHAPTERS += [f"nbs/models/quantizations/{n}" for n in ("00_base", "01_quanto", "02_nf4", "03_torchao", "04_fp8_storage")]
-CHAPTERS += [f"nbs/models/variants/{n}" for n in ("00_base", "01_text_to_image", "02_v1", "03_v2509", "04_v2511")]
-CHAPTERS += [f"nbs/training/optimizers/{n}" for n in ("00_base", "01_adamw", "02_adamw8bit", "03_adafactor", "04_prodigy", "05_known")]
 PLACES = ["kaggle/precompute/precompute", "kaggle/train/train", "kaggle/prequantize/prequantize", "kaggle/colab"]
 LIMIT = 400_000 # bytes of a notebook
 KEY = "outputs_of" # in a notebook's metadata; `allowed_metadata_keys` of settings.ini lets nbdev_clean keep it
@@ -20,6 +16,15 @@ SKIPPED = re.compile(r"^#\| *(cuda|eval: *false)", re.M)
 
 
 def path_of(name) -> Path: return ROOT/f"{name}.ipynb"
+
+
+def other_notebooks() -> list: # names
+    "The notebooks of the library beside the chapters."
+    found = [p.relative_to(ROOT).with_suffix("").as_posix() for p in (ROOT/"nbs").rglob("*.ipynb")]
+    return sorted(name for name in found if name not in CHAPTERS)
+
+
+PAGES = other_notebooks()
 
 
 def module_of(nb:dict) -> str: # its text, "" without one
@@ -39,7 +44,7 @@ def key_of(nb:dict) -> str:
 
 def stale() -> list: # names
     "The notebooks whose code changed since their outputs were written."
-    return [name for name in CHAPTERS + PLACES if is_stale(notebook(name))]
+    return [name for name in CHAPTERS + PAGES + PLACES if is_stale(notebook(name))]
 
 
 def is_stale(nb:dict) -> bool:
@@ -70,11 +75,12 @@ def run(name:str) -> dict:
 
 
 def execute(name:str) -> dict:
-    "A committed notebook as JSON, with the new outputs of a run."
+    "A committed notebook as JSON, with the new outputs of a run; other libraries' warnings are left out of a page beside the chapters."
     nb = notebook(name)
     for cell, other in zip(nb["cells"], run(name)["cells"], strict=True):
         if cell["cell_type"] == "code":
-            cell["outputs"] = [tidy(o) for o in joined(other["outputs"])]
+            shown = [o for o in joined(other["outputs"]) if name not in PAGES or o.get("name") != "stderr"]
+            cell["outputs"] = [tidy(o) for o in shown]
     return nb
 
 
@@ -136,9 +142,10 @@ def lines(text) -> list:
 
 
 def main(names):
-    unknown = [n for n in names if n not in CHAPTERS + PLACES]
-    if unknown: sys.exit(f"no outputs are committed for {unknown[0]!r}; choose from: {', '.join(CHAPTERS + PLACES)}")
-    for name in names or CHAPTERS + PLACES:
+    known = CHAPTERS + PAGES + PLACES
+    unknown = [n for n in names if n not in known]
+    if unknown: sys.exit(f"there is no notebook {unknown[0]!r}; choose from: {', '.join(known)}")
+    for name in names or known:
         nb = execute(name)
         nb["metadata"][KEY] = key_of(nb)
         text = json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
