@@ -15,6 +15,7 @@ from ..cache import EmbeddingCacheManager
 from ..data.batches import as_list, collate, is_cached
 from ..data.dataset import ImageDataset
 from ..data.samples import config_samples
+from ..encoding.encoder import encode_prompt
 from .edits import Edit, Encoded, denoise_encoded
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #87dc15e3
@@ -48,7 +49,7 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
     encoder = trainer.encoder(own, trainer.vae_device, trainer.text_device)
     if own is not None:
         return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
-    return encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0].cpu()
+    return encode_prompt(encoder, "", dataset.images(i)["control"], dataset.geometry).cpu()
 
 # %% ../../nbs/sampling/03_cached_edits.ipynb #87dc1503
 def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> Encoded:

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from ..data.images import open_image
+from ..encoding.encoder import encode_prompt
 from ..models.components import check_weights, device_of
 from ..models.modulation import model_timesteps, table_of
 from ..models.variants.base import Variant
@@ -144,10 +145,10 @@ def encode_edits(
         groups.setdefault(k, (e.images, {}))[1].update(dict.fromkeys(prompts))
     at("text_encoder")
     for images, texts in groups.values():
-        for p in texts: texts[p] = encoder.prompt(p, images, geometry)[0][None].cpu()
+        for p in texts: texts[p] = encode_prompt(encoder, p, images, geometry)[None].cpu()
     at("vae")
     images = {pixels[id(p)]: p for e in edits for p in e.images}
-    latents = {k: encoder.image(p, geometry.control(p.size))[None].cpu() for k, p in images.items()}
+    latents = {k: encoder.encode_images([p], geometry.control(p.size)).cpu() for k, p in images.items()}
     C, f = encoder.components.variant.vae_shape(encoder.components.get("vae").config)
     def text(k, p): return groups[k][1][_encoded_as(p)]
     return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[p] for p in k], text(k, e.prompt),
