@@ -124,7 +124,7 @@ def part_work(root, layer): # open, then what `precompute` and `fit` do before t
     from qie_nb.encoding.precompute import Report, scan_cache
     with Counted() as c: out["first_keys_s"], _ = took(lambda: [ds.keys(i) for i in range(len(ds))])
     out |= dict(keys_opened=c.opened, keys_asked=c.asked)
-    with Counted() as c: out["scan_s"], missing = took(lambda: scan_cache(ds, NS(cache=ds.cache), range(len(ds)), False, Report()))
+    with Counted() as c: out["scan_s"], missing = took(lambda: scan_cache(ds, range(len(ds)), False, Report()))
     out |= dict(scan_opened=c.opened, scan_asked=c.asked, complete=sum(not m for m in missing.values()))
     with Counted() as c: out["status_s"], status = took(ds.status)
     assert status["complete"] == out["complete"]

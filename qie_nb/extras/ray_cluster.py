@@ -20,7 +20,8 @@ from ..core.startup import OURS, raised_by_us
 from ..devices.distributed import local_device
 from ..models.components import Components
 from ..encoding.encoder import Encoder
-from ..encoding.precompute import Report, _count, _encode_all, pending, scan_cache, tasks_of, work_items
+from ..encoding.jobs import count_samples, incomplete, plan_encoding, tasks_of
+from ..encoding.precompute import Report, fill_cache, scan_cache
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #9e714393
 def import_ray(own=False): # for a cluster that this process starts?
@@ -107,13 +108,14 @@ def setup(self:Worker) -> Encoder:
 @patch
 def encode(self:Worker, samples) -> Report:
     dataset, encoder, report, stored = self.job["dataset"], self.encoder, Report(), self.encoder.stored
-    missing = scan_cache(dataset, encoder, samples, False, report)
+    missing = scan_cache(dataset, samples, False, report)
     if len(samples) > 1 and len(report.skipped) == len(samples):
         raise FileNotFoundError(f"none of {len(samples)} samples can be read: {report.skipped[0][1]}")
     report.elsewhere = sum(not names for names in missing.values())
-    if work := pending(work_items(dataset, missing, encoder.batch_size), missing):
-        encoder.load_encoders({n for names in missing.values() for n in names})
-        _encode_all(dataset, encoder, work, report, self.job["prefetch"])
+    work = incomplete(plan_encoding(dataset, missing, encoder.batch_size))
+    if work:
+        encoder.load_encoders([t for group in work for item in group for t in item.tensors])
+        fill_cache(dataset, encoder, work, report, self.job["prefetch"])
     report.tensors = encoder.stored - stored
     return report
 
@@ -174,7 +176,7 @@ def encode_all(self:RayCluster, dataset, encoder, work, report, prefetch, device
         machines = [m["Resources"] for m in ray.nodes() if m["Alive"]]
         workers, cpus, gpus = share_machines(machines, self.workers, self.gpus)
         print(f"Ray: {workers} workers on {len(machines)} machines, {cpus:g} CPUs and {gpus:g} GPUs each")
-        bar = Progress(_count(work), "precompute")
+        bar = Progress(count_samples(work), "precompute")
         tasks = [json.dumps(task) for task in enumerate(tasks_of(work, workers))]
         for done in run_tasks(ray, Worker, job, tasks, workers, num_cpus=cpus, num_gpus=gpus):
             if "error" in done:

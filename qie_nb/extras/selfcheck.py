@@ -217,7 +217,7 @@ def our_run(t, image, size, steps, finite) -> OurEdit:
         return part
     edit, = make_edits(t.components, geometry, image, PROMPT, "", size[1], size[0], 0)
     ready, = encode_edits(encoder, [edit], geometry, True, at)
-    target = encoder.image(Image.fromarray(255 - np.asarray(image)), size)[None].cpu()
+    target = encoder.encode_images([Image.fromarray(255 - np.asarray(image))], size).cpu()
     out.keep("prompt embedding", ready.cond)
     out.keep("control latents", torch.cat([t.components.variant.pack(c) for c in ready.controls], 1))
     def step(n, of, z): finite.stop(); out.keep(f"latents, step {n}", t.components.variant.pack(z)); out.tick(device)

@@ -20,6 +20,7 @@ from ..data.batches import as_list, collate, is_cached
 from ..data.dataset import ImageDataset
 from ..data.images import open_image
 from ..data.samples import config_samples
+from ..encoding.encoder import encode_prompt
 from ..models.components import check_weights, device_of
 from ..models.modulation import model_timesteps, table_of
 from ..models.variants.base import Variant
@@ -149,10 +150,10 @@ def encode_edits(
         groups.setdefault(k, (e.images, {}))[1].update(dict.fromkeys(prompts))
     at("text_encoder")
     for images, texts in groups.values():
-        for p in texts: texts[p] = encoder.prompt(p, images, geometry)[0][None].cpu()
+        for p in texts: texts[p] = encode_prompt(encoder, p, images, geometry)[None].cpu()
     at("vae")
     images = {pixels[id(p)]: p for e in edits for p in e.images}
-    latents = {k: encoder.image(p, geometry.control(p.size))[None].cpu() for k, p in images.items()}
+    latents = {k: encoder.encode_images([p], geometry.control(p.size)).cpu() for k, p in images.items()}
     C, f = encoder.components.variant.vae_shape(encoder.components.get("vae").config)
     def text(k, p): return groups[k][1][_encoded_as(p)]
     return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[p] for p in k], text(k, e.prompt),
@@ -259,7 +260,7 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
     encoder = trainer.encoder(own, trainer.vae_device, trainer.text_device)
     if own is not None:
         return encoder.encode_missing(dataset, {i: ["empty_prompt_embed"]})[i]["empty_prompt_embed"]
-    return encoder.prompt("", dataset.images(i)["control"], dataset.geometry)[0].cpu()
+    return encode_prompt(encoder, "", dataset.images(i)["control"], dataset.geometry).cpu()
 
 # %% ../../nbs/sampling/01_edits.ipynb #87dc1503
 def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> Encoded:

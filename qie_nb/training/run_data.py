@@ -21,8 +21,9 @@ from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tenso
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
 from ..data.samples import Samples, config_samples, samples_of, split_held_out
-from ..encoding.encoder import Encoder
-from ..encoding.precompute import precompute, shard
+from ..encoding.encoder import Encoder, encode_prompt, encode_sample, encode_uncached
+from ..encoding.jobs import shard
+from ..encoding.precompute import precompute
 from ..models.quantize import check_device
 from ..models.variants.base import variants_for_several
 from .checkpoint import find_checkpoint
@@ -275,7 +276,7 @@ def cache_step(self:RunData,
     enc = self.encoder(cache, vae_device, text_device)
     enc.add_identity()
     dataset = self._dataset_of(batch, enc)
-    return [enc.encode_sample(dataset, i) for i in range(len(dataset))]
+    return [encode_sample(enc, dataset, i) for i in range(len(dataset))]
 
 # %% ../../nbs/training/06_run_data.ipynb #8f07ff01
 @patch
@@ -317,11 +318,11 @@ def encode_batch(self:RunData,
         for n, prompt in enumerate(batch["prompt"]):
             prefix = ""
             if dataset is not None and enc.cache is not None:
-                tensors, prefix = enc.encode_sample(dataset, n), "empty_" if batch["dropped"][n] else ""
+                tensors, prefix = encode_sample(enc, dataset, n), "empty_" if batch["dropped"][n] else ""
             else:
                 images = dataset.images(n) if batch["image"][n] is None else \
                     dict(image=batch["image"][n], control=as_list(batch["control"][n]))
-                tensors = enc.encode_uncached(images, prompt, geometry, auto[n])
+                tensors = encode_uncached(enc, images, prompt, geometry, auto[n])
             masks.append(tensors.get(EDIT_MASK))
             out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
                             prompt_embed=tensors[prefix + "prompt_embed"]))
@@ -334,7 +335,7 @@ def encode_image_embedding(self:RunData, image, device=None) -> torch.Tensor: # 
     "Latent of a control image."
     g = self.geometry()
     im = crop_to(open_image(image), g.aspect)
-    return self.encoder(None, device).image(im, g.control(im.size))[None]
+    return self.encoder(None, device).encode_images([im], g.control(im.size))
 
 # %% ../../nbs/training/06_run_data.ipynb #697d5b01
 @patch
@@ -345,8 +346,8 @@ def encode_prompt_image_embedding(self:RunData,
     "Embedding and mask of a prompt with its control images."
     g, images = self.geometry(), image if isinstance(image, (list, tuple)) else [image]
     controls = [crop_to(open_image(i), g.aspect) for i in images]
-    embed, mask = self.encoder(None, None, device).prompt(prompt, controls, g)
-    return embed[None], mask[None]
+    embed = encode_prompt(self.encoder(None, None, device), prompt, controls, g)[None]
+    return embed, torch.ones(embed.shape[:2], dtype=torch.bool, device=embed.device)
 
 # %% ../../nbs/training/06_run_data.ipynb #697d5b02
 @patch

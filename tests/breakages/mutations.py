@@ -197,10 +197,10 @@ MUTATIONS = {
                "QwenImageEditPipeline._unpack_latents(tokens, h, w, vae_scale_factor=1)",
                "QwenImageEditPipeline._unpack_latents(tokens, w, h, vae_scale_factor=1).mT")]),
     "a prefix kept after its images changed": Mutation("tests/encoding/test_precompute.py", [
-        Change("encoding/encoder", "prefix",
-               "self._last_prefix[0] != known_by", "self._last_prefix[1] is None")]),
+        Change("encoding/encoder", "Encoder._prefix",
+               "self._last_images != images", "self._last_prefix is None")]),
     "a prefix known by its pixels alone": Mutation("tests/encoding/test_precompute.py", [
-        Change("encoding/encoder", "prompt",
+        Change("encoding/encoder", "image_set",
                "repr(p.size).encode() + p.tobytes()", "p.tobytes()")]),
     "prompts after a prefix at its length": Mutation("tests/encoding/test_prompts.py", [
         Change("models/prompts", "encode_suffixes",
@@ -208,20 +208,21 @@ MUTATIONS = {
     "a suffix with its padding": Mutation("tests/encoding/test_prompts.py", [
         Change("models/prompts", "encode_suffixes", "h[:len(r)]", "h")]),
     "the control's size for the target": Mutation("tests/encoding/test_precompute.py", [
-        Change("encoding/encoder", "plan_encoding",
-               "size = target", "size = controls[0] if controls else target")]),
+        Change("encoding/jobs", "missing_tensors",
+               "MissingTensor(sample, name, keys[name], target)",
+               "MissingTensor(sample, name, keys[name], controls[0] if controls else target)")]),
     "decoded pixels not rounded": Mutation(
         "tests/encoding/test_vae.py::test_pixels_are_rounded_as_by_the_pipelines", [
         Change("models/vae", "decode_latents", ".round()", "")]),
     "all controls in the group of the first": Mutation("tests/encoding/test_precompute.py", [
-        Change("encoding/encoder", "plan_encoding", 'int(name.split(".")[1])', "0")]),
+        Change("encoding/jobs", "missing_tensors", 'int(name.split(".")[1])', "0")]),
     # --- precompute
     "an error in one sample skips its group": Mutation(
         "tests/encoding/test_precompute.py::test_a_nan_skips_its_own_sample", [
-        Change("encoding/precompute", "_encode", "len(missing) > 1", "False")]),
+        Change("encoding/precompute", "Filling.encode", "len(samples) > 1", "False")]),
     "processes encode the same samples": Mutation(
         "tests/encoding/test_precompute.py::test_each_process_encodes_its_share", [
-        Change("encoding/precompute", "shard", "work[rank::world]", "work")]),
+        Change("encoding/jobs", "shard", "work[rank::world]", "work")]),
     "entries reused without a look": Mutation(
         "tests/encoding/test_precompute.py::"
         "test_a_damaged_entry_is_noticed_and_a_sample_that_cannot_be_used_is_named", [
@@ -232,7 +233,7 @@ MUTATIONS = {
         Change("encoding/precompute", "check_space", "[*entries, *table]", "[*entries]")]),
     "strict ignored in precompute": Mutation(
         "tests/encoding/test_precompute.py::test_a_nan_skips_its_own_sample", [
-        Change("encoding/precompute", "_encode", "if dataset.strict: raise", "")]),
+        Change("encoding/precompute", "Filling.encode", "if self.dataset.strict: raise", "pass")]),
     "validation pairs not precomputed": Mutation(
         "tests/test_cache.py::"
         "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [

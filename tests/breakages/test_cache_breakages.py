@@ -87,9 +87,9 @@ BREAKAGES = {
         Change("core/cache_entries", "pack_entry", "t = tensor.detach().cpu().contiguous()",
                "t = tensor.detach().cpu().contiguous()\nif t.dtype == torch.bool: t = t.byte()")]),
     "every prompt kept whole": Breakage(["flips"], [
-        Change("encoding/encoder", "_encode_prompts",
-               "Encoded(m.entry, rest.cpu(), prefix_entry.key if shared else None)",
-               "Encoded(m.entry, torch.cat([prefix, rest]).cpu())")]),
+        Change("encoding/encoder", "_embedding_entries",
+               "Encoded(t.entry, embedding.rest.cpu(), prefix.key if shared else None)",
+               "Encoded(t.entry, embedding.whole.cpu())")]),
 }
 
 

@@ -16,7 +16,7 @@ BREAKAGES = dict(
         Change("models/flow_matching", "flow_loss", "pred = pred[:, :target.shape[1]].float()",
                "target = torch.cat([target, torch.zeros_like(pred[:, target.shape[1]:])], 1)")],
     control_width_and_height_swapped=[
-        Change("encoding/encoder", "SampleInputs.size",
+        Change("encoding/jobs", "SampleInputs.size",
                "self.geometry.control(size)", "self.geometry.control(size)[::-1]")],
     embeddings_keyed_by_prompt_only=[
         Change("cache", "prompt_parts", "list(controls)", "[]")],

@@ -10,13 +10,14 @@ import torch
 from PIL import Image
 
 import qie_nb.data.samples
+import qie_nb.encoding.encoder
 import qie_nb.encoding.precompute
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.core.files import DiskFull
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import Geometry
 from qie_nb.data.samples import ImageChanged
-from qie_nb.encoding.encoder import Encoder, pick_batch
+from qie_nb.encoding.encoder import Encoder, encode_prompt, encode_sample, pick_batch
 from qie_nb.encoding.precompute import check_space, precompute
 from qie_nb.models.vae import pixels_of
 from qie_nb.models.components import Components
@@ -66,11 +67,11 @@ def test_one_encoder_gives_what_a_fresh_one_gives(variant):
     one = Encoder(parts)
     for images in sets:
         prompt = draw.choice(["", "make it red"])
-        (a, mask), (b, other) = (e.prompt(prompt, images, geometry) for e in (one, Encoder(parts)))
-        assert a.shape == b.shape and mask.equal(other)
+        a, b = (encode_prompt(e, prompt, images, geometry) for e in (one, Encoder(parts)))
+        assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     before = one.calls["prefix"]
-    one.prompt("make it blue", images, geometry)
+    encode_prompt(one, "make it blue", images, geometry)
     assert one.calls["prefix"] == before, "equal images in a row share a prefix"
 
 
@@ -130,12 +131,18 @@ def test_entries_do_not_depend_on_prefetch_and_batch(controls, tmp_path, stored)
     for other in ("4 2", "0 1"): assert_same_entries(tmp_path/"0 2", tmp_path/other)
 
 
+def test_the_work_is_planned_once(root, tmp_path, monkeypatch):
+    planned = []
+    on_call(monkeypatch, qie_nb.encoding.precompute, "plan_encoding", lambda dataset, missing, batch_size: planned.append(sorted(missing)))
+    assert run(root, tmp_path/"cache").encoded == 6 and planned == [list(range(6))]
+
+
 def test_encode_sample_stores_what_precompute_stores(root, tmp_path):
     run(root, tmp_path/"cache")
     lazy = data_set(root, tmp_path/"lazy")
     encoder = encoder_of(lazy)
     lazy.cache.add_identity(encoder.identity), lazy.refresh()
-    for i in range(6): encoder.encode_sample(lazy, i) # again: in the notebook
+    for i in range(6): encode_sample(encoder, lazy, i) # again: in the notebook
     assert_same_entries(tmp_path/"lazy", tmp_path/"cache")
 
 
@@ -156,7 +163,7 @@ def test_images_are_read_while_the_encoders_work(root, tmp_path, monkeypatch, de
     def wait(*a):
         wait_until(lambda: len(decoded) >= 8 or came)
         came.append(len(decoded))
-    on_call(monkeypatch, Encoder, "_encode_latents", wait)
+    on_call(monkeypatch, qie_nb.encoding.encoder, "encode_latents", wait)
     assert run(root, tmp_path/"cache", prefetch=4).encoded == 6 and 8 <= came[0] <= 2 * 5 + 1, "four samples in advance and no more"
 
 
@@ -169,7 +176,7 @@ def test_an_image_replaced_after_prefetch_is_read_again(root, tmp_path, monkeypa
         done.append(decoded[repr(str(path))])
         random_image(Image.open(path).size, 99).save(path)
     with monkeypatch.context() as mp:
-        on_call(mp, Encoder, "_encode_latents", replace)
+        on_call(mp, qie_nb.encoding.encoder, "encode_latents", replace)
         assert run(root, tmp_path/"cache").encoded == 6 and done == [1]
     run(root, tmp_path/"fresh")
     assert_same_entries(tmp_path/"cache", tmp_path/"fresh")
@@ -186,7 +193,7 @@ def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_nan_skips_its_own_sample(strict, root, tmp_path, monkeypatch):
-    real, dataset = Encoder.images, data_set(root, tmp_path/"other")
+    real, dataset = Encoder.encode_images, data_set(root, tmp_path/"other")
     vae = Components(str(tiny_folder("2511"))).get("vae")
     bad = pixels_of(vae, Image.fromarray(dataset.images(2)["image"]), (64, 64))
     def images(self, pixels, size):
@@ -194,7 +201,7 @@ def test_a_nan_skips_its_own_sample(strict, root, tmp_path, monkeypatch):
         for z, p in zip(out, pixels):
             if size == (64, 64) and torch.equal(p, bad): z[0, 0, 0, 0] = float("nan")
         return out
-    monkeypatch.setattr(Encoder, "images", images)
+    monkeypatch.setattr(Encoder, "encode_images", images)
     if strict:
         with pytest.raises(ValueError, match="pixel_latent.*holds NaN or inf and is not stored"): run(root, tmp_path/"cache", strict=True)
         return
@@ -214,7 +221,7 @@ def test_a_lock_is_held_until_its_entries_are_stored(root, tmp_path, monkeypatch
         finally: held.remove(name)
     def save(self, kind, *a): assert held[-1] == dataset.keys(names[-1])["prompt_prefix"].key if kind == "prompt_prefix" else held
     monkeypatch.setattr("qie_nb.encoding.precompute.file_lock", file_lock)
-    on_call(monkeypatch, encoder, "encode_missing", lambda dataset, missing, inputs: names.extend(missing))
+    on_call(monkeypatch, encoder, "fill", lambda tensors, read: names.extend(dict.fromkeys(t.sample for t in tensors)))
     on_call(monkeypatch, EmbeddingCacheManager, "save_cache", save)
     assert precompute(dataset, encoder).encoded == 6 and not held
 
@@ -231,7 +238,7 @@ def test_items_locked_elsewhere_come_back(root, tmp_path, monkeypatch):
 
 def test_an_interrupt_leaves_whole_entries_and_no_threads(root, tmp_path):
     before = set(threading.enumerate())
-    with interrupted(Encoder, "images", 6): run(root, tmp_path/"cache")
+    with interrupted(Encoder, "encode_images", 6): run(root, tmp_path/"cache")
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("prefetch")]
     there = files(tmp_path/"cache")
     assert 2 * 5 <= len(there) < 6 * 5 and not EmbeddingCacheManager(tmp_path/"cache").verify()

@@ -16,7 +16,8 @@ from qie_nb.data.dataset import ImageDataset
 from qie_nb.extras import ray_cluster as cluster
 from qie_nb.extras.ray_cluster import RayCluster, Worker, describe_job, share_machines
 from qie_nb.encoding.encoder import Encoder
-from qie_nb.encoding.precompute import WorkItem, precompute, tasks_of
+from qie_nb.encoding.jobs import WorkItem, tasks_of
+from qie_nb.encoding.precompute import precompute
 from qie_nb.models.components import Components
 
 
@@ -38,9 +39,9 @@ def job_of(root, cache, **kw):
 @pytest.mark.parametrize("workers", [1, 3, 40])
 def test_tasks_hold_each_sample_once_and_keep_images_together(workers):
     sizes, work, n = [1, 4, 9, 1, 1, 30, 2], [], 0
-    for lock, size in enumerate(sizes): # items of up to four samples, as `work_items` makes
+    for lock, size in enumerate(sizes): # items of up to four samples, as `plan_encoding` makes
         samples = list(range(n, n + size))
-        work += [[WorkItem(str(lock), samples[k:k + 4])] for k in range(0, size, 4)]
+        work += [[WorkItem(str(lock), samples[k:k + 4], [])] for k in range(0, size, 4)]
         n += size
     tasks = tasks_of(work, workers)
     assert sum(tasks, []) == list(range(n)) and all(tasks)

@@ -42,3 +42,18 @@ def test_a_name_is_written_in_its_own_file_and_in_the_settings(name):
     texts = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
     found = {where for where, text in texts.items() if where not in allowed and names_it(text, name)}
     assert names_it(texts[own], name) and not found, f"{name}: ask the class instead of naming it"
+
+
+# --- what is handed on
+def parameters(text:str) -> set:
+    "Names of all parameters of a module's functions."
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
+    return {a.arg for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)}
+
+
+def test_at_most_six_modules_take_the_data_set_between_precompute_and_the_encoders():
+    rooms = ("training", "encoding", "models", "extras/ray_cluster")
+    texts = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
+    takes = [where for where, text in texts.items() if where.startswith(rooms) and "dataset" in parameters(text)]
+    assert parameters("def f(a, *, b): return lambda c: a") == {"a", "b", "c"}
+    assert "encoding/jobs.py" in takes and len(takes) <= 6, takes

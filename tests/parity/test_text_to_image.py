@@ -12,7 +12,7 @@ from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.data.images import Geometry
 from qie_nb.data.pair_checks import near_duplicates, look, shared_targets
 from qie_nb.data.samples import find_samples, split_held_out
-from qie_nb.encoding.encoder import Encoder
+from qie_nb.encoding.encoder import Encoder, encode_prompt
 from qie_nb.evaluation.evaluate import evaluate
 from qie_nb.extras.diagnostics import swap_test
 from qie_nb.models import flow_matching
@@ -59,7 +59,7 @@ def run_settings(root, tmp_path, variant="2511", **sections):
 def test_embeddings_latents_and_prediction(variant):
     pipe, parts = text_pipeline(variant), Components(str(tiny_folder(variant)))
     encoder, g = Encoder(parts), Geometry(**parts.areas)
-    ours = [encoder.prompt(p, [], g)[0] for p in PROMPTS]
+    ours = [encode_prompt(encoder, p, [], g) for p in PROMPTS]
     theirs, mask = pipe.encode_prompt(PROMPTS)
     padded, own_mask = pad_prompts(ours)
     close(padded, theirs)
@@ -76,7 +76,7 @@ def test_embeddings_latents_and_prediction(variant):
 @torch.no_grad()
 def test_long_prompts_end_where_the_pipeline_ends_them():
     parts, long = Components(str(tiny_folder("2511"))), "a boat " * 1200
-    ours = Encoder(parts).prompt(long, [], Geometry(**parts.areas))[0]
+    ours = encode_prompt(Encoder(parts), long, [], Geometry(**parts.areas))
     assert len(ours) == 1024
     close(ours[None], text_pipeline("2511").encode_prompt([long])[0])
 
