@@ -180,7 +180,7 @@ MUTATIONS = {
     "controls keyed as a set": Mutation("tests/encoding/test_keys.py", [
         Change("cache", "prompt_parts", "list(controls)", "sorted(controls)")]),
     "a suffix without its lost prefix": Mutation("tests/test_cache.py", [
-        Change("cache", "load_cache", "None if prefix is None", "tensor if prefix is None")]),
+        Change("cache", "EmbeddingCacheManager.load_cache", "None if prefix is None", "tensor if prefix is None")]),
     "a quantized text encoder under the same key": Mutation("tests/encoding/test_keys.py", [
         Change("models/components", "identity",
                "f\"{text}-{self.quantize.get('text_encoder') or 'plain'}\"", "text")]),

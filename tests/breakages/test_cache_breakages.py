@@ -27,7 +27,7 @@ BREAKAGES = {
         Change("core/cache_entries", "unpack_entry",
                '_checksum(meta, record, memoryview(data)[start:]) == meta["checksum"]', "True")]),
     "a bad entry stays where it is": Breakage(["truncations", "flips"], [
-        Change("cache", "quarantine", "os.replace(layer.path(kind, key), target)", "")]),
+        Change("cache", "EmbeddingCacheManager.quarantine", "os.replace(layer.path(kind, key), target)", "")]),
     "kind and key not compared": Breakage(["swaps"], [
         Change("core/cache_entries", "unpack_entry",
                '(meta.get("kind"), meta.get("key")) == (kind, key)', "True")]),
