@@ -133,7 +133,7 @@ MUTATIONS = {
         Change("training/step", "BatchStream.groups",
                "islice(iter(self.loader), state.position, None)", "iter(self.loader)")]),
     "captions dropped for all samples at once": Mutation("tests/training/test_randomness.py", [
-        Change("data/dataset", "dropped",
+        Change("data/dataset", "ImageDataset.dropped",
                'stable_seed(self.seed, self.epoch, self.samples[i].id, "caption")',
                'stable_seed(self.seed, self.epoch, "caption")')]),
     # --- samples and images
@@ -146,7 +146,7 @@ MUTATIONS = {
     "trigger word put before prompts that have it": Mutation("tests/evaluation/test_evaluate.py::test_own_prompts_get_the_trigger_word", [
         Change("data/samples", "add_trigger", "if re.search", "if False and re.search")]),
     "captions dropped with the empty image set": Mutation("tests/data/test_batches.py::test_a_dropped_caption_is_the_empty_prompt", [
-        Change("data/dataset", "__getitem__", '"" if drop else s.prompt', "s.prompt")]),
+        Change("data/dataset", "ImageDataset.__getitem__", '"" if drop else s.prompt', "s.prompt")]),
     "controls resized before encoding": Mutation("tests/parity/test_pipelines.py", [
         Change("data/samples", "load_images", "crop_to(c, geometry.aspect)",
                "crop_to(c, geometry.aspect).resize(geometry.target(c.size))")]),
@@ -372,7 +372,7 @@ MUTATIONS = {
         Change("data/edit_masks", "edit_mask_parts",
                "dict(target=target, control=control, **RULE)", "dict(target=target, **RULE)")]),
     "edit masks for samples with a mask image": Mutation("tests/data/test_edit_masks.py", [
-        Change("data/dataset", "wants_edit_mask", "s.mask is None and", "")]),
+        Change("data/dataset", "ImageDataset.wants_edit_mask", "s.mask is None and", "")]),
     "a diverging setup learns": Mutation("tests/evaluation/test_overfit.py", [
         Change("evaluation/overfit", "_verdict", 'return "too high"', 'return "learns"')]),
     # --- remote shards
