@@ -64,21 +64,21 @@ MUTATIONS = {
         Change("models/flow_matching", "mask_weights",
                "(1 - background) * (1 - mask.float())", "(1 - background) * mask.float()")]),
     "parts of a batch joined in their own order": Mutation("tests/training/test_step.py", [
-        Change("trainer", "loss",
+        Change("trainer", "QwenImageEditTrainer.loss",
                "[losses[i] for i in range(len(eps))]", "list(losses.values())")]),
     "gradients never clipped": Mutation(
         "tests/training/test_randomness.py::test_gradients_are_clipped_at_their_norm", [
-        Change("trainer", "optimizer_step",
-               'c.train.max_grad_norm or float("inf")', 'float("inf")')]),
+        Change("trainer", "take_step",
+               'trainer.config.train.max_grad_norm or float("inf")', 'float("inf")')]),
     "gradients of accumulated batches averaged twice": Mutation(
         "tests/training/test_randomness.py", [
-        Change("trainer", "optimizer_step", "count * n != group.samples", "True"),
-        Change("trainer", "optimizer_step", "loss * (count * n / group.samples)",
+        Change("trainer", "accumulate_gradients", "count * n != group.samples", "True"),
+        Change("trainer", "accumulate_gradients", "loss * (count * n / group.samples)",
                "loss * (count * n / group.samples) / len(group)")]),
     "dropout repeats in every step": Mutation(
         "tests/training/test_randomness.py::"
         "test_each_step_drops_other_units_and_a_resumed_run_the_same", [
-        Change("trainer", "optimizer_step",
+        Change("trainer", "accumulate_gradients",
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
     "a step with an infinite gradient is made": Mutation("tests/training/test_optimizer.py", [
@@ -94,7 +94,7 @@ MUTATIONS = {
     "fixed shift without its logarithm": Mutation("tests/training/test_randomness.py", [
         Change("models/flow_matching", "sample_sigmas", "math.log(shift)", "shift")]),
     "accumulated batches weighed alike": Mutation("tests/training/test_randomness.py", [
-        Change("trainer", "optimizer_step",
+        Change("trainer", "accumulate_gradients",
                "loss * (count * n / group.samples)", "loss / len(group)")]),
     "weight decay not passed": Mutation(
         "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
