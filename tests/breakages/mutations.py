@@ -64,21 +64,21 @@ MUTATIONS = {
         Change("models/flow_matching", "mask_weights",
                "(1 - background) * (1 - mask.float())", "(1 - background) * mask.float()")]),
     "parts of a batch joined in their own order": Mutation("tests/training/test_step.py", [
-        Change("trainer", "loss",
+        Change("trainer", "QwenImageEditTrainer.loss",
                "[losses[i] for i in range(len(eps))]", "list(losses.values())")]),
     "gradients never clipped": Mutation(
         "tests/training/test_randomness.py::test_gradients_are_clipped_at_their_norm", [
-        Change("trainer", "optimizer_step",
-               'c.train.max_grad_norm or float("inf")', 'float("inf")')]),
+        Change("trainer", "take_step",
+               'trainer.config.train.max_grad_norm or float("inf")', 'float("inf")')]),
     "gradients of accumulated batches averaged twice": Mutation(
         "tests/training/test_randomness.py", [
-        Change("trainer", "optimizer_step", "count * n != group.samples", "True"),
-        Change("trainer", "optimizer_step", "loss * (count * n / group.samples)",
+        Change("trainer", "accumulate_gradients", "count * n != group.samples", "True"),
+        Change("trainer", "accumulate_gradients", "loss * (count * n / group.samples)",
                "loss * (count * n / group.samples) / len(group)")]),
     "dropout repeats in every step": Mutation(
         "tests/training/test_randomness.py::"
         "test_each_step_drops_other_units_and_a_resumed_run_the_same", [
-        Change("trainer", "optimizer_step",
+        Change("trainer", "accumulate_gradients",
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
     "a step with an infinite gradient is made": Mutation("tests/training/test_optimizer.py", [
@@ -94,7 +94,7 @@ MUTATIONS = {
     "fixed shift without its logarithm": Mutation("tests/training/test_randomness.py", [
         Change("models/flow_matching", "sample_sigmas", "math.log(shift)", "shift")]),
     "accumulated batches weighed alike": Mutation("tests/training/test_randomness.py", [
-        Change("trainer", "optimizer_step",
+        Change("trainer", "accumulate_gradients",
                "loss * (count * n / group.samples)", "loss / len(group)")]),
     "weight decay not passed": Mutation(
         "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
@@ -133,7 +133,7 @@ MUTATIONS = {
         Change("training/step", "BatchStream.groups",
                "islice(iter(self.loader), state.position, None)", "iter(self.loader)")]),
     "captions dropped for all samples at once": Mutation("tests/training/test_randomness.py", [
-        Change("data/dataset", "dropped",
+        Change("data/dataset", "ImageDataset.dropped",
                'stable_seed(self.seed, self.epoch, self.samples[i].id, "caption")',
                'stable_seed(self.seed, self.epoch, "caption")')]),
     # --- samples and images
@@ -146,7 +146,7 @@ MUTATIONS = {
     "trigger word put before prompts that have it": Mutation("tests/evaluation/test_evaluate.py::test_own_prompts_get_the_trigger_word", [
         Change("data/samples", "add_trigger", "if re.search", "if False and re.search")]),
     "captions dropped with the empty image set": Mutation("tests/data/test_batches.py::test_a_dropped_caption_is_the_empty_prompt", [
-        Change("data/dataset", "__getitem__", '"" if drop else s.prompt', "s.prompt")]),
+        Change("data/dataset", "ImageDataset.__getitem__", '"" if drop else s.prompt', "s.prompt")]),
     "controls resized before encoding": Mutation("tests/parity/test_pipelines.py", [
         Change("data/samples", "load_images", "crop_to(c, geometry.aspect)",
                "crop_to(c, geometry.aspect).resize(geometry.target(c.size))")]),
@@ -180,7 +180,7 @@ MUTATIONS = {
     "controls keyed as a set": Mutation("tests/encoding/test_keys.py", [
         Change("cache", "prompt_parts", "list(controls)", "sorted(controls)")]),
     "a suffix without its lost prefix": Mutation("tests/test_cache.py", [
-        Change("cache", "load_cache", "None if prefix is None", "tensor if prefix is None")]),
+        Change("cache", "EmbeddingCacheManager.load_cache", "None if prefix is None", "tensor if prefix is None")]),
     "a quantized text encoder under the same key": Mutation("tests/encoding/test_keys.py", [
         Change("models/components", "identity",
                "f\"{text}-{self.quantize.get('text_encoder') or 'plain'}\"", "text")]),
@@ -373,7 +373,7 @@ MUTATIONS = {
         Change("data/edit_masks", "edit_mask_parts",
                "dict(target=target, control=control, **RULE)", "dict(target=target, **RULE)")]),
     "edit masks for samples with a mask image": Mutation("tests/data/test_edit_masks.py", [
-        Change("data/dataset", "wants_edit_mask", "s.mask is None and", "")]),
+        Change("data/dataset", "ImageDataset.wants_edit_mask", "s.mask is None and", "")]),
     "a diverging setup learns": Mutation("tests/extras/test_overfit.py", [
         Change("extras/diagnostics", "_verdict", 'return "too high"', 'return "learns"')]),
     # --- the ComfyUI workflow

@@ -27,7 +27,7 @@ BREAKAGES = {
         Change("core/cache_entries", "unpack_entry",
                '_checksum(meta, record, memoryview(data)[start:]) == meta["checksum"]', "True")]),
     "a bad entry stays where it is": Breakage(["truncations", "flips"], [
-        Change("cache", "quarantine", "os.replace(layer.path(kind, key), target)", "")]),
+        Change("cache", "EmbeddingCacheManager.quarantine", "os.replace(layer.path(kind, key), target)", "")]),
     "kind and key not compared": Breakage(["swaps"], [
         Change("core/cache_entries", "unpack_entry",
                '(meta.get("kind"), meta.get("key")) == (kind, key)', "True")]),
@@ -36,7 +36,7 @@ BREAKAGES = {
     "prompt not in a prompt's key": Breakage(["edits_scripted"], [
         Change("cache", "prompt_parts", 'prompt if prompt.strip() else " "', '" "')]),
     "the target's size in a prompt's key": Breakage(["edits_scripted"], [
-        Change("data/dataset", "_parts_of", "[g.vl(c) for c in sizes], who, g.aspect",
+        Change("data/sample_keys", "key_parts", "[g.vl(c) for c in sizes], who, g.aspect",
                "[g.vl(c) for c in sizes], who, g.image_size")]),
     "the dtype not in a key": Breakage(["edits_of_the_model"], [
         Change("cache", "image_parts", ', dtype=identity["dtype"]', "")]),
@@ -47,12 +47,12 @@ BREAKAGES = {
                'f"{st.st_dev}|{st.st_ino}|{st.st_size}|{st.st_mtime_ns}|{st.st_ctime_ns}"',
                'f"{st.st_size}|{st.st_mtime_ns}"')]),
     "a prefix is not missed": Breakage(["losses"], [
-        Change("data/dataset", "missing", "not has(keys[PREFIX].id)", "False")]),
+        Change("data/dataset", "ImageDataset.missing", "not has(keys[PREFIX].id)", "False")]),
     "an image read is not compared with its digest": Breakage(["edits_meanwhile"], [
         Change("data/samples", "open_unchanged",
                "digest and source_digest(data) != digest", "False")]),
     "sizes from before the digest": Breakage(["edits_meanwhile"], [
-        Change("data/dataset", "keys", "self.sizes[i] = tuple", "tuple")]),
+        Change("data/dataset", "ImageDataset.keys", "self.sizes[i] = tuple", "tuple")]),
     "no claims": Breakage(["crowd_undisturbed"], [
         Change("core/files", "file_lock", "lock.acquire()", "pass")]),
     "claims that outlive their owner": Breakage(["crowd_of_2", "crowd_of_4"], [

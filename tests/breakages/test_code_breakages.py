@@ -61,7 +61,7 @@ TEXT = dict( # samples without a control image
                'identity["template"] if controls else identity.get("text_template")',
                'identity["template"]')],
     batches_with_and_without_controls_mixed=[
-        Change("data/dataset", "bucket", ", *(self.geometry.control(c) for c in controls)", ",")],
+        Change("data/dataset", "ImageDataset.bucket", ", *(self.geometry.control(c) for c in controls)", ",")],
     a_misnamed_control_trained_on_as_text=[
         Change("data/folders", "_check_controls", "not rest and", "")],
     a_held_out_target_trained_on_alone=[
