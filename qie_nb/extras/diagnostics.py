@@ -50,6 +50,16 @@ class OverfitReport:
     seconds: float = 0.
     shown: list = field(default_factory=list, repr=False) # (id, {title: uint8 [H, W, 3]}) of each pair
 
+    @property
+    def verdict(self) -> str:
+        "learns, slowly, equal, not finite, too high, images worse, or too low"
+        return _verdict(self)
+
+    @property
+    def ok(self) -> bool:
+        "Does the setup learn?"
+        return self.verdict in ("learns", "slowly")
+
 # %% ../../nbs/extras/01_diagnostics.ipynb #45154c6c
 _LEARNS, _CLEARLY, _WORSE = 0.98, 0.9, 1.1 # ratios of after to before
 
@@ -65,10 +75,6 @@ def _verdict(r) -> str: # learns, slowly, equal, not finite, too high, images wo
     if images is not None and images > _WORSE: return "images worse"
     if images is not None and images <= _CLEARLY: return "learns"
     return "slowly" if loss <= _LEARNS else "too low"
-
-# %% ../../nbs/extras/01_diagnostics.ipynb #dc285285
-OverfitReport.verdict = property(_verdict)
-OverfitReport.ok = property(lambda self: self.verdict in ("learns", "slowly"))
 
 # %% ../../nbs/extras/01_diagnostics.ipynb #5ecd5988
 def _figures(r) -> str:

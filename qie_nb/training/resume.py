@@ -298,16 +298,14 @@ def last(self:RunResume): # name or folder, or None
 # %% ../../nbs/training/05_resume.ipynb #de719103
 @patch
 def restore_state(self:RunResume, saved:SavedRun):
-    s, was = self.state, saved.state
-    s.global_step, s.epoch, s.position = was["global_step"], was["epoch"], was["position"]
-    s.skipped, s.pending, s.metrics = was.get("skipped", 0), was.get("pending", ""), {}
-    s.spent, s.ended = was.get("seconds", 0.), None
-    s.best, s.whole, s.suspect = was.get("best") and tuple(was["best"]), True, False
+    "Take the position of a checkpoint, and print what has changed since."
+    s = self.state
+    s.restore(saved.state)
     self.resumed_from = saved.folder
-    if s.is_main:
-        changed = changed_settings(was["config"], self.config.model_dump(mode="json"))
-        print(f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
-              + f"; {changed}" * bool(changed))
+    if not s.is_main: return
+    changed = changed_settings(saved.state["config"], self.config.model_dump(mode="json"))
+    text = f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
+    print(f"{text}; {changed}" if changed else text)
 
 # %% ../../nbs/training/05_resume.ipynb #de719102
 @patch

@@ -237,7 +237,7 @@ MUTATIONS = {
     "validation pairs not precomputed": Mutation(
         "tests/test_cache.py::"
         "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [
-        Change("training/run_data", "cache_embeddings", "c.train.val_path and whole", "False")]),
+        Change("training/run_data", "RunData.cache_embeddings", "c.train.val_path and whole", "False")]),
     # --- evaluation
     "held-out loss in training mode": Mutation("tests/evaluation/test_evaluate.py", [
         Change("sampling/edits", "eval_mode", "transformer.eval()", "pass")]),
@@ -303,7 +303,7 @@ MUTATIONS = {
     "settings of the optimizer stay the old ones": Mutation("tests/training/test_stopping.py", [
         Change("training/optimizers/base", "Optimizer.load", "group.update(settings)", "pass")]),
     "the best loss forgotten": Mutation("tests/training/test_stopping.py", [
-        Change("training/resume", "restore_state",
+        Change("training/callbacks", "RunState.restore",
                'was.get("best") and tuple(was["best"])', "None")]),
     "the mean restored from the raw weights": Mutation("tests/training/test_stopping.py", [
         Change("training/resume", "restore", "put_back(tr, load_file(file))", "")]),
