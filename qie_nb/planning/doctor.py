@@ -24,7 +24,8 @@ from ..models.variants.base import variant_marked
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
-from .plan import GpuInfo, first_kind, installed_gpus, plan
+from .facts import GpuInfo, installed_gpus
+from .plan import first_kind, plan
 
 # %% ../../nbs/planning/04_doctor.ipynb #ea0e8796
 PACKAGES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors",
@@ -63,7 +64,7 @@ def this_machine(
 ) -> MachineInfo:
     e = environment or detect_environment()
     return MachineInfo(
-        e, {n: _version(n) for n in PACKAGES}, installed_gpus(), tuple(torch.cuda.get_arch_list()),
+        e, {n: _version(n) for n in PACKAGES}, installed_gpus(True), tuple(torch.cuda.get_arch_list()),
         torch.version.cuda, e.memory, free_bytes, online(env=e.env) if internet else None,
         bool(e.secret("HF_TOKEN")))
 
@@ -350,7 +351,7 @@ class DoctorReport:
     "Findings, the worst first, and plans; displays as tables."
     findings: list       # of `Finding`
     disk: object = None  # `DiskPlan`
-    plan: object = None  # `Plan`
+    plan: object = None  # `GpuPlan`
     requested: Config = None
 
     def of(self, level:str) -> list: return [f for f in self.findings if f.level == level]
@@ -418,7 +419,7 @@ def _repr_html_(self:DoctorReport): # details are folded
     return head + "".join(fold(n, p._repr_html_()) for n, p in self.plans().items())
 
 # %% ../../nbs/planning/04_doctor.ipynb #48085782
-def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None
+def plan_findings(p) -> list: # of `Finding`; `p` is a `GpuPlan` or None
     if p is None or p.gpu is None: return []
     if p.fits(p.asked): bad = ()
     elif p.chosen:

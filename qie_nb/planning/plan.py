@@ -20,6 +20,7 @@ from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, model_areas
+from .facts import installed_gpus
 from .memory_query import (
     MemoryQuery, memory_query, model_facts, parameters, stored_quantization)
 from .step_time import duration, step_seconds, step_work
@@ -39,27 +40,6 @@ class Gpu:
         return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower())
 
 GPUS = {n: Gpu(n, int(gib * 2**30), n != "T4") for n, gib in GPU_GIB.items()}
-
-# %% ../../nbs/planning/03_plan.ipynb #bb7ea727
-@dataclass(frozen=True)
-class GpuInfo:
-    "One GPU, as torch reports it."
-    name: str
-    bytes: int
-    capability: tuple       # compute capability, e.g. (7, 5)
-    bf16: bool = True       # native?
-    emulated: bool = False  # bfloat16?
-
-# %% ../../nbs/planning/03_plan.ipynb #bb7ea701
-def installed_gpus() -> tuple: # of `GpuInfo`
-    out = []
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        with torch.cuda.device(i):
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-            emulated = not native and torch.cuda.is_bf16_supported()
-        out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated))
-    return tuple(out)
 
 # %% ../../nbs/planning/03_plan.ipynb #bb7ea702
 def first_kind(gpus) -> Gpu: # of the first `GpuInfo`; None if there is none
@@ -145,7 +125,7 @@ FREE = 0.07 # of a GPU's memory
 
 # %% ../../nbs/planning/03_plan.ipynb #dbc72e01
 @dataclass
-class Plan:
+class GpuPlan:
     "What fits a GPU; displays as tables."
     gpu: Gpu
     asked: Memory # as configured
@@ -192,7 +172,7 @@ def host_bytes(gpu) -> float: # of the machine with this GPU, as far as it is kn
 
 # %% ../../nbs/planning/03_plan.ipynb #448287f4
 @patch
-def _tables(self:Plan) -> dict: # {title: (rows, head)}
+def _tables(self:GpuPlan) -> dict: # {title: (rows, head)}
     m = self.shown
     state = lambda r: "chosen" if r["chosen"] else "fits" if r["fits"] else "too large"
     known = bool(self.time())
@@ -206,7 +186,7 @@ def _tables(self:Plan) -> dict: # {title: (rows, head)}
 
 # %% ../../nbs/planning/03_plan.ipynb #44828701
 @patch
-def _head(self:Plan) -> str:
+def _head(self:GpuPlan) -> str:
     m, g = self.shown, self.gpu
     name = f"{g.count} x {g.name}" if g.count > 1 else g.name
     if not self.chosen: return f"{name}: too small, {m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB at least"
@@ -221,12 +201,12 @@ def _head(self:Plan) -> str:
 
 # %% ../../nbs/planning/03_plan.ipynb #44828702
 @patch
-def _settings(self:Plan) -> str: # as YAML
+def _settings(self:GpuPlan) -> str: # as YAML
     if not self.changes: return "none are needed: it fits as it is"
     return yaml.safe_dump(self.changes, sort_keys=False)
 
 @patch
-def __repr__(self:Plan):
+def __repr__(self:GpuPlan):
     head = [self._head()] if self.gpu else []
     if self.chosen: head.append("settings:\n" + self._settings().strip())
     tables = [f"{title}\n{text_table(*t)}" for title, t in self._tables().items()]
@@ -234,7 +214,7 @@ def __repr__(self:Plan):
 
 # %% ../../nbs/planning/03_plan.ipynb #44828703
 @patch
-def _repr_html_(self:Plan):
+def _repr_html_(self:GpuPlan):
     head = note(self._head(), good=bool(self.chosen)) if self.gpu else ""
     if self.changes: head += f"<pre>{escape(self._settings())}</pre>"
     fold = "<details><summary>{}</summary>{}</details>"
@@ -318,7 +298,7 @@ def plan(
     controls:int=1, # control images of a pair
     prompt:int=None, # tokens with images; default the variant's
     transformer:dict=None, # its configuration instead of the model's
-) -> Plan:
+) -> GpuPlan:
     "Memory and time of a run, and the fastest settings that fit a GPU. Computed, not measured."
     if isinstance(model, (dict, Config)): model, config = None, model
     model, c = model and str(model), make_config(config)
@@ -335,7 +315,7 @@ def plan(
     quantize = stored_quantization(model or c.model.pretrained_model_name_or_path) or quantize
     samples = (c.train.max_train_steps or 800) * c.data.batch_size * c.train.gradient_accumulation_steps
     if type(c.train.num_processes) is int: samples *= c.train.num_processes
-    out = Plan(gpu, memory_of(q), [], None, {}, [], [], samples, controls, 0.8 * host_bytes(gpu))
+    out = GpuPlan(gpu, memory_of(q), [], None, {}, [], [], samples, controls, 0.8 * host_bytes(gpu))
     kinds = None if quantize is None else (parse_quantization(quantize),)
     out.tried = [memory_of(s) for s in strategies(q, gpu, kinds)] if gpu else []
     out.chosen = next(filter(out.fits, out.tried), None)
@@ -348,7 +328,7 @@ def plan(
     return out
 
 # %% ../../nbs/planning/03_plan.ipynb #3da04ba0
-def _notes(p:Plan) -> list: # sentences
+def _notes(p:GpuPlan) -> list: # sentences
     q, m, gpu, out = p.shown.query, p.shown, p.gpu, []
     if not gpu and not _is_tiny(q):
         out.append("no GPU found, so this is the memory of the settings as they are; name a GPU for a plan, "
