@@ -16,14 +16,16 @@ from fastcore.basics import patch
 
 from .cache import stable_seed
 from .config import make_config
+from .core.choice import Plan
 from .data.batches import is_cached
-from .devices.distributed import broadcast_stop, check_launch, full_tensor, local_device, shard_loader
-from .devices.fp16 import pick_fp16
+from .devices.distributed import broadcast_stop, check_launch, full_tensor, shard_loader
 from .lora import adapters as lora
 from .models.components import Components
 from .models.flow_matching import loss_weighting
 from .models.loading import saved_quantization
-from .models.quantize import check_torchao, parse_quantization, pick_dtype
+from .models.quantize import check_torchao, parse_quantization
+from .planning.decisions import SCALED
+from .planning.planner import Planner
 from .predict import Predictor
 from .training.callbacks import RunState, UnloadEncodersCallback, call
 from .training.checkpoint import CheckpointCallback, SavedRun
@@ -73,10 +75,12 @@ class QwenImageEditTrainer:
         callbacks=(), # `Callback`s
     ):
         c = self.config = make_config(config)
-        self.device = local_device((c.train.model_parallel_devices or [c.train.device])[0])
-        self.weight_dtype, why = pick_dtype(c.train.mixed_precision, self.device)
-        fp16, why_fp16 = pick_fp16(c.train, self.device, parse_quantization(c.model.quantize))
-        self.dtype_reason = why_fp16 or why
+        self.planner = Planner(c)
+        plan = self.planner.plan
+        self.device = torch.device(plan.device.checked())
+        self.weight_dtype = getattr(torch, plan.dtype.checked())
+        fp16 = plan.products.checked() == SCALED
+        self.dtype_reason = plan.products.why if fp16 else plan.dtype.why
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
         self.state, self.callbacks, self.batch = RunState(), list(callbacks), None
@@ -89,7 +93,7 @@ class QwenImageEditTrainer:
         self._read_quantization()
         self.modulation = RunModulation(parts, c, self.state, self.device, fp16)
         self.adapters = RunAdapters(parts, c, self.state, self.modulation)
-        self.data = RunData(parts, c, self.adapters.geometry, self.modulation, self.device)
+        self.data = RunData(parts, c, self.adapters.geometry, self.modulation, planner=self.planner)
         self.adapters.data = self.data # for the model card
         self.predictor = Predictor(parts, c.predict, self.adapters.geometry, self.adapters, self.data,
                                    self.state, self.device)
@@ -102,6 +106,11 @@ class QwenImageEditTrainer:
 
     vae, qwen_vl, transformer, tokenizer, processor, scheduler = map(
         _component, ("vae", "text_encoder", "transformer", "tokenizer", "processor", "scheduler"))
+
+    @property
+    def plan(self) -> Plan:
+        "What will happen in this run on this machine, and why; made anew each time."
+        return self.planner.plan
 
     @property
     def quantize(self): return self._quantize # as `model.quantize`

@@ -25,6 +25,7 @@ from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
 from ..models.quantize import check_device
 from ..models.variants.base import variants_for_several
+from .callbacks import own_planner
 from .checkpoint import find_checkpoint
 from .stopping import encoder_advice, memory_advice
 
@@ -41,13 +42,16 @@ class RunData:
         components, config=None,
         geometry=None, # function of a `DataSection` or None
         modulation=None, # `RunModulation`; without it precompute makes no table
-        device="cpu", # of the encoders, unless `cache` names one
+        device="cpu", # of the encoders, unless `cache` names one or there is a planner
+        planner=None, # `Planner` of the run
     ):
         self.components, self.config, self.modulation = components, make_config(config), modulation
         own = lambda data=None: geometry_of(data or self.config.data, components.areas)
         self.geometry, c = geometry or own, self.config.cache
-        self.vae_device, self.text_device = (check_device(str(d)) if d != "auto" else device
-                                             for d in (c.vae_encoder_device, c.text_encoder_device))
+        self.planner = planner or own_planner(self.config, device)
+        plan = self.planner.plan
+        self.vae_device = torch.device(plan.vae_device.checked())
+        self.text_device = torch.device(plan.text_encoder_device.checked())
         self.use_cache, self.cache_dir = c.use_cache, c.cache_dir
         self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir, c.remote_copy_gb)
         # set by `make_loader`: training samples, `ImageDataset` of held-out pairs, `Encoder` of the cache
