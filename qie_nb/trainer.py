@@ -90,6 +90,7 @@ class QwenImageEditTrainer:
             dict(text_encoder=parse_quantization(c.model.text_encoder_quantize)), c.model.revision,
             ["text_encoder"] if c.model.text_encoder_offload else [], c.model.delete_downloaded_shards,
             c.model.image_positions)
+        self.planner.components = parts
         self._read_quantization()
         self.modulation = RunModulation(parts, c, self.state, self.device, fp16)
         self.adapters = RunAdapters(parts, c, self.state, self.modulation)

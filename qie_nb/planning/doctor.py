@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.display import note, table_html
-from ..core.environment import Environment, detect_environment, online, time_limit
+from ..core.environment import Environment, detect_environment, online
 from ..core.files import free_bytes
 from ..core.remote_shards import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
@@ -24,7 +24,8 @@ from ..models.variants.base import variant_marked
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
-from .facts import GpuInfo, installed_gpus
+from .decisions import choose_hours
+from .facts import GpuInfo, Machine, installed_gpus
 from .plan import first_kind, plan
 
 # %% ../../nbs/planning/04_doctor.ipynb #ea0e8796
@@ -56,6 +57,12 @@ class MachineInfo:
     free: object = free_bytes # function of a folder
     online: bool = None       # is the hub reachable? None: not checked
     token: bool = False       # is there a hub token?
+
+    def facts(self) -> Machine:
+        "What the plan needs to know of it."
+        e = self.environment
+        return Machine(self.gpus, cores=e.cores, memory=self.memory, platform=e.name, hours=e.hours,
+                       session_start=e.session_start)
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37f01
 def this_machine(
@@ -334,11 +341,11 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
     e = m.environment
     parts = filter(None, (e.name, e.run, "" if e.is_interactive else "not interactive"))
     out = [Finding("environment", ", ".join(parts))]
-    end, limit = time_limit(c.train.max_hours if c else "auto", time.time(), e)
-    if end:
-        left = (end - time.time()) / 3600
+    hours = choose_hours(make_config(c).train.max_hours, m.facts())
+    if hours.value:
+        left = (hours.value.end(time.time()) - time.time()) / 3600
         late = ("warning", "start a new session and continue from this one's output") if left < 1 else ()
-        out.append(Finding("time to train", f"{left:.1f} h, {limit}", *late))
+        out.append(Finding("time to train", f"{left:.1f} h, {hours.why}", *late))
     elif e.name == "colab":
         out.append(Finding("session", "no guaranteed length, nothing is kept", "note",
                            "mount Drive, set `train.output_dir` and `cache.cache_dir` to folders there, "

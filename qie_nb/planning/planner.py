@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..config import Config, make_config
 from ..core.choice import Plan
-from .facts import SoFar, this_machine_facts
+from .facts import ModelFacts, SoFar, facts_of_model, pair_facts, this_machine_facts
 from .plan import make_plan
 
 # %% ../../nbs/planning/00c_planner.ipynb #cee63772
@@ -22,12 +22,27 @@ class Planner:
     ):
         self.config = make_config(config)
         self.so_far = SoFar(device)
+        self.components = None # `Components`, once they are made
+        self.pairs = self._model = None # `PairFacts` and `ModelFacts`
 
     def learn(self, **facts): # fields of `SoFar`
         "Note what has become known of the run."
         self.so_far = replace(self.so_far, **facts)
 
+    def see_pairs(self,
+        samples:list, # of `Sample`
+    ):
+        "Count the pairs."
+        self.pairs = pair_facts(samples)
+
+    @property
+    def model(self) -> ModelFacts: # None: not known yet
+        "The facts of the model; its files are read once."
+        if self._model is None and self.components is not None:
+            self._model = facts_of_model(self.components)
+        return self._model
+
     @property
     def plan(self) -> Plan:
         "The plan, made now."
-        return make_plan(self.config, this_machine_facts(), self.so_far)
+        return make_plan(self.config, this_machine_facts(), self.model, self.pairs, self.so_far)

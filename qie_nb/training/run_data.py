@@ -20,7 +20,7 @@ from ..core.progress import kernel
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
-from ..data.samples import Samples, config_samples, samples_of, split_held_out
+from ..data.samples import ONE_IMAGE, Samples, config_samples, samples_of, split_held_out
 from ..encoding.encoder import Encoder
 from ..encoding.precompute import precompute, shard
 from ..models.quantize import check_device
@@ -90,9 +90,9 @@ def make_loader(self:RunData,
     self.filler = self.encoder(dataset.cache)
     if self.components.has_encoders(): self.filler.report_switches()
     if self.modulation is not None: self.modulation.cache = dataset.cache
-    fraction = self._fraction()
-    self.samples, held = split_held_out(dataset.samples, fraction, c.train.seed)
-    if held and fraction == "auto":
+    share = self.held_out_share(dataset.samples)
+    self.samples, held = split_held_out(dataset.samples, share, c.train.seed)
+    if held and share == ONE_IMAGE:
         print(f"held out of training, for evaluation: {', '.join(repr(s.id) for s in held[:3])}"
               f"{', ...' * (len(held) > 3)} (`train.val_fraction: 0` trains on all pairs)")
     held = held or self._val_samples()
@@ -113,14 +113,18 @@ def used_fraction(state:dict): # of a checkpoint's state.json
 
 # %% ../../nbs/training/06_run_data.ipynb #bd000301
 @patch
-def _fraction(self:RunData): # auto never holds out a pair that the checkpoint was trained on
-    c = self.config.train
-    if c.val_path or c.val_fraction != "auto": return 0 if c.val_path else c.val_fraction
-    if not (c.resume_checkpoint or self.evaluated): return "auto"
-    with suppress(Exception): # a wrong checkpoint is reported later
-        folder = self.evaluated or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
-        return "auto" if used_fraction(json.loads((folder/"state.json").read_text())) == "auto" else 0
-    return "auto"
+def held_out_share(self:RunData, samples:list) -> object: # as `split_held_out`
+    "The plan's choice for these samples and for the checkpoint that is continued or judged."
+    c, before = self.config.train, None
+    if c.resume_checkpoint or self.evaluated:
+        with suppress(Exception): # a wrong checkpoint is reported later
+            folder = self.evaluated or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
+            before = used_fraction(json.loads((folder/"state.json").read_text()))
+    self.planner.pairs = None
+    self.planner.learn(held_out_before=before)
+    if self.planner.plan.held_out is None:
+        self.planner.see_pairs(samples)
+    return self.planner.plan.held_out.value
 
 # %% ../../nbs/training/06_run_data.ipynb #bd000302
 @patch

@@ -4,9 +4,11 @@ from dataclasses import replace
 import pytest
 
 from qie_nb.config import make_config
-from qie_nb.core.choice import Choice
-from qie_nb.planning.decisions import AS_DTYPE, SCALED, choose_device, choose_dtype, choose_products
-from qie_nb.planning.facts import GpuInfo, Machine, SoFar
+from qie_nb.core.choice import Choice, EvalInterval, TimeLimit
+from qie_nb.data.samples import ONE_IMAGE
+from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_device, choose_dtype, choose_held_out, choose_hours, choose_processes, choose_products
+from qie_nb.planning.facts import GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.planning.memory_query import REAL
 from qie_nb.planning.plan import make_plan
 
 GB = 1_000_000_000
@@ -32,9 +34,13 @@ MACHINES = {
 }
 
 
-def plan_on(name, so_far=SoFar(), **sections):
+MODEL = ModelFacts(REAL)
+PAIRS = PairFacts(50, 50)
+
+
+def plan_on(name, so_far=SoFar(), facts=MODEL, pairs=PAIRS, **sections):
     "The plan of a configuration on one of the machines."
-    return make_plan(make_config(sections), MACHINES[name], so_far)
+    return make_plan(make_config(sections), MACHINES[name], facts, pairs, so_far)
 
 
 def values(field, **sections) -> dict: # {machine: value of a decision}
@@ -106,6 +112,75 @@ def test_products_are_scaled_float16_on_tensor_cores_without_bfloat16():
 
 def test_a_launch_with_fsdp_forbids_scaled_products():
     launched = replace(MACHINES["2 x T4"], fsdp=True, world=2)
-    assert make_plan(make_config(None), launched).products.value == AS_DTYPE
+    assert make_plan(make_config(None), launched, MODEL).products.value == AS_DTYPE
     ddp = make_config(dict(train=dict(distributed="ddp")))
     assert make_plan(ddp, launched).products.value == SCALED
+
+
+SMALL = dict(model=dict(quantize="nf4"), data=dict(image_size=[512, 512], control_area=512 * 512), train=dict(gradient_checkpointing="selective"))
+
+
+def test_two_processes_start_only_if_the_run_fits_each_gpu():
+    assert values("processes") == on(1)
+    assert values("processes", **SMALL) == on(1, **{"2_x_T4": 2})
+    small, large = (plan_on("2 x T4", **sections).processes for sections in (SMALL, {}))
+    assert small.why.startswith("the run fits each GPU (") and not small.warning
+    assert large.why.startswith("the run does not fit each GPU (") and large.warning.startswith("one process: ")
+    assert plan_on("2 x T4", facts=None).processes.value == 2, "without a model nothing speaks against it"
+
+
+def test_the_weights_of_a_t4_are_counted_in_float32():
+    "In bfloat16 the same run would fit: an H100 of that size takes it."
+    eight = dict(model=dict(quantize="none", modulation_table=True), data=dict(image_size=[256, 256], control_area=256 * 256))
+    wide = replace(T4, bytes=40 * GB, name="T4 with more memory")
+    two = [make_plan(make_config(eight), replace(KAGGLE, gpus=(gpu, gpu)), MODEL).processes.value for gpu in (wide, replace(wide, bf16=True, capability=(9, 0)))]
+    assert two == [1, 2]
+
+
+@pytest.mark.parametrize("words, gpus, given, train", [
+    ("`train.num_processes` 3, but there are 2 GPUs; use 2, or auto", 2, "", dict(num_processes=3, device="auto")),
+    ("cannot hand a loader to other processes; set it to 1", 0, "a loader", dict(num_processes=2)),
+    ("`train.model_parallel_devices` cannot be combined", 2, "", dict(num_processes=2, model_parallel_devices=["cuda:0", "cuda:1"])),
+    ("for FSDP use `accelerate launch --use_fsdp", 2, "", dict(num_processes=2, distributed="fsdp")),
+    ("needs `train.device` auto", 2, "", dict(num_processes=2, device="cuda:1"))])
+def test_what_cannot_be_started_is_a_problem_of_the_choice(words, gpus, given, train):
+    choice = choose_processes(make_config(dict(train=train)).train, Machine((T4,) * gpus), SoFar(given=given))
+    with pytest.raises(ValueError, match=words):
+        choice.checked()
+
+
+@pytest.mark.parametrize("n, gpus, so_far, train", [
+    (2, 2, {}, {}), (1, 1, {}, {}), (1, 2, dict(given="callbacks", optional=True), {}), (1, 2, {}, dict(device="cuda:0")),
+    (1, 2, {}, dict(distributed="fsdp")), (1, 2, dict(begun_here=True), {}),
+    (2, 2, dict(given="callbacks", optional=True), dict(num_processes=2))])
+def test_how_many_processes_start(n, gpus, so_far, train):
+    config = make_config(dict(train=dict(num_processes="auto") | train))
+    machine = Machine((T4,) * gpus)
+    assert choose_processes(config.train, machine, SoFar(**so_far)).checked() == n
+    launched = replace(machine, world=2)
+    assert choose_processes(config.train, launched, SoFar(**so_far)).checked() == 1, "a started process starts none"
+
+
+def test_a_run_ends_before_its_session():
+    kaggle = TimeLimit(9 - MARGIN, 1000.)
+    assert values("hours") == on(None, A100=TimeLimit(12 - MARGIN), **{"2_x_T4": kaggle}) | {"Kaggle's disk": kaggle}
+    choice = plan_on("2 x T4").hours
+    assert choice.why == "max_hours auto (8.5 of kaggle's 9 h, from its start)"
+    assert choice.value.end(5000.) == 1000. + 8.5 * 3600
+    assert choose_hours("auto", replace(KAGGLE, session_start=None)).value.end(5000.) == 5000. + 8.5 * 3600
+    assert choose_hours(None, KAGGLE).value is None and choose_hours(2.5, KAGGLE).value.end(5000.) == 14000.
+
+
+def test_a_run_is_evaluated_four_times_unless_it_is_asked_otherwise():
+    assert set(values("eval_interval").values()) == {EvalInterval(parts=4)}
+    for train, interval in ((dict(eval_steps=30), (0, 30)), (dict(eval_interval=2), (2, None)), (dict(eval_interval=0), (0, None))):
+        assert plan_on("T4", train=train).eval_interval.value.of(1000) == interval
+
+
+def test_one_control_image_of_ten_or_more_is_held_out():
+    assert set(values("held_out").values()) == {ONE_IMAGE}
+    assert plan_on("T4", pairs=PairFacts(50, 9)).held_out.value == 0 and plan_on("T4", pairs=None).held_out is None
+    train = make_config(None).train
+    assert [choose_held_out(train, PAIRS, before).value for before in ("auto", 0, 0.1)] == [ONE_IMAGE, 0, 0]
+    for asked, share in (dict(val_fraction=0.2), 0.2), (dict(val_path="held"), 0), (dict(val_fraction=0.2, val_path="held"), 0):
+        assert plan_on("T4", pairs=None, train=asked).held_out.value == share

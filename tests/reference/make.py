@@ -263,11 +263,12 @@ def advice_for(config) -> list:
 
 def schedule_facts(config, batches=37) -> dict:
     "Steps of a run of so many batches an epoch, and after which of them it saves and evaluates."
-    from qie_nb.training.callbacks import RunState, due, eval_intervals
+    from qie_nb.planning.decisions import choose_eval_interval
+    from qie_nb.training.callbacks import RunState, due
     c, state = config.train, RunState()
     state.set_lengths(c, batches)
     saved, evaluated, per_step = [], [], c.gradient_accumulation_steps
-    intervals = eval_intervals(c, state.max_steps)
+    intervals = choose_eval_interval(c).value.of(state.max_steps)
     while state.global_step < state.max_steps:
         state.advance(min(per_step, batches - state.position), batches)
         if due(state, c.save_interval, c.save_steps):
@@ -293,9 +294,11 @@ def rates(settings) -> list:
 
 def limit_of(max_hours, name) -> list:
     "When a run that began at second 5000 ends, on a platform where the session began before."
-    from qie_nb.core.environment import time_limit
+    from qie_nb.planning.decisions import choose_hours
+    from qie_nb.planning.facts import Machine
     known = dict(script={}, kaggle=dict(hours=12, session_start=1000.), colab=dict(hours=12.))
-    return list(time_limit(max_hours, 5000., Environment(name, **known[name])))
+    choice = choose_hours(max_hours, Machine(platform=name, **known[name]))
+    return [choice.value.end(5000.), choice.why] if choice.value else [None, ""]
 
 
 def make_trainer(config):
@@ -385,8 +388,12 @@ def resume_facts(raw) -> dict:
 def held_out(raw, fraction, seed) -> list:
     "The held-out pairs of the archive's data set."
     from qie_nb.data.samples import config_samples, split_held_out
-    samples = list(config_samples(make_config(raw).data))
-    return [s.id for s in split_held_out(samples, fraction, seed)[1]]
+    from qie_nb.planning.decisions import choose_held_out
+    from qie_nb.planning.facts import pair_facts
+    config = make_config(merged(raw, dict(train=dict(val_fraction=fraction))))
+    samples = list(config_samples(config.data))
+    share = choose_held_out(config.train, pair_facts(samples)).value
+    return [s.id for s in split_held_out(samples, share, seed)[1]]
 
 
 def choices_of(name) -> list:
