@@ -88,11 +88,11 @@ class QwenImageEditTrainer:
             c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
             dict(transformer=self.device),
             dict(text_encoder=parse_quantization(c.model.text_encoder_quantize)), c.model.revision,
-            ["text_encoder"] if c.model.text_encoder_offload else [], c.model.delete_downloaded_shards,
+            ["text_encoder"] if c.model.text_encoder_offload else [], plan.delete_shards.value,
             c.model.image_positions)
         self.planner.components = parts
         self._read_quantization()
-        self.modulation = RunModulation(parts, c, self.state, self.device, fp16)
+        self.modulation = RunModulation(parts, c, self.state, self.device, fp16, self.planner)
         self.adapters = RunAdapters(parts, c, self.state, self.modulation)
         self.data = RunData(parts, c, self.adapters.geometry, self.modulation, planner=self.planner)
         self.adapters.data = self.data # for the model card

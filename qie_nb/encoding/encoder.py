@@ -19,29 +19,8 @@ from ..cache import EDIT_MASK, PREFIX, CacheEntry, identity_id, key_of
 from ..data.dataset import ImageDataset
 from ..data.edit_masks import edit_mask
 from ..data.images import Geometry, open_image
-from ..models.loading import free_device_bytes, work_bytes
 from ..models.prompts import Prefix, PrefixNotSharable, vl_images
 from ..models.components import Components
-
-# %% ../../nbs/encoding/02_encoder.ipynb #6abff766
-_MAX_BATCH = 4 # more do not use the GPU better
-
-def pick_batch(
-    requested, # number, or "auto"
-    devices:dict, # of vae and text_encoder
-    components:Components,
-    free=free_device_bytes,
-) -> tuple: # (batch size, reason)
-    "A batch size that fits into memory."
-    if requested != "auto": return requested, "set by `cache.batch_size`"
-    c, used = components, {torch.device(d) for d in devices.values()}
-    if others := sorted(str(d) for d in used if d.type != "cuda"):
-        return 1, f"nothing is gained on {', '.join(others)}"
-    weights = {n: 0 if n in c.loaded else c.bytes_of(n) for n in devices}
-    total = lambda d, each: sum(each[n] for n in devices if torch.device(devices[n]) == d)
-    left, work = {d: free(d) - total(d, weights) for d in used}, work_bytes(c.areas["control_area"])
-    n = max(1, min(_MAX_BATCH, *(int(left[d] / 2 // total(d, work)) for d in used))) # half is a reserve
-    return n, f"{min(left.values())/1e9:.1f} GB stay free beside the encoders"
 
 # %% ../../nbs/encoding/02_encoder.ipynb #6b15996f
 class Encoder:
@@ -53,10 +32,11 @@ class Encoder:
         text_device=None, # default: CPU
         share_prefix:bool=True, # encode the prefix once per image set? False: the pipelines' bits
         vae_2d:bool=True,
-        batch_size=1, # images, or image sets, per call; "auto": by the GPU's free memory
+        batch_size=1, # images, or image sets, per call: a number, or what `choose_batch` understands
+        choose_batch=None, # function of `batch_size`, components and devices that returns a `Choice`
     ):
         self.components, self.cache, self.share_prefix, self.vae_2d = components, cache, share_prefix, vae_2d
-        self.requested_batch_size = batch_size
+        self.requested_batch_size, self.choose_batch = batch_size, choose_batch
         self.devices = dict(vae=vae_device or "cpu", text_encoder=text_device or "cpu")
         self.calls = dict(vae=0, prefix=0, text_encoder=0) # images, image sets and prompts encoded
         self.stored = 0 # cache entries written
@@ -64,9 +44,10 @@ class Encoder:
 
     @cached_property
     def batch_size(self) -> int:
-        n, why = pick_batch(self.requested_batch_size, self.devices, self.components)
-        if n > 1 and self.requested_batch_size == "auto": print(f"encoding {n} samples at once: {why}")
-        return n
+        if self.choose_batch is None: return self.requested_batch_size
+        choice = self.choose_batch(self.requested_batch_size, self.components, self.devices)
+        if choice.value > 1 and not choice.asked: print(f"encoding {choice.value} samples at once: {choice.why}")
+        return choice.value
 
     @cached_property
     def identity(self) -> dict: return self.components.identity()

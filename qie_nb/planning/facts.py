@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ENOUGH_IMAGES', 'GpuInfo', 'installed_gpus', 'drives_a_screen', 'Machine', 'this_machine_facts', 'SoFar',
-           'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts']
+           'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts', 'encoding_facts']
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
 import json, os, platform, re, shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from ..core.environment import Environment, detect_environment
 from ..data.samples import control_images
+from ..models.loading import free_device_bytes, work_bytes
 
 ENOUGH_IMAGES = 10 # control images, from which one is held out by default
 
@@ -130,6 +131,11 @@ def this_machine_facts(
 class SoFar:
     "What is known of a run at this moment."
     device: str = "" # the main one, if it is given instead of chosen
+    dtype: str = "" # of the base, likewise
+    rows: str = "" # dtype of a modulation table's rows, once the weights are known
+    steps: int = None # of the run
+    obstacle: str = "" # why the blocks of the loaded transformer cannot be compiled
+    encoding: "EncodingFacts" = None # once something is encoded
     quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy
     given: str = "" # what cannot be handed to other processes: callbacks, a loader
     optional: bool = False # are these the callbacks, which only `auto` minds?
@@ -142,18 +148,20 @@ class ModelFacts:
     "The transformer of a run."
     transformer: dict # its config.json
     table: bool = True # can a table replace the modulation layers of this variant?
-    rows: str = "bfloat16" # dtype of that table's rows
+    rows: str = "bfloat16" # dtype of that table's rows, as far as it is known
 
 def facts_of_model(
     components, # `Components`
 ) -> ModelFacts: # None without a transformer
     "The facts of a model folder; nothing is downloaded."
     folder = components.folder/"transformer"
+    table = components.variant.modulation_table
     if not (folder/"config.json").is_file():
         return None
-    rows = components.row_dtype() if components.hub else components.row_dtype(folder)
     shape = json.loads((folder/"config.json").read_text())
-    return ModelFacts(shape, components.variant.modulation_table, str(rows).removeprefix("torch."))
+    if not any(folder.glob("*.safetensors")):
+        return ModelFacts(shape, table) if components.hub else None
+    return ModelFacts(shape, table, str(components.row_dtype(folder)).removeprefix("torch."))
 
 @dataclass(frozen=True)
 class PairFacts:
@@ -168,3 +176,24 @@ def pair_facts(
     if len(samples) < ENOUGH_IMAGES:
         return PairFacts(len(samples))
     return PairFacts(len(samples), control_images(samples))
+
+# %% ../../nbs/planning/00_facts.ipynb #c55f30f2
+@dataclass(frozen=True)
+class EncodingFacts:
+    "The encoders and the memory beside them."
+    devices: dict # {vae or text_encoder: name of its device}
+    weights: dict = field(default_factory=dict) # {encoder: bytes that are still to be loaded}
+    work: dict = field(default_factory=dict) # {encoder: bytes to encode one sample}
+    free: dict = field(default_factory=dict) # {device: bytes}
+
+def encoding_facts(
+    components, # `Components`
+    devices:dict, # {vae or text_encoder: torch.device or name}
+) -> EncodingFacts: # the devices alone, if one of them is no CUDA GPU
+    "The facts of encoders on these devices now."
+    names = {part: str(device) for part, device in devices.items()}
+    if not all(name.startswith("cuda") for name in names.values()):
+        return EncodingFacts(names)
+    weights = {part: 0 if part in components.loaded else components.bytes_of(part) for part in names}
+    free = {name: free_device_bytes(name) for name in names.values()}
+    return EncodingFacts(names, weights, work_bytes(components.areas["control_area"]), free)

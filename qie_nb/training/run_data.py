@@ -208,7 +208,7 @@ def encoder(self:RunData,
     c, checked = self.config.cache, lambda d, own: check_device(str(d)) if d else own
     return Encoder(self.components, cache, checked(vae_device, self.vae_device),
                    checked(text_device, self.text_device), share_prefix=not exact, vae_2d=not exact,
-                   batch_size=c.batch_size)
+                   batch_size=c.batch_size, choose_batch=self.planner.encode_batch)
 
 # %% ../../nbs/training/06_run_data.ipynb #f99d6e01
 @patch

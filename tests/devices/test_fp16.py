@@ -8,7 +8,7 @@ from counted_step import empty_step, empty_transformer
 from fp16 import with_outliers # benchmarks/fp16.py
 from qie_nb.devices import fp16
 from qie_nb.devices.block_swap import enable_block_swap
-from qie_nb.devices.compile import attention_kernel, compile_choice, set_up, watch_attention
+from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
 from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
 from qie_nb.lora.mixing import merge_lora, unmerge_lora
@@ -163,7 +163,7 @@ def test_large_products_are_in_float16_and_nothing_is_read_from_the_device():
 
 def test_the_attention_kernel_is_that_of_float16_and_blocks_are_not_compiled():
     tr = model(on=True)
-    assert compile_choice(True, "cuda", tr) == (False, "products are scaled into float16 (`train.mixed_precision` fp16)")
+    assert obstacle(tr) == "products are scaled into float16 (`train.mixed_precision` fp16)"
     watch_attention(tr, (lines := []).append)
     call(tr)
     assert "float16" in lines[0] and attention_kernel(tr, dtype=torch.float16)

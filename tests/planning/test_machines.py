@@ -4,10 +4,12 @@ from dataclasses import replace
 import pytest
 
 from qie_nb.config import make_config
-from qie_nb.core.choice import Choice, EvalInterval, TimeLimit
+from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
 from qie_nb.data.samples import ONE_IMAGE
-from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_device, choose_dtype, choose_held_out, choose_hours, choose_processes, choose_products
-from qie_nb.planning.facts import GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products
+from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.models.components import WHEN_NEEDED, Components
+from qie_nb.planning.facts import encoding_facts
 from qie_nb.planning.memory_query import REAL
 from qie_nb.planning.plan import make_plan
 
@@ -184,3 +186,65 @@ def test_one_control_image_of_ten_or_more_is_held_out():
     assert [choose_held_out(train, PAIRS, before).value for before in ("auto", 0, 0.1)] == [ONE_IMAGE, 0, 0]
     for asked, share in (dict(val_fraction=0.2), 0.2), (dict(val_path="held"), 0), (dict(val_fraction=0.2, val_path="held"), 0):
         assert plan_on("T4", pairs=None, train=asked).held_out.value == share
+
+
+def test_a_table_replaces_the_modulation_layers_in_training():
+    assert set(values("modulation").values()) == {IN_TRAINING}
+    for wanted, value in ((True, ALWAYS), (False, NEVER)):
+        choice = plan_on("T4", model=dict(modulation_table=wanted), facts=None).modulation
+        assert (choice.value, choice.asked) == (value, True)
+    assert choose_modulation("auto", replace(MODEL, table=False), "bfloat16").value == NEVER
+    assert choose_modulation("auto", None, "bfloat16") is None
+    small = ModelFacts(dict(REAL, num_attention_heads=1, attention_head_dim=64), rows="float32")
+    assert choose_modulation("auto", small, "float32").value == NEVER, "the table of a small model is larger than its layers"
+
+
+def test_long_runs_on_gpus_with_a_compiler_are_compiled():
+    compiled = values("compile", train=dict(max_train_steps=1000))
+    assert compiled == on(True, T4=False, no_GPU=False, old_driver=False, WSL2=False, **{"2_x_T4": False}) | {"Kaggle's disk": False}
+    reasons = {name: plan_on(name, train=dict(max_train_steps=1000)).compile.why for name in ("T4", "no GPU", "WSL2")}
+    assert reasons == {"T4": "products are scaled into float16 (`train.mixed_precision` fp16)",
+                       "no GPU": "eager code is as fast on a CPU, and starts at once", "WSL2": "there is no C compiler here"}
+    assert set(values("compile", train=dict(max_train_steps=499)).values()) == {False}
+
+
+@pytest.mark.parametrize("why, machine, device, facts, train", [
+    ("`train.compile` is false", "H100", "cuda:0", {}, dict(compile=False)),
+    ("a compiled nf4 base is not tried on GPUs yet; set `train.compile` to true for it", "H100", "cuda:0", dict(quantized="nf4"), {}),
+    ("compiling does not pay off in 100 steps; set `train.compile` to true for it", "H100", "cuda:0", dict(steps=100), {}),
+    ("`train.offload_activations` moves the kept tensors", "no GPU", "cpu", {}, dict(compile=True, offload_activations=True)),
+    ("FSDP has sharded the blocks", "H100", "cuda:0", dict(obstacle="FSDP has sharded the blocks"), dict(compile=True)),
+    ("there is no C compiler here", "WSL2", "cpu", {}, dict(compile=True)), ("torch.compile is not used on mps", "H100", "mps", {}, {})])
+def test_what_forbids_compiling(why, machine, device, facts, train):
+    choice = choose_compile(make_config(dict(train=train)).train, MACHINES[machine], device, **facts)
+    assert (choice.value, choice.why) == (False, why)
+    loud = train.get("compile") is True or device.startswith("cuda") and train.get("compile") is not False
+    assert choice.warning == (f"blocks run uncompiled: {why}" if loud else "")
+
+
+def test_a_gpu_needs_triton():
+    train, old = make_config(None).train, replace(MACHINES["H100"], gpus=(replace(H100, capability=(6, 1), name="Tesla P40"),))
+    assert choose_compile(train, replace(MACHINES["H100"], triton=False), "cuda:0", 1000).why == "triton is not installed"
+    assert choose_compile(train, old, "cuda:0", 1000).why == "Tesla P40 is too old for triton"
+    for asked, steps in (("auto", 1000), ("auto", None), (True, 3)):
+        choice = choose_compile(make_config(dict(train=dict(compile=asked))).train, MACHINES["H100"], "cuda:0", steps)
+        assert choice.value and choice.warning.startswith("blocks are compiled (triton and a C compiler are here), so")
+    asked = make_config(dict(train=dict(compile=True))).train
+    assert choose_compile(asked, MACHINES["no GPU"], "cpu", quantized="nf4").value
+
+
+def test_as_many_samples_are_encoded_at_once_as_fit():
+    one_gpu = dict(vae="cuda:0", text_encoder="cuda:0")
+    work = dict(vae=5 * GB, text_encoder=1 * GB)
+    for weights, batch in ((dict(vae=GB // 4, text_encoder=33 * GB), 1), (dict(vae=0, text_encoder=0), 2)):
+        facts = EncodingFacts(one_gpu, weights, work, {"cuda:0": 26 * GB})
+        assert choose_encode_batch("auto", facts).value == batch
+    assert values("encode_batch", cache=dict(batch_size=7)) == on(7)
+    assert plan_on("no GPU").encode_batch == Choice(1, "nothing is gained on cpu", "cache.batch_size")
+    assert plan_on("T4").encode_batch is None, "the memory is read when something is encoded"
+    assert encoding_facts(Components("tiny"), dict(vae="cpu", text_encoder="cuda:0")).free == {}
+
+
+def test_downloads_are_deleted_when_the_disk_is_too_small():
+    assert set(values("delete_shards").values()) == {WHEN_NEEDED}
+    assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [True, False]

@@ -151,7 +151,7 @@ def machine(name):
     import qie_nb.trainer # noqa: F401
     # its import looks at the real torch.cuda
     from diffusers import QwenImageTransformer2DModel # noqa: F401
-    from qie_nb.devices import compile as compiling
+    from qie_nb.planning import facts as planned
     from qie_nb.models.quantizations import base as quantizations, torchao
     from qie_nb.training.optimizers import base as optimizer
     known = MACHINES[name]
@@ -173,7 +173,7 @@ def machine(name):
             stack.enter_context(mock.patch.object(torch.cuda, key, fake))
         for owner, key, fake in (
                 (torch.backends.mps, "is_available", no), (shutil, "which", always("/usr/bin/cc")),
-                (compiling, "find_spec", always(object())),
+                (planned, "find_spec", always(object())),
                 (optimizer, "find_spec", always(object())),
                 (quantizations, "library_version", always((9, 9))),
                 (torchao, "library_version", always((9, 9))),
@@ -251,8 +251,14 @@ def trainer_facts(t) -> dict:
         encoders=[str(t.vae_device), str(t.text_device)],
         encoder_batch=attempt(getattr, encoder, "batch_size"),
         placement=getattr(parts.placements.get("transformer"), "why", "on its device"),
-        table=attempt(m.table_setting), layers_because=attempt(m.why_layers),
+        table=attempt(table_setting, m), layers_because=attempt(m.why_layers),
         processes=attempt(processes_to_start, t), blocks=attempt(run_of_blocks, t))
+
+
+def table_setting(modulation):
+    "When a table replaces the modulation layers, in the words of the setting."
+    from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER
+    return {ALWAYS: True, IN_TRAINING: "auto", NEVER: False}[modulation.table_setting()]
 
 
 def advice_for(config) -> list:
@@ -363,6 +369,8 @@ def deletes_shards(setting, kind, free, folder) -> bool:
     "Are the transformer's downloaded files deleted, with so many bytes free?"
     from qie_nb.models import components, hub
     from qie_nb.models.components import Components
+    from qie_nb.planning.decisions import choose_delete_shards
+    setting = choose_delete_shards(setting).value
     served = ServedFolder(embedded_model(), Path(folder)/"hub", free)
     with mock.patch.object(hub, "HUB", served), \
          mock.patch.object(components, "free_bytes", always(free)), \
