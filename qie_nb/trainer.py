@@ -16,18 +16,19 @@ import torch
 
 from .cache import EmbeddingCacheManager, stable_seed
 from .config import Config, DataSection, make_config
+from .core.choice import Plan
 from .data.batches import is_cached
 from .data.dataset import ImageDataset
 from .data.images import Geometry
-from .devices.distributed import (broadcast_stop, check_launch, full_tensor, local_device,
-                                        shard_loader)
-from .devices.fp16 import pick_fp16
+from .devices.distributed import broadcast_stop, check_launch, full_tensor, shard_loader
 from .encoding.encoder import Encoder
 from .lora import adapters as lora
 from .models.components import Components
 from .models.flow_matching import loss_weighting
 from .models.loading import saved_quantization
-from .models.quantize import check_torchao, parse_quantization, pick_dtype
+from .models.quantize import check_torchao, parse_quantization
+from .planning.decisions import SCALED
+from .planning.planner import Planner
 from .predict import Predictor
 from .training.callbacks import RunState, UnloadEncodersCallback, call
 from .training.checkpoint import CheckpointCallback, SavedRun
@@ -212,11 +213,12 @@ class QwenImageEditTrainer:
         callbacks:Iterable=(), # `Callback`s
     ):
         c = self.config = make_config(config)
-        devices = c.train.model_parallel_devices or [c.train.device]
-        self.device = local_device(devices[0])
-        self.weight_dtype, why = pick_dtype(c.train.mixed_precision, self.device)
-        fp16, why_fp16 = pick_fp16(c.train, self.device, parse_quantization(c.model.quantize))
-        self.dtype_reason = why_fp16 or why
+        self.planner = Planner(c)
+        plan = self.planner.plan
+        self.device = torch.device(plan.device.checked())
+        self.weight_dtype = getattr(torch, plan.dtype.checked())
+        fp16 = plan.products.checked() == SCALED
+        self.dtype_reason = plan.products.why if fp16 else plan.dtype.why
         check_optimizer(c.optimizer, self.device)
         check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
         self.state = RunState()
@@ -226,8 +228,9 @@ class QwenImageEditTrainer:
             c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
             dict(transformer=self.device),
             dict(text_encoder=parse_quantization(c.model.text_encoder_quantize)), c.model.revision,
-            ["text_encoder"] if c.model.text_encoder_offload else [], c.model.delete_downloaded_shards,
+            ["text_encoder"] if c.model.text_encoder_offload else [], plan.delete_shards.value,
             c.model.image_positions)
+        self.planner.components = parts
         quantize = c.model.quantize
         if not parse_quantization(quantize): # a prequantized copy stores how it was quantized
             quantize = saved_quantization(parts.folder/"transformer") or quantize
@@ -235,9 +238,9 @@ class QwenImageEditTrainer:
         parts.quantize["transformer"] = parse_quantization(quantize)
         parts.quantize["text_encoder"] = (parts.quantize["text_encoder"]
                                           or saved_quantization(parts.folder/"text_encoder"))
-        self.modulation = RunModulation(parts, c, self.state, self.device, fp16)
+        self.modulation = RunModulation(parts, c, self.state, self.device, fp16, self.planner)
         self.adapters = RunAdapters(parts, c, self.state, self.modulation)
-        self.data = RunData(parts, c, self.adapters.geometry, self.modulation, self.device)
+        self.data = RunData(parts, c, self.adapters.geometry, self.modulation, planner=self.planner)
         self.adapters.data = self.data # for the model card
         self.predictor = Predictor(parts, c.predict, self.adapters.geometry, self.adapters, self.data,
                                    self.state, self.device)
@@ -255,6 +258,11 @@ class QwenImageEditTrainer:
         parts, dtype = self.components, str(self.weight_dtype).removeprefix("torch.")
         return (f"trainer of {parts.name} ({parts.variant.name}) on {self.device} in {dtype} "
                 f"({self.dtype_reason}), step {self.global_step}")
+
+    @property
+    def plan(self) -> Plan:
+        "What will happen in this run on this machine, and why; made anew each time."
+        return self.planner.plan
 
     # --- precompute, train, save
 

@@ -271,23 +271,6 @@ def free_space(self:Environment,
     if self.quota is None or not folder.resolve().is_relative_to(self.working.resolve()): return free(folder)
     return max(0, min(free(folder), self.quota - used_bytes(self.working)))
 
-MARGIN = 0.5 # hours without training at a session's end
-
-# %% ../../nbs/core/03_environment.ipynb #7e510602
-def time_limit(
-    max_hours, # `train.max_hours`: hours, auto or None
-    began:float, # time.time() at the call of `fit`
-    environment:Environment=None, # default the current one
-) -> tuple: # (time.time() or None, reason)
-    "The end of a run."
-    if not max_hours: return None, ""
-    if max_hours != "auto": return began + max_hours * 3600, f"max_hours {max_hours:g}"
-    e = environment or detect_environment()
-    if not e.hours: return None, ""
-    since, hours = "its start" if e.session_start else "the call of fit", e.hours - MARGIN
-    reason = f"max_hours auto ({hours:g} of {e.name}'s {e.hours:g} h, from {since})"
-    return (e.session_start or began) + hours * 3600, reason
-
 # %% ../../nbs/core/03_environment.ipynb #da5ae983
 def online(
     host:str="huggingface.co", seconds:float=1.5, connect=socket.create_connection,

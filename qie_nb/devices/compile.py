@@ -6,9 +6,7 @@
 __all__ = ['rotate', 'processor_class', 'change_processor']
 
 # %% ../../nbs/devices/03_compile.ipynb #9c004906
-import os, shutil
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from types import FunctionType
 
 import torch
@@ -35,19 +33,6 @@ def recompute_but_attention(block, *args, random=False):
     "Run a block and keep its input and the attention output: twice the memory of `recompute`."
     return recompute(block, *args, random=random, context_fn=_keep_attention)
 
-# %% ../../nbs/devices/03_compile.ipynb #7c9f068f
-def can_compile(device) -> tuple: # (yes?, reason)
-    "Is there a compiler for this device?"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"): return False, f"torch.compile is not used on {device.type}"
-    compilers = os.environ.get("CC", ""), "cc", "gcc", "g++", "clang"
-    if not any(map(shutil.which, compilers)): return False, "there is no C compiler here"
-    if device.type == "cpu": return True, "a C compiler is here"
-    if torch.cuda.get_device_capability(device) < (7, 0):
-        return False, f"{torch.cuda.get_device_name(device)} is too old for triton"
-    if not find_spec("triton"): return False, "triton is not installed"
-    return True, "triton and a C compiler are here"
-
 # %% ../../nbs/devices/03_compile.ipynb #7c9f0601
 def _has_dropout(model): return any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())
 
@@ -65,30 +50,6 @@ def obstacle(transformer) -> str:
         return f"hooks inside the blocks cast or move weights ({type(m).__name__})"
     if any(hasattr(p, "full_tensor") for p in transformer.parameters()): return "FSDP has sharded the blocks"
     return ""
-
-# %% ../../nbs/devices/03_compile.ipynb #3c39607a
-ENOUGH = 500 # steps: compiling takes 30 to 90 s and saves a quarter of a step
-
-def compile_choice(
-    setting, # `train.compile`
-    device,
-    transformer,
-    steps:int=None, # of the run, if known
-    inputs_wait:bool=False, # `train.offload_activations`
-    quantized:str=None, # `model.quantize`
-) -> tuple: # (yes?, reason)
-    "Compile the blocks?"
-    if setting is False: return False, "`train.compile` is false"
-    if setting == "auto" and torch.device(device).type == "cpu":
-        return False, "eager code is as fast on a CPU, and starts at once"
-    if setting == "auto" and quantized:
-        return False, (f"a compiled {quantized} base is not tried on GPUs yet; set `train.compile` to true "
-                       "for it")
-    if setting == "auto" and steps and steps < ENOUGH:
-        return False, f"compiling does not pay off in {steps} steps; set `train.compile` to true for it"
-    if inputs_wait: return False, "`train.offload_activations` moves the kept tensors"
-    if why := obstacle(transformer): return False, why
-    return can_compile(device)
 
 # %% ../../nbs/devices/03_compile.ipynb #8ed37b3a
 _INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",

@@ -15,10 +15,12 @@ from ..models.quantize import check_device
 
 # %% ../../nbs/devices/05_distributed.ipynb #357058f0
 def local_device(name:str) -> torch.device:
-    "The device of this process for `train.device`."
+    "The device of a process of a cluster; a run's own devices are in its plan."
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    if name == "auto" and rank < torch.cuda.device_count(): return torch.device("cuda", rank)
-    return check_device(name)
+    if name != "auto": return check_device(name)
+    if rank < torch.cuda.device_count(): return torch.device("cuda", rank)
+    if torch.cuda.is_available(): return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 def wants_fsdp(wanted:str) -> bool:
     "Is FSDP configured (by `train.distributed`) or launched?"

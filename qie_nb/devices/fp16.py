@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .compile import change_processor, processor_class
-from .distributed import wants_fsdp
-from ..models.quantize import QUANTIZATIONS, has_bf16
 from ..models.quantizations.base import quantization_of
 from ..models.modulation import STREAMS
 
@@ -223,25 +221,3 @@ def enable_fp16(
         run = fp16_attention(block.attn, place("attn"), own.__call__.__globals__["dispatch_attention_fn"])
         change_processor(block.attn, processor_class(own, dispatch_attention_fn=run))
     return transformer
-
-# %% ../../nbs/devices/04_fp16.ipynb #ha0f0021
-def _tensor_cores(d):
-    return d.type == "cuda" and not has_bf16(d) and torch.cuda.get_device_capability(d) >= (7, 0)
-
-def pick_fp16(
-    train, # section of the configuration
-    device,
-    kind:str=None, # quantization
-) -> tuple: # (yes?, reason)
-    "Compute in float16? Raises ValueError if that is configured and impossible."
-    how, device = "products and attention in scaled float16, all else in float32", torch.device(device)
-    no_fp16 = QUANTIZATIONS[kind].no_fp16 if kind else ""
-    against = [(no_fp16, f"`model.quantize` {kind}, {no_fp16}"),
-               (wants_fsdp(train.distributed), "`train.distributed` fsdp; set it to ddp"),
-               (train.compile is True, "`train.compile` true; set it to auto")]
-    why = next((say for found, say in against if found), "")
-    if train.mixed_precision == "fp16":
-        if why: raise ValueError(f"`train.mixed_precision` fp16 is incompatible with {why}")
-        return True, f"configured: {how}"
-    if train.mixed_precision != "auto" or why or not _tensor_cores(device): return False, ""
-    return True, f"{torch.cuda.get_device_name(device)} has no bfloat16: {how}"

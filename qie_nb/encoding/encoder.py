@@ -22,28 +22,7 @@ from ..data.images import Geometry, open_image
 from .jobs import (EncodeJob, MissingTensor, SampleInputs, jobs_of, missing_tensors,
                                   sample_inputs)
 from ..models.components import Components
-from ..models.loading import free_device_bytes, work_bytes
 from ..models.prompts import Prefix, PrefixNotSharable, vl_images
-
-# %% ../../nbs/encoding/02_encoder.ipynb #6abff766
-_MAX_BATCH = 4 # more do not use the GPU better
-
-def pick_batch(
-    requested, # number, or "auto"
-    devices:dict, # of vae and text_encoder
-    components:Components,
-    free=free_device_bytes,
-) -> tuple: # (batch size, reason)
-    "A batch size that fits into memory."
-    if requested != "auto": return requested, "set by `cache.batch_size`"
-    c, used = components, {torch.device(d) for d in devices.values()}
-    if others := sorted(str(d) for d in used if d.type != "cuda"):
-        return 1, f"nothing is gained on {', '.join(others)}"
-    weights = {n: 0 if n in c.loaded else c.bytes_of(n) for n in devices}
-    total = lambda d, each: sum(each[n] for n in devices if torch.device(devices[n]) == d)
-    left, work = {d: free(d) - total(d, weights) for d in used}, work_bytes(c.areas["control_area"])
-    n = max(1, min(_MAX_BATCH, *(int(left[d] / 2 // total(d, work)) for d in used))) # half is a reserve
-    return n, f"{min(left.values())/1e9:.1f} GB stay free beside the encoders"
 
 # %% ../../nbs/encoding/02_encoder.ipynb #bb9bfa4e
 class ImageSet(NamedTuple):
@@ -91,13 +70,15 @@ class Encoder:
         text_device=None, # default: CPU
         share_prefix:bool=True, # encode the prefix once per image set? False: the pipelines' bits
         vae_2d:bool=True, # encode with two-dimensional convolutions? False: the pipelines' bits
-        batch_size=1, # images, or image sets, per call; "auto": by the GPU's free memory
+        batch_size=1, # images, or image sets, per call: a number, or what `choose_batch` understands
+        choose_batch:Callable=None, # of `batch_size`, components and devices; returns a `Choice`
     ):
         self.components = components
         self.cache = cache
         self.share_prefix = share_prefix
         self.vae_2d = vae_2d
         self.requested_batch_size = batch_size
+        self.choose_batch = choose_batch
         self.devices = dict(vae=vae_device or "cpu", text_encoder=text_device or "cpu")
         self.calls = dict(vae=0, prefix=0, text_encoder=0) # images, image sets and prompts encoded
         self.stored = 0 # cache entries written
@@ -107,10 +88,12 @@ class Encoder:
     @cached_property
     def batch_size(self) -> int:
         "Images, or image sets, per call."
-        n, why = pick_batch(self.requested_batch_size, self.devices, self.components)
-        if n > 1 and self.requested_batch_size == "auto":
-            print(f"encoding {n} samples at once: {why}")
-        return n
+        if self.choose_batch is None:
+            return self.requested_batch_size
+        choice = self.choose_batch(self.requested_batch_size, self.components, self.devices)
+        if choice.value > 1 and not choice.asked:
+            print(f"encoding {choice.value} samples at once: {choice.why}")
+        return choice.value
 
     @cached_property
     def identity(self) -> dict:

@@ -27,7 +27,7 @@ from .validation_loss import (
 from ..lora.adapters import (
     WEIGHT_NAME, active_loras, find_lora, lora_info, use_loras, keep_trainable)
 from ..sampling.edits import is_available
-from ..training.callbacks import Callback, EvalWork, due, eval_intervals
+from ..training.callbacks import Callback, EvalWork, due
 from ..training.checkpoint import checkpoint_name, find_checkpoint
 from ..data.samples import samples_of
 
@@ -179,6 +179,7 @@ class EvaluationCallback(Callback):
         samples_of(config), eval_sampling(config) # raise for a missing file
         self.history, self.at, self.pace = History(), 0, None # at: the last evaluated step
         self.checked, self.uses_controls = False, True # after a step of this session; by the last check
+        self.interval = None # `EvalInterval` of the plan
 
     def enabled(self, t):
         c = t.config.train
@@ -201,13 +202,19 @@ class EvaluationCallback(Callback):
 
     def on_step_end(self, t):
         t.state.eval_images = None
-        c, over = t.config.train, t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
+        over = t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
         now = asked_for_images(t)
-        if not self.enabled(t) or not (over or due(t.state, *eval_intervals(c, t.state.max_steps))):
+        if not self.enabled(t) or not (over or self.is_due(t)):
             return self.sample(t) if now else None
         # the same decision in all processes, because an evaluation synchronizes them
         if not over and broadcast_stop(t.accelerator, t.state.stop): t.state.pending = self.name(t)
         else: self.evaluate(t)
+
+    def is_due(self, t) -> bool:
+        "Does an interval end with the last step? The plan is read once."
+        if self.interval is None:
+            self.interval = t.plan.eval_interval.value
+        return due(t.state, *self.interval.of(t.state.max_steps))
 
     def on_train_end(self, t):
         if self.enabled(t) and t.state.stop == "done" and self.at != t.global_step: self.evaluate(t)

@@ -128,7 +128,7 @@ def describe_job(dataset, encoder, prefetch=4, devices=None) -> dict: # devices:
                  quantize={k: c.quantize[k] for k in ["text_encoder"] if k in c.quantize}, release=c.release,
                  image_positions=c.variant.image_positions)
     settings = dict(share_prefix=encoder.share_prefix, vae_2d=encoder.vae_2d,
-                    batch_size=encoder.requested_batch_size)
+                    batch_size=encoder.requested_batch_size, choose_batch=encoder.choose_batch)
     mark = encoder.cache.temp_dir/f".{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
     return dict(dataset=light, model=model, encoder=settings, identity=encoder.identity, prefetch=prefetch,
                 devices=devices or dict.fromkeys(["vae_device", "text_device"], "auto"), mark=str(mark),

@@ -24,7 +24,7 @@ from ..devices.placement import PARTS
 from ..core.startup import ALLOCATOR
 from ..models.components import COMPONENTS, check_weights, device_of, restore_image_positions
 from ..models.flow_matching import sample_noise
-from ..models.quantize import check_device, held_bytes
+from ..models.quantize import held_bytes
 from ..planning.doctor import this_machine
 from ..planning.memory_query import memory_query
 from ..planning.training_memory import memory_of
@@ -354,11 +354,14 @@ def selfcheck_config(
     text_encoder_quantize:str=None, # `model.text_encoder_quantize`
 ) -> dict:
     "Configuration of a trainer for `selfcheck`."
+    from qie_nb.planning.decisions import choose_device
+    from qie_nb.planning.facts import this_machine_facts
+    kind = choose_device(device, this_machine_facts()).checked()
     return dict(
         model=dict(pretrained_model_name_or_path=str(model), quantize=quantize or "none",
                    modulation_table=False, text_encoder_quantize=text_encoder_quantize or "none",
                    lora=dict(r=4, lora_alpha=4)),
-        train=dict(device=device, mixed_precision="no" if check_device(device).type == "cpu" else "auto",
+        train=dict(device=device, mixed_precision="no" if kind == "cpu" else "auto",
                    gradient_checkpointing=True, compile=False),
         predict=dict(offload=offload), cache=dict(use_cache=False), logging=dict(report_to="none"))
 

@@ -112,6 +112,8 @@ def load_component(
         raise ValueError(f"the weights in {str(path)!r} cannot be read ({e}); copy them again") from e
 
 # %% ../../nbs/models/03_components.ipynb #a4845d44
+WHEN_NEEDED = "if the disk is too small"
+
 class Components:
     "The components of a model; each is loaded when it is first used."
     def __init__(self,
@@ -122,7 +124,7 @@ class Components:
         quantize:dict=None, # {component: key of `QUANTIZATIONS`, or a bool}
         revision:str=None, # of the hub
         offload:tuple=(), # components in host memory, whose layers visit the device
-        release="auto", # delete files after they are quantized? auto: if the disk is too small
+        release=WHEN_NEEDED, # delete files after they are quantized? yes, no, or this
         image_positions:str="3d", # as `model.image_positions`
     ):
         self.name, self.dtype, self.revision = name, dtype, revision

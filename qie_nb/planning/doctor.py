@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.display import note, table_html
-from ..core.environment import Environment, detect_environment, online, time_limit
+from ..core.environment import Environment, detect_environment, online
 from ..core.files import free_bytes
 from ..core.cache_layers import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
@@ -24,7 +24,9 @@ from ..models.variants.base import variant_marked
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
-from .plan import GpuInfo, first_kind, installed_gpus, plan
+from .decisions import choose_hours
+from .facts import GpuInfo, Machine, installed_gpus
+from .plan import first_kind, plan
 
 # %% ../../nbs/planning/04_doctor.ipynb #ea0e8796
 PACKAGES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors",
@@ -56,6 +58,12 @@ class MachineInfo:
     online: bool = None       # is the hub reachable? None: not checked
     token: bool = False       # is there a hub token?
 
+    def facts(self) -> Machine:
+        "What the plan needs to know of it."
+        e = self.environment
+        return Machine(self.gpus, cores=e.cores, memory=self.memory, platform=e.name, hours=e.hours,
+                       session_start=e.session_start)
+
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37f01
 def this_machine(
     environment:Environment=None, # default this one
@@ -63,7 +71,7 @@ def this_machine(
 ) -> MachineInfo:
     e = environment or detect_environment()
     return MachineInfo(
-        e, {n: _version(n) for n in PACKAGES}, installed_gpus(), tuple(torch.cuda.get_arch_list()),
+        e, {n: _version(n) for n in PACKAGES}, installed_gpus(True), tuple(torch.cuda.get_arch_list()),
         torch.version.cuda, e.memory, free_bytes, online(env=e.env) if internet else None,
         bool(e.secret("HF_TOKEN")))
 
@@ -333,11 +341,11 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
     e = m.environment
     parts = filter(None, (e.name, e.run, "" if e.is_interactive else "not interactive"))
     out = [Finding("environment", ", ".join(parts))]
-    end, limit = time_limit(c.train.max_hours if c else "auto", time.time(), e)
-    if end:
-        left = (end - time.time()) / 3600
+    hours = choose_hours(make_config(c).train.max_hours, m.facts())
+    if hours.value:
+        left = (hours.value.end(time.time()) - time.time()) / 3600
         late = ("warning", "start a new session and continue from this one's output") if left < 1 else ()
-        out.append(Finding("time to train", f"{left:.1f} h, {limit}", *late))
+        out.append(Finding("time to train", f"{left:.1f} h, {hours.why}", *late))
     elif e.name == "colab":
         out.append(Finding("session", "no guaranteed length, nothing is kept", "note",
                            "mount Drive, set `train.output_dir` and `cache.cache_dir` to folders there, "
@@ -350,7 +358,7 @@ class DoctorReport:
     "Findings, the worst first, and plans; displays as tables."
     findings: list       # of `Finding`
     disk: object = None  # `DiskPlan`
-    plan: object = None  # `Plan`
+    plan: object = None  # `GpuPlan`
     requested: Config = None
 
     def of(self, level:str) -> list: return [f for f in self.findings if f.level == level]
@@ -418,7 +426,7 @@ def _repr_html_(self:DoctorReport): # details are folded
     return head + "".join(fold(n, p._repr_html_()) for n, p in self.plans().items())
 
 # %% ../../nbs/planning/04_doctor.ipynb #48085782
-def plan_findings(p) -> list: # of `Finding`; `p` is a `Plan` or None
+def plan_findings(p) -> list: # of `Finding`; `p` is a `GpuPlan` or None
     if p is None or p.gpu is None: return []
     if p.fits(p.asked): bad = ()
     elif p.chosen:

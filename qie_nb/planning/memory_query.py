@@ -14,13 +14,16 @@ from typing import NamedTuple
 import torch
 
 from ..config import OptimizerSection
+from ..core.choice import NEVER
 from ..core.presets import VARIANT_NAMES
 from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import VARIANTS, Variant, resolve_model
 from ..models.loading import saved_quantization, stored_dtype
-from ..models.modulation import STREAMS, table_pays
-from ..models.quantize import QUANTIZATIONS, parse_quantization
+from ..models.modulation import STREAMS
+from ..models.quantize import QUANTIZATIONS, dtype_name, parse_quantization
 from ..models.variants.base import transformer_config, variant_named, variant_of_folder
+from . import facts as planned
+from .decisions import choose_modulation
 from ..training.optimizers.known import OPTIMIZERS
 
 # %% ../../nbs/planning/00_memory_query.ipynb #bf1af59a
@@ -74,14 +77,15 @@ def row_dtype(config, base_bytes:int) -> torch.dtype: # of a modulation table, a
     own = stored_dtype(files[0]) if files else torch.bfloat16 # Qwen's
     return min(run, own or run, key=lambda d: d.itemsize)
 
-def _table(config, t, base_bytes) -> bool: # the decision of `qie_nb.training.run_modulation`
+def _table(config, t, base_bytes) -> bool:
+    "Does a table replace the modulation layers in training?"
     time = "time_text_embed.timestep_embedder.linear_"
     layers = [*(f"transformer_blocks.0.{s}.1" for s in STREAMS), time + "1", time + "2"]
     trained = any(is_target(config.model.lora.target_modules, n) for n in layers)
-    setting = config.model.modulation_table
-    run = torch.float32 if base_bytes == 4 else torch.bfloat16
-    wanted = table_pays(t, row_dtype(config, base_bytes), run) if setting == "auto" else setting
-    return bool(wanted) and not trained and not t.get("use_additional_t_cond")
+    facts = planned.ModelFacts(t, rows=dtype_name(row_dtype(config, base_bytes)))
+    run = "float32" if base_bytes == 4 else "bfloat16"
+    choice = choose_modulation(config.model.modulation_table, facts, run)
+    return choice.value != NEVER and not trained and not t.get("use_additional_t_cond")
 
 # %% ../../nbs/planning/00_memory_query.ipynb #5afca601
 def _settings(c, base_bytes) -> dict:
@@ -122,21 +126,21 @@ def memory_query(
     return MemoryQuery(**fields | _settings(config, base_bytes) | changes)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #33a2d610
-class ModelFacts(NamedTuple):
-    "What a plan knows of a model."
+class ModelShapes(NamedTuple):
+    "What the memory plan knows of a model."
     transformer: dict # its configuration
     variant: Variant
 
 def model_facts(
     name:str, # folder, hub id, variant or tiny
     variant:str="auto", # as `model.variant`
-) -> ModelFacts:
+) -> ModelShapes:
     "The transformer's shapes, from the model's files or as published."
     folder = model_folder(name)
     named = VARIANTS[variant] if variant in VARIANTS else variant_named(name)
     shapes = transformer_config(folder) or named.published_config()
     found = variant_of_folder(folder, variant) if (folder/"model_index.json").is_file() else named
-    return ModelFacts(shapes, found or named)
+    return ModelShapes(shapes, found or named)
 
 # %% ../../nbs/planning/00_memory_query.ipynb #e056548a
 QKV = dict(img=("to_q", "to_k", "to_v", "to_out.0"),

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['EvalImage', 'EvalWork', 'RunPosition', 'RunResults', 'RunRequests', 'RunClock', 'PrintedOnce', 'RunState', 'Callback',
-           'UnloadEncodersCallback', 'call', 'eval_intervals', 'due']
+           'UnloadEncodersCallback', 'call', 'own_planner', 'due']
 
 # %% ../../nbs/training/00_callbacks.ipynb #cdffb84d
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..config import TrainSection
+from ..config import Config, TrainSection
 
 # %% ../../nbs/training/00_callbacks.ipynb #f21998bc
 @dataclass(frozen=True)
@@ -218,12 +218,16 @@ def call(callbacks, event:str, trainer):
             failed = failed or e
     if failed: raise failed
 
-# %% ../../nbs/training/00_callbacks.ipynb #9e6117f4
-def eval_intervals(train, max_steps:int) -> tuple: # (epochs, steps) between evaluations
-    "`train.eval_interval` auto: a quarter of the run, at least 20 steps."
-    if train.eval_interval != "auto": return train.eval_interval, train.eval_steps
-    return 0, train.eval_steps or max(20, -(-max_steps // 4))
+# %% ../../nbs/training/00_callbacks.ipynb #6eafc6e5
+def own_planner(
+    config:Config,
+    device:str, # the main one
+) -> "Planner":
+    "A planner for a part that has no trainer."
+    from qie_nb.planning.planner import Planner
+    return Planner(config, str(device))
 
+# %% ../../nbs/training/00_callbacks.ipynb #9e6117f4
 def due(
     state:RunState,
     epochs:int=0, steps:int=None, # intervals

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from qie_nb.core.environment import time_limit
 from qie_nb.core.files import file_digest, write_atomic
 from qie_nb.training.callbacks import Callback, due
 from qie_nb.training.stopping import read_nonfinite
@@ -187,7 +186,7 @@ class CheckpointCallback(Callback):
         c, t.state.ended = t.config.train, time.time()
         # a signal may set `stop` in one process alone
         short = t.global_step < t.state.max_steps
-        limited = time_limit(c.max_hours, t.state.began)[0]
+        limited = t.plan.hours.value
         wanted = short or getattr(t, "save_at_end", False) or c.save_interval or c.save_steps or limited
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.prune_checkpoints()

@@ -27,7 +27,7 @@ from ..models.hub import base_digest
 from ..planning.disk_space import DiskPlan, Item, run_items
 from ..planning.memory_query import memory_query, model_folder
 from . import checkpoint as ckpt
-from .callbacks import RunState
+from .callbacks import RunState, own_planner
 from .checkpoint import SavedRun
 from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
@@ -167,10 +167,12 @@ def _model_misfit(config, state) -> str:
 def _digests(samples) -> dict: return {s.id: sample_digest(s) for s in samples}
 
 # %% ../../nbs/training/05_resume.ipynb #c6417e01
-def _data_misfit(config, was, fraction) -> list: # of sentences
+def _data_misfit(config, was, planner) -> list: # of sentences
     if not (was.get("data") and config.data.dataset_path): return []
     c = make_config(config.model_dump() | dict(cache=dict(use_cache=False)))
-    def now(): return _digests(split_held_out(dataset.samples, fraction, c.train.seed)[0])
+    def now():
+        planner.see_pairs(dataset.samples)
+        return _digests(split_held_out(dataset.samples, planner.plan.held_out.value, c.train.seed)[0])
     try:
         with redirect_stdout(io.StringIO()):
             dataset = ImageDataset(c)
@@ -192,12 +194,13 @@ def checkpoint_misfit(
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
     several = [BATCHES_PER_STEP] * ("WORLD_SIZE" in os.environ or c.train.num_processes != 1)
-    fraction = c.train.val_fraction
-    if fraction == "auto": # the pairs decide; see `RunData`
-        fraction = "auto" if used_fraction(state) == "auto" and not c.train.val_path else 0
+    planner = own_planner(c, "cpu")
+    planner.learn(held_out_before=used_fraction(state))
+    choice = planner.plan.held_out
+    if choice is None or not choice.asked: # the pairs decide
         several.append("train.val_fraction")
     for k in ("dtype of the base", "model.quantize", *several): del now[k]
-    found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was, fraction)
+    found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was, planner)
     return f"which belongs to another run ({'; '.join(found)})" if found else ""
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce

@@ -20,13 +20,14 @@ from ..core.progress import kernel
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
-from ..data.samples import Samples, config_samples, samples_of, split_held_out
+from ..data.samples import ONE_IMAGE, Samples, config_samples, samples_of, split_held_out
 from ..encoding.encoder import Encoder, encode_prompt, encode_sample, encode_uncached
 from ..encoding.jobs import shard
 from ..encoding.precompute import precompute
 from ..models.components import Components
 from ..models.quantize import check_device
 from ..models.variants.base import Variant, variants_for_several
+from .callbacks import own_planner
 from .checkpoint import find_checkpoint
 from .stopping import encoder_advice, memory_advice
 
@@ -89,12 +90,15 @@ class RunData:
         config:Config|dict=None,
         geometry:Callable=None, # function of a `DataSection` or None
         modulation=None, # `RunModulation`; without it precompute makes no table
-        device:str|torch.device="cpu", # of the encoders, unless `cache` names one
+        device:str|torch.device="cpu", # of the encoders, unless `cache` names one or there is a planner
+        planner=None, # `Planner` of the run
     ):
         self.components, self.config, self.modulation = components, make_config(config), modulation
         self.geometry, c = geometry or self._own_geometry, self.config.cache
-        self.vae_device, self.text_device = (check_device(str(d)) if d != "auto" else device
-                                             for d in (c.vae_encoder_device, c.text_encoder_device))
+        self.planner = planner or own_planner(self.config, device)
+        plan = self.planner.plan
+        self.vae_device = torch.device(plan.vae_device.checked())
+        self.text_device = torch.device(plan.text_encoder_device.checked())
         self.use_cache, self.cache_dir = c.use_cache, c.cache_dir
         self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir, c.remote_copy_gb)
         # set by `make_loader`
@@ -148,24 +152,28 @@ class RunData:
     def _hold_out(self, dataset):
         "Split a data set into `samples` and `validation`."
         c = self.config
-        fraction = self._fraction()
-        self.samples, held = split_held_out(dataset.samples, fraction, c.train.seed)
-        if held and fraction == "auto":
+        share = self.held_out_share(dataset.samples)
+        self.samples, held = split_held_out(dataset.samples, share, c.train.seed)
+        if held and share == ONE_IMAGE:
             print(f"held out of training, for evaluation: {', '.join(repr(s.id) for s in held[:3])}"
                   f"{', ...' * (len(held) > 3)} (`train.val_fraction: 0` trains on all pairs)")
         held = held or self._val_samples()
         self.validation = self.subset(dataset, held, **_JUDGED) if held else None
         if held and c.train.val_path: self.skip_unreadable(self.validation)
 
-    def _fraction(self):
-        "The fraction to hold out; auto never holds out a pair that the checkpoint was trained on."
+    def held_out_share(self, samples:list) -> object: # as `split_held_out`
+        "The plan's choice for these samples and for the checkpoint that is continued or judged."
         c = self.config.train
-        if c.val_path or c.val_fraction != "auto": return 0 if c.val_path else c.val_fraction
-        if not (c.resume_checkpoint or self.evaluated): return "auto"
-        with suppress(Exception): # a wrong checkpoint is reported later
-            folder = self.evaluated or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
-            return "auto" if used_fraction(json.loads((folder/"state.json").read_text())) == "auto" else 0
-        return "auto"
+        before = None
+        if c.resume_checkpoint or self.evaluated:
+            with suppress(Exception): # a wrong checkpoint is reported later
+                folder = self.evaluated or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
+                before = used_fraction(json.loads((folder/"state.json").read_text()))
+        self.planner.pairs = None
+        self.planner.learn(held_out_before=before)
+        if self.planner.plan.held_out is None:
+            self.planner.see_pairs(samples)
+        return self.planner.plan.held_out.value
 
     def _val_samples(self):
         "The samples of `train.val_path`."
@@ -251,7 +259,7 @@ class RunData:
             return check_device(str(asked)) if asked else own
         return Encoder(self.components, cache, device(vae_device, self.vae_device),
                        device(text_device, self.text_device), share_prefix=not exact, vae_2d=not exact,
-                       batch_size=self.config.cache.batch_size)
+                       batch_size=self.config.cache.batch_size, choose_batch=self.planner.encode_batch)
 
     def unload_encoders(self):
         "Unload VAE and text encoder if the cache holds what they encode."

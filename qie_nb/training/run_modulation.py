@@ -14,9 +14,10 @@ from fastcore.basics import patch
 
 from ..cache import EmbeddingCacheManager
 from ..config import make_config
+from ..core.choice import ALWAYS, IN_TRAINING, NEVER
 from ..data.dataset import ImageDataset
 from ..devices.block_swap import offload_checkpoint_inputs
-from ..devices.compile import compile_choice, set_up, watch_attention
+from ..devices.compile import obstacle, set_up, watch_attention
 from ..devices.distributed import prepare_distributed
 from ..devices.fp16 import enable_fp16
 from ..devices.model_parallel import weight_placement
@@ -26,10 +27,10 @@ from ..models.components import check_weights
 from ..models.hub import component_class, transformer_digest
 from ..models.loading import empty_model, source_checkpoint
 from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, table_of,
-                                      table_pays, training_times, use_modulation_table, uses_modulation)
+                                      training_times, use_modulation_table, uses_modulation)
 from ..sampling.denoising import sampling_schedule
 from ..sampling.edits import factor_of
-from .callbacks import RunState
+from .callbacks import RunState, own_planner
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b7edd66b
 class Trained(NamedTuple):
@@ -43,9 +44,14 @@ class RunModulation:
     def __init__(self,
         components, config=None, state=None,
         device="cpu", fp16:bool=False, # of the transformer's training
+        planner=None, # `Planner` of the run
     ):
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.device, self.fp16 = torch.device(device), fp16
+        self.planner = planner or own_planner(self.config, device)
+        if planner is None:
+            self.planner.components = components
+            self.planner.learn(dtype=str(components.dtype).removeprefix("torch."))
         self.cache = None # `EmbeddingCacheManager`, default the configured one
         components.modulation_sets = self._hub_sets
         self._set_placement()
@@ -130,31 +136,33 @@ def why_layers(self:RunModulation,
     return f"the adapter has {found[0]}" if found else ""
 
 @patch
-def table_setting(self:RunModulation): # `model.modulation_table`; auto is false where the table is larger
-    setting, parts = self.config.model.modulation_table, self.components
-    if not parts.variant.modulation_table: return False
-    if setting != "auto": return setting
-    facts = self.transformer_config()
-    rows = parts.row_dtype() if parts.hub else parts.row_dtype(parts.folder/"transformer")
-    return setting if table_pays(facts, rows, parts.dtype) else False
+def table_setting(self:RunModulation) -> str: # `ALWAYS`, `IN_TRAINING` or `NEVER`
+    "When the plan uses a table."
+    choice = self.planner.plan.modulation
+    if choice is None:
+        self.transformer_config() # raises for what is missing
+    if self.components.hub and not choice.asked and not self.planner.so_far.rows:
+        self.planner.learn(rows=str(self.components.row_dtype()).removeprefix("torch."))
+        choice = self.planner.plan.modulation
+    return choice.value
 
 # %% ../../nbs/training/08_run_modulation.ipynb #b1604daf
 @patch
 def pick(self:RunModulation,
     training:bool=True, adapters=(),
-    judged:bool=False, # is a run's adapter evaluated? Then `auto` means what it means in the run
+    judged:bool=False, # is a run's adapter evaluated? Then a table is used as in the run
 ) -> str: # why the loaded transformer must be replaced, or ""
     "Give the transformer a table, now or when it is loaded, or print why not."
     setting, parts = self.table_setting(), self.components
-    if judged and setting == "auto" and "transformer" not in parts.loaded: setting = True
+    if judged and setting == IN_TRAINING and "transformer" not in parts.loaded: setting = ALWAYS
     if training: lora.check_targets(self.config.model.lora, self._layers())
     if folder := parts.folder_with_table():
         wanted = self.config.model.modulation_table
         if why := self.why_layers(training, adapters) if wanted else "`model.modulation_table` is false":
             raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
                              "modulation layers; use the whole model")
-        setting = True
-    if not setting or not training and not adapters and setting != True: return ""
+        setting = ALWAYS
+    if setting == NEVER or not training and not adapters and setting != ALWAYS: return ""
     if why := self.why_layers(training, adapters):
         self.state.warn_once(f"no modulation table: {why}")
         parts.prepare.pop("transformer", None)
@@ -162,7 +170,7 @@ def pick(self:RunModulation,
         return why if self.table is not None else ""
     loaded = "transformer" in parts.loaded
     done = self.table is not None if loaded else "transformer" in parts.prepare
-    if done or not training and setting != True: return ""
+    if done or not training and setting != ALWAYS: return ""
     table = self.make_table()
     if loaded: use_modulation_table(self.gathered(), table)
     else: parts.prepare["transformer"] = lambda model: use_modulation_table(model, table)
@@ -181,14 +189,10 @@ def prepare_training(self:RunModulation,
     wrapped = prepare_distributed(tr, accelerator)
     per_step = self.config.data.batch_size * t.gradient_accumulation_steps
     steps = t.max_train_steps or t.num_epochs * -(-samples // per_step) or None
-    compiled, why = compile_choice(t.compile, d, tr, steps, t.offload_activations,
-                                   self.components.quantize.get("transformer"))
-    if compiled:
-        self.state.warn_once(f"blocks are compiled ({why}), so the first steps are slow; `train.compile` "
-                             "false avoids it")
-    elif t.compile is True or t.compile is not False and d.type == "cuda":
-        self.state.warn_once(f"blocks run uncompiled: {why}")
-    set_up(tr, t.gradient_checkpointing, compiled)
+    self.planner.learn(steps=steps, obstacle=obstacle(tr), quantize=self.components.quantize.get("transformer"))
+    choice = self.planner.plan.compile
+    self.state.warn_once(choice.warning)
+    set_up(tr, t.gradient_checkpointing, choice.value)
     if t.offload_activations: offload_checkpoint_inputs(tr, d)
     watch_attention(tr, logging.getLogger("qie_nb").info)
     return None if wrapped is tr else wrapped
@@ -258,7 +262,7 @@ def save_prequantized(self:RunModulation,
     "Write a prequantized copy, with a table if the modulation layers are not trained."
     wanted = self.config.model.modulation_table
     off = "it would be larger than they are" if wanted else "`model.modulation_table` is false"
-    why = self.why_layers() if self.table_setting() else off
+    why = self.why_layers() if self.table_setting() != NEVER else off
     self.state.warn_once(why and f"the modulation layers are kept, quantized, and no table is made: {why}")
     return prequantize.save_prequantized(self.components, folder, None if why else self.table_sets, encoders,
                                          table_dtype, part_bytes)
@@ -266,7 +270,7 @@ def save_prequantized(self:RunModulation,
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd701
 @patch
 def _hub_sets(self:RunModulation, dtype) -> dict: # {times: label}, {} without a table
-    return self.table_sets(dtype) if self.table_setting() and not self.why_layers() else {}
+    return self.table_sets(dtype) if self.table_setting() != NEVER and not self.why_layers() else {}
 
 # %% ../../nbs/training/08_run_modulation.ipynb #e44fd702
 @patch
@@ -286,7 +290,7 @@ def _table_is_needed(self:RunModulation, cache=None) -> bool:
     c = self.config
     here = any((self.components.folder/"transformer").glob("*.safetensors")) # precompute downloads none
     cached = cache is not None or c.cache.use_cache and c.cache.cache_dir
-    if not (here and cached and self.table_setting()): return False
+    if not (here and cached and self.table_setting() != NEVER): return False
     why = self.why_layers()
     self.state.warn_once(why and f"no modulation table: {why}")
     return not why

@@ -23,50 +23,18 @@ from .checkpoint import complete_checkpoints
 from .run_modulation import Trained
 from .stopping import StopSignals, logged
 
-# %% ../../nbs/training/09_run_processes.ipynb #b7d00005
-def check_processes(
-    config, # `Config`
-    gpus:int, # visible ones
-    given:str="", # what cannot be handed to other processes
-) -> int: # processes to start; 1: none
-    "Raises ValueError if `train.num_processes` cannot be started."
-    t, n = config.train, config.train.num_processes
-    if "WORLD_SIZE" in os.environ: return 1 # started by `accelerate launch`, or by `fit`
-    cuda = t.device == "auto" and gpus > 0
-    if n == "auto":
-        return 1 if given or t.model_parallel_devices or t.distributed == "fsdp" or not cuda else gpus
-    if n == 1: return 1
-    no = f"`train.num_processes` {n}"
-    if given: raise ValueError(f"{no} cannot hand {given} to other processes; set it to 1, or leave that out")
-    if t.model_parallel_devices:
-        raise ValueError(f"{no} and `train.model_parallel_devices` cannot be combined: each process has the "
-                         "whole base; set one of them")
-    if t.distributed == "fsdp":
-        raise ValueError(f"{no} starts processes that each have the whole base; for FSDP use "
-                         "`accelerate launch --use_fsdp --fsdp_version 2 -m qie_nb.cli train`")
-    if t.device.startswith("cuda") or t.device == "mps":
-        raise ValueError(f"{no} needs `train.device` auto (or cpu), got {t.device}")
-    if cuda and n > gpus: raise ValueError(f"{no}, but there are {gpus} GPUs; use {gpus}, or auto")
-    return n
-
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00007
-def fits_one_gpu(config, transformer:dict) -> bool: # transformer: config.json
-    "Does the planned run fit each GPU, as in `plan`?"
-    from qie_nb.planning.memory_query import memory_query
-    from qie_nb.planning.plan import FREE, parse_gpu
-    from qie_nb.planning.training_memory import memory_of
-    return memory_of(memory_query(config, transformer)).total <= (1 - FREE) * parse_gpu().bytes
-
-def processes_to_start(trainer, given:str="") -> int: # 1: none
-    c = trainer.config
-    if not given and trainer.callbacks and c.train.num_processes == "auto": given = "callbacks"
-    n = check_processes(c, torch.cuda.device_count(), given)
-    if n == 1 or c.train.num_processes != "auto": return n
-    if trainer.started and not trainer.launched: return 1 # it continues here what it began here
-    if fits_one_gpu(c, trainer.modulation.transformer_config()): return n
-    trainer.state.warn_once(f"one process: the run does not fit each of the {n} GPUs (`train.num_processes` "
-                            "auto)")
-    return 1
+def processes_to_start(
+    trainer:"QwenImageEditTrainer",
+    given:str="", # what cannot be handed to other processes: a loader
+) -> int: # 1: none
+    "The plan's number of processes. Raises ValueError if they cannot be started."
+    what = given or ("callbacks" if trainer.callbacks else "")
+    here = trainer.started and not trainer.launched # it continues here what it began here
+    trainer.planner.learn(given=what, optional=not given, begun_here=here)
+    choice = trainer.plan.processes
+    trainer.state.warn_once(choice.warning)
+    return choice.checked()
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00009
 FIELDS = ("epoch position global_step num_epochs max_steps lr epoch_ended skipped spent began ended "

@@ -12,7 +12,6 @@ from functools import reduce
 
 import torch
 
-from ..core.environment import time_limit
 from ..devices.placement import is_out_of_memory
 from ..models.loading import work_bytes
 from ..models.quantize import advised
@@ -52,7 +51,8 @@ class TimeLimitCallback(Callback):
     "Ends a run while there is time to save it."
     def on_train_begin(self, t):
         self.last, self.longest = time.time(), 0.
-        self.end, self.what = time_limit(t.config.train.max_hours, t.state.began)
+        limit, self.what = t.plan.hours.value, t.plan.hours.why
+        self.end = limit.end(t.state.began) if limit else None
 
     def on_step_end(self, t):
         s = t.state

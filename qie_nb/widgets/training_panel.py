@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..core.display import ButtonPoller, Display, image_html, table_html
 from ..core.progress import Progress, short_time
 from ..evaluation.drift import COLUMNS as DRIFT, PLACE, medians, short_text
-from ..training.callbacks import Callback, RunState, eval_intervals
+from ..training.callbacks import Callback, RunState
 from ..training.stopping import logged
 from .tensorboard import running_mean
 
@@ -123,7 +123,7 @@ class TrainingPanel(Display, Callback):
         self.every, self.still_every = every, still_every
         self.loss, self.held_out, self.images = Curve(), Curve(64), [] # images: (caption, HTML of a row)
         self.drift = {} # of the last evaluation, see `qie_nb.evaluation.drift`
-        self.state = self.device = self.poller = self.text = self.train = None
+        self.state = self.device = self.poller = self.text = self.interval = None
         self.drawn = self.still_drawn = self.cost = 0.
         self.ended = None # time of the run's end
         self.times = deque(maxlen=60) # (seconds without evaluations, step) of recent updates
@@ -162,8 +162,8 @@ def memory_now(self:TrainingPanel) -> str:
 @patch
 def evaluating_left(self:TrainingPanel) -> float: # seconds in this evaluation and in later ones
     s, now = self.state, (self.state.work and self.state.work.seconds_left()) or 0.
-    if self.train is None or not s.eval_cost or s.stop: return now
-    epochs, steps = eval_intervals(self.train, s.max_steps)
+    if self.interval is None or not s.eval_cost or s.stop: return now
+    epochs, steps = self.interval.of(s.max_steps)
     if not epochs and not steps: return now
     later = (s.max_steps - 1) // steps - s.global_step // steps if steps else 0
     if epochs: later += max(0, (s.num_epochs - 1) // epochs - s.epoch // epochs)
@@ -288,7 +288,7 @@ def show_earlier_losses(self:TrainingPanel, t):
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0022
 @patch
 def begin(self:TrainingPanel, t):
-    self.device, self.train, self.ended = t.device, t.config.train, None
+    self.device, self.interval, self.ended = t.device, t.plan.eval_interval.value, None
     if t.global_step: self.show_earlier_losses(t)
     self.show_eval_images(t.state) # of an evaluation that was repeated after a resume
     self.times.append((self.training_time(), t.global_step))

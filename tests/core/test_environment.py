@@ -12,7 +12,7 @@ from helpers import write_pairs
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core import environment
-from qie_nb.core.environment import MARGIN, Environment, detect_environment, environment_name, find_session_start, host_cores, host_memory, online, time_limit, used_bytes
+from qie_nb.core.environment import Environment, detect_environment, environment_name, find_session_start, host_cores, host_memory, online, used_bytes
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import is_complete
 
@@ -99,13 +99,6 @@ def test_session_start(ages, env, hours, age, monkeypatch):
     assert start is None if age is None else abs(time.time() - start - age) < 5
 
 
-def test_time_limit():
-    e, at = Environment("kaggle", hours=9., session_start=1000.), (9 - MARGIN) * 3600
-    assert time_limit("auto", 5000., e) == (1000. + at, "max_hours auto (8.5 of kaggle's 9 h, from its start)")
-    assert time_limit("auto", 5000., replace(e, session_start=None))[0] == 5000. + at
-    assert time_limit(None, 5000., e) == (None, "")
-
-
 @pytest.mark.parametrize("hours", [0, True, "soon"])
 def test_impossible_hours_are_refused(hours):
     with pytest.raises(ValueError, match="`train.max_hours` must be a number of hours above 0"): make_config(dict(train=dict(max_hours=hours)))
@@ -116,7 +109,7 @@ def test_impossible_hours_are_refused(hours):
     pytest.param(None, 28, "done", marks=pytest.mark.slow), pytest.param("auto", 0, "done", marks=pytest.mark.slow)])
 def test_run_stops_before_its_session_ends(max_hours, hours_ago, stop, trained_run, tmp_path, monkeypatch):
     env = Environment("kaggle", working=tmp_path, hours=9., session_start=time.time() - hours_ago * 3600)
-    for module in ("planning.disk_space", "training.resume", "core.environment"): monkeypatch.setattr(f"qie_nb.{module}.detect_environment", lambda *a, **kw: env)
+    for module in ("planning.disk_space", "training.resume", "planning.facts"): monkeypatch.setattr(f"qie_nb.{module}.detect_environment", lambda *a, **kw: env)
     t = QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(max_hours=max_hours, max_train_steps=2, save_steps=None, eval_steps=None, val_fraction=0))).fit()
     assert t.state.stop == stop and t.global_step == (2 if stop == "done" else 1)
     saved = tmp_path/"checkpoints/latest"

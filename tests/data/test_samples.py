@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers import on_call
 from qie_nb.data.images import Geometry, source_digest
-from qie_nb.data.samples import ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
+from qie_nb.data.samples import ONE_IMAGE, ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
 
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
 
@@ -378,7 +378,7 @@ def test_all_pairs_of_an_image_are_on_one_side_of_the_split(tmp_path):
     samples = [Sample(f"{k}{n:02}", write_image(tmp_path/f"t{k}{n}.png", 99), (write_image(tmp_path/f"{k}{n}.png", n),), k) for n in range(12) for k in "abc"]
     held_images = []
     for seed in range(6):
-        for fraction in (0.1, 0.25, "auto"):
+        for fraction in (0.1, 0.25, ONE_IMAGE):
             train, held = split_held_out(samples, fraction, seed)
             image = lambda s: s.id[1:]
             assert len(held) == 3 * (3 if fraction == 0.25 else 1) and {image(s) for s in train}.isdisjoint(map(image, held)) and len(train) + len(held) == 36

@@ -4,6 +4,7 @@ This covers everything `predict` calls, text encoder and vision tower included, 
 no fake CUDA form that runs on a CPU). It does not cover the GPU kernels themselves.
 """
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,7 +105,9 @@ def set_parameters(self, fn, recurse=True):
 @pytest.fixture
 def pretend(monkeypatch):
     "A context in which three GPUs exist and a trainer's components are fake."
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: gpu)
     monkeypatch.setattr(placement, "free_device_bytes", lambda d: 80 * GB)
     mode = Numbers()
 

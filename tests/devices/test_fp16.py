@@ -1,6 +1,4 @@
 """float16 products inside a float32 model: finite, and much closer to float32 than bfloat16 is. What the planner expects of them: tests/planning."""
-from contextlib import nullcontext
-
 import pytest
 import torch
 from PIL import Image
@@ -8,11 +6,10 @@ from torch.nn import functional as F
 
 from counted_step import empty_step, empty_transformer
 from fp16 import with_outliers # benchmarks/fp16.py
-from qie_nb.config import make_config
 from qie_nb.devices import fp16
 from qie_nb.devices.block_swap import enable_block_swap
-from qie_nb.devices.compile import attention_kernel, compile_choice, set_up, watch_attention
-from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, pick_fp16, power_of_two, scale_to_fp16, weight_norms
+from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
+from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
 from qie_nb.lora.adapters import merge_lora, unmerge_lora
 from qie_nb.models.quantize import quantize
@@ -166,25 +163,13 @@ def test_large_products_are_in_float16_and_nothing_is_read_from_the_device():
 
 def test_the_attention_kernel_is_that_of_float16_and_blocks_are_not_compiled():
     tr = model(on=True)
-    assert compile_choice(True, "cuda", tr) == (False, "products are scaled into float16 (`train.mixed_precision` fp16)")
+    assert obstacle(tr) == "products are scaled into float16 (`train.mixed_precision` fp16)"
     watch_attention(tr, (lines := []).append)
     call(tr)
     assert "float16" in lines[0] and attention_kernel(tr, dtype=torch.float16)
 
 
-# --- the setting
-def test_auto_by_device_and_settings(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
-    def picked(capability=(7, 5), kind=None, bf16=False, **train):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or bf16)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
-        return pick_fp16(make_config(dict(train=train)).train, "cuda", kind)
-    yes, why = picked(kind="nf4")
-    assert yes and why.startswith("Tesla T4 has no bfloat16: ") and picked((7, 0))[0] and picked(bf16=True, mixed_precision="fp16")[0]
-    for kw in (dict(capability=(6, 0)), dict(mixed_precision="no"), dict(mixed_precision="bf16"), dict(kind="fp8_storage"), dict(compile=True), dict(bf16=True)): assert not picked(**kw)[0], kw
-
-
+# --- the setting; what auto means is tested in tests/planning/test_machines.py
 @pytest.mark.parametrize("change, why", [(dict(compile=True), "`train.compile` true; set it to auto"), (dict(distributed="fsdp"), "`train.distributed` fsdp; set it to ddp")])
 def test_incompatible_settings_raise_before_anything_is_loaded(change, why, tmp_path, built):
     with pytest.raises(ValueError, match=f"`train.mixed_precision` fp16 is incompatible with {why}"): run(tmp_path, tmp_path, "fp16", train=change)

@@ -3,7 +3,6 @@ import collections, json, random, shutil, threading, time
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from qie_nb.core.files import DiskFull
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import Geometry
 from qie_nb.data.samples import ImageChanged
-from qie_nb.encoding.encoder import Encoder, encode_prompt, encode_sample, pick_batch
+from qie_nb.encoding.encoder import Encoder, encode_prompt, encode_sample
 from qie_nb.encoding.precompute import check_space, precompute
 from qie_nb.models.vae import pixels_of
 from qie_nb.models.components import Components
@@ -47,13 +46,6 @@ def test_precompute_runs_what_the_benchmark_counts(variant, tmp_path):
     te.model.language_model.layers[0].register_forward_pre_hook(lambda m, a: passes.append(a[0].shape[1]))
     precompute(dataset, encoder)
     assert collections.Counter(seen) == dict(vae=2, vision=1) and len(passes) == 3 and max(passes[1:]) < passes[0]
-
-
-def test_loaded_encoders_need_no_further_memory(): # other batch sizes: in the notebook
-    devices = dict(vae="cuda", text_encoder="cuda")
-    for loaded, batch in ({}, 1), (devices, 2):
-        parts = SimpleNamespace(areas=dict(control_area=1024*1024), loaded=loaded, bytes_of=dict(vae=0.25e9, text_encoder=33e9).get)
-        assert pick_batch("auto", devices, parts, lambda d: 26e9)[0] == batch
 
 
 # --- prompts on their own

@@ -1,6 +1,5 @@
 """The main job from a YAML file, for each variant: precompute, train, save, predict; what is loaded and what is not trusted."""
 import json, shutil
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from PIL import Image
 from helpers import TEXT, TRANSFORMER, VAE, OnStep, StopAt, adapters_close, adapters_equal, settings
 from qie_nb.config import load_config_from_yaml
 from qie_nb.data.dataset import ImageDataset, loader
-from qie_nb.models.quantize import pick_dtype
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -192,17 +190,6 @@ def test_a_run_resumed_from_far_back_keeps_its_own_checkpoints(pairs, tmp_path):
     fit(num_epochs=4)
     fit(num_epochs=3, resume_checkpoint=str(keep))
     assert {p.name for p in made.glob("epoch_*")} == {"epoch_0002", "epoch_0003"} and (made/"latest").read_text() == "epoch_0003"
-
-
-def test_a_gpu_that_only_emulates_bfloat16_is_not_believed(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "device", lambda d: nullcontext())
-    (auto, why), (asked, warning) = (pick_dtype(how, "cuda") for how in ("auto", "bf16"))
-    assert auto == torch.float32 and why.startswith("Tesla T4 has no bfloat16 of its own, and float16 overflows")
-    assert asked == torch.bfloat16 and "it is emulated" in warning
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert pick_dtype("auto", "cuda")[0] == pick_dtype("auto", "cpu")[0] == torch.bfloat16
 
 
 def test_only_half_of_the_vae_goes_where_it_encodes(pairs, tmp_path):

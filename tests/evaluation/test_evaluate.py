@@ -25,6 +25,7 @@ from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
 from qie_nb.models.variants.text_to_image import QwenImage
+from qie_nb.planning.planner import Planner
 from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
@@ -352,7 +353,7 @@ def test_no_process_evaluates_after_a_stop(stop, heard, made, monkeypatch):
     monkeypatch.setattr(module, "evaluate_now", lambda *a: pytest.fail("evaluated"))
     monkeypatch.setattr(module, "broadcast_stop", lambda accelerator, own: heard if own == stop else "")
     callback = EvaluationCallback(config := Trainer(made(train=dict(eval_steps=2))).config)
-    t = NS(config=config, held_out=[1], global_step=2, accelerator=None, state=RunState(max_steps=9, global_step=2, stop=stop), checkpoint_root=Path)
+    t = NS(config=config, plan=Planner(config).plan, held_out=[1], global_step=2, accelerator=None, state=RunState(max_steps=9, global_step=2, stop=stop), checkpoint_root=Path)
     callback.on_step_end(t), callback.on_train_end(t)
     assert t.state.pending == "step_00000002"
 

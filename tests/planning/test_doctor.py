@@ -238,7 +238,7 @@ def test_a_gpu_as_torch_reports_it(capability, own, levels, monkeypatch, machine
                 is_bf16_supported=lambda including_emulation=True: own or including_emulation, get_arch_list=lambda: list(BUILT), device=nullcontext)
     for name, fn in fake.items(): monkeypatch.setattr(torch.cuda, name, fn)
     m = this_machine(machine.environment, internet=False)
-    assert m.gpus == installed_gpus() == (GpuInfo("X", 16 * GB, capability, own, not own),)
+    assert m.gpus == installed_gpus(True) == (GpuInfo("X", 16 * GB, capability, own, not own),)
     assert m.built_for == BUILT and [f.level for f in doctor_module.gpu_findings(m)] == levels
 
 

@@ -151,7 +151,7 @@ def machine(name):
     import qie_nb.trainer # noqa: F401
     # its import looks at the real torch.cuda
     from diffusers import QwenImageTransformer2DModel # noqa: F401
-    from qie_nb.devices import compile as compiling
+    from qie_nb.planning import facts as planned
     from qie_nb.models.quantizations import base as quantizations, torchao
     from qie_nb.training.optimizers import base as optimizer
     known = MACHINES[name]
@@ -173,7 +173,7 @@ def machine(name):
             stack.enter_context(mock.patch.object(torch.cuda, key, fake))
         for owner, key, fake in (
                 (torch.backends.mps, "is_available", no), (shutil, "which", always("/usr/bin/cc")),
-                (compiling, "find_spec", always(object())),
+                (planned, "find_spec", always(object())),
                 (optimizer, "find_spec", always(object())),
                 (quantizations, "library_version", always((9, 9))),
                 (torchao, "library_version", always((9, 9))),
@@ -251,8 +251,14 @@ def trainer_facts(t) -> dict:
         encoders=[str(t.vae_device), str(t.text_device)],
         encoder_batch=attempt(getattr, encoder, "batch_size"),
         placement=getattr(parts.placements.get("transformer"), "why", "on its device"),
-        table=attempt(m.table_setting), layers_because=attempt(m.why_layers),
+        table=attempt(table_setting, m), layers_because=attempt(m.why_layers),
         processes=attempt(processes_to_start, t), blocks=attempt(run_of_blocks, t))
+
+
+def table_setting(modulation):
+    "When a table replaces the modulation layers, in the words of the setting."
+    from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER
+    return {ALWAYS: True, IN_TRAINING: "auto", NEVER: False}[modulation.table_setting()]
 
 
 def advice_for(config) -> list:
@@ -263,11 +269,12 @@ def advice_for(config) -> list:
 
 def schedule_facts(config, batches=37) -> dict:
     "Steps of a run of so many batches an epoch, and after which of them it saves and evaluates."
-    from qie_nb.training.callbacks import RunState, due, eval_intervals
+    from qie_nb.planning.decisions import choose_eval_interval
+    from qie_nb.training.callbacks import RunState, due
     c, state = config.train, RunState()
     state.set_lengths(c, batches)
     saved, evaluated, per_step = [], [], c.gradient_accumulation_steps
-    intervals = eval_intervals(c, state.max_steps)
+    intervals = choose_eval_interval(c).value.of(state.max_steps)
     while state.global_step < state.max_steps:
         state.advance(min(per_step, batches - state.position), batches)
         if due(state, c.save_interval, c.save_steps):
@@ -293,9 +300,11 @@ def rates(settings) -> list:
 
 def limit_of(max_hours, name) -> list:
     "When a run that began at second 5000 ends, on a platform where the session began before."
-    from qie_nb.core.environment import time_limit
+    from qie_nb.planning.decisions import choose_hours
+    from qie_nb.planning.facts import Machine
     known = dict(script={}, kaggle=dict(hours=12, session_start=1000.), colab=dict(hours=12.))
-    return list(time_limit(max_hours, 5000., Environment(name, **known[name])))
+    choice = choose_hours(max_hours, Machine(platform=name, **known[name]))
+    return [choice.value.end(5000.), choice.why] if choice.value else [None, ""]
 
 
 def make_trainer(config):
@@ -360,6 +369,8 @@ def deletes_shards(setting, kind, free, folder) -> bool:
     "Are the transformer's downloaded files deleted, with so many bytes free?"
     from qie_nb.models import components, hub
     from qie_nb.models.components import Components
+    from qie_nb.planning.decisions import choose_delete_shards
+    setting = choose_delete_shards(setting).value
     served = ServedFolder(embedded_model(), Path(folder)/"hub", free)
     with mock.patch.object(hub, "HUB", served), \
          mock.patch.object(components, "free_bytes", always(free)), \
@@ -385,8 +396,12 @@ def resume_facts(raw) -> dict:
 def held_out(raw, fraction, seed) -> list:
     "The held-out pairs of the archive's data set."
     from qie_nb.data.samples import config_samples, split_held_out
-    samples = list(config_samples(make_config(raw).data))
-    return [s.id for s in split_held_out(samples, fraction, seed)[1]]
+    from qie_nb.planning.decisions import choose_held_out
+    from qie_nb.planning.facts import pair_facts
+    config = make_config(merged(raw, dict(train=dict(val_fraction=fraction))))
+    samples = list(config_samples(config.data))
+    share = choose_held_out(config.train, pair_facts(samples)).value
+    return [s.id for s in split_held_out(samples, share, seed)[1]]
 
 
 def choices_of(name) -> list:

@@ -10,13 +10,11 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from qie_nb.config import make_config
 from qie_nb.devices.processes import Processes, ProcessEnded
 from qie_nb.lora.formats import lora_info
 from qie_nb.models import components
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
-from qie_nb.training.run_processes import check_processes
 
 from helpers import PATIENCE, OnStep, on_call, settings, wait_for, write_pairs
 
@@ -316,21 +314,6 @@ def test_processes_save_and_end_if_their_notebook_is_killed(config, tmp_path):
     alone = dict(num_processes=1, gradient_accumulation_steps=2)
     again = made["train"] | alone | dict(max_train_steps=end, resume_checkpoint="latest")
     assert QwenImageEditTrainer(made | dict(train=again)).fit().global_step == end
-
-
-def test_what_cannot_be_started_is_said_before_anything_is(config, tmp_path, monkeypatch):
-    c = lambda **train: make_config(config("out", **train))
-    for words, gpus, given, train in (
-            ("`train.num_processes` 3, but there are 2 GPUs; use 2, or auto", 2, "", dict(num_processes=3, device="auto")),
-            ("cannot hand a loader to other processes; set it to 1", 0, "a loader", dict(num_processes=2)),
-            ("`train.model_parallel_devices` cannot be combined", 2, "", dict(num_processes=2, model_parallel_devices=["cuda:0", "cuda:1"])),
-            ("for FSDP use `accelerate launch --use_fsdp", 2, "", dict(num_processes=2, distributed="fsdp")),
-            ("needs `train.device` auto", 2, "", dict(num_processes=2, device="cuda:1"))):
-        with pytest.raises(ValueError, match=words): check_processes(c(**train), gpus, given)
-    for n, gpus, given, train in ((2, 2, "", {}), (1, 1, "", {}), (1, 2, "callbacks", {}), (1, 2, "", dict(device="cuda:0")), (1, 2, "", dict(distributed="fsdp"))):
-        assert check_processes(c(**dict(num_processes="auto", device="auto") | train), gpus, given) == n
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert check_processes(c(num_processes=2), 2) == 1, "a started process starts none"
 
 
 @pytest.mark.parametrize("codes, said", [

@@ -7,7 +7,7 @@ import torch
 
 from helpers import OnStep, StopAt, merged, on_call, settings, write_pairs
 from crash_trials import complete, differ, log_rows, outcome
-from qie_nb.config import make_config
+from qie_nb.planning.planner import Planner
 from qie_nb.training import stopping
 from qie_nb.training.checkpoint import is_complete, keep_newest
 from qie_nb.tiny.random_models import tiny_folder
@@ -90,7 +90,7 @@ def test_max_hours_leaves_time_to_save_and_wastes_little(step, save, evaluation,
 def test_the_last_step_leaves_time_for_another_step_and_a_slow_save(monkeypatch):
     now, state = [0.], SimpleNamespace(began=0., save_seconds=200., stop="")
     monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: now[0]))
-    limit, t = stopping.TimeLimitCallback(), SimpleNamespace(config=make_config(dict(train=dict(max_hours=1.))), state=state)
+    limit, t = stopping.TimeLimitCallback(), SimpleNamespace(plan=Planner(dict(train=dict(max_hours=1.))).plan, state=state)
     limit.on_train_begin(t)
     while not state.stop:
         now[0] += 100

@@ -11,6 +11,7 @@ from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
 from qie_nb.core.progress import Progress
 from qie_nb.core.display import VIEW
+from qie_nb.planning.planner import Planner
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import OnStep, StopAt, adapters_close, settings
 
@@ -35,8 +36,9 @@ def is_interactive(monkeypatch):
 
 def fake(tmp_path, log_every=1, max_steps=100):
     "The parts of a trainer that the panel reads."
-    return SimpleNamespace(state=RunState(max_steps=max_steps, began=0.), config=Config(logging=dict(log_every=log_every)), device=torch.device("cpu"),
-                           checkpoint_root=lambda: tmp_path, global_step=0)
+    config = Config(logging=dict(log_every=log_every))
+    return SimpleNamespace(state=RunState(max_steps=max_steps, began=0.), config=config, device=torch.device("cpu"),
+                           checkpoint_root=lambda: tmp_path, global_step=0, plan=Planner(config).plan)
 
 
 def begun(tmp_path, panel, **kw): # the trainer's parts and the panel

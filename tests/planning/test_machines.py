@@ -1,0 +1,250 @@
+"""Ten machines written down as data, and every decision of the plan on them; torch is not imitated."""
+from dataclasses import replace
+
+import pytest
+
+from qie_nb.config import make_config
+from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
+from qie_nb.data.samples import ONE_IMAGE
+from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products
+from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.models.components import WHEN_NEEDED, Components
+from qie_nb.planning.facts import encoding_facts
+from qie_nb.planning.memory_query import REAL
+from qie_nb.planning.plan import make_plan
+
+GB = 1_000_000_000
+T4 = GpuInfo("Tesla T4", 15_835_660_288, (7, 5), False)
+RTX3060 = GpuInfo("NVIDIA GeForce RTX 3060", 12_563_000_000, (8, 6))
+RTX4090 = GpuInfo("NVIDIA GeForce RTX 4090", 25_393_692_672, (8, 9), screen=True, free=23 * GB)
+A100 = GpuInfo("NVIDIA A100-SXM4-40GB", 42_300_000_000, (8, 0))
+H100 = GpuInfo("NVIDIA H100 80GB HBM3", 84_929_347_584, (9, 0))
+
+OWN = Machine(cores=16, memory=64 * GB, disk=500 * GB, driver="580.95.05", compiler=True, triton=True)
+KAGGLE = replace(OWN, cores=4, memory=31 * GB, disk=60 * GB, platform="kaggle", hours=9., session_start=1000.)
+MACHINES = {
+    "T4": replace(OWN, gpus=(T4,)),
+    "2 x T4": replace(KAGGLE, gpus=(T4, T4)),
+    "RTX 3060": replace(OWN, gpus=(RTX3060,)),
+    "RTX 4090 with a screen": replace(OWN, gpus=(RTX4090,)),
+    "A100": replace(OWN, gpus=(A100,), platform="colab", hours=12.),
+    "H100": replace(OWN, gpus=(H100,)),
+    "no GPU": replace(OWN, triton=False),
+    "old driver": replace(OWN, driver="535.183.01"), # torch sees no GPU then
+    "WSL2": replace(OWN, gpus=(RTX4090,), wsl2=True, driver="", compiler=False),
+    "Kaggle's disk": replace(KAGGLE, gpus=(T4,), disk=8 * GB),
+}
+
+
+MODEL = ModelFacts(REAL)
+PAIRS = PairFacts(50, 50)
+
+
+def plan_on(name, so_far=SoFar(), facts=MODEL, pairs=PAIRS, **sections):
+    "The plan of a configuration on one of the machines."
+    return make_plan(make_config(sections), MACHINES[name], facts, pairs, so_far)
+
+
+def values(field, **sections) -> dict: # {machine: value of a decision}
+    "What a decision is on each machine."
+    return {name: getattr(plan_on(name, **sections), field).value for name in MACHINES}
+
+
+def on(default, **others) -> dict:
+    "{machine: value}: the others by name, written with underscores."
+    named = {name.replace("_", " "): value for name, value in others.items()}
+    assert named.keys() <= MACHINES.keys()
+    return dict.fromkeys(MACHINES, default) | named
+
+
+NO_GPU = dict(no_GPU="cpu", old_driver="cpu")
+
+
+def test_the_device_is_the_first_gpu_or_that_of_the_process():
+    assert values("device") == on("cuda:0", **NO_GPU)
+    second = replace(MACHINES["2 x T4"], rank=1, world=2)
+    assert choose_device("auto", second).value == "cuda:1"
+    assert choose_device("auto", replace(second, rank=2)).value == "cuda"
+    assert choose_device("auto", Machine(mps=True)).value == "mps"
+    assert plan_on("T4", train=dict(device="cpu")).device == Choice("cpu", "`train.device` says so", "train.device", True)
+    with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"):
+        plan_on("T4", train=dict(device="cuda:1")).device.checked()
+    assert plan_on("T4", SoFar(device="cpu")).device.value == "cpu"
+
+
+def test_several_gpus_that_share_the_blocks_decide_the_device():
+    shared = dict(model_parallel_devices=["cuda:1", "cuda:0"])
+    device = plan_on("2 x T4", train=shared).device
+    assert (device.value, device.setting, device.asked) == ("cuda:1", "train.model_parallel_devices", True)
+
+
+def test_encoders_are_where_the_run_trains_unless_the_cache_names_a_device():
+    for field in ("vae_device", "text_encoder_device"):
+        assert values(field) == on("cuda:0", **NO_GPU)
+    plan = plan_on("2 x T4", cache=dict(text_encoder_device="cuda:1", vae_encoder_device="cpu"))
+    assert [plan.vae_device.value, plan.text_encoder_device.value] == ["cpu", "cuda:1"]
+    assert plan_on("T4", cache=dict(vae_encoder_device="cuda:3")).vae_device.problem
+
+
+def test_only_gpus_without_bfloat16_compute_in_float32():
+    float32 = dict.fromkeys(("T4", "2_x_T4"), "float32")
+    assert values("dtype") == on("bfloat16", **float32) | {"Kaggle's disk": "float32"}
+    assert plan_on("T4").dtype.why.startswith("Tesla T4 has no bfloat16 of its own, and float16 overflows")
+    asked = plan_on("T4", train=dict(mixed_precision="bf16")).dtype
+    assert asked.value == "bfloat16" and asked.asked and "it is emulated" in asked.why
+    assert set(values("dtype", train=dict(mixed_precision="no")).values()) == {"float32"}
+
+
+def test_products_are_scaled_float16_on_tensor_cores_without_bfloat16():
+    assert values("products") == on(AS_DTYPE, T4=SCALED, **{"2_x_T4": SCALED}) | {"Kaggle's disk": SCALED}
+
+    def products(gpu=T4, kind=None, fsdp=False, **train):
+        "The decision for a GPU."
+        return choose_products(make_config(dict(train=train)).train, gpu, kind, fsdp)
+    assert products(kind="nf4").why.startswith("Tesla T4 has no bfloat16: ")
+    assert products(replace(T4, capability=(7, 0))).value == SCALED
+    assert products(H100, mixed_precision="fp16").value == SCALED
+    for other in (dict(gpu=replace(T4, capability=(6, 0))), dict(mixed_precision="no"), dict(mixed_precision="bf16"),
+                  dict(kind="fp8_storage"), dict(compile=True), dict(fsdp=True), dict(gpu=H100), dict(gpu=None)):
+        assert products(**other).value == AS_DTYPE, other
+    for against in (dict(kind="fp8_storage"), dict(compile=True), dict(fsdp=True)):
+        assert "fp16 is incompatible with" in products(mixed_precision="fp16", **against).problem
+    assert choose_dtype("fp16", H100).value == "float32"
+
+
+def test_a_launch_with_fsdp_forbids_scaled_products():
+    launched = replace(MACHINES["2 x T4"], fsdp=True, world=2)
+    assert make_plan(make_config(None), launched, MODEL).products.value == AS_DTYPE
+    ddp = make_config(dict(train=dict(distributed="ddp")))
+    assert make_plan(ddp, launched).products.value == SCALED
+
+
+SMALL = dict(model=dict(quantize="nf4"), data=dict(image_size=[512, 512], control_area=512 * 512), train=dict(gradient_checkpointing="selective"))
+
+
+def test_two_processes_start_only_if_the_run_fits_each_gpu():
+    assert values("processes") == on(1)
+    assert values("processes", **SMALL) == on(1, **{"2_x_T4": 2})
+    small, large = (plan_on("2 x T4", **sections).processes for sections in (SMALL, {}))
+    assert small.why.startswith("the run fits each GPU (") and not small.warning
+    assert large.why.startswith("the run does not fit each GPU (") and large.warning.startswith("one process: ")
+    assert plan_on("2 x T4", facts=None).processes.value == 2, "without a model nothing speaks against it"
+
+
+def test_the_weights_of_a_t4_are_counted_in_float32():
+    "In bfloat16 the same run would fit: an H100 of that size takes it."
+    eight = dict(model=dict(quantize="none", modulation_table=True), data=dict(image_size=[256, 256], control_area=256 * 256))
+    wide = replace(T4, bytes=40 * GB, name="T4 with more memory")
+    two = [make_plan(make_config(eight), replace(KAGGLE, gpus=(gpu, gpu)), MODEL).processes.value for gpu in (wide, replace(wide, bf16=True, capability=(9, 0)))]
+    assert two == [1, 2]
+
+
+@pytest.mark.parametrize("words, gpus, given, train", [
+    ("`train.num_processes` 3, but there are 2 GPUs; use 2, or auto", 2, "", dict(num_processes=3, device="auto")),
+    ("cannot hand a loader to other processes; set it to 1", 0, "a loader", dict(num_processes=2)),
+    ("`train.model_parallel_devices` cannot be combined", 2, "", dict(num_processes=2, model_parallel_devices=["cuda:0", "cuda:1"])),
+    ("for FSDP use `accelerate launch --use_fsdp", 2, "", dict(num_processes=2, distributed="fsdp")),
+    ("needs `train.device` auto", 2, "", dict(num_processes=2, device="cuda:1"))])
+def test_what_cannot_be_started_is_a_problem_of_the_choice(words, gpus, given, train):
+    choice = choose_processes(make_config(dict(train=train)).train, Machine((T4,) * gpus), SoFar(given=given))
+    with pytest.raises(ValueError, match=words):
+        choice.checked()
+
+
+@pytest.mark.parametrize("n, gpus, so_far, train", [
+    (2, 2, {}, {}), (1, 1, {}, {}), (1, 2, dict(given="callbacks", optional=True), {}), (1, 2, {}, dict(device="cuda:0")),
+    (1, 2, {}, dict(distributed="fsdp")), (1, 2, dict(begun_here=True), {}),
+    (2, 2, dict(given="callbacks", optional=True), dict(num_processes=2))])
+def test_how_many_processes_start(n, gpus, so_far, train):
+    config = make_config(dict(train=dict(num_processes="auto") | train))
+    machine = Machine((T4,) * gpus)
+    assert choose_processes(config.train, machine, SoFar(**so_far)).checked() == n
+    launched = replace(machine, world=2)
+    assert choose_processes(config.train, launched, SoFar(**so_far)).checked() == 1, "a started process starts none"
+
+
+def test_a_run_ends_before_its_session():
+    kaggle = TimeLimit(9 - MARGIN, 1000.)
+    assert values("hours") == on(None, A100=TimeLimit(12 - MARGIN), **{"2_x_T4": kaggle}) | {"Kaggle's disk": kaggle}
+    choice = plan_on("2 x T4").hours
+    assert choice.why == "max_hours auto (8.5 of kaggle's 9 h, from its start)"
+    assert choice.value.end(5000.) == 1000. + 8.5 * 3600
+    assert choose_hours("auto", replace(KAGGLE, session_start=None)).value.end(5000.) == 5000. + 8.5 * 3600
+    assert choose_hours(None, KAGGLE).value is None and choose_hours(2.5, KAGGLE).value.end(5000.) == 14000.
+
+
+def test_a_run_is_evaluated_four_times_unless_it_is_asked_otherwise():
+    assert set(values("eval_interval").values()) == {EvalInterval(parts=4)}
+    for train, interval in ((dict(eval_steps=30), (0, 30)), (dict(eval_interval=2), (2, None)), (dict(eval_interval=0), (0, None))):
+        assert plan_on("T4", train=train).eval_interval.value.of(1000) == interval
+
+
+def test_one_control_image_of_ten_or_more_is_held_out():
+    assert set(values("held_out").values()) == {ONE_IMAGE}
+    assert plan_on("T4", pairs=PairFacts(50, 9)).held_out.value == 0 and plan_on("T4", pairs=None).held_out is None
+    train = make_config(None).train
+    assert [choose_held_out(train, PAIRS, before).value for before in ("auto", 0, 0.1)] == [ONE_IMAGE, 0, 0]
+    for asked, share in (dict(val_fraction=0.2), 0.2), (dict(val_path="held"), 0), (dict(val_fraction=0.2, val_path="held"), 0):
+        assert plan_on("T4", pairs=None, train=asked).held_out.value == share
+
+
+def test_a_table_replaces_the_modulation_layers_in_training():
+    assert set(values("modulation").values()) == {IN_TRAINING}
+    for wanted, value in ((True, ALWAYS), (False, NEVER)):
+        choice = plan_on("T4", model=dict(modulation_table=wanted), facts=None).modulation
+        assert (choice.value, choice.asked) == (value, True)
+    assert choose_modulation("auto", replace(MODEL, table=False), "bfloat16").value == NEVER
+    assert choose_modulation("auto", None, "bfloat16") is None
+    small = ModelFacts(dict(REAL, num_attention_heads=1, attention_head_dim=64), rows="float32")
+    assert choose_modulation("auto", small, "float32").value == NEVER, "the table of a small model is larger than its layers"
+
+
+def test_long_runs_on_gpus_with_a_compiler_are_compiled():
+    compiled = values("compile", train=dict(max_train_steps=1000))
+    assert compiled == on(True, T4=False, no_GPU=False, old_driver=False, WSL2=False, **{"2_x_T4": False}) | {"Kaggle's disk": False}
+    reasons = {name: plan_on(name, train=dict(max_train_steps=1000)).compile.why for name in ("T4", "no GPU", "WSL2")}
+    assert reasons == {"T4": "products are scaled into float16 (`train.mixed_precision` fp16)",
+                       "no GPU": "eager code is as fast on a CPU, and starts at once", "WSL2": "there is no C compiler here"}
+    assert set(values("compile", train=dict(max_train_steps=499)).values()) == {False}
+
+
+@pytest.mark.parametrize("why, machine, device, facts, train", [
+    ("`train.compile` is false", "H100", "cuda:0", {}, dict(compile=False)),
+    ("a compiled nf4 base is not tried on GPUs yet; set `train.compile` to true for it", "H100", "cuda:0", dict(quantized="nf4"), {}),
+    ("compiling does not pay off in 100 steps; set `train.compile` to true for it", "H100", "cuda:0", dict(steps=100), {}),
+    ("`train.offload_activations` moves the kept tensors", "no GPU", "cpu", {}, dict(compile=True, offload_activations=True)),
+    ("FSDP has sharded the blocks", "H100", "cuda:0", dict(obstacle="FSDP has sharded the blocks"), dict(compile=True)),
+    ("there is no C compiler here", "WSL2", "cpu", {}, dict(compile=True)), ("torch.compile is not used on mps", "H100", "mps", {}, {})])
+def test_what_forbids_compiling(why, machine, device, facts, train):
+    choice = choose_compile(make_config(dict(train=train)).train, MACHINES[machine], device, **facts)
+    assert (choice.value, choice.why) == (False, why)
+    loud = train.get("compile") is True or device.startswith("cuda") and train.get("compile") is not False
+    assert choice.warning == (f"blocks run uncompiled: {why}" if loud else "")
+
+
+def test_a_gpu_needs_triton():
+    train, old = make_config(None).train, replace(MACHINES["H100"], gpus=(replace(H100, capability=(6, 1), name="Tesla P40"),))
+    assert choose_compile(train, replace(MACHINES["H100"], triton=False), "cuda:0", 1000).why == "triton is not installed"
+    assert choose_compile(train, old, "cuda:0", 1000).why == "Tesla P40 is too old for triton"
+    for asked, steps in (("auto", 1000), ("auto", None), (True, 3)):
+        choice = choose_compile(make_config(dict(train=dict(compile=asked))).train, MACHINES["H100"], "cuda:0", steps)
+        assert choice.value and choice.warning.startswith("blocks are compiled (triton and a C compiler are here), so")
+    asked = make_config(dict(train=dict(compile=True))).train
+    assert choose_compile(asked, MACHINES["no GPU"], "cpu", quantized="nf4").value
+
+
+def test_as_many_samples_are_encoded_at_once_as_fit():
+    one_gpu = dict(vae="cuda:0", text_encoder="cuda:0")
+    work = dict(vae=5 * GB, text_encoder=1 * GB)
+    for weights, batch in ((dict(vae=GB // 4, text_encoder=33 * GB), 1), (dict(vae=0, text_encoder=0), 2)):
+        facts = EncodingFacts(one_gpu, weights, work, {"cuda:0": 26 * GB})
+        assert choose_encode_batch("auto", facts).value == batch
+    assert values("encode_batch", cache=dict(batch_size=7)) == on(7)
+    assert plan_on("no GPU").encode_batch == Choice(1, "nothing is gained on cpu", "cache.batch_size")
+    assert plan_on("T4").encode_batch is None, "the memory is read when something is encoded"
+    assert encoding_facts(Components("tiny"), dict(vae="cpu", text_encoder="cuda:0")).free == {}
+
+
+def test_downloads_are_deleted_when_the_disk_is_too_small():
+    assert set(values("delete_shards").values()) == {WHEN_NEEDED}
+    assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [True, False]
