@@ -218,8 +218,10 @@ class SampleInputs:
 
     def prepare(self, name, components):
         "Compute the input for the tensor of this name, if its processor is loaded."
-        if "prompt" in name: components.variant.prepare_images(components, self.vl)
-        elif "latent" in name and "vae" in components.loaded: self.pixels(name, components.loaded["vae"], components.variant)
+        if "prompt" in name:
+            components.variant.prepare_images(components, self.vl)
+        elif "latent" in name and "vae" in components.loaded:
+            self.pixels(name, components.loaded["vae"], components.variant)
 
 # %% ../../nbs/encoding/02_encoder.ipynb #92a6f7c8
 @patch

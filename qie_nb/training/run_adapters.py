@@ -114,8 +114,13 @@ def start(self:RunAdapters):
     c = self.config.model.lora
     self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
     tr = self.modulation.transformer()
-    try: self._set_origin(info := lora.start_lora(tr, c, self.config.train.seed, unused=self.components.variant.unused_layers) or self.origin)
-    except KeyboardInterrupt: self.components.drop("transformer"); raise # some layers may lack it
+    unused = self.components.variant.unused_layers
+    try:
+        info = lora.start_lora(tr, c, self.config.train.seed, unused=unused) or self.origin
+    except KeyboardInterrupt: # some layers may lack it
+        self.components.drop("transformer")
+        raise
+    self._set_origin(info)
     if c.pretrained_weight: self._warn_positions("`model.lora.pretrained_weight`", info)
 
 # %% ../../nbs/training/07_run_adapters.ipynb #26ce6d01
@@ -288,9 +293,10 @@ def card_facts(self:RunAdapters) -> dict: # as for `model_card`
     samples, held = (self.data.samples or (), self.data.validation) if self.data is not None else ((), None)
     best = self.state.best[0] if self.state.best else None
     edits = sorted(samples, key=lambda s: not s.controls) # their captions first: the card uses one
+    variant = self.components.variant
     return self.metadata() | dict(
         base_model=self.config.model.pretrained_model_name_or_path,
-        pipeline=self.components.variant.pipeline, several_images=self.components.variant.multi_image, samples=len(samples) or None,
+        pipeline=variant.pipeline, several_images=variant.multi_image, samples=len(samples) or None,
         captions=list(dict.fromkeys(s.prompt for s in edits))[:20], held_out=len(held) if held else None,
         controls=max((len(s.controls) for s in samples), default=None),
         without_control=sum(not s.controls for s in samples) or None, settings=card_settings(self.config),
