@@ -75,7 +75,7 @@ def run(name:str) -> dict:
 
 
 def execute(name:str) -> dict:
-    "A committed notebook as JSON, with the new outputs of a run; other libraries' warnings are left out of a page beside the chapters."
+    "A committed notebook as JSON, with the new outputs of a run; a page beside the chapters shows no warnings."
     nb = notebook(name)
     for cell, other in zip(nb["cells"], run(name)["cells"], strict=True):
         if cell["cell_type"] == "code":
