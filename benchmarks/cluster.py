@@ -26,18 +26,18 @@ def note(*what):
     os.close(fd)
 
 def watch(module):
-    encode, save = module.Encoder.encode, module.Encoder.save
-    def noted(self, dataset, job, inputs):
+    encode, save = module.encode_job, module.Encoder.save
+    def noted(encoder, job, read):
         for m in (m for unit in job.units for m in unit):
             note("begins", *m.entry.id)
             if "POISON" in m.prompt: os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(os.environ.get("SECONDS_PER_JOB", 0)))
-        return encode(self, dataset, job, inputs)
+        return encode(encoder, job, read)
     def stored(self, encoded):
         before = self.stored
         save(self, encoded)
         if self.stored > before: note("stored", *encoded.entry.id)
-    module.Encoder.encode, module.Encoder.save = noted, stored
+    module.encode_job, module.Encoder.save = noted, stored
 
 class AfterEncoder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

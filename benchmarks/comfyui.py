@@ -88,7 +88,8 @@ def with_stand_ins(mappings):
 
 def prepare(folder, nodes):
     import folder_paths
-    files = dict(diffusion_models=[m.unet for m in MODELS], text_encoders=[MODELS[0].text_encoder], vae=[MODELS[0].vae], loras=LORAS)
+    files = dict(diffusion_models=[m.unet for m in MODELS], text_encoders=[MODELS[0].text_encoder],
+                 vae=[MODELS[0].vae], loras=LORAS)
     real = folder_paths.get_filename_list
     folder_paths.get_filename_list = lambda kind: files.get(kind) or real(kind)
     (folder/"input").mkdir(), (folder/"output").mkdir()
@@ -123,7 +124,8 @@ def compared(f, size, got) -> dict: # {what: (ours, ComfyUI's)}
             "text encoder": ([squares(calculate_dimensions(f.vl_area, shown[0] / shown[1]))] * f.controls, got["positive"]["squares"])}
     for name, prompt in (("positive", PROMPT), ("negative", " ")):
         rows[f"{name} text"] = VARIANTS[f.model.name].prompt_text(prompt, f.controls), got[name]["text"]
-    rows["timestep of the controls"] = "index_timestep_zero" if f.model.controls_at_zero and f.controls else None, got["positive"].get("reference_latents_method")
+    method = "index_timestep_zero" if f.model.controls_at_zero and f.controls else None
+    rows["timestep of the controls"] = method, got["positive"].get("reference_latents_method")
     return rows
 
 
@@ -200,7 +202,8 @@ def main():
     image_of(folder, (64, 64))
     graphs = {(v, c, n): facts_of(v, c, n) for v in VARIANTS for c in CASES for n in ([1] if v == "v1" else [1, 2, 3])}
     graphs |= {(v, "text to image", 0): facts_of(v, "small", 0) for v in VARIANTS}
-    graphs |= {(v, "for few steps", 1): facts_of(v, "small", 1, few_steps=LORAS[1], steps=4, true_cfg_scale=1.0, shift=3.0) for v in VARIANTS}
+    few = dict(few_steps=LORAS[1], steps=4, true_cfg_scale=1.0, shift=3.0)
+    graphs |= {(v, "for few steps", 1): facts_of(v, "small", 1, **few) for v in VARIANTS}
     checked = {", ".join(map(str, k)): validate(execution, workflow(f).api()) for k, f in graphs.items()}
     refused = {k: validate(execution, api) for k, api in breakages(workflow(graphs["2511", "small", 1]).api()).items()}
     print(sum(ok for ok, _ in checked.values()), "of", len(checked), "workflows pass validate_prompt;", sum(not ok for ok, _ in refused.values()), "of", len(refused), "broken ones are refused")

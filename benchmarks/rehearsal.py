@@ -130,7 +130,9 @@ def query(job):
     from qie_nb.planning.memory_query import memory_query, model_facts
     from qie_nb.config import make_config
     t = json.loads((job.served()/"transformer"/"config.json").read_text())
-    return memory_query(make_config(job.config("out")), t, 4, text=model_facts(str(job.served())).variant.prompt_tokens(1, SIDE * SIDE), kernel="cpu", compiled=False)
+    variant = model_facts(str(job.served())).variant
+    return memory_query(make_config(job.config("out")), t, 4, text=variant.prompt_tokens(1, SIDE * SIDE),
+                        kernel="cpu", compiled=False)
 
 
 def transformer(job):

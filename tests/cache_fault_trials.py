@@ -718,7 +718,9 @@ def pickles(world) -> dict:
     uses = { # path: use
         **{place(cache, *world.first(kind)): entry for kind in ("prompt_embed", "pixel_latent", "prompt_prefix")},
         cache/"manifest.json": lambda p: EmbeddingCacheManager(cache).identities(),
-        packed/INDEX: lambda p: EmbeddingCacheManager(packed), packed/DATABASE: lambda p: EmbeddingCacheManager(packed), min(packed.glob("cache-0*")): shard,
+        packed/INDEX: lambda p: EmbeddingCacheManager(packed),
+        packed/DATABASE: lambda p: EmbeddingCacheManager(packed),
+        min(packed.glob("cache-0*")): shard,
         **{world.root/name: lambda p: world.dataset(cache, strict=True)
            for name in ("training_images/0000.png", "control_images/0001.png", "metadata.jsonl", "metadata.csv")},
         lora: lambda p: load_lora(whole.transformer, p),
@@ -837,9 +839,12 @@ def databases(packed, kind, key, t):
     shard, start, size, _ = rows[kind][key]
     right = {(k, x): EmbeddingCacheManager(packed).load_cache(k, x) for k in rows for x in rows[k]}
     values = ("7", "-8", "1 << 40", "1 << 62", "'a'", "x'ff'", "0.5", f"{start + 8}", f"{size - 8}")
-    lies = [f"UPDATE entries SET {c}={v} WHERE kind='{kind}' AND key='{key}'" for c in ("shard", "begin", "size", "header", "header_bytes") for v in values]
-    lies += ["DELETE FROM headers", "DELETE FROM entries", "UPDATE headers SET header='{}'", "UPDATE headers SET header=x'00'", "UPDATE entries SET header=0",
-             "UPDATE entries SET key='../' || key", "DROP TABLE headers", "CREATE TABLE more (x)", "CREATE VIEW more AS SELECT 1"]
+    columns = ("shard", "begin", "size", "header", "header_bytes")
+    lies = [f"UPDATE entries SET {c}={v} WHERE kind='{kind}' AND key='{key}'" for c in columns for v in values]
+    lies += ["DELETE FROM headers", "DELETE FROM entries", "UPDATE headers SET header='{}'",
+             "UPDATE headers SET header=x'00'", "UPDATE entries SET header=0",
+             "UPDATE entries SET key='../' || key", "DROP TABLE headers", "CREATE TABLE more (x)",
+             "CREATE VIEW more AS SELECT 1"]
     for lie in lies:
         (packed/INDEX).write_bytes(index), (packed/DATABASE).write_bytes(database)
         with contextlib.closing(sqlite3.connect(packed/DATABASE, isolation_level=None)) as db: db.execute(lie)

@@ -1,5 +1,6 @@
-"""What is defined here, outside of the library, works like its own: a quantization, an optimizer, a variant, another family of models, a setting with
-a loss weighting, a sink."""
+"""What is defined here, outside of the library, works like its own.
+
+A quantization, an optimizer, a variant, another family of models, a setting with a loss weighting, a sink."""
 import json
 
 import pytest
@@ -139,29 +140,38 @@ class Klein(Variant):
     length = 24        # tokens of each prompt, padded
     layers = (1, 2, 3) # of the text encoder, side by side
 
-    def template_for(self, images): return PromptTemplate("<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", 0)
+    def template_for(self, images):
+        return PromptTemplate("<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", 0)
 
     def prompt_identity(self):
         text = repr((tuple(self.template_for(0)), self.length, self.layers))
         return dict(template=text, text_template=text)
 
     def encode_whole(self, text_encoder, processor, prompt, images):
-        ids = processor([self.prompt_text(prompt)], padding="max_length", max_length=self.length, truncation=True, return_tensors="pt").to(device_of(text_encoder))
+        ids = processor([self.prompt_text(prompt)], padding="max_length", max_length=self.length,
+                        truncation=True, return_tensors="pt").to(device_of(text_encoder))
         with torch.no_grad():
-            out = text_encoder.model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], output_hidden_states=True)
+            out = text_encoder.model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"],
+                                     output_hidden_states=True)
         return torch.cat([out.hidden_states[k][0] for k in self.layers], -1).to(text_encoder.dtype)
 
     def prompt_lengths(self, processor, prefix, prompt, share): return 0, self.length
     def embedding_width(self, config): return config["hidden_size"] * len(self.layers)
 
-    def vae_shape(self, config): return VAEShape(4 * config["latent_channels"], 2 ** len(config["block_out_channels"]))
+    def vae_shape(self, config):
+        return VAEShape(4 * config["latent_channels"], 2 ** len(config["block_out_channels"]))
+
     def encoding_parts(self, vae): return vae.encoder, vae.quant_conv, vae.bn
 
     def pixels(self, vae, image, size):
-        return image if isinstance(image, torch.Tensor) else VaeImageProcessor(vae_scale_factor=16).preprocess([image], size[1], size[0])
+        if isinstance(image, torch.Tensor):
+            return image
+        return VaeImageProcessor(vae_scale_factor=16).preprocess([image], size[1], size[0])
 
     def statistics(self, vae):
-        return vae.bn.running_mean.view(1, -1, 1, 1), (vae.bn.running_var + vae.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
+        mean = vae.bn.running_mean
+        std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
+        return mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
     @torch.no_grad()
     def encode_images(self, vae, images, size, use_2d=True):
@@ -174,27 +184,33 @@ class Klein(Variant):
     def decode_latents(self, vae, latents, use_2d=True):
         mean, std = self.statistics(vae)
         z = Flux2KleinPipeline._unpatchify_latents(latents[:, :, 0].to(vae.dtype) * std + mean)
-        return (VaeImageProcessor().postprocess(vae.decode(z, return_dict=False)[0], output_type="np") * 255).round().astype("uint8")
+        decoded = vae.decode(z, return_dict=False)[0]
+        images = VaeImageProcessor().postprocess(decoded, output_type="np")
+        return (images * 255).round().astype("uint8")
 
     def pack(self, latents): return latents.flatten(2).transpose(1, 2)
     def unpack(self, tokens, h, w): return tokens.transpose(1, 2).unflatten(2, (1, h, w))
 
     def token_positions(self, target, controls, batch_size=1):
         "Coordinates (t, h, w, l) of each token: the target at t = 0, controls at 10, 20, ..."
-        sizes = [target, *controls]
-        ids = [torch.cartesian_prod(torch.tensor([10 * t]), torch.arange(h), torch.arange(w), torch.arange(1)) for t, (h, w) in enumerate(sizes)]
+        ids = []
+        for n, (h, w) in enumerate([target, *controls]):
+            t = torch.tensor([10 * n])
+            ids.append(torch.cartesian_prod(t, torch.arange(h), torch.arange(w), torch.arange(1)))
         return torch.cat(ids).expand(batch_size, -1, -1)
 
     def transformer_inputs(self, transformer, x_t, controls, timesteps, embeds, mask, positions):
-        words = torch.cartesian_prod(*[torch.arange(n) for n in (1, 1, 1, embeds.shape[1])]).expand(len(embeds), -1, -1)
-        return dict(hidden_states=torch.cat([x_t, *controls], 1), timestep=(timesteps / 1000).to(x_t), guidance=None, encoder_hidden_states=embeds,
-                    img_ids=positions, txt_ids=words, return_dict=False)
+        words = torch.cartesian_prod(*[torch.arange(n) for n in (1, 1, 1, embeds.shape[1])])
+        return dict(hidden_states=torch.cat([x_t, *controls], 1), timestep=(timesteps / 1000).to(x_t),
+                    guidance=None, encoder_hidden_states=embeds, img_ids=positions,
+                    txt_ids=words.expand(len(embeds), -1, -1), return_dict=False)
 
     def shift_mu(self, tokens, config, steps=None): return compute_empirical_mu(tokens, steps or 50)
 
 
 SETTINGS = dict(model=dict(quantize="six"), optimizer=dict(name="momentum", lr=0.1))
-TABLES = [("quantization", Six, QUANTIZATIONS), ("optimizer", Momentum, OPTIMIZERS), ("sink", Lines, SINKS), ("variant", Other, VARIANTS), ("variant", Klein, VARIANTS)]
+TABLES = [("quantization", Six, QUANTIZATIONS), ("optimizer", Momentum, OPTIMIZERS), ("sink", Lines, SINKS),
+          ("variant", Other, VARIANTS), ("variant", Klein, VARIANTS)]
 
 
 def withdraw():
@@ -350,17 +366,20 @@ def other(trained_run, registered_again):
     def settings(folder, **train):
         model = dict(pretrained_model_name_or_path=str(tiny_folder("2509")), variant="other")
         cache = dict(cache_dir=str(folder.parent/"cache")) # the fixture's belongs to another model
-        return trained_run.settings(folder, model=model, cache=cache, train=dict(max_train_steps=2, save_steps=2, eval_images=0) | train)
+        train = dict(max_train_steps=2, save_steps=2, eval_images=0) | train
+        return trained_run.settings(folder, model=model, cache=cache, train=train)
     return settings
 
 
 def test_a_variant_is_named_in_the_settings_and_not_found_by_itself(tmp_path):
     assert make_config(dict(model=dict(variant="other"))).model.variant == "other"
     assert {n: text for n, _, text in describe()}["model.variant"].endswith("also other, klein")
-    with pytest.raises(ValueError, match="`model.variant` must be 'auto'"): make_config(dict(model=dict(variant="another")))
+    with pytest.raises(ValueError, match="`model.variant` must be 'auto'"):
+        make_config(dict(model=dict(variant="another")))
     assert Components(str(tiny_folder("2509"))).variant.name == "2509"
     assert Components(str(tiny_folder("2509")), variant="other").variant.name == "other"
-    with pytest.raises(ValueError, match="`model.variant` is other, but .* is v1"): Components(str(tiny_folder("v1")), variant="other")
+    with pytest.raises(ValueError, match="`model.variant` is other, but .* is v1"):
+        Components(str(tiny_folder("v1")), variant="other")
 
 
 def test_a_template_changes_embeddings_and_their_keys_only():
@@ -409,15 +428,19 @@ def trained_like(other, folder):
 @pytest.fixture(scope="module")
 def klein(tmp_path_factory):
     "A model folder of random parts."
-    folder, tok = tmp_path_factory.mktemp("klein")/"model", tiny_tokenizer()
+    folder = tmp_path_factory.mktemp("klein")/"model"
+    tok = tiny_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae = AutoencoderKLFlux2(block_out_channels=(16,) * 4, latent_channels=8, layers_per_block=1, norm_num_groups=4)
-        vae.bn.running_mean.normal_(), vae.bn.running_var.uniform_(0.5, 2)
-        text_encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-                                                    num_key_value_heads=1, head_dim=16, tie_word_embeddings=False))
-        transformer = Flux2Transformer2DModel(in_channels=32, num_layers=2, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
-                                              joint_attention_dim=96, axes_dims_rope=(8,) * 4, guidance_embeds=False)
+        vae.bn.running_mean.normal_()
+        vae.bn.running_var.uniform_(0.5, 2)
+        text_encoder = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False))
+        transformer = Flux2Transformer2DModel(
+            in_channels=32, num_layers=2, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+            joint_attention_dim=96, axes_dims_rope=(8,) * 4, guidance_embeds=False)
     Flux2KleinPipeline(_scheduler(), vae, text_encoder, tok, transformer).save_pretrained(folder)
     return folder
 
@@ -426,14 +449,17 @@ def klein(tmp_path_factory):
 def test_a_made_up_family_precomputes_trains_resumes_and_predicts(klein, trained_run, tmp_path):
     def trainer(name, **train):
         return QwenImageEditTrainer(trained_run.settings(
-            tmp_path/name, model=dict(pretrained_model_name_or_path=str(klein)), cache=dict(cache_dir=str(tmp_path/"cache")),
-            data=dict(caption_dropout_rate=0.5), train=dict(max_train_steps=2, save_steps=2, eval_images=0) | train))
+            tmp_path/name, model=dict(pretrained_model_name_or_path=str(klein)),
+            cache=dict(cache_dir=str(tmp_path/"cache")), data=dict(caption_dropout_rate=0.5),
+            train=dict(max_train_steps=2, save_steps=2, eval_images=0) | train))
     whole = trainer("whole", max_train_steps=4)
     assert whole.components.variant.name == "klein" and "Made-up klein (Flux2KleinPipeline)" in repr(whole.components)
     report = whole.cache_embeddings()
-    kinds = {k: len(list((tmp_path/"cache"/k).rglob("*.safetensors"))) for k in ("prompt_embed", "empty_prompt_embed", "prompt_prefix")}
+    def stored(kind): return len(list((tmp_path/"cache"/kind).rglob("*.safetensors")))
     captions = {s.prompt for s in whole.data.samples or ImageDataset(whole.config).samples}
-    assert not report.skipped and kinds == dict(prompt_embed=len(captions), empty_prompt_embed=1, prompt_prefix=0), "one embedding for all images"
+    assert not report.skipped
+    assert stored("prompt_embed") == len(captions) and stored("empty_prompt_embed") == 1, "one for all images"
+    assert stored("prompt_prefix") == 0
     whole.fit()
     assert whole.modulation_table is None and whole.components.built.count("text_encoder") == 1
     assert {n for n, p in whole.transformer.named_parameters() if p.requires_grad and ".1.attn.to_q" in n}
@@ -444,9 +470,11 @@ def test_a_made_up_family_precomputes_trains_resumes_and_predicts(klein, trained
     card = (tmp_path/"lora"/"README.md").read_text()
     assert "(klein), made with qie_nb" in card and "from diffusers import Flux2KleinPipeline" in card
     kw = dict(num_inference_steps=2, height=64, width=48, seed=0)
-    images = [t.predict(IMAGE, "make it blue", **kw) for t in (resumed, trainer("again").load_lora(tmp_path/"lora"), trainer("base"))]
-    assert images[0].shape == (64, 48, 3) and (images[0] == images[1]).all() and (images[0] != images[2]).any()
-    with pytest.raises(ValueError, match="no nodes of ComfyUI for variant klein"): resumed.save_lora(tmp_path/"comfy", format="comfyui", workflow=True)
+    trainers = resumed, trainer("again").load_lora(tmp_path/"lora"), trainer("base")
+    trained, loaded, without = (t.predict(IMAGE, "make it blue", **kw) for t in trainers)
+    assert trained.shape == (64, 48, 3) and (trained == loaded).all() and (trained != without).any()
+    with pytest.raises(ValueError, match="no nodes of ComfyUI for variant klein"):
+        resumed.save_lora(tmp_path/"comfy", format="comfyui", workflow=True)
 
 
 def test_its_latents_survive_and_its_velocity_is_the_pipelines(klein):
@@ -454,10 +482,13 @@ def test_its_latents_survive_and_its_velocity_is_the_pipelines(klein):
     vae, transformer = parts.get("vae"), parts.get("transformer")
     z = v.encode_images(vae, [IMAGE], (64, 48))
     assert z.shape == (1, 32, 1, 3, 4) == (1, v.vae_shape(vae.config).channels, 1, 48 // 16, 64 // 16)
-    assert torch.equal(v.unpack(v.pack(z), 3, 4), z) and v.token_count(3, 4) == 12 and v.decode_latents(vae, z).shape == (1, 48, 64, 3)
+    assert torch.equal(v.unpack(v.pack(z), 3, 4), z) and v.token_count(3, 4) == 12
+    assert v.decode_latents(vae, z).shape == (1, 48, 64, 3)
     theirs = Flux2KleinPipeline._prepare_image_ids([torch.zeros(1, 32, 2, 3), torch.zeros(1, 32, 4, 1)])
     assert torch.equal(v.token_positions((3, 4), [(2, 3), (4, 1)])[:, 12:], theirs)
     embed = v.encode_whole(parts.get("text_encoder"), parts.get("tokenizer"), "make it blue", [])[None]
     assert embed.shape == (1, 24, 96)
-    with torch.no_grad(): out = v.velocity(transformer, v.pack(z), [v.pack(z)], torch.tensor([500.]), embed, None, v.token_positions((3, 4), [(3, 4)]))
-    assert out.shape == (1, 12, 32) and out.isfinite().all()
+    tokens, at = v.pack(z), v.token_positions((3, 4), [(3, 4)])
+    with torch.no_grad():
+        ours = v.velocity(transformer, tokens, [tokens], torch.tensor([500.]), embed, None, at)
+    assert ours.shape == (1, 12, 32) and ours.isfinite().all()

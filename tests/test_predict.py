@@ -87,11 +87,13 @@ def test_the_size_is_the_first_images_aspect_in_every_variant(variant, n):
 def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monkeypatch):
     t, order = trainer_of().setup_predict(), []
     p = t.predictor
-    for owner, name in ((QwenImage, "decode_latents"), (edits, "denoise_encoded"), (p.encoder, "prompt"), (p.encoder, "image")):
+    calls = (QwenImage, "decode_latents"), (edits, "denoise_encoded"), (p.encoder, "encode_prompts"), (p.encoder, "encode_images")
+    for owner, name in calls:
         on_call(monkeypatch, owner, name, lambda *a, name=name, **kw: order.append(name))
     on_call(monkeypatch, p, "at", lambda component: order.append(f"at {component}"))
     t.predict(images(1)[0], PROMPTS, **SMALL | dict(true_cfg_scale=4))
-    assert order == ["at text_encoder"] + ["prompt"] * 3 + ["at vae", "image", "at transformer"] + ["denoise_encoded"] * 2 + ["at vae"] + ["decode_latents"] * 2
+    encoded = ["at text_encoder"] + ["encode_prompts"] * 3 + ["at vae", "encode_images", "at transformer"]
+    assert order == encoded + ["denoise_encoded"] * 2 + ["at vae"] + ["decode_latents"] * 2
 
 
 def test_an_image_in_every_form_is_the_same(tmp_path):

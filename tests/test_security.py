@@ -103,7 +103,8 @@ READERS = {
     "lora.safetensors": read_lora, "lora.bin": read_lora, "lora.pt": read_lora, "entry.safetensors": read_entry,
     "checkpoints/step_00000002/optimizer.safetensors": resumed, "checkpoints/step_00000002/state.json": resumed,
     "model/vae/diffusion_pytorch_model.safetensors": part("vae"), "model/text_encoder/model.safetensors": part("text_encoder"),
-    "model/transformer/diffusion_pytorch_model.safetensors": part("transformer"), "cache/cache-index.json": lambda file: EmbeddingCacheManager(file.parent),
+    "model/transformer/diffusion_pytorch_model.safetensors": part("transformer"),
+    "cache/cache-index.json": lambda file: EmbeddingCacheManager(file.parent),
     "cache/cache-index.sqlite": lambda file: packed_with(file)}
 
 

@@ -75,7 +75,7 @@ def run(name:str) -> dict:
 
 
 def execute(name:str) -> dict:
-    "A committed notebook as JSON, with the new outputs of a run; other libraries' warnings are left out of a page beside the chapters."
+    "A committed notebook as JSON, with the new outputs of a run; a page beside the chapters shows no warnings."
     nb = notebook(name)
     for cell, other in zip(nb["cells"], run(name)["cells"], strict=True):
         if cell["cell_type"] == "code":
@@ -136,7 +136,9 @@ def tidy(output) -> dict:
 
 
 def lines(text) -> list:
-    text = re.sub(r"tmp([/_])tmp\w{8}", r"tmp\1folder", text_of(text)) # also in names made from paths
+    text = text_of(text).replace(str(ROOT), "/repository").replace(sys.prefix, "/environment")
+    text = re.sub(r"(<[^<>\n]*) at 0x[0-9a-fA-F]+>", r"\1>", text) # as nbdev_clean does
+    text = re.sub(r"tmp([/_])tmp\w{8}", r"tmp\1folder", text) # also in names made from paths
     text = re.sub(r"data:image/png;base64,([\w+/=]+)", lambda m: "data:image/jpeg;base64," + jpeg(m[1]), text)
     return text.splitlines(keepends=True)
 

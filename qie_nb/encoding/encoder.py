@@ -142,7 +142,7 @@ class Encoder:
         made = {}
         for job in jobs_of(tensors, self.batch_size):
             for encoded in encode_job(self, job, inputs):
-                self._store(encoded)
+                self.save(encoded)
                 tensor = encoded.tensor
                 if encoded.prefix:
                     tensor = torch.cat([made[PREFIX, encoded.prefix], tensor])
@@ -222,7 +222,8 @@ class Encoder:
             self.calls["prefix"] += len(seen)
         return self._last_prefix
 
-    def _store(self, encoded): # except a prefix that the cache has
+    def save(self, encoded:Encoded):
+        "Store a tensor, except a prefix that the cache has."
         kind, key, parts = encoded.entry
         if self.cache is None or (kind == PREFIX and self.cache.find(kind, key) is not None):
             return

@@ -142,9 +142,11 @@ class Components:
     def hub(self): return hub_model(self.name, self.revision) # `HubModel`, or None for a local folder
 
     def __repr__(self):
-        v, area = self.variant, self.areas["control_area"]
-        return (f"{self.name}: {v}, controls {area} px, for the text encoder {self.areas['vl_area'] or area} px; loaded: "
-                f"{', '.join(self.loaded) or 'nothing yet'}")
+        area = self.areas["control_area"]
+        seen = self.areas["vl_area"] or area
+        loaded = ", ".join(self.loaded) or "nothing yet"
+        return (f"{self.name}: {self.variant}, controls {area} px, for the text encoder {seen} px; "
+                f"loaded: {loaded}")
 
 # %% ../../nbs/models/03_components.ipynb #0d79f856
 def offload(part:torch.nn.Module, device) -> torch.nn.Module: # on the meta device between calls

@@ -230,7 +230,10 @@ def _copied_components(components, encoders:bool) -> dict: # {component: quantiz
             raise ValueError(f"`{key}` is none, but a prequantized copy needs eight or four bits; set it, "
                              f"e.g. to {advised('4 bits')}{leave * (n == 'text_encoder')}")
     components.check(*out)
-    return out | dict.fromkeys(["scheduler", *[n for n in components.variant.encoders if encoders and n != "text_encoder"]])
+    plain = ["scheduler"]
+    if encoders:
+        plain += [n for n in components.variant.encoders if n != "text_encoder"]
+    return out | dict.fromkeys(plain)
 
 # %% ../../nbs/models/06_prequantize.ipynb #7e50c007
 def save_prequantized(

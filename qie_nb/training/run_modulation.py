@@ -89,7 +89,11 @@ def load_model(self:RunModulation,
     *names, # components; default all
 ):
     "Load components now instead of at first use, and print them."
-    for n in names or self.components.variant.components: self.transformer() if n == "transformer" else self.components.get(n)
+    for n in names or self.components.variant.components:
+        if n == "transformer":
+            self.transformer()
+        else:
+            self.components.get(n)
     print(self.components)
 
 @patch

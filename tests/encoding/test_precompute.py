@@ -249,6 +249,12 @@ def test_a_second_caption_of_a_known_image_costs_its_own_tokens_only(root, tmp_p
     assert (second.encoded, second.reused, second.elsewhere) == (3, 3, 0)
 
 
+def test_the_report_counts_its_own_entries_without_the_modulation_table(root, tmp_path):
+    dataset = data_set(root, tmp_path/"cache")
+    report = precompute(dataset, encoder_of(dataset), table=[1000, 2000])
+    assert report.bytes == sum(map(len, files(tmp_path/"cache").values()))
+
+
 def test_each_process_encodes_its_share(root, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, reused in (("0", 0), ("1", 3)):

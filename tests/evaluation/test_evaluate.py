@@ -336,7 +336,9 @@ def test_encoders_stay_loaded_without_a_cache(made):
     assert "held_out_loss" in t.state.metrics and t.vae is not None and t.qwen_vl is not None
 
 
-@pytest.mark.parametrize("owner, name, steps, calls", [(validation_loss, "losses_at_sigma", 9, 3), slow(QwenImage, "velocity", 1, 4)], ids=["loss", "sampling"])
+@pytest.mark.parametrize("owner, name, steps, calls", [
+    pytest.param(validation_loss, "losses_at_sigma", 9, 3, id="loss"),
+    pytest.param(QwenImage, "velocity", 1, 4, id="sampling", marks=pytest.mark.slow)])
 def test_a_stop_interrupts_an_evaluation(owner, name, steps, calls, made, monkeypatch, capsys):
     t = Trainer(made(train=dict(eval_steps=1, max_train_steps=steps, eval_num_inference_steps=9)))
     stop = mock.Mock(side_effect=lambda *a: stop.call_count == 3 and setattr(t.state, "stop", "SIGTERM"))

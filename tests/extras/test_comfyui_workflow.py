@@ -7,8 +7,9 @@ import pytest
 
 from qie_nb.data.images import Geometry
 from qie_nb.extras import comfyui_workflow
-from qie_nb.extras.comfyui_workflow import (NODES, WorkflowFacts, differences, passed_on, template, unused_nodes, without, encoded_squares, inputs_of, note, squares, vl_expressions,
-                                          vl_size, workflow, write_workflow)
+from qie_nb.extras.comfyui_workflow import (
+    NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, passed_on, squares, template,
+    unused_nodes, vl_expressions, vl_size, without, workflow, write_workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import settings
@@ -20,11 +21,16 @@ NASTY = 'say "dusk"\n</script> {a|b} \\ ü'
 
 
 def facts(variant="2511", controls=1, image_size=(512, 512), crop=False, area=512**2, **changes):
-    return WorkflowFacts(VARIANTS[variant].comfyui, "dusk.safetensors", Geometry(image_size, crop, area, VARIANTS[variant].vl_area), controls, **dict(prompt=NASTY) | changes)
+    v = VARIANTS[variant]
+    geometry = Geometry(image_size, crop, area, v.vl_area)
+    return WorkflowFacts(v.comfyui, "dusk.safetensors", geometry, controls, **dict(prompt=NASTY) | changes)
 
 
 CASES = {
-    **{v: facts(v) for v in VARIANTS}, "three images": facts(controls=3), "cropped": facts(image_size=(1024, 768), crop=True), "text to image": facts(controls=0),
+    **{v: facts(v) for v in VARIANTS},
+    "three images": facts(controls=3),
+    "cropped": facts(image_size=(1024, 768), crop=True),
+    "text to image": facts(controls=0),
     "smaller result": facts("2509", 2, area=1024**2), "few steps": facts(steps=4, true_cfg_scale=1.0, shift=3.0, few_steps="Lightning-4steps.safetensors")}
 
 

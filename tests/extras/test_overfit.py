@@ -80,7 +80,7 @@ def test_a_trainer_its_checkpoints_and_its_cache_stay_as_they_are(tmp_path, temp
     t.fit()
     weights, written = {n: p.clone() for n, p in t.transformer.named_parameters() if "lora" in n}, tree(tmp_path)
     def never(*a): raise AssertionError("encoded again")
-    monkeypatch.setattr(Encoder, "encode", never)
+    monkeypatch.setattr(Encoder, "fill", never)
     assert overfit_check(t, steps=20).ok
     assert t.global_step == 4 and all(torch.equal(p, weights[n]) for n, p in t.transformer.named_parameters() if n in weights) and tree(tmp_path) == written
     t.config.train.max_train_steps = 6

@@ -85,7 +85,8 @@ def test_each_file_is_fetched_once_and_a_second_run_fetches_nothing(storage):
     assert storage.fetched() == [INDEX, DATABASE], "a look fetches no shard"
     read_all()
     assert torch.equal(m.load_cache("prompt_embed", "bb"), torch.ones(6))
-    assert sorted(storage.fetched()) == sorted([INDEX, DATABASE, *storage.shards]) == sorted([INDEX, DATABASE, *copies()])
+    everything = sorted([INDEX, DATABASE, *storage.shards])
+    assert sorted(storage.fetched()) == everything == sorted([INDEX, DATABASE, *copies()])
     storage.requests.clear()
     assert not read_all().verify() and torch.equal(m.map_cache("pixel_latent", "3a"), torch.full((1000,), 3.))
     assert not storage.requests
@@ -175,8 +176,10 @@ def test_a_database_that_was_damaged_there_is_never_opened(storage, monkeypatch)
     storage.flip(DATABASE)
     opened = []
     monkeypatch.setattr("qie_nb.core.packed_index._Opened", opened.append)
-    with pytest.raises(RemoteCacheError, match=f"{URL}/{DATABASE} is damaged there: .*; upload it again"): EmbeddingCacheManager(URL)
-    assert storage.fetched() == [INDEX, DATABASE, DATABASE] and not opened and not list(remote_shards.copy_folder().rglob(DATABASE))
+    with pytest.raises(RemoteCacheError, match=f"{URL}/{DATABASE} is damaged there: .*; upload it again"):
+        EmbeddingCacheManager(URL)
+    assert storage.fetched() == [INDEX, DATABASE, DATABASE] and not opened
+    assert not list(remote_shards.copy_folder().rglob(DATABASE))
 
 
 def test_a_database_that_was_deleted_here_is_closed_and_fetched_again(storage):
@@ -186,8 +189,10 @@ def test_a_database_that_was_deleted_here_is_closed_and_fetched_again(storage):
     assert m.cache_exists("pixel_latent", "3a") and storage.fetched().count(DATABASE) == 1, "it is still open"
     assert m.load_cache("pixel_latent", "3a")[0] == 3
     if os.path.isdir("/proc/self/fd"):
-        assert not [fd for fd in os.listdir("/proc/self/fd") if f"{DATABASE} (deleted)" in os.path.realpath(f"/proc/self/fd/{fd}")]
-    assert m.load_cache("pixel_latent", "4a")[0] == 4 and storage.fetched().count(DATABASE) == 2 and database_copy().is_file()
+        held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert not [file for file in held if f"{DATABASE} (deleted)" in file]
+    assert m.load_cache("pixel_latent", "4a")[0] == 4
+    assert storage.fetched().count(DATABASE) == 2 and database_copy().is_file()
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "deleted"])
@@ -222,10 +227,12 @@ def test_what_is_missing_is_named_before_work_begins(storage):
         for k in KEYS: opened.load_cache("pixel_latent", k)
     storage.upload()
     storage.fs.pipe(f"/packs/a/{name}", b"short")
-    with pytest.raises(CacheEntryError, match=f"{name} beside it has 5 bytes, not [0-9]+; upload it again, whole"): EmbeddingCacheManager(URL)
+    with pytest.raises(CacheEntryError, match=f"{name} beside it has 5 bytes, not [0-9]+; upload it again, whole"):
+        EmbeddingCacheManager(URL)
     storage.upload()
     rm(DATABASE)
-    with pytest.raises(CacheEntryError, match=f"{DATABASE} beside it is missing; upload it again, whole"): EmbeddingCacheManager(URL)
+    with pytest.raises(CacheEntryError, match=f"{DATABASE} beside it is missing; upload it again, whole"):
+        EmbeddingCacheManager(URL)
     rm(INDEX)
     with pytest.raises(FileNotFoundError, match=rf"`cache_dir` '{URL}' holds no {INDEX}; give the folder that `qie-nb cache pack` wrote"): EmbeddingCacheManager(URL)
     with pytest.raises(FileNotFoundError, match="`cache_dir` 'memory://nowhere' does not exist: there is no such folder, repository or bucket"): EmbeddingCacheManager("memory://nowhere")
@@ -268,12 +275,17 @@ def test_the_local_copy_stays_below_its_limit(storage, monkeypatch):
 
 
 def test_a_limit_below_a_shard_or_a_whole_cache(storage, capsys):
-    with pytest.raises(ValueError, match=r"^`cache.remote_copy_gb` must be at least 0.01, the size of the index and the largest shard of memory://packs/a, got 1e-06; raise it, or pack with a smaller `--shard_gb`"): EmbeddingCacheManager(URL, 1e-6)
+    least = ("^`cache.remote_copy_gb` must be at least 0.01, the size of the index and the largest shard of "
+             "memory://packs/a, got")
+    with pytest.raises(ValueError, match=f"{least} 1e-06; raise it, or pack with a smaller `--shard_gb`"):
+        EmbeddingCacheManager(URL, 1e-6)
     assert storage.fetched() in ([], [INDEX]) and not copies()
-    with pytest.raises(ValueError, match="must be at least 0.01, the size of the index and the largest shard.*got 2.5e-05"): EmbeddingCacheManager(URL, 25e-6)
+    with pytest.raises(ValueError, match=f"{least} 2.5e-05"):
+        EmbeddingCacheManager(URL, 25e-6)
     assert not copies() and DATABASE not in storage.fetched()
     read_all(remote_copy_gb=45e-6), read_all(remote_copy_gb=45e-6)
-    assert capsys.readouterr().out.count("more than `cache.remote_copy_gb` 4.5e-05: every epoch fetches shards again; raise it if the disk allows") == 1
+    said = "more than `cache.remote_copy_gb` 4.5e-05: every epoch fetches shards again; raise it if the disk allows"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_a_full_or_unwritable_disk_is_one_sentence(storage, monkeypatch):

@@ -1,4 +1,4 @@
-"""One home for one idea: the name of a quantization, an optimizer or a variant is written in its own file and in the settings."""
+"""One home for one idea: a quantization, an optimizer or a variant is named in its own file and in the settings."""
 import ast
 import re
 from pathlib import Path

@@ -29,6 +29,13 @@ def test_outputs_are_static_and_small(name):
             assert "data:image/png" not in text_of(o.get("data", {}).get("text/html", ""))
 
 
+@each_notebook
+def test_outputs_name_no_folder_of_the_machine_that_made_them(name):
+    files = re.findall(r"/[^\s\"']*\.py\b", json.dumps([c["outputs"] for c in cells_of(name)]))
+    named = [f for f in files if "/qie_nb/" in f or "site-packages" in f]
+    assert all(f.startswith(("/repository/", "/environment/")) for f in named), f"{named}; run `make outputs`"
+
+
 def test_values_are_recognized():
     assert has_value("x = 1\nx") and has_value("%pip install x\nx.shape") and not has_value("#| export\nx") and not has_value("f(x)") and not has_value("#| cuda\nx")
 

@@ -27,7 +27,7 @@ CACHE = "save_cache load_cache cache_exists get_cache_stats clear_cache verify".
 DATASET = ["get_cache_stats"]
 OF_OTHERS = { # where classes of other libraries are changed
     "sampling/preview.py": "an array that shows itself has all methods of numpy's",
-    "evaluation/selfcheck.py": "a pipeline of diffusers computes on our devices"}
+    "extras/selfcheck.py": "a pipeline of diffusers computes on our devices"}
 SET_IN_INIT = {"accelerator", "lr_scheduler", "weight_dtype"}
 CELL = re.compile(r"#[0-9a-f]{8}\b") # a notebook's cell, as in the comment before exported code
 

@@ -46,7 +46,9 @@ def test_usage_code_runs(variant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lora.save_lora(trained(variant), "lora")
     Image.new("RGB", (64, 64), "red").save("input.png")
-    facts = FACTS | dict(variant=variant, pipeline=VARIANTS[variant].pipeline, several_images=VARIANTS[variant].multi_image, base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"])
+    v = VARIANTS[variant]
+    facts = FACTS | dict(variant=variant, pipeline=v.pipeline, several_images=v.multi_image,
+                         base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"])
     code = re.search(r"```python\n(.*?)\n```", write_model_card("lora", facts, where=str(tmp_path/"lora")).read_text(), re.S)[1]
     for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), ("num_inference_steps=20", "num_inference_steps=2, height=32, width=32")):
         assert old in code

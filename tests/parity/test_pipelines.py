@@ -176,7 +176,9 @@ def test_padding_needs_its_mask(variant):
     noise, controls, *_, shapes = our_arguments(r, images)
     alone = [our_prompt(r, p, images)[0] for p in (PROMPT, OTHER)]
     padded, mask = pad_prompts([e[0] for e in alone])
-    call = lambda n, e, m: QWEN_IMAGE.velocity(r.transformer, noise.expand(n, -1, -1), [c.expand(n, -1, -1) for c in controls], torch.full((n,), 700.), e, m, shapes * n)
+    def call(n, embeds, mask):
+        noises, several = noise.expand(n, -1, -1), [c.expand(n, -1, -1) for c in controls]
+        return QWEN_IMAGE.velocity(r.transformer, noises, several, torch.full((n,), 700.), embeds, mask, shapes * n)
     expected = torch.cat([call(1, e, None) for e in alone])
     assert mask.sum(1).tolist() == [e.shape[1] for e in alone]
     assert apart(call(2, padded, mask), expected) < 1e-5
@@ -201,7 +203,8 @@ def test_conditioning_and_velocity(case, on):
     assert rows(shapes) == rows(run.calls[0][0]["img_shapes"])
     own = sampling_schedule(r.parts.get("scheduler"), len(run.timesteps), noise.shape[1])
     close(own.timesteps, run.timesteps, 1e-6), close(own.sigmas, run.sigmas, 1e-6)
-    close(QWEN_IMAGE.velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes), run.calls[0][1][:, :noise.shape[1]])
+    ours = QWEN_IMAGE.velocity(r.transformer, noise, controls, run.timesteps[:1], embeds, mask, shapes)
+    close(ours, run.calls[0][1][:, :noise.shape[1]])
 
 
 @pytest.mark.parametrize("variant", ["v1", "2509"])

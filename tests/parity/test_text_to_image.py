@@ -70,7 +70,8 @@ def test_embeddings_latents_and_prediction(variant):
     shapes = img_shapes((SIZE[1] // 8, SIZE[0] // 8), [], 3)
     assert shapes == [[(1, SIZE[1] // 16, SIZE[0] // 16)]] * 3
     right = pipe.transformer(noise, theirs, mask, torch.full((3,), 0.7), shapes, return_dict=False)[0]
-    close(QWEN_IMAGE.velocity(parts.get("transformer"), noise, [], torch.full((3,), 700.), padded, own_mask, shapes), right)
+    transformer, timesteps = parts.get("transformer"), torch.full((3,), 700.)
+    close(QWEN_IMAGE.velocity(transformer, noise, [], timesteps, padded, own_mask, shapes), right)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from importlib import metadata
 import torch
 from torch import nn
 
-from ...core.registry import register
+from ...core.registry import register_class
 
 # %% ../../../nbs/models/quantizations/00_base.ipynb #a4296ed3
 QUANTIZATIONS = {} # {name: `Quantization`}, in the order of their definition
@@ -74,9 +74,7 @@ class Quantization:
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
-        if not cls.__dict__.get("name"): return # a common base of several
-        QUANTIZATIONS[cls.name] = cls()
-        register("quantization", cls.name)
+        register_class("quantization", cls, QUANTIZATIONS)
 
     def __repr__(self): return f"{type(self).__name__}({self.bits:g} bits, {self.package})"
 

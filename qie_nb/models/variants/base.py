@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...core.registry import either, register
+from ...core.registry import either, register_class
 from ..prompts import Prefix, PrefixNotSharable, PrefixTokens
 
 # %% ../../../nbs/models/variants/00_base.ipynb #38652630
@@ -74,9 +74,7 @@ class Variant:
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
-        if not cls.__dict__.get("name"): return # a common base of several
-        VARIANTS[cls.name] = cls()
-        register("variant", cls.name)
+        register_class("variant", cls, VARIANTS)
 
     def __repr__(self): return f"{type(self).__name__}({self.name!r}, {self.pipeline})"
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from ...config import OptimizerSection
-from ...core.registry import register
+from ...core.registry import register_class
 
 # %% ../../../nbs/training/optimizers/00_base.ipynb #804699fa
 OPTIMIZERS = {} # {name: `Optimizer`}, in the order of their definition
@@ -35,9 +35,7 @@ class Optimizer:
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
-        if not cls.__dict__.get("name"): return # a common base of several
-        OPTIMIZERS[cls.name] = cls()
-        register("optimizer", cls.name)
+        register_class("optimizer", cls, OPTIMIZERS)
 
     def check(self,
         settings:OptimizerSection,
