@@ -11,10 +11,9 @@ import difflib, io, json, os, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from .core.settings_text import Parser
+from .core.settings import Parser, either
 from .core.display import size_text
 from .core.presets import MODEL, VARIANT_NAMES
-from .core.registry import either
 
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")

@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 
 from ..config import TrainSection
-from ..core.registry import register
+from ..core.settings import register
 
 # %% ../../nbs/models/04_flow_matching.ipynb #511b23f6
 def pack_latents(

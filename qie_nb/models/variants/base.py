@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...core.registry import either, register_class
+from ...core.settings import either, register_class
 from ..prompts import Prefix, PrefixNotSharable, PrefixTokens
 
 # %% ../../../nbs/models/variants/00_base.ipynb #38652630
