@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from PIL import Image
 
 from qie_nb.core.files import write_atomic
-from qie_nb.core.progress import Progress, is_interactive, kernel, short_time
+from qie_nb.core.display import Progress, is_interactive, kernel, short_time
 from qie_nb.data.batches import Batch
 from qie_nb.evaluation.drift import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS

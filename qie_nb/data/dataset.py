@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager
 from ..cache import stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
-from ..core.display import status_html
+from ..core.display import status_html, Progress
 from ..core.files import collector_paused
-from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered
 from .pair_checks import marks_of_sizes

@@ -19,8 +19,7 @@ import numpy as np
 from PIL import Image
 from fastcore.basics import patch
 
-from ..core.display import Display, image_html
-from ..core.progress import Progress
+from ..core.display import Display, image_html, Progress
 from .drift import PLACE, at_size, drift_of, short_text
 from .eval_images import printable, side_by_side
 from .evaluate import adapter_of

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from ..core.files import write_atomic
-from ..core.progress import Progress
+from ..core.display import Progress
 from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.distributed import wants_fsdp

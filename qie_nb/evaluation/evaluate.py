@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-from ..core.display import text_table
+from ..core.display import text_table, short_time
 from ..core.files import write_atomic
-from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop, share
 from ..devices.placement import temporarily_load
 from .drift import COLUMNS as DRIFT, say_drift, short_text

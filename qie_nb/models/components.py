@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 
 from ..core.files import file_digest, free_bytes, take_turns
-from ..core.progress import quiet_bars
+from ..core.display import quiet_bars
 from ..core.settings import either
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
 from .loading import (check_saved_quantization, component_bytes, device_of, empty_model, load_quantized,

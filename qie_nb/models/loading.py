@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..core.progress import Progress
+from ..core.display import Progress
 from .quantize import (
     NOT_QUANTIZED, QUANTIZATIONS, advised, dtype_name, quantizable_layers, quantize_linear)
 

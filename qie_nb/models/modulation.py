@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..cache import CacheEntry, key_of
 from ..core.cache_entries import MODULATION, entry_bytes
 from ..core.files import file_lock
-from ..core.progress import Progress
+from ..core.display import Progress
 from .loading import STREAMS, weight_files
 from .quantize import dtype_name
 

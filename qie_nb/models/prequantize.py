@@ -17,7 +17,7 @@ from torch import nn
 from ..cache import EmbeddingCacheManager
 from ..core.environment import detect_environment
 from ..core.files import cached_file_property, file_digest, free_bytes, write_atomic
-from ..core.progress import Progress
+from ..core.display import Progress
 from .hub import CONFIG_FILES, component_class, format_bytes, sampled_digest, transformer_digest
 from .loading import (ORIGIN, check_missing, check_serializable, empty_model, part_names,
                                    place_tensor, remap_key, serialize_linear, set_tensor, source_checkpoint,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..core.presets import VARIANT_NAMES
-from ..core.progress import quiet_bars
+from ..core.display import quiet_bars
 from ..models.components import VARIANTS
 
 # %% ../../nbs/tiny/00_random_models.ipynb #16e3d48f

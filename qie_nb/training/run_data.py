@@ -16,7 +16,7 @@ import torch
 
 from ..cache import EDIT_MASK, CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import Config, DataSection, make_config
-from ..core.progress import kernel
+from ..core.display import kernel
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
