@@ -9,7 +9,7 @@ __all__ = ['key_parts', 'HeldKeys', 'split_hex', 'image_digests', 'packed_keys',
 from typing import NamedTuple
 
 from ..cache import EDIT_MASK, PREFIX, image_parts, key_of, prefix_parts, prompt_parts
-from .edit_masks import edit_mask_parts
+from ..cache import edit_mask_parts
 from .images import Geometry, source_digest
 from .samples import Sample
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from ..cache import EDIT_MASK, PREFIX, CacheEntry, identity_id, key_of
 from ..data.dataset import ImageDataset
-from ..data.edit_masks import edit_mask
+from ..models.flow_matching import edit_mask
 from ..data.images import Geometry, open_image
 from .jobs import (EncodeJob, MissingTensor, SampleInputs, jobs_of, missing_tensors,
                                   sample_inputs)

@@ -368,10 +368,10 @@ MUTATIONS = {
         "tests/evaluation/test_drift.py::test_words_come_with_large_and_certain_drift_only", [
         Change("evaluation/drift", "say_drift", "notable(rows)", 'notable(rows, "target")')]),
     "edit masks inverted": Mutation("tests/data/test_edit_masks.py", [
-        Change("data/edit_masks", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
+        Change("models/flow_matching", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
     "edit masks keyed without the control": Mutation("tests/data/test_edit_masks.py", [
-        Change("data/edit_masks", "edit_mask_parts",
-               "dict(target=target, control=control, **RULE)", "dict(target=target, **RULE)")]),
+        Change("cache", "edit_mask_parts",
+               "dict(target=target, control=control, **EDIT_MASK_RULE)", "dict(target=target, **EDIT_MASK_RULE)")]),
     "edit masks for samples with a mask image": Mutation("tests/data/test_edit_masks.py", [
         Change("data/dataset", "ImageDataset.wants_edit_mask", "s.mask is None and", "")]),
     "a diverging setup learns": Mutation("tests/extras/test_overfit.py", [
