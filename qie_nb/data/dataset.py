@@ -24,7 +24,7 @@ from ..core.files import collector_paused
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered
 from .pair_checks import marks_of_sizes
-from .sample_keys import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
+from .samples import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
 from .samples import Samples, cached_size, config_samples, find_samples, load_images
 from .samples import load_mask, open_unchanged, usable
 
