@@ -22,7 +22,7 @@ from ..data.images import Geometry, open_image
 from .jobs import (EncodeJob, MissingTensor, SampleInputs, jobs_of, missing_tensors,
                                   sample_inputs)
 from ..models.components import Components
-from ..models.prompts import Prefix, PrefixNotSharable, vl_images
+from ..models.encoders import Prefix, PrefixNotSharable, vl_images
 
 # %% ../../nbs/encoding/02_encoder.ipynb #bb9bfa4e
 class ImageSet(NamedTuple):

@@ -46,7 +46,7 @@ def answers(trainer, held_out, seeds=SEEDS, steps:int=8) -> list: # per seed, pe
 
 def truths(trainer, held_out) -> list: # uint8 [H, W, 3] per sample
     "The true edits, encoded and decoded by the VAE."
-    from qie_nb.models.vae import encode_image
+    from qie_nb.models.encoders import encode_image
     vae = trainer.components.get("vae")
     latent = lambda i: encode_image(vae, Image.fromarray(held_out.images(i)["image"]), held_out.bucket(i)[0])
     return [trainer.decode_vae_latent(latent(i))[0] for i in range(len(held_out))]

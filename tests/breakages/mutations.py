@@ -186,9 +186,9 @@ MUTATIONS = {
                "f\"{text}-{self.quantize.get('text_encoder') or 'plain'}\"", "text")]),
     # --- encoding and packing
     "latents sampled instead of their mode": Mutation("tests/encoding/test_vae.py", [
-        Change("models/vae", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
+        Change("models/encoders", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
     "latents not normalised by the deviation": Mutation("tests/parity/test_pipelines.py", [
-        Change("models/vae", "encode_images", "(z - mean) / std", "z - mean")]),
+        Change("models/encoders", "encode_images", "(z - mean) / std", "z - mean")]),
     "latent pixels packed by columns": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "pack_latents",
                "QwenImageEditPipeline._pack_latents(latents, B, C, h, w)",
@@ -203,17 +203,17 @@ MUTATIONS = {
         Change("encoding/encoder", "image_set",
                "repr(p.size).encode() + p.tobytes()", "p.tobytes()")]),
     "prompts after a prefix at its length": Mutation("tests/encoding/test_prompts.py", [
-        Change("models/prompts", "encode_suffixes",
+        Change("models/encoders", "encode_suffixes",
                "prefix.next, prefix.next + n", "prefix.count, prefix.count + n")]),
     "a suffix with its padding": Mutation("tests/encoding/test_prompts.py", [
-        Change("models/prompts", "encode_suffixes", "h[:len(r)]", "h")]),
+        Change("models/encoders", "encode_suffixes", "h[:len(r)]", "h")]),
     "the control's size for the target": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/jobs", "missing_tensors",
                "MissingTensor(sample, name, keys[name], target)",
                "MissingTensor(sample, name, keys[name], controls[0] if controls else target)")]),
     "decoded pixels not rounded": Mutation(
         "tests/encoding/test_vae.py::test_pixels_are_rounded_as_by_the_pipelines", [
-        Change("models/vae", "decode_latents", ".round()", "")]),
+        Change("models/encoders", "decode_latents", ".round()", "")]),
     "all controls in the group of the first": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/jobs", "missing_tensors", 'int(name.split(".")[1])', "0")]),
     # --- precompute

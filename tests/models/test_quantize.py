@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qie_nb.config import LoraSection
-from qie_nb.models.prompts import encode_prompt
+from qie_nb.models.encoders import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
 from qie_nb.models import components, loading
 from qie_nb.models.components import VARIANTS, Components, device_of, load_component, offload

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...core.settings import either, register_class
-from ..prompts import Prefix, PrefixNotSharable, PrefixTokens
+from ..encoders import Prefix, PrefixNotSharable, PrefixTokens
 
 # %% ../../../nbs/models/variants/00_base.ipynb #38652630
 VARIANTS = {} # {name: `Variant`}, in the order of their definition
