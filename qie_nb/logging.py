@@ -26,7 +26,7 @@ from qie_nb.core.display import Progress, is_interactive, kernel, short_time
 from qie_nb.data.batches import Batch
 from qie_nb.evaluation.drift import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS
-from qie_nb.models.quantize import held_bytes
+from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.training.callbacks import Callback
 from qie_nb.training.run_processes import state_message, work_message
 from qie_nb.training.sinks.base import SINKS

@@ -26,7 +26,7 @@ from .lora import adapters as lora
 from .models.components import Components
 from .models.flow_matching import loss_weighting
 from .models.loading import saved_quantization
-from .models.quantize import check_torchao, parse_quantization
+from .models.quantizations.known import check_torchao, parse_quantization
 from .planning.decisions import SCALED
 from .planning.planner import Planner
 from .predict import Predictor

@@ -24,7 +24,7 @@ from ..devices.placement import PARTS
 from ..core.startup import ALLOCATOR
 from ..models.components import COMPONENTS, check_weights, device_of, restore_image_positions
 from ..models.flow_matching import sample_noise
-from ..models.quantize import held_bytes
+from ..models.quantizations.known import held_bytes
 from ..planning.doctor import this_machine
 from ..planning.memory_query import memory_query
 from ..planning.training_memory import memory_of

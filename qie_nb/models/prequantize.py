@@ -24,8 +24,8 @@ from .loading import (ORIGIN, check_missing, check_serializable, empty_model, pa
                                    stored_dtype, trim_malloc)
 from .modulation import (ModulationTable, block_rows, time_embeddings, use_modulation_table,
                                       uses_modulation)
-from .quantize import (
-    QUANTIZATIONS, advised, dtype_name, quantizable_layers, quantize_linear)
+from .quantizations.known import QUANTIZATIONS, advised, dtype_name, quantizable_layers
+from .quantizations.known import quantize_linear
 
 # %% ../../nbs/models/06_prequantize.ipynb #7b0df9a7
 def _shard_order(shards) -> list: # names

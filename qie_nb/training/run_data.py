@@ -25,7 +25,7 @@ from ..encoding.encoder import Encoder, encode_prompt, encode_sample, encode_unc
 from ..encoding.jobs import shard
 from ..encoding.precompute import precompute
 from ..models.components import Components
-from ..models.quantize import check_device
+from ..models.quantizations.known import check_device
 from ..models.variants.base import Variant, variants_for_several
 from .callbacks import own_planner
 from .checkpoint import find_checkpoint

@@ -14,7 +14,7 @@ import torch
 
 from ..devices.placement import is_out_of_memory
 from ..models.loading import work_bytes
-from ..models.quantize import advised
+from ..models.quantizations.known import advised
 from .callbacks import Callback
 from .optimizers.known import advised_optimizer
 

@@ -10,7 +10,7 @@ from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placem
 from qie_nb.models import encoders
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.loading import component_bytes, work_bytes
-from qie_nb.models.quantize import held_bytes
+from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 

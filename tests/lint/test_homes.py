@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qie_nb.models.components import VARIANTS
-from qie_nb.models.quantize import QUANTIZATIONS
+from qie_nb.models.quantizations.known import QUANTIZATIONS
 from qie_nb.training.optimizers.known import OPTIMIZERS
 
 PACKAGE = Path(__file__).parents[2]/"qie_nb"

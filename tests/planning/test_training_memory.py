@@ -16,7 +16,7 @@ from qie_nb.devices.compile import set_up
 from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import PRESETS, lora_parameters
-from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
+from qie_nb.models.quantizations.known import held_bytes, plain_tensors, quantize
 from qie_nb.planning.memory_query import (
     MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes,
     parameters)

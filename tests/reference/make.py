@@ -42,7 +42,7 @@ NOWHERE = "/nowhere/at/all" # a folder that no machine has
 
 def quantization_names() -> list:
     "All values of `model.quantize` that quantize."
-    from qie_nb.models.quantize import QUANTIZATIONS
+    from qie_nb.models.quantizations.known import QUANTIZATIONS
     return list(QUANTIZATIONS)
 
 
