@@ -32,8 +32,8 @@ from .planning.planner import Planner
 from .predict import Predictor
 from .training.callbacks import RunState, UnloadEncodersCallback, call
 from .training.checkpoint import CheckpointCallback, SavedRun
-from .training.optimizer import (EMA, check_optimizer, check_schedule, guarded_step, make_optimizer,
-                                       make_schedule)
+from .training.step import EMA, check_schedule, guarded_step, make_schedule
+from .training.optimizers.known import check_optimizer, make_optimizer
 from .training.resume import RunResume
 from .training.run_adapters import RunAdapters
 from .training.run_data import RunData

@@ -82,11 +82,11 @@ MUTATIONS = {
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
     "a step with an infinite gradient is made": Mutation("tests/training/test_optimizer.py", [
-        Change("training/optimizer", "guarded_step",
+        Change("training/step", "guarded_step",
                "torch.logical_not(ok).float()", "torch.logical_not(ok).float() * 0")]),
     "the mean follows from the start at full decay": Mutation(
         "tests/training/test_optimizer.py::test_the_mean_follows_the_formula", [
-        Change("training/optimizer", "EMA.decay_at",
+        Change("training/step", "EMA.decay_at",
                "min(self.decay, (1 + n) / (10 + n))", "self.decay")]),
     "mean and deviation of the levels exchanged": Mutation("tests/training/test_randomness.py", [
         Change("training/step", "sample_noise_and_sigmas",

@@ -23,7 +23,7 @@ from qie_nb.planning.memory_query import (
 from qie_nb.planning import training_memory
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
-from qie_nb.training.optimizer import make_optimizer
+from qie_nb.training.optimizers.known import make_optimizer
 from qie_nb.training.stopping import training_advice
 
 from small_transformer import slow
