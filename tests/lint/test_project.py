@@ -18,7 +18,6 @@ ASKED_FOR = {
     "core.cache_layers": {"open_place": "remote_shards"},
     "training.run_adapters": {"workflow_facts": "comfyui_workflow", "save": "comfyui_workflow"},
     "cli": {"precompute": "ray_cluster", "overfit": "diagnostics", "selfcheck": "selfcheck"}}
-OLDER_PLACES = {"encoding.cluster", "evaluation.swaps", "evaluation.overfit"} # of names that are now in extras; nothing imports them
 
 
 def settings():
@@ -50,8 +49,8 @@ def tree_of(name):
 
 
 def is_extra(module):
-    "Extras, and the older places of their names, are to the right of all."
-    return module.startswith("extras.") or module in OLDER_PLACES
+    "Extras are to the right of all."
+    return module.startswith("extras.")
 
 
 def imports_of(name, tree=None):
@@ -107,13 +106,6 @@ def test_extras_are_imported_only_where_the_user_asks_for_them():
     for name in CORE:
         outside = [n for n in tree_of(name).body if not isinstance(n, (ast.FunctionDef, ast.ClassDef))]
         assert not [m for node in outside for m in imports_of(name, node) if is_extra(m)], f"{name} imports an extra at its top level"
-
-
-def test_older_places_only_import_and_are_not_imported():
-    for name in OLDER_PLACES:
-        body = tree_of(name).body[1:] # after the docstring
-        assert all(isinstance(n, (ast.ImportFrom, ast.Assign)) for n in body), name
-    assert not [name for name in MODULES if imports_of(name) & OLDER_PLACES]
 
 
 def modules_in_strings(tree):
