@@ -140,9 +140,9 @@ def test_each_module_names_a_notebook_that_exists_and_has_a_name_of_its_own():
 
 
 ONE_CLASS = re.compile(r"(models\.(variants|quantizations)|training\.(optimizers|sinks)|devices\.strategies)\.") # folders with a file for each variation
-MOST_MODULES = 88 # outside `extras` and these, today; only to be lowered, at last to 80
+MOST_MODULES = 84 # outside `extras` and these, today; only to be lowered, at last to 80
 MOST_LINES = 500
-LONGER = {"trainer": 900} # writes out every public name of a trainer, with signature and docstring
+LONGER = {"trainer": 850} # writes out every public name of a trainer, with signature and docstring
 
 
 def test_there_are_few_modules_and_none_is_long():
