@@ -203,7 +203,7 @@ def pipeline_run(t, image, size, steps) -> EditTrace:
 # %% ../../nbs/extras/02_selfcheck.ipynb #d0ef3da9
 class OurEdit(NamedTuple):
     trace: EditTrace
-    ready: object        # `Encoded` edit
+    ready: object        # `EncodedEdit`
     target: torch.Tensor # [1, C, 1, h, w], latent of the inverted image
 
 # %% ../../nbs/extras/02_selfcheck.ipynb #d0ef3d01

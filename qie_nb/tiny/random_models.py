@@ -144,7 +144,7 @@ def tiny_folder(
     return save_tiny(variant, Path(keep.name)/f"tiny-{variant}", areas, seed=seed, vae_stages=vae_stages)
 
 # %% ../../nbs/tiny/00_random_models.ipynb #6aa7ffde
-def load_trained(): # QwenImageEditPlusPipeline, float32 on the CPU
+def trained_pipeline(): # QwenImageEditPlusPipeline, float32 on the CPU
     "The embedded model as a diffusers pipeline."
     from diffusers import QwenImageEditPlusPipeline
     from qie_nb.models.components import resolve_model, restore_image_positions
