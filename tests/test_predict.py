@@ -1,6 +1,7 @@
 """`trainer.predict` against the diffusers pipelines; lists of edits, inputs, refusals, previews, and edits from the cache."""
 import math, shutil
 from functools import lru_cache
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
