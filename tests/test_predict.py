@@ -12,6 +12,7 @@ from PIL import Image
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import Geometry, calculate_dimensions
 from qie_nb.models.components import Components, restore_image_positions
+from qie_nb.encoding.encoder import PromptEmbedding
 from qie_nb.sampling import edits, preview
 from qie_nb.models.flow_matching import pack_latents
 from qie_nb.models.variants.text_to_image import QwenImage
@@ -242,11 +243,11 @@ class PromptLengths:
     "An encoder whose embedding of a prompt is the prompt's length."
     components = Components("tiny")
 
-    def prompt(self, text, images, geometry):
-        return [torch.tensor([[float(len(text))]])]
+    def encode_prompts(self, prompts, image_sets):
+        return [PromptEmbedding(None, torch.tensor([[float(len(text))]])) for text in prompts]
 
-    def image(self, image, size):
-        return torch.zeros(16, 1, 2, 2)
+    def encode_images(self, images, size):
+        return torch.zeros(len(images), 16, 1, 2, 2)
 
 
 def test_each_edit_of_a_list_has_its_own_negative_prompt():

@@ -208,6 +208,6 @@ def test_a_gpu_that_only_emulates_bfloat16_is_not_believed(monkeypatch):
 def test_only_half_of_the_vae_goes_where_it_encodes(pairs, tmp_path):
     encoder = trainer(pairs(), tmp_path, cache=UNCACHED).encoder()
     encoder.devices["vae"] = torch.device("meta") # stands for the GPU
-    vae = encoder._vae()
+    vae = encoder.place_vae()
     places = {m: {p.device.type for p in getattr(vae, m).parameters()} for m in ("encoder", "quant_conv", "decoder", "post_quant_conv")}
     assert places == dict(encoder={"meta"}, quant_conv={"meta"}, decoder={"cpu"}, post_quant_conv={"cpu"})
