@@ -23,7 +23,7 @@ from PIL import Image
 from comfyui_nodes import load_nodes
 from qie_nb.data.images import Geometry, calculate_dimensions
 from qie_nb.extras.comfyui_workflow import (WorkflowFacts, differences, encoded_squares,
-                                          squares, vl_size, workflow)
+                                          vl_squares, vl_size, workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.models.flow_matching import calculate_mu, true_cfg
 from qie_nb.sampling.denoising import SCHEDULES, sampling_schedule
@@ -121,7 +121,7 @@ def compared(f, size, got) -> dict: # {what: (ours, ComfyUI's)}
     latents = got["positive"].get("reference_latents", [])
     rows = {"result": (g.target(size), pixels(got["latent"])), "controls": ([g.control(size)] * f.controls, [pixels(z) for z in latents]),
             "the negative's controls": ([g.control(size)] * f.controls, [pixels(z) for z in got["negative"].get("reference_latents", [])]),
-            "text encoder": ([squares(calculate_dimensions(f.vl_area, shown[0] / shown[1]))] * f.controls, got["positive"]["squares"])}
+            "text encoder": ([vl_squares(calculate_dimensions(f.vl_area, shown[0] / shown[1]))] * f.controls, got["positive"]["squares"])}
     for name, prompt in (("positive", PROMPT), ("negative", " ")):
         rows[f"{name} text"] = VARIANTS[f.model.name].prompt_text(prompt, f.controls), got[name]["text"]
     method = "index_timestep_zero" if f.model.controls_at_zero and f.controls else None
@@ -183,7 +183,7 @@ def shares(n=4000) -> dict: # of random image sizes whose squares are the pipeli
     sizes = [(rng.randint(300, 4000), rng.randint(300, 4000)) for _ in range(n)]
     sizes = [s for s in sizes if max(s) <= 4 * min(s)]
     for name, area in (("v1", VARIANTS["v1"].comfyui.node_area), ("2509, 2511", VARIANTS["2511"].comfyui.node_area)):
-        ours = [squares(calculate_dimensions(area, w / h)) for w, h in sizes]
+        ours = [vl_squares(calculate_dimensions(area, w / h)) for w, h in sizes]
         share = lambda given: round(float(np.mean([encoded_squares(given(s), area) == o for s, o in zip(sizes, ours)])), 3)
         most = max(max(abs(a - b) for a, b in zip(encoded_squares(vl_size(s, area, area), area), o)) for s, o in zip(sizes, ours))
         out[name] = dict(image_sizes=len(sizes), with_our_nodes=share(lambda s: vl_size(s, area, area)), image_given_directly=share(lambda s: s), largest_difference_squares=most)

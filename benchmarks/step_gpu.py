@@ -391,7 +391,7 @@ def small(b):
 # --- inference
 def infer_mode(b, table, compiled, scale, steps=8):
     from qie_nb.sampling.edits import edit_cached
-    from qie_nb.sampling.edits import Encoded
+    from qie_nb.sampling.edits import EncodedEdit
     from qie_nb.trainer import QwenImageEditTrainer
     with made_up(b.device):
         t = QwenImageEditTrainer(configuration(b, change(model=dict(modulation_table=table)), 1024, 1))
@@ -399,7 +399,7 @@ def infer_mode(b, table, compiled, scale, steps=8):
         tr = t._transformer()
         if compiled: tr.compile_repeated_blocks(fullgraph=True, backend="eager" if b.tiny else "inductor")
         x = batch_of(b, 1024)
-        shot = Encoded(tuple(x["pixel_latent"].shape[1:]), [x["control_latent"]], x["prompt_embed"], x["prompt_embed"][:, :-4] if scale > 1 else None)
+        shot = EncodedEdit(tuple(x["pixel_latent"].shape[1:]), [x["control_latent"]], x["prompt_embed"], x["prompt_embed"][:, :-4] if scale > 1 else None)
         edit_cached(t, shot, steps, scale) # rows are made, graphs too
         marks = Marks(b.device)
         if b.device.type == "cuda": torch.cuda.reset_peak_memory_stats()

@@ -32,15 +32,15 @@ RUNS = dict( # name: training pairs, learning rate, rank, steps at which a check
 
 def new_edits() -> dict:
     "Edits that the tiny model does not know: of colours, of a place, and of the geometry."
-    from qie_nb.tiny.photos import EDITS as known, Edit
+    from qie_nb.tiny.photos import EDITS as known, PhotoEdit
 
     def square(a):
         (h, w), out = a.shape[:2], a.copy()
         out[h // 3:2 * h // 3, w // 3:2 * w // 3] = (0.1, 0.8, 0.2)
         return out
-    return known | dict(rotate=Edit("let red become green, green blue and blue red", lambda a: a[..., [2, 0, 1]], known=False),
-                        square=Edit("put a green square into the middle", square, known=False),
-                        mirror=Edit("mirror it from left to right", lambda a: a[:, ::-1], known=False))
+    return known | dict(rotate=PhotoEdit("let red become green, green blue and blue red", lambda a: a[..., [2, 0, 1]], known=False),
+                        square=PhotoEdit("put a green square into the middle", square, known=False),
+                        mirror=PhotoEdit("mirror it from left to right", lambda a: a[:, ::-1], known=False))
 
 
 def config_of(out, run, edit):
@@ -91,7 +91,7 @@ def train(out, name, run, edit):
 
 def pixel_errors(judge, dataset, true, seeds, steps=8):
     "Mean error in grey levels over the crops, one for each seed of the sampler's noise."
-    from qie_nb.tiny.demo import rms
+    from qie_nb.evaluation.eval_images import image_error
     from qie_nb.sampling.edits import eval_mode, load_batch
     from qie_nb.predict import denoise, sampling_schedule
     from qie_nb.data.batches import pad_prompts
@@ -103,7 +103,7 @@ def pixel_errors(judge, dataset, true, seeds, steps=8):
         schedule = sampling_schedule(judge.components.get("scheduler"), steps, shape[-2] * shape[-1] // 4)
         with eval_mode(judge.transformer):
             z = denoise(judge.transformer, schedule, noise, [batch["control_latent"]], pad_prompts(list(batch["prompt_embed"])))
-        out.append(float(np.mean([rms(a, b) for a, b in zip(judge.decode_vae_latent(z), true)])))
+        out.append(float(np.mean([image_error(a, b) for a, b in zip(judge.decode_vae_latent(z), true)])))
     return out
 
 

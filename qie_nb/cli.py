@@ -11,10 +11,9 @@ import difflib, io, json, os, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from .core.settings_text import Parser
+from .core.settings import Parser, either
 from .core.display import size_text
 from .core.presets import MODEL, VARIANT_NAMES
-from .core.registry import either
 
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")
@@ -176,7 +175,7 @@ def _clear(m, a):
 
 # %% ../nbs/04_cli.ipynb #db3ada01
 def _verify(m, a):
-    from qie_nb.core.progress import Progress
+    from qie_nb.core.display import Progress
     n = m.get_cache_stats()["total"]["count"]
     bad = m.verify(a.repair, Progress(n, "verify") if n > 500 else None)
     for path, why in bad: print(f"{path}: {why}")
@@ -430,7 +429,7 @@ def main(
 
 # %% ../nbs/04_cli.ipynb #a410f900
 def _train(job, notebook, commands):
-    from qie_nb.core.progress import Progress
+    from qie_nb.core.display import Progress
     from qie_nb.logging import Reporter
     from qie_nb.trainer import QwenImageEditTrainer
     trainer = QwenImageEditTrainer(job["config"])
@@ -442,7 +441,7 @@ def _train(job, notebook, commands):
     trainer.accelerator.end_training()
 
 def _precompute(job, notebook):
-    from qie_nb.core.progress import Progress
+    from qie_nb.core.display import Progress
     from qie_nb.trainer import QwenImageEditTrainer
     Progress.tell = lambda what, n, total: notebook.send(progress=[what, n, total])
     with redirect_stdout(io.StringIO()): report = QwenImageEditTrainer(job["config"]).cache_embeddings()

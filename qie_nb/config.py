@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from .core.settings_text import merge_settings, parse_settings, read_settings, translate
+from .core.settings import merge_settings, parse_settings, read_settings, translate
 from qie_nb.core.section import (
     Options, Section, all_settings, error_text, is_section, nearest_key, older_names, other_names,
     unknown_key_text)

@@ -22,11 +22,11 @@ from fastcore.basics import patch
 from PIL import Image
 
 from qie_nb.core.files import write_atomic
-from qie_nb.core.progress import Progress, is_interactive, kernel, short_time
+from qie_nb.core.display import Progress, is_interactive, kernel, short_time
 from qie_nb.data.batches import Batch
 from qie_nb.evaluation.drift import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS
-from qie_nb.models.quantize import held_bytes
+from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.training.callbacks import Callback
 from qie_nb.training.run_processes import state_message, work_message
 from qie_nb.training.sinks.base import SINKS
@@ -189,7 +189,7 @@ def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint
 
 # %% ../nbs/03_logging.ipynb #f0087104
 OWN = "use qie_nb.data.loader to see them"
-def images_of(batch, most:int) -> dict: # of any loader; samples; like `get_images_for_tensorboard`
+def logged_images(batch, most:int) -> dict: # of any loader; samples; like `get_images_for_tensorboard`
     "A batch's images. Raises ValueError with the remedy if there are none."
     fetch = getattr(batch, "get_images_for_tensorboard", None)
     no = "this loader's batches cannot fetch images"
@@ -263,7 +263,7 @@ def row(self:LogCallback, t):
 # %% ../nbs/03_logging.ipynb #3d000017
 @patch
 def images(self:LogCallback, t):
-    try: got = images_of(t.batch, t.config.logging.log_images_count)
+    try: got = logged_images(t.batch, t.config.logging.log_images_count)
     except ValueError as e: return self.say(str(e))
     for problem in got["problems"]:
         reported = sum(str(text).startswith("image left out") for text in self.printed)

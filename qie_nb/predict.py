@@ -20,7 +20,7 @@ from .data.images import Geometry, figure
 from .devices.placement import (
     PARTS, place_component, plan_components, restore_training_placement, temporarily_load)
 from .encoding.encoder import Encoder
-from .models.quantize import check_device, parse_quantization, quantize
+from .models.quantizations.known import check_device, parse_quantization, quantize
 from qie_nb.sampling.edits import (
     cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
     seeds_of)

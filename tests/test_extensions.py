@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qie_nb.config import add_setting, describe, make_config, remove_setting
-from qie_nb.core import settings as registry
+from qie_nb.core import settings as declared
 from qie_nb.core.settings import registered, setting
 from qie_nb.models.flow_matching import LOSS_WEIGHTINGS, add_loss_weighting
 from qie_nb.data.dataset import ImageDataset
@@ -217,7 +217,7 @@ def withdraw():
     for kind, cls, table in TABLES:
         name = getattr(cls, "key", cls.name)
         table.pop(name)
-        registry._NAMES[kind].remove(name)
+        declared._NAMES[kind].remove(name)
 
 
 withdraw() # this file is read by every process that collects tests
@@ -238,7 +238,7 @@ def focus():
     yield dict(loss_weighting="focused")
     remove_setting("train", "focus")
     del LOSS_WEIGHTINGS["focused"]
-    registry._NAMES["loss_weighting"].remove("focused")
+    declared._NAMES["loss_weighting"].remove("focused")
 
 
 def test_names_are_registered_and_valid():

@@ -1,6 +1,7 @@
 """`trainer.predict` against the diffusers pipelines; lists of edits, inputs, refusals, previews, and edits from the cache."""
 import math, shutil
 from functools import lru_cache
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -242,11 +243,11 @@ class PromptLengths:
     "An encoder whose embedding of a prompt is the prompt's length."
     components = Components("tiny")
 
-    def prompt(self, text, images, geometry):
-        return [torch.tensor([[float(len(text))]])]
+    def encode_prompts(self, prompts, image_sets):
+        return [SimpleNamespace(whole=torch.tensor([[float(len(text))]])) for text in prompts]
 
-    def image(self, image, size):
-        return torch.zeros(16, 1, 2, 2)
+    def encode_images(self, images, size):
+        return torch.zeros(len(images), 16, 1, 2, 2)
 
 
 def test_each_edit_of_a_list_has_its_own_negative_prompt():

@@ -12,11 +12,11 @@ from PIL import Image
 from qie_nb.config import make_config
 from qie_nb.evaluation.compare import compare_edits
 from qie_nb.tiny.demo import demo_config, squares
-from qie_nb.tiny.photos import EDITS, Edit, make_pairs
+from qie_nb.tiny.photos import EDITS, PhotoEdit, make_pairs
 from qie_nb.trainer import QwenImageEditTrainer
 
 OUT, MOST = Path(__file__).parent.parent/"docs"/"slider_scales.jpg", 60_000 # bytes
-WARM = Edit(EDITS["keep"].instruction, lambda a: a ** np.float32([0.75, 1.0, 1.45]), known=False)
+WARM = PhotoEdit(EDITS["keep"].instruction, lambda a: a ** np.float32([0.75, 1.0, 1.45]), known=False)
 SCALES = [-1, -0.5, 0, 0.5, 1, 1.5]
 
 

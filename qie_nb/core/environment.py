@@ -16,9 +16,8 @@ from urllib.request import getproxies
 from fastcore.basics import patch
 
 from .files import free_bytes
-from .progress import kernel, is_interactive
+from .display import kernel, is_interactive, table_html
 from .startup import PROVIDED
-from .display import table_html
 
 # %% ../../nbs/core/03_environment.ipynb #485d02bf
 @dataclass(frozen=True)

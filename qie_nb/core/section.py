@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .display import table_html
-from .registry import outside_names
-from .settings import Role, removed_meant, removed_text, role_of, setting
+from .settings import outside_names, Role, removed_meant, removed_text, role_of, setting
 
 # %% ../../nbs/core/06b_section.ipynb #5ec71006
 def is_section(

@@ -14,10 +14,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, WrapValidator, field_validator
 
 from .presets import VARIANT_NAMES
-from .registry import AcceptRegistered
+from .settings import AcceptRegistered, setting
 from .cache_layers import is_url, url_text
 from .section import Section
-from .settings import setting
 
 # %% ../../nbs/core/06c_sections.ipynb #f55ddc45
 AutoBool = bool | Literal["auto"]

@@ -16,9 +16,8 @@ import numpy as np
 from fastcore.basics import patch
 from PIL import Image
 
-from ..core.display import table_html
+from ..core.display import table_html, Progress
 from ..core.files import kept, write_atomic
-from ..core.progress import Progress
 from .alignment import Alignment, displacement, measure_alignment, resampled
 from .images import open_image, read_bytes, source_digest
 from .samples import Samples, cached_size, config_samples, find_samples

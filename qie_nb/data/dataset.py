@@ -19,13 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager
 from ..cache import stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
-from ..core.display import status_html
+from ..core.display import status_html, Progress
 from ..core.files import collector_paused
-from ..core.progress import Progress
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, open_image, remembered
 from .pair_checks import marks_of_sizes
-from .sample_keys import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
+from .samples import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
 from .samples import Samples, cached_size, config_samples, find_samples, load_images
 from .samples import load_mask, open_unchanged, usable
 

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .distributed import wants_fsdp
-from ..models.quantize import QUANTIZATIONS, plain_tensors, rebuild_weight
+from ..models.quantizations.known import QUANTIZATIONS, plain_tensors, rebuild_weight
 
 # %% ../../nbs/devices/01_block_swap.ipynb #039a1145
 class Streams:

@@ -11,7 +11,7 @@ import os
 import torch
 
 from ..data.batches import BucketBatchSampler
-from ..models.quantize import check_device
+from ..models.quantizations.known import check_device
 
 # %% ../../nbs/devices/05_distributed.ipynb #357058f0
 def local_device(name:str) -> torch.device:

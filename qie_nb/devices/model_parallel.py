@@ -11,7 +11,7 @@ import os, weakref
 import torch
 
 from .block_swap import BlockSwapLoader, check_offloading, forbid_move
-from ..models.quantize import check_device
+from ..models.quantizations.known import check_device
 
 # %% ../../nbs/devices/02_model_parallel.ipynb #207330c9
 def split_blocks(

@@ -14,7 +14,7 @@ import torch
 from qie_nb.core.display import table_html
 from qie_nb.models.components import device_of
 from qie_nb.models.loading import free_device_bytes, work_bytes
-from qie_nb.models.quantize import QUANTIZATIONS, held_bytes, parse_quantization
+from qie_nb.models.quantizations.known import QUANTIZATIONS, held_bytes, parse_quantization
 
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
 

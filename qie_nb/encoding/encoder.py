@@ -17,12 +17,12 @@ from PIL import Image
 
 from ..cache import EDIT_MASK, PREFIX, CacheEntry, identity_id, key_of
 from ..data.dataset import ImageDataset
-from ..data.edit_masks import edit_mask
+from ..models.flow_matching import edit_mask
 from ..data.images import Geometry, open_image
 from .jobs import (EncodeJob, MissingTensor, SampleInputs, jobs_of, missing_tensors,
                                   sample_inputs)
 from ..models.components import Components
-from ..models.prompts import Prefix, PrefixNotSharable, vl_images
+from ..models.encoders import Prefix, PrefixNotSharable, vl_images
 
 # %% ../../nbs/encoding/02_encoder.ipynb #bb9bfa4e
 class ImageSet(NamedTuple):

@@ -19,7 +19,7 @@ from PIL import Image
 from ..cache import EDIT_MASK, PREFIX, CacheEntry
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry
-from ..models.prompts import VLImages, vl_images
+from ..models.encoders import VLImages, vl_images
 
 # %% ../../nbs/encoding/01_jobs.ipynb #2fa00c72
 class MissingTensor(NamedTuple):

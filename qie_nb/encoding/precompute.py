@@ -20,10 +20,9 @@ from PIL import Image
 from ..cache import file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
-from ..core.display import size_text
+from ..core.display import size_text, Progress, short_time
 from ..core.environment import detect_environment
 from ..core.files import DiskFull, block_size, megabytes
-from ..core.progress import Progress, short_time
 from ..data.dataset import ImageDataset
 from ..data.samples import ImageChanged, open_unchanged
 from .encoder import Encoder

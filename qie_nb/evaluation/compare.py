@@ -19,10 +19,9 @@ import numpy as np
 from PIL import Image
 from fastcore.basics import patch
 
-from ..core.display import Display, image_html
-from ..core.progress import Progress
+from ..core.display import Display, image_html, Progress
 from .drift import PLACE, at_size, drift_of, short_text
-from .eval_images import printable, side_by_side
+from .eval_images import printable_text, side_by_side
 from .evaluate import adapter_of
 from ..lora import adapters as lora
 from ..lora.formats import is_hub_id
@@ -99,7 +98,7 @@ def columns_of(
     if NOW in checkpoints and not trainer.active_adapters() and (scales is not None or BASE in checkpoints):
         raise ValueError("no adapter is active, so there is nothing to compare with; name `checkpoints`, or "
                          "call load_lora() first")
-    lora.check_weights({f"scale {s}": s for s in scales or ()})
+    lora.check_adapter_weights({f"scale {s}": s for s in scales or ()})
     out = []
     for name in (BASE if c is None else c for c in checkpoints):
         found = _find(trainer, name)
@@ -209,7 +208,7 @@ def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inch
     fig = grid([[p for p, _ in row] for row in rows], scale=scale)
     fig.set_figheight(fig.get_figheight() + 0.45 * len(rows))
     fig.get_layout_engine().set(h_pad=0.25) # inches, for the text below
-    plain = lambda text, most: textwrap.shorten(printable(text), most, placeholder="...")
+    plain = lambda text, most: textwrap.shorten(printable_text(text), most, placeholder="...")
     below = dict(ha="left", va="top", fontsize=7, parse_math=False, in_layout=False)
     for k, (e, row) in enumerate(zip(self.edits, rows)):
         axes = fig.axes[k * len(titles):(k + 1) * len(titles)]
@@ -248,7 +247,7 @@ def _activate(tr, column, before, loaded): # the file that is loaded now
 # %% ../../nbs/evaluation/03_compare.ipynb #cb845e82
 def denoise_columns(
     trainer,
-    columns, edits, encoded, # lists of `Column`, and of `Edit` and `Encoded`, one per row
+    columns, edits, encoded, # lists of `Column`, and of `Edit` and `EncodedEdit`, one per row
     progress:bool=True, # show rate and time left?
 ) -> list: # per row a list of uint8 [H, W, 3], one per column
     bar = Progress(sum(c.steps for c in columns) * len(edits), "compare") if progress else None

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from ..core.files import write_atomic
-from ..core.progress import Progress
+from ..core.display import Progress
 from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.distributed import wants_fsdp
@@ -144,7 +144,7 @@ def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one he
     size = lambda p: (max(1, round(p.width * height / p.height)), height)
     return np.concatenate([np.asarray(p.resize(size(p))) for p in images], 1)
 
-def printable(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
+def printable_text(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787202
 def pair_cases(
@@ -220,7 +220,7 @@ def overview(made): # list of (`EvalImage` with `shown`, uint8 [H, W, 3] edited)
     fig.set_figheight(fig.get_figheight() + 0.5 * len(made))
     fig.get_layout_engine().set(h_pad=0.3) # inches, for two lines of text
     for k, (s, _) in enumerate(made):
-        axes, text = fig.axes[n * k + 1], textwrap.fill(textwrap.shorten(printable(s.caption), 150), 80)
+        axes, text = fig.axes[n * k + 1], textwrap.fill(textwrap.shorten(printable_text(s.caption), 150), 80)
         axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=7,
                   parse_math=False, in_layout=False) # captions may contain dollar signs
     return fig
@@ -278,7 +278,7 @@ def image_errors(images) -> dict: # of `EvalImage`s of pairs: {name: error}
 def drifts(images) -> dict: # {name: {measure: number}}
     return {i.name: i.drift for i in images if i.drift is not None}
 
-def numbers(held, images) -> dict: # {logged column: number}; held: `ValidationLoss` or None
+def logged_numbers(held, images) -> dict: # {logged column: number}; held: `ValidationLoss` or None
     errors, row = image_errors(images).values(), held.row() if held else {}
     if errors: row["held_out_image_error"] = sum(errors) / len(errors)
     return row | medians(drifts(images).values())

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-from ..core.display import text_table
+from ..core.display import text_table, short_time
 from ..core.files import write_atomic
-from ..core.progress import short_time
 from ..devices.distributed import broadcast_stop, share
 from ..devices.placement import temporarily_load
 from .drift import COLUMNS as DRIFT, say_drift, short_text
 from .eval_images import (
-    drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, numbers, render_eval_images)
+    drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, logged_numbers, render_eval_images)
 from .validation_loss import (
     NOISES, PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
 from ..lora.adapters import (
@@ -282,7 +281,7 @@ def evaluate(self:EvaluationCallback, t, name=None):
                      "repeated on resume")
     finally: self.account(t, work)
     t.state.pending, t.state.eval_images = "", images
-    row, errors, drift = numbers(held, images), image_errors(images), drifts(images)
+    row, errors, drift = logged_numbers(held, images), image_errors(images), drifts(images)
     t.state.metrics |= row
     if held: self.report(t, out, held, other, row, errors, drift)
     before = [v for k, v in (self.history.drift or {}).items() if k in drift]
@@ -372,7 +371,7 @@ def evaluate(
         held, images, _ = evaluate_now(trainer, out, styles)
     losses = dict(losses=held.losses, noises=held.noises, image_errors=image_errors(images),
                   image_sampling=eval_sampling(trainer.config).note) if held else {}
-    row = numbers(held, images)
+    row = logged_numbers(held, images)
     result = facts | row | losses | dict(drift=drifts(images), pictures=[str(i.file) for i in images])
     write_result(trainer, out, result)
     return result

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..cache import stable_seed
-from ..core.progress import Progress
+from ..core.display import Progress
 from ..data.batches import BucketBatchSampler
 from ..data.images import source_digest
 from ..models import flow_matching as flow

@@ -149,12 +149,12 @@ def vl_expressions(area:int, node_area:int) -> tuple: # of the width a and the h
     width = f"sqrt({least}*{most})"
     return f"round({width})", f"round({node_area}/{width})"
 
-def squares(size) -> tuple: # (columns, rows) of 28 pixels, as Qwen2.5-VL reads an image
+def vl_squares(size) -> tuple: # (columns, rows) of 28 pixels, as Qwen2.5-VL reads an image
     return round(size[0] / 28), round(size[1] / 28)
 
 def vl_size(size, area:int, node_area:int) -> tuple: # (width, height)
     "The values of `vl_expressions` for an image of this size."
-    columns, rows = squares(calculate_dimensions(area, size[0] / size[1]))
+    columns, rows = vl_squares(calculate_dimensions(area, size[0] / size[1]))
     least = max(28*columns - 14, node_area / (28*rows + 14))
     width = math.sqrt(least * min(28*columns + 14, node_area / (28*rows - 14)))
     return round(width), round(node_area / width)
@@ -162,7 +162,7 @@ def vl_size(size, area:int, node_area:int) -> tuple: # (width, height)
 # %% ../../nbs/extras/04_comfyui_workflow.ipynb #c0f10011
 def encoded_squares(size, node_area:int) -> tuple: # of an image of this size, given to the encode node
     scale = math.sqrt(node_area / math.prod(size))
-    return squares([round(side * scale) for side in size])
+    return vl_squares([round(side * scale) for side in size])
 
 # %% ../../nbs/extras/04_comfyui_workflow.ipynb #c0f10016
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def differences(f:WorkflowFacts) -> list: # of str
     return out
 
 # %% ../../nbs/extras/04_comfyui_workflow.ipynb #c0f1001f
-def note(f:WorkflowFacts) -> str: # Markdown
+def workflow_note(f:WorkflowFacts) -> str: # Markdown
     "What to do with the workflow."
     g, few = f.geometry, f" and `{f.few_steps}`" if f.few_steps else ""
     shape = f"{g.image_size[0]} x {g.image_size[1]} pixels, images are cropped to its aspect" if g.crop else \
@@ -376,6 +376,6 @@ def write_workflow(
     "Write both formats of the workflow."
     lora, graph = Path(lora), workflow(f)
     written = WorkflowFiles(*(lora.with_name(f"{lora.stem}_workflow{end}.json") for end in ("", "_api")))
-    for file, data in zip(written, (graph.ui(note(f)), graph.api())):
+    for file, data in zip(written, (graph.ui(workflow_note(f)), graph.api())):
         write_atomic(file, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
     return written

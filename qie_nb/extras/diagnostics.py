@@ -18,9 +18,8 @@ import torch
 from fastcore.basics import patch
 
 from ..config import Config, OptimizerSection
-from ..core.display import image_html
+from ..core.display import image_html, Progress
 from ..core.cache_layers import may_hold_cache
-from ..core.progress import Progress
 from ..data.dataset import ImageDataset, loader
 from ..data.images import open_image
 from ..data.pair_checks import pairs_to_show

@@ -15,7 +15,7 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..cache import identity_id
-from ..core.progress import Progress
+from ..core.display import Progress
 from ..core.startup import OURS, raised_by_us
 from ..devices.distributed import local_device
 from ..models.components import Components

@@ -17,7 +17,7 @@ from ..core.cache_entries import CacheEntryError
 from ..core.cache_layers import INDEX, ShardStore, _read_index, url_text, without_secrets
 from ..core.files import disk_full, file_digest, file_lock, free_bytes, stale_temp_files, write_atomic
 from ..core.packed_index import DATABASE
-from ..core.progress import Progress
+from ..core.display import Progress
 
 # %% ../../nbs/extras/03_remote_shards.ipynb #5b00000a
 class RemoteCacheError(ValueError):

@@ -24,7 +24,7 @@ from ..devices.placement import PARTS
 from ..core.startup import ALLOCATOR
 from ..models.components import COMPONENTS, check_weights, device_of, restore_image_positions
 from ..models.flow_matching import sample_noise
-from ..models.quantize import held_bytes
+from ..models.quantizations.known import held_bytes
 from ..planning.doctor import this_machine
 from ..planning.memory_query import memory_query
 from ..planning.training_memory import memory_of
@@ -203,7 +203,7 @@ def pipeline_run(t, image, size, steps) -> EditTrace:
 # %% ../../nbs/extras/02_selfcheck.ipynb #d0ef3da9
 class OurEdit(NamedTuple):
     trace: EditTrace
-    ready: object        # `Encoded` edit
+    ready: object        # `EncodedEdit`
     target: torch.Tensor # [1, C, 1, h, w], latent of the inverted image
 
 # %% ../../nbs/extras/02_selfcheck.ipynb #d0ef3d01

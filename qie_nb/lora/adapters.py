@@ -85,7 +85,7 @@ def keep_trainable(transformer):
     finally:
         for n, p in transformer.named_parameters(): p.requires_grad_(n in trainable)
 
-def check_weights(weights:dict):
+def check_adapter_weights(weights:dict):
     for n, w in weights.items():
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
             raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1: as trained")
@@ -93,7 +93,7 @@ def check_weights(weights:dict):
 # %% ../../nbs/lora/01_adapters.ipynb #c2378201
 def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
     "Activate these adapters and no others."
-    check_not_merged(transformer), check_weights(weights)
+    check_not_merged(transformer), check_adapter_weights(weights)
     loaded = list(getattr(transformer, "peft_config", {}))
     wrong = [n for n in weights if n not in loaded]
     if wrong:
@@ -183,7 +183,7 @@ def parse_loras(
     for k, s in enumerate(specs):
         if s.name is None: specs[k] = s._replace(name=_name(s.path, taken))
         taken.add(specs[k].name)
-    check_weights({s.name: s.weight for s in specs})
+    check_adapter_weights({s.name: s.weight for s in specs})
     return specs
 
 # %% ../../nbs/lora/01_adapters.ipynb #4edc4fdc
@@ -381,7 +381,7 @@ def load_lora(
     unused:tuple=UNUSED, # as for `train_only`
 ) -> dict: # the file's note
     "Load an adapter and make it the only active one. Raises FileNotFoundError or ValueError."
-    check_name(name), check_weights({name: weight})
+    check_name(name), check_adapter_weights({name: weight})
     read = path if isinstance(path, LoraWeights) else read_fitting(transformer, path)
     unmerge_lora(transformer)
     before = {n: w for n, w in active_loras(transformer).items() if n != name}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.files import write_atomic
-from ..core.progress import quiet_bars
+from ..core.display import quiet_bars
 
 # %% ../../nbs/lora/00_formats.ipynb #22ffe4bd
 WEIGHT_NAME = "pytorch_lora_weights.safetensors"

@@ -13,12 +13,13 @@ import torch
 from fastcore.basics import patch
 
 from ..core.files import file_digest, free_bytes, take_turns
-from ..core.progress import quiet_bars
-from ..core.registry import either
+from ..core.display import quiet_bars
+from ..core.settings import either
 from .hub import LocalShards, ShardDownloader, component_class, find_model_folder, hub_model
 from .loading import (check_saved_quantization, component_bytes, device_of, empty_model, load_quantized,
                                    saved_quantization, source_checkpoint, stored_dtype, weight_files)
-from .quantize import QUANTIZATIONS, check_quantization, dtype_name, parse_quantization
+from .quantizations.known import QUANTIZATIONS, check_quantization, dtype_name
+from .quantizations.known import parse_quantization
 from .variants import v1, v2509, v2511 # each registers its class
 from .variants.base import VARIANTS, Variant, transformer_config, variant_of_folder
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..core.progress import Progress
-from .quantize import (
-    NOT_QUANTIZED, QUANTIZATIONS, advised, dtype_name, quantizable_layers, quantize_linear)
+from ..core.display import Progress
+from .quantizations.known import NOT_QUANTIZED, QUANTIZATIONS, advised, dtype_name
+from .quantizations.known import quantizable_layers, quantize_linear
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c006
 def check_serializable(

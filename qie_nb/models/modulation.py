@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from ..cache import CacheEntry, key_of
 from ..core.cache_entries import MODULATION, entry_bytes
 from ..core.files import file_lock
-from ..core.progress import Progress
+from ..core.display import Progress
 from .loading import STREAMS, weight_files
-from .quantize import dtype_name
+from .quantizations.known import dtype_name
 
 # %% ../../nbs/models/05_modulation.ipynb #278b70d5
 def to_floats(times:torch.Tensor) -> list:

@@ -17,15 +17,15 @@ from torch import nn
 from ..cache import EmbeddingCacheManager
 from ..core.environment import detect_environment
 from ..core.files import cached_file_property, file_digest, free_bytes, write_atomic
-from ..core.progress import Progress
+from ..core.display import Progress
 from .hub import CONFIG_FILES, component_class, format_bytes, sampled_digest, transformer_digest
 from .loading import (ORIGIN, check_missing, check_serializable, empty_model, part_names,
                                    place_tensor, remap_key, serialize_linear, set_tensor, source_checkpoint,
                                    stored_dtype, trim_malloc)
 from .modulation import (ModulationTable, block_rows, time_embeddings, use_modulation_table,
                                       uses_modulation)
-from .quantize import (
-    QUANTIZATIONS, advised, dtype_name, quantizable_layers, quantize_linear)
+from .quantizations.known import QUANTIZATIONS, advised, dtype_name, quantizable_layers
+from .quantizations.known import quantize_linear
 
 # %% ../../nbs/models/06_prequantize.ipynb #7b0df9a7
 def _shard_order(shards) -> list: # names

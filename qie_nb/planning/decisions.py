@@ -15,7 +15,7 @@ from ..core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, Time
 from ..data.samples import ONE_IMAGE
 from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
-from ..models.quantize import QUANTIZATIONS
+from ..models.quantizations.known import QUANTIZATIONS
 from .facts import (
     ENOUGH_IMAGES, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
 

@@ -21,7 +21,7 @@ from ..core.cache_layers import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
 from ..models.variants.base import variant_marked
-from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
+from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory_query import block_bytes, memory_query, model_facts, parameters
 from .decisions import choose_hours

@@ -20,7 +20,7 @@ from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import VARIANTS, Variant, resolve_model
 from ..models.loading import saved_quantization, stored_dtype
 from ..models.modulation import STREAMS
-from ..models.quantize import QUANTIZATIONS, dtype_name, parse_quantization
+from ..models.quantizations.known import QUANTIZATIONS, dtype_name, parse_quantization
 from ..models.variants.base import transformer_config, variant_named, variant_of_folder
 from . import facts as planned
 from .decisions import choose_modulation

@@ -20,7 +20,7 @@ from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, MODEL, NO_BF16, first_steps
 from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
-from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
+from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, model_areas
 from .decisions import (
     FREE, SCALED, choose_compile, choose_delete_shards, choose_device, choose_dtype, choose_encode_batch,

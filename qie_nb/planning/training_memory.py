@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..core.display import table_html, text_table
 from ..devices.block_swap import SLOTS
-from ..models.quantize import QUANTIZATIONS
+from ..models.quantizations.known import QUANTIZATIONS
 from qie_nb.planning.memory_query import (
     QKV, MemoryQuery, adapter_shapes, block_bytes, block_layers, numbers, optimizer_bytes, other_bytes,
     parameters, stream_tokens)

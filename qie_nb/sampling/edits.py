@@ -126,7 +126,7 @@ def make_edits(
 
 # %% ../../nbs/sampling/01_edits.ipynb #c3ba9919
 @dataclass(eq=False)
-class Encoded:
+class EncodedEdit:
     "The transformer's inputs for one edit, on the CPU."
     shape: tuple   # of the latent: (C, 1, h, w)
     controls: list # of [1, C, 1, h, w]
@@ -140,7 +140,7 @@ def encode_edits(
     encoder, edits, geometry, # `Encoder`, list of `Edit`, `Geometry` of the control images
     guidance:bool=True, # encode the negative prompts?
     at=lambda name: None, # places the component of this name
-) -> list: # of `Encoded`
+) -> list: # of `EncodedEdit`
     "Encode all edits, first the prompts, then the images."
     pixels = {id(p): (p.size, p.tobytes()) for e in edits for p in e.images}
     keys = [tuple(pixels[id(p)] for p in e.images) for e in edits]
@@ -156,13 +156,13 @@ def encode_edits(
     latents = {k: encoder.encode_images([p], geometry.control(p.size)).cpu() for k, p in images.items()}
     C, f = encoder.components.variant.vae_shape(encoder.components.get("vae").config)
     def text(k, p): return groups[k][1][_encoded_as(p)]
-    return [Encoded((C, 1, e.size[1] // f, e.size[0] // f), [latents[p] for p in k], text(k, e.prompt),
+    return [EncodedEdit((C, 1, e.size[1] // f, e.size[0] // f), [latents[p] for p in k], text(k, e.prompt),
                     text(k, e.negative) if guidance else None) for e, k in zip(edits, keys)]
 
 # %% ../../nbs/sampling/01_edits.ipynb #a77f1790
 def denoise_encoded(
     transformer, scheduler, # as in `denoise`; the scheduler's config is read
-    edit, # `Encoded`, or an object with its fields
+    edit, # `EncodedEdit`, or an object with its fields
     steps:int=20, true_cfg_scale:float=4.0,
     seed:int=0, generator=None, # of the noise
     overrides:dict=None, # changes of the scheduler's config
@@ -263,10 +263,10 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
     return encode_prompt(encoder, "", dataset.images(i)["control"], dataset.geometry).cpu()
 
 # %% ../../nbs/sampling/01_edits.ipynb #87dc1503
-def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> Encoded:
+def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> EncodedEdit:
     "The transformer's inputs for a sample, with guidance also of the empty prompt."
     batch, uncond = load_batch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
-    return Encoded(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]),
+    return EncodedEdit(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]),
                    batch["prompt_embed"][0][None], None if uncond is None else uncond[None])
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9fef
@@ -300,7 +300,7 @@ def cached_data(
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9f02
 def cached_edits(trainer, dataset, indices, true_cfg_scale:float=4.0, seeds=()) -> list:
-    "Samples as (`Edit`, `Encoded`). Raises ValueError for a wrong index or a missing empty prompt."
+    "Samples as (`Edit`, `EncodedEdit`). Raises ValueError for a wrong index or a missing empty prompt."
     out, bad = [], [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
     if bad or not indices:
         raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got "

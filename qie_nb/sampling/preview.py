@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..core.display import image_bytes, image_html
-from ..core.progress import Progress, kernel, is_interactive
+from ..core.display import image_bytes, image_html, Progress, kernel, is_interactive
 from ..models.variants.base import Variant
 from ..models.variants.text_to_image import QWEN_IMAGE
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..core.presets import VARIANT_NAMES
-from ..core.progress import quiet_bars
+from ..core.display import quiet_bars
 from ..models.components import VARIANTS
 
 # %% ../../nbs/tiny/00_random_models.ipynb #16e3d48f
@@ -144,7 +144,7 @@ def tiny_folder(
     return save_tiny(variant, Path(keep.name)/f"tiny-{variant}", areas, seed=seed, vae_stages=vae_stages)
 
 # %% ../../nbs/tiny/00_random_models.ipynb #6aa7ffde
-def load_trained(): # QwenImageEditPlusPipeline, float32 on the CPU
+def trained_pipeline(): # QwenImageEditPlusPipeline, float32 on the CPU
     "The embedded model as a diffusers pipeline."
     from diffusers import QwenImageEditPlusPipeline
     from qie_nb.models.components import resolve_model, restore_image_positions

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config import Config, DataSection, make_config
-from ..core.display import size_text
-from ..core.progress import kernel
+from ..core.display import size_text, kernel
 from ..data.images import Geometry
 from ..lora import adapters as lora
 from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora

@@ -16,7 +16,7 @@ import torch
 
 from ..cache import EDIT_MASK, CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import Config, DataSection, make_config
-from ..core.progress import kernel
+from ..core.display import kernel
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
@@ -25,7 +25,7 @@ from ..encoding.encoder import Encoder, encode_prompt, encode_sample, encode_unc
 from ..encoding.jobs import shard
 from ..encoding.precompute import precompute
 from ..models.components import Components
-from ..models.quantize import check_device
+from ..models.quantizations.known import check_device
 from ..models.variants.base import Variant, variants_for_several
 from .callbacks import own_planner
 from .checkpoint import find_checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..core.progress import Progress
+from ..core.display import Progress
 from ..core.startup import PROVIDED
 from ..devices.processes import Processes, ProcessEnded
 from ..data.dataset import ImageDataset

@@ -22,7 +22,7 @@ from ..data.dataset import ImageDataset
 from ..data.images import crop_to, open_image
 from ..data.pair_checks import look, pair_warnings, pairs_to_show
 from ..models.components import VARIANTS, Components, component_digest
-from ..models.prompts import PrefixTokens
+from ..models.encoders import PrefixTokens
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #fa1e0006
 def dataset_of(

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from ..core.environment import detect_environment
-from ..core.progress import is_interactive, kernel
+from ..core.display import is_interactive, kernel
 from ..data.images import figure
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0006

@@ -14,8 +14,7 @@ from html import escape
 import numpy as np
 from fastcore.basics import patch
 
-from ..core.display import ButtonPoller, Display, image_html, table_html
-from ..core.progress import Progress, short_time
+from ..core.display import ButtonPoller, Display, image_html, table_html, Progress, short_time
 from ..evaluation.drift import COLUMNS as DRIFT, PLACE, medians, short_text
 from ..training.callbacks import Callback, RunState
 from ..training.stopping import logged

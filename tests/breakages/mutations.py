@@ -371,7 +371,7 @@ MUTATIONS = {
         Change("models/flow_matching", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
     "edit masks keyed without the control": Mutation("tests/data/test_edit_masks.py", [
         Change("cache", "edit_mask_parts",
-               "dict(target=target, control=control, **RULE)", "dict(target=target, **RULE)")]),
+               "dict(target=target, control=control, **EDIT_MASK_RULE)", "dict(target=target, **EDIT_MASK_RULE)")]),
     "edit masks for samples with a mask image": Mutation("tests/data/test_edit_masks.py", [
         Change("data/dataset", "ImageDataset.wants_edit_mask", "s.mask is None and", "")]),
     "a diverging setup learns": Mutation("tests/extras/test_overfit.py", [

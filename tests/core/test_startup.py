@@ -23,7 +23,7 @@ def test_lazy_name_is_like_its_object(name):
     real = lazy.__wrapped__
     from IPython.core.oinspect import getdoc
     assert inspect.signature(lazy) == inspect.signature(real) and pydoc.render_doc(lazy).split("\n", 1)[1] == pydoc.render_doc(real).split("\n", 1)[1]
-    assert getdoc(lazy) == getdoc(real) == real.__doc__
+    assert getdoc(lazy) == getdoc(real) == inspect.getdoc(real)
 
 
 @pytest.mark.parametrize("what", PROVIDED)

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from helpers import settings
-from qie_nb.cache import EDIT_MASK
-from qie_nb.models import flow_matching as edit_masks
+from qie_nb.cache import EDIT_MASK, EDIT_MASK_RULE
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.models.flow_matching import edit_mask
 from qie_nb.trainer import QwenImageEditTrainer
@@ -105,7 +104,7 @@ def test_weights_are_entries_of_their_own(local, tmp_path, monkeypatch, built):
     assert report.bytes == sum(f.stat().st_size for f in files) and Counter(cached_kinds(t)) == Counter(before) + Counter({EDIT_MASK: 2})
     status = (data := t.make_loader().dataset).status()["kinds"][EDIT_MASK]
     assert (status["needed"], status["present"], status["missing"]) == (2, 2, 0) and t.cache_embeddings().tensors == 0
-    monkeypatch.setitem(edit_masks.RULE, "smooth", 2.) # a changed rule never reads what an older one made
+    monkeypatch.setitem(EDIT_MASK_RULE, "smooth", 2.) # a changed rule never reads what an older one made
     data.refresh(data.identity)
     assert [data.missing(i) for i in range(3)] == [[EDIT_MASK], [], [EDIT_MASK]]
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placement
-from qie_nb.models import encoders as vae
+from qie_nb.models import encoders
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantizations.known import held_bytes
@@ -47,7 +47,7 @@ def test_three_devices_give_the_same_image_and_mix_nothing(variant, n, scale, pr
 
 
 def test_a_missing_move_raises(pretend, monkeypatch):
-    t, real = trainer_of(predict=dict(devices=THREE)), vae.decode_latents
+    t, real = trainer_of(predict=dict(devices=THREE)), encoders.decode_latents
     replace_everywhere(monkeypatch, real, lambda v, z, *a, **kw: v.decode(z.to(v.dtype)))
     with pretend(t), pytest.raises(RuntimeError, match="found at least two devices|different from other tensors"): edit(t)
 

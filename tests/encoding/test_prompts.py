@@ -136,9 +136,9 @@ def test_each_pass_computes_only_its_own_tokens():
 @pytest.mark.parametrize("newer", [False, True])
 def test_positions_with_transformers_before_and_since_5_3(newer):
     from types import SimpleNamespace
-    from qie_nb.models import encoders as prompts
+    from qie_nb.models import encoders
     older = lambda input_ids, image_grid_thw=None: (input_ids, None)
     since = lambda input_ids, image_grid_thw=None, mm_token_type_ids=None: (mm_token_type_ids, None)
     encoder = SimpleNamespace(model=SimpleNamespace(get_rope_index=since if newer else older), config=SimpleNamespace(image_token_id=7))
-    found = prompts.prefix_positions(encoder, SimpleNamespace(positions="3d"), torch.tensor([[1, 7, 7]]), None)
+    found = encoders.prefix_positions(encoder, SimpleNamespace(positions="3d"), torch.tensor([[1, 7, 7]]), None)
     assert found.tolist() == ([[0, 1, 1]] if newer else [[1, 7, 7]])

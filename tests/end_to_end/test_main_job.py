@@ -195,6 +195,6 @@ def test_a_run_resumed_from_far_back_keeps_its_own_checkpoints(pairs, tmp_path):
 def test_only_half_of_the_vae_goes_where_it_encodes(pairs, tmp_path):
     encoder = trainer(pairs(), tmp_path, cache=UNCACHED).encoder()
     encoder.devices["vae"] = torch.device("meta") # stands for the GPU
-    vae = encoder._vae()
+    vae = encoder.place_vae()
     places = {m: {p.device.type for p in getattr(vae, m).parameters()} for m in ("encoder", "quant_conv", "decoder", "post_quant_conv")}
     assert places == dict(encoder={"meta"}, quant_conv={"meta"}, decoder={"cpu"}, post_quant_conv={"cpu"})

@@ -23,8 +23,8 @@ same = partial(close_images, levels=2)
 @pytest.fixture
 def encoded(monkeypatch):
     calls = dict(image=[], prompt=[])
-    for name, seen in calls.items():
-        on_call(monkeypatch, Encoder, name, lambda self, what, *a, seen=seen: seen.append(what if isinstance(what, str) else np.asarray(what).tobytes()))
+    on_call(monkeypatch, Encoder, "encode_images", lambda self, images, *a: calls["image"].extend(np.asarray(im).tobytes() for im in images))
+    on_call(monkeypatch, Encoder, "encode_prompts", lambda self, prompts, *a: calls["prompt"].extend(prompts))
     return calls
 
 

@@ -8,7 +8,7 @@ import pytest
 from qie_nb.data.images import Geometry
 from qie_nb.extras import comfyui_workflow
 from qie_nb.extras.comfyui_workflow import (
-    NODES, WorkflowFacts, differences, encoded_squares, inputs_of, note, passed_on, squares, template,
+    NODES, WorkflowFacts, differences, encoded_squares, inputs_of, workflow_note, passed_on, vl_squares, template,
     unused_nodes, vl_expressions, vl_size, without, workflow, write_workflow)
 from qie_nb.models.components import VARIANTS
 from qie_nb.trainer import QwenImageEditTrainer
@@ -112,7 +112,7 @@ def test_sizes_are_those_of_the_training(variant, target, area):
     result = next((d["inputs"] for d in nodes if d["title"] == "Result"), control)
     for size in SIZES:
         assert scaled(control, size) == f.geometry.control(size) and scaled(result, size) == f.geometry.target(size)
-        if f.vl_area == f.node_area: assert encoded_squares(vl_size(size, f.vl_area, f.node_area), f.node_area) == squares(f.geometry.vl(size)), size
+        if f.vl_area == f.node_area: assert encoded_squares(vl_size(size, f.vl_area, f.node_area), f.node_area) == vl_squares(f.geometry.vl(size)), size
     assert bool(differences(f)) == (f.vl_area != f.node_area or area > target)
 
 
@@ -143,7 +143,7 @@ def test_each_variant_has_its_nodes():
     assert [d["inputs"]["lora_name"] for d in few.nodes.values() if d["kind"] == "LoraLoaderModelOnly"] == ["Lightning-4steps.safetensors", "dusk.safetensors"]
     sampler = next(d["inputs"] for d in few.nodes.values() if d["kind"] == "KSampler")
     assert (sampler["steps"], sampler["cfg"]) == (4, 1.0) and kinds(CASES["few steps"])["CFGNorm"] == 0
-    assert "Lightning-4steps.safetensors" in note(CASES["few steps"]) and "Comfy-Org" in note(facts())
+    assert "Lightning-4steps.safetensors" in workflow_note(CASES["few steps"]) and "Comfy-Org" in workflow_note(facts())
 
 
 def test_texts_are_data_and_too_many_images_are_refused(tmp_path):
@@ -199,7 +199,7 @@ def test_all_workflows_are_the_same_as_without_templates():
     for variant, controls, size, crop, area, (steps, scale, few), prompt, vl_area in GRID:
         f = WorkflowFacts(VARIANTS[variant].comfyui, "dusk.safetensors", Geometry(size, crop, area, vl_area), controls, steps, scale, 2.1234, few, prompt)
         graph = workflow(f)
-        digest.update(json.dumps([graph.ui(note(f)), graph.ui(), graph.api()], ensure_ascii=False).encode())
+        digest.update(json.dumps([graph.ui(workflow_note(f)), graph.ui(), graph.api()], ensure_ascii=False).encode())
     assert len(GRID) == 3456 and digest.hexdigest() == WRITTEN
 
 

@@ -27,7 +27,8 @@ def is_interactive(monkeypatch):
     shown = []
     for module in ("core.display", "logging"):
         monkeypatch.setattr(f"qie_nb.{module}.kernel", lambda: object())
-        monkeypatch.setattr(f"qie_nb.{module}.is_interactive", lambda: True)
+        monkeypatch.setattr(f"qie_nb.{module}.is_interactive", lambda stream=None: True)
+    monkeypatch.setattr(Progress, "open_bar", lambda self: None) # progress as lines, for capsys
     for name in ("display", "update_display"):
         monkeypatch.setattr(f"IPython.display.{name}", lambda bundle, name=name, **kw: shown.append((name, kw.get("display_id"), bundle)))
     return shown

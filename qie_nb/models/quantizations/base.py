@@ -12,7 +12,7 @@ from importlib import metadata
 import torch
 from torch import nn
 
-from ...core.registry import register_class
+from ...core.settings import register_class
 
 # %% ../../../nbs/models/quantizations/00_base.ipynb #a4296ed3
 QUANTIZATIONS = {} # {name: `Quantization`}, in the order of their definition

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...core.registry import either, register_class
-from ..prompts import Prefix, PrefixNotSharable, PrefixTokens
+from ...core.settings import either, register_class
+from ..encoders import Prefix, PrefixNotSharable, PrefixTokens
 
 # %% ../../../nbs/models/variants/00_base.ipynb #38652630
 VARIANTS = {} # {name: `Variant`}, in the order of their definition

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ...lora.adapters import UNUSED
-from .. import flow_matching as flow, prompts as text, vae as images_and_latents
-from ..prompts import Prefix, PrefixNotSharable, PrefixTokens
+from .. import encoders, flow_matching as flow
+from ..encoders import Prefix, PrefixNotSharable, PrefixTokens
 from .base import PromptTemplate, VAEShape, Variant
 
 # %% ../../../nbs/models/variants/01_text_to_image.ipynb #9a4b1cd8
@@ -126,15 +126,15 @@ class QwenImage(Variant):
 
     def encode_prefix(self, text_encoder:nn.Module, processor:object, image_sets:list) -> Prefix:
         "Encode system prompt and images once for all prompts on them."
-        return text.encode_prefix(text_encoder, processor, self, image_sets)
+        return encoders.encode_prefix(text_encoder, processor, self, image_sets)
 
     def encode_suffixes(self, text_encoder:nn.Module, processor:object, prefix:Prefix, prompts:list) -> list:
         "Encode prompts after a prefix."
-        return text.encode_suffixes(text_encoder, processor, self, prefix, prompts)
+        return encoders.encode_suffixes(text_encoder, processor, self, prefix, prompts)
 
     def encode_whole(self, text_encoder:nn.Module, processor:object, prompt:str, images:list) -> torch.Tensor:
         "A prompt's embedding in one pass, as in the pipelines."
-        return text.encode_prompt(text_encoder, processor, self, prompt, images, share_prefix=False)[0][0]
+        return encoders.encode_prompt(text_encoder, processor, self, prompt, images, share_prefix=False)[0][0]
 
     def prepare_images(self, components:object, images:list):
         "The processor's work on `VLImages`, which keep it."
@@ -142,16 +142,16 @@ class QwenImage(Variant):
 
     def prefix_tokens(self, processor:object, images:list) -> PrefixTokens:
         "Tokens of system prompt and images."
-        return text.prefix_tokens(processor, self, images)
+        return encoders.prefix_tokens(processor, self, images)
 
     def prompt_lengths(self, processor:object, prefix:PrefixTokens, prompt:str, share:bool) -> tuple:
         "Tokens of the shared prefix, or 0, and other tokens."
         if share and prefix.counts:
             try:
-                return prefix.kept, len(text.suffix_ids(processor, self, prefix, prompt))
+                return prefix.kept, len(encoders.suffix_ids(processor, self, prefix, prompt))
             except PrefixNotSharable:
                 pass
-        return 0, len(text.whole_ids(processor, self, prompt, prefix.counts)) - prefix.dropped
+        return 0, len(encoders.whole_ids(processor, self, prompt, prefix.counts)) - prefix.dropped
 
     # --- images and latents
     def vae_shape(self, config:Mapping) -> VAEShape:
@@ -164,15 +164,15 @@ class QwenImage(Variant):
 
     def pixels(self, vae:nn.Module, image:object, size:tuple) -> torch.Tensor:
         "[1, 3, 1, H, W] float32 in -1..1, resized by Lanczos."
-        return images_and_latents.pixels_of(vae, image, size)
+        return encoders.pixels_of(vae, image, size)
 
     def encode_images(self, vae:nn.Module, images:list, size:tuple, use_2d:bool=True) -> torch.Tensor:
         "The distribution's mode, normalized by the means and deviations of the VAE's configuration."
-        return images_and_latents.encode_images(vae, images, size, use_2d)
+        return encoders.encode_images(vae, images, size, use_2d)
 
     def decode_latents(self, vae:nn.Module, latents:torch.Tensor, use_2d:bool=True) -> np.ndarray:
         "Images of normalized latents."
-        return images_and_latents.decode_latents(vae, latents, use_2d)
+        return encoders.decode_latents(vae, latents, use_2d)
 
     # --- tokens, and the transformer
     def pack(self, latents:torch.Tensor) -> torch.Tensor:

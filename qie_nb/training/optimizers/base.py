@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from ...config import OptimizerSection
-from ...core.registry import register_class
+from ...core.settings import register_class
 
 # %% ../../../nbs/training/optimizers/00_base.ipynb #804699fa
 OPTIMIZERS = {} # {name: `Optimizer`}, in the order of their definition

@@ -8,7 +8,7 @@ __all__ = ['SINKS', 'Sink']
 # %% ../../../nbs/training/sinks/00_base.ipynb #51c50003
 import numpy as np
 
-from ...core.registry import register
+from ...core.settings import register
 
 # %% ../../../nbs/training/sinks/00_base.ipynb #51c50005
 SINKS = {} # {value of `logging.report_to`: class}, in the order of their definition
