@@ -346,7 +346,7 @@ class QwenImageEditTrainer:
             patience = InitProcessGroupKwargs(timeout=timedelta(hours=3)) # the others may load or evaluate
             self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no",
                                            kwargs_handlers=[patience])
-        check_launch(self.accelerator, self.config.train.distributed)
+        check_launch(self.accelerator, self.config.train.distributed, self.plan.sharded.value)
         self.state.process = self.accelerator.process_index
         self.state.processes = self.accelerator.num_processes
         return self.accelerator
@@ -416,8 +416,9 @@ class QwenImageEditTrainer:
         if self.reporter is not None:
             if self.reporter.panel: logs = logs[:-1]
             logs = [*logs, self.reporter]
-        return [UnloadEncodersCallback(), OpenPanel(logs), EvaluationCallback(self.config), NonFiniteStop(),
-                *logs, CheckpointCallback(), TimeLimitCallback()]
+        evaluation = EvaluationCallback(self.config, self.plan.sharded.value)
+        return [UnloadEncodersCallback(), OpenPanel(logs), evaluation, NonFiniteStop(), *logs,
+                CheckpointCallback(), TimeLimitCallback()]
 
     def optimizer_step(self, group:StepBatches):
         "Backward over the batches, clip, step; loss, gradient norm and rate go into the state."

@@ -34,7 +34,8 @@ IN_TRAINING = "in training"
 NEVER = "never"
 
 _LABELS = {
-    "device": "device", "dtype": "dtype", "products": "products", "quantize": "quantize",
+    "device": "device", "sharded": "sharded (FSDP)", "dtype": "dtype", "products": "products",
+    "quantize": "quantize",
     "modulation": "modulation table", "compile": "compile", "processes": "processes",
     "vae_device": "VAE, encoding", "text_encoder_device": "text encoder, encoding",
     "encode_batch": "encoded at once", "delete_shards": "delete downloads", "held_out": "held out",
@@ -92,6 +93,7 @@ def _written(value:object) -> str:
 class Plan:
     "All decisions about a run on this machine; displays as a table."
     device: Choice = None # the main one: cpu, cuda:0, mps
+    sharded: Choice = None # the transformer, over several processes (FSDP)?
     dtype: Choice = None # of the frozen base: bfloat16 or float32
     products: Choice = None # how the blocks multiply: as the dtype, or scaled float16
     quantize: Choice = None # of the transformer: a name, or None

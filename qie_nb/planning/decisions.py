@@ -4,20 +4,24 @@
 
 # %% auto #0
 __all__ = ['AUTO', 'SCALED', 'AS_DTYPE', 'FREE', 'MARGIN', 'ENOUGH_STEPS', 'MOST_AT_ONCE', 'named_device', 'choose_device',
-           'choose_encoder_device', 'choose_dtype', 'choose_products', 'choose_processes', 'choose_hours',
-           'choose_eval_interval', 'choose_held_out', 'choose_modulation', 'choose_compile', 'choose_encode_batch',
-           'choose_delete_shards']
+           'choose_encoder_device', 'choose_dtype', 'choose_sharded', 'choose_products', 'choose_processes',
+           'choose_hours', 'choose_eval_interval', 'choose_held_out', 'choose_modulation', 'choose_compile',
+           'choose_encode_batch', 'choose_delete_shards', 'choose_part_devices', 'Use', 'choose_placement']
 
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 
 from ..core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
 from ..data.samples import ONE_IMAGE
+from ..devices.placement import PARTS, SHARE, DeviceChoice, Placement
 from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
 from ..models.quantize import QUANTIZATIONS
 from .facts import (
-    ENOUGH_IMAGES, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
+    ENOUGH_IMAGES, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, PredictionFacts, SoFar)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #496fd544
 AUTO = "auto"
@@ -89,6 +93,18 @@ def choose_dtype(
 # %% ../../nbs/planning/00b_decisions.ipynb #d2393619
 SCALED = "scaled float16"
 AS_DTYPE = "as the dtype"
+
+def choose_sharded(
+    wanted:str, # `train.distributed`
+    machine:Machine,
+) -> Choice: # yes?
+    "Is the transformer sharded over the processes (FSDP)?"
+    setting = "train.distributed"
+    if wanted != AUTO:
+        return Choice(wanted == "fsdp", f"`{setting}` says so", setting, True)
+    if machine.fsdp:
+        return Choice(True, "the processes were launched with FSDP", setting)
+    return Choice(False, "the processes were not launched with FSDP", setting)
 
 def _against_fp16(train, kind:str, fsdp:bool) -> str:
     "The setting that forbids products in float16, or an empty text."
@@ -339,3 +355,106 @@ def choose_delete_shards(
     if wanted != AUTO:
         return Choice(wanted, f"`{setting}` says so", setting, True)
     return Choice(WHEN_NEEDED, "the free space at the download decides", setting)
+
+# %% ../../nbs/planning/00b_decisions.ipynb #11cb4455
+def choose_part_devices(
+    wanted:dict, # {component: device, or auto}: `predict.devices`
+    machine:Machine,
+    main:str, # the main device
+) -> dict: # {component: `Choice`}
+    "Where the components of a prediction compute, as far as the settings say."
+    here = Choice(main)
+    return {part: choose_encoder_device(device, machine, here, f"predict.devices.{part}")
+            for part, device in wanted.items()}
+
+def _assigned(facts:PredictionFacts) -> dict: # {component: device}
+    "The main device; encoders that do not fit there get another GPU."
+    at = {part: facts.wanted.get(part) or facts.main for part in PARTS}
+
+    def fits(device, *more):
+        "Do the components of a device fit it, with one more?"
+        parts = [part for part in PARTS if at[part] == device]
+        return facts.needed([*parts, *more]) <= SHARE * facts.free[device]
+    for part in ("text_encoder", "vae"):
+        if facts.wanted.get(part) or facts.main == "cpu" or fits(facts.main):
+            continue
+        others = [d for d in facts.free if d.startswith("cuda") and d != facts.main and fits(d, part)]
+        if others:
+            at[part] = max(others, key=facts.free.get)
+    return at
+
+# %% ../../nbs/planning/00b_decisions.ipynb #76e9e358
+class Use(NamedTuple):
+    "How a component uses its device."
+    how:str # as in `DeviceChoice`; "": it is too large
+    why:str
+
+def _use_as_asked(part:str, offload:str, facts:PredictionFacts, whole:dict) -> Use:
+    "What `predict.offload` says."
+    if part in facts.fixed:
+        return Use("stay", facts.fixed[part])
+    why = f"`predict.offload` is {offload}"
+    if offload == "none":
+        return Use("stay", why)
+    return Use("model" if part == "vae" or part in whole else offload, why)
+
+def _use(part:str, beside:list, free:float, facts:PredictionFacts, whole:dict) -> Use:
+    "How a component uses a GPU that it shares with those `beside` it."
+    needed = facts.needed(beside)
+    if needed <= SHARE * free:
+        return Use("stay", f"fits: {needed / 1e9:.1f} of {free / 1e9:.1f} GB for {', '.join(beside)}")
+    if part in facts.fixed:
+        return Use("stay", facts.fixed[part])
+    taken = sum(facts.sizes[other] for other in beside if other in facts.fixed)
+    size, work = facts.sizes[part], facts.work[part]
+    if size + work + taken <= SHARE * free:
+        return Use("model", f"loaded to the GPU only while it works; not all fit in {free / 1e9:.1f} GB")
+    short = f"({size / 1e9:.1f} GB and {work / 1e9:.1f} GB to work, of {(free - taken) / 1e9:.1f} GB)"
+    if part == "vae":
+        return Use("", f"too large {short}")
+    if part in whole:
+        return Use("", f"too large {short}, and {whole[part]}")
+    return Use("layers", f"loaded to the GPU layer by layer; too large even alone {short}")
+
+# %% ../../nbs/planning/00b_decisions.ipynb #ad9849d1
+def _whole_parts(offload:str, facts:PredictionFacts) -> dict: # {component: why}
+    "Components that cannot be loaded layer by layer."
+    why = "the layers of a quantized model cannot be moved one by one"
+    if offload == "layers" and facts.quantized:
+        raise ValueError("`predict.offload` layers is incompatible with a quantized "
+                         f"{' and '.join(facts.quantized)}, because {why}; set it to model")
+    whole = dict.fromkeys(facts.quantized, why)
+    if facts.trained:
+        whole["transformer"] = "a transformer in training cannot be split into layers"
+    return whole
+
+def _placed(part:str, at:dict, offload:str, facts:PredictionFacts, whole:dict) -> DeviceChoice:
+    "Where one component computes."
+    device, asked = at[part], bool(facts.wanted.get(part))
+    reasons = ["`predict.devices` says so"] if asked else []
+    use = Use("stay", "" if asked else "there is no GPU")
+    if device != "cpu":
+        if offload == AUTO:
+            beside = [other for other in PARTS if at[other] == device]
+            use = _use(part, beside, facts.free[device], facts, whole)
+        else:
+            use = _use_as_asked(part, offload, facts, whole)
+    if not use.how and not asked and part != "transformer":
+        device, use = "cpu", Use("stay", f"{use.why}: it computes on the CPU, slowly")
+    elif not use.how:
+        use = Use("stay", f"{use.why}; it will probably run out of memory: quantize it further, or use cpu")
+    if use.why:
+        reasons.append(use.why)
+    return DeviceChoice(device, use.how, "; ".join(reasons), facts.sizes[part])
+
+def choose_placement(
+    offload:str, # `predict.offload`: auto, none, model or layers
+    facts:PredictionFacts,
+) -> Placement: # raises ValueError for settings that exclude each other
+    "Where each component computes in a prediction, and whether it stays there."
+    whole, at = _whole_parts(offload, facts), _assigned(facts)
+    choices = {part: _placed(part, at, offload, facts, whole) for part in PARTS}
+    if facts.streamed:
+        why = "`model.text_encoder_offload` says so"
+        choices["text_encoder"] = replace(choices["text_encoder"], how="layers", why=why)
+    return Placement(choices, facts.free, facts.work)

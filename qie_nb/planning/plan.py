@@ -18,15 +18,15 @@ from ..config import Config, make_config
 from ..core.choice import Choice, Plan
 from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, MODEL, NO_BF16, first_steps
-from ..devices.placement import plan_placement
 from ..models.loading import work_bytes
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, model_areas
 from .decisions import (
-    FREE, SCALED, choose_compile, choose_delete_shards, choose_device, choose_dtype, choose_encode_batch,
+    AUTO, FREE, SCALED, choose_compile, choose_delete_shards, choose_device, choose_dtype, choose_encode_batch,
     choose_encoder_device, choose_eval_interval, choose_held_out, choose_hours, choose_modulation,
-    choose_processes, choose_products)
-from .facts import EncodingFacts, Machine, ModelFacts, PairFacts, SoFar, installed_gpus
+    choose_placement, choose_processes, choose_products, choose_sharded)
+from .facts import (
+    EncodingFacts, Machine, ModelFacts, PairFacts, PredictionFacts, SoFar, installed_gpus)
 from .memory_query import (
     MemoryQuery, memory_query, model_facts, parameters, stored_quantization)
 from .step_time import duration, step_seconds, step_work
@@ -276,7 +276,7 @@ def _other(q, gpu) -> list: # (task, what it needs)
     sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=transformer)
     free = {f"cuda:{n}": gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
     quantized = ["transformer"] * bool(q.quantization)
-    placed = plan_placement(sizes, free, "cuda:0", work=work, quantized=quantized)
+    placed = choose_placement(AUTO, PredictionFacts(sizes, free, "cuda:0", work, quantized=tuple(quantized)))
     rows = {f"predict: {n}": f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}" for n, p in placed.items()}
     if small: rows["predict: transformer"] += "; set `model.modulation_table` true if you only predict"
     return [("precompute", text), *rows.items()]
@@ -390,14 +390,14 @@ def make_plan(
     t, cache = config.train, config.cache
     device = choose_main_device(config, machine, so_far)
     gpu = machine.gpu(device.value)
-    fsdp = t.distributed == "fsdp" or t.distributed == "auto" and machine.fsdp
+    sharded = choose_sharded(t.distributed, machine)
     kind = parse_quantization(config.model.quantize)
     dtype = choose_dtype(t.mixed_precision, gpu)
     if so_far.dtype:
         dtype = Choice(so_far.dtype, "given", dtype.setting)
     if model and so_far.rows:
         model = replace(model, rows=so_far.rows)
-    products = choose_products(t, gpu, kind, fsdp)
+    products = choose_products(t, gpu, kind, sharded.value)
     processes = choose_processes(t, machine, so_far)
     if model and processes.value > 1 and not processes.asked:
         needed = run_bytes(config, model, dtype, products)
@@ -407,7 +407,7 @@ def make_plan(
     text = choose_encoder_device(
         cache.text_encoder_device, machine, device, "cache.text_encoder_device")
     return Plan(
-        device=device, dtype=dtype, products=products, processes=processes,
+        device=device, sharded=sharded, dtype=dtype, products=products, processes=processes,
         modulation=choose_modulation(config.model.modulation_table, model, dtype.value),
         compile=choose_compile(
             t, machine, device.value, so_far.steps or t.max_train_steps, so_far.quantize or kind,

@@ -10,7 +10,6 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "data/dataset.py: wants_edit_mask": "`data.edit_mask` auto is a way to make masks, also without a trainer",
     "data/dataset.py: status": "the same",
     "devices/distributed.py: local_device": "a worker of a cluster decides for its own machine, and encoding may not import planning",
-    "devices/distributed.py: wants_fsdp": "auto is what `accelerate launch` started",
     "devices/model_parallel.py: check_model_parallel": "refuses two settings that contradict each other",
     "logging.py: progress_callback": "auto is the panel in a live notebook, which depends on no GPU",
     "models/components.py: find_variant": "auto is what the model's files say",
@@ -20,7 +19,6 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "training/run_data.py: cache_embeddings": "hands auto on to the machines of a cluster",
 }
 NOT_MOVED_YET = { # decisions of the plan that are still made elsewhere; this list may only shrink
-    "devices/placement.py: _strategy", "devices/placement.py: plan_components", "predict.py: __init__",
     "training/stopping.py: encoder_advice",
 }
 PLANNING = "planning"

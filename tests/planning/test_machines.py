@@ -6,9 +6,10 @@ import pytest
 from qie_nb.config import make_config
 from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
 from qie_nb.data.samples import ONE_IMAGE
-from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products
-from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_part_devices, choose_placement, choose_processes, choose_products
+from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, PredictionFacts, SoFar
 from qie_nb.models.components import WHEN_NEEDED, Components
+from qie_nb.models.loading import work_bytes
 from qie_nb.planning.facts import encoding_facts
 from qie_nb.planning.memory_query import REAL
 from qie_nb.planning.plan import make_plan
@@ -114,7 +115,9 @@ def test_products_are_scaled_float16_on_tensor_cores_without_bfloat16():
 
 def test_a_launch_with_fsdp_forbids_scaled_products():
     launched = replace(MACHINES["2 x T4"], fsdp=True, world=2)
-    assert make_plan(make_config(None), launched, MODEL).products.value == AS_DTYPE
+    plan = make_plan(make_config(None), launched, MODEL)
+    assert plan.products.value == AS_DTYPE and plan.sharded == Choice(True, "the processes were launched with FSDP", "train.distributed")
+    assert set(values("sharded").values()) == {False} and set(values("sharded", train=dict(distributed="fsdp")).values()) == {True}
     ddp = make_config(dict(train=dict(distributed="ddp")))
     assert make_plan(ddp, launched).products.value == SCALED
 
@@ -248,3 +251,30 @@ def test_as_many_samples_are_encoded_at_once_as_fit():
 def test_downloads_are_deleted_when_the_disk_is_too_small():
     assert set(values("delete_shards").values()) == {WHEN_NEEDED}
     assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [True, False]
+
+
+# --- a prediction
+SIZES = dict(text_encoder=16.6 * GB, vae=.25 * GB, transformer=40.9 * GB)
+FOUR_BITS = dict(text_encoder=5 * GB, vae=.25 * GB, transformer=11.5 * GB)
+
+
+def placed_on(name, sizes, **facts) -> str:
+    "Device and use of text encoder, VAE and transformer on one of the machines, with all its memory free."
+    machine = MACHINES[name]
+    free = {f"cuda:{n}": gpu.bytes for n, gpu in enumerate(machine.gpus)} | {"cpu": machine.memory}
+    facts = PredictionFacts(sizes, free, choose_device("auto", machine).value, work_bytes(2**20), **facts)
+    return " ".join(f"{choice.device}:{choice.how}" for choice in choose_placement("auto", facts).values())
+
+
+@pytest.mark.parametrize("name, sizes, expected", [
+    ("no GPU", SIZES, "cpu:stay cpu:stay cpu:stay"), ("H100", SIZES, "cuda:0:stay cuda:0:stay cuda:0:stay"),
+    ("A100", SIZES, "cuda:0:model cuda:0:model cuda:0:layers"), ("RTX 4090 with a screen", FOUR_BITS, "cuda:0:stay cuda:0:stay cuda:0:stay"),
+    ("T4", FOUR_BITS, "cuda:0:model cuda:0:model cuda:0:model"), ("2 x T4", FOUR_BITS, "cuda:1:stay cuda:1:stay cuda:0:stay")])
+def test_where_a_prediction_computes(name, sizes, expected):
+    assert placed_on(name, sizes) == expected
+
+
+def test_the_users_device_decides_where_a_part_of_a_prediction_computes():
+    chosen = choose_part_devices(dict(vae="cpu", text_encoder="cuda:1", transformer="auto"), MACHINES["T4"], "cuda:0")
+    assert [choice.value for choice in chosen.values()] == ["cpu", "cuda:1", "cuda:0"] and [choice.asked for choice in chosen.values()] == [True, True, False]
+    with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"): chosen["text_encoder"].checked()
