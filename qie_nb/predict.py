@@ -21,8 +21,8 @@ from .devices.placement import (
     PARTS, device_name, place_component, restore_training_placement, temporarily_load)
 from .encoding.encoder import Encoder
 from .models.quantize import parse_quantization, quantize
-from .planning.decisions import choose_part_devices, choose_placement
-from .planning.facts import prediction_facts, this_machine_facts
+from .planning.facts import this_machine_facts
+from .planning.prediction import choose_part_devices, choose_placement, prediction_facts
 from qie_nb.sampling.edits import (
     cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
     seeds_of)

@@ -28,7 +28,7 @@ from .models.flow_matching import loss_weighting
 from .models.loading import saved_quantization
 from .models.quantize import check_torchao, parse_quantization
 from .planning.decisions import SCALED
-from .planning.planner import Planner
+from .planning.plan import Planner
 from .predict import Predictor
 from .training.callbacks import RunState, UnloadEncodersCallback, call
 from .training.checkpoint import CheckpointCallback, SavedRun
@@ -43,7 +43,7 @@ from .training.run_processes import (check_run, missing_samples, precompute_in_p
 from .training.step import (BatchStream, StepBatches, batch_seeds, flow_matching_loss,
                                   sample_noise_and_sigmas, split_by_prompt_length, step_strata)
 from .training.stopping import (NonFiniteCounter, NonFiniteStop, StopSignals, TimeLimitCallback,
-                                      memory_advice, training_advice)
+                                      memory_advice)
 
 # %% ../nbs/01_trainer.ipynb #5f5e2da0
 def accumulate_gradients(trainer:"QwenImageEditTrainer", group:StepBatches) -> torch.Tensor: # 0-dim
@@ -81,8 +81,7 @@ def take_step(trainer:"QwenImageEditTrainer", group:StepBatches):
 def train(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None):
     "Prepare a run and take its steps until all are done or something asks to stop."
     state = trainer.state
-    def advice():
-        return training_advice(trainer.config)
+    advice = trainer.planner.ways_to_train
     with StopSignals(state) as signals, memory_advice("training", advice, lambda: free_step_memory(trainer)):
         run = trainer.setup_run(train_dataloader)
         with run_context(trainer, run, signals):

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENOUGH_IMAGES', 'GpuInfo', 'installed_gpus', 'drives_a_screen', 'Machine', 'this_machine_facts', 'SoFar',
-           'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts', 'encoding_facts',
-           'PredictionFacts', 'prediction_facts']
+           'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts', 'encoding_facts']
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
 import json, os, platform, re, shutil
@@ -15,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from ..core.presets import VARIANT_NAMES
 from ..core.environment import Environment, detect_environment
 from ..data.samples import control_images
-from ..devices.placement import PARTS, device_name, devices_of_loaded
 from ..models.loading import free_device_bytes, work_bytes
-from ..models.quantize import QUANTIZATIONS, held_bytes, parse_quantization
+
 
 ENOUGH_IMAGES = 10 # control images, from which one is held out by default
 
@@ -152,19 +151,23 @@ class ModelFacts:
     transformer: dict # its config.json
     table: bool = True # can a table replace the modulation layers of this variant?
     rows: str = "bfloat16" # dtype of that table's rows, as far as it is known
+    variant: str = VARIANT_NAMES[-1]
+    areas: dict = field(default_factory=dict) # {control_area, vl_area: pixels}; default the variant's
 
 def facts_of_model(
     components, # `Components`
 ) -> ModelFacts: # None without a transformer
     "The facts of a model folder; nothing is downloaded."
-    folder = components.folder/"transformer"
-    table = components.variant.modulation_table
+    folder, variant = components.folder/"transformer", components.variant
     if not (folder/"config.json").is_file():
         return None
     shape = json.loads((folder/"config.json").read_text())
-    if not any(folder.glob("*.safetensors")):
-        return ModelFacts(shape, table) if components.hub else None
-    return ModelFacts(shape, table, str(components.row_dtype(folder)).removeprefix("torch."))
+    rows = "bfloat16"
+    if any(folder.glob("*.safetensors")):
+        rows = str(components.row_dtype(folder)).removeprefix("torch.")
+    elif not components.hub:
+        return None
+    return ModelFacts(shape, variant.modulation_table, rows, variant.name, dict(components.areas))
 
 @dataclass(frozen=True)
 class PairFacts:
@@ -200,67 +203,3 @@ def encoding_facts(
     weights = {part: 0 if part in components.loaded else components.bytes_of(part) for part in names}
     free = {name: free_device_bytes(name) for name in names.values()}
     return EncodingFacts(names, weights, work_bytes(components.areas["control_area"]), free)
-
-# %% ../../nbs/planning/00_facts.ipynb #3bedd9c8
-@dataclass(frozen=True)
-class PredictionFacts:
-    "The components of a prediction and the memory beside them."
-    sizes: dict # {component: bytes of its weights}
-    free: dict # {device: bytes}, with what these components hold there
-    main: str = "cpu" # the main device
-    work: dict = field(default_factory=work_bytes) # {component: bytes beside its weights}
-    wanted: dict = field(default_factory=dict) # {component: its device, if it is not open}
-    fixed: dict = field(default_factory=dict) # {component: why it cannot leave its device}
-    quantized: tuple = () # components
-    trained: bool = False # does an optimizer hold the transformer's parameters?
-    streamed: bool = False # `model.text_encoder_offload`
-
-    def needed(self,
-        parts:list, # names of components
-    ) -> float: # bytes
-        "The weights of components on one GPU, and the memory of the one that works."
-        return sum(self.sizes[part] for part in parts) + max(self.work[part] for part in parts)
-
-# %% ../../nbs/planning/00_facts.ipynb #0ec0ab57
-def _fixed_parts(components) -> dict: # {component: why}
-    "Components that cannot leave their device."
-    out = {}
-    for part in PARTS:
-        kind = parse_quantization(components.quantize.get(part))
-        if kind and QUANTIZATIONS[kind].packed:
-            out[part] = f"{kind} weights are packed for their device"
-    own = components.placements.get("transformer")
-    if own:
-        out["transformer"] = own.why
-    return out
-
-def prediction_facts(
-    components, # `Components`; nothing is built or moved
-    device:str, # the main one
-    wanted:dict, # {component: device} that the user set
-    area:int, # pixels of the control images
-    table:bool=False, # with the modulation table?
-    streamed:bool=False, # `model.text_encoder_offload`
-    running:bool=False, # in a training run?
-    trained:bool=False, # as in `PredictionFacts`
-    alone:bool=True, # the only process?
-) -> PredictionFacts:
-    "The facts of a prediction now."
-    main = device_name(device)
-    loaded = devices_of_loaded(components)
-    wanted = dict(wanted)
-    fixed = _fixed_parts(components)
-    if running:
-        here = loaded["transformer"]
-        if wanted.setdefault("transformer", here) == here:
-            fixed["transformer"] = "it is trained there"
-    sizes = {}
-    for part in PARTS:
-        sizes[part] = held_bytes(components.loaded[part]) if part in loaded else components.bytes_of(part, table)
-    known = {main, "cpu", *wanted.values(), *loaded.values()}
-    if main != "cpu" and not running and alone:
-        known |= {f"cuda:{n}" for n in range(torch.cuda.device_count())}
-    free = {d: free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d) for d in known}
-    quantized = tuple(part for part in PARTS if parse_quantization(components.quantize.get(part)))
-    work = work_bytes(area, components.dtype.itemsize)
-    return PredictionFacts(sizes, free, main, work, wanted, fixed, quantized, trained, streamed)

@@ -224,7 +224,7 @@ def own_planner(
     device:str, # the main one
 ) -> "Planner":
     "A planner for a part that has no trainer."
-    from qie_nb.planning.planner import Planner
+    from qie_nb.planning.plan import Planner
     return Planner(config, str(device))
 
 # %% ../../nbs/training/00_callbacks.ipynb #9e6117f4

@@ -12,9 +12,8 @@ from qie_nb.models import vae
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantize import held_bytes
-from qie_nb.planning import facts as planned
-from qie_nb.planning.decisions import choose_placement
-from qie_nb.planning.facts import PredictionFacts
+from qie_nb.planning import prediction as planned
+from qie_nb.planning.prediction import PredictionFacts, choose_placement
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 

@@ -18,9 +18,6 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "training/resume.py: make_fingerprint": "notes that auto held out nothing; the plan has decided before",
     "training/run_data.py: cache_embeddings": "hands auto on to the machines of a cluster",
 }
-NOT_MOVED_YET = { # decisions of the plan that are still made elsewhere; this list may only shrink
-    "training/stopping.py: encoder_advice",
-}
 PLANNING = "planning"
 
 
@@ -72,7 +69,7 @@ def test_comparisons_are_found():
 
 def test_auto_is_decided_in_planning_alone():
     found = outside_planning()
-    new = sorted(found - ALLOWED.keys() - NOT_MOVED_YET)
+    new = sorted(found - ALLOWED.keys())
     assert not new, f"{new}: take the value from the plan"
-    gone = sorted((ALLOWED.keys() | NOT_MOVED_YET) - found)
-    assert not gone, f"{gone}: remove it from the lists of this test"
+    gone = sorted(ALLOWED.keys() - found)
+    assert not gone, f"{gone}: remove it from the list of this test"

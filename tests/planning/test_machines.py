@@ -1,18 +1,19 @@
 """Ten machines written down as data, and every decision of the plan on them; torch is not imitated."""
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from qie_nb.config import make_config
 from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
 from qie_nb.data.samples import ONE_IMAGE
-from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_part_devices, choose_placement, choose_processes, choose_products
-from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, PredictionFacts, SoFar
+from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products, fits_gpus
+from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
 from qie_nb.models.components import WHEN_NEEDED, Components
 from qie_nb.models.loading import work_bytes
 from qie_nb.planning.facts import encoding_facts
-from qie_nb.planning.memory_query import REAL
-from qie_nb.planning.plan import make_plan
+from qie_nb.planning.memory import REAL
+from qie_nb.planning.plan import PlanFacts, first_that_fits, fits_machine, make_plan, Planner, smaller, ways_to_save
+from qie_nb.planning.prediction import PredictionFacts, choose_part_devices, choose_placement
 
 GB = 1_000_000_000
 T4 = GpuInfo("Tesla T4", 15_835_660_288, (7, 5), False)
@@ -132,6 +133,12 @@ def test_two_processes_start_only_if_the_run_fits_each_gpu():
     assert small.why.startswith("the run fits each GPU (") and not small.warning
     assert large.why.startswith("the run does not fit each GPU (") and large.warning.startswith("one process: ")
     assert plan_on("2 x T4", facts=None).processes.value == 2, "without a model nothing speaks against it"
+
+
+def test_two_processes_pin_host_memory_twice():
+    swapped = SMALL | dict(model={}, train=dict(blocks_to_swap=True))
+    one, two = (make_plan(make_config(swapped), replace(KAGGLE, gpus=(T4, T4), memory=memory * GB), MODEL).processes for memory in (60, 200))
+    assert (one.value, two.value) == (1, 2) and "of host memory" in one.why and one.warning.startswith("one process: each process would pin")
 
 
 def test_the_weights_of_a_t4_are_counted_in_float32():
@@ -278,3 +285,77 @@ def test_the_users_device_decides_where_a_part_of_a_prediction_computes():
     chosen = choose_part_devices(dict(vae="cpu", text_encoder="cuda:1", transformer="auto"), MACHINES["T4"], "cuda:0")
     assert [choice.value for choice in chosen.values()] == ["cpu", "cuda:1", "cuda:0"] and [choice.asked for choice in chosen.values()] == [True, True, False]
     with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"): chosen["text_encoder"].checked()
+
+
+# --- does it fit, and what then
+def facts_on(name, so_far=SoFar(), **sections):
+    "The facts of a configuration on one of the machines."
+    return PlanFacts(make_config(sections), MACHINES[name], MODEL, PAIRS, so_far)
+
+
+@pytest.mark.parametrize("needed, gpus, used, host, fits", [
+    (14, 1, 1, {}, True), (15, 1, 1, {}, False), (14, 1, 2, {}, False), (14, 2, 2, {}, True), (1, 0, 1, {}, False),
+    (14, 2, 2, dict(pinned=30, host=31), True), (14, 2, 2, dict(pinned=32, host=31), False)])
+def test_one_function_says_whether_a_run_fits(needed, gpus, used, host, fits):
+    assert fits_gpus(needed * GB, [T4.bytes] * gpus, used, **{k: v * GB for k, v in host.items()}) == fits
+
+
+def test_what_fits_each_machine():
+    plans = {name: facts_on(name, **SMALL) for name in MACHINES}
+    fits = {name: fits_machine(make_plan(*facts), facts) for name, facts in plans.items()}
+    assert fits == on(True), "four bits at 512 x 512; without a GPU nothing is known"
+    large = {name: fits_machine(make_plan(*facts), facts) for name, facts in ((name, facts_on(name)) for name in MACHINES)}
+    assert large == on(False, A100=True, H100=True, no_GPU=True, old_driver=True)
+
+
+def test_blocks_on_two_gpus_need_two_gpus():
+    "They were said to fit a machine with one."
+    split = dict(model=dict(quantize="nf4"), train=dict(device="cuda:0", model_parallel_devices=["cuda:0", "cuda:1"]))
+    one, two = (facts_on(name, **split) for name in ("T4", "2 x T4"))
+    assert not fits_machine(make_plan(*one), one) and fits_machine(make_plan(*two), two)
+
+
+def test_after_out_of_memory_the_plan_is_made_again():
+    facts = facts_on("T4")
+    first = plan = make_plan(*facts)
+    shown, steps = repr(first), []
+    while plan is not None and len(steps) < 20:
+        steps.append(plan)
+        plan = smaller(plan, facts)
+    settings = [change.setting for change in steps[-1].changes]
+    assert settings[:4] == ["model.quantize", "model.quantize", "train.offload_activations", "train.blocks_to_swap"] and len(steps) < 20
+    assert steps[1].quantize.value == "qint8" and steps[2].quantize.value == "nf4" and steps[3].offload.value
+    assert all(change.saved > 0 for change in steps[-1].changes)
+    assert repr(first) == shown and facts == facts_on("T4"), "what was made before stays as it was"
+    for made in steps:
+        with pytest.raises(FrozenInstanceError): made.changes = ()
+
+
+def test_the_first_plan_that_fits():
+    facts = facts_on("T4", model=dict(quantize="nf4"))
+    found = first_that_fits(make_plan(*facts), facts)
+    assert [str(change) for change in found.changes] == ["`train.offload_activations` true"]
+    tiny_gpu = facts._replace(machine=replace(OWN, gpus=(replace(T4, bytes=1 * GB),)))
+    assert first_that_fits(make_plan(*tiny_gpu), tiny_gpu) is None
+    ready = facts_on("H100")
+    assert first_that_fits(make_plan(*ready), ready).changes == ()
+
+
+def test_savings_are_counted_in_the_dtype_of_the_machine():
+    on_t4, on_h100 = ({change.setting: change.saved for change in ways_to_save(facts_on(name))} for name in ("T4", "H100"))
+    assert on_t4["model.quantize"] > 1.9 * on_h100["model.quantize"], "a T4 holds the base in float32"
+
+
+@pytest.mark.parametrize("learned", [
+    dict(rows="float32"), # an adapter was loaded, so the weights are known
+    dict(steps=100, obstacle="the LoRA has dropout"), # the transformer is loaded
+    dict(quantize="nf4")])
+def test_a_plan_is_made_again_with_new_facts_and_never_patched(learned):
+    planner = Planner(dict(train=dict(max_train_steps=1000)))
+    before = planner.plan
+    shown = repr(before)
+    planner.learn(**learned)
+    assert repr(before) == shown and before is not planner.plan
+    assert planner.plan == make_plan(*planner.facts)
+    with pytest.raises(FrozenInstanceError): before.device = None
+    with pytest.raises(FrozenInstanceError): planner.so_far.steps = 3
