@@ -152,7 +152,8 @@ def fits_machine(
     "Does a step fit the GPUs? Without a GPU we do not know, and it does."
     if facts.machine.gpu(plan.device.value) is None:
         return True
-    memory, n = step_memory(plan, facts), plan.processes.value
+    memory = step_memory(plan, facts)
+    n = plan.processes.value
     sizes = [gpu.bytes for gpu in facts.machine.gpus]
     host = host_room(facts.machine, n)
     return fits_gpus(memory.total, sizes, memory.query.devices * n, memory.host * n, host)
@@ -198,7 +199,8 @@ def changed(
     change:Change,
 ) -> PlanFacts:
     "The same facts with another value of a setting."
-    config, so_far = facts.config.model_copy(deep=True), facts.so_far
+    config = facts.config.model_copy(deep=True)
+    so_far = facts.so_far
     *sections, name = change.setting.split(".")
     section = config
     for part in sections:
@@ -215,7 +217,8 @@ def ways_to_save(
     def size(facts): # GB
         "What a step takes."
         return step_memory(make_plan(*facts), facts).total / 1e9
-    now, out = size(facts), {}
+    now = size(facts)
+    out = {}
     for change in smaller_settings(facts.config):
         saved = now - size(changed(facts, change))
         if saved > 0:
@@ -255,8 +258,10 @@ def ways_to_save_encoding(
     weights:dict, # {vae or text_encoder: bytes}
 ) -> list: # of `Change`
     "The settings that make encoding smaller, in the order to try."
-    cache, small = config.cache, config.model.text_encoder_quantize
-    text, vae = weights["text_encoder"] / 1e9, weights["vae"] / 1e9
+    cache = config.cache
+    small = config.model.text_encoder_quantize
+    text = weights["text_encoder"] / 1e9
+    vae = weights["vae"] / 1e9
     image = work_bytes(config.data.image_size[0] * config.data.image_size[1])["vae"] / 1e9
     several = cache.batch_size
     if several == AUTO:

@@ -134,6 +134,12 @@ class PrintedOnce:
     def __init__(self):
         self.texts = set()
 
+    def first(self, text:str) -> bool:
+        "Is this the first time that somebody asks for a text?"
+        new = text not in self.texts
+        self.texts.add(text)
+        return new
+
     def show(self, text:str):
         "Print a message that was not printed yet; an empty one is none."
         if not text or text in self.texts: return

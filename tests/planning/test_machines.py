@@ -1,11 +1,18 @@
 """Ten machines written down as data, and every decision of the plan on them; torch is not imitated."""
-from dataclasses import FrozenInstanceError, replace
+import ast
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 
-from qie_nb.config import make_config
-from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
+from qie_nb.config import describe, make_config
+from qie_nb.core import presets
+from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, Plan, TimeLimit
+from qie_nb.core.presets import GPU_PRESETS
+from qie_nb.core.section import ABOUT_PLANNED, PLANNED, all_settings
+from qie_nb.core.settings import setting
 from qie_nb.data.samples import ONE_IMAGE
+from qie_nb.planning.cards import Gpu, plan
 from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products, fits_gpus
 from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
 from qie_nb.models.components import WHEN_NEEDED, Components
@@ -359,3 +366,72 @@ def test_a_plan_is_made_again_with_new_facts_and_never_patched(learned):
     assert planner.plan == make_plan(*planner.facts)
     with pytest.raises(FrozenInstanceError): before.device = None
     with pytest.raises(FrozenInstanceError): planner.so_far.steps = 3
+
+
+# --- settings that decide instead, and presets
+def overriding() -> dict:
+    "{field of the plan: the settings that decide it}"
+    out = {}
+    for one in all_settings():
+        for name in one.role.overrides:
+            out.setdefault(name, set()).add(one.name)
+    return out
+
+
+def test_every_setting_that_overrides_names_a_decision_of_the_plan():
+    assert overriding().keys() == {f.name for f in fields(Plan)} - {"changes"}
+    with pytest.raises(TypeError): setting(1, "help", overrides="compile")
+    assert setting(1, "help", on_resume="may change", overrides="compile").json_schema_extra["overrides"] == ("compile",)
+
+
+@pytest.mark.parametrize("sections", [{}, SMALL, dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"])), dict(train=dict(mixed_precision="no", compile=True))])
+def test_every_choice_names_a_setting_that_declares_it(sections):
+    declared = overriding()
+    for name in MACHINES:
+        plan = plan_on(name, **sections)
+        assert not [field for field, choice in plan.choices().items() if choice.setting not in declared[field]]
+        assert not [row for row in plan.rows() if not row.setting.startswith("`")], "the table shows the setting"
+
+
+def test_settings_that_override_are_listed_together():
+    options = describe()
+    listed = {row[0] for row in options.groups()[PLANNED]}
+    assert listed == set().union(*overriding().values())
+    assert f"# {PLANNED}\n" in repr(options) and f"### {PLANNED}\n\n{ABOUT_PLANNED}" in options.markdown()
+
+
+CARD = { # {preset: (its card as data, number of cards, the plan's dtype, products)}
+    "t4": (T4, 1, "float32", SCALED), "t4x2": (T4, 2, "float32", SCALED),
+    "l4": (GpuInfo("NVIDIA L4", 23_600_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE), "rtx3060": (RTX3060, 1, "bfloat16", AS_DTYPE),
+    "rtx4080": (GpuInfo("NVIDIA GeForce RTX 4080", 16_750_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE),
+    "rtx3090": (GpuInfo("NVIDIA GeForce RTX 3090", 25_340_000_000, (8, 6)), 1, "bfloat16", AS_DTYPE), "rtx4090": (RTX4090, 1, "bfloat16", AS_DTYPE),
+    "rtx5090": (GpuInfo("NVIDIA GeForce RTX 5090", 33_600_000_000, (12, 0)), 1, "bfloat16", AS_DTYPE), "a100": (A100, 1, "bfloat16", AS_DTYPE),
+    "a100-80": (GpuInfo("NVIDIA A100-SXM4-80GB", 85_000_000_000, (8, 0)), 1, "bfloat16", AS_DTYPE), "h100": (H100, 1, "bfloat16", AS_DTYPE)}
+DIFFERS = { # {(preset, decision): why the preset decides otherwise than the plan would}
+    ("a100-80", "compile"): "uncompiled blocks without recomputation take more memory than there is, also in a short run",
+    ("h100", "compile"): "the same"}
+
+
+@pytest.mark.parametrize("side", [512, 1024])
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_a_preset_is_the_plans_choice_for_its_card(name, side):
+    gpu, count, dtype, products = CARD[name]
+    data, train = dict(image_size=[side, side], control_area=side * side), dict(max_train_steps=400)
+    config = make_config(dict(preset=name, data=data, train=train))
+    facts = PlanFacts(config, replace(OWN, gpus=(gpu,) * count), MODEL, PAIRS)
+    made = make_plan(*facts)
+    assert fits_machine(made, facts) and (made.dtype.value, made.products.value, made.processes.value) == (dtype, products, count)
+    wanted = plan("2511", Gpu(gpu.name, gpu.bytes, gpu.bf16, count), config=dict(data=data, train=train))
+    chosen = wanted.chosen.query
+    assert (made.quantize.value, made.offload.value, made.block_swap.value, config.train.gradient_checkpointing) == (
+        chosen.quantization, chosen.offload, chosen.block_swap, chosen.checkpointing)
+    alone = make_plan(*facts._replace(config=config.model_copy(update=dict(train=config.train.model_copy(update=dict(compile="auto"))))))
+    differing = {(name, field) for field, choice in made.choices().items() if choice.value != getattr(alone, field).value}
+    assert differing == {key for key in DIFFERS if key[0] == name}
+
+
+def test_presets_are_literal_tables():
+    assert CARD.keys() == GPU_PRESETS.keys()
+    tree = ast.parse(Path(presets.__file__).read_text())
+    value = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GPU_PRESETS")
+    assert ast.literal_eval(value) == GPU_PRESETS
