@@ -16,7 +16,7 @@ from qie_nb.devices.block_swap import BlockSwapLoader, OffloadedInputs, PinnedPo
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
-from qie_nb.models.quantize import QUANTIZATIONS, held_bytes
+from qie_nb.models.quantizations.known import QUANTIZATIONS, held_bytes
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import close_images, settings

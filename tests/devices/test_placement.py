@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qie_nb import predict
 from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement
-from qie_nb.models import vae
+from qie_nb.models import encoders as vae
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.loading import component_bytes, work_bytes
-from qie_nb.models.quantize import held_bytes
+from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.planning import prediction as planned
 from qie_nb.planning.prediction import PredictionFacts, choose_placement
 from qie_nb.tiny.random_models import tiny_folder
