@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qie_nb.planning.memory_query import stream_tokens
+from qie_nb.planning.memory import stream_tokens
 
 
 class LiveBytes(TorchDispatchMode):

@@ -111,7 +111,7 @@ def encoder(job):
 
 
 def precompute(job):
-    from qie_nb.planning.plan import _encoders
+    from qie_nb.planning.cards import _encoders
     trainer, hub = job.trainer("out", 1)
     trainer.cache_embeddings()
     e = _encoders(query(job))
@@ -127,7 +127,7 @@ def cache_plan(job, *names):
 
 
 def query(job):
-    from qie_nb.planning.memory_query import memory_query, model_facts
+    from qie_nb.planning.memory import memory_query, model_facts
     from qie_nb.config import make_config
     t = json.loads((job.served()/"transformer"/"config.json").read_text())
     variant = model_facts(str(job.served())).variant
@@ -160,7 +160,7 @@ def train(trainer):
 def figures(job, lora, out):
     from qie_nb.training.checkpoint import complete_checkpoints
     from qie_nb.planning.disk_space import _adapter_bytes, checkpoint_bytes
-    from qie_nb.planning.training_memory import memory_of
+    from qie_nb.planning.memory import memory_of
     q = query(job)
     last = complete_checkpoints(job.work/out/"checkpoints")[-1]
     return dict(memory_plan=memory_of(q, gpu=False).total, parts=memory_of(q, gpu=False).data(), disk=size_of(last), disk_plan=checkpoint_bytes(q), lora=lora.stat().st_size, lora_plan=_adapter_bytes(q))
@@ -186,8 +186,8 @@ def sample(job):
 
 def sampling_plan(job):
     from qie_nb.planning.disk_space import _adapter_bytes
-    from qie_nb.planning.plan import _encoders
-    from qie_nb.planning.training_memory import weight_bytes
+    from qie_nb.planning.cards import _encoders
+    from qie_nb.planning.memory import weight_bytes
     q = query(job)
     e = _encoders(q)
     return weight_bytes(q)[0] + _adapter_bytes(q) + e["vae"] + max(e["work"]["vae"], e["work"]["transformer"])

@@ -46,11 +46,11 @@ def encoding_work(q): # operations a pair: (VAE, text encoder)
     return vae, ENCODING["token"] * (q.text + TEMPLATE_TOKENS) + ENCODING["patch"] * 4 * (q.text - 62)
 
 def forward_work(q): # operations of one forward pass: what recomputing everything adds to a step
-    from qie_nb.planning.plan import step_work
+    from qie_nb.planning.memory import step_work
     return 1e12 * (step_work(replace(q, checkpointing=True)) - step_work(replace(q, checkpointing=False)))
 
 def copy_bytes(q): # a prequantized transformer without its modulation layers
-    from qie_nb.planning.memory_query import block_bytes, other_bytes
+    from qie_nb.planning.memory import block_bytes, other_bytes
     stored = replace(q, base_bytes=2, table=True)
     return q.layers * block_bytes(stored) + other_bytes(stored)
 
@@ -64,7 +64,8 @@ def case(where, side, products, pairs=PAIRS):
     from qie_nb.config import make_config
     from qie_nb.core.environment import Environment
     from qie_nb.planning.disk_space import disk_plan, table_bytes
-    from qie_nb.planning.plan import PUBLISHED, plan, speedup, step_work
+    from qie_nb.planning.cards import PUBLISHED, plan, speedup
+    from qie_nb.planning.memory import step_work
     site, steps = SITES[where], steps_for(pairs)
     config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[SIDE, SIDE], control_area=side * side),
                   train=PRODUCTS[products] | dict(output_dir="/nowhere"), cache=dict(cache_dir="/nowhere/cache"), logging=dict(log_dir="/nowhere/runs"))
@@ -91,7 +92,7 @@ def sessions(phases, hours): # download and quantization again in each one; a qu
 
 
 def times(where):
-    from qie_nb.planning.plan import strategy_name
+    from qie_nb.planning.cards import strategy_name
     hours = SITES[where].hours
     rows = [[f"{side} x {side}", products, strategy_name(p.shown.query), *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours)]
             for side, products, p, _, phases in cases(where)]
@@ -106,7 +107,7 @@ def sizes(where):
 
 def verdicts(where):
     from qie_nb.planning.disk_space import table_bytes
-    from qie_nb.planning.plan import PUBLISHED, TEXT_4BIT
+    from qie_nb.planning.cards import PUBLISHED, TEXT_4BIT
     from qie_nb.config import make_config
     site, out = SITES[where], [f"- Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."]
     for side, products, p, disk, phases in cases(where):

@@ -274,8 +274,8 @@ def kept(root, a):
     from qie_nb.config import make_config
     from counted_step import LiveBytes, empty_step, empty_transformer
     from qie_nb.lora.adapters import add_lora
-    from qie_nb.planning.memory_query import MemoryQuery
-    from qie_nb.planning.training_memory import modulation_bytes, saved_activations
+    from qie_nb.planning.memory import MemoryQuery
+    from qie_nb.planning.memory import modulation_bytes, saved_activations
     rows = []
     for name, way in WAYS.items():
         job = MemoryQuery(**dict(layers=4, dim=256, heads=4, text_dim=128, target=96, control=64, text=24, r=8, zero_cond=True, kernel="cpu", adapter_bytes=2, checkpointing=False) | way)

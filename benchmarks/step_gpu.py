@@ -374,7 +374,7 @@ def mode_of(b, mode, how, size):
 def planned(t, b):
     "What the planner says of this configuration, in GB; None where it cannot say."
     try:
-        from qie_nb.planning.plan import plan
+        from qie_nb.planning.cards import plan
         return plan(t.config, transformer=b.model, prompt=b.text).asked.total / 1e9
     except Exception as e:
         print(f"no plan: {type(e).__name__}: {e}", flush=True)

@@ -68,7 +68,7 @@ GPUS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 5
 
 def cards_table():
     "What the planner chooses."
-    from qie_nb.planning.plan import plan, strategy_name
+    from qie_nb.planning.cards import plan, strategy_name
     rows = []
     for gpu, side in GPUS:
         p = plan("2511", gpu, side, config=dict(data=dict(control_area=side * side)))
@@ -79,7 +79,7 @@ def cards_table():
 
 def short_table():
     "README's table of four GPUs."
-    from qie_nb.planning.plan import card_table
+    from qie_nb.planning.cards import card_table
     return card_table()
 
 

@@ -8,7 +8,7 @@ __all__ = ["ImageDataset", "QwenImageEditTrainer", "before_after", "cache_status
 # the names of a first session: a module is imported when its name is first used
 QwenImageEditTrainer = Lazy("QwenImageEditTrainer", "qie_nb.trainer")
 ImageDataset = Lazy("ImageDataset", "qie_nb.data.dataset")
-plan = Lazy("plan", "qie_nb.planning.plan")
+plan = Lazy("plan", "qie_nb.planning.cards")
 doctor = Lazy("doctor", "qie_nb.planning.doctor")
 compare_edits = Lazy("compare_edits", "qie_nb.evaluation.compare")
 compare_validation = Lazy("compare_validation", "qie_nb.evaluation.compare")

@@ -219,7 +219,7 @@ def _pack(m, a):
 
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):
-    from qie_nb.planning.plan import card_table, plan
+    from qie_nb.planning.cards import card_table, plan
     if a.table: return print(card_table())
     print(plan(a.model, a.gpu, a.resolution, _config(a), a.quantize, a.controls))
 

@@ -52,7 +52,9 @@ def describe(
         raise ValueError(unknown_key_text(section))
     introductions = {name: field.annotation.__doc__ for name, field in Config.model_fields.items()
                      if is_section(field)}
-    return Options([s[:3] for s in found], {s.name: s.role.needed_by for s in found}, introductions)
+    needed_by = {s.name: s.role.needed_by for s in found}
+    overrides = {s.name: s.role.overrides for s in found}
+    return Options([s[:3] for s in found], needed_by, introductions, overrides)
 
 # %% ../nbs/core/07_config.ipynb #7475c4a2
 def _classes(section:str) -> list[type]: # from the whole configuration to the section

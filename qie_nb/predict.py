@@ -18,9 +18,11 @@ from PIL import Image
 from .config import PredictSection
 from .data.images import Geometry, figure
 from .devices.placement import (
-    PARTS, place_component, plan_components, restore_training_placement, temporarily_load)
+    PARTS, device_name, place_component, restore_training_placement, temporarily_load)
 from .encoding.encoder import Encoder
-from .models.quantizations.known import check_device, parse_quantization, quantize
+from .models.quantizations.known import parse_quantization, quantize
+from .planning.facts import this_machine_facts
+from .planning.prediction import choose_part_devices, choose_placement, prediction_facts
 from qie_nb.sampling.edits import (
     cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
     seeds_of)
@@ -72,8 +74,9 @@ class Predictor:
         self.geometry = geometry or (lambda: Geometry(**components.areas))
         self.state = state or SimpleNamespace(running=False, optimizer=None, processes=1)
         self.device = torch.device(device)
-        self.devices = {k: check_device(d) if d != "auto" else self.device
-                        for k, d in self.config.devices.model_dump().items()}
+        wanted = self.config.devices.model_dump()
+        self.chosen = choose_part_devices(wanted, this_machine_facts(), str(self.device)) # {component: `Choice`}
+        self.devices = {part: torch.device(choice.checked()) for part, choice in self.chosen.items()}
         self.placement = self.encoder = None # `Placement` and `Encoder` of the last plan
         self.predicted = () # of the last call, for each edit: size, why, sizes of the controls, seed
 
@@ -98,10 +101,12 @@ def plan(self:Predictor): # `Placement`
     parts, s = self.components, self.state
     model = self.modulation.config.model if self.modulation is not None else None
     table = "transformer" in parts.prepare or model is not None and model.modulation_table is True
-    self.placement = plan_components(
-        parts, self.config, self.device, self.devices, self.geometry().control_area,
+    wanted = {part: device_name(self.devices[part]) for part, choice in self.chosen.items() if choice.asked}
+    facts = prediction_facts(
+        parts, self.device, wanted, self.geometry().control_area,
         table, model is not None and model.text_encoder_offload,
         s.running, s.optimizer is not None, s.processes == 1)
+    self.placement = choose_placement(self.config.offload, facts)
     self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
     self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
     return self.placement

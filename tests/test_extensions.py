@@ -23,8 +23,8 @@ from qie_nb.models.quantizations.known import held_bytes, quantize_linear
 from qie_nb.models.loading import device_of
 from qie_nb.models.variants.base import VARIANTS, PromptTemplate, VAEShape, Variant
 from qie_nb.models.variants.v2509 import V2509
-from qie_nb.planning.memory_query import MemoryQuery, adapter_shapes, layer_bytes, numbers, optimizer_bytes
-from qie_nb.planning.plan import plan
+from qie_nb.planning.memory import MemoryQuery, adapter_shapes, layer_bytes, numbers, optimizer_bytes
+from qie_nb.planning.cards import plan
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.optimizers.base import OPTIMIZERS, Optimizer, rates
 from qie_nb.training.sinks.base import SINKS, Sink

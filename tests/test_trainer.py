@@ -7,6 +7,7 @@ import torch
 
 from helpers import settings
 from qie_nb.config import make_config
+from qie_nb.core import choice
 from qie_nb.models.components import Components
 from qie_nb.predict import Predictor
 from qie_nb.tiny.random_models import tiny_folder
@@ -86,3 +87,19 @@ def test_results_at_the_end_of_a_cell_are_one_line_and_a_lora_has_a_card(pairs, 
     (tmp_path/"own").mkdir(), (tmp_path/"own"/"README.md").write_text("mine")
     t.save_lora(tmp_path/"own"), t.save_lora(tmp_path/"file.safetensors")
     assert (tmp_path/"own"/"README.md").read_text() == "mine" and not (tmp_path/"README.md").exists()
+
+
+def test_fit_shows_its_plan_once(trained_run, tmp_path, capsys, monkeypatch):
+    t = QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(max_train_steps=1, eval_steps=None, save_steps=None)))
+    t.fit()
+    said = capsys.readouterr().out
+    assert said.count("plan: device cpu, dtype float32, ") == 1 and "\n      held out " in said
+    t.config.train.max_train_steps = 2
+    t.fit()
+    assert t.global_step == 2 and "plan: " not in capsys.readouterr().out
+    shown = []
+    monkeypatch.setattr(choice, "kernel", lambda: True)
+    monkeypatch.setattr(choice, "is_interactive", lambda: True)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    choice.show_plan(t.plan)
+    assert shown[0].data.startswith("<details><summary>the plan of this run</summary><table") and not capsys.readouterr().out

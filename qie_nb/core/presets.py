@@ -21,23 +21,44 @@ TINY = {
 MODEL = "Qwen/Qwen-Image-Edit-2511" # on the hub
 VARIANT_NAMES = ("v1", "2509", "2511") # of the library, the newest last
 
-_SELECTIVE, _ALL = ({"train.gradient_checkpointing": v} for v in ("selective", False))
-_OFFLOAD, _COMPILE = {"train.offload_activations": True}, _ALL | {"train.compile": True}
-_TEXT = {"model.text_encoder_quantize": "nf4"}
-_NF4, _FP8 = _TEXT | {"model.quantize": "nf4"}, {"model.quantize": "qfloat8"}
-
 GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
-    "t4": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
-    "t4x2": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
-    "l4": (_FP8 | _SELECTIVE, _FP8),
-    "rtx3060": (_NF4 | _SELECTIVE, _NF4 | _OFFLOAD),
-    "rtx4080": (_FP8 | _TEXT | _OFFLOAD, _NF4),
-    "rtx3090": (_FP8 | _SELECTIVE, _FP8 | _SELECTIVE),
-    "rtx4090": (_FP8 | _SELECTIVE, _FP8 | _SELECTIVE),
-    "rtx5090": (_SELECTIVE, _OFFLOAD),
-    "a100": (_FP8 | _ALL, _SELECTIVE),
-    "a100-80": (_COMPILE, _COMPILE),
-    "h100": (_COMPILE, _COMPILE),
+    "t4": (
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4",
+         "train.gradient_checkpointing": "selective"},
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4", "train.offload_activations": True}),
+    "t4x2": (
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4",
+         "train.gradient_checkpointing": "selective"},
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4", "train.offload_activations": True}),
+    "l4": (
+        {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"},
+        {"model.quantize": "qfloat8"}),
+    "rtx3060": (
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4",
+         "train.gradient_checkpointing": "selective"},
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4", "train.offload_activations": True}),
+    "rtx4080": (
+        {"model.quantize": "qfloat8", "model.text_encoder_quantize": "nf4",
+         "train.offload_activations": True},
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4"}),
+    "rtx3090": (
+        {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"},
+        {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"}),
+    "rtx4090": (
+        {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"},
+        {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"}),
+    "rtx5090": (
+        {"train.gradient_checkpointing": "selective"},
+        {"train.offload_activations": True}),
+    "a100": (
+        {"model.quantize": "qfloat8", "train.gradient_checkpointing": False},
+        {"train.gradient_checkpointing": "selective"}),
+    "a100-80": (
+        {"train.gradient_checkpointing": False, "train.compile": True},
+        {"train.gradient_checkpointing": False, "train.compile": True}),
+    "h100": (
+        {"train.gradient_checkpointing": False, "train.compile": True},
+        {"train.gradient_checkpointing": False, "train.compile": True}),
 }
 PRESETS = ("tiny", *GPU_PRESETS)
 

@@ -139,6 +139,9 @@ def error_text(
 
 # %% ../../nbs/core/06b_section.ipynb #48a5d206
 GROUPS = {"everybody": "Every run", "many": "Many runs"}
+PLANNED = "Instead of the plan" # what `Role.overrides` names
+ABOUT_PLANNED = ("The plan decides these from your machine, and `trainer.plan` shows what and why; a value "
+                 "here decides instead.")
 
 class Options(list):
     "Rows of (dotted name, default, description); displays as tables, the settings that all need first."
@@ -146,10 +149,12 @@ class Options(list):
         rows:list=(), # of (dotted name, default, description)
         needed_by:dict=None, # {dotted name: one of `NEEDED_BY`}; default: few need it
         introductions:dict=None, # {section: sentence}
+        overrides:dict=None, # {dotted name: decisions of the plan that it makes instead}
     ):
         super().__init__(rows)
         self.needed_by = needed_by or {}
-        self.introductions = introductions or {}
+        self.overrides = overrides or {}
+        self.introductions = {PLANNED: ABOUT_PLANNED} | (introductions or {})
 
     def sections(self) -> dict: # {section, or "" for the top level: rows}
         "The rows by section."
@@ -160,22 +165,28 @@ class Options(list):
         return out
 
     def groups(self) -> dict: # {heading: rows}
-        "The rows by who needs them: those of every run, those of many runs, the others by section."
-        out = {}
-        for level, heading in GROUPS.items():
-            rows = [row for row in self if self.needed_by.get(row[0]) == level]
-            if rows:
-                out[heading] = rows
-        for section, rows in self.sections().items():
-            rest = [row for row in rows if self.needed_by.get(row[0]) not in GROUPS]
-            if rest:
-                out[section] = rest
-        return out
+        """The rows by who needs them: those of every run, those of many runs, those that decide instead of
+        the plan, the others by section."""
+        out = {heading: [] for heading in (*GROUPS.values(), PLANNED, *self.sections())}
+        for row in self:
+            out[self.heading(row[0])].append(row)
+        return {heading: rows for heading, rows in out.items() if rows}
+
+    def heading(self,
+        name:str, # dotted
+    ) -> str: # a section's name, or "" for the top level, if it is in no other group
+        "The group in which a setting is listed."
+        level = self.needed_by.get(name)
+        if level == "everybody":
+            return GROUPS[level]
+        if self.overrides.get(name):
+            return PLANNED
+        return GROUPS.get(level) or name.rpartition(".")[0].partition(".")[0]
 
     def __repr__(self):
         parts = []
         for heading, rows in self.groups().items():
-            if heading in GROUPS.values():
+            if heading in (*GROUPS.values(), PLANNED):
                 parts.append(f"# {heading}")
             elif parts and heading:
                 parts.append(f"# Others: {heading}")
@@ -200,7 +211,7 @@ class Options(list):
         def cell(text:str): return str(text).replace("|", "\\|")
         out = []
         for heading, rows in self.groups().items():
-            if heading in GROUPS.values():
+            if heading in (*GROUPS.values(), PLANNED):
                 out.append(f"### {heading}\n")
             elif heading:
                 out.append(f"### Others: `{heading}`\n")

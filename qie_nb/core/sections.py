@@ -82,7 +82,7 @@ class ModelSection(Section):
     delete_downloaded_shards: AutoBool = setting("auto",
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too "
         "small",
-        on_resume="recomputed", older=("model.release_shards",))
+        on_resume="recomputed", overrides="delete_shards", older=("model.release_shards",))
     variant: VariantName = setting(
         "auto", "auto: read from the model's files",
         on_resume="must match", needed_by="many", compared_as="base")
@@ -93,7 +93,8 @@ class ModelSection(Section):
     quantize: Quantized = setting(False,
         "the frozen transformer: qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 "
         "(torchao), fp8_storage (8 bits, computed in the training dtype); true means qfloat8",
-        on_resume="must match", needed_by="many", on_card=True, compared_as="model.quantize",
+        on_resume="must match", overrides="quantize", needed_by="many", on_card=True,
+        compared_as="model.quantize",
         also_called=("quant",))
     text_encoder_quantize: Quantized = setting(False, "the same for the text encoder",
         on_resume="must match", needed_by="many", compared_as="encoders")
@@ -102,7 +103,7 @@ class ModelSection(Section):
     modulation_table: AutoBool = setting("auto",
         "replace the modulation layers by a table of their outputs: a third less memory; auto: in "
         "training, if no adapter changes those layers and the table is not larger than they are",
-        on_resume="may change")
+        on_resume="may change", overrides="modulation")
     modulation_table_steps: list[Annotated[int, Field(ge=1)]] = setting([],
         "numbers of sampling steps to add to the table, to predict without the modulation layers",
         on_resume="recomputed", older=("model.table_steps",))
@@ -180,18 +181,18 @@ class StepSection(Section):
     compile: AutoBool = setting("auto",
         "compile a block of the transformer, about a minute; auto: on a GPU, unquantized, for 500 "
         "steps or more",
-        on_resume="may change")
+        on_resume="may change", overrides="compile")
     blocks_to_swap: bool = setting(False,
         "keep blocks in host memory, copy each while another computes; needs "
         "gradient_checkpointing",
-        on_resume="may change", older=("train.block_streaming",))
+        on_resume="may change", overrides="block_swap", older=("train.block_streaming",))
     offload_activations: bool = setting(
         False, "keep gradient_checkpointing's block inputs in host memory",
-        on_resume="may change")
+        on_resume="may change", overrides="offload")
     model_parallel_devices: list[str] = setting([],
         "GPUs that share the transformer's blocks, e.g. [cuda:0, cuda:1]; default only "
         "train.device",
-        on_resume="may change", older=("train.transformer_devices",))
+        on_resume="may change", overrides=("split", "device"), older=("train.transformer_devices",))
     # YAML reads a bare no as false
     mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(
         lambda v: "no" if v is False else v)] = setting(
@@ -199,7 +200,8 @@ class StepSection(Section):
         "bf16, no (float32), or fp16: float32 with large products and attention in scaled "
         "float16, against overflow; auto is bf16, on GPUs without it fp16, without tensor cores "
         "no",
-        on_resume="must match", needed_by="many", on_card=True, compared_as="dtype of the base",
+        on_resume="must match", overrides=("dtype", "products"), needed_by="many", on_card=True,
+        compared_as="dtype of the base",
         also_called=("precision", "dtype"))
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping",
         on_resume="may change", on_card=True, ge=0)
@@ -249,7 +251,7 @@ class TrainSection(StepSection):
     seed: int = setting(0, "seed of order, noise, timesteps and dropout",
         on_resume="must match", needed_by="many", on_card=True, ge=0)
     device: str = setting("auto", "training device: auto, cpu, cuda, cuda:1, mps",
-        on_resume="may change", needed_by="many", also_called=("gpu",))
+        on_resume="may change", overrides="device", needed_by="many", also_called=("gpu",))
     num_epochs: int = setting(10, "passes over the data",
         on_resume="may change", needed_by="many", on_card=True, also_called=("epochs",), ge=1)
     max_train_steps: int | None = setting(None, "optimizer steps; overrides num_epochs",
@@ -264,7 +266,7 @@ class TrainSection(StepSection):
     eval_interval: Annotated[int, Field(ge=0)] | Literal["auto"] = setting("auto",
         "epochs between evaluations; 0: never; auto: four in a run, at least 20 steps apart, or "
         "`eval_steps`",
-        on_resume="recomputed")
+        on_resume="recomputed", overrides="eval_interval")
     eval_steps: int | None = setting(None, "optimizer steps between further evaluations",
         on_resume="recomputed", needed_by="many", also_called=("sample_every",), ge=1)
     eval_at_start: bool = setting(True, "evaluate also before the first step, to compare with",
@@ -291,7 +293,7 @@ class TrainSection(StepSection):
     val_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = setting("auto",
         "fraction of control images held out of training; auto: one of ten or more, none with "
         "`val_path`",
-        on_resume="must match", needed_by="many")
+        on_resume="must match", overrides="held_out", needed_by="many")
     val_path: PathStr | None = setting(None, "data set for evaluation only",
         on_resume="may change", needed_by="many")
     resume_checkpoint: PathStr | None = setting(None,
@@ -304,15 +306,16 @@ class TrainSection(StepSection):
         "auto",
         "hours of `fit` until it saves and stops; auto: half an hour before Kaggle's limit; null: "
         "never",
-        on_resume="recomputed", needed_by="many")
+        on_resume="recomputed", overrides="hours", needed_by="many")
     num_processes: Annotated[int, Field(ge=1)] | Literal["auto"] = setting("auto",
         "processes that train together, one per GPU, each on its own samples; auto: one for each "
         "GPU if the model fits there",
-        on_resume="must match", needed_by="many", compared_as=BATCHES_PER_STEP)
+        on_resume="must match", overrides="processes", needed_by="many",
+        compared_as=BATCHES_PER_STEP)
     distributed: Literal["auto", "ddp", "fsdp"] = setting("auto",
         "ddp (each GPU has the whole base) or fsdp (the GPUs share it); auto: as `accelerate "
         "launch` says",
-        on_resume="may change")
+        on_resume="may change", overrides="sharded")
 
 # %% ../../nbs/core/06c_sections.ipynb #a7598665
 class CacheSection(Section):
@@ -330,13 +333,13 @@ class CacheSection(Section):
         "are deleted",
         on_resume="recomputed", gt=0)
     vae_encoder_device: str = setting("auto", "device of the VAE while encoding",
-        on_resume="recomputed")
+        on_resume="recomputed", overrides="vae_device")
     text_encoder_device: str = setting("auto", "device of the text encoder while encoding",
-        on_resume="recomputed")
+        on_resume="recomputed", overrides="text_encoder_device")
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = setting("auto",
         "images or image sets per encoder batch; changes the last bits; auto: 1 on a CPU, up to 4 "
         "on a GPU",
-        on_resume="may change")
+        on_resume="may change", overrides="encode_batch")
     encoder_id: str | None = setting(
         None, "id of the encoders to read entries of, if there are several",
         on_resume="must match", compared_as="encoders", older=("cache.identity",))

@@ -29,6 +29,7 @@ class Role(NamedTuple):
     only_with:dict = {} # {dotted name: value}: compared only if that setting has that value
     older:tuple = () # its dotted names in older files
     also_called:tuple = () # by other trainers
+    overrides:tuple = () # decisions of the plan (fields of `Plan`) that it makes instead
 
 # %% ../../nbs/core/06_settings.ipynb #5e770007
 def setting(
@@ -42,6 +43,7 @@ def setting(
     only_with:dict=None,
     older:tuple=(),
     also_called:tuple=(),
+    overrides:str|tuple=(), # field of `Plan`, or several
     **limits, # as for pydantic's `Field`
 ) -> FieldInfo:
     "Declare a setting. Leaving `on_resume` out is a TypeError at import."
@@ -49,7 +51,8 @@ def setting(
         raise ValueError(f"`on_resume` must be one of {', '.join(ON_RESUME)}, got {on_resume!r}")
     if needed_by not in NEEDED_BY:
         raise ValueError(f"`needed_by` must be one of {', '.join(NEEDED_BY)}, got {needed_by!r}")
-    role = Role(on_resume, needed_by, on_card, compared_as, only_with or {}, older, also_called)
+    overrides = (overrides,) if isinstance(overrides, str) else tuple(overrides)
+    role = Role(on_resume, needed_by, on_card, compared_as, only_with or {}, older, also_called, overrides)
     return Field(default, description=help, json_schema_extra=role._asdict(), **limits)
 
 def role_of(

@@ -13,7 +13,6 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .distributed import wants_fsdp
 from ..models.quantizations.known import QUANTIZATIONS, plain_tensors, rebuild_weight
 
 # %% ../../nbs/devices/01_block_swap.ipynb #039a1145
@@ -259,6 +258,7 @@ def check_offloading(
     device,
     kind:str=None, # quantization
     dora:bool=False, # `model.lora.use_dora`
+    sharded:bool=False, # is the transformer sharded (FSDP)?
 ):
     "Raises ValueError if blocks or inputs cannot be kept in host memory."
     names, no = ["offload_activations", "blocks_to_swap"], "is incompatible with"
@@ -273,7 +273,7 @@ def check_offloading(
     check(len(devices) > 1, f"{no} `train.model_parallel_devices` {devices}; choose one of them")
     check(train.compile is True, f"{no} `train.compile` true; set it to auto")
     names.remove("offload_activations")
-    check(wants_fsdp(train.distributed), f"{no} fsdp, which shards the same weights; use one of them")
+    check(sharded, f"{no} fsdp, which shards the same weights; use one of them")
     why = QUANTIZATIONS[kind].no_block_swap if kind else ""
     check(why, f"{no} `model.quantize` {kind}, {why}")
     check(dora, f"{no} `model.lora.use_dora`, which needs the weights' norms; use one of them")

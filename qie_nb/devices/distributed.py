@@ -22,22 +22,18 @@ def local_device(name:str) -> torch.device:
     if torch.cuda.is_available(): return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
-def wants_fsdp(wanted:str) -> bool:
-    "Is FSDP configured (by `train.distributed`) or launched?"
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return wanted == "fsdp" or wanted == "auto" and launched
-
 # %% ../../nbs/devices/05_distributed.ipynb #35aaf32b
 def check_launch(
     accelerator,
     wanted:str="auto", # `train.distributed`
+    sharded:bool=False, # does the plan shard the transformer?
 ):
     "Raises ValueError if accelerate did not start what was configured."
     asked, made = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type.value
     if asked > 1 and (n := accelerator.num_processes) != asked:
         raise ValueError(f"WORLD_SIZE is {asked}, but accelerate started {n} process, "
                          "so each would train alone; start with `accelerate launch`, or unset WORLD_SIZE")
-    if wants_fsdp(wanted) and made != "FSDP":
+    if (sharded or wanted == "fsdp") and made != "FSDP":
         raise ValueError(f"`train.distributed` is fsdp, but accelerate started {made}; launch with "
                          "`accelerate launch --use_fsdp --fsdp_version 2` on GPUs, or set it to ddp")
     if wanted == "ddp" and made == "FSDP":

@@ -95,10 +95,11 @@ def weight_placement(
     config,
     device,
     kind:str=None, # quantization
+    sharded:bool=False, # is the transformer sharded (FSDP)?
 ): # a loader, or None: everything on its device
     "Where a transformer's weights are kept. Raises ValueError for impossible settings."
     train = config.train
     check_model_parallel(train)
-    check_offloading(train, device, kind, config.model.lora.use_dora)
+    check_offloading(train, device, kind, config.model.lora.use_dora, sharded)
     if train.model_parallel_devices: return ModelParallelLoader(train.model_parallel_devices)
     return BlockSwapLoader(device, kind) if train.blocks_to_swap else None

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..config import Config
 from ..core.files import write_atomic
 from ..core.display import Progress
 from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
-from ..devices.distributed import wants_fsdp
 from ..devices.placement import temporarily_load
 from .drift import FIELDS, at_size, drift_of, medians, pack, unpack
 from .validation_loss import StopCheck, add_up, process, shares
@@ -78,9 +78,9 @@ class EvalSampling(NamedTuple):
         return [self.steps, self.true_cfg_scale, self.file and Path(self.file).name]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #4f113741
-def _few_steps(config, path) -> tuple: # (file, `SamplingSchedule`)
+def _few_steps(config, path, sharded) -> tuple: # (file, `SamplingSchedule`)
     about = f"`train.eval_schedule` {path!r}"
-    if wants_fsdp(config.train.distributed):
+    if sharded:
         raise ValueError(f"{about} cannot be added to a sharded model; set it to none, or "
                          "`train.distributed` to ddp")
     try: file, info = check_lora(path)
@@ -97,12 +97,15 @@ def _few_steps(config, path) -> tuple: # (file, `SamplingSchedule`)
     return file, schedule
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #bdd8ec1c
-def eval_sampling(config) -> EvalSampling:
+def eval_sampling(
+    config:Config,
+    sharded:bool=False, # is the transformer sharded? Then no adapter can be added
+) -> EvalSampling:
     "By `train.eval_schedule`. Raises FileNotFoundError or ValueError."
     wanted, file = config.train.eval_schedule, None
     if wanted == "none": return EvalSampling(config.train.eval_num_inference_steps)
     if wanted in SCHEDULES: s = SCHEDULES[wanted]
-    else: file, s = _few_steps(config, wanted)
+    else: file, s = _few_steps(config, wanted, sharded)
     return EvalSampling(s.steps, s.true_cfg_scale, dict(s.scheduler), file)
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #4b7591bd

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
+from ..config import Config
 from ..core.display import text_table, short_time
 from ..core.files import write_atomic
 from ..devices.distributed import broadcast_stop, share
@@ -172,10 +173,14 @@ def asked_for_images(t) -> bool: # by the panel, or by a file `checkpoints/sampl
 
 class EvaluationCallback(Callback):
     "Held-out loss and images every `eval_interval` epochs or `eval_steps` steps, and at the end of a run."
-    def __init__(self, config):
+    def __init__(self,
+        config:Config,
+        sharded:bool=False, # is the transformer sharded?
+    ):
         c = config.train
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
-        samples_of(config), eval_sampling(config) # raise for a missing file
+        samples_of(config) # raises for a missing file
+        eval_sampling(config, sharded) # the same
         self.history, self.at, self.pace = History(), 0, None # at: the last evaluated step
         self.checked, self.uses_controls = False, True # after a step of this session; by the last check
         self.interval = None # `EvalInterval` of the plan

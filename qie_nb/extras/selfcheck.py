@@ -26,8 +26,7 @@ from ..models.components import COMPONENTS, check_weights, device_of, restore_im
 from ..models.flow_matching import sample_noise
 from ..models.quantizations.known import held_bytes
 from ..planning.doctor import this_machine
-from ..planning.memory_query import memory_query
-from ..planning.training_memory import memory_of
+from ..planning.memory import memory_of, memory_query
 from ..sampling.edits import denoise_encoded, encode_edits, make_edits
 
 # %% ../../nbs/extras/02_selfcheck.ipynb #e9d6e970

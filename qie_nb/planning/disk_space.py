@@ -22,7 +22,7 @@ from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
 from ..models.quantizations.known import dtype_name
-from .memory_query import (
+from .memory import (
     adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters, row_dtype)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19cb1

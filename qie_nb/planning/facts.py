@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 
+from ..core.presets import VARIANT_NAMES
 from ..core.environment import Environment, detect_environment
 from ..data.samples import control_images
 from ..models.loading import free_device_bytes, work_bytes
+
 
 ENOUGH_IMAGES = 10 # control images, from which one is held out by default
 
@@ -149,19 +151,23 @@ class ModelFacts:
     transformer: dict # its config.json
     table: bool = True # can a table replace the modulation layers of this variant?
     rows: str = "bfloat16" # dtype of that table's rows, as far as it is known
+    variant: str = VARIANT_NAMES[-1]
+    areas: dict = field(default_factory=dict) # {control_area, vl_area: pixels}; default the variant's
 
 def facts_of_model(
     components, # `Components`
 ) -> ModelFacts: # None without a transformer
     "The facts of a model folder; nothing is downloaded."
-    folder = components.folder/"transformer"
-    table = components.variant.modulation_table
+    folder, variant = components.folder/"transformer", components.variant
     if not (folder/"config.json").is_file():
         return None
     shape = json.loads((folder/"config.json").read_text())
-    if not any(folder.glob("*.safetensors")):
-        return ModelFacts(shape, table) if components.hub else None
-    return ModelFacts(shape, table, str(components.row_dtype(folder)).removeprefix("torch."))
+    rows = "bfloat16"
+    if any(folder.glob("*.safetensors")):
+        rows = str(components.row_dtype(folder)).removeprefix("torch.")
+    elif not components.hub:
+        return None
+    return ModelFacts(shape, variant.modulation_table, rows, variant.name, dict(components.areas))
 
 @dataclass(frozen=True)
 class PairFacts:

@@ -134,6 +134,12 @@ class PrintedOnce:
     def __init__(self):
         self.texts = set()
 
+    def first(self, text:str) -> bool:
+        "Is this the first time that somebody asks for a text?"
+        new = text not in self.texts
+        self.texts.add(text)
+        return new
+
     def show(self, text:str):
         "Print a message that was not printed yet; an empty one is none."
         if not text or text in self.texts: return
@@ -224,7 +230,7 @@ def own_planner(
     device:str, # the main one
 ) -> "Planner":
     "A planner for a part that has no trainer."
-    from qie_nb.planning.planner import Planner
+    from qie_nb.planning.plan import Planner
     return Planner(config, str(device))
 
 # %% ../../nbs/training/00_callbacks.ipynb #9e6117f4

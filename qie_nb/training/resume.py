@@ -25,7 +25,7 @@ from ..lora import adapters as lora
 from ..models.components import VARIANTS, Components
 from ..models.hub import base_digest
 from ..planning.disk_space import DiskPlan, Item, run_items
-from ..planning.memory_query import memory_query, model_folder
+from ..planning.memory import memory_query, model_folder
 from . import checkpoint as ckpt
 from .callbacks import RunState, own_planner
 from .checkpoint import SavedRun
@@ -191,6 +191,7 @@ def checkpoint_misfit(
     c = make_config(config)
     try: state = json.loads((Path(folder)/"state.json").read_text())
     except (ValueError, OSError): return "whose state.json is damaged"
+    if c.train.force_resume: return "" # `fit` continues it whatever it belongs to
     if why := _model_misfit(c, state): return why
     was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
     several = [BATCHES_PER_STEP] * ("WORLD_SIZE" in os.environ or c.train.num_processes != 1)

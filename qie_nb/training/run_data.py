@@ -29,7 +29,7 @@ from ..models.quantizations.known import check_device
 from ..models.variants.base import Variant, variants_for_several
 from .callbacks import own_planner
 from .checkpoint import find_checkpoint
-from .stopping import encoder_advice, memory_advice
+from .stopping import memory_advice
 
 # %% ../../nbs/training/06_run_data.ipynb #7b8a6fbc
 def geometry_of(data:DataSection, areas:dict) -> Geometry:
@@ -268,7 +268,9 @@ class RunData:
 
     def encoding(self, enc:Encoder): # a context
         "`memory_advice` that unloads the encoders."
-        return memory_advice("encoding", lambda: encoder_advice(self.config, self._weight_bytes), enc.unload)
+        def advice():
+            return self.planner.ways_to_encode({part: self._weight_bytes(part) for part in ("vae", "text_encoder")})
+        return memory_advice("encoding", advice, enc.unload)
 
     def _weight_bytes(self, name):
         "Bytes of a component's weights on disk."

@@ -62,7 +62,10 @@ class RunModulation:
 
     def _set_placement(self): # where the weights are kept
         parts = self.components
-        if placement := weight_placement(self.config, self.device, parts.quantize.get("transformer")):
+        sharded = self.planner.plan.sharded.value
+        kind = parts.quantize.get("transformer")
+        placement = weight_placement(self.config, self.device, kind, sharded)
+        if placement:
             parts.placements["transformer"] = placement
 
 # %% ../../nbs/training/08_run_modulation.ipynb #31b32307

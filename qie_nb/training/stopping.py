@@ -7,16 +7,13 @@ __all__ = ['MAX_NONFINITE_STEPS', 'raise_if_stopped', 'run_context', 'logged', '
 
 # %% ../../nbs/training/03_stopping.ipynb #29823383
 import gc, signal, threading, time, traceback
+from collections.abc import Callable
 from contextlib import contextmanager
-from functools import reduce
 
 import torch
 
 from ..devices.placement import is_out_of_memory
-from ..models.loading import work_bytes
-from ..models.quantizations.known import advised
 from .callbacks import Callback, call
-from .optimizers.known import advised_optimizer
 from .step import BatchStream
 
 # %% ../../nbs/training/03_stopping.ipynb #9532bd55
@@ -132,59 +129,6 @@ class NonFiniteStop(Callback):
     def on_step_end(self, t):
         if logged(t): read_nonfinite(t)
 
-# %% ../../nbs/training/03_stopping.ipynb #a72e7392
-def _changes(c) -> list: # (key, value, note), in the order to try
-    d, m, t = c.data, c.model, c.train
-    small = advised("4 bits")
-    full, half = t.gradient_checkpointing is True, [max(16, s // 2 // 16 * 16) for s in d.image_size]
-    return [change for ok, *change in (
-        (not t.gradient_checkpointing, "train.gradient_checkpointing", "selective", ""),
-        (not full, "train.gradient_checkpointing", True, ""),
-        (d.batch_size > 1, "data.batch_size", 1,
-         f" with `train.gradient_accumulation_steps` {d.batch_size * t.gradient_accumulation_steps}"),
-        (m.quantize in (False, "none"), "model.quantize", advised("8 bits without float8"), ""),
-        (m.quantize != small, "model.quantize", small, ""),
-        (full and not t.offload_activations, "train.offload_activations", True, ""),
-        (full and not t.blocks_to_swap, "train.blocks_to_swap", True, ""),
-        ((d.control_area or 2**20) > 2**18, "data.control_area", 2**18, " (512 x 512; precompute anew)"),
-        (True, "data.image_size", half, " (precompute anew)"),
-        (m.lora.r > 8, "model.lora.r", m.lora.r // 2, " (a new run)"),
-        (c.optimizer.name == advised_optimizer("default"), "optimizer.name",
-         advised_optimizer("little memory"), " (a new run)")) if ok]
-
-# %% ../../nbs/training/03_stopping.ipynb #a72e7301
-def training_advice(config) -> list: # three (setting, GB saved)
-    "Settings that make a step smaller, in the order to try them."
-    from qie_nb.planning.memory_query import memory_query, model_facts
-    from qie_nb.planning.training_memory import memory_of
-    t, variant = model_facts(config.model.pretrained_model_name_or_path, config.model.variant)
-    text, out = variant.prompt_tokens(1, config.data.vl_area), {}
-    gb = lambda c: memory_of(memory_query(c, t, text=text)).total / 1e9
-    for key, value, note in _changes(config):
-        (*path, name), changed = key.split("."), config.model_copy(deep=True)
-        setattr(reduce(getattr, path, changed), name, value)
-        saved, say = gb(config) - gb(changed), f"`{key}` {str(value).lower()}{note}"
-        if saved > 0: out.setdefault(key, (say, saved))
-    return list(out.values())[:3]
-
-# %% ../../nbs/training/03_stopping.ipynb #e2b61c81
-def encoder_advice(
-    config,
-    size, # function: bytes of a component's weights
-) -> list: # as `training_advice`
-    "Settings that make encoding smaller."
-    c, text, vae = config, size("text_encoder") / 1e9, size("vae") / 1e9
-    several = c.cache.batch_size if c.cache.batch_size != "auto" else 4 if torch.cuda.is_available() else 1
-    side = work_bytes(c.data.image_size[0] * c.data.image_size[1])["vae"] / 1e9
-    return [(say, gb) for ok, say, gb in (
-        (several > 1, "`cache.batch_size` 1", side * (several - 1)),
-        (not c.model.text_encoder_offload, "`model.text_encoder_offload` true", text * 0.9),
-        (c.model.text_encoder_quantize in (False, "none"),
-         f"`model.text_encoder_quantize` {advised('4 bits')}", text * 0.65),
-        (c.cache.text_encoder_device != "cpu", "`cache.text_encoder_device` cpu", text),
-        (True, f"`data.image_size` {[s // 2 // 16 * 16 for s in c.data.image_size]}", side * 0.75),
-        (c.cache.vae_encoder_device != "cpu", "`cache.vae_encoder_device` cpu", side + vae)) if ok][:3]
-
 # %% ../../nbs/training/03_stopping.ipynb #c71969ea
 class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that help."
 
@@ -192,7 +136,7 @@ class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that he
 @contextmanager
 def memory_advice(
     doing:str, # e.g. training
-    advice, # function that returns (setting, GB saved) pairs
+    advice:Callable, # function that returns a list of `Change`
     clean_up, # function that releases tensors
 ):
     "Context in which an out-of-memory error names settings to change."
@@ -209,6 +153,6 @@ def memory_advice(
     clean_up()
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
-    ways = "; ".join(f"{n}. {say} (saves about {gb:.2g} GB)" for n, (say, gb) in enumerate(advice(), 1))
+    ways = "; ".join(f"{n}. {change} (saves about {change.saved:.2g} GB)" for n, change in enumerate(advice(), 1))
     raise OutOfMemory(f"out of memory while {doing} ({first}); files on disk are intact. Try, in this order: "
                       + ways)

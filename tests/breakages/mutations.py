@@ -309,13 +309,13 @@ MUTATIONS = {
         Change("training/resume", "restore", "put_back(tr, load_file(file))", "")]),
     # --- planning and placement
     "gradients left out of the plan": Mutation("tests/planning/test_training_memory.py::test_adapter_gradient_and_optimizer_bytes", [
-        Change("planning/training_memory", "memory_of",
+        Change("planning/memory", "memory_of",
                '"gradients", share * trained * 4', '"gradients", share * trained * 0')]),
     "checkpointing ignores the batch": Mutation("tests/planning/test_training_memory.py", [
-        Change("planning/training_memory", "_saved_by_checkpoints",
+        Change("planning/memory", "_saved_by_checkpoints",
                "(img + txt) * q.dim", "(img + txt) // q.batch * q.dim")]),
     "the runtime left out of the plan": Mutation("tests/planning/test_training_memory.py::test_a_gpu_needs_memory_for_its_runtime_too", [
-        Change("planning/training_memory", "memory_of", "if gpu", "if False")]),
+        Change("planning/memory", "memory_of", "if gpu", "if False")]),
     "evaluation leaves the VAE on the GPU": Mutation("tests/devices/test_placement.py", [
         Change("devices/placement", "temporarily_load",
                "components.drop(*(n for n in names if n not in before))", "pass")]),
@@ -328,13 +328,13 @@ MUTATIONS = {
     "EMA left out of the plan": Mutation(
         "tests/planning/test_training_memory.py::"
         "test_a_running_mean_takes_as_much_as_the_adapter", [
-        Change("planning/training_memory", "memory_of", "if q.ema", "if False")]),
+        Change("planning/memory", "memory_of", "if q.ema", "if False")]),
     "the checkpoint being written left out": Mutation("tests/planning/test_disk_space.py", [
         Change("planning/disk_space", "run_items",
                "c.keep_checkpoints + best + 1", "c.keep_checkpoints + best")]),
     "held memory counted as taken": Mutation(
         "tests/devices/test_placement.py::test_what_loaded_components_hold_counts_as_free", [
-        Change("devices/placement", "plan_components",
+        Change("planning/prediction", "prediction_facts",
                "free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d)",
                "free_device_bytes(d)")]),
     "placed in training mode": Mutation(

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS
+from qie_nb.planning import prediction as planned
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -108,7 +108,7 @@ def pretend(monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: gpu)
-    monkeypatch.setattr(placement, "free_device_bytes", lambda d: 80 * GB)
+    monkeypatch.setattr(planned, "free_device_bytes", lambda d: 80 * GB)
     mode = Numbers()
 
     @contextmanager
@@ -118,7 +118,7 @@ def pretend(monkeypatch):
             mp.setattr(torch.nn.Module, "_apply", set_parameters)
             mp.setattr(torch.Tensor, "numpy", numpy)
             mp.setattr(torch, "tensor", tensor)
-            mp.setattr(placement, "held_bytes", lambda m: 4 * sum(p.numel() for p in m.parameters()))
+            mp.setattr(planned, "held_bytes", lambda m: 4 * sum(p.numel() for p in m.parameters()))
             for n in PARTS: trainer.components.loaded[n]._apply(lambda t: mode.fake(t, t.device))
             with mode: yield mode
     return at

@@ -16,7 +16,7 @@ from qie_nb.devices.block_swap import BlockSwapLoader, OffloadedInputs, PinnedPo
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
-from qie_nb.models.quantizations.known import held_bytes
+from qie_nb.models.quantizations.known import QUANTIZATIONS, held_bytes
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import close_images, settings
@@ -339,14 +339,14 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
 
 
 @pytest.mark.parametrize("name, change, kind, text", [
-    ("blocks_to_swap", dict(distributed="fsdp"), None, "fsdp"),
+    ("blocks_to_swap", {}, "sharded", "fsdp"),
     ("blocks_to_swap", {}, "qint4", "`model.quantize` qint4"),
     ("blocks_to_swap", {}, "dora", "`model.lora.use_dora`"),
     ("offload_activations", dict(compile=True), None, "`train.compile` true; set it to auto"),
     ("offload_activations", dict(model_parallel_devices=["cuda:0", "cuda:1"]), None, "`train.model_parallel_devices`")])
 def test_incompatible_settings_raise(name, change, kind, text):
     train = make_config(dict(train={name: True} | change)).train
-    with pytest.raises(ValueError, match=f"`train.{name}` is incompatible with {text}"): check_offloading(train, "cuda:0", None if kind == "dora" else kind, kind == "dora")
+    with pytest.raises(ValueError, match=f"`train.{name}` is incompatible with {text}"): check_offloading(train, "cuda:0", kind if kind in QUANTIZATIONS else None, kind == "dora", kind == "sharded")
 
 
 def test_a_trainer_raises_before_anything_is_loaded(pairs, tmp_path, built):

@@ -5,12 +5,15 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qie_nb import predict
 from qie_nb.devices import placement
-from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placement
+from qie_nb.devices.placement import PARTS, DeviceChoice, Placement
 from qie_nb.models import encoders
 from qie_nb.models.components import Components, device_of
 from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantizations.known import held_bytes
+from qie_nb.planning import prediction as planned
+from qie_nb.planning.prediction import PredictionFacts, choose_placement
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -29,7 +32,7 @@ def replace_everywhere(monkeypatch, old, new):
 def plan_layer_by_layer(monkeypatch):
     "Every plan puts the components on the CPU, two of them layer by layer."
     choices = {n: DeviceChoice("cpu", "model" if n == "vae" else "layers", "", 1) for n in PARTS}
-    monkeypatch.setattr(placement, "plan_placement", lambda *a, **kw: Placement(choices, {"cpu": GB}, dict.fromkeys(PARTS, 0)))
+    monkeypatch.setattr(predict, "choose_placement", lambda *a, **kw: Placement(choices, {"cpu": GB}, dict.fromkeys(PARTS, 0)))
 
 
 def edit_math(*args):
@@ -59,9 +62,9 @@ def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
     t.predictor.device, real, seen = torch.device("cuda:0"), placement.place_component, []
     sizes = {n: component_bytes(t.components.folder/n, torch.float32) for n in PARTS}
     work = dict.fromkeys(PARTS, 1000)
-    monkeypatch.setattr(placement, "work_bytes", lambda *_: work)
+    monkeypatch.setattr(planned, "work_bytes", lambda *_: work)
     free = (max(sizes.values()) + sizes["vae"] // 2) / 0.95
-    monkeypatch.setattr(placement, "free_device_bytes", lambda d: free if d == "cuda:0" else 0 if d.startswith("cuda") else 80 * GB)
+    monkeypatch.setattr(planned, "free_device_bytes", lambda d: free if d == "cuda:0" else 0 if d.startswith("cuda") else 80 * GB)
 
     def noted(parts, plan, name, *a, **kw):
         out = real(parts, plan, name, *a, **kw)
@@ -135,7 +138,8 @@ PACKED = dict(transformer="packed")
     *((REAL, gpus(15), dict(offload=offload, trained=trained), f"0:{encoder} 0:model 0:{how}") for offload, trained, encoder, how in (
         ("auto", False, "layers", "layers"), ("auto", True, "layers", "stay"), ("layers", False, "layers", "layers"), ("layers", True, "layers", "model")))])
 def test_the_plan(sizes, free, kw, expected):
-    plan = plan_placement(sizes, free, **(dict(main="cuda:0", work=WORK) | kw))
+    facts = dict(main="cuda:0", work=WORK) | kw
+    plan = choose_placement(facts.pop("offload", "auto"), PredictionFacts(sizes, free, **facts))
     assert " ".join(f"{plan[n].device}:{plan[n].how}".removeprefix("cuda:") for n in PARTS) == expected
     assert all(p.why for p in plan.values()) and plan.moves == ("model" in expected or "layers" in expected)
 
@@ -150,7 +154,7 @@ def test_the_largest_components_make_room():
 
 
 def test_what_loaded_components_hold_counts_as_free(monkeypatch):
-    monkeypatch.setattr(placement, "free_device_bytes", lambda d: 10 * GB)
+    monkeypatch.setattr(planned, "free_device_bytes", lambda d: 10 * GB)
     t = trainer_of()
     assert t.predictor.plan().free == {"cpu": 10 * GB}
     assert t.predictor.placement.work == work_bytes(t.predictor.geometry().control_area, 4), "the VAE decodes in float32"
@@ -159,9 +163,9 @@ def test_what_loaded_components_hold_counts_as_free(monkeypatch):
 
 
 def test_the_plan_gives_reasons():
-    plan = plan_placement(REAL, gpus(46), "cuda:0", dict(vae="cpu"), work=WORK)
+    plan = choose_placement("auto", PredictionFacts(REAL, gpus(46), "cuda:0", WORK, dict(vae="cpu")))
     assert "<table" in plan._repr_html_() and plan["transformer"].why == "loaded to the GPU only while it works; not all fit in 46.0 GB"
-    assert plan_placement(NF4, gpus(8), "cuda:0", quantized=("transformer",), work=WORK)["transformer"].why.endswith("quantize it further, or use cpu")
+    assert choose_placement("auto", PredictionFacts(NF4, gpus(8), "cuda:0", WORK, quantized=("transformer",)))["transformer"].why.endswith("quantize it further, or use cpu")
 
 
 @pytest.mark.parametrize("name, kind", [("transformer", None), ("text_encoder", None), ("transformer", "nf4"), slow("text_encoder", "qint8")])

@@ -119,7 +119,7 @@ def test_schedules_that_cannot_be_used_are_refused_before_anything_is_loaded(mad
     refused(tmp_path/"none.safetensors", "^`train.eval_schedule` must be none, lightning, or a LoRA for few steps: .*none.safetensors", FileNotFoundError)
     refused(files["unnamed"], "few.safetensors' does not say for how many steps it was made; name the file")
     refused(files["modulation"], r"has transformer_blocks.0.img_mod.1, which the modulation table replaces; .* set `model.modulation_table` to false")
-    with pytest.raises(ValueError, match="cannot be added to a sharded model; set it to none"): eval_sampling(make_config(made("out", files["fast"], dict(distributed="fsdp"))))
+    with pytest.raises(ValueError, match="cannot be added to a sharded model; set it to none"): eval_sampling(make_config(made("out", files["fast"])), sharded=True)
 
 
 @pytest.mark.slow

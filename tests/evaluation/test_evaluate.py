@@ -25,7 +25,7 @@ from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
 from qie_nb.models.variants.text_to_image import QwenImage
-from qie_nb.planning.planner import Planner
+from qie_nb.planning.plan import Planner
 from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer

@@ -10,7 +10,6 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "data/dataset.py: wants_edit_mask": "`data.edit_mask` auto is a way to make masks, also without a trainer",
     "data/dataset.py: status": "the same",
     "devices/distributed.py: local_device": "a worker of a cluster decides for its own machine, and encoding may not import planning",
-    "devices/distributed.py: wants_fsdp": "auto is what `accelerate launch` started",
     "devices/model_parallel.py: check_model_parallel": "refuses two settings that contradict each other",
     "logging.py: progress_callback": "auto is the panel in a live notebook, which depends on no GPU",
     "models/components.py: find_variant": "auto is what the model's files say",
@@ -18,10 +17,6 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "training/checkpoint.py: find_checkpoint": "`train.resume_checkpoint` auto is the newest one, if there is one",
     "training/resume.py: make_fingerprint": "notes that auto held out nothing; the plan has decided before",
     "training/run_data.py: cache_embeddings": "hands auto on to the machines of a cluster",
-}
-NOT_MOVED_YET = { # decisions of the plan that are still made elsewhere; this list may only shrink
-    "devices/placement.py: _strategy", "devices/placement.py: plan_components", "predict.py: __init__",
-    "training/stopping.py: encoder_advice",
 }
 PLANNING = "planning"
 
@@ -74,7 +69,7 @@ def test_comparisons_are_found():
 
 def test_auto_is_decided_in_planning_alone():
     found = outside_planning()
-    new = sorted(found - ALLOWED.keys() - NOT_MOVED_YET)
+    new = sorted(found - ALLOWED.keys())
     assert not new, f"{new}: take the value from the plan"
-    gone = sorted((ALLOWED.keys() | NOT_MOVED_YET) - found)
-    assert not gone, f"{gone}: remove it from the lists of this test"
+    gone = sorted(ALLOWED.keys() - found)
+    assert not gone, f"{gone}: remove it from the list of this test"

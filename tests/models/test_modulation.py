@@ -13,7 +13,7 @@ from qie_nb.lora.adapters import add_lora
 from qie_nb.models import loading, modulation
 from qie_nb.models.flow_matching import sample_sigmas
 from qie_nb.models.modulation import ModulationTable, model_timesteps, training_times, use_modulation_table
-from qie_nb.planning.memory_query import memory_query, model_facts
+from qie_nb.planning.memory import memory_query, model_facts
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer

@@ -22,8 +22,8 @@ from qie_nb.models.loading import load_quantized, source_checkpoint
 from qie_nb.models.modulation import model_timesteps, training_times
 from qie_nb.models.prequantize import quantize_checkpoint
 from qie_nb.planning.disk_space import disk_plan
-from qie_nb.planning.memory_query import memory_query
-from qie_nb.planning.plan import plan
+from qie_nb.planning.memory import memory_query
+from qie_nb.planning.cards import plan
 from qie_nb.sampling.denoising import sampling_schedule
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_close, interrupted, modulation_reads, on_call, settings, slow_except

@@ -9,7 +9,7 @@ from qie_nb.config import make_config
 from qie_nb.core.environment import Environment, used_bytes
 from qie_nb.core.files import DiskFull
 from qie_nb.planning import disk_space as disk
-from qie_nb.planning.memory_query import memory_query, model_facts
+from qie_nb.planning.memory import memory_query, model_facts
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import settings

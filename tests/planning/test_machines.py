@@ -1,17 +1,26 @@
 """Ten machines written down as data, and every decision of the plan on them; torch is not imitated."""
-from dataclasses import replace
+import ast
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 
-from qie_nb.config import make_config
-from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
+from qie_nb.config import describe, make_config
+from qie_nb.core import presets
+from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, Plan, TimeLimit
+from qie_nb.core.presets import GPU_PRESETS
+from qie_nb.core.section import ABOUT_PLANNED, PLANNED, all_settings
+from qie_nb.core.settings import setting
 from qie_nb.data.samples import ONE_IMAGE
-from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products
+from qie_nb.planning.cards import Gpu, plan
+from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products, fits_gpus
 from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
 from qie_nb.models.components import WHEN_NEEDED, Components
+from qie_nb.models.loading import work_bytes
 from qie_nb.planning.facts import encoding_facts
-from qie_nb.planning.memory_query import REAL
-from qie_nb.planning.plan import make_plan
+from qie_nb.planning.memory import REAL
+from qie_nb.planning.plan import PlanFacts, first_that_fits, fits_machine, make_plan, Planner, smaller, ways_to_save
+from qie_nb.planning.prediction import PredictionFacts, choose_part_devices, choose_placement
 
 GB = 1_000_000_000
 T4 = GpuInfo("Tesla T4", 15_835_660_288, (7, 5), False)
@@ -114,7 +123,9 @@ def test_products_are_scaled_float16_on_tensor_cores_without_bfloat16():
 
 def test_a_launch_with_fsdp_forbids_scaled_products():
     launched = replace(MACHINES["2 x T4"], fsdp=True, world=2)
-    assert make_plan(make_config(None), launched, MODEL).products.value == AS_DTYPE
+    plan = make_plan(make_config(None), launched, MODEL)
+    assert plan.products.value == AS_DTYPE and plan.sharded == Choice(True, "the processes were launched with FSDP", "train.distributed")
+    assert set(values("sharded").values()) == {False} and set(values("sharded", train=dict(distributed="fsdp")).values()) == {True}
     ddp = make_config(dict(train=dict(distributed="ddp")))
     assert make_plan(ddp, launched).products.value == SCALED
 
@@ -129,6 +140,12 @@ def test_two_processes_start_only_if_the_run_fits_each_gpu():
     assert small.why.startswith("the run fits each GPU (") and not small.warning
     assert large.why.startswith("the run does not fit each GPU (") and large.warning.startswith("one process: ")
     assert plan_on("2 x T4", facts=None).processes.value == 2, "without a model nothing speaks against it"
+
+
+def test_two_processes_pin_host_memory_twice():
+    swapped = SMALL | dict(model={}, train=dict(blocks_to_swap=True))
+    one, two = (make_plan(make_config(swapped), replace(KAGGLE, gpus=(T4, T4), memory=memory * GB), MODEL).processes for memory in (60, 200))
+    assert (one.value, two.value) == (1, 2) and "of host memory" in one.why and one.warning.startswith("one process: each process would pin")
 
 
 def test_the_weights_of_a_t4_are_counted_in_float32():
@@ -248,3 +265,173 @@ def test_as_many_samples_are_encoded_at_once_as_fit():
 def test_downloads_are_deleted_when_the_disk_is_too_small():
     assert set(values("delete_shards").values()) == {WHEN_NEEDED}
     assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [True, False]
+
+
+# --- a prediction
+SIZES = dict(text_encoder=16.6 * GB, vae=.25 * GB, transformer=40.9 * GB)
+FOUR_BITS = dict(text_encoder=5 * GB, vae=.25 * GB, transformer=11.5 * GB)
+
+
+def placed_on(name, sizes, **facts) -> str:
+    "Device and use of text encoder, VAE and transformer on one of the machines, with all its memory free."
+    machine = MACHINES[name]
+    free = {f"cuda:{n}": gpu.bytes for n, gpu in enumerate(machine.gpus)} | {"cpu": machine.memory}
+    facts = PredictionFacts(sizes, free, choose_device("auto", machine).value, work_bytes(2**20), **facts)
+    return " ".join(f"{choice.device}:{choice.how}" for choice in choose_placement("auto", facts).values())
+
+
+@pytest.mark.parametrize("name, sizes, expected", [
+    ("no GPU", SIZES, "cpu:stay cpu:stay cpu:stay"), ("H100", SIZES, "cuda:0:stay cuda:0:stay cuda:0:stay"),
+    ("A100", SIZES, "cuda:0:model cuda:0:model cuda:0:layers"), ("RTX 4090 with a screen", FOUR_BITS, "cuda:0:stay cuda:0:stay cuda:0:stay"),
+    ("T4", FOUR_BITS, "cuda:0:model cuda:0:model cuda:0:model"), ("2 x T4", FOUR_BITS, "cuda:1:stay cuda:1:stay cuda:0:stay")])
+def test_where_a_prediction_computes(name, sizes, expected):
+    assert placed_on(name, sizes) == expected
+
+
+def test_the_users_device_decides_where_a_part_of_a_prediction_computes():
+    chosen = choose_part_devices(dict(vae="cpu", text_encoder="cuda:1", transformer="auto"), MACHINES["T4"], "cuda:0")
+    assert [choice.value for choice in chosen.values()] == ["cpu", "cuda:1", "cuda:0"] and [choice.asked for choice in chosen.values()] == [True, True, False]
+    with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"): chosen["text_encoder"].checked()
+
+
+# --- does it fit, and what then
+def facts_on(name, so_far=SoFar(), **sections):
+    "The facts of a configuration on one of the machines."
+    return PlanFacts(make_config(sections), MACHINES[name], MODEL, PAIRS, so_far)
+
+
+@pytest.mark.parametrize("needed, gpus, used, host, fits", [
+    (14, 1, 1, {}, True), (15, 1, 1, {}, False), (14, 1, 2, {}, False), (14, 2, 2, {}, True), (1, 0, 1, {}, False),
+    (14, 2, 2, dict(pinned=30, host=31), True), (14, 2, 2, dict(pinned=32, host=31), False)])
+def test_one_function_says_whether_a_run_fits(needed, gpus, used, host, fits):
+    assert fits_gpus(needed * GB, [T4.bytes] * gpus, used, **{k: v * GB for k, v in host.items()}) == fits
+
+
+def test_what_fits_each_machine():
+    plans = {name: facts_on(name, **SMALL) for name in MACHINES}
+    fits = {name: fits_machine(make_plan(*facts), facts) for name, facts in plans.items()}
+    assert fits == on(True), "four bits at 512 x 512; without a GPU nothing is known"
+    large = {name: fits_machine(make_plan(*facts), facts) for name, facts in ((name, facts_on(name)) for name in MACHINES)}
+    assert large == on(False, A100=True, H100=True, no_GPU=True, old_driver=True)
+
+
+def test_blocks_on_two_gpus_need_two_gpus():
+    "They were said to fit a machine with one."
+    split = dict(model=dict(quantize="nf4"), train=dict(device="cuda:0", model_parallel_devices=["cuda:0", "cuda:1"]))
+    one, two = (facts_on(name, **split) for name in ("T4", "2 x T4"))
+    assert not fits_machine(make_plan(*one), one) and fits_machine(make_plan(*two), two)
+
+
+def test_after_out_of_memory_the_plan_is_made_again():
+    facts = facts_on("T4")
+    first = plan = make_plan(*facts)
+    shown, steps = repr(first), []
+    while plan is not None and len(steps) < 20:
+        steps.append(plan)
+        plan = smaller(plan, facts)
+    settings = [change.setting for change in steps[-1].changes]
+    assert settings[:4] == ["model.quantize", "model.quantize", "train.offload_activations", "train.blocks_to_swap"] and len(steps) < 20
+    assert steps[1].quantize.value == "qint8" and steps[2].quantize.value == "nf4" and steps[3].offload.value
+    assert all(change.saved > 0 for change in steps[-1].changes)
+    assert repr(first) == shown and facts == facts_on("T4"), "what was made before stays as it was"
+    for made in steps:
+        with pytest.raises(FrozenInstanceError): made.changes = ()
+
+
+def test_the_first_plan_that_fits():
+    facts = facts_on("T4", model=dict(quantize="nf4"))
+    found = first_that_fits(make_plan(*facts), facts)
+    assert [str(change) for change in found.changes] == ["`train.offload_activations` true"]
+    tiny_gpu = facts._replace(machine=replace(OWN, gpus=(replace(T4, bytes=1 * GB),)))
+    assert first_that_fits(make_plan(*tiny_gpu), tiny_gpu) is None
+    ready = facts_on("H100")
+    assert first_that_fits(make_plan(*ready), ready).changes == ()
+
+
+def test_savings_are_counted_in_the_dtype_of_the_machine():
+    on_t4, on_h100 = ({change.setting: change.saved for change in ways_to_save(facts_on(name))} for name in ("T4", "H100"))
+    assert on_t4["model.quantize"] > 1.9 * on_h100["model.quantize"], "a T4 holds the base in float32"
+
+
+@pytest.mark.parametrize("learned", [
+    dict(rows="float32"), # an adapter was loaded, so the weights are known
+    dict(steps=100, obstacle="the LoRA has dropout"), # the transformer is loaded
+    dict(quantize="nf4")])
+def test_a_plan_is_made_again_with_new_facts_and_never_patched(learned):
+    planner = Planner(dict(train=dict(max_train_steps=1000)))
+    before = planner.plan
+    shown = repr(before)
+    planner.learn(**learned)
+    assert repr(before) == shown and before is not planner.plan
+    assert planner.plan == make_plan(*planner.facts)
+    with pytest.raises(FrozenInstanceError): before.device = None
+    with pytest.raises(FrozenInstanceError): planner.so_far.steps = 3
+
+
+# --- settings that decide instead, and presets
+def overriding() -> dict:
+    "{field of the plan: the settings that decide it}"
+    out = {}
+    for one in all_settings():
+        for name in one.role.overrides:
+            out.setdefault(name, set()).add(one.name)
+    return out
+
+
+def test_every_setting_that_overrides_names_a_decision_of_the_plan():
+    assert overriding().keys() == {f.name for f in fields(Plan)} - {"changes"}
+    with pytest.raises(TypeError): setting(1, "help", overrides="compile")
+    assert setting(1, "help", on_resume="may change", overrides="compile").json_schema_extra["overrides"] == ("compile",)
+
+
+@pytest.mark.parametrize("sections", [{}, SMALL, dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"])), dict(train=dict(mixed_precision="no", compile=True))])
+def test_every_choice_names_a_setting_that_declares_it(sections):
+    declared = overriding()
+    for name in MACHINES:
+        plan = plan_on(name, **sections)
+        assert not [field for field, choice in plan.choices().items() if choice.setting not in declared[field]]
+        assert not [row for row in plan.rows() if not row.setting.startswith("`")], "the table shows the setting"
+
+
+def test_settings_that_override_are_listed_together():
+    options = describe()
+    listed = {row[0] for row in options.groups()[PLANNED]}
+    assert listed == set().union(*overriding().values())
+    assert f"# {PLANNED}\n" in repr(options) and f"### {PLANNED}\n\n{ABOUT_PLANNED}" in options.markdown()
+
+
+CARD = { # {preset: (its card as data, number of cards, the plan's dtype, products)}
+    "t4": (T4, 1, "float32", SCALED), "t4x2": (T4, 2, "float32", SCALED),
+    "l4": (GpuInfo("NVIDIA L4", 23_600_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE), "rtx3060": (RTX3060, 1, "bfloat16", AS_DTYPE),
+    "rtx4080": (GpuInfo("NVIDIA GeForce RTX 4080", 16_750_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE),
+    "rtx3090": (GpuInfo("NVIDIA GeForce RTX 3090", 25_340_000_000, (8, 6)), 1, "bfloat16", AS_DTYPE), "rtx4090": (RTX4090, 1, "bfloat16", AS_DTYPE),
+    "rtx5090": (GpuInfo("NVIDIA GeForce RTX 5090", 33_600_000_000, (12, 0)), 1, "bfloat16", AS_DTYPE), "a100": (A100, 1, "bfloat16", AS_DTYPE),
+    "a100-80": (GpuInfo("NVIDIA A100-SXM4-80GB", 85_000_000_000, (8, 0)), 1, "bfloat16", AS_DTYPE), "h100": (H100, 1, "bfloat16", AS_DTYPE)}
+DIFFERS = { # {(preset, decision): why the preset decides otherwise than the plan would}
+    ("a100-80", "compile"): "uncompiled blocks without recomputation take more memory than there is, also in a short run",
+    ("h100", "compile"): "the same"}
+
+
+@pytest.mark.parametrize("side", [512, 1024])
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_a_preset_is_the_plans_choice_for_its_card(name, side):
+    gpu, count, dtype, products = CARD[name]
+    data, train = dict(image_size=[side, side], control_area=side * side), dict(max_train_steps=400)
+    config = make_config(dict(preset=name, data=data, train=train))
+    facts = PlanFacts(config, replace(OWN, gpus=(gpu,) * count), MODEL, PAIRS)
+    made = make_plan(*facts)
+    assert fits_machine(made, facts) and (made.dtype.value, made.products.value, made.processes.value) == (dtype, products, count)
+    wanted = plan("2511", Gpu(gpu.name, gpu.bytes, gpu.bf16, count), config=dict(data=data, train=train))
+    chosen = wanted.chosen.query
+    assert (made.quantize.value, made.offload.value, made.block_swap.value, config.train.gradient_checkpointing) == (
+        chosen.quantization, chosen.offload, chosen.block_swap, chosen.checkpointing)
+    alone = make_plan(*facts._replace(config=config.model_copy(update=dict(train=config.train.model_copy(update=dict(compile="auto"))))))
+    differing = {(name, field) for field, choice in made.choices().items() if choice.value != getattr(alone, field).value}
+    assert differing == {key for key in DIFFERS if key[0] == name}
+
+
+def test_presets_are_literal_tables():
+    assert CARD.keys() == GPU_PRESETS.keys()
+    tree = ast.parse(Path(presets.__file__).read_text())
+    value = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GPU_PRESETS")
+    assert ast.literal_eval(value) == GPU_PRESETS

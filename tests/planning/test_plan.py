@@ -9,9 +9,9 @@ import yaml
 from qie_nb.cli import main
 from qie_nb.core.presets import GPU_PRESETS
 from qie_nb.config import make_config
-from qie_nb.planning.memory_query import MemoryQuery, memory_query, model_facts
-from qie_nb.planning.step_time import step_seconds
-from qie_nb.planning.plan import GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name
+from qie_nb.planning.memory import MemoryQuery, memory_query, model_facts
+from qie_nb.planning.memory import step_seconds
+from qie_nb.planning.cards import GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name
 
 SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
 

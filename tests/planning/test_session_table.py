@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import session_table
 from counted_step import empty_step, empty_transformer
-from qie_nb.planning.memory_query import MemoryQuery
+from qie_nb.planning.memory import MemoryQuery
 
 RESULTS = Path(session_table.__file__).parent/"results"
 

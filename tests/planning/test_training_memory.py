@@ -17,14 +17,14 @@ from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import PRESETS, lora_parameters
 from qie_nb.models.quantizations.known import held_bytes, plain_tensors, quantize
-from qie_nb.planning.memory_query import (
+from qie_nb.planning.memory import (
     MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes,
     parameters)
-from qie_nb.planning import training_memory
-from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
+from qie_nb.planning import memory
+from qie_nb.planning.memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.optimizers.known import make_optimizer
-from qie_nb.training.stopping import training_advice
+from qie_nb.planning.plan import Planner
 
 from small_transformer import slow
 
@@ -124,8 +124,8 @@ RARE_PEAK = dict(adapter_bf16=dict(adapter_bytes=2), float32=dict(base_bytes=4, 
 
 
 def test_a_gpu_needs_memory_for_its_runtime_too():
-    assert memory_of(STEP).part("runtime") == training_memory.RUNTIME > 1e8 and memory_of(STEP, gpu=False).part("runtime") == 0
-    assert memory_of(STEP).total == memory_of(STEP, gpu=False).total + training_memory.RUNTIME
+    assert memory_of(STEP).part("runtime") == memory.RUNTIME > 1e8 and memory_of(STEP, gpu=False).part("runtime") == 0
+    assert memory_of(STEP).total == memory_of(STEP, gpu=False).total + memory.RUNTIME
 
 
 @pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
@@ -225,7 +225,8 @@ def test_component_bytes_with_and_without_the_table():
 def test_out_of_memory_advice_names_real_savings():
     c = make_config(dict(model=dict(pretrained_model_name_or_path="2511", quantize=False), train=dict(gradient_checkpointing=False)))
     t, variant = model_facts("2511")
-    (setting, saved), (_, second), _ = training_advice(c)
+    first, other, _ = Planner(c, "cpu").ways_to_train()
+    setting, saved, second = str(first), first.saved, other.saved
     size = lambda q: memory_of(q).total / 1e9
     q = memory_query(c, t, text=variant.prompt_tokens())
     assert setting.startswith("`train.gradient_checkpointing`") and second > 13 # 8 bits instead of 16 save 13.6 GB

@@ -28,10 +28,10 @@ import torch
 # --- section, so that a function that moves is followed here and nowhere else.
 from qie_nb.config import describe, make_config
 from qie_nb.core import presets
-from qie_nb.core.environment import Environment
-from qie_nb.planning import first_config, plan as planning
+from qie_nb.core.environment import Environment, detect_environment
+from qie_nb.planning import cards as planning, first_config
 from qie_nb.planning.disk_space import disk_plan
-from qie_nb.planning.plan import card_table, parse_gpu, plan, strategy_name
+from qie_nb.planning.cards import card_table, parse_gpu, plan, strategy_name
 
 LIBRARY = str(Path(planning.__file__).parents[1]) # its folder, which messages may contain
 GPUS = list(planning.GPUS)
@@ -51,21 +51,21 @@ def remembered():
     """A context in which what depends on arguments alone is computed once.
 
     It only saves time; without it the values are the same."""
-    from qie_nb.planning import memory_query, training_memory
+    from qie_nb.planning import memory, plan as run_plan
     from qie_nb.training import run_modulation
     with contextlib.ExitStack() as stack:
         for owner, name in (
                 (planning, "memory_of"), (planning, "step_work"), (planning, "step_seconds"),
-                (training_memory, "memory_of"), (run_modulation, "empty_model")):
+                (memory, "memory_of"), (run_plan, "memory_of"), (run_modulation, "empty_model")):
             found = functools.lru_cache(maxsize=None)(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, found))
-        decide = functools.lru_cache(maxsize=None)(memory_query.is_target)
+        decide = functools.lru_cache(maxsize=None)(memory.is_target)
 
         def is_target(setting, layer):
             "`is_target`, remembered also for a list."
             return decide(tuple(setting) if isinstance(setting, list) else setting, layer)
 
-        stack.enter_context(mock.patch.object(memory_query, "is_target", is_target))
+        stack.enter_context(mock.patch.object(memory, "is_target", is_target))
         yield
 
 
@@ -161,6 +161,7 @@ def machine(name):
         "Does it compute in bfloat16?"
         return bf16 or including_emulation
 
+    found = dataclasses.replace(detect_environment(), memory=31 * 10**9 if name == "2xT4" else 10**12)
     facts = SimpleNamespace(name=gpu, total_memory=size, major=capability[0], minor=capability[1])
     fakes = dict(
         is_available=always(known is not None), device_count=always(count),
@@ -173,7 +174,7 @@ def machine(name):
             stack.enter_context(mock.patch.object(torch.cuda, key, fake))
         for owner, key, fake in (
                 (torch.backends.mps, "is_available", no), (shutil, "which", always("/usr/bin/cc")),
-                (planned, "find_spec", always(object())),
+                (planned, "find_spec", always(object())), (planned, "detect_environment", always(found)),
                 (optimizer, "find_spec", always(object())),
                 (quantizations, "library_version", always((9, 9))),
                 (torchao, "library_version", always((9, 9))),
@@ -263,8 +264,8 @@ def table_setting(modulation):
 
 def advice_for(config) -> list:
     "What an out-of-memory error in training names: (setting, GB saved)."
-    from qie_nb.training.stopping import training_advice
-    return [list(one) for one in training_advice(config)]
+    from qie_nb.planning.plan import Planner
+    return [[str(change), change.saved] for change in Planner(config).ways_to_train()]
 
 
 def schedule_facts(config, batches=37) -> dict:
@@ -332,7 +333,7 @@ def embedded_model() -> Path:
 
 def large_model(folder) -> str:
     "A model folder with the real shapes and next to no weights; returns its path."
-    from qie_nb.planning.memory_query import REAL
+    from qie_nb.planning.memory import REAL
     from safetensors.torch import save_file
     out = Path(folder)/"large"
     shutil.copytree(embedded_model(), out)

@@ -7,7 +7,7 @@ import torch
 
 from helpers import OnStep, StopAt, merged, on_call, settings, write_pairs
 from crash_trials import complete, differ, log_rows, outcome
-from qie_nb.planning.planner import Planner
+from qie_nb.planning.plan import Planner
 from qie_nb.training import stopping
 from qie_nb.training.checkpoint import is_complete, keep_newest
 from qie_nb.tiny.random_models import tiny_folder

@@ -10,7 +10,7 @@ from qie_nb.config import Config
 from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
 from qie_nb.core.display import Progress, VIEW
-from qie_nb.planning.planner import Planner
+from qie_nb.planning.plan import Planner
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import OnStep, StopAt, adapters_close, settings
 
