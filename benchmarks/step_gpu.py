@@ -355,7 +355,7 @@ def trained(b, mode, size, steps, then=None, tell=None):
     config, watch = configuration(b, mode, size, steps), Watch(b, then)
     with made_up(b.device):
         t = QwenImageEditTrainer(config, callbacks=[watch])
-        if t.config.model.modulation_table is False: t.components.prepare["transformer"] = lambda model: None # read tensor by tensor all the same
+        if t.config.model.modulation_table is False: t.components.prepare_empty("transformer", lambda model: None) # read tensor by tensor all the same
         with adapters_as(mode): t.fit([batch_of(b, size)] * steps)
     return t, watch
 
@@ -395,7 +395,7 @@ def infer_mode(b, table, compiled, scale, steps=8):
     from qie_nb.trainer import QwenImageEditTrainer
     with made_up(b.device):
         t = QwenImageEditTrainer(configuration(b, change(model=dict(modulation_table=table)), 1024, 1))
-        if not table: t.components.prepare["transformer"] = lambda model: None
+        if not table: t.components.prepare_empty("transformer", lambda model: None)
         tr = t._transformer()
         if compiled: tr.compile_repeated_blocks(fullgraph=True, backend="eager" if b.tiny else "inductor")
         x = batch_of(b, 1024)
