@@ -49,7 +49,7 @@ def load(job, notebook):
         times.append(time.time())
         for block in model.transformer_blocks: block.img_mod = block.txt_mod = torch.nn.Identity()
     parts.prepare_empty("transformer", without_modulation)
-    edit_model.weight_placement = lambda *_: placement
+    edit_model.weight_loader = lambda *_: placement
     parts.keep_weights_as(make_config())
     if job["together"]: edit_model.take_turns = nullcontext
     imported = anonymous(os.getpid())

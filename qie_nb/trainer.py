@@ -20,8 +20,9 @@ from .core.choice import Choice, Plan
 from .data.batches import is_cached
 from .data.dataset import ImageDataset
 from .data.images import Geometry
-from .devices.distributed import broadcast_stop, check_launch, full_tensor, shard_loader
+from .devices.distributed import broadcast_stop, check_launch, shard_loader
 from .devices.edit_model import EditModel
+from .devices.strategies.fsdp import full_tensor
 from .encoding.encoder import Encoder
 from .lora import adapters as lora
 from .models.flow_matching import loss_weighting

@@ -16,11 +16,10 @@ import torch
 from ..config import Config, TrainSection
 from ..core.choice import Plan
 from ..core.files import take_turns
-from .block_swap import offload_checkpoint_inputs
 from .compile import obstacle, set_up, watch_attention
 from .distributed import prepare_distributed
 from .fp16 import enable_fp16
-from .model_parallel import weight_placement
+from .strategies.ways import StrategyFacts, asked_for, weight_loader
 from ..lora import adapters as lora
 from ..models.components import WHEN_NEEDED, Components, load_component, quantize_setting
 from ..models.loading import check_saved_quantization, device_of
@@ -79,7 +78,7 @@ class EditModel(Components):
         self._prepare = {} # {component: function of its empty model}
         self.training_device = torch.device(self.device_for("transformer"))
         self._config = None # `Config` whose settings keep the transformer's weights in several places
-        self._weights = None # where they are kept, as of `weight_placement`; None: in one piece
+        self._weights = None # where they are kept, as of `weight_loader`; None: in one piece
         self._tables = None # `TableSource`
         self._postponed = None # function to call before the transformer is used
 
@@ -206,7 +205,9 @@ class EditModel(Components):
     def _place_weights(self):
         "Decide where the weights are kept; the quantization may have been set since."
         if self._config is None: return
-        found = weight_placement(self._config, self.training_device, self.quantize.get("transformer"))
+        c = self._config
+        found = weight_loader(StrategyFacts(c.train, self.training_device, self.quantize.get("transformer"),
+                                            c.model.lora.use_dora))
         if found is not None:
             self._weights = found
 
@@ -308,7 +309,7 @@ class EditModel(Components):
         wrapped = prepare_distributed(tr, accelerator)
         choice = choose_compile(obstacle(tr))
         set_up(tr, train.gradient_checkpointing, choice.value)
-        if train.offload_activations:
-            offload_checkpoint_inputs(tr, self.training_device)
+        for strategy in asked_for(train):
+            strategy.apply(tr, self.training_device)
         watch_attention(tr, logging.getLogger("qie_nb").info)
         return None if wrapped is tr else wrapped

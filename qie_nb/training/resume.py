@@ -20,7 +20,7 @@ from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
 from ..data.samples import split_held_out
-from ..devices.distributed import full_state, shard_like, sharded_state
+from ..devices.strategies.fsdp import full_state, shard_like, sharded_state
 from ..lora import adapters as lora
 from ..models.components import VARIANTS, Components
 from ..models.hub import base_digest

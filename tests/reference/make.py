@@ -201,6 +201,7 @@ def run_of_blocks(trainer) -> dict:
     seen, tr = {}, StandIn(trainer)
     names = ("assert_float32", "prepare_distributed", "watch_attention", "set_up",
              "offload_checkpoint_inputs", "adapters_in_base_dtype")
+    from qie_nb.devices.strategies import offload
 
     def take(name):
         "A function that notes its arguments after the transformer, and returns the transformer."
@@ -215,7 +216,7 @@ def run_of_blocks(trainer) -> dict:
         stack.enter_context(mock.patch.object(trainer, "setup_accelerator", always(None)))
         stack.enter_context(mock.patch.object(trainer.data, "samples", range(40)))
         for name in names:
-            owner = part if hasattr(part, name) else part.lora
+            owner = next(o for o in (part, part.lora, offload) if hasattr(o, name))
             stack.enter_context(mock.patch.object(owner, name, take(name)))
         said = printed(trainer.prepare_model)
     return dict(checkpointing_and_compiled=seen["set_up"], said=said,
