@@ -51,7 +51,7 @@ def edit(
 class Predictor:
     "Edits images; components are placed by `predict.devices`, `predict.offload` and free memory."
     def __init__(self,
-        components, # `Components`
+        components, # `EditModel`
         config=None, # `PredictSection`
         geometry=None, # function that returns the `Geometry`; default the model's own sizes
         adapters=None, # `RunAdapters`

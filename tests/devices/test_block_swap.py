@@ -15,7 +15,7 @@ from qie_nb.config import make_config
 from qie_nb.devices.strategies import host_memory, offload
 from qie_nb.devices.strategies.block_swap import BlockSwapLoader, enable_block_swap
 from qie_nb.devices.strategies.host_memory import Streams
-from qie_nb.devices.strategies.ways import STRATEGIES, StrategyFacts, weight_loader
+from qie_nb.devices.strategies.ways import STRATEGIES, StrategyFacts
 from qie_nb.devices.strategies.offload import OffloadedInputs, PinnedPool, offload_checkpoint_inputs
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
@@ -355,7 +355,9 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
     ("offload_activations", dict(model_parallel_devices=["cuda:0", "cuda:1"]), None, "`train.model_parallel_devices`")])
 def test_incompatible_settings_raise(name, change, kind, text):
     train = make_config(dict(train={name: True} | change)).train
-    with pytest.raises(ValueError, match=f"`train.{name}` is incompatible with {text}"): weight_loader(StrategyFacts(train, "cuda:0", None if kind == "dora" else kind, kind == "dora"))
+    strategy = next(s for s in STRATEGIES.values() if s.setting == name)
+    facts = StrategyFacts(train, "cuda:0", None if kind == "dora" else kind, kind == "dora")
+    assert strategy.asked(train) and strategy.problem(facts).startswith(f"`train.{name}` is incompatible with {text}")
 
 
 def test_a_trainer_raises_before_anything_is_loaded(pairs, tmp_path, built):

@@ -31,6 +31,7 @@ class Strategy:
     name = ""      # as in a plan
     setting = ""   # of the `train` section, that asks for it
     slowdown = 1.  # of a step, assumed
+    order = 9      # of what is checked; a way that forbids others comes before them
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)

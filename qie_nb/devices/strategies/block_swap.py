@@ -139,6 +139,7 @@ class BlockSwapping(Strategy):
     "Block swap: the blocks' weights wait in pinned host memory and share a few slots on the GPU."
     name, setting = "block swap", "blocks_to_swap"
     slowdown = 2.
+    order = 3
 
     def problem(self, facts:StrategyFacts) -> str:
         "What forbids it, as the text of an error."

@@ -76,6 +76,7 @@ def shard(
 class ShardedWeights(Strategy):
     "FSDP: the processes share the weights. It is launched from outside and applied by `shard`."
     name, setting = "sharded weights", "distributed"
+    order = 4
 
     def asked(self, train:TrainSection) -> bool:
         "Does the configuration, or the launcher, ask for it?"

@@ -79,6 +79,7 @@ class SplitBlocks(Strategy):
     "The blocks are split over several GPUs, which compute one after the other."
     name, setting = "split blocks", "model_parallel_devices"
     slowdown = 1.02
+    order = 1
 
     def problem(self, facts:StrategyFacts) -> str:
         "What forbids it, as the text of an error."

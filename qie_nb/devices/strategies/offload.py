@@ -81,6 +81,7 @@ class OffloadedActivations(Strategy):
     "The inputs of checkpointed blocks wait in pinned host memory."
     name, setting = "offloaded inputs", "offload_activations"
     slowdown = 1.1
+    order = 2
 
     def problem(self, facts:StrategyFacts) -> str:
         "What forbids it, as the text of an error."
