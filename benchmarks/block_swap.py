@@ -22,7 +22,7 @@ def made_up(layers, device, kind, streamed, places):
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.models.modulation import use_modulation_table
-    from qie_nb.models.quantize import quantizable_layers, quantize_linear
+    from qie_nb.models.quantizations.known import quantizable_layers, quantize_linear
     from qie_nb.devices.strategies.block_swap import PinnedBlock, enable_block_swap
     from qie_nb.devices.strategies.host_memory import pinned
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=layers)
@@ -63,7 +63,7 @@ def measure(args, device, mode, places=3):
     import torch
     from qie_nb.config import make_config
     from qie_nb.lora.adapters import add_lora
-    from qie_nb.models.quantize import held_bytes
+    from qie_nb.models.quantizations.known import held_bytes
     from qie_nb.devices.strategies.offload import offload_checkpoint_inputs
     torch.manual_seed(0)
     tr = made_up(args.layers, device, args.kind, mode == "streamed", places)

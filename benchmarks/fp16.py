@@ -43,7 +43,7 @@ def made_up(a, mode, device):
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.devices.fp16 import enable_fp16
     from qie_nb.models.modulation import use_modulation_table
-    from qie_nb.models.quantize import quantizable_layers, quantize_linear
+    from qie_nb.models.quantizations.known import quantizable_layers, quantize_linear
     dtype = dict(half=torch.float32).get(mode) or getattr(torch, mode)
     small = dict(num_attention_heads=2, attention_head_dim=32, joint_attention_dim=64, axes_dims_rope=(8, 12, 12)) if a.tiny else {}
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=a.layers, **small)

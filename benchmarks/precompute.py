@@ -37,7 +37,7 @@ def counted(run):
 def vae_flops(vae, size=(1024, 1024), use_2d=True):
     "{encode, decode: operations} of one image of (width, height); a multiply-add counts as two. The meta device is enough."
     import torch
-    from qie_nb.models.vae import vae_2d, vae_factor
+    from qie_nb.models.encoders import vae_2d, vae_factor
     like, f = dict(device=vae.device, dtype=vae.dtype), vae_factor(vae)
     z = torch.empty(1, vae.config.z_dim, 1, size[1] // f, size[0] // f, **like)
     x = torch.empty(1, 3, 1, size[1], size[0], **like)
@@ -54,7 +54,7 @@ def vision_flops(model, grid):
 def text_flops(model, tokens, before=0, head=False):
     "A pass of the language model, on top of the tokens before it."
     import torch
-    from qie_nb.models.prompts import cache_name
+    from qie_nb.models.encoders import cache_name
     name = cache_name(model)
     make = lambda n: dict(inputs_embeds=torch.empty(1, n, 3584, device="meta"), position_ids=torch.empty(3, 1, n, dtype=torch.long, device="meta"))
     with torch.no_grad(): held = getattr(model.model.language_model(**make(before), use_cache=True), name) if before else None
@@ -73,7 +73,7 @@ def operations(variant):
     from PIL import Image
     from qie_nb.models.components import VARIANTS, load_component
     from qie_nb.data.images import Geometry
-    from qie_nb.models.prompts import VLImages, prefix_tokens, suffix_ids
+    from qie_nb.models.encoders import VLImages, prefix_tokens, suffix_ids
     from qie_nb.tiny.random_models import tiny_folder
     v, proc = VARIANTS[variant], load_component(tiny_folder(variant), "processor")
     image = Image.new("RGB", Geometry(vl_area=v.vl_area).vl((SIDE, SIDE)))
@@ -136,8 +136,7 @@ def synchronised(device):
 def bare(parts, dataset, n, device, naive):
     "Seconds that the encoders alone take for samples whose images are tensors already; nothing is read or written."
     import torch
-    from qie_nb.models.prompts import encode_prefix, encode_prompt, encode_suffixes, vl_images
-    from qie_nb.models.vae import encode_images, pixels_of
+    from qie_nb.models.encoders import encode_prefix, encode_prompt, encode_suffixes, vl_images, encode_images, pixels_of
     vae, text = parts.get("vae"), (parts.get("text_encoder"), parts.get("processor"), parts.variant)
     held = dataset.images(0)
     size, control = held["image"].shape[1::-1], held["control"][0]

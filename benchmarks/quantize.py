@@ -62,7 +62,7 @@ def made_up(folder, gb, shards=5):
 def measure(folder, kind, how, queue):
     import torch
     from diffusers import QwenImageTransformer2DModel
-    from qie_nb.models.quantize import held_bytes, quantize_linear
+    from qie_nb.models.quantizations.known import held_bytes, quantize_linear
     from qie_nb.models.loading import load_quantized, trim_malloc
     if kind: quantize_linear(torch.nn.Linear(128, 128).bfloat16().requires_grad_(False), kind)(torch.randn(2, 128).bfloat16()) # its imports
     gc.collect()
@@ -104,7 +104,7 @@ def training(a):
     from qie_nb.config import make_config
     from qie_nb.tiny.demo import demo_config, write_pairs
     from qie_nb.evaluation.evaluate import held_out_loss
-    from qie_nb.models.quantize import held_bytes
+    from qie_nb.models.quantizations.known import held_bytes
     from qie_nb.trainer import QwenImageEditTrainer
     torch.set_num_threads(1)
 
@@ -158,7 +158,7 @@ PARTS = dict(training=training, memory=memory)
 
 
 def main():
-    from qie_nb.models.quantize import QUANTIZATIONS
+    from qie_nb.models.quantizations.known import QUANTIZATIONS
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default all")
     p.add_argument("--steps", type=int, default=150)

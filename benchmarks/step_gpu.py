@@ -442,7 +442,7 @@ def profiles(b):
 # --- quantized layers: the tables in docs/options.md are measured on a CPU
 def quantized_layer(b, kind):
     "A quantized layer on this device and on the CPU, against the plain product in float32, and compiled against not compiled; relative errors."
-    from qie_nb.models.quantize import quantize_linear
+    from qie_nb.models.quantizations.known import quantize_linear
     torch.manual_seed(0)
     plain = torch.nn.Linear(b.dim, 4 * b.dim).to(torch.bfloat16).requires_grad_(False)
     x = torch.randn(1, 64 if b.tiny else 4096, b.dim, dtype=torch.bfloat16)
@@ -459,7 +459,7 @@ def quantized_layer(b, kind):
 
 
 def quantized(b):
-    from qie_nb.models.quantize import QUANTIZATIONS
+    from qie_nb.models.quantizations.known import QUANTIZATIONS
     for kind in QUANTIZATIONS: b.measure("quantized", kind, partial(quantized_layer, b, kind))
 
 

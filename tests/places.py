@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from qie_nb.data.images import Geometry
-from qie_nb.models.prompts import encode_prompt, vl_images
+from qie_nb.models.encoders import encode_prompt, vl_images
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import restore_image_positions
 from qie_nb.trainer import QwenImageEditTrainer

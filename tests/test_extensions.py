@@ -13,14 +13,13 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qie_nb.config import add_setting, describe, make_config, remove_setting
-from qie_nb.core import registry
-from qie_nb.core.registry import registered
-from qie_nb.core.settings import setting
+from qie_nb.core import settings as registry
+from qie_nb.core.settings import registered, setting
 from qie_nb.models.flow_matching import LOSS_WEIGHTINGS, add_loss_weighting
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.quantizations.base import QUANTIZATIONS, Quantization, frozen, quantization_of
-from qie_nb.models.quantize import held_bytes, quantize_linear
+from qie_nb.models.quantizations.known import held_bytes, quantize_linear
 from qie_nb.models.loading import device_of
 from qie_nb.models.variants.base import VARIANTS, PromptTemplate, VAEShape, Variant
 from qie_nb.models.variants.v2509 import V2509

@@ -15,7 +15,7 @@ from qie_nb.training.callbacks import Callback, RunState
 from qie_nb.widgets.tensorboard import read_run, run_folders
 from qie_nb.logging import LogCallback, Tracker, image_grid
 from qie_nb.training.sinks import event_files
-from qie_nb.core.progress import Progress, quiet_bars
+from qie_nb.core.display import Progress, quiet_bars
 from qie_nb.trainer import QwenImageEditTrainer
 
 IMAGES = {"training/training_images", "training/control_images", "individual/training_image_0", "individual/training_image_1"}

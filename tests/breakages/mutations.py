@@ -82,11 +82,11 @@ MUTATIONS = {
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
     "a step with an infinite gradient is made": Mutation("tests/training/test_optimizer.py", [
-        Change("training/optimizer", "guarded_step",
+        Change("training/step", "guarded_step",
                "torch.logical_not(ok).float()", "torch.logical_not(ok).float() * 0")]),
     "the mean follows from the start at full decay": Mutation(
         "tests/training/test_optimizer.py::test_the_mean_follows_the_formula", [
-        Change("training/optimizer", "EMA.decay_at",
+        Change("training/step", "EMA.decay_at",
                "min(self.decay, (1 + n) / (10 + n))", "self.decay")]),
     "mean and deviation of the levels exchanged": Mutation("tests/training/test_randomness.py", [
         Change("training/step", "sample_noise_and_sigmas",
@@ -186,9 +186,9 @@ MUTATIONS = {
                "f\"{text}-{self.quantize.get('text_encoder') or 'plain'}\"", "text")]),
     # --- encoding and packing
     "latents sampled instead of their mode": Mutation("tests/encoding/test_vae.py", [
-        Change("models/vae", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
+        Change("models/encoders", "encode_images", ".latent_dist.mode()", ".latent_dist.sample()")]),
     "latents not normalised by the deviation": Mutation("tests/parity/test_pipelines.py", [
-        Change("models/vae", "encode_images", "(z - mean) / std", "z - mean")]),
+        Change("models/encoders", "encode_images", "(z - mean) / std", "z - mean")]),
     "latent pixels packed by columns": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "pack_latents",
                "QwenImageEditPipeline._pack_latents(latents, B, C, h, w)",
@@ -203,17 +203,17 @@ MUTATIONS = {
         Change("encoding/encoder", "image_set",
                "repr(p.size).encode() + p.tobytes()", "p.tobytes()")]),
     "prompts after a prefix at its length": Mutation("tests/encoding/test_prompts.py", [
-        Change("models/prompts", "encode_suffixes",
+        Change("models/encoders", "encode_suffixes",
                "prefix.next, prefix.next + n", "prefix.count, prefix.count + n")]),
     "a suffix with its padding": Mutation("tests/encoding/test_prompts.py", [
-        Change("models/prompts", "encode_suffixes", "h[:len(r)]", "h")]),
+        Change("models/encoders", "encode_suffixes", "h[:len(r)]", "h")]),
     "the control's size for the target": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/jobs", "missing_tensors",
                "MissingTensor(sample, name, keys[name], target)",
                "MissingTensor(sample, name, keys[name], controls[0] if controls else target)")]),
     "decoded pixels not rounded": Mutation(
         "tests/encoding/test_vae.py::test_pixels_are_rounded_as_by_the_pipelines", [
-        Change("models/vae", "decode_latents", ".round()", "")]),
+        Change("models/encoders", "decode_latents", ".round()", "")]),
     "all controls in the group of the first": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/jobs", "missing_tensors", 'int(name.split(".")[1])', "0")]),
     # --- precompute
@@ -372,9 +372,9 @@ MUTATIONS = {
         "tests/evaluation/test_drift.py::test_words_come_with_large_and_certain_drift_only", [
         Change("evaluation/drift", "say_drift", "notable(rows)", 'notable(rows, "target")')]),
     "edit masks inverted": Mutation("tests/data/test_edit_masks.py", [
-        Change("data/edit_masks", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
+        Change("models/flow_matching", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
     "edit masks keyed without the control": Mutation("tests/data/test_edit_masks.py", [
-        Change("data/edit_masks", "edit_mask_parts",
+        Change("cache", "edit_mask_parts",
                "dict(target=target, control=control, **RULE)", "dict(target=target, **RULE)")]),
     "edit masks for samples with a mask image": Mutation("tests/data/test_edit_masks.py", [
         Change("data/dataset", "ImageDataset.wants_edit_mask", "s.mask is None and", "")]),

@@ -36,7 +36,7 @@ BREAKAGES = {
     "prompt not in a prompt's key": Breakage(["edits_scripted"], [
         Change("cache", "prompt_parts", 'prompt if prompt.strip() else " "', '" "')]),
     "the target's size in a prompt's key": Breakage(["edits_scripted"], [
-        Change("data/sample_keys", "key_parts", "[g.vl(c) for c in sizes], who, g.aspect",
+        Change("data/samples", "key_parts", "[g.vl(c) for c in sizes], who, g.aspect",
                "[g.vl(c) for c in sizes], who, g.image_size")]),
     "the dtype not in a key": Breakage(["edits_of_the_model"], [
         Change("cache", "image_parts", ', dtype=identity["dtype"]', "")]),

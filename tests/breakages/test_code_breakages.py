@@ -32,14 +32,14 @@ BREAKAGES = dict(
 
 POSITIONS = dict( # of image tokens
     height_and_width_of_positions_swapped=[
-        Change("models/prompts", "prefix_positions",
+        Change("models/encoders", "prefix_positions",
                "index(ids, image_grid_thw=grid, **options)[0]",
                "index(ids, image_grid_thw=grid, **options)[0][[0, 2, 1]]")],
     words_after_an_image_count_tokens=[
-        Change("models/prompts", "encode_prefix",
+        Change("models/encoders", "encode_prefix",
                "int(positions.max()) + 1", "positions.shape[-1]")],
     the_second_image_numbered_like_the_first=[
-        Change("models/prompts", "prefix_positions",
+        Change("models/encoders", "prefix_positions",
                "image_grid_thw=grid", "image_grid_thw=grid[:1].repeat(len(grid), 1)")],
     positions_not_in_a_key=[
         Change("models/variants/text_to_image", "QwenImage.prompt_identity",

@@ -10,9 +10,9 @@ from PIL import Image
 
 from helpers import settings
 from qie_nb.cache import EDIT_MASK
-from qie_nb.data import edit_masks
+from qie_nb.models import flow_matching as edit_masks
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.data.edit_masks import edit_mask
+from qie_nb.models.flow_matching import edit_mask
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.step import pad_batch
 from qie_nb.widgets.sample_viewer import pair_grid

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qie_nb.config import LoraSection
 from qie_nb.lora.adapters import add_lora
-from qie_nb.models.quantize import quantize
+from qie_nb.models.quantizations.known import quantize
 
 from helpers import random_lora
 

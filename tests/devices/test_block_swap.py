@@ -20,7 +20,7 @@ from qie_nb.devices.strategies.offload import OffloadedInputs, PinnedPool, offlo
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
-from qie_nb.models.quantize import held_bytes
+from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import close_images, settings

@@ -12,7 +12,7 @@ from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_att
 from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
 from qie_nb.lora.adapters import merge_lora, unmerge_lora
-from qie_nb.models.quantize import quantize
+from qie_nb.models.quantizations.known import quantize
 from qie_nb.planning.memory_query import MemoryQuery
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training import stopping

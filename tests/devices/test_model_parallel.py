@@ -16,7 +16,8 @@ from qie_nb.devices.strategies.ways import StrategyFacts, weight_loader
 from qie_nb.devices.strategies.model_parallel import ModelParallelLoader, SplitBlocks, enable_model_parallel, split_blocks
 from qie_nb.models.loading import load_quantized
 from qie_nb.trainer import QwenImageEditTrainer
-from qie_nb.training.optimizer import EMA, guarded_step, make_optimizer
+from qie_nb.training.step import EMA, guarded_step
+from qie_nb.training.optimizers.known import make_optimizer
 
 from fake_devices import Numbers, numpy
 from helpers import settings

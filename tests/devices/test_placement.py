@@ -7,11 +7,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qie_nb.devices import placement
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement, plan_placement
-from qie_nb.models import vae
+from qie_nb.models import encoders as vae
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.loading import device_of
 from qie_nb.models.loading import component_bytes, work_bytes
-from qie_nb.models.quantize import held_bytes
+from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 

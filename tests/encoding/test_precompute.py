@@ -18,7 +18,7 @@ from qie_nb.data.images import Geometry
 from qie_nb.data.samples import ImageChanged
 from qie_nb.encoding.encoder import Encoder, encode_prompt, encode_sample
 from qie_nb.encoding.precompute import check_space, precompute
-from qie_nb.models.vae import pixels_of
+from qie_nb.models.encoders import pixels_of
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.tiny.random_models import tiny_folder
 import precompute as bench # benchmarks/precompute.py

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from qie_nb.models.prompts import PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, suffix_ids
+from qie_nb.models.encoders import PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, suffix_ids
 from qie_nb.models.components import load_component
 from qie_nb.models.variants.text_to_image import QwenImage
 from tiny_rig import close, random_images, rig, rms
@@ -136,7 +136,7 @@ def test_each_pass_computes_only_its_own_tokens():
 @pytest.mark.parametrize("newer", [False, True])
 def test_positions_with_transformers_before_and_since_5_3(newer):
     from types import SimpleNamespace
-    from qie_nb.models import prompts
+    from qie_nb.models import encoders as prompts
     older = lambda input_ids, image_grid_thw=None: (input_ids, None)
     since = lambda input_ids, image_grid_thw=None, mm_token_type_ids=None: (mm_token_type_ids, None)
     encoder = SimpleNamespace(model=SimpleNamespace(get_rope_index=since if newer else older), config=SimpleNamespace(image_token_id=7))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from qie_nb.models.vae import decode_latents, encode_image, encode_images, vae_2d
+from qie_nb.models.encoders import decode_latents, encode_image, encode_images, vae_2d
 from qie_nb.models.components import load_component
 from qie_nb.models.loading import work_bytes
 from qie_nb.tiny.random_models import tiny_folder

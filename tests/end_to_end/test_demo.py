@@ -8,7 +8,7 @@ from PIL import Image
 from qie_nb.cli import main
 from qie_nb.tiny import demo as demo_module
 from qie_nb.tiny.demo import demo
-from qie_nb.models.vae import decode_latents, encode_image
+from qie_nb.models.encoders import decode_latents, encode_image
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.tiny.photos import PHOTOS, crops
 from qie_nb.trainer import QwenImageEditTrainer

@@ -30,7 +30,7 @@ from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
 from qie_nb.training.callbacks import EvalImage, RunState
-from qie_nb.training.optimizer import EMA
+from qie_nb.training.step import EMA
 from qie_nb.training.resume import checkpoint_misfit
 from tiny_rig import random_image
 

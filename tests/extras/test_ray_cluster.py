@@ -11,7 +11,7 @@ import cluster as bench # benchmarks/cluster.py
 from helpers import PATIENCE, finish, write_pairs
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.cli import main
-from qie_nb.core.progress import Progress
+from qie_nb.core.display import Progress
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.extras import ray_cluster as cluster
 from qie_nb.extras.ray_cluster import RayCluster, Worker, describe_job, share_machines

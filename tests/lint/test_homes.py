@@ -7,12 +7,12 @@ import pytest
 
 from qie_nb.devices.strategies.ways import STRATEGIES
 from qie_nb.models.components import VARIANTS
-from qie_nb.models.quantize import QUANTIZATIONS
+from qie_nb.models.quantizations.known import QUANTIZATIONS
 from qie_nb.training.optimizers.known import OPTIMIZERS
 
 PACKAGE = Path(__file__).parents[2]/"qie_nb"
 SETTINGS = {"core/sections.py", "core/presets.py"}
-OLDER = {"adamw": "core/settings_text.py", "adamw8bit": "core/settings_text.py"} # names of classes in older files
+OLDER = {"adamw": "core/settings.py", "adamw8bit": "core/settings.py"} # names of classes in older files
 NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS, VARIANTS, STRATEGIES) for name, one in table.items()}
 FORMATS = {"float8", "int8"} # also the names of number formats
 

@@ -14,7 +14,7 @@ from qie_nb.sampling.denoising import SCHEDULES, as_schedule, steps_in_name
 from qie_nb.lora.formats import read_lora, write_lora
 from qie_nb.lora.adapters import split_weight
 from qie_nb.models.components import restore_image_positions
-from qie_nb.models.quantize import QUANTIZATIONS, library_version
+from qie_nb.models.quantizations.known import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import OnStep, adapters_close, close_images as close, merged, settings, slow, small_areas, write_pairs

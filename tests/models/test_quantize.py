@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qie_nb.config import LoraSection
-from qie_nb.models.prompts import encode_prompt
+from qie_nb.models.encoders import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
 from qie_nb.devices import edit_model
 from qie_nb.models import loading
@@ -23,7 +23,8 @@ from qie_nb.models.hub import LocalShards
 from qie_nb.models.loading import component_bytes, load_quantized
 from qie_nb.models.prequantize import quantize_checkpoint
 from qie_nb.models.quantizations import base
-from qie_nb.models.quantize import QUANTIZATIONS, check_quantization, held_bytes, plain_tensors, quantizable_layers, quantize, quantize_linear
+from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization, held_bytes, plain_tensors, quantizable_layers, quantize
+from qie_nb.models.quantizations.known import quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import on_call, random_lora, settings, slow_except

@@ -4,7 +4,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from qie_nb.data.images import Geometry
-from qie_nb.models.prompts import encode_prompt, prefix_positions, vl_images
+from qie_nb.models.encoders import encode_prompt, prefix_positions, vl_images
 from qie_nb.extras.selfcheck import selfcheck, selfcheck_config
 from qie_nb.lora.adapters import lora_info
 from qie_nb.devices.edit_model import EditModel

@@ -21,8 +21,7 @@ from qie_nb.data.batches import pad_prompts
 from qie_nb.data.dataset import Geometry, ImageDataset
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
-from qie_nb.models.prompts import encode_prompt, vl_images
-from qie_nb.models.vae import encode_image, vae_factor
+from qie_nb.models.encoders import encode_prompt, vl_images, encode_image, vae_factor
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import VARIANTS, find_variant, load_component, restore_image_positions

@@ -16,14 +16,14 @@ from qie_nb.devices.compile import set_up
 from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes
 from qie_nb.lora.adapters import PRESETS, lora_parameters
-from qie_nb.models.quantize import held_bytes, plain_tensors, quantize
+from qie_nb.models.quantizations.known import held_bytes, plain_tensors, quantize
 from qie_nb.planning.memory_query import (
     MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, numbers, optimizer_bytes, other_bytes,
     parameters)
 from qie_nb.planning import training_memory
 from qie_nb.planning.training_memory import memory_of, peak_activations, saved_activations, saved_by_block
 from qie_nb.tiny.random_models import tiny_folder
-from qie_nb.training.optimizer import make_optimizer
+from qie_nb.training.optimizers.known import make_optimizer
 from qie_nb.training.stopping import training_advice
 
 from small_transformer import slow

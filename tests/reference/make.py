@@ -42,7 +42,7 @@ NOWHERE = "/nowhere/at/all" # a folder that no machine has
 
 def quantization_names() -> list:
     "All values of `model.quantize` that quantize."
-    from qie_nb.models.quantize import QUANTIZATIONS
+    from qie_nb.models.quantizations.known import QUANTIZATIONS
     return list(QUANTIZATIONS)
 
 
@@ -289,7 +289,7 @@ def schedule_facts(config, batches=37) -> dict:
 
 def rates(settings) -> list:
     "The learning rate before some steps of a run of 100."
-    from qie_nb.training.optimizer import make_schedule
+    from qie_nb.training.step import make_schedule
     made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     schedule = make_schedule(made, make_config(dict(lr_scheduler=settings)).lr_scheduler, 100, 0)
     out = []

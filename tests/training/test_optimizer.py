@@ -9,7 +9,8 @@ from qie_nb.config import OptimizerSection, SchedulerSection
 from qie_nb.training.checkpoint import join_state, split_state
 from qie_nb.training.optimizers import base
 from qie_nb.training.optimizers.adamw8bit import AdamW8bit
-from qie_nb.training.optimizer import EMA, check_optimizer, guarded_step, make_optimizer, make_schedule
+from qie_nb.training.step import EMA, guarded_step, make_schedule
+from qie_nb.training.optimizers.known import check_optimizer, make_optimizer
 
 NAMES = ("adamw", "adamw8bit", "adafactor", "prodigy")
 

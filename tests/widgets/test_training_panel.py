@@ -9,8 +9,7 @@ from qie_nb.training.callbacks import EvalImage, EvalWork, RunState
 from qie_nb.config import Config
 from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
-from qie_nb.core.progress import Progress
-from qie_nb.core.display import VIEW
+from qie_nb.core.display import Progress, VIEW
 from qie_nb.planning.planner import Planner
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import OnStep, StopAt, adapters_close, settings
