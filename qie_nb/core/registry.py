@@ -8,10 +8,10 @@ __all__ = ['register', 'registered', 'register_class', 'either', 'AcceptRegister
 # %% ../../nbs/core/13_registry.ipynb #c8835429
 from collections.abc import Callable, Iterable
 
-_NAMES = {"quantization": [], "optimizer": [], "sink": [], "loss_weighting": [], "variant": []}
+_NAMES = {"quantization": [], "optimizer": [], "sink": [], "loss_weighting": [], "variant": [], "strategy": []}
 
 def register(
-    kind:str, # quantization, optimizer, sink, loss_weighting or variant
+    kind:str, # quantization, optimizer, sink, loss_weighting, variant or strategy
     name:str, # as in the configuration
 ):
     "Make a name a valid setting."

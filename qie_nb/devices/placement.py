@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qie_nb.core.display import table_html
-from qie_nb.models.components import device_of
-from qie_nb.models.loading import free_device_bytes, work_bytes
+from qie_nb.models.loading import device_of, free_device_bytes, work_bytes
 from qie_nb.models.quantize import QUANTIZATIONS, held_bytes, parse_quantization
 
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
@@ -158,7 +157,7 @@ def plan_components(
     wanted = {n: device_name(devices[n]) for n in PARTS if getattr(predict.devices, n) != "auto"}
     fixed = {n: f"{q} weights are packed for their device" for n, q in quant.items()
              if QUANTIZATIONS[q].packed}
-    if own := components.placements.get("transformer"): fixed["transformer"] = own.why
+    if components.fixed_weights: fixed["transformer"] = components.fixed_weights
     if running and wanted.setdefault("transformer", loaded["transformer"]) == loaded["transformer"]:
         fixed["transformer"] = "it is trained there"
     sizes = {n: held_bytes(parts[n]) if n in loaded else components.bytes_of(n, table) for n in PARTS}
@@ -202,7 +201,8 @@ def temporarily_load(components, *names):
         components.drop(*(n for n in names if n not in before))
         for n, children in before.items():
             for m, device in children: m.to(device)
-        components.devices.update({n: d for n, d in devices.items() if n in names})
+        for n in names:
+            if n in devices: components.set_device(n, devices[n])
 
 # %% ../../nbs/devices/00_placement.ipynb #70b1c0aa
 def restore_training_placement(components, device):

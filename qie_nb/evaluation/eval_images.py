@@ -20,7 +20,7 @@ from ..core.files import write_atomic
 from ..core.progress import Progress
 from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
-from ..devices.distributed import wants_fsdp
+from ..devices.strategies.fsdp import wants_fsdp
 from ..devices.placement import temporarily_load
 from .drift import FIELDS, at_size, drift_of, medians, pack, unpack
 from .validation_loss import StopCheck, add_up, process, shares

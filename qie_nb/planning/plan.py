@@ -19,6 +19,7 @@ from ..core.choice import Choice, Plan
 from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, MODEL, NO_BF16, first_steps
 from ..devices.placement import plan_placement
+from ..devices.strategies.ways import used_by
 from ..models.loading import work_bytes
 from ..models.quantize import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, model_areas
@@ -72,15 +73,12 @@ def parse_gpu(
                      "or give its memory, e.g. 'L40S 48GB' or 48")
 
 # %% ../../nbs/planning/03_plan.ipynb #716047f5
-_FACTORS = dict(block_swap=2., offload=1.1, devices=1.02)
-
 def speedup(processes:int) -> float: # assumed: 8 % of a step is the gradients' exchange and waiting
     return 1 if processes == 1 else 0.92 * processes
 
 def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
-    used = dict(block_swap=q.block_swap, offload=q.offload, devices=q.devices > 1)
     weights = QUANTIZATIONS[q.quantization].slowdown if q.quantization else 1.
-    slower = math.prod((_FACTORS[n] for n, on in used.items() if on), start=weights)
+    slower = math.prod((s.slowdown for s in used_by(q)), start=weights)
     return step_work(q) * slower / speedup(q.processes)
 
 # %% ../../nbs/planning/03_plan.ipynb #71604701
@@ -107,8 +105,8 @@ def strategy_name(q:MemoryQuery) -> str:
     again = {False: "no ", "selective": "selective ", True: ""}[q.checkpointing] + "gradient checkpointing"
     plain = "float32" if q.base_bytes == 4 else "bfloat16"
     base = QUANTIZATIONS[q.quantization].label if q.quantization else plain
-    parts = {f"{base} weights": True, "scaled float16": q.fp16, again: True, "block swap": q.block_swap,
-             "activations offloaded to host memory": q.offload, f"split over {q.devices} GPUs": q.devices > 1,
+    ways = {s.label(q): True for s in used_by(q)}
+    parts = {f"{base} weights": True, "scaled float16": q.fp16, again: True, **ways,
              f"a process on each of {q.processes} GPUs": q.processes > 1}
     return ", ".join(name for name, used in parts.items() if used)
 

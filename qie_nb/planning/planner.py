@@ -18,7 +18,7 @@ from .plan import make_plan
 # %% ../../nbs/planning/00c_planner.ipynb #cee63772
 def encode_batch(
     wanted:object, # `cache.batch_size`
-    components, # `Components`
+    components, # `EditModel`
     devices:dict, # {vae or text_encoder: its device}
 ) -> Choice:
     "How many samples are encoded at once, with the memory that is free now."
@@ -32,7 +32,7 @@ class Planner:
     ):
         self.config = make_config(config)
         self.so_far = SoFar(device)
-        self.components = None # `Components`, once they are made
+        self.components = None # `EditModel`, once it is made
         self.pairs = self._model = None # `PairFacts` and `ModelFacts`
 
     def learn(self, **facts): # fields of `SoFar`
