@@ -23,7 +23,8 @@ def made_up(layers, device, kind, streamed, places):
     from diffusers import QwenImageTransformer2DModel
     from qie_nb.models.modulation import use_modulation_table
     from qie_nb.models.quantizations.known import quantizable_layers, quantize_linear
-    from qie_nb.devices.block_swap import PinnedBlock, enable_block_swap, pinned
+    from qie_nb.devices.strategies.block_swap import PinnedBlock, enable_block_swap
+    from qie_nb.devices.strategies.host_memory import pinned
     with init_empty_weights(include_buffers=False): tr = QwenImageTransformer2DModel(num_layers=layers)
     use_modulation_table(tr, Rows(torch, layers, tr.inner_dim, torch.bfloat16))
     tr.requires_grad_(False).eval()
@@ -63,7 +64,7 @@ def measure(args, device, mode, places=3):
     from qie_nb.config import make_config
     from qie_nb.lora.adapters import add_lora
     from qie_nb.models.quantizations.known import held_bytes
-    from qie_nb.devices.block_swap import offload_checkpoint_inputs
+    from qie_nb.devices.strategies.offload import offload_checkpoint_inputs
     torch.manual_seed(0)
     tr = made_up(args.layers, device, args.kind, mode == "streamed", places)
     add_lora(tr, make_config().model.lora)
@@ -95,7 +96,7 @@ def measure(args, device, mode, places=3):
 def bandwidth(device, size):
     "Bytes a second from pinned memory to the GPU, one block at a time, and the same while the GPU multiplies; the rate of those products alone and beside the copies."
     import torch
-    from qie_nb.devices.block_swap import Streams, pinned
+    from qie_nb.devices.strategies.host_memory import Streams, pinned
     host, place, streams = pinned(size, device), torch.empty(size, dtype=torch.uint8, device=device), Streams(device)
     a = torch.randn(8192, 3072, device=device, dtype=torch.bfloat16)
     b = torch.randn(3072, 12288, device=device, dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ def measure(out, edit, runs=RUNS, crops=12) -> dict:
     for row in made:
         if "lora" in row: judge.load_lora(row["lora"])
         errors = {}
-        judge.modulation.transformer()
+        judge.components.get("transformer")
         for way in WAYS: errors[way], passes[way] = errors_of(judge, cases, way)
         rows.append(dict(run=row["run"], step=row["step"], **{w: round(float(np.mean(e)), 2) for w, e in errors.items()}))
         print(edit, rows[-1], flush=True)

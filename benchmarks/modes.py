@@ -67,7 +67,7 @@ def child(root, mode, a):
     if not a.full: torch.set_num_threads(1)
     def trainer(*callbacks):
         t = QwenImageEditTrainer(configuration(root, mode, a), callbacks)
-        if a.full: t.components.prepare["text_encoder"] = lambda model: None
+        if a.full: t.components.prepare_empty("text_encoder", lambda model: None)
         return t
     epochs, out = Epochs(), {}
     if a.full: from made_up import made_up

@@ -104,13 +104,13 @@ def make_pairs(root, n, side):
 
 
 def full_size(folder, variant, device):
-    "Components with the real sizes and random normal weights, which no file holds."
+    "EditModel with the real sizes and random normal weights, which no file holds."
     import torch
     from diffusers import AutoencoderKLQwenImage
-    from qie_nb.models.components import Components
+    from qie_nb.devices.edit_model import EditModel
     from qie_nb.tiny.random_models import tiny_folder
     shutil.copytree(tiny_folder(variant, areas=None), folder)
-    parts = Components(str(folder), torch.bfloat16, devices=dict(vae=device, text_encoder=device))
+    parts = EditModel(str(folder), torch.bfloat16, devices=dict(vae=device, text_encoder=device))
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -123,7 +123,7 @@ def full_size(folder, variant, device):
     for name, m in made.items():
         m.eval().requires_grad_(False)
         m.config.save_pretrained(folder/name) if name == "text_encoder" else m.save_config(folder/name)
-        parts.loaded[name] = m
+        parts.adopt(name, m)
     return parts
 
 
@@ -165,12 +165,12 @@ def rates(a, root):
     import torch
     from qie_nb.data.dataset import ImageDataset
     from qie_nb.encoding.encoder import Encoder
-    from qie_nb.models.components import Components
+    from qie_nb.devices.edit_model import EditModel
     from qie_nb.encoding.precompute import precompute
     from qie_nb.tiny.random_models import tiny_folder
     device, side = ("cuda:0", SIDE) if a.gpu else ("cpu", 96)
     make_pairs(root/"set", a.samples, side)
-    parts = full_size(root/"model", a.variant, device) if a.gpu else Components(str(tiny_folder(a.variant)))
+    parts = full_size(root/"model", a.variant, device) if a.gpu else EditModel(str(tiny_folder(a.variant)))
     parts.get("vae"), parts.get("text_encoder")
     rows, settings = [], {}
     for n in range(a.runs + 1):

@@ -84,7 +84,7 @@ def full_width():
 
 def held_out(seeds=3, steps=150):
     from qie_nb.data.dataset import ImageDataset, find_samples
-    from qie_nb.models.components import Components
+    from qie_nb.devices.edit_model import EditModel
     from qie_nb.tiny.demo import SEEDS, answers, demo_config, errors, truths
     from qie_nb.tiny.photos import make_pairs
     from qie_nb.trainer import QwenImageEditTrainer
@@ -95,7 +95,7 @@ def held_out(seeds=3, steps=150):
             c, name = demo_config(out, steps), str(dtype)[6:]
             c["train"] |= dict(output_dir=str(out/f"{name}_{seed}"), seed=seed, eval_steps=None, eval_interval=0, val_path=None, val_fraction=0)
             c["cache"]["cache_dir"], c["logging"] = str(out/"cache"), dict(report_to="none", log_dir=str(out/"runs"))
-            with mock.patch.object(Components, "row_dtype", lambda self, folder=None: dtype):
+            with mock.patch.object(EditModel, "row_dtype", lambda self, folder=None: dtype):
                 t = QwenImageEditTrainer(make_config(c)).fit()
                 assert t.modulation_table.dtype == dtype and t.weight_dtype == torch.float32
                 held = ImageDataset(t.config, samples=find_samples(out/"held"))

@@ -191,7 +191,7 @@ def copies(b):
 
 def pinned_buffers(b):
     "Small buffers of pinned memory, as a swapped tiny block has them; CUDA refuses two in one page."
-    from qie_nb.devices.block_swap import pinned
+    from qie_nb.devices.strategies.host_memory import pinned
     began, made = time.perf_counter(), [pinned(n, b.device) for n in (1000, 4096, 100_000) * 20]
     return dict(buffers=len(made), pinned=all(t.is_pinned() for t in made) if b.device.type == "cuda" else None, seconds=time.perf_counter() - began)
 
@@ -355,7 +355,7 @@ def trained(b, mode, size, steps, then=None, tell=None):
     config, watch = configuration(b, mode, size, steps), Watch(b, then)
     with made_up(b.device):
         t = QwenImageEditTrainer(config, callbacks=[watch])
-        if t.config.model.modulation_table is False: t.components.prepare["transformer"] = lambda model: None # read tensor by tensor all the same
+        if t.config.model.modulation_table is False: t.components.prepare_empty("transformer", lambda model: None) # read tensor by tensor all the same
         with adapters_as(mode): t.fit([batch_of(b, size)] * steps)
     return t, watch
 
@@ -395,7 +395,7 @@ def infer_mode(b, table, compiled, scale, steps=8):
     from qie_nb.trainer import QwenImageEditTrainer
     with made_up(b.device):
         t = QwenImageEditTrainer(configuration(b, change(model=dict(modulation_table=table)), 1024, 1))
-        if not table: t.components.prepare["transformer"] = lambda model: None
+        if not table: t.components.prepare_empty("transformer", lambda model: None)
         tr = t._transformer()
         if compiled: tr.compile_repeated_blocks(fullgraph=True, backend="eager" if b.tiny else "inductor")
         x = batch_of(b, 1024)
@@ -466,8 +466,11 @@ def quantized(b):
 @contextmanager
 def as_on_a_gpu():
     "For `--tiny`: graphs are made without kernels, and block swap is allowed on the CPU."
-    import qie_nb.devices.compile as compiled, qie_nb.devices.model_parallel as placing
-    with patch.object(compiled, "BACKEND", "eager"), patch.object(placing, "check_offloading", lambda *a: None): yield
+    import qie_nb.devices.compile as compiled
+    from qie_nb.devices.strategies.block_swap import BlockSwapping
+    from qie_nb.devices.strategies.offload import OffloadedActivations
+    def allowed(self, facts): return ""
+    with patch.object(compiled, "BACKEND", "eager"), patch.object(BlockSwapping, "problem", allowed), patch.object(OffloadedActivations, "problem", allowed): yield
 
 
 PARTS = dict(floor=floor, bare=bare, ours=ours, small=small, infer=infer, quantized=quantized, profile=profiles)

@@ -41,14 +41,17 @@ def load(job, notebook):
     "In a started process."
     import torch
     from synthetic_checkpoint import made_up
-    from qie_nb.models import components
+    from qie_nb.config import make_config
+    from qie_nb.devices import edit_model
     times, placement = [], LeavesHost()
-    parts = components.Components(job["folder"], quantize=dict(transformer="nf4"))
+    parts = edit_model.EditModel(job["folder"], quantize=dict(transformer="nf4"))
     def without_modulation(model): # called when loading begins
         times.append(time.time())
         for block in model.transformer_blocks: block.img_mod = block.txt_mod = torch.nn.Identity()
-    parts.prepare["transformer"], parts.placements["transformer"] = without_modulation, placement
-    if job["together"]: components.take_turns = nullcontext
+    parts.prepare_empty("transformer", without_modulation)
+    edit_model.weight_loader = lambda *_: placement
+    parts.keep_weights_as(make_config())
+    if job["together"]: edit_model.take_turns = nullcontext
     imported = anonymous(os.getpid())
     with made_up("cpu"):
         parts.get("transformer")

@@ -16,16 +16,16 @@ import torch
 
 from .cache import EmbeddingCacheManager, stable_seed
 from .config import Config, DataSection, make_config
-from .core.choice import Plan, show_plan
+from .core.choice import Choice, Plan, show_plan
 from .data.batches import is_cached
 from .data.dataset import ImageDataset
 from .data.images import Geometry
-from .devices.distributed import broadcast_stop, check_launch, full_tensor, shard_loader
+from .devices.distributed import broadcast_stop, check_launch, shard_loader
+from .devices.edit_model import EditModel
+from .devices.strategies.fsdp import full_tensor
 from .encoding.encoder import Encoder
 from .lora import adapters as lora
-from .models.components import Components
 from .models.flow_matching import loss_weighting
-from .models.loading import saved_quantization
 from .models.quantizations.known import check_torchao, parse_quantization
 from .planning.decisions import SCALED
 from .planning.plan import Planner
@@ -36,9 +36,9 @@ from .training.optimizers.known import check_optimizer, make_optimizer
 from .training.resume import RunResume
 from .training.run_adapters import RunAdapters
 from .training.run_data import RunData
-from .training.run_modulation import RunModulation
 from .training.run_processes import (check_run, missing_samples, precompute_in_processes,
                                            processes_to_start, train_in_processes)
+from .training.run_table import RunTable
 from .training.step import EMA, BatchStream, StepBatches, batch_seeds, check_schedule
 from .training.step import flow_matching_loss, guarded_step, make_schedule, sample_noise_and_sigmas
 from .training.step import split_by_prompt_length, step_strata
@@ -114,7 +114,7 @@ def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None) 
     run = BatchStream(data, c.gradient_accumulation_steps, callbacks)
     fingerprint = trainer.checkpoints.make_fingerprint(data)
     trainer.predictor.restore_training_placement()
-    trainer.modulation.load_trained()
+    trainer.components.finish_postponed()
     rollback_torn_step(trainer)
     if not trainer.started: start_run(trainer, callbacks, fingerprint)
     if trainer.finite is None: trainer.finite = NonFiniteCounter(trainer.device, s.skipped)
@@ -177,10 +177,11 @@ def fit_in_processes(trainer:"QwenImageEditTrainer", n:int):
     s.start()
     check_run(trainer, again)
     EvaluationCallback(trainer.config).prepare(trainer)
-    s.optimizer = trainer.adapters.ema = trainer.modulation.trained = None
+    s.optimizer = trainer.adapters.ema = None
+    trainer.adapters.load_nothing_later()
     trainer.lr_scheduler = trainer.wrapped = None
     trainer.started = False
-    trainer.components.drop(*list(trainer.components.loaded)) # the processes need the memory
+    trainer.components.drop_all() # the processes need the memory
     show_plan_once(trainer)
     train_in_processes(trainer, n, panel_of(trainer.config), again)
 
@@ -207,24 +208,15 @@ class QwenImageEditTrainer:
         self.state = RunState()
         self.callbacks = list(callbacks)
         self.batch = None # the last one of the last step
-        parts = self.components = Components(
-            c.model.pretrained_model_name_or_path, self.weight_dtype, c.model.variant,
-            dict(transformer=self.device),
-            dict(text_encoder=parse_quantization(c.model.text_encoder_quantize)), c.model.revision,
-            ["text_encoder"] if c.model.text_encoder_offload else [], plan.delete_shards.value,
-            c.model.image_positions)
+        parts = self.components = EditModel.as_planned(c, plan, fp16)
         self.planner.components = parts
-        quantize = c.model.quantize
-        if not parse_quantization(quantize): # a prequantized copy stores how it was quantized
-            quantize = saved_quantization(parts.folder/"transformer") or quantize
-        self._quantize = quantize
-        parts.quantize["transformer"] = parse_quantization(quantize)
+        self._quantize = c.model.quantize
+        if not parse_quantization(self._quantize): # a prequantized copy stores how it was quantized
+            self._quantize = parts.quantize["transformer"] or self._quantize
         self.planner.learn(quantize=parts.quantize["transformer"])
-        parts.quantize["text_encoder"] = (parts.quantize["text_encoder"]
-                                          or saved_quantization(parts.folder/"text_encoder"))
-        self.modulation = RunModulation(parts, c, self.state, self.device, fp16, self.planner)
-        self.adapters = RunAdapters(parts, c, self.state, self.modulation)
-        self.data = RunData(parts, c, self.adapters.geometry, self.modulation, planner=self.planner)
+        self.run_table = RunTable(parts, c, self.state, self.planner)
+        self.adapters = RunAdapters(parts, c, self.state, self.run_table)
+        self.data = RunData(parts, c, self.adapters.geometry, self.run_table, planner=self.planner)
         self.adapters.data = self.data # for the model card
         self.predictor = Predictor(parts, c.predict, self.adapters.geometry, self.adapters, self.data,
                                    self.state, self.device)
@@ -320,7 +312,9 @@ class QwenImageEditTrainer:
         *names:str, # components; default all
     ) -> "QwenImageEditTrainer":
         "Load components now instead of at first use, and print them."
-        self.modulation.load_model(*names)
+        for name in names or self.components.variant.components:
+            self.components.get(name)
+        print(self.components)
         return self
 
     def setup_accelerator(self): # `accelerate.Accelerator`
@@ -342,8 +336,19 @@ class QwenImageEditTrainer:
 
     def prepare_model(self) -> "QwenImageEditTrainer":
         "Set up the transformer for training: dtypes, checkpointing, compilation, processes."
-        self.wrapped = self.modulation.prepare_training(self.setup_accelerator(), len(self.samples or ()))
+        train = self.config.train
+        self.wrapped = self.components.prepare_training(self.setup_accelerator(), train, self._choose_compile)
         return self
+
+    def _choose_compile(self, obstacle) -> Choice:
+        "The plan's decision about compiling, now that the transformer and its adapter are known."
+        c, samples = self.config, len(self.samples or ())
+        per_step = c.data.batch_size * c.train.gradient_accumulation_steps
+        steps = c.train.max_train_steps or c.train.num_epochs * -(-samples // per_step) or None
+        self.planner.learn(steps=steps, obstacle=obstacle, quantize=self.components.quantize.get("transformer"))
+        choice = self.plan.compile
+        self.state.warn_once(choice.warning)
+        return choice
 
     def configure_optimizers(self) -> "QwenImageEditTrainer":
         "Create optimizer, learning-rate schedule and, with `train.ema_decay`, a running mean."
@@ -374,17 +379,17 @@ class QwenImageEditTrainer:
         part_bytes:int=10**9, # of a file, at most
     ) -> Path: # `folder`
         "Write a prequantized copy, with a table if the modulation layers are not trained."
-        return self.modulation.save_prequantized(folder, encoders, table_dtype, part_bytes)
+        return self.run_table.save_prequantized(folder, encoders, table_dtype, part_bytes)
 
     def cache_modulation(self,
         cache:EmbeddingCacheManager=None, dataset:ImageDataset=None, # default the configuration's
     ): # `ModulationTable`; None if it is not used or cannot be computed here
         "Compute the rows for training and `model.modulation_table_steps` into the cache."
-        return self.modulation.cache_table(cache, dataset)
+        return self.run_table.cache_table(cache, dataset)
 
-    def _transformer(self, pick=True):
-        "The transformer, loaded if it is not; `pick`: decide about its modulation table?"
-        return self.modulation.transformer(pick)
+    def _transformer(self):
+        "The transformer, loaded if it is not."
+        return self.components.transformer
 
     # --- the step
 
@@ -451,7 +456,7 @@ class QwenImageEditTrainer:
         mask_min_weight:float=1., # where the mask is black; 1 ignores masks
     ) -> torch.Tensor: # [B] float32
         "`flow_matching_loss` of each sample; evaluation uses the defaults."
-        model = self.modulation.transformer()
+        model = self.components.transformer
         options = self.device, self.weight_dtype, weighting, mask_min_weight, self.components.variant
         parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
         if self.wrapped is not None and torch.is_grad_enabled(): model = self.wrapped
@@ -656,7 +661,7 @@ class QwenImageEditTrainer:
         return self.components.loaded.get("vae")
     @vae.setter
     def vae(self, component):
-        self.components.loaded["vae"] = component
+        self.components.adopt("vae", component)
 
     @property
     def qwen_vl(self):
@@ -664,16 +669,16 @@ class QwenImageEditTrainer:
         return self.components.loaded.get("text_encoder")
     @qwen_vl.setter
     def qwen_vl(self, component):
-        self.components.loaded["text_encoder"] = component
+        self.components.adopt("text_encoder", component)
 
     @property
     def transformer(self):
         "The transformer, with its adapters; None if it is not loaded."
-        self.modulation.load_trained()
+        self.components.finish_postponed()
         return self.components.loaded.get("transformer")
     @transformer.setter
     def transformer(self, component):
-        self.components.loaded["transformer"] = component
+        self.components.adopt("transformer", component)
 
     @property
     def tokenizer(self):
@@ -681,7 +686,7 @@ class QwenImageEditTrainer:
         return self.components.loaded.get("tokenizer")
     @tokenizer.setter
     def tokenizer(self, component):
-        self.components.loaded["tokenizer"] = component
+        self.components.adopt("tokenizer", component)
 
     @property
     def processor(self):
@@ -689,7 +694,7 @@ class QwenImageEditTrainer:
         return self.components.loaded.get("processor")
     @processor.setter
     def processor(self, component):
-        self.components.loaded["processor"] = component
+        self.components.adopt("processor", component)
 
     @property
     def scheduler(self):
@@ -697,7 +702,7 @@ class QwenImageEditTrainer:
         return self.components.loaded.get("scheduler")
     @scheduler.setter
     def scheduler(self, component):
-        self.components.loaded["scheduler"] = component
+        self.components.adopt("scheduler", component)
 
     @property
     def quantize(self) -> bool|str:
@@ -706,12 +711,12 @@ class QwenImageEditTrainer:
     @quantize.setter
     def quantize(self, value):
         self._quantize = value
-        self.components.quantize["transformer"] = parse_quantization(value)
+        self.components.set_quantization("transformer", value)
 
     @property
     def modulation_table(self):
         "The transformer's `ModulationTable`, or None."
-        return self.modulation.table
+        return self.components.modulation_table
 
     # --- attributes of the parts
 

@@ -20,7 +20,7 @@ from qie_nb.data.dataset import ImageDataset
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.lora.adapters import load_lora, lora_state
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import find_checkpoint
@@ -75,7 +75,7 @@ class World:
         self.tmp, self.data = Path(tmp), dict(image_size=[64, 64], caption_dropout_rate=0.1)
         self.root, self.reference = write_set(self.tmp/"set", same), self.tmp/"reference"
         with quiet():
-            self.components = Components(str(tiny_folder("2511", (64*64, 64*64))), torch.float32)
+            self.components = EditModel(str(tiny_folder("2511", (64*64, 64*64))), torch.float32)
             for part in ("vae", "text_encoder", "processor"): self.components.get(part) # once, for all processes
             self.components.identity()
         report = self.run(self.reference)
@@ -347,7 +347,7 @@ class Studio:
             if self.variant == "2509": # the only difference
                 config.write_text(config.read_text().replace('"zero_cond_t": true', '"zero_cond_t": false'))
             for part, seed in zip(("vae", "text_encoder"), self.weights): shutil.copytree(tiny(int(seed))/part, folder/part, dirs_exist_ok=True)
-            c = self.models[name] = Components(str(folder), self.dtype, quantize=dict(text_encoder=self.quantized))
+            c = self.models[name] = EditModel(str(folder), self.dtype, quantize=dict(text_encoder=self.quantized))
         c.variant = copy.copy(c.variant)
         c.variant.image_prefix = self.template + c.variant.image_prefix
         return c
@@ -725,9 +725,9 @@ def pickles(world) -> dict:
            for name in ("training_images/0000.png", "control_images/0001.png", "metadata.jsonl", "metadata.csv")},
         lora: lambda p: load_lora(whole.transformer, p),
         **{point/name: resumed for name in ("pytorch_lora_weights.safetensors", "optimizer.safetensors", "state.json", "COMPLETE")},
-        **{model/name: lambda p: Components(str(model)).get(p.parent.name)
+        **{model/name: lambda p: EditModel(str(model)).get(p.parent.name)
            for name in ("vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors", "vae/config.json")},
-        model/"model_index.json": lambda p: Components(str(model))}
+        model/"model_index.json": lambda p: EditModel(str(model))}
     for path, use in uses.items():
         old, listed = path.read_bytes() if path.exists() else None, complete.read_bytes()
         for data in payloads(marker):

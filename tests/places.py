@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from qie_nb.data.images import Geometry
 from qie_nb.models.encoders import encode_prompt, vl_images
-from qie_nb.models.components import Components, restore_image_positions
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import restore_image_positions
 from qie_nb.trainer import QwenImageEditTrainer
 
 CASES = [("v1", 1), ("2509", 1), ("2509", 2), ("2509", 3), ("2511", 2)] # number of control images
@@ -27,7 +28,7 @@ def precompute(folder, variant, cache):
 def embeddings(folder):
     out = {}
     for variant, n in CASES:
-        parts, pipe = Components(str(folder/variant)), restore_image_positions(DiffusionPipeline.from_pretrained(folder/variant))
+        parts, pipe = EditModel(str(folder/variant)), restore_image_positions(DiffusionPipeline.from_pretrained(folder/variant))
         images = [Image.open(folder/"three"/f"control_images{k}"/"0000.png") for k in ("", "_2", "_3")[:n]]
         seen, te, processor = vl_images(images, Geometry(**parts.areas)), parts.get("text_encoder"), parts.get("processor")
         for share in (True, False): out[f"{variant} {n} ours, {'shared' if share else 'whole'}"] = encode_prompt(te, processor, parts.variant, PROMPT, seen, share)[0]

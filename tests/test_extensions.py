@@ -17,7 +17,7 @@ from qie_nb.core import settings as declared
 from qie_nb.core.settings import registered, setting
 from qie_nb.models.flow_matching import LOSS_WEIGHTINGS, add_loss_weighting
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.quantizations.base import QUANTIZATIONS, Quantization, frozen, quantization_of
 from qie_nb.models.quantizations.known import held_bytes, quantize_linear
 from qie_nb.models.loading import device_of
@@ -375,14 +375,14 @@ def test_a_variant_is_named_in_the_settings_and_not_found_by_itself(tmp_path):
     assert {n: text for n, _, text in describe()}["model.variant"].endswith("also other, klein")
     with pytest.raises(ValueError, match="`model.variant` must be 'auto'"):
         make_config(dict(model=dict(variant="another")))
-    assert Components(str(tiny_folder("2509"))).variant.name == "2509"
-    assert Components(str(tiny_folder("2509")), variant="other").variant.name == "other"
+    assert EditModel(str(tiny_folder("2509"))).variant.name == "2509"
+    assert EditModel(str(tiny_folder("2509")), variant="other").variant.name == "other"
     with pytest.raises(ValueError, match="`model.variant` is other, but .* is v1"):
-        Components(str(tiny_folder("v1")), variant="other")
+        EditModel(str(tiny_folder("v1")), variant="other")
 
 
 def test_a_template_changes_embeddings_and_their_keys_only():
-    own, plus = (Components(str(tiny_folder("2509")), variant=v).identity() for v in ("other", "2509"))
+    own, plus = (EditModel(str(tiny_folder("2509")), variant=v).identity() for v in ("other", "2509"))
     assert {k for k in own if own[k] != plus[k]} == {"variant", "template"}
 
 
@@ -477,7 +477,7 @@ def test_a_made_up_family_precomputes_trains_resumes_and_predicts(klein, trained
 
 
 def test_its_latents_survive_and_its_velocity_is_the_pipelines(klein):
-    v, parts = VARIANTS["klein"], Components(str(klein))
+    v, parts = VARIANTS["klein"], EditModel(str(klein))
     vae, transformer = parts.get("vae"), parts.get("transformer")
     z = v.encode_images(vae, [IMAGE], (64, 48))
     assert z.shape == (1, 32, 1, 3, 4) == (1, v.vae_shape(vae.config).channels, 1, 48 // 16, 64 // 16)

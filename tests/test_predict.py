@@ -12,7 +12,8 @@ from PIL import Image
 
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import Geometry, calculate_dimensions
-from qie_nb.models.components import Components, restore_image_positions
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import restore_image_positions
 from qie_nb.sampling import edits, preview
 from qie_nb.models.flow_matching import pack_latents
 from qie_nb.models.variants.text_to_image import QwenImage
@@ -241,7 +242,7 @@ def test_a_generator_of_the_caller_draws_the_noise():
 
 class PromptLengths:
     "An encoder whose embedding of a prompt is the prompt's length."
-    components = Components("tiny")
+    components = EditModel("tiny")
 
     def encode_prompts(self, prompts, image_sets):
         return [SimpleNamespace(whole=torch.tensor([[float(len(text))]])) for text in prompts]

@@ -8,14 +8,14 @@ import torch
 from helpers import settings
 from qie_nb.config import make_config
 from qie_nb.core import choice
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.predict import Predictor
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.resume import RunResume
 from qie_nb.training.run_adapters import RunAdapters
 from qie_nb.training.run_data import RunData
-from qie_nb.training.run_modulation import RunModulation
+from qie_nb.training.run_table import RunTable
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = """vae qwen_vl transformer tokenizer processor scheduler accelerator optimizer lr_scheduler global_step use_cache cache_exist cache_dir
@@ -53,13 +53,13 @@ def test_public_names():
 
 @pytest.mark.parametrize("make, use", [
     (RunData, lambda part: part.make_loader() and next(iter(part.make_loader()))),
-    (RunModulation, lambda part: part.transformer()),
+    (RunTable, lambda part: (part.decide(), part.components.transformer)),
     (RunAdapters, lambda part: (part.start(), part.metadata())),
     (RunResume, lambda part: (part.check_new_run(), part.check_output())),
     (lambda components, config: Predictor(components, config.predict), lambda part: part.predict(torch.zeros(32, 48, 3, dtype=torch.uint8).numpy(), "x", num_inference_steps=2))],
-    ids=["data", "modulation", "adapters", "resume", "predictor"])
+    ids=["data", "table", "adapters", "resume", "predictor"])
 def test_each_part_works_without_a_trainer(make, use, pairs, tmp_path):
-    part = make(Components(str(tiny_folder("2511"))), make_config(settings(pairs(), tmp_path)))
+    part = make(EditModel(str(tiny_folder("2511"))), make_config(settings(pairs(), tmp_path)))
     assert use(part) is not None
 
 

@@ -202,10 +202,10 @@ def removed_meant(
     return next((name for w, name in names.items() if w.rsplit(".", 1)[-1] == ending), "")
 
 # %% ../../nbs/core/06_settings.ipynb #c8835429
-_NAMES = {"quantization": [], "optimizer": [], "sink": [], "loss_weighting": [], "variant": []}
+_NAMES = {"quantization": [], "optimizer": [], "sink": [], "loss_weighting": [], "variant": [], "strategy": []}
 
 def register(
-    kind:str, # quantization, optimizer, sink, loss_weighting or variant
+    kind:str, # quantization, optimizer, sink, loss_weighting, variant or strategy
     name:str, # as in the configuration
 ):
     "Make a name a valid setting."

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from qie_nb.core.display import table_html
-from qie_nb.models.components import device_of
+from qie_nb.models.loading import device_of
 
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
 
@@ -105,7 +105,8 @@ def temporarily_load(components, *names):
         components.drop(*(n for n in names if n not in before))
         for n, children in before.items():
             for m, device in children: m.to(device)
-        components.devices.update({n: d for n, d in devices.items() if n in names})
+        for n in names:
+            if n in devices: components.set_device(n, devices[n])
 
 # %% ../../nbs/devices/00_placement.ipynb #70b1c0aa
 def restore_training_placement(components, device):

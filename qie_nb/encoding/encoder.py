@@ -21,7 +21,7 @@ from ..models.flow_matching import edit_mask
 from ..data.images import Geometry, open_image
 from .jobs import (EncodeJob, MissingTensor, SampleInputs, jobs_of, missing_tensors,
                                   sample_inputs)
-from ..models.components import Components
+from ..devices.edit_model import EditModel
 from ..models.encoders import Prefix, PrefixNotSharable, vl_images
 
 # %% ../../nbs/encoding/02_encoder.ipynb #bb9bfa4e
@@ -64,7 +64,7 @@ class Encoded(NamedTuple):
 class Encoder:
     "Encodes images and prompts, and stores what a data set lacks if there is a cache."
     def __init__(self,
-        components:Components,
+        components:EditModel,
         cache=None, # `EmbeddingCacheManager`; None: nothing is stored
         vae_device=None, # default: CPU
         text_device=None, # default: CPU
@@ -203,7 +203,7 @@ class Encoder:
         "The VAE; only the part that encodes moves to its device."
         parts = self.components
         if "vae" not in parts.loaded:
-            parts.devices["vae"] = "cpu"
+            parts.set_device("vae", "cpu")
         vae = parts.get("vae")
         for part in parts.variant.encoding_parts(vae):
             part.to(self.devices["vae"])

@@ -357,7 +357,7 @@ def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results
                          "`train.samples` or `train.test_image_dir`")
     if not (c.val_fraction or c.val_path or c.test_image_dir or c.samples): raise nothing
     styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
-    trainer.modulation.pick(training=False, judged=True) # as in the run
+    trainer.run_table.decide(training=False, judged=True) # as in the run
     facts, name = _load_adapter(trainer, checkpoint)
     if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
     if not (trainer.held_out or styles or c.samples): raise nothing

@@ -213,7 +213,7 @@ def _fit(kind, c, data, folder, steps) -> tuple: # (`_Measure`, why the run ende
             watch.bar.close()
             watch.steps = t.global_step
             watch.measure(t)
-    finally: t.components.drop(*list(t.components.loaded))
+    finally: t.components.drop_all()
     return watch, "" if t.state.stop == "done" and not t.state.suspect else t.state.stop
 
 def _fill(out, watch): # the figures, and the images beside their targets

@@ -18,7 +18,7 @@ from ..cache import identity_id
 from ..core.display import Progress
 from ..core.startup import OURS, raised_by_us
 from ..devices.distributed import local_device
-from ..models.components import Components
+from ..devices.edit_model import EditModel
 from ..encoding.encoder import Encoder
 from ..encoding.jobs import count_samples, incomplete, plan_encoding, tasks_of
 from ..encoding.precompute import Report, fill_cache, scan_cache
@@ -93,7 +93,7 @@ def setup(self:Worker) -> Encoder:
     job, dataset = self.job, self.job["dataset"]
     with suppress(OSError): os.chdir(job["folder"]) # for relative paths
     devices = {k: local_device(d) for k, d in job["devices"].items()}
-    encoder = Encoder(Components(**job["model"]), dataset.cache, **devices, **job["encoder"])
+    encoder = Encoder(EditModel(**job["model"]), dataset.cache, **devices, **job["encoder"])
     mine, wanted = encoder.identity, job["identity"]
     if identity_id(mine) != identity_id(wanted):
         differ = ", ".join(f"{k} {mine.get(k)}, not {v}" for k, v in wanted.items() if mine.get(k) != v)

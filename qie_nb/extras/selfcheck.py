@@ -367,7 +367,7 @@ def selfcheck_config(
 # %% ../../nbs/extras/02_selfcheck.ipynb #ff253d01
 def _check_model(t): # before anything is loaded
     parts = t.components
-    parts.quantize["transformer"] = t.quantize if t.quantize != "none" else None
+    parts.set_quantization("transformer", t.quantize)
     parts.check()
     if Path(parts.name).expanduser().is_dir():
         for n in COMPONENTS: check_weights(parts.folder, n, n in PARTS)

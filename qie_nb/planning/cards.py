@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from ..config import Config, make_config
 from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, MODEL, NO_BF16, first_steps
+from ..devices.strategies.ways import used_by
 from ..models.loading import work_bytes
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .decisions import AUTO, HOST_SHARE, fits_gpus, room_of
@@ -79,15 +80,12 @@ def machine_with(
     return Machine((GpuInfo(gpu.name, gpu.bytes, capability, gpu.bf16),) * gpu.count)
 
 # %% ../../nbs/planning/03b_cards.ipynb #716047f5
-_FACTORS = dict(block_swap=2., offload=1.1, devices=1.02)
-
 def speedup(processes:int) -> float: # assumed: 8 % of a step is the gradients' exchange and waiting
     return 1 if processes == 1 else 0.92 * processes
 
 def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
-    used = dict(block_swap=q.block_swap, offload=q.offload, devices=q.devices > 1)
     weights = QUANTIZATIONS[q.quantization].slowdown if q.quantization else 1.
-    slower = math.prod((_FACTORS[n] for n, on in used.items() if on), start=weights)
+    slower = math.prod((way.slowdown for way in used_by(q)), start=weights)
     return step_work(q) * slower / speedup(q.processes)
 
 # %% ../../nbs/planning/03b_cards.ipynb #71604701
@@ -117,8 +115,8 @@ def strategy_name(q:MemoryQuery) -> str:
     again = {False: "no ", "selective": "selective ", True: ""}[q.checkpointing] + "gradient checkpointing"
     plain = "float32" if q.base_bytes == 4 else "bfloat16"
     base = QUANTIZATIONS[q.quantization].label if q.quantization else plain
-    parts = {f"{base} weights": True, "scaled float16": q.fp16, again: True, "block swap": q.block_swap,
-             "activations offloaded to host memory": q.offload, f"split over {q.devices} GPUs": q.devices > 1,
+    ways = {way.label(q): True for way in used_by(q)}
+    parts = {f"{base} weights": True, "scaled float16": q.fp16, again: True, **ways,
              f"a process on each of {q.processes} GPUs": q.processes > 1}
     return ", ".join(name for name, used in parts.items() if used)
 

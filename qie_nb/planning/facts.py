@@ -193,7 +193,7 @@ class EncodingFacts:
     free: dict = field(default_factory=dict) # {device: bytes}
 
 def encoding_facts(
-    components, # `Components`
+    components, # `EditModel`
     devices:dict, # {vae or text_encoder: torch.device or name}
 ) -> EncodingFacts: # the devices alone, if one of them is no CUDA GPU
     "The facts of encoders on these devices now."

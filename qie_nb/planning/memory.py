@@ -18,7 +18,7 @@ from ..config import OptimizerSection
 from ..core.choice import NEVER
 from ..core.display import table_html, text_table
 from ..core.presets import VARIANT_NAMES
-from ..devices.block_swap import SLOTS
+from ..devices.strategies.ways import used_by
 from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import VARIANTS, Variant, resolve_model
 from ..models.loading import saved_quantization, stored_dtype
@@ -385,19 +385,23 @@ class Memory:
 
 # %% ../../nbs/planning/01_memory.ipynb #72d80e02
 def weight_bytes(q:MemoryQuery) -> tuple: # (bytes on the fullest device, why)
-    blocks = min(SLOTS, q.layers) if q.block_swap else -(-q.layers // q.devices)
+    blocks = min([s.blocks_held(q) for s in used_by(q)], default=q.layers)
     form = q.quantization or ("float32" if q.base_bytes == 4 else "bfloat16")
     why = f"{parameters(q) / 1e9:.2f} B parameters, {form}" + ", without modulation layers" * q.table
     if blocks < q.layers: why += f"; {blocks} of {q.layers} blocks" + " at a time" * q.block_swap
     return blocks * block_bytes(q) + other_bytes(q), why
 
 # %% ../../nbs/planning/01_memory.ipynb #7e3b1fc9
+def _inputs(q) -> int:
+    "Bytes of one block's inputs."
+    return sum(stream_tokens(q).values()) * q.dim * q.base_bytes
+
 def _saved(q) -> tuple: # (bytes, why)
     size, tokens = saved_activations(q).bytes, sum(stream_tokens(q).values())
     why = {True: "block inputs", "selective": "block inputs and attention outputs"}.get(
         q.checkpointing, "of every block" + ", compiled: estimated" * q.compiled)
     if q.checkpointing and q.offload:
-        size -= max(0, q.layers - 2) * tokens * q.dim * q.base_bytes
+        size -= sum(s.saved_bytes(q, _inputs(q)) for s in used_by(q))
         why += ", inputs in host memory"
     return size * -(-q.layers // q.devices) // q.layers, f"{tokens} tokens; {why}"
 
@@ -408,7 +412,7 @@ def memory_of(
 ) -> Memory:
     "The memory of a training step."
     share, trained = -(-q.layers // q.devices) / q.layers, numbers(adapter_shapes(q))
-    adapter, tokens = numbers(adapter_shapes(q, trained=False)), sum(stream_tokens(q).values())
+    adapter = numbers(adapter_shapes(q, trained=False))
     rows = [("weights", *weight_bytes(q)),
             ("modulation rows" if q.table else "time embedding", modulation_bytes(q), "of this step"),
             ("adapter", share * adapter * 4, f"{adapter / 1e6:.1f} M parameters, float32"),
@@ -417,8 +421,7 @@ def memory_of(
     if q.ema: rows.append(("EMA", share * trained * 4, "of the adapter, float32"))
     rows += [("saved activations", *_saved(q)), ("working memory", peak_activations(q), "of one block")]
     if gpu: rows.append(("runtime", RUNTIME, "CUDA context and libraries, estimated"))
-    host = q.block_swap and q.layers * block_bytes(q)
-    host += q.offload and q.layers * tokens * q.dim * q.base_bytes
+    host = sum(s.host_bytes(q, block_bytes(q), _inputs(q)) for s in used_by(q))
     return Memory(q, [(n, int(b), why) for n, b, why in rows], int(host))
 
 # %% ../../nbs/planning/01_memory.ipynb #adea7685

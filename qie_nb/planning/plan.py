@@ -284,7 +284,7 @@ def ways_to_save_encoding(
 # %% ../../nbs/planning/03_plan.ipynb #ec9b540a
 def encode_batch(
     wanted:object, # `cache.batch_size`
-    components, # `Components`
+    components, # `EditModel`
     devices:dict, # {vae or text_encoder: its device}
 ) -> Choice:
     "How many samples are encoded at once, with the memory that is free now."
@@ -300,7 +300,7 @@ class Planner:
     ):
         self.config = make_config(config)
         self.so_far = SoFar(device)
-        self.components = None # `Components`, once they are made
+        self.components = None # `EditModel`, once it is made
         self.pairs = self._model = None # `PairFacts` and `ModelFacts`
 
     def learn(self, **facts:object): # fields of `SoFar`

@@ -47,13 +47,12 @@ def _fixed_parts(components) -> dict: # {component: why}
         kind = parse_quantization(components.quantize.get(part))
         if kind and QUANTIZATIONS[kind].packed:
             out[part] = f"{kind} weights are packed for their device"
-    own = components.placements.get("transformer")
-    if own:
-        out["transformer"] = own.why
+    if components.fixed_weights:
+        out["transformer"] = components.fixed_weights
     return out
 
 def prediction_facts(
-    components, # `Components`; nothing is built or moved
+    components, # `EditModel`; nothing is built or moved
     device:str, # the main one
     wanted:dict, # {component: device} that the user set
     area:int, # pixels of the control images

@@ -20,7 +20,7 @@ from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
 from ..data.samples import split_held_out
-from ..devices.distributed import full_state, shard_like, sharded_state
+from ..devices.strategies.fsdp import full_state, shard_like, sharded_state
 from ..lora import adapters as lora
 from ..models.components import VARIANTS, Components
 from ..models.hub import base_digest
@@ -221,7 +221,7 @@ def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
     parts, dataset = self.components, getattr(loader, "dataset", None)
     encoders, samples = getattr(dataset, "identity", None) or {}, getattr(dataset, "samples", None)
     dtype = str(parts.dtype).removeprefix("torch.")
-    if self.adapters.modulation.fp16: dtype += ", products in float16"
+    if self.components.fp16: dtype += ", products in float16"
     settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
                                  getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
                                  self.state.processes)
@@ -250,7 +250,7 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
     began, s, a = time.time(), self.state, self.adapters
     if s.optimizer is None:
         raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
-    tr, ema, moments = a.modulation.transformer(), a.ema, full_state(s.optimizer.state_dict())
+    tr, ema, moments = self.components.transformer, a.ema, full_state(s.optimizer.state_dict())
     weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
     if ema is not None:
         with a.ema_weights(): weights.append(("ema.safetensors", "ema", lora.lora_state(tr)))
@@ -316,7 +316,7 @@ def restore_state(self:RunResume, saved:SavedRun):
 def restore(self:RunResume, saved:SavedRun):
     "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
     from safetensors.torch import load_file
-    tr, ema = self.adapters.modulation.transformer(), self.adapters.ema
+    tr, ema = self.components.transformer, self.adapters.ema
     if ema is not None and (file := saved.folder/"ema.safetensors").is_file():
         put_back(tr, load_file(file))
         ema.restart(saved.state.get("ema_updates") or 0)
@@ -339,16 +339,16 @@ def check_new_run(self:RunResume):
 @patch
 def check_output(self:RunResume):
     "Check that what a run writes can be written and fits on the disk."
-    root, modulation = self.root(), self.adapters.modulation
+    root, run_table = self.root(), self.adapters.run_table
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root): pass
     except OSError as e:
         raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written "
                          f"({e.strerror}); set it to a writable folder") from None
-    items = run_items(self.config, memory_query(self.config, modulation.transformer_config(),
+    items = run_items(self.config, memory_query(self.config, run_table.transformer_config(),
                                                 self.components.dtype.itemsize))
-    if table := sum(modulation.table_bytes()):
-        where = modulation._empty_table().cache.cache_dir
+    if table := sum(run_table.table_bytes()):
+        where = run_table.empty_table().cache.cache_dir
         items.append(Item("modulation table", table, where, "is not there yet"))
     DiskPlan(items, detect_environment()).check()

@@ -8,6 +8,7 @@ __all__ = ['NEXT', 'LoadedLora', 'as_list_of_names', 'sizes_in', 'info_of_sizes'
 
 # %% ../../nbs/training/07_run_adapters.ipynb #de820905
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +16,17 @@ from typing import NamedTuple
 from ..config import Config, DataSection, make_config
 from ..core.display import size_text, kernel
 from ..data.images import Geometry
+from ..devices.edit_model import EditModel
 from ..lora import adapters as lora
 from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
 from ..lora.adapters import keep_trainable, parse_loras
 from ..lora.model_card import card_settings, own_card, write_model_card
-from ..models.components import Components
 from ..models.flow_matching import calculate_mu
 from ..models.variants.base import Variant
 from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
 from .callbacks import RunState
 from .run_data import geometry_of
-from .run_modulation import RunModulation
+from .run_table import RunTable
 
 # %% ../../nbs/training/07_run_adapters.ipynb #51fdaaee
 class LoadedLora(NamedTuple):
@@ -100,30 +101,31 @@ NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md b
 class RunAdapters:
     "The adapters of a run; `default` is trained and saved."
     def __init__(self,
-        components:Components,
+        components:EditModel,
         config:Config|dict=None,
         state:RunState=None,
-        modulation:RunModulation=None,
+        run_table:RunTable=None,
     ):
         self.components = components
         self.config = make_config(config)
         self.state = state or RunState()
-        self.modulation = modulation or RunModulation(components, self.config, self.state)
+        self.run_table = run_table or RunTable(components, self.config, self.state)
         self.loaded = {"default": LoadedLora("default")}
         self.ema = None # `EMA` of the trained adapter
         self.data = None # `RunData`, for the model card
+        self.waiting = None # folder of a checkpoint that other processes have trained, until it is loaded
 
     # --- what is in memory
 
     @property
     def in_memory(self) -> dict: # {adapter name: peft's configuration}
         "The adapters in memory."
-        self.modulation.load_trained()
+        self.components.finish_postponed()
         return getattr(self.components.loaded.get("transformer"), "peft_config", {})
 
     def active(self) -> dict: # {name: weight}
         "The adapters in use."
-        self.modulation.load_trained()
+        self.components.finish_postponed()
         tr = self.components.loaded.get("transformer")
         return lora.active_loras(tr) if tr is not None else {}
 
@@ -176,7 +178,7 @@ class RunAdapters:
         "Add the adapter to train, new or from `model.lora.pretrained_weight`."
         c = self.config.model.lora
         self.pick_modulation(adapters=lora.lora_layers(c.pretrained_weight) if c.pretrained_weight else ())
-        tr = self.modulation.transformer()
+        tr = self.components.transformer
         unused = self.components.variant.unused_layers
         try:
             info = lora.start_lora(tr, c, self.config.train.seed, unused=unused) or self.origin
@@ -189,10 +191,26 @@ class RunAdapters:
     def load_trained(self, file:str|Path):
         "Load a checkpoint's adapter to train it further."
         self.pick_modulation(adapters=lora.lora_layers(file))
-        tr = self.modulation.transformer()
+        tr = self.components.transformer
         unused = self.components.variant.unused_layers
         self._set_origin(lora.load_lora(tr, file, trainable=True, unused=unused))
         lora.set_dropout(tr, self.config.model.lora.lora_dropout)
+
+    def load_later(self,
+        folder:Path, # a complete checkpoint that other processes have trained
+        load:Callable, # loads it
+    ):
+        "Load a checkpoint when the transformer is next used; until then, its files speak for it."
+        self.waiting = folder
+        def load_now():
+            self.waiting = None
+            load()
+        self.components.postpone(load_now)
+
+    def load_nothing_later(self):
+        "Forget the checkpoint that is waiting."
+        self.waiting = None
+        self.components.postpone(None)
 
     def _set_origin(self, info):
         "Note the metadata of the trained adapter."
@@ -202,8 +220,8 @@ class RunAdapters:
         training:bool=True,
         adapters:list|tuple=(), # layers of adapters to load
     ):
-        "`RunModulation.pick`; reloads the transformer if layers are missing."
-        why = self.modulation.pick(training, adapters)
+        "`RunTable.decide`; reloads the transformer if layers are missing."
+        why = self.run_table.decide(training, adapters)
         if not why: return
         weights = self.active()
         others = [self._known(name) for name in self.in_memory]
@@ -211,7 +229,7 @@ class RunAdapters:
             raise ValueError(f"{why}, but the transformer in memory has only the table; load the adapter in "
                              "another trainer, or set `model.modulation_table` to false")
         self.components.drop("transformer")
-        self.modulation.transformer(pick=False)
+        self.components.load_with_layers()
         wanted = [dict(path=str(a.file), name=a.name, weight=weights.get(a.name, 1.)) for a in others]
         if wanted: self._load(parse_loras(wanted))
 
@@ -239,7 +257,7 @@ class RunAdapters:
 
     def _load(self, wanted):
         "Add adapters, given as in `parse_loras`, to the transformer: all or none."
-        tr = self.modulation.gathered()
+        tr = self.components.gathered()
         read = [lora.read_fitting(tr, one.path) for one in wanted]
         before = lora.active_loras(tr)
         new = [] # names that were begun
@@ -288,7 +306,7 @@ class RunAdapters:
         if wrong: raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(self.in_memory)}")
         if "default" in names and self.state.optimizer is not None:
             raise ValueError("adapter 'default' is being trained; use set_adapters([]) to predict without it")
-        lora.remove_loras(self.modulation.gathered(), names)
+        lora.remove_loras(self.components.gathered(), names)
         self.loaded = {name: adapter for name, adapter in self.loaded.items() if name not in names}
 
     def merge(self,
@@ -298,11 +316,11 @@ class RunAdapters:
         if hasattr(self.components.loaded.get("transformer"), "block_swap"):
             raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter and merge it "
                              "in a trainer without it")
-        lora.merge_lora(self.modulation.gathered(), undo)
+        lora.merge_lora(self.components.gathered(), undo)
 
     def unmerge(self):
         "Take merged adapters out of the base's weights again."
-        lora.unmerge_lora(self.modulation.gathered())
+        lora.unmerge_lora(self.components.gathered())
 
     def sampling(self,
         schedule:str|dict=None, # default `predict.schedule`
@@ -322,10 +340,9 @@ class RunAdapters:
 
     def _trained_file(self):
         "The file that other processes have trained, or None."
-        trained = self.modulation.trained
-        if trained is None: return None
-        mean = trained.folder/"ema.safetensors"
-        return mean if mean.is_file() else trained.folder/lora.WEIGHT_NAME
+        if self.waiting is None: return None
+        mean = self.waiting/"ema.safetensors"
+        return mean if mean.is_file() else self.waiting/lora.WEIGHT_NAME
 
     @property
     def weights_name(self) -> str:
@@ -441,7 +458,7 @@ class RunAdapters:
         if "default" not in self.in_memory:
             raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
                              "or load_lora() first")
-        tr = self.modulation.gathered()
+        tr = self.components.gathered()
         with self.ema_weights(): state = lora.lora_state(tr)
         if not self.state.is_main: return None
         return SavedLora(lora.save_lora(tr, path, self.metadata() | info, format=format, state=state))

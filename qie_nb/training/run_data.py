@@ -24,7 +24,7 @@ from ..data.samples import ONE_IMAGE, Samples, config_samples, samples_of, split
 from ..encoding.encoder import Encoder, encode_prompt, encode_sample, encode_uncached
 from ..encoding.jobs import shard
 from ..encoding.precompute import precompute
-from ..models.components import Components
+from ..devices.edit_model import EditModel
 from ..models.quantizations.known import check_device
 from ..models.variants.base import Variant, variants_for_several
 from .callbacks import own_planner
@@ -86,14 +86,16 @@ NEXT_SKIPPED = ("next: correct the skipped samples and run cache_embeddings() ag
 class RunData:
     "Data set, cache and encoders of a run."
     def __init__(self,
-        components:Components,
+        components:EditModel,
         config:Config|dict=None,
         geometry:Callable=None, # function of a `DataSection` or None
-        modulation=None, # `RunModulation`; without it precompute makes no table
+        run_table=None, # `RunTable`; without it precompute makes no table
         device:str|torch.device="cpu", # of the encoders, unless `cache` names one or there is a planner
         planner=None, # `Planner` of the run
     ):
-        self.components, self.config, self.modulation = components, make_config(config), modulation
+        self.components = components
+        self.config = make_config(config)
+        self.run_table = run_table
         self.geometry, c = geometry or self._own_geometry, self.config.cache
         self.planner = planner or own_planner(self.config, device)
         plan = self.planner.plan
@@ -133,7 +135,7 @@ class RunData:
         self.skip_unreadable(dataset)
         self.filler = self.encoder(dataset.cache)
         if self.components.has_encoders(): self.filler.report_switches()
-        if self.modulation is not None: self.modulation.cache = dataset.cache
+        if self.run_table is not None: self.run_table.cache = dataset.cache
         self._hold_out(dataset)
         if len(self.samples) < len(dataset): dataset = self.subset(dataset, self.samples)
         sampler, size = getattr(given, "batch_sampler", None), getattr(given, "batch_size", None)
@@ -293,8 +295,8 @@ class RunData:
         self.skip_bad_prompts(dataset)
         enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
         self._describe(dataset)
-        with_table = whole and self.modulation is not None
-        table = shard(self.modulation.table_bytes(dataset.cache, dataset)) if with_table else ()
+        with_table = whole and self.run_table is not None
+        table = shard(self.run_table.table_bytes(dataset.cache, dataset)) if with_table else ()
         fill = precompute
         if cluster is not None: # `auto` is the worker's device, not the one here
             named = dict(vae_device=c.cache.vae_encoder_device, text_device=c.cache.text_encoder_device)
@@ -309,7 +311,7 @@ class RunData:
             if extra and whole:
                 report += fill(self.eval_data(), enc)
         enc.unload()
-        if with_table: self.modulation.cache_table(dataset.cache, dataset)
+        if with_table: self.run_table.cache_table(dataset.cache, dataset)
         return self.made(report, whole)
 
     def made(self,

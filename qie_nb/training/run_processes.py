@@ -20,7 +20,6 @@ from ..data.dataset import ImageDataset
 from ..encoding.precompute import Report
 from .callbacks import EvalImage, EvalWork, RunState, call
 from .checkpoint import complete_checkpoints
-from .run_modulation import Trained
 from .stopping import StopSignals, logged
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00007
@@ -177,8 +176,9 @@ def after_failure(root) -> str:
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00016
 def keep_trained(trainer):
     "The newest checkpoint is the trainer's adapter; it is loaded when it is needed."
-    if there := complete_checkpoints(trainer.checkpoint_root()):
-        trainer.modulation.trained = Trained(there[-1], lambda: load_trained(trainer))
+    there = complete_checkpoints(trainer.checkpoint_root())
+    if there:
+        trainer.adapters.load_later(there[-1], lambda: load_trained(trainer))
 
 def load_trained(trainer):
     before = dict(vars(trainer.state))

@@ -21,7 +21,8 @@ from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
 from ..data.images import crop_to, open_image
 from ..data.pair_checks import look, pair_warnings, pairs_to_show
-from ..models.components import VARIANTS, Components, component_digest
+from ..devices.edit_model import EditModel
+from ..models.components import VARIANTS, component_digest
 from ..models.encoders import PrefixTokens
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #fa1e0006
@@ -33,13 +34,13 @@ def dataset_of(
     return ImageDataset(dict(dataset_path=str(data)) if isinstance(data, (str, os.PathLike)) else data)
 
 def components_of(
-    model, # trainer, `Components`, folder or hub id, or None
-) -> Components: # or None; nothing is loaded
-    if isinstance(model, (str, os.PathLike)): return Components(str(model))
+    model, # trainer, `EditModel`, folder or hub id, or None
+) -> EditModel: # or None; nothing is loaded
+    if isinstance(model, (str, os.PathLike)): return EditModel(str(model))
     found = getattr(model, "components", model)
-    if found is None or isinstance(found, Components): return found
+    if found is None or isinstance(found, EditModel): return found
     kind = type(model).__name__
-    raise ValueError(f"`model` must be a trainer, `Components`, a folder or a hub id, got {kind}")
+    raise ValueError(f"`model` must be a trainer, `EditModel`, a folder or a hub id, got {kind}")
 
 def variant_of(dataset:ImageDataset, components=None): # `Variant`, or None if unknown
     "The model's, else that of the cache's encoder. Sets the data set's areas to the model's."
@@ -87,7 +88,7 @@ def model_text(
     names = [variant.image_prefix.format(n + 1) for n in range(images)]
     return "".join(names) + (prompt if prompt.strip() else " ")
 
-def text_length(components:Components, prompt:str, counts) -> int: # counts: tokens of each image
+def text_length(components:EditModel, prompt:str, counts) -> int: # counts: tokens of each image
     "Length of an embedding: tokens, images included, without the template's first ones."
     variant, tokenizer = components.variant, components.get("tokenizer")
     if variant.processor != "tokenizer":
@@ -162,7 +163,7 @@ def _db(a, b) -> float: # of two uint8 images
     return round(float(10 * np.log10(255 ** 2 / error)), 1)
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #fa1e0014
-def check_vae(dataset:ImageDataset, components:Components):
+def check_vae(dataset:ImageDataset, components:EditModel):
     "Raises ValueError if this VAE did not fill the cache."
     if components is None:
         raise ValueError("decoding needs a VAE; give a model: `sample_viewer(dataset, model=...)`")
@@ -291,7 +292,7 @@ def _caption(f) -> str: return f"<pre style='{_BOX}'>{escape(f['prompt'])}</pre>
 # %% ../../nbs/widgets/00_sample_page.ipynb #ab1e0011
 def sample_html(
     dataset, i:int, # `ImageDataset`
-    model=None, # trainer, `Components`, folder or hub id
+    model=None, # trainer, `EditModel`, folder or hub id
     facts:dict=None, # from `sample_info`
     tensors:dict=None, # from `decoded`
     height:int=160, # of the images, pixels

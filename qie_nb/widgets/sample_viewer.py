@@ -36,7 +36,7 @@ class SampleViewer(Display):
     "Browse samples: `select` a filter, `step`, `find` an id; `data()` describes the displayed sample."
     def __init__(self,
         dataset, # `ImageDataset`, a loader over one, settings, or a folder
-        model=None, # trainer, `Components`, folder or hub id: gives variant, tokenizer and VAE
+        model=None, # trainer, `EditModel`, folder or hub id: gives variant, tokenizer and VAE
         whole:bool=None, # the whole text and its tokens? Default: with a model, if diffusers is imported
         decode:bool=False, # also cached latents?
         first:int=4, # samples in the static form

@@ -320,11 +320,15 @@ MUTATIONS = {
         Change("devices/placement", "temporarily_load",
                "components.drop(*(n for n in names if n not in before))", "pass")]),
     "memory reused before its copy": Mutation("tests/devices/test_block_swap.py", [
-        Change("devices/block_swap", "OffloadedInputs.put",
+        Change("devices/strategies/offload", "OffloadedInputs.put",
                "if t.is_cuda: t.record_stream(self.streams.side)", "")]),
     "a block computes before its copy": Mutation("tests/devices/test_block_swap.py", [
-        Change("devices/block_swap", "prepare_block",
+        Change("devices/strategies/block_swap", "prepare_block",
                "self.streams.wait(self.events[n % len(self.slots)])", "pass")]),
+    "what other processes have trained is never loaded": Mutation("tests/devices/test_edit_model.py", [
+        Change("devices/edit_model", "EditModel.get", "self.finish_postponed()", "pass")]),
+    "offloaded inputs cost no host memory": Mutation("tests/devices/test_edit_model.py", [
+        Change("devices/strategies/offload", "OffloadedActivations.host_bytes", "q.layers * inputs", "0")]),
     "EMA left out of the plan": Mutation(
         "tests/planning/test_training_memory.py::"
         "test_a_running_mean_takes_as_much_as_the_adapter", [

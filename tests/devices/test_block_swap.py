@@ -1,6 +1,7 @@
 """Block swap and offloaded inputs against a transformer in memory, with streams that copy as late as possible."""
 import gc
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from qie_nb.config import make_config
-from qie_nb.devices import block_swap, model_parallel
-from qie_nb.devices.block_swap import BlockSwapLoader, OffloadedInputs, PinnedPool, Streams, check_offloading, enable_block_swap, offload_checkpoint_inputs
+from qie_nb.devices.strategies import host_memory, offload
+from qie_nb.devices.strategies.block_swap import BlockSwapLoader, enable_block_swap
+from qie_nb.devices.strategies.host_memory import Streams
+from qie_nb.devices.strategies.ways import STRATEGIES, StrategyFacts
+from qie_nb.devices.strategies.offload import OffloadedInputs, PinnedPool, offload_checkpoint_inputs
 from qie_nb.lora.adapters import lora_state
 from qie_nb.models.loading import load_quantized
 from qie_nb.models.modulation import ModulationTable, use_modulation_table
@@ -244,7 +248,7 @@ def test_the_previous_blocks_inputs_are_prefetched():
 def test_pinned_buffers_of_inputs_are_used_again_and_give_way_to_larger_ones(monkeypatch):
     "One buffer for each input, of its exact size. Larger images later replace them, smaller ones use them."
     made, rig = [], Rig()
-    monkeypatch.setattr(block_swap, "pinned", lambda size, *where: made.append((size, *where)) or torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(offload, "pinned", lambda size, *where: made.append((size, *where)) or torch.empty(size, dtype=torch.uint8))
     ours, plain = offload_checkpoint_inputs(checkpointed(base()), "cpu", cuda=rig), checkpointed(base())
     sizes, want = [], {}
     for height in (4, 4, 9, 4):
@@ -270,21 +274,23 @@ def cudart(monkeypatch, code=0):
 def test_pinned_memory_has_pages_of_its_own(monkeypatch):
     "CUDA refuses to register two buffers that share a page, with error 712."
     held = cudart(monkeypatch)
-    buffers = [block_swap.pinned(n, "cuda:0") for n in (100, 5000, 1, 4096)]
+    buffers = [host_memory.pinned(n, "cuda:0") for n in (100, 5000, 1, 4096)]
     pages = [set(range(at // 4096, (at + size - 1) // 4096 + 1)) for at, size in held.items()]
     assert all(at % 4096 == 0 for at in held) and sum(map(len, pages)) == len(set.union(*pages)) == 5
     for b in buffers: b.fill_(7)
-    assert [b.nbytes for b in buffers] == [100, 5000, 1, 4096] and all((b == 7).all() for b in buffers) and block_swap.pinned(0, "cuda:0").nbytes == 0
+    assert [b.nbytes for b in buffers] == [100, 5000, 1, 4096] and all((b == 7).all() for b in buffers) and host_memory.pinned(0, "cuda:0").nbytes == 0
     del buffers, b
     gc.collect()
     assert not held, "registered no longer than it lives"
 
 
-@pytest.mark.parametrize("code, key, remedy", [(2, "train.blocks_to_swap", "quantize the base or set it to false"), (2, "train.offload_activations", "use smaller images or set it to false"),
-                                               (712, "train.blocks_to_swap", "set it to false")])
-def test_memory_that_cannot_be_pinned(code, key, remedy, monkeypatch):
+@pytest.mark.parametrize("code, key, less, remedy", [
+    (2, "train.blocks_to_swap", "quantize the base", "quantize the base or set it to false"),
+    (2, "train.offload_activations", "use smaller images", "use smaller images or set it to false"),
+    (712, "train.blocks_to_swap", "quantize the base", "set it to false")])
+def test_memory_that_cannot_be_pinned(code, key, less, remedy, monkeypatch):
     cudart(monkeypatch, code)
-    with pytest.raises(ValueError) as e: block_swap.pinned(2 * 10**7, "cuda:0", key)
+    with pytest.raises(ValueError) as e: host_memory.pinned(2 * 10**7, "cuda:0", key, less)
     assert str(e.value) == f"`{key}` could not pin 0.02 GB of host memory (CUDA error {code}, text of {code}); {remedy}"
 
 
@@ -314,7 +320,10 @@ def test_memory_of_a_copy_is_not_reused_before_the_copy():
 @pytest.fixture
 def allowed_on_cpu(monkeypatch):
     "Trainers refuse block swap on the CPU; here they do not."
-    monkeypatch.setattr(model_parallel, "check_offloading", lambda train, device, *more: check_offloading(train, "cuda:0", *more))
+    for strategy in STRATEGIES.values():
+        def problem(self, facts, real=type(strategy).problem):
+            return real(self, replace(facts, device="cuda:0"))
+        monkeypatch.setattr(type(strategy), "problem", problem)
 
 
 @pytest.mark.parametrize("quantize", [False, slow("nf4")])
@@ -346,7 +355,9 @@ def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, 
     ("offload_activations", dict(model_parallel_devices=["cuda:0", "cuda:1"]), None, "`train.model_parallel_devices`")])
 def test_incompatible_settings_raise(name, change, kind, text):
     train = make_config(dict(train={name: True} | change)).train
-    with pytest.raises(ValueError, match=f"`train.{name}` is incompatible with {text}"): check_offloading(train, "cuda:0", kind if kind in QUANTIZATIONS else None, kind == "dora", kind == "sharded")
+    strategy = next(s for s in STRATEGIES.values() if s.setting == name)
+    facts = StrategyFacts(train, "cuda:0", kind if kind in QUANTIZATIONS else None, kind == "dora", kind == "sharded")
+    assert strategy.asked(train) and strategy.problem(facts).startswith(f"`train.{name}` is incompatible with {text}")
 
 
 def test_a_trainer_raises_before_anything_is_loaded(pairs, tmp_path, built):

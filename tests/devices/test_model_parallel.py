@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qie_nb.config import make_config
-from qie_nb.devices import model_parallel
-from qie_nb.devices.model_parallel import ModelParallelLoader, enable_model_parallel, split_blocks, weight_placement
+from qie_nb.devices.strategies import model_parallel
+from qie_nb.devices.strategies.ways import StrategyFacts, weight_loader
+from qie_nb.devices.strategies.model_parallel import ModelParallelLoader, SplitBlocks, enable_model_parallel, split_blocks
 from qie_nb.models.loading import load_quantized
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.step import EMA, guarded_step
@@ -162,13 +163,13 @@ def test_blocks_are_split_by_bytes():
 def test_impossible_settings_raise(train, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if train == TWO: monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=text): weight_placement(make_config(dict(train=train)), "cuda:0")
+    with pytest.raises(ValueError, match=text): weight_loader(StrategyFacts(make_config(dict(train=train)).train, "cuda:0"))
 
 
 def test_a_trainer_trains_and_moves_nothing(pairs, tmp_path, monkeypatch):
     make = lambda *devices: QwenImageEditTrainer(settings(pairs(), tmp_path, train=dict(model_parallel_devices=devices, device="auto", max_train_steps=1)))
     with pytest.raises(ValueError, match="'cuda:0' does not exist here"): make("cuda:0", "cuda:1")
-    monkeypatch.setattr(model_parallel, "check_model_parallel", lambda train: None)
+    monkeypatch.setattr(SplitBlocks, "problem", lambda self, facts: "")
     t = make("cpu", "cpu")
     t.fit()
     assert t.global_step == 1 and t.transformer.fixed == "on several GPUs"

@@ -7,9 +7,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qie_nb import predict
 from qie_nb.devices import placement
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.devices.placement import PARTS, DeviceChoice, Placement
 from qie_nb.models import encoders
-from qie_nb.models.components import Components, device_of
+from qie_nb.models.loading import device_of
 from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.planning import prediction as planned
@@ -171,7 +172,7 @@ def test_the_plan_gives_reasons():
 @pytest.mark.parametrize("name, kind", [("transformer", None), ("text_encoder", None), ("transformer", "nf4"), slow("text_encoder", "qint8")])
 def test_bytes_from_headers_match_the_loaded_component(name, kind):
     folder = tiny_folder("2511")
-    held = held_bytes(Components(str(folder), quantize={name: kind}).get(name))
+    held = held_bytes(EditModel(str(folder), quantize={name: kind}).get(name))
     assert abs(component_bytes(folder/name, torch.float32, kind) / held - 1) <= (0.15 if kind else 0.001)
     assert component_bytes(folder/name, torch.bfloat16) * 2 == component_bytes(folder/name, torch.float32)
 

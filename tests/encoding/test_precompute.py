@@ -19,7 +19,7 @@ from qie_nb.data.samples import ImageChanged
 from qie_nb.encoding.encoder import Encoder, encode_prompt, encode_sample
 from qie_nb.encoding.precompute import check_space, precompute
 from qie_nb.models.encoders import pixels_of
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.tiny.random_models import tiny_folder
 import precompute as bench # benchmarks/precompute.py
 from helpers import interrupted, on_call, slow_except, wait_for, write_pairs
@@ -54,7 +54,7 @@ def test_one_encoder_gives_what_a_fresh_one_gives(variant):
     "In any order of images and prompts: also white images with as many pixels in other shapes, and in other numbers."
     white = [Image.new("RGB", size, "white") for size in ((128, 128), (256, 64), (64, 256))]
     geometry, most = Geometry(vl_area=128 * 128, control_area=128 * 128), 1 if variant == "v1" else 2
-    parts, draw = Components(str(tiny_folder(variant))), random.Random(0)
+    parts, draw = EditModel(str(tiny_folder(variant))), random.Random(0)
     sets = [white[:1], white[1:2], white[2:], white[:1], *([draw.choice([*white, random_image((96, 64), draw.randrange(2))]) for _ in range(draw.randint(1, most))] for _ in range(8))]
     one = Encoder(parts)
     for images in sets:
@@ -71,7 +71,7 @@ def test_one_encoder_gives_what_a_fresh_one_gives(variant):
 def data_set(root, cache, **kw):
     strict = kw.pop("strict", False)
     return ImageDataset(dict(dataset_path=str(root), cache_dir=str(cache), image_size=[64, 64], use_cache=True, caption_dropout_rate=0.1) | kw, strict=strict)
-def encoder_of(dataset, variant="2511", **kw): return Encoder(Components(str(tiny_folder(variant))), dataset.cache, **kw)
+def encoder_of(dataset, variant="2511", **kw): return Encoder(EditModel(str(tiny_folder(variant))), dataset.cache, **kw)
 def run(root, cache, prefetch=4, strict=False, **kw):
     dataset = data_set(root, cache, strict=strict)
     return precompute(dataset, encoder_of(dataset, **kw), prefetch=prefetch)
@@ -186,7 +186,7 @@ def test_a_broken_image_skips_its_own_sample(root, tmp_path, monkeypatch):
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_nan_skips_its_own_sample(strict, root, tmp_path, monkeypatch):
     real, dataset = Encoder.encode_images, data_set(root, tmp_path/"other")
-    vae = Components(str(tiny_folder("2511"))).get("vae")
+    vae = EditModel(str(tiny_folder("2511"))).get("vae")
     bad = pixels_of(vae, Image.fromarray(dataset.images(2)["image"]), (64, 64))
     def images(self, pixels, size):
         out = real(self, pixels, size)

@@ -9,20 +9,20 @@ from qie_nb.cli import main
 from qie_nb.tiny import demo as demo_module
 from qie_nb.tiny.demo import demo
 from qie_nb.models.encoders import decode_latents, encode_image
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.tiny.photos import PHOTOS, crops
 from qie_nb.trainer import QwenImageEditTrainer
 
 
 def test_the_embedded_model_is_small_and_holds_no_pickle():
-    files = [p for p in Components("tiny").folder.rglob("*") if p.is_file()]
+    files = [p for p in EditModel("tiny").folder.rglob("*") if p.is_file()]
     assert sum(p.stat().st_size for p in files) <= 12e6
     assert {p.suffix for p in files} == {".json", ".safetensors"}
 
 
 def test_its_vae_sees_photographs_it_never_saw():
     assert not set(PHOTOS["held_out"]) & set(PHOTOS["train"] + PHOTOS["more"])
-    vae = Components("tiny").get("vae")
+    vae = EditModel("tiny").get("vae")
     for size in ((64, 64), (128, 128)):
         errors = [decode_latents(vae, encode_image(vae, c, size))[0].astype(float) - np.asarray(c) for c in crops(6, size, seed=3, split="held_out")]
         assert np.mean([10 * np.log10(255 ** 2 / (e ** 2).mean()) for e in errors]) >= 24, "PSNR in dB"

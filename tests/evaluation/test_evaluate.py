@@ -439,7 +439,7 @@ def test_processes_share_the_work(trainer, tmp_path, monkeypatch): # the noteboo
 def test_any_checkpoint_is_evaluated_without_training(trained_run, tmp_path):
     judge = Trainer(trained_run.settings(trained_run.copy(tmp_path/"out")))
     base = evaluate(judge, "base")
-    assert judge.modulation.table is not None, "as in the run"
+    assert judge.modulation_table is not None, "as in the run"
     made, = (np.asarray(Image.open(f), float) for f in base["pictures"])
     want = (made - judge.held_out.images(0)["image"])**2
     assert base["held_out_image_error"] == base["image_errors"]["00_" + judge.held_out.samples[0].id] == pytest.approx(want.mean()**0.5, abs=4), "JPEG"

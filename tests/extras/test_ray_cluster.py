@@ -18,7 +18,7 @@ from qie_nb.extras.ray_cluster import RayCluster, Worker, describe_job, share_ma
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.jobs import WorkItem, tasks_of
 from qie_nb.encoding.precompute import precompute
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 
 
 def data_set(root, cache, **kw): return ImageDataset(dict(dataset_path=str(root), cache_dir=str(cache), image_size=[64, 64], caption_dropout_rate=0.1) | kw)
@@ -30,7 +30,7 @@ def files(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in P
 def job_of(root, cache, **kw):
     "What the driver describes, with its data set and its encoder."
     dataset = data_set(root, cache)
-    encoder = Encoder(Components("tiny"), dataset.cache)
+    encoder = Encoder(EditModel("tiny"), dataset.cache)
     dataset.refresh(encoder.identity), encoder.add_identity()
     return describe_job(dataset, encoder, **kw), dataset, encoder
 
@@ -96,7 +96,7 @@ def test_ray_reports_nothing_and_a_cluster_of_our_own_has_a_secret(monkeypatch):
 def test_a_worker_writes_the_files_of_precompute(pairs, tmp_path):
     root = pairs(((48, 32), (32, 48), (40, 40)))
     other = data_set(root, tmp_path/"alone")
-    precompute(other, Encoder(Components("tiny"), other.cache))
+    precompute(other, Encoder(EditModel("tiny"), other.cache))
     job, dataset, encoder = job_of(root, tmp_path/"shared")
     worker, before = Worker(job), Progress.tell
     first, second = (worker.do(n, [0, 1, 2]) for n in range(2))
@@ -174,7 +174,7 @@ def test_the_report_is_that_of_precompute(pairs, tmp_path, here, capsys):
     reports, encoders = [], []
     for cache, share in ("alone", None), ("shared", RayCluster(workers=2).encode_all):
         dataset = data_set(root, tmp_path/cache, allow_missing_control=False)
-        encoders.append(Encoder(Components("tiny"), dataset.cache))
+        encoders.append(Encoder(EditModel("tiny"), dataset.cache))
         reports.append(precompute(dataset, encoders[-1], share=share))
     a, b = (dict(vars(r), seconds=0) for r in reports)
     assert a == b and b["encoded"] == 3 and len(b["skipped"]) == 1 and {*here.turns} == {0, 1}
@@ -185,7 +185,7 @@ def test_the_report_is_that_of_precompute(pairs, tmp_path, here, capsys):
 
 def test_what_workers_tell_is_told_in_our_words(pairs, tmp_path, here, capsys):
     dataset = data_set(pairs(), tmp_path/"cache")
-    run = lambda: precompute(dataset, Encoder(Components("tiny"), dataset.cache), share=RayCluster(workers=1).encode_all)
+    run = lambda: precompute(dataset, Encoder(EditModel("tiny"), dataset.cache), share=RayCluster(workers=1).encode_all)
     def fail(done):
         if len(here.turns) < 2: return done | dict(died=["green"])
         return dict(host="blue", samples=1, error="OSError", text="'/shared' is full")
@@ -260,7 +260,7 @@ from qie_nb.data.dataset import ImageDataset
 from qie_nb.extras.ray_cluster import RayCluster
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 
 root, cache, patience = sys.argv[1:]
 nodes = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
@@ -271,7 +271,7 @@ def leave():
     while stored() < 100: time.sleep(0.05)
     nodes.remove_node(second, allow_graceful=False)
 threading.Thread(target=leave, daemon=True).start()
-run = lambda: precompute(dataset, Encoder(Components("tiny"), dataset.cache), share=RayCluster(nodes.address).encode_all)
+run = lambda: precompute(dataset, Encoder(EditModel("tiny"), dataset.cache), share=RayCluster(nodes.address).encode_all)
 report = run()
 assert report.encoded + report.elsewhere == 60 and not report.skipped, report
 assert not ray.is_initialized()

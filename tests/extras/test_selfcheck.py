@@ -13,7 +13,8 @@ from helpers import TEXT, TRANSFORMER, VAE, close_images, on_call, slow
 from qie_nb.cli import main
 from qie_nb.extras import selfcheck as module
 from qie_nb.extras.selfcheck import EditTrace, PeakMemory, SelfCheck, blocks_of, compare_traces, pipeline_run, selfcheck, selfcheck_config, test_image as make_image
-from qie_nb.models.components import Components, device_of
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.loading import device_of
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from test_placement import THREE, pretend, trainer_of # noqa: F401 (a fixture)
@@ -28,7 +29,7 @@ def check(variant="2511", model=None, steps=2, train=True, **kw):
 @pytest.mark.parametrize("variant", [slow("v1"), slow("2509"), "2511"])
 def test_an_intact_model_passes(variant, built, monkeypatch):
     seen = []
-    on_call(monkeypatch, Components, "drop", lambda self, *names: seen.extend(self.loaded.values()))
+    on_call(monkeypatch, EditModel, "drop", lambda self, *names: seen.extend(self.loaded.values()))
     r = check(variant)
     assert r.ok and r.verdict == "passed", r
     assert built == {VAE: 1, TRANSFORMER: 1, TEXT: 1}, "loaded once for both"
@@ -61,11 +62,11 @@ def test_the_command_prints_the_report(capsys):
     ("transformer", "transformer_blocks.1.attn.to_q.weight", "transformer_blocks.1"),
     slow("text_encoder", "model.language_model.layers.1.mlp.up_proj.weight", "model.language_model.layers.1"), slow("vae", "decoder.conv_in.weight", "decoder.conv_in")])
 def test_a_nonfinite_weight_is_named_by_its_block(monkeypatch, component, weight, block):
-    def get(self, n, real=Components.get):
+    def get(self, n, real=EditModel.get):
         part = real(self, n)
         if n == component: part.get_parameter(weight).data.view(-1)[0] = torch.nan
         return part
-    monkeypatch.setattr(Components, "get", get)
+    monkeypatch.setattr(EditModel, "get", get)
     r = check(train=False)
     assert not r.ok and r.verdict == f"not finite in {component}: {block}"
     assert r.finite[component]["first_not_finite"] == block and f"| {block} |" in repr(r)
@@ -143,6 +144,6 @@ def test_peaks_belong_to_their_stage():
 
 
 def test_blocks_cover_the_model_once():
-    part = Components(str(tiny_folder("v1", AREAS))).get("vae")
+    part = EditModel(str(tiny_folder("v1", AREAS))).get("vae")
     held = [id(p) for b in blocks_of(part).values() for p in b.parameters()]
     assert len(held) == len(set(held)) and set(held) == {id(p) for p in part.parameters()}

@@ -10,7 +10,7 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "data/dataset.py: wants_edit_mask": "`data.edit_mask` auto is a way to make masks, also without a trainer",
     "data/dataset.py: status": "the same",
     "devices/distributed.py: local_device": "a worker of a cluster decides for its own machine, and encoding may not import planning",
-    "devices/model_parallel.py: check_model_parallel": "refuses two settings that contradict each other",
+    "devices/strategies/model_parallel.py: problem": "refuses two settings that contradict each other",
     "logging.py: progress_callback": "auto is the panel in a live notebook, which depends on no GPU",
     "models/components.py: find_variant": "auto is what the model's files say",
     "sampling/denoising.py: pick_schedule": "auto is what the LoRA's file says",

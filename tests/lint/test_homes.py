@@ -1,10 +1,11 @@
-"""One home for one idea: a quantization, an optimizer or a variant is named in its own file and in the settings."""
+"""One home for one idea: a quantization, an optimizer, a variant or a way to fit a model is named in its own file and in the settings."""
 import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from qie_nb.devices.strategies.ways import STRATEGIES
 from qie_nb.models.components import VARIANTS
 from qie_nb.models.quantizations.known import QUANTIZATIONS
 from qie_nb.training.optimizers.known import OPTIMIZERS
@@ -12,7 +13,7 @@ from qie_nb.training.optimizers.known import OPTIMIZERS
 PACKAGE = Path(__file__).parents[2]/"qie_nb"
 SETTINGS = {"core/sections.py", "core/presets.py"}
 OLDER = {"adamw": "core/settings.py", "adamw8bit": "core/settings.py"} # names of classes in older files
-NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS, VARIANTS) for name, one in table.items()}
+NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS, VARIANTS, STRATEGIES) for name, one in table.items()}
 FORMATS = {"float8", "int8"} # also the names of number formats
 
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from qie_nb.models import components, hub as hubs, prequantize
-from qie_nb.models.components import Components, resolve_model
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import resolve_model
 from qie_nb.models.hub import HubClient, base_digest
 from helpers import adapters_close, interrupted, on_call, slow_except
 from test_prequantize import contents, sharded, trainer # noqa: F401, a fixture
@@ -51,7 +52,7 @@ def weights(names): return [n for n in names if n.endswith(".safetensors")]
 def folders(names): return {n.split("/")[0] for n in names if "/" in n}
 def large(names): return sorted(n for n in weights(names) if n.startswith(("transformer", "text_encoder")))
 def bytes_of(folder, pattern="*.safetensors"): return sum(p.stat().st_size for p in Path(folder).rglob(pattern) if p.is_file())
-def nf4(**kw): return Components(NAME, quantize=dict(transformer="nf4"), **kw)
+def nf4(**kw): return EditModel(NAME, quantize=dict(transformer="nf4"), **kw)
 
 
 def test_each_job_downloads_its_own_components(hub, pairs, tmp_path):
@@ -86,7 +87,7 @@ def test_the_next_session_edits_with_a_copy_that_has_only_the_table(hub, pairs, 
 
 def test_sizes_are_known_before_a_download(hub):
     "They decide on batches and devices."
-    local, remote = (Components(n, quantize=dict(transformer="nf4")) for n in (str(hub.served), NAME))
+    local, remote = (EditModel(n, quantize=dict(transformer="nf4")) for n in (str(hub.served), NAME))
     for name in ("vae", "text_encoder", "transformer"): assert abs(remote.bytes_of(name) / local.bytes_of(name) - 1) < 0.01
     assert not weights(hub.got)
 
@@ -112,17 +113,17 @@ def test_shards_are_deleted_if_the_disk_is_too_small(hub):
     model = nf4()
     assert not model.deletes_shards("transformer")
     hub.size = hub.used() + bytes_of(hub.served/"transformer") - 1
-    assert model.deletes_shards("transformer") and not Components(NAME).deletes_shards("transformer") and not nf4(release=False).deletes_shards("transformer")
+    assert model.deletes_shards("transformer") and not EditModel(NAME).deletes_shards("transformer") and not nf4(release=False).deletes_shards("transformer")
     made = model.folder_of("transformer")
     assert hub.peak <= hub.size and not list(hub.folder.glob("transformer/*.safetensors")) and made.is_relative_to(hub.root/"home")
-    assert same_tensors(model.get("transformer"), Components(str(hub.served), quantize=dict(transformer="nf4")).get("transformer"))
+    assert same_tensors(model.get("transformer"), EditModel(str(hub.served), quantize=dict(transformer="nf4")).get("transformer"))
 
 
 @pytest.mark.parametrize("quantization, sentence", [
     (None, r"someone/model: transformer is \d+\.\d MB in 13 files, the largest is model-000\d\d-of-.* has 0\.0 MB free; set `model.quantize` "),
     ("nf4", "; free some space, or use fewer bits, or attach")])
 def test_too_small_a_disk_is_refused_before_the_first_shard(quantization, sentence, hub):
-    model = Components(NAME, quantize=dict(transformer=quantization))
+    model = EditModel(NAME, quantize=dict(transformer=quantization))
     hub.size = hub.used() + 20_000
     with pytest.raises(OSError, match=sentence): model.folder_of("transformer")
     assert not weights(hub.got)
@@ -196,7 +197,7 @@ def test_names_of_no_model(hub, tmp_path):
         with pytest.raises(FileNotFoundError, match="is not a folder; give a diffusers folder, a hub id like"): resolve_model(name)
     hub.files = mock.Mock(side_effect=ConnectionError)
     with pytest.raises(FileNotFoundError, match=r"'no/model' is not a local folder and cannot be downloaded \(ConnectionError\); "): resolve_model("no/model")
-    with pytest.raises(ValueError, match="has no model_index.json"): Components(str(tmp_path))
+    with pytest.raises(ValueError, match="has no model_index.json"): EditModel(str(tmp_path))
 
 
 def test_the_layout_of_the_hubs_cache(tmp_path, monkeypatch):

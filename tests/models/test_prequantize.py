@@ -177,7 +177,7 @@ def test_a_copy_with_its_layers_needs_no_table(sharded, tmp_path, capsys):
     ready = lambda **model: trainer(tmp_path, tmp_path, "run", layers, **model).set_lora().modulation_table
     assert ready() is None and ready(modulation_table=True) is None
     assert "no modulation table: the prequantized copy has none, but the layers" in capsys.readouterr().out
-    whole = trainer(tmp_path, tmp_path, "run", sharded).modulation
+    whole = trainer(tmp_path, tmp_path, "run", sharded).run_table
     rows = whole.make_table()
     assert repr(ready()) == repr(rows), "that of the whole model, from the cache"
 

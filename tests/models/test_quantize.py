@@ -14,8 +14,11 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from qie_nb.config import LoraSection
 from qie_nb.models.encoders import encode_prompt
 from qie_nb.lora.adapters import add_lora, assert_float32, load_lora, lora_parameters, lora_state, save_lora
-from qie_nb.models import components, loading
-from qie_nb.models.components import VARIANTS, Components, device_of, load_component, offload
+from qie_nb.devices import edit_model
+from qie_nb.models import loading
+from qie_nb.devices.edit_model import EditModel, offload
+from qie_nb.models.components import VARIANTS, load_component
+from qie_nb.models.loading import device_of
 from qie_nb.models.hub import LocalShards
 from qie_nb.models.loading import component_bytes, load_quantized
 from qie_nb.models.prequantize import quantize_checkpoint
@@ -181,7 +184,7 @@ def test_the_language_head_is_neither_read_nor_kept_nor_counted(tmp_path, monkey
     plain, read = Qwen2_5_VLForConditionalGeneration.from_pretrained(FOLDER/"text_encoder").eval(), []
     head = sum(p.nbytes for p in plain.lm_head.parameters())
     on_call(monkeypatch, loading, "place_tensor", lambda model, name, *a: read.append(name))
-    te = Components(str(FOLDER)).get("text_encoder")
+    te = EditModel(str(FOLDER)).get("text_encoder")
     assert len(read) > 20 and not any("lm_head" in n for n in read)
     assert head > 1e5 and held_bytes(plain) - held_bytes(te) == head
     assert component_bytes(FOLDER/"text_encoder", torch.float32) == sum(p.nbytes for p in te.parameters())
@@ -247,9 +250,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("q, device, changes, sentence", REFUSED)
 def test_refused_before_weights_are_read(q, device, changes, sentence, monkeypatch):
-    monkeypatch.setattr(components, "load_component", lambda *a, **kw: pytest.fail("weights were read"))
+    monkeypatch.setattr(edit_model, "load_component", lambda *a, **kw: pytest.fail("weights were read"))
     for change in changes: monkeypatch.setattr(*change)
-    parts = Components(str(FOLDER), devices=dict(transformer=device), quantize=dict(transformer=q))
+    parts = EditModel(str(FOLDER), devices=dict(transformer=device), quantize=dict(transformer=q))
     for ask in (lambda: parts.get("transformer"), parts.check):
         with pytest.raises(ValueError) as e: ask()
         assert sentence in str(e.value)
@@ -287,7 +290,7 @@ def test_torchao_changes_no_global_settings():
 # --- moving, dropping, offloading
 @pytest.mark.parametrize("q, offloaded", slow_except([(None, True)], [(None, True), ("nf4", False), ("qfloat8", False), ("int8", False)]))
 def test_a_dropped_component_is_freed(q, offloaded):
-    parts = Components(str(FOLDER), quantize=dict(text_encoder=q), offload=["text_encoder"] if offloaded else ())
+    parts = EditModel(str(FOLDER), quantize=dict(text_encoder=q), offload=["text_encoder"] if offloaded else ())
     part = parts.move("text_encoder", "cpu")
     assert parts.move("text_encoder", torch.device("cpu")) is part and device_of(part) == torch.device("cpu")
     alive, size = weakref.ref(part), held_bytes(part)
@@ -317,5 +320,5 @@ def test_precompute_with_an_offloaded_encoder_makes_the_same_cache(pairs, tmp_pa
 
 
 def test_the_quantization_is_part_of_the_encoders_identity():
-    suffix = lambda q: Components(str(FOLDER), quantize=dict(text_encoder=q)).identity()["text_encoder"].rsplit("-", 1)[1]
+    suffix = lambda q: EditModel(str(FOLDER), quantize=dict(text_encoder=q)).identity()["text_encoder"].rsplit("-", 1)[1]
     assert [suffix(q) for q in (None, False, "none")] == ["plain"] * 3 and suffix(True) == suffix("qfloat8") == "qfloat8" and suffix("nf4") == "nf4"

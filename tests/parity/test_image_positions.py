@@ -7,7 +7,8 @@ from qie_nb.data.images import Geometry
 from qie_nb.models.encoders import encode_prompt, prefix_positions, vl_images
 from qie_nb.extras.selfcheck import selfcheck, selfcheck_config
 from qie_nb.lora.adapters import lora_info
-from qie_nb.models.components import Components, restore_image_positions
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import restore_image_positions
 from qie_nb.models.variants.text_to_image import installed_positions
 from qie_nb.planning.doctor import doctor
 from qie_nb.tiny.random_models import tiny_folder
@@ -43,7 +44,7 @@ def reference(ids, grids, image_token, merge=2): # Qwen2.5-VL's paper, section 2
 
 @pytest.mark.parametrize("variant, n", CASES)
 def test_positions_are_time_row_and_column(variant, n):
-    parts = Components(str(folder(variant)))
+    parts = EditModel(str(folder(variant)))
     te, processor = parts.get("text_encoder"), parts.get("processor")
     found = processor.image_processor(images=vl_images(images(n), geometry(parts)), return_tensors="pt")["image_grid_thw"]
     token, start, counts = te.config.image_token_id, te.config.vision_start_token_id, (found.prod(-1) // 4).tolist()
@@ -56,7 +57,7 @@ def test_positions_are_time_row_and_column(variant, n):
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "whole"])
 @pytest.mark.parametrize("variant, n", CASES)
 def test_embeddings_equal_a_corrected_pipelines(variant, n, share):
-    parts = Components(str(folder(variant)))
+    parts = EditModel(str(folder(variant)))
     pipe = DiffusionPipeline.from_pretrained(folder(variant))
     seen = vl_images(images(n), geometry(parts))
     theirs = lambda: pipe.encode_prompt(["make the sky green"], list(seen))[0]
@@ -65,7 +66,7 @@ def test_embeddings_equal_a_corrected_pipelines(variant, n, share):
     ours = encode_prompt(parts.get("text_encoder"), parts.get("processor"), parts.variant, "make the sky green", seen, share)[0]
     close(ours, right)
     if parts.variant.installed_positions() == "1d": assert (ours - wrong).abs().max() > 1e-3
-    same = Components(str(folder(variant)), image_positions="installed").variant
+    same = EditModel(str(folder(variant)), image_positions="installed").variant
     close(encode_prompt(parts.get("text_encoder"), parts.get("processor"), same, "make the sky green", seen, share)[0], wrong)
 
 
@@ -80,7 +81,7 @@ def test_the_hook_corrects_each_pipeline_of_the_family_once(name):
     assert len(pipe.text_encoder._forward_pre_hooks) == 1
     given = []
     pipe.text_encoder.model.register_forward_pre_hook(lambda m, a, kw: given.append(kw), with_kwargs=True)
-    parts = Components(str(folder(variant)))
+    parts = EditModel(str(folder(variant)))
     seen = vl_images(images(1), geometry(parts))
     pipe.encode_prompt(image=list(seen), prompt=["x"])
     kinds, ids = given[0]["mm_token_type_ids"], given[0]["input_ids"]
@@ -93,7 +94,7 @@ def test_the_hook_corrects_each_pipeline_of_the_family_once(name):
 @pytest.mark.parametrize("variant, step, image", [("v1", "QwenImageEditTextEncoderStep", "resized_image"), ("2511", "QwenImageEditPlusTextEncoderStep", "resized_cond_image")])
 def test_the_hook_corrects_modular_pipelines(variant, step, image):
     from diffusers.modular_pipelines.qwenimage import encoders
-    parts = Components(str(folder(variant)))
+    parts = EditModel(str(folder(variant)))
     seen = vl_images(images(2 if parts.variant.multi_image else 1), geometry(parts))
     pipe = getattr(encoders, step)().init_pipeline()
     pipe.update_components(text_encoder=parts.get("text_encoder"), processor=parts.get("processor"))
@@ -112,7 +113,7 @@ def test_older_versions_need_no_hook(monkeypatch):
 
 @affected
 def test_each_mode_has_its_own_cache_entries():
-    a, b = (Components(str(folder("2511")), image_positions=mode) for mode in ("3d", "installed"))
+    a, b = (EditModel(str(folder("2511")), image_positions=mode) for mode in ("3d", "installed"))
     assert (a.variant.positions, b.variant.positions) == ("3d", "1d")
     assert {k for k, v in a.identity().items() if b.identity()[k] != v} == {"template"}
 

@@ -23,7 +23,8 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
 from qie_nb.models.encoders import encode_prompt, vl_images, encode_image, vae_factor
 from qie_nb.lora.adapters import add_lora, load_lora, save_lora
-from qie_nb.models.components import VARIANTS, Components, find_variant, load_component, restore_image_positions
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import VARIANTS, find_variant, load_component, restore_image_positions
 from qie_nb.models.flow_matching import img_shapes, pack_latents
 from qie_nb.models.variants.text_to_image import QWEN_IMAGE
 from qie_nb.predict import edit, sampling_schedule, start_noise
@@ -70,7 +71,7 @@ def rig(variant, stages=3, native=False, positions="3d"):
     "One model folder read twice: by diffusers alone, and by our components."
     control, vl = (1024 * 1024, 384 * 384) if native else (CONTROL, VL)
     folder = tiny_folder(variant, None if native else (control, vl), 0, stages)
-    pipe, parts = DiffusionPipeline.from_pretrained(folder), Components(str(folder), image_positions=positions)
+    pipe, parts = DiffusionPipeline.from_pretrained(folder), EditModel(str(folder), image_positions=positions)
     if positions == "3d": restore_image_positions(pipe)
     pipe.set_progress_bar_config(disable=True)
     geometry = Geometry(control_area=control, vl_area=None if variant == "v1" else vl)
@@ -331,7 +332,7 @@ def test_firered_image_edit_is_read_as_2509(tmp_path):
     config = json.loads(path.read_text())
     del config["zero_cond_t"]
     path.write_text(json.dumps(config))
-    parts, image = Components(str(folder), variant="2509"), control_images()
+    parts, image = EditModel(str(folder), variant="2509"), control_images()
     assert parts.variant.name == "2509" and "FireRed" in parts.identity()["model"]
     ours, theirs = (edit(Encoder(p), p.get("transformer"), image, PROMPT, " ", 2, 1., width=96, height=64, geometry=rig("2509").geometry) for p in (parts, rig("2509").parts))
     looks(ours, theirs)

@@ -16,7 +16,8 @@ from qie_nb.encoding.encoder import Encoder, encode_prompt
 from qie_nb.evaluation.evaluate import evaluate
 from qie_nb.extras.diagnostics import swap_test
 from qie_nb.models import flow_matching
-from qie_nb.models.components import VARIANTS, Components
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import VARIANTS
 from qie_nb.models.flow_matching import img_shapes, pack_latents
 from qie_nb.models.variants.text_to_image import QWEN_IMAGE
 from qie_nb.planning.doctor import doctor
@@ -57,7 +58,7 @@ def run_settings(root, tmp_path, variant="2511", **sections):
 @torch.no_grad()
 @each_variant
 def test_embeddings_latents_and_prediction(variant):
-    pipe, parts = text_pipeline(variant), Components(str(tiny_folder(variant)))
+    pipe, parts = text_pipeline(variant), EditModel(str(tiny_folder(variant)))
     encoder, g = Encoder(parts), Geometry(**parts.areas)
     ours = [encode_prompt(encoder, p, [], g) for p in PROMPTS]
     theirs, mask = pipe.encode_prompt(PROMPTS)
@@ -76,7 +77,7 @@ def test_embeddings_latents_and_prediction(variant):
 
 @torch.no_grad()
 def test_long_prompts_end_where_the_pipeline_ends_them():
-    parts, long = Components(str(tiny_folder("2511"))), "a boat " * 1200
+    parts, long = EditModel(str(tiny_folder("2511"))), "a boat " * 1200
     ours = encode_prompt(Encoder(parts), long, [], Geometry(**parts.areas))
     assert len(ours) == 1024
     close(ours[None], text_pipeline("2511").encode_prompt([long])[0])
@@ -84,7 +85,7 @@ def test_long_prompts_end_where_the_pipeline_ends_them():
 
 @each_variant
 def test_images(variant):
-    pipe, parts = text_pipeline(variant), Components(str(tiny_folder(variant)))
+    pipe, parts = text_pipeline(variant), EditModel(str(tiny_folder(variant)))
     kw = dict(width=SIZE[0], height=SIZE[1], num_inference_steps=3, true_cfg_scale=4.)
     theirs = pipe(PROMPTS[1], negative_prompt=" ", generator=torch.Generator().manual_seed(5), output_type="np", **kw).images[0]
     ours = edit(Encoder(parts), parts.get("transformer"), None, PROMPTS[1], seed=5, **kw)
@@ -97,12 +98,12 @@ def test_images(variant):
 @each_variant
 def test_keys_with_and_without_an_image_differ(variant, mixed, tmp_path):
     data = ImageDataset(run_settings(mixed, tmp_path, variant)["data"] | dict(cache_dir=str(tmp_path/"cache")))
-    data.refresh(Components(str(tiny_folder(variant))).identity())
+    data.refresh(EditModel(str(tiny_folder(variant))).identity())
     pair, lone = data.keys(0), data.keys(1)
     assert data.samples[0].prompt == data.samples[1].prompt and not [n for n in lone if n.startswith("control")]
     for name in ("prompt_embed", "empty_prompt_embed"): assert pair[name].key != lone[name].key
     assert lone["empty_prompt_embed"] == data.keys(4)["empty_prompt_embed"] and lone["prompt_embed"].key != lone["empty_prompt_embed"].key
-    other = Components(str(tiny_folder(variant))).identity() | dict(text_template="another")
+    other = EditModel(str(tiny_folder(variant))).identity() | dict(text_template="another")
     data.refresh(other)
     assert data.keys(0) == pair and data.keys(1)["prompt_embed"] != lone["prompt_embed"]
 
@@ -110,8 +111,8 @@ def test_keys_with_and_without_an_image_differ(variant, mixed, tmp_path):
 def test_a_cache_of_an_older_version_is_read_whole(mixed, tmp_path, monkeypatch):
     for name in LONE: (mixed/"training_images"/f"{name}.png").unlink()
     with monkeypatch.context() as older:
-        real = Components.identity
-        older.setattr(Components, "identity", lambda self: {k: v for k, v in real(self).items() if k != "text_template"})
+        real = EditModel.identity
+        older.setattr(EditModel, "identity", lambda self: {k: v for k, v in real(self).items() if k != "text_template"})
         QwenImageEditTrainer(settings(mixed, tmp_path)).cache_embeddings()
     assert "text_template" not in (tmp_path/"cache"/"manifest.json").read_text()
     shutil.copy(mixed/"training_images"/"0000.png", mixed/"training_images"/"0001.png")
@@ -161,7 +162,7 @@ def test_held_out_samples_without_a_control_have_a_loss_and_images(mixed, tmp_pa
         t.fit()
         result = evaluate(t)
         losses.append(result["held_out_loss"])
-        assert result["held_out_pairs"] == 2 and len(result["pictures"]) == 2 and (t.modulation.table is not None) == table
+        assert result["held_out_pairs"] == 2 and len(result["pictures"]) == 2 and (t.modulation_table is not None) == table
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     capsys.readouterr()
     image = t.predict(None, "a boat", num_inference_steps=2, height=64, width=48)
@@ -176,7 +177,7 @@ def test_held_out_samples_without_a_control_have_a_loss_and_images(mixed, tmp_pa
 
 def test_a_control_costs_no_work_that_is_not_needed(mixed, tmp_path):
     data = ImageDataset(run_settings(mixed, tmp_path, data=dict(caption_dropout_rate=0.5))["data"] | dict(cache_dir=str(tmp_path/"cache")))
-    encoder = Encoder(Components(str(tiny_folder("2511"))), data.cache)
+    encoder = Encoder(EditModel(str(tiny_folder("2511"))), data.cache)
     data.refresh(encoder.identity)
     encoder.encode_missing(data, {i: data.missing(i) for i in (1, 4)})
     assert encoder.calls == dict(vae=2, prefix=0, text_encoder=3) # two prompts and one empty one

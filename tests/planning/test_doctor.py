@@ -13,7 +13,7 @@ from qie_nb import cli
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core.environment import Environment
-from qie_nb.models.components import Components
+from qie_nb.devices.edit_model import EditModel
 from qie_nb.planning import doctor as doctor_module
 from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, MachineInfo, TRIED, doctor, installed_gpus, runs_on, this_machine
 
@@ -114,7 +114,7 @@ def test_the_tiny_model_needs_no_gpu_and_no_network(check, tmp_path):
 # --- a cache of another model
 def cache_of(folder, **changes):
     "A configuration with a cache of the tiny model, or of one that differs from it."
-    EmbeddingCacheManager(folder).add_identity(Components("tiny").identity() | changes)
+    EmbeddingCacheManager(folder).add_identity(EditModel("tiny").identity() | changes)
     return dict(cache=dict(cache_dir=str(folder)), train=dict(mixed_precision="no"))
 
 

@@ -15,7 +15,8 @@ from qie_nb.data.samples import ONE_IMAGE
 from qie_nb.planning.cards import Gpu, plan
 from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products, fits_gpus
 from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
-from qie_nb.models.components import WHEN_NEEDED, Components
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import WHEN_NEEDED
 from qie_nb.models.loading import work_bytes
 from qie_nb.planning.facts import encoding_facts
 from qie_nb.planning.memory import REAL
@@ -259,7 +260,7 @@ def test_as_many_samples_are_encoded_at_once_as_fit():
     assert values("encode_batch", cache=dict(batch_size=7)) == on(7)
     assert plan_on("no GPU").encode_batch == Choice(1, "nothing is gained on cpu", "cache.batch_size")
     assert plan_on("T4").encode_batch is None, "the memory is read when something is encoded"
-    assert encoding_facts(Components("tiny"), dict(vae="cpu", text_encoder="cuda:0")).free == {}
+    assert encoding_facts(EditModel("tiny"), dict(vae="cpu", text_encoder="cuda:0")).free == {}
 
 
 def test_downloads_are_deleted_when_the_disk_is_too_small():

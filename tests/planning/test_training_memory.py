@@ -11,7 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from counted_step import LiveBytes, count_step, empty_step, empty_transformer
 from qie_nb.config import make_config
-from qie_nb.devices.block_swap import SLOTS
+from qie_nb.devices.strategies.block_swap import SLOTS
 from qie_nb.devices.compile import set_up
 from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.models.loading import component_bytes

@@ -52,11 +52,11 @@ def remembered():
 
     It only saves time; without it the values are the same."""
     from qie_nb.planning import memory, plan as run_plan
-    from qie_nb.training import run_modulation
+    from qie_nb.training import run_table
     with contextlib.ExitStack() as stack:
         for owner, name in (
                 (planning, "memory_of"), (planning, "step_work"), (planning, "step_seconds"),
-                (memory, "memory_of"), (run_plan, "memory_of"), (run_modulation, "empty_model")):
+                (memory, "memory_of"), (run_plan, "memory_of"), (run_table, "empty_model")):
             found = functools.lru_cache(maxsize=None)(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, found))
         decide = functools.lru_cache(maxsize=None)(memory.is_target)
@@ -192,16 +192,17 @@ class StandIn(torch.nn.Module):
         super().__init__()
         dropout = torch.nn.Dropout(trainer.config.model.lora.lora_dropout)
         self.transformer_blocks = torch.nn.ModuleList([torch.nn.Sequential(dropout)])
-        if trainer.modulation.fp16:
+        if trainer.components.fp16:
             self.fp16_stats = {}
 
 
 def run_of_blocks(trainer) -> dict:
     "How the trainer would run the transformer's blocks, and the dtype of the adapter's products."
-    from qie_nb.training import run_modulation as part
+    from qie_nb.devices import edit_model as part
     seen, tr = {}, StandIn(trainer)
     names = ("assert_float32", "prepare_distributed", "watch_attention", "set_up",
              "offload_checkpoint_inputs", "adapters_in_base_dtype")
+    from qie_nb.devices.strategies import offload
 
     def take(name):
         "A function that notes its arguments after the transformer, and returns the transformer."
@@ -212,11 +213,13 @@ def run_of_blocks(trainer) -> dict:
         return called
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(trainer.modulation, "transformer", always(tr)))
+        stack.enter_context(mock.patch.object(part.EditModel, "transformer", tr))
+        stack.enter_context(mock.patch.object(trainer, "setup_accelerator", always(None)))
+        stack.enter_context(mock.patch.object(trainer.data, "samples", range(40)))
         for name in names:
-            owner = part if hasattr(part, name) else part.lora
+            owner = next(o for o in (part, part.lora, offload) if hasattr(o, name))
             stack.enter_context(mock.patch.object(owner, name, take(name)))
-        said = printed(trainer.modulation.prepare_training, None, 40)
+        said = printed(trainer.prepare_model)
     return dict(checkpointing_and_compiled=seen["set_up"], said=said,
                 adapter_in_base_dtype=seen["adapters_in_base_dtype"],
                 inputs_offloaded="offload_checkpoint_inputs" in seen)
@@ -243,23 +246,23 @@ def attempt(function, *args):
 def trainer_facts(t) -> dict:
     "The decisions of a trainer that has loaded nothing."
     from qie_nb.training.run_processes import processes_to_start
-    parts, m = t.components, t.modulation
+    parts = t.components
     encoder = t.encoder()
     return dict(
-        device=str(t.device), dtype=str(t.weight_dtype), why=t.dtype_reason, fp16=m.fp16,
+        device=str(t.device), dtype=str(t.weight_dtype), why=t.dtype_reason, fp16=parts.fp16,
         quantize={k: parts.quantize.get(k) for k in ("transformer", "text_encoder")},
         checked=attempt(parts.check), offload=list(parts.offload),
         encoders=[str(t.vae_device), str(t.text_device)],
         encoder_batch=attempt(getattr, encoder, "batch_size"),
-        placement=getattr(parts.placements.get("transformer"), "why", "on its device"),
-        table=attempt(table_setting, m), layers_because=attempt(m.why_layers),
+        placement=parts.fixed_weights or "on its device",
+        table=attempt(table_setting, t.run_table), layers_because=attempt(t.run_table.why_layers),
         processes=attempt(processes_to_start, t), blocks=attempt(run_of_blocks, t))
 
 
-def table_setting(modulation):
+def table_setting(run_table):
     "When a table replaces the modulation layers, in the words of the setting."
     from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER
-    return {ALWAYS: True, IN_TRAINING: "auto", NEVER: False}[modulation.table_setting()]
+    return {ALWAYS: True, IN_TRAINING: "auto", NEVER: False}[run_table.setting()]
 
 
 def advice_for(config) -> list:
@@ -369,14 +372,14 @@ class ServedFolder:
 def deletes_shards(setting, kind, free, folder) -> bool:
     "Are the transformer's downloaded files deleted, with so many bytes free?"
     from qie_nb.models import components, hub
-    from qie_nb.models.components import Components
+    from qie_nb.devices.edit_model import EditModel
     from qie_nb.planning.decisions import choose_delete_shards
     setting = choose_delete_shards(setting).value
     served = ServedFolder(embedded_model(), Path(folder)/"hub", free)
     with mock.patch.object(hub, "HUB", served), \
          mock.patch.object(components, "free_bytes", always(free)), \
          mock.patch.dict(os.environ, QIE_NB_HOME=str(Path(folder)/"home")):
-        parts = Components("someone/model", quantize=dict(transformer=kind), release=setting)
+        parts = EditModel("someone/model", quantize=dict(transformer=kind), release=setting)
         return parts.deletes_shards("transformer")
 
 

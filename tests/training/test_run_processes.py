@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from qie_nb.devices.processes import Processes, ProcessEnded
 from qie_nb.lora.formats import lora_info
-from qie_nb.models import components
+from qie_nb.devices import edit_model
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
 
@@ -119,7 +119,7 @@ def compared(tmp_path_factory):
         trained = watched()
     with pytest.MonkeyPatch.context() as monkeypatch:
         def note(where, name, *_, **__): loaded.append(name)
-        on_call(monkeypatch, components, "load_component", note)
+        on_call(monkeypatch, edit_model, "load_component", note)
         two.save_lora(folder/"lora_two")
     reports["one"] = QwenImageEditTrainer(alone).cache_embeddings()
     one = QwenImageEditTrainer(alone).fit()

@@ -36,7 +36,7 @@ class PerfectTransformer(torch.nn.Module):
 def test_the_true_velocity_has_no_loss(variant, controls, pairs, tmp_path):
     trainer, batch = batch_of(pairs, tmp_path, variant, controls)
     B, C, _, h, w = batch["pixel_latent"].shape
-    trainer.components.loaded["transformer"] = PerfectTransformer(QwenImageEditPlusPipeline._pack_latents(batch["pixel_latent"], B, C, h, w))
+    trainer.components.adopt("transformer", PerfectTransformer(QwenImageEditPlusPipeline._pack_latents(batch["pixel_latent"], B, C, h, w)))
     assert trainer.training_step(batch).item() < 1e-6
 
 

@@ -208,15 +208,15 @@ def test_a_run_goes_on_after_memory_ran_out(where, changed, world, tmp_path, mon
 
 @pytest.mark.parametrize("part, lazily", [slow("vae", False), slow("text_encoder", False), ("text_encoder", True)])
 def test_memory_runs_out_in_an_encoder(part, lazily, world, tmp_path, monkeypatch):
-    from qie_nb.models.components import Components
-    booms, get = [], Components.get
+    from qie_nb.devices.edit_model import EditModel
+    booms, get = [], EditModel.get
     def get_(self, name, *a, **kw):
         new, module = name not in self.loaded, get(self, name, *a, **kw)
         if name == part and new and not booms:
             booms.append(Boom(40, ERRORS["new"]()))
             for m in module.modules(): m.register_forward_pre_hook(booms[0])
         return module
-    monkeypatch.setattr(Components, "get", get_)
+    monkeypatch.setattr(EditModel, "get", get_)
     t = world.trainer(tmp_path, cache=dict(cache_dir=str(tmp_path/"cache")))
     with pytest.raises(BaseException) as e: t.fit() if lazily else t.cache_embeddings()
     named = three_settings(e.value)

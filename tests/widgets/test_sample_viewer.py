@@ -19,7 +19,8 @@ from qie_nb.data.pair_checks import AGAIN, SWAPPED, UNCHANGED, alike, distance, 
 from qie_nb.data.samples import Sample
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.encoding.precompute import precompute
-from qie_nb.models.components import VARIANTS, Components
+from qie_nb.devices.edit_model import EditModel
+from qie_nb.models.components import VARIANTS
 from qie_nb.tiny.photos import crops, EDITS, make_pairs, photo_folder, PHOTOS
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.widgets.cache_status import StatusText, cache_status
@@ -38,7 +39,7 @@ def dataset(root, cache=None, **kw):
 
 
 def fill(ds, variant="2511", **which):
-    precompute(ds, Encoder(Components(str(tiny_folder(variant))), ds.cache), **which)
+    precompute(ds, Encoder(EditModel(str(tiny_folder(variant))), ds.cache), **which)
     return ds
 
 
@@ -411,7 +412,7 @@ def many(tmp_path):
     "1,000 samples on ten pairs of real files, and a cache with an identity and no entries."
     root = make_pairs(tmp_path/"set", "duotone", 10)
     base = dataset(root).samples
-    EmbeddingCacheManager(tmp_path/"cache").add_identity(Components(str(tiny_folder("2511"))).identity())
+    EmbeddingCacheManager(tmp_path/"cache").add_identity(EditModel(str(tiny_folder("2511"))).identity())
     samples = [Sample(f"{i:05}", base[i % 10].target, base[i % 10].controls, f"caption {i}") for i in range(1000)]
     return ImageDataset(dict(dataset_path=str(root), image_size=[64, 64], cache_dir=str(tmp_path/"cache")), samples=samples)
 

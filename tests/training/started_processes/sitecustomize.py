@@ -2,13 +2,13 @@
 import json, os
 
 if (rank := os.environ.get("RANK")) is not None and (out := os.environ.get("QIE_NB_WATCHED")):
-    from qie_nb.models import components
+    from qie_nb.devices import edit_model
     from qie_nb.training import step
 
     def tell(**what):
         with open(f"{out}/{rank}.jsonl", "a") as f: f.write(json.dumps(what) + "\n")
 
-    real_load, real_loss, calls = components.load_component, step.flow_matching_loss, []
+    real_load, real_loss, calls = edit_model.load_component, step.flow_matching_loss, []
 
     def load_component(folder, name, *a, **kw):
         tell(loads=name, alone="QIE_NB_TURNS" not in os.environ)
@@ -22,7 +22,7 @@ if (rank := os.environ.get("RANK")) is not None and (out := os.environ.get("QIE_
         if len(calls) == 4 and hasattr(model, "_get_ddp_logging_data"): tell(sent=sum(map(int, model._get_ddp_logging_data()["bucket_sizes"].split(","))))
         return real_loss(model, *a, **kw)
 
-    components.load_component, step.flow_matching_loss = load_component, flow_matching_loss
+    edit_model.load_component, step.flow_matching_loss = load_component, flow_matching_loss
 
     from qie_nb.training.step import StepBatches
     real_init = StepBatches.__init__
