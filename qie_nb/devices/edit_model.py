@@ -146,9 +146,9 @@ class EditModel(Components):
     def _load_once(self, name):
         "Load a component as it is set, unless it is loaded."
         if name in self._loaded: return
-        self.check(name)
         if name == "transformer":
             self._place_weights()
+        self.check(name)
         device = self.device_for(name)
         offloaded = name in self.offload
         kind = self.quantize.get(name)
