@@ -1,14 +1,18 @@
 """The trainer is made of parts that work without it, and only `trainer` changes it."""
 import ast, inspect
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import settings
+from PIL import Image
+
+from helpers import OnStep, settings
 from qie_nb.config import make_config
 from qie_nb.core import choice
 from qie_nb.devices.edit_model import EditModel
+from qie_nb.planning.plan import make_plan
 from qie_nb.predict import Predictor
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -103,3 +107,29 @@ def test_fit_shows_its_plan_once(trained_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("IPython.display.display", shown.append)
     choice.show_plan(t.plan)
     assert shown[0].data.startswith("<details><summary>the plan of this run</summary><table") and not capsys.readouterr().out
+
+
+def test_the_plan_is_made_again_after_load_lora_and_in_the_middle_of_a_run(trained_run, tmp_path):
+    seen = []
+
+    def look(t):
+        "Predict in the middle of the run, and keep the plans and placements around it."
+        before, plan = t.placement, t.plan
+        t.predict(Image.new("RGB", (32, 32)), "invert", num_inference_steps=2)
+        first = t.placement
+        t.predict(Image.new("RGB", (32, 32)), "invert", num_inference_steps=2)
+        seen.append((before, first, t.placement, plan, repr(plan), t.plan))
+    t = QwenImageEditTrainer(trained_run.settings(tmp_path, train=dict(max_train_steps=1, eval_steps=None, save_steps=None)), callbacks=[OnStep(look)])
+    early = t.plan
+    shown = repr(early)
+    t.fit()
+    (before, first, second, plan, text, after), = seen
+    assert before is None and first is not second and repr(first) == repr(second), "each prediction in a run is planned with the memory of that moment"
+    assert repr(plan) == text and after is not plan and after == plan == make_plan(*t.planner.facts)
+    assert plan != early and repr(early) == shown, "the run has learned its steps and what its blocks are like"
+    file = t.save_lora(tmp_path/"lora")
+    other = QwenImageEditTrainer(trained_run.settings(tmp_path/"other", train=dict(max_train_steps=1)))
+    fresh = other.plan
+    other.load_lora(file)
+    assert other.plan is not fresh and other.plan == make_plan(*other.planner.facts)
+    with pytest.raises(FrozenInstanceError): fresh.device = other.plan.device

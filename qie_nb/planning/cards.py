@@ -14,6 +14,7 @@ import torch, yaml
 from fastcore.basics import patch
 
 from ..config import Config, make_config
+from ..core.choice import Plan
 from ..core.display import note, table_html, text_table
 from ..core.presets import GPU_GIB, MODEL, NO_BF16, first_steps
 from ..devices.strategies.ways import used_by
@@ -149,6 +150,7 @@ class GpuPlan:
     controls: int = 1 # of a pair
 
     host: float = math.inf # bytes of host memory
+    run: Plan = None # as configured, on a machine with this GPU
 
     def fits(self, m:Memory) -> bool:
         "Does a strategy fit the GPUs?"
@@ -338,7 +340,8 @@ def plan(
     quantize = stored or quantize
     samples = (c.train.max_train_steps or 800) * c.data.batch_size * c.train.gradient_accumulation_steps
     if type(c.train.num_processes) is int: samples *= c.train.num_processes
-    out = GpuPlan(gpu, memory_of(q), [], None, {}, [], [], samples, controls, HOST_SHARE * host_bytes(gpu))
+    out = GpuPlan(gpu, memory_of(q), [], None, {}, [], [], samples, controls,
+                  HOST_SHARE * host_bytes(gpu), run)
     kinds = None if quantize is None else (parse_quantization(quantize),)
     out.tried = [memory_of(s) for s in strategies(open_query, gpu, kinds)] if gpu else []
     out.chosen = next(filter(out.fits, out.tried), None)

@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from ..config import Config, make_config
+from ..core.choice import Plan
 from ..core.display import note, table_html
 from ..core.environment import Environment, detect_environment, online
 from ..core.files import free_bytes
@@ -24,7 +25,6 @@ from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory import block_bytes, memory_query, model_facts, parameters
-from .decisions import choose_hours
 from .facts import GpuInfo, Machine, installed_gpus
 from .cards import first_kind, plan
 from .plan import PlanFacts, first_that_fits, make_plan, named_model
@@ -233,10 +233,13 @@ def position_findings(m:MachineInfo, c:Config=None) -> list:
                     "`model.image_positions` to 3d, unless the LoRA will only be used in such a pipeline")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #f58fd26f
+def _run(m:MachineInfo, c:Config=None) -> Plan:
+    "The plan of a run, as far as it is known before a model is looked at."
+    return make_plan(make_config(c), m.facts())
+
 def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a cache manifest
-    name, precision = c.model.pretrained_model_name_or_path, c.train.mixed_precision
-    if precision == "auto": precision = "bf16" if all(g.bf16 for g in m.gpus) else "fp16"
-    out = dict(dtype="bfloat16" if precision == "bf16" else "float32")
+    name = c.model.pretrained_model_name_or_path
+    out = dict(dtype=_run(m, c).dtype.value)
     if not is_local(name):
         marked = variant_marked(name)
         return out | dict(model=Path(name).name) | (dict(variant=marked.name) if marked else {})
@@ -342,7 +345,7 @@ def environment_findings(m:MachineInfo, c:Config=None) -> list:
     e = m.environment
     parts = filter(None, (e.name, e.run, "" if e.is_interactive else "not interactive"))
     out = [Finding("environment", ", ".join(parts))]
-    hours = choose_hours(make_config(c).train.max_hours, m.facts())
+    hours = _run(m, c).hours
     if hours.value:
         left = (hours.value.end(time.time()) - time.time()) / 3600
         late = ("warning", "start a new session and continue from this one's output") if left < 1 else ()
@@ -456,7 +459,7 @@ def _plan(c, m):
 
 # %% ../../nbs/planning/04_doctor.ipynb #48085701
 def _disk(c, m):
-    base_bytes = 4 if c.train.mixed_precision == "auto" and not all(g.bf16 for g in m.gpus) else None
+    base_bytes = 4 if _run(m, c).dtype.value == "float32" else 2
     try: return replace(disk_plan(c, m.environment, base_bytes=base_bytes), free=m.free)
     except (ValueError, OSError): return None # data set; another finding reports it
 

@@ -6,8 +6,8 @@ import pytest
 from qie_nb.config import make_config
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.devices.strategies.ways import STRATEGIES, Strategy, asked_for, in_order, used_by
-from qie_nb.planning.memory_query import block_bytes, memory_query, stream_tokens
-from qie_nb.planning.training_memory import memory_of
+from qie_nb.planning.memory import block_bytes, memory_query, stream_tokens
+from qie_nb.planning.memory import memory_of
 from qie_nb.tiny.random_models import tiny_folder
 
 WAYS = {
