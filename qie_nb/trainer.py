@@ -712,6 +712,7 @@ class QwenImageEditTrainer:
     def quantize(self, value):
         self._quantize = value
         self.components.set_quantization("transformer", value)
+        self.planner.learn(quantize=self.components.quantize["transformer"])
 
     @property
     def modulation_table(self):

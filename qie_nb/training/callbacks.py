@@ -135,7 +135,7 @@ class PrintedOnce:
         self.texts = set()
 
     def first(self, text:str) -> bool:
-        "Is this the first time that somebody asks for a text?"
+        "Is this the first call with a text?"
         new = text not in self.texts
         self.texts.add(text)
         return new
