@@ -234,7 +234,7 @@ def position_findings(m:MachineInfo, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #f58fd26f
 def _run(m:MachineInfo, c:Config=None) -> Plan:
-    "The plan of a run, as far as it is known before a model is looked at."
+    "The plan of a run, as far as it is known without the model."
     return make_plan(make_config(c), m.facts())
 
 def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a cache manifest
