@@ -21,6 +21,7 @@ import torch
 from fastcore.basics import patch
 from PIL import Image
 
+from qie_nb.config import LoggingSection
 from qie_nb.core.files import write_atomic
 from qie_nb.core.display import Progress, is_interactive, kernel, short_time
 from qie_nb.data.batches import Batch
@@ -298,19 +299,22 @@ def check_log(
         check_tracker(name)
 
 # %% ../nbs/03_logging.ipynb #228a2d01
-def progress_callback(config) -> Callback:
-    panel = config.logging.panel
-    if not panel or panel == "auto" and not (kernel() and is_interactive()): return ProgressCallback()
-    return TrainingPanel()
+def progress_callback(logging:LoggingSection) -> Callback:
+    "The panel in a live notebook, else lines."
+    panel = logging.panel
+    if panel == "auto":
+        panel = kernel() and is_interactive()
+    return TrainingPanel() if panel else ProgressCallback()
 
-def logging_callbacks(config) -> list:
-    to = config.logging.report_to
+def logging_callbacks(logging:LoggingSection) -> list: # of `Callback`
+    "What writes and shows the numbers of a run."
+    to = logging.report_to
     names = [n for n in dict.fromkeys([to] if isinstance(to, str) else to or ()) if n != "none"]
     for n in names:
-        check_log(n, config.logging.log_dir)
+        check_log(n, logging.log_dir)
     sinks = [SINKS[n]() if n in SINKS else Tracker(n) for n in names]
     logs = [LogCallback(sinks)] if sinks else []
-    return [CSVCallback(), *logs, progress_callback(config)]
+    return [CSVCallback(), *logs, progress_callback(logging)]
 
 # %% ../nbs/03_logging.ipynb #228a2d02
 class OpenPanel(Callback):
@@ -339,6 +343,7 @@ class Reporter(Callback):
         self.told = time.time()
         self.notebook.send(work=work_message(s), eval_seconds=s.eval_seconds)
 
-def panel_of(config): # `TrainingPanel`, or None: then the first of several processes prints
-    shown = progress_callback(config)
+def panel_of(logging:LoggingSection) -> TrainingPanel: # None: then the first of several processes prints
+    "The panel of a run that other processes train."
+    shown = progress_callback(logging)
     return shown if isinstance(shown, TrainingPanel) else None

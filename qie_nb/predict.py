@@ -54,7 +54,7 @@ class Predictor:
     "Edits images; components are placed by `predict.devices`, `predict.offload` and free memory."
     def __init__(self,
         components, # `EditModel`
-        config=None, # `PredictSection`
+        config:PredictSection=None,
         geometry=None, # function that returns the `Geometry`; default the model's own sizes
         adapters=None, # `RunAdapters`
         data=None, # `RunData`, for `predict_cached`

@@ -183,7 +183,7 @@ def fit_in_processes(trainer:"QwenImageEditTrainer", n:int):
     trainer.started = False
     trainer.components.drop_all() # the processes need the memory
     show_plan_once(trainer)
-    train_in_processes(trainer, n, panel_of(trainer.config), again)
+    train_in_processes(trainer, n, panel_of(trainer.config.logging), again)
 
 # %% ../nbs/01_trainer.ipynb #0c1e9302
 class QwenImageEditTrainer:
@@ -401,7 +401,7 @@ class QwenImageEditTrainer:
         "The callbacks of every run, in the order in which they are called; yours follow."
         from qie_nb.evaluation.evaluate import EvaluationCallback
         from qie_nb.logging import OpenPanel, logging_callbacks
-        logs = logging_callbacks(self.config) if self.is_main else []
+        logs = logging_callbacks(self.config.logging) if self.is_main else []
         if self.reporter is not None:
             if self.reporter.panel: logs = logs[:-1]
             logs = [*logs, self.reporter]

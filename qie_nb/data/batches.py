@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from ..cache import stable_seed
+from ..config import DataSection
 from .images import Geometry
 from .samples import load_images
 
@@ -86,7 +87,7 @@ def as_seen(control, geometry:Geometry=None) -> np.ndarray: # uint8 [H, W, 3]
 # %% ../../nbs/data/05_batches.ipynb #21812501
 class Batch(dict):
     "A batch, which can load its images even if its latents came from the cache."
-    def __init__(self, items, geometry=None, config=None, **kw):
+    def __init__(self, items, geometry=None, config:DataSection=None, **kw):
         super().__init__(items, **kw)
         self.geometry, self.config = geometry, config # of the data set
 
@@ -120,7 +121,7 @@ def stack_masks(samples:list) -> torch.Tensor: # [B, 1, h, w] float32, weights i
 # %% ../../nbs/data/05_batches.ipynb #c46bb801
 def collate(
     samples:list, # items of an `ImageDataset`
-    geometry:Geometry=None, config=None, # of the data set
+    geometry:Geometry=None, config:DataSection=None, # of the data set
 ) -> Batch:
     "Stack samples: latents and a list of embeddings if all are cached, else lists of images."
     out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")}

@@ -364,17 +364,20 @@ def split_held_out(
     return sides
 
 # %% ../../nbs/data/03_samples.ipynb #7b8a6f01
-def samples_of(config) -> list: # of `Sample`
-    "`train.samples`, checked. Raises FileNotFoundError or ValueError."
+def samples_of(
+    wanted:list, # `train.samples`
+    trigger_word:str="", # `data.trigger_word`
+) -> list: # of `Sample`
+    "The user's own samples, checked. Raises FileNotFoundError or ValueError."
     out = []
-    for n, s in enumerate(config.train.samples, 1):
+    for n, s in enumerate(wanted, 1):
         images = tuple(home_path(p) for p in ([s.image] if isinstance(s.image, str) else s.image))
         for p in images:
             if not p.is_file():
                 raise FileNotFoundError(f"`train.samples` {n}: image {str(p)!r} does not exist; correct its "
                                         "path, or remove the sample")
             open_image(p) # raises for a broken one
-        prompt = add_trigger(s.prompt, config.data.trigger_word)
+        prompt = add_trigger(s.prompt, trigger_word)
         out.append(Sample(f"sample {n} {images[0].stem}", images[0], images, prompt))
     return out
 

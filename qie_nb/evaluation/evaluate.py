@@ -179,7 +179,7 @@ class EvaluationCallback(Callback):
     ):
         c = config.train
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
-        samples_of(config) # raises for a missing file
+        samples_of(config.train.samples, config.data.trigger_word) # raises for a missing file
         eval_sampling(config, sharded) # the same
         self.history, self.at, self.pace = History(), 0, None # at: the last evaluated step
         self.checked, self.uses_controls = False, True # after a step of this session; by the last check

@@ -123,7 +123,7 @@ def kohya_alpha(config:dict, layer:str) -> float: # config: peft's settings
     return alpha * math.sqrt(r) if config.get("use_rslora") else alpha
 
 # %% ../../nbs/lora/00_formats.ipynb #c7363b4b
-def _agrees(config, layers): # are the header's settings complete and those of the tensors?
+def _agrees(config:dict, layers:dict) -> bool: # are the header's settings complete and those of the tensors?
     alphas = {n: p["alpha"].float() for n, p in layers.items() if "alpha" in p}
     return {"r", "lora_alpha"} <= config.keys() and all(
         torch.tensor(float(kohya_alpha(config, n))) == a for n, a in alphas.items())

@@ -7,7 +7,7 @@ __all__ = ['LOSS_WEIGHTINGS', 'edit_mask', 'add_loss_weighting', 'loss_weighting
 
 # %% ../../nbs/models/04_flow_matching.ipynb #48f12cfa
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 import torch
@@ -57,7 +57,7 @@ def sample_noise(seeds, shape) -> torch.Tensor: # [B, *shape] float32, on the CP
 # %% ../../nbs/models/04_flow_matching.ipynb #33065286
 def calculate_mu(
     tokens:int, # packed tokens of the target alone
-    config, # of the scheduler, a mapping
+    config:Mapping, # of the scheduler
 ) -> float:
     "Logarithm of the shift, linear in the tokens, by diffusers' `calculate_shift`."
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift

@@ -338,7 +338,7 @@ def data_findings(c:Config) -> list: # the pairs, the validation pairs and the u
     return [*of("data set", named, lambda: config_samples(data), True),
             *of("validation pairs", path, lambda: config_samples(data, path)),
             *of("samples", own and f"{len(own)} in train.samples",
-                lambda: Samples(samples_of(c), "train.samples"))]
+                lambda: Samples(samples_of(own, data.trigger_word), "train.samples"))]
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:

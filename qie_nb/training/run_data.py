@@ -222,7 +222,7 @@ class RunData:
 
     def eval_data(self) -> ImageDataset: # or None
         "The images and prompts of `train.samples`; the first image stands for the target."
-        samples = samples_of(self.config)
+        samples = samples_of(self.config.train.samples, self.config.data.trigger_word)
         if not samples: return None
         # above 0, so that the empty prompt is cached, too; no caption is dropped
         data = self.config.data.model_copy(update=_JUDGED | dict(caption_dropout_rate=1e-15))
@@ -285,7 +285,8 @@ class RunData:
         cluster:object=None, # `RayCluster` whose machines encode
     ): # `Report`
         "Precompute latents, prompt embeddings and the modulation table into the cache."
-        c, extra = self.config, samples_of(self.config)
+        c = self.config
+        extra = samples_of(c.train.samples, c.data.trigger_word)
         dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
         if dataset.cache is None: dataset.cache = self.open_cache()
         if dataset.cache is None:

@@ -546,7 +546,7 @@ def test_own_prompts_get_the_trigger_word(tmp_path):
     Image.new("RGB", (48, 32)).save(tmp_path/"x.png")
     samples = [dict(image=str(tmp_path/"x.png"), prompt=p) for p in ("[trigger] make it red", "make it blue", "zxc as it is")]
     c = make_config(dict(data=dict(trigger_word="zxc"), train=dict(samples=samples)))
-    assert [s.prompt for s in samples_of(c)] == ["zxc make it red", "zxc, make it blue", "zxc as it is"]
+    assert [s.prompt for s in samples_of(c.train.samples, c.data.trigger_word)] == ["zxc make it red", "zxc, make it blue", "zxc as it is"]
 
 
 def test_own_images_are_edited_from_before_the_first_step(world, tmp_path, built):

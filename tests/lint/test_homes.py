@@ -58,3 +58,41 @@ def test_at_most_six_modules_take_the_data_set_between_precompute_and_the_encode
     takes = [where for where, text in texts.items() if where.startswith(rooms) and "dataset" in parameters(text)]
     assert parameters("def f(a, *, b): return lambda c: a") == {"a", "b", "c"}
     assert "encoding/jobs.py" in takes and len(takes) <= 6, takes
+
+
+# --- the configuration
+TAKES_THE_CONFIGURATION = { # outside planning; any other module takes the section, or the settings, that it is about
+    "config.py": "makes and writes it",
+    "core/environment.py": "finds the caches and checkpoints that fit one",
+    "data/dataset.py": "a public name: a data set of a configuration",
+    "devices/edit_model.py": "the model that a configuration names",
+    "evaluation/eval_images.py": "how a run's images are sampled: the schedule, and whether its LoRA fits the model",
+    "evaluation/evaluate.py": "what a run evaluates",
+    "lora/model_card.py": "the settings that a card shows",
+    "tiny/demo.py": "the demo's own run",
+    "trainer.py": "the run",
+    "training/callbacks.py": "a planner for a part without a trainer",
+    "training/resume.py": "compares it with a checkpoint's",
+    "training/run_adapters.py": "a part of the run",
+    "training/run_data.py": "a part of the run",
+    "training/run_table.py": "a part of the run",
+}
+
+
+def takes_the_configuration(text:str) -> bool:
+    "Has a function a parameter `config` that may be the whole configuration, not a mapping or a section?"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                kind = ast.unparse(arg.annotation) if arg.annotation else "Config"
+                if arg.arg == "config" and ("Config" in kind or kind == "object"):
+                    return True
+    return False
+
+
+def test_the_configuration_is_handed_to_planning_and_to_what_is_about_it():
+    texts = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
+    found = {where for where, text in texts.items() if takes_the_configuration(text) and not where.startswith(("planning/", "extras/"))}
+    assert found == TAKES_THE_CONFIGURATION.keys(), found ^ TAKES_THE_CONFIGURATION.keys()
+    assert takes_the_configuration("def f(config): pass") and takes_the_configuration("def f(x, config:Config|dict=None): pass")
+    assert not takes_the_configuration("def f(config:dict): pass") and not takes_the_configuration("def f(config:LoggingSection): pass")

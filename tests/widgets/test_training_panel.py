@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qie_nb.training.callbacks import EvalImage, EvalWork, RunState
-from qie_nb.config import Config
+from qie_nb.config import Config, LoggingSection
 from qie_nb.logging import ProgressCallback, progress_callback
 from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
 from qie_nb.core.display import Progress, VIEW
@@ -104,7 +104,7 @@ def test_failing_panel_does_not_end_the_run(tmp_path, is_interactive, monkeypatc
 def test_when_the_panel_is_used(asked, looked_at, wanted, monkeypatch):
     monkeypatch.setattr("qie_nb.logging.kernel", lambda: object())
     monkeypatch.setattr("qie_nb.logging.is_interactive", lambda: looked_at)
-    assert type(progress_callback(Config(logging=dict(panel=asked)))) is (TrainingPanel if wanted else ProgressCallback)
+    assert type(progress_callback(LoggingSection(panel=asked))) is (TrainingPanel if wanted else ProgressCallback)
 
 
 def test_losses_are_read_at_logged_steps(tmp_path):
