@@ -170,8 +170,8 @@ def test_a_preview_shows_the_image_and_changes_nothing(capsys):
 
 
 def test_a_live_notebook_gets_one_image_that_changes(monkeypatch):
-    monkeypatch.setattr(preview, "kernel", lambda: 1)
-    monkeypatch.setattr(preview, "is_interactive", lambda: True)
+    monkeypatch.setattr(denoising, "kernel", lambda: 1)
+    monkeypatch.setattr(denoising, "is_interactive", lambda: True)
     monkeypatch.setattr("IPython.display.display", display := mock.Mock())
     ready().predict(images(1)[0], PROMPTS, preview=1, progress=False, **SMALL)
     assert display.call_count == 1 and display.return_value.update.call_count == 3, "one output for both edits of two steps"

@@ -125,88 +125,6 @@ def added_lora(
         with torch.compiler.set_stance("force_eager"): yield # compiled blocks know only the trained adapter
     finally: remove_loras(transformer, [name])
 
-# %% ../../nbs/evaluation/01_eval_images.ipynb #08787256
-@dataclass
-class EvalCase:
-    "The frozen inputs of one evaluation image, on the CPU."
-    name: str         # of the file, without suffix
-    caption: str
-    shape: tuple      # of the latent: (C, 1, h, w)
-    controls: list    # of [1, C, 1, h, w]
-    cond: object      # [1, L, D] embedding of the prompt
-    uncond: object    # of the empty prompt, or None: no guidance
-    shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
-    control: object = None # the first control image at the edit's size, uint8 [H, W, 3], or None
-    pair: object = None # `Alignment` of target and control, or None
-
-# %% ../../nbs/evaluation/01_eval_images.ipynb #08787201
-def file_name(text:str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
-
-def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
-    images = images or [Image.new("RGB", (height, height), "white")] # text-to-image
-    size = lambda p: (max(1, round(p.width * height / p.height)), height)
-    return np.concatenate([np.asarray(p.resize(size(p))) for p in images], 1)
-
-def printable_text(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
-
-# %% ../../nbs/evaluation/01_eval_images.ipynb #08787202
-def pair_cases(
-    trainer,
-    dataset, # `ImageDataset`
-    n:int, # number of pairs
-    guidance:bool=True, # is the empty prompt needed?
-    own:bool=False, # `train.samples`, which have no target?
-) -> list: # of `EvalCase`
-    "Pairs to edit, spread over the data set."
-    last, cases = len(dataset) - 1, []
-    chosen = sorted(set(np.linspace(0, last, min(n, last + 1)).round().astype(int).tolist())) if n else []
-    for k, i in enumerate(chosen):
-        s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i, guidance)
-        shown = side_by_side(images["control"], len(images["image"])), images["image"]
-        name = file_name(s.id) if own else f"{k:02}_{file_name(s.id)}"
-        control = at_size(images["control"][0], images["image"]) if images["control"] else None
-        pair = None if own or control is None else measure_alignment(control, images["image"])
-        cases.append(EvalCase(name, s.prompt, got.shape, got.controls, got.cond, got.uncond,
-                              shown[:1] if own else shown, control, pair))
-    return cases
-
-# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c788
-def style_cases(
-    trainer,
-    styles:dict, # from `find_styles`
-) -> list: # of `EvalCase`
-    "Every style's image with every other style's instruction."
-    encoder = trainer.encoder(None, trainer.vae_device, trainer.text_device, exact=True)
-    geometry, cases = replace(trainer.geometry(), crop=False), []
-    for a in styles:
-        prompts = {b: prompt for b, (_, prompt) in styles.items() if b != a}
-        edits = make_edits(trainer.components, geometry, styles[a][0], list(prompts.values()))
-        shown = side_by_side(edits[0].images, edits[0].size[1]),
-        control = np.asarray(edits[0].images[0].resize(edits[0].size, Image.Resampling.LANCZOS))
-        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond, shown, control)
-                  for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
-    return cases
-
-# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c702
-def eval_cases(
-    trainer,
-    styles:dict=None, # from `find_styles`
-) -> list: # of `EvalCase`
-    "The run's evaluation images, encoded at the first call."
-    data = trainer.held_out if is_available(trainer.components, "vae") else None
-    n, own = trainer.config.train.eval_images, trainer.config.train.samples
-    ids = [s.id for s in data.samples] if data else ()
-    guidance = eval_sampling(trainer.config).true_cfg_scale > 1
-    key = repr((n if data else 0, ids, styles, own, trainer.geometry(), guidance))
-    if trainer.data.eval_cases[0] != key:
-        with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
-            cases = pair_cases(trainer, data, n, guidance) if data else []
-            if own: cases += pair_cases(trainer, trainer.data.eval_data(), len(own), guidance, own=True)
-            if styles: cases += style_cases(trainer, styles)
-        trainer.data.eval_cases = key, cases
-    return trainer.data.eval_cases[1]
-
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10006
 def box_mean(
     a, # [H, W]
@@ -349,6 +267,88 @@ def say_drift(
 
 def _place_text(found) -> str: # of `notable`
     return short_text({k: v for k, v in zip(PLACE, found) if v is not None})
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #08787256
+@dataclass
+class EvalCase:
+    "The frozen inputs of one evaluation image, on the CPU."
+    name: str         # of the file, without suffix
+    caption: str
+    shape: tuple      # of the latent: (C, 1, h, w)
+    controls: list    # of [1, C, 1, h, w]
+    cond: object      # [1, L, D] embedding of the prompt
+    uncond: object    # of the empty prompt, or None: no guidance
+    shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
+    control: object = None # the first control image at the edit's size, uint8 [H, W, 3], or None
+    pair: object = None # `Alignment` of target and control, or None
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #08787201
+def file_name(text:str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
+
+def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
+    images = images or [Image.new("RGB", (height, height), "white")] # text-to-image
+    size = lambda p: (max(1, round(p.width * height / p.height)), height)
+    return np.concatenate([np.asarray(p.resize(size(p))) for p in images], 1)
+
+def printable_text(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #08787202
+def pair_cases(
+    trainer,
+    dataset, # `ImageDataset`
+    n:int, # number of pairs
+    guidance:bool=True, # is the empty prompt needed?
+    own:bool=False, # `train.samples`, which have no target?
+) -> list: # of `EvalCase`
+    "Pairs to edit, spread over the data set."
+    last, cases = len(dataset) - 1, []
+    chosen = sorted(set(np.linspace(0, last, min(n, last + 1)).round().astype(int).tolist())) if n else []
+    for k, i in enumerate(chosen):
+        s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i, guidance)
+        shown = side_by_side(images["control"], len(images["image"])), images["image"]
+        name = file_name(s.id) if own else f"{k:02}_{file_name(s.id)}"
+        control = at_size(images["control"][0], images["image"]) if images["control"] else None
+        pair = None if own or control is None else measure_alignment(control, images["image"])
+        cases.append(EvalCase(name, s.prompt, got.shape, got.controls, got.cond, got.uncond,
+                              shown[:1] if own else shown, control, pair))
+    return cases
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c788
+def style_cases(
+    trainer,
+    styles:dict, # from `find_styles`
+) -> list: # of `EvalCase`
+    "Every style's image with every other style's instruction."
+    encoder = trainer.encoder(None, trainer.vae_device, trainer.text_device, exact=True)
+    geometry, cases = replace(trainer.geometry(), crop=False), []
+    for a in styles:
+        prompts = {b: prompt for b, (_, prompt) in styles.items() if b != a}
+        edits = make_edits(trainer.components, geometry, styles[a][0], list(prompts.values()))
+        shown = side_by_side(edits[0].images, edits[0].size[1]),
+        control = np.asarray(edits[0].images[0].resize(edits[0].size, Image.Resampling.LANCZOS))
+        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond, shown, control)
+                  for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
+    return cases
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c702
+def eval_cases(
+    trainer,
+    styles:dict=None, # from `find_styles`
+) -> list: # of `EvalCase`
+    "The run's evaluation images, encoded at the first call."
+    data = trainer.held_out if is_available(trainer.components, "vae") else None
+    n, own = trainer.config.train.eval_images, trainer.config.train.samples
+    ids = [s.id for s in data.samples] if data else ()
+    guidance = eval_sampling(trainer.config).true_cfg_scale > 1
+    key = repr((n if data else 0, ids, styles, own, trainer.geometry(), guidance))
+    if trainer.data.eval_cases[0] != key:
+        with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
+            cases = pair_cases(trainer, data, n, guidance) if data else []
+            if own: cases += pair_cases(trainer, trainer.data.eval_data(), len(own), guidance, own=True)
+            if styles: cases += style_cases(trainer, styles)
+        trainer.data.eval_cases = key, cases
+    return trainer.data.eval_cases[1]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
 def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure

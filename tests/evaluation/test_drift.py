@@ -83,7 +83,7 @@ def test_the_region_is_where_control_and_target_differ(scene):
 
 def test_what_cannot_be_told_is_left_out(scene, monkeypatch):
     control, target, _ = scene
-    monkeypatch.setattr(drift, "measure_alignment", lambda *a: None)
+    monkeypatch.setattr(eval_images, "measure_alignment", lambda *a: None)
     assert drift_of(target, control) == {} and set(drift_of(target, control, target)) == {*COLUMNS[2:]}
     assert set(drift_of(target, control, 255 - control)) == {"inside_error", "detail_ratio"}, "an edit of the whole image has no outside"
     assert set(drift_of(target, None, target)) == {"detail_ratio"}, "text-to-image"
