@@ -51,7 +51,7 @@ def scenes(n, size=SIZE, margin=MARGIN, seed=0): # (control, target, target with
 
 
 def columns(n=12) -> dict: # {kind: {column: {median, min, max, told}}}
-    from qie_nb.evaluation.drift import COLUMNS, drift_of
+    from qie_nb.evaluation.eval_images import COLUMNS, drift_of
     rows = {k: [] for k in KINDS}
     for control, target, edited in scenes(n):
         for kind, image in made_of(edited).items(): rows[kind].append(drift_of(image, control, target))
@@ -61,7 +61,7 @@ def columns(n=12) -> dict: # {kind: {column: {median, min, max, told}}}
 
 def seconds() -> dict: # of the processor, which other work on the machine does not change
     "What measuring one image takes, in the middle of five."
-    from qie_nb.evaluation.drift import drift_of
+    from qie_nb.evaluation.eval_images import drift_of
     out = {}
     for side in (512, 1024):
         times, (control, target, _) = [], next(scenes(2, (side, side)))
@@ -111,7 +111,7 @@ def true_shift(control, edit, result, most=5, step=0.25) -> float: # pixels to t
 def run(out, edit, arm, seed, steps=STEPS) -> dict:
     "One training and the edits of the held-out photographs by it."
     from qie_nb.data.alignment_check import align_pairs
-    from qie_nb.evaluation.drift import drift_of
+    from qie_nb.evaluation.eval_images import drift_of
     from qie_nb.tiny.photos import EDITS
     from qie_nb.trainer import QwenImageEditTrainer
     edit, began = EDITS[edit], time.time()

@@ -86,7 +86,7 @@ def errors(trainer, dataset, true, regions, sampling_steps) -> dict:
 
 def prepare(out, edit, crops): # (trainer, judged data set, true images, regions, mean of the masks)
     from qie_nb.data.samples import find_samples
-    from qie_nb.tiny.demo import truths
+    from qie_nb.tiny.photos import truths
     from qie_nb.trainer import QwenImageEditTrainer
     make(out/f"data_{edit}", edit, PAIRS, 0, "train")
     regions = make(out/f"judge_{edit}", edit, crops, 2, "held_out")

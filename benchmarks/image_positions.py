@@ -16,8 +16,7 @@ import numpy as np
 from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset, find_samples
 from qie_nb.models.variants.text_to_image import installed_positions
-from qie_nb.tiny.demo import SEEDS, answers, demo_config, errors, truths
-from qie_nb.tiny.photos import make_pairs
+from qie_nb.tiny.photos import SEEDS, answers, demo_config, errors, truths, make_pairs
 from qie_nb.trainer import QwenImageEditTrainer
 
 OUT = Path(__file__).parent/"results"/"image_positions.json"

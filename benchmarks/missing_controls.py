@@ -14,8 +14,7 @@ import numpy as np
 
 from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset, find_samples
-from qie_nb.tiny.demo import EDIT, SEEDS, answers, demo_config, errors, truths, write_pairs
-from qie_nb.tiny.photos import PHOTOS, make_pairs
+from qie_nb.tiny.photos import EDIT, SEEDS, answers, demo_config, errors, truths, write_pairs, PHOTOS, make_pairs
 from qie_nb.trainer import QwenImageEditTrainer
 
 OUT = Path(__file__).parent/"results"/"missing_controls.json"

@@ -39,7 +39,7 @@ def configuration(root, mode, a):
         base = dict(model=dict(pretrained_model_name_or_path=str(root/"model"), lora=dict(r=16, lora_alpha=16)), data=dict(dataset_path=str(root/"data"), image_size=[1024, 1024], batch_size=1),
                     train=dict(device="cuda", mixed_precision="bf16", gradient_checkpointing=True), optimizer={}, lr_scheduler={})
     else:
-        from qie_nb.tiny.demo import demo_config
+        from qie_nb.tiny.photos import demo_config
         base = demo_config(root, 1)
         del base["train"]["val_path"], base["train"]["max_train_steps"], base["train"]["eval_steps"]
     base["train"] |= dict(output_dir=str(root/mode), num_epochs=a.epochs, save_interval=0, eval_interval=0, val_fraction=0)
@@ -115,7 +115,7 @@ def main():
             model_folder(root/"model", "2509", FULL, encoders=True)
             make_pairs(root/"data", a.pairs, 1024)
         else:
-            from qie_nb.tiny.demo import write_pairs
+            from qie_nb.tiny.photos import write_pairs
             write_pairs(root, a.pairs, 1)
         for mode in MODES:
             run = subprocess.run([sys.executable, __file__, "--child", mode, "--root", str(root), "--epochs", str(a.epochs)] + ["--full"] * a.full, capture_output=True, text=True)

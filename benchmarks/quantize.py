@@ -102,7 +102,7 @@ def training(a):
     import torch
     from qie_nb.training.callbacks import Callback
     from qie_nb.config import make_config
-    from qie_nb.tiny.demo import demo_config, write_pairs
+    from qie_nb.tiny.photos import demo_config, write_pairs
     from qie_nb.evaluation.evaluate import held_out_loss
     from qie_nb.models.quantizations.known import held_bytes
     from qie_nb.trainer import QwenImageEditTrainer

@@ -85,8 +85,7 @@ def full_width():
 def held_out(seeds=3, steps=150):
     from qie_nb.data.dataset import ImageDataset, find_samples
     from qie_nb.devices.edit_model import EditModel
-    from qie_nb.tiny.demo import SEEDS, answers, demo_config, errors, truths
-    from qie_nb.tiny.photos import make_pairs
+    from qie_nb.tiny.photos import SEEDS, answers, demo_config, errors, truths, make_pairs
     from qie_nb.trainer import QwenImageEditTrainer
     out, found = Path(tempfile.mkdtemp()), {}
     make_pairs(out/"data", "duotone", 48, seed=0, split="train"), make_pairs(out/"held", "duotone", 12, seed=1, split="held_out")

@@ -118,9 +118,8 @@ def run_errors(judge, pairs=4) -> list:
 def measure(out, runs=RUNS, edit="duotone", seeds=(0, 1, 2, 3, 4), crops=12, noises=2) -> list:
     "One row a checkpoint, the model without an adapter first."
     from qie_nb.data.samples import find_samples
-    from qie_nb.tiny.demo import truths
+    from qie_nb.tiny.photos import truths, make_pairs
     from qie_nb.evaluation.validation_loss import held_out_loss
-    from qie_nb.tiny.photos import make_pairs
     from qie_nb.trainer import QwenImageEditTrainer
     formula = new_edits()[edit]
     for n in sorted({r["pairs"] for r in runs.values()}): make_pairs(out/f"data_{edit}_{n}", formula, n, seed=0, split="train")

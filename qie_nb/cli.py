@@ -280,7 +280,7 @@ def selfcheck(a):
     return 0 if report.ok else 1
 
 def demo(a):
-    from qie_nb.tiny.demo import demo
+    from qie_nb.tiny.photos import demo
     demo(a.out)
 
 # %% ../nbs/04_cli.ipynb #669c0ecf

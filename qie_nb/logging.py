@@ -25,7 +25,7 @@ from qie_nb.config import LoggingSection
 from qie_nb.core.files import write_atomic
 from qie_nb.core.display import Progress, is_interactive, kernel, short_time
 from qie_nb.data.batches import Batch
-from qie_nb.evaluation.drift import COLUMNS as DRIFT
+from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS
 from qie_nb.models.quantizations.known import held_bytes
 from qie_nb.training.callbacks import Callback

@@ -28,7 +28,7 @@ from qie_nb.sampling.edits import (
     cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
     seeds_of)
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
-from .sampling.preview import EditProgress, EditedImages, _as_image
+from .sampling.denoising import EditProgress, EditedImages, _as_image
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e
 def edit(

@@ -14,7 +14,7 @@ from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import Geometry, calculate_dimensions
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import restore_image_positions
-from qie_nb.sampling import edits, preview
+from qie_nb.sampling import denoising, edits
 from qie_nb.models.flow_matching import pack_latents
 from qie_nb.models.variants.text_to_image import QwenImage
 from qie_nb.sampling.denoising import start_noise
@@ -170,15 +170,15 @@ def test_a_preview_shows_the_image_and_changes_nothing(capsys):
 
 
 def test_a_live_notebook_gets_one_image_that_changes(monkeypatch):
-    monkeypatch.setattr(preview, "kernel", lambda: 1)
-    monkeypatch.setattr(preview, "is_interactive", lambda: True)
+    monkeypatch.setattr(denoising, "kernel", lambda: 1)
+    monkeypatch.setattr(denoising, "is_interactive", lambda: True)
     monkeypatch.setattr("IPython.display.display", display := mock.Mock())
     ready().predict(images(1)[0], PROMPTS, preview=1, progress=False, **SMALL)
     assert display.call_count == 1 and display.return_value.update.call_count == 3, "one output for both edits of two steps"
 
 
 def test_long_work_prints_lines_in_batch_runs(monkeypatch, capsys):
-    monkeypatch.setattr(preview.time, "time", mock.Mock(side_effect=range(0, 9999, 6)))
+    monkeypatch.setattr(denoising.time, "time", mock.Mock(side_effect=range(0, 9999, 6)))
     ready().predict(images(1)[0], ["x", "y"], **SMALL)
     first, *_, last = [line for line in capsys.readouterr().out.splitlines() if "edits" in line]
     assert first.startswith("2 edits at 64x32 ") and last.startswith("2 edits at 64x32 4/4, ") and "left" in last

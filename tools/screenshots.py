@@ -14,8 +14,7 @@ SET = '''
 import tempfile, warnings
 from pathlib import Path
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.tiny.demo import squares
-from qie_nb.tiny.photos import EDITS, make_pairs
+from qie_nb.tiny.photos import squares, EDITS, make_pairs
 from qie_nb.widgets.before_after import before_after
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.widgets import cache_status, sample_viewer

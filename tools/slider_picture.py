@@ -11,8 +11,7 @@ from PIL import Image
 
 from qie_nb.config import make_config
 from qie_nb.evaluation.compare import compare_edits
-from qie_nb.tiny.demo import demo_config, squares
-from qie_nb.tiny.photos import EDITS, PhotoEdit, make_pairs
+from qie_nb.tiny.photos import demo_config, squares, EDITS, PhotoEdit, make_pairs
 from qie_nb.trainer import QwenImageEditTrainer
 
 OUT, MOST = Path(__file__).parent.parent/"docs"/"slider_scales.jpg", 60_000 # bytes

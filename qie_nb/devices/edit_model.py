@@ -17,7 +17,7 @@ from ..config import Config, TrainSection
 from ..core.choice import Plan
 from ..core.files import take_turns
 from .compile import obstacle, set_up, watch_attention
-from .distributed import prepare_distributed
+from .processes import prepare_distributed
 from .fp16 import enable_fp16
 from .strategies.ways import StrategyFacts, asked_for, weight_loader
 from ..lora import adapters as lora

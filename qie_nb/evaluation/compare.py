@@ -20,8 +20,7 @@ from PIL import Image
 from fastcore.basics import patch
 
 from ..core.display import Display, image_html, Progress
-from .drift import PLACE, at_size, drift_of, short_text
-from .eval_images import printable_text, side_by_side
+from .eval_images import PLACE, at_size, drift_of, printable_text, short_text, side_by_side
 from .evaluate import adapter_of
 from ..lora import adapters as lora
 from ..lora.formats import is_hub_id

@@ -17,11 +17,12 @@ from fastcore.basics import patch
 from ..config import Config
 from ..core.display import text_table, short_time
 from ..core.files import write_atomic
-from ..devices.distributed import broadcast_stop, share
+from ..devices.processes import broadcast_stop, share
 from ..devices.placement import temporarily_load
-from .drift import COLUMNS as DRIFT, say_drift, short_text
-from .eval_images import (
-    drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, logged_numbers, render_eval_images)
+from .eval_images import COLUMNS as DRIFT
+from qie_nb.evaluation.eval_images import (
+    drifts, eval_cases, eval_sampling, file_name, find_styles, image_errors, logged_numbers, render_eval_images,
+    say_drift, short_text)
 from .validation_loss import (
     NOISES, PARTS, StopRequested, ValidationLoss, compare_losses, held_out_loss, partners, process)
 from ..lora.adapters import (

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..cache import identity_id
 from ..core.display import Progress
 from ..core.startup import OURS, raised_by_us
-from ..devices.distributed import local_device
+from ..devices.processes import local_device
 from ..devices.edit_model import EditModel
 from ..encoding.encoder import Encoder
 from ..encoding.jobs import count_samples, incomplete, plan_encoding, tasks_of

@@ -22,7 +22,7 @@ class EvalImage:
     file: object      # path
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
     error: float = None # from the target, see `image_error`
-    drift: dict = None # {name: number}, see `qie_nb.evaluation.drift`
+    drift: dict = None # {name: number}, see `qie_nb.evaluation.eval_images`
 
 # %% ../../nbs/training/00_callbacks.ipynb #f2199801
 @dataclass
@@ -135,7 +135,7 @@ class PrintedOnce:
         self.texts = set()
 
     def first(self, text:str) -> bool:
-        "Is this the first call with a text?"
+        "Is this the first call with this text?"
         new = text not in self.texts
         self.texts.add(text)
         return new

@@ -15,7 +15,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core.display import ButtonPoller, Display, image_html, table_html, Progress, short_time
-from ..evaluation.drift import COLUMNS as DRIFT, PLACE, medians, short_text
+from ..evaluation.eval_images import COLUMNS as DRIFT, PLACE, medians, short_text
 from ..training.callbacks import Callback, RunState
 from ..training.stopping import logged
 from .tensorboard import running_mean
@@ -121,7 +121,7 @@ class TrainingPanel(Display, Callback):
     ):
         self.every, self.still_every = every, still_every
         self.loss, self.held_out, self.images = Curve(), Curve(64), [] # images: (caption, HTML of a row)
-        self.drift = {} # of the last evaluation, see `qie_nb.evaluation.drift`
+        self.drift = {} # of the last evaluation, see `qie_nb.evaluation.eval_images`
         self.state = self.device = self.poller = self.text = self.interval = None
         self.drawn = self.still_drawn = self.cost = 0.
         self.ended = None # time of the run's end

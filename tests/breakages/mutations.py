@@ -68,17 +68,17 @@ MUTATIONS = {
                "[losses[i] for i in range(len(eps))]", "list(losses.values())")]),
     "gradients never clipped": Mutation(
         "tests/training/test_randomness.py::test_gradients_are_clipped_at_their_norm", [
-        Change("trainer", "take_step",
+        Change("training/loop", "take_step",
                'trainer.config.train.max_grad_norm or float("inf")', 'float("inf")')]),
     "gradients of accumulated batches averaged twice": Mutation(
         "tests/training/test_randomness.py", [
-        Change("trainer", "accumulate_gradients", "count * n != group.samples", "True"),
-        Change("trainer", "accumulate_gradients", "loss * (count * n / group.samples)",
+        Change("training/loop", "accumulate_gradients", "count * n != group.samples", "True"),
+        Change("training/loop", "accumulate_gradients", "loss * (count * n / group.samples)",
                "loss * (count * n / group.samples) / len(group)")]),
     "dropout repeats in every step": Mutation(
         "tests/training/test_randomness.py::"
         "test_each_step_drops_other_units_and_a_resumed_run_the_same", [
-        Change("trainer", "accumulate_gradients",
+        Change("training/loop", "accumulate_gradients",
                'stable_seed(c.train.seed, "dropout", s.global_step, k * n + s.process)',
                'stable_seed(c.train.seed, "dropout", k * n + s.process)')]),
     "a step with an infinite gradient is made": Mutation("tests/training/test_optimizer.py", [
@@ -94,7 +94,7 @@ MUTATIONS = {
     "fixed shift without its logarithm": Mutation("tests/training/test_randomness.py", [
         Change("models/flow_matching", "sample_sigmas", "math.log(shift)", "shift")]),
     "accumulated batches weighed alike": Mutation("tests/training/test_randomness.py", [
-        Change("trainer", "accumulate_gradients",
+        Change("training/loop", "accumulate_gradients",
                "loss * (count * n / group.samples)", "loss / len(group)")]),
     "weight decay not passed": Mutation(
         "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
@@ -270,7 +270,7 @@ MUTATIONS = {
         Change("evaluation/eval_images", "measured", "case.control", "case.shown[-1]")]),
     "drift outside and inside exchanged": Mutation(
         "tests/evaluation/test_drift.py::test_the_error_inside_is_that_of_the_edit", [
-        Change("evaluation/drift", "drift_of", "changed_region(at_size(control, target), target)",
+        Change("evaluation/eval_images", "drift_of", "changed_region(at_size(control, target), target)",
                "~changed_region(at_size(control, target), target)")]),
     "swap test with the adapter": Mutation("tests/extras/test_swaps.py", [
         Change("extras/diagnostics", "swap_test",
@@ -363,14 +363,14 @@ MUTATIONS = {
                'f"{source_digest(control)} {source_digest(target)}"',
                'f"{source_digest(target)}"')]),
     "inside and outside of the edit exchanged": Mutation("tests/evaluation/test_drift.py", [
-        Change("evaluation/drift", "inside_and_outside",
+        Change("evaluation/eval_images", "inside_and_outside",
                "out, row = ~region, {}", "out, row, region = region, {}, ~region")]),
     "detail of the target over that of the result": Mutation("tests/evaluation/test_drift.py", [
-        Change("evaluation/drift", "drift_of",
+        Change("evaluation/eval_images", "drift_of",
                "detail(edited) / energy", "energy / detail(edited)")]),
     "drift said of the targets' own": Mutation(
         "tests/evaluation/test_drift.py::test_words_come_with_large_and_certain_drift_only", [
-        Change("evaluation/drift", "say_drift", "notable(rows)", 'notable(rows, "target")')]),
+        Change("evaluation/eval_images", "say_drift", "notable(rows)", 'notable(rows, "target")')]),
     "edit masks inverted": Mutation("tests/data/test_edit_masks.py", [
         Change("models/flow_matching", "edit_mask", ".clamp(max=1)", ".clamp(max=1).neg() + 255")]),
     "edit masks keyed without the control": Mutation("tests/data/test_edit_masks.py", [

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from qie_nb.data.batches import batch_size
 from qie_nb.data.dataset import loader
-from qie_nb.devices.distributed import shard_loader
+from qie_nb.devices.processes import shard_loader
 from qie_nb.training.callbacks import RunState
 from qie_nb.training.step import BatchStream
 from qie_nb.trainer import QwenImageEditTrainer
@@ -136,7 +136,7 @@ def test_fsdp_that_became_something_else_raises(pairs, tmp_path, monkeypatch):
 STOPS = """
 import sys, torch.distributed as dist
 from types import SimpleNamespace as NS
-from qie_nb.devices.distributed import broadcast_stop
+from qie_nb.devices.processes import broadcast_stop
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 accelerator = NS(num_processes=2, device="meta") # a tensor there has no value

@@ -6,11 +6,10 @@ import pytest
 from PIL import Image
 
 from qie_nb.cli import main
-from qie_nb.tiny import demo as demo_module
-from qie_nb.tiny.demo import demo
+from qie_nb.tiny import photos
+from qie_nb.tiny.photos import PHOTOS, crops, demo
 from qie_nb.models.encoders import decode_latents, encode_image
 from qie_nb.devices.edit_model import EditModel
-from qie_nb.tiny.photos import PHOTOS, crops
 from qie_nb.trainer import QwenImageEditTrainer
 
 
@@ -48,7 +47,7 @@ def test_a_stopped_demo_judges_nothing(reason, code, tmp_path, monkeypatch, caps
     monkeypatch.setattr(QwenImageEditTrainer, "cache_embeddings", nothing)
     monkeypatch.setattr(QwenImageEditTrainer, "fit", stopped_fit)
     monkeypatch.setattr(QwenImageEditTrainer, "save_lora", nothing)
-    monkeypatch.setattr(demo_module, "_judge", nothing)
+    monkeypatch.setattr(photos, "_judge", nothing)
     assert main(["demo", "--out", str(tmp_path/"demo")]) == code
     said = capsys.readouterr().err.strip()
     assert said == "qie-nb demo: stopped; 12 of 150 steps were trained and nothing was judged; run it again: it begins anew and reuses the encoded images"

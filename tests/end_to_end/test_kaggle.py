@@ -18,7 +18,7 @@ from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.samples import find_samples
 from qie_nb.planning.doctor import TRIED
-from qie_nb.tiny.demo import answers, demo_config, errors, truths, write_pairs
+from qie_nb.tiny.photos import answers, demo_config, errors, truths, write_pairs
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import write_pairs as random_pairs

@@ -6,8 +6,9 @@ import pytest
 from PIL import Image, ImageFilter
 
 from qie_nb.data.alignment import Alignment
-from qie_nb.evaluation import compare as comparison, drift, eval_images, evaluate as module
-from qie_nb.evaluation.drift import COLUMNS, at_size, box_mean, changed_region, drift_of, medians, notable, pack, say_drift, short_text, unpack
+from qie_nb.evaluation import compare as comparison, eval_images, evaluate as module
+from qie_nb.evaluation.eval_images import COLUMNS, at_size, box_mean, changed_region, drift_of, medians, notable, pack, say_drift
+from qie_nb.evaluation.eval_images import short_text, unpack
 from qie_nb.evaluation.evaluate import evaluate, table
 from qie_nb.logging import ROW, csv_line
 from qie_nb.tiny.photos import crops
@@ -82,7 +83,7 @@ def test_the_region_is_where_control_and_target_differ(scene):
 
 def test_what_cannot_be_told_is_left_out(scene, monkeypatch):
     control, target, _ = scene
-    monkeypatch.setattr(drift, "measure_alignment", lambda *a: None)
+    monkeypatch.setattr(eval_images, "measure_alignment", lambda *a: None)
     assert drift_of(target, control) == {} and set(drift_of(target, control, target)) == {*COLUMNS[2:]}
     assert set(drift_of(target, control, 255 - control)) == {"inside_error", "detail_ratio"}, "an edit of the whole image has no outside"
     assert set(drift_of(target, None, target)) == {"detail_ratio"}, "text-to-image"

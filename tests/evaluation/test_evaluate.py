@@ -19,7 +19,7 @@ from qie_nb.core.files import file_digest
 from qie_nb.data.samples import samples_of
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
-from qie_nb.evaluation.drift import COLUMNS as DRIFT
+from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners

@@ -9,7 +9,7 @@ ALLOWED = { # {"module: function": why it may compare with auto}
     "core/sections.py: _check_hours": "checks what the setting accepts",
     "data/dataset.py: wants_edit_mask": "`data.edit_mask` auto is a way to make masks, also without a trainer",
     "data/dataset.py: status": "the same",
-    "devices/distributed.py: local_device": "a worker of a cluster decides for its own machine, and encoding may not import planning",
+    "devices/processes.py: local_device": "a worker of a cluster decides for its own machine, and encoding may not import planning",
     "devices/strategies/model_parallel.py: problem": "refuses two settings that contradict each other",
     "logging.py: progress_callback": "auto is the panel in a live notebook, which depends on no GPU",
     "models/components.py: find_variant": "auto is what the model's files say",

@@ -26,15 +26,25 @@ _unpack_latents""".split() # names of the version before that others call
 CACHE = "save_cache load_cache cache_exists get_cache_stats clear_cache verify".split()
 DATASET = ["get_cache_stats"]
 OF_OTHERS = { # where classes of other libraries are changed
-    "sampling/preview.py": "an array that shows itself has all methods of numpy's",
+    "sampling/denoising.py": "an array that shows itself has all methods of numpy's",
     "extras/selfcheck.py": "a pipeline of diffusers computes on our devices"}
 SET_IN_INIT = {"accelerator", "lr_scheduler", "weight_dtype"}
 CELL = re.compile(r"#[0-9a-f]{8}\b") # a notebook's cell, as in the comment before exported code
 
 
+def own_classes(cls) -> list:
+    "A class and those that it inherits from, of this library alone."
+    return [c for c in cls.__mro__ if c.__module__.startswith("qie_nb.")]
+
+
 def methods_of(cls) -> list:
-    "The public methods and properties that a class defines."
-    return [n for n in vars(cls) if not n.startswith("_")]
+    "The public methods and properties that a class defines or inherits from another one of this library."
+    return [n for c in own_classes(cls) for n in vars(c) if not n.startswith("_")]
+
+
+def definer(cls, name) -> type:
+    "The class that defines a name; the class itself for what `__init__` sets."
+    return next((c for c in own_classes(cls) if name in vars(c)), cls)
 
 
 CASES = [(QwenImageEditTrainer, TRAINER), (EmbeddingCacheManager, CACHE), (ImageDataset, DATASET)]
@@ -53,8 +63,9 @@ def test_an_editor_completes_each_name_and_finds_its_definition(cls, names):
     assert names <= {c.name for c in script(cls, "").complete()}
     for name in names:
         found = script(cls, name).goto(3, len("made.") + 1)
-        assert {f.module_path for f in found} == {Path(inspect.getfile(cls))}, name
-        where = f"{cls.__module__}.{cls.__name__}.{'__init__.' if name in SET_IN_INIT else ''}{name}"
+        owner = definer(cls, name)
+        assert {f.module_path for f in found} == {Path(inspect.getfile(owner))}, name
+        where = f"{owner.__module__}.{owner.__name__}.{'__init__.' if name in SET_IN_INIT else ''}{name}"
         assert where in {f.full_name for f in found}, f"{name} is found in {found}"
 
 
