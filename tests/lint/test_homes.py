@@ -69,7 +69,7 @@ TAKES_THE_CONFIGURATION = { # outside planning; any other module takes the secti
     "evaluation/eval_images.py": "how a run's images are sampled: the schedule, and whether its LoRA fits the model",
     "evaluation/evaluate.py": "what a run evaluates",
     "lora/model_card.py": "the settings that a card shows",
-    "tiny/demo.py": "the demo's own run",
+    "tiny/photos.py": "the demo's own run",
     "trainer.py": "the run",
     "training/callbacks.py": "a planner for a part without a trainer",
     "training/resume.py": "compares it with a checkpoint's",
