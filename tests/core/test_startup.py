@@ -23,7 +23,8 @@ def test_lazy_name_is_like_its_object(name):
     real = lazy.__wrapped__
     from IPython.core.oinspect import getdoc
     assert inspect.signature(lazy) == inspect.signature(real) and pydoc.render_doc(lazy).split("\n", 1)[1] == pydoc.render_doc(real).split("\n", 1)[1]
-    assert getdoc(lazy) == getdoc(real) == real.__doc__
+    assert getdoc(lazy) == getdoc(real)
+    assert (getdoc(real) or "") == inspect.cleandoc(real.__doc__ or "")
 
 
 @pytest.mark.parametrize("what", PROVIDED)
@@ -104,3 +105,18 @@ def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_cho
     env = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | given
     done = subprocess.run([sys.executable, "-c", ALLOCATED], capture_output=True, text=True, check=True, env=env)
     assert done.stdout.strip() == want
+
+
+@pytest.mark.parametrize("release, given, want", [
+    ("5.15.167.4-microsoft-standard-WSL2", {}, None), ("6.8.0-45-generic", {}, "expandable_segments:True"),
+    ("5.15.167.4-microsoft-standard-WSL2", dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), "expandable_segments:True")])
+def test_nothing_is_set_under_windows_where_a_driver_fault_refuses_the_first_allocation(release, given, want, monkeypatch):
+    from qie_nb.core import startup
+    for name in startup.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(startup.platform, "release", lambda: release)
+    monkeypatch.setattr(startup.sys, "platform", "linux")
+    startup.set_allocator()
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == want
