@@ -85,7 +85,8 @@ def broadcast_stop(accelerator, stop:str) -> str:
 def share(accelerator, text:str) -> str: # the first process's text that is not empty
     n = accelerator.num_processes
     import torch.distributed as dist
-    if not hasattr(accelerator, "cpu_group"): accelerator.cpu_group = dist.new_group(backend="gloo")
+    if not hasattr(accelerator, "cpu_group"):
+        accelerator.cpu_group = dist.new_group(backend="gloo", timeout=PATIENCE) # torch's default is half an hour
     dist.all_reduce(texts := torch.tensor(float(bool(text))), group=accelerator.cpu_group)
     if not texts: return ""
     dist.all_gather_object(texts := [""] * n, text, group=accelerator.cpu_group)

@@ -64,3 +64,15 @@ def test_old_drivers_of_two_rtx_40_get_what_accelerate_asks_for(supported, monke
     assert [env.get("NCCL_P2P_DISABLE"), env.get("NCCL_IB_DISABLE")] == [None if supported else "1"] * 2
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     assert environment_of(0, 2, 29500)["NCCL_P2P_DISABLE"] == "0", "the user's own value wins"
+
+
+def test_a_process_waits_as_long_for_a_message_as_for_a_gradient(monkeypatch):
+    "torch's default for another group is half an hour; a process may load that long while the others wait."
+    from types import SimpleNamespace
+    made = []
+    monkeypatch.setattr("torch.distributed.new_group", lambda **kw: made.append(kw))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, text, group=None: found.__setitem__(0, text))
+    accelerator = SimpleNamespace(num_processes=2)
+    assert processes.broadcast_stop(accelerator, "interrupted") == "interrupted"
+    assert made == [dict(backend="gloo", timeout=processes.PATIENCE)]
