@@ -4,8 +4,8 @@
     python benchmarks/first_gpu.py --parts 1 2        # the two that retire most risks
     python benchmarks/first_gpu.py --device cpu       # the same code without a GPU, with tiny widths
 
-`results/first_gpu.json` is written after every part, and what a part had found when its time was over stays. docs/first_gpu.md says what each outcome means.
-NOT RUN on a GPU yet: there are no results of it.
+`results/first_gpu.json` is written after every part, and what a part had found when its time was over stays. A row with `wrong` or `failed` says what to look at;
+`refused` is a mode that this device cannot run. NOT RUN on a GPU yet: there are no results of it. Without one, only part 2 has been run.
 """
 import argparse
 import json
@@ -25,7 +25,7 @@ LIBRARIES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", 
 
 PARTS = { # {number: (module and function, seconds on a GPU, what it retires)}
     1: ("first_gpu_parts:facts", 60, "installation: driver, compilers, kernels, pinned memory"),
-    2: ("first_gpu_tiny:tiny_runs", 300, "devices, dtypes and streams of sixteen modes, end to end"),
+    2: ("first_gpu_tiny:tiny_runs", 400, "devices, dtypes and streams of sixteen modes, end to end"),
     3: ("first_gpu_parts:one_block", 120, "quantized layers, scaled float16, the decoder's memory"),
     4: ("first_gpu_parts:full_bf16", 200, "memory, time and compiling at full size, 1024"),
     5: ("first_gpu_parts:as_on_a_t4", 180, "a T4's path: nf4, scaled float16, 512, 15.6 GB"),

@@ -47,8 +47,8 @@ MODES = {
 }
 REFERENCE = "float32" # what all others are compared with
 
-# Relative difference of each loss from the plain run in float32. Measured on a CPU, and doubled; see docs/first_gpu.md.
-LIMITS = {"float32": 1e-4, "bf16": 0.02, "fp16": 0.02, "nf4": 0.08, "qint8": 0.03, "qfloat8": 0.05, "int8": 0.03, "blocks": 1e-4,
+# Relative difference of each loss from the plain run in float32: at least twice what was measured on a CPU.
+LIMITS = {"float32": 1e-4, "bf16": 0.04, "fp16": 0.02, "nf4": 0.08, "qint8": 0.03, "qfloat8": 0.05, "int8": 0.03, "blocks": 1e-4,
           "inputs": 1e-4, "both": 1e-4, "compiled": 1e-3}
 SAME_MODE = 0.01 # relative difference of a loss on the GPU from the same mode's on the CPU
 
