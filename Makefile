@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := passive
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers rehearsal
+.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
 
 install: $(VENV)/.ready
 
@@ -126,6 +126,9 @@ bench-peers: $(VENV)/.ready ## compare with other trainers of Qwen-Image-Edit; P
 rehearsal: $(VENV)/.ready ## the whole job at full size with random weights: about an hour on two cores, 12 GB of memory, 35 GB of disk in rehearsal/; continues where it stopped
 	$(BIN)/python benchmarks/rehearsal.py $(ARGS)
 	$(BIN)/python benchmarks/table.py --write
+
+first-gpu: $(VENV)/.ready ## the first ten minutes on a GPU: ten parts, one file to send; ARGS="--parts 1 2" for the two that tell most
+	$(BIN)/python benchmarks/first_gpu.py $(ARGS)
 
 bench-gpu: $(VENV)/.ready ## on a GPU, at full size with random weights: hardware floor, bare loop, every mode; continues where it stopped. ARGS="--part floor" for one part
 	$(BIN)/python benchmarks/step_gpu.py --minutes 60 $(ARGS)

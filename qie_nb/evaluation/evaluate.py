@@ -172,6 +172,10 @@ def asked_for_images(t) -> bool: # by the panel, or by a file `checkpoints/sampl
     if s.processes > 1: asked = share(t.accelerator, "images" * asked) # the same in all
     return bool(asked)
 
+def shared_stop(t) -> str:
+    "The reason to stop, the same in all processes: a signal may reach one alone, and an evaluation needs all."
+    return broadcast_stop(t.accelerator, t.state.stop)
+
 class EvaluationCallback(Callback):
     "Held-out loss and images every `eval_interval` epochs or `eval_steps` steps, and at the end of a run."
     def __init__(self,
@@ -202,8 +206,11 @@ class EvaluationCallback(Callback):
         self.history = History(*before, begun, *found)
         self.prepare(t)
         if not self.enabled(t): return
-        if t.state.pending: self.evaluate(t, t.state.pending)
-        elif not self.at and t.config.train.eval_at_start and not t.state.stop: self.evaluate(t)
+        if t.state.pending:
+            return self.evaluate(t, t.state.pending)
+        first = not self.at and t.config.train.eval_at_start
+        if first and not shared_stop(t):
+            self.evaluate(t)
 
     def on_step_end(self, t):
         t.state.eval_images = None
@@ -211,9 +218,10 @@ class EvaluationCallback(Callback):
         now = asked_for_images(t)
         if not self.enabled(t) or not (over or self.is_due(t)):
             return self.sample(t) if now else None
-        # the same decision in all processes, because an evaluation synchronizes them
-        if not over and broadcast_stop(t.accelerator, t.state.stop): t.state.pending = self.name(t)
-        else: self.evaluate(t)
+        if not over and shared_stop(t):
+            t.state.pending = self.name(t)
+        else:
+            self.evaluate(t)
 
     def is_due(self, t) -> bool:
         "Does an interval end with the last step? The plan is read once."
@@ -222,7 +230,8 @@ class EvaluationCallback(Callback):
         return due(t.state, *self.interval.of(t.state.max_steps))
 
     def on_train_end(self, t):
-        if self.enabled(t) and t.state.stop == "done" and self.at != t.global_step: self.evaluate(t)
+        if self.enabled(t) and self.at != t.global_step and shared_stop(t) == "done":
+            self.evaluate(t)
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #bd3146c9
 @patch

@@ -7,7 +7,7 @@ __all__ = ['ENOUGH_IMAGES', 'GpuInfo', 'installed_gpus', 'drives_a_screen', 'Mac
            'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts', 'encoding_facts']
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
-import json, os, platform, re, shutil
+import json, os, re, shutil
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from ..core.presets import VARIANT_NAMES
 from ..core.environment import Environment, detect_environment
+from ..core.startup import under_wsl
 from ..data.samples import control_images
 from ..models.loading import free_device_bytes, work_bytes
 
@@ -123,7 +124,7 @@ def this_machine_facts(
     world = os.environ.get("WORLD_SIZE")
     return Machine(
         installed_gpus(emulation), torch.backends.mps.is_available(), e.cores, e.memory, None, e.name,
-        e.hours, e.session_start, "microsoft" in platform.release().lower(), _driver(),
+        e.hours, e.session_start, under_wsl(), _driver(),
         _has_compiler(os.environ), find_spec("triton") is not None,
         int(os.environ.get("LOCAL_RANK", 0)), int(world) if world else None,
         os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true")

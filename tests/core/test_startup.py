@@ -104,3 +104,18 @@ def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_cho
     env = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | given
     done = subprocess.run([sys.executable, "-c", ALLOCATED], capture_output=True, text=True, check=True, env=env)
     assert done.stdout.strip() == want
+
+
+@pytest.mark.parametrize("release, given, want", [
+    ("5.15.167.4-microsoft-standard-WSL2", {}, None), ("6.8.0-45-generic", {}, "expandable_segments:True"),
+    ("5.15.167.4-microsoft-standard-WSL2", dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), "expandable_segments:True")])
+def test_nothing_is_set_under_windows_where_a_driver_fault_refuses_the_first_allocation(release, given, want, monkeypatch):
+    from qie_nb.core import startup
+    for name in startup.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(startup.platform, "release", lambda: release)
+    monkeypatch.setattr(startup.sys, "platform", "linux")
+    startup.set_allocator()
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == want

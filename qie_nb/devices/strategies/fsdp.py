@@ -60,7 +60,11 @@ def shard(
     transformer:nn.Module,
     accelerator:object, # accelerate's, launched with FSDP
 ) -> nn.Module: # the sharded transformer
-    "Keep only this process's part of each weight."
+    "Keep only this process's part of each weight; one block's are gathered at a time."
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.auto_wrap_policy is None: # accelerate's default would gather all blocks at once
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy # the model names the class of its blocks
     placeholder = torch.optim.SGD([p for p in transformer.parameters() if p.requires_grad])
     return accelerator.prepare(transformer, placeholder)[0]
 
