@@ -182,7 +182,7 @@ class ProcessEnded(RuntimeError):
     "A process that the notebook had started ended too early."
 
 def free_port() -> int:
-    "A TCP port of this machine that nobody listens at."
+    "A TCP port of this machine that is free."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

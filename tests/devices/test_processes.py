@@ -1,4 +1,4 @@
-"""The launcher of processes: what each one is told, and that none is left when one dies. The processes are stubs without torch."""
+"""The launcher of processes: the environment of each, and that none is left when one dies. The processes are stubs without torch."""
 import os
 
 import psutil

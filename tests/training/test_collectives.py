@@ -8,7 +8,7 @@ from helpers import settings, slow_except, write_pairs
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.callbacks import Callback
 
-PATIENCE = 120 # seconds until a rank that nobody meets gives up
+PATIENCE = 120 # seconds until a rank that waits alone gives up
 SIZES = [(96, 64)] * 6
 
 
