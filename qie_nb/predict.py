@@ -28,7 +28,7 @@ from qie_nb.sampling.edits import (
     cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
     seeds_of)
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
-from .sampling.denoising import EditProgress, EditedImages, _as_image
+from .sampling.denoising import EditProgress, EditedImages, edited_image
 
 # %% ../nbs/02_predict.ipynb #bfa3b35e
 def edit(
@@ -47,7 +47,7 @@ def edit(
                        generator, area)
     at = lambda name: transformer if name == "transformer" else encoder.place(name)
     out = run_edits(encoder, at, edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)
-    return _as_image(out[0])
+    return edited_image(out[0])
 
 # %% ../nbs/02_predict.ipynb #4db80901
 class Predictor:
@@ -154,7 +154,7 @@ def _sampling(self:Predictor, schedule, steps, true_cfg_scale, overrides):
 def _converter(output_type): # function of (arrays, are several wanted?)
     if output_type not in ("np", "pil"):
         raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
-    one = Image.fromarray if output_type == "pil" else _as_image
+    one = Image.fromarray if output_type == "pil" else edited_image
     return lambda out, several: EditedImages(map(one, out)) if several else one(out[0])
 
 @patch

@@ -134,3 +134,11 @@ def test_the_plan_is_made_again_after_load_lora_and_in_the_middle_of_a_run(train
     other.load_lora(file)
     assert other.plan is not fresh and other.plan == make_plan(*other.planner.facts)
     with pytest.raises(FrozenInstanceError): fresh.device = other.plan.device
+
+
+@pytest.mark.parametrize("configured, value, want", [("nf4", False, None), ("none", "qint8", "qint8"), ("none", True, "qfloat8")])
+def test_the_plan_follows_a_quantization_that_is_set_on_the_trainer(configured, value, want):
+    t = QwenImageEditTrainer(dict(model=dict(quantize=configured), train=dict(device="cpu", mixed_precision="no")))
+    assert t.plan.quantize.value == (None if configured == "none" else configured)
+    t.quantize = value
+    assert t.plan.quantize.value == want

@@ -118,12 +118,12 @@ def _against_fp16(train, kind:str, fsdp:bool) -> str:
 
 def choose_quantize(
     wanted:object, # `model.quantize`
-    known:str=None, # of a prequantized copy, or as it is set on the trainer
+    known:str=None, # of a prequantized copy, or as it is set on the trainer; none: not at all
 ) -> Choice: # a name, or None
     "How the transformer is quantized."
     setting, kind = "model.quantize", parse_quantization(wanted)
-    if known and known != kind:
-        return Choice(known, "the weights are stored so, or were set on the trainer", setting)
+    if known is not None and parse_quantization(known) != kind:
+        return Choice(parse_quantization(known), "the weights are stored so, or were set on the trainer", setting)
     if kind:
         return Choice(kind, f"`{setting}` says so", setting, True)
     return Choice(None, "nothing asks for it", setting)

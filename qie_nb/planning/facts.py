@@ -139,7 +139,7 @@ class SoFar:
     steps: int = None # of the run
     obstacle: str = "" # why the blocks of the loaded transformer cannot be compiled
     encoding: "EncodingFacts" = None # once something is encoded
-    quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy
+    quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy; none: not at all
     given: str = "" # what cannot be handed to other processes: callbacks, a loader
     optional: bool = False # are these the callbacks, which only `auto` minds?
     begun_here: bool = False # does this process hold a run that it began?

@@ -76,7 +76,7 @@ class RunAttributes:
     def quantize(self, value):
         self._quantize = value
         self.components.set_quantization("transformer", value)
-        self.planner.learn(quantize=self.components.quantize["transformer"])
+        self.planner.learn(quantize=self.components.quantize["transformer"] or "none")
 
     @property
     def modulation_table(self):

@@ -26,7 +26,6 @@ _unpack_latents""".split() # names of the version before that others call
 CACHE = "save_cache load_cache cache_exists get_cache_stats clear_cache verify".split()
 DATASET = ["get_cache_stats"]
 OF_OTHERS = { # where classes of other libraries are changed
-    "sampling/denoising.py": "an array that shows itself has all methods of numpy's",
     "extras/selfcheck.py": "a pipeline of diffusers computes on our devices"}
 SET_IN_INIT = {"accelerator", "lr_scheduler", "weight_dtype"}
 CELL = re.compile(r"#[0-9a-f]{8}\b") # a notebook's cell, as in the comment before exported code
