@@ -4,9 +4,11 @@
     python benchmarks/first_gpu.py --parts 1 2        # the two that retire most risks
     python benchmarks/first_gpu.py --device cpu       # the same code without a GPU, with tiny widths
 
-`results/first_gpu.json` is written after every part, and what a part had found when its time was over stays. A row with `wrong` or `failed` says what to look at;
-`refused` is a mode that this device cannot run. NOT RUN on a GPU yet: there are no results of it. Without one, only part 2 has been run.
+`results/first_gpu.json` is written after every part, and what a part had found when its time was over stays.
+A row with `wrong` or `failed` says what to look at; `refused` is a mode that this device cannot run.
+NOT RUN on a GPU yet: there are no results of it. Without one, only part 2 has been run.
 """
+
 import argparse
 import json
 import os
@@ -19,9 +21,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OUT = HERE/"results"/"first_gpu.json"
-LIBRARIES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "bitsandbytes", "optimum-quanto", "torchao",
-             "triton", "safetensors")
+OUT = HERE / "results" / "first_gpu.json"
+LIBRARIES = (
+    "torch",
+    "torchvision",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "optimum-quanto",
+    "torchao",
+    "triton",
+    "safetensors",
+)
 
 PARTS = { # {number: (module and function, seconds on a GPU, what it retires)}
     1: ("first_gpu_parts:facts", 60, "installation: driver, compilers, kernels, pinned memory"),
@@ -60,12 +73,21 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run_part(number:int, args, out:Path) -> dict:
+def run_part(number: int, args, out: Path) -> dict:
     "Run a part in a process of its own; what it had noted counts also if it dies or its time is over."
     target, seconds, _ = PARTS[number]
     notes = out.with_suffix(f".part{number}.jsonl")
     notes.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__).resolve()), "--run", target, "--device", args.device, "--out", str(notes)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--run",
+        target,
+        "--device",
+        args.device,
+        "--out",
+        str(notes),
+    ]
     if args.modes:
         command += ["--modes", *args.modes]
     began = time.monotonic()
@@ -91,7 +113,7 @@ def run_part(number:int, args, out:Path) -> dict:
     return result if ended == "ended" else result | dict(log=last)
 
 
-def verdict(result:dict) -> str:
+def verdict(result: dict) -> str:
     "A part's result in a few words."
     rows = result["rows"]
     bad = [name for name, row in rows.items() if row.get("wrong") or row.get("failed")]
@@ -107,8 +129,13 @@ def main(argv=None) -> int: # 0 if nothing is wrong
     if args.run:
         return child(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    found = dict(device=args.device, date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                 machine=platform.platform(), versions=versions(), parts={})
+    found = dict(
+        device=args.device,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        machine=platform.platform(),
+        versions=versions(),
+        parts={},
+    )
     for number in args.parts:
         print(f"part {number} of {len(PARTS)}: {PARTS[number][2]}", flush=True)
         result = run_part(number, args, args.out)
@@ -119,8 +146,11 @@ def main(argv=None) -> int: # 0 if nothing is wrong
             for what in filter(None, [row.get("failed"), *row.get("wrong", [])]):
                 print(f"    {name}: {what}", flush=True)
     print(f"send {args.out}")
-    bad = [r for r in found["parts"].values()
-           if r["ended"] != "ended" or any(row.get("wrong") or row.get("failed") for row in r["rows"].values())]
+    bad = [
+        r
+        for r in found["parts"].values()
+        if r["ended"] != "ended" or any(row.get("wrong") or row.get("failed") for row in r["rows"].values())
+    ]
     return 1 if bad else 0
 
 
@@ -130,7 +160,7 @@ def child(args) -> int:
     module, name = args.run.split(":")
     part = getattr(__import__(module), name)
 
-    def note(name:str, **row):
+    def note(name: str, **row):
         "Keep a row of the result."
         with open(args.out, "a") as file:
             file.write(json.dumps(dict(name=name) | row) + "\n")

@@ -1,7 +1,8 @@
-"""The parts of first_gpu.py beside the tiny model: the machine, one block, full size with random weights, launching, stopping.
+"""The parts of first_gpu.py beside the tiny model: the machine, a block, full size, launching, stopping.
 
 Full size uses the code of step_gpu.py; with `--device cpu` the widths are tiny and compiled graphs run without kernels.
 """
+
 import argparse
 import gc
 import os
@@ -28,12 +29,13 @@ CARDS = {"T4": 15.6e9, "RTX 4090": 25.3e9} # bytes that torch reports
 
 class Rows:
     "Runs rows of a part; nothing that one raises ends the others."
-    def __init__(self, note, device:str, only=None):
+
+    def __init__(self, note, device: str, only=None):
         self.note = note
         self.device = torch.device(device)
         self.only = only
 
-    def add(self, name:str, fn, **facts):
+    def add(self, name: str, fn, **facts):
         "Note what `fn` returns, with what is `wrong`, or why it failed."
         if self.only and name not in self.only:
             return
@@ -49,7 +51,7 @@ class Rows:
         free_memory(self.device)
 
 
-def free_memory(device:torch.device):
+def free_memory(device: torch.device):
     "Return what is not in use, and begin to look for a peak."
     gc.collect()
     torch._dynamo.reset()
@@ -64,7 +66,7 @@ def wrong_if(*pairs) -> list: # of sentences
 
 
 # --- 1: the machine
-def facts(device:str, note, only=None):
+def facts(device: str, note, only=None):
     "Driver, libraries, compilers, one kernel, pinned memory, what the library sees and would choose."
     rows = Rows(note, device, only)
     rows.add("torch", partial(torch_facts, device))
@@ -76,10 +78,13 @@ def facts(device:str, note, only=None):
     rows.add("patch embedding", partial(patch_embedding, device))
 
 
-def torch_facts(device:str) -> dict:
+def torch_facts(device: str) -> dict:
     "What torch says of the GPU and of its allocator."
     import qie_nb # noqa: F401, sets the allocator
-    found = dict(torch=torch.__version__, built_for=torch.version.cuda, allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+
+    found = dict(
+        torch=torch.__version__, built_for=torch.version.cuda, allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    )
     if device == "cpu":
         return found
     if not torch.cuda.is_available():
@@ -88,13 +93,20 @@ def torch_facts(device:str) -> dict:
     free, total = torch.cuda.mem_get_info()
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     return found | dict(
-        gpu=properties.name, capability=f"{properties.major}.{properties.minor}", total_GB=round(total / 1e9, 2), free_GB=round(free / 1e9, 2),
-        count=torch.cuda.device_count(), expandable_segments=settings.get("expandable_segments"), cudnn=torch.backends.cudnn.version())
+        gpu=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        total_GB=round(total / 1e9, 2),
+        free_GB=round(free / 1e9, 2),
+        count=torch.cuda.device_count(),
+        expandable_segments=settings.get("expandable_segments"),
+        cudnn=torch.backends.cudnn.version(),
+    )
 
 
 def library_facts() -> dict:
     "The facts from which a plan is made, and the plan of a run with the defaults."
     from qie_nb.planning.facts import this_machine_facts
+
     machine = this_machine_facts()
     return dict(machine=repr(machine))
 
@@ -102,7 +114,16 @@ def library_facts() -> dict:
 def import_libraries() -> dict:
     "Import what a run may use; the name of bitsandbytes' binary."
     found, wrong = {}, []
-    for name in ("bitsandbytes", "optimum.quanto", "torchao", "triton", "peft", "accelerate", "diffusers", "transformers"):
+    for name in (
+        "bitsandbytes",
+        "optimum.quanto",
+        "torchao",
+        "triton",
+        "peft",
+        "accelerate",
+        "diffusers",
+        "transformers",
+    ):
         try:
             module = __import__(name)
             found[name] = getattr(module, "__version__", "yes")
@@ -111,6 +132,7 @@ def import_libraries() -> dict:
             wrong.append(f"{name}: {type(e).__name__}: {str(e)[:150]}")
     try:
         from bitsandbytes.cextension import lib
+
         found["bitsandbytes' library"] = str(getattr(lib, "_lib", lib))
     except Exception as e:
         wrong.append(f"bitsandbytes' library: {type(e).__name__}: {str(e)[:150]}")
@@ -120,11 +142,12 @@ def import_libraries() -> dict:
 def compiler() -> dict:
     "Has triton what it needs at its first use: a C compiler and `Python.h`?"
     from shutil import which
-    header = Path(sysconfig.get_paths()["include"])/"Python.h"
+
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return dict(compiler=which("cc") or which("gcc"), header=header.is_file())
 
 
-def one_kernel(device:str) -> dict:
+def one_kernel(device: str) -> dict:
     "Compile a product with what follows it, and compare."
     x = torch.randn(64, 64, device=device)
 
@@ -133,16 +156,18 @@ def one_kernel(device:str) -> dict:
 
     compiled = torch.compile(fn, fullgraph=True, backend="eager" if device == "cpu" else "inductor")
     difference = float((compiled(x) - fn(x)).abs().max())
-    return dict(difference=difference, wrong=wrong_if((difference > 1e-2, f"the compiled kernel is off by {difference:.2g}")))
+    return dict(
+        difference=difference, wrong=wrong_if((difference > 1e-2, f"the compiled kernel is off by {difference:.2g}"))
+    )
 
 
-def pinned_memory(device:str) -> dict:
+def pinned_memory(device: str) -> dict:
     "Small buffers as a swapped tiny block has them; CUDA refuses two in one page."
     found = step_gpu.pinned_buffers(argparse.Namespace(device=torch.device(device)))
     return found | dict(wrong=wrong_if((found["pinned"] is False, "buffers are not pinned")))
 
 
-def patch_embedding(device:str) -> dict:
+def patch_embedding(device: str) -> dict:
     "Seconds of the vision tower's patch embedding as a Conv3d and as a product, bfloat16, 1,024 patches."
     conv = torch.nn.Conv3d(3, 1280, (2, 14, 14), (2, 14, 14), bias=False).to(device, torch.bfloat16)
     x = torch.randn(1024, 3 * 2 * 14 * 14, device=device, dtype=torch.bfloat16)
@@ -158,11 +183,12 @@ def patch_embedding(device:str) -> dict:
 
 
 # --- 3: one block
-def one_block(device:str, note, only=None):
+def one_block(device: str, note, only=None):
     "Each quantization's layer and block against the CPU, scaled float16 with outliers, the decoder's memory."
     rows = Rows(note, device, only)
     bench = bench_of(device)
     from qie_nb.models.quantizations.known import QUANTIZATIONS
+
     for kind in QUANTIZATIONS:
         rows.add(f"layer, {kind}", partial(quantized_layer, bench, kind))
     for kind in (None, "nf4", "qint8"):
@@ -172,18 +198,31 @@ def one_block(device:str, note, only=None):
             rows.add(f"decoder, {side}, {str(dtype)[6:]}", partial(decoder_memory, device, side, dtype))
 
 
-def quantized_layer(bench, kind:str) -> dict:
+def quantized_layer(bench, kind: str) -> dict:
     "A layer here and on the CPU; relative differences."
     row = step_gpu.quantized_layer(bench, kind)
     off = row["difference"]
     return row | dict(wrong=wrong_if((not off < 0.02, f"{off:.2g} between this device and the CPU")))
 
 
-def scaled_float16(device:str, kind:str) -> dict:
+def scaled_float16(device: str, kind: str) -> dict:
     "One block in scaled float16 against float32, with a trained model's outliers, in benchmarks/fp16.py."
     import json
-    out = Path(tempfile.mkdtemp())/"fp16.json"
-    command = [sys.executable, str(Path(__file__).with_name("fp16.py")), "--layers", "1", "--modes", "float32", "half", "--steps", "1", "--out", str(out)]
+
+    out = Path(tempfile.mkdtemp()) / "fp16.json"
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("fp16.py")),
+        "--layers",
+        "1",
+        "--modes",
+        "float32",
+        "half",
+        "--steps",
+        "1",
+        "--out",
+        str(out),
+    ]
     command += ["--kind", kind] if kind else []
     command += ["--tiny"] if device == "cpu" else []
     done = subprocess.run(command, capture_output=True, text=True)
@@ -192,15 +231,20 @@ def scaled_float16(device:str, kind:str) -> dict:
     exact, half = json.loads(out.read_text())["results"]
     errors = half.get("errors", {})
     bad = [f"{name}: {e}" for name, e in errors.items() if e is None or e > 0.05]
-    return dict(errors=errors, kernel=half.get("kernel"), seconds_of=dict(float32=exact["seconds"], half=half["seconds"]),
-                wrong=bad + wrong_if((not half["finite_gradients"], "gradients are not finite")))
+    return dict(
+        errors=errors,
+        kernel=half.get("kernel"),
+        seconds_of=dict(float32=exact["seconds"], half=half["seconds"]),
+        wrong=bad + wrong_if((not half["finite_gradients"], "gradients are not finite")),
+    )
 
 
-def decoder_memory(device:str, side:int, dtype:torch.dtype) -> dict:
+def decoder_memory(device: str, side: int, dtype: torch.dtype) -> dict:
     "Peak bytes of decoding one image, against what the plan counts."
     from diffusers import AutoencoderKLQwenImage
     from qie_nb.models.encoders import decode_latents
     from qie_nb.models.loading import work_bytes
+
     tiny = device == "cpu"
     sizes = dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1) if tiny else {}
     vae = AutoencoderKLQwenImage(**sizes).to(device, dtype).eval()
@@ -212,22 +256,27 @@ def decoder_memory(device:str, side:int, dtype:torch.dtype) -> dict:
     if tiny:
         return dict(shape=list(image.shape), planned_GB=round(planned / 1e9, 2))
     peak = torch.cuda.max_memory_allocated() - held
-    return dict(peak_GB=round(peak / 1e9, 2), planned_GB=round(planned / 1e9, 2),
-                wrong=wrong_if((peak > 1.05 * planned, f"decoding takes {peak / planned:.2f} times the plan")))
+    return dict(
+        peak_GB=round(peak / 1e9, 2),
+        planned_GB=round(planned / 1e9, 2),
+        wrong=wrong_if((peak > 1.05 * planned, f"decoding takes {peak / planned:.2f} times the plan")),
+    )
 
 
 # --- full size
-def bench_of(device:str, steps:int=3, warm:int=2) -> step_gpu.Bench:
+def bench_of(device: str, steps: int = 3, warm: int = 2) -> step_gpu.Bench:
     "step_gpu's bench, with its files in a temporary folder."
     folder = Path(tempfile.mkdtemp(prefix="first_gpu_"))
-    args = argparse.Namespace(tiny=device == "cpu", minutes=60., again=True, out=folder/"step.json", modes=None, steps=steps, warm=warm)
+    args = argparse.Namespace(
+        tiny=device == "cpu", minutes=60.0, again=True, out=folder / "step.json", modes=None, steps=steps, warm=warm
+    )
     bench = step_gpu.Bench(args)
     bench.tmp = folder
-    bench.folder = folder/"model"
+    bench.folder = folder / "model"
     return bench
 
 
-def with_model(bench, layers:int=None) -> step_gpu.Bench:
+def with_model(bench, layers: int = None) -> step_gpu.Bench:
     "Write the model's folder, with fewer layers if asked."
     if layers and not bench.tiny:
         bench.model = bench.model | dict(num_layers=layers)
@@ -240,17 +289,21 @@ def pretending(bench):
     return step_gpu.as_on_a_gpu() if bench.tiny else nullcontext()
 
 
-def trained(bench, mode:dict, how:str, size:int) -> dict:
+def trained(bench, mode: dict, how: str, size: int) -> dict:
     "A mode's row, with what is wrong in it."
     with pretending(bench):
         row = step_gpu.mode_of(bench, mode, how, size)
     over = row.get("peak_over_plan") or 1
-    return row | dict(wrong=wrong_if(
-        (not row["finite"], "a loss is not finite"), (over > 1.03, f"the peak is {over:.2f} times the plan"),
-        (row["graphs_made_later"] > 0, "graphs were made again after the first steps")))
+    return row | dict(
+        wrong=wrong_if(
+            (not row["finite"], "a loss is not finite"),
+            (over > 1.03, f"the peak is {over:.2f} times the plan"),
+            (row["graphs_made_later"] > 0, "graphs were made again after the first steps"),
+        )
+    )
 
 
-def full_bf16(device:str, note, only=None):
+def full_bf16(device: str, note, only=None):
     "bfloat16, 1024: compiled without recomputation, and selective without compiling."
     rows = Rows(note, device, only)
     bench = with_model(bench_of(device))
@@ -261,24 +314,26 @@ def full_bf16(device:str, note, only=None):
 
 
 @contextmanager
-def memory_of(card:str, device:str):
+def memory_of(card: str, device: str):
     "Within, torch may take no more than another card has."
     if device == "cpu":
         yield
         return
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1., CARDS[card] / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, CARDS[card] / total))
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def as_on_a_t4(device:str, note, only=None):
-    "nf4 in scaled float16 at 512 with the attention kernel that a T4 has; one decoded image at 512 and at 1024 beside it."
+def as_on_a_t4(device: str, note, only=None):
+    "nf4 in scaled float16 at 512 with a T4's attention kernel; a decoded image of 512 and of 1024 beside it."
     rows = Rows(note, device, only)
     bench = with_model(bench_of(device))
-    mode = step_gpu.change(step_gpu.QUANTIZED("nf4"), train=dict(gradient_checkpointing="selective", mixed_precision="fp16"))
+    mode = step_gpu.change(
+        step_gpu.QUANTIZED("nf4"), train=dict(gradient_checkpointing="selective", mixed_precision="fp16")
+    )
     kernel = nullcontext() if bench.tiny else sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     with memory_of("T4", device), kernel:
         rows.add("nf4, fp16, selective, 512", partial(trained, bench, mode, "selective", 512))
@@ -286,7 +341,7 @@ def as_on_a_t4(device:str, note, only=None):
             rows.add(f"decoding at {side} beside it", partial(decoder_memory, device, side, torch.float32))
 
 
-def as_on_a_4090(device:str, note, only=None):
+def as_on_a_4090(device: str, note, only=None):
     "qfloat8 and nf4 at 1024 in 24 GB."
     rows = Rows(note, device, only)
     bench = with_model(bench_of(device))
@@ -296,12 +351,16 @@ def as_on_a_4090(device:str, note, only=None):
             rows.add(f"{kind}, selective, 1024", partial(trained, bench, mode, "selective", 1024))
 
 
-def swapped(device:str, note, only=None):
+def swapped(device: str, note, only=None):
     "Twenty blocks: all on the device, swapped, with offloaded inputs, both; the losses must be equal."
     rows = Rows(note, device, only)
     bench = with_model(bench_of(device), layers=20)
-    modes = {"resident": {}, "swapped": dict(blocks_to_swap=True), "offloaded": dict(offload_activations=True),
-             "both": dict(blocks_to_swap=True, offload_activations=True)}
+    modes = {
+        "resident": {},
+        "swapped": dict(blocks_to_swap=True),
+        "offloaded": dict(offload_activations=True),
+        "both": dict(blocks_to_swap=True, offload_activations=True),
+    }
     losses = {}
 
     def one(name):
@@ -316,33 +375,40 @@ def swapped(device:str, note, only=None):
 
 
 # --- 8: encoding
-def text_encoder(device:str, note, only=None):
+def text_encoder(device: str, note, only=None):
     "The text encoder in nf4 with float32 and bfloat16 products: four pairs at 512."
     rows = Rows(note, device, only)
     for precision in ("no", "bf16"):
         rows.add(f"nf4, mixed_precision {precision}", partial(encode, device, precision))
 
 
-def encode(device:str, precision:str) -> dict:
+def encode(device: str, precision: str) -> dict:
     "Precompute four pairs with random weights."
     import contextlib
     import io
     import first_gpu_tiny
     from qie_nb.trainer import QwenImageEditTrainer
+
     bench = bench_of(device)
     model_folder(bench.folder, "2509", bench.model, encoders=True, tiny=bench.tiny)
-    first_gpu_tiny.write_pairs(bench.tmp/"pairs", 4)
+    first_gpu_tiny.write_pairs(bench.tmp / "pairs", 4)
     side = 64 if bench.tiny else 512
     config = dict(
         model=dict(pretrained_model_name_or_path=str(bench.folder), text_encoder_quantize="nf4"),
-        data=dict(dataset_path=str(bench.tmp/"pairs"), image_size=[side, side]), cache=dict(cache_dir=str(bench.tmp/"cache")),
-        train=dict(device=device, mixed_precision=precision, output_dir=str(bench.tmp/"out"), num_processes=1))
+        data=dict(dataset_path=str(bench.tmp / "pairs"), image_size=[side, side]),
+        cache=dict(cache_dir=str(bench.tmp / "cache")),
+        train=dict(device=device, mixed_precision=precision, output_dir=str(bench.tmp / "out"), num_processes=1),
+    )
     with made_up(bench.device), contextlib.redirect_stdout(io.StringIO()):
         trainer = QwenImageEditTrainer(config)
         report = trainer.cache_embeddings()
     row = dict(encoded=report.encoded, took=round(report.seconds, 1), **step_gpu.memory(bench))
-    return row | dict(wrong=wrong_if((len(report.skipped) > 0, f"{len(report.skipped)} samples were skipped"),
-                                     (report.encoded != 4, f"{report.encoded} of 4 samples were encoded")))
+    return row | dict(
+        wrong=wrong_if(
+            (len(report.skipped) > 0, f"{len(report.skipped)} samples were skipped"),
+            (report.encoded != 4, f"{report.encoded} of 4 samples were encoded"),
+        )
+    )
 
 
 # --- 9: processes
@@ -368,8 +434,10 @@ model.requires_grad_(False)
 add_lora(model, make_config().model.lora)
 wrapped = prepare_distributed(model.to(accelerator.device), accelerator)
 side = 4
-out = wrapped(hidden_states=torch.randn(1, side * side, 64, device=accelerator.device), timestep=torch.tensor([0.5], device=accelerator.device),
-              encoder_hidden_states=torch.randn(1, 6, 64, device=accelerator.device), img_shapes=[[(1, side, side)]], return_dict=False)[0]
+at = accelerator.device
+out = wrapped(hidden_states=torch.randn(1, side * side, 64, device=at), timestep=torch.tensor([0.5], device=at),
+              encoder_hidden_states=torch.randn(1, 6, 64, device=at), img_shapes=[[(1, side, side)]],
+              return_dict=False)[0]
 out.square().mean().backward()
 units = [n for n, m in model.named_modules() if type(m).__name__.startswith("FSDP")]
 print(json.dumps(dict(kind=accelerator.distributed_type.value, units=units, loss=float(out.detach().square().mean()))))
@@ -377,18 +445,29 @@ accelerator.end_training()
 """
 
 
-def launched(device:str, note, only=None):
+def launched(device: str, note, only=None):
     "One process by torchrun (NCCL refuses two on one GPU), prepared as DDP and as FSDP2."
     rows = Rows(note, device, only)
     for kind in ("ddp", "fsdp"):
         rows.add(f"torchrun, {kind}", partial(torchrun, device, kind))
 
 
-def torchrun(device:str, kind:str) -> dict:
+def torchrun(device: str, kind: str) -> dict:
     "Prepare, one step forward and back."
-    job = Path(tempfile.mkdtemp())/"job.py"
+    job = Path(tempfile.mkdtemp()) / "job.py"
     job.write_text(JOB)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", str(job), kind, str(Path(__file__).parent), device]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "1",
+        str(job),
+        kind,
+        str(Path(__file__).parent),
+        device,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return dict(said=found[:1]) if done.returncode == 0 else dict(failed=done.stderr.strip()[-600:])
@@ -408,7 +487,7 @@ print("ended at", t.global_step, t.state.stop, flush=True)
 """
 
 
-def stopping(device:str, note, only=None):
+def stopping(device: str, note, only=None):
     "Signals in the middle of a run end it with a checkpoint; out-of-memory names settings."
     rows = Rows(note, device, only)
     for name in ("SIGINT", "SIGTERM"):
@@ -417,22 +496,27 @@ def stopping(device:str, note, only=None):
         rows.add("out of memory", out_of_memory)
 
 
-def stopped_by(device:str, name:str) -> dict:
+def stopped_by(device: str, name: str) -> dict:
     "Start a run, send a signal once it steps, and see how it ends."
     import first_gpu_tiny
+
     root = Path(tempfile.mkdtemp(prefix="first_gpu_"))
-    first_gpu_tiny.write_pairs(root/"pairs")
-    command = [sys.executable, "-c", RUN, str(Path(__file__).parent), str(root/"run"), device]
+    first_gpu_tiny.write_pairs(root / "pairs")
+    command = [sys.executable, "-c", RUN, str(Path(__file__).parent), str(root / "run"), device]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     waited = time.monotonic() + 80
-    while not list((root/"run").rglob("COMPLETE")) and process.poll() is None and time.monotonic() < waited:
+    while not list((root / "run").rglob("COMPLETE")) and process.poll() is None and time.monotonic() < waited:
         time.sleep(0.2)
     asked = time.perf_counter()
     process.send_signal(getattr(signal, name))
     text = process.communicate(timeout=60)[0]
     seconds = round(time.perf_counter() - asked, 2)
-    return dict(took=seconds, code=process.returncode, last=text.splitlines()[-1:],
-                wrong=wrong_if(("ended at" not in text, f"no orderly end: {text[-300:]}")))
+    return dict(
+        took=seconds,
+        code=process.returncode,
+        last=text.splitlines()[-1:],
+        wrong=wrong_if(("ended at" not in text, f"no orderly end: {text[-300:]}")),
+    )
 
 
 def out_of_memory() -> dict:
@@ -445,5 +529,5 @@ def out_of_memory() -> dict:
         text = str(e)
         return dict(said=text[:600], wrong=wrong_if(("Try, in this order" not in text, "no advice is given")))
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.)
+        torch.cuda.set_per_process_memory_fraction(1.0)
     return dict(wrong=["a tenth of the card was enough"])

@@ -1,8 +1,11 @@
-"""Part 2 of first_gpu.py: the tiny model end to end in sixteen modes, each against the same run on the CPU and against the plain run in float32.
+"""Part 2 of first_gpu.py: the tiny model end to end in sixteen modes.
 
-A mode precomputes, evaluates before the first step, trains four steps, saves, continues for two, saves the LoRA and predicts. What is compared:
-the losses (they see weights, scales, masks and noise), what of the adapter has moved (gradients), dtypes and devices, the continued run, the prediction.
+Each is compared with the same run on the CPU and with the plain run in float32. A mode precomputes, evaluates
+before the first step, trains four steps, saves, continues for two, saves the LoRA and predicts. What is compared:
+the losses (they see weights, scales, masks and noise), what of the adapter has moved (gradients), dtypes and
+devices, the continued run, the prediction.
 """
+
 import contextlib
 import io
 import tempfile
@@ -48,43 +51,76 @@ MODES = {
 REFERENCE = "float32" # what all others are compared with
 
 # Relative difference of each loss from the plain run in float32: at least twice what was measured on a CPU.
-LIMITS = {"float32": 1e-4, "bf16": 0.04, "fp16": 0.02, "nf4": 0.08, "qint8": 0.03, "qfloat8": 0.05, "int8": 0.03, "blocks": 1e-4,
-          "inputs": 1e-4, "both": 1e-4, "compiled": 1e-3}
+LIMITS = {
+    "float32": 1e-4,
+    "bf16": 0.04,
+    "fp16": 0.02,
+    "nf4": 0.08,
+    "qint8": 0.03,
+    "qfloat8": 0.05,
+    "int8": 0.03,
+    "blocks": 1e-4,
+    "inputs": 1e-4,
+    "both": 1e-4,
+    "compiled": 1e-3,
+}
 SAME_MODE = 0.01 # relative difference of a loss on the GPU from the same mode's on the CPU
 
 
-def limit_of(name:str) -> float: # the largest of what the mode's name says
+def limit_of(name: str) -> float: # the largest of what the mode's name says
     "How far a mode's losses may be from the plain run's."
     return max(limit for word, limit in LIMITS.items() if word in name)
 
 
-def write_pairs(root:Path, n:int=6):
+def write_pairs(root: Path, n: int = 6):
     "Pairs of two sizes; the edit inverts the colours."
     rng = np.random.default_rng(0)
     for folder in ("training_images", "control_images"):
-        (root/folder).mkdir(parents=True, exist_ok=True)
+        (root / folder).mkdir(parents=True, exist_ok=True)
     for i in range(n):
         shape = (SIDE, SIDE + 32, 3) if i % 2 else (SIDE, SIDE, 3)
         smooth = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(shape[1::-1], Image.BICUBIC)
-        smooth.save(root/"control_images"/f"{i}.png")
-        Image.fromarray(255 - np.asarray(smooth)).save(root/"training_images"/f"{i}.png")
-        (root/"training_images"/f"{i}.txt").write_text("invert the colours")
+        smooth.save(root / "control_images" / f"{i}.png")
+        Image.fromarray(255 - np.asarray(smooth)).save(root / "training_images" / f"{i}.png")
+        (root / "training_images" / f"{i}.txt").write_text("invert the colours")
 
 
-def configuration(sections:dict, device:str, folder:Path, steps:int) -> dict:
+def configuration(sections: dict, device: str, folder: Path, steps: int) -> dict:
     "The whole configuration of a run."
-    train = dict(output_dir=str(folder/"out"), device=device, max_train_steps=steps, save_interval=0, save_steps=STEPS, eval_interval=0,
-                 eval_steps=STEPS, eval_at_start=True, eval_num_inference_steps=2, eval_images=1, val_fraction=0.2, num_processes=1, seed=3)
+    train = dict(
+        output_dir=str(folder / "out"),
+        device=device,
+        max_train_steps=steps,
+        save_interval=0,
+        save_steps=STEPS,
+        eval_interval=0,
+        eval_steps=STEPS,
+        eval_at_start=True,
+        eval_num_inference_steps=2,
+        eval_images=1,
+        val_fraction=0.2,
+        num_processes=1,
+        seed=3,
+    )
     return dict(
-        model=dict(pretrained_model_name_or_path=str(tiny_folder("2511", (SIDE * SIDE, SIDE * SIDE))), lora=dict(r=4, lora_alpha=8)) | sections["model"],
-        data=dict(dataset_path=str(folder.parent/"pairs"), image_size=[SIDE, SIDE], batch_size=2, caption_dropout_rate=0.2),
-        cache=dict(cache_dir=str(folder/"cache")), optimizer=dict(lr=1e-3),
+        model=dict(
+            pretrained_model_name_or_path=str(tiny_folder("2511", (SIDE * SIDE, SIDE * SIDE))),
+            lora=dict(r=4, lora_alpha=8),
+        )
+        | sections["model"],
+        data=dict(
+            dataset_path=str(folder.parent / "pairs"), image_size=[SIDE, SIDE], batch_size=2, caption_dropout_rate=0.2
+        ),
+        cache=dict(cache_dir=str(folder / "cache")),
+        optimizer=dict(lr=1e-3),
         train=train | sections["train"],
-        logging=dict(log_dir=str(folder/"runs"), report_to="none", panel=False))
+        logging=dict(log_dir=str(folder / "runs"), report_to="none", panel=False),
+    )
 
 
 class Losses:
     "A callback that keeps the loss of each step."
+
     def __init__(self):
         self.all = []
 
@@ -103,16 +139,23 @@ def adapter(trainer) -> dict: # {name: float32 tensor on the CPU}
     return {name: p.detach().float().cpu().clone() for name, p in parameters if p.requires_grad}
 
 
-def run(sections:dict, device:str, folder:Path) -> dict:
+def run(sections: dict, device: str, folder: Path) -> dict:
     "One mode from the first image to a prediction: what it gave."
     seen = Losses()
     trainer = QwenImageEditTrainer(configuration(sections, device, folder, STEPS), callbacks=[seen])
     report = trainer.cache_embeddings()
     trainer.fit()
     trained = {name: p for name, p in trainer.transformer.named_parameters() if p.requires_grad}
-    found = dict(encoded=report.encoded, skipped=len(report.skipped), losses=list(seen.all), skipped_steps=trainer.state.skipped,
-                 dtypes=sorted({str(p.dtype) for p in trained.values()}), devices=sorted({p.device.type for p in trained.values()}),
-                 held_out=trainer.state.metrics.get("held_out_loss"), files=sorted(p.name for p in folder.rglob("held_out*.png")))
+    found = dict(
+        encoded=report.encoded,
+        skipped=len(report.skipped),
+        losses=list(seen.all),
+        skipped_steps=trainer.state.skipped,
+        dtypes=sorted({str(p.dtype) for p in trained.values()}),
+        devices=sorted({p.device.type for p in trained.values()}),
+        held_out=trainer.state.metrics.get("held_out_loss"),
+        files=sorted(p.name for p in folder.rglob("held_out*.png")),
+    )
     before = adapter(trainer)
     found["still"] = sorted(name for name, t in before.items() if "lora_B" in name and not t.any())
     again = Losses()
@@ -124,9 +167,11 @@ def run(sections:dict, device:str, folder:Path) -> dict:
     found["continued"] = again.all
     after = adapter(trainer)
     found["moved_on"] = sum(not torch.equal(before[name], t) for name, t in after.items()) / len(after)
-    found["lora"] = Path(trainer.save_lora(str(folder/"lora"))).exists()
-    image = Image.open(folder.parent/"pairs"/"control_images"/"0.png")
-    found["prediction"] = np.asarray(trainer.predict(image, "invert the colours", num_inference_steps=2, true_cfg_scale=1.0), np.float32)
+    found["lora"] = Path(trainer.save_lora(str(folder / "lora"))).exists()
+    image = Image.open(folder.parent / "pairs" / "control_images" / "0.png")
+    found["prediction"] = np.asarray(
+        trainer.predict(image, "invert the colours", num_inference_steps=2, true_cfg_scale=1.0), np.float32
+    )
     return found
 
 
@@ -137,7 +182,9 @@ def differences(ours, theirs) -> float:
     return max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(ours, theirs))
 
 
-def faults(name:str, found:dict, plain:dict, on_cpu:dict, device:str) -> tuple: # (list of sentences, measured numbers)
+def faults(
+    name: str, found: dict, plain: dict, on_cpu: dict, device: str
+) -> tuple: # (list of sentences, measured numbers)
     "What is wrong with a run."
     wrong, limit = [], limit_of(name)
     losses = found["losses"] + found["continued"]
@@ -150,7 +197,9 @@ def faults(name:str, found:dict, plain:dict, on_cpu:dict, device:str) -> tuple: 
     if on_cpu is not None:
         numbers["from_cpu"] = round(differences(losses, on_cpu["losses"] + on_cpu["continued"]), 6)
         if not numbers["from_cpu"] <= SAME_MODE:
-            wrong.append(f"losses are {numbers['from_cpu']:.2g} from the same mode's on the CPU (limit {SAME_MODE:g})")
+            wrong.append(
+                f"losses are {numbers['from_cpu']:.2g} from the same mode's on the CPU (limit {SAME_MODE:g})"
+            )
     if len(found["losses"]) != STEPS or len(found["continued"]) != MORE:
         wrong.append(f"{len(found['losses'])} and {len(found['continued'])} steps instead of {STEPS} and {MORE}")
     if found["skipped"] or found["skipped_steps"]:
@@ -174,33 +223,38 @@ def faults(name:str, found:dict, plain:dict, on_cpu:dict, device:str) -> tuple: 
     return wrong, numbers
 
 
-def quiet_run(sections:dict, device:str, folder:Path) -> dict:
+def quiet_run(sections: dict, device: str, folder: Path) -> dict:
     "`run` without its prints; the adapter's beginning is the same in all modes."
     with contextlib.redirect_stdout(io.StringIO()):
         return run(sections, device, folder)
 
 
-def tiny_runs(device:str, note, only=None):
+def tiny_runs(device: str, note, only=None):
     "All modes; each is noted as soon as it is done."
     root = Path(tempfile.mkdtemp(prefix="first_gpu_"))
-    write_pairs(root/"pairs")
-    plain = quiet_run(MODES[REFERENCE], "cpu", root/"plain")
+    write_pairs(root / "pairs")
+    plain = quiet_run(MODES[REFERENCE], "cpu", root / "plain")
     for number, (name, sections) in enumerate(MODES.items()):
         if only and name not in only:
             continue
         began = time.perf_counter()
         try:
-            on_cpu = quiet_run(sections, "cpu", root/f"{number}_cpu") if device != "cpu" else None
+            on_cpu = quiet_run(sections, "cpu", root / f"{number}_cpu") if device != "cpu" else None
         except Exception: # a mode that needs a GPU
             on_cpu = None
         try:
-            found = quiet_run(sections, device, root/f"{number}")
+            found = quiet_run(sections, device, root / f"{number}")
         except (ValueError, ImportError) as e: # refused with a sentence
             note(name, refused=str(e)[:300], seconds=round(time.perf_counter() - began, 1))
             continue
         except Exception as e:
             where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(e.__traceback__)][-4:]
-            note(name, failed=f"{type(e).__name__}: {str(e).strip()[:400]}", where=where, seconds=round(time.perf_counter() - began, 1))
+            note(
+                name,
+                failed=f"{type(e).__name__}: {str(e).strip()[:400]}",
+                where=where,
+                seconds=round(time.perf_counter() - began, 1),
+            )
             continue
         wrong, numbers = faults(name, found, plain, on_cpu, device)
         note(name, wrong=wrong, seconds=round(time.perf_counter() - began, 1), **numbers)

@@ -108,8 +108,9 @@ def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_cho
 
 @pytest.mark.parametrize("release, given, want", [
     ("5.15.167.4-microsoft-standard-WSL2", {}, None), ("6.8.0-45-generic", {}, "expandable_segments:True"),
-    ("5.15.167.4-microsoft-standard-WSL2", dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), "expandable_segments:True")])
-def test_nothing_is_set_under_windows_where_a_driver_fault_refuses_the_first_allocation(release, given, want, monkeypatch):
+    ("5.15.167.4-microsoft-standard-WSL2", dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+     "expandable_segments:True")])
+def test_nothing_is_set_under_windows_where_the_first_allocation_would_fail(release, given, want, monkeypatch):
     from qie_nb.core import startup
     for name in startup.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,5 @@
 """The one door to the model, and what the ways to fit a transformer say of themselves."""
+
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,16 @@ from qie_nb.planning.memory import memory_of
 from qie_nb.tiny.random_models import tiny_folder
 
 WAYS = {
-    "property": lambda model: model.transformer, "get": lambda model: model.get("transformer"),
-    "move": lambda model: model.move("transformer", "cpu"), "gathered": lambda model: model.gathered()}
+    "property": lambda model: model.transformer,
+    "get": lambda model: model.get("transformer"),
+    "move": lambda model: model.move("transformer", "cpu"),
+    "gathered": lambda model: model.gathered(),
+}
 
 
 class Asked:
     "A run that keeps the modulation layers and counts how often it is asked."
+
     def __init__(self):
         self.seen = []
 
@@ -44,6 +49,7 @@ def test_the_run_that_is_asked_may_load_the_transformer_itself():
 
     class Layers(Asked):
         "A run whose adapter needs the layers."
+
         def decide(self, training):
             "Load the layers, and nothing asks again."
             super().decide(training)
@@ -57,7 +63,8 @@ def test_the_run_that_is_asked_may_load_the_transformer_itself():
 @pytest.mark.parametrize("view", ["loaded", "quantize", "devices"])
 def test_the_dictionaries_can_be_read_alone(view):
     model = EditModel(str(tiny_folder("2511")), devices=dict(vae="cpu"), quantize=dict(vae=None))
-    with pytest.raises(TypeError): getattr(model, view)["vae"] = "x"
+    with pytest.raises(TypeError):
+        getattr(model, view)["vae"] = "x"
     model.areas["control_area"] = 1
     assert model.areas["control_area"] != 1, "a copy"
 
@@ -66,10 +73,19 @@ def test_the_dictionaries_can_be_read_alone(view):
 JOB = memory_query(make_config())
 
 
-@pytest.mark.parametrize("name, job, blocks, host", [
-    ("block swap", dict(block_swap=True), 3, lambda q: q.layers * block_bytes(q)),
-    ("offloaded inputs", dict(offload=True, checkpointing=True), 60, lambda q: q.layers * sum(stream_tokens(q).values()) * q.dim * q.base_bytes),
-    ("split blocks", dict(devices=2), 30, lambda q: 0)])
+@pytest.mark.parametrize(
+    "name, job, blocks, host",
+    [
+        ("block swap", dict(block_swap=True), 3, lambda q: q.layers * block_bytes(q)),
+        (
+            "offloaded inputs",
+            dict(offload=True, checkpointing=True),
+            60,
+            lambda q: q.layers * sum(stream_tokens(q).values()) * q.dim * q.base_bytes,
+        ),
+        ("split blocks", dict(devices=2), 30, lambda q: 0),
+    ],
+)
 def test_a_way_saves_on_the_device_and_costs_what_it_says(name, job, blocks, host):
     plain, q = replace(JOB, checkpointing=True), replace(JOB, **dict(checkpointing=True) | job)
     assert [s.name for s in used_by(q)] == [name] and not used_by(plain)
@@ -78,7 +94,9 @@ def test_a_way_saves_on_the_device_and_costs_what_it_says(name, job, blocks, hos
 
 
 def test_a_configuration_asks_for_ways_in_an_order_of_their_own():
-    train = make_config(dict(train=dict(blocks_to_swap=True, offload_activations=True, model_parallel_devices=["cuda:0", "cuda:1"]))).train
+    train = make_config(
+        dict(train=dict(blocks_to_swap=True, offload_activations=True, model_parallel_devices=["cuda:0", "cuda:1"]))
+    ).train
     assert [s.name for s in asked_for(train)] == ["split blocks", "offloaded inputs", "block swap"]
     assert not asked_for(make_config().train)
 
@@ -86,6 +104,10 @@ def test_a_configuration_asks_for_ways_in_an_order_of_their_own():
 def test_a_way_of_yours_is_asked_last():
     class Mine(Strategy):
         "Does nothing."
+
         name, setting = "mine", "compile"
-    try: assert in_order()[-1] is STRATEGIES["mine"] and Mine().problem(None) == ""
-    finally: del STRATEGIES["mine"]
+
+    try:
+        assert in_order()[-1] is STRATEGIES["mine"] and Mine().problem(None) == ""
+    finally:
+        del STRATEGIES["mine"]

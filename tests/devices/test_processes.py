@@ -1,4 +1,5 @@
-"""The launcher of processes: the environment of each, and that none is left when one dies. The processes are stubs without torch."""
+"""The launcher: the environment of each process, and that none is left when one dies. They are stubs without torch."""
+
 import os
 
 import psutil
@@ -26,7 +27,7 @@ def main():
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     "Its folder is on the path of the started processes."
-    (tmp_path/"stub.py").write_text(STUB)
+    (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     return "stub.main"
 
@@ -69,10 +70,13 @@ def test_old_drivers_of_two_rtx_40_get_what_accelerate_asks_for(supported, monke
 def test_a_process_waits_as_long_for_a_message_as_for_a_gradient(monkeypatch):
     "torch's default for another group is half an hour; a process may load that long while the others wait."
     from types import SimpleNamespace
+
     made = []
     monkeypatch.setattr("torch.distributed.new_group", lambda **kw: made.append(kw))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
-    monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, text, group=None: found.__setitem__(0, text))
+    monkeypatch.setattr(
+        "torch.distributed.all_gather_object", lambda found, text, group=None: found.__setitem__(0, text)
+    )
     accelerator = SimpleNamespace(num_processes=2)
     assert processes.broadcast_stop(accelerator, "interrupted") == "interrupted"
     assert made == [dict(backend="gloo", timeout=processes.PATIENCE)]

@@ -1,12 +1,24 @@
 """The model has one door: only `Components` and `EditModel` change what is loaded, where, and how."""
+
 import ast
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2]/"qie_nb"
+PACKAGE = Path(__file__).parents[2] / "qie_nb"
 OWN = {"models/components.py", "devices/edit_model.py"}
-DICTIONARIES = {"loaded", "quantize", "devices", "areas", "_loaded", "_loaded_as", "_prepare", "_devices", "_quantize", "_areas"}
+DICTIONARIES = {
+    "loaded",
+    "quantize",
+    "devices",
+    "areas",
+    "_loaded",
+    "_loaded_as",
+    "_prepare",
+    "_devices",
+    "_quantize",
+    "_areas",
+}
 CHANGES = {"update", "pop", "popitem", "clear", "setdefault", "__setitem__"}
 LOADERS = {"load_component", "load_quantized"} # what reads weights
 
@@ -28,7 +40,7 @@ def targets(node) -> list:
     return [t for top in found for t in ast.walk(top)]
 
 
-def writes(text:str) -> list: # of source text
+def writes(text: str) -> list: # of source text
     "Where a module changes a dictionary of another object that has a name of `Components`."
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -43,14 +55,31 @@ def writes(text:str) -> list: # of source text
     return found
 
 
-@pytest.mark.parametrize("line", [
-    "self.components.loaded['vae'] = x", "parts.devices['vae'] = 'cpu'", "components.devices.update(a=1)", "del c.loaded['vae']",
-    "parts.loaded['vae'], y = 1, 2", "t.components.quantize |= {}", "parts.loaded.pop('vae')"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.components.loaded['vae'] = x",
+        "parts.devices['vae'] = 'cpu'",
+        "components.devices.update(a=1)",
+        "del c.loaded['vae']",
+        "parts.loaded['vae'], y = 1, 2",
+        "t.components.quantize |= {}",
+        "parts.loaded.pop('vae')",
+    ],
+)
 def test_a_write_is_found(line):
     assert len(writes(line)) == 1
 
 
-@pytest.mark.parametrize("line", ["self.loaded['default'] = x", "dataset.areas = parts.areas", "x = parts.loaded['vae']", "parts.loaded.get('vae')"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.loaded['default'] = x",
+        "dataset.areas = parts.areas",
+        "x = parts.loaded['vae']",
+        "parts.loaded.get('vae')",
+    ],
+)
 def test_what_is_no_write_is_not_found(line):
     assert not writes(line)
 
@@ -61,12 +90,16 @@ def modules() -> dict: # {path in the package: text}
     return {where: p.read_text() for where, p in found.items()}
 
 
-def test_nobody_else_changes_the_dictionaries_of_components():
+def test_no_other_module_changes_the_dictionaries_of_components():
     found = {where: lines for where, text in modules().items() if where not in OWN and (lines := writes(text))}
     assert not found, "call a method of `EditModel`"
 
 
-def test_nobody_else_reads_weights():
-    found = {where for where, text in modules().items() for node in ast.walk(ast.parse(text))
-             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LOADERS}
+def test_no_other_module_reads_weights():
+    found = {
+        where
+        for where, text in modules().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LOADERS
+    }
     assert found == OWN, "ask `EditModel` for the component"

@@ -1,4 +1,5 @@
 """Ten machines written down as data, and every decision of the plan on them; torch is not imitated."""
+
 import ast
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -13,7 +14,21 @@ from qie_nb.core.section import ABOUT_PLANNED, PLANNED, all_settings
 from qie_nb.core.settings import setting
 from qie_nb.data.samples import ONE_IMAGE
 from qie_nb.planning.cards import Gpu, plan
-from qie_nb.planning.decisions import AS_DTYPE, MARGIN, SCALED, choose_compile, choose_device, choose_dtype, choose_encode_batch, choose_held_out, choose_hours, choose_modulation, choose_processes, choose_products, fits_gpus
+from qie_nb.planning.decisions import (
+    AS_DTYPE,
+    MARGIN,
+    SCALED,
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    choose_encode_batch,
+    choose_held_out,
+    choose_hours,
+    choose_modulation,
+    choose_processes,
+    choose_products,
+    fits_gpus,
+)
 from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import WHEN_NEEDED
@@ -31,13 +46,13 @@ A100 = GpuInfo("NVIDIA A100-SXM4-40GB", 42_300_000_000, (8, 0))
 H100 = GpuInfo("NVIDIA H100 80GB HBM3", 84_929_347_584, (9, 0))
 
 OWN = Machine(cores=16, memory=64 * GB, disk=500 * GB, driver="580.95.05", compiler=True, triton=True)
-KAGGLE = replace(OWN, cores=4, memory=31 * GB, disk=60 * GB, platform="kaggle", hours=9., session_start=1000.)
+KAGGLE = replace(OWN, cores=4, memory=31 * GB, disk=60 * GB, platform="kaggle", hours=9.0, session_start=1000.0)
 MACHINES = {
     "T4": replace(OWN, gpus=(T4,)),
     "2 x T4": replace(KAGGLE, gpus=(T4, T4)),
     "RTX 3060": replace(OWN, gpus=(RTX3060,)),
     "RTX 4090 with a screen": replace(OWN, gpus=(RTX4090,)),
-    "A100": replace(OWN, gpus=(A100,), platform="colab", hours=12.),
+    "A100": replace(OWN, gpus=(A100,), platform="colab", hours=12.0),
     "H100": replace(OWN, gpus=(H100,)),
     "no GPU": replace(OWN, triton=False),
     "old driver": replace(OWN, driver="535.183.01"), # torch sees no GPU then
@@ -76,7 +91,9 @@ def test_the_device_is_the_first_gpu_or_that_of_the_process():
     assert choose_device("auto", second).value == "cuda:1"
     assert choose_device("auto", replace(second, rank=2)).value == "cuda"
     assert choose_device("auto", Machine(mps=True)).value == "mps"
-    assert plan_on("T4", train=dict(device="cpu")).device == Choice("cpu", "`train.device` says so", "train.device", True)
+    assert plan_on("T4", train=dict(device="cpu")).device == Choice(
+        "cpu", "`train.device` says so", "train.device", True
+    )
     with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"):
         plan_on("T4", train=dict(device="cuda:1")).device.checked()
     assert plan_on("T4", SoFar(device="cpu")).device.value == "cpu"
@@ -111,11 +128,20 @@ def test_products_are_scaled_float16_on_tensor_cores_without_bfloat16():
     def products(gpu=T4, kind=None, fsdp=False, **train):
         "The decision for a GPU."
         return choose_products(make_config(dict(train=train)).train, gpu, kind, fsdp)
+
     assert products(kind="nf4").why.startswith("Tesla T4 has no bfloat16: ")
     assert products(replace(T4, capability=(7, 0))).value == SCALED
     assert products(H100, mixed_precision="fp16").value == SCALED
-    for other in (dict(gpu=replace(T4, capability=(6, 0))), dict(mixed_precision="no"), dict(mixed_precision="bf16"),
-                  dict(kind="fp8_storage"), dict(compile=True), dict(fsdp=True), dict(gpu=H100), dict(gpu=None)):
+    for other in (
+        dict(gpu=replace(T4, capability=(6, 0))),
+        dict(mixed_precision="no"),
+        dict(mixed_precision="bf16"),
+        dict(kind="fp8_storage"),
+        dict(compile=True),
+        dict(fsdp=True),
+        dict(gpu=H100),
+        dict(gpu=None),
+    ):
         assert products(**other).value == AS_DTYPE, other
     for against in (dict(kind="fp8_storage"), dict(compile=True), dict(fsdp=True)):
         assert "fp16 is incompatible with" in products(mixed_precision="fp16", **against).problem
@@ -125,13 +151,21 @@ def test_products_are_scaled_float16_on_tensor_cores_without_bfloat16():
 def test_a_launch_with_fsdp_forbids_scaled_products():
     launched = replace(MACHINES["2 x T4"], fsdp=True, world=2)
     plan = make_plan(make_config(None), launched, MODEL)
-    assert plan.products.value == AS_DTYPE and plan.sharded == Choice(True, "the processes were launched with FSDP", "train.distributed")
-    assert set(values("sharded").values()) == {False} and set(values("sharded", train=dict(distributed="fsdp")).values()) == {True}
+    assert plan.products.value == AS_DTYPE and plan.sharded == Choice(
+        True, "the processes were launched with FSDP", "train.distributed"
+    )
+    assert set(values("sharded").values()) == {False} and set(
+        values("sharded", train=dict(distributed="fsdp")).values()
+    ) == {True}
     ddp = make_config(dict(train=dict(distributed="ddp")))
     assert make_plan(ddp, launched).products.value == SCALED
 
 
-SMALL = dict(model=dict(quantize="nf4"), data=dict(image_size=[512, 512], control_area=512 * 512), train=dict(gradient_checkpointing="selective"))
+SMALL = dict(
+    model=dict(quantize="nf4"),
+    data=dict(image_size=[512, 512], control_area=512 * 512),
+    train=dict(gradient_checkpointing="selective"),
+)
 
 
 def test_two_processes_start_only_if_the_run_fits_each_gpu():
@@ -145,34 +179,68 @@ def test_two_processes_start_only_if_the_run_fits_each_gpu():
 
 def test_two_processes_pin_host_memory_twice():
     swapped = SMALL | dict(model={}, train=dict(blocks_to_swap=True))
-    one, two = (make_plan(make_config(swapped), replace(KAGGLE, gpus=(T4, T4), memory=memory * GB), MODEL).processes for memory in (60, 200))
-    assert (one.value, two.value) == (1, 2) and "of host memory" in one.why and one.warning.startswith("one process: each process would pin")
+    one, two = (
+        make_plan(make_config(swapped), replace(KAGGLE, gpus=(T4, T4), memory=memory * GB), MODEL).processes
+        for memory in (60, 200)
+    )
+    assert (
+        (one.value, two.value) == (1, 2)
+        and "of host memory" in one.why
+        and one.warning.startswith("one process: each process would pin")
+    )
 
 
 def test_the_weights_of_a_t4_are_counted_in_float32():
     "In bfloat16 the same run would fit: an H100 of that size takes it."
-    eight = dict(model=dict(quantize="none", modulation_table=True), data=dict(image_size=[256, 256], control_area=256 * 256))
+    eight = dict(
+        model=dict(quantize="none", modulation_table=True), data=dict(image_size=[256, 256], control_area=256 * 256)
+    )
     wide = replace(T4, bytes=40 * GB, name="T4 with more memory")
-    two = [make_plan(make_config(eight), replace(KAGGLE, gpus=(gpu, gpu)), MODEL).processes.value for gpu in (wide, replace(wide, bf16=True, capability=(9, 0)))]
+    two = [
+        make_plan(make_config(eight), replace(KAGGLE, gpus=(gpu, gpu)), MODEL).processes.value
+        for gpu in (wide, replace(wide, bf16=True, capability=(9, 0)))
+    ]
     assert two == [1, 2]
 
 
-@pytest.mark.parametrize("words, gpus, given, train", [
-    ("`train.num_processes` 3, but there are 2 GPUs; use 2, or auto", 2, "", dict(num_processes=3, device="auto")),
-    ("cannot hand a loader to other processes; set it to 1", 0, "a loader", dict(num_processes=2)),
-    ("`train.model_parallel_devices` cannot be combined", 2, "", dict(num_processes=2, model_parallel_devices=["cuda:0", "cuda:1"])),
-    ("for FSDP use `accelerate launch --use_fsdp", 2, "", dict(num_processes=2, distributed="fsdp")),
-    ("needs `train.device` auto", 2, "", dict(num_processes=2, device="cuda:1"))])
+@pytest.mark.parametrize(
+    "words, gpus, given, train",
+    [
+        (
+            "`train.num_processes` 3, but there are 2 GPUs; use 2, or auto",
+            2,
+            "",
+            dict(num_processes=3, device="auto"),
+        ),
+        ("cannot hand a loader to other processes; set it to 1", 0, "a loader", dict(num_processes=2)),
+        (
+            "`train.model_parallel_devices` cannot be combined",
+            2,
+            "",
+            dict(num_processes=2, model_parallel_devices=["cuda:0", "cuda:1"]),
+        ),
+        ("for FSDP use `accelerate launch --use_fsdp", 2, "", dict(num_processes=2, distributed="fsdp")),
+        ("needs `train.device` auto", 2, "", dict(num_processes=2, device="cuda:1")),
+    ],
+)
 def test_what_cannot_be_started_is_a_problem_of_the_choice(words, gpus, given, train):
     choice = choose_processes(make_config(dict(train=train)).train, Machine((T4,) * gpus), SoFar(given=given))
     with pytest.raises(ValueError, match=words):
         choice.checked()
 
 
-@pytest.mark.parametrize("n, gpus, so_far, train", [
-    (2, 2, {}, {}), (1, 1, {}, {}), (1, 2, dict(given="callbacks", optional=True), {}), (1, 2, {}, dict(device="cuda:0")),
-    (1, 2, {}, dict(distributed="fsdp")), (1, 2, dict(begun_here=True), {}),
-    (2, 2, dict(given="callbacks", optional=True), dict(num_processes=2))])
+@pytest.mark.parametrize(
+    "n, gpus, so_far, train",
+    [
+        (2, 2, {}, {}),
+        (1, 1, {}, {}),
+        (1, 2, dict(given="callbacks", optional=True), {}),
+        (1, 2, {}, dict(device="cuda:0")),
+        (1, 2, {}, dict(distributed="fsdp")),
+        (1, 2, dict(begun_here=True), {}),
+        (2, 2, dict(given="callbacks", optional=True), dict(num_processes=2)),
+    ],
+)
 def test_how_many_processes_start(n, gpus, so_far, train):
     config = make_config(dict(train=dict(num_processes="auto") | train))
     machine = Machine((T4,) * gpus)
@@ -182,18 +250,22 @@ def test_how_many_processes_start(n, gpus, so_far, train):
 
 
 def test_a_run_ends_before_its_session():
-    kaggle = TimeLimit(9 - MARGIN, 1000.)
+    kaggle = TimeLimit(9 - MARGIN, 1000.0)
     assert values("hours") == on(None, A100=TimeLimit(12 - MARGIN), **{"2_x_T4": kaggle}) | {"Kaggle's disk": kaggle}
     choice = plan_on("2 x T4").hours
     assert choice.why == "max_hours auto (8.5 of kaggle's 9 h, from its start)"
-    assert choice.value.end(5000.) == 1000. + 8.5 * 3600
-    assert choose_hours("auto", replace(KAGGLE, session_start=None)).value.end(5000.) == 5000. + 8.5 * 3600
-    assert choose_hours(None, KAGGLE).value is None and choose_hours(2.5, KAGGLE).value.end(5000.) == 14000.
+    assert choice.value.end(5000.0) == 1000.0 + 8.5 * 3600
+    assert choose_hours("auto", replace(KAGGLE, session_start=None)).value.end(5000.0) == 5000.0 + 8.5 * 3600
+    assert choose_hours(None, KAGGLE).value is None and choose_hours(2.5, KAGGLE).value.end(5000.0) == 14000.0
 
 
 def test_a_run_is_evaluated_four_times_unless_it_is_asked_otherwise():
     assert set(values("eval_interval").values()) == {EvalInterval(parts=4)}
-    for train, interval in ((dict(eval_steps=30), (0, 30)), (dict(eval_interval=2), (2, None)), (dict(eval_interval=0), (0, None))):
+    for train, interval in (
+        (dict(eval_steps=30), (0, 30)),
+        (dict(eval_interval=2), (2, None)),
+        (dict(eval_interval=0), (0, None)),
+    ):
         assert plan_on("T4", train=train).eval_interval.value.of(1000) == interval
 
 
@@ -202,7 +274,11 @@ def test_one_control_image_of_ten_or_more_is_held_out():
     assert plan_on("T4", pairs=PairFacts(50, 9)).held_out.value == 0 and plan_on("T4", pairs=None).held_out is None
     train = make_config(None).train
     assert [choose_held_out(train, PAIRS, before).value for before in ("auto", 0, 0.1)] == [ONE_IMAGE, 0, 0]
-    for asked, share in (dict(val_fraction=0.2), 0.2), (dict(val_path="held"), 0), (dict(val_fraction=0.2, val_path="held"), 0):
+    for asked, share in (
+        (dict(val_fraction=0.2), 0.2),
+        (dict(val_path="held"), 0),
+        (dict(val_fraction=0.2, val_path="held"), 0),
+    ):
         assert plan_on("T4", pairs=None, train=asked).held_out.value == share
 
 
@@ -214,25 +290,61 @@ def test_a_table_replaces_the_modulation_layers_in_training():
     assert choose_modulation("auto", replace(MODEL, table=False), "bfloat16").value == NEVER
     assert choose_modulation("auto", None, "bfloat16") is None
     small = ModelFacts(dict(REAL, num_attention_heads=1, attention_head_dim=64), rows="float32")
-    assert choose_modulation("auto", small, "float32").value == NEVER, "the table of a small model is larger than its layers"
+    assert choose_modulation("auto", small, "float32").value == NEVER, (
+        "the table of a small model is larger than its layers"
+    )
 
 
 def test_long_runs_on_gpus_with_a_compiler_are_compiled():
     compiled = values("compile", train=dict(max_train_steps=1000))
-    assert compiled == on(True, T4=False, no_GPU=False, old_driver=False, WSL2=False, **{"2_x_T4": False}) | {"Kaggle's disk": False}
+    assert compiled == on(True, T4=False, no_GPU=False, old_driver=False, WSL2=False, **{"2_x_T4": False}) | {
+        "Kaggle's disk": False
+    }
     reasons = {name: plan_on(name, train=dict(max_train_steps=1000)).compile.why for name in ("T4", "no GPU", "WSL2")}
-    assert reasons == {"T4": "products are scaled into float16 (`train.mixed_precision` fp16)",
-                       "no GPU": "eager code is as fast on a CPU, and starts at once", "WSL2": "there is no C compiler here"}
+    assert reasons == {
+        "T4": "products are scaled into float16 (`train.mixed_precision` fp16)",
+        "no GPU": "eager code is as fast on a CPU, and starts at once",
+        "WSL2": "there is no C compiler here",
+    }
     assert set(values("compile", train=dict(max_train_steps=499)).values()) == {False}
 
 
-@pytest.mark.parametrize("why, machine, device, facts, train", [
-    ("`train.compile` is false", "H100", "cuda:0", {}, dict(compile=False)),
-    ("a compiled nf4 base is not tried on GPUs yet; set `train.compile` to true for it", "H100", "cuda:0", dict(quantized="nf4"), {}),
-    ("compiling does not pay off in 100 steps; set `train.compile` to true for it", "H100", "cuda:0", dict(steps=100), {}),
-    ("`train.offload_activations` moves the kept tensors", "no GPU", "cpu", {}, dict(compile=True, offload_activations=True)),
-    ("FSDP has sharded the blocks", "H100", "cuda:0", dict(obstacle="FSDP has sharded the blocks"), dict(compile=True)),
-    ("there is no C compiler here", "WSL2", "cpu", {}, dict(compile=True)), ("torch.compile is not used on mps", "H100", "mps", {}, {})])
+@pytest.mark.parametrize(
+    "why, machine, device, facts, train",
+    [
+        ("`train.compile` is false", "H100", "cuda:0", {}, dict(compile=False)),
+        (
+            "a compiled nf4 base is not tried on GPUs yet; set `train.compile` to true for it",
+            "H100",
+            "cuda:0",
+            dict(quantized="nf4"),
+            {},
+        ),
+        (
+            "compiling does not pay off in 100 steps; set `train.compile` to true for it",
+            "H100",
+            "cuda:0",
+            dict(steps=100),
+            {},
+        ),
+        (
+            "`train.offload_activations` moves the kept tensors",
+            "no GPU",
+            "cpu",
+            {},
+            dict(compile=True, offload_activations=True),
+        ),
+        (
+            "FSDP has sharded the blocks",
+            "H100",
+            "cuda:0",
+            dict(obstacle="FSDP has sharded the blocks"),
+            dict(compile=True),
+        ),
+        ("there is no C compiler here", "WSL2", "cpu", {}, dict(compile=True)),
+        ("torch.compile is not used on mps", "H100", "mps", {}, {}),
+    ],
+)
 def test_what_forbids_compiling(why, machine, device, facts, train):
     choice = choose_compile(make_config(dict(train=train)).train, MACHINES[machine], device, **facts)
     assert (choice.value, choice.why) == (False, why)
@@ -241,12 +353,20 @@ def test_what_forbids_compiling(why, machine, device, facts, train):
 
 
 def test_a_gpu_needs_triton():
-    train, old = make_config(None).train, replace(MACHINES["H100"], gpus=(replace(H100, capability=(6, 1), name="Tesla P40"),))
-    assert choose_compile(train, replace(MACHINES["H100"], triton=False), "cuda:0", 1000).why == "triton is not installed"
+    train, old = (
+        make_config(None).train,
+        replace(MACHINES["H100"], gpus=(replace(H100, capability=(6, 1), name="Tesla P40"),)),
+    )
+    assert (
+        choose_compile(train, replace(MACHINES["H100"], triton=False), "cuda:0", 1000).why
+        == "triton is not installed"
+    )
     assert choose_compile(train, old, "cuda:0", 1000).why == "Tesla P40 is too old for triton"
     for asked, steps in (("auto", 1000), ("auto", None), (True, 3)):
         choice = choose_compile(make_config(dict(train=dict(compile=asked))).train, MACHINES["H100"], "cuda:0", steps)
-        assert choice.value and choice.warning.startswith("blocks are compiled (triton and a C compiler are here), so")
+        assert choice.value and choice.warning.startswith(
+            "blocks are compiled (triton and a C compiler are here), so"
+        )
     asked = make_config(dict(train=dict(compile=True))).train
     assert choose_compile(asked, MACHINES["no GPU"], "cpu", quantized="nf4").value
 
@@ -265,12 +385,15 @@ def test_as_many_samples_are_encoded_at_once_as_fit():
 
 def test_downloads_are_deleted_when_the_disk_is_too_small():
     assert set(values("delete_shards").values()) == {WHEN_NEEDED}
-    assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [True, False]
+    assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [
+        True,
+        False,
+    ]
 
 
 # --- a prediction
-SIZES = dict(text_encoder=16.6 * GB, vae=.25 * GB, transformer=40.9 * GB)
-FOUR_BITS = dict(text_encoder=5 * GB, vae=.25 * GB, transformer=11.5 * GB)
+SIZES = dict(text_encoder=16.6 * GB, vae=0.25 * GB, transformer=40.9 * GB)
+FOUR_BITS = dict(text_encoder=5 * GB, vae=0.25 * GB, transformer=11.5 * GB)
 
 
 def placed_on(name, sizes, **facts) -> str:
@@ -281,18 +404,28 @@ def placed_on(name, sizes, **facts) -> str:
     return " ".join(f"{choice.device}:{choice.how}" for choice in choose_placement("auto", facts).values())
 
 
-@pytest.mark.parametrize("name, sizes, expected", [
-    ("no GPU", SIZES, "cpu:stay cpu:stay cpu:stay"), ("H100", SIZES, "cuda:0:stay cuda:0:stay cuda:0:stay"),
-    ("A100", SIZES, "cuda:0:model cuda:0:model cuda:0:layers"), ("RTX 4090 with a screen", FOUR_BITS, "cuda:0:stay cuda:0:stay cuda:0:stay"),
-    ("T4", FOUR_BITS, "cuda:0:model cuda:0:model cuda:0:model"), ("2 x T4", FOUR_BITS, "cuda:1:stay cuda:1:stay cuda:0:stay")])
+@pytest.mark.parametrize(
+    "name, sizes, expected",
+    [
+        ("no GPU", SIZES, "cpu:stay cpu:stay cpu:stay"),
+        ("H100", SIZES, "cuda:0:stay cuda:0:stay cuda:0:stay"),
+        ("A100", SIZES, "cuda:0:model cuda:0:model cuda:0:layers"),
+        ("RTX 4090 with a screen", FOUR_BITS, "cuda:0:stay cuda:0:stay cuda:0:stay"),
+        ("T4", FOUR_BITS, "cuda:0:model cuda:0:model cuda:0:model"),
+        ("2 x T4", FOUR_BITS, "cuda:1:stay cuda:1:stay cuda:0:stay"),
+    ],
+)
 def test_where_a_prediction_computes(name, sizes, expected):
     assert placed_on(name, sizes) == expected
 
 
 def test_the_users_device_decides_where_a_part_of_a_prediction_computes():
     chosen = choose_part_devices(dict(vae="cpu", text_encoder="cuda:1", transformer="auto"), MACHINES["T4"], "cuda:0")
-    assert [choice.value for choice in chosen.values()] == ["cpu", "cuda:1", "cuda:0"] and [choice.asked for choice in chosen.values()] == [True, True, False]
-    with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"): chosen["text_encoder"].checked()
+    assert [choice.value for choice in chosen.values()] == ["cpu", "cuda:1", "cuda:0"] and [
+        choice.asked for choice in chosen.values()
+    ] == [True, True, False]
+    with pytest.raises(ValueError, match="device 'cuda:1' does not exist here; this machine has cpu, cuda:0"):
+        chosen["text_encoder"].checked()
 
 
 # --- does it fit, and what then
@@ -301,9 +434,18 @@ def facts_on(name, so_far=SoFar(), **sections):
     return PlanFacts(make_config(sections), MACHINES[name], MODEL, PAIRS, so_far)
 
 
-@pytest.mark.parametrize("needed, gpus, used, host, fits", [
-    (14, 1, 1, {}, True), (15, 1, 1, {}, False), (14, 1, 2, {}, False), (14, 2, 2, {}, True), (1, 0, 1, {}, False),
-    (14, 2, 2, dict(pinned=30, host=31), True), (14, 2, 2, dict(pinned=32, host=31), False)])
+@pytest.mark.parametrize(
+    "needed, gpus, used, host, fits",
+    [
+        (14, 1, 1, {}, True),
+        (15, 1, 1, {}, False),
+        (14, 1, 2, {}, False),
+        (14, 2, 2, {}, True),
+        (1, 0, 1, {}, False),
+        (14, 2, 2, dict(pinned=30, host=31), True),
+        (14, 2, 2, dict(pinned=32, host=31), False),
+    ],
+)
 def test_one_function_says_whether_a_run_fits(needed, gpus, used, host, fits):
     assert fits_gpus(needed * GB, [T4.bytes] * gpus, used, **{k: v * GB for k, v in host.items()}) == fits
 
@@ -312,7 +454,9 @@ def test_what_fits_each_machine():
     plans = {name: facts_on(name, **SMALL) for name in MACHINES}
     fits = {name: fits_machine(make_plan(*facts), facts) for name, facts in plans.items()}
     assert fits == on(True), "four bits at 512 x 512; without a GPU nothing is known"
-    large = {name: fits_machine(make_plan(*facts), facts) for name, facts in ((name, facts_on(name)) for name in MACHINES)}
+    large = {
+        name: fits_machine(make_plan(*facts), facts) for name, facts in ((name, facts_on(name)) for name in MACHINES)
+    }
     assert large == on(False, A100=True, H100=True, no_GPU=True, old_driver=True)
 
 
@@ -331,12 +475,16 @@ def test_after_out_of_memory_the_plan_is_made_again():
         steps.append(plan)
         plan = smaller(plan, facts)
     settings = [change.setting for change in steps[-1].changes]
-    assert settings[:4] == ["model.quantize", "model.quantize", "train.offload_activations", "train.blocks_to_swap"] and len(steps) < 20
+    assert (
+        settings[:4] == ["model.quantize", "model.quantize", "train.offload_activations", "train.blocks_to_swap"]
+        and len(steps) < 20
+    )
     assert steps[1].quantize.value == "qint8" and steps[2].quantize.value == "nf4" and steps[3].offload.value
     assert all(change.saved > 0 for change in steps[-1].changes)
     assert repr(first) == shown and facts == facts_on("T4"), "what was made before stays as it was"
     for made in steps:
-        with pytest.raises(FrozenInstanceError): made.changes = ()
+        with pytest.raises(FrozenInstanceError):
+            made.changes = ()
 
 
 def test_the_first_plan_that_fits():
@@ -350,14 +498,20 @@ def test_the_first_plan_that_fits():
 
 
 def test_savings_are_counted_in_the_dtype_of_the_machine():
-    on_t4, on_h100 = ({change.setting: change.saved for change in ways_to_save(facts_on(name))} for name in ("T4", "H100"))
+    on_t4, on_h100 = (
+        {change.setting: change.saved for change in ways_to_save(facts_on(name))} for name in ("T4", "H100")
+    )
     assert on_t4["model.quantize"] > 1.9 * on_h100["model.quantize"], "a T4 holds the base in float32"
 
 
-@pytest.mark.parametrize("learned", [
-    dict(rows="float32"), # an adapter was loaded, so the weights are known
-    dict(steps=100, obstacle="the LoRA has dropout"), # the transformer is loaded
-    dict(quantize="nf4")])
+@pytest.mark.parametrize(
+    "learned",
+    [
+        dict(rows="float32"), # an adapter was loaded, so the weights are known
+        dict(steps=100, obstacle="the LoRA has dropout"), # the transformer is loaded
+        dict(quantize="nf4"),
+    ],
+)
 def test_a_plan_is_made_again_with_new_facts_and_never_patched(learned):
     planner = Planner(dict(train=dict(max_train_steps=1000)))
     before = planner.plan
@@ -365,8 +519,10 @@ def test_a_plan_is_made_again_with_new_facts_and_never_patched(learned):
     planner.learn(**learned)
     assert repr(before) == shown and before is not planner.plan
     assert planner.plan == make_plan(*planner.facts)
-    with pytest.raises(FrozenInstanceError): before.device = None
-    with pytest.raises(FrozenInstanceError): planner.so_far.steps = 3
+    with pytest.raises(FrozenInstanceError):
+        before.device = None
+    with pytest.raises(FrozenInstanceError):
+        planner.so_far.steps = 3
 
 
 # --- settings that decide instead, and presets
@@ -381,11 +537,22 @@ def overriding() -> dict:
 
 def test_every_setting_that_overrides_names_a_decision_of_the_plan():
     assert overriding().keys() == {f.name for f in fields(Plan)} - {"changes"}
-    with pytest.raises(TypeError): setting(1, "help", overrides="compile")
-    assert setting(1, "help", on_resume="may change", overrides="compile").json_schema_extra["overrides"] == ("compile",)
+    with pytest.raises(TypeError):
+        setting(1, "help", overrides="compile")
+    assert setting(1, "help", on_resume="may change", overrides="compile").json_schema_extra["overrides"] == (
+        "compile",
+    )
 
 
-@pytest.mark.parametrize("sections", [{}, SMALL, dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"])), dict(train=dict(mixed_precision="no", compile=True))])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        SMALL,
+        dict(train=dict(model_parallel_devices=["cuda:0", "cuda:1"])),
+        dict(train=dict(mixed_precision="no", compile=True)),
+    ],
+)
 def test_every_choice_names_a_setting_that_declares_it(sections):
     declared = overriding()
     for name in MACHINES:
@@ -402,15 +569,25 @@ def test_settings_that_override_are_listed_together():
 
 
 CARD = { # {preset: (its card as data, number of cards, the plan's dtype, products)}
-    "t4": (T4, 1, "float32", SCALED), "t4x2": (T4, 2, "float32", SCALED),
-    "l4": (GpuInfo("NVIDIA L4", 23_600_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE), "rtx3060": (RTX3060, 1, "bfloat16", AS_DTYPE),
+    "t4": (T4, 1, "float32", SCALED),
+    "t4x2": (T4, 2, "float32", SCALED),
+    "l4": (GpuInfo("NVIDIA L4", 23_600_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE),
+    "rtx3060": (RTX3060, 1, "bfloat16", AS_DTYPE),
     "rtx4080": (GpuInfo("NVIDIA GeForce RTX 4080", 16_750_000_000, (8, 9)), 1, "bfloat16", AS_DTYPE),
-    "rtx3090": (GpuInfo("NVIDIA GeForce RTX 3090", 25_340_000_000, (8, 6)), 1, "bfloat16", AS_DTYPE), "rtx4090": (RTX4090, 1, "bfloat16", AS_DTYPE),
-    "rtx5090": (GpuInfo("NVIDIA GeForce RTX 5090", 33_600_000_000, (12, 0)), 1, "bfloat16", AS_DTYPE), "a100": (A100, 1, "bfloat16", AS_DTYPE),
-    "a100-80": (GpuInfo("NVIDIA A100-SXM4-80GB", 85_000_000_000, (8, 0)), 1, "bfloat16", AS_DTYPE), "h100": (H100, 1, "bfloat16", AS_DTYPE)}
+    "rtx3090": (GpuInfo("NVIDIA GeForce RTX 3090", 25_340_000_000, (8, 6)), 1, "bfloat16", AS_DTYPE),
+    "rtx4090": (RTX4090, 1, "bfloat16", AS_DTYPE),
+    "rtx5090": (GpuInfo("NVIDIA GeForce RTX 5090", 33_600_000_000, (12, 0)), 1, "bfloat16", AS_DTYPE),
+    "a100": (A100, 1, "bfloat16", AS_DTYPE),
+    "a100-80": (GpuInfo("NVIDIA A100-SXM4-80GB", 85_000_000_000, (8, 0)), 1, "bfloat16", AS_DTYPE),
+    "h100": (H100, 1, "bfloat16", AS_DTYPE),
+}
 DIFFERS = { # {(preset, decision): why the preset decides otherwise than the plan would}
-    ("a100-80", "compile"): "uncompiled blocks without recomputation take more memory than there is, also in a short run",
-    ("h100", "compile"): "the same"}
+    (
+        "a100-80",
+        "compile",
+    ): "uncompiled blocks without recomputation take more memory than there is, also in a short run",
+    ("h100", "compile"): "the same",
+}
 
 
 @pytest.mark.parametrize("side", [512, 1024])
@@ -421,18 +598,34 @@ def test_a_preset_is_the_plans_choice_for_its_card(name, side):
     config = make_config(dict(preset=name, data=data, train=train))
     facts = PlanFacts(config, replace(OWN, gpus=(gpu,) * count), MODEL, PAIRS)
     made = make_plan(*facts)
-    assert fits_machine(made, facts) and (made.dtype.value, made.products.value, made.processes.value) == (dtype, products, count)
+    assert fits_machine(made, facts) and (made.dtype.value, made.products.value, made.processes.value) == (
+        dtype,
+        products,
+        count,
+    )
     wanted = plan("2511", Gpu(gpu.name, gpu.bytes, gpu.bf16, count), config=dict(data=data, train=train))
     chosen = wanted.chosen.query
     assert (made.quantize.value, made.offload.value, made.block_swap.value, config.train.gradient_checkpointing) == (
-        chosen.quantization, chosen.offload, chosen.block_swap, chosen.checkpointing)
-    alone = make_plan(*facts._replace(config=config.model_copy(update=dict(train=config.train.model_copy(update=dict(compile="auto"))))))
-    differing = {(name, field) for field, choice in made.choices().items() if choice.value != getattr(alone, field).value}
+        chosen.quantization,
+        chosen.offload,
+        chosen.block_swap,
+        chosen.checkpointing,
+    )
+    alone = make_plan(
+        *facts._replace(
+            config=config.model_copy(update=dict(train=config.train.model_copy(update=dict(compile="auto"))))
+        )
+    )
+    differing = {
+        (name, field) for field, choice in made.choices().items() if choice.value != getattr(alone, field).value
+    }
     assert differing == {key for key in DIFFERS if key[0] == name}
 
 
 def test_presets_are_literal_tables():
     assert CARD.keys() == GPU_PRESETS.keys()
     tree = ast.parse(Path(presets.__file__).read_text())
-    value = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GPU_PRESETS")
+    value = next(
+        node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GPU_PRESETS"
+    )
     assert ast.literal_eval(value) == GPU_PRESETS

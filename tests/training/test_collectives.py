@@ -1,4 +1,5 @@
-"""Two ranks as two threads: whatever one of them alone knows (a signal, a click), both come to the same collectives in the same order."""
+"""Two ranks as two threads come to the same collectives, whatever one of them alone knows (a signal, a click)."""
+
 import threading
 
 import pytest
@@ -14,12 +15,15 @@ SIZES = [(96, 64)] * 6
 
 class Meeting:
     "Where two ranks exchange values; notes what each of them came for."
+
     def __init__(self):
         self.calls = [[], []] # of each rank: names of its collectives
         self.values = [None, None]
         self.barrier = threading.Barrier(2, timeout=PATIENCE)
         self.ranks = {} # {thread: rank}
-        self.turn = threading.Lock() # torch's and transformers' contexts are not made for threads: one runs at a time
+        self.turn = (
+            threading.Lock()
+        ) # torch's and transformers' contexts are not made for threads: one runs at a time
 
     @property
     def rank(self) -> int:
@@ -44,6 +48,7 @@ class Meeting:
 
 class FakeAccelerator:
     "What the library uses of accelerate's, for one of two threads."
+
     num_processes = 2
     device = torch.device("cpu")
     distributed_type = type("Kind", (), {"value": "MULTI_CPU"})
@@ -59,6 +64,7 @@ class FakeAccelerator:
 
     def no_sync(self, model):
         from contextlib import nullcontext
+
         return nullcontext()
 
     def prepare(self, model):
@@ -92,6 +98,7 @@ def meeting(monkeypatch):
 
 class AskAt(Callback):
     "Asks its own rank alone to stop, or for images, at one moment."
+
     def __init__(self, moment, rank, ask):
         self.moment, self.rank, self.ask = moment, rank, ask
 
@@ -118,16 +125,28 @@ def images(state):
 def root(tmp_path_factory):
     "A data set, with its cache filled."
     folder = tmp_path_factory.mktemp("pairs")
-    write_pairs(folder/"set", SIZES)
+    write_pairs(folder / "set", SIZES)
     trainer_of(folder).cache_embeddings()
     return folder
 
 
 def trainer_of(root, out="out", **train) -> QwenImageEditTrainer:
     "Evaluates before the first step and every second one."
-    train = dict(output_dir=str(root/out), max_train_steps=4, eval_at_start=True, eval_steps=2, eval_interval=0, val_fraction=0.2,
-                 eval_num_inference_steps=2, save_steps=2, num_processes=1) | train
-    return QwenImageEditTrainer(settings(root/"set", root, train=train, cache=dict(cache_dir=str(root/"cache"))))
+    train = (
+        dict(
+            output_dir=str(root / out),
+            max_train_steps=4,
+            eval_at_start=True,
+            eval_steps=2,
+            eval_interval=0,
+            val_fraction=0.2,
+            eval_num_inference_steps=2,
+            save_steps=2,
+            num_processes=1,
+        )
+        | train
+    )
+    return QwenImageEditTrainer(settings(root / "set", root, train=train, cache=dict(cache_dir=str(root / "cache"))))
 
 
 def fit_both(meeting, make) -> list: # trainers of both ranks
@@ -162,7 +181,7 @@ CASES = slow_except(EVERYDAY, [(*moment, rank) for moment in MOMENTS for rank in
 @pytest.mark.parametrize("moment, ask, rank", CASES, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_both_ranks_come_to_the_same_collectives(moment, ask, rank, root, meeting, tmp_path):
     def make(own):
-        t = trainer_of(root, str(tmp_path/f"rank{own}"))
+        t = trainer_of(root, str(tmp_path / f"rank{own}"))
         t.callbacks.append(AskAt(moment, rank, ask))
         return t
 

@@ -17,7 +17,7 @@ from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
 from qie_nb.training.run_processes import job_config
 
-from helpers import PATIENCE, OnStep, finish, on_call, settings, wait_for, write_pairs
+from helpers import PATIENCE, OnStep, finish, slow, on_call, settings, wait_for, write_pairs
 
 SITE, ROOT = Path(__file__).parent/"started_processes", Path(__file__).parents[2]
 LONG = dict(num_epochs=1000, max_train_steps=4000)
@@ -333,18 +333,19 @@ def test_the_process_that_died_is_named_whichever_it_is(codes, said, monkeypatch
         group.check()
 
 
-def command_line(config, folder) -> list:
-    "`qie-nb train` of a configuration, as a command."
+def command_line(config, folder) -> subprocess.Popen:
+    "`qie-nb train` of a configuration, started."
     file = folder/"run.yaml"
     file.write_text(json.dumps(config))
-    return [sys.executable, "-m", "qie_nb.cli", "train", "--config", str(file)]
+    command = [sys.executable, "-m", "qie_nb.cli", "train", "--config", str(file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.parametrize("stops, code", [("", 0), pytest.param("SIGINT", 130, marks=pytest.mark.slow), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stops, code", [("", 0), slow("SIGINT", 130), slow("SIGTERM", 143)])
 def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config, tmp_path):
     "It trained and saved, and then ended with a traceback, because the processes that `fit` started have no accelerator here."
     much = LONG if stops else dict(max_train_steps=2)
-    process = subprocess.Popen(command_line(config("out", num_processes=2, **much), tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = command_line(config("out", num_processes=2, **much), tmp_path)
     if stops:
         wait_for(lambda: complete_checkpoints(tmp_path/"out"/"checkpoints"), "the first checkpoint", process=process)
         process.send_signal(getattr(signal, stops))
@@ -354,12 +355,14 @@ def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config
 
 @pytest.mark.slow
 def test_the_command_ends_with_an_error_if_a_process_dies(config, tmp_path):
-    process = subprocess.Popen(command_line(config("out", num_processes=2, **LONG), tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = command_line(config("out", num_processes=2, **LONG), tmp_path)
     wait_for(lambda: complete_checkpoints(tmp_path/"out"/"checkpoints"), "the first checkpoint", process=process)
-    children = [p for p in psutil.Process(process.pid).children(recursive=True) if "started_process" in " ".join(p.cmdline())]
+    below = psutil.Process(process.pid).children(recursive=True)
+    children = [p for p in below if "started_process" in " ".join(p.cmdline())]
     children[1].kill()
     text = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode not in (0, 130, 143) and "was killed by SIGKILL" in text and "fit() continues from" in text, text
+    assert process.returncode not in (0, 130, 143), text
+    assert "was killed by SIGKILL" in text and "fit() continues from" in text, text
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
