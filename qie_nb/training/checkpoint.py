@@ -77,6 +77,13 @@ def write_checkpoint(
     return folder
 
 # %% ../../nbs/training/04_checkpoint.ipynb #ec958887
+def has_digest(path: Path, digest: str) -> bool:
+    "Is it a file of this content? No, if another process moves it away meanwhile."
+    try:
+        return path.is_file() and file_digest(path) == digest
+    except FileNotFoundError:
+        return False
+
 def is_complete(folder) -> bool:
     "Are all files there with the digests that `COMPLETE` lists?"
     folder = Path(folder)
@@ -84,8 +91,7 @@ def is_complete(folder) -> bool:
     except (OSError, ValueError, RecursionError): return False
     if not isinstance(wanted, dict) or "state.json" not in wanted: return False
     own = all(Path(n).name == n for n in wanted) # no other folder's files
-    same = lambda name, digest: (folder/name).is_file() and file_digest(folder/name) == digest
-    return own and all(same(*item) for item in wanted.items())
+    return own and all(has_digest(folder/name, digest) for name, digest in wanted.items())
 
 def _folders(root) -> list: # complete or not; a kill can leave names with a dot
     name, root = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)"), Path(root)
@@ -93,7 +99,7 @@ def _folders(root) -> list: # complete or not; a kill can leave names with a dot
 
 def _written(folder) -> float: # seconds since 1970; 0 if `read_checkpoint` will refuse it
     try: return float(json.loads((folder/"state.json").read_text()).get("written", 0))
-    except (ValueError, TypeError, AttributeError, RecursionError): return 0.
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError): return 0.
 
 def named_checkpoint(root, file:str) -> Path: # file: latest or best; None if it does not exist
     "The checkpoint that a text file beside it names; never a path that leaves the folder."

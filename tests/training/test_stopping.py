@@ -8,8 +8,8 @@ import torch
 from helpers import OnStep, StopAt, merged, on_call, settings, write_pairs
 from crash_trials import complete, differ, log_rows, outcome
 from qie_nb.planning.plan import Planner
-from qie_nb.training import stopping
-from qie_nb.training.checkpoint import is_complete, keep_newest
+from qie_nb.training import checkpoint, stopping
+from qie_nb.training.checkpoint import complete_checkpoints, is_complete, keep_newest
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -321,3 +321,23 @@ def test_nothing_is_removed_before_the_newer_one_is_complete(world, tmp_path, mo
         monkeypatch.setattr(os, name, watched)
     world.trainer(tmp_path, train=dict(keep_checkpoints=2, max_train_steps=4)).fit()
     assert removed and all(n == 3 for n, _ in removed), removed
+
+
+@pytest.mark.parametrize("moment", ["before its digests", "before its state is read"])
+def test_a_checkpoint_that_is_moved_away_meanwhile_is_no_error(moment, world, tmp_path, monkeypatch):
+    """Another process gives a folder its final name while this one looks at it."""
+    root = shutil.copytree(world.whole/"checkpoints", tmp_path/"checkpoints")
+    before = complete_checkpoints(root)
+    moving = before[-1]
+    name = "file_digest" if moment == "before its digests" else "_written"
+    seen = getattr(checkpoint, name)
+
+    def after_a_move(path):
+        if moving.is_dir() and moving in (path, path.parent):
+            moving.rename(root/"step_00000099")
+        return seen(path)
+
+    monkeypatch.setattr(checkpoint, name, after_a_move)
+    found = complete_checkpoints(root)
+    assert (root/"step_00000099").is_dir()
+    assert set(before[:-1]) <= set(found)
