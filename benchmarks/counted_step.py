@@ -3,6 +3,7 @@
 A few blocks of the real transformer with adapter and modulation table run the trainer's own loss. On torch's `meta` device
 this takes a second at any size and needs no GPU. Used by tests/planning, tests/devices and benchmarks/step_cpu.py."""
 import math, weakref
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -38,6 +39,29 @@ class LiveBytes(TorchDispatchMode):
     def remove(self, key, size):
         del self.known[key]
         self.now -= size
+
+
+PRODUCTS = ("mm", "scaled_dot_product") # parts of the names of matrix products and attention
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations other than products read and write, as if no cache held anything."""
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        moves_nothing = func.is_view or name.startswith(("aten::empty", "aten::detach", "aten::_unsafe_view"))
+        if not moves_nothing and not any(part in name for part in PRODUCTS):
+            self.bytes += touched((args, kwargs)) + touched(out)
+        return out
+
+
+def touched(tensors) -> int:
+    """The bytes of tensors; an expanded one counts as what it holds."""
+    found = [t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)]
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in found)
 
 
 class AttentionKernel(TorchFunctionMode):
@@ -122,3 +146,19 @@ def count_step(q, device="meta"): # (bytes, the same with quantized weights)
     loss() # fills what is kept between steps
     with LiveBytes([*tr.parameters(), *tr.buffers(), *batch], scratch(q, tr.parameters())) as live: loss().backward()
     return live.peak, live.unpacked
+
+
+def count_traffic(q) -> tuple:
+    """Reads and writes of all tokens of a block, by elementwise operations: (forward, the whole step)."""
+    tokens = sum(stream_tokens(q).values()) * q.dim * q.base_bytes
+    counted = []
+    for layers in (2, 4): # the difference leaves out what is outside the blocks
+        few = replace(q, layers=layers)
+        loss, _ = empty_step(few, empty_transformer(few))
+        loss() # fills what is kept between steps
+        with Traffic() as traffic:
+            value = loss()
+            forward = traffic.bytes
+            value.backward()
+        counted.append((forward, traffic.bytes))
+    return tuple((more - less) / 2 / tokens for less, more in zip(*counted))

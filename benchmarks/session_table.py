@@ -1,4 +1,5 @@
-"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for docs/kaggle.md, docs/colab.md, docs/data.md and docs/recipes.md.
+"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for docs/kaggle.md, docs/colab.md, docs/data.md,
+docs/speed.md and docs/recipes.md.
 
 `python benchmarks/session_table.py` prints the tables and `--write` puts them into the pages. Nothing here is measured:
 memory and disk come from the planner, work from counted operations, and time from the rates assumed below."""
@@ -9,6 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+from anchors import anchor_table
 from table import markdown
 
 DOCS = HERE.parent/"docs"
@@ -33,9 +35,19 @@ SITES = dict(kaggle=Site("2xT4", 20e9, 9, 4), colab=Site("T4", 15e9, 12, 2))
 def rates(site): # {name: (amount a second, source)}
     return dict(download=(40e6, "bytes, one connection to the hub: assumed"), read=(100e6, "bytes from a mounted data set: assumed"),
                 write=(100e6, "bytes: assumed"), cpu=(25e9 * site.cores, f"operations of {site.cores} slow cores in float32: assumed"),
-                float32=(0.5 * 8.1e12, "operations, 50% of the T4's data sheet: assumed"),
-                float16=(25e12, "operations, 38% of the T4's data sheet: assumed"),
-                memory=(0.7 * 320e9, "bytes of GPU memory, 70% of the T4's data sheet: assumed"))
+                **gpu_rates(site.gpu))
+
+
+def gpu_rates(gpu): # {name: (amount a second, source)}
+    "The planner's own rates of a GPU."
+    from qie_nb.planning.facts import KNOWN_GPUS
+    from qie_nb.planning.cards import ATTENTION, BANDWIDTH, bytes_rate, parse_gpu, product_rate
+    known = KNOWN_GPUS[parse_gpu(gpu).name]
+    float32, float16 = (product_rate(known, dtype) * 1e12 for dtype in ("float32", "float16"))
+    return dict(
+        float32=(float32, "operations of linear layers, half of the data sheet: assumed"),
+        float16=(float16, f"operations of linear layers, attention at {ATTENTION:.0%} of it. {known.reached.source}"),
+        memory=(bytes_rate(known), f"bytes of GPU memory, {BANDWIDTH:.0%} of the data sheet: assumed"))
 
 
 def steps_for(pairs): # musubi-tuner's 16 passes, at least diffusers' 500 steps
@@ -46,16 +58,23 @@ def encoding_work(q): # operations a pair: (VAE, text encoder)
     return vae, ENCODING["token"] * (q.text + TEMPLATE_TOKENS) + ENCODING["patch"] * 4 * (q.text - 62)
 
 def forward_work(q): # operations of one forward pass: what recomputing everything adds to a step
-    from qie_nb.planning.memory import step_work
+    from qie_nb.planning.cards import step_work
     return 1e12 * (step_work(replace(q, checkpointing=True)) - step_work(replace(q, checkpointing=False)))
+
+def forward_seconds(q, gpu):
+    "Seconds of one forward pass: what recomputing everything adds to a step."
+    from qie_nb.planning.cards import step_seconds
+    with_it, without = (step_seconds(replace(q, checkpointing=how), gpu) for how in (True, False))
+    return with_it - without
+
+def loads(q):
+    "How often a run reads the model and quantizes it: each process, and the notebook for the pictures before and after."
+    return q.processes + (q.processes > 1)
 
 def copy_bytes(q): # a prequantized transformer without its modulation layers
     from qie_nb.planning.memory import block_bytes, other_bytes
     stored = replace(q, base_bytes=2, table=True)
     return q.layers * block_bytes(stored) + other_bytes(stored)
-
-def unpacking(q, passes): # bytes read and written to unpack quantized weights
-    return passes * (copy_bytes(q) + copy_bytes(replace(q, quantization=None)) * q.base_bytes / 2) if q.quantization else 0
 
 
 @lru_cache(None)
@@ -65,7 +84,7 @@ def case(where, side, products, pairs=PAIRS):
     from qie_nb.core.environment import Environment
     from qie_nb.planning.disk_space import disk_plan, table_bytes
     from qie_nb.planning.cards import PUBLISHED, plan, speedup
-    from qie_nb.planning.memory import step_work
+    from qie_nb.planning.cards import step_seconds
     site, steps = SITES[where], steps_for(pairs)
     config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[SIDE, SIDE], control_area=side * side),
                   train=PRODUCTS[products] | dict(output_dir="/nowhere"), cache=dict(cache_dir="/nowhere/cache"), logging=dict(log_dir="/nowhere/runs"))
@@ -76,10 +95,12 @@ def case(where, side, products, pairs=PAIRS):
     vae_rate = rate["cpu" if p.changes.get("cache", {}).get("vae_encoder_device") == "cpu" else "float32"]
     precompute = ((PUBLISHED["text_encoder"] + PUBLISHED["vae"] + whole / 3) / rate["read"] + disk.bytes("cache") / rate["write"]
                   + pairs * (vae / vae_rate + text / rate["float32"]) + table * q.dim / rate["cpu"]) # 2 bytes a number
-    train = (steps * step_work(q) * 1e12 / rate[products] + unpacking(q, steps * (3 if q.checkpointing else 2)) / rate["memory"]) / speedup(q.processes)
+    train = steps * step_seconds(q, p.gpu.name) / speedup(q.processes)
     passes = 2 * 2 * SAMPLING_STEPS # one edit before and one after, each with guidance
-    edits = passes * forward_work(q) / rate[products] + unpacking(q, passes) / rate["memory"]
-    return p, disk, dict(download=sum(PUBLISHED.values()) / rate["download"], quantize=q.processes * whole / rate["read"], precompute=precompute, train=train, save=edits)
+    edits = passes * forward_seconds(q, p.gpu.name)
+    phases = dict(download=sum(PUBLISHED.values()) / rate["download"], quantize=loads(q) * whole / rate["read"],
+                  precompute=precompute, train=train, save=edits)
+    return p, disk, phases
 
 
 def cases(where): return [(side, products, *case(where, side, products)) for side in AREAS for products in PRODUCTS]
@@ -235,6 +256,7 @@ def growth():
 
 PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
+         ("speed", "anchors: made by benchmarks/session_table.py from benchmarks/anchors.py"): anchor_table,
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
          ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
          ("data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,

@@ -63,8 +63,6 @@ GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
 PRESETS = ("tiny", *GPU_PRESETS)
 
 # %% ../../nbs/core/09_presets.ipynb #8e624bd0
-GPU_GIB = {"RTX 3060": 11.7, "T4": 14.56, "RTX 4080": 15.6, "L4": 22., "A10G": 22., "RTX 3090": 23.6,
-           "RTX 4090": 23.6, "RTX 5090": 31.3, "A100 40": 39.4, "A100 80": 79.2, "H100": 79.1, "H200": 139.8}
 NO_BF16 = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b")
 _BY_SIZE = dict(rtx3060=11.5, rtx4080=15.5, l4=22., rtx4090=23.5, rtx5090=31., a100=39., h100=79.)
 

@@ -25,8 +25,8 @@ from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory import block_bytes, memory_query, model_facts, parameters
-from .facts import GpuInfo, Machine, installed_gpus
-from .cards import first_kind, plan
+from .facts import GpuInfo, Machine, first_kind, installed_gpus
+from .cards import plan
 from .plan import PlanFacts, first_that_fits, make_plan, named_model
 
 # %% ../../nbs/planning/04_doctor.ipynb #ea0e8796

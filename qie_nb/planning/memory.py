@@ -6,7 +6,7 @@
 __all__ = ['QKV', 'block_layers', 'other_layers', 'parameters', 'adapter_shapes', 'numbers']
 
 # %% ../../nbs/planning/01_memory.ipynb #ac4e94b1
-import math, re
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -392,7 +392,7 @@ def weight_bytes(q:MemoryQuery) -> tuple: # (bytes on the fullest device, why)
     return blocks * block_bytes(q) + other_bytes(q), why
 
 # %% ../../nbs/planning/01_memory.ipynb #7e3b1fc9
-def _inputs(q) -> int:
+def input_bytes(q) -> int:
     "Bytes of one block's inputs."
     return sum(stream_tokens(q).values()) * q.dim * q.base_bytes
 
@@ -401,7 +401,7 @@ def _saved(q) -> tuple: # (bytes, why)
     why = {True: "block inputs", "selective": "block inputs and attention outputs"}.get(
         q.checkpointing, "of every block" + ", compiled: estimated" * q.compiled)
     if q.checkpointing and q.offload:
-        size -= sum(s.saved_bytes(q, _inputs(q)) for s in used_by(q))
+        size -= sum(s.saved_bytes(q, input_bytes(q)) for s in used_by(q))
         why += ", inputs in host memory"
     return size * -(-q.layers // q.devices) // q.layers, f"{tokens} tokens; {why}"
 
@@ -421,48 +421,5 @@ def memory_of(
     if q.ema: rows.append(("EMA", share * trained * 4, "of the adapter, float32"))
     rows += [("saved activations", *_saved(q)), ("working memory", peak_activations(q), "of one block")]
     if gpu: rows.append(("runtime", RUNTIME, "CUDA context and libraries, estimated"))
-    host = sum(s.host_bytes(q, block_bytes(q), _inputs(q)) for s in used_by(q))
+    host = sum(s.host_bytes(q, block_bytes(q), input_bytes(q)) for s in used_by(q))
     return Memory(q, [(n, int(b), why) for n, b, why in rows], int(host))
-
-# %% ../../nbs/planning/01_memory.ipynb #adea7685
-def step_work(q:MemoryQuery) -> float: # 10^12 operations
-    "Operations of a training step without the adapter's one percent."
-    t, text = stream_tokens(q), lambda n: n.startswith("txt") or ".add_" in n or "to_add" in n
-    linear = sum(2 * i * o * t["txt" if text(n) else "img"]
-                 for n, (i, o) in block_layers(replace(q, table=True)).items()) * q.layers
-    attention = 4 * sum(t.values())**2 / q.batch * q.dim * q.layers
-    again = {False: 0, "selective": linear, True: linear + attention}[q.checkpointing]
-    return (2 * linear + 3.5 * attention + again) / 1e12
-
-# %% ../../nbs/planning/01_memory.ipynb #4f17fc67
-RATES = { # {GPU: (10^12 operations a second in 16 bits, in float32, 10^9 bytes a second)}
-    "T4": (25., 4.05, 224.), "L4": (48., 15., 210.), "A10G": (28., 15., 420.), "RTX 3060": (10., 6.4, 252.),
-    "RTX 3090": (28., 17.8, 655.), "RTX 4080": (39., 24., 502.), "RTX 4090": (66., 41., 706.),
-    "RTX 5090": (84., 52., 1254.), "A100": (125., 9.75, 1088.), "H100": (395., 33., 2345.),
-    "H200": (395., 33., 3360.)}
-
-def rates_of(gpu:str) -> tuple: # None for an unknown GPU
-    return next((r for name, r in RATES.items() if re.search(rf"\b{name}\b(?! laptop)", gpu, re.I)), None)
-
-# %% ../../nbs/planning/01_memory.ipynb #4f17fc01
-def unpacked_bytes(q:MemoryQuery) -> float: # read and written to unpack quantized weights once
-    if not q.quantization: return 0
-    size = lambda x: x.layers * block_bytes(x) + other_bytes(x)
-    stored = replace(q, base_bytes=2, table=True)
-    return size(stored) + size(replace(stored, quantization=None)) * q.base_bytes / 2
-
-# %% ../../nbs/planning/01_memory.ipynb #4f17fc02
-def step_seconds(
-    q:MemoryQuery,
-    gpu:str, # name
-) -> float: # None for an unknown GPU
-    "Seconds of a training step, estimated."
-    if (rates := rates_of(gpu)) is None: return None
-    fast, slow, memory = rates
-    copies = (2 if q.block_swap else 1) * (1.1 if q.offload else 1) # as in the order of the strategies
-    work = step_work(q) * copies / (slow if q.base_bytes == 4 and not q.fp16 else fast)
-    return work + unpacked_bytes(q) * (3 if q.checkpointing else 2) / (memory * 1e9)
-
-# %% ../../nbs/planning/01_memory.ipynb #4f17fc03
-def duration(seconds:float) -> str:
-    return f"{max(1, seconds / 60):.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

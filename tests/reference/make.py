@@ -34,9 +34,11 @@ from qie_nb.planning.disk_space import disk_plan
 from qie_nb.planning.cards import card_table, parse_gpu, plan, strategy_name
 
 LIBRARY = str(Path(planning.__file__).parents[1]) # its folder, which messages may contain
-GPUS = list(planning.GPUS)
+GPUS = ["RTX 3060", "T4", "RTX 4080", "L4", "A10G", "RTX 3090", "RTX 4090", "RTX 5090", "A100 40", "A100 80", "H100",
+        "H200"]
 PRESETS = list(presets.GPU_PRESETS)
-GIB, preset_of, first_file = presets.GPU_GIB, presets.preset_of, first_config.file_text
+GIB = {name: planning.GPUS[name].bytes / 2**30 for name in GPUS}
+preset_of, first_file = presets.preset_of, first_config.file_text
 NOWHERE = "/nowhere/at/all" # a folder that no machine has
 
 
@@ -432,7 +434,7 @@ def setting_names() -> list:
 MODELS = ("v1", "2509", "2511")
 SIZES = ((512, 512), (768, 768), (1024, 1024), (832, 576))
 SEVERAL = ("2xT4", "4xT4", "2xL4", "2xRTX 4090", "2xH100")
-WITHOUT_BF16 = ("P100 16GB", "V100 32GB", "RTX 2080 Ti 11GB")
+WITHOUT_BF16 = ("RTX 2080 Ti 11GB", "RTX 8000 48GB")
 
 
 def text_of(size) -> str:

@@ -1,0 +1,86 @@
+"""The times of the plan rest on counted operations, counted traffic and published steps."""
+import pytest
+
+import anchors
+from counted_step import count_traffic
+from helpers import slow
+from qie_nb.planning import cards, memory
+from qie_nb.planning.cards import GPUS, parse_gpu, plan, step_seconds, step_work
+from qie_nb.planning.facts import KNOWN_GPUS, known_gpu_name
+from qie_nb.planning.memory import MemoryQuery
+
+STEP = dict(text=250, zero_cond=True, adapter_bytes=2) # of 2511 at 1024 x 1024
+T4 = dict(text=250, zero_cond=True, target=1024, control=1024, base_bytes=4, fp16=True, quantization="nf4",
+          checkpointing="selective", kernel="efficient")
+
+
+# --- sums made by hand, in seconds
+@pytest.mark.parametrize("gpu, shapes, by_hand", [
+    ("Tesla T4", T4, 3.9 + 1.4 + 0.3 + 2.4), # products, attention, nf4, elementwise
+    ("RTX 4090", STEP | dict(quantization="qfloat8", checkpointing="selective"), 8.0 + 1.1),
+    ("H100", STEP | dict(checkpointing=False, compiled=True), 1.2),
+    ("A100 80", STEP | dict(batch=2), 14.7)])
+def test_times_are_those_of_hand_made_sums(gpu, shapes, by_hand):
+    assert step_seconds(MemoryQuery(**shapes), gpu) == pytest.approx(by_hand, rel=0.3)
+
+
+@pytest.mark.parametrize("gpu, shapes, published", [
+    ("T4", T4, 13), ("RTX 4090", STEP | dict(quantization="qfloat8", checkpointing="selective"), 77),
+    ("H100", STEP, 0.225 * 989), ("A100 80", STEP | dict(batch=2), 79)])
+def test_operations_a_second_of_whole_steps_are_the_published_ones(gpu, shapes, published):
+    "In 10^12; everything that a step does is in its time."
+    query = MemoryQuery(**shapes)
+    assert step_work(query) / step_seconds(query, gpu) == pytest.approx(published, rel=0.15)
+
+
+@pytest.mark.parametrize("anchor", anchors.ANCHORS, ids=lambda a: a.gpu)
+def test_published_steps_are_reproduced(anchor):
+    assert anchor.computed() == pytest.approx(anchor.seconds, rel=0.4)
+
+
+# --- elementwise operations
+@pytest.mark.parametrize("kind, shapes", [
+    ("float32", dict(base_bytes=4, kernel="efficient")),
+    ("float16", dict(base_bytes=4, fp16=True, kernel="efficient")),
+    ("bfloat16", dict(adapter_bytes=2)),
+    slow("float32 adapter", dict()),
+    slow("two modulations", dict(adapter_bytes=2, zero_cond=True))])
+def test_reads_and_writes_are_those_of_the_real_classes(kind, shapes):
+    query = MemoryQuery(target=1024, control=1024, checkpointing=False, **shapes)
+    forward, whole = count_traffic(query)
+    expected = cards.elementwise_bytes(query) / memory.input_bytes(query) / query.layers
+    assert whole == pytest.approx(expected, rel=0.06), kind
+    again = cards.elementwise_bytes(MemoryQuery(target=1024, control=1024, **shapes))
+    assert forward == pytest.approx(again / memory.input_bytes(query) / query.layers - expected, rel=0.06), kind
+
+
+# --- GPUs
+@pytest.mark.parametrize("name", KNOWN_GPUS)
+def test_each_known_gpu_has_a_plan_with_a_time(name):
+    p = plan("2511", name, 512, config=dict(data=dict(control_area=512 * 512)))
+    smallest = min(m.total for m in p.tried)
+    assert (p.chosen is not None) == any(map(p.fits, p.tried)) and smallest < 12e9
+    assert p.time() and p.run.dtype.value == ("float32" if KNOWN_GPUS[name].reached.eager == 0.37 else "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["V100", "Tesla V100-SXM2-16GB", "P100", "GTX 1080 Ti", "2xV100"])
+def test_a_gpu_without_kernels_is_refused(name):
+    with pytest.raises(ValueError, match="is refused: torch 2.14 and later from PyPI has no kernels for it"):
+        parse_gpu(name)
+
+
+@pytest.mark.parametrize("name, known", [
+    ("NVIDIA GeForce RTX 3080", "RTX 3080"), ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
+    ("NVIDIA GeForce RTX 4070 SUPER", "RTX 4070 Super"), ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
+    ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA A10G", "A10G"), ("NVIDIA A10", "A10"), ("NVIDIA L40S", "L40S"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("NVIDIA H100 80GB HBM3", "H100"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"), ("Tesla T4", "T4"), ("NVIDIA B200", "B200"),
+    ("NVIDIA A100-SXM4-40GB", "A100 40"), ("NVIDIA A100 80GB PCIe", "A100 80"), ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3060 Ti", None), ("NVIDIA L40", None)])
+def test_the_name_of_a_driver(name, known):
+    assert known_gpu_name(name) == known
+
+
+def test_a_size_that_a_gpu_is_also_sold_with():
+    assert parse_gpu("RTX 4060 Ti 8GB").bytes == 8 * 10**9
+    assert parse_gpu("T4 16GB") == GPUS["T4"]
