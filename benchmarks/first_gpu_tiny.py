@@ -12,11 +12,14 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from PIL import Image
 
+from qie_nb.devices.strategies.block_swap import BlockSwapping
+from qie_nb.devices.strategies.offload import OffloadedActivations
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -229,32 +232,56 @@ def quiet_run(sections: dict, device: str, folder: Path) -> dict:
         return run(sections, device, folder)
 
 
+def allowed(strategy, facts) -> str: # as `Strategy.problem`
+    "No problem."
+    return ""
+
+
+@contextlib.contextmanager
+def all_modes(device: str):
+    "Within, a CPU swaps blocks and offloads inputs too: without streams, by the same code."
+    if device != "cpu":
+        yield
+        return
+    with patch.object(BlockSwapping, "problem", allowed), patch.object(OffloadedActivations, "problem", allowed):
+        yield
+
+
 def tiny_runs(device: str, note, only=None):
     "All modes; each is noted as soon as it is done."
+    with all_modes(device):
+        run_modes(device, note, only)
+
+
+def run_modes(device: str, note, only=None):
+    "Compare each mode with the plain run on the CPU, and on a GPU also with itself on the CPU."
     root = Path(tempfile.mkdtemp(prefix="first_gpu_"))
+    plain = plain_run(root)
+    for name in only or MODES:
+        note(name, **checked(name, device, root, plain))
+
+
+def plain_run(root: Path) -> dict:
+    "Make the pairs, and run the mode that the others are compared with."
     write_pairs(root / "pairs")
-    plain = quiet_run(MODES[REFERENCE], "cpu", root / "plain")
-    for number, (name, sections) in enumerate(MODES.items()):
-        if only and name not in only:
-            continue
-        began = time.perf_counter()
-        try:
-            on_cpu = quiet_run(sections, "cpu", root / f"{number}_cpu") if device != "cpu" else None
-        except Exception: # a mode that needs a GPU
-            on_cpu = None
-        try:
-            found = quiet_run(sections, device, root / f"{number}")
-        except (ValueError, ImportError) as e: # refused with a sentence
-            note(name, refused=str(e)[:300], seconds=round(time.perf_counter() - began, 1))
-            continue
-        except Exception as e:
-            where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(e.__traceback__)][-4:]
-            note(
-                name,
-                failed=f"{type(e).__name__}: {str(e).strip()[:400]}",
-                where=where,
-                seconds=round(time.perf_counter() - began, 1),
-            )
-            continue
+    return quiet_run(MODES[REFERENCE], "cpu", root / "plain")
+
+
+def checked(name: str, device: str, root: Path, plain: dict) -> dict: # a row of the result
+    "Run a mode and say what is wrong with it, why it failed, or why it was refused."
+    began = time.perf_counter()
+    folder = root / name.replace(" ", "_").replace(",", "")
+    try:
+        on_cpu = quiet_run(MODES[name], "cpu", folder.with_name(f"{folder.name}_on_the_cpu")) if device != "cpu" else None
+    except Exception: # a mode that needs a GPU
+        on_cpu = None
+    try:
+        found = quiet_run(MODES[name], device, folder)
         wrong, numbers = faults(name, found, plain, on_cpu, device)
-        note(name, wrong=wrong, seconds=round(time.perf_counter() - began, 1), **numbers)
+        row = dict(wrong=wrong, **numbers)
+    except (ValueError, ImportError) as e: # refused with a sentence
+        row = dict(refused=str(e)[:300])
+    except Exception as e:
+        where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(e.__traceback__)][-4:]
+        row = dict(failed=f"{type(e).__name__}: {str(e).strip()[:400]}", where=where)
+    return row | dict(seconds=round(time.perf_counter() - began, 1))
