@@ -5,6 +5,7 @@ Full size uses the code of step_gpu.py; with `--device cpu` the widths are tiny 
 
 import argparse
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ class Rows:
             where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(e.__traceback__)][-4:]
             row = dict(failed=f"{type(e).__name__}: {str(e).strip()[:500]}", where=where)
             e.__traceback__ = None # it holds tensors
-        self.note(name, seconds=round(time.perf_counter() - began, 2), **facts, **row)
+        self.note(name, took=round(time.perf_counter() - began, 2), **facts, **row)
         free_memory(self.device)
 
 
@@ -207,8 +208,6 @@ def quantized_layer(bench, kind: str) -> dict:
 
 def scaled_float16(device: str, kind: str) -> dict:
     "One block in scaled float16 against float32, with a trained model's outliers, in benchmarks/fp16.py."
-    import json
-
     out = Path(tempfile.mkdtemp()) / "fp16.json"
     command = [
         sys.executable,
@@ -402,7 +401,7 @@ def encode(device: str, precision: str) -> dict:
     with made_up(bench.device), contextlib.redirect_stdout(io.StringIO()):
         trainer = QwenImageEditTrainer(config)
         report = trainer.cache_embeddings()
-    row = dict(encoded=report.encoded, took=round(report.seconds, 1), **step_gpu.memory(bench))
+    row = dict(encoded=report.encoded, encoding_seconds=round(report.seconds, 1), **step_gpu.memory(bench))
     return row | dict(
         wrong=wrong_if(
             (len(report.skipped) > 0, f"{len(report.skipped)} samples were skipped"),
@@ -413,64 +412,79 @@ def encode(device: str, precision: str) -> dict:
 
 # --- 9: processes
 JOB = """
-import os, sys, json
+import json
+import os
+import sys
+
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
-from qie_nb.devices.processes import prepare_distributed
-from qie_nb.lora.adapters import add_lora
-from qie_nb.config import make_config
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from diffusers import QwenImageTransformer2DModel
+from torch.distributed.fsdp import FSDPModule
+
+from qie_nb.config import make_config
+from qie_nb.devices.processes import prepare_distributed
+from qie_nb.devices.strategies.fsdp import shard
+from qie_nb.lora.adapters import add_lora
 sys.path.insert(0, sys.argv[2])
 from synthetic_checkpoint import SMALL
 
 kind, device = sys.argv[1], sys.argv[3]
 if kind == "fsdp":
     os.environ |= dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+else:
+    os.environ["LOCAL_RANK"] = "0" # both ranks compute on the one GPU
+    torch.distributed.init_process_group("gloo")
 accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no")
+if kind == "fsdp" and device == "cpu": # accelerate makes DDP of it
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator.state.__dict__ |= dict(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
 torch.manual_seed(0)
 model = QwenImageTransformer2DModel(**SMALL)
 model.requires_grad_(False)
 add_lora(model, make_config().model.lora)
-wrapped = prepare_distributed(model.to(accelerator.device), accelerator)
+prepare = shard if kind == "fsdp" else prepare_distributed # one process alone is not wrapped by the second
+wrapped = prepare(model.to(accelerator.device), accelerator)
 side = 4
 at = accelerator.device
 out = wrapped(hidden_states=torch.randn(1, side * side, 64, device=at), timestep=torch.tensor([0.5], device=at),
               encoder_hidden_states=torch.randn(1, 6, 64, device=at), img_shapes=[[(1, side, side)]],
               return_dict=False)[0]
 out.square().mean().backward()
-units = [n for n, m in model.named_modules() if type(m).__name__.startswith("FSDP")]
-print(json.dumps(dict(kind=accelerator.distributed_type.value, units=units, loss=float(out.detach().square().mean()))))
+units = [name for name, part in wrapped.named_modules() if isinstance(part, FSDPModule)]
+gradients = [float(p.grad.norm()) for p in wrapped.parameters() if p.requires_grad and p.grad is not None]
+found = dict(kind=accelerator.distributed_type.value, wrapped=type(wrapped).__name__, units=units,
+             processes=accelerator.num_processes, loss=float(out.detach().square().mean()), gradients=len(gradients))
+print("RESULT" + json.dumps(found), flush=True)
 accelerator.end_training()
 """
 
 
 def launched(device: str, note, only=None):
-    "One process by torchrun (NCCL refuses two on one GPU), prepared as DDP and as FSDP2."
+    "FSDP2 in one process over NCCL, which refuses two on one GPU; DDP in two that share it, over gloo."
     rows = Rows(note, device, only)
-    for kind in ("ddp", "fsdp"):
-        rows.add(f"torchrun, {kind}", partial(torchrun, device, kind))
+    rows.add("FSDP by blocks, one process", partial(torchrun, device, "fsdp", 1))
+    rows.add("DDP, two processes", partial(torchrun, device, "ddp", 2))
 
 
-def torchrun(device: str, kind: str) -> dict:
+def torchrun(device: str, kind: str, processes: int) -> dict:
     "Prepare, one step forward and back."
     job = Path(tempfile.mkdtemp()) / "job.py"
     job.write_text(JOB)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "1",
-        str(job),
-        kind,
-        str(Path(__file__).parent),
-        device,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [str(job), kind, str(Path(__file__).parent), device]
     done = subprocess.run(command, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(said=found[:1]) if done.returncode == 0 else dict(failed=done.stderr.strip()[-600:])
+    if done.returncode:
+        return dict(failed=done.stderr.strip()[-600:])
+    row = json.loads(done.stdout.split("RESULT")[1].splitlines()[0])
+    by_blocks = any(unit.startswith("transformer_blocks.") for unit in row["units"])
+    return row | dict(
+        wrong=wrong_if(
+            (kind == "fsdp" and not by_blocks, f"FSDP has the units {row['units']}, no blocks"),
+            (kind == "ddp" and row["wrapped"] != "DistributedDataParallel", f"DDP gave a {row['wrapped']}"),
+            (row["gradients"] == 0, "no weight got a gradient"),
+        )
+    )
 
 
 # --- 10: stopping
@@ -512,7 +526,7 @@ def stopped_by(device: str, name: str) -> dict:
     text = process.communicate(timeout=60)[0]
     seconds = round(time.perf_counter() - asked, 2)
     return dict(
-        took=seconds,
+        end_seconds=seconds,
         code=process.returncode,
         last=text.splitlines()[-1:],
         wrong=wrong_if(("ended at" not in text, f"no orderly end: {text[-300:]}")),
