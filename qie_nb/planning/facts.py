@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['ENOUGH_IMAGES', 'GpuInfo', 'installed_gpus', 'drives_a_screen', 'Machine', 'this_machine_facts', 'SoFar',
-           'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts', 'encoding_facts']
+           'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts', 'encoding_facts',
+           'DecodingFacts', 'decoding_facts']
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
-import json, os, re, shutil
+import json, math, os, re, shutil
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..core.presets import VARIANT_NAMES
 from ..core.environment import Environment, detect_environment
 from ..core.startup import under_wsl
 from ..data.samples import control_images
+from ..devices.placement import device_name, devices_of_loaded
 from ..models.loading import free_device_bytes, work_bytes
 
 
@@ -28,17 +30,27 @@ ENOUGH_IMAGES = 10 # control images, from which one is held out by default
 class GpuInfo:
     "One GPU, as torch reports it."
     name: str
-    bytes: int
+    bytes: int # in total
     capability: tuple # compute capability, e.g. (7, 5)
     bf16: bool = True # native?
     emulated: bool = False # bfloat16?
-    free: int = None # bytes free now; None: not asked
+    free: int = None # bytes that this process can have: free now, or held by it; None: not asked
     screen: bool = None # does it drive one? None: unknown
 
     @property
     def tensor_cores(self) -> bool:
         "Are there any?"
         return self.capability >= (7, 0)
+
+def _can_have(n:int) -> int: # bytes; None: unknown
+    "What this process can have of a GPU: what is free now, and what torch holds."
+    launched = os.environ.get("WORLD_SIZE") is not None
+    if launched and n != int(os.environ.get("LOCAL_RANK", 0)):
+        return None # the question would take memory there: that GPU is another process's
+    try:
+        return torch.cuda.mem_get_info(n)[0] + torch.cuda.memory_reserved(n)
+    except RuntimeError: # so full that not even a context fits, or it belongs to another process alone
+        return None
 
 def installed_gpus(
     emulation:bool=False, # ask whether bfloat16 is emulated? It computes on the GPU
@@ -53,7 +65,7 @@ def installed_gpus(
             with torch.cuda.device(n):
                 emulated = torch.cuda.is_bf16_supported()
         screen = drives_a_screen(getattr(p, "pci_bus_id", None))
-        out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated, None, screen))
+        out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated, _can_have(n), screen))
     return tuple(out)
 
 # %% ../../nbs/planning/00_facts.ipynb #270e2d39
@@ -139,6 +151,8 @@ class SoFar:
     steps: int = None # of the run
     obstacle: str = "" # why the blocks of the loaded transformer cannot be compiled
     encoding: "EncodingFacts" = None # once something is encoded
+    decoding: "DecodingFacts" = None # once an evaluation's images are decoded
+    decoder_failed: str = "" # GPU on which the decoder ran out of memory
     quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy; none: not at all
     given: str = "" # what cannot be handed to other processes: callbacks, a loader
     optional: bool = False # are these the callbacks, which only `auto` minds?
@@ -204,3 +218,25 @@ def encoding_facts(
     weights = {part: 0 if part in components.loaded else components.bytes_of(part) for part in names}
     free = {name: free_device_bytes(name) for name in names.values()}
     return EncodingFacts(names, weights, work_bytes(components.areas["control_area"]), free)
+
+# %% ../../nbs/planning/00_facts.ipynb #c55f30f4
+@dataclass(frozen=True)
+class DecodingFacts:
+    "The VAE that decodes an evaluation's images, and the memory beside it."
+    device: str # where it would decode, e.g. cuda:0
+    needed: float = 0. # bytes there: its weights, and its work on the largest image
+    free: float = math.inf # bytes there, beside what training keeps
+
+def decoding_facts(
+    components:"EditModel",
+    device:object, # torch.device or name
+    pixels:int, # of the largest image
+) -> DecodingFacts: # the device alone, if it is no CUDA GPU
+    "The facts of decoding on a device now."
+    name = device_name(device)
+    if not name.startswith("cuda"):
+        return DecodingFacts(name)
+    there = devices_of_loaded(components).get("vae") == name
+    weights = 0 if there else components.bytes_of("vae")
+    work = work_bytes(pixels, components.dtype.itemsize)["vae"]
+    return DecodingFacts(name, weights + work, free_device_bytes(name))
