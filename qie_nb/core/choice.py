@@ -39,7 +39,7 @@ _LABELS = {
     "offload": "inputs in host memory",
     "modulation": "modulation table", "compile": "compile", "processes": "processes",
     "vae_device": "VAE, encoding", "text_encoder_device": "text encoder, encoding",
-    "encode_batch": "encoded at once", "delete_shards": "delete downloads", "held_out": "held out",
+    "encode_batch": "encoded at once", "decoder": "VAE, evaluation", "delete_shards": "delete downloads", "held_out": "held out",
     "eval_interval": "evaluate", "hours": "stop after",
 }
 
@@ -121,6 +121,7 @@ class Plan:
     vae_device: Choice = None # while encoding
     text_encoder_device: Choice = None # the same
     encode_batch: Choice = None # images or prompts encoded at once
+    decoder: Choice = None # where the VAE decodes evaluation images
     delete_shards: Choice = None # downloaded files once they are quantized?
     held_out: Choice = None # share of the control images, or the words for one of them
     eval_interval: Choice = None # `EvalInterval`

@@ -348,7 +348,7 @@ class CacheSection(Section):
 class PredictDevices(Section):
     "Device of each component in `predict`."
     vae: str = setting("auto", "auto, cpu, cuda, cuda:1, mps; auto depends on the free memory",
-        on_resume="recomputed")
+        on_resume="recomputed", overrides="decoder")
     text_encoder: str = setting("auto", "the same; auto may be another GPU than the transformer's",
         on_resume="recomputed")
     transformer: str = setting("auto", "the same; auto is `train.device`", on_resume="recomputed")

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LEVELS', 'MARGIN', 'COLUMNS', 'FIELDS', 'LEAST', 'WORDS', 'PLACE', 'SHIFT', 'SCALE', 'EvalSampling', 'eval_sampling',
            'added_lora', 'box_mean', 'at_size', 'changed_region', 'shift_and_scale', 'luma', 'psnr', 'detail',
-           'inside_and_outside', 'drift_of', 'pack', 'unpack', 'medians', 'short_text', 'notable', 'say_drift']
+           'inside_and_outside', 'drift_of', 'pack', 'unpack', 'medians', 'short_text', 'notable', 'say_drift',
+           'ImageDecoder']
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #42c81982
 import io, math, re, textwrap
@@ -23,7 +24,7 @@ from ..core.files import write_atomic
 from ..core.display import Progress
 from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
-from ..devices.placement import temporarily_load
+from ..devices.placement import device_name, is_out_of_memory, temporarily_load
 from .validation_loss import StopCheck, add_up, process, shares
 from ..lora.adapters import (
     active_loras, load_lora, read_fitting, remove_loras, use_loras, keep_trainable)
@@ -31,7 +32,7 @@ from ..lora.formats import check_lora, lora_layers
 from ..models.modulation import uses_modulation
 from ..predict import grid
 from ..sampling.edits import (
-    is_available, edit_cached, encoded_sample, encode_edits, make_edits)
+    is_available, edit_cached, encoded_sample, encode_edits, factor_of, make_edits)
 from ..sampling.denoising import SCHEDULES, pick_schedule
 from ..training.callbacks import EvalImage
 
@@ -383,6 +384,58 @@ def measured(image, case) -> list: # uint8 [H, W, 3], `EvalCase`; distance from 
     error = 0. if target is None else image_error(image, target)
     return [error, *pack(drift_of(image, case.control, target, case.pair))]
 
+# %% ../../nbs/evaluation/01_eval_images.ipynb #2c6addd8
+class ImageDecoder:
+    "Decodes evaluation images where the plan says; after out-of-memory on the CPU."
+    def __init__(self,
+        trainer:"QwenImageEditTrainer",
+        cases:list, # of `EvalCase`
+    ):
+        self.trainer = trainer
+        latent_pixels = max((case.shape[-2] * case.shape[-1] for case in cases), default=0)
+        asked_there = trainer.predict_devices["vae"]
+        trainer.planner.see_decoder(asked_there, latent_pixels * factor_of(trainer.components)**2)
+        choice = trainer.planner.plan.decoder
+        trainer.state.warn_once(choice.warning)
+        self.device = choice.checked()
+        self.moved = self.device == "cpu" != device_name(asked_there)
+
+    def __call__(self,
+        latent:torch.Tensor, # [1, C, 1, h, w]
+    ) -> np.ndarray: # uint8 [H, W, 3]
+        "The image of a latent."
+        try:
+            return self.decoded(latent)
+        except (RuntimeError, MemoryError) as error:
+            if device_name(self.device) == "cpu" or not is_out_of_memory(error):
+                raise
+        self.leave_gpu() # not inside the handler: the error holds the tensors that did not fit
+        return self.decoded(latent)
+
+    def decoded(self, latent:torch.Tensor) -> np.ndarray:
+        "The image of a latent, decoded on the chosen device."
+        parts = self.trainer.components
+        vae = parts.move("vae", self.device).to(self.device) # encoder and decoder may be apart
+        if not self.moved:
+            return parts.variant.decode_latents(vae, latent)[0]
+        dtype = next(vae.parameters()).dtype
+        vae.to(torch.float32) # many CPUs have no fast bfloat16
+        try:
+            return parts.variant.decode_latents(vae, latent)[0]
+        finally:
+            vae.to(dtype)
+
+    def leave_gpu(self):
+        "Decode on the CPU for the rest of the run, and say so."
+        failed = device_name(self.device)
+        print(f"{failed} ran out of memory while decoding an evaluation image; the CPU decodes it and the later ones")
+        self.trainer.planner.learn(decoder_failed=failed)
+        self.device = "cpu"
+        self.moved = True
+        self.trainer.components.move("vae", "cpu").to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
 # %% ../../nbs/evaluation/01_eval_images.ipynb #299dce66
 def render_eval_images(
     trainer,
@@ -394,6 +447,7 @@ def render_eval_images(
     sampling, out = eval_sampling(trainer.config), Path(out)
     if steps: sampling = sampling._replace(steps=steps)
     check = StopCheck(trainer, sampling.passes)
+    decode = ImageDecoder(trainer, cases)
     todo, (me, every) = shares(len(cases), trainer), process(trainer)
     numbers = torch.zeros(len(cases), 1 + 2 * len(FIELDS)) # error and drift
     bar = Progress(len(todo) * sampling.steps, "images") if todo and me == 0 else None
@@ -405,9 +459,7 @@ def render_eval_images(
             latent = edit_cached(trainer, cases[i], *sampling[:2], overrides=sampling.overrides,
                                  on_step=on_step)
             if not counts: continue
-            device = trainer.predict_devices["vae"]
-            vae = trainer.components.move("vae", device).to(device) # encoder and decoder may be apart
-            image = trainer.components.variant.decode_latents(vae, latent)[0]
+            image = decode(latent)
             save_image(out/f"{cases[i].name}.jpg", image)
             numbers[i] = torch.tensor(measured(image, cases[i]))
     if bar: bar.close()

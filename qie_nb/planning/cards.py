@@ -5,31 +5,33 @@
 # %% auto #0
 __all__ = ['ATTENTION', 'FLOAT32', 'BANDWIDTH', 'ELEMENTWISE', 'FLOAT32_ADAPTER', 'TWO_MODULATIONS', 'COMPILED', 'CARDS',
            'product_rate', 'bytes_rate', 'products_dtype', 'elementwise_bytes', 'step_seconds', 'speedup', 'rank_cost',
-           'strategies', 'plan', 'card_table']
+           'can_be_compiled', 'strategies', 'tasks_beside_steps', 'plan', 'card_table']
 
 # %% ../../nbs/planning/03b_cards.ipynb #cc7f4e06
 import math, re
 from dataclasses import dataclass, replace
 from html import escape
+from pathlib import Path
 
 import torch, yaml
 from fastcore.basics import patch
 
 from ..config import Config, make_config
-from ..core.choice import Plan
+from ..core.choice import Choice, Plan
 from ..core.display import note, table_html, text_table
 from ..core.presets import MODEL, first_steps
 from ..devices.strategies.ways import used_by
 from ..models.loading import work_bytes
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
-from .decisions import AUTO, HOST_SHARE, fits_gpus, room_of
-from .disk_space import ENCODERS, LM_HEAD, model_areas
-from .facts import (
-    GPUS, KNOWN_GPUS, Gpu, KnownGpu, ModelFacts, SoFar, known_gpu_name, machine_with, parse_gpu)
+from .decisions import AUTO, HOST_SHARE, choose_compile, choose_decoder, fits_gpus, memory_text, room_of
+from .disk_space import ENCODERS, LM_HEAD, checkpoint_bytes, model_areas
+from qie_nb.planning.facts import (
+    GPUS, KNOWN_GPUS, Gpu, KnownGpu, Machine, ModelFacts, SoFar, is_installed, known_gpu_name, machine_with,
+    parse_gpu)
 from .memory import (
     Memory, MemoryQuery, block_bytes, block_layers, input_bytes, memory_of, model_facts, other_bytes, parameters,
-    stored_quantization, stream_tokens, weight_bytes)
-from .plan import make_plan, step_query
+    sampling_bytes, stored_quantization, stream_tokens, weight_bytes)
+from .plan import expected_decoding, expected_obstacle, make_plan, step_query
 from .prediction import PredictionFacts, choose_placement
 
 # %% ../../nbs/planning/03b_cards.ipynb #adea7685
@@ -134,6 +136,18 @@ def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
     return step_work(q) * slower / speedup(q.processes)
 
 # %% ../../nbs/planning/03b_cards.ipynb #71604701
+def can_be_compiled(
+    config:Config,
+    plan:Plan, # of this configuration
+    machine:Machine,
+) -> bool:
+    "Could a strategy compile the blocks, if it sets `train.compile`? It pays off also in a short run if it saves memory."
+    if config.train.compile is False:
+        return False
+    asked = config.train.model_copy(update=dict(compile=True))
+    obstacle = expected_obstacle(config, plan.products)
+    return choose_compile(asked, machine, plan.device.value, obstacle=obstacle).value
+
 def strategies(
     q:MemoryQuery,
     gpu:Gpu,
@@ -203,7 +217,8 @@ class GpuPlan:
         q = m.query
         host = self.host if q.processes > 1 else math.inf # each process pins its own
         used = q.devices * q.processes
-        return fits_gpus(m.total, [self.gpu.bytes] * self.gpu.count, used, m.host * q.processes, host)
+        rooms = [room_of(self.gpu)] * self.gpu.count
+        return fits_gpus(m.total, rooms, used, m.host * q.processes, host)
 
     @property
     def shown(self) -> Memory: # of the chosen strategy, the smallest, or the configuration
@@ -220,14 +235,15 @@ class GpuPlan:
             strategy=strategy_name(m.query), gb=round(m.total / 1e9, 2), host_gb=round(m.host / 1e9, 1),
             work_tf=round(step_work(m.query), 1), time=self.time(m), fits=self.fits(m),
             chosen=m is self.chosen)
-        return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), strategies=list(map(row, self.tried)),
+        free = g and g.free and round(g.free / 1e9, 1)
+        return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), free_gb=free, strategies=list(map(row, self.tried)),
                     changes=self.changes, parts=self.shown.data(), notes=self.notes, other=self.other)
 
 # %% ../../nbs/planning/03b_cards.ipynb #0d021bd9
 KAGGLE_HOST = 31e9 # bytes of host memory beside two T4s
 
 def host_bytes(gpu) -> float: # of the machine with this GPU, as far as it is known
-    if gpu is not None and torch.cuda.is_available() and gpu.name == torch.cuda.get_device_name(0):
+    if gpu is not None and is_installed(gpu):
         import psutil
         return psutil.virtual_memory().total
     return KAGGLE_HOST if gpu is not None and gpu.name == "T4" else math.inf
@@ -241,7 +257,7 @@ def _tables(self:GpuPlan) -> dict: # {title: (rows, head)}
     rows = [(state(r), r["strategy"], f"{r['gb']:.1f}", r["host_gb"] or "",
              r["time"] if known else f"{r['work_tf']:.0f}") for r in self.data()["strategies"]]
     out = {strategy_name(m.query): (m._rows(), ("part", "GB", "why")),
-           "before and after training": (self.other, ("task", "memory")),
+           "besides the steps": (self.other, ("task", "memory")),
            "all strategies, the preferred one first":
                (rows, ("", "strategy", "GB", "host GB", f"{self.samples} samples" if known else "TFLOP a step"))}
     return {title: table for title, table in out.items() if table[0]}
@@ -251,9 +267,11 @@ def _tables(self:GpuPlan) -> dict: # {title: (rows, head)}
 def _head(self:GpuPlan) -> str:
     m, g = self.shown, self.gpu
     name = f"{g.count} x {g.name}" if g.count > 1 else g.name
-    if not self.chosen: return f"{name}: too small, {m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB at least"
+    total = f"{g.bytes / 1e9:.1f} GB"
+    free = f" ({memory_text(g)})" if g.free is not None else ""
+    if not self.chosen: return f"{name}: too small, {m.total / 1e9:.1f} of {total} at least{free}"
     each = " each" * (m.query.devices * m.query.processes > 1)
-    size = f"{m.total / 1e9:.1f} of {g.bytes / 1e9:.1f} GB{each}"
+    size = f"{m.total / 1e9:.1f} of {total}{each}{free}"
     time = f"; about {self.time()} for {self.samples} samples" * bool(self.time())
     if time and self.controls == 1 and (q := m.query).control > q.target:
         a, b = (f"{n} x {n}" for n in (round((t * 256) ** 0.5) for t in (q.control, q.target)))
@@ -308,7 +326,7 @@ def encoder_settings(
     m, out = config.model, {}
     if not gpu or _is_tiny(q): return out
     kind = parse_quantization(m.text_encoder_quantize)
-    e, limit = _encoders(q, kind), room_of(gpu.bytes)
+    e, limit = _encoders(q, kind), room_of(gpu)
     text, work = 0 if m.text_encoder_offload else e["text"], e["work"]
     total = lambda: text + e["vae"] + max(work["vae"], work["text_encoder"])
     if kind: text = e["quantized"]
@@ -325,7 +343,7 @@ def _other(q, gpu) -> list: # (task, what it needs)
     work, total = e["work"], e["text"] + e["vae"] + max(e["work"]["vae"], e["work"]["text_encoder"])
     text = f"text encoder {_gb(e['text'])}, VAE {_gb(e['vae'])}, working memory {_gb(work['vae'])}"
     if not gpu: return [("precompute", text)]
-    limit = room_of(gpu.bytes)
+    limit = room_of(gpu)
     if total > limit:
         text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` "
                  f"{advised('4 bits')} ({_gb(e['quantized'])}), or `model.text_encoder_offload` true")
@@ -333,12 +351,44 @@ def _other(q, gpu) -> list: # (task, what it needs)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit
     transformer = weight_bytes(replace(whole, table=small))[0]
     sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=transformer)
-    free = {f"cuda:{n}": gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
+    free = {f"cuda:{n}": gpu.free or gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
     quantized = ["transformer"] * bool(q.quantization)
     placed = choose_placement(AUTO, PredictionFacts(sizes, free, "cuda:0", work, quantized=tuple(quantized)))
     rows = {f"predict: {n}": f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}" for n, p in placed.items()}
     if small: rows["predict: transformer"] += "; set `model.modulation_table` true if you only predict"
     return [("precompute", text), *rows.items()]
+
+# %% ../../nbs/planning/03b_cards.ipynb #0a76d019
+def _added_lora_bytes(config:Config) -> int:
+    "Bytes of the LoRA that an evaluation adds (`train.eval_schedule`), if it is a file."
+    file = Path(str(config.train.eval_schedule)).expanduser()
+    return file.stat().st_size if file.is_file() else 0
+
+def tasks_beside_steps(
+    memory:Memory, # of a training step
+    gpu:Gpu, # or None
+    config:Config,
+) -> list: # of (task, what it needs)
+    "What a run loads, decodes and writes besides its steps."
+    q = memory.query
+    if _is_tiny(q):
+        return []
+    rows = []
+    if gpu:
+        kept = f"{_gb(memory.kept)} that training keeps and {_gb(sampling_bytes(q))} of work"
+        added = _added_lora_bytes(config)
+        if added:
+            kept += f", with {_gb(added)} of `train.eval_schedule`"
+        rows.append(("evaluation: sampling", kept))
+        named = config.predict.devices.vae
+        main = Choice("cuda:0") if named == AUTO else Choice(named, "`predict.devices.vae` says so", asked=True)
+        decoder = choose_decoder(main, expected_decoding(memory, gpu, "cuda:0", config))
+        rows.append(("evaluation: VAE", f"{decoder.value}, {decoder.why}"))
+    one = checkpoint_bytes(q)
+    files = config.train.keep_checkpoints + 1
+    what = "adapter, optimizer" + ", EMA" * q.ema
+    rows.append(("saving", f"host memory {_gb(2 * one)}, disk {files} x {_gb(one)} ({what}; copied, then written)"))
+    return rows
 
 # %% ../../nbs/planning/03b_cards.ipynb #5a3c06a7
 def _size(resolution, data) -> list: # [width, height]
@@ -377,10 +427,12 @@ def plan(
     target = size[0] * size[1] // 256
     control = controls * areas["control_area"] // 256
     text = prompt or variant.prompt_tokens(controls, areas["vl_area"])
-    q = replace(step_query(c, facts, run.dtype, run.products), target=target, control=control, text=text)
+    q = replace(step_query(c, facts, run), target=target, control=control, text=text)
     plain = c.model_copy(update=dict(model=c.model.model_copy(update=dict(quantize=False))))
-    products = make_plan(plain, machine, facts, so_far=so_far).products # those of another quantization
-    open_query = replace(step_query(plain, facts, run.dtype, products), target=target, control=control, text=text)
+    other = make_plan(plain, machine, facts, so_far=so_far) # products of another quantization
+    if can_be_compiled(plain, other, machine):
+        other = replace(other, compile=Choice(True))
+    open_query = replace(step_query(plain, facts, other), target=target, control=control, text=text)
     quantize = stored or quantize
     samples = (c.train.max_train_steps or 800) * c.data.batch_size * c.train.gradient_accumulation_steps
     if type(c.train.num_processes) is int: samples *= c.train.num_processes
@@ -394,7 +446,8 @@ def plan(
         out.changes |= strategy_settings(out.chosen.query, c)
         for section, keys in encoder_settings(out.chosen.query, gpu, c).items():
             out.changes[section] = out.changes.get(section, {}) | keys
-    out.notes, out.other = _notes(out), _other(out.shown.query, gpu)
+    out.notes = _notes(out)
+    out.other = [*_other(out.shown.query, gpu), *tasks_beside_steps(out.shown, gpu, c)]
     return out
 
 # %% ../../nbs/planning/03b_cards.ipynb #3da04ba0

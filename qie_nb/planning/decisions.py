@@ -5,22 +5,24 @@
 # %% auto #0
 __all__ = ['AUTO', 'SCALED', 'AS_DTYPE', 'FREE', 'HOST_SHARE', 'MARGIN', 'ENOUGH_STEPS', 'MOST_AT_ONCE', 'named_device',
            'choose_device', 'choose_encoder_device', 'choose_dtype', 'choose_sharded', 'choose_quantize',
-           'choose_split', 'choose_block_swap', 'choose_offload', 'choose_products', 'room_of', 'fits_gpus',
-           'host_room', 'choose_processes', 'choose_hours', 'choose_eval_interval', 'choose_held_out',
-           'choose_modulation', 'choose_compile', 'choose_encode_batch', 'choose_delete_shards']
+           'choose_split', 'choose_block_swap', 'choose_offload', 'choose_products', 'room_of', 'memory_text',
+           'fits_gpus', 'host_room', 'choose_processes', 'choose_hours', 'choose_eval_interval', 'choose_held_out',
+           'choose_modulation', 'choose_compile', 'choose_encode_batch', 'choose_decoder', 'choose_delete_shards']
 
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
+from dataclasses import replace
 
 import torch
 
 from ..core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, TimeLimit
 from ..data.samples import ONE_IMAGE
+from ..devices.placement import SHARE
 from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
 from ..models.quantizations.known import QUANTIZATIONS, parse_quantization
 from .facts import (
-    ENOUGH_IMAGES, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
+    ENOUGH_IMAGES, DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #496fd544
 AUTO = "auto"
@@ -175,20 +177,34 @@ def choose_products(
 FREE = 0.07 # of a GPU's memory: gaps between tensors, and other programs
 
 def room_of(
-    size:float, # bytes of a GPU
+    gpu:GpuInfo, # or `Gpu`
 ) -> float: # bytes
-    "What a run may take of a GPU."
-    return (1 - FREE) * size
+    """What a run may take of a GPU: all but `FREE` of it, and all but the gaps of what is free now.
+
+    The free memory of a card that is only named is unknown; then its total decides."""
+    room = (1 - FREE) * gpu.bytes
+    if gpu.free is None:
+        return room
+    return min(room, SHARE * gpu.free)
+
+def memory_text(
+    gpu:GpuInfo, # or `Gpu`
+) -> str:
+    "A GPU's memory as the plan and the doctor write it."
+    total = f"{gpu.bytes / 1e9:.1f} GB"
+    if gpu.free is None:
+        return total
+    return f"{gpu.free / 1e9:.1f} of {total} free"
 
 def fits_gpus(
     needed:float, # bytes on each GPU
-    sizes:list, # bytes of each GPU that is there
+    rooms:list, # `room_of` each GPU that is there
     used:int=1, # GPUs that the run needs
     pinned:float=0, # bytes of host memory
     host:float=math.inf, # bytes of it that there are
 ) -> bool:
     "Does a run fit? Processes, the memory plan, the doctor and `smaller` all ask this function."
-    enough = used <= len(sizes) and needed <= room_of(min(sizes))
+    enough = used <= len(rooms) and needed <= min(rooms)
     return enough and pinned <= host
 
 HOST_SHARE = 0.8 # of host memory, which several processes can pin
@@ -252,13 +268,13 @@ def choose_processes(
     if why:
         return Choice(1, why, setting)
     gpus = len(machine.gpus)
-    sizes = [g.bytes for g in machine.gpus]
+    rooms = [room_of(gpu) for gpu in machine.gpus]
     if needed is None:
         return Choice(gpus, "one for each GPU", setting)
-    compared = f"{needed / 1e9:.1f} of {room_of(min(sizes)) / 1e9:.1f} GB"
-    if fits_gpus(needed, sizes, gpus, pinned * gpus, host_room(machine, gpus)):
+    compared = f"{needed / 1e9:.1f} of {min(rooms) / 1e9:.1f} GB"
+    if fits_gpus(needed, rooms, gpus, pinned * gpus, host_room(machine, gpus)):
         return Choice(gpus, f"the run fits each GPU ({compared})", setting)
-    if fits_gpus(needed, sizes, gpus):
+    if fits_gpus(needed, rooms, gpus):
         why = f"each process would pin {pinned / 1e9:.1f} of {machine.memory / 1e9:.1f} GB of host memory"
         return Choice(1, why, setting, warning=f"one process: {why} (`{setting}` auto)")
     warning = f"one process: the run does not fit each of the {gpus} GPUs (`{setting}` auto)"
@@ -412,6 +428,30 @@ def choose_encode_batch(
         counts.append(int(beside / 2 // sum(facts.work[part] for part in here)))
     n = max(1, min(MOST_AT_ONCE, *counts))
     return Choice(n, f"{min(left) / 1e9:.1f} GB stay free beside the encoders", setting)
+
+def choose_decoder(
+    named:Choice, # the device that `predict.devices.vae` names, or the main one
+    facts:DecodingFacts=None, # None: not known
+    failed:str="", # GPU on which it ran out of memory
+) -> Choice: # name of a device
+    """Where the VAE decodes the images of an evaluation.
+
+    What does not fit the GPU beside the training is decoded on the CPU: some seconds an image, after minutes of
+    sampling. Tiles would fit the GPU, but they change the image at their edges, and an evaluation compares pixels,
+    also with those of an evaluation that had more memory."""
+    setting = "predict.devices.vae"
+    if failed:
+        return Choice("cpu", f"it ran out of memory on {failed}", setting)
+    if named.asked or facts is None:
+        return named
+    if not facts.device.startswith("cuda"):
+        return replace(named, value=facts.device)
+    compared = f"{facts.needed / 1e9:.1f} GB to decode, {facts.free / 1e9:.1f} GB of {facts.device} beside the training"
+    if facts.needed <= SHARE * facts.free:
+        return Choice(facts.device, f"fits: {compared}", setting)
+    warning = (f"evaluation images are decoded on the CPU, because the VAE does not fit {facts.device} beside the "
+               f"training (`{setting}` decides instead)")
+    return Choice("cpu", f"too large: {compared}", setting, warning=warning)
 
 def choose_delete_shards(
     wanted:object, # `model.delete_downloaded_shards`: auto, true or false

@@ -25,7 +25,8 @@ from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory import block_bytes, memory_query, model_facts, parameters
-from .facts import GpuInfo, Machine, first_kind, installed_gpus
+from .decisions import memory_text
+from .facts import GpuInfo, Machine, first_kind, installed_gpus, this_machine_facts
 from .cards import plan
 from .plan import PlanFacts, first_that_fits, make_plan, named_model
 
@@ -62,8 +63,9 @@ class MachineInfo:
     def facts(self) -> Machine:
         "What the plan needs to know of it."
         e = self.environment
+        here = this_machine_facts(e)
         return Machine(self.gpus, cores=e.cores, memory=self.memory, platform=e.name, hours=e.hours,
-                       session_start=e.session_start)
+                       session_start=e.session_start, compiler=here.compiler, triton=here.triton)
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37f01
 def this_machine(
@@ -154,7 +156,7 @@ def gpu_findings(m:MachineInfo, c:Config=None) -> list:
 # %% ../../nbs/planning/04_doctor.ipynb #37107602
 def _gpu(name, g, m, c) -> list:
     sm = "{}.{}".format(*g.capability)
-    value = f"{g.name}, {g.bytes / 1e9:.1f} GB, sm {sm}"
+    value = f"{g.name}, {memory_text(g)}, sm {sm}"
     if not runs_on(g.capability, m.built_for):
         return [Finding(name, value, "error", f"this torch has no kernels for sm {sm} (it has "
                         f"{', '.join(m.built_for)}); choose a newer accelerator (Kaggle: GPU T4 x2)")]

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['ENOUGH_IMAGES', 'TURING', 'GEFORCE', 'DATA_CENTRE', 'KNOWN_GPUS', 'NO_KERNELS', 'GPUS', 'GpuInfo', 'installed_gpus',
-           'drives_a_screen', 'Reached', 'KnownGpu', 'known_gpu_name', 'Machine', 'Gpu', 'machine_with',
+           'drives_a_screen', 'Reached', 'KnownGpu', 'known_gpu_name', 'Machine', 'Gpu', 'is_installed', 'machine_with',
            'this_machine_facts', 'SoFar', 'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts',
-           'encoding_facts']
+           'encoding_facts', 'DecodingFacts', 'decoding_facts']
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
-import json, os, re, shutil
+import json, math, os, re, shutil
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..core.presets import NO_BF16, VARIANT_NAMES
 from ..core.environment import Environment, detect_environment
 from ..core.startup import under_wsl
 from ..data.samples import control_images
+from ..devices.placement import device_name, devices_of_loaded
 from ..models.loading import free_device_bytes, work_bytes
 
 
@@ -30,17 +31,27 @@ ENOUGH_IMAGES = 10 # control images, from which one is held out by default
 class GpuInfo:
     "One GPU, as torch reports it."
     name: str
-    bytes: int
+    bytes: int # in total
     capability: tuple # compute capability, e.g. (7, 5)
     bf16: bool = True # native?
     emulated: bool = False # bfloat16?
-    free: int = None # bytes free now; None: not asked
+    free: int = None # bytes that this process can have: free now, or held by it; None: not asked
     screen: bool = None # does it drive one? None: unknown
 
     @property
     def tensor_cores(self) -> bool:
         "Are there any?"
         return self.capability >= (7, 0)
+
+def _can_have(n:int) -> int: # bytes; None: unknown
+    "What this process can have of a GPU: what is free now, and what torch holds."
+    launched = os.environ.get("WORLD_SIZE") is not None
+    if launched and n != int(os.environ.get("LOCAL_RANK", 0)):
+        return None # the question would take memory there: that GPU is another process's
+    try:
+        return torch.cuda.mem_get_info(n)[0] + torch.cuda.memory_reserved(n)
+    except RuntimeError: # so full that not even a context fits, or it belongs to another process alone
+        return None
 
 def installed_gpus(
     emulation:bool=False, # ask whether bfloat16 is emulated? It computes on the GPU
@@ -55,7 +66,7 @@ def installed_gpus(
             with torch.cuda.device(n):
                 emulated = torch.cuda.is_bf16_supported()
         screen = drives_a_screen(getattr(p, "pci_bus_id", None))
-        out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated, None, screen))
+        out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated, _can_have(n), screen))
     return tuple(out)
 
 # %% ../../nbs/planning/00_facts.ipynb #270e2d39
@@ -200,9 +211,10 @@ class Machine:
 class Gpu:
     "GPUs of one kind."
     name: str
-    bytes: int          # of each
+    bytes: int          # of each, in total
     bf16: bool = True   # native?
     count: int = 1
+    free: int = None    # bytes of the fullest one that we can have; None: not this machine's
 
     @property
     def tensor_cores(self) -> bool: # compute capability 7.0 or later?
@@ -213,8 +225,11 @@ GPUS = {name: Gpu(name, int(known.gib * 2**30), known.bf16) for name, known in K
 
 # %% ../../nbs/planning/00_facts.ipynb #bb7ea702
 def first_kind(gpus:tuple) -> Gpu: # of the first `GpuInfo`; None if there is none
+    if not gpus:
+        return None
     same = [g for g in gpus if g.name == gpus[0].name]
-    return Gpu(same[0].name, min(g.bytes for g in same), same[0].bf16, len(same)) if same else None
+    free = min((g.free for g in same if g.free is not None), default=None)
+    return Gpu(same[0].name, min(g.bytes for g in same), same[0].bf16, len(same), free)
 
 # %% ../../nbs/planning/00_facts.ipynb #bb7ea703
 def parse_gpu(
@@ -245,6 +260,10 @@ def parse_gpu(
                      "or give its memory, e.g. 'RTX 8000 48GB' or 48")
 
 # %% ../../nbs/planning/00_facts.ipynb #5b37cfbd
+def is_installed(gpu:Gpu) -> bool:
+    "Is a GPU of this name in this machine?"
+    return torch.cuda.is_available() and gpu.name == torch.cuda.get_device_name(0)
+
 def machine_with(
     gpu:Gpu=None, # None: no GPU
 ) -> Machine:
@@ -254,7 +273,13 @@ def machine_with(
     capability = (8, 0)
     if not gpu.bf16:
         capability = (7, 5) if gpu.tensor_cores else (6, 0)
-    return Machine((GpuInfo(gpu.name, gpu.bytes, capability, gpu.bf16),) * gpu.count)
+    found = GpuInfo(gpu.name, gpu.bytes, capability, gpu.bf16, free=gpu.free)
+    compiler = triton = True # what a machine that is only named will have, we assume
+    if is_installed(gpu):
+        here = this_machine_facts()
+        compiler = here.compiler
+        triton = here.triton
+    return Machine((found,) * gpu.count, compiler=compiler, triton=triton)
 
 # %% ../../nbs/planning/00_facts.ipynb #ca4e9a9a
 def _driver() -> str:
@@ -292,6 +317,8 @@ class SoFar:
     steps: int = None # of the run
     obstacle: str = "" # why the blocks of the loaded transformer cannot be compiled
     encoding: "EncodingFacts" = None # once something is encoded
+    decoding: "DecodingFacts" = None # once an evaluation's images are decoded
+    decoder_failed: str = "" # GPU on which the decoder ran out of memory
     quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy; none: not at all
     given: str = "" # what cannot be handed to other processes: callbacks, a loader
     optional: bool = False # are these the callbacks, which only `auto` minds?
@@ -357,3 +384,25 @@ def encoding_facts(
     weights = {part: 0 if part in components.loaded else components.bytes_of(part) for part in names}
     free = {name: free_device_bytes(name) for name in names.values()}
     return EncodingFacts(names, weights, work_bytes(components.areas["control_area"]), free)
+
+# %% ../../nbs/planning/00_facts.ipynb #c55f30f4
+@dataclass(frozen=True)
+class DecodingFacts:
+    "The VAE that decodes an evaluation's images, and the memory beside it."
+    device: str # where it would decode, e.g. cuda:0
+    needed: float = 0. # bytes there: its weights, and its work on the largest image
+    free: float = math.inf # bytes there, beside what training keeps
+
+def decoding_facts(
+    components:"EditModel",
+    device:object, # torch.device or name
+    pixels:int, # of the largest image
+) -> DecodingFacts: # the device alone, if it is no CUDA GPU
+    "The facts of decoding on a device now."
+    name = device_name(device)
+    if not name.startswith("cuda"):
+        return DecodingFacts(name)
+    there = devices_of_loaded(components).get("vae") == name
+    weights = 0 if there else components.bytes_of("vae")
+    work = work_bytes(pixels, components.dtype.itemsize)["vae"]
+    return DecodingFacts(name, weights + work, free_device_bytes(name))

@@ -95,8 +95,7 @@ def _settings(c, base_bytes) -> dict:
     t, s, names = c.train, c.model.lora, target_modules(c.model.lora.target_modules)
     return dict(targets=names if isinstance(names, str) else tuple(names), r=s.r, dora=s.use_dora,
                 dropout=s.lora_dropout, checkpointing=t.gradient_checkpointing,
-                adapter_bytes=base_bytes,
-                compiled=bool(t.compile) and t.mixed_precision != "fp16", block_swap=t.blocks_to_swap,
+                adapter_bytes=base_bytes, block_swap=t.blocks_to_swap,
                 offload=t.offload_activations, devices=max(1, len(t.model_parallel_devices)),
                 optimizer=c.optimizer.name, ema=bool(t.ema_decay))
 
@@ -364,6 +363,7 @@ def peak_activations(q:MemoryQuery) -> int: # bytes
 
 # %% ../../nbs/planning/01_memory.ipynb #72d80ebc
 RUNTIME = 0.7e9 # CUDA context, kernels, cuBLAS workspaces: an estimate
+NCCL = 0.3e9 # buffers of the exchange between processes, on each GPU (0.2 to 0.4 GB): an estimate
 
 # %% ../../nbs/planning/01_memory.ipynb #72d80e01
 @dataclass
@@ -375,6 +375,10 @@ class Memory:
 
     @property
     def total(self) -> int: return sum(b for _, b, _ in self.parts)
+    @property
+    def kept(self) -> int:
+        "What stays on the device between steps, while an evaluation computes."
+        return self.total - self.part("saved activations") - self.part("working memory")
     def part(self, name:str) -> int: return sum(b for n, b, _ in self.parts if n == name)
     def data(self) -> list: return [(n, round(b / 1e9, 3), why) for n, b, why in self.parts] # (part, GB, why)
     def _rows(self):
@@ -406,9 +410,13 @@ def _saved(q) -> tuple: # (bytes, why)
     return size * -(-q.layers // q.devices) // q.layers, f"{tokens} tokens; {why}"
 
 # %% ../../nbs/planning/01_memory.ipynb #7e3b1f01
+def sampling_bytes(q:MemoryQuery) -> int:
+    "What sampling an evaluation's image needs beside what training keeps: one block's work, without a batch."
+    return peak_activations(replace(q, batch=1, checkpointing=False))
+
 def memory_of(
     q:MemoryQuery,
-    gpu:bool=True, # with `RUNTIME`?
+    gpu:bool=True, # with `RUNTIME` and `NCCL`?
 ) -> Memory:
     "The memory of a training step."
     share, trained = -(-q.layers // q.devices) / q.layers, numbers(adapter_shapes(q))
@@ -420,6 +428,9 @@ def memory_of(
             ("optimizer", share * optimizer_bytes(q), q.optimizer)]
     if q.ema: rows.append(("EMA", share * trained * 4, "of the adapter, float32"))
     rows += [("saved activations", *_saved(q)), ("working memory", peak_activations(q), "of one block")]
-    if gpu: rows.append(("runtime", RUNTIME, "CUDA context and libraries, estimated"))
+    estimated = [("runtime", RUNTIME, "CUDA context and libraries, estimated")]
+    if q.processes > 1:
+        estimated.append(("NCCL", NCCL, f"buffers of {q.processes} processes, estimated"))
+    if gpu: rows += estimated
     host = sum(s.host_bytes(q, block_bytes(q), input_bytes(q)) for s in used_by(q))
     return Memory(q, [(n, int(b), why) for n, b, why in rows], int(host))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..core.startup import ALLOCATOR
 from ..devices.placement import is_out_of_memory
 from .callbacks import Callback, call
 from .step import BatchStream
@@ -132,6 +133,18 @@ class NonFiniteStop(Callback):
 # %% ../../nbs/training/03_stopping.ipynb #c71969ea
 class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that help."
 
+DRIVER_ERRORS = ("CUDA driver error", "device not ready") # of a driver that cannot let segments grow
+
+def is_driver_error(
+    error:BaseException,
+) -> bool:
+    "Did NVIDIA's driver refuse memory for another reason than its amount?"
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in DRIVER_ERRORS)
+
+def _first_line(error:BaseException) -> str:
+    "What an error says, on one line."
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
 # %% ../../nbs/training/03_stopping.ipynb #c7196901
 @contextmanager
 def memory_advice(
@@ -139,14 +152,19 @@ def memory_advice(
     advice:Callable, # function that returns a list of `Change`
     clean_up, # function that releases tensors
 ):
-    "Context in which an out-of-memory error names settings to change."
+    "Context in which an out-of-memory error names settings to change, and a driver's error its remedy."
     try:
         yield
         return
     except OutOfMemory: clean_up(); raise
     except (RuntimeError, MemoryError) as e:
+        if is_driver_error(e) and not is_out_of_memory(e):
+            raise RuntimeError(
+                f"the driver failed while {doing} ({_first_line(e)}); files on disk are intact. Set the environment "
+                f"variable {ALLOCATOR[0]} to expandable_segments:False before torch is imported, and install "
+                "a newer NVIDIA driver (under WSL2: R615 or later)") from e
         if not is_out_of_memory(e): raise
-        first, error = (str(e).strip() or type(e).__name__).splitlines()[0][:160], e
+        first, error = _first_line(e), e
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error = None, error.__cause__ or error.__context__

@@ -333,6 +333,33 @@ MUTATIONS = {
         "tests/planning/test_training_memory.py::"
         "test_a_running_mean_takes_as_much_as_the_adapter", [
         Change("planning/memory", "memory_of", "if q.ema", "if False")]),
+    "the exchange between processes left out of the plan": Mutation("tests/planning/test_hand_sums.py", [
+        Change("planning/memory", "memory_of", "if q.processes > 1", "if False")]),
+    "compiling counted as set, not as planned": Mutation("tests/planning/test_hand_sums.py", [
+        Change("planning/plan", "step_query", "compiled=plan.compile.value", "compiled=bool(config.train.compile)")]),
+    "half the working memory": Mutation("tests/planning/test_hand_sums.py", [
+        Change("planning/memory", "memory_of", "peak_activations(q)", "peak_activations(q) // 2")]),
+    "the decoder placed without its memory": Mutation("tests/evaluation/test_decoder.py", [
+        Change("planning/decisions", "choose_decoder", "facts.needed <= SHARE * facts.free", "True")]),
+    "the decoder's work left out": Mutation("tests/evaluation/test_decoder.py", [
+        Change("planning/facts", "decoding_facts", "weights + work", "weights")]),
+    "decoding again on the same GPU": Mutation("tests/evaluation/test_decoder.py", [
+        Change("evaluation/eval_images", "ImageDecoder.leave_gpu", 'self.device = "cpu"', "pass")]),
+    "out-of-memory of the decoder forgotten": Mutation("tests/evaluation/test_decoder.py", [
+        Change("evaluation/eval_images", "ImageDecoder.leave_gpu",
+               "self.trainer.planner.learn(decoder_failed=failed)", "pass")]),
+    "bfloat16 decoded on the CPU": Mutation("tests/evaluation/test_decoder.py", [
+        Change("evaluation/eval_images", "ImageDecoder.decoded", "vae.to(torch.float32)", "pass")]),
+    "the card's total counts, whatever is free": Mutation("tests/planning/test_doctor.py", [
+        Change("planning/decisions", "room_of", "gpu.free is None", "True")]),
+    "what torch holds is not ours": Mutation("tests/planning/test_doctor.py", [
+        Change("planning/facts", "_can_have", " + torch.cuda.memory_reserved(n)", "")]),
+    "a process asks the others' GPUs": Mutation("tests/planning/test_doctor.py", [
+        Change("planning/facts", "_can_have", "launched and", "False and")]),
+    "a driver's error passed on": Mutation("tests/training/test_stopping.py", [
+        Change("training/stopping", "is_driver_error", "isinstance(error, RuntimeError)", "False")]),
+    "memory that ran out called the driver's fault": Mutation("tests/training/test_stopping.py", [
+        Change("training/stopping", "memory_advice", "and not is_out_of_memory(e)", "")]),
     "the checkpoint being written left out": Mutation("tests/planning/test_disk_space.py", [
         Change("planning/disk_space", "run_items",
                "c.keep_checkpoints + best + 1", "c.keep_checkpoints + best")]),

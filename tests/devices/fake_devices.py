@@ -108,6 +108,7 @@ def pretend(monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (80 * GB, 80 * GB))
     monkeypatch.setattr(planned, "free_device_bytes", lambda d: 80 * GB)
     mode = Numbers()
 

@@ -51,6 +51,7 @@ def machine(gpu=L4, online=True, memory=31 * 10**9, quota=20 * 10**9, token="hf_
     fake = dict(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
                 device=contextlib.nullcontext, get_device_properties=lambda i: properties,
                 get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
+                mem_get_info=lambda n: (size, size), memory_reserved=lambda n: 0,
                 is_bf16_supported=lambda including_emulation=True: own or including_emulation)
     for n, fn in fake.items(): setattr(torch.cuda, n, fn)
     torch.version.cuda = "12.8"

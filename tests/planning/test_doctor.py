@@ -15,6 +15,8 @@ from qie_nb.config import make_config
 from qie_nb.core.environment import Environment
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.planning import doctor as doctor_module
+from qie_nb.planning.cards import plan
+from qie_nb.planning.decisions import room_of
 from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, MachineInfo, TRIED, doctor, installed_gpus, runs_on, this_machine
 
 from helpers import merged, write_pairs
@@ -235,11 +237,68 @@ def test_binaries_run_on_later_minor_versions_and_ptx_on_later_gpus(capability, 
 @pytest.mark.parametrize("capability, own, levels", [((6, 0), False, ["error"]), ((7, 5), False, ["ok", "warning"]), ((8, 0), True, ["ok"])])
 def test_a_gpu_as_torch_reports_it(capability, own, levels, monkeypatch, machine):
     fake = dict(is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda i: NS(name="X", total_memory=16 * GB, major=capability[0], minor=capability[1]),
-                is_bf16_supported=lambda including_emulation=True: own or including_emulation, get_arch_list=lambda: list(BUILT), device=nullcontext)
+                is_bf16_supported=lambda including_emulation=True: own or including_emulation, get_arch_list=lambda: list(BUILT), device=nullcontext,
+                mem_get_info=lambda n: (14 * GB, 16 * GB), memory_reserved=lambda n: GB)
     for name, fn in fake.items(): monkeypatch.setattr(torch.cuda, name, fn)
     m = this_machine(machine.environment, internet=False)
-    assert m.gpus == installed_gpus(True) == (GpuInfo("X", 16 * GB, capability, own, not own),)
+    assert m.gpus == installed_gpus(True) == (GpuInfo("X", 16 * GB, capability, own, not own, free=15 * GB),)
     assert m.built_for == BUILT and [f.level for f in doctor_module.gpu_findings(m)] == levels
+
+
+def busy_gpus(monkeypatch, count=2, free=22 * GB, held=2 * GB):
+    "Cards of 25 GB, of which so much is free, and so much is held by torch; returns which were asked."
+    about = NS(name="NVIDIA GeForce RTX 4090", total_memory=25 * GB, major=8, minor=9)
+    asked = []
+
+    def mem_get_info(n):
+        "As torch reports it; the question makes a context on that card."
+        asked.append(n)
+        return free, 25 * GB
+    fakes = dict(is_available=lambda: True, device_count=lambda: count, get_device_properties=lambda n: about,
+                 get_device_name=lambda n: about.name, mem_get_info=mem_get_info, memory_reserved=lambda n: held)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return asked
+
+
+def test_free_memory_counts_with_what_torch_holds(monkeypatch, machine, real):
+    busy_gpus(monkeypatch)
+    gpu = installed_gpus()[0]
+    assert (gpu.bytes, gpu.free) == (25 * GB, 24 * GB) and room_of(gpu) == pytest.approx(0.95 * 24 * GB)
+    assert room_of(replace(gpu, free=25 * GB)) == room_of(replace(gpu, free=None)) == pytest.approx(0.93 * 25 * GB)
+    finding = doctor_module.gpu_findings(replace(machine, gpus=(gpu,), built_for=("sm_89",)))[0]
+    assert finding.value == "NVIDIA GeForce RTX 4090, 24.0 of 25.0 GB free, sm 8.9"
+    p = plan("2511", resolution=512)
+    assert p.gpu.free == 24 * GB and " GB each (24.0 of 25.0 GB free)" in repr(p) and p.data()["free_gb"] == 24
+    assert plan("2511", "RTX 4090", 512).gpu.free is None, "a card that is named counts in whole"
+
+
+def test_a_step_that_fits_the_card_but_not_what_is_free(monkeypatch):
+    busy_gpus(monkeypatch, count=1)
+    config = dict(model=dict(quantize="qfloat8"), data=dict(image_size=[1024, 1024], control_area=1024**2),
+                  train=dict(gradient_checkpointing="selective"))
+    free = plan("2511", config=config)
+    busy_gpus(monkeypatch, count=1, free=20 * GB)
+    busy = plan("2511", config=config)
+    assert free.asked.total == busy.asked.total == pytest.approx(22.9 * GB, rel=0.01)
+    assert not busy.fits(busy.asked) and "chosen" in repr(busy) and busy.chosen.query != busy.asked.query
+
+
+def test_a_started_process_asks_its_own_gpu_alone(monkeypatch):
+    asked = busy_gpus(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [gpu.free for gpu in installed_gpus()] == [None, 24 * GB] and asked == [1]
+
+
+def test_a_gpu_that_does_not_answer_counts_in_whole(monkeypatch):
+    busy_gpus(monkeypatch, count=1)
+
+    def full(n):
+        "Not even a context fits."
+        raise RuntimeError("CUDA error: out of memory")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    assert installed_gpus()[0].free is None
 
 
 @pytest.mark.slow

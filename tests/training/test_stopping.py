@@ -341,3 +341,18 @@ def test_a_checkpoint_that_is_moved_away_meanwhile_is_no_error(moment, world, tm
     found = complete_checkpoints(root)
     assert (root/"step_00000099").is_dir()
     assert set(before[:-1]) <= set(found)
+
+
+# a driver that refuses memory
+
+@pytest.mark.parametrize("text, driver", [
+    ("CUDA driver error: unknown error", True), ("CUDA driver error: device not ready", True), ("device not ready", True),
+    ("CUDA driver error: out of memory", False), ("mat1 and mat2 shapes cannot be multiplied", False)])
+def test_an_error_of_the_driver_names_the_allocators_variable(text, driver):
+    from qie_nb.training.stopping import memory_advice
+    with pytest.raises(RuntimeError) as e, memory_advice("training", list, list):
+        raise RuntimeError(text)
+    assert text in str(e.value)
+    advised = "PYTORCH_CUDA_ALLOC_CONF to expandable_segments:False before torch is imported" in str(e.value)
+    assert advised == driver == ("newer NVIDIA driver" in str(e.value))
+    assert isinstance(e.value, torch.OutOfMemoryError) == ("out of memory" in text)
