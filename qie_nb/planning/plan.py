@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['WAYS', 'PlanFacts', 'named_model', 'step_query', 'make_plan', 'choose_main_device', 'processes_for', 'without_gpu',
-           'expected_obstacle', 'step_memory', 'fits_machine', 'smaller_settings', 'changed', 'ways_to_save', 'smaller',
-           'first_that_fits', 'ways_to_save_encoding', 'encode_batch', 'Planner']
+           'expected_obstacle', 'compile_choice', 'checkpointing_choice', 'step_memory', 'fits_machine',
+           'smaller_settings', 'changed', 'ways_to_save', 'smaller', 'first_that_fits', 'ways_to_save_encoding',
+           'encode_batch', 'Planner']
 
 # %% ../../nbs/planning/03_plan.ipynb #c639d44b
 from dataclasses import replace
@@ -17,15 +18,15 @@ from ..models.components import VARIANTS
 from ..models.loading import work_bytes
 from ..models.quantizations.known import advised
 from .decisions import (
-    AUTO, MOST_AT_ONCE, SCALED, choose_block_swap, choose_compile, choose_delete_shards, choose_device,
-    choose_dtype, choose_encode_batch, choose_encoder_device, choose_eval_interval, choose_held_out,
-    choose_hours, choose_modulation, choose_offload, choose_processes, choose_products, choose_quantize,
-    choose_sharded, choose_split, fits_gpus, host_room)
+    AUTO, MOST_AT_ONCE, SCALED, choose_block_swap, choose_checkpointing, choose_compile, choose_delete_shards,
+    choose_device, choose_dtype, choose_encode_batch, choose_encoder_device, choose_eval_interval,
+    choose_held_out, choose_hours, choose_modulation, choose_offload, choose_processes, choose_products,
+    choose_quantize, choose_sharded, choose_split, fits_gpus, host_room)
 from .disk_space import model_areas
 from qie_nb.planning.facts import (
     EncodingFacts, Machine, ModelFacts, PairFacts, SoFar, encoding_facts, facts_of_model, pair_facts,
     this_machine_facts)
-from .memory import Memory, MemoryQuery, memory_of, memory_query, model_facts
+from .memory import Memory, MemoryQuery, memory_of, memory_query, model_facts, parameters
 from ..training.optimizers.known import advised_optimizer
 
 # %% ../../nbs/planning/03_plan.ipynb #8dfc2d30
@@ -49,6 +50,8 @@ def step_query(
     model:ModelFacts,
     dtype:Choice, # of the base
     products:Choice,
+    compiled:Choice=None, # None: as it is set
+    checkpointing:Choice=None, # the same
 ) -> MemoryQuery:
     "What the memory of a training step depends on, with one control image a pair."
     variant = VARIANTS[model.variant]
@@ -57,6 +60,10 @@ def step_query(
     control = (config.data.control_area or areas["control_area"]) // 256
     base_bytes = 4 if dtype.value == "float32" else 2
     q = memory_query(config, model.transformer, base_bytes, text=text, control=control)
+    if compiled is not None:
+        q = replace(q, compiled=compiled.value)
+    if checkpointing is not None:
+        q = replace(q, checkpointing=checkpointing.value)
     if products.value != SCALED:
         return q
     return replace(q, fp16=True, compiled=False)
@@ -71,7 +78,7 @@ def make_plan(
 ) -> Plan:
     "Every decision about a run that can be made with these facts."
     t, m, cache = config.train, config.model, config.cache
-    device = choose_main_device(config, machine, so_far)
+    device = choose_main_device(config, machine, so_far, model)
     gpu = machine.gpu(device.value)
     sharded = choose_sharded(t.distributed, machine)
     quantize = choose_quantize(m.quantize, so_far.quantize)
@@ -81,30 +88,38 @@ def make_plan(
     if model and so_far.rows:
         model = replace(model, rows=so_far.rows)
     products = choose_products(t, gpu, quantize.value, sharded.value)
+    compiled = compile_choice(config, machine, so_far, device, products, quantize)
+    checkpointing = checkpointing_choice(config, machine, model, so_far, device, dtype, products, quantize)
     vae = choose_encoder_device(cache.vae_encoder_device, machine, device, "cache.vae_encoder_device")
     text = choose_encoder_device(cache.text_encoder_device, machine, device, "cache.text_encoder_device")
     return Plan(
         device=device, sharded=sharded, dtype=dtype, products=products, quantize=quantize,
         split=choose_split(t.model_parallel_devices), block_swap=choose_block_swap(t.blocks_to_swap),
         offload=choose_offload(t.offload_activations),
-        processes=processes_for(config, machine, model, so_far, dtype, products),
+        processes=processes_for(config, machine, model, so_far, dtype, products, compiled, checkpointing),
         modulation=choose_modulation(m.modulation_table, model, dtype.value),
-        compile=choose_compile(
-            t, machine, device.value, so_far.steps or t.max_train_steps, quantize.value,
-            so_far.obstacle or expected_obstacle(config, products)),
+        compile=compiled, checkpointing=checkpointing,
         encode_batch=choose_encode_batch(cache.batch_size, so_far.encoding or without_gpu(vae, text)),
-        delete_shards=choose_delete_shards(m.delete_downloaded_shards),
+        delete_shards=choose_delete_shards(m.delete_downloaded_shards, machine.session_quota),
         vae_device=vae, text_encoder_device=text,
         held_out=choose_held_out(t, pairs, so_far.held_out_before),
         eval_interval=choose_eval_interval(t), hours=choose_hours(t.max_hours, machine))
 
-def choose_main_device(config:Config, machine:Machine, so_far:SoFar) -> Choice:
+def choose_main_device(
+    config:Config,
+    machine:Machine,
+    so_far:SoFar,
+    model:ModelFacts=None, # None: not known yet
+) -> Choice:
     "Where a run trains; the first of several GPUs that share the blocks."
     if so_far.device:
         return Choice(so_far.device, "given", "train.device")
     shared = config.train.model_parallel_devices
     setting = "train.model_parallel_devices" if shared else "train.device"
-    return choose_device(shared[0] if shared else config.train.device, machine, setting)
+    count = 0
+    if model is not None and machine.driver and not machine.gpus:
+        count = parameters(memory_query(config, model.transformer))
+    return choose_device(shared[0] if shared else config.train.device, machine, setting, count)
 
 # %% ../../nbs/planning/03_plan.ipynb #723aa0df
 def processes_for(
@@ -114,12 +129,14 @@ def processes_for(
     so_far:SoFar,
     dtype:Choice,
     products:Choice,
+    compiled:Choice,
+    checkpointing:Choice,
 ) -> Choice:
     "How many processes `fit` starts; the memory is computed only if several are possible."
     found = choose_processes(config.train, machine, so_far)
     if model is None or found.value == 1 or found.asked:
         return found
-    memory = memory_of(step_query(config, model, dtype, products))
+    memory = memory_of(step_query(config, model, dtype, products, compiled, checkpointing))
     return choose_processes(config.train, machine, so_far, memory.total, memory.host)
 
 def without_gpu(vae:Choice, text:Choice) -> EncodingFacts: # None: the memory has to be read
@@ -137,13 +154,55 @@ def expected_obstacle(config:Config, products:Choice) -> str:
         return "`model.lora.lora_dropout` draws random masks"
     return ""
 
+def compile_choice(
+    config:Config,
+    machine:Machine,
+    so_far:SoFar,
+    device:Choice,
+    products:Choice,
+    quantize:Choice,
+) -> Choice:
+    "Are the blocks compiled, as far as it is known what they will be?"
+    steps = so_far.steps or config.train.max_train_steps
+    obstacle = so_far.obstacle or expected_obstacle(config, products)
+    return choose_compile(config.train, machine, device.value, steps, quantize.value, obstacle)
+
+def checkpointing_choice(
+    config:Config,
+    machine:Machine,
+    model:ModelFacts,
+    so_far:SoFar,
+    device:Choice,
+    dtype:Choice,
+    products:Choice,
+    quantize:Choice,
+) -> Choice:
+    "Do the blocks recompute? The memory is computed only if they were to be compiled instead and cannot be."
+    t = config.train
+    gpu = machine.gpu(device.value)
+    found = choose_checkpointing(t)
+    if t.gradient_checkpointing or model is None or gpu is None or products.value == SCALED:
+        return found
+    compiled = compile_choice(config, machine, so_far, device, products, quantize)
+    ready = replace(machine, compiler=True, headers=True, triton=True)
+    steps = so_far.steps or t.max_train_steps
+    hoped = choose_compile(t, ready, device.value, steps, quantize.value)
+    if compiled.value or not hoped.value:
+        return found
+    plain = step_query(config, model, dtype, products, compiled)
+    ways = (False, "selective", True)
+    needed = {how: memory_of(replace(plain, checkpointing=how)).total for how in ways}
+    return choose_checkpointing(t, needed, gpu)
+
+
 # %% ../../nbs/planning/03_plan.ipynb #05d46423
 def step_memory(
     plan:Plan,
     facts:PlanFacts,
 ) -> Memory:
     "The memory of a training step with a plan."
-    return memory_of(step_query(facts.config, facts.model, plan.dtype, plan.products))
+    return memory_of(step_query(
+        facts.config, facts.model, plan.dtype, plan.products, plan.compile, plan.checkpointing))
 
 def fits_machine(
     plan:Plan,
@@ -331,6 +390,16 @@ class Planner:
     def plan(self) -> Plan:
         "The plan, made now."
         return make_plan(*self.facts)
+
+    def check_device(self):
+        "Raises ValueError if the run cannot use the device that it would be on."
+        self.plan.device.checked()
+
+    def check_encoders(self):
+        "Raises ValueError if an encoder would be on such a device; not if a setting names the encoders' own."
+        plan = self.plan
+        if not (plan.vae_device.asked and plan.text_encoder_device.asked):
+            plan.device.checked()
 
     def ways_to_train(self) -> list: # of `Change`
         "What an out-of-memory error in training names."
