@@ -13,7 +13,7 @@ import torch
 
 from .cache import EmbeddingCacheManager
 from .config import Config, DataSection, make_config
-from .core.choice import Choice, Plan
+from .core.choice import Plan
 from .data.batches import is_cached
 from .data.dataset import ImageDataset
 from .data.images import Geometry
@@ -104,6 +104,7 @@ class QwenImageEditTrainer(RunAttributes):
         cluster:object=None, # `RayCluster` whose machines encode; default: this machine
     ): # `Report`
         "Precompute latents, prompt embeddings and the modulation table into the cache."
+        self.planner.check_encoders()
         is_part = train_dataloader is not None or start_idx or end_idx is not None
         n = 1 if is_part or cluster is not None else processes_to_start(self)
         if n == 1 or missing_samples(self) < n:
@@ -121,6 +122,7 @@ class QwenImageEditTrainer(RunAttributes):
         train_dataloader:Iterable=None, # loader or other iterable of batches; default: configured data
     ) -> "QwenImageEditTrainer":
         "Train until `max_train_steps` or `num_epochs`; a second call continues a stopped run."
+        self.planner.check_device()
         n = processes_to_start(self, "" if train_dataloader is None else "a loader")
         if n > 1:
             from qie_nb.evaluation.evaluate import EvaluationCallback
@@ -194,18 +196,19 @@ class QwenImageEditTrainer(RunAttributes):
     def prepare_model(self) -> "QwenImageEditTrainer":
         "Set up the transformer for training: dtypes, checkpointing, compilation, processes."
         train = self.config.train
-        self.wrapped = self.components.prepare_training(self.setup_accelerator(), train, self._choose_compile)
+        self.wrapped = self.components.prepare_training(self.setup_accelerator(), train, self._plan_blocks)
         return self
 
-    def _choose_compile(self, obstacle) -> Choice:
-        "The plan's decision about compiling, now that the transformer and its adapter are known."
+    def _plan_blocks(self, obstacle) -> Plan:
+        "The plan, now that the transformer and its adapter are known, or that compiling has failed."
         c, samples = self.config, len(self.samples or ())
         per_step = c.data.batch_size * c.train.gradient_accumulation_steps
         steps = c.train.max_train_steps or c.train.num_epochs * -(-samples // per_step) or None
         self.planner.learn(steps=steps, obstacle=obstacle, quantize=self.components.quantize.get("transformer"))
-        choice = self.plan.compile
-        self.state.warn_once(choice.warning)
-        return choice
+        plan = self.plan
+        self.state.warn_once(plan.compile.warning)
+        self.state.warn_once(plan.checkpointing.warning)
+        return plan
 
     def configure_optimizers(self) -> "QwenImageEditTrainer":
         "Create optimizer, learning-rate schedule and, with `train.ema_decay`, a running mean."

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from qie_nb.core.cache_layers import INDEX, open_layer
 from qie_nb.core.packed_index import DATABASE, index_checksum
@@ -15,6 +16,23 @@ from qie_nb.lora.adapters import lora_state
 from qie_nb.models import modulation
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.callbacks import Callback
+
+def divided(folder, n) -> dict: # {tensor: its file}
+    "Divide the weights of a component into `n` files, as large models are published."
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    names = sorted(weights)
+    where = {}
+    file.unlink()
+    for i in range(n):
+        cut = names[len(names) * i // n:len(names) * (i + 1) // n]
+        part = f"model-{i + 1:05}-of-{n:05}.safetensors"
+        where |= dict.fromkeys(cut, part)
+        save_file({k: weights[k] for k in cut}, folder/part)
+    index = dict(metadata=dict(total_size=0), weight_map=where)
+    (folder/f"{file.name}.index.json").write_text(json.dumps(index))
+    return where
+
 
 VAE, TEXT, TRANSFORMER = "AutoencoderKLQwenImage", "Qwen2_5_VLForConditionalGeneration", "QwenImageTransformer2DModel"
 

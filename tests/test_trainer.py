@@ -1,5 +1,5 @@
 """The trainer is made of parts that work without it, and only `trainer` and the loop change it."""
-import ast, inspect
+import ast, inspect, json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -8,10 +8,14 @@ import torch
 
 from PIL import Image
 
+import make
 from helpers import OnStep, settings
+from qie_nb import cli
 from qie_nb.config import make_config
 from qie_nb.core import choice
 from qie_nb.devices.edit_model import EditModel
+from qie_nb.planning import plan as planning
+from qie_nb.planning.facts import Machine
 from qie_nb.planning.plan import make_plan
 from qie_nb.predict import Predictor
 from qie_nb.tiny.random_models import tiny_folder
@@ -142,3 +146,35 @@ def test_the_plan_follows_a_quantization_that_is_set_on_the_trainer(configured, 
     assert t.plan.quantize.value == (None if configured == "none" else configured)
     t.quantize = value
     assert t.plan.quantize.value == want
+
+
+# --- a GPU that torch cannot use
+def test_a_large_model_is_refused_on_the_cpu_beside_a_gpu_with_an_old_driver(tmp_path, pairs, monkeypatch, capsys):
+    "Before anything is read or encoded; an explicit `cpu` and small models train as before."
+    rented = Machine(driver="550.54.15", cuda="13.0", memory=10**11)
+    monkeypatch.setattr(planning, "this_machine_facts", lambda: rented)
+    words = "^driver 550.54.15 is too old for torch built with CUDA 13.0, .*; or set `train.device` to cpu$"
+    large = make.large_model(tmp_path)
+
+    def made(model=large, **sections):
+        "A trainer."
+        raw = settings(pairs(), tmp_path, model=dict(pretrained_model_name_or_path=model))
+        return QwenImageEditTrainer(make.merged(raw, sections))
+    t = made(train=dict(device="auto"))
+    assert str(t.device) == "cpu" and "too old" in repr(t.plan)
+    for job in (t.fit, t.cache_embeddings):
+        with pytest.raises(ValueError, match=words): job()
+    assert not t.components.loaded and not (tmp_path/"cache").exists()
+    encoders = dict(vae_encoder_device="cpu", text_encoder_device="cpu")
+    for allowed in (made(train=dict(device="cpu")), made("tiny", train=dict(device="auto"))):
+        allowed.planner.check_device()
+        allowed.planner.check_encoders()
+    made(train=dict(device="auto"), cache=encoders).planner.check_encoders()
+    raw = make.merged(settings(pairs(), tmp_path), dict(
+        model=dict(pretrained_model_name_or_path=large), train=dict(device="auto")))
+    (tmp_path/"run.json").write_text(json.dumps(raw, default=str))
+    (tmp_path/"run.yaml").write_text((tmp_path/"run.json").read_text())
+    capsys.readouterr()
+    for command in ("train", "precompute"):
+        assert cli.main([command, "--config", str(tmp_path/"run.yaml")]) == 2
+        assert "driver 550.54.15 is too old" in "".join(capsys.readouterr())

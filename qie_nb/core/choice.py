@@ -37,7 +37,8 @@ _LABELS = {
     "device": "device", "sharded": "sharded (FSDP)", "dtype": "dtype", "products": "products",
     "quantize": "quantize", "split": "GPUs that share the blocks", "block_swap": "blocks in host memory",
     "offload": "inputs in host memory",
-    "modulation": "modulation table", "compile": "compile", "processes": "processes",
+    "modulation": "modulation table", "compile": "compile",
+    "checkpointing": "recomputation", "processes": "processes",
     "vae_device": "VAE, encoding", "text_encoder_device": "text encoder, encoding",
     "encode_batch": "encoded at once", "decoder": "VAE, evaluation", "delete_shards": "delete downloads", "held_out": "held out",
     "eval_interval": "evaluate", "hours": "stop after",
@@ -117,6 +118,7 @@ class Plan:
     offload: Choice = None # checkpointed inputs in host memory?
     modulation: Choice = None # a table instead of the layers: `ALWAYS`, `IN_TRAINING` or `NEVER`
     compile: Choice = None # the blocks?
+    checkpointing: Choice = None # do the blocks recompute: yes, no, or selective
     processes: Choice = None # number of them to start
     vae_device: Choice = None # while encoding
     text_encoder_device: Choice = None # the same

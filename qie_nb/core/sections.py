@@ -81,7 +81,7 @@ class ModelSection(Section):
     revision: str | None = setting(None, "hub revision", on_resume="must match", compared_as="base")
     delete_downloaded_shards: AutoBool = setting("auto",
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too "
-        "small",
+        "small, and on Kaggle",
         on_resume="recomputed", overrides="delete_shards", older=("model.release_shards",))
     variant: VariantName = setting(
         "auto", "auto: read from the model's files",
@@ -177,7 +177,7 @@ class StepSection(Section):
     gradient_checkpointing: bool | Literal["selective"] = setting(True,
         "recompute activations in the backward pass: less memory, a third more work; selective "
         "keeps the attention outputs",
-        on_resume="may change", needed_by="many")
+        on_resume="may change", overrides="checkpointing", needed_by="many")
     compile: AutoBool = setting("auto",
         "compile a block of the transformer, about a minute; auto: on a GPU, unquantized, for 500 "
         "steps or more",

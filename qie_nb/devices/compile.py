@@ -73,8 +73,10 @@ class Compiled:
     def __init__(self,
         run, # `keep_all`, `recompute` or `recompute_but_attention`
         tell=print,
+        uncompiled=None, # of a failure; returns the function that runs the blocks from then on
     ):
         self.run, self.tell, self.failed = run, tell, ""
+        self.uncompiled = uncompiled
         self.code = torch.compile(run, backend=BACKEND, fullgraph=True)
 
     def __call__(self, block, *args, **kwargs):
@@ -89,6 +91,8 @@ class Compiled:
             if any(is_out_of_memory(x) for x in (e, getattr(e, "inner_exception", None))): raise
             self.failed = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
             self.tell(f"blocks run uncompiled from now on, because compiling failed ({self.failed})")
+            if self.uncompiled is not None:
+                self.run = self.uncompiled(f"compiling failed ({self.failed})")
         return self.run(block, *args)
 
 # %% ../../nbs/devices/03_compile.ipynb #978a7f5b
@@ -145,11 +149,20 @@ def set_up(
     checkpointing=True, # `train.gradient_checkpointing`
     compiled:bool=False,
     tell=print, # gets a sentence if compiling fails
+    uncompiled=None, # of such a failure; returns `checkpointing` from then on; default: as before
 ): # `Compiled`, or None
     "Set how a transformer's blocks run; may be called again."
-    run = MODES[checkpointing]
-    if checkpointing and _has_dropout(transformer): run = partial(run, random=True)
-    code = Compiled(run, tell) if compiled else None
+    random = _has_dropout(transformer)
+
+    def way(mode):
+        "The function that runs a block."
+        return partial(MODES[mode], random=True) if mode and random else MODES[mode]
+
+    def after(failure):
+        "The function that runs a block once compiling has failed."
+        return way(checkpointing if uncompiled is None else uncompiled(failure))
+    run = way(checkpointing)
+    code = Compiled(run, tell, after) if compiled else None
     if compiled: _configure_compiler()
     _set_rotation(transformer, compiled)
     for block in transformer.transformer_blocks: # the attribute that nn.Module.compile sets

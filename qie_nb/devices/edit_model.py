@@ -303,15 +303,19 @@ class EditModel(Components):
     def prepare_training(self,
         accelerator:object, # accelerate's
         train:TrainSection,
-        choose_compile:Callable, # of what forbids to compile, or ""; returns a `Choice`
+        plan_blocks:Callable, # of what forbids to compile, or ""; returns the `Plan`
     ) -> torch.nn.Module: # the wrapper that the training step calls, or None
         "Set up the transformer and its adapter: dtypes, checkpointing, compilation and several processes."
         tr = self.transformer
         lora.assert_float32(tr)
         lora.adapters_in_base_dtype(tr, self.dtype != torch.float32)
         wrapped = prepare_distributed(tr, accelerator)
-        choice = choose_compile(obstacle(tr))
-        set_up(tr, train.gradient_checkpointing, choice.value)
+        plan = plan_blocks(obstacle(tr))
+
+        def without_compiler(failure):
+            "How the blocks run once compiling has failed."
+            return plan_blocks(failure).checkpointing.value
+        set_up(tr, plan.checkpointing.value, plan.compile.value, uncompiled=without_compiler)
         for strategy in asked_for(train):
             strategy.apply(tr, self.training_device)
         watch_attention(tr, logging.getLogger("qie_nb").info)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..core.cache_entries import CacheEntryError
 from ..core.cache_layers import INDEX, ShardStore, _read_index, url_text, without_secrets
+from ..core.environment import detect_environment
 from ..core.files import disk_full, file_digest, file_lock, free_bytes, stale_temp_files, write_atomic
 from ..core.packed_index import DATABASE
 from ..core.display import Progress
@@ -99,14 +100,18 @@ def _delete(path):
     for p in (path, _used(path)): p.unlink(missing_ok=True)
     with suppress(OSError): path.parent.rmdir() # if it is empty
 
+def _room(folder) -> int:
+    "Bytes that can be written, within the limits of the platform."
+    return detect_environment().free_space(folder, free_bytes)
+
 def _make_room(self, size):
     files = self.files()
     total = sum(n for _, n, _ in files)
     for _, n, path in files:
-        if total + size <= self.limit and free_bytes(self.root) > size: return
+        if total + size <= self.limit and _room(self.root) > size: return
         _delete(path)
         total -= n
-    if free_bytes(self.root) <= size: raise disk_full(self.root/"shard", size)
+    if _room(self.root) <= size: raise disk_full(self.root/"shard", size)
 
 def fetch(self,
     path:Path, # in a folder of `root`

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from fastcore.basics import patch
 
+from ..core.environment import detect_environment
 from ..core.files import file_digest, free_bytes
 from ..core.display import quiet_bars
 from ..core.settings import either
@@ -191,7 +192,9 @@ def deletes_shards(self:Components, name:str) -> bool:
     kind = self.quantize.get(name)
     if not hub or kind is None or QUANTIZATIONS[kind].unsaved(): return False
     if not (self.release and hub.weights(name)): return False
-    return self.release is True or sum(hub.missing(name).values()) > free_bytes(hub.hub.folder)
+    if self.release is True: return True
+    room = detect_environment().free_space(hub.hub.folder, free_bytes)
+    return sum(hub.missing(name).values()) > room
 
 @patch
 def shards(self:Components, name:str):

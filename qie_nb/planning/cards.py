@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ATTENTION', 'FLOAT32', 'BANDWIDTH', 'ELEMENTWISE', 'FLOAT32_ADAPTER', 'TWO_MODULATIONS', 'COMPILED', 'CARDS',
            'product_rate', 'bytes_rate', 'products_dtype', 'elementwise_bytes', 'step_seconds', 'speedup', 'rank_cost',
-           'can_be_compiled', 'strategies', 'tasks_beside_steps', 'plan', 'card_table']
+           'can_be_compiled', 'strategies', 'tasks_beside_steps', 'may_compile', 'plan', 'card_table']
 
 # %% ../../nbs/planning/03b_cards.ipynb #cc7f4e06
 import math, re
@@ -24,7 +24,7 @@ from ..devices.strategies.ways import used_by
 from ..models.loading import work_bytes
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .decisions import AUTO, HOST_SHARE, choose_compile, choose_decoder, fits_gpus, memory_text, room_of
-from .disk_space import ENCODERS, LM_HEAD, checkpoint_bytes, model_areas
+from .disk_space import ENCODERS, LM_HEAD, TEXT_4BIT, checkpoint_bytes, model_areas
 from qie_nb.planning.facts import (
     GPUS, KNOWN_GPUS, Gpu, KnownGpu, Machine, ModelFacts, SoFar, is_installed, known_gpu_name, machine_with,
     parse_gpu)
@@ -303,7 +303,6 @@ def _repr_html_(self:GpuPlan):
 
 # %% ../../nbs/planning/03b_cards.ipynb #4387e3d2
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
-TEXT_4BIT = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in four bits, the rest in bfloat16
 
 _gb = lambda n: f"{n / 1e9:.1f} GB"
 
@@ -401,6 +400,18 @@ def _size(resolution, data) -> list: # [width, height]
     return make_config(dict(data=dict(image_size=[int(sides[1]), int(sides[2] or sides[1])]))).data.image_size
 
 # %% ../../nbs/planning/03b_cards.ipynb #8d4f1922
+def may_compile(
+    config:Config,
+    machine:Machine,
+    device:Choice,
+    products:Choice,
+) -> Choice:
+    "Would the blocks be compiled if `train.compile` were set to true, unless it is false?"
+    train = config.train
+    if train.compile is not False:
+        train = train.model_copy(update=dict(compile=True))
+    return choose_compile(train, machine, device.value, obstacle=expected_obstacle(config, products))
+
 def plan(
     model=None, # folder, hub id or variant; or `config`
     gpu=None, # as in `parse_gpu`
@@ -410,6 +421,7 @@ def plan(
     controls:int=1, # control images of a pair
     prompt:int=None, # tokens with images; default the variant's
     transformer:dict=None, # its configuration instead of the model's
+    machine:Machine=None, # with this GPU; default one with a compiler
 ) -> GpuPlan:
     "Memory and time of a run, and the fastest settings that fit a GPU. Computed, not measured."
     if isinstance(model, (dict, Config)): model, config = None, model
@@ -419,7 +431,7 @@ def plan(
     areas = model_areas(name, variant, c.data)
     size, gpu = _size(resolution, c.data), parse_gpu(gpu)
     if gpu is None and c.preset not in (None, "tiny"): gpu = parse_gpu(c.preset)
-    machine = machine_with(gpu)
+    machine = machine or machine_with(gpu)
     facts = ModelFacts(transformer or t, variant=variant.name, areas=areas)
     stored = stored_quantization(model or c.model.pretrained_model_name_or_path)
     so_far = SoFar("cuda:0" if gpu else "cpu", quantize=stored)
@@ -427,6 +439,8 @@ def plan(
     target = size[0] * size[1] // 256
     control = controls * areas["control_area"] // 256
     text = prompt or variant.prompt_tokens(controls, areas["vl_area"])
+    if gpu is None: # the settings as they are
+        run = replace(run, compile=Choice(bool(c.train.compile)))
     q = replace(step_query(c, facts, run), target=target, control=control, text=text)
     plain = c.model_copy(update=dict(model=c.model.model_copy(update=dict(quantize=False))))
     other = make_plan(plain, machine, facts, so_far=so_far) # products of another quantization
@@ -461,7 +475,7 @@ def _notes(p:GpuPlan) -> list: # sentences
                    "`data.image_size` and `data.control_area`, or another GPU")
     if p.chosen and q.compiled and not p.fits(plain := memory_of(replace(q, compiled=False))):
         out.append(f"this needs torch.compile, which saves {(plain.total - m.total) / 1e9:.1f} GB; if "
-                   "compiling fails, set `train.gradient_checkpointing` selective")
+                   "compiling fails, `fit` recomputes (`train.gradient_checkpointing` selective)")
     if q.control > q.target:
         less = m.total - memory_of(replace(q, control=q.target)).total
         out.append(f"control images are larger than targets ({q.control} and {q.target} tokens); "

@@ -13,17 +13,20 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..config import make_config
+from ..config import Config, make_config
 from ..core.cache_entries import MODULATION
 from ..core.display import note, table_html, text_table
-from ..core.environment import Environment, detect_environment, used_bytes
+from ..core.environment import (
+    Environment, detect_environment, hub_downloads, own_home, used_bytes)
 from ..core.files import DiskFull, free_bytes
 from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
-from ..models.quantizations.known import dtype_name
+from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
+from .decisions import choose_delete_shards
 from .memory import (
-    adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters, row_dtype)
+    MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, model_folder, numbers, optimizer_bytes,
+    other_bytes, parameters, row_dtype)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19cb1
 LOGS = 50_000_000 # event files, CSV and evaluation images: an estimate
@@ -170,23 +173,62 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
 LM_HEAD = 1.09e9 # of the text encoder's; never in memory
+TEXT_4BIT = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in four bits, the rest in bfloat16
+LARGEST_FILE = dict(text_encoder=4.97e9, transformer=9.99e9) # of the published models, bytes
 
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
+
+def _deletable(config, q) -> dict: # {component: its quantization}
+    "The components whose downloaded files can be deleted once they are quantized."
+    kinds = dict(text_encoder=parse_quantization(config.model.text_encoder_quantize), transformer=q.quantization)
+    return {part: kind for part, kind in kinds.items() if kind and not QUANTIZATIONS[kind].unsaved()}
+
+def _copy_bytes(config, q, part:str, kind:str) -> int:
+    "Bytes of a quantized copy, with the modulation table that is packed into it."
+    if part == "text_encoder":
+        layers, rest = TEXT_4BIT
+        return int(layers * QUANTIZATIONS[kind].bits / QUANTIZATIONS[advised("4 bits")].bits + rest)
+    stored = replace(q, base_bytes=2) # as narrow as the checkpoint
+    return q.layers * block_bytes(stored) + other_bytes(stored) + table_bytes(config, q)
+
+def copy_items(
+    config:Config,
+    q:MemoryQuery,
+    env:dict, # environment variables
+) -> list: # of `Item`
+    "What is missing of a hub model's quantized copies, and the largest file that is there meanwhile."
+    name = config.model.pretrained_model_name_or_path
+    store = own_home(env)/"models"
+    out = []
+    largest = 0
+    for part, kind in _deletable(config, q).items():
+        made = store.glob(f"{name.replace('/', '--')}@*/{part}-{kind}-*/{part}")
+        if not any(made):
+            size = _copy_bytes(config, q, part, kind)
+            out.append(Item(f"quantized {part}", size, store, kind, "downloads"))
+            largest = max(largest, LARGEST_FILE[part])
+    if out:
+        why = "each is deleted once it is quantized"
+        out.append(Item("largest file", int(largest), hub_downloads(env), why, "downloads"))
+    return out
 
 def download_items(
     config, q, # `Config`, `MemoryQuery`
     env, # environment variables
+    delete:bool=False, # are files deleted once they are quantized?
 ) -> list: # of `Item`
     "What is missing of a hub model."
     name = config.model.pretrained_model_name_or_path
     if is_local(name): return []
-    home = Path(env.get("HF_HOME") or Path(env.get("HOME") or Path.home())/".cache/huggingface")
-    folder = Path(env.get("HF_HUB_CACHE") or home/"hub")
+    folder = hub_downloads(env)
     files = folder/f"models--{name.replace('/', '--')}"/"snapshots"
     have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
     sizes = ENCODERS | dict(transformer=2 * parameters(replace(q, table=False)))
-    return [Item(f"download {part}", max(0, int(size) - have(part)), folder, "missing files", "downloads")
-            for part, size in sizes.items()]
+    quantized = _deletable(config, q) if delete else {}
+    whole = [Item(f"download {part}", max(0, int(size) - have(part)), folder, "missing files", "downloads")
+             for part, size in sizes.items() if part not in quantized]
+    return whole + copy_items(config, q, env) if quantized else whole
+
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c4d967b7
 def _existing(folder) -> Path: # the nearest existing parent
@@ -211,6 +253,8 @@ class DiskPlan:
         inside = lambda i: i.folder.expanduser().resolve().is_relative_to(e.working.resolve())
         if e.quota is not None and (some := [i for i in self.items if inside(i)]):
             add(f"{e.working}, quota {e.quota / 1e9:.3g} GB", max(0, e.quota - used_bytes(e.working)), some)
+        if e.session_quota is not None and self.items:
+            add(f"this session, quota {e.session_quota / 1e9:.3g} GB", e.session_room(), self.items)
         return out
 
     def bytes(self, group=None) -> int: return sum(i.bytes for i in self.items if group in (None, i.group))
@@ -296,5 +340,7 @@ def disk_plan(
     areas = model_areas(name, variant, c.data)
     q = memory_query(c, t, base_bytes, control=areas["control_area"] // 256)
     samples = read_samples(c, areas, variant) if pairs is None else typical_samples(pairs, q, areas)
-    items = [*cache_items(c, q, samples), *run_items(c, q), *download_items(c, q, environment.env)]
+    deletes = choose_delete_shards(c.model.delete_downloaded_shards, environment.session_quota)
+    downloads = download_items(c, q, environment.env, deletes.value is True)
+    items = [*cache_items(c, q, samples), *run_items(c, q), *downloads]
     return DiskPlan(items, environment)

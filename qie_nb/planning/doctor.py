@@ -25,8 +25,9 @@ from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory import block_bytes, memory_query, model_facts, parameters
-from .decisions import memory_text
-from .facts import GpuInfo, Machine, first_kind, installed_gpus, this_machine_facts
+from .decisions import memory_text, unseen_gpu
+from .facts import (
+    GpuInfo, Machine, first_kind, hides_gpus, installed_gpus, runs_on, this_machine_facts)
 from .cards import plan
 from .plan import PlanFacts, first_that_fits, make_plan, named_model
 
@@ -39,13 +40,6 @@ def _version(package): # or None
     try: return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError: return None
 
-def runs_on(capability, built_for) -> bool: # sm_75, sm_90a, compute_90
-    for kind, version in (name.split("_") for name in built_for):
-        version = "".join(filter(str.isdigit, version))
-        major, minor = int(version[:-1]), int(version[-1])
-        if kind == "sm" and major == capability[0] and minor <= capability[1]: return True # or a later minor
-        if kind == "compute" and (major, minor) <= capability: return True # PTX
-    return False
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37fbe
 @dataclass(frozen=True)
@@ -59,13 +53,15 @@ class MachineInfo:
     free: object = free_bytes # function of a folder
     online: bool = None       # is the hub reachable? None: not checked
     token: bool = False       # is there a hub token?
+    machine: Machine = Machine(compiler=True, headers=True, triton=True) # its driver and compiler
 
     def facts(self) -> Machine:
         "What the plan needs to know of it."
         e = self.environment
-        here = this_machine_facts(e)
-        return Machine(self.gpus, cores=e.cores, memory=self.memory, platform=e.name, hours=e.hours,
-                       session_start=e.session_start, compiler=here.compiler, triton=here.triton)
+        return replace(self.machine, gpus=self.gpus, cuda=self.cuda or "", cores=e.cores, memory=self.memory,
+                       session_quota=e.session_quota, platform=e.name, hours=e.hours,
+                       session_start=e.session_start)
+
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37f01
 def this_machine(
@@ -76,7 +72,7 @@ def this_machine(
     return MachineInfo(
         e, {n: _version(n) for n in PACKAGES}, installed_gpus(True), tuple(torch.cuda.get_arch_list()),
         torch.version.cuda, e.memory, free_bytes, online(env=e.env) if internet else None,
-        bool(e.secret("HF_TOKEN")))
+        bool(e.secret("HF_TOKEN")), this_machine_facts(e))
 
 # %% ../../nbs/planning/04_doctor.ipynb #2775a82d
 LEVELS = ("error", "warning", "note", "ok")
@@ -121,6 +117,12 @@ def _tried(name, version) -> Finding:
     return Finding(name, version, *bad)
 
 # %% ../../nbs/planning/04_doctor.ipynb #2775a803
+def _outer_product(m) -> bool:
+    "Do the rotary angles of the text encoder reach torch's Triton kernel (pytorch issue 196977), and does it fail?"
+    versions = [_numbers(m.versions.get(name) or "") for name in ("torch", "transformers")]
+    if not m.gpus or m.machine.headers or not all(versions): return False
+    return versions[0] >= (2, 14) and (5, 0) <= versions[1] <= (5, 17)
+
 def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
     v, out = m.versions, {n: _tried(n, x) for n, x in m.versions.items()}
     def add(name, level, remedy): out[name] = Finding(name, v.get(name) or "not installed", level, remedy)
@@ -132,6 +134,10 @@ def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
         add("torchvision", "error", "the image processor needs it: pip install torchvision")
     if not v.get("ipywidgets"):
         add("ipywidgets", "note", "live panels become text and still images: pip install ipywidgets")
+    if _outer_product(m):
+        add("transformers", "warning",
+            f"with torch {v['torch']} its text encoder compiles a kernel, which fails without Python.h: "
+            "pip install 'transformers>=5.18', or install python3-dev")
     kind = c and parse_quantization(c.model.quantize)
     if kind and not v.get(package := QUANTIZATIONS[kind].package):
         add(package, "error", f"`model.quantize` {kind} needs it: pip install {package}")
@@ -146,12 +152,16 @@ def _is_large(c:Config) -> bool: return bool(c) and parameters(_query(c)) > 1e9 
 def gpu_findings(m:MachineInfo, c:Config=None) -> list:
     many = len(m.gpus) > 1
     if m.gpus: return [f for i, g in enumerate(m.gpus) for f in _gpu(f"GPU {i}" if many else "GPU", g, m, c)]
+    level = "error" if _is_large(c) else "note"
+    unseen = unseen_gpu(m.facts())
+    if unseen: return [Finding("GPU", "not seen by torch", level, unseen)]
     why = "the 20 B model needs one with 12 GB or more: Kaggle (Accelerator > GPU T4 x2), Colab (Runtime > " \
           "Change runtime type), or your own"
     if c and not _is_large(c): why = "the tiny model trains on the CPU; " + why
+    if hides_gpus(m.environment.env): why += "; CUDA_VISIBLE_DEVICES hides all GPUs here"
     if m.cuda is None:
         why += f"; torch {m.versions.get('torch')} was built without CUDA: install another build"
-    return [Finding("GPU", "none found", "error" if _is_large(c) else "note", why)]
+    return [Finding("GPU", "none found", level, why)]
 
 # %% ../../nbs/planning/04_doctor.ipynb #37107602
 def _gpu(name, g, m, c) -> list:
@@ -456,7 +466,7 @@ def plan_findings(
     return [Finding("GPU memory", value, *bad)]
 
 def _plan(c, m):
-    try: return plan(c, first_kind(m.gpus))
+    try: return plan(c, first_kind(m.gpus), machine=m.facts() if m.gpus else None)
     except ValueError: return None # model files; reported when they are read
 
 # %% ../../nbs/planning/04_doctor.ipynb #48085701

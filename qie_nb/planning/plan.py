@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['WAYS', 'PlanFacts', 'named_model', 'memory_once', 'step_query', 'step_memory', 'make_plan', 'choose_main_device',
-           'expected_decoding', 'processes_for', 'without_gpu', 'expected_obstacle', 'fits_machine', 'smaller_settings',
-           'changed', 'ways_to_save', 'smaller', 'first_that_fits', 'ways_to_save_encoding', 'encode_batch', 'Planner']
+           'expected_decoding', 'processes_for', 'without_gpu', 'expected_obstacle', 'compile_choice',
+           'checkpointing_choice', 'fits_machine', 'smaller_settings', 'changed', 'ways_to_save', 'smaller',
+           'first_that_fits', 'ways_to_save_encoding', 'encode_batch', 'Planner']
 
 # %% ../../nbs/planning/03_plan.ipynb #c639d44b
 from dataclasses import replace
@@ -19,15 +20,15 @@ from ..models.components import VARIANTS
 from ..models.loading import work_bytes
 from ..models.quantizations.known import advised
 from .decisions import (
-    AUTO, MOST_AT_ONCE, SCALED, choose_block_swap, choose_compile, choose_decoder, choose_delete_shards, choose_device,
-    choose_dtype, choose_encode_batch, choose_encoder_device, choose_eval_interval, choose_held_out,
-    choose_hours, choose_modulation, choose_offload, choose_processes, choose_products, choose_quantize,
-    choose_sharded, choose_split, fits_gpus, host_room, room_of)
+    AUTO, MOST_AT_ONCE, SCALED, choose_block_swap, choose_checkpointing, choose_compile, choose_decoder,
+    choose_delete_shards, choose_device, choose_dtype, choose_encode_batch, choose_encoder_device, choose_eval_interval,
+    choose_held_out, choose_hours, choose_modulation, choose_offload, choose_processes,
+    choose_products, choose_quantize, choose_sharded, choose_split, fits_gpus, host_room, room_of)
 from .disk_space import ENCODERS, model_areas
 from .facts import (
     DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar, decoding_facts, encoding_facts,
     facts_of_model, pair_facts, this_machine_facts)
-from .memory import Memory, MemoryQuery, memory_of, memory_query, model_facts
+from .memory import Memory, MemoryQuery, memory_of, memory_query, model_facts, parameters
 from ..training.optimizers.known import advised_optimizer
 
 # %% ../../nbs/planning/03_plan.ipynb #8dfc2d30
@@ -54,7 +55,7 @@ def memory_once(q:MemoryQuery) -> Memory:
 def step_query(
     config:Config,
     model:ModelFacts,
-    plan:Plan, # its dtype, products and compiling count
+    plan:Plan, # its dtype, products, compiling and recomputation count
 ) -> MemoryQuery:
     "What the memory of a training step depends on, with one control image a pair."
     variant = VARIANTS[model.variant]
@@ -63,7 +64,8 @@ def step_query(
     control = (config.data.control_area or areas["control_area"]) // 256
     base_bytes = 4 if plan.dtype.value == "float32" else 2
     return memory_query(config, model.transformer, base_bytes, text=text, control=control,
-                        fp16=plan.products.value == SCALED, compiled=plan.compile.value)
+                        fp16=plan.products.value == SCALED, compiled=plan.compile.value,
+                        checkpointing=plan.checkpointing.value)
 
 def step_memory(
     plan:Plan,
@@ -83,7 +85,7 @@ def make_plan(
 ) -> Plan:
     "Every decision about a run that can be made with these facts."
     t, m, cache = config.train, config.model, config.cache
-    device = choose_main_device(config, machine, so_far)
+    device = choose_main_device(config, machine, so_far, model)
     gpu = machine.gpu(device.value)
     sharded = choose_sharded(t.distributed, machine)
     quantize = choose_quantize(m.quantize, so_far.quantize)
@@ -93,6 +95,7 @@ def make_plan(
     if model and so_far.rows:
         model = replace(model, rows=so_far.rows)
     products = choose_products(t, gpu, quantize.value, sharded.value)
+    compiled = compile_choice(config, machine, so_far, device, products, quantize)
     vae = choose_encoder_device(cache.vae_encoder_device, machine, device, "cache.vae_encoder_device")
     text = choose_encoder_device(cache.text_encoder_device, machine, device, "cache.text_encoder_device")
     made = Plan(
@@ -100,14 +103,13 @@ def make_plan(
         split=choose_split(t.model_parallel_devices), block_swap=choose_block_swap(t.blocks_to_swap),
         offload=choose_offload(t.offload_activations),
         modulation=choose_modulation(m.modulation_table, model, dtype.value),
-        compile=choose_compile(
-            t, machine, device.value, so_far.steps or t.max_train_steps, quantize.value,
-            so_far.obstacle or expected_obstacle(config, products)),
+        compile=compiled, checkpointing=choose_checkpointing(t),
         encode_batch=choose_encode_batch(cache.batch_size, so_far.encoding or without_gpu(vae, text)),
-        delete_shards=choose_delete_shards(m.delete_downloaded_shards),
+        delete_shards=choose_delete_shards(m.delete_downloaded_shards, machine.session_quota),
         vae_device=vae, text_encoder_device=text,
         held_out=choose_held_out(t, pairs, so_far.held_out_before),
         eval_interval=choose_eval_interval(t), hours=choose_hours(t.max_hours, machine))
+    made = replace(made, checkpointing=checkpointing_choice(config, machine, model, so_far, made))
     made = replace(made, processes=processes_for(config, machine, model, so_far, made))
     decoding = so_far.decoding
     if decoding is None and model is not None and gpu is not None:
@@ -115,13 +117,21 @@ def make_plan(
     own = choose_encoder_device(config.predict.devices.vae, machine, device, "predict.devices.vae")
     return replace(made, decoder=choose_decoder(own, decoding, so_far.decoder_failed))
 
-def choose_main_device(config:Config, machine:Machine, so_far:SoFar) -> Choice:
+def choose_main_device(
+    config:Config,
+    machine:Machine,
+    so_far:SoFar,
+    model:ModelFacts=None, # None: not known yet
+) -> Choice:
     "Where a run trains; the first of several GPUs that share the blocks."
     if so_far.device:
         return Choice(so_far.device, "given", "train.device")
     shared = config.train.model_parallel_devices
     setting = "train.model_parallel_devices" if shared else "train.device"
-    return choose_device(shared[0] if shared else config.train.device, machine, setting)
+    count = 0
+    if model is not None and machine.driver and not machine.gpus:
+        count = parameters(memory_query(config, model.transformer))
+    return choose_device(shared[0] if shared else config.train.device, machine, setting, count)
 
 # %% ../../nbs/planning/03_plan.ipynb #5e2e5468
 def expected_decoding(
@@ -168,6 +178,42 @@ def expected_obstacle(config:Config, products:Choice) -> str:
     if config.model.lora.lora_dropout:
         return "`model.lora.lora_dropout` draws random masks"
     return ""
+
+def compile_choice(
+    config:Config,
+    machine:Machine,
+    so_far:SoFar,
+    device:Choice,
+    products:Choice,
+    quantize:Choice,
+) -> Choice:
+    "Are the blocks compiled, as far as it is known what they will be?"
+    steps = so_far.steps or config.train.max_train_steps
+    obstacle = so_far.obstacle or expected_obstacle(config, products)
+    return choose_compile(config.train, machine, device.value, steps, quantize.value, obstacle)
+
+def checkpointing_choice(
+    config:Config,
+    machine:Machine,
+    model:ModelFacts,
+    so_far:SoFar,
+    plan:Plan, # recomputing as it is set
+) -> Choice:
+    "Do the blocks recompute? The memory is computed only if they were to be compiled instead and cannot be."
+    t = config.train
+    gpu = machine.gpu(plan.device.value)
+    if t.gradient_checkpointing or model is None or gpu is None or plan.products.value == SCALED:
+        return plan.checkpointing
+    ready = replace(machine, compiler=True, headers=True, triton=True)
+    steps = so_far.steps or t.max_train_steps
+    hoped = choose_compile(t, ready, plan.device.value, steps, plan.quantize.value)
+    if plan.compile.value or not hoped.value:
+        return plan.checkpointing
+    query = step_query(config, model, plan)
+    ways = (False, "selective", True)
+    needed = {how: memory_once(replace(query, checkpointing=how)).total for how in ways}
+    return choose_checkpointing(t, needed, gpu)
+
 
 # %% ../../nbs/planning/03_plan.ipynb #05d46423
 def fits_machine(
@@ -363,6 +409,16 @@ class Planner:
     def plan(self) -> Plan:
         "The plan, made now."
         return make_plan(*self.facts)
+
+    def check_device(self):
+        "Raises ValueError if the run cannot use the device that it would be on."
+        self.plan.device.checked()
+
+    def check_encoders(self):
+        "Raises ValueError if an encoder would be on such a device; not if a setting names the encoders' own."
+        plan = self.plan
+        if not (plan.vae_device.asked and plan.text_encoder_device.asked):
+            plan.device.checked()
 
     def ways_to_train(self) -> list: # of `Change`
         "What an out-of-memory error in training names."

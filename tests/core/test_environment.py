@@ -246,6 +246,23 @@ def test_free_space_is_the_smaller_of_disk_and_quota(tmp_path):
     assert replace(e, quota=1).free_space() == 0 and replace(e, quota=None).free_space() > 10_000_000
 
 
+def test_a_sessions_quota_counts_what_it_has_written_anywhere(tmp_path):
+    home, inputs = tmp_path/"home", tmp_path/"kaggle/input"
+    place = dict(root=tmp_path, working=tmp_path/"kaggle/working", temp=tmp_path/"kaggle/temp", inputs=(inputs,))
+    e = Environment("kaggle", **place, session_quota=10_000_000, env=dict(HOME=str(home)))
+    written = [e.working, e.temp, home/".cache/huggingface/hub", home/".cache/qie_nb"]
+    for n, folder in enumerate(written, 1):
+        files(folder, {"a": "x" * 2_000_000})
+        assert 10_000_000 - n * 2_100_000 < e.session_room() < 10_000_000 - n * 1_900_000
+    for folder in (*written, tmp_path/"elsewhere"): assert e.free_space(folder) == e.session_room()
+    assert e.free_space(inputs/"a", lambda folder: 77_000_000) == 77_000_000, "an attached disk"
+    assert e.free_space(free=lambda folder: 5) == 5, "a smaller disk"
+    assert replace(e, session_quota=None).session_room() is None
+    inside = replace(e, env=dict(HOME=str(home), HF_HUB_CACHE=str(e.temp/"hub"), QIE_NB_HOME="/nowhere/else"))
+    assert inside.written_folders() == sorted([e.temp, e.working]), "each once, and none of another machine"
+    assert replace(e, session_quota=1).session_room() == 0
+
+
 # --- network and secrets
 def test_online():
     connect, forever = MagicMock(), threading.Event()

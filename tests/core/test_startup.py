@@ -120,3 +120,16 @@ def test_nothing_is_set_under_windows_where_the_first_allocation_would_fail(rele
     monkeypatch.setattr(startup.sys, "platform", "linux")
     startup.set_allocator()
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == want
+
+
+@pytest.mark.parametrize("given, expected", [
+    (dict(KAGGLE_KERNEL_RUN_TYPE="Batch"), "0"), (dict(KAGGLE_URL_BASE="https://www.kaggle.com"), "0"), ({}, None),
+    (dict(KAGGLE_KERNEL_RUN_TYPE="Batch", HF_XET_CHUNK_CACHE_SIZE_BYTES="7"), "7")])
+def test_hf_xet_keeps_no_pieces_on_kaggle(given, expected):
+    "Before huggingface_hub is loaded; the user's own value wins."
+    code = ("import os, sys, qie_nb; loaded = {'huggingface_hub', 'hf_xet'} & {*sys.modules}; "
+            "print(os.environ.get('HF_XET_CHUNK_CACHE_SIZE_BYTES'), loaded)")
+    ours = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "HF_XET_CHUNK_CACHE_SIZE_BYTES")
+    env = {name: value for name, value in os.environ.items() if name not in ours} | given
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{expected} set()\n"

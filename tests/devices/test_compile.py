@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 from torch._dynamo.backends.common import aot_autograd
 
 from qie_nb.config import LoraSection
+from qie_nb.core.choice import Choice
 from qie_nb.devices import compile as compiled
 from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
 from qie_nb.lora.adapters import CastLinear, adapters_in_base_dtype, assert_float32, computes_in_base, load_lora, lora_state, save_lora, start_lora
+from qie_nb.planning import plan as planning
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training import step
 
@@ -117,6 +119,72 @@ def test_a_failing_backward_compiler_is_caught(traced, monkeypatch):
     want, code = gradients(tr), set_up(tr, False, True, said.append)
     assert_same(gradients(tr), want)
     assert code.failed and len(said) == 1
+
+
+def broken(graph, inputs):
+    "A backend that fails."
+    raise RuntimeError("no such instruction")
+
+
+def operations(tr) -> list:
+    "Names of the operations of a step, and its gradients."
+    seen = []
+    with OnOperation(lambda name, *_: seen.append(name)): found = gradients(tr)
+    return seen, found
+
+
+def counted(seen) -> tuple:
+    "How often a step runs attention, and products."
+    return (sum("scaled_dot_product" in name and "backward" not in name for name in seen),
+            sum(name in ("aten::mm", "aten::addmm") for name in seen))
+
+
+@pytest.mark.parametrize("mode", ["selective", True])
+def test_blocks_recompute_from_the_first_step_on_when_their_compiler_fails(mode, traced, monkeypatch):
+    "Without recomputation, uncompiled blocks may need more memory than there is."
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    tr, said, asked = small(), [], []
+    set_up(tr, mode)
+    seen, want = operations(tr)
+    recomputed = counted(seen)
+
+    def uncompiled(failure):
+        "What the plan says after a failure."
+        asked.append(failure)
+        return mode
+    code = set_up(tr, False, True, said.append, uncompiled)
+    assert far(whole(gradients(tr)), whole(want)) <= 1e-5
+    seen, found = operations(tr)
+    assert counted(seen) == recomputed and far(whole(found), whole(want)) <= 1e-5
+    assert len(said) == 1 and asked == [f"compiling failed ({code.failed})"] and "no such instruction" in asked[0]
+
+
+@pytest.mark.slow
+def test_a_run_whose_compiler_fails_is_planned_again(pairs, tmp_path, traced, monkeypatch, capsys):
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    real = planning.choose_checkpointing
+
+    def without_memory(train, *args):
+        "The decision on a GPU that is too small once compiling has failed."
+        return real(train, *args) if not failed else Choice("selective", warning="recomputed: 94 of 85 GB")
+    failed = []
+    learn = planning.Planner.learn
+
+    def learned(self, **facts):
+        "Note a failure of the compiler."
+        failed.extend(why for why in (facts.get("obstacle"),) if why)
+        learn(self, **facts)
+    monkeypatch.setattr(planning, "choose_checkpointing", without_memory)
+    monkeypatch.setattr(planning.Planner, "learn", learned)
+    root = pairs(((48, 32),) * 2)
+    plain = run(root, tmp_path, "plain", compile=False, gradient_checkpointing=False).fit()
+    capsys.readouterr()
+    t = run(root, tmp_path, compile=True, gradient_checkpointing=False).fit()
+    out = capsys.readouterr().out
+    assert out.count("recomputed: 94 of 85 GB") == out.count("because compiling failed") == 1
+    assert len(failed) == 1 and failed[0].startswith("compiling failed (")
+    assert t.plan.checkpointing.value == "selective" and not t.plan.compile.value
+    adapters_close(t, plain)
 
 
 def test_obstacles_to_compiling(): # what else decides: tests/planning/test_machines.py

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import nbformat, pytest, torch
+from diffusers import QwenImageTransformer2DModel
 from nbformat import v4
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -21,6 +22,7 @@ from qie_nb.planning.doctor import TRIED
 from qie_nb.tiny.photos import answers, demo_config, errors, truths, write_pairs
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
+from helpers import divided
 from helpers import write_pairs as random_pairs
 from test_project import settings
 
@@ -334,6 +336,109 @@ def test_training_from_a_prequantized_copy(tmp_path):
     changes = {'trial = dict(preset="tiny", ': f'trial = dict(preset="tiny", {own_model}', '"duotone", 48)': '"duotone", 6)'}
     run = ran(TRAIN, platform, changes=changes)
     assert "6 in total: done" in run.text() and not list(run.output.rglob("cache/modulation/*")), "the copy's own table was not used"
+
+
+# small_disk.py in the kernel: a disk that shows 1.9 TB, a quota, and a hub that serves an attached folder and, as
+# hf_xet does, keeps up to 10 GB of pieces beside the files unless a variable says otherwise
+SMALL_DISK = """
+import collections, os, shutil, threading
+from pathlib import Path
+from qie_nb.core import environment
+from qie_nb.models import hub
+from qie_nb.planning import disk_space
+
+SERVED = Path("/kaggle/input/served")
+WRITTEN = "/kaggle/working", "/kaggle/temp", os.environ["HOME"]
+deleted, most, over = [], 0, threading.Event()
+
+def shown(path):
+    return collections.namedtuple("usage", "total used free")(8 * 10**12, 61 * 10**11, 19 * 10**11)
+
+def used():
+    total = 0
+    for top in WRITTEN:
+        for folder, _, names in os.walk(top):
+            for name in names:
+                try: total += os.lstat(os.path.join(folder, name)).st_size
+                except OSError: pass # removed meanwhile
+    return total
+
+def look():
+    global most
+    most = max(most, used())
+
+def watch():
+    while not over.wait(0.02): look()
+
+class Hub:
+    folder = environment.hub_downloads(os.environ)
+    def files(self, name, revision=None):
+        found = [p for p in SERVED.rglob("*") if p.is_file()]
+        return "c" * 40, {p.relative_to(SERVED).as_posix(): p.stat().st_size for p in found}
+    def has(self, name, path, commit): return (self.folder/path).is_file()
+    def get(self, name, path, commit):
+        if not self.has(name, path, commit):
+            (self.folder/path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(SERVED/path, self.folder/path)
+            self.keep_pieces((SERVED/path).read_bytes())
+            look()
+        return self.folder/path
+    def keep_pieces(self, data):
+        limit = int(os.environ.get("HF_XET_CHUNK_CACHE_SIZE_BYTES", 10**10 * SCALE))
+        pieces = self.folder.parent/"xet"
+        pieces.mkdir(parents=True, exist_ok=True)
+        with open(pieces/"pieces", "ab") as f: f.write(data[:max(0, limit - f.tell())])
+    def release(self, path):
+        deleted.append(path.relative_to(self.folder).as_posix())
+        path.unlink()
+
+shutil.disk_usage = shown
+environment.SESSION_QUOTA = QUOTA
+disk_space.LOGS = int(disk_space.LOGS * SCALE)
+hub.HUB = Hub()
+threading.Thread(target=watch, daemon=True).start()
+"""
+REAL_MODEL, REAL_QUOTA = 57.8e9, 57.6 * 2**30 # bytes of the published model, and of a session
+
+
+def served_model(folder):
+    "A model of 60 narrow blocks in bfloat16; the large components have five files."
+    shutil.copytree(ROOT/"qie_nb"/"assets"/"tiny-edit", folder)
+    config = json.loads((folder/"transformer"/"config.json").read_text()) | dict(num_layers=60)
+    shutil.rmtree(folder/"transformer")
+    QwenImageTransformer2DModel.from_config(config).bfloat16().save_pretrained(folder/"transformer")
+    for name in ("text_encoder", "transformer"): divided(folder/name, 5)
+    return folder
+
+
+@pytest.mark.slow
+@each_python
+def test_a_session_that_downloads_the_model_keeps_to_its_quota(places, tmp_path, request):
+    "Precompute, training and edits in one session; the disk shows far more than a session may write."
+    what, wheels = own_versions(places, "kaggle", request)
+    served = served_model(tmp_path/"served")
+    size = sum(n for n, _ in files_of(served).values())
+    quota = int(REAL_QUOTA / REAL_MODEL * size)
+    platform = kaggle(tmp_path, wheels | {"served": served}, quota=64 * MB)
+    model = ( # without a table, which is larger than such a narrow model
+        'model=dict(pretrained_model_name_or_path="someone/model", quantize="nf4", text_encoder_quantize="nf4", '
+        "modulation_table=False, lora=dict(r=1, lora_alpha=1)), train=dict(max_train_steps=4, keep_checkpoints=1), ")
+    changes = { # the doctor counts the published sizes of a model on the hub
+        'trial = dict(preset="tiny", ': f'import small_disk\ntrial = dict(preset="tiny", {model}',
+        '"duotone", 48)': '"duotone", 6)',
+        "report = doctor(config).stop()": "from qie_nb.config import make_config",
+        "config = report.config()": "report = config = make_config(config)",
+        "compare_validation(trainer, 3).figure()":
+            "compare_validation(trainer, 1, num_inference_steps=2).figure()",
+        "show_tensorboard(config.logging.log_dir)":
+            'print("most", small_disk.most, "deleted", *sorted(small_disk.deleted))'}
+    disk = SMALL_DISK.replace("QUOTA\n", f"{quota}\n").replace("SCALE", str(size / REAL_MODEL))
+    text = ran(TRAIN, platform, changes=changes, files={"modules/small_disk.py": disk}, **what).text()
+    most, deleted = re.search(r"^most (\d+) deleted(.*)$", text, re.M).groups()
+    shards = [f"{name}/model-{n:05}-of-00005.safetensors"
+              for name in ("text_encoder", "transformer") for n in range(1, 6)]
+    assert int(most) < quota, f"{int(most) / MB:.1f} of {quota / MB:.1f} MB"
+    assert deleted.split() == shards, "each downloaded file is deleted once it is quantized"
 
 
 @pytest.mark.weekly

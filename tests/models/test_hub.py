@@ -1,12 +1,15 @@
 """Model files: each job downloads what it needs, after a check of the disk; only downloaded files are deleted."""
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from qie_nb.core import environment, files
+from qie_nb.core.environment import used_bytes
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import resolve_model
@@ -117,6 +120,41 @@ def test_shards_are_deleted_if_the_disk_is_too_small(hub):
     made = model.folder_of("transformer")
     assert hub.peak <= hub.size and not list(hub.folder.glob("transformer/*.safetensors")) and made.is_relative_to(hub.root/"home")
     assert same_tensors(model.get("transformer"), EditModel(str(hub.served), quantize=dict(transformer="nf4")).get("transformer"))
+
+
+@pytest.fixture
+def on_kaggle(hub, monkeypatch):
+    "The hub's disk is a session of Kaggle that shows 1.9 TB."
+    for folder in ("working", "temp", "input/attached"): (hub.root/"kaggle"/folder).mkdir(parents=True)
+    place = dict(KAGGLE_KERNEL_RUN_TYPE="Batch", QIE_NB_ROOT=str(hub.root), HF_HUB_CACHE=str(hub.folder))
+    for name, value in place.items(): monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=19 * 10**11))
+    for module in (hubs, components): monkeypatch.setattr(module, "free_bytes", files.free_bytes)
+
+
+def test_what_a_session_of_kaggle_may_write_counts_and_not_its_disk(hub, on_kaggle, monkeypatch):
+    size = bytes_of(hub.served/"transformer")
+    model = nf4()
+    quota = used_bytes(hub.folder) + used_bytes(hub.root/"home") + size + 40_000
+    monkeypatch.setattr(environment, "SESSION_QUOTA", quota)
+    assert not model.deletes_shards("transformer"), "it fits by 40 kB"
+    for folder in (hub.folder, hub.root/"home", hub.root/"kaggle/working", hub.root/"kaggle/temp"):
+        (folder/"more.bin").write_bytes(bytes(100_000))
+        assert model.deletes_shards("transformer"), folder
+        (folder/"more.bin").unlink()
+    (hub.root/"kaggle/input/attached/more.bin").write_bytes(bytes(100_000))
+    assert not model.deletes_shards("transformer"), "inputs do not count"
+    monkeypatch.setattr(environment, "SESSION_QUOTA", quota - size // 2)
+    with pytest.raises(OSError, match="it needs .* of free space, but .* free; set `model.quantize`"):
+        hubs.hub_model(NAME).check_disk_space("transformer")
+
+
+def test_on_kaggle_downloads_are_deleted_although_all_of_them_fit(hub, on_kaggle, pairs, tmp_path):
+    t = trainer(pairs(), tmp_path, "out", NAME, quantize="nf4")
+    assert t.plan.delete_shards.why == "this session may write 61.8 GB, and the copy is read faster"
+    assert t.components.deletes_shards("transformer") and not t.components.deletes_shards("vae")
+    kept = trainer(pairs(), tmp_path, "out", NAME, quantize="nf4", delete_downloaded_shards=False)
+    assert not kept.components.deletes_shards("transformer"), "the setting decides"
 
 
 @pytest.mark.parametrize("quantization, sentence", [

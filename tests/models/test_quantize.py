@@ -27,7 +27,7 @@ from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization,
 from qie_nb.models.quantizations.known import quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import on_call, random_lora, settings, slow_except
+from helpers import divided, on_call, random_lora, settings, slow_except
 
 ROOT, FOLDER = Path(__file__).parents[2], tiny_folder("2511")
 CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
@@ -117,17 +117,10 @@ def test_a_run_and_its_lora_on_the_plain_model(q, trained_run, tmp_path):
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     "A model with 13 files for each component; layers and modulations are divided between them."
-    root, n = shutil.copytree(tiny_folder("2511"), tmp_path_factory.mktemp("sharded")/"model"), 13
+    root = shutil.copytree(tiny_folder("2511"), tmp_path_factory.mktemp("sharded")/"model")
     for name in CLASSES:
-        (file,) = (root/name).glob("*.safetensors")
-        weights, where = load_file(file), {}
-        file.unlink()
-        for i in range(n):
-            cut = sorted(weights)[len(weights) * i // n:len(weights) * (i + 1) // n]
-            where |= dict.fromkeys(cut, f"model-{i + 1:05}-of-{n:05}.safetensors")
-            save_file({k: weights[k] for k in cut}, root/name/where[cut[0]])
+        where = divided(root/name, 13)
         assert any(where[k] != where.get(f"{k[:-5]}.weight") for k in where if k.endswith(".bias")), "a layer is divided over two files"
-        (root/name/f"{file.name}.index.json").write_text(json.dumps(dict(metadata=dict(total_size=0), weight_map=where)))
     return root
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qie_nb.config import make_config
-from qie_nb.core.environment import Environment, used_bytes
+from qie_nb.core.environment import SESSION_QUOTA, Environment, used_bytes
 from qie_nb.core.files import DiskFull
 from qie_nb.planning import disk_space as disk
 from qie_nb.planning.memory import memory_query, model_facts
@@ -118,3 +118,30 @@ def test_only_missing_files_are_downloaded(tmp_path):
     vae.mkdir(parents=True)
     (vae/"m.safetensors").write_bytes(bytes(1000))
     assert before["download vae"] - bytes_of()["download vae"] == 1000
+
+
+def test_a_session_of_kaggle_keeps_quantized_copies_and_one_file_at_a_time(tmp_path):
+    "The whole model fits by 0.3 GB; with copies, half of what a session may write stays free."
+    place = Environment("kaggle", root=tmp_path, working=tmp_path/"working", temp=tmp_path/"temp",
+                        session_quota=SESSION_QUOTA, env=dict(HOME=str(tmp_path/"home")))
+    data = dict(image_size=[512, 512], control_area=512 * 512)
+
+    def planned(**model):
+        "What is downloaded, and the row of the session."
+        four = dict(quantize="nf4", text_encoder_quantize="nf4")
+        run = settings(tmp_path, tmp_path/"working", data=data) | dict(model=REAL["model"] | four | model)
+        plan = disk.disk_plan(run, place, pairs=50)
+        session = next(row for row in plan.limits() if row[0] == "this session, quota 61.8 GB")
+        return {i.what: i.bytes for i in plan.items if i.group == "downloads"}, session
+
+    copies, (_, need, room, _) = planned()
+    assert set(copies) == {"download vae", "quantized text_encoder", "quantized transformer", "largest file"}
+    assert need < room / 2 and copies["largest file"] == 9_990_000_000
+    whole, (_, need, room, _) = planned(delete_downloaded_shards=False)
+    assert sum(whole.values()) > 57e9 and need > 0.95 * room
+    half, _ = planned(text_encoder_quantize="none")
+    assert {"download text_encoder", "quantized transformer"} <= set(half)
+    (tmp_path/"home/.cache/qie_nb/models/Qwen--Qwen-Image-Edit-2511@0123/transformer-nf4-float32-table/transformer").mkdir(parents=True)
+    made, _ = planned()
+    assert set(made) == {"download vae", "quantized text_encoder", "largest file"}
+    assert made["largest file"] == 4_970_000_000

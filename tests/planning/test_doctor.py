@@ -1,5 +1,5 @@
 """The doctor finds each known fault of a machine, names its remedy, and stops a notebook only for errors."""
-import json, re, subprocess, sys, time
+import json, os, re, subprocess, sys, time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core.environment import Environment
 from qie_nb.devices.edit_model import EditModel
-from qie_nb.planning import doctor as doctor_module
+from qie_nb.planning import doctor as doctor_module, facts as planned
 from qie_nb.planning.cards import plan
-from qie_nb.planning.decisions import room_of
+from qie_nb.planning.decisions import OLDER_WHEELS, room_of
+from qie_nb.planning.facts import Machine, nvidia_driver
 from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, MachineInfo, TRIED, doctor, installed_gpus, runs_on, this_machine
 
 from helpers import merged, write_pairs
@@ -299,6 +300,102 @@ def test_a_gpu_that_does_not_answer_counts_in_whole(monkeypatch):
         raise RuntimeError("CUDA error: out of memory")
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
     assert installed_gpus()[0].free is None
+
+
+# --- no GPU, and why
+NO_GPU = [
+    ({}, "13.0", "No GPU found. The 20 B model needs one with 12 GB or more", ""),
+    ({}, None, "built without CUDA: install another build", "driver"),
+    (dict(driver="550.54.15"), "13.0", "GPU not seen by torch: driver 550.54.15 is too old for torch built with CUDA 13.0, "
+     f"which needs 580 or later; update it, or install the wheels of CUDA 12.6: {OLDER_WHEELS}", "Kaggle"),
+    (dict(driver="580.95.05"), "13.0", "is new enough for torch built with CUDA 13.0, but no GPU is visible; start the container", "too old"),
+    (dict(driver="550.54.15"), None, "torch was built without CUDA, but this machine has an NVIDIA driver; install the wheels with CUDA: pip", "too old"),
+    (dict(driver="unknown", wsl2=True), "13.0", "driver is missing or too old for .* current driver in Windows", "update it")]
+
+
+@pytest.mark.parametrize("facts, cuda, words, never", NO_GPU, ids=["none", "wheels without CUDA", "old driver", "container", "wheels for CPUs beside a GPU", "WSL2"])
+def test_why_there_is_no_gpu(facts, cuda, words, never, check, tmp_path):
+    where = dict(gpus=(), cuda=cuda, machine=Machine(headers=True, **facts))
+    found = findings(check(**where))["GPU"]
+    assert found.level == "error" and re.search(words, found.sentence.replace("(", "").replace(")", ""))
+    assert not never or never not in found.sentence
+    assert findings(check(run_of(tmp_path), **where))["GPU"].level == "note", "the tiny model trains on the CPU"
+
+
+def test_gpus_that_a_variable_hides(check, machine):
+    hidden = replace(machine.environment, env=machine.environment.env | dict(CUDA_VISIBLE_DEVICES=""))
+    found = findings(check(gpus=(), environment=hidden))["GPU"]
+    assert found.value == "none found" and found.remedy.endswith("; CUDA_VISIBLE_DEVICES hides all GPUs here")
+
+
+VERSION_FILES = {
+    "535.183.01": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version:  gcc version 12.2.0\n",
+    "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U22)\n",
+    "unknown": "something else\n"}
+
+
+@pytest.mark.parametrize("version", VERSION_FILES)
+def test_the_driver_as_its_kernel_module_says_it(version, tmp_path):
+    file = tmp_path/"proc/driver/nvidia/version"
+    file.parent.mkdir(parents=True)
+    file.write_text(VERSION_FILES[version])
+    assert nvidia_driver(tmp_path) == version
+
+
+def test_signs_of_a_driver_without_a_version(tmp_path, monkeypatch):
+    assert nvidia_driver(tmp_path) == ""
+    for name in ("nvidia0", "dxg"):
+        (tmp_path/name/"dev").mkdir(parents=True)
+        (tmp_path/name/"dev"/name).touch()
+        assert nvidia_driver(tmp_path/name) == "unknown"
+    monkeypatch.setattr(planned, "driver_of_smi", lambda: "550.54.15")
+    assert [nvidia_driver(tmp_path/"dxg", ask) for ask in (True, False)] == ["550.54.15", "unknown"]
+
+
+def test_nvidia_smi_is_asked_and_may_fail(tmp_path, monkeypatch):
+    smi = tmp_path/"nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for script, version in (("echo 550.54.15", "550.54.15"), ("echo NVIDIA-SMI has failed; exit 9", "")):
+        smi.write_text(f"#!/bin/sh\n{script}\n")
+        smi.chmod(0o755)
+        planned.driver_of_smi.cache_clear()
+        assert planned.driver_of_smi() == version
+    planned.driver_of_smi.cache_clear()
+
+
+def test_this_machine_with_an_old_driver(monkeypatch, machine):
+    "torch sees no GPU; hidden ones are no fault of the driver."
+    monkeypatch.setattr(planned, "installed_gpus", lambda *a: ())
+    monkeypatch.setattr(planned, "nvidia_driver", lambda **kw: "550.54.15" if kw["ask"] else "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    m = this_machine(machine.environment, internet=False)
+    assert "driver 550.54.15 is too old" in doctor_module.gpu_findings(replace(m, gpus=()))[0].remedy
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert planned.this_machine_facts().driver == ""
+
+
+# --- what the text encoder compiles with some pairs of versions
+@pytest.mark.parametrize("torch_version, encoder, headers, warned", [
+    ("2.14.1+cu130", "5.17.0", False, True), ("2.14.1+cu130", "5.0.0", False, True), ("2.15.0", "5.9.1", False, True),
+    ("2.14.1+cu130", "5.18.0", False, False), ("2.13.2", "5.17.0", False, False), ("2.14.1+cu130", "5.17.0", True, False)])
+def test_a_text_encoder_that_cannot_compile_its_kernel(torch_version, encoder, headers, warned, check):
+    report = check(**having(torch=torch_version, transformers=encoder), machine=Machine(headers=headers))
+    assert [f.what for f in report.of("warning")] == ["transformers"] * warned
+    if warned:
+        remedy = findings(report)["transformers"].remedy
+        assert remedy.startswith(f"with torch {torch_version} its text encoder compiles a kernel, which fails without Python.h")
+        assert remedy.endswith("pip install 'transformers>=5.18', or install python3-dev")
+    without = check(**having(torch=torch_version, transformers=encoder), machine=Machine(headers=headers), gpus=())
+    assert "transformers" not in findings(without, "warning"), "only a GPU has such kernels"
+
+
+def test_a_machine_without_python_h(monkeypatch, tmp_path):
+    "Patched paths: the plan of a real run reads them."
+    monkeypatch.setattr(planned.sysconfig, "get_paths", lambda: dict(include=str(tmp_path)))
+    assert not planned.this_machine_facts().headers
+    (tmp_path/"Python.h").touch()
+    assert planned.this_machine_facts().headers
 
 
 @pytest.mark.slow

@@ -29,14 +29,24 @@ from qie_nb.planning.decisions import (
     choose_products,
     fits_gpus,
     room_of,
+    old_driver,
 )
-from qie_nb.planning.facts import EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.planning.facts import UNKNOWN, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import WHEN_NEEDED
 from qie_nb.models.loading import work_bytes
 from qie_nb.planning.facts import encoding_facts
 from qie_nb.planning.memory import REAL
-from qie_nb.planning.plan import PlanFacts, first_that_fits, fits_machine, make_plan, Planner, smaller, ways_to_save
+from qie_nb.planning.plan import (
+    PlanFacts,
+    Planner,
+    first_that_fits,
+    fits_machine,
+    make_plan,
+    smaller,
+    step_memory,
+    ways_to_save,
+)
 from qie_nb.planning.prediction import PredictionFacts, choose_part_devices, choose_placement
 
 GB = 1_000_000_000
@@ -46,8 +56,19 @@ RTX4090 = GpuInfo("NVIDIA GeForce RTX 4090", 25_393_692_672, (8, 9), screen=True
 A100 = GpuInfo("NVIDIA A100-SXM4-40GB", 42_300_000_000, (8, 0))
 H100 = GpuInfo("NVIDIA H100 80GB HBM3", 84_929_347_584, (9, 0))
 
-OWN = Machine(cores=16, memory=64 * GB, disk=500 * GB, driver="580.95.05", compiler=True, triton=True)
-KAGGLE = replace(OWN, cores=4, memory=31 * GB, disk=60 * GB, platform="kaggle", hours=9.0, session_start=1000.0)
+OWN = Machine(
+    cores=16,
+    memory=64 * GB,
+    disk=500 * GB,
+    driver="580.95.05",
+    cuda="13.0",
+    compiler=True,
+    headers=True,
+    triton=True,
+)
+KAGGLE = replace(
+    OWN, cores=4, memory=31 * GB, disk=60 * GB, session_quota=62 * GB, platform="kaggle", hours=9.0, session_start=1000.0
+)
 MACHINES = {
     "T4": replace(OWN, gpus=(T4,)),
     "2 x T4": replace(KAGGLE, gpus=(T4, T4)),
@@ -55,7 +76,7 @@ MACHINES = {
     "RTX 4090 with a screen": replace(OWN, gpus=(RTX4090,)),
     "A100": replace(OWN, gpus=(A100,), platform="colab", hours=12.0),
     "H100": replace(OWN, gpus=(H100,)),
-    "no GPU": replace(OWN, triton=False),
+    "no GPU": replace(OWN, driver="", triton=False),
     "old driver": replace(OWN, driver="535.183.01"), # torch sees no GPU then
     "WSL2": replace(OWN, gpus=(RTX4090,), wsl2=True, driver="", compiler=False),
     "Kaggle's disk": replace(KAGGLE, gpus=(T4,), disk=8 * GB),
@@ -384,8 +405,10 @@ def test_as_many_samples_are_encoded_at_once_as_fit():
     assert encoding_facts(EditModel("tiny"), dict(vae="cpu", text_encoder="cuda:0")).free == {}
 
 
-def test_downloads_are_deleted_when_the_disk_is_too_small():
-    assert set(values("delete_shards").values()) == {WHEN_NEEDED}
+def test_downloads_are_deleted_when_the_disk_is_too_small_or_a_session_may_write_little():
+    kaggle = {"2_x_T4": True}
+    assert values("delete_shards") == on(WHEN_NEEDED, **kaggle) | {"Kaggle's disk": True}
+    assert plan_on("2 x T4", model=dict(delete_downloaded_shards=False)).delete_shards.asked
     assert [plan_on("T4", model=dict(delete_downloaded_shards=v)).delete_shards.value for v in (True, False)] == [
         True,
         False,
@@ -630,3 +653,130 @@ def test_presets_are_literal_tables():
         node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GPU_PRESETS"
     )
     assert ast.literal_eval(value) == GPU_PRESETS
+
+
+# --- a driver that is too old for torch
+TOO_OLD = "driver 535.183.01 is too old for torch built with CUDA 13.0, which needs 580 or later; update it"
+WHEELS = "--index-url https://download.pytorch.org/whl/cu126"
+
+
+def test_a_large_model_is_not_trained_on_the_cpu_beside_a_gpu_that_an_old_driver_hides():
+    plan = plan_on("old driver")
+    with pytest.raises(ValueError, match=TOO_OLD) as refused:
+        plan.device.checked()
+    said = str(refused.value)
+    assert WHEELS in said and said.endswith("; or set `train.device` to cpu")
+    row = next(row for row in plan.rows() if row.what == "device")
+    assert row.why == said, "the table says it, too"
+    small = ModelFacts(dict(REAL, num_layers=1))
+    for choice in (
+        plan_on("old driver", facts=small).device,
+        plan_on("old driver", facts=None).device,
+        plan_on("old driver", train=dict(device="cpu")).device,
+        plan_on("old driver", SoFar(device="cpu")).device,
+        plan_on("no GPU").device,
+    ):
+        assert choice.checked() == "cpu"
+    assert plan_on("old driver", facts=small).device.why.startswith(TOO_OLD)
+
+
+@pytest.mark.parametrize(
+    "facts, words, without",
+    [
+        ({}, [TOO_OLD, WHEELS], "Windows"),
+        (dict(driver="470.256.02"), ["driver 470.256.02 is too old", "; update it"], WHEELS),
+        (dict(driver="470.256.02", cuda="12.8"), ["CUDA 12.8, which needs 525 or later"], WHEELS),
+        (dict(driver=UNKNOWN, wsl2=True), ["missing or too old for torch", "driver in Windows", WHEELS], "update it"),
+        (dict(driver=UNKNOWN), ["the NVIDIA driver is missing or too old for torch built with CUDA 13.0"], "Windows"),
+    ],
+)
+def test_what_an_old_driver_needs(facts, words, without):
+    said = old_driver(replace(MACHINES["old driver"], **facts))
+    assert all(word in said for word in words) and without not in said
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [dict(driver=""), dict(driver="580.65.06"), dict(driver="525.60.13", cuda="12.6"), dict(cuda=""), dict(gpus=(T4,))],
+)
+def test_what_is_no_old_driver(facts):
+    machine = replace(MACHINES["old driver"], **facts)
+    assert old_driver(machine) == "" and choose_device("auto", machine, parameters=20e9).checked()
+
+
+# --- no recomputation without a compiler
+UNCOMPILED = { # {why: (the machine's facts, sections)}
+    "there is no C compiler here": (dict(compiler=False), {}),
+    "there is no Python.h here (Debian and Ubuntu: apt install python3-dev)": (dict(headers=False), {}),
+    "triton is not installed": (dict(triton=False), {}),
+    "`model.lora.lora_dropout` draws random masks": ({}, dict(model=dict(lora=dict(lora_dropout=0.1)))),
+}
+
+
+def plan_of_preset(name, facts, so_far=SoFar(), side=1024, **sections):
+    "The facts and the plan of a preset on its card."
+    data = dict(image_size=[side, side], control_area=side * side)
+    config = make_config(dict(preset=name, data=data, **sections))
+    machine = replace(OWN, gpus=(CARD[name][0],), **facts)
+    all_facts = PlanFacts(config, machine, MODEL, PAIRS, so_far)
+    return all_facts, make_plan(*all_facts)
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-80"])
+@pytest.mark.parametrize("why", UNCOMPILED)
+def test_a_run_that_cannot_be_compiled_recomputes(why, name):
+    machine, sections = UNCOMPILED[why]
+    facts, plan = plan_of_preset(name, machine, **sections)
+    assert (plan.compile.value, plan.compile.why) == (False, why)
+    choice = plan.checkpointing
+    assert (choice.value, choice.asked) == ("selective", False) and fits_machine(plan, facts)
+    now = step_memory(plan, facts).total / 1e9
+    kept = replace(plan, checkpointing=Choice(False))
+    before = step_memory(kept, facts).total / 1e9
+    size = CARD[name][0].bytes / 1e9
+    assert not fits_machine(kept, facts) and before > 2 * now
+    figures = f"would take {before:.1f} of {size:.1f} GB, this one takes {now:.1f}"
+    assert choice.warning == (
+        "`train.gradient_checkpointing` is selective in this run: an uncompiled step without recomputation " + figures
+    )
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-80"])
+def test_a_compiler_that_fails_counts_like_one_that_is_missing(name):
+    _, plan = plan_of_preset(name, {})
+    assert plan.compile.value and plan.checkpointing.value is False and not plan.checkpointing.warning
+    failed = SoFar(steps=800, obstacle="compiling failed (BackendCompilerFailed: no such instruction)")
+    facts, plan = plan_of_preset(name, {}, failed)
+    assert plan.checkpointing.value == "selective" and fits_machine(plan, facts)
+
+
+def test_what_fits_uncompiled_stays_as_it_is_set():
+    small = ModelFacts(dict(REAL, num_layers=2))
+    facts, _ = plan_of_preset("h100", dict(headers=False))
+    for choice in (
+        make_plan(*facts._replace(model=small)).checkpointing,
+        make_plan(*facts._replace(model=None)).checkpointing,
+        plan_of_preset("h100", dict(headers=False), side=256)[1].checkpointing,
+        plan_on("no GPU", train=dict(gradient_checkpointing=False, compile=True)).checkpointing,
+        plan_of_preset("h100", {}, train=dict(compile=False))[1].checkpointing,
+    ):
+        assert choice.value is False and choice.asked and not choice.warning
+    assert plan_on("H100").checkpointing == Choice(
+        True, "`train.gradient_checkpointing` is true", "train.gradient_checkpointing"
+    )
+    larger = replace(H100, bytes=36 * GB)
+    config = make_config(dict(train=dict(gradient_checkpointing=False, compile=True)))
+    least = make_plan(config, replace(OWN, gpus=(larger,), headers=False), MODEL).checkpointing
+    assert least.value is True, "selective checkpointing does not fit either"
+
+
+def test_the_memory_of_a_plan_is_counted_as_it_runs():
+    "By the decision to compile, and not by the setting."
+    whole = dict(gradient_checkpointing=False, compile="auto")
+    for steps, compiled in ((1000, True), (100, False)):
+        facts = facts_on("H100", train=dict(whole, max_train_steps=steps))
+        memory = step_memory(make_plan(*facts), facts)
+        assert memory.query.compiled == compiled
+    dropout = dict(lora=dict(lora_dropout=0.1))
+    assert not plan("2511", "H100", 512, config=dict(model=dropout, train=whole)).asked.query.compiled
+    assert plan("2511", "H100", 512, config=dict(train=whole)).asked.query.compiled
