@@ -61,7 +61,28 @@ def precompute_table(r):
             s = m["samples_a_second"]
             rows.append([f"samples per second, {name}, {m['variant']}, {m['side']} x {m['side']}, batches of {m['batch_size']}", of(s["naive"]), of(s["precompute"]), of(m["of_naive"])])
             rows.append(["the same, relative to only the encoders, called as precompute calls them", of(s["bare"]), of(s["precompute"]), of(m["of_bare"])])
-    return markdown(["precompute", "naive", "qie_nb", "ratio"], rows) + f"\n\nOperations are counted at the real sizes without weights. {about(r['cpu']['about']) if 'cpu' in r else ''}."
+    rows += patch_rows(r)
+    measured = f"{about(r['cpu']['about']) if 'cpu' in r else ''}."
+    for patches in r.get("patches", {}).values():
+        runs = patches["rows"]["float32"]["product_ms"]["runs"]
+        here = patches["about"]
+        measured += " Patch embedding, as a 3-D convolution and as a product: "
+        measured += f"{runs} runs of each in turn, threads: {here['threads']}; {about(here)}."
+    made = markdown(["precompute", "naive", "qie_nb", "ratio"], rows)
+    return f"{made}\n\nOperations are counted at the real sizes without weights. {measured}"
+
+
+def patch_rows(r):
+    "The patches of an image, as a 3-D convolution and as a product."
+    rows = []
+    for measured in r.get("patches", {}).values():
+        where = measured["about"]["accelerator"] or measured["about"]["device"]
+        for dtype, row in measured["rows"].items():
+            what = f"patch embedding of an image of 384 x 384, {dtype}, {where}"
+            # as for the other rows: what it takes, relative to the naive way
+            ratio = 1 / row["times_as_fast"]["median"]
+            rows.append([what, of(row["convolution_ms"], " ms"), of(row["product_ms"], " ms"), f"{ratio:.2f}"])
+    return rows
 
 
 GPUS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 512), ("RTX 4090", 1024), ("A100-40", 1024), ("H100", 1024)]

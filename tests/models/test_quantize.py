@@ -27,7 +27,7 @@ from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization,
 from qie_nb.models.quantizations.known import quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import on_call, random_lora, settings, slow_except
+from helpers import PatchConvolutions, on_call, random_lora, settings, slow_except
 
 ROOT, FOLDER = Path(__file__).parents[2], tiny_folder("2511")
 CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
@@ -307,6 +307,19 @@ def test_an_offloaded_encoder_gives_the_same_embeddings(variant):
         a, b = (embed(te, prompt, variant, share_prefix=bool(prompt)) for te in (plain, offload(offloaded, "cpu"))) # again each time
         assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert all(p.is_meta for p in offloaded.parameters())
+
+
+@pytest.mark.parametrize("how", ["plain", "offloaded", *slow_except(["nf4"], ["nf4", "qint8", "int8"])])
+def test_every_text_encoder_embeds_patches_by_a_product(how):
+    te = load("text_encoder", None if how in ("plain", "offloaded") else how)
+    if how == "offloaded":
+        offload(te, "cpu")
+    with PatchConvolutions(te) as fast:
+        a = embed(te)
+    with PatchConvolutions(te) as plain:
+        b = embed(te, share_prefix=False)
+    assert (fast.count, plain.count) == (0, 1)
+    assert distance(a, b) < (1e-5 if how in ("plain", "offloaded") else 1e-2)
 
 
 @pytest.mark.slow
