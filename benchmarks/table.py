@@ -122,6 +122,48 @@ def modes_table(r):
     return "\n\n".join(out) or "not yet measured: `make bench-modes`"
 
 
+NAMES = {"none": "plain, bfloat16"} # of kinds in the table
+
+def layer_rows(measured):
+    "Error of the embeddings by kind, in percent of a token's length."
+    rows = []
+    for weights, kinds in measured["rows"].items():
+        for kind, errors in kinds.items():
+            cells = [of(errors[what], " %", 1) for what in ("median", "p90", "max")]
+            rows.append([NAMES.get(kind, kind), weights, *cells])
+    return markdown(["text encoder", "random weights", "median token", "90th percentile", "worst token"], rows)
+
+
+def run_rows(measured):
+    "Held-out error of runs on the learnt tiny model, by the kind of the cache."
+    rows = []
+    for kind, errors in measured["rows"].items():
+        rows.append([NAMES.get(kind, kind).removesuffix(", bfloat16"), of(errors["own"]), of(errors["plain"])])
+    head = ["text encoder of the cache", "edits with the same text encoder", "edits with a plain text encoder"]
+    return markdown(head, rows)
+
+
+def text_encoder_table(r):
+    "Precision of quantized text encoders."
+    parts = []
+    if "layers" in r:
+        here = r["layers"]["about"]
+        seeds = r["layers"]["rows"]["normal"]["none"]["median"]["runs"]
+        parts.append(layer_rows(r["layers"]))
+        parts.append(
+            "Error of a token's embedding relative to float32, in two language and two vision layers of the published "
+            f"width: median and range of {seeds} seeds. With outliers, one weight of a thousand and four features of "
+            f"each layer's input are 16 times as large. More layers add up to more. {about(here)}.")
+    if "held_out" in r:
+        here = r["held_out"]["about"]
+        runs = r["held_out"]["rows"]["none"]["own"]["runs"]
+        parts.append(run_rows(r["held_out"]))
+        parts.append(
+            f"Held-out error in grey levels of the learnt tiny model after {here['steps']} steps: median and range of "
+            f"{runs} seeds. Its text encoder is 64 wide, so a row of weights is one block of nf4. {about(here)}.")
+    return "\n\n".join(parts) or "not yet measured: `python benchmarks/text_encoder_precision.py`"
+
+
 def gpu_table(r):
     if not r or r.get("tiny"): return "Not yet measured. `make bench-gpu` measures the installed GPU: its limits, the bare diffusers + peft loop, and each mode."
     cell = lambda v, k, digits=3: "" if v.get(k) is None else f"{v[k]:.{digits}f}"
@@ -138,7 +180,8 @@ def rehearsal_table(r):
     return f"{rehearsal.text(r)}\n\n{about(r)}, {r['date']}." if r else "Not yet run to its end."
 
 
-TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")), rehearsal=lambda: rehearsal_table(held("rehearsal")))
+TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")),
+              text_encoder=lambda: text_encoder_table(held("text_encoder_precision")), gpu=lambda: gpu_table(held("step_gpu")), rehearsal=lambda: rehearsal_table(held("rehearsal")))
 
 
 def main():

@@ -39,7 +39,7 @@ _LABELS = {
     "offload": "inputs in host memory",
     "modulation": "modulation table", "compile": "compile", "processes": "processes",
     "vae_device": "VAE, encoding", "text_encoder_device": "text encoder, encoding",
-    "encode_batch": "encoded at once", "delete_shards": "delete downloads", "held_out": "held out",
+    "text_encoder_quantize": "text encoder, quantize", "encode_batch": "encoded at once", "delete_shards": "delete downloads", "held_out": "held out",
     "eval_interval": "evaluate", "hours": "stop after",
 }
 
@@ -120,6 +120,7 @@ class Plan:
     processes: Choice = None # number of them to start
     vae_device: Choice = None # while encoding
     text_encoder_device: Choice = None # the same
+    text_encoder_quantize: Choice = None # a name, or None
     encode_batch: Choice = None # images or prompts encoded at once
     delete_shards: Choice = None # downloaded files once they are quantized?
     held_out: Choice = None # share of the control images, or the words for one of them

@@ -7,7 +7,8 @@ __all__ = ['AUTO', 'SCALED', 'AS_DTYPE', 'FREE', 'HOST_SHARE', 'MARGIN', 'ENOUGH
            'choose_device', 'choose_encoder_device', 'choose_dtype', 'choose_sharded', 'choose_quantize',
            'choose_split', 'choose_block_swap', 'choose_offload', 'choose_products', 'room_of', 'fits_gpus',
            'host_room', 'choose_processes', 'choose_hours', 'choose_eval_interval', 'choose_held_out',
-           'choose_modulation', 'choose_compile', 'choose_encode_batch', 'choose_delete_shards']
+           'choose_modulation', 'choose_compile', 'choose_text_encoder_quantize', 'choose_encode_batch',
+           'choose_delete_shards']
 
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
@@ -20,7 +21,7 @@ from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
 from ..models.quantizations.known import QUANTIZATIONS, parse_quantization
 from .facts import (
-    ENOUGH_IMAGES, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
+    ENOUGH_IMAGES, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar, TextEncoderFacts)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #496fd544
 AUTO = "auto"
@@ -386,6 +387,52 @@ def choose_compile(
     what = "a C compiler is here" if device.startswith("cpu") else "triton and a C compiler are here"
     warning = f"blocks are compiled ({what}), so the first steps are slow; `{setting}` false avoids it"
     return Choice(True, what, setting, asked, warning=warning)
+
+# %% ../../nbs/planning/00b_decisions.ipynb #7e5c0d02
+_TEXT = "model.text_encoder_quantize"
+
+def _kind_name(kind:str) -> str: # kind: a quantization, or None
+    "A kind of text encoder in a sentence."
+    return kind or "a plain text encoder"
+
+def _as_cached(facts:TextEncoderFacts) -> Choice:
+    "The kind of the cache's entries; of several, the most exact."
+    kinds = [kind for kind in facts.bytes if kind in facts.cached] or list(facts.cached)
+    if len(facts.cached) == 1:
+        return Choice(kinds[0], f"the cache holds {facts.entries} entries of {_kind_name(kinds[0])}", _TEXT)
+    names = " and ".join(_kind_name(kind) for kind in facts.cached)
+    return Choice(kinds[0], f"the cache holds entries of {names}", _TEXT)
+
+def _most_exact(facts:TextEncoderFacts) -> Choice:
+    "The first kind that fits; if none does, the smallest."
+    kind = None
+    for kind, needed in facts.bytes.items():
+        if needed <= facts.room:
+            compared = f"{needed / 1e9:.1f} of {facts.room / 1e9:.1f} GB"
+            why = f"the most exact that fits ({compared})" if kind else f"it fits as it is ({compared})"
+            return Choice(kind, why, _TEXT)
+    return Choice(kind, f"the smallest; none fits {facts.room / 1e9:.1f} GB", _TEXT)
+
+def choose_text_encoder_quantize(
+    wanted:object, # `model.text_encoder_quantize`
+    offload:bool=False, # `model.text_encoder_offload`
+    facts:TextEncoderFacts=None, # None: not known yet
+) -> Choice: # a name, or None; None: the facts decide
+    "How the text encoder is quantized."
+    kind = None if wanted == AUTO else parse_quantization(wanted)
+    if kind:
+        return Choice(kind, f"`{_TEXT}` says so", _TEXT, True)
+    if facts is not None and facts.stored:
+        return Choice(facts.stored, "the weights are stored so", _TEXT)
+    if wanted != AUTO:
+        return Choice(None, "nothing asks for it", _TEXT)
+    if offload:
+        return Choice(None, "`model.text_encoder_offload` keeps it in host memory", _TEXT)
+    if facts is None:
+        return None
+    if facts.cached and facts.entries:
+        return _as_cached(facts)
+    return _most_exact(facts)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #5c8e7271
 MOST_AT_ONCE = 4

@@ -21,7 +21,7 @@ from ..core.files import DiskFull, free_bytes
 from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
-from ..models.quantizations.known import dtype_name
+from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name
 from .memory import (
     adapter_shapes, memory_query, model_facts, model_folder, numbers, optimizer_bytes, parameters, row_dtype)
 
@@ -170,6 +170,19 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
 LM_HEAD = 1.09e9 # of the text encoder's; never in memory
+TEXT_4BIT = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in four bits, the rest in bfloat16
+
+def text_encoder_bytes(
+    kind:str=None, # quantization; None: plain
+    base_bytes:int=2, # of a number that is not quantized
+) -> float:
+    "Bytes of the published text encoder in memory; its embeddings and vision tower are never quantized."
+    scale = base_bytes / 2
+    if kind is None:
+        return (ENCODERS["text_encoder"] - LM_HEAD) * scale
+    layers, rest = TEXT_4BIT
+    narrower = QUANTIZATIONS[kind].bits / QUANTIZATIONS[advised("4 bits")].bits
+    return layers * narrower + rest * scale
 
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
 

@@ -322,6 +322,29 @@ def test_every_text_encoder_embeds_patches_by_a_product(how):
     assert distance(a, b) < (1e-5 if how in ("plain", "offloaded") else 1e-2)
 
 
+def test_a_cache_of_one_kind_is_not_encoded_again(pairs, tmp_path, built):
+    root = pairs()
+    assert trainer_for(root, tmp_path, text_encoder_quantize="nf4").cache_embeddings().encoded == 3
+    built.clear()
+    again = trainer_for(root, tmp_path, text_encoder_quantize="auto")
+    choice = again.plan.text_encoder_quantize
+    assert (choice.value, choice.why) == ("nf4", "the cache holds 3 entries of nf4")
+    assert again.components.quantize["text_encoder"] == "nf4"
+    report = again.cache_embeddings()
+    assert (report.encoded, report.reused) == (0, 3) and not built, "no encoder is loaded"
+    explicit = trainer_for(root, tmp_path, text_encoder_quantize="qint8")
+    assert explicit.plan.text_encoder_quantize.asked and explicit.cache_embeddings().encoded == 3
+
+
+def test_a_new_cache_gets_the_most_exact_kind(pairs, tmp_path):
+    trainer = trainer_for(pairs(), tmp_path, text_encoder_quantize="auto")
+    choice = trainer.plan.text_encoder_quantize
+    assert choice.value is None and choice.why.startswith("it fits as it is")
+    assert trainer.components.quantize["text_encoder"] is None
+    assert trainer.cache_embeddings().encoded == 3
+    assert trainer.components.identity()["text_encoder"].endswith("-plain")
+
+
 @pytest.mark.slow
 def test_precompute_with_an_offloaded_encoder_makes_the_same_cache(pairs, tmp_path, built):
     root = pairs()
