@@ -1,10 +1,12 @@
 """How exact are prompt embeddings of a quantized text encoder, and what does a run lose that trains on them?
 
-`python benchmarks/text_encoder_precision.py` measures two things on the CPU and writes results/text_encoder_precision.json, in about 20
-minutes on two cores. `layers`: two language and two vision layers of Qwen2.5-VL-7B's width with random weights, against the same weights
-in float32. `held_out`: the learnt tiny model, trained on a cache of each kind, judged on held-out crops.
+`python benchmarks/text_encoder_precision.py` measures two things on the CPU, in about 25 minutes on two idle cores, and
+writes results/text_encoder_precision.json after each figure. `layers`: two language and two vision layers of
+Qwen2.5-VL-7B's width with random weights, against the same weights in float32. `held_out`: the learnt tiny model,
+trained on a cache of each kind, judged on held-out crops.
 """
-import argparse, copy, gc, json, os, platform, tempfile, time
+import argparse, copy, gc, json, os, platform, tempfile
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -21,6 +23,7 @@ DEPTH = 2 # language layers, and vision layers; the published model has 28 and 3
 PROMPT = "make the sky green and remove the second boat from the left, but keep its shadow on the water"
 VISION_TOO = "nf4, vision tower too" # our nf4 leaves the vision tower as it is
 KINDS = ("none", "int8", "qint8", "qfloat8", "nf4", VISION_TOO)
+NORMAL, OUTLIERS = "normal", "with outliers"
 RUNS = (0, 1, 2, 3, 4) # seeds of a run on the tiny model
 RUN_KINDS = ("none", "qint8", "qfloat8", "nf4") # the weights of int8 are those of qint8
 STEPS = 40
@@ -90,19 +93,17 @@ def of_tokens(errors:torch.Tensor) -> dict: # percent
     return dict(median=percent.median().item(), p90=percent.quantile(0.9).item(), max=percent.max().item())
 
 
-def layers(seeds=SEEDS) -> dict: # {weights: {kind: of each seed}}
-    "Errors of a prompt embedding with an image of 384 x 384, for each kind in bfloat16."
+def layers(raw:dict, weights:Iterable, kinds:Iterable, seeds:Iterable): # raw: {weights: {kind: {seed: errors}}}
+    "Errors of a prompt embedding with an image of 384 x 384, for each kind in bfloat16; yields after each."
     import numpy as np
     from PIL import Image
     from qie_nb.models.components import VARIANTS, load_component
     from qie_nb.models.encoders import encode_prompt
     from qie_nb.tiny.random_models import tiny_folder
     processor = load_component(tiny_folder("2511"), "processor")
-    found = {}
-    for outliers in (False, True):
-        rows = found.setdefault("with outliers" if outliers else "normal", {})
-        for seed in seeds:
-            model = full_width(seed, outliers, processor.tokenizer)
+    for seed in seeds:
+        for form in weights:
+            model = full_width(seed, form == OUTLIERS, processor.tokenizer)
             pixels = np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8)
             images = [Image.fromarray(pixels).resize((384, 384))]
 
@@ -111,14 +112,12 @@ def layers(seeds=SEEDS) -> dict: # {weights: {kind: of each seed}}
                 text_encoder = of_kind(model, kind, dtype)
                 return encode_prompt(text_encoder, processor, VARIANTS["2511"], PROMPT, images)[0][0]
             exact = embedding("none", torch.float32)
-            for kind in KINDS:
-                began = time.perf_counter()
+            for kind in kinds:
                 row = of_tokens(relative_errors(embedding(kind, torch.bfloat16), exact))
+                raw.setdefault(form, {}).setdefault(kind, {})[str(seed)] = row
+                print(f"{form}, seed {seed}, {kind}: {row}", flush=True)
                 gc.collect()
-                rows.setdefault(kind, []).append(row)
-                took = time.perf_counter() - began
-                print(f"outliers {outliers}, seed {seed}, {kind}: {row}, {took:.0f} s", flush=True)
-    return found
+                yield
 
 
 # --- the learnt tiny model
@@ -134,39 +133,36 @@ def run_config(out:Path, kind:str, seed:int, steps:int) -> dict:
     return config
 
 
-def held_out(seeds=RUNS, steps=STEPS) -> dict: # {kind: {own, plain: grey levels of each seed}}
-    "Error of a run's edits, made with the text encoder of its cache and with the plain one."
+def held_out(raw:dict, kinds:Iterable, seeds:Iterable): # raw: {kind: {seed: {own, plain: grey levels}}}
+    "Error of a run's edits, made with the text encoder of its cache and with the plain one; yields after each."
     from qie_nb.data.dataset import ImageDataset, find_samples
     from qie_nb.tiny.photos import answers, errors, make_pairs, truths
     from qie_nb.trainer import QwenImageEditTrainer
     out = Path(tempfile.mkdtemp())
     make_pairs(out/"data", "duotone", 48, seed=0, split="train")
     make_pairs(out/"held", "duotone", 8, seed=1, split="held_out")
-    judge = QwenImageEditTrainer(run_config(out, "none", 0, steps)).setup_predict()
+    judge = QwenImageEditTrainer(run_config(out, "none", 0, STEPS)).setup_predict()
     held = ImageDataset(judge.config, samples=find_samples(out/"held"))
     held.set_areas(judge.components.areas)
     true = truths(judge, held)
-    found = {}
     for seed in seeds:
-        for kind in RUN_KINDS:
+        for kind in kinds:
             with redirect_stdout(StringIO()):
-                trained = QwenImageEditTrainer(run_config(out, kind, seed, steps)).fit()
+                trained = QwenImageEditTrainer(run_config(out, kind, seed, STEPS)).fit()
                 lora = trained.save_lora(out/"lora"/f"{kind}_{seed}")
                 own = mean(errors(answers(trained, held, (0,)), true))
                 plain = mean(errors(answers(judge.load_lora(lora), held, (0,)), true))
-            rows = found.setdefault(kind, dict(own=[], plain=[]))
-            rows["own"].append(own)
-            rows["plain"].append(plain)
+            raw.setdefault(kind, {})[str(seed)] = dict(own=own, plain=plain)
             print(f"seed {seed}, {kind}: {own:.2f} with its text encoder, {plain:.2f} with the plain one", flush=True)
-    return found
+            yield
 
 
 # --- results
-def about(seconds:float) -> dict:
+def about() -> dict:
     "The machine and the libraries."
     libraries = ("torch", "diffusers", "transformers", "bitsandbytes", "optimum-quanto", "torchao")
     return dict(device=f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-                threads=torch.get_num_threads(), load_average=os.getloadavg()[0], seconds=round(seconds),
+                threads=torch.get_num_threads(), load_average=os.getloadavg()[0],
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={name: version(name) for name in libraries})
 
@@ -177,34 +173,46 @@ def spread(values:list) -> dict:
     return dict(median=middle, min=round(min(values), 2), max=round(max(values), 2), runs=len(values))
 
 
-def table_of_layers(found:dict) -> dict: # {weights: {kind: {median, p90, max: spread}}}
-    "The errors of all seeds, summed up."
-    out = {}
-    for weights, kinds in found.items():
-        out[weights] = {}
-        for kind, of_seeds in kinds.items():
-            out[weights][kind] = {what: spread([row[what] for row in of_seeds]) for what in of_seeds[0]}
-    return out
+def summed_up(of_seeds:dict) -> dict: # {what: spread}
+    "The errors of all seeds."
+    rows = list(of_seeds.values())
+    return {what: spread([row[what] for row in rows]) for what in rows[0]}
 
 
-def table_of_runs(found:dict) -> dict: # {kind: {own, plain: spread}}
-    "The errors of all runs, summed up."
-    return {kind: dict(own=spread(both["own"]), plain=spread(both["plain"])) for kind, both in found.items()}
+def rows_of(part:str, raw:dict) -> dict: # {weights: {kind: ...}} of layers, {kind: ...} of runs
+    "The figures of a part for the table."
+    if part == "held_out":
+        return {kind: summed_up(of_seeds) for kind, of_seeds in raw.items()}
+    return {form: rows_of("held_out", kinds) for form, kinds in raw.items()}
+
+
+def measure(part:str, a):
+    "Measure one part, and write the results after each figure; earlier ones of other seeds and kinds stay."
+    known = json.loads(a.out.read_text()).get(part, {}) if a.out.is_file() else {}
+    raw = known.get("raw", {})
+    if part == "layers":
+        size = dict(layers=DEPTH)
+        steps = layers(raw, a.weights, a.kinds or KINDS, a.seeds or SEEDS)
+    else:
+        size = dict(steps=STEPS)
+        steps = held_out(raw, a.kinds or RUN_KINDS, a.seeds or RUNS)
+    for _ in steps:
+        result = json.loads(a.out.read_text()) if a.out.is_file() else {}
+        result[part] = dict(about=about() | size, rows=rows_of(part, raw), raw=raw)
+        a.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main():
     "Measure the named parts."
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("parts", nargs="*", default=["layers", "held_out"])
+    p.add_argument("--kinds", nargs="+", help="only these")
+    p.add_argument("--seeds", nargs="+", type=int, help="only these")
+    p.add_argument("--weights", nargs="+", default=[NORMAL, OUTLIERS])
     p.add_argument("--out", type=Path, default=OUT)
     a = p.parse_args()
     for part in a.parts:
-        began = time.perf_counter()
-        rows = table_of_layers(layers()) if part == "layers" else table_of_runs(held_out())
-        result = json.loads(a.out.read_text()) if a.out.is_file() else {} # another part may have been written since
-        size = dict(layers=dict(language_and_vision_layers=DEPTH), held_out=dict(steps=STEPS))[part]
-        result[part] = dict(about=about(time.perf_counter() - began) | size, rows=rows)
-        a.out.write_text(json.dumps(result, indent=1) + "\n")
+        measure(part, a)
 
 
 if __name__ == "__main__":

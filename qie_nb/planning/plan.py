@@ -293,11 +293,11 @@ def encoder_room(
 LARGE = 1e9 # bytes of weights, from which a text encoder is counted like the published one
 
 def text_encoder_facts(
-    components, # `EditModel`
+    components:object, # `EditModel`
     config:Config,
     machine:Machine,
     plan:Plan, # as far as it is made
-    cache=None, # `EmbeddingCacheManager`
+    cache:object=None, # `EmbeddingCacheManager`
 ) -> TextEncoderFacts:
     "What decides the text encoder's quantization, read once."
     device = plan.text_encoder_device.value
@@ -379,14 +379,14 @@ class Planner:
     encode_batch = staticmethod(encode_batch) # for an `Encoder`, also on another machine
 
     def see_text_encoder(self,
-        cache=None, # `EmbeddingCacheManager`
+        cache:object=None, # `EmbeddingCacheManager`
     ):
         "Choose the text encoder's quantization from the model's files and the cache."
         stored = self.components.quantize.get("text_encoder")
         self.learn(text_encoder=TextEncoderFacts(stored=stored))
         if self.config.model.text_encoder_quantize == AUTO and not stored:
-            plan = self.plan
-            self.learn(text_encoder=text_encoder_facts(self.components, self.config, this_machine_facts(), plan, cache))
+            machine = this_machine_facts()
+            self.learn(text_encoder=text_encoder_facts(self.components, self.config, machine, self.plan, cache))
         self.components.set_quantization("text_encoder", self.plan.text_encoder_quantize.value)
 
     def see_pairs(self,
