@@ -2,6 +2,7 @@
 
 `python benchmarks/precompute.py` takes the tiny model on the CPU; `--gpu` the real sizes with random weights in bfloat16 on the first GPU.
 It writes results/precompute.json. The operations are counted on the meta device at the real sizes either way.
+`--patches` measures only the embedding of an image's patches, as a 3-D convolution and as a product.
 """
 import argparse, contextlib, gc, io, json, os, platform, shutil, sys, tempfile, time
 from datetime import datetime, timezone
@@ -191,6 +192,53 @@ def rates(a, root):
                 peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 2) if a.gpu else None)
 
 
+# --- patches of an image
+PATCHES = 784 # of an image of 384 x 384, as Edit-Plus sees it
+
+def spread(values, digits):
+    "Median, least and largest of several runs."
+    middle = round(median(values), digits)
+    return dict(median=middle, min=round(min(values), digits), max=round(max(values), digits), runs=len(values))
+
+
+def one_dtype(dtype, device, runs):
+    "Milliseconds of both ways, measured in turn, and how far apart their results are."
+    import torch
+    from qie_nb.models.encoders import patch_product
+    layer = torch.nn.Conv3d(3, VISION["hidden_size"], (2, 14, 14), (2, 14, 14), bias=False, dtype=dtype, device=device)
+    patches = torch.randn(PATCHES, 3, 2, 14, 14, device=device).to(dtype)
+
+    def timed(fast):
+        "Milliseconds, and the result."
+        with patch_product(layer, fast):
+            began = synchronised(device)
+            made = layer(patches)
+            took = synchronised(device) - began
+        return took * 1000, made
+
+    convolution, product = [], []
+    for n in range(runs + 3):
+        slow, expected = timed(False)
+        fast, made = timed(True)
+        if n >= 3: # the first ones warm up
+            convolution.append(slow)
+            product.append(fast)
+    ratios = [c / p for c, p in zip(convolution, product)]
+    apart = ((made - expected).abs().max() / expected.abs().max()).item()
+    return dict(
+        convolution_ms=spread(convolution, 2), product_ms=spread(product, 2), times_as_fast=spread(ratios, 1),
+        apart=float(f"{apart:.1e}"))
+
+
+def patch_times(device, runs=30):
+    "The vision tower's patch embedding of one image, 3 x 2 x 14 x 14 numbers to 1280."
+    import torch
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = dict(float32=one_dtype(torch.float32, device, runs), bfloat16=one_dtype(torch.bfloat16, device, runs))
+    return dict(about=about(), patches=PATCHES, rows=rows)
+
+
 def about():
     import torch
     info = Path("/proc/cpuinfo")
@@ -202,7 +250,7 @@ def about():
 
 
 def table(r):
-    for o in r["operations"]:
+    for o in r.get("operations", ()):
         tf = lambda p: ", ".join(f"{k} {v/1e12:.2f}" for k, v in p.items())
         print(f"{o['variant']}: 10^12 operations a sample: naive {o['total']['naive']/1e12:.1f} ({tf(o['naive'])}), "
               f"ours {o['total']['ours']/1e12:.1f} ({tf(o['ours'])}): {o['ratio']:.3f}")
@@ -213,6 +261,15 @@ def table(r):
                   f"precompute is {s['of_bare']['median']:.2f} of the bare encoders, {s['of_naive']['median']:.2f} of the naive ones")
 
 
+    for k, held in r.get("patches", {}).items():
+        for dtype, row in held["rows"].items():
+            slow, fast = row["convolution_ms"], row["product_ms"]
+            both = f"{slow['median']:.2f} ms ({slow['min']:.2f}-{slow['max']:.2f}) as a convolution, "
+            both += f"{fast['median']:.2f} ms ({fast['min']:.2f}-{fast['max']:.2f}) as a product"
+            factor = row["times_as_fast"]["median"]
+            print(f"{k}, {held['patches']} patches, {dtype}: {both}: {factor:.1f} times as fast, {row['apart']:.1e} apart")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--gpu", action="store_true", help="full size with random weights on the first GPU; needs about 30 GB")
@@ -221,6 +278,7 @@ def main():
     p.add_argument("--runs", type=int, default=3)
     p.add_argument("--batch_size", default="auto", type=lambda s: s if s == "auto" else int(s))
     p.add_argument("--ahead", type=int, default=4)
+    p.add_argument("--patches", action="store_true", help="only the embedding of patches")
     p.add_argument("--out", type=Path, default=OUT)
     a = p.parse_args()
     a.samples = a.samples or (32 if a.gpu else 16)
@@ -228,14 +286,22 @@ def main():
         import torch
         if not torch.cuda.is_available(): p.error("--gpu needs a GPU, and none is here")
     result = json.loads(a.out.read_text()) if a.out.is_file() else {}
-    root = Path(tempfile.mkdtemp())
-    os.environ["QIE_NB_HOME"] = str(root/"home") # nothing is remembered in the user's own folder
-    try: result["gpu" if a.gpu else "cpu"] = dict(about=about()) | rates(a, root)
-    finally: shutil.rmtree(root)
-    result |= dict(operations=[operations(v) for v in ("v1", "2511")], counted_with=about()["versions"])
+    where = "gpu" if a.gpu else "cpu"
+    result.setdefault("patches", {})[where] = patch_times("cuda:0" if a.gpu else "cpu")
+    if not a.patches:
+        measure_all(a, result, where)
     a.out.parent.mkdir(exist_ok=True)
     a.out.write_text(json.dumps(result, indent=1) + "\n")
     table(result)
+
+
+def measure_all(a, result, where):
+    "Rates and operations into the results."
+    root = Path(tempfile.mkdtemp())
+    os.environ["QIE_NB_HOME"] = str(root/"home") # nothing is remembered in the user's own folder
+    try: result[where] = dict(about=about()) | rates(a, root)
+    finally: shutil.rmtree(root)
+    result |= dict(operations=[operations(v) for v in ("v1", "2511")], counted_with=about()["versions"])
 
 
 if __name__ == "__main__": main()

@@ -1,6 +1,7 @@
 """Makes the tables of docs/speed.md from benchmarks/results/*.json and the planner: `python benchmarks/table.py` prints them, `--write` puts them into the page, and the table of GPUs into README, too."""
 import argparse, json, re
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent/"docs"/"speed.md"
@@ -61,7 +62,28 @@ def precompute_table(r):
             s = m["samples_a_second"]
             rows.append([f"samples per second, {name}, {m['variant']}, {m['side']} x {m['side']}, batches of {m['batch_size']}", of(s["naive"]), of(s["precompute"]), of(m["of_naive"])])
             rows.append(["the same, relative to only the encoders, called as precompute calls them", of(s["bare"]), of(s["precompute"]), of(m["of_bare"])])
-    return markdown(["precompute", "naive", "qie_nb", "ratio"], rows) + f"\n\nOperations are counted at the real sizes without weights. {about(r['cpu']['about']) if 'cpu' in r else ''}."
+    rows += patch_rows(r)
+    measured = f"{about(r['cpu']['about']) if 'cpu' in r else ''}."
+    for patches in r.get("patches", {}).values():
+        runs = patches["rows"]["float32"]["product_ms"]["runs"]
+        here = patches["about"]
+        measured += " Patch embedding, as a 3-D convolution and as a product: "
+        measured += f"{runs} runs of each in turn, threads: {here['threads']}; {about(here)}."
+    made = markdown(["precompute", "naive", "qie_nb", "ratio"], rows)
+    return f"{made}\n\nOperations are counted at the real sizes without weights. {measured}"
+
+
+def patch_rows(r):
+    "The patches of an image, as a 3-D convolution and as a product."
+    rows = []
+    for measured in r.get("patches", {}).values():
+        where = measured["about"]["accelerator"] or measured["about"]["device"]
+        for dtype, row in measured["rows"].items():
+            what = f"patch embedding of an image of 384 x 384, {dtype}, {where}"
+            # as for the other rows: what it takes, relative to the naive way
+            ratio = 1 / row["times_as_fast"]["median"]
+            rows.append([what, of(row["convolution_ms"], " ms"), of(row["product_ms"], " ms"), f"{ratio:.2f}"])
+    return rows
 
 
 GPUS = [("T4", 512), ("T4", 1024), ("2xT4", 512), ("2xT4", 1024), ("RTX 4090", 512), ("RTX 4090", 1024), ("A100-40", 1024), ("H100", 1024)]
@@ -101,6 +123,57 @@ def modes_table(r):
     return "\n\n".join(out) or "not yet measured: `make bench-modes`"
 
 
+NAMES = {"none": "plain, bfloat16"} # of kinds in the table
+
+def layer_rows(measured):
+    "Error of the embeddings by kind, in percent of a token's length."
+    rows = []
+    for weights, kinds in measured["rows"].items():
+        for kind, errors in kinds.items():
+            cells = [of(errors[what], " %", 1) for what in ("median", "p90", "max")]
+            rows.append([NAMES.get(kind, kind), weights, *cells])
+    return markdown(["text encoder", "random weights", "median token", "90th percentile", "worst token"], rows)
+
+
+def run_rows(measured):
+    "Held-out error of runs on the learnt tiny model, by the kind of the cache."
+    raw = measured["raw"]
+    plain = raw["none"]
+    rows = [["plain", f"{of(measured['rows']['none']['own'])} grey levels", ""]]
+    for kind, of_seeds in raw.items():
+        if kind == "none":
+            continue
+        cells = []
+        for who in ("own", "plain"):
+            more = [errors[who] - plain[seed]["own"] for seed, errors in of_seeds.items() if seed in plain]
+            cells.append(f"{median(more):+.2f} ({min(more):+.2f} to {max(more):+.2f})")
+        rows.append([kind, *cells])
+    head = ["text encoder of the cache", "edits with the same text encoder", "edits with a plain text encoder"]
+    return markdown(head, rows)
+
+
+def text_encoder_table(r):
+    "Precision of quantized text encoders."
+    parts = []
+    if "layers" in r:
+        here = r["layers"]["about"]
+        seeds = r["layers"]["rows"]["normal"]["none"]["median"]["runs"]
+        parts.append(layer_rows(r["layers"]))
+        parts.append(
+            "Error of a token's embedding relative to float32, in two language and two vision layers of the published "
+            f"width: median and range of {seeds} seeds. With outliers, one weight of a thousand and four features of "
+            f"each layer's input are 16 times as large. The published model has 28 and 32 layers. {about(here)}.")
+    if "held_out" in r:
+        here = r["held_out"]["about"]
+        runs = r["held_out"]["rows"]["none"]["own"]["runs"]
+        parts.append(run_rows(r["held_out"]))
+        parts.append(
+            f"Held-out error of the learnt tiny model after {here['steps']} steps in grey levels, median and range of "
+            f"{runs} seeds; of the quantized ones, the difference from the plain run of the same seed. All pairs have "
+            f"one instruction, so this run hardly depends on the text. {about(here)}.")
+    return "\n\n".join(parts) or "not yet measured: `python benchmarks/text_encoder_precision.py`"
+
+
 def gpu_table(r):
     if not r or r.get("tiny"): return "Not yet measured. `make bench-gpu` measures the installed GPU: its limits, the bare diffusers + peft loop, and each mode."
     cell = lambda v, k, digits=3: "" if v.get(k) is None else f"{v[k]:.{digits}f}"
@@ -117,7 +190,8 @@ def rehearsal_table(r):
     return f"{rehearsal.text(r)}\n\n{about(r)}, {r['date']}." if r else "Not yet run to its end."
 
 
-TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")), gpu=lambda: gpu_table(held("step_gpu")), rehearsal=lambda: rehearsal_table(held("rehearsal")))
+TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")),
+              text_encoder=lambda: text_encoder_table(held("text_encoder_precision")), gpu=lambda: gpu_table(held("step_gpu")), rehearsal=lambda: rehearsal_table(held("rehearsal")))
 
 
 def main():

@@ -73,6 +73,7 @@ class QwenImageEditTrainer(RunAttributes):
         self.run_table = RunTable(parts, c, self.state, self.planner)
         self.adapters = RunAdapters(parts, c, self.state, self.run_table)
         self.data = RunData(parts, c, self.adapters.geometry, self.run_table, planner=self.planner)
+        self.planner.see_text_encoder(self.data.open_cache())
         self.adapters.data = self.data # for the model card
         self.predictor = Predictor(parts, c.predict, self.adapters.geometry, self.adapters, self.data,
                                    self.state, self.device)

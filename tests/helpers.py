@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qie_nb.core.cache_layers import INDEX, open_layer
 from qie_nb.core.packed_index import DATABASE, index_checksum
@@ -62,6 +63,20 @@ def small_areas(variant, control, vl):
             mp.setattr(edit_plus, "CONDITION_IMAGE_SIZE", vl)
             mp.setattr(edit_plus, "VAE_IMAGE_SIZE", control)
         yield
+
+
+class PatchConvolutions(TorchDispatchMode):
+    "Counts the 3-D convolutions with the patches of a text encoder's vision tower."
+    def __init__(self, text_encoder):
+        super().__init__()
+        self.shape = text_encoder.model.visual.patch_embed.proj.weight.shape
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        convolves = function is torch.ops.aten.convolution.default
+        if convolves and args[1].shape == self.shape:
+            self.count += 1
+        return function(*args, **kwargs or {})
 
 
 def entries_of(layer) -> dict:

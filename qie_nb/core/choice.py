@@ -40,7 +40,8 @@ _LABELS = {
     "modulation": "modulation table", "compile": "compile",
     "checkpointing": "recomputation", "processes": "processes",
     "vae_device": "VAE, encoding", "text_encoder_device": "text encoder, encoding",
-    "encode_batch": "encoded at once", "decoder": "VAE, evaluation", "delete_shards": "delete downloads", "held_out": "held out",
+    "text_encoder_quantize": "text encoder, quantize", "encode_batch": "encoded at once",
+    "decoder": "VAE, evaluation", "delete_shards": "delete downloads", "held_out": "held out",
     "eval_interval": "evaluate", "hours": "stop after",
 }
 
@@ -122,6 +123,7 @@ class Plan:
     processes: Choice = None # number of them to start
     vae_device: Choice = None # while encoding
     text_encoder_device: Choice = None # the same
+    text_encoder_quantize: Choice = None # a name, or None
     encode_batch: Choice = None # images or prompts encoded at once
     decoder: Choice = None # where the VAE decodes evaluation images
     delete_shards: Choice = None # downloaded files once they are quantized?

@@ -23,24 +23,24 @@ VARIANT_NAMES = ("v1", "2509", "2511") # of the library, the newest last
 
 GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
     "t4": (
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4",
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto",
          "train.gradient_checkpointing": "selective"},
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4", "train.offload_activations": True}),
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto", "train.offload_activations": True}),
     "t4x2": (
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4",
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto",
          "train.gradient_checkpointing": "selective"},
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4", "train.offload_activations": True}),
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto", "train.offload_activations": True}),
     "l4": (
         {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"},
         {"model.quantize": "qfloat8"}),
     "rtx3060": (
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4",
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto",
          "train.gradient_checkpointing": "selective"},
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4", "train.offload_activations": True}),
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto", "train.offload_activations": True}),
     "rtx4080": (
-        {"model.quantize": "qfloat8", "model.text_encoder_quantize": "nf4",
+        {"model.quantize": "qfloat8", "model.text_encoder_quantize": "auto",
          "train.offload_activations": True},
-        {"model.quantize": "nf4", "model.text_encoder_quantize": "nf4"}),
+        {"model.quantize": "nf4", "model.text_encoder_quantize": "auto"}),
     "rtx3090": (
         {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"},
         {"model.quantize": "qfloat8", "train.gradient_checkpointing": "selective"}),

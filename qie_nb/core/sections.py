@@ -61,6 +61,9 @@ def _as_it_is(value): return value # pydantic's own serializer warns of a name t
 Quantized = Annotated[
     bool | Literal["none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"],
     WrapValidator(AcceptRegistered("quantization")), PlainSerializer(_as_it_is)]
+AutoQuantized = Annotated[
+    bool | Literal["auto", "none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"],
+    WrapValidator(AcceptRegistered("quantization")), PlainSerializer(_as_it_is)]
 VariantName = Annotated[
     Literal[("auto", *VARIANT_NAMES)],
     WrapValidator(AcceptRegistered("variant")), PlainSerializer(_as_it_is)]
@@ -96,8 +99,11 @@ class ModelSection(Section):
         on_resume="must match", overrides="quantize", needed_by="many", on_card=True,
         compared_as="model.quantize",
         also_called=("quant",))
-    text_encoder_quantize: Quantized = setting(False, "the same for the text encoder",
-        on_resume="must match", needed_by="many", compared_as="encoders")
+    text_encoder_quantize: AutoQuantized = setting(False,
+        "the same for the text encoder; auto: as the cache's entries were made, else the most exact "
+        "of none, 8 and 4 bits that fits the memory",
+        on_resume="must match", overrides="text_encoder_quantize", needed_by="many",
+        compared_as="encoders")
     text_encoder_offload: bool = setting(False, "keep it in host memory, move layer by layer",
         on_resume="recomputed")
     modulation_table: AutoBool = setting("auto",

@@ -91,7 +91,8 @@ class EditModel(Components):
     ) -> "EditModel":
         "The model that a configuration names, quantized as asked or as its prequantized copy is."
         c = config.model
-        quantize = dict(transformer=c.quantize, text_encoder=c.text_encoder_quantize)
+        text = plan.text_encoder_quantize # None: the model's files and the cache decide
+        quantize = dict(transformer=c.quantize, text_encoder=text.value if text else None)
         model = cls(c.pretrained_model_name_or_path, getattr(torch, plan.dtype.value), c.variant,
                     dict(transformer=torch.device(plan.device.value)), quantize, c.revision,
                     ["text_encoder"] if c.text_encoder_offload else [], plan.delete_shards.value,

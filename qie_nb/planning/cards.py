@@ -23,15 +23,16 @@ from ..core.presets import MODEL, first_steps
 from ..devices.strategies.ways import used_by
 from ..models.loading import work_bytes
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
-from .decisions import AUTO, HOST_SHARE, choose_compile, choose_decoder, fits_gpus, memory_text, room_of
-from .disk_space import ENCODERS, LM_HEAD, TEXT_4BIT, checkpoint_bytes, model_areas
-from qie_nb.planning.facts import (
-    GPUS, KNOWN_GPUS, Gpu, KnownGpu, Machine, ModelFacts, SoFar, is_installed, known_gpu_name, machine_with,
-    parse_gpu)
+from .decisions import (
+    AUTO, HOST_SHARE, choose_compile, choose_decoder, choose_text_encoder_quantize, fits_gpus, memory_text, room_of)
+from .disk_space import ENCODERS, checkpoint_bytes, model_areas, text_encoder_bytes
+from .facts import (
+    GPUS, KNOWN_GPUS, Gpu, KnownGpu, Machine, ModelFacts, SoFar, TextEncoderFacts, is_installed, known_gpu_name,
+    machine_with, parse_gpu)
 from .memory import (
     Memory, MemoryQuery, block_bytes, block_layers, input_bytes, memory_of, model_facts, other_bytes, parameters,
     sampling_bytes, stored_quantization, stream_tokens, weight_bytes)
-from .plan import expected_decoding, expected_obstacle, make_plan, step_query
+from .plan import encoding_bytes, expected_decoding, expected_obstacle, make_plan, step_query
 from .prediction import PredictionFacts, choose_placement
 
 # %% ../../nbs/planning/03b_cards.ipynb #adea7685
@@ -306,16 +307,27 @@ PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
 
 _gb = lambda n: f"{n / 1e9:.1f} GB"
 
-def _encoders(q, kind:str=None) -> dict: # bytes; `kind`: text encoder's quantization, default four bits
-    four = advised("4 bits")
-    scale, narrow = q.base_bytes / 2, QUANTIZATIONS[kind or four].bits / QUANTIZATIONS[four].bits
-    return dict(text=(PUBLISHED["text_encoder"] - LM_HEAD) * scale, vae=PUBLISHED["vae"] * scale,
-                quantized=TEXT_4BIT[0] * narrow + TEXT_4BIT[1] * scale,
-                work=work_bytes(256 * max(q.target, q.control)))
+def _encoders(q, kind:str=None) -> dict: # bytes; `kind`: text encoder's quantization
+    scale = q.base_bytes / 2
+    return dict(text=text_encoder_bytes(None, q.base_bytes), vae=PUBLISHED["vae"] * scale,
+                quantized=text_encoder_bytes(kind, q.base_bytes), work=work_bytes(256 * max(q.target, q.control)))
 
 def _is_tiny(q) -> bool: return parameters(replace(q, table=False)) < 1e9
 
 # %% ../../nbs/planning/03b_cards.ipynb #4387e301
+def text_encoder_choice(
+    q:MemoryQuery,
+    gpu:Gpu,
+    wanted:object=AUTO, # `model.text_encoder_quantize`
+    offload:bool=False, # `model.text_encoder_offload`
+) -> Choice:
+    "How a text encoder of the published size is quantized on a GPU, with an empty cache."
+    area = 256 * max(q.target, q.control)
+    sizes = encoding_bytes(area, q.base_bytes)
+    if gpu.count > 1: # the VAE may be on another
+        sizes[None] = encoding_bytes(area, q.base_bytes, with_vae=False)[None]
+    return choose_text_encoder_quantize(wanted, offload, TextEncoderFacts(sizes, room_of(gpu)))
+
 def encoder_settings(
     q:MemoryQuery,
     gpu:Gpu, # or None
@@ -324,14 +336,14 @@ def encoder_settings(
     "The settings that make precompute fit a GPU, for a model of the published size."
     m, out = config.model, {}
     if not gpu or _is_tiny(q): return out
-    kind = parse_quantization(m.text_encoder_quantize)
-    e, limit = _encoders(q, kind), room_of(gpu)
-    text, work = 0 if m.text_encoder_offload else e["text"], e["work"]
-    total = lambda: text + e["vae"] + max(work["vae"], work["text_encoder"])
-    if kind: text = e["quantized"]
-    elif (text + work["text_encoder"] if gpu.count > 1 else total()) > limit:
-        text, out["model"] = e["quantized"], dict(text_encoder_quantize=advised("4 bits"))
-    if total() > limit and config.cache.vae_encoder_device == "auto":
+    is_open = parse_quantization(None if m.text_encoder_quantize == AUTO else m.text_encoder_quantize) is None
+    choice = text_encoder_choice(q, gpu, AUTO if is_open else m.text_encoder_quantize, m.text_encoder_offload)
+    e, limit = _encoders(q, choice.value), room_of(gpu)
+    text, work = 0 if m.text_encoder_offload else e["quantized"], e["work"]
+    if choice.value and is_open and m.text_encoder_quantize != AUTO:
+        out["model"] = dict(text_encoder_quantize=AUTO)
+    total = text + e["vae"] + max(work["vae"], work["text_encoder"])
+    if total > limit and config.cache.vae_encoder_device == AUTO:
         out["cache"] = dict(vae_encoder_device="cuda:1" if gpu.count > 1 else "cpu")
     return out
 
@@ -344,8 +356,13 @@ def _other(q, gpu) -> list: # (task, what it needs)
     if not gpu: return [("precompute", text)]
     limit = room_of(gpu)
     if total > limit:
-        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` "
-                 f"{advised('4 bits')} ({_gb(e['quantized'])}), or `model.text_encoder_offload` true")
+        choice = text_encoder_choice(q, gpu)
+        kind, setting = choice.value, AUTO
+        if kind is None: # it fits alone, with the VAE on another GPU
+            kind = setting = advised("4 bits")
+        size = text_encoder_bytes(kind, q.base_bytes)
+        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` {setting} ({kind}, {_gb(size)}), "
+                 "or `model.text_encoder_offload` true")
     whole = replace(q, table=False, block_swap=False, devices=1)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit
     transformer = weight_bytes(replace(whole, table=small))[0]

@@ -8,7 +8,8 @@ __all__ = ['LEAST_DRIVER', 'OLDER_WHEELS', 'AUTO', 'MOST_ON_CPU', 'SCALED', 'AS_
            'choose_encoder_device', 'choose_dtype', 'choose_sharded', 'choose_quantize', 'choose_split',
            'choose_block_swap', 'choose_offload', 'choose_products', 'room_of', 'memory_text', 'fits_gpus', 'host_room',
            'choose_processes', 'choose_hours', 'choose_eval_interval', 'choose_held_out', 'choose_modulation',
-           'choose_compile', 'choose_checkpointing', 'choose_encode_batch', 'choose_decoder', 'choose_delete_shards']
+           'choose_compile', 'choose_checkpointing', 'choose_text_encoder_quantize', 'choose_encode_batch',
+           'choose_decoder', 'choose_delete_shards']
 
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
@@ -22,8 +23,9 @@ from ..devices.placement import SHARE
 from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
 from ..models.quantizations.known import QUANTIZATIONS, parse_quantization
-from .facts import (
-    ENOUGH_IMAGES, UNKNOWN, DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
+from qie_nb.planning.facts import (
+    ENOUGH_IMAGES, UNKNOWN, DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar,
+    TextEncoderFacts)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #e9fc1d89
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580} # {CUDA's major version: of the driver}, CUDA's release notes
@@ -461,6 +463,52 @@ def choose_checkpointing(
            f", this one takes {needed[value] / 1e9:.1f}")
     return Choice(value, why, setting, warning=f"`{setting}` is {str(value).lower()} in this run: {why}")
 
+
+# %% ../../nbs/planning/00b_decisions.ipynb #7e5c0d02
+_TEXT = "model.text_encoder_quantize"
+
+def _kind_name(kind:str) -> str: # kind: a quantization, or None
+    "A kind of text encoder in a sentence."
+    return kind or "a plain text encoder"
+
+def _as_cached(facts:TextEncoderFacts) -> Choice:
+    "The kind of the cache's entries; of several, the most exact."
+    kinds = [kind for kind in facts.bytes if kind in facts.cached] or list(facts.cached)
+    if len(facts.cached) == 1:
+        return Choice(kinds[0], f"the cache holds {facts.entries} entries of {_kind_name(kinds[0])}", _TEXT)
+    names = " and ".join(_kind_name(kind) for kind in facts.cached)
+    return Choice(kinds[0], f"the cache holds entries of {names}", _TEXT)
+
+def _most_exact(facts:TextEncoderFacts) -> Choice:
+    "The first kind that fits; if none does, the smallest."
+    kind = None
+    for kind, needed in facts.bytes.items():
+        if needed <= facts.room:
+            compared = f"{needed / 1e9:.1f} of {facts.room / 1e9:.1f} GB"
+            why = f"the most exact that fits ({compared})" if kind else f"it fits as it is ({compared})"
+            return Choice(kind, why, _TEXT)
+    return Choice(kind, f"the smallest; none fits {facts.room / 1e9:.1f} GB", _TEXT)
+
+def choose_text_encoder_quantize(
+    wanted:object, # `model.text_encoder_quantize`
+    offload:bool=False, # `model.text_encoder_offload`
+    facts:TextEncoderFacts=None, # None: not known yet
+) -> Choice: # a name, or None; None: the facts decide
+    "How the text encoder is quantized."
+    kind = None if wanted == AUTO else parse_quantization(wanted)
+    if kind:
+        return Choice(kind, f"`{_TEXT}` says so", _TEXT, True)
+    if facts is not None and facts.stored:
+        return Choice(facts.stored, "the weights are stored so", _TEXT)
+    if wanted != AUTO:
+        return Choice(None, "nothing asks for it", _TEXT)
+    if offload:
+        return Choice(None, "`model.text_encoder_offload` keeps it in host memory", _TEXT)
+    if facts is None:
+        return None
+    if facts.cached and facts.entries:
+        return _as_cached(facts)
+    return _most_exact(facts)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #5c8e7271
 MOST_AT_ONCE = 4

@@ -23,7 +23,7 @@ from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
-from .decisions import choose_delete_shards
+from .decisions import AUTO, choose_delete_shards
 from .memory import (
     MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, model_folder, numbers, optimizer_bytes,
     other_bytes, parameters, row_dtype)
@@ -174,20 +174,33 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
 LM_HEAD = 1.09e9 # of the text encoder's; never in memory
 TEXT_4BIT = (3.36e9, 3.58e9 - LM_HEAD) # text encoder: layers in four bits, the rest in bfloat16
+
+def text_encoder_bytes(
+    kind:str=None, # quantization; None: plain
+    base_bytes:int=2, # of a number that is not quantized
+) -> float:
+    "Bytes of the published text encoder in memory; its embeddings and vision tower are never quantized."
+    scale = base_bytes / 2
+    if kind is None:
+        return (ENCODERS["text_encoder"] - LM_HEAD) * scale
+    layers, rest = TEXT_4BIT
+    narrower = QUANTIZATIONS[kind].bits / QUANTIZATIONS[advised("4 bits")].bits
+    return layers * narrower + rest * scale
 LARGEST_FILE = dict(text_encoder=4.97e9, transformer=9.99e9) # of the published models, bytes
 
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
 
 def _deletable(config, q) -> dict: # {component: its quantization}
     "The components whose downloaded files can be deleted once they are quantized."
-    kinds = dict(text_encoder=parse_quantization(config.model.text_encoder_quantize), transformer=q.quantization)
+    wanted = config.model.text_encoder_quantize
+    text = advised("8 bits without float8") if wanted == AUTO else parse_quantization(wanted)
+    kinds = dict(text_encoder=text, transformer=q.quantization)
     return {part: kind for part, kind in kinds.items() if kind and not QUANTIZATIONS[kind].unsaved()}
 
 def _copy_bytes(config, q, part:str, kind:str) -> int:
     "Bytes of a quantized copy, with the modulation table that is packed into it."
     if part == "text_encoder":
-        layers, rest = TEXT_4BIT
-        return int(layers * QUANTIZATIONS[kind].bits / QUANTIZATIONS[advised("4 bits")].bits + rest)
+        return int(text_encoder_bytes(kind))
     stored = replace(q, base_bytes=2) # as narrow as the checkpoint
     return q.layers * block_bytes(stored) + other_bytes(stored) + table_bytes(config, q)
 

@@ -6,11 +6,12 @@
 __all__ = ['ENOUGH_IMAGES', 'TURING', 'GEFORCE', 'DATA_CENTRE', 'KNOWN_GPUS', 'NO_KERNELS', 'GPUS', 'UNKNOWN', 'GpuInfo',
            'installed_gpus', 'drives_a_screen', 'Reached', 'KnownGpu', 'known_gpu_name', 'runs_on', 'Machine', 'Gpu',
            'is_installed', 'machine_with', 'driver_of_smi', 'nvidia_driver', 'hides_gpus', 'has_headers',
-           'this_machine_facts', 'SoFar', 'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'EncodingFacts',
-           'encoding_facts', 'DecodingFacts', 'decoding_facts']
+           'this_machine_facts', 'SoFar', 'ModelFacts', 'facts_of_model', 'PairFacts', 'pair_facts', 'TextEncoderFacts',
+           'cached_kinds', 'EncodingFacts', 'encoding_facts', 'DecodingFacts', 'decoding_facts']
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
 import json, math, os, re, shutil, subprocess, sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -380,6 +381,7 @@ class SoFar:
     decoding: "DecodingFacts" = None # once an evaluation's images are decoded
     decoder_failed: str = "" # GPU on which the decoder ran out of memory
     quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy; none: not at all
+    text_encoder: "TextEncoderFacts" = None # once the model's files and the cache were looked at
     given: str = "" # what cannot be handed to other processes: callbacks, a loader
     optional: bool = False # are these the callbacks, which only `auto` minds?
     begun_here: bool = False # does this process hold a run that it began?
@@ -423,6 +425,37 @@ def pair_facts(
     if len(samples) < ENOUGH_IMAGES:
         return PairFacts(len(samples))
     return PairFacts(len(samples), control_images(samples))
+
+# %% ../../nbs/planning/00_facts.ipynb #c55f3011
+@dataclass(frozen=True)
+class TextEncoderFacts:
+    "The text encoder: its memory by kind, and the kinds that exist already."
+    bytes: dict = field(default_factory=dict) # {quantization or None: bytes while encoding}, most exact first
+    room: float = float("inf") # bytes that it may take
+    stored: str = None # quantization of the model's prequantized copy
+    cached: tuple = () # quantizations, or None, of the cache's entries of this variant and dtype
+    entries: int = 0 # prompt embeddings in the cache
+
+def cached_kinds(
+    identities:dict, # {id: identity} of a cache
+    variant:str, # name
+    dtype:str, # of the encoders
+    known:Iterable, # names of quantizations
+    only:str=None, # `cache.encoder_id`
+) -> tuple: # of names, or None for a text encoder that is not quantized
+    "How the text encoders were quantized that filled a cache."
+    kinds = []
+    for name, identity in identities.items():
+        if only is not None and name != only:
+            continue
+        if identity.get("variant") != variant or identity.get("dtype") != dtype:
+            continue
+        kind = str(identity.get("text_encoder")).rpartition("-")[2]
+        if kind == "plain":
+            kinds.append(None)
+        elif kind in known:
+            kinds.append(kind)
+    return tuple(dict.fromkeys(kinds))
 
 # %% ../../nbs/planning/00_facts.ipynb #c55f30f2
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from qie_nb.models.encoders import PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, suffix_ids
+from qie_nb.models.encoders import (
+    PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, patch_product, suffix_ids)
 from qie_nb.models.components import load_component
 from qie_nb.models.variants.text_to_image import QwenImage
+from helpers import PatchConvolutions
 from tiny_rig import close, random_images, rig, rms
 
 PROMPTS = ["make the sky green", "", "remove the second boat from the left, keep its shadow", "x"]
@@ -71,6 +73,56 @@ def test_bfloat16_is_as_close_to_float32_as_one_pass():
         for errors, encode in ((shared, joined), (plain, whole)): errors.append(encode(r, prompt, images, bf16) - exact)
     assert joined(r, "x", images, bf16).dtype == torch.bfloat16 and rms(plain) > 1e-3
     assert rms(shared) <= 1.1 * rms(plain)
+
+
+# --- patches as a matrix product
+def proj_of(text_encoder): return text_encoder.model.visual.patch_embed.proj
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_is_the_convolution(dtype, tolerance, biased):
+    te = copy.deepcopy(rig("2511").te).to(dtype)
+    proj = proj_of(te)
+    if biased:
+        proj.bias = torch.nn.Parameter(torch.randn(proj.out_channels, dtype=dtype))
+    patches = torch.randn(7, *proj.weight.shape[1:], dtype=dtype)
+    with PatchConvolutions(te) as plain:
+        expected = proj(patches)
+    with patch_product(te), PatchConvolutions(te) as fast:
+        got = proj(patches)
+    with patch_product(te, on=False), PatchConvolutions(te) as off:
+        assert torch.equal(proj(patches), expected)
+    assert (plain.count, fast.count, off.count) == (1, 0, 1)
+    close(got, expected, tolerance)
+
+
+def test_other_inputs_are_convolved():
+    te = rig("2511").te
+    proj = proj_of(te)
+    video = torch.randn(2, *(n if i == 0 else 2 * n for i, n in enumerate(proj.weight.shape[1:])))
+    with patch_product(te):
+        got = proj(video)
+    assert got.shape[2:] == (2, 2, 2) and torch.equal(got, proj(video))
+
+
+def test_the_text_encoder_is_restored_after_an_error():
+    te, other = copy.deepcopy(rig("2511").te), rig("2511").te
+    proj = proj_of(te)
+    before = {n: p.data_ptr() for n, p in te.named_parameters()}
+    kept = {n: t.clone() for n, t in te.state_dict().items()}
+    def own(*args): return type(proj)._conv_forward(proj, *args)
+    proj._conv_forward = own # a caller's
+    with pytest.raises(ZeroDivisionError), patch_product(te):
+        assert proj._conv_forward is not own and "_conv_forward" not in vars(proj_of(other)), "the class is as it was"
+        1 / 0
+    assert proj._conv_forward is own
+    del proj._conv_forward
+    with patch_product(te):
+        pass
+    assert not any("_conv_forward" in vars(m) for m in te.modules())
+    assert {n: p.data_ptr() for n, p in te.named_parameters()} == before, "no weight is copied"
+    assert all(torch.equal(t, kept[n]) for n, t in te.state_dict().items())
 
 
 # --- the cut

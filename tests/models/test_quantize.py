@@ -27,7 +27,7 @@ from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization,
 from qie_nb.models.quantizations.known import quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import divided, on_call, random_lora, settings, slow_except
+from helpers import PatchConvolutions, divided, on_call, random_lora, settings, slow_except
 
 ROOT, FOLDER = Path(__file__).parents[2], tiny_folder("2511")
 CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
@@ -300,6 +300,42 @@ def test_an_offloaded_encoder_gives_the_same_embeddings(variant):
         a, b = (embed(te, prompt, variant, share_prefix=bool(prompt)) for te in (plain, offload(offloaded, "cpu"))) # again each time
         assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert all(p.is_meta for p in offloaded.parameters())
+
+
+@pytest.mark.parametrize("how", ["plain", "offloaded", *slow_except(["nf4"], ["nf4", "qint8", "int8"])])
+def test_every_text_encoder_embeds_patches_by_a_product(how):
+    te = load("text_encoder", None if how in ("plain", "offloaded") else how)
+    if how == "offloaded":
+        offload(te, "cpu")
+    with PatchConvolutions(te) as fast:
+        a = embed(te)
+    with PatchConvolutions(te) as plain:
+        b = embed(te, share_prefix=False)
+    assert (fast.count, plain.count) == (0, 1)
+    assert distance(a, b) < (1e-5 if how in ("plain", "offloaded") else 1e-2)
+
+
+def test_a_cache_of_one_kind_is_not_encoded_again(pairs, tmp_path, built):
+    root = pairs()
+    assert trainer_for(root, tmp_path, text_encoder_quantize="nf4").cache_embeddings().encoded == 3
+    built.clear()
+    again = trainer_for(root, tmp_path, text_encoder_quantize="auto")
+    choice = again.plan.text_encoder_quantize
+    assert (choice.value, choice.why) == ("nf4", "the cache holds 3 entries of nf4")
+    assert again.components.quantize["text_encoder"] == "nf4"
+    report = again.cache_embeddings()
+    assert (report.encoded, report.reused) == (0, 3) and not built, "no encoder is loaded"
+    explicit = trainer_for(root, tmp_path, text_encoder_quantize="qint8")
+    assert explicit.plan.text_encoder_quantize.asked and explicit.cache_embeddings().encoded == 3
+
+
+def test_a_new_cache_gets_the_most_exact_kind(pairs, tmp_path):
+    trainer = trainer_for(pairs(), tmp_path, text_encoder_quantize="auto")
+    choice = trainer.plan.text_encoder_quantize
+    assert choice.value is None and choice.why.startswith("it fits as it is")
+    assert trainer.components.quantize["text_encoder"] is None
+    assert trainer.cache_embeddings().encoded == 3
+    assert trainer.components.identity()["text_encoder"].endswith("-plain")
 
 
 @pytest.mark.slow

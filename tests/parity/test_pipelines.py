@@ -1,6 +1,6 @@
 """Embeddings, latents, schedule, velocity and image equal those of diffusers' edit pipelines; tiny random models, float32 on a CPU.
 
-`on` is our faster computation: 2-D VAE convolutions and a shared prompt prefix. Floats are compared to rounding; with `on` False a few cases are also
+`on` is our faster computation: 2-D VAE convolutions, a shared prompt prefix, and patches of images as a matrix product. Floats are compared to rounding; with `on` False a few cases are also
 compared bit for bit (marked `bits`).
 """
 import json, shutil
@@ -29,7 +29,7 @@ from qie_nb.models.flow_matching import img_shapes, pack_latents
 from qie_nb.models.variants.text_to_image import QWEN_IMAGE
 from qie_nb.predict import edit, sampling_schedule, start_noise
 from qie_nb.tiny.random_models import tiny_folder
-from helpers import random_lora, small_areas
+from helpers import PatchConvolutions, random_lora, small_areas
 from tiny_rig import close, random_image
 
 CONTROL, VL = 128 * 128, 112 * 112                # pixels; the pipelines' own are 1024*1024 and 384*384
@@ -296,6 +296,21 @@ def test_training_conditioning_and_target(case, tmp_path, on):
     assert data[0]["cached"] and torch.equal(data[0]["pixel_latent"], got["pixel_latent"])
     shapes = img_shapes(got["pixel_latent"].shape[-2:], [c.shape[-2:] for c in controls])
     assert rows(shapes)[0][1:] == rows(run.calls[0][0]["img_shapes"])[0][1:]
+
+
+@each([Case("v1"), Case("2509", 3), Case("2511", 2)])
+@both_ways
+def test_only_the_plain_way_convolves_patches_in_3d(case, on, tmp_path):
+    r = rig_of(case)
+    text_encoder = r.parts.get("text_encoder")
+    weight = text_encoder.model.visual.patch_embed.proj.weight.clone()
+    with PatchConvolutions(text_encoder) as encoding:
+        filled(tmp_path, r, case.n, on=on)
+    with PatchConvolutions(text_encoder) as editing:
+        edit_call(r, r.transformer, control_images(case.n), 4.0, on=on)
+    expected = 0 if on else 2 # prompt and empty prompt, or prompt and negative prompt
+    assert (encoding.count, editing.count) == (expected, expected)
+    same(text_encoder.model.visual.patch_embed.proj.weight, weight)
 
 
 @each_variant

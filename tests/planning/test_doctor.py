@@ -186,8 +186,8 @@ def test_the_plan_is_part_of_the_report(machine, real):
 
 # --- the configuration for this machine
 @pytest.mark.parametrize("gpus, side, area, expected", [
-    ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"), train=dict(offload_activations=True))),
-    ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="nf4", text_encoder_quantize="nf4"), train=dict(gradient_checkpointing="selective")))], ids=["T4", "2xT4"])
+    ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="auto"), train=dict(offload_activations=True))),
+    ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="nf4", text_encoder_quantize="auto"), train=dict(gradient_checkpointing="selective")))], ids=["T4", "2xT4"])
 def test_config_changes_only_what_the_plan_sets(gpus, side, area, expected, machine, real, capsys):
     real |= dict(model=real["model"] | dict(quantize="none"), data=dict(image_size=[side, side], control_area=area), optimizer=dict(lr=3e-4))
     report = doctor(real, replace(machine, gpus=gpus))

@@ -27,11 +27,22 @@ from qie_nb.planning.decisions import (
     choose_modulation,
     choose_processes,
     choose_products,
+    choose_text_encoder_quantize,
     fits_gpus,
     room_of,
     old_driver,
 )
-from qie_nb.planning.facts import UNKNOWN, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar
+from qie_nb.planning.facts import (
+    UNKNOWN,
+    EncodingFacts,
+    GpuInfo,
+    Machine,
+    ModelFacts,
+    PairFacts,
+    SoFar,
+    TextEncoderFacts,
+    cached_kinds,
+)
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import WHEN_NEEDED
 from qie_nb.models.loading import work_bytes
@@ -40,11 +51,14 @@ from qie_nb.planning.memory import REAL
 from qie_nb.planning.plan import (
     PlanFacts,
     Planner,
+    encoder_room,
+    encoding_bytes,
     first_that_fits,
     fits_machine,
     make_plan,
     smaller,
     step_memory,
+    text_encoder_facts,
     ways_to_save,
 )
 from qie_nb.planning.prediction import PredictionFacts, choose_part_devices, choose_placement
@@ -547,6 +561,121 @@ def test_a_plan_is_made_again_with_new_facts_and_never_patched(learned):
         before.device = None
     with pytest.raises(FrozenInstanceError):
         planner.so_far.steps = 3
+
+
+# --- the text encoder's precision
+NF4_CACHE = dict(cached=("nf4",), entries=50)
+
+
+def text_facts(name, side, **more) -> TextEncoderFacts:
+    "Those of the published model on a machine, for images of a size."
+    plan, machine = plan_on(name), MACHINES[name]
+    base_bytes = 4 if plan.dtype.value == "float32" else 2
+    room = encoder_room(machine, plan.text_encoder_device.value)
+    return TextEncoderFacts(encoding_bytes(side * side, base_bytes), room, **more)
+
+
+def text_kinds(side, **more) -> dict: # {machine: kind}
+    "What `auto` is on each machine."
+    found = {}
+    for name in MACHINES:
+        so_far = SoFar(text_encoder=text_facts(name, side, **more))
+        found[name] = plan_on(name, so_far, model=dict(text_encoder_quantize="auto")).text_encoder_quantize.value
+    return found
+
+
+def test_a_new_cache_is_encoded_by_the_most_exact_text_encoder_that_fits():
+    small = {"T4": "qint8", "2 x T4": "qint8", "RTX 3060": "qint8", "Kaggle's disk": "qint8"}
+    assert text_kinds(512) == on(None) | small
+    large = dict.fromkeys(small, "nf4")
+    assert text_kinds(1024) == on(None) | large, "the VAE needs more beside it"
+
+
+def test_the_kind_of_a_filled_cache_is_kept():
+    assert text_kinds(512, **NF4_CACHE) == on("nf4")
+    assert text_kinds(512, cached=("nf4",)) == text_kinds(512), "a manifest without entries decides nothing"
+    so_far = SoFar(text_encoder=text_facts("T4", 512, **NF4_CACHE))
+    choice = plan_on("T4", so_far, model=dict(text_encoder_quantize="auto")).text_encoder_quantize
+    assert choice.why == "the cache holds 50 entries of nf4" and not choice.asked
+    plain = choose_text_encoder_quantize("auto", facts=text_facts("T4", 512, cached=(None,), entries=7))
+    assert plain.value is None and plain.why == "the cache holds 7 entries of a plain text encoder"
+    both = choose_text_encoder_quantize("auto", facts=text_facts("H100", 512, cached=("nf4", "qint8"), entries=9))
+    assert both.value == "qint8" and both.why == "the cache holds entries of nf4 and qint8"
+    other = choose_text_encoder_quantize("auto", facts=text_facts("H100", 512, cached=("qint4",), entries=9))
+    assert other.value == "qint4", "also a kind that would not be chosen"
+
+
+def test_a_setting_decides_the_text_encoder_itself():
+    facts = text_facts("T4", 512, **NF4_CACHE)
+    asked = choose_text_encoder_quantize("qfloat8", facts=facts)
+    assert (asked.value, asked.asked) == ("qfloat8", True)
+    for wanted in (False, "none", None):
+        assert choose_text_encoder_quantize(wanted, facts=facts).value is None
+    assert choose_text_encoder_quantize("auto", offload=True, facts=facts).value is None, "refused together"
+    assert choose_text_encoder_quantize("auto") is None, "the files and the cache were not looked at yet"
+    stored = replace(facts, stored="qint8")
+    assert [choose_text_encoder_quantize(w, facts=stored).value for w in ("auto", False)] == ["qint8", "qint8"]
+    small = replace(facts, cached=(), room=1.0)
+    assert choose_text_encoder_quantize("auto", facts=small).value == "nf4", "the smallest, if none fits"
+
+
+def test_kinds_are_those_of_this_variant_dtype_and_encoder():
+    one = dict(variant="2511", dtype="float32")
+    known = {
+        "a": one | dict(text_encoder="1-2-nf4"),
+        "b": one | dict(text_encoder="1-2-plain"),
+        "c": one | dict(text_encoder="1-2-unheard"),
+        "d": one | dict(text_encoder="1-2-qint8", dtype="bfloat16"),
+        "e": one | dict(text_encoder="1-2-qint4", variant="v1"),
+    }
+    names = ("nf4", "qint8", "qint4")
+    assert cached_kinds(known, "2511", "float32", names) == ("nf4", None)
+    assert cached_kinds(known, "2511", "float32", names, "b") == (None,)
+    assert cached_kinds({}, "2511", "float32", names) == ()
+
+
+class Parts:
+    "What the facts ask of a model that is not downloaded."
+    variant = EditModel("tiny").variant
+    areas = dict(control_area=512 * 512)
+    quantize = {}
+
+    def __init__(self, folder):
+        self.folder = folder
+
+
+class FilledCache:
+    "A cache with three prompts by nf4, whose reads are counted."
+    reads = 0
+
+    def __init__(self, dtype):
+        self.identity = dict(variant=Parts.variant.name, dtype=dtype, text_encoder="1-nf4")
+        self.layers = [self]
+
+    def identities(self):
+        self.reads += 1
+        return {"a": self.identity}
+
+    def entries(self, kind):
+        assert kind == "prompt_embed"
+        yield from (("aa", 1), ("ab", 1), ("ac", 1))
+
+
+def test_the_facts_of_a_text_encoder(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (7, 5))
+    config = make_config(dict(data=dict(image_size=[512, 512], control_area=512 * 512)))
+    machine, plan = MACHINES["T4"], plan_on("T4")
+    found = text_encoder_facts(Parts(tmp_path), config, machine, plan)
+    assert found == text_facts("T4", 512)
+    cache = FilledCache("float32")
+    filled = text_encoder_facts(Parts(tmp_path), config, machine, plan, cache)
+    assert filled == replace(found, cached=("nf4",), entries=3) and cache.reads == 1
+    assert not text_encoder_facts(Parts(tmp_path), config, machine, plan, FilledCache("bfloat16")).cached
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (5, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: "old")
+    assert "nf4" not in text_encoder_facts(Parts(tmp_path), config, machine, plan).bytes, "it cannot run there"
+    unequal = replace(machine, gpus=(RTX4090, T4))
+    assert encoder_room(unequal, "cuda:0") == encoder_room(unequal, "cuda:1"), "all processes choose the same"
 
 
 # --- settings that decide instead, and presets

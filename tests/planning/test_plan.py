@@ -71,10 +71,12 @@ def test_changes_make_the_chosen_configuration(gpu):
     assert replace(again.asked.query, compiled=False) == replace(p.chosen.query, compiled=False) and not again.changes
 
 
-CPU, SECOND, NF4 = dict(cache=dict(vae_encoder_device="cpu")), dict(cache=dict(vae_encoder_device="cuda:1")), dict(model=dict(text_encoder_quantize="nf4"))
+CPU, SECOND = dict(cache=dict(vae_encoder_device="cpu")), dict(cache=dict(vae_encoder_device="cuda:1"))
+AUTO = dict(model=dict(text_encoder_quantize="auto"))
 
 @pytest.mark.parametrize("gpu, side, area, expected", [
-    ("T4", 512, 1280, NF4 | CPU), ("T4", 512, 1024, NF4), ("2xT4", 1280, 1280, NF4 | SECOND), ("2xT4", 1024, 1024, NF4), ("L4", 512, 1280, NF4), ("L4", 512, 1024, {}), ("H100", 1024, 1024, {})])
+    ("T4", 512, 1280, AUTO | CPU), ("T4", 512, 1024, AUTO), ("2xT4", 1280, 1280, AUTO | SECOND),
+    ("2xT4", 1024, 1024, AUTO), ("L4", 512, 1280, AUTO), ("L4", 512, 1024, {}), ("H100", 1024, 1024, {})])
 def test_encoders_are_made_to_fit(gpu, side, area, expected):
     c = make_config(dict(data=dict(image_size=[side, side], control_area=area**2)))
     q = memory_query(c, model_facts("2511")[0], 2 if gpu in ("L4", "H100") else 4)
@@ -85,9 +87,10 @@ def test_settings_for_the_encoders_are_kept():
     q, t4, c = memory_query(make_config(None), model_facts("2511")[0], 4), parse_gpu("T4"), make_config(None)
     new = lambda **sections: encoder_settings(q, t4, make_config(sections))
     large = dict(data=dict(control_area=1280**2))
-    assert new() == NF4 and new(model=dict(text_encoder_quantize="qint8")) == CPU, "eight bits leave less"
-    assert encoder_settings(memory_query(make_config(large), model_facts("2511")[0], 4), t4, make_config(large | dict(cache=dict(vae_encoder_device="cuda:0")))) == NF4
+    assert new() == AUTO and new(model=dict(text_encoder_quantize="qint8")) == CPU, "eight bits leave less"
+    assert encoder_settings(memory_query(make_config(large), model_facts("2511")[0], 4), t4, make_config(large | dict(cache=dict(vae_encoder_device="cuda:0")))) == AUTO
     assert new(model=dict(text_encoder_offload=True)).get("model") is None
+    assert new(model=dict(text_encoder_quantize="auto")) == {}, "it is set already"
     assert encoder_settings(q, None, c) == {}, "no GPU"
     assert encoder_settings(memory_query(c, model_facts("tiny")[0], 4), t4, c) == {}, "a tiny model"
 
