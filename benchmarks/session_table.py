@@ -40,7 +40,7 @@ def rates(site): # {name: (amount a second, source)}
 
 def gpu_rates(gpu): # {name: (amount a second, source)}
     "The planner's own rates of a GPU."
-    from qie_nb.planning.facts import KNOWN_GPUS
+    from qie_nb.core.presets import KNOWN_GPUS
     from qie_nb.planning.cards import ATTENTION, BANDWIDTH, bytes_rate, parse_gpu, product_rate
     known = KNOWN_GPUS[parse_gpu(gpu).name]
     float32, float16 = (product_rate(known, dtype) * 1e12 for dtype in ("float32", "float16"))
@@ -128,7 +128,8 @@ def sizes(where):
 
 def verdicts(where):
     from qie_nb.planning.disk_space import table_bytes
-    from qie_nb.planning.cards import PUBLISHED, TEXT_4BIT
+    from qie_nb.planning.cards import PUBLISHED
+    from qie_nb.planning.disk_space import TEXT_4BIT
     from qie_nb.config import make_config
     site, out = SITES[where], [f"- Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."]
     for side, products, p, disk, phases in cases(where):

@@ -23,7 +23,7 @@ from .devices.placement import (
 from .encoding.encoder import Encoder
 from .models.quantizations.known import parse_quantization
 from .planning.facts import this_machine_facts
-from .planning.prediction import choose_part_devices, choose_placement, prediction_facts
+from .planning.parts import choose_part_devices, choose_placement, prediction_facts
 from qie_nb.sampling.edits import (
     cached_data, cached_edits, check_sampling, factor_of, make_edits, run_edits, run_encoded,
     seeds_of)

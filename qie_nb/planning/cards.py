@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ATTENTION', 'FLOAT32', 'BANDWIDTH', 'ELEMENTWISE', 'FLOAT32_ADAPTER', 'TWO_MODULATIONS', 'COMPILED', 'CARDS',
            'product_rate', 'bytes_rate', 'products_dtype', 'elementwise_bytes', 'step_seconds', 'speedup', 'rank_cost',
-           'can_be_compiled', 'strategies', 'tasks_beside_steps', 'may_compile', 'plan', 'card_table']
+           'strategies', 'tasks_beside_steps', 'plan', 'card_table']
 
 # %% ../../nbs/planning/03b_cards.ipynb #cc7f4e06
 import math, re
@@ -13,27 +13,27 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-import torch, yaml
+import yaml
 from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.choice import Choice, Plan
 from ..core.display import note, table_html, text_table
-from ..core.presets import MODEL, first_steps
+from ..core.presets import KNOWN_GPUS, MODEL, KnownGpu, first_steps, known_gpu_name
 from ..devices.strategies.ways import used_by
 from ..models.loading import work_bytes
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .decisions import (
-    AUTO, HOST_SHARE, choose_compile, choose_decoder, choose_text_encoder_quantize, fits_gpus, memory_text, room_of)
+    AUTO, HOST_SHARE, fits_gpus, memory_text, room_of)
 from .disk_space import ENCODERS, checkpoint_bytes, model_areas, text_encoder_bytes
 from .facts import (
-    GPUS, KNOWN_GPUS, Gpu, KnownGpu, Machine, ModelFacts, SoFar, TextEncoderFacts, is_installed, known_gpu_name,
-    machine_with, parse_gpu)
+    Gpu, Machine, ModelFacts, SoFar, TextEncoderFacts, host_bytes, machine_with, parse_gpu)
 from .memory import (
-    Memory, MemoryQuery, block_bytes, block_layers, input_bytes, memory_of, model_facts, other_bytes, parameters,
-    sampling_bytes, stored_quantization, stream_tokens, weight_bytes)
-from .plan import encoding_bytes, expected_decoding, expected_obstacle, make_plan, step_query
-from .prediction import PredictionFacts, choose_placement
+    Memory, MemoryQuery, block_layers, input_bytes, memory_of, model_facts, parameters,
+    sampling_bytes, stored_quantization, stream_tokens, unpacked_bytes, weight_bytes)
+from .parts import (
+    PredictionFacts, choose_decoder, choose_placement, choose_text_encoder_quantize, encoding_bytes)
+from .plan import can_be_compiled, expected_decoding, make_plan, step_query
 
 # %% ../../nbs/planning/03b_cards.ipynb #adea7685
 def _is_of_the_prompt(layer:str) -> bool:
@@ -98,13 +98,6 @@ def elementwise_bytes(q:MemoryQuery) -> float:
     return passes * input_bytes(q) * q.layers * (COMPILED if q.compiled else 1)
 
 
-# %% ../../nbs/planning/03b_cards.ipynb #4f17fc01
-def unpacked_bytes(q:MemoryQuery) -> float: # read and written to unpack quantized weights once
-    if not q.quantization: return 0
-    size = lambda x: x.layers * block_bytes(x) + other_bytes(x)
-    stored = replace(q, base_bytes=2, table=True)
-    return size(stored) + size(replace(stored, quantization=None)) * q.base_bytes / 2
-
 # %% ../../nbs/planning/03b_cards.ipynb #4f17fc02
 def step_seconds(
     q:MemoryQuery,
@@ -137,18 +130,6 @@ def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
     return step_work(q) * slower / speedup(q.processes)
 
 # %% ../../nbs/planning/03b_cards.ipynb #71604701
-def can_be_compiled(
-    config:Config,
-    plan:Plan, # of this configuration
-    machine:Machine,
-) -> bool:
-    "Could a strategy compile the blocks, if it sets `train.compile`? It pays off also in a short run if it saves memory."
-    if config.train.compile is False:
-        return False
-    asked = config.train.model_copy(update=dict(compile=True))
-    obstacle = expected_obstacle(config, plan.products)
-    return choose_compile(asked, machine, plan.device.value, obstacle=obstacle).value
-
 def strategies(
     q:MemoryQuery,
     gpu:Gpu,
@@ -239,15 +220,6 @@ class GpuPlan:
         free = g and g.free and round(g.free / 1e9, 1)
         return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), free_gb=free, strategies=list(map(row, self.tried)),
                     changes=self.changes, parts=self.shown.data(), notes=self.notes, other=self.other)
-
-# %% ../../nbs/planning/03b_cards.ipynb #0d021bd9
-KAGGLE_HOST = 31e9 # bytes of host memory beside two T4s
-
-def host_bytes(gpu) -> float: # of the machine with this GPU, as far as it is known
-    if gpu is not None and is_installed(gpu):
-        import psutil
-        return psutil.virtual_memory().total
-    return KAGGLE_HOST if gpu is not None and gpu.name == "T4" else math.inf
 
 # %% ../../nbs/planning/03b_cards.ipynb #448287f4
 @patch
@@ -417,18 +389,6 @@ def _size(resolution, data) -> list: # [width, height]
     return make_config(dict(data=dict(image_size=[int(sides[1]), int(sides[2] or sides[1])]))).data.image_size
 
 # %% ../../nbs/planning/03b_cards.ipynb #8d4f1922
-def may_compile(
-    config:Config,
-    machine:Machine,
-    device:Choice,
-    products:Choice,
-) -> Choice:
-    "Would the blocks be compiled if `train.compile` were set to true, unless it is false?"
-    train = config.train
-    if train.compile is not False:
-        train = train.model_copy(update=dict(compile=True))
-    return choose_compile(train, machine, device.value, obstacle=expected_obstacle(config, products))
-
 def plan(
     model=None, # folder, hub id or variant; or `config`
     gpu=None, # as in `parse_gpu`

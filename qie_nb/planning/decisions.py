@@ -4,16 +4,14 @@
 
 # %% auto #0
 __all__ = ['LEAST_DRIVER', 'OLDER_WHEELS', 'AUTO', 'MOST_ON_CPU', 'SCALED', 'AS_DTYPE', 'FREE', 'HOST_SHARE', 'MARGIN',
-           'ENOUGH_STEPS', 'MOST_AT_ONCE', 'old_driver', 'unseen_gpu', 'named_device', 'choose_device',
-           'choose_encoder_device', 'choose_dtype', 'choose_sharded', 'choose_quantize', 'choose_split',
-           'choose_block_swap', 'choose_offload', 'choose_products', 'room_of', 'memory_text', 'fits_gpus', 'host_room',
-           'choose_processes', 'choose_hours', 'choose_eval_interval', 'choose_held_out', 'choose_modulation',
-           'choose_compile', 'choose_checkpointing', 'choose_text_encoder_quantize', 'choose_encode_batch',
-           'choose_decoder', 'choose_delete_shards']
+           'ENOUGH_STEPS', 'old_driver', 'unseen_gpu', 'named_device', 'choose_device', 'choose_encoder_device',
+           'choose_dtype', 'choose_sharded', 'choose_quantize', 'choose_split', 'choose_block_swap', 'choose_offload',
+           'choose_products', 'room_of', 'memory_text', 'fits_gpus', 'host_room', 'choose_processes', 'choose_hours',
+           'choose_eval_interval', 'choose_held_out', 'choose_modulation', 'choose_compile', 'choose_checkpointing',
+           'choose_delete_shards']
 
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
-from dataclasses import replace
 
 import torch
 
@@ -23,9 +21,8 @@ from ..devices.placement import SHARE
 from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
 from ..models.quantizations.known import QUANTIZATIONS, parse_quantization
-from qie_nb.planning.facts import (
-    ENOUGH_IMAGES, UNKNOWN, DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar,
-    TextEncoderFacts)
+from .facts import (
+    ENOUGH_IMAGES, UNKNOWN, GpuInfo, Machine, ModelFacts, PairFacts, SoFar)
 
 # %% ../../nbs/planning/00b_decisions.ipynb #e9fc1d89
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580} # {CUDA's major version: of the driver}, CUDA's release notes
@@ -464,102 +461,7 @@ def choose_checkpointing(
     return Choice(value, why, setting, warning=f"`{setting}` is {str(value).lower()} in this run: {why}")
 
 
-# %% ../../nbs/planning/00b_decisions.ipynb #7e5c0d02
-_TEXT = "model.text_encoder_quantize"
-
-def _kind_name(kind:str) -> str: # kind: a quantization, or None
-    "A kind of text encoder in a sentence."
-    return kind or "a plain text encoder"
-
-def _as_cached(facts:TextEncoderFacts) -> Choice:
-    "The kind of the cache's entries; of several, the most exact."
-    kinds = [kind for kind in facts.bytes if kind in facts.cached] or list(facts.cached)
-    if len(facts.cached) == 1:
-        return Choice(kinds[0], f"the cache holds {facts.entries} entries of {_kind_name(kinds[0])}", _TEXT)
-    names = " and ".join(_kind_name(kind) for kind in facts.cached)
-    return Choice(kinds[0], f"the cache holds entries of {names}", _TEXT)
-
-def _most_exact(facts:TextEncoderFacts) -> Choice:
-    "The first kind that fits; if none does, the smallest."
-    kind = None
-    for kind, needed in facts.bytes.items():
-        if needed <= facts.room:
-            compared = f"{needed / 1e9:.1f} of {facts.room / 1e9:.1f} GB"
-            why = f"the most exact that fits ({compared})" if kind else f"it fits as it is ({compared})"
-            return Choice(kind, why, _TEXT)
-    return Choice(kind, f"the smallest; none fits {facts.room / 1e9:.1f} GB", _TEXT)
-
-def choose_text_encoder_quantize(
-    wanted:object, # `model.text_encoder_quantize`
-    offload:bool=False, # `model.text_encoder_offload`
-    facts:TextEncoderFacts=None, # None: not known yet
-) -> Choice: # a name, or None; None: the facts decide
-    "How the text encoder is quantized."
-    kind = None if wanted == AUTO else parse_quantization(wanted)
-    if kind:
-        return Choice(kind, f"`{_TEXT}` says so", _TEXT, True)
-    if facts is not None and facts.stored:
-        return Choice(facts.stored, "the weights are stored so", _TEXT)
-    if wanted != AUTO:
-        return Choice(None, "nothing asks for it", _TEXT)
-    if offload:
-        return Choice(None, "`model.text_encoder_offload` keeps it in host memory", _TEXT)
-    if facts is None:
-        return None
-    if facts.cached and facts.entries:
-        return _as_cached(facts)
-    return _most_exact(facts)
-
-# %% ../../nbs/planning/00b_decisions.ipynb #5c8e7271
-MOST_AT_ONCE = 4
-
-def choose_encode_batch(
-    wanted:object, # `cache.batch_size`: number or auto
-    facts:EncodingFacts=None, # None: not known
-) -> Choice: # number; None: the memory decides
-    "How many images or prompts are encoded at once."
-    setting = "cache.batch_size"
-    if wanted != AUTO:
-        return Choice(wanted, f"set by `{setting}`", setting, True)
-    if facts is None:
-        return None
-    devices = set(facts.devices.values())
-    others = sorted(d for d in devices if not d.startswith("cuda"))
-    if others:
-        return Choice(1, f"nothing is gained on {', '.join(others)}", setting)
-    counts, left = [], []
-    for device in devices:
-        here = [part for part, its in facts.devices.items() if its == device]
-        beside = facts.free[device] - sum(facts.weights[part] for part in here)
-        left.append(beside)
-        counts.append(int(beside / 2 // sum(facts.work[part] for part in here)))
-    n = max(1, min(MOST_AT_ONCE, *counts))
-    return Choice(n, f"{min(left) / 1e9:.1f} GB stay free beside the encoders", setting)
-
-def choose_decoder(
-    named:Choice, # the device that `predict.devices.vae` names, or the main one
-    facts:DecodingFacts=None, # None: not known
-    failed:str="", # GPU on which it ran out of memory
-) -> Choice: # name of a device
-    """Where the VAE decodes the images of an evaluation.
-
-    What does not fit the GPU beside the training is decoded on the CPU: some seconds an image, after minutes of
-    sampling. Tiles would fit the GPU, but they change the image at their edges, and an evaluation compares pixels,
-    also with those of an evaluation that had more memory."""
-    setting = "predict.devices.vae"
-    if failed:
-        return Choice("cpu", f"it ran out of memory on {failed}", setting)
-    if named.asked or facts is None:
-        return named
-    if not facts.device.startswith("cuda"):
-        return replace(named, value=facts.device)
-    compared = f"{facts.needed / 1e9:.1f} GB to decode, {facts.free / 1e9:.1f} GB of {facts.device} beside the training"
-    if facts.needed <= SHARE * facts.free:
-        return Choice(facts.device, f"fits: {compared}", setting)
-    warning = (f"evaluation images are decoded on the CPU, because the VAE does not fit {facts.device} beside the "
-               f"training (`{setting}` decides instead)")
-    return Choice("cpu", f"too large: {compared}", setting, warning=warning)
-
+# %% ../../nbs/planning/00b_decisions.ipynb #49391d0f
 def choose_delete_shards(
     wanted:object, # `model.delete_downloaded_shards`: auto, true or false
     quota:int=None, # bytes that this session may write; None: no limit but the disk
@@ -572,4 +474,3 @@ def choose_delete_shards(
         why = f"this session may write {quota / 1e9:.1f} GB, and the copy is read faster"
         return Choice(True, why, setting)
     return Choice(WHEN_NEEDED, "the free space at the download decides", setting)
-

@@ -10,7 +10,6 @@ import errno, os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from fastcore.basics import patch
 
 from ..config import Config, make_config

@@ -186,6 +186,13 @@ def block_bytes(q:MemoryQuery) -> int:
 def other_bytes(q:MemoryQuery) -> int:
     return (_count(other_layers(q).values()) + q.text_dim) * q.base_bytes
 
+# %% ../../nbs/planning/01_memory.ipynb #4f17fc01
+def unpacked_bytes(q:MemoryQuery) -> float: # read and written to unpack quantized weights once
+    if not q.quantization: return 0
+    size = lambda x: x.layers * block_bytes(x) + other_bytes(x)
+    stored = replace(q, base_bytes=2, table=True)
+    return size(stored) + size(replace(stored, quantization=None)) * q.base_bytes / 2
+
 # %% ../../nbs/planning/01_memory.ipynb #cbe1c492
 def adapter_shapes(
     q:MemoryQuery,

@@ -365,7 +365,7 @@ MUTATIONS = {
                "c.keep_checkpoints + best + 1", "c.keep_checkpoints + best")]),
     "held memory counted as taken": Mutation(
         "tests/devices/test_placement.py::test_what_loaded_components_hold_counts_as_free", [
-        Change("planning/prediction", "prediction_facts",
+        Change("planning/parts", "prediction_facts",
                "free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d)",
                "free_device_bytes(d)")]),
     "placed in training mode": Mutation(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qie_nb.devices.placement import PARTS
-from qie_nb.planning import prediction as planned
+from qie_nb.planning import parts as planned
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 

@@ -13,8 +13,8 @@ from qie_nb.models import encoders
 from qie_nb.models.loading import device_of
 from qie_nb.models.loading import component_bytes, work_bytes
 from qie_nb.models.quantizations.known import held_bytes
-from qie_nb.planning import prediction as planned
-from qie_nb.planning.prediction import PredictionFacts, choose_placement
+from qie_nb.planning import parts as planned
+from qie_nb.planning.parts import PredictionFacts, choose_placement
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 

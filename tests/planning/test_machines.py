@@ -21,16 +21,14 @@ from qie_nb.planning.decisions import (
     choose_compile,
     choose_device,
     choose_dtype,
-    choose_encode_batch,
     choose_held_out,
     choose_hours,
     choose_modulation,
     choose_processes,
     choose_products,
-    choose_text_encoder_quantize,
     fits_gpus,
-    room_of,
     old_driver,
+    room_of,
 )
 from qie_nb.planning.facts import (
     UNKNOWN,
@@ -51,17 +49,23 @@ from qie_nb.planning.memory import REAL
 from qie_nb.planning.plan import (
     PlanFacts,
     Planner,
-    encoder_room,
-    encoding_bytes,
     first_that_fits,
     fits_machine,
     make_plan,
     smaller,
     step_memory,
-    text_encoder_facts,
     ways_to_save,
 )
-from qie_nb.planning.prediction import PredictionFacts, choose_part_devices, choose_placement
+from qie_nb.planning.parts import (
+    PredictionFacts,
+    choose_encode_batch,
+    choose_part_devices,
+    choose_placement,
+    choose_text_encoder_quantize,
+    encoder_room,
+    encoding_bytes,
+    text_encoder_facts,
+)
 
 GB = 1_000_000_000
 T4 = GpuInfo("Tesla T4", 15_835_660_288, (7, 5), False)

@@ -6,7 +6,7 @@ from counted_step import count_traffic
 from helpers import slow
 from qie_nb.planning import cards, memory
 from qie_nb.planning.cards import GPUS, parse_gpu, plan, step_seconds, step_work
-from qie_nb.planning.facts import KNOWN_GPUS, known_gpu_name
+from qie_nb.core.presets import KNOWN_GPUS, known_gpu_name
 from qie_nb.planning.memory import MemoryQuery
 
 STEP = dict(text=250, zero_cond=True, adapter_bytes=2) # of 2511 at 1024 x 1024
