@@ -27,7 +27,7 @@ from .decisions import (
     AUTO, HOST_SHARE, fits_gpus, memory_text, room_of)
 from .disk_space import ENCODERS, checkpoint_bytes, model_areas, text_encoder_bytes
 from .facts import (
-    Gpu, Machine, ModelFacts, SoFar, TextEncoderFacts, host_bytes, machine_with, parse_gpu)
+    GPUS, Gpu, Machine, ModelFacts, SoFar, TextEncoderFacts, host_bytes, machine_with, parse_gpu)
 from .memory import (
     Memory, MemoryQuery, block_layers, input_bytes, memory_of, model_facts, parameters,
     sampling_bytes, stored_quantization, stream_tokens, unpacked_bytes, weight_bytes)

@@ -340,7 +340,7 @@ MUTATIONS = {
     "half the working memory": Mutation("tests/planning/test_hand_sums.py", [
         Change("planning/memory", "memory_of", "peak_activations(q)", "peak_activations(q) // 2")]),
     "the decoder placed without its memory": Mutation("tests/evaluation/test_decoder.py", [
-        Change("planning/decisions", "choose_decoder", "facts.needed <= SHARE * facts.free", "True")]),
+        Change("planning/parts", "choose_decoder", "facts.needed <= SHARE * facts.free", "True")]),
     "the decoder's work left out": Mutation("tests/evaluation/test_decoder.py", [
         Change("planning/facts", "decoding_facts", "weights + work", "weights")]),
     "decoding again on the same GPU": Mutation("tests/evaluation/test_decoder.py", [

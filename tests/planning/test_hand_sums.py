@@ -1,6 +1,8 @@
 """The memory plan against sums that were worked out by hand from the code of the model, without the plan's functions.
 
 Each is of one GPU and one process; what several processes need besides is a row of its own."""
+from dataclasses import replace
+
 import pytest
 
 from qie_nb.config import make_config
@@ -60,7 +62,7 @@ ROWS = [ # (configuration, as bfloat16 would be, as it is)
 
 def facts_on(gpu, config, count=2, **more):
     "All that the plan of a configuration is made from."
-    machine = Machine((gpu,) * count, compiler=True, triton=True, **more)
+    machine = Machine((gpu,) * count, compiler=True, headers=True, triton=True, **more)
     return PlanFacts(make_config(config), machine, ModelFacts(REAL))
 
 
@@ -89,19 +91,22 @@ def test_savings_are_those_of_the_cards_dtype():
     (dict(max_train_steps=100), True, False)])
 def test_memory_is_that_of_the_plans_decision(train, compiler, compiled):
     facts = facts_on(GpuInfo("H100", 85_000_000_000, (9, 0)), settings_of(1024, **train), 1)
-    facts = facts._replace(machine=Machine(facts.machine.gpus, compiler=compiler, triton=True))
+    facts = facts._replace(machine=Machine(facts.machine.gpus, compiler=compiler, headers=compiler, triton=True))
     made = make_plan(*facts)
     assert made.compile.value == compiled == step_memory(made, facts).query.compiled
 
 
-def test_without_a_compiler_an_uncompiled_step_does_not_fit():
+def test_without_a_compiler_a_step_recomputes_because_it_would_not_fit():
     facts = facts_on(
         GpuInfo("H100", 85_000_000_000, (9, 0)), settings_of(1024, gradient_checkpointing=False, compile=True), 1)
     newest = ModelFacts(model_facts("2511").transformer, variant="2511")
     facts = facts._replace(model=newest)
     assert fits_machine(make_plan(*facts), facts)
     bare = facts._replace(machine=Machine(facts.machine.gpus, triton=True))
-    assert not fits_machine(make_plan(*bare), bare) and step_memory(make_plan(*bare), bare).total > 93 * GB
+    made = make_plan(*bare)
+    assert made.checkpointing.value == "selective" and fits_machine(made, bare)
+    as_set = replace(made, checkpointing=Choice(False))
+    assert not fits_machine(as_set, bare) and step_memory(as_set, bare).total > 93 * GB
 
 
 # --- evaluation and saving
