@@ -72,7 +72,9 @@ class Numbers(FakeTensorMode):
             device = next(t for t in tree_leaves(args) if isinstance(t, FakeTensor)).device
             with self.alone(), self: out = torch.empty(got.shape, dtype=got.dtype, device=device)
         fakes = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        if not fakes: return out
+        if not fakes:
+            if func._schema.is_mutable: numbers() # of several tensors, in place
+            return out
         if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default):
             self.worked.add(str(fakes[0].device))
         values = [t for t in tree_leaves(numbers() if got is None else got) if isinstance(t, torch.Tensor)]
