@@ -338,6 +338,104 @@ def kills_of_started(course, trials) -> dict:
     return t.result(", ".join(f"{who} {n}" for who, n in sorted(killed.items())))
 
 
+# --- two processes that are ended at each stage of a run
+STAGES = ("loading", "first evaluation", "steps", "evaluation", "saving")
+KILLED = ("the notebook", "rank 0", "rank 1", "both ranks")
+ASKED = ("click", "SIGINT", "SIGTERM") # of the notebook
+SOON = 10 # seconds until no process is alive
+
+
+class Staged(Started):
+    "Runs of two started processes, each ended at a stage that its processes tell of."
+    def job(self, out, *_):
+        "In a child, the notebook: a click on stop comes as a file."
+        from qie_nb.trainer import QwenImageEditTrainer
+        trainer = QwenImageEditTrainer(self.config(out, "auto"))
+        threading.Thread(target=click_when_asked, args=(trainer, self.stages/"click"), daemon=True).start()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit()
+
+    @property
+    def stages(self) -> Path:
+        "The folder in which the processes say how far they are."
+        return self.tmp/"stages"
+
+    @contextlib.contextmanager
+    def stopping_in(self, stage):
+        "Within, started processes tell their stages and wait a moment in this one."
+        shutil.rmtree(self.stages, ignore_errors=True)
+        self.stages.mkdir()
+        before = os.environ.get("PYTHONPATH", "")
+        site = ROOT/"tests"/"training"/"staged_processes"
+        os.environ |= dict(QIE_NB_STAGES=str(self.stages), QIE_NB_STAGE=stage, PYTHONPATH=f"{site}:{before}")
+        try:
+            yield
+        finally:
+            os.environ["PYTHONPATH"] = before
+            del os.environ["QIE_NB_STAGES"], os.environ["QIE_NB_STAGE"]
+
+    def end_at(self, out, stage, how) -> float: # seconds until all had ended
+        "Start a run, end it at a stage, and see that nothing of it lives on."
+        import psutil
+        with self.stopping_in(stage):
+            (pid,) = self.start(out)
+            until(lambda: any(self.stages.glob(f"{stage}.*")) or ended(pid))
+        assert not ended(pid), f"the run ended before its {stage}: {self.log()}"
+        time.sleep(0.3) # into the stage
+        processes = psutil.Process(pid).children(recursive=True)
+        for victim in self.victims(processes, pid, how):
+            os.kill(victim, signal.SIGKILL)
+        if how == "click":
+            (self.stages/"click").touch()
+        elif how in ASKED:
+            os.kill(pid, getattr(signal, how))
+        began = time.time()
+        states = wait([pid], SOON)
+        assert pid in states, f"the notebook is alive after {SOON} s"
+        left = psutil.wait_procs(processes, timeout=max(0, SOON - (time.time() - began)))[1]
+        assert not left, f"{len(left)} processes are alive after {SOON} s"
+        return time.time() - began
+
+    def victims(self, processes, notebook, how) -> list: # of process ids
+        "What is killed."
+        if how not in KILLED:
+            return []
+        if how == "the notebook":
+            return [notebook]
+        ranks = {p.environ()["RANK"]: p.pid for p in processes if "started_process" in " ".join(p.cmdline())}
+        return list(ranks.values()) if how == "both ranks" else [ranks[how[-1]]]
+
+
+def click_when_asked(trainer, file):
+    "Press the stop button once the file is there."
+    while not file.exists():
+        time.sleep(0.01)
+    trainer.state.stop = "the stop button"
+
+
+def ended(pid) -> bool:
+    "Has a child ended? It is not waited for."
+    return bool(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+
+
+def stops_at_stages(course, trials) -> dict:
+    "Each stage with each way to end a run, then the run is finished and compared."
+    t = Tally("two started processes, ended at each stage", trials)
+    longest = 0.
+    every = [(stage, how) for how in (*KILLED, *ASKED) for stage in STAGES]
+    chosen_ways = every if trials >= len(every) else random.Random(0).sample(every, trials)
+    for stage, how in chosen_ways:
+        out = course.folder()
+        with t.trial(f"{how} in {stage}"):
+            longest = max(longest, course.end_at(out, stage, how))
+            course.finish(out)
+            course.compare(out, same_names=False, samples=False)
+        shutil.rmtree(out)
+    return t.result(f"no process was alive {longest:.1f} s later")
+
+
 # --- signals
 def by_command(course, out, shared, resume=False, slow_at=None):
     "In a child: `qie-nb train`; its micro-batches, steps and whether a slow one was ended are seen from outside."
@@ -491,11 +589,13 @@ def cases(full): # {name: function of a folder}
     def course(kind=Course, **sections): return functools.lru_cache(lambda: kind(tempfile.mkdtemp(prefix="kills-"), **sections))
     one, two = course(), course(world=2, data=dict(batch_size=1), train=dict(num_epochs=3))
     three = course(Started, data=dict(batch_size=1), train=dict(num_processes=2, num_epochs=15))
+    staged = course(Staged, data=dict(batch_size=1), train=dict(num_processes=2, num_epochs=4, eval_at_start=True))
     n = lambda much, little: much if full else little
     on = lambda f, *a, of=one: lambda tmp: f(of(), *a)
     return dict(files=on(kills_in_files, n(2, None)), steps=on(kills_in_steps, n(2, None)), resume=on(kills_in_resume, n(None, 2)),
                 signals=on(signals, n(40, 3)), odd_signals=on(signals_in_odd_places), interrupts=on(interrupts, n(100, 8)),
-                processes=on(kills_of_processes, n(18, 1), of=two), started=on(kills_of_started, n(40, 2), of=three))
+                processes=on(kills_of_processes, n(18, 1), of=two), started=on(kills_of_started, n(40, 2), of=three),
+                stages=on(stops_at_stages, n(35, 2), of=staged))
 
 
 if __name__ == "__main__": main("Interrupted runs", cases)

@@ -1,6 +1,6 @@
 """Few trials of the cases in crash_trials.py, in a process that forks; `make kills` runs all.
 
-The stop button and started processes are weekly: test_kernel_processes and test_run_processes
+The stop button, started processes and their stages are weekly: test_kernel_processes and test_run_processes
 interrupt and kill them at every change."""
 import pytest
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 def results(request, tmp_path_factory): return few_trials("crash_trials", request, tmp_path_factory)
 
 
-WEEKLY = "interrupts", "started"
+WEEKLY = "interrupts", "started", "stages"
 CASES = [pytest.param(c, marks=[pytest.mark.weekly] if c in WEEKLY else []) for c in cases(False)]
 
 
