@@ -135,7 +135,8 @@ KNOWN_GPUS = {
 
 
 # %% ../../nbs/core/09_presets.ipynb #a1bfcf83
-_NOT_IN_A_NAME = r"nvidia|tesla|geforce|rtx|generation|blackwell|server|workstation|edition|sxm\d?|pcie|hbm\w*|nvl"
+_NOT_IN_A_NAME = (r"nvidia|tesla|geforce|rtx|generation|blackwell|server|workstation|edition|"
+                  r"sxm\d?|pcie|hbm\w*|nvl")
 _SIZE = r"\d+ ?gi?b"
 
 def _short(name:str) -> str:

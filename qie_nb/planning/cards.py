@@ -218,7 +218,8 @@ class GpuPlan:
             work_tf=round(step_work(m.query), 1), time=self.time(m), fits=self.fits(m),
             chosen=m is self.chosen)
         free = g and g.free and round(g.free / 1e9, 1)
-        return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), free_gb=free, strategies=list(map(row, self.tried)),
+        return dict(gpu=g and g.name, gb=g and round(g.bytes / 1e9, 1), free_gb=free,
+                    strategies=list(map(row, self.tried)),
                     changes=self.changes, parts=self.shown.data(), notes=self.notes, other=self.other)
 
 # %% ../../nbs/planning/03b_cards.ipynb #448287f4

@@ -282,7 +282,8 @@ def this_machine_facts(
         gpus, mps=torch.backends.mps.is_available(), cores=e.cores, memory=e.memory,
         session_quota=e.session_quota, platform=e.name, hours=e.hours, session_start=e.session_start,
         wsl2=under_wsl(), driver=driver, cuda=torch.version.cuda or "",
-        compiler=_has_compiler(os.environ), headers=has_headers(), triton=find_spec("triton") is not None, rank=int(os.environ.get("LOCAL_RANK", 0)),
+        compiler=_has_compiler(os.environ), headers=has_headers(), triton=find_spec("triton") is not None,
+        rank=int(os.environ.get("LOCAL_RANK", 0)),
         world=int(world) if world else None,
         fsdp=os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true")
 

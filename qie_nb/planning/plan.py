@@ -223,7 +223,7 @@ def can_be_compiled(
     plan:Plan, # of this configuration
     machine:Machine,
 ) -> bool:
-    "Could a strategy compile the blocks, if it sets `train.compile`? It pays off also in a short run if it saves memory."
+    "Could a strategy compile the blocks by `train.compile`? In a short run, too, it may save memory."
     if config.train.compile is False:
         return False
     asked = config.train.model_copy(update=dict(compile=True))
