@@ -211,7 +211,7 @@ EMULATED = ("warning", "^set `train.mixed_precision` auto")
 FEW = ("warning", "12 GB; offload nothing")
 SECRET = ("warning", r'hub limits downloads without .*Kaggle: Add-ons > Secrets.*os.environ\["HF_TOKEN"\] = \w+\(\).secret\("HF_TOKEN", ask=True\)')
 
-RUNS_OUT = ("warning", r"set .*`model.text_encoder_quantize` nf4.*config\(\)")
+RUNS_OUT = ("warning", r"set .*`model.text_encoder_quantize` auto.*config\(\)")
 
 
 WARNINGS = [
