@@ -1,7 +1,7 @@
 """Times of training steps that others published, beside those that the planner computes: what its rates rest on.
 
-`benchmarks/session_table.py` puts the table into docs/speed.md. Each case has the shapes of the published run, as far as they are
-known; FLUX.1-dev is written as a Qwen transformer of the same width and about the same number of layers."""
+`benchmarks/session_table.py` puts the table into docs/speed.md. Each case has the shapes of the published run, as far
+as they are known; FLUX.1-dev is written as a Qwen transformer of the same width and about the same number of layers."""
 from dataclasses import dataclass, field
 
 from table import markdown
@@ -14,7 +14,7 @@ class Anchor:
     gpu: str
     seconds: float # of a step, published
     source: str
-    shapes: dict = field(default_factory=dict) # fields of `MemoryQuery` that differ from a step of the newest model at 1024 x 1024
+    shapes: dict = field(default_factory=dict) # fields of `MemoryQuery`, beside the newest model's at 1024 x 1024
 
     def computed(self) -> float:
         """The planner's seconds."""

@@ -272,7 +272,8 @@ def checked(name: str, device: str, root: Path, plain: dict) -> dict: # a row of
     began = time.perf_counter()
     folder = root / name.replace(" ", "_").replace(",", "")
     try:
-        on_cpu = quiet_run(MODES[name], "cpu", folder.with_name(f"{folder.name}_on_the_cpu")) if device != "cpu" else None
+        beside = folder.with_name(f"{folder.name}_on_the_cpu")
+        on_cpu = quiet_run(MODES[name], "cpu", beside) if device != "cpu" else None
     except Exception: # a mode that needs a GPU
         on_cpu = None
     try:

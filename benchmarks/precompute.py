@@ -267,7 +267,8 @@ def table(r):
             both = f"{slow['median']:.2f} ms ({slow['min']:.2f}-{slow['max']:.2f}) as a convolution, "
             both += f"{fast['median']:.2f} ms ({fast['min']:.2f}-{fast['max']:.2f}) as a product"
             factor = row["times_as_fast"]["median"]
-            print(f"{k}, {held['patches']} patches, {dtype}: {both}: {factor:.1f} times as fast, {row['apart']:.1e} apart")
+            times = f"{factor:.1f} times as fast, {row['apart']:.1e} apart"
+            print(f"{k}, {held['patches']} patches, {dtype}: {both}: {times}")
 
 
 def main():

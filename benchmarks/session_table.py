@@ -1,5 +1,4 @@
-"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for docs/kaggle.md, docs/colab.md, docs/data.md,
-docs/speed.md and docs/recipes.md.
+"""Estimates time, disk and GPU memory of a run on Kaggle's and Colab's free machines, for the tables of docs/.
 
 `python benchmarks/session_table.py` prints the tables and `--write` puts them into the pages. Nothing here is measured:
 memory and disk come from the planner, work from counted operations, and time from the rates assumed below."""
@@ -68,7 +67,7 @@ def forward_seconds(q, gpu):
     return with_it - without
 
 def loads(q):
-    "How often a run reads the model and quantizes it: each process, and the notebook for the pictures before and after."
+    "How often a run reads and quantizes the model: each process, and the notebook for the pictures before and after."
     return q.processes + (q.processes > 1)
 
 def copy_bytes(q): # a prequantized transformer without its modulation layers

@@ -190,8 +190,20 @@ def rehearsal_table(r):
     return f"{rehearsal.text(r)}\n\n{about(r)}, {r['date']}." if r else "Not yet run to its end."
 
 
-TABLES = dict(short=short_table, cards=cards_table, precompute=lambda: precompute_table(held("precompute")), step=lambda: step_table(held("step_cpu")), modes=lambda: modes_table(held("modes")),
-              text_encoder=lambda: text_encoder_table(held("text_encoder_precision")), gpu=lambda: gpu_table(held("step_gpu")), rehearsal=lambda: rehearsal_table(held("rehearsal")))
+def of_results(make, name):
+    "A table of a results file."
+    return lambda: make(held(name))
+
+
+TABLES = dict(
+    short=short_table,
+    cards=cards_table,
+    precompute=of_results(precompute_table, "precompute"),
+    step=of_results(step_table, "step_cpu"),
+    modes=of_results(modes_table, "modes"),
+    text_encoder=of_results(text_encoder_table, "text_encoder_precision"),
+    gpu=of_results(gpu_table, "step_gpu"),
+    rehearsal=of_results(rehearsal_table, "rehearsal"))
 
 
 def main():

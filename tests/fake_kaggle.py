@@ -192,7 +192,8 @@ def new_root(spec) -> Path:
     mount("-t", "proc", "proc", new/"proc")
     inside = lambda at: new/str(at).lstrip("/")
     temporary = ["/kaggle/temp"] if spec["name"] == "kaggle" else []
-    for at in (spec["working"], spec["env"]["HOME"], "/kaggle/input", *temporary, *spec["inputs"]): inside(at).mkdir(parents=True, exist_ok=True)
+    for at in (spec["working"], spec["env"]["HOME"], "/kaggle/input", *temporary, *spec["inputs"]):
+        inside(at).mkdir(parents=True, exist_ok=True)
     mount("-t", "tmpfs", "-o", f"size={spec['quota']},mode=755", "tmpfs", inside(spec["working"]))
     for at, folder in spec["kept"].items():
         inside(at).mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,8 @@ def decoder_at(monkeypatch, side, free, dtype=torch.float32, device="cuda:0", er
 
 
 @pytest.mark.parametrize("side, held, dtype, device", [
-    (1024, 8 * GB, torch.float32, "cpu"), (512, 8 * GB, torch.float32, "cuda:0"), (1024, 4 * GB, torch.float32, "cuda:0"),
+    (1024, 8 * GB, torch.float32, "cpu"), (512, 8 * GB, torch.float32, "cuda:0"),
+    (1024, 4 * GB, torch.float32, "cuda:0"),
     (1024, 8 * GB, torch.bfloat16, "cuda:0"), (1024, 10 * GB, torch.bfloat16, "cpu")])
 def test_a_decoder_that_does_not_fit_beside_the_training_leaves_the_gpu(side, held, dtype, device, monkeypatch, capsys):
     decode, trainer = decoder_at(monkeypatch, side, T4 - CONTEXT - held, dtype)
@@ -82,7 +83,8 @@ def test_a_decoder_that_does_not_fit_beside_the_training_leaves_the_gpu(side, he
     assert trainer.components.vae.weight.dtype == dtype, "as it was"
     decoder_at(monkeypatch, side, T4 - CONTEXT - held, dtype)
     said = capsys.readouterr().out
-    assert ("evaluation images are decoded on the CPU, because the VAE does not fit cuda:0" in said) == (device == "cpu")
+    moved = "evaluation images are decoded on the CPU, because the VAE does not fit cuda:0" in said
+    assert moved == (device == "cpu")
     choice = trainer.planner.plan.decoder
     assert choice.value == device and choice.why.startswith("too large: " if device == "cpu" else "fits: ")
 

@@ -1,7 +1,7 @@
 """Embeddings, latents, schedule, velocity and image equal those of diffusers' edit pipelines; tiny random models, float32 on a CPU.
 
-`on` is our faster computation: 2-D VAE convolutions, a shared prompt prefix, and patches of images as a matrix product. Floats are compared to rounding; with `on` False a few cases are also
-compared bit for bit (marked `bits`).
+`on` is our faster computation: 2-D VAE convolutions, a shared prompt prefix, and patches of images as a matrix product.
+Floats are compared to rounding; with `on` False a few cases are also compared bit for bit (marked `bits`).
 """
 import json, shutil
 from collections import namedtuple

@@ -25,6 +25,7 @@ from helpers import merged, write_pairs
 GB = 10**9
 GOOD = {name: f"{oldest}.0+cu128" for name, (oldest, _) in TRIED.items()} | dict(torchvision="0.25.0", bitsandbytes="0.50.2", torchao=None)
 L4, T4, P100 = GpuInfo("NVIDIA L4", 23.6 * GB, (8, 9)), GpuInfo("Tesla T4", 15.8 * GB, (7, 5), False, True), GpuInfo("Tesla P100-PCIE-16GB", 17 * GB, (6, 0), False, True)
+NF4 = dict(quantize="nf4", text_encoder_quantize="auto") # of the T4's preset
 BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "compute_90")
 
 
@@ -186,8 +187,8 @@ def test_the_plan_is_part_of_the_report(machine, real):
 
 # --- the configuration for this machine
 @pytest.mark.parametrize("gpus, side, area, expected", [
-    ((T4,), 1024, None, dict(model=dict(quantize="nf4", text_encoder_quantize="auto"), train=dict(offload_activations=True))),
-    ((T4, T4), 512, 512 * 512, dict(model=dict(quantize="nf4", text_encoder_quantize="auto"), train=dict(gradient_checkpointing="selective")))], ids=["T4", "2xT4"])
+    ((T4,), 1024, None, dict(model=NF4, train=dict(offload_activations=True))),
+    ((T4, T4), 512, 512 * 512, dict(model=NF4, train=dict(gradient_checkpointing="selective")))], ids=["T4", "2xT4"])
 def test_config_changes_only_what_the_plan_sets(gpus, side, area, expected, machine, real, capsys):
     real |= dict(model=real["model"] | dict(quantize="none"), data=dict(image_size=[side, side], control_area=area), optimizer=dict(lr=3e-4))
     report = doctor(real, replace(machine, gpus=gpus))
@@ -238,7 +239,8 @@ def test_binaries_run_on_later_minor_versions_and_ptx_on_later_gpus(capability, 
 @pytest.mark.parametrize("capability, own, levels", [((6, 0), False, ["error"]), ((7, 5), False, ["ok", "warning"]), ((8, 0), True, ["ok"])])
 def test_a_gpu_as_torch_reports_it(capability, own, levels, monkeypatch, machine):
     fake = dict(is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda i: NS(name="X", total_memory=16 * GB, major=capability[0], minor=capability[1]),
-                is_bf16_supported=lambda including_emulation=True: own or including_emulation, get_arch_list=lambda: list(BUILT), device=nullcontext,
+                is_bf16_supported=lambda including_emulation=True: own or including_emulation,
+                get_arch_list=lambda: list(BUILT), device=nullcontext,
                 mem_get_info=lambda n: (14 * GB, 16 * GB), memory_reserved=lambda n: GB)
     for name, fn in fake.items(): monkeypatch.setattr(torch.cuda, name, fn)
     m = this_machine(machine.environment, internet=False)
@@ -306,14 +308,20 @@ def test_a_gpu_that_does_not_answer_counts_in_whole(monkeypatch):
 NO_GPU = [
     ({}, "13.0", "No GPU found. The 20 B model needs one with 12 GB or more", ""),
     ({}, None, "built without CUDA: install another build", "driver"),
-    (dict(driver="550.54.15"), "13.0", "GPU not seen by torch: driver 550.54.15 is too old for torch built with CUDA 13.0, "
+    (dict(driver="550.54.15"), "13.0",
+     "GPU not seen by torch: driver 550.54.15 is too old for torch built with CUDA 13.0, "
      f"which needs 580 or later; update it, or install the wheels of CUDA 12.6: {OLDER_WHEELS}", "Kaggle"),
-    (dict(driver="580.95.05"), "13.0", "is new enough for torch built with CUDA 13.0, but no GPU is visible; start the container", "too old"),
-    (dict(driver="550.54.15"), None, "torch was built without CUDA, but this machine has an NVIDIA driver; install the wheels with CUDA: pip", "too old"),
-    (dict(driver="unknown", wsl2=True), "13.0", "driver is missing or too old for .* current driver in Windows", "update it")]
+    (dict(driver="580.95.05"), "13.0",
+     "is new enough for torch built with CUDA 13.0, but no GPU is visible; start the container", "too old"),
+    (dict(driver="550.54.15"), None,
+     "torch was built without CUDA, but this machine has an NVIDIA driver; install the wheels with CUDA: pip",
+     "too old"),
+    (dict(driver="unknown", wsl2=True), "13.0",
+     "driver is missing or too old for .* current driver in Windows", "update it")]
+WHY_NOT = ["none", "wheels without CUDA", "old driver", "container", "wheels for CPUs beside a GPU", "WSL2"]
 
 
-@pytest.mark.parametrize("facts, cuda, words, never", NO_GPU, ids=["none", "wheels without CUDA", "old driver", "container", "wheels for CPUs beside a GPU", "WSL2"])
+@pytest.mark.parametrize("facts, cuda, words, never", NO_GPU, ids=WHY_NOT)
 def test_why_there_is_no_gpu(facts, cuda, words, never, check, tmp_path):
     where = dict(gpus=(), cuda=cuda, machine=Machine(headers=True, **facts))
     found = findings(check(**where))["GPU"]
@@ -329,8 +337,10 @@ def test_gpus_that_a_variable_hides(check, machine):
 
 
 VERSION_FILES = {
-    "535.183.01": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version:  gcc version 12.2.0\n",
-    "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U22)\n",
+    "535.183.01": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
+                  "GCC version:  gcc version 12.2.0\n",
+    "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  "
+                 "(dvs-builder@U22)\n",
     "unknown": "something else\n"}
 
 
@@ -378,13 +388,15 @@ def test_this_machine_with_an_old_driver(monkeypatch, machine):
 # --- what the text encoder compiles with some pairs of versions
 @pytest.mark.parametrize("torch_version, encoder, headers, warned", [
     ("2.14.1+cu130", "5.17.0", False, True), ("2.14.1+cu130", "5.0.0", False, True), ("2.15.0", "5.9.1", False, True),
-    ("2.14.1+cu130", "5.18.0", False, False), ("2.13.2", "5.17.0", False, False), ("2.14.1+cu130", "5.17.0", True, False)])
+    ("2.14.1+cu130", "5.18.0", False, False), ("2.13.2", "5.17.0", False, False),
+    ("2.14.1+cu130", "5.17.0", True, False)])
 def test_a_text_encoder_that_cannot_compile_its_kernel(torch_version, encoder, headers, warned, check):
     report = check(**having(torch=torch_version, transformers=encoder), machine=Machine(headers=headers))
     assert [f.what for f in report.of("warning")] == ["transformers"] * warned
     if warned:
         remedy = findings(report)["transformers"].remedy
-        assert remedy.startswith(f"with torch {torch_version} its text encoder compiles a kernel, which fails without Python.h")
+        assert remedy.startswith(
+            f"with torch {torch_version} its text encoder compiles a kernel, which fails without Python.h")
         assert remedy.endswith("pip install 'transformers>=5.18', or install python3-dev")
     without = check(**having(torch=torch_version, transformers=encoder), machine=Machine(headers=headers), gpus=())
     assert "transformers" not in findings(without, "warning"), "only a GPU has such kernels"

@@ -75,7 +75,8 @@ def test_what_fits_neither_of_two_t4s_starts_one_process(config, halved, real):
     assert step.total / GB == pytest.approx(real, rel=NEAR)
     assert made.processes.value == 1 and not fits_machine(made, facts)
     assert fits_gpus(halved * GB, [room_of(T4)]), "as it was counted"
-    assert plan("2511", parse_gpu("2xT4"), config=config, transformer=REAL).asked.total == step.total, "the doctor and `plan` agree"
+    planned = plan("2511", parse_gpu("2xT4"), config=config, transformer=REAL)
+    assert planned.asked.total == step.total, "the doctor and `plan` agree"
 
 
 def test_savings_are_those_of_the_cards_dtype():
@@ -118,7 +119,8 @@ def test_the_decoder_of_an_evaluation_is_placed_by_the_plan(gpu, side, expected)
     decoder = make_plan(*facts).decoder
     assert decoder.value == expected and decoder.setting == "predict.devices.vae"
     assert decoder.why.startswith("fits: " if expected == "cuda:0" else "too large: ")
-    asked = make_plan(make_config(settings_of(side, "nf4") | dict(predict=dict(devices=dict(vae="cuda:0")))), *facts[1:])
+    here = dict(predict=dict(devices=dict(vae="cuda:0")))
+    asked = make_plan(make_config(settings_of(side, "nf4") | here), *facts[1:])
     assert asked.decoder == Choice("cuda:0", "`predict.devices.vae` says so", "predict.devices.vae", True)
 
 

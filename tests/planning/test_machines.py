@@ -85,7 +85,14 @@ OWN = Machine(
     triton=True,
 )
 KAGGLE = replace(
-    OWN, cores=4, memory=31 * GB, disk=60 * GB, session_quota=62 * GB, platform="kaggle", hours=9.0, session_start=1000.0
+    OWN,
+    cores=4,
+    memory=31 * GB,
+    disk=60 * GB,
+    session_quota=62 * GB,
+    platform="kaggle",
+    hours=9.0,
+    session_start=1000.0,
 )
 MACHINES = {
     "T4": replace(OWN, gpus=(T4,)),

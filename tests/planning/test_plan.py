@@ -48,7 +48,8 @@ def test_seven_percent_stay_free():
 
 
 @pytest.mark.parametrize("gpu, how, expected", [
-    ("H100", "no", (4, False)), ("H100", "auto", (2, False)), ("H100", "bf16", (2, False)), ("T4", "auto", (4, True)), ("T4", "no", (4, False)), ("RTX 2080 Ti", "auto", (4, True)),
+    ("H100", "no", (4, False)), ("H100", "auto", (2, False)), ("H100", "bf16", (2, False)),
+    ("T4", "auto", (4, True)), ("T4", "no", (4, False)), ("RTX 2080 Ti", "auto", (4, True)),
     ("RTX 4090", "auto", (2, False)), ("RTX 4090", "fp16", (4, True))])
 def test_base_dtype_and_scaled_float16_follow_the_gpu_and_mixed_precision(gpu, how, expected):
     q = plan("v1", gpu, 512, config=dict(train=dict(mixed_precision=how)), transformer=SMALL).asked.query
@@ -88,7 +89,9 @@ def test_settings_for_the_encoders_are_kept():
     new = lambda **sections: encoder_settings(q, t4, make_config(sections))
     large = dict(data=dict(control_area=1280**2))
     assert new() == AUTO and new(model=dict(text_encoder_quantize="qint8")) == CPU, "eight bits leave less"
-    assert encoder_settings(memory_query(make_config(large), model_facts("2511")[0], 4), t4, make_config(large | dict(cache=dict(vae_encoder_device="cuda:0")))) == AUTO
+    query = memory_query(make_config(large), model_facts("2511")[0], 4)
+    vae_here = make_config(large | dict(cache=dict(vae_encoder_device="cuda:0")))
+    assert encoder_settings(query, t4, vae_here) == AUTO
     assert new(model=dict(text_encoder_offload=True)).get("model") is None
     assert new(model=dict(text_encoder_quantize="auto")) == {}, "it is set already"
     assert encoder_settings(q, None, c) == {}, "no GPU"
@@ -156,4 +159,5 @@ def test_the_tiny_model_has_its_own_control_size():
 def test_the_table_of_cards(capsys):
     assert main(["plan", "--table"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 6 and all(r.count("|") == 6 for r in rows) and "4-bit weights, both GPUs at once, 12 GB on each | 66 min" in rows[2]
+    assert len(rows) == 6 and all(r.count("|") == 6 for r in rows)
+    assert "4-bit weights, both GPUs at once, 12 GB on each | 66 min" in rows[2]

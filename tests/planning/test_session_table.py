@@ -35,7 +35,8 @@ def test_phases_sessions_and_disk():
     (p, disk, small), (_, _, large) = (session_table.case("kaggle", side, "float32") for side in (512, 1024))
     fast = session_table.case("kaggle", 512, "float16")[2]
     assert [p.shown.query.target + p.shown.query.control + p.shown.query.text] == [2298] and list(small) == ["download", "quantize", "precompute", "train", "save"]
-    assert session_table.sessions(small, 9) == 1 and session_table.sessions(large, 9) == 2 and fast["train"] < small["train"] / 3
+    assert session_table.sessions(small, 9) == 1 and session_table.sessions(large, 9) == 2
+    assert fast["train"] < small["train"] / 3
     assert sum(disk.bytes(g) for g in ("cache", "checkpoints", "logs")) < session_table.SITES["kaggle"].output and p.chosen.total <= 0.93 * p.gpu.bytes
     assert [session_table.steps_for(n) for n in (20, 50, 200)] == [500, 800, 2000]
 

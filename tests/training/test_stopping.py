@@ -346,7 +346,8 @@ def test_a_checkpoint_that_is_moved_away_meanwhile_is_no_error(moment, world, tm
 # a driver that refuses memory
 
 @pytest.mark.parametrize("text, driver", [
-    ("CUDA driver error: unknown error", True), ("CUDA driver error: device not ready", True), ("device not ready", True),
+    ("CUDA driver error: unknown error", True), ("CUDA driver error: device not ready", True),
+    ("device not ready", True),
     ("CUDA driver error: out of memory", False), ("mat1 and mat2 shapes cannot be multiplied", False)])
 def test_an_error_of_the_driver_names_the_allocators_variable(text, driver):
     from qie_nb.training.stopping import memory_advice

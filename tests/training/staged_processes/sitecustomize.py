@@ -1,4 +1,6 @@
-"""Put before the path of processes that `fit` starts: each says which stage it has come to, and waits a moment in the one that a trial asks for.
+"""Put before the path of processes that `fit` starts: each says which stage it has come to.
+
+It waits a moment in the stage that a trial asks for.
 
 QIE_NB_STAGES is the folder in which a file is made for each stage; QIE_NB_STAGE is the stage to wait in.
 """
