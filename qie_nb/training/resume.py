@@ -6,8 +6,9 @@
 __all__ = ['RunResume']
 
 # %% ../../nbs/training/05_resume.ipynb #bd1de032
-import hashlib, io, json, os, tempfile, time
-from contextlib import redirect_stdout
+import hashlib, io, json, os, tempfile, time, uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from fastcore.basics import patch
 
 from ..config import BATCHES_PER_STEP, make_config
 from ..core.environment import detect_environment
+from ..core.files import owned_folders
 from ..core.settings import REMOVED, Role, value_of
 from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
@@ -211,6 +213,9 @@ class RunResume:
         self.components, self.config, self.state = components, make_config(config), state or RunState()
         self.adapters = adapters or RunAdapters(components, self.config, self.state)
         self.fingerprint = self.resumed_from = None # of `make_fingerprint`; a checkpoint's folder
+        self.run_id = uuid.uuid4().hex # of the run, in all its sessions and folders
+        self.saves = 0 # checkpoints that it has written
+        self.owners = [] # `FolderOwner`s, within `fit`
 
     def root(self) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
 
@@ -238,7 +243,8 @@ def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
 @patch
 def facts(self:RunResume, epoch:int, global_step:int, skipped:int) -> dict: # of `state.json`
     s, a = self.state, self.adapters
-    return dict(format=ckpt.FORMAT, global_step=global_step, epoch=epoch, position=s.position,
+    return dict(format=ckpt.FORMAT, run_id=self.run_id, saves=self.saves,
+                global_step=global_step, epoch=epoch, position=s.position,
                 skipped=skipped, seconds=s.seconds, ema_updates=a.ema.n if a.ema else None,
                 pending=s.pending, best=s.best, metrics=dict(s.metrics),
                 config=self.config.model_dump(mode="json"), model=a.metadata(), run=self.fingerprint)
@@ -247,7 +253,8 @@ def facts(self:RunResume, epoch:int, global_step:int, skipped:int) -> dict: # of
 @patch
 def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped:int=0) -> Path:
     "As `QwenImageEditTrainer.save_checkpoint`."
-    began, s, a = time.time(), self.state, self.adapters
+    began, s, a = time.monotonic(), self.state, self.adapters
+    self.check_owned()
     if s.optimizer is None:
         raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
     tr, ema, moments = self.components.transformer, a.ema, full_state(s.optimizer.state_dict())
@@ -261,7 +268,8 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
             for file, kind, state in weights:
                 lora.save_lora(tr, to/file, facts["model"] | dict(weights=kind), state=state)
         ckpt.write_checkpoint(folder, write, moments, facts, torch.get_rng_state())
-    s.save_seconds = max(s.save_seconds or 0., time.time() - began)
+        self.saves = ckpt.save_order(folder).saves
+    s.save_seconds = max(s.save_seconds or 0., time.monotonic() - began)
     return folder
 
 # %% ../../nbs/training/05_resume.ipynb #55e92c01
@@ -306,6 +314,8 @@ def restore_state(self:RunResume, saved:SavedRun):
     s = self.state
     s.restore(saved.state)
     self.resumed_from = saved.folder
+    self.run_id = saved.state.get("run_id") or self.run_id # an older version's has none
+    self.saves = saved.state.get("saves") or 0
     if not s.is_main: return
     changed = changed_settings(saved.state["config"], self.config.model_dump(mode="json"))
     text = f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
@@ -337,18 +347,47 @@ def check_new_run(self:RunResume):
 
 # %% ../../nbs/training/05_resume.ipynb #5bd9d201
 @patch
-def check_output(self:RunResume):
-    "Check that what a run writes can be written and fits on the disk."
-    root, run_table = self.root(), self.adapters.run_table
+def check_writable(self:RunResume):
+    "Raise ValueError if the output folder cannot be written."
+    root = self.root()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root): pass
     except OSError as e:
         raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written "
                          f"({e.strerror}); set it to a writable folder") from None
+
+@patch
+def check_output(self:RunResume):
+    "Check that what a run writes can be written and fits on the disk."
+    run_table = self.adapters.run_table
+    self.check_writable()
     items = run_items(self.config, memory_query(self.config, run_table.transformer_config(),
                                                 self.components.dtype.itemsize))
     if table := sum(run_table.table_bytes()):
         where = run_table.empty_table().cache.cache_dir
         items.append(Item("modulation table", table, where, "is not there yet"))
     DiskPlan(items, detect_environment()).check()
+
+# %% ../../nbs/training/05_resume.ipynb #e4a13be9
+@patch
+@contextmanager
+def own_output(self:RunResume) -> Iterator[None]:
+    "Within, no other run writes to the output folders. Raises ValueError if one does."
+    self.check_writable()
+    c = self.config
+    with owned_folders({"train.output_dir": c.train.output_dir, "logging.log_dir": c.logging.log_dir}) as owners:
+        self.owners = owners
+        try:
+            yield
+        finally:
+            self.owners = []
+
+@patch
+def check_owned(self:RunResume):
+    "Raise ValueError if another run has taken an output folder since this one began."
+    lost = [o for o in self.owners if o.lost]
+    if lost:
+        raise ValueError(f"another run has taken {str(lost[0].folder)!r} while this one stood still, so nothing "
+                         "more is written there; end one of them, and continue with `train.resume_checkpoint` latest")
+

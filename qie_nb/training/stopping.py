@@ -73,15 +73,15 @@ def run_context(trainer:"QwenImageEditTrainer", run:BatchStream, signals:StopSig
 class TimeLimitCallback(Callback):
     "Ends a run while there is time to save it."
     def on_train_begin(self, t):
-        self.last, self.longest = time.time(), 0.
+        self.last, self.longest = time.monotonic(), 0. # the clock may jump meanwhile
         limit, self.what = t.plan.hours.value, t.plan.hours.why
-        self.end = limit.end(t.state.began) if limit else None
+        self.end = self.last + limit.end(t.state.began) - time.time() if limit else None
 
     def on_step_end(self, t):
         s = t.state
         if self.end is None: return
         if s.save_seconds is None: t.save_checkpoint(s.epoch, s.global_step, by_epoch=s.epoch_ended)
-        now = time.time()
+        now = time.monotonic()
         self.longest, self.last = max(self.longest, now - self.last), now
         if self.end - now <= self.longest + 1.5 * s.save_seconds:
             s.stop = s.stop or f"{self.what} is nearly over"

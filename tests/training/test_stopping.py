@@ -329,7 +329,7 @@ def test_a_checkpoint_that_is_moved_away_meanwhile_is_no_error(moment, world, tm
     root = shutil.copytree(world.whole/"checkpoints", tmp_path/"checkpoints")
     before = complete_checkpoints(root)
     moving = before[-1]
-    name = "file_digest" if moment == "before its digests" else "_written"
+    name = "file_digest" if moment == "before its digests" else "save_order"
     seen = getattr(checkpoint, name)
 
     def after_a_move(path):
