@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 from ..config import BATCHES_PER_STEP, make_config
 from ..core.environment import detect_environment
-from ..core.files import owned_folders
+from ..core.folder_owner import owned_folders
 from ..core.settings import REMOVED, Role, value_of
 from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
