@@ -7,13 +7,16 @@ __all__ = ['Config', 'describe', 'add_setting', 'remove_setting', 'load_config_f
 
 # %% ../nbs/core/07_config.ipynb #923373d9
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from .core.settings import merge_settings, parse_settings, read_settings, translate
+from .core.settings import (
+    merge_settings, nested, parse_settings, read_settings, texts_of, translate, value_of)
 from qie_nb.core.section import (
-    Options, Section, all_settings, error_text, is_section, nearest_key, older_names, other_names,
+    Options, Section, Setting, all_settings, error_text, is_section, nearest_key, older_names, other_names,
     unknown_key_text)
 from .core.presets import PRESETS, with_preset
 from .core.settings import role_of, setting, without_removed
@@ -116,6 +119,35 @@ def make_config(raw=None) -> Config: # nested dict in the layout of the YAML, a 
     try: return Config(**raw)
     except ValidationError as e: raise ValueError(error_text(e)) from None
 
+# %% ../nbs/core/07_config.ipynb #0c18717b
+def _kinds(annotation:object) -> set: # of types
+    "The types that an annotation allows, without what checks them."
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    return {annotation}
+
+def _takes_text_only(setting:Setting) -> bool:
+    "Is the setting a text that YAML may read as a number or a switch, such as a folder `2024`?"
+    section, _, key = setting.name.rpartition(".")
+    kinds = _kinds(_classes(section)[-1].model_fields[key].annotation) if section else set()
+    return str in kinds and not kinds & {bool, int, float}
+
+def _with_texts(
+    raw:dict, # nested
+    texts:dict, # {dotted name: text}, of a command line
+    older:dict, # {older dotted name: today's}
+) -> dict:
+    "A configuration in which the texts of a command line are texts where a setting takes nothing else."
+    known = {s.name: s for s in all_settings()}
+    named = {older.get(name, name): written for name, written in texts.items()}
+    plain = {name: written for name, written in named.items()
+             if name in known and written.strip() and _takes_text_only(known[name])
+             and isinstance(value_of(raw, name), (bool, int, float))}
+    return merge_settings(raw, nested(plain))
+
+
 # %% ../nbs/core/07_config.ipynb #8d705341
 def load_config_from_yaml(
     path=None, # YAML or JSON file; None: only `settings`
@@ -129,6 +161,13 @@ def load_config_from_yaml(
         given, also_renamed = translate(parse_settings(settings), names)
         _report(renamed + also_renamed)
         raw = merge_settings(in_file, given)
+        try:
+            return make_config(raw)
+        except ValueError:
+            as_text = _with_texts(raw, texts_of(settings), names)
+            if as_text == raw:
+                raise
+            raw = as_text
     return make_config(raw)
 
 # %% ../nbs/core/07_config.ipynb #8d705301

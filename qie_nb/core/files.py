@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['atomic_path', 'write_atomic', 'collector_paused', 'is_invisible', 'visible', 'letter_name', 'nfc', 'printable', 'few',
-           'is_address', 'path_from']
+           'is_address', 'unquoted', 'path_from']
 
 # %% ../../nbs/core/00_files.ipynb #b9158b82
 import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, threading, time
@@ -322,7 +322,7 @@ def is_address(
     "Is it an address such as `https://...`, `s3://...` or `hf://...`, and no path?"
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)))
 
-def _unquoted(text:str) -> str:
+def unquoted(text:str) -> str:
     "Without blanks and one pair of quotes around it."
     text = visible(text)
     if len(text) > 1 and _QUOTES.get(text[0]) == text[-1]:
@@ -344,7 +344,7 @@ def path_from(
         raise ValueError(f"{name} {raw!r:.80} contains a NUL; remove that letter")
     if raw == "." and isinstance(text, Path):
         return text
-    written = raw if raw.strip() and os.path.lexists(raw) else _unquoted(raw)
+    written = raw if raw.strip() and os.path.lexists(raw) else unquoted(raw)
     if not written:
         raise ValueError(f"{name} is empty; write a path there, or . for the working folder")
     if written.lower().startswith("file:/"):

@@ -200,6 +200,22 @@ def preset_settings(
             "data.control_area": area} | row
 
 # %% ../../nbs/core/09_presets.ipynb #867dddd6
+def _give_way(
+    config:dict, # with a preset's settings
+    written:dict, # by the user
+) -> dict:
+    "A preset's warm-up gives way to the user's schedule, and is at most a quarter of the user's steps."
+    def of(part:dict, section:str) -> dict:
+        return part[section] if isinstance(part.get(section), dict) else {}
+    schedule, steps = of(config, "lr_scheduler"), of(config, "train").get("max_train_steps")
+    if "warmup_steps" in of(written, "lr_scheduler") or not schedule.get("warmup_steps"):
+        return config
+    if schedule.get("scheduler_type") == "constant":
+        schedule["warmup_steps"] = 0
+    elif type(steps) is int:
+        schedule["warmup_steps"] = min(schedule["warmup_steps"], max(0, steps // 4))
+    return config
+
 def with_preset(raw:dict) -> dict: # nested; every setting of the preset that `raw` leaves open is added
     "A configuration in the layout of the YAML, with the settings of its preset."
     if raw.get("preset") is None: return raw
@@ -212,4 +228,4 @@ def with_preset(raw:dict) -> dict: # nested; every setting of the preset that `r
         if out.setdefault(section, {}) is None: out[section] = {}
         if name == "train.val_fraction" and own("train").get("val_path"): continue
         if isinstance(out[section], dict): out[section] = {key: value} | out[section]
-    return out
+    return _give_way(out, raw)

@@ -27,7 +27,8 @@ def is_section(
 class Section(BaseModel):
     "A part of the configuration; refuses unknown keys, checks assignments."
     everything: ClassVar = None # the class of the whole configuration, for messages
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kw):
@@ -115,6 +116,15 @@ def unknown_key_text(
     return f"`{key}` is not a known key; did you mean `{nearest_key(key)}`?"
 
 # %% ../../nbs/core/06b_section.ipynb #5ec7100c
+def _no_text(value:object) -> str:
+    "A value that should be text, and how to write it in YAML."
+    if isinstance(value, bool):
+        words = "no, off or false" if value is False else "yes, on or true"
+        return f"a switch (YAML reads {words} as one); put it in quotes"
+    if isinstance(value, (int, float)):
+        return f"the number {value}; put it in quotes"
+    return f"{value!r:.500}"
+
 _TAGS = {"str", "bool", "int", "float", "constrained-int", "constrained-float"} # pydantic's, of a union
 def error_text(
     error:ValidationError,
@@ -130,6 +140,8 @@ def error_text(
         return f"`{name}` cannot be changed afterwards; give it where the configuration is made"
     msg = e["msg"].removeprefix("Value error, ")
     if msg.startswith("`"): return msg
+    if e["type"] == "string_type":
+        return f"`{name}` must be text, got {_no_text(e['input'])}"
     msg = plain_words(msg)
     others = [o["msg"] for o in error.errors() if place(o) == name and o["type"] != "literal_error"]
     if choices and others: # of a union
