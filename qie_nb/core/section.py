@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .display import table_html
-from .settings import outside_names, Role, removed_meant, removed_text, role_of, setting
+from .settings import MOST, outside_names, Role, removed_meant, removed_text, role_of, setting
 
 # %% ../../nbs/core/06b_section.ipynb #5ec71006
 def is_section(
@@ -83,6 +83,7 @@ def older_names() -> dict[str, str]: # {older dotted name: today's}
 
 # %% ../../nbs/core/06b_section.ipynb #28c2d2ff
 _WORDS = { # pydantic's words -> ours
+    "^value error, ": "", "unable to parse input string as an integer, exceeded maximum size": f"must be at most {MOST}",
     r"input should be (a valid )?": "must be ", "^must be (integer|instance)": r"must be an \1",
     "^must be (number|string|list)": r"must be a \1", ", (unable to (parse|interpret)|got a number with).*": "",
     "^must be boolean": "must be true or false", "^must be dictionary.*": "must be a mapping of settings",
@@ -138,6 +139,9 @@ def error_text(
         return unknown_key_text(name)
     if e["type"] == "frozen_field":
         return f"`{name}` cannot be changed afterwards; give it where the configuration is made"
+    if e["type"] == "string_type" and isinstance(e["input"], list): # one or several: the fault is in an item
+        e = next((o for o in error.errors() if place(o).startswith(f"{name}.")), e)
+        name = place(e)
     msg = e["msg"].removeprefix("Value error, ")
     if msg.startswith("`"): return msg
     if e["type"] == "string_type":

@@ -252,7 +252,7 @@ class StepSection(Section):
         compared_as="dtype of the base",
         also_called=("precision", "dtype"))
     max_grad_norm: Real = setting(1.0, "clip gradients to this norm; 0: no clipping",
-        on_resume="may change", on_card=True, ge=0)
+        on_resume="may change", on_card=True, ge=0, le=1_000_000)
     timestep_sampling: Literal["uniform", "logit_normal", "shift", "fixed_shift"] = setting(
         "uniform",
         "uniform (a safe start), logit_normal (texture, style), shift (the sampler's for the "
@@ -382,7 +382,7 @@ class CacheSection(Section):
     remote_copy_gb: Real = setting(50.,
         "GB (1e9 bytes) on this machine for copies of all remote shards; the least recently used "
         "are deleted",
-        on_resume="recomputed", gt=0)
+        on_resume="recomputed", gt=0, le=1_000_000)
     vae_encoder_device: str = setting("auto", "device of the VAE while encoding",
         on_resume="recomputed", overrides="vae_device")
     text_encoder_device: str = setting("auto", "device of the text encoder while encoding",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from .files import path_from
@@ -86,11 +86,16 @@ def _no_switch(value:object) -> object:
         raise ValueError("must be a number")
     return value
 
+def _below_2_63(seed:int) -> int: # pydantic prints a rounded limit
+    if seed >= 2**63:
+        raise ValueError("must be below 2**63, which is what torch's generators take")
+    return seed
+
 Real = Annotated[float, BeforeValidator(_no_switch)]
 Count = Annotated[int, BeforeValidator(_no_switch), Field(ge=0, le=MOST)] # 0 means never or none
 Positive = Annotated[int, BeforeValidator(_no_switch), Field(ge=1, le=MOST)]
 Pixels = Annotated[int, BeforeValidator(_no_switch), Field(ge=1024, le=2**26)] # of an image's area
-Seed = Annotated[int, BeforeValidator(_no_switch), Field(ge=0, lt=2**63)] # as torch's generators take it
+Seed = Annotated[int, BeforeValidator(_no_switch), Field(ge=0), AfterValidator(_below_2_63)]
 Decay = Annotated[float, BeforeValidator(_no_switch), Field(ge=0, lt=1)]
 
 
@@ -400,9 +405,9 @@ def translate(
         section, _, key = new.partition(".")
         if out.get(section) is None: out[section] = {}
         if not isinstance(out[section], dict): continue
-        if out[section].setdefault(key, value) != value:
-            raise ValueError(f"`{old}` is the older name of `{new}`, and both are set ({value!r:.80} and "
-                             f"{out[section][key]!r:.80}); keep one of them")
+        used = out[section].setdefault(key, value)
+        if used != value:
+            notes.append(f"`{old}` {value!r:.80} is not used, because `{new}` is {used!r:.80}")
     return out, notes
 
 # %% ../../nbs/core/06_settings.ipynb #fcac04eb

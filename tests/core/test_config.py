@@ -91,7 +91,7 @@ def test_settings_of_a_command_line_override_a_file(tmp_path):
     with pytest.raises(ValueError, match="`lora.r` and `lora` are both set"): load_config_from_yaml(None, ["lora=1", "lora.r=3"])
 
 
-@pytest.mark.parametrize("text, sentence", [("train:\n\tseed: 1", "line 2: the line contains a tab; use spaces"), ('data: {dataset_path: "C:\\pairs"}', "use single quotes"),
+@pytest.mark.parametrize("text, sentence", [("train:\n\tseed: 1", "has a tab in line 2; use spaces"), ('data: {dataset_path: "C:\\pairs"}', "use single quotes"),
                                             ("train:\n  seed 1\n  a: 2", "line 3: mapping values are not allowed here")])
 def test_yaml_errors_name_the_line(text, sentence, tmp_path):
     (tmp_path/"run.yaml").write_text(text)
@@ -100,7 +100,7 @@ def test_yaml_errors_name_the_line(text, sentence, tmp_path):
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path/"run.yaml").write_text("data: {prompt: café}", encoding="latin-1")
-    with pytest.raises(ValueError, match="run.yaml' is not encoded as UTF-8; save it as UTF-8$"): load_config_from_yaml(tmp_path/"run.yaml")
+    with pytest.raises(ValueError, match="run.yaml' is not UTF-8; save it as UTF-8$"): load_config_from_yaml(tmp_path/"run.yaml")
 
 
 def test_a_file_is_a_configuration(tmp_path):
