@@ -9,6 +9,7 @@ __all__ = ['Edit', 'seeds_of']
 import json, math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from PIL import Image
 from ..cache import EmbeddingCacheManager
 from ..data.batches import as_list, collate, is_cached
 from ..data.dataset import ImageDataset
-from ..data.images import open_image
+from ..data.images import Geometry, open_image
 from ..data.samples import config_samples
 from ..encoding.encoder import encode_prompt
 from ..models.components import check_weights, device_of
+from ..models.encoders import check_prompt_length
 from ..models.modulation import model_timesteps, table_of
 from ..models.variants.base import Variant
 from ..models.variants.text_to_image import QWEN_IMAGE
@@ -120,9 +122,26 @@ def make_edits(
         components.variant.check_prompt(p, len(s))
         components.variant.check_prompt(q, len(s))
     area = area or geometry.control_area
-    size = lambda s: output_size(s[0].size if s else (1, 1), area, height, width, multiple)
-    each = zip(sets, prompts, negatives, seeds, generators)
-    return [Edit(s, p, q, size(s), *rest) for s, p, q, *rest in each]
+    edits = []
+    for images, *texts_and_noise in zip(sets, prompts, negatives, seeds, generators):
+        size = output_size(images[0].size if images else (1, 1), area, height, width, multiple)
+        edits.append(Edit(images, *texts_and_noise[:2], size, *texts_and_noise[2:]))
+    for edit in edits:
+        check_lengths(components, geometry, edit, multiple)
+    return edits
+
+def check_lengths(
+    components, # `EditModel`
+    geometry:Geometry, # of the control images
+    edit:Edit,
+    multiple:int, # pixels a token
+):
+    "Raises ValueError for prompts with more tokens than the transformer has positions."
+    sizes = [edit.size, *(geometry.control(p.size) for p in edit.images)]
+    grids = [(w // multiple, h // multiple) for w, h in sizes]
+    vl_sizes = [geometry.vl(p.size) for p in edit.images]
+    for prompt in (edit.prompt, edit.negative):
+        check_prompt_length(components.variant, partial(components.get, "processor"), prompt, vl_sizes, grids)
 
 # %% ../../nbs/sampling/01_edits.ipynb #c3ba9919
 @dataclass(eq=False)

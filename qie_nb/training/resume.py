@@ -22,6 +22,7 @@ from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
 from ..data.samples import split_held_out
+from ..devices.edit_model import EditModel
 from ..devices.strategies.fsdp import full_state, shard_like, sharded_state
 from ..lora import adapters as lora
 from ..models.components import VARIANTS, Components
@@ -33,7 +34,7 @@ from .callbacks import RunState, own_planner
 from .checkpoint import SavedRun
 from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
-from .run_data import drop_bad_prompts, used_fraction
+from .run_data import drop_bad_prompts, drop_long_prompts, used_fraction
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
 _VERSION_1 = {"data.batch_size x processes": "data.batch_size"} # facts in version 1's checkpoints
@@ -180,6 +181,9 @@ def _data_misfit(config, was, planner) -> list: # of sentences
             dataset = ImageDataset(c)
             if now() == was["data"]: return []
             drop_bad_prompts(VARIANTS[was["base"].split()[0]], dataset)
+            model = EditModel(c.model.pretrained_model_name_or_path, variant=c.model.variant)
+            dataset.set_areas(model.areas)
+            drop_long_prompts(model, dataset)
             dataset.drop_unreadable() # decodes every image
             return [_data_difference(was["data"], now())] if now() != was["data"] else []
     except (ValueError, OSError, KeyError): return [] # the doctor reports what is wrong with the data

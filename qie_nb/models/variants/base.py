@@ -142,6 +142,12 @@ class Variant:
         "Raises ValueError for a prompt or a number of images that the model does not take."
         self.check_images(images)
 
+    def most_prompt_tokens(self,
+        grids:list, # (width, height) of the target and of each control, in tokens
+    ) -> int | None: # None: no limit
+        "How long a prompt's embedding may be, the tokens of its images included."
+        return None
+
     def prompt_identity(self) -> dict: # of texts, for the manifest of a cache
         """What prompt embeddings depend on besides the text encoder: their cache keys contain it.
 
