@@ -366,8 +366,8 @@ def check_output(self:RunResume):
     "Check that what a run writes can be written and fits on the disk."
     run_table = self.adapters.run_table
     self.check_writable()
-    items = run_items(self.config, memory_query(self.config, run_table.transformer_config(),
-                                                self.components.dtype.itemsize))
+    query = memory_query(self.config, run_table.transformer_config(), self.components.dtype.itemsize)
+    items = run_items(self.config, query, len(self.adapters.data.samples or ()))
     if table := sum(run_table.table_bytes()):
         where = run_table.empty_table().cache.cache_dir
         items.append(Item("modulation table", table, where, "is not there yet"))

@@ -394,7 +394,7 @@ class Hub:
 
 shutil.disk_usage = shown
 environment.SESSION_QUOTA = QUOTA
-disk_space.LOGS = int(disk_space.LOGS * SCALE)
+
 hub.HUB = Hub()
 threading.Thread(target=watch, daemon=True).start()
 """
