@@ -69,6 +69,7 @@ class Clock:
         def replaced(src, dst, *a, **kw):
             if os.path.basename(dst) == "COMPLETE": take(save, self.saves); self.saves += 1
         monkeypatch.setattr(time, "time", lambda: 1e9 + self.passed)
+        monkeypatch.setattr(time, "monotonic", lambda: self.passed)
         on_call(monkeypatch, os, "replace", replaced)
         on_call(monkeypatch, QwenImageEditTrainer, "optimizer_step", lambda *a: take(step, self.passed))
         on_call(monkeypatch, QwenImageEditTrainer, "loss", lambda *a, **kw: take(0. if torch.is_grad_enabled() else evaluation))
@@ -89,7 +90,7 @@ def test_max_hours_leaves_time_to_save_and_wastes_little(step, save, evaluation,
 
 def test_the_last_step_leaves_time_for_another_step_and_a_slow_save(monkeypatch):
     now, state = [0.], SimpleNamespace(began=0., save_seconds=200., stop="")
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
     limit, t = stopping.TimeLimitCallback(), SimpleNamespace(plan=Planner(dict(train=dict(max_hours=1.))).plan, state=state)
     limit.on_train_begin(t)
     while not state.stop:
