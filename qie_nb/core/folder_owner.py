@@ -69,7 +69,7 @@ class Owner(NamedTuple):
 
 def owner_in(
     file:Path,
-) -> Owner | None: # None if there is no file, or none of ours
+) -> Owner | None: # None if there is no file, or another program's
     "The owner that a file names."
     try:
         held = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -125,6 +125,7 @@ class FolderOwner:
         self.folder = Path(folder)
         self.owner = owner
         self.lost = False # has another run taken the folder?
+        self.made = [] # folders that were made for it, the innermost first
         self.ended = threading.Event()
         _held.add(owner.token)
         threading.Thread(target=self.live, daemon=True, name="qie_nb owner").start()
@@ -158,6 +159,8 @@ class FolderOwner:
         if found is not None and found.token == self.owner.token:
             with suppress(OSError):
                 (self.folder/OWNER_FILE).unlink()
+                for folder in self.made: # a refused run leaves nothing
+                    folder.rmdir() # raises OSError if it holds something
 
 
 # %% ../../nbs/core/10_folder_owner.ipynb #2177ca71
@@ -204,11 +207,13 @@ def own_folder(
 ) -> FolderOwner | None: # None if the folder cannot be written
     "Hold a folder. Raises `FolderInUse` if another run does."
     folder = Path(folder)
+    made = [d for d in (folder, *folder.parents) if not d.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             mine = _create(folder)
             if mine is not None:
+                mine.made = made
                 return mine
             owner = read_owner(folder)
             if owner is not None and is_alive(folder, owner):
@@ -218,7 +223,7 @@ def own_folder(
             if owner is not None:
                 print(f"{str(folder)!r}: the run that held it has ended without a word ({owner.name()}); going on")
             _remove_dead(folder, owner)
-    except OSError: # read-only or full: whoever writes there says so
+    except OSError: # read-only or full: the first file that is written there says so
         return None
 
 @contextmanager

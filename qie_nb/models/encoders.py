@@ -134,7 +134,7 @@ def whole_ids(
 
 # %% ../../nbs/models/07_encoders.ipynb #b2e10219
 def image_tokens(
-    processor, # Qwen2VLProcessor
+    processor:object, # Qwen2VLProcessor
     size:tuple, # (width, height) of an image at the text encoder's size
 ) -> int:
     "The tokens of an image in a prompt."
@@ -142,7 +142,7 @@ def image_tokens(
     return images.get_number_of_image_patches(size[1], size[0]) // images.merge_size ** 2
 
 def check_prompt_length(
-    variant, # `Variant`
+    variant:"Variant",
     processor_of:Callable, # gives the processor; called only for a prompt of many bytes
     prompt:str,
     vl_sizes:list, # (width, height) of each control image at the text encoder's size

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from ..config import Config, make_config
+from ..config import Config, TrainSection, make_config
 from ..core.cache_entries import MODULATION
 from ..core.display import note, table_html, text_table
 from ..core.environment import (
@@ -59,7 +59,7 @@ def checkpoint_bytes(
 
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19c02
-def _holds_out(train, pairs:int) -> bool:
+def _holds_out(train:TrainSection, pairs:int) -> bool:
     "Will there be a best checkpoint?"
     if train.val_path:
         return True
@@ -67,7 +67,7 @@ def _holds_out(train, pairs:int) -> bool:
         return not pairs or pairs >= ENOUGH_IMAGES
     return train.val_fraction > 0
 
-def kept_checkpoints(train, pairs:int) -> int:
+def kept_checkpoints(train:TrainSection, pairs:int) -> int:
     "How many checkpoints a run has at a time: those to keep, the best, and the one being written."
     most = train.keep_checkpoints + _holds_out(train, pairs) + 1
     if train.max_train_steps is None:
@@ -76,7 +76,7 @@ def kept_checkpoints(train, pairs:int) -> int:
     saves = train.max_train_steps if often else 1 + train.max_train_steps // (train.save_steps or MOST)
     return min(most, saves)
 
-def log_bytes(config, pairs:int) -> int:
+def log_bytes(config:Config, pairs:int) -> int:
     "Rows and images of a run, roughly."
     train, logs = config.train, config.logging
     steps = train.max_train_steps or min(STEPS, train.num_epochs * max(pairs, 1))
@@ -87,7 +87,7 @@ def log_bytes(config, pairs:int) -> int:
     return ROW * steps // logs.log_every + IMAGE * width * height * (2 * shown + 4 * edits)
 
 def run_items(
-    config, # `Config`
+    config:Config,
     q:MemoryQuery,
     pairs:int=0, # 0: not known
 ) -> list: # of `Item`

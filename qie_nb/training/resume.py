@@ -378,9 +378,10 @@ def check_output(self:RunResume):
 @contextmanager
 def own_output(self:RunResume) -> Iterator[None]:
     "Within, no other run writes to the output folders. Raises ValueError if one does."
-    self.check_writable()
     c = self.config
     with owned_folders({"train.output_dir": c.train.output_dir, "logging.log_dir": c.logging.log_dir}) as owners:
+        if not any(o.folder == Path(c.train.output_dir) for o in owners):
+            self.check_writable()
         self.owners = owners
         try:
             yield

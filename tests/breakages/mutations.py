@@ -361,8 +361,21 @@ MUTATIONS = {
     "memory that ran out called the driver's fault": Mutation("tests/training/test_stopping.py", [
         Change("training/stopping", "memory_advice", "and not is_out_of_memory(e)", "")]),
     "the checkpoint being written left out": Mutation("tests/planning/test_disk_space.py", [
-        Change("planning/disk_space", "run_items",
-               "c.keep_checkpoints + best + 1", "c.keep_checkpoints + best")]),
+        Change("planning/disk_space", "kept_checkpoints",
+               "_holds_out(train, pairs) + 1", "_holds_out(train, pairs)")]),
+    "checkpoints ordered by the clock": Mutation("tests/training/test_output_folder.py", [
+        Change("training/checkpoint", "save_order", "int(state.get(\"saves\") or 0)", "0")]),
+    "a dead owner that lives on": Mutation("tests/training/test_output_folder.py", [
+        Change("core/folder_owner", "is_alive",
+               "bool(owner.start) and process_start(owner.pid) == owner.start", "True")]),
+    "a taken folder that is written": Mutation("tests/training/test_output_folder.py", [
+        Change("training/resume", "check_owned", "if o.lost", "if False")]),
+    "estimates that refuse a run": Mutation("tests/planning/test_disk_space.py", [
+        Change("planning/disk_space", "DiskPlan", "if not i.estimated", "")]),
+    "numbers without an end": Mutation("tests/core/test_bad_configurations.py", [
+        Change("core/section", "Section", ", allow_inf_nan=False", "")]),
+    "one position too many": Mutation("tests/encoding/test_prompts.py", [
+        Change("models/variants/text_to_image", "QwenImage", "POSITIONS - max", "POSITIONS + 1 - max")]),
     "held memory counted as taken": Mutation(
         "tests/devices/test_placement.py::test_what_loaded_components_hold_counts_as_free", [
         Change("planning/parts", "prediction_facts",

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from qie_nb.models.encoders import (
-    PrefixNotSharable, encode_prefix, encode_prompt, encode_suffixes, patch_product, suffix_ids)
+    PrefixNotSharable, check_prompt_length, encode_prefix, encode_prompt,
+    encode_suffixes, image_tokens, patch_product, suffix_ids)
 from qie_nb.models.components import load_component
-from qie_nb.models.variants.text_to_image import QwenImage
+from qie_nb.models.variants.text_to_image import POSITIONS, QwenImage
 from helpers import PatchConvolutions
 from tiny_rig import close, random_images, rig, rms
 
@@ -194,3 +195,33 @@ def test_positions_with_transformers_before_and_since_5_3(newer):
     encoder = SimpleNamespace(model=SimpleNamespace(get_rope_index=since if newer else older), config=SimpleNamespace(image_token_id=7))
     found = encoders.prefix_positions(encoder, SimpleNamespace(positions="3d"), torch.tensor([[1, 7, 7]]), None)
     assert found.tolist() == ([[0, 1, 1]] if newer else [[1, 7, 7]])
+
+
+@pytest.mark.parametrize("grids", [[(6, 6)], [(64, 64), (80, 51)], [(9, 7), (5, 31)]])
+def test_the_longest_prompt_is_that_of_diffusers_position_table(grids):
+    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+    rope = QwenEmbedRope(10000, [4, 6, 6], scale_rope=True)
+    most = rig("2511").variant.most_prompt_tokens(grids)
+    shapes = [[(1, h, w) for w, h in grids]]
+    for tokens, found in ((most, most), (most + 1, most)):
+        assert len(rope(shapes, torch.device("cpu"), tokens)[1]) == found
+
+
+@pytest.mark.parametrize("variant, n", [("v1", 1), ("2509", 2), ("2511", 1)])
+def test_a_prompt_is_counted_as_it_is_encoded(variant, n):
+    r = rig(variant)
+    te, processor, v = r.te, r.proc, r.variant
+    images = random_images(n)
+    sizes = [p.size for p in images]
+    prompt = "make it blue " * 300
+    tokens = encode_prompt(te, processor, v, prompt, images)[0].shape[1]
+    asked = []
+    def check(room, text=prompt):
+        grid = 2 * (POSITIONS - room), 4 # half of it is what the text's positions begin with
+        check_prompt_length(v, lambda: asked.append(1) or processor, text, sizes, [grid])
+    check(tokens)
+    with pytest.raises(ValueError, match=rf"'make it blue .* is too long: {tokens - sum(image_tokens(processor, s) for s in sizes)} tokens .* {tokens - 1} positions; shorten it"):
+        check(tokens - 1)
+    asked.clear()
+    check(tokens, "make it blue")
+    assert not asked, "a short prompt needs no tokenizer"

@@ -16,6 +16,7 @@ from qie_nb.core.files import _sha256
 from qie_nb.tiny.random_models import save_tiny, tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
+from qie_nb.training.resume import checkpoint_misfit
 
 PAGE = Path(__file__).parents[2]/"docs"/"refusals.md"
 AREAS = (64*64, 64*64)
@@ -378,3 +379,16 @@ def write_table():
 
 
 if __name__ == "__main__": write_table()
+
+
+def test_a_prompt_that_is_too_long_costs_no_work(tmp_path):
+    "It is left out, with its reason, before anything is encoded; the run goes on and resumes without it."
+    root = write_pairs(tmp_path/"set", ((64, 64),) * 4, caption=["invert", "make it blue " * 1200, "invert", "invert"])
+    made = settings(root, tmp_path, train=dict(max_train_steps=2))
+    t = QwenImageEditTrainer(made)
+    report = t.cache_embeddings()
+    assert report.encoded == 3 and "is too long: 108" in report.skipped[0][1] and "positions; shorten it" in report.skipped[0][1]
+    assert t.fit().global_step == 2
+    folder = t.save_checkpoint(9, 2)
+    assert checkpoint_misfit(folder, made) == ""
+    with pytest.raises(ValueError, match="is too long: 108.* shorten it"): t.predict(root/"control_images"/"0000.png", "make it blue " * 1200, num_inference_steps=2)
