@@ -6,7 +6,7 @@
 __all__ = ['kernel', 'is_interactive', 'short_time', 'image_bytes', 'image_html', 'table_html', 'text_table', 'badge', 'note']
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
-import base64, importlib, io, os, sys, threading, time
+import base64, importlib, io, os, re, sys, threading, time
 from html import escape
 from pathlib import Path
 from uuid import uuid4
@@ -286,6 +286,24 @@ class ButtonPoller:
         except Exception: msg = None # the kernel reports what is wrong with it
         if msg is None: return self.forward(frames)
         self.kernel.comm_manager.comm_msg(None, ident, msg)
+
+# %% ../../nbs/core/02_display.ipynb #5a1ec002
+_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9][0-9.x]*|\([0-9, ]*\)") # what differs between reasons of one kind
+
+def counted_reasons(
+    reasons:list, # (name of a sample, why it cannot be used)
+    most:int=5, # kinds; the others are counted together
+) -> list: # sentences
+    "Reasons of one kind as one sentence, with a count."
+    kinds = {}
+    for name, why in reasons: kinds.setdefault(_OWN.sub("", why), []).append((name, why))
+    out = []
+    for found in list(kinds.values())[:most]:
+        (first, why), *others = found
+        names = ", ".join(name for name, _ in found[:3]) + (", ..." if len(found) > 3 else "")
+        out.append(f"{len(found)} alike ({names}), the first: {why}" if others else f"{first}: {why}")
+    rest = sum(map(len, list(kinds.values())[most:]))
+    return [*out, f"and {rest} more"] if rest else out
 
 # %% ../../nbs/core/02_display.ipynb #5a1e0005
 def size_text(n:int) -> str:

@@ -6,13 +6,15 @@
 __all__ = ['figure']
 
 # %% ../../nbs/data/00_images.ipynb #75751bb3
-import hashlib, io, math, os, re, stat, warnings
+import hashlib, io, logging, math, os, re, stat, struct, warnings, zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO, Callable, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from ..core.files import cached_file_property, file_digest
 
@@ -87,18 +89,40 @@ def remembered(source, name:str, compute):
     return cached_file_property(source, name, compute, st) if st else compute(source)
 
 # %% ../../nbs/data/00_images.ipynb #aa63f816
-def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey
-    a = np.asarray(im)
-    top = a.max()
-    if not np.isfinite(a).all(): raise _Refused("holds values that are not finite; save it in 8 or 16 bits")
+# tags of TIFF
+_NEW_SUBFILE, _BITS, _PHOTOMETRIC, _SAMPLES = 254, 258, 262, 277
+_PLANES, _SUB_IFDS, _KIND, _DNG = 284, 330, 339, 50706
+
+def _is_deep(im:Image.Image) -> bool: # 16 or 32 bits of grey?
+    return im.mode == "F" or im.mode.startswith("I")
+
+def _white_of(im:Image.Image, top:float) -> int: # top: the largest value
+    "The value that is white."
+    if im.mode != "F": return 65535
+    if top <= 1.5: return 1
+    return 255 if top <= 255 else 65535
+
+def _grey_values(im:Image.Image) -> np.ndarray: # of a deep image
+    "Its values. Raises `_Refused` if some cannot be used."
+    values = np.asarray(im)
+    if not np.isfinite(values).all(): raise _Refused("holds values that are not finite; save it in 8 or 16 bits")
+    top = values.max()
     if top > 65535: raise _Refused(f"holds values up to {top:g}, more than 16 bits; save it in 8 or 16 bits")
-    white = 65535 if im.mode != "F" else 1 if top <= 1.5 else 255 if top <= 255 else 65535
-    if isinstance(key := im.info.get("transparency"), int): a = np.where(a == key, white, a)
-    return Image.fromarray((a.astype(np.float32) * (255 / white)).round().clip(0, 255).astype(np.uint8))
+    white_is_zero = getattr(im, "tag_v2", {}).get(_PHOTOMETRIC) == 0
+    # Pillow inverts such a TIFF of 8 bits, and none of 16
+    return 65535 - values if white_is_zero and im.mode.startswith("I;16") else values
+
+def _to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey
+    values = _grey_values(im)
+    white = _white_of(im, values.max())
+    key = im.info.get("transparency")
+    if isinstance(key, int): values = np.where(values == key, white, values)
+    grey = (values.astype(np.float32) * (255 / white)).round().clip(0, 255)
+    return Image.fromarray(grey.astype(np.uint8))
 
 def to_rgb(im:Image.Image) -> Image.Image:
     "8-bit RGB of any mode: 16 bits scaled, transparency on white."
-    if im.mode == "F" or im.mode.startswith("I"): im = _to_8_bits(im)
+    if _is_deep(im): im = _to_8_bits(im)
     if im.has_transparency_data:
         im = im.convert("RGBA")
         im = Image.alpha_composite(Image.new("RGBA", im.size, "white"), im)
@@ -115,11 +139,14 @@ def _orientation(im) -> int: # EXIF, 1 to 8
     except Exception: return 1
 
 # %% ../../nbs/data/00_images.ipynb #22265a01
+def _turned(im:Image.Image, turn) -> Image.Image: # turn: one of `_TURNS`, or None
+    return im if turn is None else im.transpose(turn)
+
 def _upright(im) -> Image.Image: # mode RGB
     _check_shape(im)
     im.load()
-    turn, out = _TURNS.get(_orientation(im)), to_rgb(im)
-    return out if turn is None else out.transpose(turn)
+    turn = _TURNS.get(_orientation(im))
+    return _turned(to_rgb(im), turn)
 
 def _check_shape(im):
     w, h = im.size
@@ -130,27 +157,212 @@ def _check_shape(im):
 # %% ../../nbs/data/00_images.ipynb #85bdf007
 _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "PPM", "HEIF")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning) # `pair_checks` marks large images
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.\w+Plugin") # of broken metadata
+logging.getLogger("PIL").addHandler(logging.NullHandler()) # or Python prints its messages
 
 def _add_heif():
     try: import pillow_heif
     except ImportError: return
     if "HEIF" not in Image.OPEN: pillow_heif.register_heif_opener()
 
+_STARTS = {b"\x89PNG\r\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"BM": "BMP", b"II*\0": "TIFF",
+           b"MM\0*": "TIFF", b"II+\0": "TIFF", b"MM\0+": "TIFF"}
+
+def image_format(
+    head:bytes, # first bytes of a file, 32 or more
+) -> str: # "" if it is no image that we read
+    "The image format that a file begins as, e.g. PNG."
+    for start, name in _STARTS.items():
+        if head.startswith(start): return name
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP": return "WebP"
+    if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"): return "AVIF"
+    return "HEIC" if _is_heic(head) else ""
+
+def _is_heic(head:bytes) -> bool:
+    return head[4:8] == b"ftyp" and head[8:11] in (b"hei", b"hev", b"mif", b"msf")
+
 # %% ../../nbs/data/00_images.ipynb #85bdf001
-def _check_format(head):
+_SAVE, _RAW = "save it as PNG or JPEG", "develop it and save it as PNG or JPEG"
+# how a file begins, what it is, and what to do
+_OTHER_KINDS = [(start, f"is in {kind} format", _SAVE) for start, kind in {
+    b"%PDF": "PDF", b"8BPS": "Photoshop", b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL": "JPEG XL",
+    b"\0\0\0\x0cjP  ": "JPEG 2000", b"\xff\x4f\xff\x51": "JPEG 2000", b"v/1\x01": "OpenEXR",
+    b"#?RADIANCE": "Radiance HDR", b"#?RGBE": "Radiance HDR", b"PF\n": "float PFM", b"gimp xcf": "GIMP",
+    b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"DDS ": "DDS", b"qoif": "QOI",
+    b"\0\0\1\0": "icon", b"icns": "icon", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
+    b"PAR1": "Parquet", b"SIMPLE  =": "FITS"}.items()]
+_OTHER_KINDS += [(start, "is a camera's raw file", _RAW) for start in (
+    b"FUJIFILMCCD-RAW", b"IIRO", b"IIRS", b"MMOR", b"IIU\0", b"FOVb", b"\0MRM")]
+_OTHER_KINDS += [(start, "is an archive", "unpack it") for start in (
+    b"Rar!", b"7z\xbc\xaf", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")]
+_OTHER_KINDS += [(start, "is a video", "save one frame of it as PNG or JPEG") for start in (
+    b"\x1aE\xdf\xa3", b"FLV\1", b"\0\0\1\xba", b"\0\0\1\xb3", b"0&\xb2u", b"OggS")]
+_OTHER_KINDS += [
+    (b"PK", "is in zip format", _SAVE),
+    (b"version https://git-lfs", "is a Git LFS pointer", "run `git lfs pull`"),
+    (b"\0\5\x16\7", "holds a Mac's notes about another file", "copy the image itself, or remove the pair"),
+    (b"bplist00", "is a placeholder for a file in the cloud", "download the image")]
+
+def _check_format(head:bytes): # the first 1024
     "Raises `_Refused` with the name of a format that Pillow does not read."
-    heic = head[4:8] == b"ftyp" and head[8:11] in (b"hei", b"hev", b"mif", b"msf")
-    if heic: raise _Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
-    for start, kind in {b"%PDF": "PDF", b"8BPS": "Photoshop", b"\xff\x0a": "JPEG XL",
-                        b"\0\0\0\x0cJXL": "JPEG XL", b"PK": "zip"}.items():
-        if head.startswith(start): raise _Refused(f"is in {kind} format; save it as PNG or JPEG")
-    if head.startswith(b"version https://git-lfs"): raise _Refused("is a Git LFS pointer; run `git lfs pull`")
-    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+    if _is_heic(head): raise _Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
+    if head[4:8] == b"ftyp" and head[8:12] == b"crx ": raise _Refused(f"is a camera's raw file; {_RAW}")
+    if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"): raise _Refused(
+        "is in AVIF format, which this Pillow does not read; pip install -U pillow, or convert it to PNG")
+    video = head[4:8] in (b"ftyp", b"moov", b"mdat") or head[:4] == b"RIFF" and head[8:11] == b"AVI"
+    if video: raise _Refused("is a video; save one frame of it as PNG or JPEG")
+    if not head.strip(b"\0") and len(head) > 31:
+        raise _Refused("holds only zeros, as after a failed copy; copy it again or remove the pair")
+    for start, what, remedy in _OTHER_KINDS:
+        if head.startswith(start): raise _Refused(f"{what}; {remedy}")
+    _check_text(head)
+
+def _check_text(head:bytes):
+    "Raises `_Refused`, or OSError without a remedy of its own, if a file is text."
+    for mark, code in {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}.items():
+        if head.startswith(mark): head = head.decode(code, "replace").encode()
+    text = head.strip().lower()
+    if b"<svg" in text: raise _Refused(f"is in SVG format; {_SAVE}")
+    if text.startswith((b"<!doctype", b"<html", b"<head", b"<body", b"<script")):
         raise _Refused("is a web page; download the image again or remove the pair")
+    if re.match(rb"[a-z]{3,6}://", text): raise _Refused("is text with an address; download the image")
+    if text.startswith((b"data:image", b"ivborw0kggo", b"/9j/4")):
+        raise _Refused("is an image written as text (base64); decode it")
+    if re.fullmatch(rb"[^\0-\x08\x0e-\x1f\x7f]{3,}", text) and _is_utf_8(text):
+        begins = text[:30].decode(errors="replace").split("\n")[0]
+        raise OSError(f"it is text that begins {begins!r}")
+
+def _is_utf_8(text:bytes) -> bool: # its end may be cut
+    try: text[:-3].decode()
+    except UnicodeDecodeError: return False
+    return True
+
+# %% ../../nbs/data/00_images.ipynb #85bdf0a3
+def _check_tiff(im:Image.Image):
+    "Raises `_Refused` for a TIFF of which Pillow reads something else than the image."
+    tags = im.tag_v2
+    preview = tags.get(_NEW_SUBFILE) == 1 and _SUB_IFDS in tags
+    if preview or _DNG in tags: raise _Refused(f"is a camera's raw file; {_RAW}")
+    bits = np.max(tags.get(_BITS, 8))
+    if bits > 8 and tags.get(_PLANES) == 2 and tags.get(_SAMPLES, 1) > 1:
+        raise _Refused(f"has {bits}-bit colours in separate planes; save it in 8 bits")
+
+def _tiff_values(f:BinaryIO) -> str: # e.g. "32-bit float colour"; "" if usual
+    "What a TIFF holds that Pillow does not read."
+    f.seek(0)
+    tags = ImageFileDirectory_v2(f.read(8))
+    f.seek(tags.next)
+    tags.load(f)
+    if _BITS not in tags: return "" # cut off
+    bits, channels = int(np.max(tags[_BITS])), tags.get(_SAMPLES, 1)
+    kind = {2: "signed ", 3: "float ", 5: "complex ", 6: "complex "}.get(np.max(tags.get(_KIND, 1)), "")
+    if channels > 4: return f"{channels} channels"
+    if channels == 2: return f"{bits}-bit {kind}grey with a second channel"
+    if bits in (1, 2, 4, 8) and not kind: return ""
+    return f"{bits}-bit {kind}" + ("colour" if channels > 2 else "grey")
+
+def _jpeg_frame(f:BinaryIO) -> tuple: # (marker, bits per value), or (0, 8) if there is none
+    "How a JPEG is coded."
+    for marker, data in _jpeg_segments(f):
+        if 0xc0 <= marker <= 0xcf and marker not in (0xc4, 0xc8, 0xcc) and data: return marker, data[0]
+    return 0, 8
+
+def _check_values(f:BinaryIO, head:bytes):
+    "Raises `_Refused` if Pillow does not read this kind of TIFF or JPEG."
+    kind = image_format(head)
+    if kind == "TIFF" and head[8:10] == b"CR": raise _Refused(f"is a camera's raw file; {_RAW}")
+    try:
+        values = _tiff_values(f) if kind == "TIFF" else ""
+        marker, bits = _jpeg_frame(f) if kind == "JPEG" else (0, 8)
+    except Exception: return # a broken header
+    if values: raise _Refused(f"is a TIFF of {values}; save it in 8 or 16 bits, as grey, RGB or RGBA")
+    if bits != 8: raise _Refused(f"is a JPEG of {bits} bits; save it in 8 bits")
+    if marker in (0xc3, 0xc5, 0xc6, 0xc7, 0xcb): raise _Refused(f"is a lossless JPEG; {_SAVE}")
+
+# %% ../../nbs/data/00_images.ipynb #85bdf0a5
+_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT")
+_LARGEST_TEXT = 1 << 26 # bytes of a text that is searched for the orientation
+
+def _png_chunk(kind:bytes, data:bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+def _inflated(data:bytes) -> bytes: # b"" if damaged
+    try: return zlib.decompressobj().decompress(data, _LARGEST_TEXT)
+    except zlib.error: return b""
+
+def _turn_of_xmp(text:bytes) -> bytes: # of an iTXt chunk; b"" if it tells none
+    "A short iTXt chunk with the orientation of a long one."
+    keyword, _, rest = text.partition(b"\0")
+    if keyword != b"XML:com.adobe.xmp" or len(rest) < 2: return b""
+    *_, xmp = rest[2:].split(b"\0", 2)
+    if rest[0]: xmp = _inflated(xmp)
+    found = re.search(rb'tiff:Orientation(?:="|>)[1-8]', xmp)
+    return _png_chunk(b"iTXt", keyword + bytes(5) + found[0]) if found else b""
+
+def _png_without_text(f:BinaryIO) -> bytes: # b"" if the pixels are damaged, too
+    "A PNG without the chunks that concern no pixel; the orientation is kept."
+    f.seek(0, os.SEEK_END)
+    size = f.tell()
+    f.seek(0)
+    parts = [f.read(8)]
+    while len(head := f.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if f.tell() + length + 4 > size: return b""
+        if kind not in (*_PIXEL_CHUNKS, b"eXIf", b"iTXt"):
+            f.seek(length + 4, os.SEEK_CUR)
+            continue
+        data, checksum = f.read(length), f.read(4)
+        whole = checksum == struct.pack(">I", zlib.crc32(kind + data))
+        if kind == b"iTXt": parts.append(_turn_of_xmp(data))
+        elif whole: parts.append(_png_chunk(kind, data))
+        elif kind != b"eXIf": return b""
+        if kind == b"IEND": return b"".join(parts)
+    return b""
+
+# %% ../../nbs/data/00_images.ipynb #85bdf0a6
+def _jpeg_segments(f:BinaryIO): # yields (marker, data), up to the first scan
+    "The segments before the pixels of a JPEG; `f` is left at the scan."
+    f.seek(2)
+    while True:
+        here = f.tell()
+        head = f.read(4)
+        if len(head) < 4 or head[0] != 0xff or head[1] == 0xda:
+            f.seek(here)
+            return
+        if head[1] == 0xff: # a byte of padding
+            f.seek(here + 1)
+            continue
+        length = struct.unpack(">H", head[2:])[0]
+        yield head[1], f.read(max(0, length - 2))
+
+def _concerns_pixels(marker:int, data:bytes) -> bool: # of a JPEG's segment
+    if marker == 0xe0: return data.startswith(b"JFIF") and len(data) >= 14
+    if marker == 0xe1: return data.startswith(b"Exif\0\0") # the orientation
+    if marker == 0xee: return data.startswith(b"Adobe") and len(data) >= 12 # what its colours mean
+    return not (0xe0 <= marker <= 0xef or marker == 0xfe)
+
+def _jpeg_without_text(f:BinaryIO) -> bytes:
+    "A JPEG without the segments that concern no pixel."
+    parts = [b"\xff\xd8"]
+    for marker, data in _jpeg_segments(f):
+        if _concerns_pixels(marker, data):
+            parts.append(struct.pack(">BBH", 0xff, marker, len(data) + 2) + data)
+    return b"".join([*parts, f.read()])
+
+def _without_metadata(f:BinaryIO): # a binary file, or None
+    f.seek(0)
+    kind = image_format(f.read(32))
+    data = b""
+    if kind == "PNG": data = _png_without_text(f)
+    if kind == "JPEG": data = _jpeg_without_text(f)
+    return io.BytesIO(data) if data else None
 
 # %% ../../nbs/data/00_images.ipynb #85bdf002
-def _open_still(f): # not decoded yet
-    if not (head := f.read(32)): raise OSError("it is empty")
+def _open_still(f:BinaryIO) -> Image.Image: # not decoded yet
+    "A file's only image. Raises `_Refused` or what Pillow raises."
+    f.seek(0)
+    head = f.read(1024)
+    if not head: raise OSError("it is empty")
     f.seek(0)
     Image.init()
     if head[4:8] == b"ftyp": _add_heif()
@@ -160,22 +372,158 @@ def _open_still(f): # not decoded yet
         raise _Refused(f"has {n // 10**6} megapixels, more than the {most // 10**6} that we open; make it "
                        "smaller or remove the pair") from None
     except UnidentifiedImageError:
+        _check_values(f, head)
+        kind = image_format(head)
+        if kind and kind != "HEIC": raise OSError(f"a {kind} file that is damaged or cut off") from None
         _check_format(head)
         raise
+    if im.format == "TIFF":
+        if head[8:10] == b"CR": raise _Refused(f"is a camera's raw file; {_RAW}")
+        _check_tiff(im)
     n = 1 if im.format in ("MPO", "HEIF") else getattr(im, "n_frames", 1)
     if n > 1: raise _Refused(f"has {n} frames; save one of them")
     return im
 
+def _read_with(
+    f:BinaryIO,
+    use:Callable, # function of the opened image and its file
+): # what `use` returns
+    "Use an image, once more without its metadata if Pillow stumbles over them."
+    try:
+        with _open_still(f) as im: return use(im, f)
+    except _Refused: raise
+    except Exception:
+        plain = _without_metadata(f)
+        if plain is None: raise
+    with _open_still(plain) as im: return use(im, plain)
+
 # %% ../../nbs/data/00_images.ipynb #85bdf003
+def _pixels_of(source, use:Callable): # use: function of a PIL image and its file
+    "`use` of an image in a file or in memory."
+    if isinstance(source, np.ndarray): source = Image.fromarray(source)
+    if isinstance(source, Image.Image): return use(source, None)
+    with _file_of(source) as f: return _read_with(f, use)
+
 def open_image(
     source, # path, bytes, object with `read_bytes()`, PIL image or uint8 [H, W, 3]
     name=None, # for messages
 ) -> Image.Image: # mode RGB
     "An image as upright RGB. Raises ValueError if it cannot be used."
-    with _named(name or source_name(source)):
-        if isinstance(source, np.ndarray): source = Image.fromarray(source)
-        if isinstance(source, Image.Image): return _upright(source)
-        with _file_of(source) as f, _open_still(f) as im: return _upright(im)
+    with _named(name or source_name(source)): return _pixels_of(source, lambda im, f: _upright(im))
+
+# %% ../../nbs/data/00_images.ipynb #66e0a5e2
+_ALIKE = 2 # levels of 255 by which JPEG changes one colour
+
+class Content(NamedTuple):
+    "What the values of an image tell."
+    low: float     # the smallest value in the file
+    high: float    # the largest one; at most that, for 16-bit colour
+    white: int     # the value that is read as white
+    colour: tuple  # its only colour, 8-bit RGB; () if it has several
+    clear: bool    # transparent everywhere?
+
+def _has_16_bits(im:Image.Image, f:BinaryIO) -> bool: # of colour, of which Pillow gives the upper 8
+    if f is None: return False
+    if im.format == "TIFF": return np.max(im.tag_v2.get(_BITS, 8)) == 16
+    if im.format != "PNG": return False
+    f.seek(24) # in the header
+    return f.read(1) == b"\x10"
+
+def _range_of(im:Image.Image, rgb:Image.Image, f:BinaryIO) -> tuple: # (low, high, white)
+    if _is_deep(im):
+        values = _grey_values(im)
+        return float(values.min()), float(values.max()), _white_of(im, values.max())
+    extrema = rgb.getextrema()
+    low = min(low for low, _ in extrema)
+    high = max(high for _, high in extrema)
+    return (low << 8, (high << 8) + 255, 65535) if _has_16_bits(im, f) else (low, high, 255)
+
+def _content_of(im:Image.Image, f:BinaryIO) -> tuple: # (RGB image, `Content`)
+    rgb = _upright(im)
+    flat = all(high - low <= _ALIKE for low, high in rgb.getextrema())
+    colour = rgb.getpixel((0, 0)) if flat else ()
+    clear = flat and im.has_transparency_data and im.convert("RGBA").getextrema()[3][1] == 0
+    return rgb, Content(*_range_of(im, rgb, f), colour, clear)
+
+def open_with_content(
+    source, # as for `open_image`
+    name:str=None, # for messages
+) -> tuple: # (upright RGB image, `Content`)
+    "An image and what its values tell. Raises ValueError if it cannot be used."
+    with _named(name or source_name(source)): return _pixels_of(source, _content_of)
+
+# %% ../../nbs/data/00_images.ipynb #66e0a5e5
+class Mask(NamedTuple):
+    "A mask and how it was read."
+    image: Image.Image # mode L, upright
+    read_from: str = "" # e.g. "its transparency"; "" for grey
+
+_SPREAD, _COLOURED = 16, 40 # levels of 255: one colour to the eye; certainly not grey
+
+def _of_transparency(im:Image.Image) -> tuple: # (RGB image, alpha if it is the mask, else None, a note)
+    "Decides what the alpha channel of a mask tells."
+    rgba = im.convert("RGBA")
+    alpha = rgba.getchannel("A")
+    low, high = alpha.getextrema()
+    if high - low <= _ALIKE: return rgba.convert("RGB"), None, ""
+    visible = np.asarray(rgba)[np.asarray(alpha) > high // 4, :3]
+    if np.ptp(visible, axis=0).max() <= _SPREAD: return None, alpha, "its transparency"
+    return to_rgb(im), None, "its colours, on white where it is transparent"
+
+def _of_colours(rgb:Image.Image) -> tuple: # (mode L, a note)
+    "Grey of a mask; one bright colour on black counts as white on black."
+    values = np.asarray(rgb, np.int16)
+    top = values.max(2)
+    coloured = top - values.min(2) > _COLOURED
+    if coloured.mean() < 0.01: return rgb.convert("L"), ""
+    high = int(top.max())
+    bright = values[top > high // 2]
+    if np.ptp(bright, axis=0).max() > 3 * _SPREAD or top.min() > _SPREAD:
+        return rgb.convert("L"), "the brightness of its colours"
+    white = np.minimum(255, top.astype(np.int32) * 255 // high).astype(np.uint8)
+    return Image.fromarray(white), f"its only colour {tuple(np.median(bright, axis=0).astype(int).tolist())}"
+
+# %% ../../nbs/data/00_images.ipynb #66e0a5e6
+def _check_mask(low:float, high:float, white:float, values:np.ndarray=None):
+    "Raises `_Refused` if these values of a mask cannot be meant."
+    level = 255 / white
+    flat = high == low or low > 0 and (high - low) * level <= _ALIKE
+    if high <= 0 or flat and high * level <= 1:
+        raise _Refused("is black everywhere; paint what counts white, or remove it")
+    if flat and high * level < 250:
+        raise _Refused(f"has the value {high:g} everywhere, of {white:g} for white; paint what counts white "
+                       "and the rest black, or remove it")
+    if high * level >= _SPREAD: return
+    known = np.unique(values)
+    found = f"{known[0]:g} and {known[1]:g}" if len(known) == 2 else f"{low:g} to {high:g}"
+    raise _Refused(f"has values {found} of {white:g}, so it is black; multiply them by {int(white // high)}, "
+                   "so that what counts is white, or remove it")
+
+def _mask_of(im:Image.Image, f:BinaryIO) -> Mask:
+    _check_shape(im)
+    im.load()
+    turn = _TURNS.get(_orientation(im))
+    if _is_deep(im):
+        values, note = _grey_values(im), ""
+        white, grey = _white_of(im, values.max()), _to_8_bits(im)
+    else:
+        rgb, grey, note = _of_transparency(im) if im.has_transparency_data else (im.convert("RGB"), None, "")
+        if grey is None:
+            grey, colours = _of_colours(rgb)
+            note = note or colours
+        values, white = np.asarray(grey), 255
+    _check_mask(values.min(), values.max(), white, values)
+    return Mask(_turned(grey, turn), note)
+
+def read_mask(
+    source, # as for `open_image`
+) -> Mask:
+    "A mask, white where the loss counts. Raises ValueError if it cannot be used."
+    name = source_name(source)
+    try:
+        with _named(name): return _pixels_of(source, _mask_of)
+    except ValueError as e:
+        raise ValueError(str(e).replace("image ", "mask ", 1)) from None
 
 # %% ../../nbs/data/00_images.ipynb #03bda415
 HEIC_SUFFIXES = (".heic", ".heif") # read with pillow-heif
@@ -199,12 +547,14 @@ def _is_whole(im, f) -> bool:
     return True
 
 # %% ../../nbs/data/00_images.ipynb #03bda402
+def _size_of(im:Image.Image, f:BinaryIO) -> tuple: # (width, height)
+    if not _is_whole(im, f): return _upright(im).size
+    _check_shape(im)
+    return im.size[::-1] if im.format != "PNG" and _orientation(im) in (5, 6, 7, 8) else im.size
+
 def read_image_size(source) -> tuple: # (width, height) in pixels, orientation applied
     "Size of an image, from its header if that is safe. Raises ValueError if it cannot be used."
-    with _named(source_name(source)), _file_of(source) as f, _open_still(f) as im:
-        if not _is_whole(im, f): return _upright(im).size
-        _check_shape(im)
-        return im.size[::-1] if im.format != "PNG" and _orientation(im) in (5, 6, 7, 8) else im.size
+    with _named(source_name(source)), _file_of(source) as f: return _read_with(f, _size_of)
 
 # %% ../../nbs/data/00_images.ipynb #bbe427ca
 def calculate_dimensions(area:int, ratio:float) -> tuple: # (width, height), multiples of 32

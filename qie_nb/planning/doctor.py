@@ -6,7 +6,7 @@
 __all__ = ['TRIED', 'position_findings', 'made_to_fit', 'plan_findings', 'doctor']
 
 # %% ../../nbs/planning/04_doctor.ipynb #263c6109
-import importlib.metadata, platform, time
+import importlib.metadata, math, platform, time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.choice import Plan
-from ..core.display import note, table_html
+from ..core.display import counted_reasons, note, table_html
 from ..core.environment import Environment, detect_environment, online
 from ..core.files import free_bytes
 from ..core.cache_layers import is_url, may_hold_cache, without_secrets
@@ -313,9 +313,30 @@ def _pairs_findings(name, where, read, fit=False) -> list: # fit: also look at a
         good, _, skipped = usable(found)
     except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
     bad = f"{len(skipped)} of {len(found)} cannot be used"
-    out = [Finding(name, bad, "warning", f"the first: {skipped[0][1]}")] if skipped else []
+    out = [Finding(name, bad, "warning", "; ".join(counted_reasons(skipped)))] if skipped else []
     out += [Finding(name, n, "note") for n in getattr(found, "notes", ())]
-    return [Finding(name, str(found)), *out, *(alignment_findings(good) if fit else ())]
+    return [Finding(name, str(found)), *out, *(alignment_findings(good) if fit else ()), *content_findings(good)]
+
+def content_findings(
+    samples:list, # of `Sample`
+    most:int=50, # of them are read, evenly spread
+    megapixels:float=50, # in all
+) -> list:
+    "Images and masks with odd values: one colour, nearly black, a mask from transparency."
+    from qie_nb.data.alignment_check import contents_of
+    from qie_nb.data.pair_checks import counted_marks
+    from qie_nb.data.samples import cached_size
+    marks, left, n = {}, megapixels * 1e6, min(most, len(samples))
+    read = 0
+    for k in range(n):
+        if left <= 0: break
+        sample = samples[round(k * (len(samples) - 1) / max(1, n - 1))]
+        odd = contents_of(sample)
+        if odd: marks[sample.id] = odd
+        read += 1
+        left -= sum(math.prod(cached_size(p)) for p in (sample.target, *sample.controls))
+    return [Finding("images", sentence, "warning", "look at these pairs with `qie-nb check FOLDER` or sample_viewer")
+            for sentence in counted_marks(marks, read)]
 
 def alignment_findings(samples) -> list:
     "Do targets lie where their controls are? From a few pairs."
