@@ -19,8 +19,8 @@ from PIL import Image
 from ..core.display import counted_reasons, table_html, Progress
 from ..core.files import kept, write_atomic
 from .alignment import Alignment, displacement, measure_alignment, resampled
-from .images import open_image, read_bytes, read_mask, source_digest
-from .pair_checks import counted_marks, look, sample_contents
+from .images import open_image, read_bytes, source_digest
+from .pair_checks import counted_marks, look, read_mask, sample_contents
 from .samples import Samples, cached_size, config_samples, find_samples
 from .tables import few
 
@@ -234,6 +234,22 @@ def sampled_alignment(samples, most:int=8, megapixels:float=24) -> AlignmentRepo
         found.append(check_pair(pairs[round(k * (len(pairs) - 1) / max(1, n - 1))]))
         left -= math.prod(found[-1].size)
     return AlignmentReport(found)
+
+def sampled_contents(
+    samples:list, # of `Sample`
+    most:int=50, # of them are read, evenly spread
+    megapixels:float=50, # in all
+) -> list: # sentences
+    "Images and masks with odd values among some of the samples."
+    marks, left, n = {}, megapixels * 1e6, min(most, len(samples))
+    read = 0
+    while read < n and left > 0:
+        sample = samples[round(read * (len(samples) - 1) / max(1, n - 1))]
+        odd = contents_of(sample)
+        if odd: marks[sample.id] = odd
+        read += 1
+        left -= sum(math.prod(cached_size(p)) for p in (sample.target, *sample.controls))
+    return counted_marks(marks, read)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #faae72fc
 def _correction(a:Alignment, size): # t to apply, or None if the pair fits or the shift is not known

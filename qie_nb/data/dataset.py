@@ -22,9 +22,10 @@ from ..config import Config, DataSection, make_config
 from ..core.display import counted_reasons, status_html, Progress
 from ..core.files import collector_paused
 from .batches import BucketBatchSampler, collate, controls_of
-from .images import Geometry, open_with_content, remembered
-from .pair_checks import (
-    content_marks, counted_marks, image_name, marks_of_sizes, mask_marks)
+from .images import Geometry, remembered
+from qie_nb.data.pair_checks import (
+    content_marks, counted_marks, image_name, marks_of_sizes, mask_marks,
+    open_with_content)
 from .samples import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
 from .samples import Samples, cached_size, config_samples, find_samples, load_images
 from .samples import load_mask, open_unchanged, usable

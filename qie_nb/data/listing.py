@@ -9,10 +9,11 @@ __all__ = []
 import os, re
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
-from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES, UNREAD_SUFFIXES, image_format
 from .tables import TABLE_SUFFIXES, few, nfc, printable
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d6d1
@@ -52,6 +53,30 @@ def is_hidden(p) -> bool:
     name = p.name
     return name.startswith(".") or name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
 
+# %% ../../nbs/data/01b_listing.ipynb #e947a5e2
+RENAME = "under another name; rename it, so that it ends as an image does"
+_NO_IMAGES = (*TABLE_SUFFIXES, ".npz", ".npy", ".safetensors", ".pt", ".yaml", ".yml", ".md", ".zip", ".py")
+_ENDINGS = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
+_MORE_AFTER = re.compile(rf"(.+?)((?:{_ENDINGS})[^A-Za-z0-9.~\s].*)", re.I | re.S) # a.jpg?width=600
+
+def image_ending(name:str) -> tuple: # (stem, lower-case suffix; "" if it names no image)
+    "Splits a file's name before the suffix of an image, also if something follows it."
+    stem, kind = os.path.splitext(name)
+    if kind.lower() in IMAGE_SUFFIXES: return stem, kind.lower()
+    found = _MORE_AFTER.fullmatch(name)
+    return (found[1], found[2].lower()) if found else (stem, "")
+
+def _names_an_image(name:str) -> bool: # as a.png.txt
+    stem, kind = os.path.splitext(name.lower())
+    return kind in CAPTION_SUFFIXES and stem.endswith(IMAGE_SUFFIXES)
+
+def format_inside(path:Path) -> str: # "" if it is no image that we read
+    "The image format that a file's bytes tell."
+    if not path.is_file(): return ""
+    try:
+        with path.open("rb") as f: return image_format(f.read(64))
+    except OSError: return ""
+
 # %% ../../nbs/data/01b_listing.ipynb #e947d601
 _ALL_SUFFIXES, _UNDECODED = IMAGE_SUFFIXES + CAPTION_SUFFIXES, re.compile("[\udc80-\udcff]")
 
@@ -62,7 +87,12 @@ def why_unused(path) -> str: # the reason; "" if usable; None: not reported
     if is_hidden(path): return "hidden" if kind in IMAGE_SUFFIXES else None
     if name in _folders_beside(path): return "a folder"
     if kind in UNREAD_SUFFIXES: return UNREAD
-    return "" if kind in _ALL_SUFFIXES else "no image"
+    if kind in _ALL_SUFFIXES and not _names_an_image(name): return ""
+    if kind in _NO_IMAGES: return "no image"
+    found = format_inside(path)
+    if kind in CAPTION_SUFFIXES: return f"{found} {RENAME}" if found else ""
+    if not found: return "no image"
+    return "" if image_ending(name)[1] else f"{found} {RENAME}"
 
 def _folders_beside(path): # names
     if _known.get() is None: return [path.name] * path.is_dir()
@@ -72,7 +102,7 @@ def _folders_beside(path): # names
 def folder_of(path) -> str: # as `os.path.dirname`, in a third of the time
     return str(path)[:-len(path.name) - 1] or os.path.dirname(path)
 
-def is_image(p) -> bool: return p.suffix.lower() in IMAGE_SUFFIXES and why_unused(p) == ""
+def is_image(p) -> bool: return bool(image_ending(p.name)[1]) and why_unused(p) == ""
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d602
 def raise_twice(what, stem, a, b):
@@ -98,23 +128,29 @@ def image_folders(root, leave=()) -> list: # the folders in it that hold images
     return [d for d in dirs if _holds_images(d)]
 
 # %% ../../nbs/data/01b_listing.ipynb #e947d603
+def _decorated(name:str) -> bool: # a.jpg_large
+    return os.path.splitext(name)[1].lower() not in _ALL_SUFFIXES and bool(image_ending(name)[1])
+
 def read_folder(folder, ignored) -> tuple: # (images, captions) by NFC stem, with that of an inner folder
     images, captions, (folder, files) = {}, {}, folder_files(folder)
-    here, late = os.fspath(folder), [p for p in files if p.name.lower().endswith(HEIC_SUFFIXES)]
+    here = os.fspath(folder)
+    late = {p for p in files if p.name.lower().endswith(HEIC_SUFFIXES) or _decorated(p.name)}
     beside = {} # the names of folders in each folder
-    for p in [*(p for p in files if p not in late), *late] if late else files:
+    for p in sorted(files, key=late.__contains__) if late else files:
         name = p.name
         kind = os.path.splitext(name)[1].lower()
         if (where := folder_of(p)) not in beside or _known.get() is None: beside[where] = _folders_beside(p)
         usual = kind in _ALL_SUFFIXES and name.isascii() and name[0] != "." and name not in beside[where]
+        if kind in CAPTION_SUFFIXES: usual = usual and not _names_an_image(name)
         why = "" if usual else why_unused(p)
         if why == "a folder" and _holds_images(p): why += f" ({contents(p, False)}); move its images up"
         if why: ignored.append((p, why))
         if why != "": continue
-        held = images if kind in IMAGE_SUFFIXES else captions
-        stem = nfc(name[:-len(kind)] if where == here else p.relative_to(folder).with_suffix("").as_posix())
+        held = captions if kind in CAPTION_SUFFIXES else images
+        stem = name[:-len(kind)] if held is captions else image_ending(name)[0]
+        stem = nfc(stem if where == here else (p.relative_to(folder).parent/stem).as_posix())
         if stem not in held: held[stem] = p
-        elif kind in HEIC_SUFFIXES: ignored.append((p, f"{held[stem].name} is used"))
+        elif p in late: ignored.append((p, f"{held[stem].name} is used"))
         else: raise_twice("samples" if held is images else "captions", stem, held[stem], p)
     return images, captions
 
@@ -140,12 +176,15 @@ def it_contains(folder) -> str:
     return "It is empty" if held == "empty" else f"It contains: {held}"
 
 # %% ../../nbs/data/01b_listing.ipynb #1021b745
+def _image_stem(name:str) -> str: # a of a.png and of a.png.txt
+    return image_ending(os.path.splitext(name)[0] if _names_an_image(name) else name)[0]
+
 def lost_images(ignored, images) -> list: # notes; images: {stem: path}, which are used
     "Unused images for which there is no other image of the same name."
     if not ignored: return []
     have, lost = {nfc(p.stem) for p in images.values()}, {}
     for p, why in ignored:
-        if nfc(p.stem) not in have and (why == UNREAD or "move" in why):
+        if nfc(_image_stem(p.name)) not in have and (why == UNREAD or "move" in why or RENAME in why):
             lost.setdefault(why, []).append(p.name)
     return [f"not used: {few(names)} ({why})" for why, names in lost.items()]
 
@@ -183,6 +222,8 @@ def remedy(path, sets) -> str: # sets: folders in it that are data sets
     unread, read = ([p for p in path.glob("**/*") if p.suffix.lower() in kinds]
                     for kinds in (UNREAD_SUFFIXES, IMAGE_SUFFIXES))
     if unread and len(unread) >= len(read): return f"Convert the {unread[0].suffix} files to JPEG or PNG first"
+    other = [p.name for p in islice(path.glob("**/*"), 1000) if RENAME in (why_unused(p) or "")]
+    if other: return f"{few(other)} hold images; rename them first, so that they end in .jpg or .png"
     loose = any(map(is_image, entries_of(path)))
     return "Name the images of a pair x_before and x_after, or put" * loose + "Put" * (not loose) + (
         " the images before the edit into control_images/ and those after it, with the same names, into "

@@ -10,13 +10,56 @@ __all__ = ['ONE_COLOUR', 'DARK', 'NEGATIVE', 'MASK', 'CONTENTS', 'look', 'marks_
 import hashlib, io, math, os, re
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from .images import (
-    Content, Geometry, grid_warning, open_with_content, read_bytes, read_mask, remembered, source_name)
+    TIFF_BITS, Geometry, Refused, check_shape, grey_values, grid_warning, is_deep, named, read_bytes, remembered,
+    source_name, to_8_bits, to_rgb, turn_of, turned_by, upright, use_image, white_of)
 from .tables import few
+
+# %% ../../nbs/data/04_pair_checks.ipynb #66e0a5e2
+NOISE = 2 # levels of 255 by which JPEG changes one colour
+
+class Content(NamedTuple):
+    "What the values of an image tell."
+    low: float     # the smallest value in the file
+    high: float    # the largest one; at most that, for 16-bit colour
+    white: int     # the value that is read as white
+    colour: tuple  # its only colour, 8-bit RGB; () if it has several
+    clear: bool    # transparent everywhere?
+
+def _has_16_bits(im:Image.Image, f:BinaryIO) -> bool: # of colour, of which Pillow gives the upper 8
+    if f is None: return False
+    if im.format == "TIFF": return np.max(im.tag_v2.get(TIFF_BITS, 8)) == 16
+    if im.format != "PNG": return False
+    f.seek(24) # in the header
+    return f.read(1) == b"\x10"
+
+def _range_of(im:Image.Image, rgb:Image.Image, f:BinaryIO) -> tuple: # (low, high, white)
+    if is_deep(im):
+        values = grey_values(im)
+        return float(values.min()), float(values.max()), white_of(im, values.max())
+    extrema = rgb.getextrema()
+    low = min(low for low, _ in extrema)
+    high = max(high for _, high in extrema)
+    return (low << 8, (high << 8) + 255, 65535) if _has_16_bits(im, f) else (low, high, 255)
+
+def _content_of(im:Image.Image, f:BinaryIO) -> tuple: # (RGB image, `Content`)
+    rgb = upright(im)
+    flat = all(high - low <= NOISE for low, high in rgb.getextrema())
+    colour = rgb.getpixel((0, 0)) if flat else ()
+    clear = flat and im.has_transparency_data and im.convert("RGBA").getextrema()[3][1] == 0
+    return rgb, Content(*_range_of(im, rgb, f), colour, clear)
+
+def open_with_content(
+    source, # as for `open_image`
+    name:str=None, # for messages
+) -> tuple: # (upright RGB image, `Content`)
+    "An image and what its values tell. Raises ValueError if it cannot be used."
+    with named(name or source_name(source)): return use_image(source, _content_of)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0006
 _SIDE, _STEP = 16, 2 # positions along a side; smallest difference in grey levels
@@ -221,6 +264,79 @@ def marks_of_sizes(
         example = f", e.g. {next(iter(reasons.values()))}" if mark == GRIDS else ""
         sentences.append(f"{mark}: {len(reasons)} of {len(samples)} pairs ({few(reasons)}){example}")
     return "; ".join(sentences)
+
+# %% ../../nbs/data/04_pair_checks.ipynb #66e0a5e5
+class Mask(NamedTuple):
+    "A mask and how it was read."
+    image: Image.Image # mode L, upright
+    read_from: str = "" # e.g. "its transparency"; "" for grey
+
+_SPREAD, _COLOURED = 16, 40 # levels of 255: one colour to the eye; certainly not grey
+
+def _of_transparency(im:Image.Image) -> tuple: # (RGB image, alpha if it is the mask, else None, a note)
+    "Decides what the alpha channel of a mask tells."
+    rgba = im.convert("RGBA")
+    alpha = rgba.getchannel("A")
+    low, high = alpha.getextrema()
+    if high - low <= NOISE: return rgba.convert("RGB"), None, ""
+    visible = np.asarray(rgba)[np.asarray(alpha) > high // 4, :3]
+    if np.ptp(visible, axis=0).max() <= _SPREAD: return None, alpha, "its transparency"
+    return to_rgb(im), None, "its colours, on white where it is transparent"
+
+def _of_colours(rgb:Image.Image) -> tuple: # (mode L, a note)
+    "Grey of a mask; one bright colour on black counts as white on black."
+    values = np.asarray(rgb, np.int16)
+    top = values.max(2)
+    coloured = top - values.min(2) > _COLOURED
+    if coloured.mean() < 0.01: return rgb.convert("L"), ""
+    high = int(top.max())
+    bright = values[top > high // 2]
+    if np.ptp(bright, axis=0).max() > 3 * _SPREAD or top.min() > _SPREAD:
+        return rgb.convert("L"), "the brightness of its colours"
+    white = np.minimum(255, top.astype(np.int32) * 255 // high).astype(np.uint8)
+    return Image.fromarray(white), f"its only colour {tuple(np.median(bright, axis=0).astype(int).tolist())}"
+
+# %% ../../nbs/data/04_pair_checks.ipynb #66e0a5e6
+def _check_mask(low:float, high:float, white:float, values:np.ndarray=None):
+    "Raises `Refused` if these values of a mask cannot be meant."
+    level = 255 / white
+    flat = high == low or low > 0 and (high - low) * level <= NOISE
+    if high <= 0 or flat and high * level <= 1:
+        raise Refused("is black everywhere; paint what counts white, or remove it")
+    if flat and high * level < 250:
+        raise Refused(f"has the value {high:g} everywhere, of {white:g} for white; paint what counts white "
+                       "and the rest black, or remove it")
+    if high * level >= _SPREAD: return
+    known = np.unique(values)
+    found = f"{known[0]:g} and {known[1]:g}" if len(known) == 2 else f"{low:g} to {high:g}"
+    raise Refused(f"has values {found} of {white:g}, so it is black; multiply them by {int(white // high)}, "
+                   "so that what counts is white, or remove it")
+
+def _mask_of(im:Image.Image, f:BinaryIO) -> Mask:
+    check_shape(im)
+    im.load()
+    turn = turn_of(im)
+    if is_deep(im):
+        values, note = grey_values(im), ""
+        white, grey = white_of(im, values.max()), to_8_bits(im)
+    else:
+        rgb, grey, note = _of_transparency(im) if im.has_transparency_data else (im.convert("RGB"), None, "")
+        if grey is None:
+            grey, colours = _of_colours(rgb)
+            note = note or colours
+        values, white = np.asarray(grey), 255
+    _check_mask(values.min(), values.max(), white, values)
+    return Mask(turned_by(grey, turn), note)
+
+def read_mask(
+    source, # as for `open_image`
+) -> Mask:
+    "A mask, white where the loss counts. Raises ValueError if it cannot be used."
+    name = source_name(source)
+    try:
+        with named(name): return use_image(source, _mask_of)
+    except ValueError as e:
+        raise ValueError(str(e).replace("image ", "mask ", 1)) from None
 
 # %% ../../nbs/data/04_pair_checks.ipynb #5ac7ee02
 ONE_COLOUR, DARK, NEGATIVE, MASK = "one colour", "small values", "values below 0", "mask"

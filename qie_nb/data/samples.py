@@ -22,10 +22,11 @@ from ..core.display import table_html
 from ..core.display import counted_reasons
 from .folders import named_folder, read_folders, read_pairs
 from .images import (
-    IMAGE_SUFFIXES, Geometry, crop_to, open_image, read_bytes, read_image_size, read_mask)
+    IMAGE_SUFFIXES, Geometry, crop_to, open_image, read_bytes, read_image_size)
 from .images import remembered, source_digest, source_name
 from .listing import contents, entries_of, is_hidden, it_contains, listed_once
 from .listing import no_folder, not_named, remedy
+from .pair_checks import read_mask
 from .tables import TABLE_SUFFIXES, NoTable, few, home_path, instruction, match_columns
 from .tables import printable, prompt_file, read_dataset, read_table, table_captions, table_rows, text_of
 

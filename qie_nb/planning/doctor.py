@@ -6,7 +6,7 @@
 __all__ = ['TRIED', 'position_findings', 'made_to_fit', 'plan_findings', 'doctor']
 
 # %% ../../nbs/planning/04_doctor.ipynb #263c6109
-import importlib.metadata, math, platform, time
+import importlib.metadata, platform, time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,7 +77,6 @@ def this_machine(
 # %% ../../nbs/planning/04_doctor.ipynb #2775a82d
 LEVELS = ("error", "warning", "note", "ok")
 
-# %% ../../nbs/planning/04_doctor.ipynb #2775a801
 @dataclass(frozen=True)
 class Finding:
     what: str
@@ -116,7 +115,6 @@ def _tried(name, version) -> Finding:
         bad = "note", f"newer than the tested versions; if something fails, install {high}"
     return Finding(name, version, *bad)
 
-# %% ../../nbs/planning/04_doctor.ipynb #2775a803
 def _outer_product(m) -> bool:
     "Do the rotary angles of the text encoder reach torch's Triton kernel (pytorch issue 196977), and does it fail?"
     versions = [_numbers(m.versions.get(name) or "") for name in ("torch", "transformers")]
@@ -307,36 +305,20 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
 def _pairs_findings(name, where, read, fit=False) -> list: # fit: also look at a few pairs?
+    from qie_nb.data.alignment_check import sampled_contents
     from qie_nb.data.samples import usable
     try:
         found = read()
         good, _, skipped = usable(found)
     except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
-    bad = f"{len(skipped)} of {len(found)} cannot be used"
-    out = [Finding(name, bad, "warning", "; ".join(counted_reasons(skipped)))] if skipped else []
+    out = [Finding(name, str(found))]
+    if skipped:
+        bad = f"{len(skipped)} of {len(found)} cannot be used"
+        out.append(Finding(name, bad, "warning", "; ".join(counted_reasons(skipped))))
     out += [Finding(name, n, "note") for n in getattr(found, "notes", ())]
-    return [Finding(name, str(found)), *out, *(alignment_findings(good) if fit else ()), *content_findings(good)]
-
-def content_findings(
-    samples:list, # of `Sample`
-    most:int=50, # of them are read, evenly spread
-    megapixels:float=50, # in all
-) -> list:
-    "Images and masks with odd values: one colour, nearly black, a mask from transparency."
-    from qie_nb.data.alignment_check import contents_of
-    from qie_nb.data.pair_checks import counted_marks
-    from qie_nb.data.samples import cached_size
-    marks, left, n = {}, megapixels * 1e6, min(most, len(samples))
-    read = 0
-    for k in range(n):
-        if left <= 0: break
-        sample = samples[round(k * (len(samples) - 1) / max(1, n - 1))]
-        odd = contents_of(sample)
-        if odd: marks[sample.id] = odd
-        read += 1
-        left -= sum(math.prod(cached_size(p)) for p in (sample.target, *sample.controls))
-    return [Finding("images", sentence, "warning", "look at these pairs with `qie-nb check FOLDER` or sample_viewer")
-            for sentence in counted_marks(marks, read)]
+    if fit: out += alignment_findings(good)
+    look = "look at them with sample_viewer"
+    return out + [Finding("images", odd, "warning", look) for odd in sampled_contents(good)]
 
 def alignment_findings(samples) -> list:
     "Do targets lie where their controls are? From a few pairs."
@@ -345,9 +327,10 @@ def alignment_findings(samples) -> list:
     if not report.pairs: return []
     what = report.summary() if report.misfits else "no misfit found"
     value = f"{what}; {len(report.pairs)} of {len(samples)} pairs looked at"
+    if not report.misfits: return [Finding("alignment", value)]
     remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; "
               "keep the pairs if the edit is meant to move or enlarge what they show")
-    return [Finding("alignment", value, *(("warning", remedy) if report.misfits else ()))]
+    return [Finding("alignment", value, "warning", remedy)]
 
 def grid_findings(c:Config) -> list: # do the pairs' token grids have the same proportions?
     from qie_nb.data.pair_checks import grid_summary
@@ -365,13 +348,12 @@ def grid_findings(c:Config) -> list: # do the pairs' token grids have the same p
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
-    def of(name, where, read, *fit):
-        return _pairs_findings(name, where, read, *fit) if where else []
-    named = data.dataset_path or data.target_dir or data.control_dir
-    return [*of("data set", named, lambda: config_samples(data), True),
-            *of("validation pairs", path, lambda: config_samples(data, path)),
-            *of("samples", own and f"{len(own)} in train.samples",
-                lambda: Samples(samples_of(own, data.trigger_word), "train.samples"))]
+    where = data.dataset_path or data.target_dir or data.control_dir
+    out = _pairs_findings("data set", where, lambda: config_samples(data), True) if where else []
+    if path: out += _pairs_findings("validation pairs", path, lambda: config_samples(data, path))
+    if not own: return out
+    return out + _pairs_findings("samples", f"{len(own)} in train.samples",
+                                 lambda: Samples(samples_of(own, data.trigger_word), "train.samples"))
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:
