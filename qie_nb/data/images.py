@@ -247,22 +247,21 @@ def _tiff_values(f:BinaryIO) -> str: # e.g. "32-bit float colour"; "" if usual
     if bits in (1, 2, 4, 8) and not kind: return ""
     return f"{bits}-bit {kind}" + ("colour" if channels > 2 else "grey")
 
-def _jpeg_frame(f:BinaryIO) -> tuple: # (marker, bits per value), or (0, 8) if there is none
-    "How a JPEG is coded."
-    for marker, data in _jpeg_segments(f):
-        if 0xc0 <= marker <= 0xcf and marker not in (0xc4, 0xc8, 0xcc) and data: return marker, data[0]
-    return 0, 8
+def _jpeg_bits(f:BinaryIO) -> int: # 8 if it does not tell
+    "Bits per value of a JPEG."
+    frames = [data[0] for marker, data in _jpeg_segments(f)
+              if 0xc0 <= marker <= 0xcf and marker not in (0xc4, 0xc8, 0xcc) and data]
+    return frames[0] if frames else 8
 
 def _check_values(f:BinaryIO, head:bytes):
     "Raises `Refused` if Pillow does not read this kind of TIFF or JPEG."
     kind = image_format(head)
     try:
         values = _tiff_values(f) if kind == "TIFF" else ""
-        marker, bits = _jpeg_frame(f) if kind == "JPEG" else (0, 8)
+        bits = _jpeg_bits(f) if kind == "JPEG" else 8
     except Exception: return # a broken header
     if values: raise Refused(f"is a TIFF of {values}; save it in 8 or 16 bits, as grey, RGB or RGBA")
     if bits != 8: raise Refused(f"is a JPEG of {bits} bits; save it in 8 bits")
-    if marker in (0xc3, 0xc5, 0xc6, 0xc7, 0xcb): raise Refused(f"is a lossless JPEG; {_SAVE}")
 
 # %% ../../nbs/data/00_images.ipynb #85bdf0a5
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT")

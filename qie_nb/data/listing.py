@@ -54,7 +54,7 @@ def is_hidden(p) -> bool:
     return name.startswith(".") or name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
 
 # %% ../../nbs/data/01b_listing.ipynb #e947a5e2
-RENAME = "under another name; rename it, so that it ends as an image does"
+RENAME = "under another name; rename it to end in"
 _NO_IMAGES = (*TABLE_SUFFIXES, ".npz", ".npy", ".safetensors", ".pt", ".yaml", ".yml", ".md", ".zip", ".py")
 _ENDINGS = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
 _MORE_AFTER = re.compile(rf"(.+?)((?:{_ENDINGS})[^A-Za-z0-9.~\s].*)", re.I | re.S) # a.jpg?width=600
@@ -90,9 +90,10 @@ def why_unused(path) -> str: # the reason; "" if usable; None: not reported
     if kind in _ALL_SUFFIXES and not _names_an_image(name): return ""
     if kind in _NO_IMAGES: return "no image"
     found = format_inside(path)
-    if kind in CAPTION_SUFFIXES: return f"{found} {RENAME}" if found else ""
-    if not found: return "no image"
-    return "" if image_ending(name)[1] else f"{found} {RENAME}"
+    if not found: return "" if kind in CAPTION_SUFFIXES else "no image"
+    if image_ending(name)[1]: return ""
+    ending = "jpg" if found == "JPEG" else found.lower()
+    return f"{found} {RENAME} .{ending}"
 
 def _folders_beside(path): # names
     if _known.get() is None: return [path.name] * path.is_dir()
