@@ -203,7 +203,7 @@ def _check_format(head:bytes): # the first 1024
     if kind == "a HEIC image": raise Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
     if kind == "an AVIF image": raise Refused("is in AVIF format; pip install -U pillow, or convert it to PNG")
     if head.startswith(_RAW_STARTS) or head[4:11] == b"ftypcrx": raise Refused(_RAW)
-    if kind == "a video": raise Refused("is a video; save one frame of it as PNG or JPEG")
+    if "video" in kind: raise Refused(f"is {kind}; save one frame of it as PNG or JPEG")
     if kind == PAGE: raise Refused("is a web page; download the image again or remove the pair")
     if kind.endswith("archive"): raise Refused(f"is {kind}; unpack it, or save the image as PNG or JPEG")
     if kind: raise Refused(f"is {kind}; {remedy_for(kind, _SAVE)}")
@@ -356,7 +356,7 @@ def _open_still(f:BinaryIO) -> Image.Image: # not decoded yet
     except UnidentifiedImageError:
         _check_values(f, head)
         kind = image_format(head)
-        if kind.upper() in Image.OPEN: raise OSError(f"a {kind} file that is damaged or cut off") from None
+        if kind.upper() in Image.OPEN: raise OSError(f"{kind}, damaged or cut off") from None
         _check_format(head)
         raise
     if im.format == "TIFF": _check_tiff(im, head)

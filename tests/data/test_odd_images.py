@@ -125,7 +125,7 @@ def grey_tiff(bits, kind, strip, *more, samples=1, photometric=1):
     (b"<?xml version='1.0'?>\n<svg xmlns='a'/>", "is in SVG format; save it as PNG"), (b"https://example.org/a.png\n", "is text with an address; download the image$"),
     (b"data:image/png;base64,iVBORw0KGgo", "is an image written as text"), (b'{"error": "rate limit"}', "it is text that begins '{\"error"), ("не найдено".encode(), "it is text that begins 'не найдено'"),
     (bytes(5000), "holds only zeros, as after a failed copy; copy it again"), (b"\0\5\x16\7" + bytes(99), "is a side file of macOS"),
-    (jpeg_of()[:60], "a JPEG file that is damaged or cut off"), (png_of()[:20], "cannot be read"), (b"", "it is empty"), (b"\x93NUMPY\1\0", "is a NumPy array")])
+    (jpeg_of()[:60], "cannot be read \\(JPEG, damaged or cut off\\); replace it or remove the pair$"), (png_of()[:20], "cannot be read"), (b"", "it is empty"), (b"\x93NUMPY\1\0", "is a NumPy array")])
 def test_each_file_is_named_by_its_bytes(data, sentence, tmp_path):
     (tmp_path/"a.png").write_bytes(data)
     refused(tmp_path/"a.png", sentence)
