@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['kernel', 'is_interactive', 'short_time', 'image_bytes', 'image_html', 'table_html', 'text_table', 'badge', 'note',
-           'figure']
+           'figure', 'counted_reasons']
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, importlib, io, os, re, sys, threading, time
@@ -312,7 +312,8 @@ def counted_reasons(
 ) -> list: # sentences
     "Reasons of one kind as one sentence, with a count."
     kinds = {}
-    for name, why in reasons: kinds.setdefault(_OWN.sub("", why), []).append((name, why))
+    for name, why in reasons:
+        kinds.setdefault(_OWN.sub("", why), []).append((name, why))
     out = []
     for found in list(kinds.values())[:most]:
         (first, why), *others = found

@@ -21,7 +21,7 @@ from ..core.files import kept, write_atomic
 from .alignment import Alignment, displacement, measure_alignment, resampled
 from .images import open_image, read_bytes, source_digest
 from .pair_checks import counted_marks, look, read_mask, sample_contents
-from .samples import Samples, cached_size, config_samples, find_samples
+from .samples import Sample, Samples, cached_size, config_samples, find_samples
 from .tables import few
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #09668d85
@@ -118,7 +118,9 @@ class AlignmentReport:
         self.pairs, self.alone, self.where = list(pairs), alone, where
         self.marks = marks or {}
 
-    def data(self) -> dict: return dict(pairs=[p.data() for p in self.pairs], marks=self.marks)
+    def data(self) -> dict:
+        "Pairs and marks as plain data."
+        return dict(pairs=[p.data() for p in self.pairs], marks=self.marks)
     @property
     def misfits(self) -> list: # the worst first
         return sorted((p for p in self.pairs if p.misfits), key=lambda p: -p.moved)
@@ -179,13 +181,18 @@ def samples_to_check(where) -> Samples: # a folder, table, `Samples`, `ImageData
     return find_samples(where, prompt=NO_CAPTION, allow_missing_control=True)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #f34ec788
-def contents_of(sample) -> list: # (mark, reason); [] if an image cannot be read, which is reported elsewhere
+def contents_of(
+    sample:Sample,
+) -> list: # (mark, reason); [] if an image cannot be read, which is reported elsewhere
     "What is odd about the values of a sample's images and about its mask."
-    try: looks = [look(source) for source in (sample.target, *sample.controls)]
-    except (ValueError, OSError): return []
+    try:
+        looks = [look(source) for source in (sample.target, *sample.controls)]
+    except (ValueError, OSError):
+        return []
     return sample_contents(sample, looks)
 
-def _checked(sample) -> tuple: # (`CheckedPair` or None without a control, marks)
+def _checked(sample:Sample) -> tuple: # (`CheckedPair` or None without a control, marks)
+    "Everything that the check finds out about a sample."
     return check_pair(sample) if sample.controls else None, contents_of(sample)
 
 def check_pair(sample, known_only:bool=False) -> CheckedPair: # or None if not known
@@ -206,8 +213,10 @@ def check_alignment(
     with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1)) as pool:
         try:
             for sample, (pair, odd) in zip(samples, pool.map(_checked, samples)):
-                if pair: found[pair.id] = pair
-                if odd: marks[sample.id] = odd
+                if pair:
+                    found[pair.id] = pair
+                if odd:
+                    marks[sample.id] = odd
                 progress.update()
         except BaseException: # Ctrl-C: the running ones finish
             pool.shutdown(wait=True, cancel_futures=True)
@@ -241,12 +250,15 @@ def sampled_contents(
     megapixels:float=50, # in all
 ) -> list: # sentences
     "Images and masks with odd values among some of the samples."
-    marks, left, n = {}, megapixels * 1e6, min(most, len(samples))
+    marks = {}
+    left = megapixels * 1e6
+    n = min(most, len(samples))
     read = 0
     while read < n and left > 0:
         sample = samples[round(read * (len(samples) - 1) / max(1, n - 1))]
         odd = contents_of(sample)
-        if odd: marks[sample.id] = odd
+        if odd:
+            marks[sample.id] = odd
         read += 1
         left -= sum(math.prod(cached_size(p)) for p in (sample.target, *sample.controls))
     return counted_marks(marks, read)
@@ -355,8 +367,10 @@ def align_pairs(
         else:
             kind = "copied" if pair.told else "untold"
             try:
-                if _write_pair(out, _name(s.id, taken), s, s.prompt != NO_CAPTION): kind = "aligned"
-            except ValueError: kind = "left_out" # its mask
+                if _write_pair(out, _name(s.id, taken), s, s.prompt != NO_CAPTION):
+                    kind = "aligned"
+            except ValueError: # its mask
+                kind = "left_out"
             done[kind].append(s.id)
         progress.update()
     progress.close()

@@ -286,11 +286,13 @@ class ImageDataset(Dataset):
         for i in todo:
             try:
                 found = self._decode(i, with_images=i in incomplete)
-                if found: marks[self.samples[i].id] = found
+                if found:
+                    marks[self.samples[i].id] = found
             except ValueError as e:
                 bad[i] = str(e)
             if bar: bar.update()
-        if marks: print("look at these pairs with sample_viewer: " + "; ".join(counted_marks(marks, len(todo))))
+        if marks:
+            print("look at these pairs with sample_viewer:", "; ".join(counted_marks(marks, len(todo))))
         self.drop(bad)
 
     def _decode(self, i, with_images) -> list: # (mark, reason)

@@ -49,14 +49,16 @@ def _file_of(source): # a binary file, at its beginning
                   else "it is no regular file" if path.exists() else "it does not exist") # a pipe would block
 
 # %% ../../nbs/data/00_images.ipynb #a79316e2
-class Refused(Exception): "An image that can be read but not used."
+class Refused(Exception):
+    "An image that can be read but not used."
 
 def _why(e) -> str:
     if isinstance(e, UnidentifiedImageError): return "not an image or broken"
     return " ".join((getattr(e, "strerror", None) or str(e) or type(e).__name__).split()).rstrip(".")
 
 @contextmanager
-def named(name):
+def named(name:str):
+    "Within, an error becomes a ValueError of one sentence with this name of an image."
     try: yield
     except Refused as e: raise ValueError(f"image {name} {e}") from None
     except Exception as e:
@@ -90,10 +92,14 @@ def remembered(source, name:str, compute):
     return cached_file_property(source, name, compute, st) if st else compute(source)
 
 # %% ../../nbs/data/00_images.ipynb #aa63f816
-_NEW_SUBFILE, TIFF_BITS, _PHOTOMETRIC, _SAMPLES = 254, 258, 262, 277 # tags of TIFF
-_PLANES, _SUB_IFDS, _KIND, _DNG = 284, 330, 339, 50706
+# tags of TIFF
+_NEW_SUBFILE, TIFF_BITS = 254, 258
+_PHOTOMETRIC, _SAMPLES = 262, 277
+_PLANES, _SUB_IFDS = 284, 330
+_KIND, _DNG = 339, 50706
 
-def is_deep(im:Image.Image) -> bool: # 16 or 32 bits of grey?
+def is_deep(im:Image.Image) -> bool:
+    "Is it grey of 16 or 32 bits?"
     return im.mode == "F" or im.mode.startswith("I")
 
 def white_of(im:Image.Image, top:float) -> int: # top: the largest value
@@ -112,17 +118,20 @@ def grey_values(im:Image.Image) -> np.ndarray: # of a deep image
     # Pillow inverts such a TIFF of 8 bits, and none of 16
     return 65535 - values if white_is_zero and im.mode.startswith("I;16") else values
 
-def to_8_bits(im) -> Image.Image: # mode L, of 16-bit or float grey
+def to_8_bits(im:Image.Image) -> Image.Image: # mode L
+    "16-bit or float grey in 8 bits."
     values = grey_values(im)
     white = white_of(im, values.max())
     key = im.info.get("transparency")
-    if isinstance(key, int): values = np.where(values == key, white, values)
+    if isinstance(key, int):
+        values = np.where(values == key, white, values)
     grey = (values.astype(np.float32) * (255 / white)).round().clip(0, 255)
     return Image.fromarray(grey.astype(np.uint8))
 
 def to_rgb(im:Image.Image) -> Image.Image:
     "8-bit RGB of any mode: 16 bits scaled, transparency on white."
-    if is_deep(im): im = to_8_bits(im)
+    if is_deep(im):
+        im = to_8_bits(im)
     if im.has_transparency_data:
         im = im.convert("RGBA")
         im = Image.alpha_composite(Image.new("RGBA", im.size, "white"), im)
@@ -142,16 +151,22 @@ def turn_of(im:Image.Image): # one of `_TURNS`, or None
     "How an image must be turned to be upright."
     return _TURNS.get(_orientation(im))
 
-def turned_by(im:Image.Image, turn) -> Image.Image: # turn: one of `_TURNS`, or None
+def turned_by(
+    im:Image.Image,
+    turn:Image.Transpose|None, # None: not at all
+) -> Image.Image:
+    "A turned image."
     return im if turn is None else im.transpose(turn)
 
-def upright(im) -> Image.Image: # mode RGB
+def upright(im:Image.Image) -> Image.Image: # mode RGB
+    "An opened image as upright RGB. Raises `Refused`."
     check_shape(im)
     im.load()
     turn = turn_of(im)
     return turned_by(to_rgb(im), turn)
 
-def check_shape(im):
+def check_shape(im:Image.Image):
+    "Raises `Refused` for an image without pixels, or one that is very long."
     w, h = im.size
     if not w * h: raise Refused(f"is empty ({w}x{h}); replace it or remove the pair")
     if max(w, h) > 16 * min(w, h):
@@ -181,39 +196,30 @@ def image_format(
     return "BMP" if head.startswith(b"BM") and not any(head[6:10]) else ""
 
 # %% ../../nbs/data/00_images.ipynb #85bdf001
-_SAVE, _RAW = "save it as PNG or JPEG", "is a camera's raw file; develop it and save it as PNG or JPEG"
-_RAW_STARTS = (b"FUJIFILMCCD-RAW", b"IIRO", b"IIRS", b"MMOR", b"IIU\0", b"FOVb", b"\0MRM")
-_VIDEO_STARTS = (b"\x1aE\xdf\xa3", b"FLV\1", b"\0\0\1\xba", b"\0\0\1\xb3", b"0&\xb2u", b"OggS")
-_OTHER_STARTS = { # beside those of `kind_of_bytes`
-    b"\xff\x4f\xff\x51": "a JPEG 2000 image", b"#?RADIANCE": "a Radiance HDR image",
-    b"#?RGBE": "a Radiance HDR image", b"PF\n": "a PFM image of 32-bit float colour",
-    b"gimp xcf": "a GIMP image", b"%!PS": "a PostScript file", b"\xc5\xd0\xd3\xc6": "a PostScript file",
-    b"DDS ": "a DDS image", b"qoif": "a QOI image", b"\0\0\1\0": "an icon", b"icns": "an icon",
-    b"\x93NUMPY": "a NumPy array", b"SIMPLE  =": "a FITS image"}
-
-def _kind_of(head:bytes) -> str: # with its article; "" if unknown
-    "What a file is that is no image that we read."
-    if head.startswith(_VIDEO_STARTS) or head[4:8] in (b"moov", b"mdat"): return "a video"
-    other = next((kind for start, kind in _OTHER_STARTS.items() if head.startswith(start)), "")
-    return other or kind_of_bytes(head)
+_SAVE = "save it as PNG or JPEG"
+_RAW = f"is a camera's raw file; develop it and {_SAVE}"
 
 def _check_format(head:bytes): # the first 1024
     "Raises `Refused` with the name of a format that Pillow does not read."
-    kind = _kind_of(head)
-    if kind == "a HEIC image": raise Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
-    if kind == "an AVIF image": raise Refused("is in AVIF format; pip install -U pillow, or convert it to PNG")
-    if head.startswith(_RAW_STARTS) or head[4:11] == b"ftypcrx": raise Refused(_RAW)
-    if "video" in kind: raise Refused(f"is {kind}; save one frame of it as PNG or JPEG")
-    if kind == PAGE: raise Refused("is a web page; download the image again or remove the pair")
-    if kind.endswith("archive"): raise Refused(f"is {kind}; unpack it, or save the image as PNG or JPEG")
-    if kind: raise Refused(f"is {kind}; {remedy_for(kind, _SAVE)}")
+    kind = kind_of_bytes(head)
+    if kind == "a HEIC image":
+        raise Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
+    remedies = {
+        "an AVIF image": "pip install -U pillow, or convert it to PNG", PAGE: "download the image again or remove the pair",
+        "a camera's raw file": f"develop it and {_SAVE}", "a video": "save one frame of it as PNG or JPEG",
+        "a sound or a video": "save one frame of it as PNG or JPEG"}
+    if kind.endswith("archive"):
+        remedies[kind] = "unpack it, or save the image as PNG or JPEG"
+    if kind:
+        raise Refused(f"is {kind}; {remedies.get(kind) or remedy_for(kind, _SAVE)}")
     if not head.strip(b"\0") and len(head) > 31:
         raise Refused("holds only zeros, as after a failed copy; copy it again or remove the pair")
     _check_text(head)
 
 def _check_text(head:bytes):
     "Raises `Refused`, or OSError without a remedy of its own, if a file is text."
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")): head = head.decode("utf-16", "replace").encode()
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        head = head.decode("utf-16", "replace").encode()
     text = head.removeprefix(b"\xef\xbb\xbf").strip().lower()
     if b"<svg" in text: raise Refused(f"is in SVG format; {_SAVE}")
     if re.match(rb"[a-z]{3,6}://", text): raise Refused("is text with an address; download the image")
@@ -240,7 +246,8 @@ def _tiff_values(f:BinaryIO) -> str: # e.g. "32-bit float colour"; "" if usual
     f.seek(tags.next)
     tags.load(f)
     if TIFF_BITS not in tags: return "" # cut off
-    bits, channels = int(np.max(tags[TIFF_BITS])), tags.get(_SAMPLES, 1)
+    bits = int(np.max(tags[TIFF_BITS]))
+    channels = tags.get(_SAMPLES, 1)
     kind = {2: "signed ", 3: "float ", 5: "complex ", 6: "complex "}.get(np.max(tags.get(_KIND, 1)), "")
     if channels > 4: return f"{channels} channels"
     if channels == 2: return f"{bits}-bit {kind}grey with a second channel"
@@ -259,7 +266,8 @@ def _check_values(f:BinaryIO, head:bytes):
     try:
         values = _tiff_values(f) if kind == "TIFF" else ""
         bits = _jpeg_bits(f) if kind == "JPEG" else 8
-    except Exception: return # a broken header
+    except Exception: # a broken header
+        return
     if values: raise Refused(f"is a TIFF of {values}; save it in 8 or 16 bits, as grey, RGB or RGBA")
     if bits != 8: raise Refused(f"is a JPEG of {bits} bits; save it in 8 bits")
 
@@ -268,18 +276,23 @@ _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", 
 _LARGEST_TEXT = 1 << 26 # bytes of a text that is searched for the orientation
 
 def _png_chunk(kind:bytes, data:bytes) -> bytes:
+    "A chunk with its length and checksum."
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 def _inflated(data:bytes) -> bytes: # b"" if damaged
-    try: return zlib.decompressobj().decompress(data, _LARGEST_TEXT)
-    except zlib.error: return b""
+    "The beginning of a compressed text."
+    try:
+        return zlib.decompressobj().decompress(data, _LARGEST_TEXT)
+    except zlib.error:
+        return b""
 
 def _turn_of_xmp(text:bytes) -> bytes: # of an iTXt chunk; b"" if it tells none
     "A short iTXt chunk with the orientation of a long one."
     keyword, _, rest = text.partition(b"\0")
     if keyword != b"XML:com.adobe.xmp" or len(rest) < 2: return b""
     *_, xmp = rest[2:].split(b"\0", 2)
-    if rest[0]: xmp = _inflated(xmp)
+    if rest[0]:
+        xmp = _inflated(xmp)
     found = re.search(rb'tiff:Orientation(?:="|>)[1-8]', xmp)
     return _png_chunk(b"iTXt", keyword + bytes(5) + found[0]) if found else b""
 
@@ -289,7 +302,9 @@ def _png_without_text(f:BinaryIO) -> bytes: # b"" if the pixels are damaged, too
     size = f.tell()
     f.seek(0)
     parts = [f.read(8)]
-    while len(head := f.read(8)) == 8:
+    for _ in range(size): # more than there are chunks
+        head = f.read(8)
+        if len(head) < 8: return b""
         length, kind = struct.unpack(">I4s", head)
         if f.tell() + length + 4 > size: return b""
         if kind not in (*_PIXEL_CHUNKS, b"eXIf", b"iTXt"):
@@ -297,9 +312,12 @@ def _png_without_text(f:BinaryIO) -> bytes: # b"" if the pixels are damaged, too
             continue
         data, checksum = f.read(length), f.read(4)
         whole = checksum == struct.pack(">I", zlib.crc32(kind + data))
-        if kind == b"iTXt": parts.append(_turn_of_xmp(data))
-        elif whole: parts.append(_png_chunk(kind, data))
-        elif kind != b"eXIf": return b""
+        if kind == b"iTXt":
+            parts.append(_turn_of_xmp(data))
+        elif whole:
+            parts.append(_png_chunk(kind, data))
+        elif kind != b"eXIf":
+            return b""
         if kind == b"IEND": return b"".join(parts)
     return b""
 
@@ -319,7 +337,8 @@ def _jpeg_segments(f:BinaryIO): # yields (marker, data), up to the first scan
         length = struct.unpack(">H", head[2:])[0]
         yield head[1], f.read(max(0, length - 2))
 
-def _concerns_pixels(marker:int, data:bytes) -> bool: # of a JPEG's segment
+def _concerns_pixels(marker:int, data:bytes) -> bool:
+    "Does a segment of a JPEG say anything about its pixels or its orientation?"
     if marker == 0xe0: return data.startswith(b"JFIF") and len(data) >= 14
     if marker == 0xe1: return data.startswith(b"Exif\0\0") # the orientation
     if marker == 0xee: return data.startswith(b"Adobe") and len(data) >= 12 # what its colours mean
@@ -333,7 +352,8 @@ def _jpeg_without_text(f:BinaryIO) -> bytes:
             parts.append(struct.pack(">BBH", 0xff, marker, len(data) + 2) + data)
     return b"".join([*parts, f.read()])
 
-def _without_metadata(f:BinaryIO): # a binary file, or None
+def _without_metadata(f:BinaryIO) -> BinaryIO|None: # None: its format has none that stop Pillow
+    "A file in memory with the same pixels."
     f.seek(0)
     strip = dict(PNG=_png_without_text, JPEG=_jpeg_without_text).get(image_format(f.read(64)))
     data = strip(f) if strip else b""
@@ -359,7 +379,8 @@ def _open_still(f:BinaryIO) -> Image.Image: # not decoded yet
         if kind.upper() in Image.OPEN: raise OSError(f"{kind}, damaged or cut off") from None
         _check_format(head)
         raise
-    if im.format == "TIFF": _check_tiff(im, head)
+    if im.format == "TIFF":
+        _check_tiff(im, head)
     n = 1 if im.format in ("MPO", "HEIF") else getattr(im, "n_frames", 1)
     if n > 1: raise Refused(f"has {n} frames; save one of them")
     return im
@@ -370,26 +391,35 @@ def _read_with(
 ): # what `use` returns
     "Use an image, once more without its metadata if Pillow stumbles over them."
     try:
-        with _open_still(f) as im: return use(im, f)
-    except Refused: raise
+        with _open_still(f) as im:
+            return use(im, f)
+    except Refused:
+        raise
     except Exception:
         plain = _without_metadata(f)
         if plain is None: raise
-    with _open_still(plain) as im: return use(im, plain)
+    with _open_still(plain) as im:
+        return use(im, plain)
 
 # %% ../../nbs/data/00_images.ipynb #85bdf003
-def use_image(source, use:Callable): # use: function of a PIL image and its file
-    "`use` of an image in a file or in memory."
-    if isinstance(source, np.ndarray): source = Image.fromarray(source)
+def use_image(
+    source:object, # as for `open_image`
+    use:Callable, # function of an opened image and its file, or None in memory
+): # what `use` returns
+    "Use an image in a file or in memory."
+    if isinstance(source, np.ndarray):
+        source = Image.fromarray(source)
     if isinstance(source, Image.Image): return use(source, None)
-    with _file_of(source) as f: return _read_with(f, use)
+    with _file_of(source) as f:
+        return _read_with(f, use)
 
 def open_image(
     source, # path, bytes, object with `read_bytes()`, PIL image or uint8 [H, W, 3]
     name=None, # for messages
 ) -> Image.Image: # mode RGB
     "An image as upright RGB. Raises ValueError if it cannot be used."
-    with named(name or source_name(source)): return use_image(source, lambda im, f: upright(im))
+    with named(name or source_name(source)):
+        return use_image(source, lambda im, f: upright(im))
 
 # %% ../../nbs/data/00_images.ipynb #03bda415
 HEIC_SUFFIXES = (".heic", ".heif") # read with pillow-heif
@@ -414,13 +444,15 @@ def _is_whole(im, f) -> bool:
 
 # %% ../../nbs/data/00_images.ipynb #03bda402
 def _size_of(im:Image.Image, f:BinaryIO) -> tuple: # (width, height)
+    "Size of an opened image; it is decoded if its header is not enough."
     if not _is_whole(im, f): return upright(im).size
     check_shape(im)
     return im.size[::-1] if im.format != "PNG" and _orientation(im) in (5, 6, 7, 8) else im.size
 
 def read_image_size(source) -> tuple: # (width, height) in pixels, orientation applied
     "Size of an image, from its header if that is safe. Raises ValueError if it cannot be used."
-    with named(source_name(source)), _file_of(source) as f: return _read_with(f, _size_of)
+    with named(source_name(source)), _file_of(source) as f:
+        return _read_with(f, _size_of)
 
 # %% ../../nbs/data/00_images.ipynb #bbe427ca
 def calculate_dimensions(area:int, ratio:float) -> tuple: # (width, height), multiples of 32
@@ -461,39 +493,3 @@ def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any uni
     cw, ch = (round(h * r), h) if w / h > r else (w, round(w / r))
     x, y = (w - cw) // 2, (h - ch) // 2
     return im.crop((x, y, x + cw, y + ch))
-
-# %% ../../nbs/data/00_images.ipynb #9b1d0002
-def grid_difference(target, control) -> float: # of two sizes; 0.014: the control's grid is 1.4 % wider
-    "How much the proportions of two token grids differ."
-    return control[0] * target[1] / (control[1] * target[0]) - 1
-
-SAME_GRID = 0.005 # proportions that differ less are not reported
-
-def agreeing_size(g:Geometry, reach:int=8): # (width, height), or None within `reach` tokens
-    "With `crop`: the nearest `image_size` of this shape whose control has a grid of the same proportions."
-    w, h, near = *g.image_size, range(-16 * reach, 16 * reach + 1, 16)
-    sizes = [(w + x, h + y) for x in near for y in near if min(w + x, h + y) >= 16]
-    alike = [s for s in sizes if abs(grid_difference((w, h), s)) < 0.02]
-    same = [s for s in alike if not grid_difference(s, replace(g, image_size=s).control(s))]
-    far = lambda s: abs(math.log(s[0] / w)) + abs(math.log(s[1] / h))
-    return min(same, key=far, default=None)
-
-# %% ../../nbs/data/00_images.ipynb #9b1d0004
-def grid_remedies(g:Geometry, target, control) -> list: # settings as text; of two images' sizes
-    "Settings with which the grids of a target and its control have the same proportions."
-    agree = lambda other: abs(grid_difference(other.target(target), other.control(control))) < SAME_GRID
-    area, given = math.prod(g.image_size), {}
-    if g.crop and (size := agreeing_size(g)): given[f"`data.image_size` {list(size)}"] = dict(image_size=size)
-    given[f"`data.control_area` {area}"] = dict(control_area=area)
-    given["`data.match_grids` true"] = dict(match_grids=True)
-    return [text for text, change in given.items() if agree(replace(g, **change))]
-
-def grid_warning(g:Geometry, target, control) -> str: # of two images' sizes; "" if the grids agree
-    "How the token grids of a target and its control differ in training, and what makes them agree."
-    t, c = g.target(target), g.control(control)
-    if abs(off := grid_difference(t, c)) < SAME_GRID: return ""
-    (tw, th), (cw, ch) = ([side // 16 for side in size] for size in (t, c))
-    remedies = " or ".join(grid_remedies(g, target, control))
-    remedy = f"with {remedies} they agree" if remedies else "crop both images to one shape"
-    return (f"the control has {cw} x {ch} tokens beside a target of {tw} x {th}: {100 * abs(off):.1f} % "
-            f"{'wider' if off > 0 else 'narrower'}; {remedy}")

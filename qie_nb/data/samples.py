@@ -279,7 +279,10 @@ def _check_shape(mask, size): # (width, height) of its target
                          f"crop it alike or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea301
-def _reasons(skipped:list) -> str: # (sample id, reason)
+def _reasons(
+    skipped:list, # (sample id, reason)
+) -> str:
+    "The first of them, or one of each kind."
     kinds = counted_reasons(skipped)
     return f"the first: {skipped[0][1]}" if len(kinds) == 1 else "; ".join(kinds)
 

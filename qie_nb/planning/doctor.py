@@ -179,7 +179,6 @@ def _gpu(name, g, m, c) -> list:
 # %% ../../nbs/planning/04_doctor.ipynb #a3873ad0
 LEAST = 12_000_000_000 # bytes of host memory
 
-# %% ../../nbs/planning/04_doctor.ipynb #a3873a01
 def memory_findings(m:MachineInfo, c:Config=None) -> list:
     value, large, kept = f"{m.memory / 1e9:.1f} GB", _is_large(c), {}
     if large and c.model.text_encoder_offload:
@@ -316,7 +315,8 @@ def _pairs_findings(name, where, read, fit=False) -> list: # fit: also look at a
         bad = f"{len(skipped)} of {len(found)} cannot be used"
         out.append(Finding(name, bad, "warning", "; ".join(counted_reasons(skipped))))
     out += [Finding(name, n, "note") for n in getattr(found, "notes", ())]
-    if fit: out += alignment_findings(good)
+    if fit:
+        out += alignment_findings(good)
     look = "look at them with sample_viewer"
     return out + [Finding("images", odd, "warning", look) for odd in sampled_contents(good)]
 
@@ -350,7 +350,8 @@ def data_findings(c:Config) -> list: # the pairs, the validation pairs and the u
     data, path, own = c.data, c.train.val_path, c.train.samples
     where = data.dataset_path or data.target_dir or data.control_dir
     out = _pairs_findings("data set", where, lambda: config_samples(data), True) if where else []
-    if path: out += _pairs_findings("validation pairs", path, lambda: config_samples(data, path))
+    if path:
+        out += _pairs_findings("validation pairs", path, lambda: config_samples(data, path))
     if not own: return out
     return out + _pairs_findings("samples", f"{len(own)} in train.samples",
                                  lambda: Samples(samples_of(own, data.trigger_word), "train.samples"))

@@ -27,7 +27,8 @@ from .sample_page import (
     known_geometry, masked_image, pair_grid, pairs_html, sample_html, sample_info)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0011
-SIZES, ODD = "of unusual size or shape", "with odd values or masks"
+SIZES = "of unusual size or shape"
+ODD = "with odd values or masks"
 _FILTERS = dict(all="all", missing="not encoded yet", bad="bad images or entries", near="near duplicates",
                 swapped=SWAPPED, unchanged=UNCHANGED, misaligned=MISALIGNED, sizes=SIZES,
                 contents=ODD)
@@ -109,7 +110,9 @@ def select(self:SampleViewer,
     "Show the first sample of a filter."
     if name not in self.filters():
         raise ValueError(f"`name` must be one of {', '.join(self.filters())}, got {name!r}")
-    if name in ("near", "swapped", "unchanged", "sizes", "contents", "bad") and self.near is None: self.scan(tell)
+    scanned = ("near", "swapped", "unchanged", "sizes", "contents", "bad")
+    if name in scanned and self.near is None:
+        self.scan(tell)
     status = StatusText(len(self.dataset), "check the cache", tell)
     if name == "missing": self.sets["missing"] = list(self.dataset.incomplete(status))
     if name == "bad": self.sets["bad"] = self._bad(status)
