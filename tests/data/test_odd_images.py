@@ -12,6 +12,7 @@ from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.images import image_format, open_image, read_image_size
 from qie_nb.data.pair_checks import DARK, MASK, NEGATIVE, ONE_COLOUR, look, mask_marks, pair_warnings, read_mask
 from qie_nb.data.samples import find_samples, load_mask, usable
+from qie_nb.sampling.edits import as_image
 from qie_nb.widgets.sample_viewer import ODD, sample_viewer
 from test_images import png, refused, saved
 
@@ -339,6 +340,13 @@ def test_a_run_says_it_before_it_starts(odd_set, capsys):
     said = capsys.readouterr().out
     assert "look at these pairs with sample_viewer: " in said and "small values: 1 of 6 pairs ('0001')" in said
     assert "0004: mask " in said and "has values 0 and 1 of 255" in said and [s.id for s in dataset.samples] == ["0000", "0001", "0002", "0003", "0005"]
+
+
+def test_a_prediction_says_it(odd_set, capsys):
+    assert as_image(odd_set/"control_images"/"0001.png").getextrema()[0] == (0, 0)
+    assert capsys.readouterr().out.startswith("the image has values 0 to 59 of 65535 for white, so it is nearly black; multiply them by 1110")
+    as_image(Image.new("RGB", (48, 32), "white"))
+    assert not capsys.readouterr().out
 
 
 def test_aligned_copies_read_masks_alike(odd_set, tmp_path):
