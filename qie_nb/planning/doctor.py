@@ -317,8 +317,7 @@ def _pairs_findings(name, where, read, fit=False) -> list: # fit: also look at a
     out += [Finding(name, n, "note") for n in getattr(found, "notes", ())]
     if fit:
         out += alignment_findings(good)
-    look = "look at them with sample_viewer"
-    return out + [Finding("images", odd, "warning", look) for odd in sampled_contents(good)]
+    return out + [Finding("images", s, "warning", "see sample_viewer") for s in sampled_contents(good)]
 
 def alignment_findings(samples) -> list:
     "Do targets lie where their controls are? From a few pairs."
