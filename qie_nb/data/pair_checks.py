@@ -276,7 +276,7 @@ class Mask(NamedTuple):
     image: Image.Image # mode L, upright
     read_from: str = "" # e.g. "its transparency"; "" for grey
 
-_SPREAD, _COLOURED = 16, 40 # levels of 255: one colour to the eye; certainly not grey
+_SPREAD, _NO_GREY = 16, 40 # levels of 255: one colour to the eye; certainly not grey
 
 def _of_transparency(im:Image.Image) -> tuple: # (RGB image, alpha if it is the mask, else None, a note)
     "Decides what the alpha channel of a mask tells."
@@ -292,7 +292,7 @@ def _of_colours(rgb:Image.Image) -> tuple: # (mode L, a note)
     "Grey of a mask; one bright colour on black counts as white on black."
     values = np.asarray(rgb, np.int16)
     top = values.max(2)
-    coloured = top - values.min(2) > _COLOURED
+    coloured = top - values.min(2) > _NO_GREY
     if coloured.mean() < 0.01: return rgb.convert("L"), ""
     high = int(top.max())
     bright = values[top > high // 2]
