@@ -31,9 +31,18 @@ _STARTS = { # as the formats' specifications write them
     b"\x7fELF": "a program", b"MZ\x90": "a program", b"\0GITCRYPT": "a file of git-crypt",
     b"\x80\x02": "a pickle", b"\x80\x03": "a pickle", b"\x80\x04": "a pickle",
     b"\x80\x05": "a pickle", b"\0\x05\x16\x07": "a side file of macOS"}
+_STARTS |= { # of images that no reader here takes, and of videos
+    b"\xff\x4f\xff\x51": "a JPEG 2000 image", b"#?RADIANCE": "a Radiance HDR image",
+    b"#?RGBE": "a Radiance HDR image", b"PF\n": "a PFM image of 32-bit float colour",
+    b"gimp xcf": "a GIMP image", b"%!PS": "a PostScript file", b"\xc5\xd0\xd3\xc6": "a PostScript file",
+    b"DDS ": "a DDS image", b"qoif": "a QOI image", b"\0\0\1\0": "an icon", b"icns": "an icon",
+    b"\x93NUMPY": "a NumPy array", b"SIMPLE  =": "a FITS image"}
+_STARTS |= dict.fromkeys((b"\x1aE\xdf\xa3", b"FLV\1", b"\0\0\1\xba", b"\0\0\1\xb3", b"0&\xb2u"), "a video")
+_STARTS |= dict.fromkeys((
+    b"FUJIFILMCCD-RAW", b"IIRO", b"IIRS", b"MMOR", b"IIU\0", b"FOVb", b"\0MRM"), "a camera's raw file")
 _AS_TEXT = (PAGE, *list(_STARTS.values())[:5]) # these decode
 _BRANDS = dict.fromkeys((b"hei", b"hev", b"mif", b"msf"), "a HEIC image")
-_BRANDS[b"avi"] = "an AVIF image"
+_BRANDS |= {b"avi": "an AVIF image", b"crx": "a camera's raw file"}
 _REMEDIES = {POINTER: "run `git lfs pull`", "a git-annex pointer": "run `git annex get`",
              "a Xet pointer": "download the file itself", PAGE: "download the file again",
              "a file of git-crypt": "run `git-crypt unlock`"}

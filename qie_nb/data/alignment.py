@@ -7,12 +7,13 @@ __all__ = ['Alignment', 'measure_alignment']
 
 # %% ../../nbs/data/04b_alignment.ipynb #d05a7f1e
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from .images import open_image
+from .images import Geometry, open_image
 
 # %% ../../nbs/data/04b_alignment.ipynb #a086c76f
 class Alignment(NamedTuple):
@@ -280,3 +281,39 @@ def measure_alignment(
     if max(errors[np.isfinite(errors)] / most[np.isfinite(errors)]) > _SHAKY: errors[:] = np.inf
     numbers = zip(_alignment(t), errors, most)
     return Alignment(*(v if e <= limit else None for v, e, limit in numbers), _changed(control, target, t))
+
+# %% ../../nbs/data/04b_alignment.ipynb #9b1d0002
+def grid_difference(target, control) -> float: # of two sizes; 0.014: the control's grid is 1.4 % wider
+    "How much the proportions of two token grids differ."
+    return control[0] * target[1] / (control[1] * target[0]) - 1
+
+SAME_GRID = 0.005 # proportions that differ less are not reported
+
+def agreeing_size(g:Geometry, reach:int=8): # (width, height), or None within `reach` tokens
+    "With `crop`: the nearest `image_size` of this shape whose control has a grid of the same proportions."
+    w, h, near = *g.image_size, range(-16 * reach, 16 * reach + 1, 16)
+    sizes = [(w + x, h + y) for x in near for y in near if min(w + x, h + y) >= 16]
+    alike = [s for s in sizes if abs(grid_difference((w, h), s)) < 0.02]
+    same = [s for s in alike if not grid_difference(s, replace(g, image_size=s).control(s))]
+    far = lambda s: abs(math.log(s[0] / w)) + abs(math.log(s[1] / h))
+    return min(same, key=far, default=None)
+
+# %% ../../nbs/data/04b_alignment.ipynb #9b1d0004
+def grid_remedies(g:Geometry, target, control) -> list: # settings as text; of two images' sizes
+    "Settings with which the grids of a target and its control have the same proportions."
+    agree = lambda other: abs(grid_difference(other.target(target), other.control(control))) < SAME_GRID
+    area, given = math.prod(g.image_size), {}
+    if g.crop and (size := agreeing_size(g)): given[f"`data.image_size` {list(size)}"] = dict(image_size=size)
+    given[f"`data.control_area` {area}"] = dict(control_area=area)
+    given["`data.match_grids` true"] = dict(match_grids=True)
+    return [text for text, change in given.items() if agree(replace(g, **change))]
+
+def grid_warning(g:Geometry, target, control) -> str: # of two images' sizes; "" if the grids agree
+    "How the token grids of a target and its control differ in training, and what makes them agree."
+    t, c = g.target(target), g.control(control)
+    if abs(off := grid_difference(t, c)) < SAME_GRID: return ""
+    (tw, th), (cw, ch) = ([side // 16 for side in size] for size in (t, c))
+    remedies = " or ".join(grid_remedies(g, target, control))
+    remedy = f"with {remedies} they agree" if remedies else "crop both images to one shape"
+    return (f"the control has {cw} x {ch} tokens beside a target of {tw} x {th}: {100 * abs(off):.1f} % "
+            f"{'wider' if off > 0 else 'narrower'}; {remedy}")

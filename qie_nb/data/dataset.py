@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager
 from ..cache import stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
-from ..core.display import status_html, Progress
+from ..core.display import counted_reasons, status_html, Progress
 from ..core.files import collector_paused
 from .batches import BucketBatchSampler, collate, controls_of
-from .images import Geometry, open_image, remembered
-from .pair_checks import marks_of_sizes
+from .images import Geometry, remembered
+from qie_nb.data.pair_checks import (
+    content_marks, counted_marks, image_name, marks_of_sizes, mask_marks,
+    open_with_content)
 from .samples import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
 from .samples import Samples, cached_size, config_samples, find_samples, load_images
 from .samples import load_mask, open_unchanged, usable
@@ -280,26 +282,36 @@ class ImageDataset(Dataset):
         incomplete = {i for i in range(len(self)) if unknown or self.missing(i)}
         todo = [i for i, s in enumerate(self.samples) if i in incomplete or s.mask is not None]
         bar = Progress(len(todo), "look at images") if len(todo) > 500 else None
-        bad = {}
+        bad, marks = {}, {}
         for i in todo:
             try:
-                self._decode(i, with_images=i in incomplete)
+                found = self._decode(i, with_images=i in incomplete)
+                if found:
+                    marks[self.samples[i].id] = found
             except ValueError as e:
                 bad[i] = str(e)
             if bar: bar.update()
+        if marks:
+            print("look at these pairs with sample_viewer:", "; ".join(counted_marks(marks, len(todo))))
         self.drop(bad)
 
-    def _decode(self, i, with_images):
-        "Read a sample's mask and images. Raises ValueError if one is broken."
-        s = self.samples[i]
+    def _decode(self, i, with_images) -> list: # (mark, reason)
+        "Read a sample's mask and images, and mark odd values. Raises ValueError if one is broken."
+        s, marks = self.samples[i], []
         if with_images:
-            for source in (s.target, *s.controls): remembered(source, "decodes", _decodes)
+            for n, source in enumerate((s.target, *s.controls)):
+                content = remembered(source, "content", _content)
+                marks += content_marks(image_name(n, len(s.controls)), content)
         self.mask(i)
+        return marks if s.mask is None else marks + mask_marks(s.mask)
 
     def drop(self, bad:dict): # {i: reason}
         "Skip samples and print why. Raises ValueError if none is left, or with `strict`."
         if not bad: return
-        if self.strict or len(bad) == len(self): raise ValueError(next(iter(bad.values())))
+        if self.strict or len(bad) == len(self):
+            names = [(self.samples[i].id, why) for i, why in bad.items()]
+            kinds = counted_reasons(names)
+            raise ValueError(names[0][1] if len(names) == 1 else "; ".join(kinds))
         self.skipped += [(self.samples[i].id, why) for i, why in bad.items()]
         kept = [i for i in range(len(self)) if i not in bad]
         self.samples = [self.samples[i] for i in kept]
@@ -310,9 +322,7 @@ class ImageDataset(Dataset):
     def skipped_text(self) -> str:
         "How many samples are skipped, and why the first ones are."
         rows = [f"{len(self.skipped)} of {len(self.found)} samples are skipped:"]
-        rows += [f"  {i}: {why}" for i, why in self.skipped[:5]]
-        if len(self.skipped) > 5: rows.append(f"  and {len(self.skipped) - 5} more")
-        return "\n".join(rows)
+        return "\n  ".join(rows + counted_reasons(self.skipped))
 
     # --- reports
 
@@ -437,9 +447,9 @@ class ImageDataset(Dataset):
         "The table that a notebook shows."
         return status_html(self.status())
 
-def _decodes(source):
-    "Can an image be decoded? Raises ValueError if not."
-    return bool(open_image(source).size)
+def _content(source) -> list:
+    "What the values of an image tell. Raises ValueError if it cannot be decoded."
+    return list(open_with_content(source)[1])
 
 # %% ../../nbs/data/06_dataset.ipynb #94e70dd3
 def _collate_of(dataset, samples):

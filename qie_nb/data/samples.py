@@ -19,11 +19,14 @@ from PIL import Image
 from ..cache import EDIT_MASK, PREFIX, edit_mask_parts, image_parts, key_of, prefix_parts
 from ..cache import prompt_parts, stable_seed
 from ..core.display import table_html
+from ..core.display import counted_reasons
 from .folders import named_folder, read_folders, read_pairs
-from .images import IMAGE_SUFFIXES, Geometry, crop_to, open_image, read_bytes, read_image_size
+from .images import (
+    IMAGE_SUFFIXES, Geometry, crop_to, open_image, read_bytes, read_image_size)
 from .images import remembered, source_digest, source_name
 from .listing import contents, entries_of, is_hidden, it_contains, listed_once
 from .listing import no_folder, not_named, remedy
+from .pair_checks import read_mask
 from .tables import TABLE_SUFFIXES, NoTable, few, home_path, instruction, match_columns
 from .tables import printable, prompt_file, read_dataset, read_table, table_captions, table_rows, text_of
 
@@ -276,6 +279,13 @@ def _check_shape(mask, size): # (width, height) of its target
                          f"crop it alike or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea301
+def _reasons(
+    skipped:list, # (sample id, reason)
+) -> str:
+    "The first of them, or one of each kind."
+    kinds = counted_reasons(skipped)
+    return f"the first: {skipped[0][1]}" if len(kinds) == 1 else "; ".join(kinds)
+
 def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target and controls], [(id, reason)])
     "Separate samples with unusable images. Raises ValueError if all are, or with `strict` one is."
     keep, sizes, skipped = [], [], []
@@ -284,11 +294,12 @@ def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target an
             size = tuple(cached_size(p) for p in (s.target, *s.controls))
             if s.mask is not None: _check_shape(s.mask, size[0])
         except ValueError as e:
-            if strict: raise
             skipped.append((s.id, str(e)))
         else: keep.append(s); sizes.append(size)
-    if skipped and not keep:
-        raise ValueError(f"none of {len(skipped)} samples can be used; the first: {skipped[0][1]}")
+    if strict and len(skipped) == 1: raise ValueError(skipped[0][1])
+    if skipped and (strict or not keep):
+        n = f"none of {len(skipped)} samples" if not keep else f"{len(samples) - len(keep)} of {len(samples)}"
+        raise ValueError(f"{n} {'can' if not keep else 'cannot'} be used; {_reasons(skipped)}")
     return samples.like(keep) if isinstance(samples, Samples) else Samples(keep), sizes, skipped
 
 # %% ../../nbs/data/03_samples.ipynb #dbe59df7
@@ -320,7 +331,7 @@ LATENT = 8 # pixels per latent pixel along a side
 
 def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8, width / 8]
     "A mask as weights of latent pixels (255: full), for a target of this size in pixels and crop's `aspect`."
-    im = crop_to(open_image(mask).convert("L"), aspect).resize(size, Image.Resampling.BOX)
+    im = crop_to(read_mask(mask).image, aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
     if out.max() > 1: return out

@@ -20,7 +20,7 @@ from PIL import Image
 from ..cache import file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
-from ..core.display import size_text, Progress, short_time
+from ..core.display import counted_reasons, size_text, Progress, short_time
 from ..core.environment import detect_environment
 from ..core.files import DiskFull, block_size, megabytes
 from ..data.dataset import ImageDataset
@@ -51,7 +51,7 @@ class Report:
 
     def __str__(self):
         rows = [f"precompute: {self!r}"]
-        rows += [f"  skipped {i}: {why}" for i, why in self.skipped]
+        rows += [f"  skipped {text}" for text in counted_reasons(self.skipped)]
         return "\n".join(rows + [f"  bad entry: {p} {why}" for p, why in self.bad])
 
     def __add__(self, other):

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config
 from ..core.choice import Plan
-from ..core.display import note, table_html
+from ..core.display import counted_reasons, note, table_html
 from ..core.environment import Environment, detect_environment, online
 from ..core.files import free_bytes
 from ..core.cache_layers import is_url, may_hold_cache, without_secrets
@@ -77,7 +77,6 @@ def this_machine(
 # %% ../../nbs/planning/04_doctor.ipynb #2775a82d
 LEVELS = ("error", "warning", "note", "ok")
 
-# %% ../../nbs/planning/04_doctor.ipynb #2775a801
 @dataclass(frozen=True)
 class Finding:
     what: str
@@ -116,7 +115,6 @@ def _tried(name, version) -> Finding:
         bad = "note", f"newer than the tested versions; if something fails, install {high}"
     return Finding(name, version, *bad)
 
-# %% ../../nbs/planning/04_doctor.ipynb #2775a803
 def _outer_product(m) -> bool:
     "Do the rotary angles of the text encoder reach torch's Triton kernel (pytorch issue 196977), and does it fail?"
     versions = [_numbers(m.versions.get(name) or "") for name in ("torch", "transformers")]
@@ -181,7 +179,6 @@ def _gpu(name, g, m, c) -> list:
 # %% ../../nbs/planning/04_doctor.ipynb #a3873ad0
 LEAST = 12_000_000_000 # bytes of host memory
 
-# %% ../../nbs/planning/04_doctor.ipynb #a3873a01
 def memory_findings(m:MachineInfo, c:Config=None) -> list:
     value, large, kept = f"{m.memory / 1e9:.1f} GB", _is_large(c), {}
     if large and c.model.text_encoder_offload:
@@ -307,15 +304,20 @@ def cache_findings(m:MachineInfo, c:Config=None) -> list:
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1aa
 def _pairs_findings(name, where, read, fit=False) -> list: # fit: also look at a few pairs?
+    from qie_nb.data.alignment_check import sampled_contents
     from qie_nb.data.samples import usable
     try:
         found = read()
         good, _, skipped = usable(found)
     except (ValueError, OSError) as error: return [Finding(name, str(where), "error", str(error))]
-    bad = f"{len(skipped)} of {len(found)} cannot be used"
-    out = [Finding(name, bad, "warning", f"the first: {skipped[0][1]}")] if skipped else []
+    out = [Finding(name, str(found))]
+    if skipped:
+        bad = f"{len(skipped)} of {len(found)} cannot be used"
+        out.append(Finding(name, bad, "warning", "; ".join(counted_reasons(skipped))))
     out += [Finding(name, n, "note") for n in getattr(found, "notes", ())]
-    return [Finding(name, str(found)), *out, *(alignment_findings(good) if fit else ())]
+    if fit:
+        out += alignment_findings(good)
+    return out + [Finding("images", s, "warning", "see sample_viewer") for s in sampled_contents(good)]
 
 def alignment_findings(samples) -> list:
     "Do targets lie where their controls are? From a few pairs."
@@ -324,9 +326,10 @@ def alignment_findings(samples) -> list:
     if not report.pairs: return []
     what = report.summary() if report.misfits else "no misfit found"
     value = f"{what}; {len(report.pairs)} of {len(samples)} pairs looked at"
+    if not report.misfits: return [Finding("alignment", value)]
     remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; "
               "keep the pairs if the edit is meant to move or enlarge what they show")
-    return [Finding("alignment", value, *(("warning", remedy) if report.misfits else ()))]
+    return [Finding("alignment", value, "warning", remedy)]
 
 def grid_findings(c:Config) -> list: # do the pairs' token grids have the same proportions?
     from qie_nb.data.pair_checks import grid_summary
@@ -344,13 +347,13 @@ def grid_findings(c:Config) -> list: # do the pairs' token grids have the same p
 def data_findings(c:Config) -> list: # the pairs, the validation pairs and the user's own samples
     from qie_nb.data.samples import Samples, config_samples, samples_of
     data, path, own = c.data, c.train.val_path, c.train.samples
-    def of(name, where, read, *fit):
-        return _pairs_findings(name, where, read, *fit) if where else []
-    named = data.dataset_path or data.target_dir or data.control_dir
-    return [*of("data set", named, lambda: config_samples(data), True),
-            *of("validation pairs", path, lambda: config_samples(data, path)),
-            *of("samples", own and f"{len(own)} in train.samples",
-                lambda: Samples(samples_of(own, data.trigger_word), "train.samples"))]
+    where = data.dataset_path or data.target_dir or data.control_dir
+    out = _pairs_findings("data set", where, lambda: config_samples(data), True) if where else []
+    if path:
+        out += _pairs_findings("validation pairs", path, lambda: config_samples(data, path))
+    if not own: return out
+    return out + _pairs_findings("samples", f"{len(own)} in train.samples",
+                                 lambda: Samples(samples_of(own, data.trigger_word), "train.samples"))
 
 # %% ../../nbs/planning/04_doctor.ipynb #72e5f1c6
 def environment_findings(m:MachineInfo, c:Config=None) -> list:

@@ -19,7 +19,8 @@ from PIL import Image
 from ..cache import EmbeddingCacheManager
 from ..data.batches import as_list, collate, is_cached
 from ..data.dataset import ImageDataset
-from ..data.images import Geometry, open_image
+from ..data.images import Geometry
+from ..data.pair_checks import ONE_COLOUR, content_marks, open_with_content
 from ..data.samples import config_samples
 from ..encoding.encoder import encode_prompt
 from ..models.components import check_weights, device_of
@@ -42,7 +43,11 @@ def as_image(given) -> Image.Image: # RGB, upright
         got = f"{given.dtype} {list(given.shape)}" if hasattr(given, "dtype") else type(given).__name__
         raise ValueError("`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or "
                          f"[H, W, 4], got {got}")
-    return open_image(given)
+    image, content = open_with_content(given)
+    for mark, why in content_marks("image", content):
+        if mark != ONE_COLOUR or content.clear: # a blank sheet may be meant
+            print(why)
+    return image
 
 def images_of(given) -> list: # PIL images
     "The control images of one edit, from one or a list; none for text-to-image."

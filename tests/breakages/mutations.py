@@ -162,6 +162,20 @@ MUTATIONS = {
     "held-out share rounded down": Mutation("tests/data/test_samples.py", [
         Change("data/samples", "split_held_out",
                "round(len(groups) * fraction)", "int(len(groups) * fraction)")]),
+    "metadata stop an image": Mutation("tests/data/test_odd_images.py", [
+        Change("data/images", "_read_with", "if plain is None: raise", "raise")]),
+    "an orientation in a long text is lost": Mutation(
+        "tests/data/test_odd_images.py::test_the_orientation_survives", [
+        Change("data/images", "_turn_of_xmp", "if rest[0]:", "if False:")]),
+    "transparency of a mask on white": Mutation(
+        "tests/data/test_odd_images.py::test_masks_are_read_right", [
+        Change("data/pair_checks", "_of_transparency", "<= _SPREAD", "< 0")]),
+    "a mask of 0 and 1 is used": Mutation(
+        "tests/data/test_odd_images.py::test_masks_that_mean_something_else_are_refused", [
+        Change("data/pair_checks", "_check_mask", "if high * level >= _SPREAD", "if high > 0")]),
+    "small numbers in 16 bits without a mark": Mutation(
+        "tests/data/test_odd_images.py::test_small_numbers_in_16_bits_are_marked", [
+        Change("data/pair_checks", "_is_dark", "c.high < 16384", "c.high < 16")]),
     "tall images cropped at the top": Mutation(
         "tests/data/test_images.py::test_a_crop_keeps_the_centre", [
         Change("data/images", "crop_to", "(h - ch) // 2", "0")]),

@@ -137,7 +137,7 @@ def test_the_report_and_kept_results(folder, tmp_path, monkeypatch):
     assert [p.misfits for p in report.pairs] == [[], ["shifted"], [], []] and [p.id for p in report.untold] == ["0002"]
     assert report.summary() == "1 of 4 pairs is shifted by more than 2 px, 1 cannot be told ('0002')"
     lines = report.lines()
-    assert lines[1].startswith("  0001: +4.0 px right,") and [l.split(":")[0].strip() for l in lines[2:]] == ["align", "drop", "keep"] and "0001" in report._repr_html_()
+    assert lines[1].startswith("  0001: +4.0 px right,") and [l.split(":")[0].strip() for l in lines[2:]] == ["align", "drop", "keep", "one colour"] and "0001" in report._repr_html_()
     rows = report.data()["pairs"]
     assert [set(r) for r in rows] == [{"id", "dx", "dy", "sx", "sy", "rotation", "changed"}] * 4 and rows[2]["dx"] is None and abs(rows[1]["dx"] - 4) < 0.2 and json.dumps(rows)
     monkeypatch.setattr(alignment_check, "measure_alignment", None) # known by content, also elsewhere

@@ -8,7 +8,8 @@ from PIL import Image
 
 from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset
-from qie_nb.data.images import Geometry, calculate_dimensions, grid_difference, grid_remedies, grid_warning
+from qie_nb.data.alignment import grid_difference, grid_remedies, grid_warning
+from qie_nb.data.images import Geometry, calculate_dimensions
 from qie_nb.data.pair_checks import GRIDS, STRETCHED, grid_summary, size_warnings
 from qie_nb.lora import adapters as lora
 from qie_nb.planning.doctor import grid_findings

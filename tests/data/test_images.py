@@ -200,7 +200,7 @@ def test_decompression_bomb(tmp_path):
     (tmp_path/"bomb.png").write_bytes(png(20000, 20000, 1, 0, b"\0" * 100))
     refused(tmp_path/"bomb.png", r"bomb.png' has 400 megapixels, more than the 178 that we open; make it smaller or remove the pair$")
     (tmp_path/"text.png").write_bytes(png(2, 2, 8, 0, b"\0\1\2" * 2, (b"zTXt", b"a\0\0" + zlib.compress(b"x" * 2_000_000))))
-    refused(tmp_path/"text.png", r"text.png' cannot be read \(Decompressed data too large")
+    assert read_image_size(tmp_path/"text.png") == (2, 2) and np.asarray(open_image(tmp_path/"text.png"))[..., 0].tolist() == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("size, ok", [((1, 1), True), ((16, 1), True), ((17, 1), False), ((1, 17), False)])

@@ -151,7 +151,7 @@ def test_marks_of_sizes_come_with_reasons(tmp_path, capsys, monkeypatch):
     exif = Image.Exif(); exif[0x0112] = 6
     for name, size, kw in (("after/a.png", (1, 1), {}), ("before/a.png", (40, 30), {}), ("after/b.png", (423, 634), {}), ("before/b.png", (800, 300), {}),
                            ("after/c.jpg", (423, 634), dict(exif=exif)), ("before/c.jpg", (423, 634), {})):
-        Image.new("RGB", size).save(tmp_path/name, **kw)
+        Image.effect_noise(size, 60).convert("RGB").save(tmp_path/name, **kw)
     d = ImageDataset(dict(dataset_path=str(tmp_path), image_size=512, prompt="x"))
     marks = lambda i: dict(pair_warnings(s := d.samples[i], [look(p) for p in (s.target, *s.controls)], geometry=d.geometry))
     assert "1x1 and is enlarged 512 times" in dict(size_warnings(d.sizes[0], d.geometry)[:1])[TINY]

@@ -351,7 +351,7 @@ def empty(here): (here/"empty").mkdir(); return here/"empty"
     ({"data.dataset_path": empty}, "No pairs found in .*empty.. It is empty. Put the images"),
     (data(lambda root: (root/"control_images"/"0001.png").unlink()), "1 of 3 targets have no control image of the same name in control_images/: .0001.png"),
     (data(lambda root: [p.write_text("no image") for p in (root/"control_images").glob("*.png")]),
-     r"none of 3 samples can be used; the first: image .*control_images/0000.png' cannot be read \(not an image or broken\); replace it"),
+     r"none of 3 samples can be used; the first: image .*control_images/0000.png' cannot be read \(it is text that begins 'no image'\); replace it"),
     ({"data.strict": True}, "`data.strict` is no longer a setting, got True; an unreadable image is skipped, with its reason: remove the line"),
     ({"model.pretrained_model_name_or_path": other_pipeline}, "contains a StableDiffusionPipeline; this library needs QwenImageEditPipeline"),
     ({"cache.vae_encoder_device": "tpu"}, "device 'tpu' does not exist here; this machine has"),

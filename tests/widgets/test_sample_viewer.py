@@ -194,12 +194,12 @@ def test_filters(tmp_path):
     # the entries of 0003 are good, its image is missing
     want = dict(unchanged=["0000"], missing=["0002", "0004"], swapped=["0004"], near=["0001", "0005"], bad=["0000", "0002", "0003"])
     said = dict(unchanged=UNCHANGED, swapped=SWAPPED, near=AGAIN, bad="pixel_latent is bad: checksum differs")
-    assert {k for k, v in view.filters().items() if v is None} == set(want) | {"sizes", "misaligned"}
+    assert {k for k, v in view.filters().items() if v is None} == set(want) | {"sizes", "contents", "misaligned"}
     for name, ids in want.items():
         c.filter.value = name
         assert [ds.samples[i].id for i in view.chosen] == ids and view.filter == name and view.filters()[name] == c.slider.max == len(ids)
         assert said.get(name, "") in c.page.value and f"({len(ids)})" in next(label for label, k in c.filter.options if k == name)
-    for why in ("not an image or broken", "it does not exist"):
+    for why in ("it is text that begins &#x27;broken&#x27;", "it does not exist"):
         c.on.click()
         assert f"cannot be read ({why})" in c.page.value
     assert path.is_file(), "nothing is quarantined"
