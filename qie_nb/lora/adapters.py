@@ -331,14 +331,11 @@ def _check_fit(transformer, read): # read: `LoraWeights`
         name, _, side = key.partition(".lora_")
         layer, is_a = getattr(modules.get(name), "base_layer", modules.get(name)), side.startswith("A")
         have = layer and (layer.in_features if is_a else layer.out_features)
-        size = t.shape[-1] if is_a else t.shape[0]
+        size = t.numel() if side == "magnitude_vector" else t.shape[-1] if is_a else t.shape[0]
         if have != size:
             got = f"the layer has {have}" if have else "there is no such layer"
             raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} "
                              f"features, {got}; use the base model it was trained on")
-        if is_a and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
-            raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the "
-                             "file as it was trained")
         if is_a and t.shape[0] != (told := rank_of(config, name)): # peft would allocate it
             raise ValueError(f"LoRA {str(file)!r} has rank {t.shape[0]} in {key}, but rank {told} "
                              "in its header; give the file as it was trained")

@@ -6,13 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/lora/00_formats.ipynb #3f968bf4
-import json, math, re
+import json, math, os, re
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..core.environment import hub_error
 from ..core.files import write_atomic
 from ..core.display import quiet_bars
 
@@ -27,37 +29,40 @@ def is_hub_id(path) -> bool:
     if path.endswith(".safetensors") and ":" not in path: return False
     return not Path(path.split("/")[0]).is_dir()
 
-# %% ../../nbs/lora/00_formats.ipynb #7549d760
-def hub_error(error:Exception, repo:str, verb:str="read") -> str: # verb: read or written
-    "One sentence: why huggingface_hub failed, and the remedy."
-    code = getattr(getattr(error, "response", None), "status_code", None)
-    if code in (401, 403) or type(error).__name__ in ("LocalTokenNotFoundError", "GatedRepoError"):
-        return (f"{repo!r} cannot be {verb} without a token that allows it; "
-                "log in with `hf auth login`, or set HF_TOKEN")
-    if code == 404:
-        return f"{repo!r} does not exist on the hub, or is private; check the id, or use `hf auth login`"
-    check = "check the path, or " if verb == "read" else ""
-    return f"huggingface.co cannot be reached ({type(error).__name__}); {check}connect to the network"
-
 # %% ../../nbs/lora/00_formats.ipynb #f8e9f8c7
-def _choose(names): # the LoRA among file names, or None
-    names = [n for n in names if n.endswith(".safetensors")]
-    return WEIGHT_NAME if WEIGHT_NAME in names else names[0] if len(names) == 1 else None
+CONFIG_NAME = "adapter_config.json" # peft's settings, beside the weights
 
-def _no_choice(path, names):
-    found = sorted(n for n in names if n.endswith(".safetensors"))
+def _candidates(names:list) -> list: # sorted
+    "File names that may be a LoRA's; hidden files are none."
+    return sorted(n for n in names
+                  if n.lower().endswith(".safetensors") and not Path(n).name.startswith("."))
+
+def _choose(names:list) -> str: # or None
+    "The LoRA among file names."
+    names = _candidates(names)
+    if WEIGHT_NAME in names: return WEIGHT_NAME
+    return names[0] if len(names) == 1 else None
+
+def _no_choice(path:str|Path, names:list) -> Exception:
+    "The error for a place where `_choose` finds nothing, or too much."
+    found = _candidates(names)
     if not found:
-        return FileNotFoundError(f"LoRA {str(path)!r} does not exist; give a .safetensors file, or a folder "
-                                 f"or repository with {WEIGHT_NAME}")
+        others = [n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
+        has = f" (it has {others[0]}, which we do not read)" if others else ""
+        return FileNotFoundError(f"LoRA {str(path)!r} does not exist{has}; give a .safetensors file, "
+                                 f"or a folder or repository with {WEIGHT_NAME}")
     example = f"{path}{':' if is_hub_id(path) else '/'}{found[0]}"
-    return ValueError(f"LoRA {str(path)!r} has {len(found)} .safetensors files, none called {WEIGHT_NAME}; "
-                      f"name one, e.g. {example}")
+    return ValueError(f"LoRA {str(path)!r} has {len(found)} .safetensors files, none called "
+                      f"{WEIGHT_NAME} ({', '.join(found[:5])}); name one, e.g. {example}")
 
 # %% ../../nbs/lora/00_formats.ipynb #f8e9f801
-def _in_folder(folder, path):
-    names = [p.name for p in folder.iterdir()]
-    if name := _choose(names): return folder/name
-    raise _no_choice(path, names)
+def _in_folder(folder:Path, path:str|Path) -> Path:
+    "The LoRA in a folder, which the user has called `path`."
+    try: names = [p.name for p in folder.iterdir()]
+    except OSError as e: raise _refusal(path, f"cannot be read ({e.strerror})", "check its permissions") from None
+    name = _choose(names)
+    if not name: raise _no_choice(path, names)
+    return folder/name
 
 # %% ../../nbs/lora/00_formats.ipynb #f8e9f802
 def from_hub(path:str) -> Path: # in the hub's cache
@@ -66,9 +71,13 @@ def from_hub(path:str) -> Path: # in the hub's cache
     repo, _, file = path.partition(":")
     quiet_bars()
     try: # asks once; `list_repo_files` and `hf_hub_download` try six times
-        names = [s.rfilename for s in HfApi().model_info(repo, timeout=10).siblings]
-        if file: names = [n for n in names if n == file]
-        if name := _choose(names): return Path(hf_hub_download(repo, name))
+        every = [s.rfilename for s in HfApi().model_info(repo, timeout=10).siblings]
+        names = [n for n in every if n == file] if file else every
+        name = _choose(names)
+        if name:
+            beside = str(Path(name).with_name(CONFIG_NAME))
+            if beside in every: hf_hub_download(repo, beside)
+            return Path(hf_hub_download(repo, name))
     except Exception as error:
         try:
             if file: return Path(hf_hub_download(repo, file, local_files_only=True))
@@ -79,35 +88,219 @@ def from_hub(path:str) -> Path: # in the hub's cache
     raise _no_choice(path, names)
 
 # %% ../../nbs/lora/00_formats.ipynb #f8e9f803
-def find_lora(path) -> Path: # the file
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+def _refusal(file:str|Path, what:str, remedy:str) -> ValueError:
+    "One sentence about a LoRA file."
+    return ValueError(f"LoRA {str(file)!r} {what}; {remedy}")
+
+def clean_path(path:str|Path) -> str|Path:
+    "A path as it was meant: without blanks and quotes around it. Raises ValueError for none."
+    if not isinstance(path, (str, os.PathLike)) or not str(path).strip(" \t\n\"'"):
+        raise ValueError(f"a LoRA must be a path or a hub id, got {path!r}; give a .safetensors file, "
+                         "or a folder with one")
+    if not isinstance(path, str) or Path(path).exists(): return path
+    path = path.strip()
+    if path[0] == path[-1] and path[0] in "\"'": path = path[1:-1].strip()
+    if _ADDRESS.match(path):
+        hub = re.match(r"https://huggingface\.co/([^/]+/[^/]+)/(?:blob|resolve)/[^/]+/([^?]+)", path)
+        instead = f"give {hub[1]}:{hub[2]}" if hub else "download the file, and give its path"
+        raise _refusal(path.partition("?")[0], "is an address", instead)
+    return path
+
+def find_lora(path:str|Path) -> Path: # the file
     "Find a file, the one in a folder, or download a hub id. Raises FileNotFoundError or ValueError."
+    path = clean_path(path)
     if is_hub_id(path): return from_hub(path)
     file = Path(path).expanduser()
     if file.is_dir(): return _in_folder(file, path)
-    if not file.is_file(): raise _no_choice(path, [])
+    if not file.exists(): raise _no_choice(path, [])
+    if not file.is_file(): raise _refusal(path, "is no regular file", "give a .safetensors file")
     return file
 
 # %% ../../nbs/lora/00_formats.ipynb #19b88b3d
 _EMBEDDER = "time_text_embed.timestep_embedder.linear_"
 _ATTN = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-_LAYERS = ("img_in", "txt_in", "proj_out", "norm_out.linear", f"{_EMBEDDER}1", f"{_EMBEDDER}2",
-           *(f"attn.{n}" for n in _ATTN),
-           *(f"{s}_{n}" for s in ("img", "txt") for n in ("mlp.net.0.proj", "mlp.net.2", "mod.1")))
-_DOTTED = {n.replace(".", "_"): n for n in _LAYERS}
-_FLAT = re.compile(r"(?:lora_unet|lycoris)_(?:transformer_blocks_(\d+)_)?(.+)")
-_PREFIX = re.compile(r"^(?:base_model\.model\.)?(?:diffusion_model\.|transformer\.)?")
-_PART = re.compile(r"(.+)\.(?:lora_(A|B|down|up)(?:\.default)?(?:\.weight)?"
-                   r"|(alpha)|(lora_magnitude_vector)(?:\.default)?(?:\.weight)?)")
+_MLP = ("mlp.net.0.proj", "mlp.net.2", "mod.1")
+_OUTER = ("img_in", "txt_in", "proj_out", "norm_out.linear", f"{_EMBEDDER}1", f"{_EMBEDDER}2")
+_INNER = (*(f"attn.{n}" for n in _ATTN), *(f"{s}_{n}" for s in ("img", "txt") for n in _MLP)) # of a block
+_DOTTED = {n.replace(".", "_"): n for n in (*_OUTER, *_INNER)}
+_FLAT = re.compile(r"(?:lora_unet|lora_transformer|lora_dit|lycoris)_(?:transformer_blocks_(\d+)_)?(.+)")
+_STEPS = ("base_model.model", "model.diffusion_model", "diffusion_model", "transformer", "module",
+          "_orig_mod", "pipe.dit", "pipe", "dit", "unet", "model")
+_PREFIX = re.compile(rf"(?:(?:{'|'.join(map(re.escape, _STEPS))})\.)*")
+_WRAPPER = re.compile(r"(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module)\.")
+_NAMED = r"(?:\.(?!weight$|bias$)[\w-]+)?(?:\.weight)?" # an adapter's name, as peft writes it
+_PART = re.compile(rf"(.+)\.(?:lora_(A|B|down|up){_NAMED}|lora(?:_linear_layer)?\.(down|up)\.weight"
+                   rf"|(alpha)|(lora_magnitude_vector){_NAMED})")
 
-def parse_key(key:str): # (dotted layer, part: A, B, alpha or lora_magnitude_vector), or None
+class LayerPart(NamedTuple):
+    layer: str # dotted name in the transformer
+    part: str  # A, B, alpha or lora_magnitude_vector
+
+def parse_key(key:str) -> LayerPart: # or None
     "What a key of any of the formats names."
     found = _PART.fullmatch(key)
     if not found: return None
-    flat = _FLAT.fullmatch(found[1])
-    if flat and flat[2] not in _DOTTED: return None
-    block = f"transformer_blocks.{flat[1]}." if flat and flat[1] else ""
-    layer = block + _DOTTED[flat[2]] if flat else _PREFIX.sub("", found[1])
-    return layer, (found[3] or found[4] or {"down": "A", "up": "B"}.get(found[2], found[2]))
+    name, side, dotted_side, alpha, magnitude = found.groups()
+    part = dict(down="A", up="B").get(side or dotted_side, side) or alpha or magnitude
+    flat = _FLAT.fullmatch(name)
+    if not flat: return LayerPart(_WRAPPER.sub("", _PREFIX.sub("", name, count=1)), part)
+    if flat[2] not in _DOTTED: return None
+    block = f"transformer_blocks.{flat[1]}." if flat[1] else ""
+    return LayerPart(block + _DOTTED[flat[2]], part)
+
+# %% ../../nbs/lora/00_formats.ipynb #5b1f0a02
+_STARTS = ( # (first bytes, what they begin, what to do)
+    (b"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull`, or download the file itself"),
+    (b"PK\x03\x04", "a ZIP archive or a pickle of torch.save",
+     "unpack it, or convert the weights to safetensors"),
+    (b"\x80", "a pickle, which could run code", "convert the weights to safetensors"),
+    (b"GGUF", "a GGUF file", "give the LoRA as safetensors"),
+    (b"\x00\x05\x16\x07", "a file of macOS about another one", "give the file without `._`"),
+    (b"<", "a web page", "download the file itself, logged in if the page asks for it"),
+    (b"{", "JSON text, perhaps an error of a server", "download the file again"),
+    (b"\x1f\x8b", "a gzip archive", "unpack it"),
+    (b"7z\xbc\xaf", "a 7z archive", "unpack it"),
+    (b"Rar!", "a RAR archive", "unpack it"),
+    (b"\x89PNG", "an image", "give the LoRA"),
+    (b"\xff\xd8\xff", "an image", "give the LoRA"))
+
+def _not_safetensors(file:Path, head:bytes) -> ValueError:
+    "Says what a file is that is no safetensors, by its first bytes."
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    for begin, what, remedy in _STARTS:
+        if text.startswith(begin) or head.startswith(begin):
+            return _refusal(file, f"cannot be read: it is {what}", remedy)
+    if not head.strip(b"\0"):
+        what = "only zeros" if head else "empty"
+        return _refusal(file, f"cannot be read: it is {what}", "download or copy it again")
+    return _refusal(file, "cannot be read: it is no safetensors file", "give a LoRA in safetensors format")
+
+_MOST_HEADER = 32_000_000 # bytes; a LoRA of 2,000 tensors needs 300,000
+
+def check_content(file:Path):
+    "Raises ValueError, which says what it is, unless a file is a whole safetensors file."
+    try:
+        with open(file, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            head = f.read(512)
+            length = int.from_bytes(head[:8], "little")
+            if head[8:9] != b"{" or length > 2**40: raise _not_safetensors(file, head)
+            if length + 8 > size: raise _refusal(file, "cannot be read: it is cut off in its header",
+                                                 "download or copy it again")
+            if length > _MOST_HEADER: raise _refusal(file, f"cannot be read: its header has {length} bytes",
+                                                     "give a LoRA")
+            f.seek(8)
+            records = json.loads(f.read(length), object_pairs_hook=_no_doubles)
+    except OSError as e:
+        raise _refusal(file, f"cannot be read ({e.strerror})", "check its permissions") from None
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError):
+        raise _refusal(file, "cannot be read: its header is damaged", "download or copy it again") from None
+    except _Doubled as e:
+        raise _refusal(file, f"cannot be read: its header names {str(e)!r:.200} twice",
+                       "give the file as it was written") from None
+    ends = [r["data_offsets"][1] for k, r in records.items() if k != "__metadata__" and _has_place(r)]
+    missing = max(ends, default=0) + 8 + length - size
+    if missing > 0:
+        raise _refusal(file, f"cannot be read: it is cut off, {missing} bytes are missing",
+                       "download or copy it again")
+
+class _Doubled(Exception): "A name that stands twice."
+
+def _no_doubles(pairs:list) -> dict: # as `json.loads` wants it
+    "The pairs of an object. Raises `_Doubled`."
+    names = Counter(name for name, _ in pairs)
+    for name, count in names.items():
+        if count > 1: raise _Doubled(name)
+    return dict(pairs)
+
+def _has_place(record:object) -> bool: # of a header
+    "Does a tensor's record say where its bytes end?"
+    place = record.get("data_offsets") if isinstance(record, dict) else None
+    return isinstance(place, list) and len(place) == 2 and type(place[1]) is int
+
+# %% ../../nbs/lora/00_formats.ipynb #5b1f0a05
+_GIVE_PLAIN = "give a plain LoRA (lora_A and lora_B, or lora_down and lora_up)"
+_KINDS = ( # (pattern of a key, what the file is, what to do)
+    (r"\.dora_scale$", "has `dora_scale`, which is ComfyUI's DoRA and not peft's",
+     "give the file in diffusers' format"),
+    (r"\.lokr_", "is a LoKr, which we cannot read", _GIVE_PLAIN),
+    (r"\.hada_", "is a LoHa, which we cannot read", _GIVE_PLAIN),
+    (r"\.boft_", "is a BOFT, which we cannot read", _GIVE_PLAIN),
+    (r"\.oft_", "is an OFT, which we cannot read", _GIVE_PLAIN),
+    (r"\.ia3_|\.on_input$", "is an IA3, which we cannot read", _GIVE_PLAIN),
+    (r"\.[ab][12]\.weight$", "is a GLoRA, which we cannot read", _GIVE_PLAIN),
+    (r"vera_lambda", "is a VeRA, which we cannot read", _GIVE_PLAIN),
+    (r"\.(diff|diff_b|set_weight)$", "has differences of whole weights, which we cannot apply", _GIVE_PLAIN),
+    (r"lora_mid", "has a LoRA for convolutions, and this model has none", _GIVE_PLAIN),
+    (r"lora_embedding_", "has a LoRA for an embedding, which we cannot apply", _GIVE_PLAIN),
+    (r"lora_[AB](\.[\w-]+)?\.bias$|\.lora_bias", "has biases, which we cannot apply",
+     "train it again without biases"),
+    (r"modules_to_save", "has whole layers (`modules_to_save`), which we cannot apply",
+     "train it again without them"),
+    (r"scale_(weight|input)$|\.(weight_)?scale$|\.(absmax|quant_map)$", "has quantized weights",
+     "give it in bfloat16 or float16"),
+    (r"control_?net|input_hint|zero_conv", "is a ControlNet, not a LoRA", "give a LoRA"),
+    (r"ip_adapter|image_proj|to_[kv]_ip", "is an IP-Adapter, not a LoRA", "give a LoRA"),
+    (r"string_to_param|emb_params", "is a textual inversion, not a LoRA", "give a LoRA"),
+    (r"^lora_te|(^|\.)text_encoders?[._\d]|text_model[._]|language_model\.|(^|\.)visual\.|t5xxl|^te\d?[._]",
+     "changes the text encoder, which we cannot apply", "give a LoRA of the transformer alone"))
+_OTHER_MODELS = ( # (pattern of a key, whose layers they are)
+    (r"(down|up)_blocks[._]\d|mid_block[._]|(input|output)_blocks[._]\d|middle_block[._]",
+     "Stable Diffusion or SDXL"),
+    (r"joint_blocks[._]\d", "Stable Diffusion 3"),
+    (r"(double|single)_stream_blocks[._]\d", "HiDream"),
+    (r"(double|single)_blocks[._]\d|single_transformer_blocks[._]\d", "Flux or HunyuanVideo"),
+    (r"transformer_blocks[._]\d+[._](ff|ff_context|norm1|norm1_context)[._]", "Flux or Stable Diffusion 3"),
+    (r"transformer_blocks[._]\d+[._]attn[12][._]", "LTX-Video or PixArt"),
+    (r"(^|[._])blocks[._]\d+[._](self_attn|cross_attn|ffn|attn[12]|mlp|adaln)", "Wan or Cosmos"),
+    (r"(^|[._])(layers|noise_refiner|context_refiner)[._]\d+[._](attention|feed_forward)", "Z-Image or Lumina"))
+_TRAINED_FOR = re.compile(r"flux|kontext|sdxl|stable-diffusion|sd[_-]?[123]|sd_v[12]|wan|hunyuan|ltx|z[_-]?image"
+                          "|lumina|chroma|hidream|cosmos|pixart|auraflow|kolors", re.I)
+
+def check_keys(keys:list, metadata:dict, file:Path):
+    """Raises ValueError for a file that is no LoRA of this transformer; it says what the file is.
+
+    `metadata` is the header's."""
+    for pattern, what, remedy in _KINDS:
+        found = _first(pattern, keys)
+        if found: raise _refusal(file, f"{what} ({found!r:.200})", remedy)
+    if not any(map(_PART.fullmatch, keys)) and _first(r"\.(weight|bias)$", keys):
+        raise _refusal(file, f"has whole weights ({keys[0]!r:.200}): it has no adapter for a Qwen-Image "
+                       "transformer, it is a checkpoint", "set `model.pretrained_model_name_or_path` for a "
+                       "model, and give a LoRA here")
+    for pattern, model in _OTHER_MODELS:
+        found = _first(pattern, keys)
+        if found:
+            raise _refusal(file, f"is for another model, {model} ({found!r:.200})",
+                           "give a LoRA for Qwen-Image")
+    for name in ("modelspec.architecture", "ss_base_model_version"):
+        told = str(metadata.get(name, ""))
+        if "qwen" not in told.lower() and _TRAINED_FOR.search(told):
+            raise _refusal(file, f"is for another model, {told[:80]!r} by `{name}` in its header",
+                           "give a LoRA for Qwen-Image")
+
+def _first(pattern:str, keys:list) -> str: # or None
+    "The first key in which a pattern is found."
+    found = re.compile(pattern)
+    return next((k for k in keys if found.search(k)), None)
+
+_BLOCK = r"transformer_blocks[._]\d+[._]"
+_OF_BLOCK = "|".join(re.escape(n).replace(r"\.", "[._]") for n in _INNER)
+_KNOWN = re.compile(rf"(?P<prefix>.*?)(?:{_BLOCK}(?:{_OF_BLOCK})|{'|'.join(map(re.escape, _OUTER))})")
+
+def _unknown_key(key:str, file:Path) -> ValueError:
+    "Says what is wrong with a key that names no part of an adapter."
+    name, _, ending = key.partition(".lora")
+    known = _KNOWN.fullmatch(name if ending else key.rpartition(".")[0])
+    if known and ending and known["prefix"]:
+        return _refusal(file, f"has the unknown prefix {known['prefix']!r:.100} in {key!r:.200}",
+                        "rename its keys to begin with transformer.")
+    if known:
+        return _refusal(file, f"has {key!r:.200}, which is not a pair of LoRA weights", _GIVE_PLAIN)
+    return _refusal(file, f"has no adapter for a Qwen-Image transformer in {key!r:.200}",
+                    "give a LoRA for Qwen-Image")
 
 # %% ../../nbs/lora/00_formats.ipynb #ab0861c0
 def _by_pattern(patterns, layer, default): # a layer's own value, matched as peft matches it
@@ -123,10 +316,16 @@ def kohya_alpha(config:dict, layer:str) -> float: # config: peft's settings
     return alpha * math.sqrt(r) if config.get("use_rslora") else alpha
 
 # %% ../../nbs/lora/00_formats.ipynb #c7363b4b
-def _agrees(config:dict, layers:dict) -> bool: # are the header's settings complete and those of the tensors?
-    alphas = {n: p["alpha"].float() for n, p in layers.items() if "alpha" in p}
-    return {"r", "lora_alpha"} <= config.keys() and all(
-        torch.tensor(float(kohya_alpha(config, n))) == a for n, a in alphas.items())
+class Stated(NamedTuple):
+    where: str   # the place, for messages
+    config: dict # peft's settings, perhaps not all
+
+def _agrees(config:dict, layers:dict) -> bool:
+    "Are these settings those of the `.alpha` tensors?"
+    for name, parts in layers.items():
+        if "alpha" not in parts: continue
+        if torch.tensor(float(kohya_alpha(config, name))) != parts["alpha"].float(): return False
+    return True
 
 def infer_config(layers:dict) -> dict: # layers: {layer: {part: tensor}}
     "peft's settings, inferred from the tensors."
@@ -137,58 +336,188 @@ def infer_config(layers:dict) -> dict: # layers: {layer: {part: tensor}}
                 alpha_pattern={f"^{n}": v for n, v in alpha.items() if v != a}, target_modules=sorted(layers),
                 use_dora=any("lora_magnitude_vector" in p for p in layers.values()))
 
+def _complete(config:dict, inferred:dict) -> dict:
+    "Settings with the ranks of the tensors, unless they have their own."
+    if "r" in config: return config
+    return inferred | dict(alpha_pattern={}) | config
+
+class Settled(NamedTuple):
+    config: dict # peft's settings
+    note: str    # for the user, or ""
+
+def settle_config(layers:dict, places:list, file:Path) -> Settled:
+    "peft's settings from the tensors and from `Stated` places. Raises ValueError for a DoRA without magnitudes."
+    inferred = infer_config(layers)
+    stated = [p._replace(config=_complete(p.config, inferred)) for p in places if "lora_alpha" in p.config]
+    chosen, note = Stated("its alpha tensors", inferred), ""
+    if any("alpha" in parts for parts in layers.values()):
+        chosen = next((p for p in stated if _agrees(p.config, layers)), chosen)
+    elif stated:
+        chosen = stated[0]
+        if chosen.config["lora_alpha"] != inferred["r"] and chosen.where != _HEADER:
+            note = f"LoRA {str(file)!r}: alpha {chosen.config['lora_alpha']:g} comes from {chosen.where}"
+    for other in stated:
+        if not _same_alpha(other.config, chosen.config, layers):
+            note = (f"LoRA {str(file)!r} has two alphas: {chosen.config['lora_alpha']:g} in {chosen.where}, "
+                    f"which is used, and {other.config['lora_alpha']:g} in {other.where}")
+    config = chosen.config
+    if config.get("use_dora") and not inferred["use_dora"]:
+        raise _refusal(file, f"is a DoRA by {chosen.where}, but has no magnitudes", "give the complete file")
+    if inferred["use_dora"] and not config.get("use_dora"): config = config | dict(use_dora=True)
+    return Settled(config, note)
+
+def _same_alpha(one:dict, other:dict, layers:dict) -> bool:
+    "Do two settings scale all layers, or at least one of several, alike?"
+    return any(math.isclose(kohya_alpha(one, n), kohya_alpha(other, n), rel_tol=1e-6) for n in layers)
+
 # %% ../../nbs/lora/00_formats.ipynb #19298b5e
 _SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_rslora",
              "use_dora", "lora_dropout") # others of peft's could import modules or change the base
+_HEADER = "its header"
+_PLAIN_ALPHA = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
 
-def _open(file, load=True) -> tuple: # (peft's settings, our note, {key: tensor or None})
-    from safetensors import safe_open
-    try:
-        with safe_open(file, "pt") as f:
-            header = f.metadata() or {}
-            read = lambda *names: dict(json.loads(next(filter(None, map(header.get, names)), "{}")))
-            config = read("lora_adapter_metadata", "qie_nb_adapter")
-            config = {k.removeprefix("transformer."): v for k, v in config.items()}
-            return ({k: v for k, v in config.items() if k in _SETTINGS}, read("qie_nb"),
-                    {k: f.get_tensor(k) if load else None for k in f.keys()})
-    except Exception as e:
-        raise ValueError(f"LoRA {str(file)!r} cannot be read ({type(e).__name__}: {e}); give a LoRA in "
-                         "safetensors format") from e
+def _json_object(text:str, what:str, file:Path) -> dict:
+    "An object from JSON text. Raises ValueError."
+    try: found = json.loads(text, object_pairs_hook=_no_doubles)
+    except _Doubled as e: why = f"names {str(e)!r:.200} twice"
+    except (ValueError, RecursionError): why = "is no JSON"
+    else:
+        if isinstance(found, dict): return found
+        why = "is no JSON object"
+    raise _refusal(file, f"cannot be read: {what} {why}", "give it as it was written")
+
+def _own_settings(config:dict, where:str, file:Path) -> Stated:
+    "Those of peft's settings that we use. Raises ValueError for one that we cannot apply."
+    kind = str(config.get("peft_type") or "LORA").rpartition(".")[2].upper()
+    if kind != "LORA": raise _refusal(file, f"is a {kind[:40]} by {where}, which we cannot read", _GIVE_PLAIN)
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        raise _refusal(file, f"was trained on changed base weights (`init_lora_weights` {start[:40]!r} in {where})",
+                       "convert it to a plain LoRA, as peft's documents show")
+    for name in ("modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices"):
+        if config.get(name): raise _refusal(file, f"has `{name}` in {where}, which we cannot apply", _GIVE_PLAIN)
+    if config.get("bias") not in (None, "none"):
+        raise _refusal(file, f"has trained biases (`bias` in {where}), which we cannot apply", _GIVE_PLAIN)
+    settings = {k: v for k, v in config.items() if k in _SETTINGS}
+    check_settings(settings, file, where)
+    return Stated(where, settings)
+
+def stated_settings(metadata:dict, file:Path) -> list: # of `Stated`, the most specific first
+    "peft's settings from the header and from `adapter_config.json` beside a file. Raises ValueError."
+    places = []
+    for name in ("lora_adapter_metadata", "qie_nb_adapter"):
+        if not metadata.get(name): continue
+        found = _json_object(metadata[name], f"`{name}` in its header", file)
+        own = {k.removeprefix("transformer."): v for k, v in found.items()}
+        places.append(_own_settings(own, _HEADER, file))
+        break
+    side = file.with_name(CONFIG_NAME)
+    others = file.name != _PEFT_NAME and file.with_name(_PEFT_NAME).is_file()
+    if side.is_file() and not others:
+        with open(side, "rb") as f: text = f.read(1_000_001)
+        if len(text) > 1_000_000: raise _refusal(side, "has more than 1 MB", "give it as peft has written it")
+        found = _json_object(text.decode("utf-8-sig", "replace"), f"{CONFIG_NAME} beside it", file)
+        places.append(_own_settings(found, f"{CONFIG_NAME} beside it", file))
+    return places + _plain_alpha(metadata, file)
+
+_PEFT_NAME = "adapter_model.safetensors"
+
+def _plain_alpha(metadata:dict, file:Path) -> list: # of at most one `Stated`
+    "Alpha as a header has it that no JSON is. Raises ValueError for two different ones."
+    found = {}
+    for name in _PLAIN_ALPHA:
+        text = str(metadata.get(name, "")).strip()
+        if text in ("", "None", "null"): continue
+        try: found[name] = float(text)
+        except ValueError: found[name] = text
+        check_settings(dict(lora_alpha=found[name]), file, f"`{name}` of its header")
+    if len(set(found.values())) > 1:
+        raise _refusal(file, f"has two alphas in its header, {found}", "remove the wrong one")
+    return [Stated(f"`{name}` of its header", dict(lora_alpha=found[name])) for name in list(found)[:1]]
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b01
 _LAYER = re.compile(r"[\w.]{1,200}")
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_ALSO_ALPHA = ("I8", "I16", "I32", "I64", "U8")
+LARGEST = 65504 # of float16, in which a GPU without bfloat16 computes
 
-def _by_layer(tensors, file) -> dict: # {layer: {part: tensor}}
-    keys, layers = {k: parse_key(k) for k in tensors}, {}
-    if any(k.endswith("dora_scale") for k in tensors):
-        raise ValueError(f"LoRA {str(file)!r} has `dora_scale`, which is ComfyUI's DoRA and not peft's; "
-                         "give the file in diffusers' format")
-    for key, found in keys.items():
-        if found: layers.setdefault(found[0], {})[found[1]] = tensors[key]
-    if not layers:
-        raise ValueError(f"LoRA {str(file)!r} has no adapter for a Qwen-Image transformer; its keys must "
-                         "begin with transformer., diffusion_model. or lora_unet_")
-    odd = [k for k, found in keys.items() if not (found and _LAYER.fullmatch(found[0]))]
-    odd += [n for n, p in layers.items() if not {"A", "B"} <= p.keys()]
-    if odd:
-        raise ValueError(f"LoRA {str(file)!r} has {odd[0]!r:.200}, which is not a pair of LoRA "
-                         "weights; give a complete, plain LoRA")
+def _by_layer(keys:list, file:Path) -> dict: # {layer: {part: key}}
+    "Sorts keys by layer. Raises ValueError for one that is no part of a LoRA, or that stands twice."
+    layers = {}
+    for key in keys:
+        found = parse_key(key)
+        if not found or not _LAYER.fullmatch(found.layer): raise _unknown_key(key, file)
+        known = _KNOWN.fullmatch(found.layer)
+        if known and known["prefix"]: raise _unknown_key(key, file)
+        parts = layers.setdefault(found.layer, {})
+        if found.part in parts:
+            raise _refusal(file, f"has the same weights twice, as {parts[found.part]!r:.200} and {key!r:.200}",
+                           "keep one of them")
+        parts[found.part] = key
+    if not any(_KNOWN.fullmatch(layer) for layer in layers):
+        raise _refusal(file, f"has no adapter for a Qwen-Image transformer, only for {next(iter(layers), 'no layer')!r:.200}",
+                       "give a LoRA for Qwen-Image")
+    for layer, parts in layers.items():
+        missing = {"A", "B"} - parts.keys()
+        if missing:
+            raise _refusal(file, f"has {next(iter(parts.values()))!r:.200}, which is not a pair of LoRA weights: "
+                           f"there is no lora_{min(missing)} for it", "give the complete file")
+    magnitudes = ["lora_magnitude_vector" in parts for parts in layers.values()]
+    if any(magnitudes) and not all(magnitudes):
+        raise _refusal(file, "has magnitudes of a DoRA for some layers only", "give the complete file")
     return layers
+
+def _check_shapes(layers:dict, tensors:dict, file:Path): # {layer: {part: key}}, {key: slice}
+    "Raises ValueError for dtypes and shapes that no LoRA has."
+    for parts in layers.values():
+        shapes = {part: list(tensors[key].get_shape()) for part, key in parts.items()}
+        for part, key in parts.items():
+            dtype, shape = tensors[key].get_dtype(), shapes[part]
+            usable = _FLOATS + _ALSO_ALPHA if part == "alpha" else _FLOATS
+            if dtype not in usable:
+                raise _refusal(file, f"has {key!r:.200} in {dtype}", "give it in bfloat16, float16 or float32")
+            wrong = math.prod(shape) != 1 if part == "alpha" else len(shape) != 2 if part in "AB" else False
+            if wrong:
+                want = "one number" if part == "alpha" else "two dimensions"
+                raise _refusal(file, f"has {key!r:.200} of shape {shape}, which must be {want}", _GIVE_PLAIN)
+            if 0 in shape:
+                raise _refusal(file, f"has no numbers in {key!r:.200}, its shape is {shape}",
+                               "give a LoRA of rank 1 or more")
+        if shapes["A"][0] != shapes["B"][1]:
+            raise _refusal(file, f"has different ranks in {parts['A']} and its lora_B, {shapes['A'][0]} and "
+                           f"{shapes['B'][1]}", "give the file as it was trained")
+
+def check_numbers(tensor:torch.Tensor, key:str, file:Path):
+    "Raises ValueError for a tensor with NaN, infinity, or a number that float16 does not have."
+    largest = tensor.float().abs().amax().item() if tensor.element_size() == 1 else tensor.abs().amax().item()
+    if largest <= LARGEST: return
+    what = f"{largest:.3g}" if math.isfinite(largest) else "NaN" if math.isnan(largest) else "infinity"
+    raise _refusal(file, f"has {what} in {key!r:.200}, and every image would be wrong",
+                   "use an earlier save of this training, or download the file again")
 
 # %% ../../nbs/lora/00_formats.ipynb #8109f501
 _PLAIN = re.compile(r"\^?(?:\w|\\?\.)+\$?") # a layer's name or how it ends
-_is_number = lambda v: type(v) in (int, float) and math.isfinite(v)
 
-def _is_possible(key, value) -> bool: # one of peft's settings
-    if key in ("r", "lora_alpha", "lora_dropout"): return _is_number(value)
+def _is_number(value:object, least:float=-LARGEST) -> bool:
+    "Is it a number of a usual size?"
+    return type(value) in (int, float) and least <= value <= LARGEST
+
+def _is_possible(key:str, value:object) -> bool: # one of peft's settings
+    "Can peft use this value?"
+    if key == "r": return _is_number(value, 1) and value == int(value)
+    if key == "lora_alpha": return _is_number(value)
+    if key == "lora_dropout": return _is_number(value, 0) and value < 1
+    if key.startswith("use_"): return isinstance(value, bool)
     if not key.endswith("_pattern") or not value: return True
+    least = 1 if key == "rank_pattern" else -LARGEST
     plain = isinstance(value, dict) and all(map(_PLAIN.fullmatch, value))
-    return plain and all(map(_is_number, value.values()))
+    return plain and all(_is_number(v, least) for v in value.values())
 
-def check_settings(config:dict, file): # config: peft's settings
+def check_settings(config:dict, file:Path, where:str="its header"): # config: peft's settings
     "Raises ValueError if a header's numbers are none, or its patterns are no layers' names."
-    if odd := [key for key, value in config.items() if not _is_possible(key, value)]:
-        raise ValueError(f"LoRA {str(file)!r} has an impossible `{odd[0]}` in its header, "
+    odd = [key for key, value in config.items() if not _is_possible(key, value)]
+    if odd:
+        raise ValueError(f"LoRA {str(file)!r} has an impossible `{odd[0]}` in {where}, "
                          f"{config[odd[0]]!r:.80}; give the file as it was trained")
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b02
@@ -198,34 +527,72 @@ class LoraWeights(NamedTuple):
     info: dict   # our note: base model, areas, steps, ...
     file: Path
 
+@contextmanager
+def _opened(file:Path): # safetensors' handle
+    "Context with an open file, in which each of safetensors' errors is a ValueError with one sentence."
+    from safetensors import SafetensorError, safe_open
+    check_content(file)
+    try:
+        with safe_open(file, "pt") as f: yield f
+    except (SafetensorError, OSError, AttributeError, TypeError, OverflowError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise _refusal(file, f"cannot be read: it is damaged ({why})", "download or copy it again") from None
+
+def _note_of(metadata:dict, file:Path) -> dict:
+    "Our note in a header."
+    return _json_object(metadata.get("qie_nb") or "{}", "`qie_nb` in its header", file)
+
+def _layers_of(f, file:Path) -> dict: # {layer: {part: key}}
+    "The layers of an open file, checked by its header."
+    keys, metadata = sorted(f.keys()), f.metadata() or {}
+    check_keys(keys, metadata, file)
+    layers = _by_layer(keys, file)
+    _check_shapes(layers, {key: f.get_slice(key) for key in keys}, file)
+    return layers
+
 # %% ../../nbs/lora/00_formats.ipynb #19298b03
-def read_lora(path) -> LoraWeights:
-    "Read what `find_lora` finds, in any of the formats; alpha becomes part of `config`."
+def read_lora(path:str|Path) -> LoraWeights:
+    "Read what `find_lora` finds, in any of the formats; alpha becomes part of `config`. Raises ValueError."
     file = find_lora(path)
-    config, info, tensors = _open(file)
-    layers = _by_layer(tensors, file)
-    check_settings(config, file)
-    if not _agrees(config, layers): config = infer_config(layers)
+    with _opened(file) as f:
+        layers, metadata = _layers_of(f, file), f.metadata() or {}
+        places = stated_settings(metadata, file)
+        info = _note_of(metadata, file)
+        tensors = {}
+        for name, parts in layers.items():
+            tensors[name] = {part: f.get_tensor(key) for part, key in parts.items()}
+            for part, key in parts.items(): check_numbers(tensors[name][part], key, file)
+    config, note = settle_config(tensors, places, file)
+    if note: print(note)
     names = dict(A="lora_A.weight", B="lora_B.weight", lora_magnitude_vector="lora_magnitude_vector")
-    state = {f"{n}.{names[part]}": t for n, p in layers.items() for part, t in p.items() if part in names}
+    state = {f"{n}.{names[part]}": t for n, p in tensors.items() for part, t in p.items() if part in names}
     return LoraWeights(state, config, info, file)
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b04
-def check_lora(path) -> tuple: # (file, our note)
-    "Find a LoRA and check its keys. Raises FileNotFoundError or ValueError."
-    file = find_lora(path)
-    _, info, keys = _open(file, load=False)
-    _by_layer(keys, file)
-    return file, info
+class FoundLora(NamedTuple):
+    file: Path
+    info: dict # our note
 
-def lora_info(path) -> dict:
+def check_lora(path:str|Path) -> FoundLora:
+    "Find a LoRA and check all of it, one tensor at a time. Raises FileNotFoundError or ValueError."
+    file = find_lora(path)
+    with _opened(file) as f:
+        layers, metadata = _layers_of(f, file), f.metadata() or {}
+        stated_settings(metadata, file)
+        for parts in layers.values():
+            for key in parts.values(): check_numbers(f.get_tensor(key), key, file)
+    return FoundLora(file, _note_of(metadata, file))
+
+def lora_info(path:str|Path) -> dict:
     "What `write_lora` got as `info`."
-    return _open(find_lora(path), load=False)[1]
+    file = find_lora(path)
+    with _opened(file) as f: return _note_of(f.metadata() or {}, file)
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b05
-def lora_layers(path) -> list: # dotted names in the transformer
+def lora_layers(path:str|Path) -> list: # dotted names in the transformer
+    "The layers that a LoRA changes, sorted."
     file = find_lora(path)
-    return sorted(_by_layer(_open(file, load=False)[2], file))
+    with _opened(file) as f: return sorted(_layers_of(f, file))
 
 # %% ../../nbs/lora/00_formats.ipynb #9a78b7ef
 def rename_keys(state:dict, config:dict, format:str) -> dict: # {key in the file: tensor}
@@ -243,6 +610,12 @@ def rename_keys(state:dict, config:dict, format:str) -> dict: # {key in the file
     return out
 
 # %% ../../nbs/lora/00_formats.ipynb #ddc46489
+def check_written(tensor:torch.Tensor, key:str):
+    "Raises ValueError for NaN or infinity, which a training has left."
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"the adapter is not saved: {key} has numbers that are not finite, so every image would be "
+                         "wrong; lower `optimizer.lr`, and train again or load the last good checkpoint")
+
 def write_lora(
     path, # folder or .safetensors file
     state:dict, # {"<layer>.lora_A.weight": tensor}
@@ -253,7 +626,8 @@ def write_lora(
     from safetensors.torch import save
     if Path(path).suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ValueError(f"LoRA {str(path)!r} must end in .safetensors or be a folder; we write no pickles")
-    path, tensors, ours = Path(path), rename_keys(state, config, format), format == "diffusers"
+    path, tensors, ours = Path(path).expanduser(), rename_keys(state, config, format), format == "diffusers"
+    for key, tensor in tensors.items(): check_written(tensor, key)
     path = path if path.suffix == ".safetensors" else path/(WEIGHT_NAME if ours else COMFY_NAME)
     prefix, key = ("transformer.", "lora_adapter_metadata") if ours else ("", "qie_nb_adapter")
     settings = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, sort_keys=True)
