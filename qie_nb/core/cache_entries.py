@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/core/04_cache_entries.ipynb #07b11ec6
-import hashlib, json, math, re
+import hashlib, json, math, os, re
+from pathlib import Path
+
+from .text_files import kind_of_bytes, parse_json, remedy_for
 
 # %% ../../nbs/core/04_cache_entries.ipynb #0548764b
 KINDS = ("pixel_latent", "control_latent", "prompt_embed", "empty_prompt_embed")
@@ -87,6 +90,56 @@ def read_header(data:bytes) -> dict: # our metadata is under `__metadata__`
     except (ValueError, RecursionError) as e: raise CacheEntryError("unreadable header") from e
     if isinstance(header, dict) and isinstance(header.get("__metadata__", {}), dict): return header
     raise CacheEntryError("unreadable header")
+
+# %% ../../nbs/core/04_cache_entries.ipynb #77ef4a11
+MOST_HEADER = 32_000_000 # bytes; a LoRA of 2,000 tensors needs 300,000
+
+def _ends_at(record:object) -> int: # of a header; 0 if it does not say
+    "The byte, after the header, at which a tensor ends."
+    place = record.get("data_offsets") if isinstance(record, dict) else None
+    if isinstance(place, list) and len(place) == 2 and type(place[1]) is int: return place[1]
+    return 0
+
+def _fault_of_head(head:bytes, size:int) -> tuple: # (fault, remedy), or None
+    "What is wrong with a file's first bytes."
+    kind, again = kind_of_bytes(head), "download or copy it again"
+    length = int.from_bytes(head[:8], "little")
+    if not size: return "it is empty", again
+    if not head.strip(b"\0"): return "it has only zeros", again
+    if kind == kind_of_bytes(b"\x80\x02"): return f"it is {kind}, which could run code", "convert it to safetensors"
+    if b"data.pkl" in head: return "it is a pickle of torch.save, which could run code", "convert it to safetensors"
+    if kind and kind != "a safetensors file":
+        archive = "archive" in kind
+        return f"it is {kind}", remedy_for(kind, "unpack it" if archive else "give the file in safetensors format")
+    if head.lstrip()[:1] in (b"{", b"["): return "it is JSON text, perhaps an error of a server", again
+    if head.lstrip().startswith(b"<"): return "it is a web page", again
+    if head[8:9] != b"{": return "it is no safetensors file", "give the file in safetensors format"
+    if length > size - 8: return "it is cut off in its header", again
+    if length > MOST_HEADER: return f"its header has {length} bytes", "give the file in safetensors format"
+    return None
+
+def check_safetensors(
+    file:str|Path,
+    what:str, # it is, for messages: LoRA
+):
+    "Raises ValueError, which says what a file is, unless its header is one of a whole safetensors file."
+    def refuse(fault, remedy): raise ValueError(f"{what} {str(file)!r} cannot be read: {fault}; {remedy}")
+    try:
+        with open(file, "rb") as f:
+            size, head = os.fstat(f.fileno()).st_size, f.read(512)
+            fault = _fault_of_head(head, size)
+            if fault: refuse(*fault)
+            length = int.from_bytes(head[:8], "little")
+            f.seek(8)
+            text = f.read(length)
+    except OSError as e: refuse(e.strerror, "check its permissions")
+    try: records = parse_json(text.decode(), nan=True)
+    except UnicodeDecodeError: refuse("its header is damaged", "download or copy it again")
+    except ValueError as e: refuse(f"its header {e}"[:300], "or download it again")
+    if not isinstance(records, dict): refuse("its header is damaged", "download or copy it again")
+    ends = [_ends_at(record) for name, record in records.items() if name != "__metadata__"]
+    missing = max(ends, default=0) + 8 + length - size
+    if missing > 0: refuse(f"it is cut off, {missing} bytes are missing", "download or copy it again")
 
 # %% ../../nbs/core/04_cache_entries.ipynb #28739606
 def unpack_entry(

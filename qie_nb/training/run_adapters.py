@@ -18,8 +18,8 @@ from ..core.display import size_text, kernel
 from ..data.images import Geometry
 from ..devices.edit_model import EditModel
 from ..lora import adapters as lora
-from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
-from ..lora.adapters import keep_trainable, parse_loras
+from ..lora.formats import COMFY_NAME, lora_info, read_lora
+from ..lora.adapters import keep_trainable, parse_loras, write_lora
 from ..lora.model_card import card_settings, own_card, write_model_card
 from ..models.flow_matching import calculate_mu
 from ..models.variants.base import Variant
