@@ -315,7 +315,8 @@ def write_lora(
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ValueError(f"LoRA {str(path)!r} must end in .safetensors or be a folder; we write no pickles")
     tensors, ours = rename_keys(state, config, format), format == "diffusers"
-    for key, tensor in tensors.items(): check_written(tensor, key)
+    for key, tensor in tensors.items():
+        check_written(tensor, key)
     path = path if path.suffix == ".safetensors" else path/(WEIGHT_NAME if ours else COMFY_NAME)
     prefix, key = ("transformer.", "lora_adapter_metadata") if ours else ("", "qie_nb_adapter")
     settings = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, sort_keys=True)

@@ -8,13 +8,12 @@ __all__ = []
 # %% ../../nbs/lora/00_formats.ipynb #3f968bf4
 import json, math, re
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..core.cache_entries import check_safetensors
+from ..core.cache_entries import LARGEST, fault_of_numbers, open_safetensors
 from ..core.display import quiet_bars
 from ..core.environment import hub_error
 from ..core.files import path_from
@@ -57,11 +56,12 @@ def _no_choice(path:str|Path, names:list) -> Exception:
     return ValueError(f"LoRA {str(path)!r} has {len(found)} .safetensors files, none called "
                       f"{WEIGHT_NAME} ({', '.join(found[:5])}); name one, e.g. {example}")
 
-# %% ../../nbs/lora/00_formats.ipynb #f8e9f801
 def _in_folder(folder:Path, path:str|Path) -> Path:
     "The LoRA in a folder, which the user has called `path`."
-    try: names = [p.name for p in folder.iterdir()]
-    except OSError as e: raise _refusal(path, f"cannot be read ({e.strerror})", "check its permissions") from None
+    try:
+        names = [p.name for p in folder.iterdir()]
+    except OSError as e:
+        raise _refusal(path, f"cannot be read ({e.strerror})", "check its permissions") from None
     name = _choose(names)
     if not name: raise _no_choice(path, names)
     return folder/name
@@ -142,15 +142,13 @@ def parse_key(key:str) -> LayerPart: # or None
 # %% ../../nbs/lora/00_formats.ipynb #5b1f0a05
 _GIVE_PLAIN = "give a plain LoRA (lora_A and lora_B, or lora_down and lora_up)"
 _GIVE_QWEN = "give a LoRA for Qwen-Image"
-_FORMATS = dict( # (pattern of a key, by the adapter's name)
-    LoKr=r"\.lokr_", LoHa=r"\.hada_", BOFT=r"\.boft_", OFT=r"\.oft_", IA3=r"\.ia3_|\.on_input$",
-    GLoRA=r"\.[ab][12]\.weight$", VeRA="vera_lambda")
+_FORMATS = { # pattern of a key, by what the adapter is
+    "a LoKr": r"\.lokr_", "a LoHa": r"\.hada_", "a BOFT": r"\.boft_", "an OFT": r"\.oft_", "a VeRA": "vera_lambda",
+    "an IA3": r"\.ia3_|\.on_input$", "a GLoRA": r"\.[ab][12]\.weight$"}
 _KINDS = ( # (pattern of a key, what the file is, what to do)
     (r"\.dora_scale$", "has `dora_scale`, which is ComfyUI's DoRA and not peft's",
      "give the file in diffusers' format"),
     (r"\.(diff|diff_b|set_weight)$", "has differences of whole weights, which we cannot apply", _GIVE_PLAIN),
-    (r"lora_mid", "has a LoRA for convolutions, and this model has none", _GIVE_PLAIN),
-    (r"lora_embedding_", "has a LoRA for an embedding, which we cannot apply", _GIVE_PLAIN),
     (r"lora_[AB](\.[\w-]+)?\.bias$|\.lora_bias", "has biases, which we cannot apply",
      "train it again without biases"),
     (r"modules_to_save", "has whole layers (`modules_to_save`), which we cannot apply",
@@ -159,7 +157,6 @@ _KINDS = ( # (pattern of a key, what the file is, what to do)
      "give it in bfloat16 or float16"),
     (r"control_?net|input_hint|zero_conv", "is a ControlNet, not a LoRA", "give a LoRA"),
     (r"ip_adapter|image_proj|to_[kv]_ip", "is an IP-Adapter, not a LoRA", "give a LoRA"),
-    (r"string_to_param|emb_params", "is a textual inversion, not a LoRA", "give a LoRA"),
     (r"^lora_te|(^|\.)text_encoders?[._\d]|text_model[._]|language_model\.|(^|\.)visual\.|t5xxl|^te\d?[._]",
      "changes the text encoder, which we cannot apply", "give a LoRA of the transformer alone"))
 _OTHER_MODELS = ( # (pattern of a key, whose layers they are)
@@ -179,7 +176,7 @@ def check_keys(keys:list, metadata:dict, file:Path):
     """Raises ValueError for a file that is no LoRA of this transformer; it says what the file is.
 
     `metadata` is the header's."""
-    formats = [(pattern, f"is a {name}, which we cannot read", _GIVE_PLAIN) for name, pattern in _FORMATS.items()]
+    formats = [(pattern, f"is {name}, which we cannot read", _GIVE_PLAIN) for name, pattern in _FORMATS.items()]
     for pattern, what, remedy in (*formats, *_KINDS):
         found = _first(pattern, keys)
         if found: raise _refusal(file, f"{what} ({found!r:.200})", remedy)
@@ -188,8 +185,8 @@ def check_keys(keys:list, metadata:dict, file:Path):
                        "transformer, it is a checkpoint", "set `model.pretrained_model_name_or_path` for a "
                        "model, and give a LoRA here")
     for pattern, model in _OTHER_MODELS:
-        found = _first(pattern, keys)
-        if found: raise _refusal(file, f"is for another model, {model} ({found!r:.200})", _GIVE_QWEN)
+        key = _first(pattern, keys)
+        if key: raise _refusal(file, f"is for another model, {model} ({key!r:.200})", _GIVE_QWEN)
     for name in ("modelspec.architecture", "ss_base_model_version"):
         told = str(metadata.get(name, ""))
         if "qwen" not in told.lower() and _TRAINED_FOR.search(told):
@@ -238,23 +235,23 @@ class Stated(NamedTuple):
 def _agrees(config:dict, layers:dict) -> bool:
     "Are these settings those of the `.alpha` tensors?"
     for name, parts in layers.items():
-        if "alpha" not in parts: continue
-        if torch.tensor(float(kohya_alpha(config, name))) != parts["alpha"].float(): return False
+        told = torch.tensor(float(kohya_alpha(config, name)))
+        if "alpha" in parts and told != parts["alpha"].float(): return False
     return True
 
-def infer_config(layers:dict) -> dict: # layers: {layer: {part: tensor}}
-    "peft's settings, inferred from the tensors."
+def _alpha_of(parts:dict, layer:str, others:dict) -> float:
+    "A layer's alpha: its tensor's, else that of other settings, else its rank."
+    if "alpha" in parts: return parts["alpha"].item()
+    return kohya_alpha(others, layer) if others else parts["A"].shape[0]
+
+def infer_config(layers:dict, others:dict=None) -> dict: # {layer: {part: tensor}}
+    "peft's settings, inferred from the tensors; `others` has alpha for layers without a tensor of it."
     rank = {n: p["A"].shape[0] for n, p in layers.items()}
-    alpha = {n: p["alpha"].item() if "alpha" in p else rank[n] for n, p in layers.items()}
+    alpha = {n: _alpha_of(p, n, others) for n, p in layers.items()}
     r, a = (Counter(d.values()).most_common(1)[0][0] for d in (rank, alpha))
     return dict(r=r, lora_alpha=a, rank_pattern={f"^{n}": v for n, v in rank.items() if v != r},
                 alpha_pattern={f"^{n}": v for n, v in alpha.items() if v != a}, target_modules=sorted(layers),
                 use_dora=any("lora_magnitude_vector" in p for p in layers.values()))
-
-def _complete(config:dict, inferred:dict) -> dict:
-    "Settings with the ranks of the tensors, unless they have their own."
-    if "r" in config: return config
-    return inferred | dict(alpha_pattern={}) | config
 
 class Settled(NamedTuple):
     config: dict # peft's settings
@@ -263,9 +260,14 @@ class Settled(NamedTuple):
 def settle_config(layers:dict, places:list, file:Path) -> Settled:
     "peft's settings from the tensors and from `Stated` places. Raises ValueError for a DoRA without magnitudes."
     inferred = infer_config(layers)
-    stated = [p._replace(config=_complete(p.config, inferred)) for p in places if "lora_alpha" in p.config]
-    chosen, note = Stated("its alpha tensors", inferred), ""
+    ranks = inferred | dict(alpha_pattern={})
+    stated = [p._replace(config=p.config if "r" in p.config else ranks | p.config)
+              for p in places if "lora_alpha" in p.config]
+    chosen = Stated("its alpha tensors", inferred)
+    note = ""
     if any("alpha" in parts for parts in layers.values()):
+        others = stated[0].config if stated else None
+        chosen = Stated(chosen.where, infer_config(layers, others))
         chosen = next((p for p in stated if _agrees(p.config, layers)), chosen)
     elif stated:
         chosen = stated[0]
@@ -278,8 +280,8 @@ def settle_config(layers:dict, places:list, file:Path) -> Settled:
     config = chosen.config
     if config.get("use_dora") and not inferred["use_dora"]:
         raise _refusal(file, f"is a DoRA by {chosen.where}, but has no magnitudes", "give the complete file")
-    if inferred["use_dora"] and not config.get("use_dora"): config = config | dict(use_dora=True)
-    return Settled(config, note)
+    dora = dict(use_dora=True) if inferred["use_dora"] else {}
+    return Settled(config | dora, note)
 
 def _same_alpha(one:dict, other:dict, layers:dict) -> bool:
     "Do two settings scale all layers, or at least one of several, alike?"
@@ -293,11 +295,12 @@ _PLAIN_ALPHA = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
 
 def _json_object(text:str, what:str, file:Path) -> dict: # {} without a text
     "An object from JSON text. Raises ValueError."
-    try: found = parse_json(text or "{}", nan=True)
-    except ValueError as e: why = str(e).partition(";")[0][:300]
-    else:
-        if isinstance(found, dict): return found
-        why = "is no JSON object"
+    try:
+        found = parse_json(text or "{}", nan=True)
+    except ValueError as e:
+        found = str(e).partition(";")[0][:300]
+    if isinstance(found, dict): return found
+    why = found if isinstance(found, str) else "is no JSON object"
     raise _refusal(file, f"cannot be read: {what} {why}", "give the file as it was written")
 
 def _own_settings(config:dict, where:str, file:Path) -> Stated:
@@ -338,8 +341,10 @@ def _plain_alpha(metadata:dict, file:Path) -> list: # of at most one `Stated`
     for name in _PLAIN_ALPHA:
         text = str(metadata.get(name, "")).strip()
         if text in ("", "None", "null"): continue
-        try: found[name] = float(text)
-        except ValueError: found[name] = text
+        try:
+            found[name] = float(text)
+        except ValueError:
+            found[name] = text
         check_settings(dict(lora_alpha=found[name]), file, f"`{name}` of its header")
     if len(set(found.values())) > 1:
         raise _refusal(file, f"has two alphas in its header, {found}", "remove the wrong one")
@@ -349,7 +354,6 @@ def _plain_alpha(metadata:dict, file:Path) -> list: # of at most one `Stated`
 _LAYER = re.compile(r"[\w.]{1,200}")
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _ALSO_ALPHA = ("I8", "I16", "I32", "I64", "U8")
-LARGEST = 65504 # of float16, in which a GPU without bfloat16 computes
 
 def _by_layer(keys:list, file:Path) -> dict: # {layer: {part: key}}
     "Sorts keys by layer. Raises ValueError for one that is no part of a LoRA, or that stands twice."
@@ -382,14 +386,17 @@ def _check_shapes(layers:dict, tensors:dict, file:Path): # {layer: {part: key}},
     for parts in layers.values():
         shapes = {part: list(tensors[key].get_shape()) for part, key in parts.items()}
         for part, key in parts.items():
-            dtype, shape = tensors[key].get_dtype(), shapes[part]
+            dtype = tensors[key].get_dtype()
+            shape = shapes[part]
             usable = _FLOATS + _ALSO_ALPHA if part == "alpha" else _FLOATS
             if dtype not in usable:
                 raise _refusal(file, f"has {key!r:.200} in {dtype}", "give it in bfloat16, float16 or float32")
-            wrong = math.prod(shape) != 1 if part == "alpha" else len(shape) != 2 if part in "AB" else False
-            if wrong:
-                want = "one number" if part == "alpha" else "two dimensions"
-                raise _refusal(file, f"has {key!r:.200} of shape {shape}, which must be {want}", _GIVE_PLAIN)
+            want = ""
+            if part == "alpha" and math.prod(shape) != 1:
+                want = "one number"
+            if part in "AB" and len(shape) != 2:
+                want = "two dimensions"
+            if want: raise _refusal(file, f"has {key!r:.200} of shape {shape}, which must be {want}", _GIVE_PLAIN)
             if 0 in shape:
                 raise _refusal(file, f"has no numbers in {key!r:.200}, its shape is {shape}",
                                "give a LoRA of rank 1 or more")
@@ -399,11 +406,9 @@ def _check_shapes(layers:dict, tensors:dict, file:Path): # {layer: {part: key}},
 
 def check_numbers(tensor:torch.Tensor, key:str, file:Path):
     "Raises ValueError for a tensor with NaN, infinity, or a number that float16 does not have."
-    largest = tensor.float().abs().amax().item() if tensor.element_size() == 1 else tensor.abs().amax().item()
-    if largest <= LARGEST: return
-    what = f"{largest:.3g}" if math.isfinite(largest) else "NaN" if math.isnan(largest) else "infinity"
-    raise _refusal(file, f"has {what} in {key!r:.200}, and every image would be wrong",
-                   "use an earlier save of this training, or download the file again")
+    fault = fault_of_numbers(tensor)
+    if fault: raise _refusal(file, f"has {fault} in {key!r:.200}, and every image would be wrong",
+                             "use an earlier save of this training, or download the file again")
 
 # %% ../../nbs/lora/00_formats.ipynb #8109f501
 _PLAIN = re.compile(r"\^?(?:\w|\\?\.)+\$?") # a layer's name or how it ends
@@ -437,42 +442,34 @@ class LoraWeights(NamedTuple):
     info: dict   # our note: base model, areas, steps, ...
     file: Path
 
-@contextmanager
-def _opened(file:Path): # safetensors' handle
-    "Context with an open file, in which each of safetensors' errors is a ValueError with one sentence."
-    from safetensors import SafetensorError, safe_open
-    check_safetensors(file, "LoRA")
-    try:
-        with safe_open(file, "pt") as f: yield f
-    except (SafetensorError, OSError, AttributeError, TypeError, OverflowError) as e:
-        why = " ".join(str(e).split())[:200]
-        raise _refusal(file, f"cannot be read: it is damaged ({why})", "download or copy it again") from None
-
 def _layers_of(f, file:Path) -> dict: # {layer: {part: key}}
     "The layers of an open file, checked by its header."
-    keys, metadata = sorted(f.keys()), f.metadata() or {}
-    check_keys(keys, metadata, file)
+    keys = sorted(f.keys())
+    check_keys(keys, f.metadata() or {}, file)
     layers = _by_layer(keys, file)
     _check_shapes(layers, {key: f.get_slice(key) for key in keys}, file)
     return layers
+
+def _note_in(metadata:dict, file:Path) -> dict:
+    "Our note in a header."
+    return _json_object(metadata.get("qie_nb"), "`qie_nb` in its header", file)
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b03
 def read_lora(path:str|Path) -> LoraWeights:
     "Read what `find_lora` finds, in any of the formats; alpha becomes part of `config`. Raises ValueError."
     file = find_lora(path)
-    with _opened(file) as f:
-        layers, metadata = _layers_of(f, file), f.metadata() or {}
-        places = stated_settings(metadata, file)
-        info = _json_object(metadata.get("qie_nb"), "`qie_nb` in its header", file)
-        tensors = {}
-        for name, parts in layers.items():
+    tensors = {}
+    with open_safetensors(file, "LoRA") as f:
+        metadata = f.metadata() or {}
+        for name, parts in _layers_of(f, file).items():
             tensors[name] = {part: f.get_tensor(key) for part, key in parts.items()}
-            for part, key in parts.items(): check_numbers(tensors[name][part], key, file)
-    config, note = settle_config(tensors, places, file)
+            for part, key in parts.items():
+                check_numbers(tensors[name][part], key, file)
+    config, note = settle_config(tensors, stated_settings(metadata, file), file)
     if note: print(note)
     names = dict(A="lora_A.weight", B="lora_B.weight", lora_magnitude_vector="lora_magnitude_vector")
     state = {f"{n}.{names[part]}": t for n, p in tensors.items() for part, t in p.items() if part in names}
-    return LoraWeights(state, config, info, file)
+    return LoraWeights(state, config, _note_in(metadata, file), file)
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b04
 class FoundLora(NamedTuple):
@@ -482,19 +479,22 @@ class FoundLora(NamedTuple):
 def check_lora(path:str|Path) -> FoundLora:
     "Find a LoRA and check all of it, one tensor at a time. Raises FileNotFoundError or ValueError."
     file = find_lora(path)
-    with _opened(file) as f:
-        layers, metadata = _layers_of(f, file), f.metadata() or {}
-        stated_settings(metadata, file)
-        for parts in layers.values():
-            for key in parts.values(): check_numbers(f.get_tensor(key), key, file)
-    return FoundLora(file, _json_object(metadata.get("qie_nb"), "`qie_nb` in its header", file))
+    with open_safetensors(file, "LoRA") as f:
+        metadata = f.metadata() or {}
+        for parts in _layers_of(f, file).values():
+            for key in parts.values():
+                check_numbers(f.get_tensor(key), key, file)
+    stated_settings(metadata, file)
+    return FoundLora(file, _note_in(metadata, file))
 
 def lora_info(path:str|Path) -> dict:
     "What `write_lora` got as `info`."
     file = find_lora(path)
-    with _opened(file) as f: return _json_object((f.metadata() or {}).get("qie_nb"), "`qie_nb` in its header", file)
+    with open_safetensors(file, "LoRA") as f:
+        return _note_in(f.metadata() or {}, file)
 
 def lora_layers(path:str|Path) -> list: # dotted names in the transformer
     "The layers that a LoRA changes, sorted."
     file = find_lora(path)
-    with _opened(file) as f: return sorted(_layers_of(f, file))
+    with open_safetensors(file, "LoRA") as f:
+        return sorted(_layers_of(f, file))
