@@ -349,6 +349,14 @@ def lora_state(
     copied = lambda t: full(t.detach()).to("cpu", torch.float32, copy=True).contiguous()
     return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
 
+def nonfinite_tensor(transformer, name:str="default") -> str: # "" if all numbers are finite
+    "The first tensor of an adapter with NaN or infinity. With FSDP, all processes must call it."
+    for key, p in lora_tensors(transformer, name).items():
+        t = p.detach()
+        whole = t.full_tensor() if hasattr(t, "full_tensor") else t
+        if not torch.isfinite(whole).all(): return key
+    return ""
+
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c
 def adapter_config(transformer, name:str="default") -> dict: # plain JSON
     "peft's settings that a reader needs."

@@ -355,6 +355,13 @@ class RunAdapters:
         "Context in which the adapter holds its running mean."
         return nullcontext() if self.ema is None else self.ema.apply()
 
+    def broken_tensor(self) -> str: # "" if all numbers are finite
+        "The first tensor of the trained adapter, or of its running mean, that cannot be saved."
+        tr = self.components.transformer
+        raw = lora.nonfinite_tensor(tr)
+        if raw or self.ema is None: return raw
+        with self.ema_weights(): return lora.nonfinite_tensor(tr)
+
     def metadata(self) -> dict:
         "What a LoRA file says of its run."
         g, v, name = self.geometry(), self.components.variant, self.components.name
