@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.cache_entries import fault_of_numbers
 from ..core.files import path_from, write_atomic
 from .formats import (
     COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, find_lora, is_hub_id, kohya_alpha, lora_info,
@@ -298,10 +299,11 @@ def rename_keys(state:dict, config:dict, format:str) -> dict: # {key in the file
 
 # %% ../../nbs/lora/01_adapters.ipynb #ddc46489
 def check_written(tensor:torch.Tensor, key:str):
-    "Raises ValueError for NaN or infinity, which a failed training leaves."
-    if torch.isfinite(tensor).all(): return
-    raise ValueError(f"the LoRA is not written: {key} has numbers that are not finite, so every image would be "
-                     "wrong; lower `optimizer.lr`, and go on from the last good checkpoint")
+    "Raises ValueError for numbers that a failed training leaves, and that `read_lora` refuses."
+    fault = fault_of_numbers(tensor)
+    if not fault: return
+    raise ValueError(f"the LoRA is not written: {key} has {fault}, so every image would be wrong; lower "
+                     "`optimizer.lr`, and go on from the last good checkpoint")
 
 def write_lora(
     path:str|Path, # folder or .safetensors file
@@ -349,12 +351,13 @@ def lora_state(
     copied = lambda t: full(t.detach()).to("cpu", torch.float32, copy=True).contiguous()
     return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
 
-def nonfinite_tensor(transformer, name:str="default") -> str: # "" if all numbers are finite
-    "The first tensor of an adapter with NaN or infinity. With FSDP, all processes must call it."
+def broken_tensor(transformer, name:str="default") -> str: # "" if there is none
+    "What of an adapter cannot be saved: NaN, infinity, or numbers without measure. With FSDP, all processes must call it."
     for key, p in lora_tensors(transformer, name).items():
         t = p.detach()
         whole = t.full_tensor() if hasattr(t, "full_tensor") else t
-        if not torch.isfinite(whole).all(): return key
+        fault = fault_of_numbers(whole)
+        if fault: return f"{key} has {fault}"
     return ""
 
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c

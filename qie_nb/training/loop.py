@@ -80,11 +80,11 @@ def train(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None):
     if not trainer.save_at_end: raise_if_failed(trainer) # else the process that started this one does
 
 def raise_if_failed(trainer:"QwenImageEditTrainer"):
-    "Raises `TrainingFailed`, with the checkpoint that is still good, after a run without a usable result."
+    "Raises `TrainingFailed`, with the last checkpoint, after a run without a usable result."
     state = trainer.state
     if not state.suspect: return
     there = complete_checkpoints(trainer.checkpoint_root())
-    kept = f"The checkpoint {there[-1].name} is good" if there else "There is no checkpoint"
+    kept = f"The last checkpoint is {there[-1].name}" if there else "There is no checkpoint"
     raise TrainingFailed(f"the training failed: {state.stop}. {kept}")
 
 def free_step_memory(trainer:"QwenImageEditTrainer"):

@@ -253,8 +253,8 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
         raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
     broken = a.broken_tensor()
     if broken:
-        raise TrainingFailed(f"step {global_step} is not saved: {broken} has numbers that are not finite; lower "
-                             f"`optimizer.lr` ({self.config.optimizer.lr:g} now) and go on from {self.last() or 'the start'}")
+        raise TrainingFailed(f"step {global_step} is not saved: {broken}; lower `optimizer.lr` "
+                             f"({self.config.optimizer.lr:g} now) and go on from {self.last() or 'the start'}")
     tr, ema, moments = self.components.transformer, a.ema, full_state(s.optimizer.state_dict())
     weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
     if ema is not None:

@@ -355,12 +355,12 @@ class RunAdapters:
         "Context in which the adapter holds its running mean."
         return nullcontext() if self.ema is None else self.ema.apply()
 
-    def broken_tensor(self) -> str: # "" if all numbers are finite
-        "The first tensor of the trained adapter, or of its running mean, that cannot be saved."
+    def broken_tensor(self) -> str: # "" if there is none
+        "What of the trained adapter, or of its running mean, cannot be saved: a tensor and its fault."
         tr = self.components.transformer
-        raw = lora.nonfinite_tensor(tr)
+        raw = lora.broken_tensor(tr)
         if raw or self.ema is None: return raw
-        with self.ema_weights(): return lora.nonfinite_tensor(tr)
+        with self.ema_weights(): return lora.broken_tensor(tr)
 
     def metadata(self) -> dict:
         "What a LoRA file says of its run."

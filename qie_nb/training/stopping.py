@@ -132,11 +132,11 @@ def is_broken(
     t:"QwenImageEditTrainer",
 ) -> bool:
     "Has the adapter numbers that are not finite? Then the run must end, and nothing may be saved."
-    tensor = t.adapters.broken_tensor()
-    if not tensor: return False
+    fault = t.adapters.broken_tensor()
+    if not fault: return False
     t.state.suspect = True
-    t.state.stop = (f"{tensor} has numbers that are not finite after step {t.state.global_step}, so nothing "
-                    f"is saved: lower `optimizer.lr` ({t.config.optimizer.lr:g} now)")
+    t.state.stop = (f"{fault} after step {t.state.global_step}, so nothing is saved: lower `optimizer.lr` "
+                    f"({t.config.optimizer.lr:g} now)")
     return True
 
 def judge_run(
