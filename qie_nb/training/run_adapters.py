@@ -316,7 +316,8 @@ class RunAdapters:
         if hasattr(self.components.loaded.get("transformer"), "block_swap"):
             raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter and merge it "
                              "in a trainer without it")
-        lora.merge_lora(self.components.gathered(), undo)
+        tr = self.components.gathered()
+        with self.ema_weights(): lora.merge_lora(tr, undo)
 
     def unmerge(self):
         "Take merged adapters out of the base's weights again."
