@@ -199,7 +199,9 @@ def predict(self:Predictor,
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
     most = max(len(e.images) for e in edits)
-    if self.components.variant.images_note(most): print(self.components.variant.images_note(most))
+    note = self.components.variant.images_note(most)
+    if note:
+        print(note)
     check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how,
                    self.components.variant)
     lone = sum(not e.images for e in edits)

@@ -44,7 +44,8 @@ def as_image(given) -> Image.Image: # RGB, upright
         if given.ndim == 3 and given.shape[2] == 1: given = given[:, :, 0]
         right = given.dtype == np.uint8 and (given.ndim == 2 or given.ndim == 3 and given.shape[2] in (3, 4))
     else: right = isinstance(given, (str, bytes, Image.Image)) or hasattr(given, "read_bytes")
-    if isinstance(given, (str, Path)): given = _image_file(given)
+    if isinstance(given, (str, Path)):
+        given = _image_file(given)
     if not right:
         got = f"{given.dtype} {list(given.shape)}" if hasattr(given, "dtype") else type(given).__name__
         raise ValueError("`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or "

@@ -77,7 +77,8 @@ def train(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None):
                     if stop: break
             state.stop = stop or state.stop
             judge_run(trainer, *before)
-    if not trainer.save_at_end: raise_if_failed(trainer) # else the process that started this one does
+    if not trainer.save_at_end: # else the process that started this one does
+        raise_if_failed(trainer)
 
 def raise_if_failed(trainer:"QwenImageEditTrainer"):
     "Raises `TrainingFailed`, with the last checkpoint, after a run without a usable result."
@@ -130,7 +131,8 @@ def start_run(trainer:"QwenImageEditTrainer", callbacks:list, fingerprint:dict):
     if not found:
         checkpoints.check_new_run()
         begins_from = trainer.config.model.lora.pretrained_weight
-        if begins_from: check_lora(begins_from)
+        if begins_from:
+            check_lora(begins_from)
     checkpoints.check_output()
     for callback in callbacks: # encoders have memory before the transformer is loaded
         if hasattr(callback, "prepare"): callback.prepare(trainer)

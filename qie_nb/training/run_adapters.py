@@ -317,7 +317,8 @@ class RunAdapters:
             raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter and merge it "
                              "in a trainer without it")
         tr = self.components.gathered()
-        with self.ema_weights(): lora.merge_lora(tr, undo)
+        with self.ema_weights():
+            lora.merge_lora(tr, undo)
 
     def unmerge(self):
         "Take merged adapters out of the base's weights again."
@@ -361,7 +362,8 @@ class RunAdapters:
         tr = self.components.transformer
         raw = lora.broken_tensor(tr)
         if raw or self.ema is None: return raw
-        with self.ema_weights(): return lora.broken_tensor(tr)
+        with self.ema_weights():
+            return lora.broken_tensor(tr)
 
     def metadata(self) -> dict:
         "What a LoRA file says of its run."

@@ -107,7 +107,8 @@ def check_run(trainer, again:bool): # again: does it continue a run of this trai
     if not again and not c.resume_checkpoint: points.check_new_run()
     points.check_output()
     begins_from = trainer.config.model.lora.pretrained_weight
-    if begins_from and not again and not c.resume_checkpoint: check_lora(begins_from)
+    if begins_from and not again and not c.resume_checkpoint:
+        check_lora(begins_from)
     held = [trainer.held_out] if trainer.held_out else []
     if trainer.use_cache and any(d.missing(i) for d in (loader.dataset, *held) for i in range(len(d))):
         trainer.cache_embeddings()

@@ -51,7 +51,8 @@ def silence_thread(
     "Keep the thread that writes from printing a traceback when its folder is gone or the disk is full."
     event_writer = getattr(writer.file_writer, "event_writer", None)
     thread = getattr(getattr(event_writer, "_async_writer", None), "_worker", None)
-    if thread is not None: thread._invoke_excepthook = _say_nothing
+    if thread is not None:
+        thread._invoke_excepthook = _say_nothing
 
 # %% ../../../nbs/training/sinks/event_files.ipynb #51c51007
 class EventFiles(Sink):
