@@ -127,11 +127,21 @@ def predicting(self:Predictor):
     parts, running = self.components, self.state.running
     training = "transformer" in parts.loaded and parts.loaded["transformer"].training
     if (running or self.encoder is None) and self.plan().moves: print(self.placement)
-    with temporarily_load(parts, *PARTS) if running else nullcontext():
+    moved = temporarily_load(parts, *PARTS) if running else nullcontext()
+    with moved, self._saved_weights():
         try: yield
         finally:
             if "transformer" in parts.loaded: parts.loaded["transformer"].train(training)
     if running: self.encoder = None # the next prediction may have less memory
+
+@patch
+def _saved_weights(self:Predictor): # a context
+    "Context with the weights that `save_lora` writes: the running mean, if there is one."
+    if self.adapters is None: return nullcontext()
+    self.components.finish_postponed()
+    if self.adapters.ema is None or "default" not in self.adapters.active(): return nullcontext()
+    self.state.warn_once("predict uses the running mean of the adapter (`train.ema_decay`), as save_lora writes it")
+    return self.adapters.ema_weights()
 
 # %% ../nbs/02_predict.ipynb #35be8a03
 @patch
@@ -188,6 +198,10 @@ def predict(self:Predictor,
     convert, geometry = _converter(output_type), replace(self.geometry(), crop=False)
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
+    most = max(len(e.images) for e in edits)
+    note = self.components.variant.images_note(most)
+    if note:
+        print(note)
     check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how,
                    self.components.variant)
     lone = sum(not e.images for e in edits)

@@ -1,5 +1,5 @@
 "What logs contain and cost, and that none changes or ends a run."
-import contextlib, io, json, os, re, subprocess, sys, time, weakref
+import contextlib, io, json, os, re, shutil, subprocess, sys, time, weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -347,3 +347,20 @@ def test_library_bars_are_off_in_batch_runs():
     was = hub.are_progress_bars_disabled(), transformers_.is_progress_bar_enabled()
     assert quiet_bars(Terminal()) is False and (hub.are_progress_bars_disabled(), transformers_.is_progress_bar_enabled()) == was
     assert quiet_bars(io.StringIO()) and hub.are_progress_bars_disabled() and not transformers_.is_progress_bar_enabled()
+
+
+def test_a_folder_that_is_gone_is_one_line_and_no_traceback(tmp_path, monkeypatch, capsys):
+    printed = []
+    monkeypatch.setattr("threading.excepthook", printed.append)
+    callback = LogCallback("tensorboard")
+    folder = tmp_path/"runs"
+    sink = event_files.EventFiles()
+    sink.open(SimpleNamespace(global_step=0, config=SimpleNamespace(logging=SimpleNamespace(log_dir=str(folder)))))
+    shutil.rmtree(folder)
+    callback.sinks, callback.failures, callback.printed = [sink], [0], set()
+    for step in range(20):
+        callback.send("scalars", {"loss": 0.5}, step)
+        with contextlib.suppress(OSError): sink.writer.flush()
+    callback.send("close")
+    assert not printed, "the thread's traceback"
+    assert capsys.readouterr().out.count("TensorBoard's event files cannot be written (") == 1

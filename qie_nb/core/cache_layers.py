@@ -260,9 +260,27 @@ def may_hold_cache(path) -> bool:
 
 # %% ../../nbs/core/05_cache_layers.ipynb #5b000007
 def without_secrets(text:str) -> str: # a URL, or a message with URLs
-    "The text without user, password and query of its URLs."
-    text = re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s'\"]*@", "//", text) # abfs: the name of a container
-    return re.sub(r"(://[^?\s'\"]*)\?[^\s'\"]*", r"\1", text)
+    "The text without users, passwords, queries and tokens. In doubt more is left out."
+    text = re.sub(r"([A-Za-z][\w+.-]*)(:/+)([^\s'\"]+)", _plain_address, text)
+    text = re.sub(r"\?[\w.~%-]+=[^\s'\"]*", "", text) # of an address with a blank in it
+    text = re.sub(r"\bhf_\w{8,}|(?i:(?<=bearer ))\S+", "...", text)
+    return _SECRET.sub(r"\1=...", text)
+
+_SECRET = re.compile(r"(?i)([\w-]*(?:signature|credential|secret|passw|token|api_?key|access_?key)[\w-]*|\bsig)"
+                     r"=[^\s&'\",;)]+")
+
+def _plain_address(found:re.Match) -> str:
+    "An address without what may be secret."
+    scheme, slashes, rest = found.groups()
+    place = re.split(r"[?#]", rest, maxsplit=1)[0]
+    if scheme in ("file", "local"): return scheme + slashes + place
+    if rest.rfind("@") > len(place): # perhaps of a password with a ?
+        return f"{scheme}{slashes}..."
+    first = place.partition("/")[0]
+    container = scheme in ("abfs", "abfss") and place.count("@") == 1
+    revision = scheme == "hf" and "@" not in first # hf://datasets/me/packs@main
+    kept = ":" not in place and (container or revision)
+    return scheme + slashes + (place if kept else place.rpartition("@")[2])
 
 # %% ../../nbs/core/05_cache_layers.ipynb #5b00001e
 def open_place(

@@ -366,6 +366,34 @@ def secret(self:Environment, name:str="HF_TOKEN", ask:bool=False) -> str: # or N
             from google.colab import userdata
             return userdata.get(name) or None
 
+# %% ../../nbs/core/03_environment.ipynb #7549d760
+def token_problem(token:str) -> str: # "" if there is none
+    "What is wrong with a token's letters, without the token."
+    odd = [c for c in token or "" if not ("!" < c < "\x7f" and c not in "\"'`<>{}")]
+    return f"the token in HF_TOKEN or of `hf auth login` contains {odd[0]!r}, which no token has" if odd else ""
+
+def hub_error(
+    error:Exception, # of huggingface_hub
+    repo:str, verb:str="read", # or written
+    env:dict=None, # default os.environ
+) -> str:
+    "One sentence: why huggingface_hub failed, and the remedy."
+    from huggingface_hub import get_token
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    name = type(error).__name__
+    if name == "OfflineModeIsEnabled":
+        return (f"HF_HUB_OFFLINE is set, so {repo!r} is neither {verb} nor downloaded; unset it, or give a "
+                "local path")
+    odd = token_problem(get_token() if env is None else env.get("HF_TOKEN"))
+    if odd and code != 404: return f"{odd}; copy it again, without quotes and blanks"
+    if code in (401, 403) or name in ("LocalTokenNotFoundError", "GatedRepoError"):
+        return (f"{repo!r} cannot be {verb} without a token that allows it; "
+                "log in with `hf auth login`, or set HF_TOKEN")
+    if code == 404:
+        return f"{repo!r} does not exist on the hub, or is private; check the id, or use `hf auth login`"
+    check = "check the path, or " if verb == "read" else ""
+    return f"huggingface.co cannot be reached ({name}); {check}connect to the network"
+
 # %% ../../nbs/core/03_environment.ipynb #23cfa404
 @patch
 def data(self:Environment) -> list: # of (label, value)

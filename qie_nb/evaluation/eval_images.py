@@ -29,6 +29,7 @@ from .validation_loss import StopCheck, add_up, process, shares
 from ..lora.adapters import (
     active_loras, load_lora, read_fitting, remove_loras, use_loras, keep_trainable)
 from ..lora.formats import check_lora, lora_layers
+from ..models.encoders import NoImage
 from ..models.modulation import uses_modulation
 from ..predict import grid
 from ..sampling.edits import (
@@ -406,6 +407,10 @@ class ImageDecoder:
         "The image of a latent."
         try:
             return self.decoded(latent)
+        except NoImage as error: # must not end a run
+            self.trainer.state.warn_once(f"an evaluation image is black: {error}")
+            factor = factor_of(self.trainer.components)
+            return np.zeros((latent.shape[-2] * factor, latent.shape[-1] * factor, 3), np.uint8)
         except (RuntimeError, MemoryError) as error:
             if device_name(self.device) == "cpu" or not is_out_of_memory(error):
                 raise

@@ -7,7 +7,7 @@ __all__ = ['OverfitReport', 'fixed_loss', 'overfit_check', 'SwapTest', 'exchange
 
 # %% ../../nbs/extras/01_diagnostics.ipynb #b65a2bda
 import math, tempfile, time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..sampling.edits import eval_mode, is_available, load_batch
 from ..devices.placement import temporarily_load
 from ..training.callbacks import Callback, UnloadEncodersCallback
 from ..training.optimizers.known import OPTIMIZERS, advised_optimizer
-from ..training.stopping import NonFiniteStop, raise_if_stopped
+from ..training.stopping import NonFiniteStop, TrainingFailed, raise_if_stopped
 
 # %% ../../nbs/extras/01_diagnostics.ipynb #2700210b
 @dataclass
@@ -208,7 +208,8 @@ def _fit(kind, c, data, folder, steps) -> tuple: # (`_Measure`, why the run ende
     d, gpus = c.data, range(torch.cuda.device_count())
     try:
         with torch.random.fork_rng(devices=gpus):
-            t.fit(loader(data, batch_size=d.batch_size, seed=c.train.seed, shuffle=d.shuffle))
+            with suppress(TrainingFailed): # the report says it
+                t.fit(loader(data, batch_size=d.batch_size, seed=c.train.seed, shuffle=d.shuffle))
             raise_if_stopped(t, "nothing is kept of the check; run it again")
             watch.bar.close()
             watch.steps = t.global_step

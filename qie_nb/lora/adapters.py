@@ -7,16 +7,18 @@ __all__ = ['PRESETS', 'target_modules', 'is_target', 'merge_lora', 'unmerge_lora
            'without_tensor_parallel', 'load_lora']
 
 # %% ../../nbs/lora/01_adapters.ipynb #0b90d8f1
-import logging, math, re, warnings
+import json, logging, math, re, warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..core.cache_entries import fault_of_numbers
+from ..core.files import path_from, write_atomic
 from .formats import (
-    COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, convert_lora, find_lora, is_hub_id, lora_info,
-    lora_layers, rank_of, read_lora, write_lora)
+    COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, find_lora, is_hub_id, kohya_alpha, lora_info,
+    lora_layers, rank_of, read_lora)
 
 # %% ../../nbs/lora/01_adapters.ipynb #5fc04e1a
 _ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -280,6 +282,55 @@ def adapters_in_base_dtype(transformer, on:bool=True) -> int: # layers
 def computes_in_base(transformer) -> bool:
     return any(not m.cast_input_dtype_enabled for m in _castable(transformer))
 
+# %% ../../nbs/lora/01_adapters.ipynb #9a78b7ef
+def rename_keys(state:dict, config:dict, format:str) -> dict: # {key in the file: tensor}
+    "The tensors under a format's keys; arguments as for `write_lora`."
+    if format == "diffusers": return {f"transformer.{k}": t for k, t in state.items()}
+    if format != "comfyui": raise ValueError(f"`format` must be diffusers or comfyui, got {format!r}")
+    if any(k.endswith("lora_magnitude_vector") for k in state):
+        raise ValueError("`format` comfyui cannot store a DoRA: ComfyUI divides by another norm than peft; "
+                         "save in diffusers' format, or train without `model.lora.use_dora`")
+    out = {}
+    for key, t in state.items():
+        layer, _, side = key.partition(".lora_")
+        out[f"diffusion_model.{layer}.lora_{'down' if side == 'A.weight' else 'up'}.weight"] = t
+        out[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(kohya_alpha(config, layer)))
+    return out
+
+# %% ../../nbs/lora/01_adapters.ipynb #ddc46489
+def check_written(tensor:torch.Tensor, key:str):
+    "Raises ValueError for numbers that a failed training leaves, and that `read_lora` refuses."
+    fault = fault_of_numbers(tensor)
+    if not fault: return
+    raise ValueError(f"the LoRA is not written: {key} has {fault}, so every image would be wrong; lower "
+                     "`optimizer.lr`, and go on from the last good checkpoint")
+
+def write_lora(
+    path:str|Path, # folder or .safetensors file
+    state:dict, # {"<layer>.lora_A.weight": tensor}
+    config:dict, info:dict, # peft's settings, and our note
+    format:str="diffusers", # or comfyui
+) -> Path: # the file
+    "Write a LoRA file atomically. Raises ValueError for a suffix of pickles, and for NaN."
+    from safetensors.torch import save
+    path = path_from(path, "LoRA", "give a path on this machine, and copy the file afterwards")
+    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise ValueError(f"LoRA {str(path)!r} must end in .safetensors or be a folder; we write no pickles")
+    tensors, ours = rename_keys(state, config, format), format == "diffusers"
+    for key, tensor in tensors.items():
+        check_written(tensor, key)
+    path = path if path.suffix == ".safetensors" else path/(WEIGHT_NAME if ours else COMFY_NAME)
+    prefix, key = ("transformer.", "lora_adapter_metadata") if ours else ("", "qie_nb_adapter")
+    settings = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, sort_keys=True)
+    header = {"format": "pt", key: settings, "qie_nb": json.dumps(info or {}, sort_keys=True)}
+    write_atomic(path, save(tensors, metadata=header))
+    return path
+
+# %% ../../nbs/lora/01_adapters.ipynb #ddc46401
+def convert_lora(path, out, format:str="comfyui") -> Path: # the file
+    "Write a LoRA in another format; `path` as in `find_lora`, the others as in `write_lora`."
+    return write_lora(out, *read_lora(path)[:3], format)
+
 # %% ../../nbs/lora/01_adapters.ipynb #6b7ff305
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
@@ -299,6 +350,15 @@ def lora_state(
     full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # of a DTensor
     copied = lambda t: full(t.detach()).to("cpu", torch.float32, copy=True).contiguous()
     return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
+
+def broken_tensor(transformer, name:str="default") -> str: # "" if there is none
+    "What of an adapter cannot be saved: NaN, infinity, or numbers without measure. With FSDP, all processes must call it."
+    for key, p in lora_tensors(transformer, name).items():
+        t = p.detach()
+        whole = t.full_tensor() if hasattr(t, "full_tensor") else t
+        fault = fault_of_numbers(whole)
+        if fault: return f"{key} has {fault}"
+    return ""
 
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c
 def adapter_config(transformer, name:str="default") -> dict: # plain JSON
@@ -331,14 +391,11 @@ def _check_fit(transformer, read): # read: `LoraWeights`
         name, _, side = key.partition(".lora_")
         layer, is_a = getattr(modules.get(name), "base_layer", modules.get(name)), side.startswith("A")
         have = layer and (layer.in_features if is_a else layer.out_features)
-        size = t.shape[-1] if is_a else t.shape[0]
+        size = t.numel() if side == "magnitude_vector" else t.shape[-1] if is_a else t.shape[0]
         if have != size:
             got = f"the layer has {have}" if have else "there is no such layer"
             raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} "
                              f"features, {got}; use the base model it was trained on")
-        if is_a and t.shape[0] != state[key.replace(".lora_A.", ".lora_B.")].shape[1]:
-            raise ValueError(f"LoRA {str(file)!r} has different ranks in {key} and its lora_B; give the "
-                             "file as it was trained")
         if is_a and t.shape[0] != (told := rank_of(config, name)): # peft would allocate it
             raise ValueError(f"LoRA {str(file)!r} has rank {t.shape[0]} in {key}, but rank {told} "
                              "in its header; give the file as it was trained")

@@ -10,10 +10,11 @@ import html, json, re, shutil
 from pathlib import Path
 
 from ..config import Config
+from ..core.environment import hub_error
 from ..core.files import write_atomic
 from ..core.section import all_settings
 from ..core.settings import value_of
-from .formats import COMFY_NAME, WEIGHT_NAME, hub_error, is_hub_id
+from .formats import COMFY_NAME, WEIGHT_NAME, is_hub_id
 
 # %% ../../nbs/lora/03_model_card.ipynb #897de3c7
 def plain(text) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from torch import nn
 
-from ..core.environment import detect_environment, own_home
+from ..core.environment import detect_environment, hub_error, own_home
 from ..core.files import cached_file_property, free_bytes, write_atomic
 from ..core.presets import MODEL
 from .loading import source_checkpoint, weight_files, weight_names
@@ -189,7 +189,8 @@ def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local fo
     try: return _hub_model(name, revision, HUB)
     except Exception as e:
         raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "
-                                f"({type(e).__name__}); attach it as a folder and give its path") from e
+                                f"({type(e).__name__}): {hub_error(e, name)}; or attach it as a folder and "
+                                "give its path") from e
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
 class LocalShards:

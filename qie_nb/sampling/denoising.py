@@ -93,7 +93,9 @@ def output_size(
     w, h = calculate_dimensions(area, first[0] / first[1])
     w, h = w if width is None else width, h if height is None else height
     for name, side in (("width", w), ("height", h)):
-        if not isinstance(side, (int, np.integer)) or side < multiple or side % multiple:
+        if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+            raise ValueError(f"`{name}` must be a whole number of pixels, got {side!r}; write it without quotes")
+        if side < multiple or side % multiple:
             below = max(multiple, int(side) // multiple * multiple)
             raise ValueError(
                 f"`{name}` must be a multiple of {multiple}, got {side}; use {below} or {below + multiple}")

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from ..cache import EmbeddingCacheManager
+from ..core.files import path_from
 from ..data.batches import as_list, collate, is_cached
 from ..data.dataset import ImageDataset
 from ..data.images import Geometry
@@ -31,19 +32,31 @@ from ..models.variants.text_to_image import QWEN_IMAGE
 from .denoising import denoise, output_size, sampling_schedule, start_noise
 
 # %% ../../nbs/sampling/01_edits.ipynb #e2d97fea
+def _image_file(path:str|Path) -> Path:
+    "The file that a person meant. Raises FileNotFoundError or ValueError."
+    file = path_from(path, "image")
+    if file.is_dir():
+        raise ValueError(f"image {str(path)!r} is a folder; give an image file, or a list of them")
+    if not file.exists(): raise FileNotFoundError(f"image {str(path)!r} does not exist; check the path")
+    if not file.is_file(): raise ValueError(f"image {str(path)!r} is no regular file; give an image file")
+    return file
+
 def as_image(given) -> Image.Image: # RGB, upright
     "A path, PIL image or uint8 array, also grey or transparent. Raises ValueError for anything else."
     if isinstance(given, np.ndarray):
         if given.ndim == 3 and given.shape[2] == 1: given = given[:, :, 0]
         right = given.dtype == np.uint8 and (given.ndim == 2 or given.ndim == 3 and given.shape[2] in (3, 4))
     else: right = isinstance(given, (str, bytes, Image.Image)) or hasattr(given, "read_bytes")
-    if isinstance(given, (str, Path)) and not Path(given).exists():
-        raise FileNotFoundError(f"image {str(given)!r} does not exist; check the path")
+    if isinstance(given, (str, Path)):
+        given = _image_file(given)
     if not right:
         got = f"{given.dtype} {list(given.shape)}" if hasattr(given, "dtype") else type(given).__name__
         raise ValueError("`prompt_image` must be a path, a PIL image or a uint8 array [H, W], [H, W, 3] or "
                          f"[H, W, 4], got {got}")
-    image, content = open_with_content(given)
+    try:
+        image, content = open_with_content(given)
+    except ValueError as error: # there it is one of a pair
+        raise ValueError(str(error).replace("replace it or remove the pair", "give another image")) from None
     for mark, why in content_marks("image", content):
         if mark != ONE_COLOUR or content.clear: # a blank sheet may be meant
             print(why)

@@ -166,6 +166,7 @@ class RunState(RunPosition, RunResults, RunRequests, RunClock):
         "Begin a `fit`."
         self.start_clock()
         self.stop = ""
+        self.suspect = False
         self.work = None
 
     def advance(self, batches:int, per_epoch:int):

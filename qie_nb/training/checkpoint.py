@@ -14,7 +14,7 @@ import torch
 
 from qie_nb.core.files import file_digest, write_atomic
 from qie_nb.training.callbacks import Callback, due
-from qie_nb.training.stopping import read_nonfinite
+from qie_nb.training.stopping import is_broken, read_nonfinite
 
 FORMAT = 2 # of a checkpoint
 
@@ -211,5 +211,6 @@ class CheckpointCallback(Callback):
         if not t.state.whole: return print("the last step was interrupted half-way, so it is not saved; the "
                                            "checkpoint before it is kept")
         if t.finite is not None: read_nonfinite(t)
+        if is_broken(t): return
         t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
         self.saved = t.global_step

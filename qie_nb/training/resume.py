@@ -35,6 +35,8 @@ from .checkpoint import SavedRun
 from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
 from .run_data import drop_bad_prompts, drop_long_prompts, used_fraction
+from .stopping import TrainingFailed
+
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
 _VERSION_1 = {"data.batch_size x processes": "data.batch_size"} # facts in version 1's checkpoints
@@ -261,6 +263,10 @@ def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped
     self.check_owned()
     if s.optimizer is None:
         raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
+    broken = a.broken_tensor()
+    if broken:
+        raise TrainingFailed(f"step {global_step} is not saved: {broken}; lower `optimizer.lr` "
+                             f"({self.config.optimizer.lr:g} now) and go on from {self.last() or 'the start'}")
     tr, ema, moments = self.components.transformer, a.ema, full_state(s.optimizer.state_dict())
     weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
     if ema is not None:

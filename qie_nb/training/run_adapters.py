@@ -18,8 +18,8 @@ from ..core.display import size_text, kernel
 from ..data.images import Geometry
 from ..devices.edit_model import EditModel
 from ..lora import adapters as lora
-from ..lora.formats import COMFY_NAME, lora_info, read_lora, write_lora
-from ..lora.adapters import keep_trainable, parse_loras
+from ..lora.formats import COMFY_NAME, lora_info, read_lora
+from ..lora.adapters import keep_trainable, parse_loras, write_lora
 from ..lora.model_card import card_settings, own_card, write_model_card
 from ..models.flow_matching import calculate_mu
 from ..models.variants.base import Variant
@@ -316,7 +316,9 @@ class RunAdapters:
         if hasattr(self.components.loaded.get("transformer"), "block_swap"):
             raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter and merge it "
                              "in a trainer without it")
-        lora.merge_lora(self.components.gathered(), undo)
+        tr = self.components.gathered()
+        with self.ema_weights():
+            lora.merge_lora(tr, undo)
 
     def unmerge(self):
         "Take merged adapters out of the base's weights again."
@@ -354,6 +356,14 @@ class RunAdapters:
     def ema_weights(self): # a context
         "Context in which the adapter holds its running mean."
         return nullcontext() if self.ema is None else self.ema.apply()
+
+    def broken_tensor(self) -> str: # "" if there is none
+        "What of the trained adapter, or of its running mean, cannot be saved: a tensor and its fault."
+        tr = self.components.transformer
+        raw = lora.broken_tensor(tr)
+        if raw or self.ema is None: return raw
+        with self.ema_weights():
+            return lora.broken_tensor(tr)
 
     def metadata(self) -> dict:
         "What a LoRA file says of its run."

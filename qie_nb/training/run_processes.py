@@ -18,6 +18,7 @@ from ..core.startup import PROVIDED
 from ..devices.processes import Processes, ProcessEnded
 from ..data.dataset import ImageDataset
 from ..encoding.precompute import Report
+from ..lora.formats import check_lora
 from .callbacks import EvalImage, EvalWork, RunState, call
 from .checkpoint import complete_checkpoints
 from .stopping import StopSignals, logged
@@ -105,6 +106,9 @@ def check_run(trainer, again:bool): # again: does it continue a run of this trai
     c, points, loader = trainer.config.train, trainer.checkpoints, trainer.make_loader()
     if not again and not c.resume_checkpoint: points.check_new_run()
     points.check_output()
+    begins_from = trainer.config.model.lora.pretrained_weight
+    if begins_from and not again and not c.resume_checkpoint:
+        check_lora(begins_from)
     held = [trainer.held_out] if trainer.held_out else []
     if trainer.use_cache and any(d.missing(i) for d in (loader.dataset, *held) for i in range(len(d))):
         trainer.cache_embeddings()

@@ -469,7 +469,7 @@ MUTATIONS = {
                "ShardStore.payload(self, kind, key)", "self.payload(kind, key)")]),
     "passwords in messages": Mutation(
         "tests/extras/test_remote_shards.py::test_commands_accept_a_url_and_hide_its_credentials", [
-        Change("core/cache_layers", "without_secrets", "text = re.sub", "re.sub")]),
+        Change("core/cache_layers", "without_secrets", "_plain_address", 'r"\\g<0>"')]),
     # --- the index of a packed cache
     "a database is opened without its digest": Mutation(
         "tests/core/test_packed_index.py::"

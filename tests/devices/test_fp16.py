@@ -201,7 +201,7 @@ def test_a_run_with_nan_names_the_block(pairs, tmp_path, capsys, monkeypatch):
     trainer = run(pairs(), tmp_path, "fp16")
     trainer.set_lora()
     trainer.transformer.transformer_blocks[0].attn.to_add_out.bias.data[3] = float("nan")
-    trainer.fit()
+    with pytest.raises(stopping.TrainingFailed): trainer.fit()
     assert "(step 2, first in block 0, the input of txt_mlp.net.0.proj, forward)" in trainer.state.stop
     assert capsys.readouterr().out.count("a step was skipped: not finite first in block 0") == 2
 

@@ -318,6 +318,20 @@ def test_urls_stay_urls():
     assert without_secrets("s3://key:secret@bucket/a") == "s3://bucket/a" and without_secrets("abfs://box@account/a") == "abfs://box@account/a"
 
 
+SECRETS = {
+    "s3://user:pa@ss/word@host/a": "s3://host/a", "s3:/key:sec/ret@bucket/a": "s3:/bucket/a", "https://k/e@y@host:9000/a": "https://host:9000/a",
+    "https://user:pa?ss@host/a": "https://...", "https://me:secret@host/a?token=12 is gone": "https://host/a is gone",
+    "https://h/a b?token=12 x": "https://h/a b x", "https://b/a?X-Amz-Signature=abc&x=1 and s3://k:s@b/c": "https://b/a and s3://b/c",
+    "X-Amz-Credential=AKIA/1&sig=12": "X-Amz-Credential=...&sig=...", "hf://user:tok@x/p": "hf://x/p", "Bearer abc.def": "Bearer ...",
+    "https://h/a?email=tok@def": "https://...", "the token hf_abcdefghijkl": "the token ...", "memory://me:secret@packs/a": "memory://packs/a",
+    "hf://datasets/me/packs@main/a": "hf://datasets/me/packs@main/a", "abfs://box@account/a": "abfs://box@account/a",
+    "file:///data/a@b/c": "file:///data/a@b/c", "no address; a=b, C:/x/y": "no address; a=b, C:/x/y"}
+
+
+@pytest.mark.parametrize("text", SECRETS, ids=ascii)
+def test_what_may_be_secret_is_left_out(text): assert without_secrets(text) == SECRETS[text]
+
+
 def test_commands_accept_a_url_and_hide_its_credentials(storage, capsys, tmp_path, pairs):
     storage.fs.cp("/packs", "/me:secret@packs", recursive=True)
     url = "memory://me:secret@packs/a"

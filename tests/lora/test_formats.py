@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qie_nb.lora import adapters as lora
-from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME, convert_lora, find_lora, lora_info, parse_key, read_lora, write_lora
+from qie_nb.lora.adapters import convert_lora, write_lora
+from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME, find_lora, lora_info, parse_key, read_lora
 from loras import B0, file_of, http_error, loaded, output, pair, same, same_file, tensors_file, trained, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
@@ -105,13 +106,13 @@ def test_local_paths_never_ask_the_hub(hub, tmp_path, monkeypatch):
 
 
 REFUSALS = {
-    "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "does not exist; give a .safetensors file"),
-    "a pickle": (lambda t: read_lora(written(t/"x.pt")), "cannot be read .*give a LoRA in safetensors format"),
-    "a note that is no JSON": (lambda t: lora_info(tensors_file(t, dict(qie_nb="{base"), **pair(B0))), "x.safetensors' cannot be read .JSONDecodeError"),
-    "settings that are no JSON": (lambda t: read_lora(tensors_file(t, dict(lora_adapter_metadata="r=4"), **pair(B0))), "cannot be read .JSONDecodeError"),
+    "a folder with a pickle": (lambda t: find_lora(written(t/"d"/"pytorch_lora_weights.bin").parent), "does not exist .it has pytorch_lora_weights.bin, which we do not read.; give"),
+    "a pickle": (lambda t: read_lora(written(t/"x.pt")), "cannot be read: it is no safetensors file; give the file in safetensors format"),
+    "a note that is no JSON": (lambda t: lora_info(tensors_file(t, dict(qie_nb="{base"), **pair(B0))), "x.safetensors' cannot be read: `qie_nb` in its header is not valid JSON"),
+    "settings that are no JSON": (lambda t: read_lora(tensors_file(t, dict(lora_adapter_metadata="r=4"), **pair(B0))), "cannot be read: `lora_adapter_metadata` in its header is not valid JSON"),
     "no LoRA": (lambda t: read_lora(tensors_file(t, w=torch.ones(2))), "has no adapter for a Qwen-Image transformer"),
     "an incomplete pair": (lambda t: read_lora(tensors_file(t, **{k: v for k, v in pair(B0).items() if "lora_A" in k})), "which is not a pair of LoRA weights"),
-    "a LoKr": (lambda t: read_lora(tensors_file(t, **pair(B0), **{f"transformer.{B0}.lokr_w1": torch.ones(2)})), "'transformer.*lokr_w1', which is not a pair"),
+    "a LoKr": (lambda t: read_lora(tensors_file(t, **pair(B0), **{f"transformer.{B0}.lokr_w1": torch.ones(2)})), "is a LoKr, which we cannot read .'transformer.*lokr_w1'"),
     "ComfyUI's DoRA": (lambda t: read_lora(tensors_file(t, **pair(B0), **{f"transformer.{B0}.dora_scale": torch.ones(96, 1)})), "`dora_scale`, which is ComfyUI's DoRA"),
     "DoRA for ComfyUI": (lambda t: lora.save_lora(trained(use_dora=True), t, format="comfyui"), "`format` comfyui cannot store a DoRA"),
 }

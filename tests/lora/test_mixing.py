@@ -11,8 +11,8 @@ from qie_nb.lora import adapters as lora
 from qie_nb.cli import main
 from qie_nb.config import make_config
 from qie_nb.sampling.denoising import SCHEDULES, as_schedule, steps_in_name
-from qie_nb.lora.formats import read_lora, write_lora
-from qie_nb.lora.adapters import split_weight
+from qie_nb.lora.formats import read_lora
+from qie_nb.lora.adapters import split_weight, write_lora
 from qie_nb.models.components import restore_image_positions
 from qie_nb.models.quantizations.known import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder

@@ -285,7 +285,7 @@ def test_it_stops_after_several_in_a_row_with_the_last_good_state(every, ends, w
     train = dict(max_train_steps=40, save_steps=None)
     t = poison(world.trainer(tmp_path, StopAt(2), train=train, logging=dict(log_every=every)), set(range(3, 99))).fit()
     good = of_step(tmp_path, 2)
-    t.fit()
+    with pytest.raises(stopping.TrainingFailed, match="finite in . steps in a row"): t.fit()
     assert t.global_step == ends and "finite" in t.state.stop
     assert of_step(tmp_path, state_of(latest(tmp_path))["global_step"]) == good and all_finite(good)
 

@@ -57,6 +57,7 @@ class Variant:
     pipeline = ""         # the diffusers class named in model_index.json
     hub_mark = ""         # part of a hub id; "": every id without another's mark
     multi_image = False   # several control images?
+    trained_images = 1    # control images of one edit in the model's own training, at most
     control_area = 1024 * 1024 # pixels for the VAE
     vl_area = None        # pixels for the text encoder; None: as for the VAE
     zero_cond_t = False   # are control tokens modulated at timestep 0?
@@ -215,6 +216,14 @@ class Variant:
         if images > 1 and not self.multi_image:
             raise ValueError(f"variant {self.name} takes one control image, got {images}; use a "
                              f"{variants_for_several()} model")
+
+    def images_note(self,
+        images:int, # number of control images
+    ) -> str: # "" if it is usual
+        "The note that an edit has more control images than the model has seen in its training."
+        if not self.multi_image or images <= self.trained_images: return ""
+        return (f"{images} control images: variant {self.name} was trained on up to {self.trained_images}, so the "
+                "others may be ignored or mixed up")
 
     # --- images and latents [B, C, 1, h, w]
     def vae_shape(self,

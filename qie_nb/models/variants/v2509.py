@@ -16,6 +16,7 @@ class V2509(QwenImage):
     pipeline = "QwenImageEditPlusPipeline"
     hub_mark = "2509"
     multi_image = True
+    trained_images = 3
     vl_area = 384 * 384
     image_prefix = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
     image_words = 8
