@@ -312,7 +312,7 @@ def few(
         text += f" and {len(names) - most} more"
     return text
 
-# %% ../../nbs/core/00_files.ipynb #bb59d0f7
+# %% ../../nbs/core/00_files.ipynb #8f3b69cc
 _QUOTES = {"'": "'", '"': '"', "`": "`", "“": "”", "‘": "’", "„": "“", "«": "»"}
 
 def is_address(
@@ -349,7 +349,8 @@ def path_from(
     if written.lower().startswith("file:/"):
         written = unquote(re.sub(r"(?i)^file:(//(localhost)?(?=/))?", "", written))
     if is_address(written):
-        raise ValueError(f"{name} {written!r} is an address; {instead}")
+        kind = "a web address" if written.startswith("http") else "an address"
+        raise ValueError(f"{name} {written!r} is {kind}; {instead}")
     path = os.path.expanduser(os.path.expandvars(written))
     shell = re.sub(r"\\([ ()'&])", r"\1", path) # as a terminal writes blanks
     if shell != path and os.path.exists(shell) and not os.path.exists(path):

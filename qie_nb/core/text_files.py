@@ -178,7 +178,7 @@ def read_text(
         raise BadFile(path, what, words, remedy, detail)
     return text.lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
-# %% ../../nbs/core/01_text_files.ipynb #e4e765bb
+# %% ../../nbs/core/01_text_files.ipynb #7fc258ec
 MOST_DIGITS = 1000 # of an integer; nothing that we read has so many
 
 class _Twice(ValueError):
@@ -238,8 +238,6 @@ def twice_text(
     where = f"line {first}" if first == second else f"lines {first} and {second}"
     return f"has {name!r} twice ({where}); keep one of them"
 
-_DEEP = "is nested too deeply; it needs objects and lists of a few levels"
-
 def parse_json(
     text:str,
     nan:bool=False, # are NaN and Infinity allowed, as Python and pandas write them?
@@ -253,7 +251,7 @@ def parse_json(
         where = f"line {e.lineno}, column {e.colno}"
         raise ValueError(f"is not valid JSON ({where}: {e.msg}); fix it") from None
     except RecursionError:
-        raise ValueError(_DEEP) from None
+        raise ValueError("is not valid JSON (nested too deeply); fix it") from None
 
 # %% ../../nbs/core/01_text_files.ipynb #5d417e05
 def _values_in(text:str) -> list: # of (line, value)
@@ -309,7 +307,7 @@ def _other_lines(text:str, n:int, line:str, error:ValueError) -> list:
         return list(enumerate(values[0][1], 1))
     return values
 
-# %% ../../nbs/core/01_text_files.ipynb #d6321979
+# %% ../../nbs/core/01_text_files.ipynb #e80b4a2e
 _MARKS = ",;\t|"
 
 def _filled(cell:str|list|None) -> bool:
@@ -359,10 +357,10 @@ def parse_csv(
             if any(map(_filled, row.values())):
                 rows.append((n, {k: cell for k, cell in row.items() if k or _filled(cell)}))
     except csv.Error as e:
-        raise ValueError(f'is not valid CSV (row {n + 1}: {e}); look for a stray "') from None
+        raise ValueError(f"is not valid CSV (row {n + 1}: {e}; look for a stray \"); fix it") from None
     return rows
 
-# %% ../../nbs/core/01_text_files.ipynb #610863b2
+# %% ../../nbs/core/01_text_files.ipynb #c3b30c7e
 MOST_PARTS = 100_000 # aliases can repeat a part: a file of 300 bytes has 10⁹ of them
 
 @lru_cache
@@ -381,6 +379,8 @@ def _yaml_loader() -> type:
     Loader.add_implicit_resolver(left_out[2], re.compile(f"^(?:{real})$"), list("-+0123456789."))
     Loader.add_implicit_resolver(left_out[1], re.compile(f"^(?:{number})$"), list("-+0123456789"))
     return Loader
+
+_DEEP = "is nested too deeply or too large; a few levels of sections and lists are enough"
 
 def _check_scalar(node, is_key:bool):
     "Raises ValueError for a number that YAML reads otherwise, or letters that cannot be seen."
@@ -425,7 +425,7 @@ def _size_of(node, sizes:dict) -> int:
         children = node.value
     total = 1 + sum(_size_of(child, sizes) for child in children)
     if total > MOST_PARTS:
-        raise ValueError(_DEEP.replace("deeply", "deeply or too large"))
+        raise ValueError(_DEEP)
     sizes[id(node)] = total
     return total
 
