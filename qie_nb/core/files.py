@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['atomic_path', 'write_atomic', 'collector_paused', 'is_invisible', 'visible', 'letter_name', 'nfc', 'printable', 'few',
-           'is_address', 'path_from']
+           'is_address', 'unquoted', 'path_from']
 
 # %% ../../nbs/core/00_files.ipynb #b9158b82
 import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, threading, time
@@ -263,7 +263,7 @@ def collector_paused():
     finally:
         if on: gc.enable()
 
-# %% ../../nbs/core/00_files.ipynb #bae2d805
+# %% ../../nbs/core/00_files.ipynb #a117a76e
 _FILLERS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0") # without a shape, but of other categories
 _SIGNS = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u08e2\U000110bd") # numbers' signs
 
@@ -288,9 +288,10 @@ def visible(text:str) -> str:
     return text[first:end]
 
 def letter_name(letter:str) -> str:
-    "A letter in words, for messages: `no-break space (U+00A0)`."
+    "A letter in words, for messages: `a no-break space (U+00A0)`."
     name = unicodedata.name(letter, "control character").lower()
-    return f"{name} (U+{ord(letter):04X})"
+    article = "an" if name[0] in "aeio" else "a"
+    return f"{article} {name} (U+{ord(letter):04X})"
 
 # %% ../../nbs/core/00_files.ipynb #61d05b1e
 def nfc(name:str) -> str:
@@ -312,7 +313,7 @@ def few(
         text += f" and {len(names) - most} more"
     return text
 
-# %% ../../nbs/core/00_files.ipynb #8f3b69cc
+# %% ../../nbs/core/00_files.ipynb #5ca982bb
 _QUOTES = {"'": "'", '"': '"', "`": "`", "“": "”", "‘": "’", "„": "“", "«": "»"}
 
 def is_address(
@@ -321,7 +322,7 @@ def is_address(
     "Is it an address such as `https://...`, `s3://...` or `hf://...`, and no path?"
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)))
 
-def _unquoted(text:str) -> str:
+def unquoted(text:str) -> str:
     "Without blanks and one pair of quotes around it."
     text = visible(text)
     if len(text) > 1 and _QUOTES.get(text[0]) == text[-1]:
@@ -343,7 +344,7 @@ def path_from(
         raise ValueError(f"{name} {raw!r:.80} contains a NUL; remove that letter")
     if raw == "." and isinstance(text, Path):
         return text
-    written = raw if raw.strip() and os.path.lexists(raw) else _unquoted(raw)
+    written = raw if raw.strip() and os.path.lexists(raw) else unquoted(raw)
     if not written:
         raise ValueError(f"{name} is empty; write a path there, or . for the working folder")
     if written.lower().startswith("file:/"):

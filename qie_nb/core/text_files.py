@@ -307,7 +307,7 @@ def _other_lines(text:str, n:int, line:str, error:ValueError) -> list:
         return list(enumerate(values[0][1], 1))
     return values
 
-# %% ../../nbs/core/01_text_files.ipynb #e80b4a2e
+# %% ../../nbs/core/01_text_files.ipynb #1244311c
 _MARKS = ",;\t|"
 
 def _filled(cell:str|list|None) -> bool:
@@ -335,7 +335,8 @@ def _check_header(header:list, number:int, text:str, mark:str):
     first, _, rest = text.partition("\n")
     second = rest.partition("\n")[0]
     wider = max(second.count(m) for m in _MARKS)
-    remark = first.lstrip().startswith(("#", "//")) and first.count(mark) < wider
+    fewer = first.count(mark) < wider or not re.search(r"\.\w{2,5}\b|[/\\]", second) # no file name
+    remark = first.lstrip().startswith(("#", "//")) and second.strip() and fewer
     if remark or (len(header) == 1 and not second.lstrip().startswith('"') and wider > 1):
         line = f"line {number} ({first.strip()[:60]!r})"
         raise ValueError(f"has {line} above its header; remove that line")
@@ -352,6 +353,7 @@ def parse_csv(
     try:
         header = [visible(name) for name in reader.fieldnames or ()]
         _check_header(header, number, text, mark)
+        header[:1] = [name.lstrip("# ") or name for name in header[:1]]
         reader.fieldnames = header
         for n, row in enumerate(reader, 1):
             if any(map(_filled, row.values())):
@@ -360,7 +362,7 @@ def parse_csv(
         raise ValueError(f"is not valid CSV (row {n + 1}: {e}; look for a stray \"); fix it") from None
     return rows
 
-# %% ../../nbs/core/01_text_files.ipynb #c3b30c7e
+# %% ../../nbs/core/01_text_files.ipynb #c8ed8c53
 MOST_PARTS = 100_000 # aliases can repeat a part: a file of 300 bytes has 10⁹ of them
 
 @lru_cache
@@ -389,8 +391,9 @@ def _check_scalar(node, is_key:bool):
     if node.style is None:
         several = node.end_mark.line > node.start_mark.line
         hidden = [c for c in text if c != " " and is_invisible(c)]
-        if hidden and (is_key or several or visible(text) != text):
-            raise ValueError(f"has a {letter_name(hidden[0])} in line {line}; use plain spaces")
+        after_colon = any(":" + c in text for c in hidden)
+        if hidden and (is_key or several or after_colon or visible(text) != text):
+            raise ValueError(f"has {letter_name(hidden[0])} in line {line}; use plain spaces")
         if node.tag.endswith(":int") and re.match("[-+]?0[0-9_]", text):
             plain = text.lstrip("+-0_") or "0"
             raise ValueError(f"has {text} in line {line}, which YAML reads as octal; "
@@ -434,7 +437,7 @@ def _yaml_fault(e:Exception, text:str) -> str:
     if hasattr(e, "character"):
         name = letter_name(text[e.position])
         line = text.count("\n", 0, e.position) + 1
-        return f"has a {name} in line {line}, which YAML does not allow; remove it"
+        return f"has {name} in line {line}, which YAML does not allow; remove it"
     mark = getattr(e, "problem_mark", None)
     if mark is None:
         return f"is not valid YAML ({' '.join(str(e).split())}); fix it"
@@ -445,7 +448,7 @@ def _yaml_fault(e:Exception, text:str) -> str:
     if "\t" in line:
         return f"has a tab {where}; use spaces"
     if hidden:
-        return f"has a {letter_name(hidden[0])} {where}; use plain spaces"
+        return f"has {letter_name(hidden[0])} {where}; use plain spaces"
     problem = f"is not valid YAML ({where[3:]}: {e.problem}, {line.strip()[:60]!r})"
     if "escape" in e.problem:
         return f"{problem}: a backslash in double quotes; use single quotes or /"

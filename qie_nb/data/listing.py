@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.files import few, nfc, printable, visible
+from ..core.files import few, nfc, printable, unquoted, visible
 from ..core.text_files import kind_of_bytes
 from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES, UNREAD_SUFFIXES
 
@@ -319,8 +319,10 @@ def _way_in(root:Path, name:str) -> str:
     if not os.path.isabs(name) or not end_of(Path(name)).is_file:
         return f"use paths inside {str(root)!r}"
     common = os.path.commonpath([root.absolute(), folder])
-    move = f", or move the table to {common!r}" if len(Path(common).parts) > 1 else ""
-    return f"link the folder into the data set (ln -s {str(folder)!r} {str(root)!r}){move}"[:220]
+    link = f"link the folder into the data set (ln -s {str(folder)!r} {str(root)!r})"
+    if len(Path(common).parts) < 2 or len(link + common) > 280:
+        return link
+    return f"{link}, or move the table to {common!r}"
 
 def inside(
     root:Path, # folder of the table
@@ -346,10 +348,11 @@ def inside(
 def _forms_of(name:str) -> Iterable: # each once
     "A path as it is written, without blanks around it, with slashes, and as another system writes its letters."
     plain = visible(name)
-    slashes = plain.replace("\\", "/")
-    if name == slashes and name.isascii():
+    bare = unquoted(name)
+    slashes = bare.replace("\\", "/")
+    if name == slashes and name.isascii(): # most are
         return (name,)
-    forms = (name, plain, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
+    forms = (name, plain, bare, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
     return dict.fromkeys(forms)
 
 # %% ../../nbs/data/00b_listing.ipynb #006b9e1a
@@ -381,6 +384,14 @@ ARCHIVES = (".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
 _HUB = ("load it with `data = datasets.load_{}({})` and train on `loader(data, ...)` of "
         "qie_nb.data, or download its files and give the folder")
 
+def _renamed(path:Path) -> str: # or ""
+    "What to do with images under other names, if a folder has no others."
+    files = [p for p in path.glob("**/*") if not is_hidden(p)][:1000]
+    if any(p.suffix.lower() in IMAGE_SUFFIXES for p in files):
+        return ""
+    odd = [p for p in files if _named_otherwise(p)]
+    return f"Rename the images, e.g. {printable(odd[0].name)} ({_named_otherwise(odd[0])})" if odd else ""
+
 def remedy(
     path:Path,
     sets:list, # folders in it that are data sets
@@ -401,6 +412,9 @@ def remedy(
     read = [p for p in path.glob("**/*") if p.suffix.lower() in IMAGE_SUFFIXES]
     if unread and len(unread) >= len(read):
         return f"Convert the {unread[0].suffix} files to JPEG or PNG first"
+    renamed = _renamed(path)
+    if renamed:
+        return renamed
     put = "Name the images of a pair x_before and x_after, or put" if any(map(is_image, entries_of(path))) else "Put"
     return (f"{put} the images before the edit into control_images/ and those after it, with the same names, into "
             "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
@@ -411,7 +425,7 @@ _OF_ADDRESS = "download it to this machine, and give the folder"
 def address_remedy(path:str) -> str:
     "What to do with an address as data set."
     if re.match(r"(?i)(https?|hf):/", path):
-        name = re.search(r"(?:datasets/|hf:/+)([\w.-]+/[\w.-]+)", path)
+        name = re.search(r"(?:datasets/|hf:/+(?!datasets/))([\w.-]+/[\w.-]+)", path)
         return ("for a data set of the Hugging Face hub, "
                 + _HUB.format("dataset", repr(name[1] if name else "owner/name")))
     return _OF_ADDRESS

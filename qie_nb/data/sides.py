@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Side', 'side_of', 'mark_of', 'aligned', 'refuse_doubt', 'Roles', 'roles_of', 'Sides', 'guess_sides', 'named_folder',
-           'sides_of', 'matching_columns', 'is_header', 'some_names', 'match_columns', 'column_notes', 'layout_of']
+           'sides_of', 'matching_columns', 'some_names', 'match_columns', 'is_header', 'column_notes', 'layout_of']
 
 # %% ../../nbs/data/01b_sides.ipynb #388069f2
 import re
@@ -294,11 +294,6 @@ def matching_columns(names:list, role:str) -> list:
                 return found
     return []
 
-def is_header(names:list) -> bool:
-    "Do these names have a column for the target and one for the control?"
-    target = matching_columns(names, "target")
-    return bool(target and any(c not in target for c in matching_columns(names, "control")))
-
 def some_names(names:list) -> str:
     "Some columns, for a message."
     more = " ..." if len(names) > 12 else ""
@@ -346,6 +341,13 @@ def match_columns(
     out = {role: found[0] for role, found in got.items() if found}
     return out | dict(control=got["control"])
 
+def is_header(names:list) -> bool:
+    "Do these names have columns for target and control?"
+    try:
+        return bool(match_columns(names, "", None, ("mask", "prompt"))["control"])
+    except ValueError:
+        return False
+
 def column_notes(
     names:list,
     got:dict, # of `match_columns`
@@ -354,6 +356,11 @@ def column_notes(
     "What was chosen where a table leaves a choice."
     notes = []
     columns = columns or {}
+    chosen = [*got["control"], *(c for role, c in got.items() if role != "control")]
+    for c in chosen:
+        alike = [n for n in names if n not in chosen and _plain(n) == _plain(c)]
+        if alike:
+            notes.append(f"columns: `{c}` is read and `{alike[0]}` is not; set `data.columns` to choose")
     used = got.get("prompt")
     rest = [c for c in names if c != used and re.fullmatch(r"(edit(ing)?_)?(prompt|instruction)s?", _plain(c))]
     if used and rest and "prompt" not in columns:

@@ -92,6 +92,12 @@ def _json_rows(held:object) -> list:
     lists = [v for v in held.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
     return lists[0] if lists else list(held.values())
 
+def _looks_like_csv(text:str) -> bool:
+    "Have the first two lines the same commas, semicolons or tabs, and no brackets?"
+    first, second = (text.lstrip() + "\n\n").split("\n")[:2]
+    counts = [[line.count(mark) for mark in ",;\t|"] for line in (first, second)]
+    return first[:1] not in ("{", "[") and any(a and a == b for a, b in zip(*counts))
+
 def _rows_of(text:str, suffix:str) -> list: # of (number, row)
     "The rows of a table by its content; the suffix decides only where the content leaves a doubt."
     start = visible(text[:1000])[:1]
@@ -101,13 +107,13 @@ def _rows_of(text:str, suffix:str) -> list: # of (number, row)
         try:
             return list(enumerate(_json_rows(parse_json(text, nan=True)), 1))
         except ValueError as e:
-            if "Extra data" not in str(e): raise
+            several = "Extra data" in str(e) or _looks_like_csv(text)
+            if not several: raise
     try:
         rows = parse_json_lines(text)
     except ValueError:
-        line = visible(text).partition("\n")[0]
-        if start in ("{", "[") or not is_header(re.split(r"[,;\t|]", line)): raise
-        return parse_csv(text) # CSV under another name
+        if start in ("{", "[") or not _looks_like_csv(text): raise
+        return parse_csv(text)
     if len(rows) == 1 and isinstance(rows[0][1], dict) and not matching_columns(list(rows[0][1]), "target"):
         return list(enumerate(_json_rows(rows[0][1]), 1))
     return rows
