@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['POINTER', 'PAGE', 'CAPTION_BYTES', 'SETTINGS_BYTES', 'TABLE_BYTES', 'MOST_DIGITS', 'MOST_PARTS', 'kind_of_bytes',
-           'remedy_for', 'BadFile', 'in_one_sentence', 'read_text', 'twice_text', 'parse_json', 'parse_json_lines',
-           'parse_csv', 'parse_yaml']
+           'remedy_for', 'BadFile', 'in_one_sentence', 'read_text', 'twice_text', 'parse_json', 'python_literal',
+           'parse_json_lines', 'parse_csv', 'parse_yaml']
 
-# %% ../../nbs/core/01_text_files.ipynb #8f57e954
-import ast, csv, io, json, os, re, stat
+# %% ../../nbs/core/01_text_files.ipynb #4adbefc0
+import ast, csv, io, json, os, re, stat, warnings
 from functools import lru_cache
 from itertools import chain
 
@@ -253,7 +253,7 @@ def parse_json(
     except RecursionError:
         raise ValueError("is not valid JSON (nested too deeply); fix it") from None
 
-# %% ../../nbs/core/01_text_files.ipynb #5d417e05
+# %% ../../nbs/core/01_text_files.ipynb #e71b664d
 def _values_in(text:str) -> list: # of (line, value)
     "JSON values one after the other, with commas or nothing between them."
     decoder, out = _decoder(True), []
@@ -268,12 +268,14 @@ def _values_in(text:str) -> list: # of (line, value)
         value, at = decoder.raw_decode(text, at)
         out.append((line, value))
 
-def _is_python(line:str) -> bool:
-    "Is it a dict as Python prints it?"
+def python_literal(text:str) -> object:
+    "The value of a Python literal, or None."
     try:
-        return line.startswith("{") and isinstance(ast.literal_eval(line.rstrip(", ")), dict)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # of backslashes
+            return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
+        return None
 
 def parse_json_lines(
     text:str,
@@ -299,7 +301,7 @@ def _other_lines(text:str, n:int, line:str, error:ValueError) -> list:
     except _Twice:
         raise ValueError(twice_text(*_first_twice(text))) from None
     except (ValueError, RecursionError):
-        if _is_python(line):
+        if line[:1] == "{" and isinstance(python_literal(line.rstrip(", ")), dict):
             fault = f"has a Python dict in line {n}; write each line with json.dumps"
             raise ValueError(fault) from None
         raise ValueError(str(error).replace("line 1", f"line {n}")) from None

@@ -7,14 +7,15 @@ __all__ = ['NO_CONTROL', 'text_of', 'instruction', 'NoTable', 'table_rows', 'is_
            'Row', 'TableReader', 'Found', 'prompt_file', 'read_table', 'table_captions', 'read_dataset']
 
 # %% ../../nbs/data/01_tables.ipynb #ae4560f4
-import ast, json, os, re
+import json, os, re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from ..core.files import few, nfc, visible
-from ..core.text_files import CAPTION_BYTES, TABLE_BYTES, parse_csv, parse_json, parse_json_lines, read_text
+from ..core.text_files import CAPTION_BYTES, TABLE_BYTES, parse_csv, parse_json, parse_json_lines, python_literal
+from ..core.text_files import read_text
 from .images import IMAGE_SUFFIXES, RowImage
 from .listing import TABLE_SUFFIXES, end_of, inside, is_inside, short
 from .sides import column_notes, is_header, layout_of, match_columns, matching_columns, some_names
@@ -226,12 +227,10 @@ class Moved:
 # %% ../../nbs/data/01_tables.ipynb #f63996ec
 def _literal(text:str) -> object:
     "A JSON or Python list, or None."
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return python_literal(text)
 
 def _names_in(cell:object, root:Path) -> list:
     "The file names in the cell of a control."
