@@ -263,9 +263,10 @@ def collector_paused():
     finally:
         if on: gc.enable()
 
-# %% ../../nbs/core/00_files.ipynb #a117a76e
-_FILLERS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0") # without a shape, but of other categories
-_SIGNS = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u08e2\U000110bd") # numbers' signs
+# %% ../../nbs/core/00_files.ipynb #89bb0004
+_FILLERS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0") # of other categories
+# of category Cf, but with a shape: signs for numbers
+_SIGNS = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u08e2\U000110bd")
 
 def is_invisible(letter:str) -> bool:
     "Is it a blank or another letter without a shape? Not the tags at the end of a flag."

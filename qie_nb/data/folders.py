@@ -93,8 +93,10 @@ def _check_controls(
         later = {stem for held in before[n:] for stem in held}
         skipped = [(stem, p) for stem, p in gaps if stem in later]
         if skipped and (n or lone):
-            raise ValueError(f"{len(skipped)} of {len(after)} targets have no image in {folder.name}/ but one "
-                             f"in a later folder: {_names_of(skipped)}; add it or remove the later one")
+            raise ValueError(f"{len(skipped)} of {len(after)} targets have no image in "
+                             f"{folder.name}/ but one "
+                             f"in a later folder: {_names_of(skipped)}; add it or remove the "
+                             "later one")
         if n and gaps:
             notes.append(_gap_note(gaps, after, folder, before[n]))
     return notes
@@ -102,7 +104,8 @@ def _check_controls(
 def _gap_note(gaps:list, after:dict, folder:Path, before:dict) -> str:
     "Names the targets without a further control, and what it may be called."
     have = "has" if len(gaps) == 1 else "have"
-    note = f"controls: {len(gaps)} of {len(after)} targets {have} no image in {folder.name}/ ({_names_of(gaps)})"
+    note = (f"controls: {len(gaps)} of {len(after)} targets {have} no image in {folder.name}/ "
+            f"({_names_of(gaps)})")
     rest = [x for x in before.items() if x[0] not in after]
     if rest:
         note += f", which has {_names_of(rest)} without a target; give both the same name"
@@ -176,7 +179,7 @@ class TablesBeside(NamedTuple):
     broken: list # of (path, error)
 
     def read_by(self, rows:list) -> list:
-        "The tables from which prompts were taken. Raises the error of a broken one if a caption is missing."
+        "The tables from which prompts were taken. Raises a broken one's error if a caption lacks."
         if self.broken and not all(r.prompt for r in rows):
             raise self.broken[0][1]
         sources = {str(r.prompt_from).partition(" of ")[2] for r in rows}
@@ -206,12 +209,18 @@ def _unused(why:str, held:Iterable, used:set) -> list: # of (path, reason)
     paths = [p for files in held for p in files.values() if isinstance(p, Path)]
     return [(p, why) for p in paths if str(p) not in used]
 
-def _left_over(rows:list, controls:Iterable, captions:Iterable, masks:Iterable) -> list: # of (path, reason)
+def _left_over(
+    rows:list,
+    controls:Iterable, # these are dicts of paths
+    captions:Iterable,
+    masks:Iterable,
+) -> list: # of (path, reason)
     "Files without a target."
     used = set()
     for r in rows:
         used.update(str(p) for p in (*r.controls, r.mask, r.prompt_from) if isinstance(p, Path))
-    return [*_unused("a mask without a target", masks, used), *_unused("a control without a target", controls, used),
+    return [*_unused("a mask without a target", masks, used),
+            *_unused("a control without a target", controls, used),
             *_unused("a caption without an image", captions, used)]
 
 def _beside_folders(root:Path, used:set) -> list: # of (path, reason)
@@ -245,17 +254,21 @@ def _by_name(ignored:list, root:Path) -> list: # (printable name, reason)
     return sorted(reasons.items())
 
 # %% ../../nbs/data/02_folders.ipynb #ecdb1597
-_EXCHANGED = "captions: beside the controls, because no target has one (are the two sides exchanged?)"
+_BESIDE_CONTROL = "a caption beside a control; only those of the targets are read"
+_EXCHANGED = ("captions: beside the controls, because no target has one (are the two sides "
+              "exchanged?)")
 
 def _no_controls(root:Path, several:bool) -> ValueError:
     "The error for a folder of targets alone."
-    what = ("Set `data.target_dir` to the folder of the images after the edit and `data.control_dir` to "
+    what = ("Set `data.target_dir` to the folder of the images after the edit and "
+            "`data.control_dir` to "
             "that of the images before it" if several else "Put the images before the edit into control_images/")
     return ValueError(f"No control images found in {str(root)!r}. {it_contains(root)}. {what}")
 
 def _layout(sides:Sides, rows:list, tables:list) -> str:
     "The folders found, in words."
-    out = f"folders {sides.targets.name}/ + {', '.join(f'{d.name}/' for d in sides.controls) or 'no controls'}"
+    controls = ", ".join(f"{d.name}/" for d in sides.controls)
+    out = f"folders {sides.targets.name}/ + {controls or 'no controls'}"
     files = [r.prompt_from for r in rows] + [r.mask for r in rows]
     for d in _parents(p for p in files if isinstance(p, Path)):
         if not {sides.targets, *sides.controls} & {d, *d.parents}:
@@ -285,7 +298,8 @@ def read_folders(
     ignored = []
     after, beside = read_folder(targets, ignored)
     if not after and target_dir:
-        use = "convert them to JPEG or PNG" if any(UNREAD in why for _, why in ignored) else "choose another"
+        raw = any(UNREAD in why for _, why in ignored)
+        use = "convert them to JPEG or PNG" if raw else "choose another"
         raise ValueError(f"`data.target_dir` {str(target_dir)!r} has no images that we can read "
                          f"({contents(targets, False)}); {use}")
     if not after:
@@ -312,7 +326,7 @@ def read_folders(
     if not any([*texts, *tables.texts]):
         texts, theirs = theirs, []
     for files in theirs:
-        ignored += [(p, "a caption beside a control; only those of the targets are read") for p in files.values()]
+        ignored += [(p, _BESIDE_CONTROL) for p in files.values()]
 
     texts = [aligned(t, after) for t in texts]
     for each in held:
@@ -326,8 +340,11 @@ def read_folders(
         unread = _unread(skipped, used, {Path(stem).name for stem in after})
         gaps = _check_controls(after, controls, before, numbered, lone, unread)
     said = captions_of(forms, *texts, *tables.texts)
-    rows = [Row(stem, p, _controls_of(stem, before, numbered), said[stem].text, _mask(stem, p, *painted),
-                said[stem].source) for stem, p in after.items()]
+    rows = []
+    for stem, p in after.items():
+        text, source = said[stem]
+        mask = _mask(stem, p, *painted)
+        rows.append(Row(stem, p, _controls_of(stem, before, numbered), text, mask, source))
     read = tables.read_by(rows)
     ignored = tables.broken + [x for x in ignored if x[0] not in read]
     ignored += _beside_folders(root, {targets, *controls, captions, masks, shared, *read})
@@ -394,7 +411,8 @@ def _check_pairs(
     else:
         more = f"; add them, {NO_CONTROL}"
     raise ValueError(f"{len(alone)} of {len(after)} targets have no control image beside them: "
-                     f"{few(f for _, f in alone)}; expected e.g. {alone[0][0] + '_control'!r}{more}")
+                     f"{few(f for _, f in alone)}; expected e.g. "
+                     f"{alone[0][0] + '_control'!r}{more}")
 
 # %% ../../nbs/data/02_folders.ipynb #a840e04d
 def _folder_each(root:Path, ignored:list) -> tuple: # (images, captions)
@@ -435,7 +453,9 @@ def read_pairs(
     if not after or not before or (not together and len(after) < 2):
         return None
     _check_pairs(after, before, lone, _unread(ignored, images.values()))
-    controls = {name: tuple(p for _, p in sorted(before.get(name, []))) for name in [*before, *after]}
+    controls = {}
+    for name in [*before, *after]:
+        controls[name] = tuple(p for _, p in sorted(before.get(name, [])))
     shared = _shared(root, beside, images)
     texts = [beside, read_folder(captions, ignored).captions if captions else {}]
     texts = [aligned(t, after) for t in texts]
@@ -444,8 +464,10 @@ def read_pairs(
     forms = {name: _caption_names(name, (p, *controls[name])) for name, p in after.items()}
     tables = _tables_beside([root], {form for several in forms.values() for form in several})
     said = captions_of(forms, *texts, *tables.texts)
-    rows = [Row(name, p, controls[name], said[name].text, _mask(name, p, painted, named), said[name].source)
-            for name, p in after.items()]
+    rows = []
+    for name, p in after.items():
+        text, source = said[name]
+        rows.append(Row(name, p, controls[name], text, _mask(name, p, painted, named), source))
     read = tables.read_by(rows)
     used = {captions, masks, shared, *read, *(r.mask for r in rows)}
     if not together:
@@ -453,7 +475,8 @@ def read_pairs(
     ignored = tables.broken + ignored
     ignored += [(p, "neither target nor control by its name") for p in neither.values()]
     ignored = [(p, why) for p, why in ignored if p not in used]
-    ignored += _left_over(rows, [{p: p for held in controls.values() for p in held}], texts, [painted])
+    all_controls = {p: p for held in controls.values() for p in held}
+    ignored += _left_over(rows, [all_controls], texts, [painted])
     layout = "a folder for each pair" if not together else "one folder"
     if together and not guessed:
         layout = _pair_layout(after, controls)

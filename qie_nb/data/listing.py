@@ -25,7 +25,7 @@ from .images import HEIC_SUFFIXES, IMAGE_SUFFIXES, UNREAD_SUFFIXES
 CAPTION_SUFFIXES = (".txt", ".caption")
 TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson")
 UNREAD = "format not read; convert to JPEG or PNG"
-_known = ContextVar("listings", default=None) # {folder: (entries, names of folders)} within `listed_once`
+_known = ContextVar("listings", default=None) # {folder: result of `_listed`} in `listed_once`
 
 @contextmanager
 def listed_once():
@@ -57,7 +57,8 @@ def _listed(folder:Path) -> tuple: # (paths, sorted by name; names of folders)
         with os.scandir(name) as entries: # without asking about each file
             folders = {e.name for e in entries if _is_folder(e)}
     except OSError as e:
-        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose another") from None
+        raise ValueError(f"folder {str(folder)!r} cannot be read ({e.strerror}); choose "
+                         "another") from None
     if known is not None:
         known[name] = paths, folders
     return paths, folders
@@ -90,7 +91,8 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 # what a file of another name may be, and the suffix that it should have
 _SUFFIX_OF = {"a JPEG image": ".jpg", "a PNG image": ".png", "a WebP image": ".webp", "a GIF image": ".gif",
               "a TIFF image": ".tif", "an AVIF image": ".avif", "a HEIC image": ".heic"}
-_NO_IMAGES = TABLE_SUFFIXES + tuple(".md .yaml .yml .toml .py .ipynb .npz .npy .safetensors .pt .zip .mp4 .log".split())
+_NO_IMAGES = TABLE_SUFFIXES + tuple(".md .yaml .yml .toml .py .ipynb .npz .npy .safetensors .pt "
+                                    ".zip .mp4 .log".split())
 
 def _named_otherwise(path:Path) -> str: # the reason, or ""
     "Is a file with another suffix an image by its first bytes?"
@@ -134,8 +136,11 @@ def raise_twice(
     b:Path,
 ):
     "The error for two files of one name."
-    alike = " (the same name in two Unicode normalisations, NFC and NFD)" if nfc(a.name) == nfc(b.name) else ""
-    raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in {str(b.parent)!r}; "
+    alike = ""
+    if nfc(a.name) == nfc(b.name):
+        alike = " (the same name in two Unicode normalisations, NFC and NFD)"
+    raise ValueError(f"two {what} have the name {stem!r}: {a.name} and {b.name}{alike} in "
+                     f"{str(b.parent)!r}; "
                      f"rename or remove {b.name}")
 
 def folder_files(
@@ -193,7 +198,8 @@ def read_folder(
         where = folder_of(p)
         if where not in beside or _known.get() is None:
             beside[where] = _folders_beside(p)
-        usual = kind in _ALL_SUFFIXES and name.isascii() and name[0] != "." and name not in beside[where]
+        usual = kind in _ALL_SUFFIXES and name.isascii() and name[0] != "."
+        usual = usual and name not in beside[where]
         why = "" if usual else why_unused(p)
         if why == "a folder" and _holds_images(p):
             why += f" ({contents(p, False)}); move its images up"
@@ -202,7 +208,9 @@ def read_folder(
         if why != "":
             continue
         held = images if kind in IMAGE_SUFFIXES else captions
-        stem = name[:-len(kind)] if where == here else p.relative_to(folder).with_suffix("").as_posix()
+        stem = name[:-len(kind)]
+        if where != here:
+            stem = p.relative_to(folder).with_suffix("").as_posix()
         stem = nfc(stem)
         if stem not in held:
             held[stem] = p
@@ -300,7 +308,7 @@ def is_inside(
     root:Path, # folder of the table
     name:str, # a path, relative to it or absolute
 ) -> bool:
-    "Is the file part of the data set? So is the blob of a Hugging Face hub snapshot that a link in it names."
+    "Is the file part of the data set? The blobs of a Hugging Face hub snapshot are."
     end = end_of(root/name).path
     if end is None:
         return False
@@ -331,7 +339,8 @@ def inside(
 ) -> Path:
     "The path of an image in a table. Raises ValueError, or FileNotFoundError if it does not exist."
     if not isinstance(name, str) or not visible(name):
-        raise ValueError(f"{where} must name an image file, got {short(name)}; write its path there")
+        raise ValueError(f"{where} must name an image file, got {short(name)}; write its path "
+                         "there")
     text = f"{where} names {short(name)}"
     for form in _forms_of(name):
         end = end_of(root/form)
@@ -343,17 +352,18 @@ def inside(
             return root/form
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", name):
         raise ValueError(f"{text}, a URL or a drive; use paths inside {str(root)!r}")
-    raise FileNotFoundError(f"{text}, which does not exist in {str(root)!r}; fix the path or remove the row")
+    raise FileNotFoundError(f"{text}, which does not exist in {str(root)!r}; fix the path or "
+                            "remove the row")
 
 def _forms_of(name:str) -> Iterable: # each once
-    "A path as it is written, without blanks around it, with slashes, and as another system writes its letters."
+    "A path as it is written, without blanks around it, with slashes, and in other letters."
     plain = visible(name)
     bare = unquoted(name)
     slashes = bare.replace("\\", "/")
     if name == slashes and name.isascii(): # most are
         return (name,)
-    forms = (name, plain, bare, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
-    return dict.fromkeys(forms)
+    others = [unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")]
+    return dict.fromkeys((name, plain, bare, slashes, *others))
 
 # %% ../../nbs/data/00b_listing.ipynb #006b9e1a
 def not_named(
@@ -369,7 +379,8 @@ def not_named(
     folders = {os.path.dirname(p) for p in used}
     out = []
     for d in folders:
-        out += [(p, f"not in {table.name}") for p in entries_of(d) if os.path.normpath(p) not in used and is_image(p)]
+        rest = [p for p in entries_of(d) if os.path.normpath(p) not in used and is_image(p)]
+        out += [(p, f"not in {table.name}") for p in rest]
     for p in entries_of(root):
         if p.suffix.lower() in TABLE_SUFFIXES and p != table and not is_hidden(p):
             out.append((p, "another table"))
@@ -390,7 +401,9 @@ def _renamed(path:Path) -> str: # or ""
     if any(p.suffix.lower() in IMAGE_SUFFIXES for p in files):
         return ""
     odd = [p for p in files if _named_otherwise(p)]
-    return f"Rename the images, e.g. {printable(odd[0].name)} ({_named_otherwise(odd[0])})" if odd else ""
+    if not odd:
+        return ""
+    return f"Rename the images, e.g. {printable(odd[0].name)} ({_named_otherwise(odd[0])})"
 
 def remedy(
     path:Path,
@@ -399,14 +412,16 @@ def remedy(
     "What to do with a folder in which no pairs were found."
     files = {p.suffix.lower(): p for p in path.glob("**/*")}
     if ".arrow" in files:
-        return "For a data set of save_to_disk: " + _HUB.format("from_disk", repr(str(path))).split(", or")[0]
+        load = _HUB.format("from_disk", repr(str(path))).split(", or")[0]
+        return f"For a data set of save_to_disk: {load}"
     if ".parquet" in files:
         return "For parquet files: " + _HUB.format("dataset", f"'parquet', data_dir={str(path)!r}")
     archive = next((p for kind, p in files.items() if kind in ARCHIVES), None)
     if archive:
         return f"Unpack {archive.name} first"
     if sets:
-        return (f"Set `data.dataset_path` to one of the data sets {few(d.name for d in sets)}, or to a list "
+        return (f"Set `data.dataset_path` to one of the data sets {few(d.name for d in sets)}, or "
+                "to a list "
                 "of them")
     unread = [p for p in path.glob("**/*") if p.suffix.lower() in UNREAD_SUFFIXES]
     read = [p for p in path.glob("**/*") if p.suffix.lower() in IMAGE_SUFFIXES]
@@ -415,9 +430,13 @@ def remedy(
     renamed = _renamed(path)
     if renamed:
         return renamed
-    put = "Name the images of a pair x_before and x_after, or put" if any(map(is_image, entries_of(path))) else "Put"
-    return (f"{put} the images before the edit into control_images/ and those after it, with the same names, into "
-            "training_images/, or name your own folders in `data.control_dir` and `data.target_dir`")
+    put = "Put"
+    if any(map(is_image, entries_of(path))):
+        put = "Name the images of a pair x_before and x_after, or put"
+    return (f"{put} the images before the edit into control_images/ and those after it, with the "
+            "same names, into "
+            "training_images/, or name your own folders in `data.control_dir` and "
+            "`data.target_dir`")
 
 # %% ../../nbs/data/00b_listing.ipynb #146fc303
 _OF_ADDRESS = "download it to this machine, and give the folder"
@@ -450,15 +469,18 @@ def no_folder(
     if root.is_file():
         raise ValueError(f"{what} is {_kind_of_file(root)}")
     if root.exists():
-        raise ValueError(f"{what} is neither a folder nor a file; set it to the folder of your pairs")
+        raise ValueError(f"{what} is neither a folder nor a file; set it to the folder of your "
+                         "pairs")
     if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", str(path)):
-        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this machine "
+        raise FileNotFoundError(f"{what} is a path on a Windows computer; copy the folder to this "
+                                "machine "
                                 "and give its path here")
     beside = root.parent
     if beside.is_dir():
         raise FileNotFoundError(f"{what} does not exist in {str(beside)!r}, which has: "
                                 f"{contents(beside, False)}; set it to the folder of your pairs")
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
-        raise FileNotFoundError(f"{what} does not exist; if it is a data set of the Hugging Face hub, "
+        raise FileNotFoundError(f"{what} does not exist; if it is a data set of the Hugging Face "
+                                "hub, "
                                 + _HUB.format("dataset", repr(str(path))))
     raise FileNotFoundError(f"{what} does not exist; set it to the folder of your pairs")

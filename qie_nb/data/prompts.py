@@ -27,7 +27,7 @@ class Sample:
     controls: tuple # images before the edit
     prompt: str
     mask: object = None # white: full weight of the loss, black: `train.mask_min_weight`
-    prompt_from: object = None # the `Path` of its own caption file; else text that says where the prompt is
+    prompt_from: object = None # the `Path` of its own caption file, or text that names the place
 
 # %% ../../nbs/data/02b_prompts.ipynb #8536ca27
 _printed = set() # notes
@@ -88,14 +88,16 @@ class Samples(list):
     def _repr_html_(self):
         rows = [(s.id, len(s.controls), s.prompt) for s in self[:3]]
         notes = "".join(f"<p>{escape(n)}</p>" for n in self.notes)
-        html = f"<p>{escape(repr(self))}</p>{notes}{table_html(rows, ('sample', 'controls', 'prompt'))}"
+        table = table_html(rows, ("sample", "controls", "prompt"))
+        html = f"<p>{escape(repr(self))}</p>{notes}{table}"
         if self.ignored:
             html += f"<details><summary>ignored</summary>{table_html(self.ignored)}</details>"
         return html
 
 # %% ../../nbs/data/02b_prompts.ipynb #3956ebc3
 _TRIGGER = re.compile(r"\[trigger\]", re.I)
-_NO_BLANKS = frozenset("CJK IDEOGRAPHIC HIRAGANA KATAKANA KATAKANA-HIRAGANA HALFWIDTH BOPOMOFO HANGUL THAI LAO "
+_NO_BLANKS = frozenset("CJK IDEOGRAPHIC HIRAGANA KATAKANA KATAKANA-HIRAGANA HALFWIDTH BOPOMOFO "
+                       "HANGUL THAI LAO "
                        "KHMER MYANMAR TIBETAN YI".split()) # first words of Unicode names
 
 def _joined(a:str, b:str) -> bool:
@@ -137,7 +139,7 @@ def add_trigger(
 # %% ../../nbs/data/02b_prompts.ipynb #3956eb01
 _NO_CAPTION = re.compile(r"readme|licen[cs]e|dataset_info|\.md$", re.I)
 _TEXT = re.compile(r"\.(txt|caption|md|jsonl?|csv|tsv)\b", re.I)
-_EMPTY_WORDS = frozenset("nan none null nil undefined n/a na <na> #n/a".split()) # of programs, for an empty cell
+_EMPTY_WORDS = frozenset("nan none null nil undefined n/a na <na> #n/a".split()) # of programs
 
 def _unused_texts(found:Found) -> list: # of names
     "Text files that are not used, and folders of texts without images."
@@ -174,10 +176,12 @@ def _prompt_notes(rows:list, trigger:str|None) -> list: # of sentences
     if trigger_of(trigger):
         return notes
     if trigger and not trigger.isspace():
-        notes.append("`data.trigger_word` has no letter that can be seen, so nothing is added; correct or remove it")
+        notes.append("`data.trigger_word` has no letter that can be seen, so nothing is added; "
+                     "correct or remove it")
     n = sum(bool(_TRIGGER.search(r.prompt)) for r in rows)
     if n:
-        notes.append(f"{_counted(n, 'caption')} say{'s' if n == 1 else ''} [trigger], but `data.trigger_word` is "
+        notes.append(f"{_counted(n, 'caption')} say{'s' if n == 1 else ''} [trigger], but "
+                     "`data.trigger_word` is "
                      "not set; set it, or remove [trigger]")
     return notes
 
@@ -186,8 +190,10 @@ def _lines_note(text:str, file:Path, pairs:set) -> list: # of sentences
     lines = [line for line in text.splitlines() if visible(line)]
     if len(lines) < 2 or len(lines) not in pairs:
         return []
-    return [f"prompts: {file.name} has {len(lines)} lines, as many as there are pairs, and all lines together are the "
-            "instruction of each pair; for a line each, write a table with the columns image and prompt"]
+    return [f"prompts: {file.name} has {len(lines)} lines, as many as there are pairs, and all "
+            "lines together are the "
+            "instruction of each pair; for a line each, write a table with the columns image and "
+            "prompt"]
 
 # %% ../../nbs/data/02b_prompts.ipynb #3956eb02
 class Prompted(NamedTuple):
@@ -224,6 +230,7 @@ def with_prompts(
     notes = _prompt_notes(rows, trigger) + notes
     texts = [name for name in _unused_texts(found) if not _NO_CAPTION.search(name)]
     if bad and texts and source == "`data.prompt`":
-        notes.append(f"{few(texts)} {'are' if texts[1:] else 'is'} not read, {source} is used; name each "
+        notes.append(f"{few(texts)} {'are' if texts[1:] else 'is'} not read, {source} is used; "
+                     "name each "
                      "caption like its image, or give a table with the columns image and prompt")
     return Prompted(out, "".join(f", {a}" for a in added), notes)

@@ -23,10 +23,10 @@ from .folders import read_folders, read_pairs
 from .images import IMAGE_SUFFIXES, Geometry, crop_to, open_image, read_bytes, read_image_size
 from .images import remembered, source_digest, source_name
 from .listing import TABLE_SUFFIXES, address_remedy, contents, entries_of, is_hidden, it_contains
-from .listing import listed_once, no_folder, not_named, remedy
+from .listing import end_of, listed_once, no_folder, not_named, remedy
 from .prompts import Sample, Samples, add_trigger, with_prompts
-from .sides import match_columns, named_folder
-from .tables import Found, NoTable, columns_of, has_targets, is_table, prompt_file
+from .sides import columns_of, match_columns, matching_columns, named_folder
+from .tables import Found, NoTable, is_table, prompt_file
 from .tables import read_dataset, read_table, table_captions, table_rows
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
@@ -66,12 +66,19 @@ def _has_known_columns(table:Path, columns:dict|None, optional:Iterable) -> bool
 def _only_captions(table:Path) -> bool:
     "Does a table hold captions for images in folders?"
     try:
-        return bool(table_captions(table)) and not _has_known_columns(table, None, ["prompt", "mask"])
+        captions = table_captions(table)
+        return bool(captions) and not _has_known_columns(table, None, ["prompt", "mask"])
     except ValueError:
         return False
 
+def _has_targets(path:Path, rows:list) -> bool:
+    "Does a table name images that exist, in a column for targets?"
+    found = matching_columns(columns_of(rows), "target")
+    names = [row.get(found[0]) for _, row in rows[:50]] if found else []
+    return any(isinstance(n, str) and n and end_of(path.parent/n).is_file for n in names)
+
 def _is_metadata(table:Path, request:Request) -> bool:
-    "Is a file called metadata the table of the data set, by its content? Raises ValueError for a broken one."
+    "Is a file called metadata the table, by its content? Raises ValueError for a broken one."
     try:
         rows = table_rows(table)
     except NoTable:
@@ -80,7 +87,9 @@ def _is_metadata(table:Path, request:Request) -> bool:
         return True
     if not rows or _only_captions(table):
         return False
-    return _has_known_columns(table, None, ["prompt", "mask"]) or (request.lone and has_targets(table, rows))
+    if _has_known_columns(table, None, ["prompt", "mask"]):
+        return True
+    return request.lone and _has_targets(table, rows)
 
 def _read_table(path:Path, request:Request) -> Found:
     "The samples of a table, and what it does not name."
@@ -99,20 +108,23 @@ class ChosenTable(NamedTuple):
 def _table_in(root:Path, request:Request) -> ChosenTable:
     "The table that describes a folder's samples. Raises ValueError for several."
     tables = {p.name: p for p in entries_of(root) if p.name[0] != "." and is_table(p)}
-    metadata = next((tables[f"metadata{s}"] for s in TABLE_SUFFIXES if f"metadata{s}" in tables), None)
+    usual = [f"metadata{suffix}" for suffix in TABLE_SUFFIXES]
+    metadata = next((tables[name] for name in usual if name in tables), None)
     notes = []
     if metadata:
         if _is_metadata(metadata, request):
             return ChosenTable(metadata, [])
         if _only_captions(metadata):
             return ChosenTable(None, []) # of images in folders
-        notes.append(f"data: {metadata.name!r} is not read, because it has no columns for target and control")
+        notes.append(f"data: {metadata.name!r} is not read, because it has no columns for target "
+                     "and control")
     rest = [p for p in tables.values() if p != metadata]
     fitting = [p for p in rest if _has_known_columns(p, request.columns, request.optional)]
     if len(fitting) > 1:
         fitting = [p for p in fitting if p.stem == "train"] or fitting
     if len(fitting) > 1:
-        raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: {', '.join(p.name for p in fitting)}; "
+        raise ValueError(f"{str(root)!r} holds {len(fitting)} tables: "
+                         f"{', '.join(p.name for p in fitting)}; "
                          "pass one of them")
     return ChosenTable(fitting[0] if fitting else None, notes)
 
@@ -175,7 +187,8 @@ def _found(
     ignored = [(name + n, why) for n, why in found.ignored]
     ignored += [(printable(p.name), f"not in {name}") for p in entries_of(root)
                 if p not in (inner, shared) and not is_hidden(p)]
-    return found._replace(layout=f"in {name}: {found.layout}", ignored=ignored, notes=notes, shared=shared)
+    layout = f"in {name}: {found.layout}"
+    return found._replace(layout=layout, ignored=ignored, notes=notes, shared=shared)
 
 # %% ../../nbs/data/03_samples.ipynb #1e8bf402
 def _several(sets:list) -> Samples:
@@ -198,17 +211,19 @@ def _is_set(folder:Path, columns:dict|None) -> bool:
 
 def _none_found(path:Path, request:Request=Request()):
     "Raises the reason why a folder has no samples."
-    tables = [p for p in entries_of(path) if p.suffix.lower() in TABLE_SUFFIXES and not is_hidden(p)]
+    seen = [p for p in entries_of(path) if not is_hidden(p)]
+    tables = [p for p in seen if p.suffix.lower() in TABLE_SUFFIXES]
     for table in tables:
         try:
             table_rows(table) # raises for a broken one
         except NoTable:
             continue
     # JSON may describe a data set
-    first = [p for p in tables if request.columns or p.suffix.lower() != ".json" or p.stem == "metadata"]
-    for table in first[:1]:
+    if not request.columns:
+        tables = [p for p in tables if p.suffix.lower() != ".json" or p.stem == "metadata"]
+    for table in tables[:1]:
         read_table(table, request.columns, request.optional)
-    sets = [d for d in entries_of(path) if d.is_dir() and not is_hidden(d) and _is_set(d, request.columns)]
+    sets = [d for d in seen if d.is_dir() and _is_set(d, request.columns)]
     empty = contents(path) == "empty"
     readable = "" if _images_below(path) or empty else ", but no images that we can read"
     alone = "; put targets without a control into training_images/ too" if request.lone else ""
@@ -219,7 +234,8 @@ def _none_found(path:Path, request:Request=Request()):
 def _read(path:object, request:Request) -> Found:
     "The samples at a path, as the user wrote it."
     if isinstance(path, str) and not visible(path):
-        raise ValueError("`data.dataset_path` is empty; set it to the folder of your pairs, or to . for the working folder")
+        raise ValueError("`data.dataset_path` is empty; set it to the folder of your pairs, or to "
+                         ". for the working folder")
     root = path_from(path, "`data.dataset_path`", address_remedy(str(path)))
     found = None
     if root.is_dir():
@@ -232,7 +248,8 @@ def _read(path:object, request:Request) -> Found:
 
 def _given_folders(target_dir:object, dirs:list) -> tuple: # (common folder, target_dir, dirs)
     "Folders that are given without a data set around them."
-    paths = [os.path.abspath(path_from(d, "`data.target_dir` or `data.control_dir`")) for d in (target_dir, *dirs)]
+    setting = "`data.target_dir` or `data.control_dir`"
+    paths = [os.path.abspath(path_from(d, setting)) for d in (target_dir, *dirs)]
     return os.path.commonpath(paths), paths[0], paths[1:]
 
 def find_samples(
@@ -249,8 +266,8 @@ def find_samples(
     if isinstance(path, (list, tuple)):
         if not path:
             raise ValueError("`data.dataset_path` is an empty list; name at least one folder in it")
-        return _several([find_samples(p, columns, target_dir, dirs, prompt, trigger_word, allow_missing_control)
-                         for p in path])
+        same = (columns, target_dir, dirs, prompt, trigger_word, allow_missing_control)
+        return _several([find_samples(p, *same) for p in path])
     if path is None and target_dir and dirs:
         path, target_dir, dirs = _given_folders(target_dir, dirs)
     optional = ["mask"]
@@ -264,7 +281,8 @@ def find_samples(
     if path is None:
         raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
-        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a folder, a "
+        raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a "
+                         "folder, a "
                          "table or a datasets.Dataset")
     with listed_once():
         found = _read(path, request)
@@ -283,8 +301,9 @@ def config_samples(
         chosen = [d for d in (data.target_dir, *folders) if d]
         if not all(root and not os.path.isabs(d) and (root/d).is_dir() for d in chosen):
             names = {}
-    return find_samples(path or data.dataset_path, columns=data.columns or None, **names, prompt=data.prompt,
-                        trigger_word=data.trigger_word, allow_missing_control=data.allow_missing_control)
+    return find_samples(path or data.dataset_path, columns=data.columns or None, **names,
+                        prompt=data.prompt, trigger_word=data.trigger_word,
+                        allow_missing_control=data.allow_missing_control)
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
 def cached_size(source) -> tuple: # (width, height)
@@ -293,7 +312,8 @@ def cached_size(source) -> tuple: # (width, height)
 def _check_shape(mask, size): # (width, height) of its target
     (w, h), (tw, th) = cached_size(mask), size
     if abs(w * th - h * tw) > max(tw, th): # more than a side rounded to a pixel
-        raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of {tw}x{th}; "
+        raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of "
+                         f"{tw}x{th}; "
                          f"crop it alike or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea301
@@ -319,7 +339,8 @@ def open_unchanged(source, digest): # RGB PIL image
     "Open an image. Raises `ImageChanged` if its `source_digest` is not `digest`."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
-        raise ImageChanged(f"image {source_name(source)} has changed since it was first read; start again")
+        raise ImageChanged(f"image {source_name(source)} has changed since it was first read; "
+                           "start again")
     return open_image(data, source_name(source))
 
 # %% ../../nbs/data/03_samples.ipynb #dbe59d01
@@ -345,7 +366,8 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
     if out.max() > 1: return out
-    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint what counts white, or remove it")
+    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint what counts white, or "
+                     "remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 ONE_IMAGE = "one control image" # the share of a small data set
@@ -397,7 +419,8 @@ def samples_of(
         images = tuple(path_from(p, name, "download it, and give its path") for p in given)
         for p in images:
             if not p.is_file():
-                raise FileNotFoundError(f"{name} {str(p)!r} does not exist; correct its path, or remove the sample")
+                raise FileNotFoundError(f"{name} {str(p)!r} does not exist; correct its path, or "
+                                        "remove the sample")
             open_image(p) # raises for a broken one
         prompt = add_trigger(s.prompt, trigger_word)
         out.append(Sample(f"sample {n} {images[0].stem}", images[0], images, prompt))

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Side', 'side_of', 'mark_of', 'aligned', 'refuse_doubt', 'Roles', 'roles_of', 'Sides', 'guess_sides', 'named_folder',
-           'sides_of', 'matching_columns', 'some_names', 'match_columns', 'is_header', 'column_notes', 'layout_of']
+           'sides_of', 'matching_columns', 'some_names', 'match_columns', 'columns_of', 'is_header', 'column_notes',
+           'layout_of']
 
 # %% ../../nbs/data/01b_sides.ipynb #388069f2
 import re
@@ -88,11 +89,13 @@ def refuse_doubt(
     for n in names:
         found = close.get(_any_side(n), [])
         if n not in held and len(found) > 1 and count[_any_side(n)] == 1:
-            raise ValueError(f"{found[0]!r} and {found[1]!r} may both be the control of {n!r}; give one of them "
+            raise ValueError(f"{found[0]!r} and {found[1]!r} may both be the control of {n!r}; "
+                             "give one of them "
                              "the target's name, or remove the other")
 
 # %% ../../nbs/data/01b_sides.ipynb #82e87f30
-_TARGETS = ("training_images training_image target_images target_image targets target edited_images edited "
+_TARGETS = ("training_images training_image target_images target_image targets target "
+            "edited_images edited "
             "after outputs output images image img").split()
 _CONTROL = re.compile(r"(?:control|source|before|conditioning|condition|input|reference|original|"
                       r"edit(?=_image))(?:s|_images?)?_?(\d*)")
@@ -120,7 +123,8 @@ def roles_of(root:Path) -> Roles:
 
 # %% ../../nbs/data/01b_sides.ipynb #acfc6b1e
 _SAY_AFTER = frozenset("after target targets output outputs edited result results gt".split())
-_SAY_BEFORE = frozenset("before control controls source sources src input inputs original originals orig "
+_SAY_BEFORE = frozenset("before control controls source sources src input inputs original "
+                        "originals orig "
                         "conditioning condition reference references ref unedited".split())
 
 def _says(folder:Path) -> str: # "after", "before", "edit", "mask" or ""
@@ -150,7 +154,9 @@ def guess_sides(
     root:Path|None=None, # their folder, if it holds images itself
 ) -> Sides|None: # None if the names leave a doubt
     "The sides by the words in the names."
-    of = {side: [d for d in folders if _says(d) == side] for side in ("after", "before", "edit", "")}
+    of = {"after": [], "before": [], "edit": [], "mask": [], "": []}
+    for d in folders:
+        of[_says(d)].append(d)
     rest = of[""] or ([root] if root else [])
     targets = of["after"]
     if not targets and of["before"]:
@@ -205,13 +211,17 @@ def _guessed(
 # %% ../../nbs/data/01b_sides.ipynb #4a951903
 def _target_of(root:Path, leave:set) -> Path|None:
     "The folder of the targets by its name. Raises ValueError for several."
-    after = [d for d in image_folders(root, leave) if d.name.lower() in _TARGETS or _says(d) == "after"]
-    sure = [d for d in after if d.name.lower().startswith(("training", "target"))] # output/ may hold results
-    found = sure if len(sure) == 1 else [d for d in after if d.name.lower() not in _PLAIN] or after
+    folders = image_folders(root, leave)
+    found = [d for d in folders if d.name.lower() in _TARGETS or _says(d) == "after"]
+    sure = [d for d in found if d.name.lower().startswith(("training", "target"))]
+    if len(sure) == 1: # output/ may hold results
+        return sure[0]
+    found = [d for d in found if d.name.lower() not in _PLAIN] or found
     if len(found) < 2:
         return found[0] if found else None
     *names, last = (repr(printable(d.name)) for d in found)
-    raise ValueError(f"{', '.join(names)} and {last} may {'both' if len(found) == 2 else 'all'} hold the "
+    raise ValueError(f"{', '.join(names)} and {last} may {'both' if len(found) == 2 else 'all'} "
+                     "hold the "
                      "targets; set `data.target_dir`")
 
 def _order_note(controls:list) -> str:
@@ -219,7 +229,8 @@ def _order_note(controls:list) -> str:
     kinds = {re.sub(r"(s|_images?)?_?\d*$", "", c.name.lower()) for c in controls}
     if len(kinds) < 2:
         return ""
-    return (f"{len(controls)} controls per pair, in this order: {', '.join(c.name for c in controls)}; "
+    return (f"{len(controls)} controls per pair, in this order: "
+            f"{', '.join(c.name for c in controls)}; "
             "set `data.control_dir` to change it")
 
 # %% ../../nbs/data/01b_sides.ipynb #4a951902
@@ -236,7 +247,8 @@ def sides_of(
     if both:
         raise ValueError(f"`data.target_dir` and `data.control_dir` both name {str(both.pop())!r}; "
                          "choose two folders")
-    targets = one[0] if one else _target_of(root, {*more, *roles.controls, roles.captions, roles.masks})
+    others = {*more, *roles.controls, roles.captions, roles.masks}
+    targets = one[0] if one else _target_of(root, others)
     controls = more or [c for c in roles.controls if c != targets]
     if targets and controls:
         return Sides(targets, controls, "" if more else _order_note(controls))
@@ -246,7 +258,8 @@ def sides_of(
     targets = one[0] if one else found.targets
     controls = more or found.controls
     return Sides(targets, controls, (
-        f"pairs: targets in {targets.name!r}, controls in {few(c.name for c in controls)} (guessed from the "
+        f"pairs: targets in {targets.name!r}, controls in {few(c.name for c in controls)} "
+        "(guessed from the "
         "names; set `data.target_dir` and `data.control_dir` to choose)"))
 
 # %% ../../nbs/data/01b_sides.ipynb #e2d88683
@@ -262,7 +275,7 @@ _SPELLINGS = dict(
            "description".split(),
     mask="mask mask_image loss_mask target_mask".split())
 _ENDINGS = dict(control=r"s?_?(\d*)", prompt="s?(?:_(?:en|eng|english))?()")
-_LANGUAGE = r"s?_(?:[a-z]{2}|[a-z]{2}_[a-z]{2}|chinese|japanese|korean|german|french|spanish)()" # of a prompt
+_LANGUAGE = r"s?_(?:[a-z]{2}|[a-z]{2}_[a-z]{2}|chinese|japanese|korean|german|french|spanish)()"
 _REVERSED = {f"image_{name.removesuffix('_image')}": name for role in ("target", "control", "mask")
              for name in _SPELLINGS[role] if name.endswith("_image")}
 
@@ -304,11 +317,13 @@ def _chosen_columns(names:list, where:str, columns:dict|None) -> dict: # {role: 
     "The columns that the user names. Raises ValueError for one that the table does not have."
     said = {}
     for role, held in (columns or {}).items():
-        said["target" if role == "image" else role] = [held] if isinstance(held, str) else list(held)
+        role = "target" if role == "image" else role
+        said[role] = [held] if isinstance(held, str) else list(held)
     unknown = [role for role in said if role not in _SPELLINGS]
     missing = [c for held in said.values() for c in held if c not in names]
     for c in unknown + missing:
-        raise ValueError(f"`columns` names {c!r}, which {where} does not have; choose target, control "
+        raise ValueError(f"`columns` names {c!r}, which {where} does not have; choose target, "
+                         "control "
                          f"and prompt from: {some_names(names)}")
     return said
 
@@ -324,7 +339,7 @@ def _guessed_sides(names:list, got:dict):
 def match_columns(
     names:list, # columns
     where:str, # the table, for messages
-    columns:dict|None=None, # target, control (a name or list), prompt, mask; missing ones are detected
+    columns:dict|None=None, # target, control (a name or list), prompt, mask; others are detected
     optional:Iterable=("mask",), # roles that may be missing
 ) -> dict: # the same keys; control: a list
     "The column of each role. Raises ValueError if one is missing."
@@ -333,13 +348,24 @@ def match_columns(
     _guessed_sides(names, got)
     for role, found in got.items():
         if not found and role not in optional:
-            usual = ["prompt", "instruction", "caption"] if role == "prompt" else _SPELLINGS[role][:3]
-            shared = ", or set `data.prompt`, one instruction for all" if role == "prompt" else ""
-            raise ValueError(f"{where} has no column for the {role}; it has {some_names(names)}; name it "
-                             f"{' or '.join(usual)}, or set `data.columns` to {{{role}: ...}}, or use "
+            usual, shared = _SPELLINGS[role][:3], ""
+            if role == "prompt":
+                usual = ["prompt", "instruction", "caption"]
+                shared = ", or set `data.prompt`, one instruction for all"
+            raise ValueError(f"{where} has no column for the {role}; it has {some_names(names)}; "
+                             "name it "
+                             f"{' or '.join(usual)}, or set `data.columns` to {{{role}: ...}}, or "
+                             "use "
                              f"find_samples(path, columns={{{role!r}: ...}}){shared}")
     out = {role: found[0] for role, found in got.items() if found}
     return out | dict(control=got["control"])
+
+def columns_of(rows:list) -> list: # names, each once
+    "The columns of all rows."
+    names = {}
+    for _, row in rows:
+        names.update(dict.fromkeys(row))
+    return [n for n in names if isinstance(n, str)]
 
 def is_header(names:list) -> bool:
     "Do these names have columns for target and control?"
@@ -360,14 +386,18 @@ def column_notes(
     for c in chosen:
         alike = [n for n in names if n not in chosen and _plain(n) == _plain(c)]
         if alike:
-            notes.append(f"columns: `{c}` is read and `{alike[0]}` is not; set `data.columns` to choose")
+            notes.append(f"columns: `{c}` is read and `{alike[0]}` is not; set `data.columns` to "
+                         "choose")
     used = got.get("prompt")
-    rest = [c for c in names if c != used and re.fullmatch(r"(edit(ing)?_)?(prompt|instruction)s?", _plain(c))]
+    words = r"(edit(ing)?_)?(prompt|instruction)s?"
+    rest = [c for c in names if c != used and re.fullmatch(words, _plain(c))]
     if used and rest and "prompt" not in columns:
-        notes.append(f"prompts: column `{used}` is read and `{rest[0]}` is not, as that of an edit; set "
+        notes.append(f"prompts: column `{used}` is read and `{rest[0]}` is not, as that of an "
+                     "edit; set "
                      f"`data.columns` to {{prompt: {rest[0]}}} to change it")
     if re.fullmatch(r"image_?2", _plain(got.get("target", ""))) and "target" not in columns:
-        notes.append(f"pairs: `{got['control'][0]}` is before the edit and `{got['target']}` after it (guessed; "
+        notes.append(f"pairs: `{got['control'][0]}` is before the edit and `{got['target']}` "
+                     "after it (guessed; "
                      "set `data.columns` to choose)")
     return notes
 def layout_of(
