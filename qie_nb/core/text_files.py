@@ -309,7 +309,7 @@ def _other_lines(text:str, n:int, line:str, error:ValueError) -> list:
         return list(enumerate(values[0][1], 1))
     return values
 
-# %% ../../nbs/core/01_text_files.ipynb #a8c663f9
+# %% ../../nbs/core/01_text_files.ipynb #1324add3
 _MARKS = ",;\t|"
 
 def _filled(cell:str|list|None) -> bool:
@@ -361,8 +361,8 @@ def parse_csv(
             if any(map(_filled, row.values())):
                 rows.append((n, {k: cell for k, cell in row.items() if k or _filled(cell)}))
     except csv.Error as e:
-        raise ValueError(f"is not valid CSV (row {n + 1}: {e}; look for a stray \"); fix "
-                         "it") from None
+        raise ValueError(f"is not valid CSV (row {n + 1}: {e}; look for a stray \" "
+                         "or a blank after one); fix it") from None
     return rows
 
 # %% ../../nbs/core/01_text_files.ipynb #c8ed8c53

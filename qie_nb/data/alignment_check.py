@@ -179,6 +179,8 @@ def check_alignment(
 ) -> AlignmentReport:
     "Measures the alignment of all pairs. Known results are kept by the images' content."
     samples = samples_to_check(where)
+    for note in getattr(samples, "notes", ()):
+        print(note)
     pairs, found = [s for s in samples if s.controls], {}
     progress = Progress(len(pairs), "check pairs")
     with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1)) as pool:

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from ..core.files import few, nfc, printable, visible
 from ..core.text_files import in_one_sentence
-from .listing import TABLE_SUFFIXES, UNREAD, contents, entries_of, image_folders, is_hidden
+from .listing import UNREAD, contents, entries_of, image_folders, is_hidden
 from .listing import is_image, it_contains, lost_images, may_be_lost, raise_twice, read_folder
 from .listing import why_unused
 from .sides import Sides, aligned, mark_of, refuse_doubt, roles_of, side_of, sides_of
+from .sides import tables_among
 from .tables import NO_CONTROL, Found, NoTable, Row, instruction, prompt_file
 from .tables import table_captions, text_of
 
@@ -188,9 +189,7 @@ class TablesBeside(NamedTuple):
 def _tables_beside(folders:Iterable, names:Iterable) -> TablesBeside:
     "Captions for these names from tables in these folders."
     out = TablesBeside([], [], [])
-    for p in [p for d in dict.fromkeys(folders) for p in entries_of(d)]:
-        if p.suffix.lower() not in TABLE_SUFFIXES or is_hidden(p) or not p.is_file():
-            continue
+    for p in [p for d in dict.fromkeys(folders) for p in tables_among(entries_of(d), names)]:
         try:
             held = aligned(table_captions(p), names)
         except NoTable:

@@ -159,6 +159,7 @@ def _no_caption(found:Found, bad:list) -> ValueError:
                  "one for all into prompt.txt beside the folders or into `data.prompt`")
     else:
         where = f"fill {bad[0].prompt_from}, or set one instruction for all in `data.prompt`"
+    where += "".join(f"; {note}" for note in found.notes if "is not read" in note)
     empty = " or an empty one" if any(r.prompt_from for r in bad) else ""
     texts = _unused_texts(found)
     unused = f" (unused text files: {few(texts)})" if texts else ""
@@ -187,7 +188,7 @@ def _prompt_notes(rows:list, trigger:str|None) -> list: # of sentences
 
 def _lines_note(text:str, file:Path, pairs:set) -> list: # of sentences
     "A file with a line for each pair is usually no instruction for all."
-    lines = [line for line in text.splitlines() if visible(line)]
+    lines = [line for line in text.split("\n") if visible(line)]
     if len(lines) < 2 or len(lines) not in pairs:
         return []
     return [f"prompts: {file.name} has {len(lines)} lines, as many as there are pairs, and all "

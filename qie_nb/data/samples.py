@@ -25,8 +25,9 @@ from .images import remembered, source_digest, source_name
 from .listing import TABLE_SUFFIXES, address_remedy, contents, entries_of, is_hidden, it_contains
 from .listing import end_of, listed_once, no_folder, not_named, remedy
 from .prompts import Sample, Samples, add_trigger, with_prompts
-from .sides import columns_of, match_columns, matching_columns, named_folder
-from .tables import Found, NoTable, is_table, prompt_file
+from .sides import columns_of, is_table, match_columns, matching_columns, named_folder
+from .sides import tables_among
+from .tables import Found, NoTable, prompt_file
 from .tables import read_dataset, read_table, table_captions, table_rows
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
@@ -107,7 +108,7 @@ class ChosenTable(NamedTuple):
 
 def _table_in(root:Path, request:Request) -> ChosenTable:
     "The table that describes a folder's samples. Raises ValueError for several."
-    tables = {p.name: p for p in entries_of(root) if p.name[0] != "." and is_table(p)}
+    tables = {p.name: p for p in tables_among(entries_of(root))}
     usual = [f"metadata{suffix}" for suffix in TABLE_SUFFIXES]
     metadata = next((tables[name] for name in usual if name in tables), None)
     notes = []
@@ -116,8 +117,8 @@ def _table_in(root:Path, request:Request) -> ChosenTable:
             return ChosenTable(metadata, [])
         if _only_captions(metadata):
             return ChosenTable(None, []) # of images in folders
-        notes.append(f"data: {metadata.name!r} is not read, because it has no columns for target "
-                     "and control")
+        notes.append(f"data: {metadata.name!r} is not read, because it has no known columns for "
+                     "target and control; if it is your table, name them in `data.columns`")
     rest = [p for p in tables.values() if p != metadata]
     fitting = [p for p in rest if _has_known_columns(p, request.columns, request.optional)]
     if len(fitting) > 1:

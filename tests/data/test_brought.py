@@ -89,6 +89,13 @@ def test_a_prompt_file_with_a_line_for_each_pair(pairs):
     assert not find_samples(pairs).notes
 
 
+def test_captions_in_a_table_that_is_called_a_text(pairs):
+    (pairs/"captions.txt").write_text("image,prompt\n" + "".join(f"{n}.png,make it blue\n" for n in (1, 2, 3)))
+    assert facts(pairs) == PLAIN and find_samples(pairs).layout.endswith(", captions.txt")
+    for n in range(60): (pairs/f"note{n}.txt").write_text("x") # so many are captions, and not looked into
+    assert "3 of 3 samples have no caption" in refused(pairs)
+
+
 # --- trigger words
 @pytest.mark.parametrize("word, prompt, has", [
     ("ohwx", "把ohwx风格应用到图片", True), ("ohwx", "ohwx를 그려", True), ("ohwx", "これをohwxにする", True), ("ohwx", "ทำให้ohwxแดง", True), ("猫", "把猫变蓝", True), ("ohwx", "сделай ohwxом", True),
@@ -202,7 +209,8 @@ def test_absolute_paths_of_this_machine(pairs, tmp_path):
 def test_a_file_called_metadata_is_the_table_only_if_it_has_the_columns(pairs):
     (pairs/"metadata.csv").write_text("filename,camera,iso\n1.png,X100,200\n")
     found = find_samples(pairs, prompt="make it blue")
-    assert facts(pairs, prompt="make it blue") == PLAIN and "data: 'metadata.csv' is not read, because it has no columns for target and control" in found.notes
+    assert facts(pairs, prompt="make it blue") == PLAIN and found.notes[0].startswith("data: 'metadata.csv' is not read, because it has no known columns for target and control; if it is")
+    assert "beside the folders or into `data.prompt`; data: 'metadata.csv' is not read, because it has no known columns" in refused(pairs)
     (pairs/"metadata.json").write_text('{"version": 1, "tags": ["a"]}')
     assert len(find_samples(pairs, prompt="x", allow_missing_control=True)) == 3
     lines(pairs, ROWS, "pairs.jsonl")
