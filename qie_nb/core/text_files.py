@@ -62,7 +62,7 @@ def remedy_for(
     "What to do with a file of this kind where another was expected."
     return _REMEDIES.get(kind, otherwise)
 
-# %% ../../nbs/core/01_text_files.ipynb #2c244791
+# %% ../../nbs/core/01_text_files.ipynb #e6cb89b2
 CAPTION_BYTES = 1_000_000
 SETTINGS_BYTES = 10_000_000
 TABLE_BYTES = 500_000_000
@@ -143,10 +143,14 @@ def _encoding(data:bytes) -> str:
         return "utf-32"
     return "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
 
+_FIRST = (b"<", b"v", b"/", b"#", b"%", b"{", b"\xef", b" ", b"\t", b"\n", b"\r") # of `_AS_TEXT`
+
 def _fault_of(data:bytes, text:str|None) -> tuple: # (fault, detail, remedy), or None
     "What is wrong with a file's bytes, of which `text` is what they decode to."
-    kind = kind_of_bytes(data[:512])
     broken = text is None or "\0" in text
+    if not broken and data[:1] not in _FIRST: # most captions
+        return None
+    kind = kind_of_bytes(data[:512])
     if kind and (broken or kind in _AS_TEXT):
         return f"is {kind}", "", remedy_for(kind, "put a text file there")
     if not broken:

@@ -307,19 +307,24 @@ def short(value:object) -> str:
 def is_inside(
     root:Path, # folder of the table
     name:str, # a path, relative to it or absolute
+    end:Path|None=None, # where it leads, if that is known
+    home:Path|None=None, # where the folder leads, if that is known
 ) -> bool:
     "Is the file part of the data set? The blobs of a Hugging Face hub snapshot are."
-    end = end_of(root/name).path
+    end = end or end_of(root/name).path
+    home = home or root.resolve()
     if end is None:
         return False
+    if end.is_relative_to(home):
+        return True
     above = (root.absolute(), *root.absolute().parents)
     blobs = [p.parent/"blobs" for p in above if p.name == "snapshots"]
-    if any(end.is_relative_to(folder.resolve()) for folder in (root, *blobs)):
+    if any(end.is_relative_to(folder.resolve()) for folder in blobs):
         return True
     written = os.path.relpath(name, root) if os.path.isabs(name) else name
     if ".." in Path(written).parts or os.path.isabs(written):
         return False
-    return not root.resolve().is_relative_to(end.parent) # through a link
+    return not home.is_relative_to(end.parent) # through a link
 
 def _way_in(root:Path, name:str) -> str:
     "How an image outside of the data set can be used."
@@ -336,6 +341,7 @@ def inside(
     root:Path, # folder of the table
     name:object, # as the row has it
     where:str, # "row 3 of 'metadata.jsonl'"
+    home:Path|None=None, # as for `is_inside`
 ) -> Path:
     "The path of an image in a table. Raises ValueError, or FileNotFoundError if it does not exist."
     if not isinstance(name, str) or not visible(name):
@@ -346,7 +352,7 @@ def inside(
         end = end_of(root/form)
         if end.path is None:
             raise ValueError(f"{text}, which cannot be a file name; fix it")
-        if not is_inside(root, form):
+        if not is_inside(root, form, end.path, home):
             raise ValueError(f"{text} outside the data set; {_way_in(root, form)}")
         if end.is_file:
             return root/form

@@ -7,8 +7,8 @@ __all__ = ['MOST_TEXTS', 'Side', 'side_of', 'mark_of', 'aligned', 'refuse_doubt'
            'named_folder', 'sides_of', 'matching_columns', 'some_names', 'match_columns', 'columns_of', 'is_header',
            'is_table', 'tables_among', 'column_notes', 'layout_of']
 
-# %% ../../nbs/data/01b_sides.ipynb #105b0bdf
-import re
+# %% ../../nbs/data/01b_sides.ipynb #e5a70608
+import os, re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -374,10 +374,12 @@ def is_header(names:list) -> bool:
     except ValueError:
         return False
 
+_TEXTS = (".txt", ".tab", ".dat", "")
+
 def is_table(path:Path) -> bool:
     "Is a file a table, by its suffix or, if it is called a text, by its first lines?"
     kind = path.suffix.lower()
-    if not path.is_file() or kind not in (*TABLE_SUFFIXES, ".txt", ".tab", ".dat", ""):
+    if not path.is_file() or kind not in (*TABLE_SUFFIXES, *_TEXTS):
         return False
     if kind in TABLE_SUFFIXES:
         return True
@@ -399,9 +401,13 @@ def tables_among(
     leave:Iterable=(), # stems of caption files
 ) -> list:
     "The tables of a folder."
-    texts = [p for p in paths if p.suffix.lower() not in TABLE_SUFFIXES and p.stem not in leave]
-    texts = [p for p in texts if p.suffix.lower() in (".txt", ".tab", ".dat", "")]
-    tables = [p for p in paths if p.suffix.lower() in TABLE_SUFFIXES]
+    tables, texts = [], []
+    for p in paths:
+        stem, kind = os.path.splitext(p.name)
+        if kind.lower() in TABLE_SUFFIXES:
+            tables.append(p)
+        elif kind.lower() in _TEXTS and stem not in leave:
+            texts.append(p)
     if len(texts) <= MOST_TEXTS:
         tables += texts
     return sorted(p for p in tables if p.name[0] != "." and is_table(p))

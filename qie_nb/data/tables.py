@@ -223,8 +223,9 @@ def _names_in(cell:object, root:Path) -> list:
             return held
     for mark in ";,":
         parts = [visible(p) for p in cell.split(mark) if visible(p)]
-        files = all(end_of(root/p).is_file for p in parts)
-        if len(parts) > 1 and files and not end_of(root/cell).is_file:
+        if len(parts) < 2 or end_of(root/cell).is_file:
+            continue
+        if all(end_of(root/p).is_file for p in parts):
             return parts
     return [cell]
 
@@ -261,10 +262,11 @@ class TableReader(NamedTuple):
     columns: dict # of `match_columns`
     moved: Moved
     lone: bool # may the target lack a control?
+    home: Path|None = None # where the table's folder leads
 
     def path(self, name:object, where:str) -> Path:
         "The file that a cell names."
-        return inside(self.table.parent, self.moved.local(name), where)
+        return inside(self.table.parent, self.moved.local(name), where, self.home)
 
     def row(self, n:int, row:dict) -> Row:
         "A sample, of which the id is still a number. Raises ValueError or FileNotFoundError."
@@ -358,7 +360,7 @@ def read_table(
         unused = (c for c in names if c not in got.values()
                   and _has_images(_some_names(rows, c, root), root, moved))
         _refuse_unused(next(unused, None), repr(path.name))
-    reader = TableReader(path, got, moved, "control" in optional)
+    reader = TableReader(path, got, moved, "control" in optional, root.resolve())
     found, bad = [], []
     for n, row in rows:
         try:
