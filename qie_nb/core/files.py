@@ -264,9 +264,10 @@ def collector_paused():
     finally:
         if on: gc.enable()
 
-# %% ../../nbs/core/00_files.ipynb #bae2d805
-_FILLERS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0") # without a shape, but of other categories
-_SIGNS = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u08e2\U000110bd") # numbers' signs
+# %% ../../nbs/core/00_files.ipynb #89bb0004
+_FILLERS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0") # of other categories
+# of category Cf, but with a shape: signs for numbers
+_SIGNS = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u08e2\U000110bd")
 
 def is_invisible(letter:str) -> bool:
     "Is it a blank or another letter without a shape? Not the tags at the end of a flag."
@@ -289,9 +290,10 @@ def visible(text:str) -> str:
     return text[first:end]
 
 def letter_name(letter:str) -> str:
-    "A letter in words, for messages: `no-break space (U+00A0)`."
+    "A letter in words, for messages: `a no-break space (U+00A0)`."
     name = unicodedata.name(letter, "control character").lower()
-    return f"{name} (U+{ord(letter):04X})"
+    article = "an" if name[0] in "aeio" else "a"
+    return f"{article} {name} (U+{ord(letter):04X})"
 
 # %% ../../nbs/core/00_files.ipynb #61d05b1e
 def nfc(name:str) -> str:
@@ -313,7 +315,7 @@ def few(
         text += f" and {len(names) - most} more"
     return text
 
-# %% ../../nbs/core/00_files.ipynb #bb59d0f7
+# %% ../../nbs/core/00_files.ipynb #5ca982bb
 _QUOTES = {"'": "'", '"': '"', "`": "`", "“": "”", "‘": "’", "„": "“", "«": "»"}
 
 def is_address(
@@ -350,7 +352,8 @@ def path_from(
     if written.lower().startswith("file:/"):
         written = unquote(re.sub(r"(?i)^file:(//(localhost)?(?=/))?", "", written))
     if is_address(written):
-        raise ValueError(f"{name} {written!r} is an address; {instead}")
+        kind = "a web address" if written.startswith("http") else "an address"
+        raise ValueError(f"{name} {written!r} is {kind}; {instead}")
     path = os.path.expanduser(os.path.expandvars(written))
     shell = re.sub(r"\\([ ()'&])", r"\1", path) # as a terminal writes blanks
     if shell != path and os.path.exists(shell) and not os.path.exists(path):

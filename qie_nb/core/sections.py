@@ -167,6 +167,10 @@ class DataSection(Section):
     control_dir: Folder = setting(
         None, "the same for the images before the edit; a list: several per pair",
         on_resume="must match", needed_by="many", compared_as="data")
+    columns: dict[str, str | list[str]] = setting(
+        {}, "columns of a table by their role, if their names are not known: {target: ..., control: ..., "
+        "prompt: ..., mask: ...}; a list of columns for several controls",
+        on_resume="must match", compared_as="data")
     allow_missing_control: bool = setting(
         False, "train on targets without a control image as text-to-image: from their prompt alone",
         on_resume="must match", compared_as="data")

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['POINTER', 'PAGE', 'CAPTION_BYTES', 'SETTINGS_BYTES', 'TABLE_BYTES', 'MOST_DIGITS', 'MOST_PARTS', 'kind_of_bytes',
-           'remedy_for', 'BadFile', 'in_one_sentence', 'read_text', 'twice_text', 'parse_json', 'parse_json_lines',
-           'parse_csv', 'parse_yaml']
+           'remedy_for', 'BadFile', 'in_one_sentence', 'read_text', 'twice_text', 'parse_json', 'python_literal',
+           'parse_json_lines', 'parse_csv', 'parse_yaml']
 
-# %% ../../nbs/core/01_text_files.ipynb #8f57e954
-import ast, csv, io, json, os, re, stat
+# %% ../../nbs/core/01_text_files.ipynb #4adbefc0
+import ast, csv, io, json, os, re, stat, warnings
 from functools import lru_cache
 from itertools import chain
 
@@ -71,7 +71,7 @@ def remedy_for(
     "What to do with a file of this kind where another was expected."
     return _REMEDIES.get(kind, otherwise)
 
-# %% ../../nbs/core/01_text_files.ipynb #2c244791
+# %% ../../nbs/core/01_text_files.ipynb #e6cb89b2
 CAPTION_BYTES = 1_000_000
 SETTINGS_BYTES = 10_000_000
 TABLE_BYTES = 500_000_000
@@ -152,10 +152,14 @@ def _encoding(data:bytes) -> str:
         return "utf-32"
     return "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
 
+_FIRST = (b"<", b"v", b"/", b"#", b"%", b"{", b"\xef", b" ", b"\t", b"\n", b"\r") # of `_AS_TEXT`
+
 def _fault_of(data:bytes, text:str|None) -> tuple: # (fault, detail, remedy), or None
     "What is wrong with a file's bytes, of which `text` is what they decode to."
-    kind = kind_of_bytes(data[:512])
     broken = text is None or "\0" in text
+    if not broken and data[:1] not in _FIRST: # most captions
+        return None
+    kind = kind_of_bytes(data[:512])
     if kind and (broken or kind in _AS_TEXT):
         return f"is {kind}", "", remedy_for(kind, "put a text file there")
     if not broken:
@@ -187,7 +191,7 @@ def read_text(
         raise BadFile(path, what, words, remedy, detail)
     return text.lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
-# %% ../../nbs/core/01_text_files.ipynb #e4e765bb
+# %% ../../nbs/core/01_text_files.ipynb #7fc258ec
 MOST_DIGITS = 1000 # of an integer; nothing that we read has so many
 
 class _Twice(ValueError):
@@ -247,8 +251,6 @@ def twice_text(
     where = f"line {first}" if first == second else f"lines {first} and {second}"
     return f"has {name!r} twice ({where}); keep one of them"
 
-_DEEP = "is nested too deeply; it needs objects and lists of a few levels"
-
 def parse_json(
     text:str,
     nan:bool=False, # are NaN and Infinity allowed, as Python and pandas write them?
@@ -262,9 +264,9 @@ def parse_json(
         where = f"line {e.lineno}, column {e.colno}"
         raise ValueError(f"is not valid JSON ({where}: {e.msg}); fix it") from None
     except RecursionError:
-        raise ValueError(_DEEP) from None
+        raise ValueError("is not valid JSON (nested too deeply); fix it") from None
 
-# %% ../../nbs/core/01_text_files.ipynb #5d417e05
+# %% ../../nbs/core/01_text_files.ipynb #e71b664d
 def _values_in(text:str) -> list: # of (line, value)
     "JSON values one after the other, with commas or nothing between them."
     decoder, out = _decoder(True), []
@@ -279,12 +281,14 @@ def _values_in(text:str) -> list: # of (line, value)
         value, at = decoder.raw_decode(text, at)
         out.append((line, value))
 
-def _is_python(line:str) -> bool:
-    "Is it a dict as Python prints it?"
+def python_literal(text:str) -> object:
+    "The value of a Python literal, or None."
     try:
-        return line.startswith("{") and isinstance(ast.literal_eval(line.rstrip(", ")), dict)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # of backslashes
+            return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
+        return None
 
 def parse_json_lines(
     text:str,
@@ -310,7 +314,7 @@ def _other_lines(text:str, n:int, line:str, error:ValueError) -> list:
     except _Twice:
         raise ValueError(twice_text(*_first_twice(text))) from None
     except (ValueError, RecursionError):
-        if _is_python(line):
+        if line[:1] == "{" and isinstance(python_literal(line.rstrip(", ")), dict):
             fault = f"has a Python dict in line {n}; write each line with json.dumps"
             raise ValueError(fault) from None
         raise ValueError(str(error).replace("line 1", f"line {n}")) from None
@@ -318,7 +322,7 @@ def _other_lines(text:str, n:int, line:str, error:ValueError) -> list:
         return list(enumerate(values[0][1], 1))
     return values
 
-# %% ../../nbs/core/01_text_files.ipynb #d6321979
+# %% ../../nbs/core/01_text_files.ipynb #1324add3
 _MARKS = ",;\t|"
 
 def _filled(cell:str|list|None) -> bool:
@@ -346,7 +350,8 @@ def _check_header(header:list, number:int, text:str, mark:str):
     first, _, rest = text.partition("\n")
     second = rest.partition("\n")[0]
     wider = max(second.count(m) for m in _MARKS)
-    remark = first.lstrip().startswith(("#", "//")) and first.count(mark) < wider
+    fewer = first.count(mark) < wider or not re.search(r"\.\w{2,5}\b|[/\\]", second) # no file name
+    remark = first.lstrip().startswith(("#", "//")) and second.strip() and fewer
     if remark or (len(header) == 1 and not second.lstrip().startswith('"') and wider > 1):
         line = f"line {number} ({first.strip()[:60]!r})"
         raise ValueError(f"has {line} above its header; remove that line")
@@ -363,15 +368,17 @@ def parse_csv(
     try:
         header = [visible(name) for name in reader.fieldnames or ()]
         _check_header(header, number, text, mark)
+        header[:1] = [name.lstrip("# ") or name for name in header[:1]]
         reader.fieldnames = header
         for n, row in enumerate(reader, 1):
             if any(map(_filled, row.values())):
                 rows.append((n, {k: cell for k, cell in row.items() if k or _filled(cell)}))
     except csv.Error as e:
-        raise ValueError(f'is not valid CSV (row {n + 1}: {e}); look for a stray "') from None
+        raise ValueError(f"is not valid CSV (row {n + 1}: {e}; look for a stray \" "
+                         "or a blank after one); fix it") from None
     return rows
 
-# %% ../../nbs/core/01_text_files.ipynb #610863b2
+# %% ../../nbs/core/01_text_files.ipynb #c8ed8c53
 MOST_PARTS = 100_000 # aliases can repeat a part: a file of 300 bytes has 10⁹ of them
 
 @lru_cache
@@ -391,6 +398,8 @@ def _yaml_loader() -> type:
     Loader.add_implicit_resolver(left_out[1], re.compile(f"^(?:{number})$"), list("-+0123456789"))
     return Loader
 
+_DEEP = "is nested too deeply or too large; a few levels of sections and lists are enough"
+
 def _check_scalar(node, is_key:bool):
     "Raises ValueError for a number that YAML reads otherwise, or letters that cannot be seen."
     text = node.value
@@ -398,8 +407,9 @@ def _check_scalar(node, is_key:bool):
     if node.style is None:
         several = node.end_mark.line > node.start_mark.line
         hidden = [c for c in text if c != " " and is_invisible(c)]
-        if hidden and (is_key or several or visible(text) != text):
-            raise ValueError(f"has a {letter_name(hidden[0])} in line {line}; use plain spaces")
+        after_colon = any(":" + c in text for c in hidden)
+        if hidden and (is_key or several or after_colon or visible(text) != text):
+            raise ValueError(f"has {letter_name(hidden[0])} in line {line}; use plain spaces")
         if node.tag.endswith(":int") and re.match("[-+]?0[0-9_]", text):
             plain = text.lstrip("+-0_") or "0"
             raise ValueError(f"has {text} in line {line}, which YAML reads as octal; "
@@ -434,7 +444,7 @@ def _size_of(node, sizes:dict) -> int:
         children = node.value
     total = 1 + sum(_size_of(child, sizes) for child in children)
     if total > MOST_PARTS:
-        raise ValueError(_DEEP.replace("deeply", "deeply or too large"))
+        raise ValueError(_DEEP)
     sizes[id(node)] = total
     return total
 
@@ -443,7 +453,7 @@ def _yaml_fault(e:Exception, text:str) -> str:
     if hasattr(e, "character"):
         name = letter_name(text[e.position])
         line = text.count("\n", 0, e.position) + 1
-        return f"has a {name} in line {line}, which YAML does not allow; remove it"
+        return f"has {name} in line {line}, which YAML does not allow; remove it"
     mark = getattr(e, "problem_mark", None)
     if mark is None:
         return f"is not valid YAML ({' '.join(str(e).split())}); fix it"
@@ -454,7 +464,7 @@ def _yaml_fault(e:Exception, text:str) -> str:
     if "\t" in line:
         return f"has a tab {where}; use spaces"
     if hidden:
-        return f"has a {letter_name(hidden[0])} {where}; use plain spaces"
+        return f"has {letter_name(hidden[0])} {where}; use plain spaces"
     problem = f"is not valid YAML ({where[3:]}: {e.problem}, {line.strip()[:60]!r})"
     if "escape" in e.problem:
         return f"{problem}: a backslash in double quotes; use single quotes or /"

@@ -22,7 +22,7 @@ from .alignment import Alignment, displacement, measure_alignment, resampled
 from .images import open_image, read_bytes, source_digest
 from .pair_checks import counted_marks, look, read_mask, sample_contents
 from .samples import Sample, Samples, cached_size, config_samples, find_samples
-from .tables import few
+from ..core.files import few
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #09668d85
 _KIND = "alignment 2" # a new number for new results of the same images
@@ -208,6 +208,8 @@ def check_alignment(
 ) -> AlignmentReport:
     "Measures the alignment of all pairs. Known results are kept by the images' content."
     samples = samples_to_check(where)
+    for note in getattr(samples, "notes", ()):
+        print(note)
     found, marks = {}, {}
     progress = Progress(len(samples), "check pairs")
     with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1)) as pool:

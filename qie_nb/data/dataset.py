@@ -89,7 +89,7 @@ class ImageDataset(Dataset):
         if isinstance(config, (str, Path)): config = dict(dataset_path=str(config))
         path = config.get("dataset_path") if isinstance(config, dict) else None
         if hasattr(path, "column_names"): # a `datasets.Dataset`
-            names = {k: config.get(k) for k in ("prompt", "trigger_word", "allow_missing_control")}
+            names = {k: config.get(k) for k in ("columns", "prompt", "trigger_word", "allow_missing_control")}
             samples = find_samples(path, **names)
             config = config | dict(dataset_path=None)
         settings = dataset_settings(config)

@@ -19,7 +19,7 @@ from .alignment import grid_warning
 from .images import (
     TIFF_BITS, Geometry, Refused, check_shape, grey_values, is_deep, named, read_bytes, remembered,
     source_name, to_8_bits, to_rgb, turn_of, turned_by, upright, use_image, white_of)
-from .tables import few
+from ..core.files import few
 
 # %% ../../nbs/data/04_pair_checks.ipynb #66e0a5e2
 NOISE = 2 # levels of 255 by which JPEG changes one colour

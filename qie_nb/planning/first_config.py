@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..core.presets import MODEL, first_steps, preset_of
 from ..data.samples import find_samples
-from ..data.tables import home_path
+from ..core.files import path_from
 
 # %% ../../nbs/planning/05_first_config.ipynb #f0a3a53c
 def driver_gpus() -> list: # of (name, GiB)
@@ -38,7 +38,7 @@ def _look(folder) -> tuple: # (folder, `Samples` or nothing, what is missing)
 
 def find_pairs(folder) -> tuple: # (folder or table, `Samples`, what is missing, or "")
     "The data set in a folder, or the only one below it."
-    folder = home_path(folder)
+    folder = path_from(folder, 'the folder of your pairs')
     if not folder.is_dir(): return folder, find_samples(folder), "" # a table, or raises
     here, found = _look(folder), []
     if here[1] or not here[2].startswith("No pairs found"): return here

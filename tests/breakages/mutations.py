@@ -144,7 +144,37 @@ MUTATIONS = {
         Change("data/samples", "split_held_out",
                'stable_seed(seed, d, "held out")', 'stable_seed(0, d, "held out")')]),
     "trigger word put before prompts that have it": Mutation("tests/evaluation/test_evaluate.py::test_own_prompts_get_the_trigger_word", [
-        Change("data/samples", "add_trigger", "if re.search", "if False and re.search")]),
+        Change("data/prompts", "add_trigger", "if _has_word(prompt, word)", "if False")]),
+    # --- what people bring
+    "a name that is twice in JSON": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "_object", "len(out) < len(pairs)", "False")]),
+    "a key that is twice in YAML": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "_check_names", "name in lines", "False")]),
+    "a column that is twice in CSV": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "_check_header", "names.count(n) > 1", "False")]),
+    "octal numbers in YAML": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "_check_scalar", '"[-+]?0[0-9_]"', '"never"')]),
+    "aliases in YAML are not counted": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "_size_of", "total > MOST_PARTS", "False")]),
+    "one byte order mark only": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "read_text", 'text.lstrip("\ufeff")', 'text.removeprefix("\ufeff")')]),
+    "pipes and devices are opened": Mutation("tests/core/test_text_files.py", [
+        Change("core/text_files", "_check_stat", "not stat.S_ISREG(st.st_mode)",
+               "stat.S_ISDIR(st.st_mode) or stat.S_ISFIFO(st.st_mode)")]),
+    "letters inside of a word removed": Mutation("tests/core/test_text_files.py", [
+        Change("core/files", "visible", "return text[first:end]",
+               'return "".join(c for c in text[first:end] if not is_invisible(c))')]),
+    "a misnamed second control without a word": Mutation("tests/data/test_brought.py", [
+        Change("data/folders", "_check_controls", "if n and gaps", "if False")]),
+    "two controls of one target": Mutation("tests/data/test_brought.py", [
+        Change("data/sides", "refuse_doubt", "len(found) > 1", "False")]),
+    "an unrelated metadata.csv is the table": Mutation("tests/data/test_brought.py", [
+        Change("data/samples", "_is_metadata", "if not rows or _only_captions(table)",
+               "if True: return bool(rows) and not _only_captions(table)\nif True")]),
+    "a link above the data set is followed": Mutation("tests/data/test_samples.py", [
+        Change("data/listing", "is_inside", "not home.is_relative_to(end.parent)", "True")]),
+    "word borders of English only": Mutation("tests/data/test_brought.py", [
+        Change("data/prompts", "_joined", "_NO_BLANKS.intersection(scripts)", "False")]),
     "captions dropped with the empty image set": Mutation("tests/data/test_batches.py::test_a_dropped_caption_is_the_empty_prompt", [
         Change("data/dataset", "ImageDataset.__getitem__", '"" if drop else s.prompt', "s.prompt")]),
     "controls resized before encoding": Mutation("tests/parity/test_pipelines.py", [

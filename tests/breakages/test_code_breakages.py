@@ -63,7 +63,7 @@ TEXT = dict( # samples without a control image
     batches_with_and_without_controls_mixed=[
         Change("data/dataset", "ImageDataset.bucket", ", *(self.geometry.control(c) for c in controls)", ",")],
     a_misnamed_control_trained_on_as_text=[
-        Change("data/folders", "_check_controls", "not rest and", "")],
+        Change("data/folders", "_check_controls", "rest or unread", "unread")],
     a_held_out_target_trained_on_alone=[
         Change("data/samples", "_first_images", "d or of.get(t, t)", "d or t")],
 )

@@ -146,7 +146,7 @@ def test_large_images_are_read_without_warnings(tmp_path):
 
 
 def test_marks_of_sizes_come_with_reasons(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("qie_nb.data.samples._printed", set()) # notes are printed once per process
+    monkeypatch.setattr("qie_nb.data.prompts._printed", set()) # notes are printed once per process
     make(tmp_path, "after/a.png,b.png,c.jpg before/a.png,b.png,c.jpg")
     exif = Image.Exif(); exif[0x0112] = 6
     for name, size, kw in (("after/a.png", (1, 1), {}), ("before/a.png", (40, 30), {}), ("after/b.png", (423, 634), {}), ("before/b.png", (800, 300), {}),
