@@ -359,7 +359,7 @@ def _way_in(root:Path, name:str) -> str:
         return f"use paths inside {str(root)!r}"
     common = os.path.commonpath([root.absolute(), folder])
     link = f"link the folder into the data set (ln -s {str(folder)!r} {str(root)!r})"
-    if len(Path(common).parts) < 2 or len(link + common) > 280:
+    if len(Path(common).parts) < 2 or len(link + common) > 200:
         return link
     return f"{link}, or move the table to {common!r}"
 

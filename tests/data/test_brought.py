@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from qie_nb.config import Config, load_config_from_yaml
-from qie_nb.data.samples import config_samples, find_samples, samples_of
+from qie_nb.data.samples import config_samples, find_samples, samples_of, usable
 from qie_nb.data.prompts import add_trigger
 from test_layouts import make, names
 from test_samples import hub, images_of, tree
@@ -144,14 +144,22 @@ def test_numbered_controls_of_two_digits(tmp_path):
 
 
 def test_images_under_other_names(pairs):
-    for name in ("a.jpe", "b.jpg_large", "c.jpg!d", "d.jpg?width=600", "e"): Image.new("RGB", (8, 6)).save(pairs/"training_images"/name, format="JPEG")
-    (pairs/"training_images"/"f").write_text("no image"); os.mkfifo(pairs/"training_images"/"g.jpe")
+    for side in ("training_images", "control_images"):
+        for name in ("a.jpe", "b.jpg_large", "c.jpg!d", "d.jpg?width=600", "e"): Image.new("RGB", (8, 6)).save(pairs/side/name, format="JPEG")
+    (pairs/"training_images"/"f").write_text("no image")
     found = find_samples(pairs, prompt="x")
-    assert found.notes == ["not used: 'a.jpe', 'b.jpg_large', 'c.jpg!d' and 2 more (a JPEG image under another name; rename it to end in .jpg)"]
-    assert ("training_images/f", "no image") in found.ignored and len(found) == 3
+    assert found.notes == ["not used: 'e' (JPEG under another name; rename it to end in .jpg)"]
+    assert ("training_images/f", "no image") in found.ignored and len(found) == 7
     alone = pairs/"alone"/"after"; alone.mkdir(parents=True)
-    Image.new("RGB", (8, 6)).save(alone/"a.jpe", format="JPEG")
-    assert "Rename the images, e.g. a.jpe (a JPEG image under another name; rename it to end in .jpg)" in refused(pairs/"alone", prompt="x")
+    Image.new("RGB", (8, 6)).save(alone/"a", format="JPEG")
+    assert "Rename the images, e.g. a (JPEG under another name; rename it to end in .jpg)" in refused(pairs/"alone", prompt="x")
+
+
+@pytest.mark.parametrize("name", ["g.jpe", "g.png"])
+def test_a_pipe_among_the_images(name, pairs):
+    for side in ("training_images", "control_images"): os.mkfifo(pairs/side/name)
+    keep, sizes, skipped = usable(find_samples(pairs, prompt="x"))
+    assert len(keep) == 3 and [i for i, _ in skipped] == ["g"], skipped
 
 
 # --- paths

@@ -181,7 +181,7 @@ def test_a_png_that_ends_as_a_text_is_named(tmp_path):
 
 def test_a_folder_of_images_without_suffixes_says_what_to_do(tmp_path):
     pairs_named(tmp_path, ["0", "1"])
-    with pytest.raises(ValueError, match="and 1 more hold images; rename them first, so that they end in .jpg or .png"): find_samples(tmp_path, prompt="x")
+    with pytest.raises(ValueError, match="Rename the images, e.g. 0 .JPEG under another name; rename it to end in .jpg"): find_samples(tmp_path, prompt="x")
 
 
 def test_a_backup_beside_its_image_is_no_second_sample(tmp_path):
