@@ -442,7 +442,10 @@ def main(
     argv = sys.argv[1:] if argv is None else argv
     if not argv: return parser().print_help() or 0
     a = parser().parse_args(argv)
-    try: return a.run(a) or 0
+    try:
+        if getattr(a, "out", None):
+            a.out = str(path_from(a.out, "`--out`", "give a place on this machine, and copy it afterwards"))
+        return a.run(a) or 0
     except KeyboardInterrupt as e:
         return _stopped(a.command, *e.args[:2])
     except (ValueError, OSError, torch_memory_error()) as e: # OSError: a full disk, an unreadable file

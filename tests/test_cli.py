@@ -85,3 +85,12 @@ def test_check_prints_json_alone_and_aligns(tmp_path, capsys, monkeypatch):
     assert "1 of 1 pairs is shifted by more than 2 px" in said and "1 pairs aligned, 0 copied as they are" in said
     assert main(["check", str(tmp_path/"out")]) == 0 and "1 of 1 pairs fit" in capsys.readouterr().out
     assert main(["check", folder, "--align", folder]) == 2 and "already exists and is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["cache", "pack", "--out", "gs://bucket/packed", "cache"], ["demo", "--out", "hf://me/demo"], ["init", "pairs", "--out", "s3:/b/run.yaml"],
+                                     ["prequantize", "--out", "gs://bucket/model"]])
+def test_results_go_to_this_machine(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert "is an address; give a place on this machine, and copy it afterwards" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

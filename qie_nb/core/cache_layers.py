@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Callable
 
 from .cache_entries import EVERY_KIND, CacheEntryError, is_key, unpack_entry
-from .files import cached_file_property, write_atomic
+from .files import cached_file_property, path_from, write_atomic
 from .packed_index import (
     DATABASE, FORMAT, EntryDatabase, EntryDict, OtherText, PackedEntry, index_checksum, index_text,
     scan_older_index, unusable, write_database)
@@ -300,7 +300,7 @@ def empty_output_dir(
     replace:bool=False, # may it hold a packed cache?
 ): # yields the folder to write into
     "A folder for a packed cache. Raises ValueError if it holds other files."
-    out = Path(out)
+    out = path_from(out, "`out`", "give a folder on this machine, and copy it afterwards")
     there = os.listdir(out) if out.is_dir() else []
     shard = re.compile(r"cache-\d{5}-\d{5}\.safetensors")
     ours = all(name in (INDEX, DATABASE) or shard.fullmatch(name) for name in there)

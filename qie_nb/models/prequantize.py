@@ -16,7 +16,7 @@ from torch import nn
 
 from ..cache import EmbeddingCacheManager
 from ..core.environment import detect_environment
-from ..core.files import cached_file_property, file_digest, free_bytes, write_atomic
+from ..core.files import cached_file_property, file_digest, free_bytes, path_from, write_atomic
 from ..core.display import Progress
 from .hub import CONFIG_FILES, component_class, format_bytes, sampled_digest, transformer_digest
 from .loading import (ORIGIN, check_missing, check_serializable, empty_model, part_names,
@@ -245,7 +245,8 @@ def save_prequantized(
     part_bytes:int=10**9, # as for `quantize_checkpoint`
 ) -> Path: # `folder`
     "Write a model's prequantized copy. Neither memory nor disk ever holds the full model."
-    folder, c = Path(folder), components
+    folder = path_from(folder, "`folder`", "give a folder on this machine, and copy it afterwards")
+    c = components
     if (folder/"prequantized.json").is_file():
         raise ValueError(f"`folder` {str(folder)!r} has a complete copy; use another folder")
     quantizations, shards = _copied_components(c, encoders), c.shards("transformer")
