@@ -322,6 +322,64 @@ def run(s:Setting, seed:int, cache:Path, first:dict) -> dict:
                     evaluations=record.evaluations)
 
 
+# --- what the table of causes says of them
+
+def plain(losses:dict) -> dict: # {pair: weighted loss}
+    """Losses with or without those of the noise levels."""
+    return {name: row[0] if isinstance(row, list) else row for name, row in losses.items()}
+
+
+def mean_of(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def measures_of_run(row:dict): # `Measures` at the last evaluation
+    """A recorded run as an evaluation sees it."""
+    from qie_nb.evaluation.validation_loss import Measures, loss_ratio
+    steps = sorted(row["evaluations"], key=int)
+    first, middle, last = (row["evaluations"][step] for step in steps)
+    _, half, end = map(int, steps)
+    start, then, now = (mean_of(plain(e["losses"]).values()) for e in (first, middle, last))
+    before = (start - then) / half
+    images, facts = first["image_facts"], row["facts"]
+    return Measures(
+        step=end, steps=facts["steps"],
+        held_out=loss_ratio(plain(first["losses"]), plain(last["losses"])),
+        training=loss_ratio(first["training"], last["training"]),
+        swapped=loss_ratio(first["swapped"], last["swapped"]),
+        controls=loss_ratio(last["one_noise"], last["exchanged"]),
+        controls_before=loss_ratio(first["one_noise"], first["exchanged"]),
+        pace=(then - now) / (end - half) / before if before > 0 else None,
+        image=mean_of(last["image_errors"].values()),
+        image_before=mean_of(first["image_errors"].values()),
+        control=mean_of(image["control"] for image in images),
+        blank=mean_of(image["blank"] for image in images),
+        pairs=facts["pairs"], lr=facts["lr"], optimizer=facts["optimizer"],
+        rank=facts["rank"], alpha=facts["alpha"], dropout=facts["dropout"])
+
+
+def outcome(cause:str, advice) -> str:
+    """right, cannot tell, nothing, wrong or false alarm. A good run should get nothing."""
+    if not cause:
+        return {"": "nothing", "cannot tell": "cannot tell"}.get(advice.cause, "false alarm")
+    if advice.cause in ("", "cannot tell"):
+        return advice.cause or "nothing"
+    return "right" if advice.cause == cause else "wrong"
+
+
+def judged(rows:list) -> list: # of {setting, cause, seed, named, outcome, doubt}
+    """What the table says of recorded runs."""
+    from qie_nb.evaluation.validation_loss import advise, doubt
+    found = []
+    for row in rows:
+        m = measures_of_run(row)
+        advice = advise(m)
+        found.append(dict(setting=row["setting"], cause=row["cause"], seed=row["seed"], edit=row["edit"],
+                          named=advice.cause, text=advice.text, outcome=outcome(row["cause"], advice), doubt=doubt(m)))
+    return found
+
+
 def machine() -> dict:
     """The device and the versions."""
     import torch

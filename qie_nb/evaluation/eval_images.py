@@ -6,7 +6,7 @@
 __all__ = ['LEVELS', 'MARGIN', 'COLUMNS', 'FIELDS', 'LEAST', 'WORDS', 'PLACE', 'SHIFT', 'SCALE', 'EvalSampling', 'eval_sampling',
            'added_lora', 'box_mean', 'at_size', 'changed_region', 'shift_and_scale', 'luma', 'psnr', 'detail',
            'inside_and_outside', 'drift_of', 'pack', 'unpack', 'medians', 'short_text', 'notable', 'say_drift',
-           'ImageDecoder']
+           'check_parts', 'ImageDecoder']
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #42c81982
 import io, math, re, textwrap
@@ -350,6 +350,23 @@ def eval_cases(
             if styles: cases += style_cases(trainer, styles)
         trainer.data.eval_cases = key, cases
     return trainer.data.eval_cases[1]
+
+# %% ../../nbs/evaluation/01_eval_images.ipynb #57f9346f
+def check_parts(
+    trainer:"QwenImageEditTrainer",
+    styles:dict=None, # from `find_styles`
+):
+    "Raise ValueError if the model folder lacks what the evaluation images need."
+    parts = trainer.components
+    if styles and not is_available(parts, "vae", "text_encoder", "processor"):
+        raise ValueError("`train.test_image_dir` needs a VAE and a text encoder, which model folder "
+                         f"{parts.name!r} lacks; give a whole model or remove the key")
+    if trainer.config.train.samples and not is_available(parts, "vae"):
+        raise ValueError("`train.samples` needs a VAE to make images with, which model folder "
+                         f"{parts.name!r} lacks; give a whole model or remove the key")
+    if trainer.config.train.eval_images and trainer.held_out and not is_available(parts, "vae"):
+        print("held-out pairs are evaluated by their loss only: model folder "
+              f"{parts.name!r} has no VAE to make images with")
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
 def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure

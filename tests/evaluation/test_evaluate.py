@@ -21,7 +21,8 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
-from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate, table
+from qie_nb.evaluation.compare import table
+from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate
 from qie_nb.evaluation.validation_loss import COLUMNS, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
 from qie_nb.models.variants.text_to_image import QwenImage
@@ -29,6 +30,7 @@ from qie_nb.planning.plan import Planner
 from qie_nb.sampling import denoising
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
+from qie_nb.training import stopping
 from qie_nb.training.callbacks import EvalImage, RunState
 from qie_nb.training.step import EMA
 from qie_nb.training.resume import checkpoint_misfit
@@ -353,7 +355,7 @@ def test_a_stop_interrupts_an_evaluation(owner, name, steps, calls, made, monkey
 def test_no_process_evaluates_after_a_stop(stop, heard, made, monkeypatch):
     "A signal may reach one process before the other; an evaluation would wait for both."
     monkeypatch.setattr(module, "evaluate_now", lambda *a: pytest.fail("evaluated"))
-    monkeypatch.setattr(module, "broadcast_stop", lambda accelerator, own: heard if own == stop else "")
+    monkeypatch.setattr(stopping, "broadcast_stop", lambda accelerator, own: heard if own == stop else "")
     callback = EvaluationCallback(config := Trainer(made(train=dict(eval_steps=2))).config)
     t = NS(config=config, plan=Planner(config).plan, held_out=[1], global_step=2, accelerator=None, state=RunState(max_steps=9, global_step=2, stop=stop), checkpoint_root=Path)
     callback.on_step_end(t), callback.on_train_end(t)
