@@ -4,7 +4,8 @@
 run with all that could be a sign: losses of held-out pairs as they are, with other pairs' controls, with control and
 target swapped, and without caption; the same loss of training pairs; loss and gradient norm of each step; image errors
 and what a blank sheet or the untouched control would have; the adapter's strength. Runs that the file has are left
-out, so it can be started again after a kill; seeds are outermost. About an hour on one core.
+out, so it can be started again after a kill; seeds are outermost. About an hour on one idle core.
+`--results` then writes what the table of causes says of each run, with its measures, to results/advice.json.
 """
 import argparse
 import hashlib
@@ -23,6 +24,7 @@ import numpy as np
 from shuffled_controls import mix_up
 
 SEEDS = (0, 1, 2, 3, 4)
+RESULTS = Path(__file__).parent/"results"/"advice.json"
 COLOURS = ("duotone", "sepia", "rotate", "duotone", "alien") # the edit of each seed where a setting names none
 HELD_OUT, TRAINING_JUDGED = 8, 8 # pairs
 LR = 5e-3 # right for the tiny model
@@ -368,16 +370,32 @@ def outcome(cause:str, advice) -> str:
     return "right" if advice.cause == cause else "wrong"
 
 
-def judged(rows:list) -> list: # of {setting, cause, seed, named, outcome, doubt}
+def judged(rows:list) -> list: # of {setting, cause, seed, edit, named, outcome, doubt, measures}
     """What the table says of recorded runs."""
     from qie_nb.evaluation.validation_loss import advise, doubt
     found = []
     for row in rows:
-        m = measures_of_run(row)
-        advice = advise(m)
-        found.append(dict(setting=row["setting"], cause=row["cause"], seed=row["seed"], edit=row["edit"],
-                          named=advice.cause, text=advice.text, outcome=outcome(row["cause"], advice), doubt=doubt(m)))
+        measures = measures_of_run(row)
+        advice = advise(measures)
+        facts = {name: row[name] for name in ("setting", "cause", "seed", "edit")}
+        found.append(facts | dict(named=advice.cause, outcome=outcome(row["cause"], advice), doubt=doubt(measures),
+                                  measures=rounded(measures._asdict())))
     return found
+
+
+def recorded(measures:dict): # `Measures`
+    """Measures as results/advice.json has them."""
+    from qie_nb.evaluation.validation_loss import Interval, Measures
+    return Measures(**{name: Interval(*v) if isinstance(v, list) else v for name, v in measures.items()})
+
+
+def write_results(trials:Path, out:Path=RESULTS):
+    """Judge the recorded runs, in the order of the settings."""
+    rows = [json.loads(line) for line in trials.read_text().splitlines()]
+    order = [s.name for s in (*GOOD, *BAD, *MORE_BAD)]
+    rows.sort(key=lambda row: (order.index(row["setting"]), row["seed"]))
+    lines = ",\n".join(json.dumps(row) for row in judged(rows))
+    out.write_text(f'{{"machine": {json.dumps(rows[0]["machine"])}, "steps": {GOOD[0].steps}, "runs": [\n{lines}]}}\n')
 
 
 def machine() -> dict:
@@ -418,9 +436,12 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--settings", nargs="*", help="names; default all")
     p.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--cache", type=Path, required=True, help="folder for encoded images")
+    p.add_argument("--out", type=Path, required=True, help="JSON lines, one a run")
+    p.add_argument("--cache", type=Path, help="folder for encoded images")
+    p.add_argument("--results", action="store_true", help="train nothing: judge the runs of --out")
     a = p.parse_args()
+    if a.results:
+        return write_results(a.out)
     for settings in ((*GOOD, *BAD), MORE_BAD):
         chosen = [s for s in settings if not a.settings or s.name in a.settings]
         for seed in a.seeds:

@@ -309,12 +309,14 @@ def readings(m:Measures) -> dict: # {sign: a word}
     "The measures in words: the signs that `CAUSES` names."
     moved = m.held_out or m.training
     gap = m.held_out.mean / m.training.mean if m.held_out and m.training else None
+    reverse = m.swapped.mean / m.held_out.mean if m.held_out and m.swapped else None
     return dict(
         held_out=direction(m.held_out),
         training=direction(m.training),
         swapped=direction(m.swapped),
         controls=use_of_controls(m),
         images=progress_of_images(m),
+        sides=one_word(reverse, 1 / GAP, "swapped", "right"),
         gap=one_word(gap, GAP, "narrow", "wide"),
         change=one_word(moved and moved.mean, LITTLE, "much", "little"),
         pace=one_word(m.pace, STEADY, "slower", "steady"),
@@ -337,12 +339,12 @@ NOT_BETTER = ("rises", "stays")
 FITS_NOT = ("behind a blank sheet", "further")
 
 CAUSES = (
-    Cause("rate too high", dict(training=("rises",)),
+    Cause("rate too high", dict(training=("rises",), held_out=(*NOT_BETTER, "unknown")),
           "the learning rate is too high: the loss of pairs that are trained on is {training} "
           "times that before the first step",
           "set {lower_rate}",
           "train 20 steps with {try_lower}"),
-    Cause("swapped sides", dict(held_out=("rises",), swapped=("falls",), training=NOT_WORSE),
+    Cause("swapped sides", dict(sides=("swapped",), swapped=("falls",), training=NOT_WORSE),
           "controls and targets are probably swapped in the training pairs, or in the held-out "
           "pairs: held-out loss {held_out} times that before the first step, with control and "
           "target exchanged {swapped} times",
@@ -387,7 +389,7 @@ CAUSES = (
           "set {higher_rate}; more steps do the same, slower",
           "train 20 steps with {try_higher}"),
     Cause("not seen by the loss", dict(held_out=("falls",), training=("falls",), images=FITS_NOT,
-                                       change=("much",), pace=("slower",)),
+                                       controls=("never",), pace=("slower",)),
           "the loss does not see whether this edit is learnt: held-out loss {held_out} times that "
           "before the first step, but the edited images are {image} grey levels from their "
           "targets, before the first step {image_before}, a sheet of one colour {blank}",
@@ -402,7 +404,7 @@ class Advice(NamedTuple):
     text: str = "" # what was measured, what it means, and which setting to change
 
 # the other signs are settings
-MEASURED = ("held_out", "training", "swapped", "controls", "images", "gap", "change", "pace")
+MEASURED = ("held_out", "training", "swapped", "sides", "controls", "images", "gap", "change", "pace")
 
 def causes_of(
     words:dict, # of `readings`
@@ -412,7 +414,8 @@ def causes_of(
     found = []
     for cause in CAUSES:
         known = [sign for sign in cause.signs if words[sign] != "unknown"]
-        if certain and len(known) < len(cause.signs):
+        missing = [sign for sign in cause.signs if words[sign] == "unknown"]
+        if certain and any("unknown" not in cause.signs[sign] for sign in missing):
             continue
         if not set(known) & set(MEASURED):
             continue
