@@ -352,7 +352,7 @@ def measures_of_run(row:dict): # `Measures` at the last evaluation
         swapped=loss_ratio(first["swapped"], last["swapped"]),
         controls=loss_ratio(last["one_noise"], last["exchanged"]),
         controls_before=loss_ratio(first["one_noise"], first["exchanged"]),
-        pace=(then - now) / (end - half) / before if before > 0 else None,
+        pace=(then - now) / (end - half) / before if before > 0 else 0.,
         image=mean_of(last["image_errors"].values()),
         image_before=mean_of(first["image_errors"].values()),
         control=mean_of(image["control"] for image in images),

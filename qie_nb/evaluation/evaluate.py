@@ -115,7 +115,7 @@ def pace_of(
         return None
     before = (mean(start.values()) - mean(then.values())) / last
     since = (mean(then.values()) - mean(now.values())) / (step - last)
-    return since / before if before > 0 else None
+    return since / before if before > 0 else 0. # nothing fell
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 class Distances(NamedTuple):

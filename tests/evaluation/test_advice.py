@@ -26,7 +26,7 @@ SIGNS = { # cause: what differs from a run that learns
     "adapter too weak": dict(held_out=Interval(0.98, 0.97, 0.99), training=Interval(0.98, 0.97, 0.99), alpha=0.01, pace=3.),
     "too few steps": dict(held_out=Interval(0.8, 0.7, 0.9), training=Interval(0.8, 0.7, 0.9), steps=4, step=4, pace=1.2),
     "rate too low": dict(held_out=Interval(0.8, 0.7, 0.9), training=Interval(0.8, 0.7, 0.9), pace=0.9, lr=5e-4),
-    "not seen by the loss": dict(controls=USELESS, controls_before=USELESS, image=69., image_before=182., control=159., blank=58.)}
+    "not seen by the loss": dict(image=67., image_before=60.)}
 REMEDIES = { # cause: the setting that the advice names, and its value
     "rate too high": "set `optimizer.lr` to 0.005 instead of 0.05", "swapped sides": "exchange the two folders or columns",
     "mixed-up pairs": "look at the pairs with sample_viewer", "too few pairs": "add pairs until there are 20",
@@ -44,7 +44,7 @@ def test_recorded_runs_get_the_right_cause_or_none():
         found.setdefault(trials.outcome(run["cause"], advice), []).append(run["setting"])
     assert not found.get("wrong") and not found.get("false alarm"), found
     bad = sum(bool(run["cause"]) for run in RUNS)
-    assert len(found["right"]) >= 0.7 * bad and bad >= 24
+    assert len(found["right"]) >= 0.6 * bad and bad >= 24
     assert len([s for s in found["cannot tell"] if s in {g.name for g in trials.GOOD}]) <= 2
 
 
@@ -88,6 +88,16 @@ def test_two_causes_with_the_same_signs_are_both_named_as_possible():
     advice = advise(m)
     assert advice.cause == "cannot tell"
     assert "rate too high (train 20 steps with `optimizer.lr` 0.0005)" in advice.text and "captions dropped" in advice.text
+
+
+def test_an_image_behind_a_blank_sheet_is_of_mixed_up_pairs_or_of_an_edit_that_the_loss_cannot_see():
+    "A drawing that is not learnt, 69 grey levels from its target where a blank sheet has 58: the signs of both causes are the same."
+    drawing = LEARNS._replace(controls=USELESS, controls_before=USELESS, image=69., image_before=182., control=159., blank=58.)
+    advice = advise(drawing)
+    assert advice.cause == "cannot tell" and "mixed-up pairs (look at ten pairs" in advice.text and "not seen by the loss (" in advice.text
+    assert doubt(drawing) == "the images are not: 69.0 grey levels from the targets, a sheet of one colour 58.0"
+    learning = drawing._replace(controls=LEARNS.controls, controls_before=LEARNS.controls_before)
+    assert advise(learning).cause == "cannot tell" and "mixed-up" not in advise(learning).text, "with its own controls it may be learning"
 
 
 def test_an_optimizer_that_adapts_its_rate_is_not_told_another_rate():
