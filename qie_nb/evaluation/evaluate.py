@@ -125,7 +125,8 @@ class Distances(NamedTuple):
 
 def image_distances(first:dict, result:dict) -> Distances:
     "Those of a result and of the one before the first step."
-    now, before = result.get("image_errors") or {}, first.get("image_errors") or {}
+    now = result.get("image_errors") or {}
+    before = first.get("image_errors") or {}
     same = first.get("image_sampling") == result.get("image_sampling")
     if not same or not now.keys() <= before.keys():
         return Distances(mean(now.values()))
@@ -179,7 +180,8 @@ def say_change(
     but:str="", # of `doubt`
 ) -> str:
     "One line about an evaluation."
-    result, first = results[step], results.get(0, {}) if step else {}
+    result = results[step]
+    first = results.get(0, {}) if step else {}
     last = max((n for n in results if 0 < n < step), default=0)
     line = f"step {step}: {loss_in(result)}"
     since = results[last] if last else {}

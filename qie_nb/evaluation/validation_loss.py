@@ -202,8 +202,9 @@ def held_out_loss(
     work = shares(len(batches) * noises, trainer)
     sums = torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device)
     chosen = partners(dataset) if exchange or swap else range(len(dataset))
-    what = ", controls exchanged" if exchange else ", sides swapped" if swap else ""
-    bar = Progress(len(work), f"held-out loss{what}") if process(trainer)[0] == 0 else None
+    what = {(True, False): ", controls exchanged", (False, True): ", sides swapped"}
+    title = "held-out loss" + what.get((exchange, swap), "")
+    bar = Progress(len(work), title) if process(trainer)[0] == 0 else None
     last = None
     with eval_mode(trainer._transformer()):
         for unit, counts in work:
@@ -242,7 +243,7 @@ class Measures(NamedTuple):
     steps: int = 100 # planned
     pairs: int = None # that are trained on
     lr: float = 1e-4
-    optimizer: str = "adamw"
+    optimizer: str = ""
     rank: int = 16
     alpha: float = 16.
     dropout: float = 0. # of captions
@@ -446,7 +447,7 @@ def symptom(words:dict) -> str: # of `readings`; "" if nothing is to be explaine
 
 def rates_of(m:Measures) -> dict: # {field of the table's texts: text}
     "What to do about the learning rate."
-    if OPTIMIZERS[m.optimizer].adapts_rate:
+    if m.optimizer and OPTIMIZERS[m.optimizer].adapts_rate:
         other = f"`optimizer.name` {advised_optimizer('default')}"
         change = f"{other}, because {m.optimizer} adapts its rate"
         return dict(lower_rate=change, higher_rate=change, try_lower=other, try_higher=other)
@@ -472,7 +473,8 @@ def advise(m:Measures) -> Advice:
     "Why does this run not learn its edit? One cause and its remedy, or those that are possible."
     words = readings(m)
     fields = numbers_of(m)
-    named, possible = causes_of(words), causes_of(words, certain=False)
+    named = causes_of(words)
+    possible = causes_of(words, certain=False)
     if len(named) == len(possible) == 1:
         cause = named[0]
         return Advice(cause.name, f"{cause.meaning}; {cause.remedy}".format(**fields))
@@ -486,11 +488,11 @@ def advise(m:Measures) -> Advice:
 
 def doubt(m:Measures) -> str: # "" if there is none
     "What an evaluation says instead of *better*, after *lower, but*."
-    images, controls = progress_of_images(m), use_of_controls(m)
+    images = progress_of_images(m)
     now = f"{m.image:.1f} grey levels from the targets" if m.image is not None else ""
     if images == "behind a blank sheet":
         return f"the images are not: {now}, a sheet of one colour {m.blank:.1f}"
-    if controls in ("lost", "never"):
+    if use_of_controls(m) in ("lost", "never"):
         return "not by means of the control images"
     if images == "behind the controls":
         return f"the images are not yet: {now}, the untouched control images {m.control:.1f}"
