@@ -197,6 +197,28 @@ def stratified():
             rows.append([f"{size} a step: {what} after 60 steps", *(spread([x[name] for x in r["after_60_steps"][k]], digits) for k in kinds)])
     return markdown(["", "independent levels", "stratified levels"], rows)
 
+def advice_of(runs, outcome, shown): # "4: rate too high"
+    """How many runs had this outcome, and what was named."""
+    found = [run for run in runs if run["outcome"] == outcome]
+    named = sorted({run["named"] for run in found} - {"", "cannot tell"}) if shown else []
+    return f"{len(found)}: {', '.join(named)}" if found and named else str(len(found) or "")
+
+
+def advice_table():
+    """What evaluations name as the cause, for good runs and bad settings."""
+    runs = json.loads((HERE/"results"/"advice.json").read_text())["runs"]
+    rows = []
+    for setting in dict.fromkeys(run["setting"] for run in runs):
+        own = [run for run in runs if run["setting"] == setting]
+        cause, seeds = own[0]["cause"], sorted(run["seed"] for run in own)
+        lower = sum(bool(run["doubt"]) for run in own)
+        rows.append([setting, cause or "nothing", len(seeds), advice_of(own, "right", False) if cause else advice_of(own, "nothing", False),
+                     advice_of(own, "cannot tell", False), advice_of(own, "nothing", False) if cause else "",
+                     advice_of(own, "wrong" if cause else "false alarm", True), lower or ""])
+    head = ["setting", "what is wrong", "seeds", "right", "cannot tell", "silent", "wrong or false alarm", "not called *better*"]
+    return markdown(head, rows)
+
+
 def drift_columns():
     "What an evaluation's measures report for results whose change is known."
     r, head = json.loads((HERE/"results"/"drift.json").read_text())["columns"], ["result", "what was done"]
@@ -264,6 +286,7 @@ PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): 
          ("data", "growth: made by benchmarks/session_table.py from benchmarks/results/growth.json"): growth,
          ("evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
          ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,
+         ("evaluation", "advice: made by benchmarks/session_table.py from benchmarks/results/advice.json"): advice_table,
          ("evaluation", "drift: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_columns,
          ("evaluation", "drift training: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_training}
 

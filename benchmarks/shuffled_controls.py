@@ -41,7 +41,7 @@ def run(out, edit, mode, seed, steps=STEPS, every=EVERY) -> list: # of {step, li
     lines, rows = said.getvalue().splitlines(), []
     for line in lines:
         if found := re.match(r"step (\d+): held-out loss", line): rows.append(dict(step=int(found[1]), line=line, news=""))
-        elif rows and re.match("with the control images of other pairs|the adapter is (probably )?worse|the edited images", line): rows[-1]["news"] = line
+        elif rows and line.startswith("advice: "): rows[-1]["news"] = line
     return rows
 
 

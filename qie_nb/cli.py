@@ -120,7 +120,8 @@ def train(a):
 
 # %% ../nbs/04_cli.ipynb #ef4d21bf
 def evaluate(a):
-    from qie_nb.evaluation.evaluate import evaluate, table
+    from qie_nb.evaluation.compare import table
+    from qie_nb.evaluation.evaluate import evaluate
     with redirect_stdout(sys.stderr): # progress; stdout is for the result
         t = _trainer(a)
         results = [evaluate(t, name) for name in a.checkpoint or ["latest"]]

@@ -24,7 +24,7 @@ from ..data.dataset import ImageDataset, loader
 from ..data.images import open_image
 from ..data.pair_checks import pairs_to_show
 from ..evaluation.eval_images import eval_sampling, image_error, pair_cases, render_eval_images
-from ..evaluation.evaluate import without_adapter
+from ..lora.adapters import without_adapter
 from qie_nb.evaluation.validation_loss import (
     PARTS, Interval, StopRequested, compare_losses, confidence_interval, held_out_loss, losses_at_sigma,
     partners, sigma_weights)

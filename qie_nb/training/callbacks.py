@@ -48,7 +48,7 @@ class RunPosition:
     global_step: int = 0     # completed optimizer steps
     skipped: int = 0         # steps without a finite loss, when last read
     pending: str = ""        # an evaluation to repeat on resume
-    best: tuple = None       # (held-out loss, name) of the best checkpoint
+    best: tuple = None       # lowest (held-out loss, checkpoint); no name: before the first step
     whole: bool = True       # False between an update and its counting
     epoch_ended: bool = False # did the last step end an epoch?
     num_epochs: int = 1      # planned
@@ -96,6 +96,7 @@ class RunResults:
     metrics: dict = field(default_factory=dict) # to log with the next row
     eval_images: list = None # `EvalImage`s of this step, or None
     work: EvalWork = None    # the evaluation that is running
+    advice: str = ""         # of the last evaluation; empty if there is nothing to change
 
 @dataclass
 class RunRequests:

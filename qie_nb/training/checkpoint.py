@@ -186,12 +186,15 @@ class CheckpointCallback(Callback):
     "Saves at intervals, at the best held-out loss, and at the end."
     def on_train_begin(self, t):
         self.saved = t.global_step or None
-        if t.global_step and self.better(t.state): self.save(t) # by a repeated evaluation
+        if self.better(t.state) and t.global_step: self.save(t) # by a repeated evaluation
 
     def better(self, s) -> bool:
+        "Is the held-out loss the lowest so far? That before the first step counts, and has no checkpoint."
         loss = s.metrics.get("held_out_loss", math.nan)
-        if not math.isfinite(loss) or s.best is not None and loss >= s.best[0]: return False
-        s.best = (loss, checkpoint_name(s.epoch, s.global_step, s.epoch_ended))
+        if not math.isfinite(loss) or s.best is not None and loss >= s.best[0]:
+            return False
+        name = checkpoint_name(s.epoch, s.global_step, s.epoch_ended) if s.global_step else ""
+        s.best = (loss, name)
         return True
 
     def on_step_end(self, t):
@@ -203,7 +206,10 @@ class CheckpointCallback(Callback):
         # a signal may set `stop` in one process alone
         short = t.global_step < t.state.max_steps
         limited = t.plan.hours.value
-        wanted = short or getattr(t, "save_at_end", False) or c.save_interval or c.save_steps or limited
+        best = t.state.best
+        unsaved = best is not None and not best[1] # no step is better than before the first one
+        wanted = (short or unsaved or getattr(t, "save_at_end", False) or c.save_interval or c.save_steps
+                  or limited)
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.prune_checkpoints()
 

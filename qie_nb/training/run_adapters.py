@@ -376,7 +376,7 @@ class RunAdapters:
         samples, held = (), None
         if self.data is not None:
             samples, held = self.data.samples or (), self.data.validation
-        best = self.state.best[0] if self.state.best else None
+        best = self.state.best[0] if self.state.best and self.state.best[1] else None
         edits = sorted(samples, key=lambda s: not s.controls) # their captions first: the card uses one
         return self.metadata() | dict(
             base_model=self.config.model.pretrained_model_name_or_path,

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_NONFINITE_STEPS', 'raise_if_stopped', 'run_context', 'logged', 'read_nonfinite', 'TrainingFailed', 'is_broken',
-           'judge_run', 'NonFiniteStop']
+           'judge_run', 'NonFiniteStop', 'StopRequested', 'process', 'add_up', 'StopCheck', 'shares', 'shared_stop',
+           'asked_for_images']
 
 # %% ../../nbs/training/03_stopping.ipynb #29823383
 import gc, signal, threading, time, traceback
@@ -15,6 +16,7 @@ import torch
 
 from ..core.startup import ALLOCATOR
 from ..devices.placement import is_out_of_memory
+from ..devices.processes import broadcast_stop, share
 from .callbacks import Callback, call
 from .step import BatchStream
 
@@ -158,6 +160,50 @@ class NonFiniteStop(Callback):
     "Ends a run after `MAX_NONFINITE_STEPS` steps without a finite loss, when a row is logged."
     def on_step_end(self, t):
         if logged(t): read_nonfinite(t)
+
+# %% ../../nbs/training/03_stopping.ipynb #046a59a8
+class StopRequested(Exception): "The run was asked to stop during an evaluation."
+
+def process(trainer) -> tuple: # (index of this process, number of processes)
+    a = getattr(trainer, "accelerator", None)
+    return (a.process_index, a.num_processes) if a else (0, 1)
+
+def add_up(trainer, tensor) -> torch.Tensor: # on the CPU, summed over all processes
+    if process(trainer)[1] == 1: return tensor.cpu()
+    return trainer.accelerator.reduce(tensor.to(trainer.accelerator.device), "sum").cpu()
+
+# %% ../../nbs/training/03_stopping.ipynb #046a5901
+class StopCheck:
+    "Raises `StopRequested` in all processes if a stop was requested after its creation."
+    def __init__(self, trainer, passes:int=1): # of the transformer since the last call
+        self.trainer, self.passes, self.before = trainer, passes, ("", "done", trainer.state.stop)
+    def __call__(self, *_):
+        s = self.trainer.state
+        if work := getattr(s, "work", None): work.done += self.passes
+        if s.poll: s.poll() # handles clicks on a stop button
+        if add_up(self.trainer, torch.tensor([float(s.stop not in self.before)])).item(): raise StopRequested
+
+# %% ../../nbs/training/03_stopping.ipynb #046a5902
+def shares(n:int, trainer) -> list: # (index of the unit, does it count?)
+    "This process's part of `n` units of work."
+    me, every = process(trainer)
+    return [(u % n, u < n) for u in range(me, -(-n // every) * every, every)]
+
+# %% ../../nbs/training/03_stopping.ipynb #adc30002
+def shared_stop(t:"QwenImageEditTrainer") -> str:
+    "The reason to stop, the same in all processes: an evaluation needs all, and a signal may reach one."
+    return broadcast_stop(t.accelerator, t.state.stop)
+
+def asked_for_images(t:"QwenImageEditTrainer") -> bool:
+    "Did the panel, or a file `checkpoints/sample_now`, ask for images? The same in all processes."
+    state, file = t.state, t.checkpoint_root()/"sample_now"
+    asked = state.sample_now or (state.is_main and file.exists())
+    state.sample_now = False
+    if asked:
+        file.unlink(missing_ok=True)
+    if state.processes > 1:
+        asked = share(t.accelerator, "images" if asked else "")
+    return bool(asked)
 
 # %% ../../nbs/training/03_stopping.ipynb #c71969ea
 class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that help."

@@ -150,7 +150,7 @@ def data(self:TrainingPanel) -> dict:
                 held_out_loss=last(held), rate=rate, curve=curve, held_out=held, ended=self.ended is not None,
                 seconds_left=rate and max(s.max_steps - s.global_step, 0) / rate + self.evaluating_left(),
                 memory=self.memory_now(), images=[c for c, _ in self.images], drift=dict(self.drift),
-                doing=s.work.what if s.work else "", seconds=seconds)
+                doing=s.work.what if s.work else "", seconds=seconds, advice=s.advice)
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0012
 @patch
@@ -212,7 +212,15 @@ def numbers(self:TrainingPanel, d) -> str:
 def body(self:TrainingPanel, still:bool=False) -> str: # headline, curve and numbers
     d, side = self.data(), '<div style="display:inline-block;vertical-align:top;margin-right:16px">{}</div>'
     svg = curve_svg(d["curve"], d["held_out"])
-    return self.headline(d) + side.format(svg_image(svg) if still else svg) + side.format(self.numbers(d))
+    numbers = side.format(svg_image(svg) if still else svg) + side.format(self.numbers(d))
+    return self.headline(d) + numbers + self.advice(d)
+
+@patch
+def advice(self:TrainingPanel, d:dict) -> str: # HTML; empty if there is none
+    "What the last evaluation advises."
+    if not d["advice"]:
+        return ""
+    return f'<div style="font-size:13px;max-width:640px"><b>advice:</b> {escape(d["advice"])}</div>'
 
 @patch
 def html(self:TrainingPanel) -> str: return f"<div>{self.body(still=True)}<div>{self.gallery()}</div></div>"

@@ -319,10 +319,18 @@ MUTATIONS = {
     "swap test with the adapter": Mutation("tests/extras/test_swaps.py", [
         Change("extras/diagnostics", "swap_test",
                "nullcontext if use_lora", "nullcontext if not use_lora")]),
+    "a rate that is too high is not named": Mutation("tests/evaluation/test_advice.py", [
+        Change("evaluation/validation_loss", "direction", "ratio.low > 1", "ratio.low > 100")]),
+    "an image behind a blank sheet is better": Mutation("tests/evaluation/test_advice.py", [
+        Change("evaluation/validation_loss", "progress_of_images", "m.image > m.blank", "m.image > 9 * m.blank")]),
+    "the loss before the first step does not count for best": Mutation(
+        "tests/evaluation/test_advice.py::test_a_run_at_ten_times_the_rate_names_the_rate_and_has_no_best_checkpoint", [
+            Change("training/checkpoint", "CheckpointCallback.on_train_begin", "self.better(t.state) and t.global_step",
+                   "t.global_step and self.better(t.state)")]),
     "exchanged with the same control": Mutation(
         "tests/evaluation/test_evaluate.py::"
         "test_a_pair_gets_the_controls_of_another_of_its_sizes", [
-        Change("evaluation/validation_loss", "partners", "if d != digest", "")]),
+        Change("evaluation/validation_loss", "partners", "if other != digest", "")]),
     # --- sampling
     "guidance without the norm": Mutation("tests/parity/test_pipelines.py", [
         Change("models/flow_matching", "true_cfg",

@@ -8,7 +8,7 @@ from PIL import Image
 
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import compare as comparison
-from qie_nb.evaluation.compare import Column, Comparison, columns_of, compare_edits, find_adapter
+from qie_nb.evaluation.compare import adapter_of, Column, Comparison, columns_of, compare_edits, find_adapter
 from qie_nb.lora import adapters as lora
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import close_images, interrupted, on_call, slow
@@ -89,6 +89,7 @@ def test_names_of_checkpoints(trained_run, files, monkeypatch, tmp_path):
     for name, folder in (("latest", latest), ("best", "epoch_0001"), (root/"epoch_0001", "epoch_0001"), ("epoch_0001", "epoch_0001"), (f"checkpoints/{latest}", latest)):
         found, info, title = find_adapter(t, name)
         assert found == root/folder/lora.WEIGHT_NAME and info["steps"] == (8 if folder == latest else 4) and title == (name if name in ("best", "latest") else folder)
+    assert adapter_of(t, "best") == (root/"epoch_0001"/lora.WEIGHT_NAME, "raw", "epoch_0001"), "as `qie-nb evaluate` names it"
     assert find_adapter(t, files["style"])[2] == "style" and find_adapter(t, root/latest/lora.WEIGHT_NAME)[::2] == (root/latest/lora.WEIGHT_NAME, latest)
     monkeypatch.setattr("qie_nb.lora.formats.from_hub", lambda path: files["root"])
     assert find_adapter(t, "owner/style")[::2] == (files["root"], "owner/style")

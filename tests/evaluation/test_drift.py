@@ -9,7 +9,8 @@ from qie_nb.data.alignment import Alignment
 from qie_nb.evaluation import compare as comparison, eval_images, evaluate as module
 from qie_nb.evaluation.eval_images import COLUMNS, at_size, box_mean, changed_region, drift_of, medians, notable, pack, say_drift
 from qie_nb.evaluation.eval_images import short_text, unpack
-from qie_nb.evaluation.evaluate import evaluate, table
+from qie_nb.evaluation.compare import table
+from qie_nb.evaluation.evaluate import evaluate
 from qie_nb.logging import ROW, csv_line
 from qie_nb.tiny.photos import crops
 from qie_nb.trainer import QwenImageEditTrainer as Trainer

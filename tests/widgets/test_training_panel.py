@@ -118,6 +118,14 @@ def test_losses_are_read_at_logged_steps(tmp_path):
     assert len(read) == 9
 
 
+def test_the_advice_of_an_evaluation_is_shown_as_text(tmp_path):
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
+    assert "advice:" not in panel.html()
+    t.state.advice = f"set `optimizer.lr` to 0.005 {HOSTILE}"
+    shown = panel.html()
+    assert "advice:</b> set `optimizer.lr` to 0.005" in shown and "&lt;img src=x" in shown and "<img src=x" not in shown
+
+
 def test_long_run_stays_small(tmp_path):
     t, panel = begun(tmp_path, TrainingPanel(every=1e9), max_steps=20_000)
     go(t, panel, 20_000, lambda step: 1 / step)
