@@ -353,7 +353,7 @@ CAUSES = (
           "exchange the two folders or columns of the pairs that sample_viewer shows the wrong way "
           "round",
           "look with sample_viewer which side is the edited one"),
-    Cause("mixed-up pairs", dict(controls=("lost", "never"), training=NOT_WORSE, sides=("right",),
+    Cause("mixed-up pairs", dict(controls=("lost", "never"), training=("falls",), sides=("right",),
                                  adapter=("usual",)),
           "the control images probably belong to other targets: with those of other pairs the "
           "held-out loss is {controls} times that with the own ones, before the first step "
