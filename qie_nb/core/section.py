@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .display import table_html
-from .settings import MOST, outside_names, Role, removed_meant, removed_text, role_of
+from .settings import MOST, outside_names, Role, removed_meant, removed_text, role_of, setting
 
 # %% ../../nbs/core/06b_section.ipynb #5ec71006
 def is_section(

@@ -409,7 +409,9 @@ class ImageDecoder:
             return self.decoded(latent)
         except NoImage as error: # must not end a run
             self.trainer.state.warn_once(f"an evaluation image is black: {error}")
-            height, width = (side * factor_of(self.trainer.components) for side in latent.shape[-2:])
+            factor = factor_of(self.trainer.components)
+            height = latent.shape[-2] * factor
+            width = latent.shape[-1] * factor
             return np.zeros((height, width, 3), np.uint8)
         except (RuntimeError, MemoryError) as error:
             if device_name(self.device) == "cpu" or not is_out_of_memory(error):
