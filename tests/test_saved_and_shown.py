@@ -83,7 +83,7 @@ def test_images_as_people_name_them(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     for text in ("~/photo.png", f"'{folder}/photo.png'", f" {folder}/photo.png "):
         assert as_image(text).size == (64, 64)
-    with pytest.raises(ValueError, match="image 'https://h/a.png' is an address; download it"): as_image("https://h/a.png")
+    with pytest.raises(ValueError, match="image 'https://h/a.png' is a web address; download it"): as_image("https://h/a.png")
     with pytest.raises(ValueError, match="is a folder; give an image file, or a list of them"): as_image(str(folder))
     with pytest.raises(FileNotFoundError, match="does not exist; check the path"): as_image(folder/"no.png")
     with pytest.raises(ValueError, match="image is empty"): as_image("")
@@ -113,7 +113,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_edit(out, sentenc
 
 def test_the_shell_names_images_too(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    for image, sentence in ((".", "is a folder"), ("https://h/a.png", "is an address; download it"), ("no.png", "does not exist")):
+    for image, sentence in ((".", "is a folder"), ("https://h/a.png", "is a web address; download it"), ("no.png", "does not exist")):
         assert main(["predict", "--image", image, "--prompt", "x", "--model", "tiny", "--out", "r.png"]) == 2
         assert sentence in capsys.readouterr().err
     assert not (folder/"r.png").exists()

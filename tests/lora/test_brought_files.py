@@ -304,8 +304,8 @@ def test_paths_as_people_paste_them(tmp_path, monkeypatch):
     for text in ("~/x.safetensors", f"'{file}'", f' "{file}" ', f"file://{file}"):
         assert find_lora(text) == file
     with pytest.raises(ValueError, match="is empty"): find_lora("")
-    with pytest.raises(ValueError, match="is an address; download it"): find_lora("https://example.org/x.safetensors")
-    with pytest.raises(ValueError, match="is an address; give me/lora:a/x.safetensors"):
+    with pytest.raises(ValueError, match="is a web address; download it"): find_lora("https://example.org/x.safetensors")
+    with pytest.raises(ValueError, match="is a web address; give me/lora:a/x.safetensors"):
         find_lora("https://huggingface.co/me/lora/resolve/main/a/x.safetensors?download=true")
 
 
