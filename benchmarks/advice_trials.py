@@ -211,7 +211,7 @@ def loss_of(trainer, dataset, change=None) -> dict: # {pair: weighted loss}
     from qie_nb.evaluation import validation_loss
     plain = validation_loss.load_pairs
 
-    def load(trainer, dataset, which, partner=None):
+    def load(trainer, dataset, which, *partner_and_side):
         return change(trainer, dataset, which, plain(trainer, dataset, which))
     try:
         if change is not None:
