@@ -102,7 +102,7 @@ def test_more_images_than_the_model_knows_are_a_note(trainer, folder, capsys):
 
 @pytest.mark.parametrize("out, sentence", [
     ("result.xyz", "must end in a suffix of images, got '.xyz'"), ("result", "must end in a suffix of images, got ''"), (".", "is a folder; name a file in it"),
-    ("s3://b/x.png", "is an address; give a file here"), ("photo.png/x.png", "cannot be written")])
+    ("s3://b/x.png", "is an address; give a place on this machine"), ("photo.png/x.png", "cannot be written")])
 def test_a_result_that_cannot_be_written_is_refused_before_the_edit(out, sentence, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     def never(*a, **kw): raise AssertionError("the edit has begun")

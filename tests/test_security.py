@@ -152,7 +152,7 @@ DEEP = "[" * 100_000
 def test_deep_json(checkpoint, tmp_path):
     for name in ("run.yaml", "run.json"):
         (tmp_path/name).write_text(DEEP)
-        refused(lambda: load_config_from_yaml(tmp_path/name), "is nested too deeply")
+        refused(lambda: load_config_from_yaml(tmp_path/name), "nested too deeply")
     refused(lambda: read_lora(lora_file(tmp_path, more=dict(qie_nb=DEEP).items())), "cannot be read")
     for name in ("COMPLETE", "state.json"):
         old = (checkpoint/name).read_text()

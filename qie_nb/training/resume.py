@@ -373,7 +373,9 @@ def check_output(self:RunResume):
     run_table = self.adapters.run_table
     self.check_writable()
     query = memory_query(self.config, run_table.transformer_config(), self.components.dtype.itemsize)
-    items = run_items(self.config, query, len(self.adapters.data.samples or ()))
+    data = self.adapters.data # None without a trainer
+    pairs = len(data.samples or ()) if data is not None else 0
+    items = run_items(self.config, query, pairs)
     if table := sum(run_table.table_bytes()):
         where = run_table.empty_table().cache.cache_dir
         items.append(Item("modulation table", table, where, "is not there yet"))

@@ -154,7 +154,7 @@ CONTENTS = {
     "something": (b"hello", "it is no safetensors file"),
     "header alone": ((200).to_bytes(8, "little") + b'{"a": ', "it is cut off in its header"),
     "header that is no JSON": ((4).to_bytes(8, "little") + b"{a:}", "its header is not valid JSON"),
-    "deep header": ((60_000).to_bytes(8, "little") + b'{"a":' * 12_000, "its header is nested too deeply"),
+    "deep header": ((60_000).to_bytes(8, "little") + b'{"a":' * 12_000, "its header is not valid JSON (nested too deeply)"),
 }
 
 

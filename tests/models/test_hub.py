@@ -234,7 +234,7 @@ def test_names_of_no_model(hub, tmp_path):
     for name in ("~/there", "one", "a/b/c"): # an absolute path: in the notebook
         with pytest.raises(FileNotFoundError, match="is not a folder; give a diffusers folder, a hub id like"): resolve_model(name)
     hub.files = mock.Mock(side_effect=ConnectionError)
-    with pytest.raises(FileNotFoundError, match=r"'no/model' is not a local folder and cannot be downloaded \(ConnectionError\); "): resolve_model("no/model")
+    with pytest.raises(FileNotFoundError, match=r"'no/model' is not a local folder and cannot be downloaded \(ConnectionError\): huggingface.co cannot be reached "): resolve_model("no/model")
     with pytest.raises(ValueError, match="has no model_index.json"): EditModel(str(tmp_path))
 
 
