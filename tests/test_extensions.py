@@ -406,7 +406,7 @@ def test_a_variant_trains_resumes_and_predicts(other, tmp_path):
     assert "(other), made with qie_nb" in (tmp_path/"lora"/"README.md").read_text()
     kw = dict(num_inference_steps=2, height=32, width=32, seed=0)
     image, theirs = (t.predict(IMAGE, "make it blue", **kw) for t in (resumed, reloaded(other, tmp_path)))
-    assert close_images(image, theirs)
+    assert close_images(image, theirs, 3)
     embed = resumed.encode_prompt_image_embedding("make it blue", IMAGE)[0]
     plus = QwenImageEditTrainer(trained_like(other, tmp_path)).encode_prompt_image_embedding("make it blue", IMAGE)[0]
     assert embed.shape[1] == plus.shape[1] + 3
