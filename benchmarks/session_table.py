@@ -212,10 +212,14 @@ def advice_table():
         own = [run for run in runs if run["setting"] == setting]
         cause, seeds = own[0]["cause"], sorted(run["seed"] for run in own)
         lower = sum(bool(run["doubt"]) for run in own)
-        rows.append([setting, cause or "nothing", len(seeds), advice_of(own, "right", False) if cause else advice_of(own, "nothing", False),
-                     advice_of(own, "cannot tell", False), advice_of(own, "nothing", False) if cause else "",
-                     advice_of(own, "wrong" if cause else "false alarm", True), lower or ""])
-    head = ["setting", "what is wrong", "seeds", "right", "cannot tell", "silent", "wrong or false alarm", "not called *better*"]
+        silent = advice_of(own, "nothing", False)
+        right = advice_of(own, "right", False) if cause else silent
+        unsure = advice_of(own, "cannot tell", False)
+        wrong = advice_of(own, "wrong" if cause else "false alarm", True)
+        rows.append([setting, cause or "nothing", len(seeds), right, unsure, silent if cause else "", wrong,
+                     lower or ""])
+    head = ["setting", "what is wrong", "seeds", "right", "cannot tell", "silent", "wrong or false alarm",
+            "not called *better*"]
     return markdown(head, rows)
 
 

@@ -136,7 +136,8 @@ def check_result_file(out:str) -> Path:
     if file.is_dir(): raise ValueError(f"`--out` {out!r} is a folder; name a file in it, e.g. {file/'result.png'}")
     Image.init()
     if Image.EXTENSION.get(file.suffix.lower()) not in Image.SAVE:
-        raise ValueError(f"`--out` {out!r} must end in a suffix of images, got {file.suffix!r}; use .png, .jpg or .webp")
+        raise ValueError(f"`--out` {out!r} must end in a suffix of images, got {file.suffix!r}; "
+                         "use .png, .jpg or .webp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):

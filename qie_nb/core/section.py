@@ -83,7 +83,8 @@ def older_names() -> dict[str, str]: # {older dotted name: today's}
 
 # %% ../../nbs/core/06b_section.ipynb #28c2d2ff
 _WORDS = { # pydantic's words -> ours
-    "^value error, ": "", "unable to parse input string as an integer, exceeded maximum size": f"must be at most {MOST}",
+    "^value error, ": "",
+    "unable to parse input string as an integer, exceeded maximum size": f"must be at most {MOST}",
     r"input should be (a valid )?": "must be ", "^must be (integer|instance)": r"must be an \1",
     "^must be (number|string|list)": r"must be a \1", ", (unable to (parse|interpret)|got a number with).*": "",
     "^must be boolean": "must be true or false", "^must be dictionary.*": "must be a mapping of settings",

@@ -205,7 +205,8 @@ def _check_format(head:bytes): # the first 1024
     if kind == "a HEIC image":
         raise Refused("is in HEIC format; pip install pillow-heif, or convert it to JPEG")
     remedies = {
-        "an AVIF image": "pip install -U pillow, or convert it to PNG", PAGE: "download the image again or remove the pair",
+        "an AVIF image": "pip install -U pillow, or convert it to PNG",
+        PAGE: "download the image again or remove the pair",
         "a camera's raw file": f"develop it and {_SAVE}", "a video": "save one frame of it as PNG or JPEG",
         "a sound or a video": "save one frame of it as PNG or JPEG"}
     if kind.endswith("archive"):

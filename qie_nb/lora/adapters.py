@@ -366,7 +366,9 @@ def lora_state(
     return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
 
 def broken_tensor(transformer, name:str="default") -> str: # "" if there is none
-    "What of an adapter cannot be saved: NaN, infinity, or numbers without measure. With FSDP, all processes must call it."
+    """What of an adapter cannot be saved: NaN, infinity, or numbers without measure.
+
+    With FSDP, all processes must call it."""
     for key, p in lora_tensors(transformer, name).items():
         t = p.detach()
         whole = t.full_tensor() if hasattr(t, "full_tensor") else t

@@ -1,6 +1,7 @@
 """One home for one idea: a quantization, an optimizer, a variant or a way to fit a model is named in its own file and in the settings."""
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ NAMES = {name: type(one).__module__ for table in (QUANTIZATIONS, OPTIMIZERS, VAR
 FORMATS = {"float8", "int8"} # also the names of number formats
 
 
+@cache # 18 names are looked for in each module
 def strings(text:str) -> list:
     "The string constants of a module, without its docstrings."
     tree = ast.parse(text)

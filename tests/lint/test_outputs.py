@@ -31,7 +31,9 @@ def test_outputs_are_static_and_small(name):
 
 @each_notebook
 def test_outputs_name_no_folder_of_the_machine_that_made_them(name):
-    files = re.findall(r"/[^\s\"']*\.py\b", json.dumps([c["outputs"] for c in cells_of(name)]))
+    words = re.split(r"[\s\"']+", json.dumps([c["outputs"] for c in cells_of(name)]))
+    # an image is one long word with many slashes: a search from each of them took 16 s
+    files = [found for word in words if ".py" in word for found in re.findall(r"/.*\.py\b", word)]
     named = [f for f in files if "/qie_nb/" in f or "site-packages" in f]
     assert all(f.startswith(("/repository/", "/environment/")) for f in named), f"{named}; run `make outputs`"
 
