@@ -151,7 +151,7 @@ def spoil(folder:Path, wrong:str, seed:int):
 def write_data(out:Path, s:Setting, seed:int):
     """Training pairs in `data`, held-out pairs in `held_out`."""
     known = edits()
-    chosen = [known[s.edit or COLOURS[seed]]]
+    chosen = [known[s.edit or COLOURS[seed % len(COLOURS)]]]
     if s.second:
         chosen.append(known[s.second])
     write_pairs(out/"data", chosen, s.pairs, seed, "train")
@@ -318,7 +318,7 @@ def run(s:Setting, seed:int, cache:Path, first:dict) -> dict:
         QwenImageEditTrainer(config).cache_embeddings()
         trainer = QwenImageEditTrainer(config, callbacks=[record])
         trainer.fit()
-        return dict(setting=s.name, cause=s.cause, seed=seed, edit=s.edit or COLOURS[seed], facts=s._asdict(),
+        return dict(setting=s.name, cause=s.cause, seed=seed, edit=s.edit or COLOURS[seed % len(COLOURS)], facts=s._asdict(),
                     loss=record.loss, grad_norm=record.norm, lr=record.rate, strengths=record.strengths,
                     max_grad_norm=trainer.config.train.max_grad_norm, skipped=trainer.state.skipped,
                     evaluations=record.evaluations)
