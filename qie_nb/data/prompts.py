@@ -155,8 +155,10 @@ def _no_caption(found:Found, bad:list) -> ValueError:
     one = next((r for r in bad if not isinstance(r.prompt_from, str)), None)
     if one:
         file = str(one.target.with_suffix(".txt"))
-        where = (f"write each into a text file of its image's name, e.g. {file!r}, or "
-                 "one for all into prompt.txt beside the folders or into `data.prompt`")
+        each = f"write each into a text file of its image's name, e.g. {file!r}"
+        where = f"{each}, or one for all into prompt.txt beside the folders or into `data.prompt`"
+        if len(bad) == len(found.rows):
+            where = f"set one instruction for all in `data.prompt`, or {each}"
     else:
         where = f"fill {bad[0].prompt_from}, or set one instruction for all in `data.prompt`"
     where += "".join(f"; {note}" for note in found.notes if "is not read" in note)

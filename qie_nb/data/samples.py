@@ -23,8 +23,9 @@ from ..core.files import path_from, printable, visible
 from .folders import read_folders, read_pairs
 from .images import IMAGE_SUFFIXES, Geometry, crop_to, open_image, read_bytes, read_image_size
 from .images import remembered, source_digest, source_name
-from .listing import TABLE_SUFFIXES, address_remedy, contents, entries_of, is_hidden, it_contains
-from .listing import end_of, listed_once, no_folder, remedy
+from .listing import TABLE_SUFFIXES, contents, end_of, entries_of, is_hidden, it_contains
+from .listing import listed_once
+from .no_pairs import address_remedy, name_twins, no_folder, remedy, twins_in
 from .pair_checks import read_mask
 from .prompts import Sample, Samples, add_trigger, with_prompts
 from .sides import columns_of, is_table, match_columns, matching_columns, named_folder
@@ -229,6 +230,9 @@ def _none_found(path:Path, request:Request=Request()):
         read_table(table, request.columns, request.optional)
     sets = [d for d in seen if d.is_dir() and _is_set(d, request.columns)]
     empty = contents(path) == "empty"
+    twins = None if sets or request.chosen else twins_in(path)
+    if twins and not twins.sure:
+        raise ValueError(f"No pairs found in {str(path)!r}, but {name_twins(twins, path)}")
     readable = "" if _images_below(path) or empty else ", but no images that we can read"
     alone = "; put targets without a control into training_images/ too" if request.lone else ""
     raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. "

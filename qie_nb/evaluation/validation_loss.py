@@ -354,7 +354,7 @@ CAUSES = (
           "round",
           "look with sample_viewer which side is the edited one"),
     Cause("mixed-up pairs", dict(controls=("lost", "never"), training=("falls",), sides=("right",),
-                                 adapter=("usual",)),
+                                 adapter=("usual",), pace=("slower",)),
           "the control images probably belong to other targets: with those of other pairs the "
           "held-out loss is {controls} times that with the own ones, before the first step "
           "{controls_before} times",

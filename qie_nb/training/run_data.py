@@ -21,6 +21,7 @@ from ..core.display import kernel
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
 from ..data.images import Geometry, crop_to, open_image
+from ..data.no_pairs import refuse_archive
 from ..data.samples import ONE_IMAGE, Samples, config_samples, samples_of, split_held_out
 from ..encoding.encoder import Encoder, encode_prompt, encode_sample, encode_uncached
 from ..encoding.jobs import shard
@@ -114,6 +115,7 @@ class RunData:
     ):
         self.components = components
         self.config = make_config(config)
+        refuse_archive(self.config.data.dataset_path)
         self.run_table = run_table
         self.geometry, c = geometry or self._own_geometry, self.config.cache
         self.planner = planner or own_planner(self.config, device)
