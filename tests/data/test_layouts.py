@@ -99,7 +99,7 @@ def test_what_is_refused_lists_what_was_found(row, tmp_path):
 
 
 @pytest.mark.parametrize("path, sentence", [
-    ("pairs.zip", "is an archive; unpack it and give the folder"), ("a.png", "is an image; give the folder of your pairs"),
+    ("pairs.zip", "is an archive; it cannot be read as a zip"), ("a.png", "is an image; give the folder of your pairs"),
     ("https://huggingface.co/datasets/me/cats", "is a web address; .* load it with `data = datasets.load_dataset"),
     ("me/cats", "does not exist; if it is a data set of the Hugging Face hub, load it with `data = datasets.load_dataset\\('me/cats'\\)`"),
     ("C:\\Users/me", "is a path on a Windows computer; copy the folder to this machine"),
