@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..core.display import table_html
 from ..core.files import few, nfc, visible
 from .images import IMAGE_SUFFIXES
+from .no_pairs import WHAT_TO_DO
 from .tables import Found, instruction, text_of
 
 # %% ../../nbs/data/02b_prompts.ipynb #3743c870
@@ -213,6 +214,9 @@ def with_prompts(
     "Prompts for all samples. Raises ValueError if one has none."
     bad = [r for r in found.rows if not r.prompt]
     own = visible(prompt or "")
+    if own == WHAT_TO_DO:
+        raise ValueError(f"`data.prompt` is {own!r}, as a message had it; write your instruction there, "
+                         "e.g. turn it into a pencil sketch")
     text = visible(text_of(found.shared)) if found.shared else ""
     said = text or own
     if bad and not said:

@@ -42,8 +42,12 @@ def refusal(path) -> str:
 
 
 def pasted(message:str) -> dict:
-    """The section `data` of the message, as YAML reads it."""
-    return yaml.safe_load(re.search(r"data: \{.*?\}", message)[0])["data"]
+    """The section `data` of the message, as YAML reads it, with an instruction."""
+    settings = yaml.safe_load(re.search(r"data: \{.*?\}", message)[0])["data"]
+    if "prompt" in settings:
+        assert settings["prompt"] == no_pairs.WHAT_TO_DO
+        settings["prompt"] = "make it old"
+    return settings
 
 
 def test_own_folders_without_captions_are_one_refusal(holiday):
@@ -53,6 +57,8 @@ def test_own_folders_without_captions_are_one_refusal(holiday):
     settings = pasted(message)
     assert (settings["control_dir"], settings["target_dir"]) == ("Vorher (Kamera)", "fertig_NEU")
     assert len(ImageDataset(settings)) == 6
+    with pytest.raises(ValueError, match="`data.prompt` is 'what the edit does', as a message had it; write your"):
+        ImageDataset(settings | dict(prompt=no_pairs.WHAT_TO_DO))
 
 
 def test_with_captions_no_prompt_is_asked_for_and_they_tell_the_side(holiday):
@@ -89,6 +95,7 @@ def test_a_zip_in_a_folder_that_cannot_be_written_is_unpacked_here(holiday, monk
 def test_in_a_notebook_the_line_is_an_argument(holiday, monkeypatch):
     monkeypatch.setattr(no_pairs, "kernel", lambda: "a kernel")
     argument = re.search(r"data=dict\((.*?prompt='.*?')\)", refusal(holiday))[1]
+    argument = argument.replace(no_pairs.WHAT_TO_DO, "make it old")
     assert len(ImageDataset(eval(f"dict({argument})"))) == 6
 
 
