@@ -115,7 +115,7 @@ LOGS = {"edited images": ("inference/step_00000002", 1), "the result of an evalu
         "event files": ("tfevents", 1)}
 
 
-@pytest.mark.parametrize("moment", LOGS)
+@pytest.mark.parametrize("moment", [pytest.param(m, marks=() if m in ("event files", "rows") else pytest.mark.weekly) for m in LOGS])
 def test_a_log_or_an_image_ends_in_one_sentence_and_costs_no_checkpoint(moment, config, disk):
     name, nth = LOGS[moment]
     made = config(moment.replace(" ", "-"), **EVALUATED)
