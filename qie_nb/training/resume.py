@@ -21,7 +21,7 @@ from ..core.settings import REMOVED, Role, value_of
 from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
-from ..data.samples import split_held_out
+from ..data.samples import ONE_IMAGE, split_held_out
 from ..devices.edit_model import EditModel
 from ..devices.strategies.fsdp import full_state, shard_like, sharded_state
 from ..lora import adapters as lora
@@ -227,6 +227,15 @@ class RunResume:
 
 # %% ../../nbs/training/05_resume.ipynb #d5611b02
 @patch
+def held_out_share(self:RunResume,
+    held:ImageDataset, # or None
+) -> object: # as `used_fraction` reads it
+    "What auto held out: a share, a number of control images, or auto for one image or `train.val_path`."
+    if not held: return 0.0
+    share = self.adapters.data.share
+    return share if share and share != ONE_IMAGE else "auto"
+
+@patch
 def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
     "What the steps depend on; kept for the checkpoints."
     parts, dataset = self.components, getattr(loader, "dataset", None)
@@ -237,7 +246,8 @@ def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
                                  getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
                                  self.state.processes)
     held = getattr(self.adapters.data, "validation", None)
-    if settings["train.val_fraction"] == "auto" and not held: settings["train.val_fraction"] = 0.0
+    if settings["train.val_fraction"] == "auto":
+        settings["train.val_fraction"] = self.held_out_share(held)
     named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
     self.fingerprint = dict(
         settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
