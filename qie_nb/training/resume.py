@@ -34,7 +34,7 @@ from .callbacks import RunState, own_planner
 from .checkpoint import SavedRun
 from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
-from .run_data import drop_bad_prompts, drop_long_prompts, used_fraction
+from .run_data import OLDER_EPOCHS, drop_bad_prompts, drop_long_prompts, used_fraction
 from .stopping import TrainingFailed
 
 
@@ -91,12 +91,15 @@ def settings_metadata(
         "model.quantize": quantize or "none", "dtype of the base": dtype, "data.batch_size": batch_size,
         BATCHES_PER_STEP: config.train.gradient_accumulation_steps * processes}
 
+_OLDER_DEFAULTS = {"train.num_epochs": OLDER_EPOCHS} # written by an older version, given or not
+
 def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
     "Changes of the settings that may change."
     changes = []
     for s in with_role("may change"):
         before, after = recorded(was, s), value_of(now, s.name)
-        if before != after:
+        open_as_before = after is None and before == _OLDER_DEFAULTS.get(s.name)
+        if before != after and not open_as_before:
             changes.append(f"`{s.name}` {before} -> {after}")
     return "; ".join(changes)
 
@@ -334,6 +337,8 @@ def restore_state(self:RunResume, saved:SavedRun):
     s = self.state
     s.restore(saved.state)
     self.resumed_from = saved.folder
+    if self.adapters.data is not None:
+        self.adapters.data.continued = saved.folder
     self.run_id = saved.state.get("run_id") or self.run_id # an older version's has none
     self.saves = saved.state.get("saves") or 0
     if not s.is_main: return

@@ -146,6 +146,7 @@ class RunData:
         self.filler = None # `Encoder` of the cache
         self.said = "" # printed about the data set
         self.evaluated = None # the checkpoint's folder, if `evaluate` judges one
+        self.continued = None # the checkpoint's folder, if the trainer has resumed one
         self.eval_cases = "", [] # what the evaluation images are made of, and their encoded inputs
 
     def _own_geometry(self, data=None):
@@ -202,9 +203,10 @@ class RunData:
         "The plan's choice for these samples and for the checkpoint that is continued or judged."
         c = self.config.train
         before = None
-        if c.resume_checkpoint or self.evaluated:
+        folder = self.evaluated or self.continued
+        if c.resume_checkpoint or folder:
             with suppress(Exception): # a wrong checkpoint is reported later
-                folder = self.evaluated or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
+                folder = folder or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
                 state = json.loads((folder/"state.json").read_text())
                 before = used_fraction(state)
                 kept = "" if self.evaluated else keep_older_length(c, state)
