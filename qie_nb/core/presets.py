@@ -24,6 +24,8 @@ TINY = {
 # %% ../../nbs/core/09_presets.ipynb #253a4253
 MODEL = "Qwen/Qwen-Image-Edit-2511" # on the hub
 VARIANT_NAMES = ("v1", "2509", "2511") # of the library, the newest last
+PUBLISHED_MODELS = dict(zip(VARIANT_NAMES, ("Qwen/Qwen-Image-Edit", "Qwen/Qwen-Image-Edit-2509", MODEL)))
+LICENCE = "Apache-2.0" # of these models, which anyone may download
 
 GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
     "t4": (

@@ -23,7 +23,7 @@ from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
-from ..core.presets import ENOUGH_IMAGES
+from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
 from .decisions import AUTO, choose_delete_shards, choose_length
 from .facts import PairFacts
 from .memory import (
@@ -292,6 +292,20 @@ def download_items(
              for part, size in sizes.items() if part not in quantized]
     return whole + copy_items(config, q, env) if quantized else whole
 
+def download_words(
+    config:Config,
+    q:MemoryQuery,
+    environment:Environment=None, # default this one
+) -> str: # "" if nothing is missing
+    "What the first run downloads: size, folder, free space, token and licence."
+    e = environment or detect_environment()
+    missing = sum(item.bytes for item in download_items(config, q, e.env))
+    if missing < 1e9:
+        return ""
+    name, folder = config.model.pretrained_model_name_or_path, hub_downloads(e.env)
+    terms = f"; no token needed, {LICENCE}" if name in PUBLISHED_MODELS.values() else ""
+    return (f"the first run downloads {_gb(missing)} of {name} to {folder}, "
+            f"{_gb(e.free_space(folder, free_bytes))} free{terms}")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c4d967b7
 def _existing(folder) -> Path: # the nearest existing parent

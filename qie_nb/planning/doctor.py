@@ -423,7 +423,7 @@ def _summary(self:DoctorReport) -> str:
 # %% ../../nbs/planning/04_doctor.ipynb #069fb101
 @patch
 def __repr__(self:DoctorReport):
-    line = lambda level, what, *rest: f"{level:<8}  {what:<22}  " + "  ! ".join(filter(None, rest))
+    line = lambda level, what, *rest: f"{level:<8}  {what:<22}  " + ": ".join(filter(None, rest))
     first = "\n".join([*filter(None, [self._fit()]), self._summary(), *(line(*r) for r in self._rows())])
     return "\n\n".join([first, *map(repr, self.plans().values())])
 
