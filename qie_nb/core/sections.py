@@ -286,7 +286,7 @@ class TrainSection(StepSection):
     max_train_samples: Positive | None = setting(None,
         "samples of all GPUs together; without it, and without steps or epochs: 16 for each pair, "
         "from 500 to 2000",
-        on_resume="may change", overrides="length", needed_by="everybody", on_card=True)
+        on_resume="may change", overrides="length", needed_by="many", on_card=True)
     max_train_steps: Positive | None = setting(None,
         "optimizer steps, instead of samples; overrides num_epochs",
         on_resume="may change", overrides="length", needed_by="many", on_card=True,
