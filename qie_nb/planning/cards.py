@@ -17,7 +17,7 @@ from typing import NamedTuple
 import yaml
 from fastcore.basics import patch
 
-from ..config import Config, make_config
+from ..config import Config, make_config, sides_of
 from ..core.choice import Choice, Plan, RunLength
 from ..core.display import note, table_html, text_table
 from ..core.presets import KNOWN_GPUS, MODEL, PUBLISHED_MODELS, KnownGpu, first_run, known_gpu_name
@@ -371,13 +371,7 @@ def tasks_beside_steps(
 
 # %% ../../nbs/planning/03b_cards.ipynb #5a3c06a7
 def _size(resolution, data) -> list: # [width, height]
-    if resolution is None: return data.image_size
-    text = "x".join(map(str, resolution)) if isinstance(resolution, (list, tuple)) else str(resolution)
-    sides = re.fullmatch(r"(\d+)(?:[x*](\d+))?", text.lower().replace(" ", ""))
-    if not sides:
-        raise ValueError(f"`resolution` must be a side or width x height in pixels, got {resolution!r}; "
-                         "e.g. 1024 or 832x576")
-    return make_config(dict(data=dict(image_size=[int(sides[1]), int(sides[2] or sides[1])]))).data.image_size
+    return data.image_size if resolution is None else sides_of(resolution)
 
 # %% ../../nbs/planning/03b_cards.ipynb #8d4f1922
 def plan(
