@@ -50,9 +50,8 @@ def _needed_config(a):
 def _check_least(a, **least): # {flag: its least value}
     "Raises ValueError for a number of the command line that is too small."
     for name, low in least.items():
-        value = getattr(a, name)
-        if value is not None and value < low:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be {low} or more, got {value:g}")
+        if getattr(a, name) is not None and getattr(a, name) < low:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be {low} or more, got {getattr(a, name):g}")
 
 # %% ../nbs/04_cli.ipynb #22c1fb01
 def check_paths(c, a): # `Config`, arguments

@@ -115,7 +115,7 @@ def nearest_key(
     longer = [k for k in known if set(ending(key).split("_")) <= set(ending(k).split("_"))]
     return (same or difflib.get_close_matches(key, longer or known, 1, 0))[0]
 
-NEAR = 0.5 # likeness of two names, below which a guess would be silly
+NEAR = 0.55 # likeness of two names, below which a guess would be silly
 
 def unknown_key_text(
     key:str, # dotted

@@ -268,6 +268,17 @@ def _check_hours(value:object) -> object:
         return value
     raise ValueError(f"`train.max_hours` must be a number of hours above 0, auto or null, got {value!r}")
 
+def _check_resume(value:object) -> object:
+    if isinstance(value, bool):
+        word = "yes" if value else "no"
+        raise ValueError(f"`train.resume_checkpoint` must be auto, latest, the folder of a checkpoint, or null, got {word}")
+    return value
+
+def _check_samples(value:object) -> object:
+    if isinstance(value, (str, dict, Path)):
+        raise ValueError(f"`train.samples` must be a list like [{{image: photo.jpg, prompt: make it dusk}}], got {value!r}")
+    return value
+
 class TrainSample(Section):
     "An image and an instruction to edit it with in every evaluation."
     image: PathStr | list[PathStr] = setting(..., "path, or a list: several control images",
@@ -319,7 +330,7 @@ class TrainSection(StepSection):
         on_resume="may change", min_length=1)
     eval_images: Count = setting(2, "held-out pairs to edit at each evaluation",
         on_resume="may change", older=("train.eval_pictures",))
-    samples: list[TrainSample] = setting(
+    samples: Annotated[list[TrainSample], BeforeValidator(_check_samples)] = setting(
         [], "images of yours to edit at each evaluation: [{image, prompt}]",
         on_resume="recomputed", needed_by="many")
     test_image_dir: LocalPath | None = setting(None,
@@ -335,7 +346,7 @@ class TrainSection(StepSection):
         on_resume="must match", overrides="held_out", needed_by="many")
     val_path: PathStr | None = setting(None, "data set for evaluation only",
         on_resume="may change", needed_by="many")
-    resume_checkpoint: PathStr | None = setting(None,
+    resume_checkpoint: Annotated[PathStr | None, BeforeValidator(_check_resume)] = setting(None,
         "checkpoint folder; latest: the newest in output_dir; auto: the newest, or a new run if "
         "there is none",
         on_resume="recomputed", needed_by="everybody", also_called=("resume",))

@@ -230,7 +230,7 @@ def _none_found(path:Path, request:Request=Request()):
     sets = [d for d in seen if d.is_dir() and _is_set(d, request.columns)]
     empty = contents(path) == "empty"
     readable = "" if _images_below(path) or empty else ", but no images that we can read"
-    alone = "; put targets without a control into training_images/ too" if request.lone else ""
+    alone = "; images without a control are targets, too, if they are in training_images/" if request.lone else ""
     raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. "
                      f"{remedy(path, sets)}{alone}")
 

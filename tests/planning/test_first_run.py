@@ -12,6 +12,8 @@ from qie_nb.data.samples import config_samples, split_held_out
 from qie_nb.planning import plan as run_plan
 from qie_nb.planning.cards import duration, plan
 from qie_nb.planning.first_config import init
+from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.run_data import keep_older_length
 from test_machines import MACHINES
 
 REPO = Path(__file__).parents[2]
@@ -114,3 +116,45 @@ def test_steps_and_samples_are_not_both_given():
     with pytest.raises(ValueError) as e: make_config(dict(train=dict(max_train_steps=500, max_train_samples=800)))
     assert str(e.value) == ("`train.max_train_steps` 500 and `train.max_train_samples` 800 both say how long the run is; "
                             "remove one of them")
+
+
+def tiny(pairs, folder, **train):
+    "A trainer of the tiny model on the CPU."
+    return QwenImageEditTrainer(dict(
+        preset="tiny", data=dict(dataset_path=str(pairs), image_size=[32, 32], batch_size=2),
+        train=dict(output_dir=str(folder/"run"), device="cpu", eval_at_start=False, eval_images=0) | train,
+        cache=dict(cache_dir=str(folder/"cache")), logging=dict(log_dir=str(folder/"runs"), report_to="none")))
+
+
+def test_the_first_line_of_fit_says_how_long_and_what_is_held_out(tmp_path, capsys):
+    pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * 20)
+    trainer = tiny(pairs, tmp_path, max_train_samples=4)
+    trainer.cache_embeddings()
+    capsys.readouterr()
+    trainer.fit()
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "2 steps (4 samples, batch 2, no GPU); 5 of 20 pairs held out" and trainer.global_step == 2
+    assert second.startswith("held out of training, for evaluation: '") and second.endswith("(`train.val_fraction: 0` trains on all pairs)")
+
+
+def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
+    pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * 20)
+    trainer = tiny(pairs, tmp_path, max_train_steps=None, num_epochs=None)
+    trainer.data.continued = tmp_path
+    for was, held in (("auto", 1), (0.0, 0), (0.1, 2), (3, 3)): # auto: of an older version
+        state = dict(run=dict(settings={"train.val_fraction": was}), config=dict(train=dict(num_epochs=10)))
+        (tmp_path/"state.json").write_text(json.dumps(state))
+        loader = trainer.make_loader()
+        assert len(trainer.held_out or ()) == held and len(loader.dataset) == 20 - held
+        recorded = trainer.checkpoints.make_fingerprint(loader)["settings"]["train.val_fraction"]
+        assert recorded == was, "else the next session would hold out others"
+
+
+@pytest.mark.parametrize("was, now, epochs", [
+    (dict(num_epochs=10, max_train_steps=None), dict(), 10), (dict(num_epochs=10), dict(max_train_samples=800), None),
+    (dict(num_epochs=10), dict(num_epochs=3), 3), (dict(num_epochs=10, max_train_steps=40), dict(), None),
+    (dict(num_epochs=None, max_train_samples=None), dict(), None)])
+def test_a_run_of_an_older_version_keeps_its_ten_passes(was, now, epochs):
+    train = make_config(dict(train=now)).train
+    said = keep_older_length(train, dict(config=dict(train=was)))
+    assert train.num_epochs == epochs and bool(said) == (epochs == 10)
